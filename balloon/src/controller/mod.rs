@@ -1,5 +1,7 @@
 //! The rules above every policy. docs/policy.md lists them; the numbers in comments here are theirs.
 
+mod descriptors;
+mod goal;
 mod progress;
 mod rules;
 mod spread;
@@ -8,15 +10,17 @@ mod tests;
 
 use std::borrow::Cow;
 
-use foreshore_proto::{Measure, OnlinePolicy, Report, ZoneKind};
+use foreshore_proto::{Measure, OnlinePolicy, Report};
+pub use goal::Step;
 pub use rules::Rules;
 use serde::Serialize;
 
+use self::descriptors::DescriptorLimit;
 use self::progress::Progress;
 use self::spread::{Limits, Spread};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
-use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, round_up, scale};
+use crate::units::{round_up, scale};
 use crate::{HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
 /// Rule 6: a guest that was short so recently may be so still, when its reports stop.
@@ -48,6 +52,7 @@ pub struct Controller {
     cool_down_ms: u64,
     lost: Lost,
     lacking: Lacking,
+    descriptors: DescriptorLimit,
     /// A dry run has said what rule 3 would do about what is requested.
     told_bounds: bool,
 }
@@ -85,6 +90,10 @@ struct Followed {
     pinned: bool,
     /// Sized by hand since the last step: what has grown may be that.
     by_hand: bool,
+    /// Size requested by a client or at boot, until all of it is requested of the guest.
+    goal_bytes: Option<u64>,
+    /// No step towards the goal has been taken yet.
+    is_goal_new: bool,
     /// A dry run has said what rule 5 would do about what is requested of it.
     told: bool,
 }
@@ -96,7 +105,6 @@ struct LastReport {
     decision: Decision,
     /// When the guest was last known to be short, if that is not long ago.
     short_at: Option<TimeMs>,
-    carried_bytes: u64,
     online_policy: OnlinePolicy,
 }
 
@@ -143,6 +151,7 @@ impl Controller {
             shrunk_at: None,
             lost: Lost::default(),
             lacking: Lacking::default(),
+            descriptors: DescriptorLimit::default(),
             told_bounds: false,
         })
     }
@@ -155,6 +164,7 @@ impl Controller {
             zone.by_hand = false;
         }
         if let Event::Report(report) = event {
+            self.descriptors.observe(report, host, now);
             self.take_report(report, &self.without_failed(host, now), now);
         }
         let mut plan = self.plan(event, host, now);
@@ -172,14 +182,6 @@ impl Controller {
         }
     }
 
-    /// A zone has been sized by hand: the loop leaves it alone until it is resumed.
-    pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
-        self.follow(host, now);
-        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
-            (zone.pinned, zone.by_hand) = (true, true);
-        }
-    }
-
     /// Whether a zone was sized by hand, and is left alone.
     pub fn is_pinned(&self, id: ZoneId) -> bool {
         self.zones.iter().any(|zone| zone.id == id && zone.pinned)
@@ -188,7 +190,7 @@ impl Controller {
     /// Takes up a zone that was sized by hand, or every one of them, and a loop that was paused.
     pub fn resume(&mut self, id: Option<ZoneId>) {
         for zone in self.zones.iter_mut().filter(|zone| id.is_none_or(|id| zone.id == id)) {
-            zone.pinned = false;
+            (zone.pinned, zone.goal_bytes) = (false, None);
         }
         self.paused = self.paused && id.is_some();
     }
@@ -277,7 +279,15 @@ impl Controller {
             for zone in &host.zones {
                 let known = known.iter().find(|known| known.id == zone.id).cloned();
                 let progress = Progress::new(zone, now);
-                let new = Followed { id: zone.id, progress, pinned: false, by_hand: false, told: false };
+                let new = Followed {
+                    id: zone.id,
+                    progress,
+                    pinned: false,
+                    by_hand: false,
+                    goal_bytes: None,
+                    is_goal_new: false,
+                    told: false,
+                };
                 self.zones.push(known.unwrap_or(new));
             }
         }
@@ -320,7 +330,6 @@ impl Controller {
             at: now,
             decision,
             short_at: short_at.filter(|at| now.since(*at) < SHORT_MS),
-            carried_bytes: carried_bytes(report),
             online_policy: report.blocks().online_policy,
         });
     }
@@ -411,7 +420,7 @@ impl Controller {
             return self.go_elsewhere(event, lacks_bytes, host, now);
         }
         if let Policy::Fixed(params) = &self.policy {
-            let last = self.unreported(fixed::decide(params, host), host, now);
+            let last = self.unreported(fixed::decide(params, host), now);
             return self.plan_decision(last, host, now);
         }
         let Some(last) = self.last else {
@@ -475,7 +484,7 @@ impl Controller {
         if missing == 0 {
             return;
         }
-        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), host, now));
+        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
         let mut spread = self.spread(last, None, asked, now);
         let (added, _) = spread.grow(missing);
         for (zone, bytes) in asked.zones.iter_mut().zip(spread.into_requests()) {
@@ -495,7 +504,7 @@ impl Controller {
 
     /// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come to be wanted since.
     fn go_elsewhere(&self, event: Event<'_>, lacks_bytes: u64, host: &HostView, now: TimeMs) -> Plan {
-        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), host, now));
+        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
         let more = match event {
             Event::Report(_) => {
                 last.decision.want_bytes.map_or(0, |want| want.saturating_sub(host.requested_bytes()))
@@ -513,7 +522,7 @@ impl Controller {
     fn come_within_bounds(&self, host: &HostView, now: TimeMs) -> Option<Plan> {
         let requested = host.requested_bytes();
         let (floor, ceiling) = (self.rules.floor_bytes, self.rules.ceiling_bytes);
-        let last = || self.last.unwrap_or_else(|| self.unreported(off::decide(), host, now));
+        let last = || self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
         if requested < floor {
             Some(self.grow(floor - requested, Reason::BelowFloor, last(), host, now))
         } else if requested > ceiling {
@@ -537,14 +546,11 @@ impl Controller {
     }
 
     /// A decision that needed no report, so that `fixed` works without an agent. An idle guest is assumed.
-    fn unreported(&self, decision: Decision, host: &HostView, now: TimeMs) -> LastReport {
-        let carried_bytes =
-            (host.boot_bytes / 16 / SECTION_DESCRIPTOR_BYTES).max(1).saturating_mul(SECTION_BYTES);
+    fn unreported(&self, decision: Decision, now: TimeMs) -> LastReport {
         LastReport {
             at: now,
             decision,
             short_at: None,
-            carried_bytes: self.last.map_or(carried_bytes, |last| last.carried_bytes),
             online_policy: self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy),
         }
     }
@@ -612,8 +618,9 @@ impl Controller {
     }
 
     fn spread(&self, last: LastReport, from: Option<u32>, host: &HostView, now: TimeMs) -> Spread {
+        let awaited = self.without_stuck(host, now);
         let limits = Limits {
-            carried_bytes: last.carried_bytes,
+            descriptor_bytes: self.descriptors.room_bytes(&self.rules, &awaited, now),
             room_bytes: self.rules.ceiling_bytes.saturating_sub(host.requested_bytes()),
             unmovable_permille: self.unmovable_permille(last.online_policy),
             driverless_last: self.passes_over_driverless(host, now),
@@ -624,8 +631,7 @@ impl Controller {
         };
         let kept = host.zones.iter().zip(&self.zones).filter(is_kept_pm);
         let kept_bytes = kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
-        Spread::new(host, &self.without_stuck(host, now), zones, last.decision.near, from, limits, now)
-            .owing(kept_bytes)
+        Spread::new(host, &awaited, zones, last.decision.near, from, limits, now).owing(kept_bytes)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {
@@ -657,8 +663,11 @@ impl Controller {
 
     /// Remembers what a plan that is carried out means for the ones to come.
     fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
-        for (zone, target) in self.zones.iter_mut().zip(&plan.targets) {
+        for ((zone, target), before) in self.zones.iter_mut().zip(&plan.targets).zip(&host.zones) {
             zone.progress.asked(target.requested_bytes, now);
+            if target.requested_bytes != before.requested_bytes {
+                zone.goal_bytes = None;
+            }
         }
         match (plan.reason, plan.direction) {
             // It has been answered, as far as it can be.
@@ -698,17 +707,4 @@ fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
 /// What is requested of each zone.
 fn requested(host: &HostView) -> impl Iterator<Item = u64> {
     host.zones.iter().map(|zone| zone.requested_bytes)
-}
-
-/// Rule 4: how much the guest can plug at a time. The descriptors of hotplugged pages come out of memory that is not
-/// movable, and while they are allocated the guest must not fall under kswapd's watermarks; half of what is free
-/// above them is left for the kernel's other needs. One section is always allowed: it costs 2 MiB and brings 128.
-fn carried_bytes(report: &Report) -> u64 {
-    let room_pages = report
-        .zones()
-        .iter()
-        .filter(|zone| matches!(zone.kind, ZoneKind::Dma32 | ZoneKind::Normal))
-        .fold(0u64, |sum, zone| sum.saturating_add(zone.free_pages.saturating_sub(zone.high_pages)));
-    let sections = room_pages.saturating_mul(PAGE_BYTES) / 2 / SECTION_DESCRIPTOR_BYTES;
-    sections.max(1).saturating_mul(SECTION_BYTES)
 }

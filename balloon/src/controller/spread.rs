@@ -43,8 +43,8 @@ pub(super) struct Spread {
 /// What limits the zones, beside their sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// What may be outstanding at a time, see [`super::descriptors`].
-    pub carried_bytes: u64,
+    /// Memory that may be requested beyond what is requested now, see [`super::descriptors`].
+    pub descriptor_bytes: u64,
     /// What all zones together may be asked for beyond what they are.
     pub room_bytes: u64,
     /// The share of a zone that may be lent, in thousandths, if the guest does not online it movable.
@@ -129,16 +129,12 @@ impl Spread {
         // DRAM first, and of it a balloon, whose pages Linux takes from any node; within a tier what is near, and what is
         // equally near in the host's order.
         shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
-        let owed = |is_owed: &dyn Fn(&ZoneSizes) -> bool| {
-            let zones = awaited.zones.iter().filter(|zone| is_owed(zone));
-            zones.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()))
-        };
-        let owed_pm = owed(&|zone| zone.tier == Tier::Pm);
-        let owed = owed(&|zone| host.balloon != Some(zone.id));
+        let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
+        let owed_pm = awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
         Spread {
             shares,
             pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
-            descriptor_bytes: limits.carried_bytes.saturating_sub(owed),
+            descriptor_bytes: limits.descriptor_bytes,
             room_bytes: limits.room_bytes,
         }
     }
@@ -322,7 +318,7 @@ mod tests {
         let progress: Vec<_> =
             host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
         let limits = Limits {
-            carried_bytes: 1 << 40,
+            descriptor_bytes: 1 << 40,
             room_bytes: u64::MAX,
             unmovable_permille: None,
             driverless_last: false,
@@ -402,7 +398,7 @@ mod tests {
             let progress: Vec<_> =
                 host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
             let limits = Limits {
-                carried_bytes: 1 << 40,
+                descriptor_bytes: 1 << 40,
                 room_bytes: u64::MAX,
                 unmovable_permille: None,
                 driverless_last: false,
@@ -459,7 +455,7 @@ mod tests {
         let host = with_balloon([0, 0, 0, 0, 0]);
         let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
         let limits = Limits {
-            carried_bytes: 2 * MIB,
+            descriptor_bytes: 2 * MIB,
             room_bytes: u64::MAX,
             unmovable_permille: Some(500),
             driverless_last: false,

@@ -34,7 +34,7 @@ fn every_broken_loop_is_caught() {
 /// What is wrong in the life of a guest that no longer uses what it had, which is left over.
 fn wrong_where_much_is_left_over(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
-    let lived = world.comes_to_rest(1_400).and_then(|()| world.comes_to_rest(600));
+    let lived = world.comes_to_rest(1_200).and_then(|()| world.comes_to_rest(700));
     lived.err().map(|error| error.to_string())
 }
 

@@ -145,6 +145,7 @@ fn zone() -> ZoneInfo {
         boot_bytes: 0,
         hotplug_bytes: 4 << 30,
         requested_bytes: 2 << 20,
+        held_bytes: 0,
         plugged_bytes: 0,
         online_bytes: None,
         resident_bytes: 0,

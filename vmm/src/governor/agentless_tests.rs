@@ -100,6 +100,7 @@ impl ZoneDevice for FakeGuest {
             requested_bytes: REGION - state.target,
             plugged_bytes: REGION - state.ballooned,
             driver_ready: true,
+            held_bytes: 0,
             shortfall: None,
         }
     }

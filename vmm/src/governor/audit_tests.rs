@@ -15,6 +15,7 @@ fn sizes(zones: [(u64, u64); 2]) -> Vec<DeviceSizes> {
         requested_bytes,
         plugged_bytes,
         driver_ready: true,
+        held_bytes: 0,
         shortfall: None,
     };
     zones.map(sizes).to_vec()

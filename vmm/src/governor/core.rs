@@ -4,6 +4,7 @@
 mod agent_tests;
 #[cfg(test)]
 mod bounds_tests;
+mod goals;
 #[cfg(test)]
 mod kexec_tests;
 mod present;
@@ -178,6 +179,9 @@ impl Core {
         let most_bytes =
             zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().region_bytes));
         fit(&policy, &rules, most_bytes).map_err(bad_request)?;
+        let plugged_zones = zones.iter().filter(|zone| zone.id != BALLOON_ZONE);
+        let hotplug_bytes =
+            plugged_zones.fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().region_bytes));
         let policy_name = policy.name();
         let mut controller = Controller::new(policy, rules).map_err(bad_request)?;
         if config.paused {
@@ -197,7 +201,7 @@ impl Core {
             pool_free,
             last_report: None,
             agent: Agent::default(),
-            settings: Settings::with_watermark(0),
+            settings: Settings { hotplug_bytes, ..Settings::with_watermark(0) },
             audit: Audit::default(),
             episode: Episode::default(),
             counters,
@@ -362,6 +366,10 @@ impl Core {
         let plan = self.controller.step(Event::Report(&report), &host, now);
         self.last_report = Some((now, report));
         self.carry_out(&plan, &host, now);
+        if self.controller.has_goals() {
+            let host = self.observe(now);
+            self.follow_goals(host, now);
+        }
         Noted { plan, host, ended, has_reported: true }
     }
 
@@ -421,11 +429,20 @@ impl Core {
         self.watch_agent(now);
         self.take_statistics(now);
         let host = self.observe(now);
+        let host = self.follow_goals(host, now);
         let patience_ms = self.controller.rules().progress_ms;
         for (zone, id) in self.zones.iter_mut().zip((0..).map(ZoneId)) {
             // A dry run asks nothing of the guest; what a hand asks for is not the loop's.
             if self.controller.rules().dry_run && !self.controller.is_pinned(id) {
                 continue;
+            }
+            if zone.progress.is_held_too_long(patience_ms, now) {
+                sparsely!(
+                    warn,
+                    zone = zone.zone.id,
+                    "The guest has no room for the page descriptors of the requested memory; the rest waits"
+                );
+                zone.zone.device.report_held();
             }
             if let Some(reminder) = zone.progress.remind(patience_ms, now) {
                 if reminder == Reminder::First {
@@ -598,41 +615,6 @@ impl Core {
                 "Plan"
             );
         }
-    }
-
-    /// Sizes a zone by hand and pins it.
-    pub fn resize(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
-        let host = self.observe(now);
-        let zone = self.find(id)?;
-        let index = zone.0 as usize;
-        let device = &self.zones[index].zone.device;
-        let sizes = device.sizes();
-        if size_bytes > sizes.region_bytes {
-            return Err(VmError::BadRequest(format!(
-                "Zone {id:?} can have at most {} bytes plugged, not {size_bytes}",
-                sizes.region_bytes
-            )));
-        }
-        if !size_bytes.is_multiple_of(sizes.block_bytes) {
-            return Err(VmError::BadRequest(format!(
-                "Zone {id:?} is resized in blocks of {} bytes; {size_bytes} is not a multiple",
-                sizes.block_bytes
-            )));
-        }
-        self.controller.pin(zone, &host, now);
-        self.episode.abandoned();
-        let all: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
-        self.audit.sized_by_hand(index, &all, now);
-        // What the device had to lower may be asked for again, or be enough now.
-        if size_bytes != sizes.requested_bytes || sizes.shortfall.is_some() {
-            device.request(size_bytes);
-            info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
-        }
-        self.zones[index].asked_bytes = None;
-        // The next tick counts its patience from here.
-        self.observe(now);
-        self.say_reached();
-        Ok(())
     }
 
     fn find(&self, id: &str) -> Result<ZoneId, VmError> {

@@ -24,6 +24,8 @@ pub struct FakeDevice {
     /// What its host has for it.
     pub can_provide: Mutex<u64>,
     pub reminders: Mutex<u32>,
+    /// How often a goal was reported to be out of reach.
+    pub reported_held: Mutex<u32>,
 }
 
 impl FakeDevice {
@@ -35,6 +37,7 @@ impl FakeDevice {
             follows,
             can_provide: Mutex::new(u64::MAX),
             reminders: Mutex::new(0),
+            reported_held: Mutex::new(0),
         })
     }
 }
@@ -48,14 +51,23 @@ impl ZoneDevice for FakeDevice {
         assert!(size_bytes <= sizes.region_bytes && size_bytes.is_multiple_of(BLOCK));
         let can_provide = *self.can_provide.lock();
         sizes.requested_bytes = size_bytes.min(can_provide);
+        sizes.held_bytes = 0;
         let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
         sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
         if self.follows && sizes.driver_ready {
             sizes.plugged_bytes = sizes.requested_bytes;
         }
     }
+    fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
+        self.request(size_bytes);
+        let mut sizes = self.sizes.lock();
+        sizes.held_bytes = if sizes.shortfall.is_some() { 0 } else { goal_bytes.saturating_sub(size_bytes) };
+    }
     fn remind(&self) {
         *self.reminders.lock() += 1;
+    }
+    fn report_held(&self) {
+        *self.reported_held.lock() += 1;
     }
 }
 
@@ -140,11 +152,13 @@ pub fn hello() -> Value {
 /// A report of a guest with so much plugged of DRAM and PM.
 pub fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
     let total = 360 * MIB + dram + pm;
+    // What is kept for the kernel is free and not available: page descriptors of all zones fit into it.
+    let free_mib = available_mib.max(64);
     json!({
         "type": "report", "version": 1, "seq": seq, "monotonic_ms": seq * 50,
-        "memory": {"total_bytes": total, "free_bytes": available_mib * MIB,
+        "memory": {"total_bytes": total, "free_bytes": free_mib * MIB,
                    "available_bytes": available_mib * MIB},
-        "zones": [{"node": 0, "kind": "dma32", "free_pages": available_mib * 256, "min_pages": 500,
+        "zones": [{"node": 0, "kind": "dma32", "free_pages": free_mib * 256, "min_pages": 500,
                    "low_pages": 700, "high_pages": 900, "managed_pages": total / 4096}],
         "blocks": {"online_policy": "online_movable", "block_bytes": 128 * MIB, "nodes": [
             {"node": 0, "online_bytes": 384 * MIB + dram, "offline_bytes": 0, "movable_online_bytes": dram},

@@ -35,8 +35,16 @@ pub trait ZoneDevice: Send + Sync {
     /// guest is told by a configuration change; it follows when it can.
     fn request(&self, size_bytes: u64);
 
+    /// Requests `size_bytes` as a step towards `goal_bytes`. A device whose memory needs no page descriptors has one step.
+    fn request_step(&self, _size_bytes: u64, goal_bytes: u64) {
+        self.request(goal_bytes);
+    }
+
     /// Tells the guest again what is requested: a driver that waits for its next try makes it at once.
     fn remind(&self);
+
+    /// Reports that a goal is out of reach, because the guest has no room for page descriptors.
+    fn report_held(&self) {}
 }
 
 /// Sizes of a zone's virtio-mem device, in bytes.
@@ -52,6 +60,8 @@ pub struct DeviceSizes {
     pub plugged_bytes: u64,
     /// Whether the guest's driver is up.
     pub driver_ready: bool,
+    /// Part of a client's request that waits until the guest has room for its page descriptors.
+    pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
 }

@@ -30,6 +30,8 @@ pub struct Progress {
     came_at: Option<TimeMs>,
     /// What was requested last has not been reached yet.
     is_awaited: bool,
+    /// It was reported that the guest has no room for the descriptors of what was requested last.
+    is_held_reported: bool,
 }
 
 /// A reminder that is due.
@@ -46,7 +48,16 @@ impl Progress {
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
         let is_awaited = !is_reached(&sizes);
         let rise = rise_from(&sizes, now);
-        Self { sizes, rise, changed_at: now, reminded_at: now, reminders: 0, came_at: None, is_awaited }
+        Self {
+            sizes,
+            rise,
+            changed_at: now,
+            reminded_at: now,
+            reminders: 0,
+            came_at: None,
+            is_awaited,
+            is_held_reported: false,
+        }
     }
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
@@ -70,6 +81,8 @@ impl Progress {
         // A driver that comes or goes is no progress.
         self.sizes.driver_ready = sizes.driver_ready;
         let before = std::mem::replace(&mut self.sizes, sizes);
+        let goal_bytes = |sizes: &DeviceSizes| sizes.requested_bytes + sizes.held_bytes;
+        self.is_held_reported &= goal_bytes(&sizes) == goal_bytes(&before) && sizes.held_bytes > 0;
         self.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(&sizes);
         let asked_bytes = before.requested_bytes.min(sizes.requested_bytes);
         let was_settled = self.rise.pending_since().is_none();
@@ -122,6 +135,18 @@ impl Progress {
         Some(if reminders == 0 { Reminder::First } else { Reminder::Again })
     }
 
+    /// True once for each request that waits too long for room for its page descriptors.
+    pub fn is_held_too_long(&mut self, patience_ms: u64, now: TimeMs) -> bool {
+        let is_news = self.is_held(patience_ms, now) && !self.is_held_reported;
+        self.is_held_reported |= is_news;
+        is_news
+    }
+
+    fn is_held(&self, patience_ms: u64, now: TimeMs) -> bool {
+        let DeviceSizes { requested_bytes, plugged_bytes, held_bytes, .. } = self.sizes;
+        held_bytes > 0 && plugged_bytes == requested_bytes && now.since(self.rests().0) >= patience_ms
+    }
+
     /// Whether it makes no progress.
     pub fn is_late(&self, patience_ms: u64, now: TimeMs) -> bool {
         self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.rests().0) >= patience_ms
@@ -129,13 +154,22 @@ impl Progress {
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
-        let DeviceSizes { requested_bytes, plugged_bytes, driver_ready, shortfall, .. } = self.sizes;
+        let DeviceSizes { requested_bytes, plugged_bytes, held_bytes, driver_ready, shortfall, .. } =
+            self.sizes;
         let lacks = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
                 "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
             );
             ResizeStatus::Stuck(text)
         };
+        if self.is_held(patience_ms, now) {
+            return ResizeStatus::Stuck(format!(
+                "descriptors: the guest has no DRAM for the page descriptors of the other {held_bytes} bytes"
+            ));
+        }
+        if plugged_bytes == requested_bytes && held_bytes > 0 {
+            return ResizeStatus::Pending;
+        }
         if plugged_bytes == requested_bytes {
             return shortfall.map_or(ResizeStatus::Reached, lacks);
         }
@@ -166,7 +200,7 @@ fn rise_from(sizes: &DeviceSizes, now: TimeMs) -> Rise {
 }
 
 fn is_reached(sizes: &DeviceSizes) -> bool {
-    sizes.plugged_bytes == sizes.requested_bytes && sizes.shortfall.is_none()
+    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.shortfall.is_none()
 }
 
 #[cfg(test)]
@@ -185,6 +219,7 @@ mod tests {
             requested_bytes,
             plugged_bytes,
             driver_ready,
+            held_bytes: 0,
             shortfall: None,
         }
     }

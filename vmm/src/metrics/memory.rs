@@ -90,10 +90,15 @@ pub(super) fn expose(out: &mut Exposer<'_>, zones: &[ZoneInfo], plugs: &[PlugMet
 
 fn expose_sizes(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
     type SizeOf = fn(&ZoneInfo) -> Option<u64>;
-    let sizes: [(&str, &str, SizeOf); 6] = [
+    let sizes: [(&str, &str, SizeOf); 7] = [
         ("memory_boot", "Memory that is there from boot on.", |zone| Some(zone.boot_bytes)),
         ("memory_hotplug", "The most that can be plugged.", |zone| Some(zone.hotplug_bytes)),
         ("memory_requested", "What the guest is asked to have plugged.", |zone| Some(zone.requested_bytes)),
+        (
+            "memory_held",
+            "Requested size that waits until the guest has DRAM for its page descriptors.",
+            |zone| Some(zone.held_bytes),
+        ),
         ("memory_plugged", "What the guest has plugged.", |zone| Some(zone.plugged_bytes)),
         ("memory_online", "What is plugged and online, as the agent says.", |zone| zone.online_bytes),
         ("memory_resident", "What is in the host's memory.", |zone| Some(zone.resident_bytes)),

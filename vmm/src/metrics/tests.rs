@@ -122,6 +122,7 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
         boot_bytes: 384 << 20,
         hotplug_bytes: 128 << 20,
         requested_bytes: 64 << 20,
+        held_bytes: 0,
         plugged_bytes: 32 << 20,
         online_bytes,
         resident_bytes: 100 << 20,

@@ -11,7 +11,7 @@ use super::fabric::Fabric;
 use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::taps::Taps;
-use super::{vhost, zones};
+use super::vhost;
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
@@ -268,6 +268,9 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
             );
             Some(Event::MemoryRefused { zone, reason, requested_bytes })
         }
+        MemEvent::Held { requested_bytes } => {
+            Some(Event::MemoryRefused { zone, reason: "descriptors", requested_bytes })
+        }
         MemEvent::TargetReached { requested_bytes: plugged_bytes } => {
             Some(Event::MemoryReached { zone, plugged_bytes })
         }
@@ -277,7 +280,6 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
 
 /// A virtio-mem device for each hotplug part.
 pub(super) fn attach_memory(
-    config: &VmConfig,
     fabric: &mut Fabric,
     memory: &mut Memory,
     event_loop: &EventLoopHandle,
@@ -287,12 +289,6 @@ pub(super) fn attach_memory(
     for part in memory.take_hotplug() {
         let (device, handle) =
             MemDevice::new(part, memory.view().clone(), event_loop.clone(), signals.observer());
-        // The driver finds it in the configuration when it comes up.
-        let zone = handle.zone();
-        let flag = zones::flag(zone, config);
-        handle
-            .request_size(zone.hotplugged_bytes)
-            .map_err(BuildError::device(format!("{flag} hotplugged_size")))?;
         fabric.attach(Box::new(device), memory)?;
         handles.push(handle);
     }

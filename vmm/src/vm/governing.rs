@@ -31,6 +31,7 @@ impl ZoneDevice for MemHandle {
             requested_bytes: sizes.requested_bytes,
             plugged_bytes: sizes.plugged_bytes,
             driver_ready: self.driver_present(),
+            held_bytes: sizes.held_bytes,
             shortfall: sizes.shortfall.map(|shortfall| Shortfall {
                 reason: shortfall.reason.as_str(),
                 wanted_bytes: shortfall.wanted_bytes,
@@ -39,14 +40,22 @@ impl ZoneDevice for MemHandle {
     }
 
     fn request(&self, size_bytes: u64) {
+        ZoneDevice::request_step(self, size_bytes, size_bytes);
+    }
+
+    fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
         // The controller keeps to blocks and bounds; a size that breaks them is its bug, not the guest's.
-        if let Err(err) = self.request_size(size_bytes) {
-            error!(%err, "The governor asks for a size that cannot be");
+        if let Err(err) = MemHandle::request_step(self, size_bytes, goal_bytes) {
+            error!(%err, "Governor requested an invalid zone size");
         }
     }
 
     fn remind(&self) {
         self.kick();
+    }
+
+    fn report_held(&self) {
+        MemHandle::report_held(self);
     }
 }
 
@@ -60,6 +69,7 @@ impl ZoneDevice for BalloonHandle {
             requested_bytes: sizes.max_bytes - sizes.target_bytes,
             plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
             driver_ready: self.driver_present(),
+            held_bytes: 0,
             shortfall: None,
         }
     }
@@ -67,7 +77,7 @@ impl ZoneDevice for BalloonHandle {
     fn request(&self, size_bytes: u64) {
         let most_bytes = BalloonHandle::sizes(self).max_bytes;
         if let Err(err) = self.set_target(most_bytes.saturating_sub(size_bytes)) {
-            error!(%err, "The governor asks for a size that cannot be");
+            error!(%err, "Governor requested an invalid zone size");
         }
     }
 
@@ -171,6 +181,10 @@ pub(super) fn start(
             core.resize(BALLOON_ZONE, balloon_bytes - target_bytes, clock.now())
                 .map_err(BuildError::Pressure)?;
         }
+    }
+    for handle in handles.iter().filter(|handle| handle.zone().hotplugged_bytes > 0) {
+        let zone = handle.zone();
+        core.boot_with(&zone.id, zone.hotplugged_bytes, clock.now()).map_err(BuildError::Pressure)?;
     }
     let core = core.with_distances(distances(&topology)).with_beside(beside);
     let core = match &pressure.record {

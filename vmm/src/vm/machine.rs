@@ -349,6 +349,7 @@ impl KvmMachine {
             boot_bytes: spec.boot_bytes,
             hotplug_bytes: spec.hotplug_bytes,
             requested_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.requested_bytes),
+            held_bytes: sizes.as_ref().map_or(0, |sizes| sizes.held_bytes),
             plugged_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes),
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),

@@ -233,6 +233,8 @@ pub struct ZoneInfo {
     pub hotplug_bytes: u64,
     /// What the guest is asked to have plugged.
     pub requested_bytes: u64,
+    /// Part of the size asked for last that waits until the guest has DRAM for its page descriptors.
+    pub held_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
     /// What the agent says is online; `None` without an agent.

@@ -107,6 +107,7 @@ mod tests {
             boot_bytes: 1 << 30,
             hotplug_bytes: 0,
             requested_bytes: 0,
+            held_bytes: 0,
             plugged_bytes: 0,
             online_bytes: None,
             resident_bytes: 0,

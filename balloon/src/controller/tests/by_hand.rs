@@ -92,8 +92,7 @@ fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) 
 #[test]
 fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_descriptors_from_others() {
     let mut rig = Rig::new(Policy::Off);
-    // Room for the descriptors of one section.
-    rig.raw.zones[0].free_pages = 0;
+    rig.describe(1);
     rig.report(0, 280);
     hand_that_keeps_others_waiting(rig, DRAM, Reason::Descriptors);
 }

@@ -1,18 +1,18 @@
-//! Rule 4: as much as the guest's DRAM carries page descriptors for.
+//! Rule 4: no more than the guest's DRAM has room to describe.
 
 use super::*;
 
 #[test]
-fn rule_4_a_grow_is_cut_to_what_free_dram_carries() {
+fn rule_4_a_grow_is_cut_to_what_free_dram_describes() {
     let mut rig = Rig::new(Policy::default());
-    // 8 MiB over the high watermark, half of which is two sections' descriptors.
-    rig.raw.zones[0].free_pages = 750 + 2048;
+    rig.describe(2);
     rig.raw.memory.total_bytes = 800 * MIB;
     let plan = rig.report(1000, 1);
     assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, None));
+    // A guest that wants 300 MiB, because its watermarks are so high.
     let mut rig = Rig::new(Policy::default());
-    // The same, in a guest that wants 300 MiB for kswapd's sake.
-    (rig.raw.zones[0].high_pages, rig.raw.zones[0].free_pages) = (76_800, 76_800 + 2048);
+    rig.raw.zones[0].high_pages = 76_800;
+    rig.describe(2);
     rig.host.zones[DRAM].max_bytes = 0;
     rig.raw.memory.total_bytes = 4000 * MIB;
     let plan = rig.report(1000, 1);
@@ -24,13 +24,150 @@ fn rule_4_a_grow_is_cut_to_what_free_dram_carries() {
 }
 
 #[test]
-fn rule_4_one_section_is_always_allowed_and_movable_memory_carries_nothing() {
+fn rule_4_a_guest_without_room_is_asked_for_nothing() {
     let mut rig = Rig::new(Policy::default());
-    rig.raw.zones[0].free_pages = 0;
+    rig.describe(0);
+    // Movable memory holds no page descriptors.
     let movable =
         Zone { kind: ZoneKind::Movable, free_pages: 60_000, managed_pages: 60_000, ..Zone::default() };
     rig.raw.zones.push(movable);
     rig.raw.memory.total_bytes = 4000 * MIB;
-    rig.report(1000, 1);
+    assert_eq!(rig.report(1000, 1).reason, Reason::Descriptors);
+    assert_eq!(rig.requested_mib(), (0, 0));
+    // Reclaim makes room for one section at a time.
+    rig.raw.memory.swap_total_bytes = 64 * MIB;
+    rig.raw.memory.swap_free_bytes = 4 * MIB;
+    rig.report(50, 1);
     assert_eq!(rig.requested_mib(), (128, 0));
+}
+
+/// The limit does not move between reports, however often the loop runs.
+#[test]
+fn rule_4_ticks_between_two_reports_add_nothing() {
+    let mut rig = Rig::fixed(1024);
+    rig.describe(1);
+    rig.report(0, 280);
+    assert_eq!(rig.requested_mib(), (128, 0));
+    for _ in 0..60 {
+        rig.follow();
+        assert_eq!(rig.tick(16).reason, Reason::Descriptors);
+    }
+    assert_eq!(rig.requested_mib(), (128, 0));
+    rig.report(50, 280);
+    assert_eq!(rig.requested_mib(), (128, 128));
+}
+
+#[test]
+fn rule_4_a_guest_that_does_not_report_has_a_multiple_of_its_boot_memory() {
+    let mut rig = Rig::fixed(16_384);
+    rig.host.zones[PM].max_bytes = 16_384 * MIB;
+    rig.host.pool_free_bytes = 16_384 * MIB;
+    for _ in 0..60 {
+        rig.tick(1_000);
+        rig.follow();
+    }
+    assert_eq!(rig.requested_mib(), (128, 8 * 384 - 128));
+    let rules = Rules { unreported_multiple: 16, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    rig.tick(1_000);
+    assert_eq!(rig.requested_mib(), (128, 16 * 384 - 128));
+    // An agent that reports has the last word, until its reports are lost.
+    rig.describe(10);
+    rig.follow();
+    rig.report(50, 280);
+    assert_eq!(rig.requested_mib(), (128, 16 * 384 - 128 + 1280));
+    rig.follow();
+    for _ in 0..60 {
+        assert_eq!(rig.tick(1_000).reason, Reason::Descriptors);
+    }
+}
+
+/// Balloon statistics do not tell where the kernel's memory ends.
+#[test]
+fn rule_4_statistics_do_not_lift_the_multiple_of_boot_memory() {
+    let mut rig = Rig::fixed(16_384);
+    rig.host.zones[PM].max_bytes = 16_384 * MIB;
+    rig.host.pool_free_bytes = 16_384 * MIB;
+    rig.raw.blocks.block_bytes = 0;
+    rig.raw.memory.total_bytes = 8_192 * MIB;
+    rig.raw.zones[0].managed_pages = 8_192 * MIB / PAGE_BYTES;
+    rig.describe(1_000);
+    rig.report(50, 280);
+    assert_eq!(rig.requested_mib(), (128, 8 * 384 - 128));
+}
+
+#[test]
+fn rule_4_a_size_requested_by_hand_is_reached_in_steps() {
+    let mut rig = Rig::new(Policy::Off);
+    rig.describe(2);
+    rig.report(0, 280);
+    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
+    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    let step = |requested_mib: u64| Step {
+        zone: ZoneId(1),
+        requested_bytes: requested_mib * MIB,
+        goal_bytes: 600 * MIB,
+    };
+    assert_eq!(rig.step(), [step(256)]);
+    assert_eq!(rig.step(), [], "the guest has not reported since");
+    rig.follow();
+    assert_eq!(rig.step(), []);
+    rig.report(50, 280);
+    assert_eq!(rig.step(), [step(512)]);
+    rig.follow();
+    rig.describe(0);
+    rig.report(50, 280);
+    assert_eq!(rig.step(), [], "the guest has no room");
+    rig.describe(2);
+    rig.report(50, 280);
+    assert_eq!(rig.step(), [step(600)]);
+    rig.describe(100);
+    rig.report(50, 280);
+    assert_eq!(rig.step(), []);
+}
+
+#[test]
+fn rule_4_a_new_goal_is_a_step_even_where_nothing_can_be_requested() {
+    let mut rig = Rig::new(Policy::Off);
+    rig.describe(0);
+    rig.report(0, 280);
+    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    assert_eq!(rig.step(), [Step { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]);
+    assert_eq!(rig.step(), []);
+    // Less is requested at once, and what is still plugged is described already.
+    rig.host.zones[PM].plugged_bytes = 512 * MIB;
+    rig.host.zones[PM].requested_bytes = 256 * MIB;
+    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    assert_eq!(rig.step()[0].requested_bytes, 512 * MIB);
+    rig.controller.set_goal(ZoneId(1), 64 * MIB, &rig.host, rig.now);
+    assert_eq!(rig.step()[0].requested_bytes, 64 * MIB);
+    assert_eq!(rig.step(), []);
+}
+
+#[test]
+fn rule_4_a_goal_ends_where_the_host_or_a_policy_requests_something_else() {
+    let mut rig = Rig::new(Policy::Off);
+    rig.describe(2);
+    rig.report(0, 280);
+    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.step();
+    rig.host_has(PM, 100);
+    assert_eq!(rig.step(), []);
+    rig.describe(100);
+    rig.report(50, 280);
+    assert_eq!(rig.step(), [], "the pool is empty, and a client has to ask again");
+    rig.host.short.clear();
+    rig.describe(2);
+    rig.report(50, 280);
+    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.step();
+    rig.follow();
+    rig.want(0);
+    rig.tick(0);
+    rig.tick(6_000);
+    assert!(rig.requested_mib().1 < 356, "{:?}", rig.requested_mib());
+    rig.describe(100);
+    rig.want(rig.requested_mib().1);
+    rig.report(50, 280);
+    assert_eq!(rig.step(), []);
 }

@@ -40,11 +40,15 @@ fn rule_6_a_guest_that_never_reported_is_left_alone() {
     }
 }
 
-/// A guest with 5 MiB available and next to nothing free, under a policy.
+/// A guest with 5 MiB available under a policy, which can describe more memory than any policy requests.
 fn short(policy: &str) -> Rig {
     let mut rig = Rig::new(Policy::from_name(policy).expect("listed"));
+    rig.host.zones[PM].max_bytes = 16_384 * MIB;
+    rig.host.pool_free_bytes = 16_384 * MIB;
+    rig.host.boot_bytes = 1024 * MIB;
     let zone = &mut rig.raw.zones[0];
-    (zone.free_pages, zone.min_pages, zone.low_pages) = (200, 400, 500);
+    (zone.min_pages, zone.low_pages, zone.high_pages) = (1_500, 2_000, 2_500);
+    rig.describe(60);
     rig
 }
 

@@ -10,10 +10,11 @@ mod lost_reports;
 mod progress;
 mod shrinking;
 
-use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone};
+use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
 
 use super::*;
 use crate::policy::{fixed, psi};
+use crate::units::{PAGE_BYTES, SECTION_BYTES};
 use crate::{MIB, Tier, ZoneSizes};
 
 const DRAM: usize = 0;
@@ -49,7 +50,11 @@ impl Rig {
                     managed_pages: 90_000,
                     ..Zone::default()
                 }],
-                blocks: Blocks { online_policy: OnlinePolicy::OnlineMovable, ..Blocks::default() },
+                blocks: Blocks {
+                    online_policy: OnlinePolicy::OnlineMovable,
+                    block_bytes: SECTION_BYTES,
+                    ..Blocks::default()
+                },
                 ..RawReport::default()
             },
             now: TimeMs(10_000),
@@ -95,6 +100,23 @@ impl Rig {
                 }
             }
         }
+    }
+
+    /// The guest has so much free above its high watermarks that it can describe `sections`, and no more.
+    fn describe(&mut self, sections: u64) {
+        let zone = &mut self.raw.zones[0];
+        let floor_pages = zone.managed_pages.div_ceil(64).max(1024);
+        // A section takes 2 MiB, and half of what is free is left alone.
+        zone.free_pages = zone.high_pages + floor_pages + sections * 1024;
+    }
+
+    /// Takes the next steps towards what was requested by hand.
+    fn step(&mut self) -> Vec<Step> {
+        let steps = self.controller.next_steps(&self.host, self.now);
+        for step in &steps {
+            self.host.zones[step.zone.0 as usize].requested_bytes = step.requested_bytes;
+        }
+        steps
     }
 
     /// The host has no more than this for a zone, and the device lowers what is requested.

@@ -440,6 +440,7 @@ mod tests {
             boot_bytes: 384 << 20,
             hotplug_bytes: 128 << 20,
             requested_bytes: 128 << 20,
+            held_bytes: 0,
             plugged_bytes: 64 << 20,
             online_bytes: None,
             resident_bytes: 5 << 20,

@@ -30,6 +30,11 @@ pub enum MemEvent {
         /// That size.
         requested_bytes: u64,
     },
+    /// The guest has no room for the page descriptors of what was asked for.
+    Held {
+        /// What is requested of the guest.
+        requested_bytes: u64,
+    },
     /// The host could not do what the driver asked for.
     HostFailure {
         /// What kept it.
@@ -54,6 +59,9 @@ pub struct PluggedSizes {
     pub plugged_bytes: u64,
     /// The most that may be requested.
     pub max_bytes: u64,
+    /// Memory of the size asked for last that is not requested yet, because the guest has no room for its page
+    /// descriptors.
+    pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
 }
@@ -134,20 +142,20 @@ impl MemHandle {
         &self.shared.zone
     }
 
-    /// Asks the driver to have `bytes` plugged. Returns at once; events tell how it goes. Asking again for the
-    /// same ends a stall, like [`MemHandle::kick`].
+    /// Requests `bytes` from the driver. Returns at once; events report progress. A repeated request ends a stall, like
+    /// [`MemHandle::kick`].
     pub fn request_size(&self, bytes: u64) -> Result<(), RequestSizeError> {
+        self.request_step(bytes, bytes)
+    }
+
+    /// Requests `bytes` as a step towards `goal_bytes`, or `goal_bytes` if that is less. Only the goal counts as reached.
+    pub fn request_step(&self, bytes: u64, goal_bytes: u64) -> Result<(), RequestSizeError> {
+        let bytes = bytes.min(goal_bytes);
         let reached = {
             let mut state = self.shared.state.lock();
-            let zone = || self.shared.zone.id.clone();
-            let (max_bytes, block_bytes) = (state.max_bytes(), state.block_bytes());
-            if bytes > max_bytes {
-                return Err(RequestSizeError::TooLarge { zone: zone(), bytes, max_bytes });
-            }
-            if !bytes.is_multiple_of(block_bytes) {
-                return Err(RequestSizeError::Unaligned { zone: zone(), bytes, block_bytes });
-            }
-            state.set_requested(bytes);
+            check_size(&self.shared.zone.id, &state, goal_bytes)?;
+            check_size(&self.shared.zone.id, &state, bytes)?;
+            state.set_requested(bytes, goal_bytes);
             state.is_reached()
         };
         if reached {
@@ -155,6 +163,12 @@ impl MemHandle {
         }
         self.shared.signal_config();
         Ok(())
+    }
+
+    /// Reports that a goal is out of reach, because the guest has no room for page descriptors.
+    pub fn report_held(&self) {
+        let requested_bytes = self.shared.state.lock().requested_bytes();
+        self.shared.report(MemEvent::Held { requested_bytes });
     }
 
     /// Makes the driver try at once what it would try again after 50 to 300 seconds.
@@ -169,6 +183,7 @@ impl MemHandle {
             requested_bytes: state.requested_bytes(),
             plugged_bytes: state.plugged_bytes(),
             max_bytes: state.max_bytes(),
+            held_bytes: state.held_bytes(),
             shortfall: state.shortfall(),
         }
     }
@@ -182,4 +197,15 @@ impl MemHandle {
     pub fn metrics(&self) -> Arc<MemMetrics> {
         Arc::clone(&self.shared.metrics)
     }
+}
+
+fn check_size(zone: &str, state: &MemState, bytes: u64) -> Result<(), RequestSizeError> {
+    let (max_bytes, block_bytes) = (state.max_bytes(), state.block_bytes());
+    if bytes > max_bytes {
+        return Err(RequestSizeError::TooLarge { zone: zone.to_owned(), bytes, max_bytes });
+    }
+    if !bytes.is_multiple_of(block_bytes) {
+        return Err(RequestSizeError::Unaligned { zone: zone.to_owned(), bytes, block_bytes });
+    }
+    Ok(())
 }

@@ -47,6 +47,8 @@ pub(super) struct MemState {
     usable_bytes: u64,
     plugged_bytes: u64,
     requested_bytes: u64,
+    /// Size that the governor is requesting in steps, at least `requested_bytes`.
+    goal_bytes: u64,
     /// Why less is requested than was asked for.
     shortfall: Option<Shortfall>,
     /// One bit for each block.
@@ -77,6 +79,7 @@ impl MemState {
             usable_bytes: 0,
             plugged_bytes: 0,
             requested_bytes: 0,
+            goal_bytes: 0,
             shortfall: None,
             plugged: vec![0; words],
         }
@@ -98,13 +101,19 @@ impl MemState {
         self.requested_bytes
     }
 
+    /// Memory that is to be requested later.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.goal_bytes - self.requested_bytes
+    }
+
     pub(super) fn shortfall(&self) -> Option<Shortfall> {
         self.shortfall
     }
 
-    /// Whether as much is plugged as somebody asked for: a size that was only lowered is not reached.
+    /// Whether as much is plugged as somebody asked for: a step is not the goal, and a size that was only lowered is not
+    /// reached.
     pub(super) fn is_reached(&self) -> bool {
-        self.plugged_bytes == self.requested_bytes && self.shortfall.is_none()
+        self.plugged_bytes == self.goal_bytes && self.shortfall.is_none()
     }
 
     /// The guest-physical address of an offset in the region.
@@ -125,10 +134,12 @@ impl MemState {
         config
     }
 
-    /// Requests `bytes`; the caller has checked it against the maximum and the block size.
-    pub(super) fn set_requested(&mut self, bytes: u64) {
-        assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
-        self.requested_bytes = bytes;
+    /// Requests `bytes`, as a step towards `goal_bytes`. The caller has checked both against the maximum and the block
+    /// size.
+    pub(super) fn set_requested(&mut self, bytes: u64, goal_bytes: u64) {
+        assert!(bytes <= goal_bytes && goal_bytes <= self.max_bytes);
+        assert!(bytes.is_multiple_of(self.block_bytes) && goal_bytes.is_multiple_of(self.block_bytes));
+        (self.requested_bytes, self.goal_bytes) = (bytes, goal_bytes);
         self.shortfall = None;
         // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
@@ -139,9 +150,10 @@ impl MemState {
         let lower = bytes < self.requested_bytes;
         if lower {
             // Lowered again and again, what was wanted is still what somebody asked for.
-            let wanted_bytes = self.shortfall.map_or(self.requested_bytes, |before| before.wanted_bytes);
+            let wanted_bytes = self.shortfall.map_or(self.goal_bytes, |before| before.wanted_bytes);
             self.shortfall = Some(Shortfall { reason, wanted_bytes });
             self.requested_bytes = bytes - bytes % self.block_bytes;
+            self.goal_bytes = self.requested_bytes;
         }
         lower
     }
@@ -264,7 +276,7 @@ mod tests {
     #[test]
     fn the_configuration_is_laid_out_as_the_spec_says() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 3);
-        state.set_requested(8 * BLOCK);
+        state.set_requested(8 * BLOCK, 8 * BLOCK);
         state.commit(0, BLOCK, true);
         let config = state.config();
         let field = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().unwrap());
@@ -281,7 +293,7 @@ mod tests {
     fn requests_off_the_region_are_errors() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         assert_eq!(state.check_plug(run(0, 1)), Err(Refusal::Error));
-        state.set_requested(BLOCKS * BLOCK);
+        state.set_requested(BLOCKS * BLOCK, BLOCKS * BLOCK);
         for wrong in [
             run(0, 0),
             run(BLOCKS, 1),
@@ -300,8 +312,8 @@ mod tests {
     #[test]
     fn the_usable_region_shrinks_only_when_all_is_unplugged() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
-        state.set_requested(BLOCKS * BLOCK);
-        state.set_requested(0);
+        state.set_requested(BLOCKS * BLOCK, BLOCKS * BLOCK);
+        state.set_requested(0, 0);
         assert_eq!(state.usable_bytes, BLOCKS * BLOCK);
         state.shrink_usable();
         assert_eq!(state.usable_bytes, 0);
@@ -315,14 +327,14 @@ mod tests {
             let (addr, len) = (boot_end.next_multiple_of(block), 16 * GIB);
             for requested in [BLOCK, LINUX_BLOCK, 768 << 20, GIB, 2 * GIB + BLOCK] {
                 let mut state = MemState::new(addr, len, len, BLOCK, block, 0);
-                state.set_requested(requested);
+                state.set_requested(requested, requested);
                 // What the driver makes of it: the last block that lies in the usable region as a whole.
                 let whole_blocks = (addr + state.usable_bytes) / block - addr / block;
                 assert!(whole_blocks > requested.div_ceil(block), "{boot_end:#x}, {requested:#x}");
             }
             // As much as there is: the region's end is a block's.
             let mut state = MemState::new(addr, len, len - BLOCK, BLOCK, block, 0);
-            state.set_requested(len - BLOCK);
+            state.set_requested(len - BLOCK, len - BLOCK);
             assert_eq!(state.usable_bytes, len);
         }
     }
@@ -330,7 +342,7 @@ mod tests {
     #[test]
     fn a_lowered_request_is_whole_blocks_and_never_a_raise() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
-        state.set_requested(8 * BLOCK);
+        state.set_requested(8 * BLOCK, 8 * BLOCK);
         assert!(!state.lower_requested(8 * BLOCK, FailureReason::Map));
         assert_eq!(state.shortfall(), None);
         assert!(state.lower_requested(5 * BLOCK + 1, FailureReason::Map));
@@ -340,14 +352,14 @@ mod tests {
     #[test]
     fn a_lowered_request_is_not_reached_and_what_was_wanted_is_kept_until_the_next() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
-        state.set_requested(8 * BLOCK);
+        state.set_requested(8 * BLOCK, 8 * BLOCK);
         state.lower_requested(5 * BLOCK, FailureReason::PoolFull);
         state.lower_requested(2 * BLOCK, FailureReason::Slot);
         let shortfall = Shortfall { reason: FailureReason::Slot, wanted_bytes: 8 * BLOCK };
         assert_eq!(state.shortfall(), Some(shortfall));
         state.commit(0, 2 * BLOCK, true);
         assert!(!state.is_reached());
-        state.set_requested(2 * BLOCK);
+        state.set_requested(2 * BLOCK, 2 * BLOCK);
         assert_eq!(state.shortfall(), None);
         assert!(state.is_reached());
     }
@@ -399,7 +411,7 @@ mod tests {
             for op in ops {
                 match op {
                     Op::Request(blocks) => {
-                        state.set_requested(blocks * BLOCK);
+                        state.set_requested(blocks * BLOCK, blocks * BLOCK);
                         oracle.requested = blocks;
                         let usable = if blocks == 0 { 0 } else { (blocks + 128).min(BLOCKS) };
                         oracle.usable = oracle.usable.max(usable);

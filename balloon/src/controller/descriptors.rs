@@ -1,0 +1,82 @@
+//! Rule 4: how much memory the guest can describe.
+//!
+//! Linux allocates the page descriptors of hotplugged memory from memory that is not movable: 2 MiB for each section of
+//! 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without MHP_MEMMAP_ON_MEMORY). A guest that has no such memory
+//! left cannot add a block, and soon kills processes for other allocations of its kernel.
+
+use foreshore_proto::{Report, ZoneKind};
+
+use super::Rules;
+use crate::units::{MIB, PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
+use crate::{HostView, TimeMs, ZoneSizes};
+
+/// Part of the kernel's zones that stays free of page descriptors, for all other allocations of the kernel.
+const FLOOR_PART: u64 = 64;
+/// Bounds of that part.
+const MIN_FLOOR_BYTES: u64 = 4 * MIB;
+const MAX_FLOOR_BYTES: u64 = 64 * MIB;
+
+/// Limit of the plugged memory of a guest.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DescriptorLimit {
+    reported: Option<Reported>,
+}
+
+/// Limit taken from the last report.
+#[derive(Clone, Copy, Debug)]
+struct Reported {
+    at: TimeMs,
+    limit_bytes: u64,
+}
+
+impl DescriptorLimit {
+    /// Takes the limit from a report. `host` has the sizes at the time of the report.
+    pub fn observe(&mut self, report: &Report, host: &HostView, now: TimeMs) {
+        // Balloon statistics tell nothing of memory blocks, nor where the kernel's memory ends.
+        if report.blocks().block_bytes == 0 {
+            return;
+        }
+        let plugged_bytes = sum(host, |zone| zone.plugged_bytes);
+        let limit_bytes = plugged_bytes.saturating_add(describable_bytes(report));
+        self.reported = Some(Reported { at: now, limit_bytes });
+    }
+
+    /// Memory that may be requested beyond what is requested or plugged.
+    ///
+    /// The limit is absolute: it moves with reports alone. A limit that followed the plugged size would allow another
+    /// section as soon as the last one is plugged, until the guest has no DRAM left.
+    pub fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
+        let unreported_bytes = host.boot_bytes.saturating_mul(rules.unreported_multiple);
+        let limit_bytes = match self.reported {
+            None => unreported_bytes,
+            Some(reported) if now.since(reported.at) < rules.lost_ms => reported.limit_bytes,
+            // The guest may have used the room since the report.
+            Some(reported) => reported.limit_bytes.min(unreported_bytes),
+        };
+        limit_bytes.saturating_sub(sum(host, |zone| zone.requested_bytes.max(zone.plugged_bytes)))
+    }
+}
+
+/// Sum over the zones whose memory needs descriptors. The memory of a balloon has them since boot.
+fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
+    let zones = host.zones.iter().filter(|zone| host.balloon != Some(zone.id));
+    zones.fold(0, |sum, zone| sum.saturating_add(size_bytes(zone)))
+}
+
+/// Memory that a guest can describe at once. Half of the room is left for other allocations that come meanwhile.
+///
+/// A guest that can reclaim has room for one section at a time.
+fn describable_bytes(report: &Report) -> u64 {
+    let is_kernel = |kind| matches!(kind, ZoneKind::Dma32 | ZoneKind::Normal);
+    let (mut room_pages, mut managed_pages) = (0u64, 0u64);
+    for zone in report.zones().iter().filter(|zone| is_kernel(zone.kind)) {
+        room_pages = room_pages.saturating_add(zone.free_pages.saturating_sub(zone.high_pages));
+        managed_pages = managed_pages.saturating_add(zone.managed_pages);
+    }
+    let floor_bytes =
+        (managed_pages.saturating_mul(PAGE_BYTES) / FLOOR_PART).clamp(MIN_FLOOR_BYTES, MAX_FLOOR_BYTES);
+    let room_bytes = room_pages.saturating_mul(PAGE_BYTES).saturating_sub(floor_bytes);
+    let can_reclaim = report.memory().swap_free_bytes >= 2 * SECTION_DESCRIPTOR_BYTES;
+    let least = u64::from(can_reclaim || room_bytes >= SECTION_DESCRIPTOR_BYTES);
+    (room_bytes / 2 / SECTION_DESCRIPTOR_BYTES).max(least).saturating_mul(SECTION_BYTES)
+}

@@ -1,0 +1,81 @@
+//! Sizes requested by a client or at boot.
+//!
+//! A size that is requested by hand is reached in steps, because the guest allocates the page descriptors of plugged
+//! memory from DRAM. A guest without room for them kills its processes, so each step stays within rule 4.
+
+use super::Controller;
+use crate::units::round_down;
+use crate::{HostView, TimeMs, ZoneId};
+
+/// Request for a zone on the way to its goal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Zone to request from.
+    pub zone: ZoneId,
+    /// Size to request now.
+    pub requested_bytes: u64,
+    /// Size requested by the client, at least `requested_bytes` unless it is a shrink.
+    pub goal_bytes: u64,
+}
+
+impl Controller {
+    /// Stops sizing a zone that was sized by hand, until [`Controller::resume`].
+    pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
+        self.follow(host, now);
+        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
+            (zone.pinned, zone.by_hand) = (true, true);
+        }
+    }
+
+    /// Sets the size that a zone is to reach in steps. Call [`Controller::next_steps`] for the first of them.
+    pub fn set_goal(&mut self, id: ZoneId, size_bytes: u64, host: &HostView, now: TimeMs) {
+        self.follow(host, now);
+        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
+            (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
+        }
+    }
+
+    /// Some zone has not been requested to its goal yet.
+    pub fn has_goals(&self) -> bool {
+        self.zones.iter().any(|zone| zone.goal_bytes.is_some())
+    }
+
+    /// Requests that bring zones closer to their goals. Carry them out, and read the host again before
+    /// [`Controller::step`]. A paused loop and a dry run leave goals in force, because a client set them.
+    pub fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<Step> {
+        if !self.has_goals() {
+            return Vec::new();
+        }
+        self.follow(host, now);
+        let mut room_bytes = self.descriptors.room_bytes(&self.rules, host, now);
+        let mut steps = Vec::new();
+        for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
+            let Some(goal_bytes) = followed.goal_bytes else { continue };
+            // The host has lowered the request: only another request can raise it.
+            if !followed.is_goal_new && host.short.contains(&zone.id) {
+                followed.goal_bytes = None;
+                continue;
+            }
+            let missing_bytes = goal_bytes.saturating_sub(zone.requested_bytes);
+            // The descriptors of blocks that are still plugged exist.
+            let plugged_bytes = zone.outstanding_shrink_bytes().min(missing_bytes);
+            let needs_descriptors = host.balloon != Some(zone.id);
+            let allowed_bytes = match needs_descriptors {
+                true => plugged_bytes + room_bytes.min(missing_bytes - plugged_bytes),
+                false => missing_bytes,
+            };
+            let more_bytes = round_down(allowed_bytes, zone.block_bytes);
+            if needs_descriptors {
+                room_bytes -= more_bytes.saturating_sub(plugged_bytes);
+            }
+            let requested_bytes = goal_bytes.min(zone.requested_bytes + more_bytes);
+            if requested_bytes == goal_bytes {
+                followed.goal_bytes = None;
+            }
+            if std::mem::take(&mut followed.is_goal_new) || requested_bytes != zone.requested_bytes {
+                steps.push(Step { zone: zone.id, requested_bytes, goal_bytes });
+            }
+        }
+        steps
+    }
+}
