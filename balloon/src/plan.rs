@@ -72,6 +72,8 @@ reasons! {
     Stalled => "stalled",
     /// Evicted pages come back soon after, and tasks wait for them.
     Thrashing => "thrashing",
+    /// The guest's kernel runs short of memory that it can use itself.
+    KernelMemory => "kernel_memory",
     /// Reports stopped coming while the guest was short.
     ReportsLost => "reports_lost",
     /// Fewer pages are free than the scaled watermarks ask for.

@@ -2,6 +2,7 @@
 //! are theirs.
 
 mod history;
+mod kernel;
 mod learned;
 mod nodes;
 mod params;
@@ -112,8 +113,13 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
     let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
     let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
+    let kernel_bytes = kernel::missing_bytes(input.report, input.host);
+    // Of available memory there may be plenty: reports have to come fast all the same.
+    let watch_bytes = if kernel_bytes.is_some() { memory.total_bytes } else { marks.watch_bytes };
+    let marks = Marks { watch_bytes, ..marks };
 
-    let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input) {
+    let for_kernel = kernel_bytes.filter(|bytes| *bytes > 0).map(|bytes| (Reason::KernelMemory, bytes));
+    let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input).or(for_kernel) {
         Some((reason, need_bytes)) => {
             state.active_at = now;
             let step = state.next_step(params, now);
@@ -128,6 +134,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
             decided(Some(want_bytes), reason, true, &marks)
         }
+        // What is free is for the block that the agent gives to the kernel.
+        None if kernel_bytes.is_some() => decided(None, Reason::Enough, false, &marks),
         None => match state.surplus(params, &marks, &signs, coming_bytes, input, now) {
             0 => decided(None, Reason::Enough, false, &marks),
             bytes => {

@@ -1,0 +1,95 @@
+//! Rule 13: memory of the kernel.
+//!
+//! MemAvailable counts slabs as reclaimable that are not (the inodes of a tmpfs), and free PM, which the kernel cannot use. So
+//! what the kernel has left shows in the free pages of its own zones alone. The agent turns blocks of plugged DRAM into kernel
+//! memory; what it needs for that is movable memory with room for the pages of a block.
+
+use foreshore_proto::{Report, Zone, ZoneKind, kernel_reserve_bytes};
+
+use crate::HostView;
+use crate::units::{PAGE_BYTES, scale};
+
+/// Part of the usual reserve below which the kernel is short, in thousandths. The agent acts at a half.
+const SHORT_PERMILLE: u64 = 750;
+/// Free movable memory that a block needs, in thousandths of its size: watermarks take some of it.
+const ROOM_PERMILLE: u64 = 1250;
+
+fn serves_kernel(zone: &Zone) -> bool {
+    matches!(zone.kind, ZoneKind::Dma32 | ZoneKind::Normal)
+}
+
+fn bytes<'a>(zones: impl Iterator<Item = &'a Zone>, pages: impl Fn(&Zone) -> u64) -> u64 {
+    zones.fold(0u64, |sum, zone| sum.saturating_add(pages(zone))).saturating_mul(PAGE_BYTES)
+}
+
+/// Memory to add for the kernel's sake. `None` if the kernel has enough, or if the report does not tell its zones apart.
+pub(super) fn missing_bytes(report: &Report, host: &HostView) -> Option<u64> {
+    let block_bytes = report.blocks().block_bytes;
+    let zones = || report.zones().iter();
+    let is_dram = |node: u32| zones().any(|zone| zone.node == node && serves_kernel(zone));
+    let dram_bytes = bytes(zones().filter(|zone| is_dram(zone.node)), |zone| zone.managed_pages);
+    let short_bytes = scale(kernel_reserve_bytes(dram_bytes, 0), SHORT_PERMILLE, 1000);
+    let room_bytes = bytes(zones().filter(|zone| serves_kernel(zone)), |zone| {
+        zone.free_pages.saturating_sub(zone.high_pages)
+    });
+    if block_bytes == 0 || room_bytes >= short_bytes {
+        return None;
+    }
+    let movable_bytes = bytes(zones().filter(|zone| zone.kind == ZoneKind::Movable), |zone| zone.free_pages);
+    let coming_bytes = movable_bytes.saturating_add(host.outstanding_grow_bytes());
+    Some(scale(block_bytes, ROOM_PERMILLE, 1000).saturating_sub(coming_bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport};
+
+    use super::*;
+    use crate::{MIB, Tier, ZoneSizes};
+
+    /// A guest of 400 MiB, with so much free in the kernel's zone and in PM.
+    fn report(kernel_free_mib: u64, pm_free_mib: u64, block_mib: u64) -> Report {
+        let pages = |mib: u64| mib * MIB / PAGE_BYTES;
+        let zone = |node, kind, managed_mib, free_mib| Zone {
+            node,
+            kind,
+            managed_pages: pages(managed_mib),
+            free_pages: pages(free_mib),
+            ..Zone::default()
+        };
+        let raw = RawReport {
+            version: PROTOCOL_VERSION,
+            seq: 1,
+            memory: Memory { total_bytes: 912 * MIB, ..Memory::default() },
+            zones: vec![
+                zone(0, ZoneKind::Dma32, 400, kernel_free_mib),
+                zone(1, ZoneKind::Movable, 512, pm_free_mib),
+            ],
+            blocks: Blocks { block_bytes: block_mib * MIB, ..Blocks::default() },
+            ..RawReport::default()
+        };
+        Report::try_from(raw).expect("sound")
+    }
+
+    #[test]
+    fn a_short_kernel_gets_movable_memory_for_a_block() {
+        let host = HostView::default();
+        let missing_mib = |kernel_free, pm_free, block| {
+            missing_bytes(&report(kernel_free, pm_free, block), &host).map(|bytes| bytes / MIB)
+        };
+        // Three quarters of a sixteenth of 400 MiB are 18.75 MiB.
+        assert_eq!(missing_mib(19, 0, 128), None);
+        assert_eq!(missing_mib(18, 0, 128), Some(160));
+        assert_eq!(missing_mib(18, 100, 128), Some(60));
+        assert_eq!(missing_mib(0, 500, 128), Some(0), "the agent has all that it needs");
+        assert_eq!(missing_mib(0, 0, 0), None, "balloon statistics");
+    }
+
+    #[test]
+    fn memory_on_its_way_counts() {
+        let mut host =
+            HostView { zones: vec![ZoneSizes::empty(0, Tier::Dram, 256 * MIB)], ..HostView::default() };
+        host.zones[0].requested_bytes = 128 * MIB;
+        assert_eq!(missing_bytes(&report(0, 0, 128), &host), Some(32 * MIB));
+    }
+}
