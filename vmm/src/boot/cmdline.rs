@@ -198,17 +198,17 @@ mod tests {
         let [dram, more_dram, pm] = [zone(Tier::Dram, 1, 0), zone(Tier::Dram, 1, 1), zone(Tier::Pm, 0, 1)];
         let dimms = ZoneSpec { growth: Growth::Dimms, ..more_dram.clone() };
         for (zones, pluggable) in [
-            (&[][..], Pluggable::Nothing),
-            (&[dram.clone()], Pluggable::Nothing),
-            (&[dram.clone(), pm.clone()], Pluggable::Blocks),
-            (&[more_dram.clone()], Pluggable::Blocks),
-            (&[dimms.clone()], Pluggable::Dimms),
+            (vec![], Pluggable::Nothing),
+            (vec![dram.clone()], Pluggable::Nothing),
+            (vec![dram.clone(), pm.clone()], Pluggable::Blocks),
+            (vec![more_dram.clone()], Pluggable::Blocks),
+            (vec![dimms.clone()], Pluggable::Dimms),
             // PM is unplugged again.
-            (&[dimms, pm.clone()], Pluggable::Blocks),
+            (vec![dimms, pm.clone()], Pluggable::Blocks),
             // One node of several.
-            (&[dram, pm, more_dram], Pluggable::Blocks),
+            (vec![dram, pm, more_dram], Pluggable::Blocks),
         ] {
-            assert_eq!(Pluggable::of(zones), pluggable, "{zones:?}");
+            assert_eq!(Pluggable::of(&zones), pluggable, "{zones:?}");
         }
     }
 

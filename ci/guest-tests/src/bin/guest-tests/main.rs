@@ -25,6 +25,7 @@ mod hostile;
 mod hotplug;
 mod hotplug_loop;
 mod interfaces;
+mod kernel_memory;
 mod lost;
 mod memory;
 mod net;
@@ -93,6 +94,7 @@ fn main() {
         btt_cross::TESTS,
         dax::TESTS,
         pmem::TESTS,
+        kernel_memory::TESTS,
         lost::TESTS,
         torn::TESTS,
         file_systems::TESTS,

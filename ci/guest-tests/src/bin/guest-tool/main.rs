@@ -6,6 +6,7 @@ mod dried;
 mod files;
 mod filled;
 mod hostile;
+mod kernel_loads;
 mod load;
 mod mapped;
 mod memory;
@@ -41,6 +42,10 @@ usage:
   guest-tool dry KIB                             take what the guest's kernel has left for itself, but for so much, and what
                                                  becomes free later; `dried` once there is no more, then `failed` each
                                                  time that there is none for page descriptors
+  guest-tool make-files DIR COUNT                 make so many empty files
+  guest-tool miss-files DIR COUNT                 look for so many files that are not there
+  guest-tool fill-sockets MIB                     queue so much data in sockets, and hold it
+  guest-tool map-by-processes FILE COUNT          start so many processes that map a file, and hold them
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
@@ -105,6 +110,10 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["counters"] => load::say_counters(),
         ["pin", mib] => memory::pin(number(mib)?),
         ["dry", left_kib] => dried::dry(number(left_kib)?),
+        ["make-files", dir, count] => kernel_loads::make_files(dir.as_ref(), number(count)?),
+        ["miss-files", dir, count] => kernel_loads::miss_files(dir.as_ref(), number(count)?),
+        ["fill-sockets", mib] => kernel_loads::fill_sockets(number(mib)?),
+        ["map-by-processes", file, count] => kernel_loads::map_by_processes(file.as_ref(), number(count)?),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
         ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),

@@ -1,0 +1,207 @@
+//! The kernel of a guest that grows has DRAM for page descriptors and for its own memory, and no guest dies for lack of it
+//! while memory is left.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::guest::{GuestBuilder, Kernel};
+use guest_tests::{Guest, Pool};
+use serde_json::json;
+
+use crate::zones::{MIB, vmstat, zone};
+
+guest_tests::tests![
+    pm_fourteen_times_dram_is_used_whole_on_6_12: 600 (long),
+    pm_fourteen_times_dram_is_used_whole_on_6_1: 600 (long),
+    resize_to_sixty_times_dram_completes_with_an_agent: 400 (long),
+    resize_without_agent_stops_at_a_multiple_of_boot_memory,
+    fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
+    small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long),
+    small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (long),
+    sockets_fill_kernel_memory_and_nothing_dies: 300 (long),
+    missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended),
+    processes_fill_kernel_memory_and_nothing_dies: 400 (long),
+    small_files_kill_a_guest_whose_kernel_gets_no_blocks: 600 (extended),
+    tmpfs_beyond_dram_is_held_without_an_agent: 300 (long),
+];
+
+/// Loads are emulated, some of them 400,000 system calls.
+const LOAD_LIMIT: Duration = Duration::from_secs(400);
+const RESIZE_LIMIT: Duration = Duration::from_secs(200);
+
+/// Nothing was killed, and the kernel has nothing to complain about.
+fn nothing_died(guest: &Guest) -> Result<()> {
+    let killed = vmstat(guest, "oom_kill")?;
+    ensure!(killed == 0, "{killed} processes were killed: {}", guest.run("dmesg | tail -n 60")?);
+    guest.no_kernel_complaints()
+}
+
+/// The ratio of PM Buddy's paper, 14:1.
+fn pm_fourteen_times_dram_is_used_whole(kernel: Kernel) -> Result<()> {
+    const PM_MIB: u64 = 192 * 14;
+    // Programs use what is available of all memory, less what the kernel keeps for itself.
+    const LOAD_MIB: u64 = PM_MIB - 96;
+    let pool = Pool::create("2752M")?;
+    let guest = Guest::builder()
+        .kernel(kernel)
+        .memory("size=192M")
+        .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
+        .pressure("psi")
+        .boot()?;
+    let mut hogs = Vec::new();
+    for _ in 0..4 {
+        hogs.push(guest.start_script(LOAD_LIMIT, &format!("exec guest-tool hog {}", LOAD_MIB / 4))?);
+    }
+    let goal = format!("held {}", LOAD_MIB / 4);
+    for hog in &mut hogs {
+        while hog.next_line().context("A load was killed")? != goal {}
+    }
+    let plugged_bytes = zone(&guest, "pm")?.plugged_bytes;
+    ensure!(plugged_bytes >= (PM_MIB - 96) * MIB, "Of {PM_MIB} MiB of PM {plugged_bytes} bytes are plugged");
+    nothing_died(&guest)
+}
+
+fn pm_fourteen_times_dram_is_used_whole_on_6_12() -> Result<()> {
+    pm_fourteen_times_dram_is_used_whole(Kernel::V6_12)
+}
+
+fn pm_fourteen_times_dram_is_used_whole_on_6_1() -> Result<()> {
+    pm_fourteen_times_dram_is_used_whole(Kernel::V6_1)
+}
+
+fn guest_of_24_gib() -> GuestBuilder {
+    Guest::builder().memory("size=384M,hotplug_method=virtio-mem,hotplug_size=24G")
+}
+
+fn resize_to_24_gib(guest: &Guest) -> Result<()> {
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 24_576 * MIB }))).map(drop)
+}
+
+/// 24 GiB have page descriptors of 384 MiB, as much as all DRAM that the guest boots with.
+fn resize_to_sixty_times_dram_completes_with_an_agent() -> Result<()> {
+    let guest = guest_of_24_gib().pressure("off").boot()?;
+    resize_to_24_gib(&guest)?;
+    guest.wait_until("24 GiB are plugged", RESIZE_LIMIT, || {
+        let zone = zone(&guest, "dram")?;
+        Ok(zone.plugged_bytes == (24_576 - 384) * MIB && zone.state == "reached")
+    })?;
+    let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
+    ensure!(held == 0.0, "{held} bytes are held back");
+    nothing_died(&guest)
+}
+
+fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
+    let guest = guest_of_24_gib().pressure("off").cmdline("foreshore.agent=off").boot()?;
+    resize_to_24_gib(&guest)?;
+    guest.wait_until("the resize is stuck", RESIZE_LIMIT, || Ok(zone(&guest, "dram")?.state == "stuck"))?;
+    let zone = zone(&guest, "dram")?;
+    ensure!(zone.plugged_bytes == 8 * 384 * MIB, "{} bytes are plugged", zone.plugged_bytes);
+    let memory = guest.api("GET", "vm.memory", None)?;
+    ensure!(memory.to_string().contains("descriptors"), "No reason: {memory}");
+    let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
+    ensure!(held == ((24_576 - 384 - 8 * 384) * MIB) as f64, "{held} bytes are held back");
+    nothing_died(&guest)
+}
+
+fn fixed_size_beyond_descriptors_leaves_the_guest_alive() -> Result<()> {
+    let guest = guest_of_24_gib()
+        .pressure("fixed,size=20G")
+        .cmdline("foreshore.agent_args=--kernel-blocks=off")
+        .boot()?;
+    guest.wait_until("descriptors limit the plan", RESIZE_LIMIT, || {
+        let hold = [("direction", "hold"), ("reason", "descriptors")];
+        let metrics = guest.metrics()?;
+        Ok(metrics.value("foreshore_pressure_plans_total", &hold).is_ok_and(|plans| plans > 0.0))
+    })?;
+    let plugged_bytes = zone(&guest, "dram")?.plugged_bytes;
+    ensure!(plugged_bytes > 8 << 30, "{plugged_bytes} bytes are plugged: the guest could describe more");
+    nothing_died(&guest)
+}
+
+/// A load that takes memory of the kernel alone.
+struct Load {
+    command: &'static str,
+    /// Last line of its output.
+    goal: &'static str,
+}
+
+/// Some 390 MiB of slabs.
+const FILES: Load = Load {
+    command: "mkdir /files && mount -t tmpfs -o size=4G,nr_inodes=0 files /files && \
+              guest-tool make-files /files 400000 && exec echo all",
+    goal: "all",
+};
+const SOCKETS: Load = Load { command: "exec guest-tool fill-sockets 300", goal: "held 300" };
+/// Linux reclaims them. kernfs keeps names that are not there.
+const MISSING_FILES: Load =
+    Load { command: "guest-tool miss-files /sys 2000000 && exec echo all", goal: "all" };
+const PROCESSES: Load = Load {
+    command: "dd if=/dev/zero of=/run/mapped bs=1M count=8 2>/dev/null && \
+              echo 8192 >/proc/sys/kernel/pid_max && exec guest-tool map-by-processes /run/mapped 2000",
+    goal: "held 2000",
+};
+
+/// Runs a load in a guest with 384 MiB of boot memory, 256 MiB of DRAM and 512 MiB of PM to come.
+fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
+    let pool = Pool::create("640M")?;
+    let guest = Guest::builder()
+        .kernel(kernel)
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=256M")
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .pressure("psi")
+        .cmdline(agent_args)
+        .boot()?;
+    let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
+    loop {
+        match script.next_line() {
+            Some(line) if line == load.goal => break,
+            Some(_) => {}
+            None => bail!("The load ended early: {}", guest.run("dmesg | tail -n 60; cat /run/agent.log")?),
+        }
+    }
+    nothing_died(&guest)
+}
+
+fn small_files_fill_kernel_memory_and_nothing_dies_on_6_12() -> Result<()> {
+    is_held(Kernel::V6_12, &FILES, "")
+}
+
+fn small_files_fill_kernel_memory_and_nothing_dies_on_6_1() -> Result<()> {
+    is_held(Kernel::V6_1, &FILES, "")
+}
+
+fn sockets_fill_kernel_memory_and_nothing_dies() -> Result<()> {
+    is_held(Kernel::V6_12, &SOCKETS, "")
+}
+
+fn missing_files_fill_kernel_memory_and_nothing_dies() -> Result<()> {
+    is_held(Kernel::V6_12, &MISSING_FILES, "")
+}
+
+fn processes_fill_kernel_memory_and_nothing_dies() -> Result<()> {
+    is_held(Kernel::V6_12, &PROCESSES, "")
+}
+
+/// The counterpart: if this load is held without blocks for the kernel, the tests above show nothing.
+fn small_files_kill_a_guest_whose_kernel_gets_no_blocks() -> Result<()> {
+    let result = is_held(Kernel::V6_12, &FILES, "foreshore.agent_args=--kernel-blocks=off");
+    ensure!(result.is_err(), "All files were made without kernel blocks, and nothing was killed");
+    Ok(())
+}
+
+fn tmpfs_beyond_dram_is_held_without_an_agent() -> Result<()> {
+    let pool = Pool::create("640M")?;
+    let guest = Guest::builder()
+        .memory("size=384M")
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .argument("--balloon", "size=0,deflate_on_oom=on")
+        .pressure("psi")
+        .cmdline("foreshore.agent=off")
+        .boot()?;
+    // Without haste: statistics come once a second.
+    let load = "mkdir /m && mount -t tmpfs -o size=2G t /m && i=0 && while [ $i -lt 56 ]; do \
+                dd if=/dev/zero of=/m/$i bs=1M count=8 2>/dev/null || exit 1; i=$((i+1)); sleep 0.35; done; du -sm /m";
+    let said = guest.run_within(LOAD_LIMIT, load)?;
+    ensure!(said.starts_with("448"), "Not all was written: {said}");
+    nothing_died(&guest)
+}

@@ -1,0 +1,109 @@
+//! Loads that take memory of the kernel and next to none of their own.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::ptr::null_mut;
+use std::thread;
+
+use anyhow::{Context, Result, ensure};
+
+const MIB: u64 = 1 << 20;
+/// Between two lines about the progress.
+const NEWS: u64 = 20_000;
+
+/// Makes `count` empty files: about 1 KiB each on a tmpfs, for the inode and the entry of its name.
+pub fn make_files(dir: &Path, count: u64) -> Result<()> {
+    crate::oom::volunteer()?;
+    for index in 0..count {
+        File::create(dir.join(format!("some-file-name-of-an-archive-{index}")))
+            .with_context(|| format!("File {index}"))?;
+        if (index + 1) % NEWS == 0 {
+            println!("made {}", index + 1);
+        }
+    }
+    Ok(())
+}
+
+/// Looks for `count` files that are not there. Where the file system caches that, each takes some 200 bytes.
+pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
+    crate::oom::volunteer()?;
+    for index in 0..count {
+        let missing = dir.join(format!("no-such-file-{index}"));
+        ensure!(fs::symlink_metadata(&missing).is_err(), "{} is there", missing.display());
+        if (index + 1) % NEWS == 0 {
+            println!("missed {}", index + 1);
+        }
+    }
+    Ok(())
+}
+
+/// Fills sockets that nobody reads until `mib` of data are queued, says `held MIB`, and keeps them until killed.
+pub fn fill_sockets(mib: u64) -> Result<()> {
+    crate::oom::volunteer()?;
+    let most = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+    // SAFETY: `most` outlives the call.
+    let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const most) };
+    ensure!(result == 0, io::Error::last_os_error());
+    let data = [1u8; 4096];
+    let (mut pairs, mut queued_bytes, mut said_mib) = (Vec::new(), 0u64, 0);
+    while queued_bytes < mib * MIB {
+        let (mut from, to) = UnixStream::pair()?;
+        from.set_nonblocking(true)?;
+        while let Ok(len) = from.write(&data) {
+            queued_bytes += len as u64;
+        }
+        pairs.push((from, to));
+        if queued_bytes / MIB >= said_mib + 16 {
+            said_mib = queued_bytes / MIB;
+            println!("queued {said_mib}");
+        }
+    }
+    println!("held {mib}");
+    loop {
+        std::hint::black_box(&pairs);
+        thread::park();
+    }
+}
+
+/// Starts `count` processes that map `file` and touch all of it: page tables, stacks and descriptions of tasks. Says
+/// `held COUNT`, and keeps them until killed.
+pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
+    crate::oom::volunteer()?;
+    let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
+    let opened = File::open(file)?;
+    for index in 0..count {
+        // SAFETY: this process has one thread, so the child may do whatever it likes.
+        match unsafe { libc::fork() } {
+            -1 => return Err(io::Error::last_os_error()).with_context(|| format!("Process {index}")),
+            0 => map_and_wait(&opened, file_bytes),
+            _ => {}
+        }
+        if (index + 1) % 100 == 0 {
+            println!("started {}", index + 1);
+        }
+    }
+    println!("held {count}");
+    loop {
+        thread::park();
+    }
+}
+
+fn map_and_wait(file: &File, len: usize) -> ! {
+    use std::os::fd::AsRawFd;
+    // SAFETY: a new mapping of a file, which nothing else has the address of.
+    let mapped = unsafe {
+        let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+        // The parent's end is this process's end.
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        libc::mmap(null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
+    };
+    if mapped == libc::MAP_FAILED {
+        // SAFETY: no arguments that could be wrong.
+        unsafe { libc::_exit(1) };
+    }
+    loop {
+        thread::park();
+    }
+}
