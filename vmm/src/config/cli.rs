@@ -133,7 +133,7 @@ struct Flags {
     /// pool=PATH,size=S,id=ID,guest_numa_node=N,near=N,read_latency=NS,write_latency=NS,bandwidth=S,scrub_bandwidth=S: persistent memory that may be plugged as memory, in a node of its own that is near to another; what the guest is told of it, in nanoseconds and bytes per second; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: id=pm,read_latency=305,write_latency=90,bandwidth=6600M,scrub_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_memory: Vec<String>,
-    /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool
+    /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool; remaining leaves what --pm-memory may need
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
     /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off,pci_device_id=SLOT: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]

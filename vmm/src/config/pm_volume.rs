@@ -53,6 +53,24 @@ impl fmt::Display for VolumeFormat {
     }
 }
 
+impl From<pmem_volume::VolumeFormat> for VolumeFormat {
+    fn from(format: pmem_volume::VolumeFormat) -> Self {
+        match format {
+            pmem_volume::VolumeFormat::Btt => Self::Btt,
+            pmem_volume::VolumeFormat::Raw => Self::Raw,
+        }
+    }
+}
+
+impl From<VolumeFormat> for pmem_volume::VolumeFormat {
+    fn from(format: VolumeFormat) -> Self {
+        match format {
+            VolumeFormat::Btt => Self::Btt,
+            VolumeFormat::Raw => Self::Raw,
+        }
+    }
+}
+
 /// How large a volume shall be. In JSON bytes, or `"remaining"`, as the flag has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum VolumeSize {
@@ -61,7 +79,7 @@ pub enum VolumeSize {
     Existing,
     /// So many bytes.
     Bytes(u64),
-    /// What is left of the pool.
+    /// What the other volumes and the VM's `--pm-memory` leave of the pool, at each boot.
     Remaining,
 }
 
@@ -122,7 +140,7 @@ pub struct PmVolumeConfig {
     pub pool: PathBuf,
     /// The volume's name in it.
     pub name: String,
-    /// Its size: another one than the volume has is an error.
+    /// Its size. Another size than the volume has is an error, unless it is `remaining`.
     #[serde(default, skip_serializing_if = "VolumeSize::is_existing")]
     pub size: VolumeSize,
     /// Its format: another one than the volume has is an error, since who maps raw bytes must know that they tear.

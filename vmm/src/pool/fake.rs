@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::{CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
+use super::{CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
 
 #[derive(Debug)]
 pub(crate) struct FakePool {
@@ -96,8 +96,24 @@ impl PmPool for FakePool {
         Ok(())
     }
 
-    fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError> {
-        Err(PoolError::NoVolume { name: request.name.to_owned() })
+    fn volumes(&self) -> Vec<StoredVolume> {
+        Vec::new()
+    }
+
+    fn create_volume(&self, _: &StoredVolume) -> Result<(), PoolError> {
+        Err(no_volumes())
+    }
+
+    fn grow_volume(&self, _: &str, _: u64) -> Result<(), PoolError> {
+        Err(no_volumes())
+    }
+
+    fn delete_volume(&self, _: &str) -> Result<(), PoolError> {
+        Err(no_volumes())
+    }
+
+    fn open_volume(&self, _: &str) -> Result<Box<dyn PoolVolume>, PoolError> {
+        Err(no_volumes())
     }
 
     fn info(&self) -> PoolInfo {
@@ -132,4 +148,8 @@ impl PmPool for FakePool {
     fn durability(&self) -> Durability {
         Durability::Volatile
     }
+}
+
+fn no_volumes() -> PoolError {
+    PoolError::Failed(Box::new(io::Error::from(io::ErrorKind::Unsupported)))
 }

@@ -8,13 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource};
-use pmem_volume::pool::{Run, Scrubber, VolumeExtent};
+use pmem_volume::pool::{Run, Scrubber, Shrink, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
 use tracing::warn;
 
-use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
-use crate::config::{VolumeFormat, VolumeSize};
+use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
 use crate::volume::sectors::{SectorError, Sectors};
 use crate::volume::{Persist, PersistError};
 
@@ -69,44 +68,31 @@ impl PmPool for LocalPool {
         self.pool.free_memory(&aligned).map_err(failed)
     }
 
-    fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError> {
-        let VolumeRequest { name, size, format, create } = request;
-        let wanted = match size {
-            VolumeSize::Existing => None,
-            VolumeSize::Bytes(bytes) => Some(pmem_volume::VolumeSize::Bytes(bytes)),
-            VolumeSize::Remaining => Some(pmem_volume::VolumeSize::Remaining),
+    fn volumes(&self) -> Vec<StoredVolume> {
+        let stored = |volume: pmem_volume::pool::VolumeInfo| StoredVolume {
+            name: volume.name,
+            format: volume.format.into(),
+            size_bytes: volume.size_bytes,
         };
-        let volume = match (self.pool.open_volume(name), wanted) {
-            (Err(pmem_volume::PoolError::NoSuchVolume { .. }), Some(wanted)) if create => {
-                let format = match format {
-                    VolumeFormat::Btt => pmem_volume::VolumeFormat::Btt,
-                    VolumeFormat::Raw => pmem_volume::VolumeFormat::Raw,
-                };
-                self.pool.create_volume(name, wanted, format).map_err(failed)?;
-                self.pool.open_volume(name).map_err(failed)?
-            }
-            (Err(pmem_volume::PoolError::NoSuchVolume { name, .. }), _) => {
-                return Err(PoolError::NoVolume { name });
-            }
-            (result, _) => result.map_err(failed)?,
-        };
-        let found = match volume.info().format {
-            pmem_volume::VolumeFormat::Btt => VolumeFormat::Btt,
-            pmem_volume::VolumeFormat::Raw => VolumeFormat::Raw,
-        };
-        if found != format {
-            return Err(PoolError::VolumeFormat { name: name.to_owned(), found, wanted: format });
-        }
-        match size {
-            VolumeSize::Bytes(wanted_bytes) if wanted_bytes != volume.size_bytes() => {
-                Err(PoolError::VolumeSize {
-                    name: name.to_owned(),
-                    size_bytes: volume.size_bytes(),
-                    wanted_bytes,
-                })
-            }
-            _ => Ok(Box::new(volume)),
-        }
+        self.pool.volumes().into_iter().map(stored).collect()
+    }
+
+    fn create_volume(&self, volume: &StoredVolume) -> Result<(), PoolError> {
+        let size = pmem_volume::VolumeSize::Bytes(volume.size_bytes);
+        self.pool.create_volume(&volume.name, size, volume.format.into()).map(drop).map_err(failed)
+    }
+
+    fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError> {
+        let size = pmem_volume::VolumeSize::Bytes(size_bytes);
+        self.pool.resize_volume(name, size, Shrink::Refuse).map(drop).map_err(failed)
+    }
+
+    fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
+        self.pool.delete_volume(name).map_err(failed)
+    }
+
+    fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError> {
+        Ok(Box::new(self.pool.open_volume(name).map_err(failed)?))
     }
 
     fn info(&self) -> PoolInfo {
@@ -282,6 +268,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::config::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
 
@@ -355,25 +342,32 @@ mod tests {
         assert_eq!(pool.info().free_migrate_bytes, 0);
     }
 
+    /// Creates the volume `data` of 24 MiB.
+    fn create_data(pool: &LocalPool) {
+        let name = "data".to_owned();
+        pool.create_volume(&StoredVolume { name, format: VolumeFormat::Btt, size_bytes: 24 * MIB }).unwrap();
+    }
+
     #[test]
-    fn a_volume_is_made_on_request_and_found_again_by_its_size() {
+    fn volume_is_created_opened_once_grown_and_deleted() {
         let (pool, _path, _folder) = pool();
-        let request = |size, create| VolumeRequest { name: "data", size, format: VolumeFormat::Btt, create };
-        let open = |size, create| pool.open_volume(request(size, create));
-        let size = VolumeSize::Bytes(24 * MIB);
-        assert!(matches!(open(size, false).err(), Some(PoolError::NoVolume { name }) if name == "data"));
-        assert!(matches!(open(VolumeSize::Existing, true).err(), Some(PoolError::NoVolume { .. })));
-        let volume = open(size, true).unwrap();
+        assert!(pool.open_volume("data").is_err() && pool.volumes().is_empty());
+        create_data(&pool);
+        let volume = pool.open_volume("data").unwrap();
         assert_eq!(volume.size_bytes(), 24 * MIB);
         assert_eq!(volume.extents().iter().map(|extent| extent.len).sum::<u64>(), 24 * MIB);
         volume.persist().unwrap();
-        assert!(open(size, false).is_err(), "it is open");
+        assert!(pool.open_volume("data").is_err(), "it is open");
+        assert!(pool.grow_volume("data", 40 * MIB).is_err(), "it is open");
+        assert!(pool.delete_volume("data").is_err(), "it is open");
         drop(volume);
-        for size in [size, VolumeSize::Existing, VolumeSize::Remaining] {
-            assert_eq!(open(size, false).unwrap().size_bytes(), 24 * MIB);
-        }
-        let err = open(VolumeSize::Bytes(8 * MIB), true).err().unwrap().to_string();
-        assert!(err.contains("24 MiB") && err.contains("8 MiB"), "{err}");
+        pool.grow_volume("data", 40 * MIB).unwrap();
+        let raw = StoredVolume { name: "raw".to_owned(), format: VolumeFormat::Raw, size_bytes: 2 * MIB };
+        pool.create_volume(&raw).unwrap();
+        let data = StoredVolume { name: "data".to_owned(), format: VolumeFormat::Btt, size_bytes: 40 * MIB };
+        assert_eq!(pool.volumes(), [data, raw.clone()]);
+        pool.delete_volume("data").unwrap();
+        assert_eq!(pool.volumes(), [raw]);
     }
 
     /// The offset of the only word in a run of its own that differs, and its two values: the data of a sector makes a
@@ -389,9 +383,8 @@ mod tests {
     #[test]
     fn a_guest_is_given_a_map_in_which_nothing_is_left_to_do() {
         let (pool, path, _folder) = pool();
-        let size = VolumeSize::Bytes(24 * MIB);
-        let request = VolumeRequest { name: "data", size, format: VolumeFormat::Btt, create: true };
-        let sectors = pool.open_volume(request).unwrap().into_sectors().unwrap();
+        create_data(&pool);
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
         let before = fs::read(&path).unwrap();
         sectors.write(7, &[0xa5; 4096]).unwrap();
         drop(sectors);
@@ -405,7 +398,7 @@ mod tests {
         assert_eq!(word(), new);
         // As a power cut may leave it: the log has the write, the map does not.
         file.write_all_at(&old, at).unwrap();
-        let volume = pool.open_volume(request).unwrap();
+        let volume = pool.open_volume("data").unwrap();
         assert_eq!(word(), old, "to open a volume is not enough");
         volume.settle().unwrap();
         assert_eq!(word(), new);
@@ -414,49 +407,23 @@ mod tests {
     #[test]
     fn a_guest_is_not_given_a_volume_in_which_its_driver_would_find_none() {
         let (pool, path, _folder) = pool();
-        let size = VolumeSize::Bytes(24 * MIB);
-        let request = VolumeRequest { name: "data", size, format: VolumeFormat::Btt, create: true };
-        drop(pool.open_volume(request).unwrap());
+        create_data(&pool);
         let signature = b"BTT_ARENA_INFO\0\0";
         let bytes = fs::read(&path).unwrap();
         let at =
             bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block") * 4096;
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         file.write_all_at(&[0; 16], at as u64).unwrap();
-        let err = pool.open_volume(request).unwrap().settle().unwrap_err();
+        let err = pool.open_volume("data").unwrap().settle().unwrap_err();
         let message = err.to_string();
         assert!(message.contains("\"data\"") && message.contains("pmvol btt repair"), "{message}");
         // By the copy, for who translates for the guest.
-        let sectors = pool.open_volume(request).unwrap().into_sectors().unwrap();
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
         sectors.write(7, &[1; 4096]).unwrap();
         assert_eq!(sectors.read_only_arenas(), 0);
         drop(sectors);
         file.write_all_at(signature, at as u64).unwrap();
-        pool.open_volume(request).unwrap().settle().unwrap();
-    }
-
-    #[test]
-    fn a_volume_of_the_other_format_is_refused_by_both_names() {
-        let (pool, _path, _folder) = pool();
-        let open = |name, format, create| {
-            pool.open_volume(VolumeRequest { name, size: VolumeSize::Bytes(20 * MIB), format, create })
-        };
-        for (name, found, wanted) in
-            [("raw", VolumeFormat::Raw, VolumeFormat::Btt), ("disk", VolumeFormat::Btt, VolumeFormat::Raw)]
-        {
-            drop(open(name, found, true).unwrap());
-            // create=on makes what is missing, and changes nothing that is there.
-            for create in [false, true] {
-                let err = open(name, wanted, create).err().unwrap();
-                let message = err.to_string();
-                assert!(matches!(err, PoolError::VolumeFormat { .. }), "{message}");
-                for part in [format!("{name:?}"), found.to_string(), wanted.to_string()] {
-                    assert!(message.contains(&part), "{part} in {message}");
-                }
-            }
-            drop(open(name, found, true).unwrap());
-        }
-        assert_eq!(pool.pool().volumes()[1].format, pmem_volume::VolumeFormat::Raw);
+        pool.open_volume("data").unwrap().settle().unwrap();
     }
 
     #[test]

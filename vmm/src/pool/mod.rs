@@ -14,7 +14,7 @@ pub use local::LocalPool;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::{Size, VolumeFormat, VolumeSize};
+use crate::config::{Size, VolumeFormat};
 use crate::volume::Persist;
 use crate::volume::sectors::Sectors;
 
@@ -40,47 +40,6 @@ pub enum PoolError {
         wanted_bytes: u64,
         /// What there is.
         available_bytes: u64,
-    },
-    /// More than the pool could ever lend.
-    #[error(
-        "size is {}, and must be at most {}: the pool has {}, of which {} are its own data and {} are kept for \
-         volumes",
-        Size(*wanted_bytes), Size(info.most_memory_bytes()), Size(info.total_bytes), Size(info.unusable_bytes()),
-        Size(info.strg_bytes)
-    )]
-    TooSmall {
-        /// What was asked for.
-        wanted_bytes: u64,
-        /// What it has.
-        info: PoolInfo,
-    },
-    /// There is no such volume, and none shall be made.
-    #[error("There is no volume {name:?} in the pool; create=on with a size= makes it")]
-    NoVolume {
-        /// The name.
-        name: String,
-    },
-    /// The volume has another size.
-    #[error("Volume {name:?} has {}, not the {} that size= asks for", Size(*size_bytes), Size(*wanted_bytes))]
-    VolumeSize {
-        /// The name.
-        name: String,
-        /// What it has.
-        size_bytes: u64,
-        /// What was asked for.
-        wanted_bytes: u64,
-    },
-    /// The volume has another format.
-    #[error(
-        "Volume {name:?} is {found}, not {wanted}: format={found} attaches it (btt unless it is said otherwise)"
-    )]
-    VolumeFormat {
-        /// The name.
-        name: String,
-        /// What it is.
-        found: VolumeFormat,
-        /// What was asked for.
-        wanted: VolumeFormat,
     },
     /// The volume is whole for us, and nothing for a guest.
     #[error(
@@ -133,28 +92,26 @@ pub struct PoolInfo {
 }
 
 impl PoolInfo {
-    /// The most that could ever be lent as memory: all of it, if no volume had more than is kept for volumes.
-    pub fn most_memory_bytes(&self) -> u64 {
-        self.total_bytes.saturating_sub(self.unusable_bytes()).saturating_sub(self.strg_bytes)
+    /// Bytes that are neither the pool's own data nor bad media.
+    pub fn usable_bytes(&self) -> u64 {
+        self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
     }
 
-    /// What nobody can ever be given.
-    fn unusable_bytes(&self) -> u64 {
-        self.metadata_bytes + self.retired_bytes
+    /// Bytes that a volume can get now. Those that wait to be erased are erased first.
+    pub fn available_bytes(&self) -> u64 {
+        self.free_storage_bytes + self.free_migrate_bytes + self.scrubbing_bytes
     }
 }
 
-/// Which volume, and what to do when it is not there.
-#[derive(Clone, Copy, Debug)]
-pub struct VolumeRequest<'a> {
+/// Volume of a pool, open or not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredVolume {
     /// Its name.
-    pub name: &'a str,
-    /// Its size: another one than it has is an error, and `Remaining` is whatever it was when it was made.
-    pub size: VolumeSize,
-    /// Its format: another one than it has is an error.
+    pub name: String,
+    /// Its format.
     pub format: VolumeFormat,
-    /// Make it when it is missing.
-    pub create: bool,
+    /// Its size.
+    pub size_bytes: u64,
 }
 
 /// A volume that is open; nobody else has it until it is dropped.
@@ -193,8 +150,20 @@ pub trait PmPool: Debug + Send + Sync {
     /// write ends all (as in a [`LocalPool`]): what is not taken back is erased when the pool is opened again.
     fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError>;
 
-    /// Opens a volume, or makes it.
-    fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError>;
+    /// All volumes of the pool, by name.
+    fn volumes(&self) -> Vec<StoredVolume>;
+
+    /// Creates a volume and formats it.
+    fn create_volume(&self, volume: &StoredVolume) -> Result<(), PoolError>;
+
+    /// Gives a volume that is not open a larger size.
+    fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError>;
+
+    /// Deletes a volume that is not open.
+    fn delete_volume(&self, name: &str) -> Result<(), PoolError>;
+
+    /// Opens a volume.
+    fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError>;
 
     /// Bounds, in bytes per second, what erasing in the background takes of the media's bandwidth. `None`: no bound.
     /// Holes, on tmpfs and in thin pools, are never bounded.

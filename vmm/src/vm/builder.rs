@@ -9,6 +9,7 @@ use tokio::sync::{Notify, mpsc};
 use tracing::{debug, warn};
 
 use super::clock::GuestClock;
+use super::created_volumes::CreatedVolumes;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::governing::Governed;
@@ -68,7 +69,9 @@ pub fn build(
     let hypervisor = Hypervisor::open(config.cpus.features.amx)?;
     resources.taps().open(config)?;
     resources.pmem().open(config)?;
-    resources.open_pools(config)?;
+    let steps = resources.open_pools(config)?;
+    // Dropped after all that may have a volume open.
+    let mut created = CreatedVolumes::default();
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
     // 3. The kernel: what it is decides which interface a volume gets.
@@ -104,7 +107,8 @@ pub fn build(
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
     let nets = devices::attach_nets(resources.taps(), &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
-    let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
+    let with = (&*resources, &steps[..], &mut created);
+    let volumes = volumes::attach(config, payload, with, &mut memory, &mut fabric, events)?;
     let (pmem_metrics, pmem) = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
     let lost_loop = lost::watch(&fabric.lost, events)?;
     if config.payload.firmware.is_some() {
@@ -139,6 +143,7 @@ pub fn build(
     )?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
+    created.keep();
     let hotplug = hotplug::metrics(&fabric.virtio);
     resources.metrics().set_machine(MachineSources {
         hotplug: Some(Arc::clone(&hotplug)),

@@ -5,6 +5,7 @@ mod builder;
 mod cached;
 mod clock;
 pub mod counters;
+mod created_volumes;
 pub mod decision;
 mod devices;
 mod dimms;

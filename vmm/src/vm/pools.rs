@@ -50,8 +50,8 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::config::{VolumeFormat, VolumeSize};
-    use crate::pool::{LocalPool, VolumeRequest};
+    use crate::config::VolumeFormat;
+    use crate::pool::{LocalPool, StoredVolume};
 
     const MIB: u64 = 1 << 20;
 
@@ -81,8 +81,8 @@ mod tests {
         let before = open.info();
         assert_eq!(before.path, folder.path().join("pool").display().to_string());
         assert_eq!((before.memory_bytes, before.volumes, &before.status), (0, 0, &PoolStatus::Ok));
-        let (size, format) = (VolumeSize::Bytes(24 * MIB), VolumeFormat::Btt);
-        drop(pool.open_volume(VolumeRequest { name: "data", size, format, create: true }).unwrap());
+        let (name, format) = ("data".to_owned(), VolumeFormat::Btt);
+        pool.create_volume(&StoredVolume { name, format, size_bytes: 24 * MIB }).unwrap();
         let extents = pool.alloc_memory(16 * MIB).unwrap();
         let lent = open.info();
         assert_eq!((lent.memory_bytes, lent.volume_bytes, lent.volumes), (16 * MIB, 24 * MIB, 1));

@@ -1,6 +1,6 @@
 //! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
@@ -14,13 +14,14 @@ use tracing::warn;
 use super::error::BuildError;
 use super::pools::OpenPool;
 use super::taps::Taps;
-use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
+use crate::config::{PmemConfig, VmConfig};
 use crate::events::Events;
 use crate::host_console::{FileStart, Lines};
 use crate::memory::lost::cut_to_bytes;
 use crate::metrics::{Metrics, PoolMetrics};
-use crate::pool::{LocalPool, PmPool, PoolError};
+use crate::pool::{LocalPool, PmPool};
 use crate::volume::file::PmemFile;
+use crate::volume::plan::{Step, plan};
 
 /// What a VMM has beside its machine.
 pub struct Resources {
@@ -68,8 +69,11 @@ impl Resources {
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
     /// VMM lives; but one of which a write has failed takes no more before it is opened anew, which the next machine
-    /// does. A pool that could never lend what `--pm-memory` asks for is refused.
-    pub fn open_pools(&mut self, config: &VmConfig) -> Result<(), BuildError> {
+    /// does.
+    ///
+    /// Returns the step for each volume of `config`, in their order. A pool that can never hold the VM's volumes and lend
+    /// what its zones may need is refused.
+    pub(super) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
         self.pools.retain(|path, pool| {
             let failed = pool.has_failed();
             if failed {
@@ -94,19 +98,31 @@ impl Resources {
                 self.pools.insert(path.clone(), pool);
             }
         }
-        self.check_sizes(&config.pm_memory)
+        self.plan_volumes(config)
     }
 
-    /// All zones together are to fit into the one pool that they are of.
-    fn check_sizes(&self, zones: &[PmMemoryConfig]) -> Result<(), BuildError> {
-        let Some(pm) = zones.first() else { return Ok(()) };
-        let info = self.pool(&pm.pool).info();
-        let wanted_bytes = zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.size));
-        if wanted_bytes <= info.most_memory_bytes() {
-            return Ok(());
+    fn plan_volumes(&self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
+        let mut steps: Vec<_> = config.pm_volumes.iter().map(|_| Step::Open).collect();
+        let paths = config.pm_memory.iter().map(|zone| &zone.pool);
+        let paths: BTreeSet<_> = paths.chain(config.pm_volumes.iter().map(|volume| &volume.pool)).collect();
+        for path in paths {
+            let pool = self.pool(path);
+            let zones = config.pm_memory.iter().filter(|zone| zone.pool == *path);
+            let memory_bytes = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.size));
+            let (places, volumes): (Vec<_>, Vec<_>) =
+                config.pm_volumes.iter().enumerate().filter(|(_, volume)| volume.pool == *path).unzip();
+            let planned = plan(&volumes, &pool.volumes(), &pool.info(), memory_bytes).map_err(|error| {
+                let flag = match error.volume() {
+                    Some(name) => format!("--pm-volume pool={},name={name}", path.display()),
+                    None => format!("--pm-memory pool={}", path.display()),
+                };
+                BuildError::device(flag)(error)
+            })?;
+            for (place, step) in places.into_iter().zip(planned) {
+                steps[place] = step;
+            }
         }
-        let error = PoolError::TooSmall { wanted_bytes, info };
-        Err(BuildError::device(format!("--pm-memory pool={}", pm.pool.display()))(error))
+        Ok(steps)
     }
 
     /// A pool that [`Resources::open_pools`] has opened.
@@ -235,7 +251,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::config::test_config;
+    use crate::config::{PmMemoryConfig, PmVolumeConfig, test_config};
     use crate::volume::Persist;
 
     const MIB: u64 = 1 << 20;
@@ -317,12 +333,10 @@ mod tests {
         let open_all = |sizes: &[u64]| {
             let mut config = test_config();
             config.pm_memory = sizes.iter().map(|&size| pm_zone(&pool, size)).collect();
-            resources().open_pools(&config)
+            resources().open_pools(&config).map(drop)
         };
         let open = |size| open_all(&[size]);
-        let info = LocalPool::open(&pool, None).unwrap().info();
-        let most = info.most_memory_bytes();
-        assert_eq!(most, info.free_migrate_bytes, "nothing is used yet");
+        let most = LocalPool::open(&pool, None).unwrap().info().free_migrate_bytes;
         open(most).unwrap();
         open_all(&[most - 2 * MIB, 2 * MIB]).unwrap();
         assert!(open_all(&[most, 2 * MIB]).is_err(), "zones are of one pool, and fit into it together");
@@ -330,5 +344,44 @@ mod tests {
         for part in ["--pm-memory", &pool.display().to_string(), "64 MiB", "16 MiB"] {
             assert!(message.contains(part), "nothing of {part} in: {message}");
         }
+    }
+
+    #[test]
+    fn each_volume_gets_the_step_that_its_own_pool_allows() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let paths = ["one", "two"].map(|name| folder.path().join(name));
+        let [one, two] = paths.each_ref().map(|path| {
+            let pool = pmem_volume::Pool::create(path, 64 * MIB, 16 * MIB).unwrap();
+            pool.info().free_bytes
+        });
+        let volume = |pool: usize, options: &str| {
+            PmVolumeConfig::parse(&format!("pool={},{options}", paths[pool].display())).unwrap()
+        };
+        let mut config = test_config();
+        config.pm_memory = vec![pm_zone(&paths[0], 8 * MIB), pm_zone(&paths[0], 4 * MIB)];
+        config.pm_volumes = vec![
+            volume(0, "name=rest,size=remaining,create=on"),
+            volume(1, "name=rest,size=remaining,create=on"),
+            volume(0, "name=a,size=20M,create=on"),
+        ];
+        let steps = resources().open_pools(&config).unwrap();
+        let sizes: Vec<_> = steps
+            .iter()
+            .map(|step| match step {
+                Step::Create(volume) => volume.size_bytes,
+                step => panic!("{step:?}"),
+            })
+            .collect();
+        assert_eq!(sizes, [one - 32 * MIB, two, 20 * MIB]);
+        config.pm_volumes[2] = volume(0, "name=a,size=50M,create=on");
+        let message = crate::vm::chain(&resources().open_pools(&config).unwrap_err());
+        for part in ["--pm-memory", "12 MiB", "50 MiB"] {
+            assert!(message.contains(part), "nothing of {part} in: {message}");
+        }
+        config.pm_volumes[2] = volume(0, "name=a,size=80M,create=on");
+        let message = crate::vm::chain(&resources().open_pools(&config).unwrap_err());
+        assert!(message.contains("--pm-volume") && message.contains("name=a"), "{message}");
+        let names = |path| LocalPool::open(path, None).unwrap().volumes();
+        assert!(paths.iter().all(|path| names(path).is_empty()), "nothing is created by a plan");
     }
 }

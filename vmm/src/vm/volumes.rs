@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use pmem_volume::Durability;
+use tracing::{info, warn};
 
 use super::attached::{AttachedVolume, Opened};
+use super::created_volumes::CreatedVolumes;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::zones;
 use crate::acpi::Nvdimm;
-use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
+use crate::config::{PmVolumeConfig, Size, VmConfig, VolumeFormat};
 use crate::memory::backing::Access;
 use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use crate::memory::lost::LostMemory;
@@ -19,12 +21,13 @@ use crate::memory::{MappedRange, Memory};
 use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
 use crate::nvdimm::health::{self, Health, HealthRegisters};
-use crate::pool::{PmPool, PoolVolume, VolumeRequest};
+use crate::pool::{PmPool, PoolError, PoolVolume};
 use crate::virtio::block::backend::volume::VolumeDisk;
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
+use crate::volume::plan::Step;
 use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
 
 /// Queues of a volume that is shown as a disk, at most.
@@ -60,15 +63,16 @@ struct Mapped<'a> {
 pub(super) fn attach(
     config: &VmConfig,
     payload: Payload,
-    resources: &Resources,
+    (resources, steps, created): (&Resources, &[Step], &mut CreatedVolumes),
     memory: &mut Memory,
     fabric: &mut Fabric,
     events: &EventSender,
 ) -> Result<Attached, BuildError> {
     let chosen = choose_all(config, payload, resources)?;
+    let opened = open(config, steps, resources, created)?;
     let mut attached = Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
     let mut healths = Vec::new();
-    for ((volume, opened), chosen) in config.pm_volumes.iter().zip(open(config, resources)?).zip(chosen) {
+    for ((volume, opened), chosen) in config.pm_volumes.iter().zip(opened).zip(chosen) {
         let pool = resources.pool(&volume.pool);
         let shown = match chosen {
             Chosen::VirtioBlk => {
@@ -161,22 +165,52 @@ impl Mapped<'_> {
     }
 }
 
-/// Opens every volume of `config`, in its order.
+/// Carries out the step of each volume of `config`, and opens it. Returns them in the order of `config`.
 ///
-/// Those that must be there come first: a VM that cannot start because one is missing has made no other.
-fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Box<dyn PoolVolume>>, BuildError> {
-    let mut opened: Vec<Option<Box<dyn PoolVolume>>> = config.pm_volumes.iter().map(|_| None).collect();
-    for create in [false, true] {
-        for (slot, volume) in
-            opened.iter_mut().zip(&config.pm_volumes).filter(|(_, volume)| volume.create == create)
-        {
-            let request =
-                VolumeRequest { name: &volume.name, size: volume.size, format: volume.format, create };
-            let result = resources.pool(&volume.pool).open_volume(request);
-            *slot = Some(result.map_err(BuildError::device(flag(volume)))?);
+/// Steps that cannot be taken back come last: existing volumes are opened first, then new ones are created, then volumes
+/// grow.
+fn open(
+    config: &VmConfig,
+    steps: &[Step],
+    resources: &Resources,
+    created: &mut CreatedVolumes,
+) -> Result<Vec<Box<dyn PoolVolume>>, BuildError> {
+    let mut order: Vec<_> = steps.iter().enumerate().collect();
+    order.sort_by_key(|(_, step)| match step {
+        Step::Open => 0,
+        Step::Create(_) => 1,
+        Step::Grow(_) => 2,
+    });
+    let mut opened: Vec<Option<Box<dyn PoolVolume>>> = steps.iter().map(|_| None).collect();
+    for (place, step) in order {
+        let volume = &config.pm_volumes[place];
+        let pool = resources.pool(&volume.pool);
+        let result = match step {
+            Step::Open => Ok(()),
+            Step::Create(new) => created.create(volume.pool.clone(), pool, new),
+            Step::Grow(size_bytes) => grow(volume, pool, *size_bytes),
+        };
+        let result = result.and_then(|()| pool.open_volume(&volume.name));
+        opened[place] = Some(result.map_err(BuildError::device(flag(volume)))?);
+    }
+    Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
+}
+
+/// Grows a volume with `size=remaining`. A volume that cannot grow is served as it is, unless its pool has failed.
+fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Result<(), PoolError> {
+    let PmVolumeConfig { name, pool: path, .. } = volume;
+    let (path, size) = (path.display(), Size(size_bytes));
+    match pool.grow_volume(name, size_bytes) {
+        Ok(()) => {
+            info!(pool = %path, volume = name, %size, "The volume has grown by what remains of its pool")
+        }
+        Err(err) if pool.has_failed() => return Err(err),
+        Err(err) => {
+            let reason = super::chain(&err);
+            warn!(pool = %path, volume = name, %size, reason, "The volume keeps its size; it cannot grow by what remains of its pool");
         }
     }
-    Ok(opened.into_iter().map(|volume| volume.expect("one of the two rounds opened it")).collect())
+    Ok(())
 }
 
 /// How errors name a volume.
@@ -304,7 +338,14 @@ fn attach_virtio_blk(
 
 #[cfg(test)]
 mod tests {
+    use std::path::{Path, PathBuf};
+
+    use tempfile::TempDir;
+
     use super::*;
+    use crate::config::{PmMemoryConfig, test_config};
+    use crate::events::Events;
+    use crate::metrics::Metrics;
 
     #[test]
     fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
@@ -315,5 +356,85 @@ mod tests {
         for durability in [Volatile, PageCache, DaxSync] {
             assert_eq!(mapping(true, durability), (Access::Read, false));
         }
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    /// A pool of 128 MiB with these volumes, each of 20 MiB.
+    fn pool_with(names: &[&str]) -> (TempDir, PathBuf) {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        let pool = pmem_volume::Pool::create(&path, 128 * MIB, 16 * MIB).unwrap();
+        for name in names {
+            let size = pmem_volume::pool::VolumeSize::Bytes(20 * MIB);
+            pool.create_volume(name, size, pmem_volume::VolumeFormat::Btt).unwrap();
+        }
+        (folder, path)
+    }
+
+    fn resources() -> Resources {
+        let events = Events::start();
+        Resources::new(Arc::new(Metrics::new("vm", events.counters())), events)
+    }
+
+    fn config(pool: &Path, volumes: &[&str]) -> VmConfig {
+        let mut config = test_config();
+        config.pm_volumes = volumes
+            .iter()
+            .map(|options| PmVolumeConfig::parse(&format!("pool={},{options}", pool.display())).unwrap())
+            .collect();
+        config
+    }
+
+    fn names_and_sizes(pool: &Path) -> Vec<(String, u64)> {
+        let pool = pmem_volume::Pool::open(pool, pmem_volume::OpenMode::Peek).unwrap();
+        pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes / MIB)).collect()
+    }
+
+    /// Builds the volumes of a start, which succeeds or does not.
+    fn start(config: &VmConfig, succeeds: bool) -> Result<Vec<u64>, BuildError> {
+        let mut resources = resources();
+        let steps = resources.open_pools(config)?;
+        let mut created = CreatedVolumes::default();
+        let opened = open(config, &steps, &resources, &mut created)?;
+        if succeeds {
+            created.keep();
+        }
+        Ok(opened.iter().map(|volume| volume.size_bytes() / MIB).collect())
+    }
+
+    #[test]
+    fn failed_start_leaves_no_volume() {
+        let (_folder, path) = pool_with(&["old"]);
+        let config =
+            config(&path, &["name=rest,size=remaining,create=on", "name=new,size=20M,create=on", "name=old"]);
+        let before = names_and_sizes(&path);
+        assert_eq!(start(&config, false).unwrap(), [84, 20, 20]);
+        assert_eq!(names_and_sizes(&path), before);
+        assert_eq!(start(&config, true).unwrap(), [84, 20, 20]);
+        let after = names_and_sizes(&path);
+        assert_eq!(after, [("new".to_owned(), 20), ("old".to_owned(), 20), ("rest".to_owned(), 84)]);
+        // The second start creates none, so it deletes none.
+        assert_eq!(start(&config, false).unwrap(), [84, 20, 20]);
+        assert_eq!(names_and_sizes(&path), after);
+    }
+
+    #[test]
+    fn volume_grows_with_its_pool_by_at_least_an_arena() {
+        let (_folder, path) = pool_with(&[]);
+        let mut config = config(&path, &["name=rest,size=remaining,create=on"]);
+        let zone = format!("pool={},size=64M", path.display());
+        config.pm_memory = vec![PmMemoryConfig::parse(&zone).unwrap()];
+        let grow_pool = |mib: u64| drop(pmem_volume::Pool::grow(&path, mib * MIB).unwrap());
+        for (pool_mib, volume_mib) in [(128, 60), (256, 188), (264, 188), (280, 212)] {
+            if pool_mib > 128 {
+                grow_pool(pool_mib);
+            }
+            assert_eq!(start(&config, true).unwrap(), [volume_mib], "in a pool of {pool_mib} MiB");
+        }
+        // More memory than is left: the volume does not shrink, and the promise is refused.
+        config.pm_memory[0].size = 66 * MIB;
+        assert!(start(&config, true).is_err());
+        assert_eq!(names_and_sizes(&path), [("rest".to_owned(), 212)]);
     }
 }

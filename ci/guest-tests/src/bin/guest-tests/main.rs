@@ -47,6 +47,7 @@ mod volume_flush;
 mod volume_flush_scope;
 mod volume_grow;
 mod volume_kernel;
+mod volume_remaining;
 mod volume_tool;
 mod zones;
 
@@ -87,6 +88,7 @@ fn main() {
         volume_flush_scope::TESTS,
         volume_grow::TESTS,
         volume_kernel::TESTS,
+        volume_remaining::TESTS,
         volume_tool::TESTS,
         pool_places::TESTS,
         raw::TESTS,

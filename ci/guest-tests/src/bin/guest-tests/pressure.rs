@@ -21,7 +21,7 @@ guest_tests::tests![
 ];
 
 /// For a plan to be made and carried out, under emulation.
-const GROW_LIMIT: Duration = Duration::from_secs(120);
+pub const GROW_LIMIT: Duration = Duration::from_secs(120);
 /// Shrinking is slow on purpose: steps after a cool-down.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
@@ -39,7 +39,7 @@ fn small_guest(pool: &Pool) -> GuestBuilder {
 }
 
 /// Fills guest memory with what does not compress; true if all of it was held.
-fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
+pub fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
     let mut hog = guest.start_script(GROW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let goal = format!("held {mib}");
     loop {

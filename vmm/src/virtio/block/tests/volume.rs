@@ -7,8 +7,8 @@ use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
-use crate::config::{VolumeFormat, VolumeSize};
-use crate::pool::{LocalPool, PmPool, VolumeRequest};
+use crate::config::VolumeFormat;
+use crate::pool::{LocalPool, PmPool, StoredVolume};
 use crate::virtio::block::backend::volume::VolumeDisk;
 use crate::volume::sectors::{SectorError, Sectors};
 
@@ -22,17 +22,13 @@ fn a_volume_is_a_disk_that_keeps_what_was_written() {
     let path = folder.path().join("pool");
     drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
     let pool = LocalPool::open(&path, None).unwrap();
-    let request = |create| VolumeRequest {
-        name: "data",
-        size: VolumeSize::Bytes(20 * MIB),
-        format: VolumeFormat::Btt,
-        create,
-    };
-    let disk = |create| {
-        let sectors = pool.open_volume(request(create)).unwrap().into_sectors().unwrap();
+    let (name, format) = ("data".to_owned(), VolumeFormat::Btt);
+    pool.create_volume(&StoredVolume { name, format, size_bytes: 20 * MIB }).unwrap();
+    let disk = || {
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
         Rig::new(VolumeDisk::new(sectors, false))
     };
-    let mut rig = disk(true);
+    let mut rig = disk();
     let data = pattern(32 << 10, 8);
     assert_eq!(rig.write(16, &data), OK);
     assert_eq!(rig.read(16, 32 << 10), Ok(data.clone()));
@@ -40,12 +36,12 @@ fn a_volume_is_a_disk_that_keeps_what_was_written() {
     assert_eq!(rig.write(1, &[1; 512]), IOERR, "sectors have 4096 bytes");
     rig.driver.write(DATA, &[&24u64.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat());
     assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
-    assert!(pool.open_volume(request(false)).is_err(), "the disk has it");
+    assert!(pool.open_volume("data").is_err(), "the disk has it");
     assert!(rig.handle().resize(32 * MIB).unwrap_err().to_string().contains("pmvol"));
     drop(rig);
     let mut expected = data;
     expected[4096..8192].fill(0);
-    assert_eq!(disk(false).read(16, 32 << 10), Ok(expected));
+    assert_eq!(disk().read(16, 32 << 10), Ok(expected));
 }
 
 /// Sectors that fail.

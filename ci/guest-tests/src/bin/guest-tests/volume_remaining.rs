@@ -1,0 +1,138 @@
+//! `--pm-volume size=remaining` beside `--pm-memory`: the volume leaves the memory that the zone may need.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::{GuestBuilder, Kernel};
+use guest_tests::pool::pmvol;
+use guest_tests::{Guest, Pool};
+use serde_json::json;
+
+use crate::pressure::{GROW_LIMIT, fill};
+use crate::volume::{IO_LIMIT, wait_for_disk};
+use crate::zones::{MIB, vmstat, zone};
+
+guest_tests::tests![
+    remaining_volume_leaves_memory_for_the_guest: 300,
+    remaining_volume_leaves_memory_for_the_guest_on_6_1: 300,
+    remaining_volume_leaves_memory_by_other_interfaces: 240 (long),
+    failed_start_leaves_nothing_behind,
+];
+
+/// A pool of 1 GiB has 1020 MiB for volumes and memory.
+const REST: u64 = (1020 - 512) * MIB;
+
+/// `pmvol create POOL --size 1G --strg 128M`.
+fn pool() -> Result<Pool> {
+    let dir = guest_tests::runner::this_tests_dir();
+    fs::create_dir_all(&dir)?;
+    let pool = Pool::at(&dir);
+    pmvol(&["create", &pool.name(), "--size", "1G", "--strg", "128M"])?;
+    Ok(pool)
+}
+
+fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
+    Guest::builder()
+        .cpus(1)
+        .memory("size=384M")
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .pm_volume(&format!("pool={},name=rest,size=remaining,create=on,interface={interface}", pool.name()))
+}
+
+/// The API reports the disk of a virtio-blk volume, without the BTT's own data.
+fn check_size(pool: &Pool) -> Result<()> {
+    let info = pool.info()?;
+    ensure!(info["volume_bytes"] == REST && info["volumes"] == 1, "The volume has not {REST} bytes: {info}");
+    Ok(())
+}
+
+/// The command line that describes the product, with a load that DRAM alone does not hold.
+fn leaves_memory(kernel: Kernel) -> Result<()> {
+    let pool = pool()?;
+    let builder = guest(&pool, "virtio-pmem").kernel(kernel).pressure("psi");
+    let first = builder.boot()?;
+    check_size(&pool)?;
+    let (hog, held) = fill(&first, 700)?;
+    ensure!(held, "The load was killed: {}", first.api("GET", "vm.memory", None)?);
+    ensure!(vmstat(&first, "oom_kill")? == 0, "Something was killed");
+    let lent_bytes = zone(&first, "pm")?.plugged_bytes;
+    ensure!(lent_bytes >= 320 * MIB, "Only {lent_bytes} bytes of PM are lent");
+    drop(hog);
+    wait_for_disk(&first)?;
+    first.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0s direct 0 50 1 1")?;
+    first.no_kernel_complaints()?;
+    first.power_off()?;
+    let second = builder.boot()?;
+    check_size(&pool)?;
+    wait_for_disk(&second)?;
+    second.run("guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
+    second.power_off()?;
+    pool.check().map(drop)
+}
+
+fn remaining_volume_leaves_memory_for_the_guest() -> Result<()> {
+    leaves_memory(Kernel::V6_12)
+}
+
+fn remaining_volume_leaves_memory_for_the_guest_on_6_1() -> Result<()> {
+    leaves_memory(Kernel::V6_1)
+}
+
+/// All of the zone can be plugged beside the volume.
+fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
+    for interface in ["nvdimm", "virtio-blk"] {
+        let pool = pool()?;
+        let guest = guest(&pool, interface).pressure("off").boot()?;
+        check_size(&pool).with_context(|| format!("interface={interface}"))?;
+        guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": 512 * MIB })))?;
+        guest.wait_until("all of the zone is plugged", GROW_LIMIT, || {
+            Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB)
+        })?;
+        guest.power_off()?;
+        pool.check()?;
+        fs::remove_file(pool.path())?;
+    }
+    Ok(())
+}
+
+fn names_in(dir: &Path) -> Result<BTreeSet<String>> {
+    let name = |entry: std::io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    fs::read_dir(dir)?.map(name).collect()
+}
+
+/// The governor's recording is opened last, after volumes are created.
+fn failed_start_leaves_nothing_behind() -> Result<()> {
+    let pool = pool()?;
+    let dir = guest_tests::runner::this_tests_dir();
+    let before = names_in(&dir)?;
+    for interface in ["virtio-pmem", "nvdimm", "virtio-blk"] {
+        let refusal = guest(&pool, interface)
+            .pm_volume(&format!("pool={},name=more,size=32M,create=on,interface={interface}", pool.name()))
+            .pressure("psi,record=/proc/nowhere/trace")
+            .verbose()
+            .expect_refusal()?;
+        ensure!(
+            refusal.message.contains("/proc/nowhere/trace"),
+            "Refused for another reason: {}",
+            refusal.message
+        );
+        ensure!(refusal.message.contains("deleted the volume"), "It created no volume: {}", refusal.message);
+        let volumes = pmvol(&["volume", "list", &pool.name(), "--json"])?;
+        ensure!(volumes.trim() == "[]", "The pool has volumes: {volumes}");
+        pool.check()?;
+    }
+    let left: Vec<_> = names_in(&dir)?.difference(&before).cloned().collect();
+    ensure!(left.iter().all(|name| name.ends_with(".log")), "The starts have left {left:?}");
+    // Refused with the numbers, before anything is created.
+    let refusal = guest(&pool, "nvdimm")
+        .pm_volume(&format!("pool={},name=more,size=600M,create=on", pool.name()))
+        .expect_refusal()?;
+    for part in ["--pm-memory", "512 MiB", "420 MiB", "600 MiB"] {
+        ensure!(refusal.message.contains(part), "Nothing of {part:?} in: {}", refusal.message);
+    }
+    let volumes = pmvol(&["volume", "list", &pool.name(), "--json"])?;
+    ensure!(volumes.trim() == "[]", "The pool has volumes: {volumes}");
+    Ok(())
+}

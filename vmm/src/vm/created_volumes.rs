@@ -1,0 +1,56 @@
+//! Volumes that a start creates: a start that fails leaves none.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tracing::{info, warn};
+
+use crate::pool::{PmPool, PoolError, StoredVolume};
+
+/// Volumes that this start has created. Dropping it deletes them, unless the start has succeeded.
+///
+/// Everything that has them open must be dropped before.
+#[derive(Default)]
+pub(super) struct CreatedVolumes(Vec<Created>);
+
+struct Created {
+    path: PathBuf,
+    pool: Arc<dyn PmPool>,
+    name: String,
+}
+
+impl CreatedVolumes {
+    /// Creates a volume in the pool at `path`.
+    pub(super) fn create(
+        &mut self,
+        path: PathBuf,
+        pool: &Arc<dyn PmPool>,
+        volume: &StoredVolume,
+    ) -> Result<(), PoolError> {
+        pool.create_volume(volume)?;
+        self.0.push(Created { path, pool: Arc::clone(pool), name: volume.name.clone() });
+        Ok(())
+    }
+
+    /// Keeps them: the start has succeeded.
+    pub(super) fn keep(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for CreatedVolumes {
+    fn drop(&mut self) {
+        for Created { path, pool, name } in self.0.drain(..) {
+            let path = path.display();
+            match pool.delete_volume(&name) {
+                Ok(()) => {
+                    info!(pool = %path, volume = name, "The start failed; deleted the volume that it had created")
+                }
+                Err(err) => {
+                    let error = super::chain(&err);
+                    warn!(pool = %path, volume = name, error, "Cannot delete the volume that a failed start has created");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,372 @@
+//! Sizes of a VM's volumes in one pool, decided before anything in the pool changes.
+//!
+//! Fixed sizes come first, whatever the order of the flags. A volume with `size=remaining` gets the rest:
+//!
+//! ```text
+//! usable = the pool - its own data - bad media
+//! rest   = usable - all other volumes - what the zones of --pm-memory may need
+//! ```
+//!
+//! Memory never comes out of the reserve for volumes (STRG), so the zones must fit into `usable - max(STRG, all volumes)`.
+
+use pmem_volume::CHUNK_BYTES;
+use pmem_volume::btt::MIN_VOLUME_BYTES;
+use thiserror::Error;
+
+use crate::config::{PmVolumeConfig, Size, VolumeFormat, VolumeSize};
+use crate::pool::{PoolInfo, StoredVolume};
+
+/// Change that a volume needs before it is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// None: the volume is in the pool, and keeps its size.
+    Open,
+    /// Create the volume.
+    Create(StoredVolume),
+    /// Grow the volume to this size.
+    Grow(u64),
+}
+
+/// Why a VM cannot have its volumes and its memory from one pool.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum PlanError {
+    /// The volume does not exist and may not be created.
+    #[error("There is no volume {name:?} in the pool; create=on with a size= makes it")]
+    NoVolume {
+        /// The volume.
+        name: String,
+    },
+    /// The volume has another size.
+    #[error("Volume {name:?} has {}, not the {} that size= asks for", Size(*size_bytes), Size(*wanted_bytes))]
+    VolumeSize {
+        /// The volume.
+        name: String,
+        /// Its size.
+        size_bytes: u64,
+        /// The size in the configuration.
+        wanted_bytes: u64,
+    },
+    /// The volume has another format.
+    #[error(
+        "Volume {name:?} is {found}, not {wanted}: format={found} attaches it (btt unless it is said otherwise)"
+    )]
+    VolumeFormat {
+        /// The volume.
+        name: String,
+        /// Its format.
+        found: VolumeFormat,
+        /// The format in the configuration.
+        wanted: VolumeFormat,
+    },
+    /// Two volumes would share the rest.
+    #[error("size=remaining is for one volume of a pool, and volume {first:?} has it as well")]
+    TwoRemaining {
+        /// The volume.
+        name: String,
+        /// The volume before it in the configuration.
+        first: String,
+    },
+    /// New volumes need more than is free.
+    #[error(
+        "Volume {name:?} needs {}, and {} of the pool are left for it",
+        Size(*wanted_bytes), Size(*left_bytes)
+    )]
+    NoRoom {
+        /// The volume.
+        name: String,
+        /// Its size.
+        wanted_bytes: u64,
+        /// Free bytes that no volume before it takes.
+        left_bytes: u64,
+    },
+    /// The rest is no volume.
+    #[error(
+        "Volume {name:?} with size=remaining would have {}, and must have at least {}: {} of the pool are free, and the \
+         zones of --pm-memory may need {}",
+        Size(*remaining_bytes), Size(*least_bytes), Size(*free_bytes), Size(*memory_bytes)
+    )]
+    RemainingTooSmall {
+        /// The volume.
+        name: String,
+        /// The rest.
+        remaining_bytes: u64,
+        /// The smallest volume of its format.
+        least_bytes: u64,
+        /// Free bytes after all volumes of a fixed size are created.
+        free_bytes: u64,
+        /// Sum of the zones' sizes.
+        memory_bytes: u64,
+    },
+    /// The pool can never lend as much as the zones may need.
+    #[error(
+        "The zones may need {}, and the pool can lend at most {} of its {}: {} are its own data, and {} are kept for \
+         volumes (its reserve is {}, and all volumes have {})",
+        Size(*memory_bytes), Size(self.most_memory_bytes()), Size(*total_bytes),
+        Size(total_bytes - usable_bytes), Size(*strg_bytes.max(volume_bytes)), Size(*strg_bytes),
+        Size(*volume_bytes)
+    )]
+    Promise {
+        /// Sum of the zones' sizes.
+        memory_bytes: u64,
+        /// Size of the pool.
+        total_bytes: u64,
+        /// Size of the pool without its own data.
+        usable_bytes: u64,
+        /// Reserve for volumes.
+        strg_bytes: u64,
+        /// Sum of all volumes' sizes, with those that would be created.
+        volume_bytes: u64,
+    },
+}
+
+impl PlanError {
+    /// The volume that is refused. `None`: the zones are.
+    pub fn volume(&self) -> Option<&str> {
+        match self {
+            Self::NoVolume { name }
+            | Self::VolumeSize { name, .. }
+            | Self::VolumeFormat { name, .. }
+            | Self::TwoRemaining { name, .. }
+            | Self::NoRoom { name, .. }
+            | Self::RemainingTooSmall { name, .. } => Some(name),
+            Self::Promise { .. } => None,
+        }
+    }
+
+    /// Upper limit of the memory that the pool can lend.
+    fn most_memory_bytes(&self) -> u64 {
+        match *self {
+            Self::Promise { usable_bytes, strg_bytes, volume_bytes, .. } => {
+                usable_bytes.saturating_sub(strg_bytes.max(volume_bytes))
+            }
+            _ => 0,
+        }
+    }
+}
+
+/// Decides the step of each of `volumes`, in their order. All are of the pool that `pool` and `stored` describe.
+/// `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
+pub fn plan(
+    volumes: &[&PmVolumeConfig],
+    stored: &[StoredVolume],
+    pool: &PoolInfo,
+    memory_bytes: u64,
+) -> Result<Vec<Step>, PlanError> {
+    check_one_remaining(volumes)?;
+    let mut steps = volumes.iter().map(|volume| step(volume, stored)).collect::<Result<Vec<_>, _>>()?;
+    let mut free_bytes = pool.available_bytes();
+    for step in &steps {
+        if let Some(Step::Create(StoredVolume { name, size_bytes, .. })) = step {
+            free_bytes = free_bytes.checked_sub(*size_bytes).ok_or_else(|| PlanError::NoRoom {
+                name: name.clone(),
+                wanted_bytes: *size_bytes,
+                left_bytes: free_bytes,
+            })?;
+        }
+    }
+    let volume_bytes = pool.volume_bytes + (pool.available_bytes() - free_bytes);
+    let usable_bytes = pool.usable_bytes();
+    if memory_bytes > usable_bytes.saturating_sub(pool.strg_bytes.max(volume_bytes)) {
+        let (total_bytes, strg_bytes) = (pool.total_bytes, pool.strg_bytes);
+        return Err(PlanError::Promise { memory_bytes, total_bytes, usable_bytes, strg_bytes, volume_bytes });
+    }
+    // Memory of an earlier machine may still be lent; then less is free than will be.
+    let rest_bytes = usable_bytes.saturating_sub(volume_bytes.saturating_add(memory_bytes)).min(free_bytes);
+    let rest = Rest { rest_bytes: rest_bytes - rest_bytes % CHUNK_BYTES, free_bytes, memory_bytes };
+    for (volume, slot) in volumes.iter().zip(&mut steps).filter(|(_, step)| step.is_none()) {
+        *slot = Some(rest.step(volume, stored)?);
+    }
+    Ok(steps.into_iter().flatten().collect())
+}
+
+fn check_one_remaining(volumes: &[&PmVolumeConfig]) -> Result<(), PlanError> {
+    let mut remaining = volumes.iter().filter(|volume| volume.size == VolumeSize::Remaining);
+    match (remaining.next(), remaining.next()) {
+        (Some(first), Some(second)) => {
+            Err(PlanError::TwoRemaining { name: second.name.clone(), first: first.name.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Step of a volume that does not depend on the others. `None`: its size is the rest.
+fn step(volume: &PmVolumeConfig, stored: &[StoredVolume]) -> Result<Option<Step>, PlanError> {
+    let name = || volume.name.clone();
+    let Some(found) = stored.iter().find(|stored| stored.name == volume.name) else {
+        return match volume.size {
+            VolumeSize::Bytes(size_bytes) if volume.create => {
+                Ok(Some(Step::Create(StoredVolume { name: name(), format: volume.format, size_bytes })))
+            }
+            VolumeSize::Remaining if volume.create => Ok(None),
+            _ => Err(PlanError::NoVolume { name: name() }),
+        };
+    };
+    if found.format != volume.format {
+        return Err(PlanError::VolumeFormat { name: name(), found: found.format, wanted: volume.format });
+    }
+    match volume.size {
+        VolumeSize::Bytes(wanted_bytes) if wanted_bytes != found.size_bytes => {
+            Err(PlanError::VolumeSize { name: name(), size_bytes: found.size_bytes, wanted_bytes })
+        }
+        VolumeSize::Remaining if !volume.readonly => Ok(None),
+        _ => Ok(Some(Step::Open)),
+    }
+}
+
+/// Bytes for the volume with `size=remaining`.
+struct Rest {
+    rest_bytes: u64,
+    free_bytes: u64,
+    memory_bytes: u64,
+}
+
+impl Rest {
+    fn step(&self, volume: &PmVolumeConfig, stored: &[StoredVolume]) -> Result<Step, PlanError> {
+        let Self { rest_bytes, free_bytes, memory_bytes } = *self;
+        if let Some(found) = stored.iter().find(|stored| stored.name == volume.name) {
+            return Ok(match rest_bytes {
+                0 => Step::Open,
+                more => Step::Grow(found.size_bytes + more),
+            });
+        }
+        let least_bytes = match volume.format {
+            VolumeFormat::Btt => MIN_VOLUME_BYTES,
+            VolumeFormat::Raw => CHUNK_BYTES,
+        };
+        let name = volume.name.clone();
+        if rest_bytes < least_bytes {
+            return Err(PlanError::RemainingTooSmall {
+                name,
+                remaining_bytes: rest_bytes,
+                least_bytes,
+                free_bytes,
+                memory_bytes,
+            });
+        }
+        Ok(Step::Create(StoredVolume { name, format: volume.format, size_bytes: rest_bytes }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A pool of 1 GiB with a reserve of 128 MiB, in which volumes have `volume_bytes`.
+    fn pool(volume_bytes: u64) -> PoolInfo {
+        PoolInfo {
+            total_bytes: 1024 * MIB,
+            metadata_bytes: 4 * MIB,
+            strg_bytes: 128 * MIB,
+            volume_bytes,
+            free_migrate_bytes: 1000 * MIB - volume_bytes,
+            scrubbing_bytes: 20 * MIB,
+            ..PoolInfo::default()
+        }
+    }
+
+    fn volume(options: &str) -> PmVolumeConfig {
+        PmVolumeConfig::parse(&format!("pool=/p,{options}")).unwrap()
+    }
+
+    fn stored(name: &str, format: VolumeFormat, size_bytes: u64) -> StoredVolume {
+        StoredVolume { name: name.to_owned(), format, size_bytes }
+    }
+
+    fn create(name: &str, size_bytes: u64) -> Step {
+        Step::Create(stored(name, VolumeFormat::Btt, size_bytes))
+    }
+
+    /// Plans `volumes` beside zones of `memory_bytes` in a pool that has `stored` already.
+    fn planned(volumes: &[&str], stored: &[StoredVolume], memory_bytes: u64) -> Result<Vec<Step>, PlanError> {
+        let volumes: Vec<_> = volumes.iter().map(|options| volume(options)).collect();
+        let volume_bytes = stored.iter().map(|stored| stored.size_bytes).sum();
+        plan(&volumes.iter().collect::<Vec<_>>(), stored, &pool(volume_bytes), memory_bytes)
+    }
+
+    #[test]
+    fn remaining_leaves_what_the_zones_may_need() {
+        let rest = "name=rest,size=remaining,create=on";
+        assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![create("rest", 508 * MIB)]));
+        assert_eq!(planned(&[rest], &[], 0), Ok(vec![create("rest", 1020 * MIB)]));
+        // The second boot finds it, and has no more for it.
+        let found = [stored("rest", VolumeFormat::Btt, 508 * MIB)];
+        for rest in [rest, "name=rest,size=remaining"] {
+            assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Open]));
+        }
+    }
+
+    #[test]
+    fn order_of_flags_does_not_matter() {
+        let (rest, fixed) = ("name=rest,size=remaining,create=on", "name=a,size=100M,create=on");
+        let (rest_step, fixed_step) = (create("rest", 408 * MIB), create("a", 100 * MIB));
+        assert_eq!(planned(&[rest, fixed], &[], 512 * MIB), Ok(vec![rest_step.clone(), fixed_step.clone()]));
+        assert_eq!(planned(&[fixed, rest], &[], 512 * MIB), Ok(vec![fixed_step, rest_step]));
+    }
+
+    #[test]
+    fn existing_volume_grows_by_what_remains_and_never_shrinks() {
+        let found = [stored("rest", VolumeFormat::Btt, 408 * MIB), stored("b", VolumeFormat::Raw, 20 * MIB)];
+        let rest = "name=rest,size=remaining";
+        assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Grow(488 * MIB)]));
+        assert_eq!(planned(&["name=rest,size=remaining,readonly=on"], &found, 0), Ok(vec![Step::Open]));
+        assert_eq!(planned(&["name=rest"], &found, 0), Ok(vec![Step::Open]));
+        let error = planned(&[rest], &found, 594 * MIB).unwrap_err();
+        assert_eq!(error.volume(), None);
+        let text = error.to_string();
+        for part in ["594 MiB", "592 MiB", "1 GiB", "4 MiB", "428 MiB", "128 MiB"] {
+            assert!(text.contains(part), "nothing of {part} in: {text}");
+        }
+    }
+
+    #[test]
+    fn zones_and_volumes_of_any_kind_must_fit_together() {
+        // Existing, to be created, and the reserve that nobody has yet.
+        let other = [stored("other", VolumeFormat::Raw, 508 * MIB)];
+        assert!(planned(&[], &other, 512 * MIB).is_ok());
+        assert!(matches!(planned(&[], &other, 514 * MIB), Err(PlanError::Promise { .. })));
+        let fixed = "name=a,size=300M,create=on";
+        assert!(planned(&[fixed], &[], 720 * MIB).is_ok());
+        assert!(matches!(planned(&[fixed], &[], 722 * MIB), Err(PlanError::Promise { .. })));
+        assert!(planned(&[], &[], 892 * MIB).is_ok());
+        assert!(matches!(planned(&[], &[], 894 * MIB), Err(PlanError::Promise { .. })));
+        assert!(matches!(planned(&[], &[], u64::MAX), Err(PlanError::Promise { .. })));
+    }
+
+    #[test]
+    fn remaining_is_at_least_a_volume() {
+        for (format, least) in [("btt", 18), ("raw", 2)] {
+            let rest = format!("name=rest,size=remaining,create=on,format={format}");
+            let other = [stored("other", VolumeFormat::Raw, 508 * MIB)];
+            assert!(planned(&[&rest], &other, (512 - least) * MIB).is_ok());
+            let error = planned(&[&rest], &other, (514 - least) * MIB).unwrap_err();
+            assert_eq!(error.volume(), Some("rest"));
+            let text = error.to_string();
+            let numbers = [least - 2, 512, 514 - least].map(|mib| Size(mib * MIB).to_string());
+            for part in numbers.iter().chain([&format!("at least {least} MiB")]) {
+                assert!(text.contains(part.as_str()), "nothing of {part} in: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn volume_that_cannot_be_is_refused_by_its_name() {
+        let found = [stored("a", VolumeFormat::Btt, 20 * MIB)];
+        for (volumes, refused, parts) in [
+            (&["name=b"][..], "b", &["no volume \"b\"", "create=on"][..]),
+            (&["name=b,size=2M"], "b", &["no volume \"b\""]),
+            (&["name=b,size=remaining"], "b", &["no volume \"b\""]),
+            (&["name=a,size=8M"], "a", &["20 MiB", "8 MiB"]),
+            (&["name=a,size=8M,create=on"], "a", &["20 MiB", "8 MiB"]),
+            (&["name=a,format=raw"], "a", &["is btt, not raw", "format=btt"]),
+            (&["name=b,size=600M,create=on", "name=c,size=500M,create=on"], "c", &["500 MiB", "400 MiB"]),
+            (&["name=a,size=remaining", "name=c,size=remaining,create=on"], "c", &["\"a\""]),
+        ] {
+            let error = planned(volumes, &found, 0).unwrap_err();
+            let text = error.to_string();
+            assert_eq!(error.volume(), Some(refused), "{text}");
+            assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+        }
+    }
+}
