@@ -148,6 +148,11 @@ impl FileMedia {
         self.makes_holes
     }
 
+    /// Is it a file on a disk that is to have all its blocks?
+    pub(crate) fn is_to_have_blocks(&self) -> bool {
+        self.place == Place::Disk && !self.is_thin
+    }
+
     /// Where it lies.
     pub(crate) fn place(&self) -> Place {
         self.place

@@ -9,6 +9,7 @@
 //! - What "durable" means is the media's [`Durability`]; the order in which things become durable is the same for
 //!   all of them, so that one commit protocol serves all.
 
+mod blocks;
 mod file;
 mod flush;
 mod guarded;
@@ -30,6 +31,7 @@ use serde::Serialize;
 use smallvec::SmallVec;
 use thiserror::Error;
 
+pub(crate) use blocks::{Lacking, copy_on_write, take as take_lacking};
 pub use file::FileMedia;
 pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
 #[cfg(test)]

@@ -257,6 +257,8 @@ fn is_of_open(finding: &Finding) -> bool {
         Finding::SuperblockCopy { .. }
             | Finding::SuperblockStale { .. }
             | Finding::GrowthUnfinished { .. }
+            | Finding::BlocksLost { .. }
+            | Finding::CopyOnWrite { .. }
             | Finding::LogPending { .. }
             | Finding::LogDamaged { .. }
     )

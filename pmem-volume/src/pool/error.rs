@@ -319,6 +319,39 @@ pub enum PoolError {
         /// What is left.
         free_bytes: u64,
     },
+    /// A writer would store where the file has no blocks.
+    #[error(
+        "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a \
+         store there would end its user; the file system has {} free: make room there, or copy the pool to where \
+         there is room ({source})",
+        display(*lacking_bytes), display(*size_bytes), display(*free_bytes)
+    )]
+    BlocksLost {
+        /// The pool.
+        path: PathBuf,
+        /// Bytes without blocks of their own.
+        lacking_bytes: u64,
+        /// Size of the pool.
+        size_bytes: u64,
+        /// Free bytes of the file system.
+        free_bytes: u64,
+        /// Reason that the file system gives.
+        source: io::Error,
+    },
+    /// The file system cannot give the file its blocks again.
+    #[error(
+        "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy, and the file system cannot give \
+         them back; copy the pool with `cp --sparse=never --reflink=never`, and use the copy",
+        display(*lacking_bytes), display(*size_bytes)
+    )]
+    BlocksNotTaken {
+        /// The pool.
+        path: PathBuf,
+        /// Bytes without blocks of their own.
+        lacking_bytes: u64,
+        /// Size of the pool.
+        size_bytes: u64,
+    },
     /// No room.
     #[error(
         "the pool is full: {}{}; `pmvol grow` makes it larger",

@@ -173,6 +173,28 @@ pub enum Finding {
         /// The chunk.
         chunk: ChunkId,
     },
+    /// The file has lost blocks of its file system. The next writer takes them, or is refused.
+    #[error(
+        "the file has lost blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, \
+         `fallocate --dig-holes` or `cp --reflink`; the next program that opens the pool for writing takes new ones if the \
+         file system has room",
+        display(*hole_bytes), display(*shared_bytes)
+    )]
+    BlocksLost {
+        /// Bytes in holes.
+        hole_bytes: u64,
+        /// Bytes in blocks that another file has as well.
+        shared_bytes: u64,
+    },
+    /// The file system writes changed blocks to a new place.
+    #[error(
+        "the file system is {file_system}, which writes changed blocks to a new place: when it is full, a store is a SIGBUS, and \
+         a guest's vCPU stops; create the pool in a folder with `chattr +C` (btrfs), or on ext4 or XFS"
+    )]
+    CopyOnWrite {
+        /// Its name.
+        file_system: &'static str,
+    },
     /// A committed transaction waits to be redone.
     #[error("the log holds a committed transaction of {entries} word(s); the next open redoes it")]
     LogPending {
@@ -234,6 +256,7 @@ impl Finding {
             | Finding::GrowthUnfinished { .. }
             | Finding::VolumeRecordStale { .. }
             | Finding::SplitUnfinished { .. }
+            | Finding::CopyOnWrite { .. }
             | Finding::LogPending { .. }
             | Finding::StillLent { .. }
             | Finding::Unscrubbed { .. }
@@ -241,6 +264,7 @@ impl Finding {
             Finding::SuperblockCopy { .. }
             | Finding::VolumeRecordCopy { .. }
             | Finding::WearWord { .. }
+            | Finding::BlocksLost { .. }
             | Finding::NotErased { .. } => Severity::Degraded,
             Finding::VolumeRecordLost { .. }
             | Finding::VolumeRecordInvalid { .. }

@@ -10,6 +10,7 @@
 //! - A chunk belongs to a volume when its owner word says so and the volume's record covers its index. So a volume is
 //!   made by marking chunks first and writing the record last, and deleted the other way round.
 
+mod blocks;
 mod buddy;
 mod check;
 mod chunk;

@@ -19,7 +19,7 @@ use super::scan::{Scan, scan};
 use super::scrub_queue::ScrubQueue;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, Counts, Pool, PoolError, State, foreign, grow, split};
+use super::{Backing, Counts, Pool, PoolError, State, blocks, foreign, grow, split};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 
@@ -65,6 +65,8 @@ impl Pool {
             opened.forget_clean_pages(&superblock.regions());
         }
         let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?.thin(superblock.is_thin);
+        let mut findings = findings;
+        findings.extend(blocks::look(path, &media, writable)?);
         Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
     }
 

@@ -25,7 +25,7 @@ use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
 use super::volume::{Space, Volume};
 use super::volume_record::VolumeRecord;
-use super::{Backing, OpenMode, Pool, PoolError};
+use super::{Backing, OpenMode, Pool, PoolError, blocks};
 use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
 use crate::progress::{OnProgress, unheard};
@@ -79,12 +79,13 @@ impl Pool {
         let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let opened = Opened::new(path, mode)?;
         let mut report = RepairReport::default();
-        let (superblock, findings, merged) = judge_for_repair(path, &opened)?;
+        let (superblock, mut findings, merged) = judge_for_repair(path, &opened)?;
         if !dry_run {
             opened.forget_clean_pages(&superblock.regions());
         }
         let media = FileMedia::new(opened.file, superblock.size_bytes(), !dry_run)?;
         let media = media.thin(superblock.is_thin);
+        findings.extend(blocks::look(path, &media, !dry_run)?);
         if !dry_run {
             make_durable(&media, &superblock)?;
         }

@@ -8,12 +8,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource};
-use pmem_volume::pool::{Run, Scrubber, Shrink, VolumeExtent};
+use pmem_volume::pool::{Finding, Run, Scrubber, Shrink, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
 use tracing::warn;
 
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
+use crate::config::Size;
 use crate::volume::sectors::{SectorError, Sectors};
 use crate::volume::{Persist, PersistError};
 
@@ -29,6 +30,7 @@ impl LocalPool {
     /// takes at most `scrub_bytes_per_s` of the media's bandwidth, where it takes any. `None`: as fast as it goes.
     pub fn open(path: &Path, scrub_bytes_per_s: Option<NonZeroU64>) -> Result<Arc<Self>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite).map_err(failed)?;
+        warn_of_blocks(&pool);
         let scrubber = Scrubber::start(&pool, scrub_bytes_per_s).map_err(PoolError::Scrubber)?;
         Ok(Arc::new(Self { scrubber, pool }))
     }
@@ -36,6 +38,21 @@ impl LocalPool {
     /// The pool itself.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
+    }
+}
+
+/// The pool is as good as new; the cause may come again.
+fn warn_of_blocks(pool: &Pool) {
+    let path = pool.path().display();
+    for finding in pool.findings_at_open() {
+        match finding {
+            Finding::BlocksLost { hole_bytes, shared_bytes } => {
+                let lost = Size(hole_bytes + shared_bytes);
+                warn!(pool = %path, %lost, "The pool's file had lost blocks, as after a sparse copy; it has new ones");
+            }
+            finding @ Finding::CopyOnWrite { .. } => warn!(pool = %path, "{finding}"),
+            _ => {}
+        }
     }
 }
 

@@ -31,6 +31,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             };
             let made = watched(create).map_err(with_flag)?;
             print::emit(|out| print::pool_made(out, pool, &made.info()))?;
+            print::note_copy_on_write(&made);
             if thin && made.durability() == Durability::Volatile {
                 print::remark(format_args!(
                     "--thin changes nothing: a pool in memory (tmpfs) is always thin"

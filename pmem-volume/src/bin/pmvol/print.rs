@@ -47,6 +47,10 @@ pub(crate) struct InfoReport<'a> {
     state: &'static str,
     /// How many things are damaged. What a crash leaves behind by design does not count.
     findings: usize,
+    /// Bytes of the file without blocks of their own, although the pool is not thin.
+    lost_blocks_bytes: u64,
+    /// File system that writes changed blocks to a new place.
+    copy_on_write: Option<&'static str>,
     /// To be erased before it is used again. If nobody has the pool, that includes what somebody had borrowed who ended.
     waiting_bytes: u64,
 }
@@ -76,6 +80,8 @@ impl<'a> InfoReport<'a> {
             durability_meaning,
             in_use_by,
             in_use_by_pid,
+            lost_blocks_bytes: lost_blocks_bytes(pool),
+            copy_on_write: pool.copy_on_write(),
             waiting_bytes,
         }
     }
@@ -96,6 +102,22 @@ fn state(pool: &Pool) -> (&'static str, usize) {
     }
 }
 
+fn lost_blocks_bytes(pool: &Pool) -> u64 {
+    let lost = |finding: &Finding| match finding {
+        Finding::BlocksLost { hole_bytes, shared_bytes } => hole_bytes + shared_bytes,
+        _ => 0,
+    };
+    pool.findings_at_open().iter().map(lost).sum()
+}
+
+/// Says on stderr that a store to a pool may find its file system full.
+pub(crate) fn note_copy_on_write(pool: &Pool) {
+    if let Some(file_system) = pool.copy_on_write() {
+        let finding = Finding::CopyOnWrite { file_system };
+        remark(format_args!("warning: {}: {finding}", pool.path().display()));
+    }
+}
+
 pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     let info = &report.info;
     writeln!(out, "pool         {}", report.path.display())?;
@@ -104,6 +126,16 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "state        {}{}", report.state, findings_of(report))?;
     writeln!(out, "durability   {} ({})", info.durability.name(), report.durability_meaning)?;
     writeln!(out, "thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" })?;
+    if report.lost_blocks_bytes > 0 {
+        let lost = display(report.lost_blocks_bytes);
+        writeln!(
+            out,
+            "lost blocks  {lost} (a sparse copy or a clone; taken anew when the pool is opened for writing)"
+        )?;
+    }
+    if let Some(file_system) = report.copy_on_write {
+        writeln!(out, "file system  {file_system} (copy-on-write: a store may find it full)")?;
+    }
     writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"))?;
     writeln!(out, "total        {}", display(info.total_bytes))?;
     writeln!(

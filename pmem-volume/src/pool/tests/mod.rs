@@ -2,6 +2,7 @@
 
 mod asked;
 mod bad_input;
+mod blocks;
 pub(crate) mod campaign;
 mod crash;
 mod crash_each;

@@ -1,0 +1,244 @@
+//! Blocks that a file system has given to a file (Linux Documentation/filesystems/fiemap.rst).
+//!
+//! A store through a mapping cannot report that the file system is full: the kernel answers it with SIGBUS, and a guest's
+//! vCPU does not get past it. So a file that is not to be sparse has all its blocks before anybody stores to it. A sparse
+//! copy, `fallocate --dig-holes` and a clone (`cp --reflink`) take them away.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+
+use super::page_cache;
+use super::zeroing::is_unsupported;
+
+/// _IOWR('f', 11, struct fiemap) of linux/fs.h.
+const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660bu32 as libc::Ioctl;
+const EXTENT_LAST: u32 = 0x1;
+const EXTENT_SHARED: u32 = 0x2000;
+/// FALLOC_FL_UNSHARE_RANGE of linux/falloc.h: gives blocks that a clone shares to this file alone (XFS).
+const UNSHARE_RANGE: libc::c_int = 0x40;
+/// Extents that the kernel reports at once.
+const EXTENTS: usize = 256;
+
+/// `struct fiemap` with room for extents.
+#[repr(C)]
+struct Request {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped_extents: u32,
+    extent_count: u32,
+    reserved: u32,
+    extents: [Extent; EXTENTS],
+}
+
+/// `struct fiemap_extent`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Extent {
+    logical: u64,
+    physical: u64,
+    length: u64,
+    reserved64: [u64; 2],
+    flags: u32,
+    reserved: [u32; 3],
+}
+
+/// Blocks that a file lacks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lacking {
+    /// Bytes in holes.
+    pub(crate) hole_bytes: u64,
+    /// Bytes in blocks that other files share: the first store to one needs a new block.
+    pub(crate) shared_bytes: u64,
+}
+
+impl Lacking {
+    /// Blocks that the first `len_bytes` of `file` lack. A file system that does not list extents, such as NFS, reports at
+    /// least the number of blocks.
+    pub(crate) fn of(file: &File, len_bytes: u64) -> io::Result<Self> {
+        match Self::by_extents(|start, extents| list_extents(file, start..len_bytes, extents), len_bytes) {
+            Err(error) if is_unsupported(&error) || error.raw_os_error() == Some(libc::ENOTTY) => {
+                // st_blocks counts in 512 bytes, whatever the file system's block is (stat(2)).
+                let hole_bytes = len_bytes.saturating_sub(file.metadata()?.blocks().saturating_mul(512));
+                Ok(Self { hole_bytes, shared_bytes: 0 })
+            }
+            result => result,
+        }
+    }
+
+    pub(crate) fn is_nothing(self) -> bool {
+        self == Self::default()
+    }
+
+    /// Bytes that the file system has to find.
+    pub(crate) fn bytes(self) -> u64 {
+        self.hole_bytes + self.shared_bytes
+    }
+
+    /// `list` fills in the extents from an offset on, and returns how many there are; fewer than fit are the last.
+    fn by_extents(
+        mut list: impl FnMut(u64, &mut [Extent]) -> io::Result<usize>,
+        len_bytes: u64,
+    ) -> io::Result<Self> {
+        let (mut at, mut lacking) = (0, Self::default());
+        let mut extents = [Extent::default(); EXTENTS];
+        while at < len_bytes {
+            let count = list(at, &mut extents)?;
+            let before = at;
+            for extent in &extents[..count] {
+                let end = extent.logical.saturating_add(extent.length).min(len_bytes);
+                lacking.hole_bytes += extent.logical.min(len_bytes).saturating_sub(at);
+                if extent.flags & EXTENT_SHARED != 0 {
+                    lacking.shared_bytes += end.saturating_sub(extent.logical.max(at));
+                }
+                at = at.max(end);
+            }
+            let is_last = extents[..count].last().is_none_or(|last| last.flags & EXTENT_LAST != 0);
+            if is_last || count < EXTENTS || at == before {
+                lacking.hole_bytes += len_bytes - at;
+                break;
+            }
+        }
+        Ok(lacking)
+    }
+}
+
+fn list_extents(file: &File, range: std::ops::Range<u64>, into: &mut [Extent]) -> io::Result<usize> {
+    let mut request = Request {
+        start: range.start,
+        length: range.end - range.start,
+        flags: 0,
+        mapped_extents: 0,
+        extent_count: EXTENTS as u32,
+        reserved: 0,
+        extents: [Extent::default(); EXTENTS],
+    };
+    // SAFETY: the structure is the one that the ioctl reads and fills in, with room for as many extents as it says.
+    if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let count = (request.mapped_extents as usize).min(into.len());
+    into[..count].copy_from_slice(&request.extents[..count]);
+    Ok(count)
+}
+
+/// Gives the first `len_bytes` of `file` the blocks that they lack. Their content stays.
+pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<()> {
+    if lacking.hole_bytes > 0 {
+        page_cache::fallocate(file, 0, &(0..len_bytes))?;
+    }
+    if lacking.shared_bytes > 0 {
+        page_cache::fallocate(file, UNSHARE_RANGE, &(0..len_bytes))?;
+    }
+    Ok(())
+}
+
+/// Name of the file system of `file`, if it writes changed blocks to a new place. Then a store to a block that the file has
+/// may find the file system full.
+pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
+    // SAFETY: statfs is plain numbers, for which zero is valid.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel fills the struct that outlives the call.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(copy_on_write_name(stat.f_type, || overwrites_in_place(file)))
+}
+
+/// By the magic of a file system (linux/magic.h; openzfs include/sys/fs/zfs.h). `in_place`: the file is exempt.
+fn copy_on_write_name(magic: libc::__fsword_t, in_place: impl FnOnce() -> bool) -> Option<&'static str> {
+    let name = match magic {
+        0x9123_683e => "btrfs",
+        0xca45_1a4e => "bcachefs",
+        0x2fc1_2fc1 => "zfs",
+        _ => return None,
+    };
+    (!in_place()).then_some(name)
+}
+
+/// FS_NOCOW_FL of linux/fs.h, which `chattr +C` sets.
+fn overwrites_in_place(file: &File) -> bool {
+    const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
+    let mut flags: libc::c_int = 0;
+    // SAFETY: the kernel writes an int (fs/ioctl.c, ioctl_getflags), and the variable outlives the call.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
+    result == 0 && flags & FS_NOCOW_FL != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A file of 8 MiB with all its blocks, and data in front, on a disk.
+    fn file() -> File {
+        let file = tempfile::tempfile_in(".").unwrap();
+        page_cache::fallocate(&file, 0, &(0..8 * MIB)).unwrap();
+        file.write_all_at(&[0x5a; 4096], 0).unwrap();
+        file
+    }
+
+    #[test]
+    fn allocated_file_lacks_nothing_written_or_not() {
+        assert_eq!(Lacking::of(&file(), 8 * MIB).unwrap(), Lacking::default());
+    }
+
+    #[test]
+    fn holes_are_counted_and_filled_without_a_change_of_content() {
+        let file = file();
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        page_cache::fallocate(&file, punch, &(2 * MIB..3 * MIB)).unwrap();
+        page_cache::fallocate(&file, punch, &(7 * MIB..8 * MIB)).unwrap();
+        let lacking = Lacking::of(&file, 8 * MIB).unwrap();
+        assert_eq!((lacking.hole_bytes, lacking.shared_bytes), (2 * MIB, 0));
+        assert_eq!(Lacking::of(&file, 4 * MIB).unwrap().hole_bytes, MIB);
+        take(&file, 8 * MIB, lacking).unwrap();
+        assert!(Lacking::of(&file, 8 * MIB).unwrap().is_nothing());
+        let mut bytes = [0; 8192];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        assert!(
+            bytes[..4096].iter().all(|byte| *byte == 0x5a) && bytes[4096..].iter().all(|byte| *byte == 0)
+        );
+        let empty = tempfile::tempfile_in(".").unwrap();
+        empty.set_len(8 * MIB).unwrap();
+        assert_eq!(Lacking::of(&empty, 8 * MIB).unwrap().hole_bytes, 8 * MIB);
+    }
+
+    #[test]
+    fn extents_are_added_up_over_several_lists() {
+        // 600 extents of a page with a page between them, and every third is shared.
+        let extent = |nth: u64| Extent {
+            logical: nth * 8192,
+            length: 4096,
+            flags: if nth.is_multiple_of(3) { EXTENT_SHARED } else { 0 } | u32::from(nth == 599),
+            ..Extent::default()
+        };
+        let list = |at: u64, into: &mut [Extent]| {
+            let rest: Vec<_> = (at.div_ceil(8192)..600).map(extent).take(into.len()).collect();
+            into[..rest.len()].copy_from_slice(&rest);
+            Ok(rest.len())
+        };
+        let lacking = Lacking::by_extents(list, 600 * 8192).unwrap();
+        assert_eq!((lacking.hole_bytes, lacking.shared_bytes), (600 * 4096, 200 * 4096));
+        // A list that makes no progress ends.
+        let stuck = |_: u64, into: &mut [Extent]| {
+            into.fill(Extent { length: 4096, ..Extent::default() });
+            Ok(into.len())
+        };
+        assert_eq!(Lacking::by_extents(stuck, 8 * MIB).unwrap().hole_bytes, 8 * MIB - 4096);
+    }
+
+    #[test]
+    fn copy_on_write_file_systems_are_named_unless_the_file_is_exempt() {
+        for (magic, name) in [(0x9123_683e, "btrfs"), (0xca45_1a4e, "bcachefs"), (0x2fc1_2fc1, "zfs")] {
+            assert_eq!(copy_on_write_name(magic, || false), Some(name));
+            assert_eq!(copy_on_write_name(magic, || true), None);
+        }
+        assert_eq!(copy_on_write_name(libc::EXT4_SUPER_MAGIC, || panic!("not looked at")), None);
+    }
+}

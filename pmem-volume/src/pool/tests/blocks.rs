@@ -1,0 +1,125 @@
+//! Pools whose file has lost blocks of its file system.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::process::Command;
+
+use super::*;
+use crate::btt::ReadAt;
+use crate::pool::layout::SUPERBLOCK_OFFSETS;
+
+/// A pool of 32 MiB on a disk, with a volume that has data in front.
+fn pool_on_disk() -> (TempDir, PathBuf) {
+    let folder = TempDir::new_in(".").unwrap();
+    let path = folder.path().join("pool");
+    let pool = Pool::create(&path, 32 << 20, 8 << 20).unwrap();
+    pool.create_volume("data", VolumeSize::Bytes(8 << 20), VolumeFormat::Raw).unwrap();
+    let volume = pool.open_volume("data").unwrap();
+    let at = volume.extents()[0].offset_bytes();
+    pool.media().store(at, &[0x5a; 4096]).unwrap();
+    (folder, path)
+}
+
+fn allocated_bytes(path: &Path) -> u64 {
+    path.metadata().unwrap().blocks() * 512
+}
+
+/// Bytes that a finding says have no blocks.
+fn lost_bytes(findings: &[Finding]) -> u64 {
+    let lost = |finding: &Finding| match finding {
+        Finding::BlocksLost { hole_bytes, shared_bytes } => hole_bytes + shared_bytes,
+        _ => 0,
+    };
+    findings.iter().map(lost).sum()
+}
+
+#[test]
+fn pool_that_lost_its_blocks_says_so_and_gets_new_ones() {
+    let (folder, original) = pool_on_disk();
+    assert!(allocated_bytes(&original) >= 32 << 20);
+    let look = |path: &Path| Pool::open(path, OpenMode::ReadOnly).unwrap();
+    assert_eq!(lost_bytes(&look(&original).findings_at_open()), 0);
+    let run = |program: &str, arguments: &[&str]| {
+        Command::new(program).args(arguments).current_dir(folder.path()).status().is_ok_and(|s| s.success())
+    };
+    assert!(run("cp", &["--sparse=always", "--reflink=never", "pool", "copy"]));
+    assert!(run("cp", &["--sparse=never", "--reflink=never", "pool", "dug"]));
+    assert!(run("fallocate", &["--dig-holes", "dug"]));
+    for name in ["copy", "dug"] {
+        let path = folder.path().join(name);
+        assert!(allocated_bytes(&path) < 8 << 20, "{name} is not sparse");
+        // A reader changes nothing, and learns of it.
+        let pool = look(&path);
+        let lost = lost_bytes(&pool.findings_at_open());
+        assert!(lost > 24 << 20, "{name} lacks {lost}");
+        let report = pool.check().unwrap();
+        assert!(!report.is_clean() && lost_bytes(&report.pool) == lost, "{:?}", report.pool);
+        drop(pool);
+        assert!(allocated_bytes(&path) < 8 << 20);
+        let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
+        assert_eq!(lost_bytes(&pool.findings_at_open()), lost, "the log of a VMM says it");
+        assert!(allocated_bytes(&path) >= 32 << 20, "{name} has {}", allocated_bytes(&path));
+        let mut bytes = [0; 4096];
+        pool.open_volume("data").unwrap().read_at(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [0x5a; 4096]);
+        drop(pool);
+        let pool = look(&path);
+        assert!(lost_bytes(&pool.findings_at_open()) == 0 && pool.check().unwrap().is_clean());
+    }
+}
+
+#[test]
+fn repair_takes_lost_blocks() {
+    let (folder, original) = pool_on_disk();
+    let path = folder.path().join("copy");
+    let copied = Command::new("cp").arg("--sparse=always").args([&original, &path]).status().unwrap();
+    assert!(copied.success() && allocated_bytes(&path) < 8 << 20);
+    assert!(Pool::repair(&path, true).unwrap().mended.iter().any(|line| line.contains("lost blocks")));
+    assert!(allocated_bytes(&path) < 8 << 20, "a dry run takes none");
+    assert!(Pool::repair(&path, false).unwrap().left.is_empty());
+    assert!(allocated_bytes(&path) >= 32 << 20);
+}
+
+#[test]
+fn thin_pool_has_lost_nothing() {
+    let folder = TempDir::new_in(".").unwrap();
+    let path = folder.path().join("pool");
+    let options = CreateOptions { size_bytes: Some(32 << 20), thin: true, ..CreateOptions::default() };
+    drop(Pool::create_with(&path, options).unwrap());
+    let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
+    assert_eq!(lost_bytes(&pool.findings_at_open()), 0);
+    assert!(allocated_bytes(&path) < 16 << 20);
+}
+
+#[test]
+fn pool_whose_blocks_find_no_room_is_opened_for_reading_only() {
+    let folder = TempDir::new_in(".").unwrap();
+    let path = folder.path().join("pool");
+    let free_bytes =
+        super::super::create::FileSystem::of(&File::open(folder.path()).unwrap()).unwrap().free_bytes;
+    let size_bytes = (free_bytes + (4 << 30)).next_multiple_of(CHUNK_BYTES);
+    let options = CreateOptions { size_bytes: Some(size_bytes), thin: true, ..CreateOptions::default() };
+    match Pool::create_with(&path, options) {
+        Ok(pool) => {
+            // As a sparse copy of a pool that is not thin.
+            let solid = Superblock { is_thin: false, sequence: 100, ..pool.superblock.clone() };
+            mirrored::write(pool.media(), SUPERBLOCK_OFFSETS, &solid.to_bytes()).unwrap();
+        }
+        Err(PoolError::Size { .. }) => {
+            return eprintln!("skipped: no file may be larger than what is free here");
+        }
+        Err(error) => panic!("{error}"),
+    }
+    let before = allocated_bytes(&path);
+    let text = match Pool::open(&path, OpenMode::ReadWrite) {
+        Err(error @ PoolError::BlocksLost { .. }) => error.to_string(),
+        Err(error) => panic!("{error}"),
+        Ok(_) => panic!("it was opened"),
+    };
+    for word in ["lost", "sparse copy", "free", "make room"] {
+        assert!(text.contains(word), "{text:?} does not say {word:?}");
+    }
+    assert_eq!(allocated_bytes(&path), before, "nothing is taken in vain");
+    let pool = Pool::open(&path, OpenMode::ReadOnly).unwrap();
+    assert!(lost_bytes(&pool.findings_at_open()) > free_bytes);
+}
