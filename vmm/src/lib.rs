@@ -13,6 +13,7 @@ pub mod config;
 pub mod cpu;
 pub mod event_loop;
 pub mod events;
+pub mod file_id;
 pub mod governor;
 pub mod host_console;
 pub mod interrupt;

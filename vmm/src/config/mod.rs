@@ -44,6 +44,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::file_id::is_same;
 use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Chosen, Payload, check_ids, choose};
 
@@ -237,7 +238,7 @@ impl VmConfig {
         let flag = "--pm-volume";
         for (nth, volume) in self.pm_volumes.iter().enumerate() {
             let earlier = &self.pm_volumes[..nth];
-            if earlier.iter().any(|other| (&other.pool, &other.name) == (&volume.pool, &volume.name)) {
+            if earlier.iter().any(|other| other.name == volume.name && is_same(&other.pool, &volume.pool)) {
                 let reason = format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }

@@ -11,6 +11,7 @@ use super::name;
 use super::numa::MAX_NODE;
 use super::option_parser::Syntax;
 use super::size::{self, Size};
+use crate::file_id::is_same;
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--pm-memory",
@@ -162,7 +163,7 @@ pub(super) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> 
     zones.iter().try_for_each(PmMemoryConfig::validate)?;
     let Some((first, others)) = zones.split_first() else { return Ok(()) };
     let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
-    if let Some(other) = others.iter().find(|other| other.pool != first.pool) {
+    if let Some(other) = others.iter().find(|other| !is_same(&other.pool, &first.pool)) {
         return conflict(format!(
             "zones of pool {:?} and of pool {:?}: all must be of one pool",
             first.pool, other.pool

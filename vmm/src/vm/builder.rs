@@ -20,7 +20,7 @@ use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
 use super::vcpus::{Maker, Vcpus};
-use super::{devices, governing, lost, pmem, volumes, zones};
+use super::{devices, governing, lost, named_twice, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::hotplug::HotplugPage;
 use crate::acpi::hotplug_cpus::CpuRegisters;
@@ -62,6 +62,8 @@ pub fn build(
 ) -> Result<KvmMachine, BuildError> {
     // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
     //    an earlier life left lent, and starts to erase it.
+    named_twice::check(config)?;
+    let config = &resources.with_one_path_for_each_pool(config);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     if let Err(err) = boot::check_ratio(topology.zones()) {
         warn!("{err}");

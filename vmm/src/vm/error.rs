@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use super::kvm::KvmError;
+use super::named_twice::NamedTwice;
 use crate::acpi::AcpiError;
 use crate::boot::BootError;
 use crate::bus::BusError;
@@ -46,6 +47,9 @@ pub enum BuildError {
     /// A volume that would not be safe.
     #[error(transparent)]
     Interface(#[from] InterfaceError),
+    /// A file that the configuration names more than once.
+    #[error(transparent)]
+    NamedTwice(#[from] NamedTwice),
     /// No kernel to boot.
     #[error("--kernel is needed: a VM has nothing to boot")]
     NoKernel,

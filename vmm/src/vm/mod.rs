@@ -16,6 +16,7 @@ mod hotplug;
 pub mod kvm;
 mod lost;
 mod machine;
+mod named_twice;
 pub mod owner;
 mod pmem;
 mod pools;

@@ -24,7 +24,7 @@ use super::request::{
     device_tree, hotplugged,
 };
 use super::state::{self, RestartGuard, Verb};
-use super::taps;
+use super::{named_twice, taps};
 use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
@@ -407,7 +407,7 @@ impl Vm {
         let mut config = self.config.clone();
         let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.devices());
         let in_use: Vec<_> = in_use.into_iter().map(|device| device.id).collect();
-        let id = config.add_device(device, &in_use)?;
+        let id = named_twice::add_device(&mut config, device, &in_use)?;
         config.address_devices(taps::draw_address);
         let info = match &mut self.machine {
             Some(machine) => {

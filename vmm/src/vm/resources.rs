@@ -16,6 +16,7 @@ use super::pools::OpenPool;
 use super::taps::Taps;
 use crate::config::{PmemConfig, VmConfig};
 use crate::events::Events;
+use crate::file_id::{FileId, is_same};
 use crate::host_console::{FileStart, Lines};
 use crate::memory::lost::cut_to_bytes;
 use crate::metrics::{Metrics, PoolMetrics};
@@ -26,6 +27,8 @@ use crate::volume::plan::{Step, plan};
 /// What a VMM has beside its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
+    /// By each path of a pool in the VM's configuration, the path that stands for all of them.
+    paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     pmem: PmemFiles,
     taps: Taps,
     lines: Lines,
@@ -37,8 +40,8 @@ pub struct Resources {
 impl Resources {
     /// Nothing is open yet.
     pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
-        let (pools, pmem, taps, lines) = Default::default();
-        Self { pools, pmem, taps, lines, metrics, events, machines: 0 }
+        let (pools, paths_of_pools, pmem, taps, lines) = Default::default();
+        Self { pools, paths_of_pools, pmem, taps, lines, metrics, events, machines: 0 }
     }
 
     /// The same for another VM: nothing is open.
@@ -65,6 +68,26 @@ impl Resources {
     pub fn keep(&self, config: &VmConfig) {
         self.taps.keep(config);
         self.pmem.keep(config);
+    }
+
+    /// `config` with one path for each pool: the path by which the VM's configuration has named it first. A path is looked up
+    /// once in the life of a VM, so that a link that is changed meanwhile changes nothing.
+    pub(super) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
+        let mut config = config.clone();
+        let zones = config.pm_memory.iter_mut().map(|zone| &mut zone.pool);
+        for path in zones.chain(config.pm_volumes.iter_mut().map(|volume| &mut volume.pool)) {
+            if let Some(known) = self.paths_of_pools.get(path) {
+                path.clone_from(known);
+                continue;
+            }
+            let is_one = |known: &&PathBuf| match self.pools.get(*known) {
+                Some(pool) => FileId::of(path).is_some_and(|id| FileId::of_open(pool.file()) == Some(id)),
+                None => is_same(known, path),
+            };
+            let known = self.paths_of_pools.values().find(is_one).unwrap_or(path).clone();
+            self.paths_of_pools.insert(std::mem::replace(path, known.clone()), known);
+        }
+        config
     }
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
@@ -383,5 +406,39 @@ mod tests {
         assert!(message.contains("--pm-volume") && message.contains("name=a"), "{message}");
         let names = |path| LocalPool::open(path, None).unwrap().volumes();
         assert!(paths.iter().all(|path| names(path).is_empty()), "nothing is created by a plan");
+    }
+
+    #[test]
+    fn pool_under_several_paths_is_one_pool() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let [pool, link, other] = ["pool", "link", "other"].map(|name| folder.path().join(name));
+        drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
+        drop(pmem_volume::Pool::create(&other, 64 * MIB, 16 * MIB).unwrap());
+        std::os::unix::fs::symlink("pool", &link).unwrap();
+        let dotted = PathBuf::from(format!("{}/./pool", folder.path().display()));
+        let mut config = test_config();
+        config.pm_memory = vec![pm_zone(&link, 8 * MIB), pm_zone(&pool, 4 * MIB)];
+        let volume = |path: &Path, name| {
+            let text = format!("pool={},name={name},size=remaining,create=on", path.display());
+            PmVolumeConfig::parse(&text).unwrap()
+        };
+        config.pm_volumes = vec![volume(&dotted, "a"), volume(&other, "b")];
+        config.validate().unwrap();
+        let mut twice = config.clone();
+        twice.pm_volumes[1] = volume(&pool, "a");
+        assert!(twice.validate().unwrap_err().to_string().contains("twice"));
+        let mut resources = resources();
+        let named = resources.with_one_path_for_each_pool(&config);
+        let paths: Vec<_> = named.pm_volumes.iter().map(|volume| &volume.pool).collect();
+        assert_eq!(paths, [&link, &other]);
+        let steps = resources.open_pools(&named).unwrap();
+        assert_eq!(resources.pools().len(), 2);
+        // Both zones count, whichever path they have.
+        let Step::Create(a) = &steps[0] else { panic!("{steps:?}") };
+        assert_eq!(a.size_bytes, resources.pool(&link).info().available_bytes() - 12 * MIB);
+        // At the next boot the link leads elsewhere; the VM keeps its pool.
+        std::fs::remove_file(&link).unwrap();
+        std::os::unix::fs::symlink("other", &link).unwrap();
+        assert_eq!(resources.with_one_path_for_each_pool(&config), named);
     }
 }

@@ -329,6 +329,8 @@ fn a_disk_that_is_removed_comes_back_as_another_as_soon_as_it_can() -> Result<()
 
 fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
     let (first, second) = (image("first")?, image("second")?);
+    let link = first.with_extension("link");
+    std::os::unix::fs::symlink(&first, &link)?;
     let guest = builder().argument("--disk", &format!("path={}", first.display())).boot()?;
     let devices = guest.metrics()?.value("foreshore_pci_devices", &[])?;
     for (body, status, text) in [
@@ -337,7 +339,8 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
         (json!({"path": second, "iommu": true}), 400, "iommu"),
         (json!({"id": "x"}), 400, "path"),
         (json!({"path": "/nowhere", "id": "x"}), 500, "/nowhere"),
-        (json!({"path": first, "id": "x"}), 500, "in use"),
+        (json!({"path": first, "id": "x"}), 400, "name the same file"),
+        (json!({"path": link, "id": "x"}), 400, "name the same file"),
     ] {
         let answer = guest.try_api("PUT", "vm.add-disk", Some(body.clone()))?;
         ensure!(answer.status == status && answer.body.contains(text), "{body}: {answer:?}");

@@ -190,7 +190,7 @@ fn pmem_that_cannot_be_is_refused() -> Result<()> {
     let twice = Guest::builder()
         .argument("--pmem", &format!("file={even}"))
         .argument("--pmem", &format!("file={even}"));
-    refuses(&twice, &["--pmem", &even, "in use"])
+    refuses(&twice, &["--pmem", &even, "name the same file"])
 }
 
 fn pmem_in_use_is_refused() -> Result<()> {

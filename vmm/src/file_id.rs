@@ -1,0 +1,86 @@
+//! Identity of files and devices: one object may have several paths.
+
+use std::fs::{self, File, Metadata};
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+/// Identity of a file or device on this host, whichever path leads to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FileId {
+    /// A file: its file system and its inode. Hard links, symbolic links and bind mounts lead to the same inode.
+    Inode {
+        /// `st_dev`.
+        device: u64,
+        /// `st_ino`.
+        inode: u64,
+    },
+    /// A block device, which may have several nodes.
+    Block(u64),
+    /// A character device, for example devdax.
+    Character(u64),
+}
+
+impl FileId {
+    /// Identity of the object at `path`. `None` if there is none.
+    pub fn of(path: &Path) -> Option<Self> {
+        fs::metadata(path).ok().map(|metadata| Self::from(&metadata))
+    }
+
+    /// Identity of an open file.
+    pub fn of_open(file: BorrowedFd<'_>) -> Option<Self> {
+        let file = File::from(file.try_clone_to_owned().ok()?);
+        file.metadata().ok().map(|metadata| Self::from(&metadata))
+    }
+}
+
+impl From<&Metadata> for FileId {
+    fn from(metadata: &Metadata) -> Self {
+        let kind = metadata.file_type();
+        if kind.is_block_device() {
+            Self::Block(metadata.rdev())
+        } else if kind.is_char_device() {
+            Self::Character(metadata.rdev())
+        } else {
+            Self::Inode { device: metadata.dev(), inode: metadata.ino() }
+        }
+    }
+}
+
+/// Tests whether two paths lead to one object.
+pub fn is_same(a: &Path, b: &Path) -> bool {
+    a == b || FileId::of(a).is_some_and(|id| FileId::of(b) == Some(id))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn paths_of_one_object_are_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        let [soft, hard, other, missing] =
+            ["soft", "hard", "other", "missing"].map(|name| folder.path().join(name));
+        File::create(&file).unwrap();
+        File::create(&other).unwrap();
+        symlink("file", &soft).unwrap();
+        fs::hard_link(&file, &hard).unwrap();
+        let dotted = folder.path().join(".").join("..").join(folder.path().file_name().unwrap()).join("file");
+        for path in [&soft, &hard, &dotted, &file] {
+            assert!(is_same(&file, path), "{}", path.display());
+            assert_eq!(FileId::of_open(File::open(path).unwrap().as_fd()), FileId::of(&file));
+        }
+        for path in [&other, &missing] {
+            assert!(!is_same(&file, path), "{}", path.display());
+        }
+        // Two missing files are not one object, but one path is.
+        assert!(!is_same(&missing, &folder.path().join("./missing2")));
+        assert!(is_same(&missing, &missing));
+        assert!(is_same(Path::new("/dev/null"), Path::new("/dev/../dev/null")));
+        assert!(!is_same(Path::new("/dev/null"), Path::new("/dev/zero")));
+    }
+}
