@@ -111,6 +111,10 @@ impl ReadAt for PlainFile {
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         Media::read(&self.media, offset_bytes, into)
     }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        Media::next_data(&self.media, range)
+    }
 }
 
 impl WriteAt for PlainFile {

@@ -1,6 +1,7 @@
 //! Reading sectors of a volume that nobody writes: for checks, exports and tests.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use thiserror::Error;
 
@@ -152,6 +153,50 @@ impl<'a, S: ReadAt> Reader<'a, S> {
             MapKind::Data => {
                 self.space.read_at(arena.info.block_at(entry.block), bytes).map(|()| Sector::Data)
             }
+        }
+    }
+
+    /// First of `sectors` that may hold anything but zeros, or that cannot be looked at. `None`: all of them read as zeros.
+    ///
+    /// A sector whose map entry was never written is the block of its own number, so both the map and that block must be
+    /// holes. They are found without being read.
+    pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
+        let mut at = sectors.start;
+        while at < sectors.end {
+            let (part, within) = self.place_of(at);
+            let end = (within + (sectors.end - at)).min(part.sectors());
+            let found = match part {
+                Part::Arena(arena) => self.next_data_in(arena, within as u32..end as u32),
+                Part::Missing { .. } => Some(within as u32),
+            };
+            if let Some(sector) = found {
+                return Some(at + (u64::from(sector) - within));
+            }
+            at += end - within;
+        }
+        None
+    }
+
+    /// The same in one arena. A sector that cannot be looked at is read, which reports why.
+    fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
+        let Range { start, end } = sectors;
+        let entry_at = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
+        let Ok(written) = self.space.next_data(entry_at(start)..entry_at(end)) else { return Some(start) };
+        let mapped = written.map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
+        let redone = arena.redo.range(start..end).next().map_or(end, |(sector, _)| *sector);
+        let unmapped_end = mapped.min(redone);
+        let Some(last) = unmapped_end.checked_sub(1).filter(|last| *last >= start) else {
+            return Some(start);
+        };
+        let from = arena.info.block_at(start);
+        let blocks = from..arena.info.block_at(last) + u64::from(self.sector_bytes());
+        match self.space.next_data(blocks) {
+            Ok(Some(data)) => {
+                let block_bytes = arena.info.block_at(1) - arena.info.block_at(0);
+                Some(start + ((data.start - from) / block_bytes) as u32)
+            }
+            Ok(None) => (unmapped_end < end).then_some(unmapped_end),
+            Err(_) => Some(start),
         }
     }
 

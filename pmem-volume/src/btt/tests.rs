@@ -419,3 +419,66 @@ fn what_linux_wrote_is_clean_and_reads_back() {
         assert_eq!(read(&media, sector), (Sector::Data, expected), "sector {sector}");
     }
 }
+
+/// Media whose zero pages are holes, and which counts what is read of it.
+struct Sparse<'a> {
+    media: &'a MemoryMedia,
+    read_bytes: std::cell::Cell<u64>,
+}
+
+impl ReadAt for Sparse<'_> {
+    fn len_bytes(&self) -> u64 {
+        self.media.len_bytes()
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.read_bytes.set(self.read_bytes.get() + into.len() as u64);
+        self.media.read_at(offset_bytes, into)
+    }
+
+    fn next_data(&self, range: std::ops::Range<u64>) -> Result<Option<std::ops::Range<u64>>, MediaError> {
+        let mut page = [0; PAGE_BYTES as usize];
+        for start in (range.start / PAGE_BYTES * PAGE_BYTES..range.end).step_by(PAGE_BYTES as usize) {
+            self.media.read_at(start, &mut page)?;
+            if page != [0; PAGE_BYTES as usize] {
+                return Ok(Some(start.max(range.start)..(start + PAGE_BYTES).min(range.end)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+#[test]
+fn reader_finds_every_sector_with_data_and_reads_no_hole() {
+    for sector_bytes in [512, 4096] {
+        let media = formatted(sector_bytes);
+        let sparse = Sparse { media: &media, read_bytes: 0.into() };
+        let reader = Reader::open(&sparse).unwrap().unwrap();
+        sparse.read_bytes.set(0);
+        assert_eq!((reader.next_data(0..reader.sectors()), sparse.read_bytes.get()), (None, 0));
+        // Written, written without its map entry, and never written by a driver although its block holds something.
+        let mut writer = Writer::new(&media, 1);
+        for (lane, sector, steps) in [(0, 700, ALL_STEPS), (1, 2000, 3), (2, 2001, 2)] {
+            writer.write(lane, sector, &content(sector, 1, sector_bytes), steps);
+        }
+        media.write_at(writer.arena.block_at(1500), &content(1500, 1, sector_bytes)).unwrap();
+        let reader = Reader::open(&sparse).unwrap().unwrap();
+        let mut bytes = vec![0; sector_bytes as usize];
+        let mut has_data = |sector| {
+            reader.read(sector, &mut bytes).unwrap();
+            bytes.iter().any(|byte| *byte != 0)
+        };
+        let with_data: Vec<_> = (0..reader.sectors()).filter(|sector| has_data(*sector)).collect();
+        assert_eq!(with_data, [700, 1500, 2000]);
+        for start in (0..reader.sectors()).step_by(61) {
+            let expected = with_data.iter().copied().find(|sector| *sector >= start);
+            let found = reader.next_data(start..reader.sectors());
+            // A page of the map has entries of 1024 sectors, so a sector may be found early, and none may be missed.
+            assert!(found.is_some() || expected.is_none(), "nothing from {start} on");
+            assert!(
+                found.is_none_or(|found| found >= start && expected.is_none_or(|at| found <= at)),
+                "{found:?}"
+            );
+        }
+    }
+}

@@ -1,6 +1,7 @@
 //! What is left of a volume that lacks chunks: to be copied out, and for nothing else.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::chunk::{Run, runs};
@@ -70,5 +71,25 @@ impl ReadAt for DamagedVolume {
             (at, rest) = (at + bytes, later);
         }
         Ok(())
+    }
+
+    /// A missing chunk counts as data: reading it reports that it is missing.
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        let (mut at, view) = (range.start, self.pool.view());
+        while at < range.end {
+            let number = self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
+            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at) else {
+                let next = self.extents.get(number).map_or(range.end, |e| e.volume_offset_bytes());
+                return Ok(Some(at..next.min(range.end)));
+            };
+            let within = at - extent.volume_offset_bytes();
+            let bytes = (extent.len_bytes() - within).min(range.end - at);
+            let start = extent.offset_bytes() + within;
+            if let Some(data) = view.next_data(start..start + bytes)? {
+                return Ok(Some(at + (data.start - start)..at + (data.end - start)));
+            }
+            at += bytes;
+        }
+        Ok(None)
     }
 }

@@ -396,6 +396,10 @@ impl ReadAt for Volume {
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         Space { media: &self.pool.view(), extents: &self.extents }.read_at(offset_bytes, into)
     }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        Space { media: &self.pool.view(), extents: &self.extents }.next_data(range)
+    }
 }
 
 impl Drop for Volume {
@@ -452,6 +456,18 @@ impl ReadAt for Space<'_> {
             into = later;
         }
         Ok(())
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        let mut at = range.start;
+        for part in self.file_ranges(range) {
+            if let Some(data) = self.media.next_data(part.clone())? {
+                let offset = at + (data.start - part.start);
+                return Ok(Some(offset..offset + (data.end - data.start)));
+            }
+            at += part.end - part.start;
+        }
+        Ok(None)
     }
 }
 

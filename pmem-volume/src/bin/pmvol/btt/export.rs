@@ -96,6 +96,21 @@ impl<'a> Content<'a> {
         }
     }
 
+    /// Offset of the first byte from `at` on that may be something but zero, rounded down. `None`: zeros are all there is.
+    fn next_data(&self, at: u64) -> Option<u64> {
+        match self {
+            Content::Sectors(reader) => {
+                let sector = reader.next_data(at / self.sector_bytes()..reader.sectors())?;
+                Some(sector * self.sector_bytes())
+            }
+            Content::Bytes(media) => match media.next_data(at..media.len_bytes()) {
+                Ok(data) => data.map(|data| data.start),
+                // Reading it reports why.
+                Err(_) => Some(at),
+            },
+        }
+    }
+
     /// Reads whole sectors; those that cannot be read are zeros.
     fn read(&self, at: u64, into: &mut [u8], lost: &mut LostSectors) {
         match self {
@@ -129,7 +144,10 @@ fn copy(
     image.set_len(total_bytes).with_context(failed)?;
     let mut piece = vec![0; PIECE_BYTES as usize];
     let mut data_bytes = 0;
-    for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
+    let mut next = 0;
+    while let Some(data_at) = Some(next).filter(|at| *at < total_bytes).and_then(|at| content.next_data(at)) {
+        let at = data_at / PIECE_BYTES * PIECE_BYTES;
+        next = at + PIECE_BYTES;
         progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
         let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
         content.read(at, bytes, lost);

@@ -96,6 +96,14 @@ impl ReadAt for Media {
             Media::File(file) => file.read_at(offset_bytes, into),
         }
     }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        match self {
+            Media::Volume(volume) => volume.next_data(range),
+            Media::Part(volume) => volume.next_data(range),
+            Media::File(file) => file.next_data(range),
+        }
+    }
 }
 
 impl WriteAt for Media {
