@@ -21,6 +21,9 @@ const RANGES_MAX: usize = 256;
 
 const PAGE_BYTES: usize = 4096;
 
+/// Sizes of pages, smallest first.
+const PAGE_SIZES: [usize; 3] = [PAGE_BYTES, 2 << 20, 1 << 30];
+
 /// Whoever is told that a page of a range is gone.
 pub trait OnPageLost: Send + Sync {
     /// A page is gone. Called in a handler of SIGBUS, on the thread that has touched the page or is to be told of it: it
@@ -125,30 +128,56 @@ impl Entry {
 
     /// Who is to be told of an address, if it is in this range. A row that is being changed is nobody's range that is
     /// touched at this moment.
-    fn listener_of(&self, address: usize) -> Option<*const Listener> {
+    fn listener_of(&self, address: usize) -> Option<(*const Listener, Range<usize>)> {
         let version = self.version.load(Ordering::Acquire);
         let (start, end) = (self.start.load(Ordering::Relaxed), self.end.load(Ordering::Relaxed));
         let on_lost = self.on_lost.load(Ordering::Relaxed);
         fence(Ordering::Acquire);
         let unchanged = version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
-        (unchanged && (start..end).contains(&address)).then_some(on_lost.cast_const())
+        (unchanged && (start..end).contains(&address)).then_some((on_lost.cast_const(), start..end))
     }
 }
 
 /// Tells whoever watches an address that its page is gone, and puts zeros there; false if nobody does, or there is no
 /// memory for them. Called in a handler, which it may be.
 pub(super) fn replace(address: usize) -> bool {
-    let Some(on_lost) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else { return false };
+    let Some((on_lost, range)) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else {
+        return false;
+    };
     // 1. Before anybody can see zeros.
     // SAFETY: the listener lives as long as its range is touched, which is now.
     unsafe { (*on_lost).page_lost() };
-    // 2. What was there cannot be touched any more: nobody loses anything by it.
-    let page = address / PAGE_BYTES * PAGE_BYTES;
+    // 2. What was there cannot be touched any more: nobody loses anything by it. A part of a huge page of hugetlbfs cannot be
+    //    replaced (EINVAL; Linux mm/hugetlb.c, hugetlb_vm_op_split), and bad memory takes all of the page. Any other error
+    //    ends the attempts: a larger piece would take what is good.
+    for size in PAGE_SIZES {
+        let start = address / size * size;
+        if start < range.start || range.end - start < size {
+            return false;
+        }
+        match map_zeros(start, size) {
+            Ok(()) => return true,
+            Err(libc::EINVAL) => {}
+            Err(_) => return false,
+        }
+    }
+    false
+}
+
+/// Maps zeros over a range of addresses. The error is the system call's number.
+fn map_zeros(start: usize, size: usize) -> Result<(), libc::c_int> {
     let (protection, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
-    // SAFETY: a page of a range that the caller of `Watch::new` has given us. A system call, which a handler may make.
-    let zeros = unsafe { libc::mmap(page as *mut _, PAGE_BYTES, protection, flags, -1, 0) };
-    zeros != libc::MAP_FAILED
+    // SAFETY: whole pages of a range that the caller of `Watch::new` has given us. A system call, which a handler may make,
+    // and the address of this thread's errno, which stays what it was.
+    unsafe {
+        let errno = libc::__errno_location();
+        let before = *errno;
+        let zeros = libc::mmap(start as *mut _, size, protection, flags, -1, 0);
+        let error = *errno;
+        *errno = before;
+        if zeros == libc::MAP_FAILED { Err(error) } else { Ok(()) }
+    }
 }
 
 #[cfg(test)]
@@ -228,6 +257,54 @@ mod tests {
             // SAFETY: mapped in new(), and used no more.
             unsafe { libc::munmap(self.start as *mut _, self.len) };
         }
+    }
+
+    /// Huge pages, for a host that has some to spare.
+    fn huge_pages(count: usize) -> Option<usize> {
+        let (protection, size) = (libc::PROT_READ | libc::PROT_WRITE, count * (2 << 20));
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let map = unsafe { libc::mmap(ptr::null_mut(), size, protection, flags, -1, 0) };
+        if map == libc::MAP_FAILED {
+            eprintln!("skipped: no huge pages here (vm.nr_hugepages)");
+            return None;
+        }
+        Some(map as usize)
+    }
+
+    #[test]
+    fn lost_huge_page_is_replaced_as_a_whole_and_its_neighbors_stay() {
+        const HUGE: usize = 2 << 20;
+        let _turn = turn();
+        let Some(start) = huge_pages(3) else { return };
+        // SAFETY: inside the mapping, which is this test's.
+        unsafe { ptr::write_bytes(start as *mut u8, 0x5a, 3 * HUGE) };
+        let count = Arc::new(Count::default());
+        // SAFETY: only this test touches the range, and not after the watch has gone.
+        let watch = unsafe { Watch::new(start..start + 3 * HUGE, Arc::clone(&count) as _) }.unwrap();
+        assert!(replace(start + HUGE + 5 * PAGE_BYTES + 8));
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
+        for (at, byte) in [(0, 0x5a), (HUGE - 1, 0x5a), (HUGE, 0), (2 * HUGE - 1, 0), (2 * HUGE, 0x5a)] {
+            // SAFETY: as above.
+            assert_eq!(unsafe { ptr::read_volatile((start + at) as *const u8) }, byte, "at {at:#x}");
+        }
+        drop(watch);
+        // SAFETY: mapped above, and used no more.
+        unsafe { libc::munmap(start as *mut _, 3 * HUGE) };
+    }
+
+    #[test]
+    fn replacement_keeps_to_the_range_that_is_watched() {
+        let _turn = turn();
+        let Some(start) = huge_pages(2) else { return };
+        let count = Arc::new(Count::default());
+        // Half of a huge page, of which only the whole could be replaced.
+        // SAFETY: only this test touches the range, and not after the watch has gone.
+        let watch = unsafe { Watch::new(start..start + (1 << 20), Arc::clone(&count) as _) }.unwrap();
+        assert!(!replace(start + PAGE_BYTES));
+        drop(watch);
+        // SAFETY: mapped above, and used no more.
+        unsafe { libc::munmap(start as *mut _, 4 << 20) };
     }
 
     #[test]
