@@ -7,6 +7,7 @@
 //! Nothing but [`media`] touches persistent memory. Nothing here knows of KVM.
 
 pub mod btt;
+pub mod file_mode;
 pub mod media;
 pub mod pool;
 pub mod progress;

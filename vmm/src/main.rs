@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use foreshore::config::{Command, Launch, parse_command_line};
 
 fn main() -> ExitCode {
+    pmem_volume::file_mode::make_files_private();
     let launch = match parse_command_line(std::env::args_os()) {
         Ok(Command::Launch(launch)) => *launch,
         Ok(Command::Print(text)) => {

@@ -189,7 +189,7 @@ fn against<T: Send + 'static>(
             owner.said().unwrap().state = VmState::Running;
         }
         let owner = tokio::spawn(own(requests, owner));
-        let socket = Socket::for_api(&ApiSocket::Path(vm.api_socket.clone())).unwrap();
+        let socket = Socket::for_api(&ApiSocket::Path(vm.api_socket.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(handle, events), Limits::API).unwrap();
         let done = tokio::task::spawn_blocking(move || client(&vm)).await;
         server.stop().await;

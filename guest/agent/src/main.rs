@@ -37,6 +37,7 @@ const SYSCTL_VM: &str = "/proc/sys/vm";
 const RUN: &str = "/run/foreshore-agent";
 
 fn main() -> anyhow::Result<()> {
+    sys::make_files_private();
     match args::parse(std::env::args().skip(1))? {
         Command::Help => print(args::HELP.as_bytes()),
         Command::Version => print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),

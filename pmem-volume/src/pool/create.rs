@@ -23,13 +23,11 @@ use super::{
     Backing, MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record,
 };
 use crate::CHUNK_BYTES;
+use crate::file_mode::PRIVATE_MODE;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
 use crate::progress::{OnProgress, unheard};
 use crate::size::display;
 use crate::unnamed_file::{NamingError, Taken, Unnamed, folder_of};
-
-/// A pool holds what guests keep to themselves.
-const FILE_MODE: u32 = 0o600;
 
 /// What a new pool is to be.
 #[derive(Default)]
@@ -67,7 +65,7 @@ impl Pool {
         let is_thin = options.thin;
         // The file gets its name only when it is a pool: a crash before leaves nothing behind.
         check_new(path)?;
-        let unnamed = Unnamed::in_folder_of(path, FILE_MODE).map_err(|source| PoolError::File {
+        let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| PoolError::File {
             path: path.to_owned(),
             action: "create",
             source,
@@ -179,7 +177,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
     let found = match judge_superblocks(path, copies, opened.length, OpenMode::ReadOnly) {
         Err(PoolError::NotAPool { .. }) => {
             let device = FileMedia::new(file()?, opened.length.bytes(), false)?;
-            super::foreign::found_on(&device)?
+            super::signature::found_on(&device)?
         }
         Ok((superblock, findings)) => {
             let media = FileMedia::new(file()?, superblock.size_bytes(), false)?;

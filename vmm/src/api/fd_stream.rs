@@ -138,7 +138,7 @@ mod tests {
             };
             let router =
                 Router::new().route("/take", put(take)).route("/leave", put(async |_: Request| "left"));
-            let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+            let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
             let server = Server::start(socket, router, Limits::API).unwrap();
             tokio::task::spawn_blocking(move || test(&path)).await.unwrap();
             server.stop().await;

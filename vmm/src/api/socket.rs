@@ -8,7 +8,7 @@ use std::path::Path;
 
 use thiserror::Error;
 
-use crate::config::{ApiSocket, MetricsAddress};
+use crate::config::{ApiSocket, MetricsAddress, SocketAccess};
 use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
 /// Why a socket cannot be listened on.
@@ -57,7 +57,7 @@ impl Socket {
     pub fn for_api(wanted: &ApiSocket) -> Result<Self, SocketError> {
         let flag = "--api-socket";
         match wanted {
-            ApiSocket::Path(path) => Self::bind_path(flag, path),
+            ApiSocket::Path(path, access) => Self::bind_path(flag, path, access),
             ApiSocket::Fd(fd) => Self::inherit(flag, *fd),
         }
     }
@@ -66,7 +66,7 @@ impl Socket {
     pub fn for_metrics(wanted: &MetricsAddress) -> Result<Self, SocketError> {
         let flag = "--metrics";
         match wanted {
-            MetricsAddress::Unix(path) => Self::bind_path(flag, path),
+            MetricsAddress::Unix(path, access) => Self::bind_path(flag, path, access),
             MetricsAddress::Tcp(address) => {
                 let bind = || -> io::Result<TcpListener> {
                     let listener = TcpListener::bind(address)?;
@@ -88,8 +88,8 @@ impl Socket {
         }
     }
 
-    fn bind_path(flag: &'static str, path: &Path) -> Result<Self, SocketError> {
-        let (listener, file) = unix_socket::listen(flag, path)?;
+    fn bind_path(flag: &'static str, path: &Path, access: &SocketAccess) -> Result<Self, SocketError> {
+        let (listener, file) = unix_socket::listen(flag, path, access)?;
         Ok(Self { listener: Listener::Unix(listener), file: Some(file) })
     }
 
@@ -135,7 +135,9 @@ mod tests {
 
     #[test]
     fn what_cannot_be_bound_is_named() {
-        let text = Socket::for_api(&ApiSocket::Path("/nowhere/api".into())).unwrap_err().to_string();
+        let text = Socket::for_api(&ApiSocket::Path("/nowhere/api".into(), SocketAccess::default()))
+            .unwrap_err()
+            .to_string();
         assert_eq!(text, r#"--api-socket: cannot listen on "/nowhere/api""#);
         let any = MetricsAddress::Tcp("127.0.0.1:0".parse().unwrap());
         let first = Socket::for_metrics(&any).unwrap();

@@ -217,7 +217,7 @@ fn run_serving<F: Future<Output = ()>>(
         let events = Events::start();
         let (sender, asked) = mpsc::unbounded_channel();
         tokio::spawn(own(requests, sender));
-        let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+        let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(vm, events.clone()), limits).unwrap();
         timeout(PATIENCE, test(Fixture { server, path, events, asked, _dir: dir })).await.expect("an answer");
     });

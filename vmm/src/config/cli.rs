@@ -165,10 +165,10 @@ struct Flags {
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
     vsock: Option<String>,
 
-    /// PATH|path=PATH|fd=N: REST API
+    /// PATH|path=PATH[,mode=M][,group=G]|fd=N: REST API; users who may connect [default: mode=0600]
     #[arg(long, value_name = "SOCKET", help_heading = "Control")]
     api_socket: Option<String>,
-    /// ADDRESS:PORT|unix:PATH[,vm=NAME]: OpenMetrics, and what they call the VM [default: the API socket's name]
+    /// ADDRESS:PORT|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, users who may connect, and what they call the VM [default: mode=0600, the API socket's name]
     #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
     metrics: Option<String>,
     /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
@@ -326,7 +326,7 @@ fn memory_config(memory: Option<&str>, zones: &[String]) -> Result<MemoryConfig,
 /// What a VM is called that nobody has given a name: its API socket is what people know it by.
 fn default_name(api_socket: Option<&ApiSocket>) -> String {
     let stem = match api_socket {
-        Some(ApiSocket::Path(path)) => path.file_stem(),
+        Some(ApiSocket::Path(path, _)) => path.file_stem(),
         _ => None,
     };
     stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
@@ -358,7 +358,7 @@ fn check_descriptors(
         interfaces.map(|given| (given.number(), "a network interface's (--net)")).collect();
     let api_socket = api_socket.and_then(|socket| match socket {
         ApiSocket::Fd(fd) => Some((*fd, "--api-socket", "the API's (--api-socket)")),
-        ApiSocket::Path(_) => None,
+        ApiSocket::Path(..) => None,
     });
     let event_monitor = event_monitor.and_then(|monitor| match monitor {
         EventMonitor::Fd(fd) => Some((*fd, "--event-monitor", "the events' (--event-monitor)")),
@@ -449,7 +449,7 @@ mod tests {
         assert_eq!(config.pm_volumes[0].size, VolumeSize::Bytes(8 << 30));
         assert_eq!(config.serial.mode, ConsoleMode::File);
         assert_eq!(config.vsock.unwrap().cid, 3);
-        assert_eq!(launch.api_socket, Some(ApiSocket::Path("/run/vm.sock".into())));
+        assert_eq!(launch.api_socket, ApiSocket::parse("/run/vm.sock").ok());
         assert!(matches!(launch.metrics, Some(MetricsAddress::Tcp(_))));
         assert_eq!(launch.log.verbosity, 2);
         assert_eq!(launch.warnings, Vec::<String>::new());

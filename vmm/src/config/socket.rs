@@ -6,16 +6,82 @@ use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use pmem_volume::file_mode::PRIVATE_MODE;
+
 use super::error::ConfigError;
 
 /// The longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// `--api-socket PATH|path=PATH|fd=N`.
+/// Users of the host that may connect to a socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketAccess {
+    /// Permissions of its file.
+    pub mode: u32,
+    /// Name or number of its group, if that is not the group of the process.
+    pub group: Option<String>,
+}
+
+impl Default for SocketAccess {
+    fn default() -> Self {
+        Self { mode: PRIVATE_MODE, group: None }
+    }
+}
+
+impl SocketAccess {
+    /// Reads `mode=` or `group=`. Returns false for another key.
+    fn read(&mut self, flag: &'static str, key: &str, value: &str) -> Result<bool, ConfigError> {
+        let bad = |expected: &str| ConfigError::BadValue {
+            flag,
+            key: key.to_owned(),
+            value: value.to_owned(),
+            expected: expected.to_owned(),
+        };
+        match key {
+            "mode" => {
+                let mode = u32::from_str_radix(value, 8).ok().filter(|mode| mode & !0o777 == 0);
+                let mode = mode.filter(|mode| mode & PRIVATE_MODE == PRIVATE_MODE);
+                self.mode = mode.ok_or_else(|| {
+                    bad("an octal mode from 0600 to 0777 that the owner can read and write")
+                })?;
+            }
+            "group" if value.is_empty() => return Err(bad("the name or number of a group")),
+            "group" => self.group = Some(value.to_owned()),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Takes `,mode=` and `,group=` from the end of `text`, and hands every other key of `keys` to `other`.
+    fn split<'a>(
+        flag: &'static str,
+        text: &'a str,
+        keys: &[&str],
+        mut other: impl FnMut(&str, &str) -> Result<(), ConfigError>,
+    ) -> Result<(&'a str, Option<Self>), ConfigError> {
+        let begin = keys.iter().filter_map(|key| text.find(&format!(",{key}="))).min();
+        let Some(begin) = begin else { return Ok((text, None)) };
+        let (mut access, mut is_given) = (Self::default(), false);
+        for part in text[begin + 1..].split(',') {
+            let (key, value) = part.split_once('=').unwrap_or((part, ""));
+            if !keys.contains(&key) {
+                let (key, known) = (key.to_owned(), keys.join("=, ") + "=");
+                return Err(ConfigError::UnknownKey { flag, key, known });
+            }
+            match access.read(flag, key, value)? {
+                true => is_given = true,
+                false => other(key, value)?,
+            }
+        }
+        Ok((&text[..begin], is_given.then_some(access)))
+    }
+}
+
+/// `--api-socket PATH|path=PATH[,mode=M][,group=G]|fd=N`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiSocket {
     /// A path to listen on.
-    Path(PathBuf),
+    Path(PathBuf, SocketAccess),
     /// A socket that listens already, handed over by who started the VMM.
     Fd(RawFd),
 }
@@ -27,9 +93,10 @@ impl ApiSocket {
         if let Some(number) = text.strip_prefix("fd=") {
             return inherited_fd(flag, number).map(Self::Fd);
         }
+        let (text, access) = SocketAccess::split(flag, text, &["mode", "group"], |_, _| Ok(()))?;
         let path = PathBuf::from(text.strip_prefix("path=").unwrap_or(text));
         check_path(flag, &path)?;
-        Ok(Self::Path(path))
+        Ok(Self::Path(path, access.unwrap_or_default()))
     }
 }
 
@@ -76,28 +143,41 @@ fn inherited_fd(flag: &'static str, number: &str) -> Result<RawFd, ConfigError> 
     })
 }
 
-/// `--metrics ADDRESS:PORT|unix:PATH`.
+/// `--metrics ADDRESS:PORT[,vm=NAME]|unix:PATH[,vm=NAME][,mode=M][,group=G]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
     /// A TCP address.
     Tcp(SocketAddr),
     /// A unix socket.
-    Unix(PathBuf),
+    Unix(PathBuf, SocketAccess),
 }
 
 impl MetricsAddress {
-    /// Reads the flag's value, with the name of the VM where it ends in `,vm=NAME`.
+    /// Reads the flag's value: the address, and the name of the VM if `,vm=NAME` gives one.
     pub fn parse_named(text: &str) -> Result<(Self, Option<String>), ConfigError> {
-        let Some((address, name)) = text.rsplit_once(",vm=") else { return Ok((Self::parse(text)?, None)) };
-        if name.is_empty() || name.chars().any(char::is_control) {
-            return Err(ConfigError::BadValue {
-                flag: "--metrics",
-                key: "vm".to_owned(),
-                value: name.to_owned(),
-                expected: "a name".to_owned(),
-            });
+        let (flag, mut name) = ("--metrics", None);
+        let (address, access) = SocketAccess::split(flag, text, &["vm", "mode", "group"], |key, value| {
+            if value.is_empty() || value.chars().any(char::is_control) {
+                return Err(ConfigError::BadValue {
+                    flag,
+                    key: key.to_owned(),
+                    value: value.to_owned(),
+                    expected: "a name".to_owned(),
+                });
+            }
+            name = Some(value.to_owned());
+            Ok(())
+        })?;
+        let mut address = Self::parse(address)?;
+        match (&mut address, access) {
+            (_, None) => {}
+            (Self::Unix(_, socket), Some(access)) => *socket = access,
+            (Self::Tcp(tcp), Some(_)) => {
+                let reason = format!("mode= and group= are for unix:PATH, and {tcp} is a TCP address");
+                return Err(ConfigError::Conflict { flag, reason });
+            }
         }
-        Ok((Self::parse(address)?, Some(name.to_owned())))
+        Ok((address, name))
     }
 
     /// Reads an address.
@@ -106,7 +186,7 @@ impl MetricsAddress {
         if let Some(path) = text.strip_prefix("unix:") {
             let path = PathBuf::from(path);
             check_path(flag, &path)?;
-            return Ok(Self::Unix(path));
+            return Ok(Self::Unix(path, SocketAccess::default()));
         }
         text.parse().map(Self::Tcp).map_err(|_| ConfigError::Conflict {
             flag,
@@ -134,8 +214,9 @@ mod tests {
 
     #[test]
     fn api_sockets_are_read() {
-        assert_eq!(ApiSocket::parse("/run/vm.sock"), Ok(ApiSocket::Path("/run/vm.sock".into())));
-        assert_eq!(ApiSocket::parse("path=/run/vm.sock"), Ok(ApiSocket::Path("/run/vm.sock".into())));
+        let path = ApiSocket::Path("/run/vm.sock".into(), SocketAccess::default());
+        assert_eq!(ApiSocket::parse("/run/vm.sock").as_ref(), Ok(&path));
+        assert_eq!(ApiSocket::parse("path=/run/vm.sock"), Ok(path));
         assert_eq!(ApiSocket::parse("fd=3"), Ok(ApiSocket::Fd(3)));
         for text in ["fd=2", "fd=-1", "fd=x", "fd="] {
             let error = ApiSocket::parse(text).unwrap_err().to_string();
@@ -148,12 +229,36 @@ mod tests {
     fn metrics_addresses_are_read() {
         let tcp = MetricsAddress::Tcp("127.0.0.1:9745".parse().unwrap());
         assert_eq!(MetricsAddress::parse("127.0.0.1:9745"), Ok(tcp));
-        assert_eq!(MetricsAddress::parse("unix:/run/m"), Ok(MetricsAddress::Unix("/run/m".into())));
+        assert_eq!(
+            MetricsAddress::parse("unix:/run/m"),
+            Ok(MetricsAddress::Unix("/run/m".into(), SocketAccess::default()))
+        );
         assert!(MetricsAddress::parse("[::1]:9745").is_ok());
         for text in ["", "9745", "127.0.0.1", "127.0.0.1:70000", "host:1", "unix:"] {
             let error = MetricsAddress::parse(text).unwrap_err().to_string();
             assert!(error.starts_with("--metrics: "), "{error}");
         }
+    }
+
+    #[test]
+    fn mode_and_group_open_a_socket_to_other_users() {
+        let access = SocketAccess { mode: 0o660, group: Some("prometheus".to_owned()) };
+        let (address, name) =
+            MetricsAddress::parse_named("unix:/run/m,vm=web,mode=0660,group=prometheus").unwrap();
+        assert_eq!(address, MetricsAddress::Unix("/run/m".into(), access.clone()));
+        assert_eq!(name.as_deref(), Some("web"));
+        let api = ApiSocket::parse("path=/run/a,group=prometheus,mode=660").unwrap();
+        assert_eq!(api, ApiSocket::Path("/run/a".into(), access));
+        let error = |text: &str| MetricsAddress::parse_named(text).unwrap_err().to_string();
+        for mode in ["", "abc", "0999", "01777", "0060", "-1"] {
+            let text = error(&format!("unix:/run/m,mode={mode}"));
+            let named = format!("--metrics: mode={mode:?} is not an octal mode from 0600 to 0777");
+            assert!(text.starts_with(&named), "{text}");
+        }
+        assert!(error("unix:/run/m,group=").contains("the name or number of a group"));
+        assert!(error("127.0.0.1:9745,mode=0660").contains("127.0.0.1:9745 is a TCP address"));
+        assert!(error("unix:/run/m,mode=0660,owner=me").contains("unknown key \"owner\""));
+        assert_eq!(MetricsAddress::parse_named("127.0.0.1:1,vm=a").unwrap().1.as_deref(), Some("a"));
     }
 
     #[test]

@@ -459,7 +459,7 @@ fn metrics_are_served_over_http() {
                 reply.send(Ok(vec![zone("dram", None)])).unwrap();
             }
         });
-        let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone())).unwrap();
+        let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
         let (metrics, _pool, _others) = everything();
         let server = Server::start(socket, router(Arc::new(metrics), vm), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;

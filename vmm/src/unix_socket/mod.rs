@@ -2,19 +2,27 @@
 //!
 //! What a VMM that was killed left behind is replaced, what somebody has is not, and what is ours is taken away at the end.
 
+mod group;
 mod path_lock;
 
-use std::fs;
+use std::fs::{self, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use pmem_volume::file_mode::PRIVATE_MODE;
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use thiserror::Error;
 
 use self::path_lock::PathLock;
+use crate::config::SocketAccess;
+
+/// Clients that wait to be accepted, as in std.
+const BACKLOG: i32 = 128;
 
 /// Why a path cannot be listened on.
 #[derive(Debug, Error)]
@@ -50,9 +58,13 @@ pub enum UnixSocketError {
     },
 }
 
-/// Listens on `path`, which `flag` names; not blocking. The file goes with what is returned: keep it for longer than the listener,
+/// Listens on `path`, which `flag` names; not blocking. `access` decides who may connect. The file goes with what is returned: keep it for longer than the listener,
 /// so that nobody finds a path on which nobody answers.
-pub fn listen(flag: &'static str, path: &Path) -> Result<(UnixListener, SocketFile), UnixSocketError> {
+pub fn listen(
+    flag: &'static str,
+    path: &Path,
+    access: &SocketAccess,
+) -> Result<(UnixListener, SocketFile), UnixSocketError> {
     let fail = |source| UnixSocketError::BindPath { flag, path: path.to_owned(), source };
     let in_use = |what| UnixSocketError::InUse { flag, path: path.to_owned(), what };
     let lock = PathLock::take(path).map_err(fail)?.ok_or_else(|| in_use("has its lock"))?;
@@ -65,10 +77,38 @@ pub fn listen(flag: &'static str, path: &Path) -> Result<(UnixListener, SocketFi
             fs::remove_file(path).map_err(fail)?;
         }
     }
-    let listener = UnixListener::bind(path).map_err(fail)?;
-    let file = SocketFile::at(path, lock).map_err(fail)?;
-    listener.set_nonblocking(true).map_err(fail)?;
+    let (listener, file) = bind(path, lock).map_err(fail)?;
+    // The file goes again if it cannot be opened to those who shall have it.
+    open_to(path, access).map_err(fail)?;
+    rustix::net::listen(&listener, BACKLOG).map_err(|err| fail(err.into()))?;
     Ok((listener, file))
+}
+
+/// Binds a socket to `path`. Only its owner may connect, whatever the umask is: the kernel gives the file the mode of the
+/// socket, less the umask (unix_bind_bsd in Linux net/unix/af_unix.c).
+fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::fs::fchmod(&socket, Mode::from_raw_mode(PRIVATE_MODE))?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok((UnixListener::from(socket), SocketFile::at(path, lock)?))
+}
+
+/// Gives the socket at `path` its group and mode. By a descriptor: what takes the path's place meanwhile keeps its own.
+fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
+    if *access == SocketAccess::default() {
+        return Ok(());
+    }
+    let group = access.group.as_deref().map(group::id_of).transpose()?;
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+    if !file.metadata()?.file_type().is_socket() {
+        return Err(io::Error::other("something else has taken its place"));
+    }
+    let file = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    if let Some(group) = group {
+        std::os::unix::fs::chown(&file, None, Some(group))?;
+    }
+    fs::set_permissions(&file, fs::Permissions::from_mode(access.mode))
 }
 
 /// What a path is.
@@ -139,12 +179,40 @@ mod tests {
 
     use super::*;
 
+    fn listen_on(path: &Path) -> Result<(UnixListener, SocketFile), UnixSocketError> {
+        listen("--api-socket", path, &SocketAccess::default())
+    }
+
+    fn mode_of(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn a_socket_is_its_owners_unless_access_is_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let socket = listen_on(&path).unwrap();
+        assert_eq!(mode_of(&path), 0o600);
+        drop(socket);
+        let group = fs::metadata(dir.path()).unwrap().gid();
+        let access = SocketAccess { mode: 0o660, group: Some(group.to_string()) };
+        let socket = listen("--metrics", &path, &access).unwrap();
+        assert_eq!((mode_of(&path), fs::metadata(&path).unwrap().gid()), (0o660, group));
+        UnixStream::connect(&path).unwrap();
+        drop(socket);
+        let unknown = SocketAccess { group: Some("no such group".to_owned()), ..access };
+        let error = listen("--metrics", &path, &unknown).unwrap_err();
+        let source = std::error::Error::source(&error).unwrap().to_string();
+        assert_eq!(source, "the host has no group \"no such group\"");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");
+    }
+
     #[test]
     fn a_socket_that_is_used_is_told_from_one_that_was_left() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let first = listen("--api-socket", &path).unwrap();
-        let text = listen("--api-socket", &path).unwrap_err().to_string();
+        let first = listen_on(&path).unwrap();
+        let text = listen_on(&path).unwrap_err().to_string();
         assert!(
             text.starts_with("--api-socket: ") && text.ends_with("in use: another process has its lock"),
             "{text}"
@@ -157,7 +225,7 @@ mod tests {
             if lock {
                 fs::write(dir.path().join("api.lock"), "").unwrap();
             }
-            let socket = listen("--api-socket", &path).unwrap();
+            let socket = listen_on(&path).unwrap();
             UnixStream::connect(&path).unwrap();
             drop(socket);
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -168,7 +236,7 @@ mod tests {
     fn what_somebody_has_is_neither_replaced_nor_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let error = || listen("--api-socket", &path).unwrap_err().to_string();
+        let error = || listen_on(&path).unwrap_err().to_string();
         // 1. Files of other kinds.
         fs::write(&path, "mine").unwrap();
         assert!(error().ends_with("exists, and is not a socket"), "{}", error());
@@ -196,14 +264,14 @@ mod tests {
         let lock = PathLock::take(&path).unwrap();
         assert!(error().ends_with("another process has its lock"), "{}", error());
         drop(lock);
-        assert!(listen("--api-socket", &path).is_ok());
+        assert!(listen_on(&path).is_ok());
     }
 
     #[test]
     fn a_file_that_took_the_sockets_place_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let socket = listen("--api-socket", &path).unwrap();
+        let socket = listen_on(&path).unwrap();
         fs::remove_file(&path).unwrap();
         fs::write(&path, "mine").unwrap();
         drop(socket);

@@ -10,6 +10,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use pmem_volume::file_mode::PRIVATE_MODE;
+
 /// Whoever has it, has the path. Its file goes with it.
 #[derive(Debug)]
 pub(super) struct PathLock {
@@ -23,8 +25,12 @@ impl PathLock {
         let path = lock_path(path);
         loop {
             let mut options = OpenOptions::new();
-            options.write(true).create(true).truncate(false).mode(0o600);
+            options.write(true).create(true).truncate(false).mode(PRIVATE_MODE);
             let file = options.custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW).open(&path)?;
+            // A lock is empty. It is removed at the end, and somebody's file is not.
+            if file.metadata()?.len() > 0 {
+                return Err(io::Error::other(format!("{path:?} has content, and is no lock")));
+            }
             if !try_lock(&file)? {
                 return Ok(None);
             }
@@ -92,6 +98,9 @@ mod tests {
         // A file that was left is as good as none.
         fs::write(lock_path(&path), "").unwrap();
         assert!(PathLock::take(&path).unwrap().is_some());
+        fs::write(lock_path(&path), "somebody's").unwrap();
+        assert!(PathLock::take(&path).unwrap_err().to_string().contains("is no lock"));
+        assert_eq!(fs::read_to_string(lock_path(&path)).unwrap(), "somebody's");
     }
 
     #[test]

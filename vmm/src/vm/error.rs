@@ -10,6 +10,7 @@ use crate::bus::BusError;
 use crate::cpu::CpuError;
 use crate::event_loop::EventLoopError;
 use crate::pci::PciError;
+use crate::unix_socket::UnixSocketError;
 use crate::virtio::block::backend::image::ImageError;
 use crate::virtio::net::tap::TapError;
 use crate::virtio::transport::pci::TransportError;
@@ -90,7 +91,8 @@ impl BuildError {
             source.downcast_ref(),
             Some(PmemFileError::InUse { .. } | PmemFileError::DeviceInUse { .. })
         );
-        let is_socket = matches!(source.downcast_ref(), Some(VsockError::SocketInUse { .. }));
+        let is_socket =
+            matches!(source.downcast_ref(), Some(VsockError::Socket(UnixSocketError::InUse { .. })));
         is_tap || is_image || is_pmem || is_socket
     }
 }

@@ -104,7 +104,7 @@ impl Api {
             let (vm, requests) = VmHandle::channel();
             let (asked, runs) = (Arc::default(), Arc::default());
             tokio::spawn(own(requests, Arc::clone(&asked), Arc::clone(&runs)));
-            let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+            let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
             let server = Server::start(socket, router(vm, Events::start()), Limits::API).unwrap();
             test(Self { path, asked, runs, _server: server, _dir: dir }).await
         })

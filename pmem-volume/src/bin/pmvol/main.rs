@@ -15,6 +15,7 @@ use clap::Parser;
 const CANNOT: u8 = 2;
 
 fn main() -> ExitCode {
+    pmem_volume::file_mode::make_files_private();
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {

@@ -1,7 +1,8 @@
 //! Shell completion and manual pages, made from the same description that parses the command line, so that they cannot
 //! say something else.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use anyhow::Context;
@@ -12,6 +13,8 @@ use super::args::{Arguments, EXIT_STATUS};
 use super::print::emit;
 
 const PROGRAM: &str = "pmvol";
+/// Documentation is for every user of the host.
+const PAGE_MODE: u32 = 0o644;
 
 /// Prints what the shell needs to complete our commands and flags.
 pub(crate) fn completion(shell: Shell) -> anyhow::Result<()> {
@@ -36,6 +39,7 @@ pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
         if path.file_name().is_some_and(|name| is_ours(&name.to_string_lossy())) {
             let page = fs::read_to_string(&path).with_context(failed)?;
             fs::write(&path, with_examples(&page)).with_context(failed)?;
+            fs::set_permissions(&path, Permissions::from_mode(PAGE_MODE)).with_context(failed)?;
         }
     }
     Ok(())

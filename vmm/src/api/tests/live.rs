@@ -22,7 +22,7 @@ pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
         let events = Events::start();
         let owner = Owner::new(FakeFactory::default(), AtGuestShutdown::End, events.clone());
         let owner = tokio::task::spawn_local(owner.run(None, requests));
-        let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+        let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(vm, events), Limits::API).unwrap();
         tokio::task::spawn_blocking(move || test(&path)).await.unwrap();
         server.stop().await;

@@ -215,6 +215,7 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 fn main() -> ExitCode {
+    pmem_volume::file_mode::make_files_private();
     match run(std::env::args_os().collect()) {
         Ok(text) => {
             // Who reads it may have read enough, like `head`.

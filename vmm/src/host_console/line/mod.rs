@@ -26,7 +26,7 @@ use self::bridge::{Bridge, End};
 use self::pty::Pty;
 use self::ring::Ring;
 use super::{ConsoleError, ConsoleInput, ConsoleOutput, HostConsole, Window};
-use crate::config::{ConsoleConfig, ConsoleMode};
+use crate::config::{ConsoleConfig, ConsoleMode, SocketAccess};
 use crate::event_loop::{EventLoop, EventLoopHandle};
 use crate::unix_socket;
 
@@ -105,7 +105,7 @@ impl Line {
             (End::Pty(pty), Some(path), window.map_err(ConsoleError::Pty)?.map(Arc::new))
         } else {
             let socket = config.socket.as_ref().ok_or(ConsoleError::NoSocket)?;
-            let (listener, file) = unix_socket::listen(port.flag(), socket)?;
+            let (listener, file) = unix_socket::listen(port.flag(), socket, &SocketAccess::default())?;
             (End::Socket { listener, _file: file }, None, None)
         };
         let pipe = || -> io::Result<_> { Ok((io::pipe()?, Arc::new(Ring::new()?))) };

@@ -2,19 +2,18 @@
 //! host, and the line by which a client says where it wants to go.
 
 use std::collections::HashMap;
-use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 use tokio::sync::mpsc;
-use tracing::{debug, warn};
 
 use super::packet::{GuestPort, HostPort, Link};
+use crate::config::SocketAccess;
+use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
 /// Connections to a port of this process that wait to be taken; more are refused.
 pub const IN_PROCESS_BACKLOG: usize = 16;
@@ -39,35 +38,9 @@ pub enum VsockError {
         /// The context id.
         cid: u32,
     },
-    /// Somebody listens on the socket already.
-    #[error("Socket {path:?} is in use by another process")]
-    SocketInUse {
-        /// The socket's path.
-        path: PathBuf,
-    },
-    /// What lies at the path is not ours to replace.
-    #[error("{path:?} exists and is not a socket")]
-    NotASocket {
-        /// The path.
-        path: PathBuf,
-    },
-    /// The path does not fit into a socket address.
-    #[error("Socket path {path:?} has {len_bytes} bytes; a socket address holds {MAX_PATH_BYTES}")]
-    PathTooLong {
-        /// The path.
-        path: PathBuf,
-        /// Its length.
-        len_bytes: usize,
-    },
-    /// The socket cannot be made.
-    #[error("Cannot listen on socket {path:?}")]
-    Listen {
-        /// The socket's path.
-        path: PathBuf,
-        /// What the operating system says.
-        #[source]
-        source: io::Error,
-    },
+    /// The socket cannot be listened on.
+    #[error(transparent)]
+    Socket(#[from] UnixSocketError),
     /// The port is registered twice.
     #[error("Port {port} has a listener in this process already")]
     PortTaken {
@@ -164,25 +137,17 @@ pub enum ConnectError {
 #[derive(Debug)]
 pub struct HostSide {
     path: PathBuf,
-    /// Device and inode of the socket: what is removed at the end must be what was made.
-    identity: Option<(u64, u64)>,
     listener: UnixListener,
+    /// Removed after the listener is closed.
+    _file: SocketFile,
     ports: VsockPorts,
 }
 
 impl HostSide {
     /// Listens on `path`. A socket that nobody listens on any more is replaced.
     pub fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
-        let len_bytes = path.as_os_str().len();
-        if len_bytes > MAX_PATH_BYTES {
-            return Err(VsockError::PathTooLong { path: path.to_owned(), len_bytes });
-        }
-        let listen = |source| VsockError::Listen { path: path.to_owned(), source };
-        remove_stale(path)?;
-        let listener = UnixListener::bind(path).map_err(listen)?;
-        listener.set_nonblocking(true).map_err(listen)?;
-        let identity = identity_of(path);
-        Ok(Self { path: path.to_owned(), identity, listener, ports })
+        let (listener, file) = unix_socket::listen("--vsock", path, &SocketAccess::default())?;
+        Ok(Self { path: path.to_owned(), listener, _file: file, ports })
     }
 
     /// The listening socket, to be watched.
@@ -220,39 +185,6 @@ impl HostSide {
         path.push(format!("_{}", port.0));
         let path = PathBuf::from(path);
         connect_nonblocking(&path).map_err(|source| ConnectError::Socket { path, source })
-    }
-}
-
-impl Drop for HostSide {
-    fn drop(&mut self) {
-        if self.identity.is_some() && identity_of(&self.path) == self.identity {
-            if let Err(err) = fs::remove_file(&self.path) {
-                warn!(path = ?self.path, %err, "Cannot remove the vsock socket");
-            }
-        } else {
-            debug!(path = ?self.path, "The vsock socket is not the one we made: left alone");
-        }
-    }
-}
-
-fn identity_of(path: &Path) -> Option<(u64, u64)> {
-    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
-}
-
-fn remove_stale(path: &Path) -> Result<(), VsockError> {
-    let listen = |source| VsockError::Listen { path: path.to_owned(), source };
-    let metadata = match fs::symlink_metadata(path) {
-        Ok(metadata) => metadata,
-        Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(err) => return Err(listen(err)),
-    };
-    if !metadata.file_type().is_socket() {
-        return Err(VsockError::NotASocket { path: path.to_owned() });
-    }
-    match connect_nonblocking(path) {
-        // The kernel's word that nobody listens. Anything else, a full backlog included, is somebody.
-        Err(err) if err.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path).map_err(listen),
-        _ => Err(VsockError::SocketInUse { path: path.to_owned() }),
     }
 }
 
@@ -344,6 +276,7 @@ impl Greeting {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::io::Write;
 
     use super::*;
@@ -410,7 +343,9 @@ mod tests {
         let path = dir.path().join("vsock");
         let first = HostSide::bind(&path, VsockPorts::new()).unwrap();
         let error = HostSide::bind(&path, VsockPorts::new()).unwrap_err();
-        assert!(matches!(&error, VsockError::SocketInUse { path: named } if *named == path), "{error}");
+        let named = format!("--vsock: {path:?} is in use: another process has its lock");
+        assert_eq!(error.to_string(), named);
+        assert!(UnixStream::connect(&path).is_ok());
         assert!(path.exists());
         drop(first);
 
@@ -421,14 +356,8 @@ mod tests {
 
         fs::write(&path, "precious").unwrap();
         let error = HostSide::bind(&path, VsockPorts::new()).unwrap_err();
-        assert!(matches!(error, VsockError::NotASocket { .. }));
+        assert!(error.to_string().ends_with("exists, and is not a socket"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
-
-        let long = dir.path().join("x".repeat(120));
-        assert!(matches!(
-            HostSide::bind(&long, VsockPorts::new()),
-            Err(VsockError::PathTooLong { len_bytes, .. }) if len_bytes > MAX_PATH_BYTES
-        ));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
+use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::claim::is_pool;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use pmem_volume::unnamed_file::{Taken, Unnamed};
@@ -15,9 +16,6 @@ use pmem_volume::unnamed_file::{Taken, Unnamed};
 use super::args::ImageFormat;
 
 const QEMU_IMG: &str = "qemu-img";
-/// As the umask has it: an image is the user's.
-const FILE_MODE: u32 = 0o666;
-
 /// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is begun. What is copied,
 /// `source`, may not, nor any pool: of neither is there another.
 pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
@@ -47,7 +45,7 @@ const EXISTS: &str = "the file exists already; --force replaces it";
 
 /// A file beside `path` that has no name yet.
 pub(super) fn nameless(path: &Path) -> anyhow::Result<Unnamed> {
-    Unnamed::in_folder_of(path, FILE_MODE)
+    Unnamed::in_folder_of(path, PRIVATE_MODE)
         .with_context(|| format!("cannot make a file in the folder of {}", path.display()))
 }
 

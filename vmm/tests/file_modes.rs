@@ -1,0 +1,84 @@
+//! Modes of the files and sockets that the VMM makes, at umasks that would give them to everybody. Needs no KVM.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// A VMM without a VM. Dropping it ends it.
+struct Vmm(Child);
+
+impl Vmm {
+    fn start(umask: libc::mode_t, folder: &Path, metrics: &str) -> Self {
+        let path = |name| folder.join(name).display().to_string();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        command.args(["--api-socket", &path("api"), "--log-file", &path("log"), "-v"]);
+        command.args(["--event-monitor", &format!("path={}", path("events"))]);
+        command.args(["--metrics", metrics]);
+        // SAFETY: umask() is a system call that takes a number, which may be made between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                libc::umask(umask);
+                Ok(())
+            });
+        }
+        let mut vmm = Self(command.spawn().unwrap());
+        let begin = Instant::now();
+        while !folder.join("metrics").exists() {
+            assert!(vmm.0.try_wait().unwrap().is_none(), "the VMM has ended");
+            assert!(begin.elapsed() < Duration::from_secs(60), "the VMM does not come up");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        vmm
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Names of the files in `folder` and their modes.
+fn modes(folder: &Path) -> Vec<(String, u32)> {
+    let of = |entry: fs::DirEntry| {
+        let mode = fs::symlink_metadata(entry.path()).unwrap().permissions().mode();
+        (entry.file_name().into_string().unwrap(), mode & 0o777)
+    };
+    let mut modes: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| of(entry.unwrap())).collect();
+    modes.sort();
+    modes
+}
+
+#[test]
+fn files_and_sockets_of_the_vmm_are_private_at_every_umask() {
+    for umask in [0o000, 0o022, 0o002] {
+        let folder = TempDir::new().unwrap();
+        let metrics = folder.path().join("metrics").display().to_string();
+        let _vmm = Vmm::start(umask, folder.path(), &format!("unix:{metrics}"));
+        let modes = modes(folder.path());
+        let names: Vec<_> = modes.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["api", "api.lock", "events", "log", "metrics", "metrics.lock"]);
+        assert!(modes.iter().all(|(_, mode)| *mode == 0o600), "umask {umask:03o}: {modes:o?}");
+    }
+}
+
+#[test]
+fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
+    let folder = TempDir::new().unwrap();
+    let metrics = folder.path().join("metrics").display().to_string();
+    let _vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics},mode=0666"));
+    let begin = Instant::now();
+    let open = || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
+    // The socket has its name a moment before its mode.
+    while open().is_empty() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "the socket stays private");
+        std::thread::yield_now();
+    }
+    assert_eq!(open(), [("metrics".to_owned(), 0o666)]);
+}
