@@ -264,6 +264,25 @@ fn a_plot_has_a_panel_for_each_policy() {
 
 /// A guest of 1 GiB that uses 100 MiB all day, and once, for a second, 600 MiB.
 #[test]
+fn a_plot_replaces_a_plot_and_nothing_else() {
+    use std::os::unix::fs::PermissionsExt;
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("somebodys.svg");
+    let _ = std::fs::remove_file(&path);
+    let args = ["--duration", "1s", "--policy", "off", "--plot", path.to_str().unwrap()];
+    printed(&args);
+    let plot = std::fs::read(&path).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    printed(&args);
+    assert_eq!(std::fs::read(&path).unwrap(), plot);
+    std::fs::write(&path, "mine").unwrap();
+    let output = sim(&args);
+    assert_eq!(output.status.code(), Some(1));
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(message.contains("the file exists and is no SVG image"), "{message}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+}
+
+#[test]
 fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
     const NOON_MS: u64 = 43_200_000;
     const MIB: u64 = 1 << 20;

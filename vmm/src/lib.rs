@@ -23,6 +23,7 @@ pub mod metrics;
 pub mod nmi_status;
 pub mod nvdimm;
 pub mod open_files;
+pub mod output_file;
 pub mod pci;
 pub mod pool;
 pub mod serial;

@@ -7,10 +7,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use pmem_volume::file_mode::PRIVATE_MODE;
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
 
 use crate::config::LogConfig;
+use crate::output_file::admit;
 
 /// Why nothing can be logged.
 #[derive(Debug, Error)]
@@ -35,8 +37,10 @@ pub fn start(config: &LogConfig) -> Result<(), LogError> {
     match &config.file {
         None => lines.with_ansi(stderr().is_terminal()).with_writer(stderr).init(),
         Some(path) => {
-            let open = |path| -> io::Result<File> {
-                OpenOptions::new().create(true).append(true).mode(0o640).open(path)
+            let open = |path: &PathBuf| -> io::Result<File> {
+                let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
+                admit(&file, path)?;
+                Ok(file)
             };
             let file = open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;
             lines.with_ansi(false).with_writer(Arc::new(file)).init();

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::lock::{Holder, LockKind};
+use super::mark::Mark;
 use super::opening::{FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use};
 use super::{OpenMode, Pool, PoolError};
 
@@ -89,6 +90,11 @@ pub fn is_pool(file: &File, path: &Path) -> bool {
     !matches!(Pool::open(path, OpenMode::Peek), Err(PoolError::NotAPool { .. }))
 }
 
+/// Whether a file is a pool that the host has marked as one. A guest that copies a pool into its disk does not make the disk a pool.
+pub fn is_marked_pool(file: &File, path: &Path) -> bool {
+    Mark::of(file) == Some(Mark::Pool) && is_pool(file, path)
+}
+
 #[cfg(test)]
 mod tests {
     use tempfile::TempDir;
@@ -120,10 +126,18 @@ mod tests {
         drop(readers);
         let claimed = claim(&path, true, 0).unwrap();
         assert!(matches!(Pool::open(&path, OpenMode::ReadWrite), Err(PoolError::InUse { .. })));
+        assert!(is_marked_pool(&claimed, &path));
         // It is the open file that counts.
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
         assert!(is_pool(&claimed, &path));
+        // What a guest can do: the bytes of a pool in a file that is none. And a pool that the host has made a disk.
+        let copy = folder.path().join("copy");
+        fs::write(&copy, fs::read(folder.path().join("other")).unwrap()).unwrap();
+        let copy_file = File::open(&copy).unwrap();
+        assert!(is_pool(&copy_file, &copy) && !is_marked_pool(&copy_file, &copy));
+        claimed.set_len(0).unwrap();
+        assert!(!is_marked_pool(&claimed, &path));
     }
 
     #[test]

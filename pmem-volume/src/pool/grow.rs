@@ -87,7 +87,7 @@ impl Pool {
             |source| PoolError::File { path: self.path.clone(), action: "look behind the end of", source };
         let file = self.backing.file_media().file().try_clone().map_err(failed)?;
         let device = FileMedia::new(file, range.end, false)?;
-        match super::foreign::found_in(&device, range)? {
+        match super::signature::found_in(&device, range)? {
             Some(found) => Err(PoolError::DeviceGrowthNotEmpty { path: self.path.clone(), found }),
             None => Ok(()),
         }

@@ -12,6 +12,7 @@ use super::findings::{Finding, Severity};
 use super::layout::{
     FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
 };
+use super::mark::Mark;
 use super::mirrored::{self, Copies, Mirrored};
 use super::opening::{Length, Opened};
 use super::redo_log::{self, LogState, Redone};
@@ -19,7 +20,7 @@ use super::scan::{Scan, scan};
 use super::scrub_queue::ScrubQueue;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, Counts, Pool, PoolError, State, blocks, foreign, grow, split};
+use super::{Backing, Counts, Pool, PoolError, State, blocks, grow, signature, split};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 
@@ -151,6 +152,10 @@ impl Pool {
                 superblock = grow::withdraw(media, &superblock)?;
             }
         }
+        if let (true, Backing::File(media)) = (writable, &backing) {
+            // Where files have no marks, a pool that nobody has open can be given to a guest as a disk.
+            let _ = Mark::Pool.set(media.file());
+        }
         let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
         let levels = Mutex::new(state.levels());
@@ -261,7 +266,7 @@ pub(super) fn judge_superblocks(
 ) -> Result<(Superblock, Vec<Finding>), PoolError> {
     let path = || path.to_owned();
     let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
-    let found = foreign::seems_to_be(copies[0].as_bytes(), length.bytes());
+    let found = signature::seems_to_be(copies[0].as_bytes(), length.bytes());
     let mut findings = Vec::new();
     let bytes = match mirrored::choose(copies) {
         Copies::Agree(bytes) => bytes,

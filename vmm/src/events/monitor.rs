@@ -3,13 +3,16 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::thread::JoinHandle;
 
+use pmem_volume::file_mode::PRIVATE_MODE;
 use thiserror::Error;
 use tracing::{debug, warn};
 
 use super::{Events, Seen, Told, Watcher};
 use crate::config::EventMonitor;
+use crate::output_file::admit;
 
 /// Why events cannot be written.
 #[derive(Debug, Error)]
@@ -50,7 +53,15 @@ impl Monitor {
 
 fn open(target: &EventMonitor) -> io::Result<File> {
     match target {
-        EventMonitor::Path(path) => OpenOptions::new().write(true).create(true).truncate(true).open(path),
+        EventMonitor::Path(path) => {
+            let mut options = OpenOptions::new();
+            let file = options.write(true).create(true).truncate(false).mode(PRIVATE_MODE).open(path)?;
+            admit(&file, path)?;
+            if file.metadata()?.is_file() {
+                file.set_len(0)?;
+            }
+            Ok(file)
+        }
         EventMonitor::Fd(fd) => {
             // SAFETY: F_GETFD reads a flag of whatever the number names, or fails.
             if unsafe { libc::fcntl(*fd, libc::F_GETFD) } < 0 {

@@ -2,12 +2,14 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::warn;
 
 use super::{ConsoleError, Lines};
+use crate::output_file::admit;
 
 /// What becomes of a file that is there already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +51,9 @@ impl ConsoleFiles {
     pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         let (file, is_made) = match options.append(true).open(path) {
-            Err(err) if err.kind() == io::ErrorKind::NotFound => (options.create(true).open(path)?, true),
+            Err(err) if err.kind() == io::ErrorKind::NotFound => {
+                (options.create(true).mode(PRIVATE_MODE).open(path)?, true)
+            }
             result => (result?, false),
         };
         // Remembered before anything else can fail: what was made goes again, whatever comes.
@@ -57,6 +61,10 @@ impl ConsoleFiles {
         let opened = self.opened.push_mut(Opened { path: path.to_owned(), file, made });
         if is_made {
             opened.made = Some(fs::canonicalize(path)?);
+        }
+        // After a reboot it is the guest's.
+        if self.start == FileStart::Empty {
+            admit(&opened.file, path)?;
         }
         opened.file.try_clone()
     }

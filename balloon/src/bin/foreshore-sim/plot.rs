@@ -11,6 +11,9 @@ use balloon::sim::{Extremes, Point};
 /// see red and green as others do (Okabe and Ito). Later ones are drawn over earlier ones, which shine through.
 type Curve = (&'static str, &'static str, fn(&Point) -> Extremes);
 
+/// First bytes of every plot.
+pub(super) const BEGIN: &str = "<svg xmlns=";
+
 const CURVES: [Curve; 4] = [
     ("total", "#0072b2", |point| point.total_bytes),
     ("available", "#009e73", |point| point.available_bytes),

@@ -1,10 +1,11 @@
 //! Makes the VMs, runs them under each policy, and prints what has come of it.
 
-use std::fs::File;
-use std::io::BufReader;
+use std::fs::{File, OpenOptions};
+use std::io::{BufReader, Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use balloon::controller::Rules;
 use balloon::policy::Policy;
 use balloon::sim::{
@@ -56,13 +57,30 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
     }
     if let Some(path) = &scenario.plot {
         let svg = plot::svg(&panels, duration_ms);
-        std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+        write_plot(path, &svg).with_context(|| format!("cannot write {}", path.display()))?;
     }
     match scenario.format {
         Format::Table => Ok(table::text(&rows).into_bytes()),
         Format::Json => table::json(&rows),
         Format::Csv => table::csv(&rows),
     }
+}
+
+/// Writes a plot. A file that is no plot belongs to somebody, and is never replaced.
+fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
+    let mut options = OpenOptions::new();
+    let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    if file.metadata()?.is_file() {
+        let mut first = [0; plot::BEGIN.len()];
+        let is_plot = file.read_exact(&mut first).is_ok() && first == *plot::BEGIN.as_bytes();
+        if !is_plot && file.metadata()?.len() > 0 {
+            bail!("the file exists and is no SVG image that foreshore-sim made");
+        }
+        file.set_len(0)?;
+        file.rewind()?;
+    }
+    file.write_all(svg.as_bytes())?;
+    Ok(())
 }
 
 /// All of them, if none is named. `fixed` gets what the guest can have, which is its use here: a guest that has all of

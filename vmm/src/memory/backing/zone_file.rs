@@ -7,6 +7,9 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
+use pmem_volume::file_mode::PRIVATE_MODE;
+use pmem_volume::pool::mark::Mark;
+use pmem_volume::pool::signature::known_content;
 use thiserror::Error;
 use tracing::warn;
 
@@ -45,6 +48,14 @@ pub enum ZoneFileError {
         /// Where, in bytes.
         at: u64,
     },
+    /// Somebody's data.
+    #[error(
+        "it holds {content}, and a guest's memory begins as zeros: name another file, or remove this one"
+    )]
+    HasContent {
+        /// Its content.
+        content: &'static str,
+    },
     /// It cannot be made zeros.
     #[error("its file system cannot empty it (fallocate, punch hole)")]
     Empty(#[source] io::Error),
@@ -75,7 +86,7 @@ impl ZoneFile {
         let mut options = OpenOptions::new();
         options.read(true).write(shared || kind.is_dir());
         if kind.is_dir() {
-            options.custom_flags(libc::O_TMPFILE).mode(0o600);
+            options.custom_flags(libc::O_TMPFILE).mode(PRIVATE_MODE);
         } else {
             // What was put in its place since, a pipe for one, must not keep us waiting.
             options.custom_flags(libc::O_NONBLOCK);
@@ -90,13 +101,13 @@ impl ZoneFile {
             let len = size_bytes.next_multiple_of(huge_page_bytes.unwrap_or(1));
             file.set_len(len).map_err(ZoneFileError::Open)?;
         } else {
-            Self::check(&file, size_bytes, shared)?;
+            Self::check(&file, path, size_bytes, shared)?;
         }
         let access = if shared || kind.is_dir() { Access::ReadWrite } else { Access::ReadWritePrivate };
         Ok(Self { file: Arc::new(file), access, huge_page_bytes })
     }
 
-    fn check(file: &File, size_bytes: u64, shared: bool) -> Result<(), ZoneFileError> {
+    fn check(file: &File, path: &Path, size_bytes: u64, shared: bool) -> Result<(), ZoneFileError> {
         let file_bytes = file.metadata().map_err(ZoneFileError::Open)?.len();
         if file_bytes < size_bytes {
             return Err(ZoneFileError::TooShort { file_bytes, size_bytes });
@@ -109,6 +120,13 @@ impl ZoneFile {
         }
         // Released with the last mapping's file, at the end of the machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
+        // What an earlier guest had in its memory is nobody's. hugetlbfs holds nothing but memory, and has no marks.
+        let is_memory = Mark::of(file) == Some(Mark::Memory)
+            || huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_some();
+        if !is_memory && let Some(content) = known_content(file, path).map_err(ZoneFileError::Open)? {
+            return Err(ZoneFileError::HasContent { content });
+        }
+        let _ = Mark::Memory.set(file);
         if let Some(at) = first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes) {
             warn!(%at, "--memory-zone file=: what is in the file is discarded: a guest's memory begins as zeros");
         }
@@ -193,6 +211,23 @@ mod tests {
         assert!(error(file.path(), true).contains("locked"));
         drop(zone);
         ZoneFile::open(file.path(), SIZE, true).unwrap();
+    }
+
+    #[test]
+    fn a_pool_or_a_file_system_is_not_emptied_and_a_guests_memory_is() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, 16 << 20, 0).unwrap());
+        let before = std::fs::read(&path).unwrap();
+        assert!(error(&path, true).starts_with("it holds a pool, and a guest's memory begins as zeros"));
+        assert!(std::fs::read(&path).unwrap() == before);
+        let memory = folder.path().join("memory");
+        File::create(&memory).unwrap().set_len(SIZE).unwrap();
+        drop(ZoneFile::open(&memory, SIZE, true).unwrap());
+        // The guest had a pool in its memory.
+        std::fs::write(&memory, &before).unwrap();
+        ZoneFile::open(&memory, SIZE, true).unwrap();
+        assert!(std::fs::read(&memory).unwrap()[..SIZE as usize].iter().all(|byte| *byte == 0));
     }
 
     #[test]

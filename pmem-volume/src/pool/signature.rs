@@ -3,8 +3,13 @@
 //! Not every format is known: any byte at the start or the end of the device that is not zero counts as somebody's, and
 //! the well-known formats are named.
 
+use std::fs::File;
+use std::io::{self, Read};
 use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
 
+use super::claim::is_pool;
 use crate::media::{Media, MediaError};
 
 /// How much is looked at, at either end: the common formats have something there.
@@ -57,6 +62,43 @@ pub(super) fn found_in(device: &dyn Media, range: Range<u64>) -> Result<Option<S
     Ok(None)
 }
 
+/// Formats of disk images.
+const IMAGES: &[Signature] = &[
+    Signature { offset: 0, bytes: b"QFI\xfb", name: "a qcow2 image" },
+    Signature { offset: 0, bytes: b"QED\0", name: "a QED image" },
+    Signature { offset: 0, bytes: b"KDMV", name: "a VMDK image" },
+    Signature { offset: 0, bytes: b"COWD", name: "a VMDK image" },
+    Signature { offset: 0, bytes: b"# Disk DescriptorFile", name: "a VMDK image" },
+    Signature { offset: 0, bytes: b"vhdxfile", name: "a VHDX image" },
+    Signature { offset: 0, bytes: b"conectix", name: "a VHD image" },
+    Signature { offset: 0, bytes: b"WithoutFreeSpace", name: "a Parallels image" },
+    Signature { offset: 0, bytes: b"WithouFreSpacExt", name: "a Parallels image" },
+    Signature { offset: 0x40, bytes: b"\x7f\x10\xda\xbe", name: "a VDI image" },
+];
+
+/// Bytes at the start of a file that hold every signature.
+const HEAD_BYTES: u64 = 0x11000;
+
+/// Format of the disk image that begins with `head`, unless it is a raw one.
+pub fn image_format(head: &[u8]) -> Option<&'static str> {
+    IMAGES.iter().find(|signature| signature.is_in(head)).map(|signature| signature.name)
+}
+
+/// Known content of a file that is about to be emptied or written by the host: a pool, a file system, a partition table, a BTT
+/// or a disk image. Never to be asked of a file that a guest writes.
+pub fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+    // By /proc: the open file, whatever has its name by now, and readable although it may be open for writing alone.
+    let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let open = if open.exists() { &open } else { path };
+    let mut head = Vec::new();
+    File::open(open)?.take(HEAD_BYTES).read_to_end(&mut head)?;
+    if is_pool(file, path) {
+        return Ok(Some("a pool"));
+    }
+    let known = SIGNATURES.iter().chain(IMAGES).find(|signature| signature.is_in(&head));
+    Ok(known.map(|signature| signature.name))
+}
+
 /// What a file or device seems to be, by its first bytes, which are no superblock.
 pub(super) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
     if len_bytes < first.len() as u64 {
@@ -93,6 +135,31 @@ mod tests {
             let text = found(signature.offset as u64, signature.bytes).unwrap();
             assert!(text.ends_with(signature.name), "{text}");
         }
+    }
+
+    #[test]
+    fn known_content_of_files_is_named() {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let path = folder.path().join("file");
+        let content = |len: u64, offset: u64, bytes: &[u8]| {
+            let file = File::create(&path).unwrap();
+            file.set_len(len).unwrap();
+            std::os::unix::fs::FileExt::write_all_at(&file, bytes, offset).unwrap();
+            known_content(&file, &path).unwrap()
+        };
+        for signature in SIGNATURES.iter().chain(IMAGES) {
+            let named = content(1 << 20, signature.offset as u64, signature.bytes);
+            assert_eq!(named, Some(signature.name));
+        }
+        for text in [&b""[..], b"[    0.000000] Linux version 6.12\n", &[7; 100_000]] {
+            assert_eq!(content(0, 0, text), None);
+        }
+        assert_eq!(image_format(b"QFI\xfb\0\0\0\x03"), Some("a qcow2 image"));
+        assert_eq!(image_format(b"QFI"), None);
+        std::fs::remove_file(&path).unwrap();
+        drop(crate::Pool::create(&path, 16 << 20, 0).unwrap());
+        let file = File::options().append(true).open(&path).unwrap();
+        assert_eq!(known_content(&file, &path).unwrap(), Some("a pool"));
     }
 
     #[test]

@@ -1,0 +1,131 @@
+//! Files that the VMM writes: consoles, events and the log. Output never goes into a file that holds a pool, a file system, a
+//! partition table or a disk image.
+//!
+//! Content is looked at when the host's user gives a file for output for the first time. The file is then marked, and its content
+//! is the guest's: a guest that writes a file system to its serial port does not stop the next VMM.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use pmem_volume::pool::Holder;
+use pmem_volume::pool::lock::{LockKind, try_lock};
+use pmem_volume::pool::mark::Mark;
+use pmem_volume::pool::signature::known_content;
+use thiserror::Error;
+use tracing::debug;
+
+/// Why a file is not written to.
+#[derive(Debug, Error)]
+pub enum OutputFileError {
+    /// Output would destroy somebody's data.
+    #[error("{path:?} holds {content}, which output would destroy: name another file, or remove this one")]
+    HasContent {
+        /// The file.
+        path: PathBuf,
+        /// Its content.
+        content: &'static str,
+    },
+    /// Output would overwrite a disk from its first byte.
+    #[error("{path:?} is a block device, and output goes to a file, a pipe or a terminal")]
+    BlockDevice {
+        /// The device.
+        path: PathBuf,
+    },
+    /// A disk or a pool of another process.
+    #[error("{path:?} is in use by {holder}")]
+    InUse {
+        /// The file.
+        path: PathBuf,
+        /// The process.
+        holder: Holder,
+    },
+    /// The file cannot be examined.
+    #[error("cannot find out what {path:?} holds")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Reason of the operating system.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl From<OutputFileError> for io::Error {
+    fn from(error: OutputFileError) -> Self {
+        Self::other(error)
+    }
+}
+
+/// Admits an open file for output, and excludes disks and pools from it as long as it is open. Pipes and terminals pass.
+pub fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
+    let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
+    let kind = file.metadata().map_err(failed)?.file_type();
+    if kind.is_block_device() {
+        return Err(OutputFileError::BlockDevice { path: path.to_owned() });
+    }
+    if !kind.is_file() {
+        return Ok(());
+    }
+    // Shared, because a serial port and a console may have one file.
+    if let Err(holder) = try_lock(file, LockKind::Shared).map_err(failed)? {
+        return Err(OutputFileError::InUse { path: path.to_owned(), holder });
+    }
+    if Mark::of(file) == Some(Mark::Output) {
+        return Ok(());
+    }
+    if let Some(content) = known_content(file, path).map_err(failed)? {
+        return Err(OutputFileError::HasContent { path: path.to_owned(), content });
+    }
+    if let Err(err) = Mark::Output.set(file) {
+        debug!(?path, %err, "The file cannot be marked: its content is looked at again at the next start");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn append(path: &Path) -> File {
+        File::options().append(true).create(true).open(path).unwrap()
+    }
+
+    #[test]
+    fn content_is_looked_at_once_and_then_belongs_to_the_guest() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("serial");
+        let mut disk = vec![0; 1 << 20];
+        disk[0x438..0x43a].copy_from_slice(b"\x53\xef");
+        fs::write(&path, &disk).unwrap();
+        let error = admit(&append(&path), &path).unwrap_err().to_string();
+        assert!(error.contains("holds an ext2, ext3 or ext4 file system"), "{error}");
+        fs::remove_file(&path).unwrap();
+        admit(&append(&path), &path).unwrap();
+        // The guest writes the same to its serial port, and the next VMM starts.
+        fs::write(&path, &disk).unwrap();
+        admit(&append(&path), &path).unwrap();
+        fs::write(&path, "[    0.000000] Linux version").unwrap();
+        admit(&append(&path), &path).unwrap();
+    }
+
+    #[test]
+    fn disks_and_pools_in_use_take_no_output() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        fs::write(&path, [1; 4096]).unwrap();
+        let disk = pmem_volume::pool::claim::claim(&path, true, 0).unwrap();
+        let error = admit(&append(&path), &path).unwrap_err().to_string();
+        assert!(error.contains(&format!("is in use by process {}", std::process::id())), "{error}");
+        drop(disk);
+        let [one, two] = [(); 2].map(|()| append(&path));
+        admit(&one, &path).unwrap();
+        admit(&two, &path).unwrap();
+        assert!(pmem_volume::pool::claim::claim(&path, true, 0).is_err());
+        let null = File::options().write(true).open("/dev/null").unwrap();
+        admit(&null, Path::new("/dev/null")).unwrap();
+    }
+}
