@@ -64,7 +64,7 @@ fn files_and_sockets_of_the_vmm_are_private_at_every_umask() {
         let modes = modes(folder.path());
         let names: Vec<_> = modes.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["api", "api.lock", "events", "log", "metrics", "metrics.lock"]);
-        assert!(modes.iter().all(|(_, mode)| *mode == 0o600), "umask {umask:03o}: {modes:o?}");
+        assert!(modes.iter().all(|(_, mode)| *mode == 0o600), "umask {umask:03o}: {modes:?}");
     }
 }
 

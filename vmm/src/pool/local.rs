@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource};
+use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas};
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
@@ -172,24 +172,30 @@ impl PoolVolume for Volume {
     /// comes first.
     fn settle(&self) -> Result<(), PoolError> {
         let failed = |err| PoolError::Failed(Box::new(err));
+        let name = &self.info().name;
+        // The engine would go on with the old BTT by its copy, and write to what the guest has put in its place. The guest's driver
+        // finds no BTT, and so nothing that needs to be settled.
+        let is_replaced = |place: &Place| matches!(place, Ok((_, InfoSource::Second)));
+        if let Some(arena) = arenas(self).iter().position(is_replaced) {
+            warn!(
+                volume = name,
+                arena,
+                "The volume's BTT has lost its first info block, and the guest's driver finds no sectors; a guest that has made \
+                 something else of its volume does that. If this one has not, `pmvol btt repair` restores the BTT"
+            );
+            return Ok(());
+        }
         match Engine::open(self) {
             Ok(engine) => {
-                let arenas = engine.arenas();
-                if let Some(arena) = arenas.iter().position(|arena| arena.source == Some(InfoSource::Second))
-                {
-                    return Err(PoolError::InfoBlock { name: self.info().name.clone(), arena });
-                }
-                warn_of_read_only(&self.info().name, &arenas);
+                warn_of_read_only(name, &engine.arenas());
                 engine.settle().map_err(failed)
             }
-            Err(
-                err @ (EngineError::Media(_)
-                | EngineError::Ambiguous { .. }
-                | EngineError::NoBtt { why: InfoError::Media(_), .. }),
-            ) => Err(failed(err)),
+            Err(err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. })) => {
+                Err(failed(err))
+            }
             Err(err) => {
                 // What the guest makes of it is the guest's business: it may want to write another BTT.
-                warn!(volume = self.info().name, %err, "The volume's BTT is not what is served as a disk");
+                warn!(volume = name, %err, "The volume's BTT is not what is served as a disk");
                 Ok(())
             }
         }
@@ -422,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_is_not_given_a_volume_in_which_its_driver_would_find_none() {
+    fn a_volume_whose_btt_the_guest_has_replaced_is_served_as_the_guest_left_it() {
         let (pool, path, _folder) = pool();
         create_data(&pool);
         let signature = b"BTT_ARENA_INFO\0\0";
@@ -430,10 +436,14 @@ mod tests {
         let at =
             bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block") * 4096;
         let file = OpenOptions::new().write(true).open(&path).unwrap();
-        file.write_all_at(&[0; 16], at as u64).unwrap();
-        let err = pool.open_volume("data").unwrap().settle().unwrap_err();
-        let message = err.to_string();
-        assert!(message.contains("\"data\"") && message.contains("pmvol btt repair"), "{message}");
+        // As `ndctl create-namespace -m fsdax` does in the guest, which then uses all of the volume.
+        file.write_all_at(b"NVDIMM_PFN_INFO\0", at as u64).unwrap();
+        let map_at = at as u64 + 16 * MIB;
+        file.write_all_at(&[0x55; 4096], map_at).unwrap();
+        let before = fs::read(&path).unwrap();
+        pool.open_volume("data").unwrap().settle().unwrap();
+        assert!(fs::read(&path).unwrap() == before, "the guest's bytes are left alone");
+        file.write_all_at(&[0; 4096], map_at).unwrap();
         // By the copy, for who translates for the guest.
         let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
         sectors.write(7, &[1; 4096]).unwrap();

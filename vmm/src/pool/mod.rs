@@ -41,17 +41,6 @@ pub enum PoolError {
         /// What there is.
         available_bytes: u64,
     },
-    /// The volume is whole for us, and nothing for a guest.
-    #[error(
-        "Arena {arena} of volume {name:?} has lost its first info block, and a guest's own driver would find no disk there; \
-         `pmvol btt repair` restores it from its copy"
-    )]
-    InfoBlock {
-        /// The volume.
-        name: String,
-        /// Which one, from 0.
-        arena: usize,
-    },
     /// The host has no thread left.
     #[error("The thread that erases what is given back cannot be started")]
     Scrubber(#[source] io::Error),

@@ -152,7 +152,7 @@ pub(super) fn attach_disk(
         readonly: config.readonly,
         direct: config.direct,
         sparse: config.sparse,
-        surely_raw: config.image_type == ImageType::Raw,
+        is_called_raw: config.image_type == ImageType::Raw,
     };
     let image = RawImage::open(&config.path, options).map_err(BuildError::device("--disk"))?;
     let id = config.id.clone().expect("a VM's devices have ids");

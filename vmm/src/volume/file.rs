@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pmem_volume::Durability;
+use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::media::{self, FileMedia, Media, MediaError};
 use pmem_volume::pool::Holder;
-use pmem_volume::pool::claim::{ClaimError, claim, is_pool};
+use pmem_volume::pool::claim::{ClaimError, claim, is_marked_pool};
 use thiserror::Error;
 
 use super::{Persist, PersistError};
@@ -111,7 +112,7 @@ impl PmemFile {
             (false, _) => existing_file(&config.file, !config.discard_writes)?,
         };
         let len_bytes = shown_bytes(&file, config.size)?;
-        if !is_directory && !config.discard_writes && is_pool(&file, &config.file) {
+        if !is_directory && !config.discard_writes && is_marked_pool(&file, &config.file) {
             return Err(PmemFileError::IsPool { path: config.file.clone() });
         }
         let contents = match config.discard_writes {
@@ -193,7 +194,8 @@ impl Persist for PmemFile {
 /// A file without a name, which goes with its last user.
 fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
     let mut options = File::options();
-    let file = options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
+    let file =
+        options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(PRIVATE_MODE).open(directory);
     let file = file.map_err(|source| PmemFileError::Open { path: directory.to_owned(), source })?;
     file.set_len(bytes).map_err(PmemFileError::Length)?;
     Ok(file)

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pmem_volume::pool::Holder;
-use pmem_volume::pool::claim::{ClaimError, claim, is_pool};
+use pmem_volume::pool::claim::{ClaimError, claim, is_marked_pool, is_pool};
+use pmem_volume::pool::signature::image_format;
 use thiserror::Error;
 use tracing::warn;
 
 use super::blocking::{Blocking, Store};
-use super::probe::{HEAD_BYTES, foreign_format};
 use super::uring::Uring;
 use super::{Backend, Executor, Geometry, ResizeError};
 use crate::virtio::block::buffer::Buffers;
@@ -36,8 +36,8 @@ pub struct ImageOptions {
     pub direct: bool,
     /// Ranges that are discarded give their blocks back to the file system.
     pub sparse: bool,
-    /// It is a raw image, whatever it begins with.
-    pub surely_raw: bool,
+    /// The host's user has called it a raw image: content that looks like something else is no warning.
+    pub is_called_raw: bool,
 }
 
 /// Why an image cannot be a disk.
@@ -78,23 +78,12 @@ pub enum ImageError {
     },
     /// What a guest writes there would be the end of a pool.
     #[error(
-        "{path:?} is a pool: --pm-volume pool={} attaches volumes of it, and image_type=raw takes the file as it is",
+        "{path:?} is a pool, and marked as one by the host: --pm-volume pool={} attaches volumes of it",
         path.display()
     )]
     IsPool {
         /// Its path.
         path: PathBuf,
-    },
-    /// An image, but not a raw one.
-    #[error(
-        "{path:?} is a {format} image, and only raw ones are served; `qemu-img convert -O raw` makes one, and \
-         image_type=raw takes the file as it is"
-    )]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// Its format.
-        format: &'static str,
     },
     /// Nothing to serve.
     #[error("{path:?} has {size_bytes} bytes, less than a block of {block_bytes}")]
@@ -146,11 +135,12 @@ impl RawImage {
         if served_bytes == 0 {
             return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
         }
-        if !options.surely_raw {
-            refuse_foreign(&file, size_bytes, path)?;
-            if !options.readonly && is_pool(&file, path) {
-                return Err(ImageError::IsPool { path: path.to_owned() });
-            }
+        // By the host's mark: the bytes are the guest's, and never end its VM.
+        if !options.readonly && is_marked_pool(&file, path) {
+            return Err(ImageError::IsPool { path: path.to_owned() });
+        }
+        if !options.is_called_raw {
+            warn_of_content(&file, path);
         }
         if served_bytes != size_bytes {
             warn!(?path, size_bytes, block_bytes, "The end of the image is no whole block and is not served");
@@ -291,27 +281,20 @@ impl Backend for Arc<RawImage> {
     }
 }
 
-/// A probe is a whole page, on a page: O_DIRECT wants no less.
-fn refuse_foreign(file: &File, size_bytes: u64, path: &Path) -> Result<(), ImageError> {
-    let page = u64::from(PAGE_BYTES);
-    let page_at = |offset: u64| {
-        let mut buffer = Buffers::default().take(PAGE_BYTES as usize);
-        // The end of a file may be the middle of a page: then there is less.
-        match file.read_at(buffer.bytes_mut(), offset) {
-            Ok(_) => Ok(buffer),
-            Err(source) => Err(ImageError::Io { path: path.to_owned(), done: "read", source }),
-        }
-    };
-    let head = page_at(0)?;
-    let tail_at = size_bytes.saturating_sub(SECTOR_BYTES);
-    // It may lie across the last two.
-    let first = tail_at / page * page;
-    let last = [page_at(first)?, page_at(first + page)?];
-    let tail: Vec<u8> = last.iter().flat_map(|page| page.bytes()).copied().collect();
-    let tail = &tail[(tail_at - first) as usize..][..SECTOR_BYTES as usize];
-    match foreign_format(&head.bytes()[..HEAD_BYTES], tail) {
-        Some(format) => Err(ImageError::Format { path: path.to_owned(), format }),
-        None => Ok(()),
+/// Warns of an image that may have been taken for a raw one. It is served all the same: a guest can write such bytes to a raw
+/// image, and a guest's writes do not stop its VMM.
+fn warn_of_content(file: &File, path: &Path) {
+    // A whole page, on a page: O_DIRECT takes no less.
+    let mut head = Buffers::default().take(PAGE_BYTES as usize);
+    let format = file.read_at(head.bytes_mut(), 0).ok().and_then(|len| image_format(&head.bytes()[..len]));
+    let content = format.or_else(|| is_pool(file, path).then_some("a pool"));
+    if let Some(content) = content {
+        warn!(
+            ?path,
+            content,
+            "The image looks like this, and is served as raw bytes; if no guest has written it, convert it \
+             (qemu-img convert -O raw) or attach a pool's volumes by --pm-volume; image_type=raw ends this warning"
+        );
     }
 }
 

@@ -2,7 +2,6 @@
 
 pub mod blocking;
 pub mod image;
-mod probe;
 pub mod uring;
 pub mod volume;
 

@@ -23,7 +23,7 @@ use crate::volume::file::PmemFile;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const WRITABLE: ImageOptions =
-    ImageOptions { readonly: false, direct: false, sparse: true, surely_raw: false };
+    ImageOptions { readonly: false, direct: false, sparse: true, is_called_raw: false };
 const READONLY: ImageOptions = ImageOptions { readonly: true, ..WRITABLE };
 
 /// An image of zeros.
@@ -223,19 +223,19 @@ fn a_pool_is_not_given_away_in_use_or_not() {
     let error = |options| RawImage::open(&path, options).unwrap_err().to_string();
     fs::remove_file(&path).unwrap();
     let pool = Pool::create(&path, 64 << 20, 16 << 20).unwrap();
-    let surely_raw = ImageOptions { surely_raw: true, ..WRITABLE };
-    for options in [WRITABLE, READONLY, surely_raw] {
+    let called_raw = ImageOptions { is_called_raw: true, ..WRITABLE };
+    for options in [WRITABLE, READONLY, called_raw] {
         assert!(error(options).contains("in use by process"), "{}", error(options));
     }
     drop(pool);
     let before = fs::read(&path).unwrap();
-    assert!(error(WRITABLE).contains("is a pool: --pm-volume pool="), "{}", error(WRITABLE));
-    // Who says that it is a raw image, or only reads, may have it; and then no pool has it.
-    for options in [surely_raw, READONLY] {
-        let image = RawImage::open(&path, options).unwrap();
-        assert!(Pool::open(&path, OpenMode::ReadWrite).unwrap_err().to_string().contains("in use"));
-        drop(image);
+    for options in [WRITABLE, called_raw] {
+        assert!(error(options).contains("is a pool, and marked as one by the host"), "{}", error(options));
     }
+    // A reader may have it, and then no pool has it.
+    let image = RawImage::open(&path, READONLY).unwrap();
+    assert!(Pool::open(&path, OpenMode::ReadWrite).unwrap_err().to_string().contains("in use"));
+    drop(image);
     // One whose superblocks are lost can be repaired, as long as nobody writes there.
     let mut bytes = before.clone();
     bytes[..4096].fill(0);
@@ -267,13 +267,17 @@ fn what_a_pmem_device_has_no_disk_gets() {
 }
 
 #[test]
-fn other_formats_are_refused_by_name_unless_they_are_said_to_be_raw() {
-    let (_folder, path) = image(1 << 20);
-    let mut file = File::options().write(true).open(&path).unwrap();
-    file.write_all(b"QFI\xfb").unwrap();
-    let error = RawImage::open(&path, WRITABLE).unwrap_err().to_string();
-    assert!(error.contains("qcow2") && error.contains("qemu-img convert"), "{error}");
-    RawImage::open(&path, ImageOptions { surely_raw: true, ..WRITABLE }).unwrap();
+fn bytes_that_a_guest_wrote_never_keep_its_disk_from_it() {
+    let (folder, path) = image(16 << 20);
+    let pool = folder.path().join("pool");
+    drop(Pool::create(&pool, 16 << 20, 0).unwrap());
+    let contents = [b"QFI\xfb\0\0\0\x03".to_vec(), b"conectix".to_vec(), fs::read(&pool).unwrap()];
+    for content in contents {
+        File::options().write(true).open(&path).unwrap().write_all(&content).unwrap();
+        for is_called_raw in [false, true] {
+            RawImage::open(&path, ImageOptions { is_called_raw, ..WRITABLE }).unwrap();
+        }
+    }
 }
 
 #[test]
