@@ -31,7 +31,7 @@ pub(super) const TABLE_3: &[Row] = &[
     rest(16, Reason::AtWatermarks),
 ];
 
-/// A row of Table 4: above so many sixteenths of the node's PM free in the guest, so many of it are removed.
+/// Row of Table 4: if more than `above_16ths` of the node's PM is free on the node, `remove_16ths` of it are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Removal {
     above_16ths: u64,
@@ -98,7 +98,7 @@ fn in_turn<T>(
     items[start..].iter().chain(&items[..start])
 }
 
-/// How much Table 4 removes of `pm_bytes` when `free_bytes` are free.
+/// Amount that Table 4 removes from a node with `pm_bytes` of PM and `free_bytes` of free memory.
 fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
     let row = table.iter().find(|row| free_bytes > scale(pm_bytes, row.above_16ths, 16));
     row.map_or(0, |row| scale(pm_bytes, row.remove_16ths, 16))
@@ -125,8 +125,9 @@ impl State {
             requested_bytes > removing.until_bytes && nodes.iter().any(|node| node.node == removing.node)
         });
         if self.removing.is_none() {
-            let free_bytes = input.report.memory().free_bytes;
             self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {
+                // F is the free memory of the node itself (section 4.4.2: "free memory on node1").
+                let free_bytes = node.own_free_pages.saturating_mul(PAGE_BYTES);
                 let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
                     .min(spare_bytes(node, params.watermark_scale));
                 (bytes >= BLOCK_BYTES)

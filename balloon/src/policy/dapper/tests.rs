@@ -175,7 +175,7 @@ mod table_4 {
     const P: u64 = 16 * GIB;
     const D: u64 = 8 * GIB;
 
-    /// What is removed, in sixteenths of P, when so much is free in the guest.
+    /// Checks that `sixteenths` of P are removed if `free_bytes` are free on the only node.
     fn check(free_bytes: u64, sixteenths: u64) {
         let mut rig = Rig::new(dapper(1), &[64 * GIB], &[P]);
         rig.plug(0, P);
@@ -353,11 +353,29 @@ mod table_4 {
         rig.plug(1, P);
         rig.free(0, D / PAGE_BYTES);
         let decision = rig.report(1_000);
-        // More is free than node 0 has PM: all of it goes. Of node 1's four times as much, a sixteenth would.
+        // Node 0 has more free memory than PM: all of its PM goes. Node 1 has four times as much PM, and loses an eighth.
         assert_eq!((decision.from, decision.want_bytes), (Some(0), Some(P + 2 * HIGH * PAGE_BYTES)));
         rig.plug(0, 2 * HIGH * PAGE_BYTES);
         let decision = rig.report(1_000);
         assert_eq!((decision.near, decision.from), (None, Some(1)), "then it is node 1's turn");
+    }
+
+    #[test]
+    fn free_memory_of_another_node_does_not_count_for_table_4() {
+        const PM: u64 = 128 * GIB;
+        let mut rig = Rig::new(dapper(1), &[16 * GIB, 16 * GIB], &[PM, PM]);
+        rig.plug(0, PM);
+        rig.plug(1, PM);
+        // 40 GiB are free on node 0 and 120 GiB on node 1.
+        rig.free(0, 8 * GIB / PAGE_BYTES);
+        rig.free(2, 32 * GIB / PAGE_BYTES);
+        rig.free(1, 8 * GIB / PAGE_BYTES);
+        rig.free(3, 112 * GIB / PAGE_BYTES);
+        let decision = rig.report(1_000);
+        assert_eq!((decision.from, rig.taken(decision)), (Some(0), PM / 8));
+        // The free memory of the whole guest selects another row, so this test distinguishes the two.
+        assert_eq!(removed_bytes(TABLE_4, 40 * GIB, PM), PM / 8);
+        assert_eq!(removed_bytes(TABLE_4, 160 * GIB, PM), PM);
     }
 
     #[test]
