@@ -65,6 +65,30 @@ fn bad_input_is_refused_with_value_and_bound() {
     }
 }
 
+/// Memory held under each policy of `args`, in GiB h.
+fn held(args: &[&str]) -> Vec<(String, f64)> {
+    let output = sim(&[args, &["--format", "json"]].concat());
+    assert!(output.status.success(), "{output:?}");
+    let rows: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let rows = rows.as_array().expect("an array").iter();
+    rows.map(|row| (row["policy"].as_str().unwrap().to_owned(), row["held_gib_h"].as_f64().unwrap()))
+        .collect()
+}
+
+#[test]
+fn policies_of_the_default_comparison_differ() {
+    let rows = held(&[]);
+    assert_eq!(rows.len(), Policy::NAMES.len());
+    for (index, (name, bytes)) in rows.iter().enumerate() {
+        for (other, others) in &rows[index + 1..] {
+            assert!((bytes - others).abs() > 0.005, "{name} and {other} hold {bytes} and {others}");
+        }
+    }
+    // With the factor of the papers two of them are the same policy.
+    let [amf, dapper] = &held(&["--policy", "amf", "--policy", "dapper"])[..] else { panic!("two policies") };
+    assert!((amf.1 - dapper.1).abs() < 0.005, "{amf:?} and {dapper:?}");
+}
+
 /// Those of the policy that was named, and of no other.
 #[test]
 fn an_unknown_parameter_is_told_with_those_of_its_policy() {

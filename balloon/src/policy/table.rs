@@ -15,7 +15,32 @@ pub(super) enum Mark {
     High,
 }
 
-/// A border between rows: a watermark, times `watermark-scale` so many times; 0 leaves it as the kernel has it.
+/// Factor by which a table multiplies watermarks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Factor {
+    /// The same number for every node, as in the papers.
+    Times(u64),
+    /// The number that makes a node's high watermark this share of its DRAM, in thousandths.
+    ShareOfDram(u64),
+}
+
+impl Factor {
+    /// Factor of the parameters `watermark-scale` and `watermark-share`, of which the latter wins unless it is 0.
+    pub fn new(watermark_scale: u64, share_permille: u64) -> Self {
+        if share_permille == 0 { Factor::Times(watermark_scale) } else { Factor::ShareOfDram(share_permille) }
+    }
+
+    fn scale_pages(self, pages: u64, node: &NodeView) -> u64 {
+        match self {
+            Factor::Times(times) => pages.saturating_mul(times),
+            Factor::ShareOfDram(permille) => {
+                scale(pages, scale(node.dram_bytes / PAGE_BYTES, permille, 1000), node.high_pages)
+            }
+        }
+    }
+}
+
+/// A border between rows: a watermark, times the table's factor so many times; 0 leaves it as the kernel has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Border {
     pub mark: Mark,
@@ -23,13 +48,16 @@ pub(super) struct Border {
 }
 
 impl Border {
-    pub fn pages(self, node: &NodeView, scale: u64) -> u64 {
+    pub fn pages(self, node: &NodeView, factor: Factor) -> u64 {
         let pages = match self.mark {
             Mark::Min => node.min_pages,
             Mark::Low => node.low_pages,
             Mark::High => node.high_pages,
         };
-        if self.scales == 0 { pages } else { pages.saturating_mul(self.scales).saturating_mul(scale) }
+        if self.scales == 0 {
+            return pages;
+        }
+        factor.scale_pages(pages.saturating_mul(self.scales), node)
     }
 }
 
@@ -60,10 +88,10 @@ pub(super) const fn rest(times: u64, reason: Reason) -> Row {
     Row { above: None, at: false, times, reason }
 }
 
-/// The row that a node is in. With a small scale rows overlap, because min x scale lies below high: of those that a
+/// The row that a node is in. With a small factor rows overlap, because min x factor lies below high: of those that a
 /// node is in, the one that integrates most counts.
-pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, scale: u64) -> &'a Row {
-    let is_above = |row: &Row| match row.above.map(|border| border.pages(node, scale)) {
+pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a Row {
+    let is_above = |row: &Row| match row.above.map(|border| border.pages(node, factor)) {
         None => true,
         Some(border) => node.free_pages > border || (row.at && node.free_pages == border),
     };
@@ -74,14 +102,14 @@ pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, scale: u64) -> &'a Row 
 }
 
 /// Whether a node is content only because there is free PM of others: then none of it can go.
-pub(super) fn leans_on_others(table: &[Row], node: &NodeView, scale: u64) -> bool {
+pub(super) fn leans_on_others(table: &[Row], node: &NodeView, factor: Factor) -> bool {
     let alone = NodeView { free_pages: node.own_free_pages, ..*node };
-    row(table, &alone, scale).times > 0
+    row(table, &alone, factor).times > 0
 }
 
 /// The border above which a table integrates nothing, in pages.
-pub(super) fn first_border(table: &[Row], node: &NodeView, scale: u64) -> u64 {
-    table[0].above.map_or(0, |border| border.pages(node, scale))
+pub(super) fn first_border(table: &[Row], node: &NodeView, factor: Factor) -> u64 {
+    table[0].above.map_or(0, |border| border.pages(node, factor))
 }
 
 /// A node that a table integrates memory for.
@@ -107,7 +135,7 @@ impl<'a> Asked<'a> {
     /// Asks `table`, as far as what is on its way leaves a shortage.
     pub fn new(
         table: &'a [Row],
-        scale: u64,
+        factor: Factor,
         coming: &mut Coming,
         input: Input<'_>,
         now: TimeMs,
@@ -115,14 +143,14 @@ impl<'a> Asked<'a> {
         coming.observe(input, now);
         let nodes = view::nodes(input);
         let short = nodes.iter().filter_map(|node| {
-            let row = row(table, node, scale);
+            let row = row(table, node, factor);
             let wanted_bytes = node.dram_bytes.saturating_mul(row.times);
             let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node));
             (row.times > 0).then_some(Shortage { node: *node, row, missing_bytes })
         });
         let short = short.collect();
         let requested_bytes = input.host.requested_bytes();
-        let watermark_bytes = watch_bytes(&nodes, table, scale, input);
+        let watermark_bytes = watch_bytes(&nodes, table, factor, input);
         Asked { nodes, short, requested_bytes, watermark_bytes }
     }
 
@@ -146,10 +174,10 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// The free memory under which a table may soon ask for more. With large scales that is all there is, so it is
+/// The free memory under which a table may soon ask for more. With large factors that is all there is, so it is
 /// at most a quarter of the guest: further up a report a second is enough.
-fn watch_bytes(nodes: &[NodeView], table: &[Row], watermark_scale: u64, input: Input<'_>) -> u64 {
-    let pages = nodes.iter().map(|node| first_border(table, node, watermark_scale));
+fn watch_bytes(nodes: &[NodeView], table: &[Row], factor: Factor, input: Input<'_>) -> u64 {
+    let pages = nodes.iter().map(|node| first_border(table, node, factor));
     let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);
     bytes.min(scale(input.report.memory().total_bytes, 1, 4))
 }

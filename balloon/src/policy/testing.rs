@@ -2,7 +2,7 @@
 
 use foreshore_proto::{Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind};
 
-use super::table::{self, Row};
+use super::table::{self, Factor, Row};
 use super::view::NodeView;
 use super::{Decision, Input, Policy, PolicyState};
 use crate::plan::Reason;
@@ -162,7 +162,9 @@ impl TableRig {
 
     /// Whether the cases tell `table` from the right one.
     fn tells(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
-        cases.iter().any(|(free, times)| table::row(table, &self.node(*free), self.scale).times != *times)
+        cases.iter().any(|(free, times)| {
+            table::row(table, &self.node(*free), Factor::Times(self.scale)).times != *times
+        })
     }
 
     /// Whether the cases tell every table with a fault from the right one.
@@ -189,9 +191,9 @@ impl TableRig {
         assert!(!self.tells(cases, self.table));
         let first = |free: u64| {
             let node = self.node(free);
-            self.table
-                .iter()
-                .find(|row| row.above.is_none_or(|border| free > border.pages(&node, self.scale)))
+            self.table.iter().find(|row| {
+                row.above.is_none_or(|border| free > border.pages(&node, Factor::Times(self.scale)))
+            })
         };
         let is_wrong = |(free, times): &(u64, u64)| first(*free).is_some_and(|row| row.times != *times);
         assert!(cases.iter().any(is_wrong));

@@ -274,7 +274,7 @@ mod tests {
             assert_eq!(error(text), message);
         }
         for (text, its) in [
-            ("policy=amf,idle=3s", "those of amf are watermark-scale, reclaim"),
+            ("policy=amf,idle=3s", "those of amf are watermark-scale, watermark-share, reclaim"),
             ("policy=off,idle=3s", "those of off are none"),
         ] {
             let known = format!(
@@ -294,7 +294,7 @@ mod tests {
         let own = "policy=, dry_run=, record=, record_size=, ";
         let rules = "floor=, ceiling=, cool_down=, ";
         for (text, its) in [
-            ("policy=amf,tide=high", "watermark-scale=, reclaim=, "),
+            ("policy=amf,tide=high", "watermark-scale=, watermark-share=, reclaim=, "),
             ("tide=high,policy=\"pmb\"", "watermark-scale=, unit=, "),
             ("policy=fixed,size=0,tide=high", "size=, "),
             ("policy=off,tide=high", ""),

@@ -417,7 +417,10 @@ fn parameters_are_changed_by_name_all_or_none() {
         ),
         (json!({"params": {"unit": "4M"}}), r#"parameter "unit" is unknown; those of psi are burst, "#),
         (json!({"rules": {"max_cool_down": "1s"}}), "must be at least cool_down, which is 2s"),
-        (json!({"policy": "amf", "params": {"idle": "1s"}}), r#"those of amf are watermark-scale, reclaim"#),
+        (
+            json!({"policy": "amf", "params": {"idle": "1s"}}),
+            r#"those of amf are watermark-scale, watermark-share, reclaim"#,
+        ),
         (
             json!({"policy": "amf", "rules": {"moon": 1}}),
             r#"parameter "moon" is unknown; those of the rules are floor"#,
@@ -431,7 +434,7 @@ fn parameters_are_changed_by_name_all_or_none() {
     // Another policy begins with its own defaults, and the rules stay.
     f.core.change(&change(json!({"policy": "amf", "params": {"reclaim": 50}}))).unwrap();
     let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
-    assert_eq!(details["params"], json!({"watermark-scale": 1024, "reclaim": 50}));
+    assert_eq!(details["params"], json!({"watermark-scale": 1024, "watermark-share": 0, "reclaim": 50}));
     assert_eq!(details["rules"]["cool_down"], json!(2_000));
     f.core.change(&change(json!({"policy": "fixed", "params": {"size": "64M"}}))).unwrap();
     f.core.tick(TimeMs(1_000));

@@ -4,7 +4,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::table::{self, Asked, Mark, Row, above, from, rest};
+use super::table::{self, Asked, Factor, Mark, Row, above, from, rest};
 use super::view::{Coming, NodeView};
 use super::{Decision, Input};
 use crate::TimeMs;
@@ -17,8 +17,17 @@ params! {
     pub struct Params {
         /// What watermarks are multiplied by to make the borders of Table 2.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
+        /// Unless 0: the factor is chosen for each node so that its high watermark becomes this share of its DRAM, and
+        /// `watermark-scale` is not used.
+        watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
         /// Sections go back when the page descriptors of all that are free take more than this share of DRAM.
         reclaim_permille: "reclaim", Permille, 1 => 1000, 30;
+    }
+}
+
+impl Params {
+    fn factor(&self) -> Factor {
+        Factor::new(self.watermark_scale, self.watermark_share_permille)
     }
 }
 
@@ -42,12 +51,13 @@ pub struct State {
 
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
-    let asked = Asked::new(TABLE_2, params.watermark_scale, &mut state.coming, input, now);
+    let factor = params.factor();
+    let asked = Asked::new(TABLE_2, factor, &mut state.coming, input, now);
     let decision = if asked.short.is_empty() {
         match state.removable_bytes(params, &asked.nodes) {
             0 => asked.hold(Reason::Enough),
             bytes => {
-                let least = asked.nodes.iter().min_by_key(|node| spare_pages(node, params.watermark_scale));
+                let least = asked.nodes.iter().min_by_key(|node| spare_pages(node, factor));
                 let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
                 let shrink = asked.shrink(want_bytes, Reason::DescriptorSpace);
                 Decision { near: least.map(|node| node.node), ..shrink }
@@ -66,19 +76,20 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
 }
 
 /// What can leave a node without Table 2 bringing it back.
-fn spare_pages(node: &NodeView, scale: u64) -> u64 {
-    node.own_free_pages.saturating_sub(table::first_border(TABLE_2, node, scale) + 1)
+fn spare_pages(node: &NodeView, factor: Factor) -> u64 {
+    node.own_free_pages.saturating_sub(table::first_border(TABLE_2, node, factor) + 1)
 }
 
 impl State {
     /// The sections that go back: those of PM that are free, once their descriptors take up enough DRAM.
     fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
-        if nodes.iter().any(|node| table::leans_on_others(TABLE_2, node, params.watermark_scale)) {
+        let factor = params.factor();
+        if nodes.iter().any(|node| table::leans_on_others(TABLE_2, node, factor)) {
             self.reclaiming = false;
             return 0;
         }
         let sections = nodes.iter().fold(0u64, |sum, node| {
-            let spare_bytes = spare_pages(node, params.watermark_scale) * PAGE_BYTES;
+            let spare_bytes = spare_pages(node, factor) * PAGE_BYTES;
             let free_sections = node.pm_free_sections.min(node.pm_requested_bytes / SECTION_BYTES);
             sum + free_sections.min(spare_bytes / SECTION_BYTES)
         });

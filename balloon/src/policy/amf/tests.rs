@@ -116,6 +116,32 @@ fn the_scale_moves_the_borders() {
     }
 }
 
+/// With `watermark-share` the borders follow the DRAM of each node, not the distance between its watermarks.
+#[test]
+fn watermark_share_makes_the_first_border_a_share_of_dram() {
+    let policy = amf(1024).with([("watermark-share", &"250".into())]).expect("in bounds");
+    let border = |dram: u64| dram / PAGE_BYTES / 4;
+    for high in [HIGH, 10 * HIGH] {
+        for (dram, pages, times) in [
+            (D, border(D) + 1, 0),
+            (D, border(D), 1),
+            (D / 4, border(D / 4) + 1, 0),
+            (D / 4, border(D / 4), 1),
+            (D, border(D) * LOW / HIGH, 2),
+            (D, border(D) * MIN / HIGH, 3),
+            (D, LOW, 5),
+        ] {
+            let mut rig = Rig::new(policy.clone(), &[dram], &[1024 * GIB]);
+            let zone = &mut rig.raw.zones[0];
+            zone.high_pages = high;
+            (zone.min_pages, zone.low_pages) = (MIN * (high / HIGH), LOW * (high / HIGH));
+            rig.free(0, pages);
+            let decision = rig.report(1_000);
+            assert_eq!(rig.added(decision), times * dram, "{pages} pages of {dram}, high {high}");
+        }
+    }
+}
+
 #[test]
 fn watermarks_of_a_node_are_summed_over_its_zones_that_have_memory() {
     let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);

@@ -4,7 +4,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::table::{self, Asked, Mark, Row, above, rest};
+use super::table::{self, Asked, Factor, Mark, Row, above, rest};
 use super::view::{Coming, NodeView};
 use super::{Decision, Input};
 use crate::params::params;
@@ -17,6 +17,15 @@ params! {
     pub struct Params {
         /// What watermarks are multiplied by to make the borders of Table 3; its first border is twice that.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
+        /// Unless 0: the factor is chosen for each node so that its high watermark becomes this share of its DRAM, and
+        /// `watermark-scale` is not used.
+        watermark_share_permille: "watermark-share", Permille, 0 => 1000, 0;
+    }
+}
+
+impl Params {
+    fn factor(&self) -> Factor {
+        Factor::new(self.watermark_scale, self.watermark_share_permille)
     }
 }
 
@@ -65,7 +74,7 @@ struct Removing {
 
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
-    let asked = Asked::new(TABLE_3, params.watermark_scale, &mut state.coming, input, now);
+    let asked = Asked::new(TABLE_3, params.factor(), &mut state.coming, input, now);
     let served_before = state.served;
     let decision = if asked.short.is_empty() {
         match state.remove(params, &asked.nodes, input) {
@@ -106,8 +115,8 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
 
 /// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings back a whole D, so
 /// that much stays above its first border.
-fn spare_bytes(node: &NodeView, scale: u64) -> u64 {
-    let kept_pages = table::first_border(TABLE_3, node, scale).saturating_add(node.dram_bytes / PAGE_BYTES);
+fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
+    let kept_pages = table::first_border(TABLE_3, node, factor).saturating_add(node.dram_bytes / PAGE_BYTES);
     let spare_pages = node.own_free_pages.saturating_sub(kept_pages);
     (spare_pages * PAGE_BYTES).min(node.pm_free_bytes).min(node.pm_requested_bytes)
 }
@@ -115,7 +124,7 @@ fn spare_bytes(node: &NodeView, scale: u64) -> u64 {
 impl State {
     /// The node whose PM is to go, and what is to be left in all.
     fn remove(&mut self, params: &Params, nodes: &[NodeView], input: Input<'_>) -> Option<(u32, u64)> {
-        if nodes.iter().any(|node| table::leans_on_others(TABLE_3, node, params.watermark_scale)) {
+        if nodes.iter().any(|node| table::leans_on_others(TABLE_3, node, params.factor())) {
             self.removing = None;
             return None;
         }
@@ -128,15 +137,15 @@ impl State {
             self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {
                 // F is the free memory of the node itself (section 4.4.2: "free memory on node1").
                 let free_bytes = node.own_free_pages.saturating_mul(PAGE_BYTES);
-                let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
-                    .min(spare_bytes(node, params.watermark_scale));
+                let bytes =
+                    removed_bytes(TABLE_4, free_bytes, node.pm_bytes).min(spare_bytes(node, params.factor()));
                 (bytes >= BLOCK_BYTES)
                     .then(|| Removing { node: node.node, until_bytes: requested_bytes.saturating_sub(bytes) })
             });
         }
         let removing = self.removing?;
         let node = nodes.iter().find(|node| node.node == removing.node)?;
-        let least_bytes = requested_bytes.saturating_sub(spare_bytes(node, params.watermark_scale));
+        let least_bytes = requested_bytes.saturating_sub(spare_bytes(node, params.factor()));
         let want_bytes = removing.until_bytes.max(least_bytes);
         if requested_bytes - want_bytes < BLOCK_BYTES {
             // The guest has found use for it meanwhile.

@@ -7,7 +7,7 @@ use crate::policy::testing::{GIB, HIGH, LOW, MIN, Rig};
 use crate::units::PAGE_BYTES;
 
 fn dapper(watermark_scale: u64) -> Policy {
-    Policy::Dapper(super::Params { watermark_scale })
+    Policy::Dapper(super::Params { watermark_scale, ..super::Params::default() })
 }
 
 mod table_3 {
@@ -120,6 +120,20 @@ mod table_3 {
             rig.free(0, pages);
             let decision = rig.report(1_000);
             assert_eq!(rig.added(decision), times * D, "{pages} pages at scale 4");
+        }
+    }
+
+    #[test]
+    fn watermark_share_makes_the_second_border_a_share_of_dram() {
+        let policy = dapper(1).with([("watermark-share", &"250".into())]).expect("in bounds");
+        let quarter = D / PAGE_BYTES / 4;
+        let at_low = quarter * LOW / HIGH;
+        for (pages, times) in [(2 * quarter + 1, 0), (2 * quarter, 1), (quarter, 2), (at_low, 4), (HIGH, 16)]
+        {
+            let mut rig = Rig::new(policy.clone(), &[D], &[4096 * GIB]);
+            rig.free(0, pages);
+            let decision = rig.report(1_000);
+            assert_eq!(rig.added(decision), times * D, "{pages} pages");
         }
     }
 

@@ -57,7 +57,7 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
     let names = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
     let expected = |name| {
         format!(
-            "parameter {name:?} is unknown; those of amf are watermark-scale, reclaim; those of the rules are {names}"
+            "parameter {name:?} is unknown; those of amf are watermark-scale, watermark-share, reclaim; those of the rules are {names}"
         )
     };
     // Misspelt, another policy's, and a rule in the wrong place.
