@@ -471,12 +471,12 @@ fn memorage_under_a_deficit_of_a_fifth_runs_shorter_than_swap_on_the_same_memory
     assert!(lent < swapped && lent > 0.5 * swapped, "{lent} and {swapped}");
 }
 
+/// The paper has no such comparison. It shows that the model's guest needs the PM.
 #[test]
-fn amf_swaps_and_faults_less_than_a_guest_without() {
+fn guest_without_pm_swaps_where_amf_does_not() {
     let [fused, without] = ["amf", "off"].map(|policy| run(deficit(750, "disk"), policy));
-    // 29.5 % less swap, 46.1 % fewer faults in the paper's mean; here PM is enough for all.
-    assert!(without.swap_out_gib > 0.1 && fused.swap_out_gib < 0.705 * without.swap_out_gib, "{fused:?}");
-    assert!(without.swap_in_gib > 0.1 && fused.swap_in_gib < 0.539 * without.swap_in_gib, "{fused:?}");
+    assert!(without.swap_out_gib > 0.1 && without.swap_in_gib > 0.1, "{without:?}");
+    assert_eq!((fused.swap_out_gib, fused.swap_in_gib), (0.0, 0.0), "{fused:?}");
 }
 
 /// What was asked for first, and what had been swapped and reclaimed until all PM was there.
@@ -509,18 +509,68 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
     (Outcome::of(&vms[0]), integrated)
 }
 
-/// With scales that have the shape of the paper's, and some 12 MiB less than what would be enough.
+const UNIFIED_PM_BYTES: u64 = 16 << 30;
+
+/// Guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors are half of DRAM, and a working set of 384 MiB
+/// after a minute at 64 MiB. In `Unified`, AMF's baseline, all PM is online from the start.
+fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
+    #[derive(Default)]
+    struct MostDescriptors(u64);
+    impl Observer for MostDescriptors {
+        fn lived(&mut self, guest: &Guest, _: &Segment) {
+            self.0 = self.0.max(guest.descriptor_bytes());
+        }
+    }
+    let small =
+        Segment { anon_bytes: 64 * MIB, hot_permille: 1000, touches_per_s: 200_000, ..Segment::default() };
+    let rise = Segment { at: TimeMs(60_000), anon_bytes_per_s: 100 << 20, ..small };
+    let full = Segment { at: TimeMs(63_200), anon_bytes: 384 * MIB, ..small };
+    let mut host = HostView { boot_bytes: 512 * MIB, ..HostView::default() };
+    let mut pm = ZoneSizes::empty(0, Tier::Pm, UNIFIED_PM_BYTES);
+    if is_unified {
+        (pm.requested_bytes, pm.plugged_bytes) = (UNIFIED_PM_BYTES, UNIFIED_PM_BYTES);
+    }
+    host.zones.push(pm);
+    let setup = VmSetup {
+        guest: GuestConfig { boot_bytes: 512 * MIB, ..GuestConfig::default() },
+        host,
+        demand: Demand::new(vec![small, rise, full], TimeMs(120_000)).expect("in order"),
+    };
+    let governed = Governed { policy, rules: Rules::default(), skip: Skip::AtRest };
+    let mut most = MostDescriptors::default();
+    let vms = run_host(vec![setup], UNIFIED_PM_BYTES, &governed, &mut most).expect("in range");
+    (Outcome::of(&vms[0]), most.0)
+}
+
+/// The paper's claim at full strength: PM that is not needed takes no DRAM for page descriptors. Its figures (46.1 %
+/// fewer page faults, 29.5 % less swap) are not reproduced, because a kernel whose DRAM is full of descriptors swaps
+/// although PM is free, and the model's kernel places the pages in PM.
 #[test]
-fn amf_comes_before_kswapd_and_what_little_pm_there_is_saves_what_the_paper_says() {
-    let without = run(deficit(750, "disk"), "off");
+fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
+    let unified = || {
+        let all = Policy::Fixed(fixed::Params { size_bytes: UNIFIED_PM_BYTES });
+        against_unified(all, true)
+    };
+    let share = Policy::from_name("amf").expect("known").with([("watermark-share", &Setting::from("375"))]);
+    let (amf, amf_descriptors) = against_unified(share.expect("in bounds"), false);
+    let (all, all_descriptors) = unified();
+    assert_eq!(all_descriptors, 256 * MIB, "half of DRAM");
+    assert!(amf_descriptors <= all_descriptors / 8, "{} MiB", amf_descriptors / MIB);
+    assert_eq!([amf.swap_out_gib, all.swap_out_gib], [0.0, 0.0]);
+    // More of the working set lies in DRAM, and less memory is powered.
+    assert!(amf.pm_slower_s < 0.5 * all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
+    assert!(amf.amf_energy_kj < 0.5 * all.amf_energy_kj, "{} and {}", amf.amf_energy_kj, all.amf_energy_kj);
+    // The broken variant: the factor of the papers asks for all PM, and gets what the rule of descriptors allows.
+    let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);
+    assert!(late_descriptors > all_descriptors / 8, "{} MiB", late_descriptors / MIB);
+}
+
+/// With scales that have the shape of the paper's.
+#[test]
+fn amf_integrates_before_kswapd_wakes() {
     for scale in ["64", "128"] {
-        let (fused, integrated) = fused(72 * MIB, scale);
-        let swapped_less = 1.0 - fused.swap_out_gib / without.swap_out_gib;
-        let faults_less = 1.0 - fused.swap_in_gib / without.swap_in_gib;
-        // From the mean to the most of the paper's figures 13 and 14.
-        assert!((0.295..0.72).contains(&swapped_less), "{scale}: {swapped_less} less is swapped");
-        assert!((0.461..0.678).contains(&faults_less), "{scale}: {faults_less} fewer faults");
-        assert_eq!(integrated.before_last_bytes, 0, "{scale}: kswapd sleeps as long as there is PM");
+        let (_, integrated) = fused(72 * MIB, scale);
+        assert_eq!(integrated.before_last_bytes, 0, "{scale}");
     }
 }
 
