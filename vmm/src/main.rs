@@ -5,6 +5,9 @@ use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
 
+/// Exit code for a command line that is refused, as clap and Cloud Hypervisor have it.
+const WRONG_COMMAND_LINE: u8 = 2;
+
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     let launch = match parse_command_line(std::env::args_os()) {
@@ -14,7 +17,10 @@ fn main() -> ExitCode {
             let _ = io::stdout().write_all(text.as_bytes());
             return ExitCode::SUCCESS;
         }
-        Err(error) => return fail(&error),
+        Err(error) => {
+            fail(&error);
+            return ExitCode::from(WRONG_COMMAND_LINE);
+        }
     };
     match run(launch) {
         Ok(()) => ExitCode::SUCCESS,

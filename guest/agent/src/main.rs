@@ -18,6 +18,7 @@ mod tune;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
+use std::process::ExitCode;
 
 use anyhow::Context;
 use foreshore_proto::{Cause, encode_report};
@@ -36,9 +37,29 @@ const SYSCTL_VM: &str = "/proc/sys/vm";
 /// What the next agent has to know. It goes with the guest's kernel.
 const RUN: &str = "/run/foreshore-agent";
 
-fn main() -> anyhow::Result<()> {
+/// Exit code for a command line that is refused.
+const WRONG_COMMAND_LINE: u8 = 2;
+
+fn main() -> ExitCode {
     sys::make_files_private();
-    match args::parse(std::env::args().skip(1))? {
+    let command = match args::parse(std::env::args().skip(1)) {
+        Ok(command) => command,
+        Err(error) => {
+            eprintln!("foreshore-agent: {error}");
+            return ExitCode::from(WRONG_COMMAND_LINE);
+        }
+    };
+    match execute(command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("foreshore-agent: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn execute(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Help => print(args::HELP.as_bytes()),
         Command::Version => print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
         Command::Once => once(),

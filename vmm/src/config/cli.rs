@@ -373,7 +373,25 @@ fn check_descriptors(
     Ok(())
 }
 
-/// clap explains itself in several lines; ours is one.
+/// Describes a command line that clap refuses in one line, with the suggestion that clap makes.
+pub fn usage_line(error: &clap::Error) -> String {
+    let rendered = error.render().to_string();
+    // The first paragraph; arguments that are missing are listed in its second line and on.
+    let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
+    let text = lines.collect::<Vec<_>>().join(" ");
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let suggested =
+        [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::SuggestedValue]
+            .into_iter()
+            .find_map(|kind| match error.get(kind)? {
+                ContextValue::String(name) => Some(name.clone()),
+                ContextValue::Strings(names) => names.first().cloned(),
+                _ => None,
+            });
+    let suggested = suggested.map_or_else(String::new, |name| format!("; did you mean '{name}'?"));
+    format!("{text}{suggested}; see --help")
+}
+
 fn usage_error(error: &clap::Error) -> CliError {
     if error.kind() == ErrorKind::UnknownArgument
         && let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg)
@@ -381,9 +399,7 @@ fn usage_error(error: &clap::Error) -> CliError {
     {
         return CliError::Foreign { flag: flag.clone(), why };
     }
-    let rendered = error.render().to_string();
-    let line = rendered.lines().next().unwrap_or_default();
-    CliError::Usage(format!("{}; see --help", line.strip_prefix("error: ").unwrap_or(line)))
+    CliError::Usage(usage_line(error))
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Chosen, Payload, check_ids, choose};
 
 pub use self::balloon::BalloonConfig;
-pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, LogConfig, parse_command_line};
+pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, LogConfig, parse_command_line, usage_line};
 pub use self::console::{ConsoleConfig, ConsoleMode};
 pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
 pub use self::devices::DeviceConfig;

@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::LazyLock;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody};
-use foreshore::config::{COMPATIBLE_WITH, parse_size};
+use foreshore::config::{COMPATIBLE_WITH, parse_size, usage_line};
 use foreshore::vm::request::{PoolInfo, PoolStatus, ResizeDiskRequest, ResizeStatus, ZoneInfo};
 use serde_json::Value;
 
@@ -214,6 +214,11 @@ fn size(text: &str) -> Result<u64, String> {
     parse_size(text).ok_or_else(|| "not a size: bytes, or a number with K, M, G or T".to_owned())
 }
 
+/// Command line that is refused; the exit code is 2, as with clap.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct WrongCommandLine(String);
+
 fn main() -> ExitCode {
     pmem_volume::file_mode::make_files_private();
     match run(std::env::args_os().collect()) {
@@ -225,7 +230,8 @@ fn main() -> ExitCode {
         Err(error) => {
             let message = format!("{error:#}").replace('\n', " ");
             let _ = writeln!(io::stderr(), "foreshore-remote: {message}");
-            ExitCode::FAILURE
+            let is_usage = error.is::<WrongCommandLine>();
+            if is_usage { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }
 }
@@ -236,17 +242,12 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
         Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
             return Ok(error.render().to_string());
         }
-        Err(error) => bail!("{}{}", first_line(&error.render().to_string()), hint(&error)),
+        Err(error) => {
+            return Err(WrongCommandLine(format!("{}{}", usage_line(&error), hint(&error))).into());
+        }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
     runtime.block_on(execute(&Client::new(&flags.api_socket), flags.verb))
-}
-
-/// clap explains itself in several lines; the flags that are missing are listed in the second and on.
-fn first_line(usage: &str) -> String {
-    let said = usage.lines().map(str::trim).take_while(|line| !line.is_empty());
-    let text = said.collect::<Vec<_>>().join(" ");
-    format!("{}; see --help", text.strip_prefix("error: ").unwrap_or(&text))
 }
 
 /// `pressure policy=amf` looks like the VMM's own flag: where that goes here.
@@ -286,7 +287,8 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
         }
         Verb::Pressure(pressure) => pressure.execute(vmm).await,
         Verb::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
-            bail!("resize needs at least one of --cpus, --memory and --balloon")
+            let missing = "resize needs at least one of --cpus, --memory and --balloon";
+            Err(WrongCommandLine(missing.to_owned()).into())
         }
         Verb::Resize(Resize { cpus, memory, balloon }) => {
             let body = ResizeBody { desired_vcpus: cpus, desired_ram: memory, desired_balloon: balloon };
