@@ -30,6 +30,9 @@ fn main() -> ExitCode {
 
 fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     foreshore::log::start(&launch.log)?;
+    if let Some(error) = launch.seccomp_error() {
+        tracing::error!("{error}");
+    }
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }

@@ -45,6 +45,16 @@ pub struct Launch {
     pub log: LogConfig,
     /// What will hardly work as it was meant; to be logged.
     pub warnings: Vec<String>,
+    /// Mode of the system call filter that was requested. There is none yet, so this is logged as an error and counted.
+    pub missing_seccomp: Option<String>,
+}
+
+impl Launch {
+    /// Describes the system call filter that was requested and is not installed.
+    pub fn seccomp_error(&self) -> Option<String> {
+        let mode = self.missing_seccomp.as_ref()?;
+        Some(format!("--seccomp {mode}: there is no system call filter yet; none is installed"))
+    }
 }
 
 /// `--log-file` and `-v`.
@@ -207,7 +217,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         Err(error) => return Err(usage_error(&error)),
     };
     let mut warnings = Vec::new();
-    check_seccomp(flags.seccomp.as_deref(), &mut warnings)?;
+    let missing_seccomp = missing_seccomp(flags.seccomp.as_deref())?;
     if flags.log_format.is_some() {
         warnings.push("--log-format: log lines have one format, which it does not change".to_owned());
     }
@@ -229,8 +239,17 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         config.validate()?;
         warnings.extend(config.warnings());
     }
-    let launch =
-        Launch { config, at_guest_shutdown, api_socket, event_monitor, metrics, vm_name, log, warnings };
+    let launch = Launch {
+        config,
+        at_guest_shutdown,
+        api_socket,
+        event_monitor,
+        metrics,
+        vm_name,
+        log,
+        warnings,
+        missing_seccomp,
+    };
     Ok(Command::Launch(Box::new(launch)))
 }
 
@@ -332,14 +351,11 @@ fn default_name(api_socket: Option<&ApiSocket>) -> String {
     stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
-/// Nothing is filtered yet: `false` gets what it asks for, and the others a word about it.
-fn check_seccomp(mode: Option<&str>, warnings: &mut Vec<String>) -> Result<(), ConfigError> {
+/// Mode of `--seccomp` that cannot be provided, because there is no system call filter yet.
+fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
     match mode {
-        None | Some("false") => Ok(()),
-        Some(mode @ ("true" | "log" | "errno")) => {
-            warnings.push(format!("--seccomp {mode}: there is no system call filter yet; none is installed"));
-            Ok(())
-        }
+        None | Some("false") => Ok(None),
+        Some(mode @ ("true" | "log" | "errno")) => Ok(Some(mode.to_owned())),
         Some(mode) => Err(ConfigError::Conflict {
             flag: "--seccomp",
             reason: format!("{mode:?} is not one of true, false, log and errno"),
@@ -696,8 +712,17 @@ mod tests {
     }
 
     #[test]
-    fn seccomp_is_taken_with_a_word() {
-        assert_eq!(launch(&["--seccomp", "false"]).warnings, Vec::<String>::new());
-        assert!(launch(&["--seccomp", "true"]).warnings[0].contains("no system call filter"));
+    fn seccomp_that_is_missing_is_known() {
+        assert_eq!(launch(&["--seccomp", "false"]).missing_seccomp, None);
+        for mode in ["true", "log", "errno"] {
+            assert_eq!(launch(&["--seccomp", mode]).missing_seccomp.as_deref(), Some(mode));
+        }
+    }
+
+    #[test]
+    fn misspelled_flag_is_answered_with_the_nearest() {
+        let message = error(&["--memry", "size=1G"]);
+        assert!(message.contains("'--memry'") && message.contains("did you mean '--memory'?"), "{message}");
+        assert!(!error(&["--xyzzy"]).contains("did you mean"));
     }
 }

@@ -24,6 +24,7 @@ mod vsock;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -104,6 +105,7 @@ pub struct MachineSources {
 struct Sources {
     machine: Mutex<MachineSources>,
     events: Arc<EventCounters>,
+    is_seccomp_missing: AtomicBool,
     zones: Mutex<Vec<ZoneInfo>>,
 }
 
@@ -112,6 +114,7 @@ impl Collector for Sources {
         let mut out = Exposer::new(encoder);
         let machine = self.machine.lock();
         process::expose(&mut out, &self.events)?;
+        process::expose_missing_seccomp(&mut out, self.is_seccomp_missing.load(Ordering::Relaxed))?;
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
         machine.mappings.as_ref().map_or(Ok(()), |budget| memory::expose_mappings(&mut out, budget))?;
         memory::expose_lost(&mut out, &machine.ranges)?;
@@ -163,6 +166,11 @@ impl Metrics {
     /// Says what the VM that has just been built has; what an earlier one had is forgotten.
     pub fn set_machine(&self, machine: MachineSources) {
         *self.sources.machine.lock() = machine;
+    }
+
+    /// Records that `--seccomp` asks for a system call filter, which does not exist yet.
+    pub fn set_seccomp_missing(&self) {
+        self.sources.is_seccomp_missing.store(true, Ordering::Relaxed);
     }
 
     /// Says what the VM has got since, or lost.

@@ -23,6 +23,12 @@ pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Resu
     out.counters(withheld, [(Vec::new(), events.withheld())])
 }
 
+/// A filter that was requested and is not installed.
+pub(super) fn expose_missing_seccomp(out: &mut Exposer<'_>, is_missing: bool) -> fmt::Result {
+    let help = "1 if --seccomp asks for a system call filter; none is installed, because there is none yet.";
+    out.gauges(Family("seccomp_missing", help, None), [(Vec::new(), f64::from(u8::from(is_missing)))])
+}
+
 /// Resident memory by kind, from the text of proc_pid_status(5).
 fn resident(status: &str) -> Vec<(&'static str, u64)> {
     let kib = |name: &str| -> Option<u64> {

@@ -77,6 +77,9 @@ fn serve(
             None => None,
         };
         let metrics = Arc::new(Metrics::new(&launch.vm_name, events.counters()));
+        if launch.missing_seccomp.is_some() {
+            metrics.set_seccomp_missing();
+        }
         let exposition = match metrics_socket {
             Some(socket) => {
                 let router = metrics::router(Arc::clone(&metrics), handle.clone());

@@ -93,7 +93,9 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
             return of_cli_error(&error).unwrap_or_else(|| panic!("{with:?} is no fair try: {error}"));
         }
     };
-    if let Some(neutral) = Verdict::of_warnings(&tried.warnings, flag) {
+    if let Some(neutral) =
+        Verdict::of_warnings(&[tried.warnings.clone(), Vec::from_iter(tried.seccomp_error())].concat(), flag)
+    {
         return neutral;
     }
     match without {
