@@ -66,7 +66,9 @@ fn exchange(
     path: &str,
     body: Option<&str>,
 ) -> Result<Response> {
-    let mut request = format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n");
+    let mut request = format!(
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text, */*;q=0.1\r\nConnection: close\r\n"
+    );
     if let Some(body) = body {
         request += &format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
     }

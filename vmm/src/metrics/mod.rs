@@ -7,6 +7,7 @@
 mod devices;
 mod disk;
 mod expose;
+mod format;
 mod hotplug;
 mod latency;
 mod memory;

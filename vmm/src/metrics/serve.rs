@@ -4,15 +4,13 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 
 use super::Metrics;
+use super::format::Format;
 use crate::vm::request::{VmHandle, VmRequest};
-
-/// What OpenMetrics 1.0 calls itself.
-const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
@@ -25,11 +23,16 @@ pub fn router(metrics: Arc<Metrics>, vm: VmHandle) -> Router {
         .with_state((metrics, vm))
 }
 
-async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>) -> Response {
+async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>, headers: HeaderMap) -> Response {
+    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
     // A VM that is shut down has no zones; the VMM's own metrics go on.
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
     match metrics.encode(zones) {
-        Ok(text) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
+        Ok(text) => {
+            let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
+            (headers, format.convert(text)).into_response()
+        }
         Err(error) => {
             tracing::warn!(%error, "Metrics cannot be written");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()

@@ -394,6 +394,62 @@ fn what_has_gone_with_the_vm_is_not_shown() {
     assert!(!metrics.encode(Vec::new()).unwrap().contains("foreshore_volume"));
 }
 
+/// The rules of `promtool check metrics` (prometheus/util/testutil/promlint).
+fn lint(text: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    let helps: BTreeSet<_> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("# HELP ")?.split_once(' '))
+        .filter(|(_, help)| !help.is_empty())
+        .map(|(name, _)| name)
+        .collect();
+    for (name, kind) in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' ')) {
+        let words: Vec<_> = name.split('_').collect();
+        let mut check = |is_wrong: bool, what: &str| {
+            if is_wrong {
+                problems.push(format!("{name}: {what}"));
+            }
+        };
+        check(!helps.contains(name), "no help text");
+        check(
+            (kind == "counter") != name.ends_with("_total"),
+            "_total goes with counters, and with them alone",
+        );
+        let reserved = ["_bucket", "_count", "_sum"].iter().any(|suffix| name.ends_with(suffix));
+        check(kind != "histogram" && reserved, "a suffix of histograms");
+        check(words.contains(&kind), "the type is in the name");
+        check(name.contains(':') || name.chars().any(|c| c.is_ascii_uppercase()), "a reserved character");
+        let abbreviations = ["s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"];
+        check(words.iter().any(|word| abbreviations.contains(word)), "an abbreviated unit");
+        let other_units = ["minutes", "hours", "days", "weeks", "kilobytes", "megabytes", "bits", "percent"];
+        let is_scaled = |word: &&str| {
+            ["milli", "micro", "nano", "kibi", "mebi", "kilo", "mega"]
+                .iter()
+                .any(|scale| word.starts_with(scale))
+        };
+        check(words.iter().any(|word| other_units.contains(word) || is_scaled(word)), "not a base unit");
+    }
+    problems
+}
+
+#[test]
+fn promtools_rules_are_kept() {
+    let (metrics, _pool, _others) = everything();
+    let open = metrics.encode(vec![zone("dram", None)]).unwrap();
+    let text = super::format::Format::Prometheus.convert(open.clone());
+    assert_eq!(lint(&text), Vec::<String>::new());
+    // OpenMetrics names counters otherwise, so promtool refuses it.
+    assert!(lint(&open).iter().any(|problem| problem.contains("_total")));
+}
+
+#[test]
+fn missing_seccomp_filter_is_a_metric() {
+    let metrics = Metrics::new("a", Arc::default());
+    assert!(metrics.encode(Vec::new()).unwrap().contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
+    metrics.set_seccomp_missing();
+    assert!(metrics.encode(Vec::new()).unwrap().contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
+}
+
 /// Asks for `path` over a unix socket; the answer's bytes.
 async fn get(socket: &std::path::Path, request: &str) -> String {
     let mut stream = UnixStream::connect(socket).await.unwrap();
@@ -464,6 +520,10 @@ fn metrics_are_served_over_http() {
         let server = Server::start(socket, router(Arc::new(metrics), vm), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        assert!(answer.contains("Content-Type: text/plain; version=0.0.4"), "{answer}");
+        assert!(answer.contains("foreshore_memory_boot_bytes{") && !answer.contains("# EOF"), "{answer}");
+        let open = "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\nX-Rest:";
+        let answer = get(&path, open).await;
         assert!(answer.contains("Content-Type: application/openmetrics-text; version=1.0.0"), "{answer}");
         assert!(answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"), "{answer}");
         assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));

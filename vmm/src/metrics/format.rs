@@ -1,0 +1,113 @@
+//! The two text formats of an exposition, and the choice between them by a request's `Accept` header.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+/// Text format of an exposition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    /// Prometheus text format 0.0.4, which every scraper and `promtool check metrics` read.
+    Prometheus,
+    /// OpenMetrics 1.0.
+    OpenMetrics,
+}
+
+impl Format {
+    /// Format for an `Accept` header (RFC 9110, 12.5.1): OpenMetrics for a client that names it and does not prefer
+    /// plain text, as other exporters answer.
+    pub(super) fn negotiate(accept: &str) -> Self {
+        let mut quality = [0u32; 2];
+        for range in accept.split(',') {
+            let mut parts = range.split(';').map(str::trim);
+            let media = parts.next().unwrap_or_default();
+            let index = if media.eq_ignore_ascii_case("application/openmetrics-text") {
+                1
+            } else if ["text/plain", "text/*", "*/*"].iter().any(|other| media.eq_ignore_ascii_case(other)) {
+                0
+            } else {
+                continue;
+            };
+            let q = parts.find_map(|part| part.strip_prefix("q=")).map_or(1.0, |q| q.parse().unwrap_or(0.0));
+            quality[index] = quality[index].max((f64::clamp(q, 0.0, 1.0) * 1000.0) as u32);
+        }
+        let [plain, open] = quality;
+        if open > 0 && open >= plain { Format::OpenMetrics } else { Format::Prometheus }
+    }
+
+    /// Value of the `Content-Type` header.
+    pub(super) fn content_type(self) -> &'static str {
+        match self {
+            Format::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
+            Format::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        }
+    }
+
+    /// Converts an OpenMetrics exposition into this format.
+    pub(super) fn convert(self, open_metrics: String) -> String {
+        match self {
+            Format::OpenMetrics => open_metrics,
+            Format::Prometheus => to_prometheus(&open_metrics),
+        }
+    }
+}
+
+/// OpenMetrics names the family of a counter without `_total`; format 0.0.4 names it as its samples. It has no units
+/// and no end mark.
+fn to_prometheus(open_metrics: &str) -> String {
+    let families = open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+    let counters: BTreeSet<_> = families.filter_map(|family| family.strip_suffix(" counter")).collect();
+    let mut out = String::with_capacity(open_metrics.len());
+    for line in open_metrics.lines() {
+        let Some(comment) = line.strip_prefix("# ") else {
+            out.push_str(line);
+            out.push('\n');
+            continue;
+        };
+        let mut words = comment.splitn(3, ' ');
+        let (kind, name, rest) = (
+            words.next().unwrap_or_default(),
+            words.next().unwrap_or_default(),
+            words.next().unwrap_or_default(),
+        );
+        if matches!(kind, "HELP" | "TYPE") {
+            let suffix = if counters.contains(name) { "_total" } else { "" };
+            writeln!(out, "# {kind} {name}{suffix} {rest}").expect("a String takes all");
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_metrics_is_the_answer_to_clients_that_name_it() {
+        let prometheus_2 = "application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;\
+                            version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
+        for (accept, format) in [
+            ("", Format::Prometheus),
+            ("*/*", Format::Prometheus),
+            ("text/plain;version=0.0.4", Format::Prometheus),
+            ("text/html,application/xhtml+xml,*/*;q=0.8", Format::Prometheus),
+            ("application/openmetrics-text", Format::OpenMetrics),
+            ("Application/OpenMetrics-Text; version=1.0.0; charset=utf-8", Format::OpenMetrics),
+            (prometheus_2, Format::OpenMetrics),
+            ("application/openmetrics-text;q=0.2,text/plain;q=0.9", Format::Prometheus),
+            ("application/openmetrics-text;q=0", Format::Prometheus),
+            ("application/openmetrics-text;q=much", Format::Prometheus),
+        ] {
+            assert_eq!(Format::negotiate(accept), format, "{accept}");
+        }
+    }
+
+    #[test]
+    fn counters_are_named_as_their_samples_in_format_0_0_4() {
+        let open = "# HELP a_seconds Time.\n# TYPE a_seconds counter\n# UNIT a_seconds seconds\n\
+                    a_seconds_total{vm=\"# HELP x\"} 1\n# HELP b Size of a_seconds.\n# TYPE b gauge\nb 2\n# EOF\n";
+        let expected = "# HELP a_seconds_total Time.\n# TYPE a_seconds_total counter\n\
+                        a_seconds_total{vm=\"# HELP x\"} 1\n# HELP b Size of a_seconds.\n# TYPE b gauge\nb 2\n";
+        assert_eq!(Format::Prometheus.convert(open.to_owned()), expected);
+        assert_eq!(Format::OpenMetrics.convert(open.to_owned()), open);
+    }
+}
