@@ -160,7 +160,7 @@ mod tests {
         assert_eq!(error("size=386M"), expected);
         assert_eq!(error("size=1M"), "--balloon: size is 1 MiB, which is not a multiple of 2 MiB");
         assert_eq!(error("floor=3M"), "--balloon: floor is 3 MiB, which is not a multiple of 2 MiB");
-        assert!(error("id=a b").contains("letters"));
+        assert!(error("id=__a").contains("without '__' in front"));
         assert!(error("pci_segment=1").contains("one PCI segment"));
         assert!(error("shrink=on").contains("unknown key"));
     }

@@ -275,8 +275,11 @@ mod tests {
         assert_eq!(error("path=/d,queue_size=2"), "--disk: queue_size is 2, and must be 4 to 1024");
         assert_eq!(error("path=/d,queue_size=100"), "--disk: queue_size is 100, which is no power of two");
         assert!(error("path=/d,serial=123456789012345678901").contains("21 bytes, at most 20 fit"));
-        for id in ["a b", "a\\nb", "ü", &"a".repeat(65)] {
-            assert!(error(&format!("path=/d,id={id}")).contains("1 to 64 letters"), "{id}");
+        for id in ["__disk", "a\nb", "a\0b"] {
+            assert!(error(&format!("path=/d,id={id}")).contains("without '__' in front"), "{id:?}");
+        }
+        for id in ["volume/data", "a b", "ü", &"a".repeat(78), "_disk7"] {
+            DiskConfig::parse(&format!("path=/d,id={id}")).unwrap().validate(4).unwrap();
         }
         assert_eq!(error("path=/d,pci_device_id=0"), "--disk: pci_device_id is 0, and must be 1 to 31");
         assert_eq!(error("path=/d,pci_device_id=32"), "--disk: pci_device_id is 32, and must be 1 to 31");

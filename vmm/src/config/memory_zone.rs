@@ -162,7 +162,7 @@ mod tests {
             error("id=a,size=2M,hotplug_size=2M,hotplugged_size=4M"),
             "--memory-zone: hotplugged_size is 4 MiB, and must be at most 2 MiB, which is hotplug_size"
         );
-        assert!(error("id=a:b,size=2M").contains(r#"id="a:b" is not 1 to 64 letters"#));
+        assert!(error("id=__a,size=2M").contains("without '__' in front"));
         assert!(error("id=a,size=2M,host_numa_node=-1").contains("a whole number of 32 bits"));
     }
 

@@ -277,7 +277,7 @@ mod tests {
             error("pool=/p,size=2M,bandwidth=1T"),
             "--pm-memory: bandwidth is 1 TiB, and must be at most 655340 MiB"
         );
-        assert!(error("pool=/p,size=2M,id=").contains("is not 1 to 64 letters"));
+        assert!(error("pool=/p,size=2M,id=").contains("is not a name"));
         assert!(error("pool=/p,size=3G,hugepages=on").contains("unknown key"));
     }
 }
