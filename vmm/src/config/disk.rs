@@ -180,7 +180,15 @@ impl DiskConfig {
             }),
         };
         // One more would never be used.
-        in_range("num_queues", self.num_queues, 1, vcpus.into())?;
+        if !(1..=u16::from(vcpus)).contains(&self.num_queues) {
+            return Err(ConfigError::QueueCount {
+                flag,
+                value: self.num_queues,
+                least: 1,
+                most: vcpus.into(),
+                why: format!("one for each vCPU at most, and --cpus has {vcpus}"),
+            });
+        }
         in_range("queue_size", self.queue_size, QUEUE_SIZES.0, QUEUE_SIZES.1)?;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
         if !self.queue_size.is_power_of_two() {
@@ -270,8 +278,14 @@ mod tests {
     #[test]
     fn errors_name_flag_value_and_bound() {
         assert_eq!(error("readonly=on"), "--disk: path= is missing");
-        assert_eq!(error("path=/d,num_queues=5"), "--disk: num_queues is 5, and must be 1 to 4");
-        assert_eq!(error("path=/d,num_queues=0"), "--disk: num_queues is 0, and must be 1 to 4");
+        assert_eq!(
+            error("path=/d,num_queues=5"),
+            "--disk: num_queues is 5, and must be 1 to 4: one for each vCPU at most, and --cpus has 4"
+        );
+        assert_eq!(
+            error("path=/d,num_queues=0"),
+            "--disk: num_queues is 0, and must be 1 to 4: one for each vCPU at most, and --cpus has 4"
+        );
         assert_eq!(error("path=/d,queue_size=2"), "--disk: queue_size is 2, and must be 4 to 1024");
         assert_eq!(error("path=/d,queue_size=100"), "--disk: queue_size is 100, which is no power of two");
         assert!(error("path=/d,serial=123456789012345678901").contains("21 bytes, at most 20 fit"));

@@ -151,6 +151,20 @@ pub enum ConfigError {
         /// The upper bound.
         most: u64,
     },
+    /// More queues than vCPUs use, or none.
+    #[error("{flag}: num_queues is {value}, and must be {}: {why}", bounds(*.least, *.most))]
+    QueueCount {
+        /// The flag.
+        flag: &'static str,
+        /// The number.
+        value: u16,
+        /// The lower bound.
+        least: u16,
+        /// The upper bound.
+        most: u16,
+        /// Where the upper bound comes from.
+        why: String,
+    },
     /// A path that does not fit into a socket's address.
     #[error("{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}")]
     SocketPath {

@@ -349,7 +349,19 @@ impl NetConfig {
             }),
         };
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
-        in_range("num_queues", self.num_queues, 2, 2 * u16::from(vcpus).min(Self::MAX_PAIRS))?;
+        let most = 2 * u16::from(vcpus).min(Self::MAX_PAIRS);
+        if !(2..=most).contains(&self.num_queues) {
+            return Err(ConfigError::QueueCount {
+                flag,
+                value: self.num_queues,
+                least: 2,
+                most,
+                why: format!(
+                    "a pair for each vCPU and {} pairs at most, and --cpus has {vcpus}",
+                    Self::MAX_PAIRS
+                ),
+            });
+        }
         if !self.num_queues.is_multiple_of(2) {
             return conflict(format!("num_queues is {}, and there are two for each pair", self.num_queues));
         }
@@ -619,7 +631,10 @@ mod tests {
     #[test]
     fn errors_name_flag_value_and_bound() {
         assert_eq!(error("num_queues=3"), "--net: num_queues is 3, and there are two for each pair");
-        assert_eq!(error("num_queues=10"), "--net: num_queues is 10, and must be 2 to 8");
+        assert_eq!(
+            error("num_queues=10"),
+            "--net: num_queues is 10, and must be 2 to 8: a pair for each vCPU and 127 pairs at most, and --cpus has 4"
+        );
         assert_eq!(error("queue_size=16"), "--net: queue_size is 16, and must be 32 to 32768");
         assert_eq!(error("queue_size=100"), "--net: queue_size is 100, which is no power of two");
         assert_eq!(error("mtu=1000"), "--net: mtu is 1000, and must be 1280 to 65535");
