@@ -147,6 +147,7 @@ fn zone() -> ZoneInfo {
         requested_bytes: 2 << 20,
         held_bytes: 0,
         plugged_bytes: 0,
+        descriptor_bytes: 0,
         online_bytes: None,
         resident_bytes: 0,
         status: ResizeStatus::Stuck("busy pages".to_owned()),

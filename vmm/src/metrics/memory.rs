@@ -90,7 +90,7 @@ pub(super) fn expose(out: &mut Exposer<'_>, zones: &[ZoneInfo], plugs: &[PlugMet
 
 fn expose_sizes(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
     type SizeOf = fn(&ZoneInfo) -> Option<u64>;
-    let sizes: [(&str, &str, SizeOf); 7] = [
+    let sizes: [(&str, &str, SizeOf); 8] = [
         ("memory_boot", "Memory that is there from boot on.", |zone| Some(zone.boot_bytes)),
         ("memory_hotplug", "The most that can be plugged.", |zone| Some(zone.hotplug_bytes)),
         ("memory_requested", "What the guest is asked to have plugged.", |zone| Some(zone.requested_bytes)),
@@ -100,6 +100,9 @@ fn expose_sizes(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
             |zone| Some(zone.held_bytes),
         ),
         ("memory_plugged", "What the guest has plugged.", |zone| Some(zone.plugged_bytes)),
+        ("memory_descriptor", "Guest DRAM that page descriptors of plugged memory take, at least.", |zone| {
+            Some(zone.descriptor_bytes)
+        }),
         ("memory_online", "What is plugged and online, as the agent says.", |zone| zone.online_bytes),
         ("memory_resident", "What is in the host's memory.", |zone| Some(zone.resident_bytes)),
     ];

@@ -124,6 +124,7 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
         requested_bytes: 64 << 20,
         held_bytes: 0,
         plugged_bytes: 32 << 20,
+        descriptor_bytes: 512 << 10,
         online_bytes,
         resident_bytes: 100 << 20,
         status: ResizeStatus::Pending,

@@ -15,7 +15,7 @@ use super::pmem::AttachedPmem;
 use super::pools::OpenPool;
 use super::request::{
     BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest,
-    ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo, page_descriptor_bytes,
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
@@ -342,6 +342,7 @@ impl KvmMachine {
             };
             (online_bytes, core.resize_status(&spec.id, now))
         };
+        let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
         ZoneInfo {
             id: spec.id.clone(),
             tier: spec.tier.as_str().to_owned(),
@@ -350,7 +351,8 @@ impl KvmMachine {
             hotplug_bytes: spec.hotplug_bytes,
             requested_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.requested_bytes),
             held_bytes: sizes.as_ref().map_or(0, |sizes| sizes.held_bytes),
-            plugged_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes),
+            plugged_bytes,
+            descriptor_bytes: page_descriptor_bytes(plugged_bytes),
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,

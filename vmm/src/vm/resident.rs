@@ -109,6 +109,7 @@ mod tests {
             requested_bytes: 0,
             held_bytes: 0,
             plugged_bytes: 0,
+            descriptor_bytes: 0,
             online_bytes: None,
             resident_bytes: 0,
             status: ResizeStatus::Reached,

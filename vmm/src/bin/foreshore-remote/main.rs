@@ -445,6 +445,7 @@ mod tests {
             requested_bytes: 128 << 20,
             held_bytes: 0,
             plugged_bytes: 64 << 20,
+            descriptor_bytes: 1 << 20,
             online_bytes: None,
             resident_bytes: 5 << 20,
             status: ResizeStatus::Stuck("busy pages".to_owned()),
