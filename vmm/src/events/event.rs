@@ -50,6 +50,11 @@ pub enum Event<'a> {
     },
     /// The guest has not pinged its watchdog for too long, and is restarted.
     WatchdogExpired,
+    /// The guest restarts again and again, and waits before it starts.
+    RestartDelayed {
+        /// How long.
+        delay_ms: u64,
+    },
     /// A device was added to the running guest.
     DeviceAdded {
         /// What it is called.
@@ -113,6 +118,7 @@ impl Event<'_> {
             Self::DeviceActivated { .. } => ("virtio-device", "activated"),
             Self::DeviceReset { .. } => ("virtio-device", "reset"),
             Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
+            Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
             Self::DeviceAdded { .. } => ("foreshore", "device-added"),
             Self::DeviceRemoved { .. } => ("vm", "device-removed"),
             Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
@@ -140,6 +146,7 @@ impl Event<'_> {
             Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
+            Self::RestartDelayed { delay_ms } => vec![("delay_ms", delay_ms.to_string())],
             Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
             Self::Failed { reason } => vec![("reason", without_braces(reason))],
             Self::MemoryReached { zone, plugged_bytes } => {
@@ -169,7 +176,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 23] = [
+    const ALL: [Event<'_>; 24] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -187,6 +194,7 @@ mod tests {
         Event::DeviceActivated { id: "i" },
         Event::DeviceReset { id: "i" },
         Event::WatchdogExpired,
+        Event::RestartDelayed { delay_ms: 1000 },
         Event::DeviceAdded { id: "i", bdf: "b" },
         Event::DeviceRemoved { id: "i", bdf: "b" },
         Event::VcpusResized { vcpus: 4 },

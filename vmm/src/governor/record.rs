@@ -19,6 +19,7 @@ use balloon::proto::Report;
 use balloon::trace::{Header, Writer};
 use balloon::{HostView, TimeMs};
 use parking_lot::Mutex;
+use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::{info, warn};
 
 use crate::vm::request::{RecordingInfo, RecordingState};
@@ -51,13 +52,32 @@ pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
             return Ok((path.to_owned(), file));
         }
     }
+    let path = name_of(path, nth);
+    let file = OpenOptions::new().write(true).create_new(true).mode(PRIVATE_MODE).open(&path)?;
+    Ok((path, file))
+}
+
+/// Traces of one VM, at most: a guest can restart as often as it likes.
+pub const MAX_TRACES: u64 = 16;
+
+/// Bytes that the trace of a VM's `nth` machine, from 0, may have, if all traces of the VM may have `max_bytes`. `None`: there
+/// are too many traces, or their bytes are used up.
+pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
+    let len =
+        |path: PathBuf| path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len());
+    if nth >= MAX_TRACES {
+        return None;
+    }
+    let used_bytes: u64 = (0..nth).filter_map(|earlier| len(name_of(path, earlier))).sum();
+    max_bytes.checked_sub(used_bytes).filter(|bytes| *bytes > 0)
+}
+
+fn name_of(path: &Path, nth: u64) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     if nth > 0 {
         name.push(format!(".{}", nth + 1));
     }
-    let path = PathBuf::from(name);
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o640).open(&path)?;
-    Ok((path, file))
+    PathBuf::from(name)
 }
 
 /// The thread may wait in a write: it is there for that.

@@ -175,3 +175,21 @@ fn a_pipe_needs_its_reader_first_and_is_taken_again_by_the_next_machine() {
     drop(reader);
     assert_eq!(open(Path::new("/dev/null"), 0).unwrap().0, Path::new("/dev/null"));
 }
+
+#[test]
+fn traces_of_a_guest_that_restarts_for_ever_have_a_total() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace");
+    let mut recorded = 0;
+    for nth in 0..1000 {
+        let Some(bytes) = room(&path, nth, 100) else { continue };
+        let (_, file) = open(&path, nth).unwrap();
+        file.set_len(bytes.min(15)).unwrap();
+        recorded += 1;
+    }
+    // 6 of 15 bytes and one of the remaining 10.
+    assert_eq!((recorded, std::fs::read_dir(folder.path()).unwrap().count()), (7, 7));
+    assert_eq!(room(&path, 7, 100), None);
+    assert_eq!(room(&path, MAX_TRACES - 1, u64::MAX), Some(u64::MAX - 100));
+    assert_eq!(room(&path, MAX_TRACES, u64::MAX), None);
+}

@@ -15,6 +15,7 @@ use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, Governor};
 use crate::governor::{Beside, DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
+use crate::log::sparsely;
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
 use crate::pool::PoolInfo;
@@ -208,9 +209,12 @@ fn record(
     clock: &Clock,
 ) -> Result<Core, BuildError> {
     let nth = resources.machines();
+    let Some(max_bytes) = record::room(path, nth, max_bytes.unwrap_or(RECORD_BYTES)) else {
+        sparsely!(warn, file = %path.display(), boot = nth + 1, "The VM's traces have reached their number or size, and this boot has none");
+        return Ok(core);
+    };
     match record::open(path, nth) {
         Ok((path, file)) => {
-            let max_bytes = max_bytes.unwrap_or(RECORD_BYTES);
             let target = Target { path, file, max_bytes };
             core.record(target, resources.metrics().vm(), clock.now())
                 .map_err(BuildError::device("--pressure record="))

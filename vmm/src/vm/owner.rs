@@ -7,15 +7,17 @@
 //!  vCPUs, devices ► MachineEvent┘
 //! ```
 
+mod restart;
+
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
 
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tracing::{error, info, warn};
+use tokio::time::Instant;
+use tracing::{error, info};
 
 use super::counters::Counters;
 use super::request::{
@@ -214,6 +216,8 @@ struct Vm {
     machine: Option<Box<dyn Machine>>,
     started: Instant,
     restarts: RestartGuard,
+    /// The guest has ended itself, stands still, and starts again at this time.
+    restart_at: Option<Instant>,
     /// Why the machine was paused by itself: it must not go on.
     failure: Option<String>,
     /// How the guest has ended itself while it was to stand still: that follows when it goes on.
@@ -229,6 +233,7 @@ impl Vm {
             machine: None,
             started: Instant::now(),
             restarts: RestartGuard::default(),
+            restart_at: None,
             failure: None,
             kept: None,
         }
@@ -263,7 +268,10 @@ impl Vm {
 
     fn resume(&mut self) -> Result<(), VmError> {
         let next = self.may_resume()?;
-        self.running()?.resume();
+        // A guest that waits for its restart does not go on before it.
+        if self.restart_at.is_none() {
+            self.running()?.resume();
+        }
         self.state = next;
         Ok(())
     }
@@ -271,8 +279,7 @@ impl Vm {
     fn shut_down(&mut self) -> Result<(), VmError> {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
-        self.failure = None;
-        self.kept = None;
+        (self.failure, self.kept, self.restart_at) = (None, None, None);
         self.state = next;
         Ok(())
     }
@@ -481,6 +488,7 @@ impl<F: MachineFactory> Owner<F> {
         }
         loop {
             // What has happened comes before what is asked: an answer never shows a state that is over.
+            let restart_at = self.restart_at();
             let flow = tokio::select! {
                 biased;
                 Some(event) = self.events.recv() => self.handle_event(event),
@@ -489,6 +497,7 @@ impl<F: MachineFactory> Owner<F> {
                     let _ = ended.map(|(since, reply)| self.stands_still(since, reply));
                     Flow::Continue
                 }
+                () = restart::due(restart_at) => self.restart(),
                 request = requests.recv() => match request {
                     Some(request) => self.serve(request),
                     None => Flow::End(Ok(())),
@@ -642,7 +651,7 @@ impl<F: MachineFactory> Owner<F> {
         self.generation += 1;
         let events = EventSender::new(self.generation, self.sender.clone());
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
-        (vm.failure, vm.kept) = (None, None);
+        (vm.failure, vm.kept, vm.restart_at) = (None, None, None);
         vm.config.name_devices();
         let mut machine = self.factory.build(&vm.config, events)?;
         machine.resume();
@@ -681,6 +690,9 @@ impl<F: MachineFactory> Owner<F> {
             vm.kept.get_or_insert(event);
             return Flow::Continue;
         }
+        if vm.restart_at.is_some() && event.ends_the_guest() {
+            return Flow::Continue;
+        }
         match event {
             MachineEvent::GuestShutdown => {
                 info!("The guest has switched itself off");
@@ -695,16 +707,8 @@ impl<F: MachineFactory> Owner<F> {
                     }
                 }
             }
-            MachineEvent::GuestReset => {
-                info!("The guest restarts");
-                self.restart()
-            }
-            MachineEvent::Vcpu(event @ VcpuEvent::TripleFault { .. }) => {
-                if !vm.restarts.may_restart(vm.started.elapsed()) {
-                    return Flow::End(Err(RunError::KeepsFaulting { event, count: RestartGuard::LIMIT }));
-                }
-                warn!(%event, "The guest restarts");
-                self.restart()
+            event @ (MachineEvent::GuestReset | MachineEvent::Vcpu(VcpuEvent::TripleFault { .. })) => {
+                self.restart_by_guest(event)
             }
             MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
             MachineEvent::Ejected { slot } => {
@@ -726,13 +730,6 @@ impl<F: MachineFactory> Owner<F> {
                 }
                 Flow::Continue
             }
-        }
-    }
-
-    fn restart(&mut self) -> Flow {
-        match self.busily(|owner| owner.reboot(Events::tell_of_guest)) {
-            Ok(()) => Flow::Continue,
-            Err(err) => Flow::End(Err(RunError::Boot(err))),
         }
     }
 

@@ -57,23 +57,43 @@ pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     }
 }
 
-/// Keeps a guest that cannot even start from restarting for ever: a triple fault resets a machine, but after
-/// so many in a row, each soon after its start, it is the payload that is broken.
+/// Decision on a guest that restarts itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Restart {
+    /// It starts again after this time.
+    After(Duration),
+    /// It has faulted [`RestartGuard::LIMIT`] times in a row: its payload is broken.
+    GiveUp,
+}
+
+/// Bounds how often a guest makes the host build a machine, by whatever way it restarts: the reset register, the watchdog or a
+/// triple fault. The first early restart is immediate, because installers and firmware restart on purpose; later ones wait 1, 2,
+/// 4 s and so on. A guest that has run for a while starts again at once.
 #[derive(Debug, Default)]
 pub struct RestartGuard {
+    early_restarts: u32,
     early_faults: u32,
 }
 
 impl RestartGuard {
     /// So many early faults in a row end the VM.
     pub const LIMIT: u32 = 3;
-    /// A fault is early up to this time after the start.
+    /// A restart is early up to this time after the start.
     pub const EARLY: Duration = Duration::from_secs(10);
+    /// The longest delay.
+    pub const MAX_DELAY: Duration = Duration::from_secs(30);
 
-    /// Whether a guest that has faulted `uptime` after its start may be started again.
-    pub fn may_restart(&mut self, uptime: Duration) -> bool {
-        self.early_faults = if uptime <= Self::EARLY { self.early_faults + 1 } else { 0 };
-        self.early_faults < Self::LIMIT
+    /// Decides on a restart `uptime` after the start. Only a triple fault can be without intention.
+    pub fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
+        let is_early = uptime <= Self::EARLY;
+        self.early_faults = if is_early && is_fault { self.early_faults + 1 } else { 0 };
+        self.early_restarts = if is_early { self.early_restarts.saturating_add(1) } else { 0 };
+        if self.early_faults >= Self::LIMIT {
+            return Restart::GiveUp;
+        }
+        let doublings = self.early_restarts.checked_sub(2);
+        let delay_s = doublings.map_or(0, |doublings| 1_u64.checked_shl(doublings).unwrap_or(u64::MAX));
+        Restart::After(Duration::from_secs(delay_s).min(Self::MAX_DELAY))
     }
 }
 
@@ -105,15 +125,37 @@ mod tests {
         assert_eq!(text, "The VM is Created, and vm.pause needs it running");
     }
 
+    const SOON: Duration = Duration::from_millis(50);
+    const LATE: Duration = Duration::from_secs(60);
+
     #[test]
     fn only_early_faults_in_a_row_end_a_guest() {
         let mut guard = RestartGuard::default();
-        let (early, late) = (Duration::from_secs(1), Duration::from_secs(60));
-        assert!(guard.may_restart(early));
-        assert!(guard.may_restart(early));
-        assert!(guard.may_restart(late));
-        assert!(guard.may_restart(early));
-        assert!(guard.may_restart(early));
-        assert!(!guard.may_restart(early));
+        let mut gives_up = |uptime| guard.decide(true, uptime) == Restart::GiveUp;
+        assert!([SOON, SOON, LATE, SOON, SOON].into_iter().all(|uptime| !gives_up(uptime)));
+        assert!(gives_up(SOON));
+    }
+
+    #[test]
+    fn early_restarts_wait_ever_longer_and_never_end_a_guest() {
+        let mut guard = RestartGuard::default();
+        let mut delay_s = |uptime| match guard.decide(false, uptime) {
+            Restart::After(delay) => delay.as_secs(),
+            Restart::GiveUp => panic!("a guest may restart as often as it likes"),
+        };
+        let delays: Vec<_> = (0..9).map(|_| delay_s(SOON)).collect();
+        assert_eq!(delays, [0, 1, 2, 4, 8, 16, 30, 30, 30]);
+        assert!((0..1000).all(|_| delay_s(SOON) == 30));
+        assert_eq!([LATE, SOON, SOON].map(delay_s), [0, 0, 1]);
+    }
+
+    #[test]
+    fn every_way_to_restart_counts() {
+        let mut guard = RestartGuard::default();
+        for nth in 0..1000 {
+            // A guest that resets in time is not given up, and not faster either.
+            let decision = guard.decide(nth % 3 != 0, SOON);
+            assert!(matches!(decision, Restart::After(delay) if nth < 6 || delay == RestartGuard::MAX_DELAY));
+        }
     }
 }

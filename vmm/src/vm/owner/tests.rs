@@ -253,13 +253,22 @@ impl Fixture {
         told
     }
 
+    /// Waits until so many machines have been built. The clock goes on to the next timer whenever nothing else is to do.
+    async fn built(&self, count: usize) {
+        while self.senders.lock().len() < count {
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        }
+        assert_eq!(self.state().await, VmState::Running);
+    }
+
     fn log(&self) -> Vec<&'static str> {
         self.log.lock().clone()
     }
 }
 
 fn run(test: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     tokio::task::LocalSet::new().block_on(&runtime, test);
 }
 
@@ -429,9 +438,65 @@ fn triple_faults_restart_the_guest_until_it_keeps_faulting() {
         vm.send(0, triple_fault());
         assert_eq!(vm.state().await, VmState::Running);
         vm.send(1, triple_fault());
-        assert_eq!(vm.state().await, VmState::Running);
+        vm.built(3).await;
         vm.send(2, triple_fault());
         assert!(matches!(vm.end.await.unwrap(), Err(RunError::KeepsFaulting { .. })));
+    });
+}
+
+#[test]
+fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
+    run(async {
+        let mut vm = start(None).await;
+        let begin = tokio::time::Instant::now();
+        for machine in 0..8 {
+            vm.send(machine, MachineEvent::GuestReset);
+            vm.built(machine + 2).await;
+        }
+        // 0, 1, 2, 4, 8, 16, 30 and 30 s. Without the delays it is some milliseconds.
+        let elapsed = begin.elapsed().as_secs();
+        assert!((91..93).contains(&elapsed), "{elapsed}");
+        // A client that reboots the VM does not wait.
+        vm.send(8, MachineEvent::GuestReset);
+        assert_eq!(vm.state().await, VmState::Running);
+        vm.send(8, triple_fault());
+        let now = tokio::time::Instant::now();
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        assert_eq!((vm.senders.lock().len(), now.elapsed().as_millis()), (10, 0));
+        tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+        assert_eq!(vm.senders.lock().len(), 10, "the restart that was due is over");
+        // Of a guest that ran for a while the next restart is immediate.
+        vm.send(9, MachineEvent::GuestReset);
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.senders.lock().len(), 11);
+        let mut delays = 0;
+        vm.events.end();
+        while let Some(Seen::Event(event)) = vm.told.next().await {
+            delays += u32::from(event.event == "restart-delayed");
+        }
+        assert_eq!(delays, 8);
+    });
+}
+
+#[test]
+fn a_pause_holds_a_delayed_restart_up() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::GuestReset);
+        vm.built(2).await;
+        vm.send(1, MachineEvent::GuestReset);
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+        assert_eq!((vm.state().await, vm.senders.lock().len()), (VmState::Paused, 2));
+        let resumes = || vm.log().iter().filter(|entry| **entry == "resume").count();
+        let before = resumes();
+        vm.handle.ask(VmRequest::Resume).await.unwrap();
+        vm.built(3).await;
+        assert_eq!(resumes(), before + 1, "the old machine never runs again");
+        vm.send(2, MachineEvent::GuestReset);
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+        assert_eq!((vm.state().await, vm.senders.lock().len()), (VmState::Created, 3));
     });
 }
 

@@ -1,0 +1,67 @@
+//! Restarts by the guest, which wait if the guest restarts again and again.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep_until};
+
+use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmState};
+use crate::cpu::run::VcpuEvent;
+use crate::events::{Event, Events};
+use crate::log::sparsely;
+use crate::vm::state::{Restart, RestartGuard};
+
+/// Waits for the time of a restart, for ever if there is none.
+pub(super) async fn due(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+impl<F: MachineFactory> Owner<F> {
+    /// Time of the restart that the guest waits for. A pause holds it up.
+    pub(super) fn restart_at(&self) -> Option<Instant> {
+        self.vm.as_ref().filter(|vm| vm.state == VmState::Running).and_then(|vm| vm.restart_at)
+    }
+
+    /// Restarts a guest that has reset itself or has faulted, at once or later.
+    pub(super) fn restart_by_guest(&mut self, event: MachineEvent) -> Flow {
+        let vm = self.vm.as_mut().expect("a machine that sends events has a VM");
+        let fault = match event {
+            MachineEvent::Vcpu(event @ VcpuEvent::TripleFault { .. }) => Some(event),
+            _ => None,
+        };
+        let delay = match (vm.restarts.decide(fault.is_some(), vm.started.elapsed()), fault) {
+            (Restart::GiveUp, Some(event)) => {
+                return Flow::End(Err(RunError::KeepsFaulting { event, count: RestartGuard::LIMIT }));
+            }
+            (Restart::GiveUp, None) => unreachable!("only faults end a guest"),
+            (Restart::After(delay), Some(event)) => {
+                sparsely!(warn, %event, ?delay, "The guest restarts");
+                delay
+            }
+            (Restart::After(delay), None) => {
+                sparsely!(info, ?delay, "The guest restarts");
+                delay
+            }
+        };
+        if delay == Duration::ZERO {
+            return self.restart();
+        }
+        self.told.tell_of_guest(Event::RestartDelayed { delay_ms: delay.as_millis() as u64 });
+        // Its other vCPUs may not have noticed.
+        if let Some(machine) = &mut vm.machine {
+            tokio::task::spawn_blocking(machine.pause());
+        }
+        vm.restart_at = Some(Instant::now() + delay);
+        Flow::Continue
+    }
+
+    /// Builds the machine anew for a guest that has ended itself.
+    pub(super) fn restart(&mut self) -> Flow {
+        match self.busily(|owner| owner.reboot(Events::tell_of_guest)) {
+            Ok(()) => Flow::Continue,
+            Err(err) => Flow::End(Err(RunError::Boot(err))),
+        }
+    }
+}
