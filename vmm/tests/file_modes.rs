@@ -82,3 +82,26 @@ fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
     }
     assert_eq!(open(), [("metrics".to_owned(), 0o666)]);
 }
+
+#[test]
+fn no_flag_of_the_vmm_writes_to_a_pool_or_a_file_system() {
+    let folder = TempDir::new().unwrap();
+    let [pool, disk] = ["pool", "disk"].map(|name| folder.path().join(name));
+    drop(pmem_volume::Pool::create(&pool, 16 << 20, 0).unwrap());
+    let mut bytes = vec![0; 1 << 20];
+    bytes[0x438..0x43a].copy_from_slice(b"\x53\xef");
+    fs::write(&disk, bytes).unwrap();
+    for (path, content) in [(&pool, "a pool"), (&disk, "an ext2, ext3 or ext4 file system")] {
+        let before = fs::read(path).unwrap();
+        let path_text = path.display().to_string();
+        for flags in [["--log-file", &path_text], ["--event-monitor", &format!("path={path_text}")]] {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+            let output = command.args(["--kernel", "/nonexistent"]).args(flags).output().unwrap();
+            let message = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(1), "{message}");
+            let named = format!("{path:?} holds {content}, which output would destroy");
+            assert!(message.contains(flags[0]) && message.contains(&named), "{message}");
+            assert!(fs::read(path).unwrap() == before, "{flags:?}");
+        }
+    }
+}

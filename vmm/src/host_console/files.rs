@@ -217,6 +217,32 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_is_neither_emptied_nor_written_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, 16 << 20, 0).unwrap());
+        let before = fs::read(&path).unwrap();
+        let mut console = files(FileStart::Empty);
+        let error = console.open(&path).unwrap_err().to_string();
+        assert!(error.contains("holds a pool"), "{error}");
+        drop(console);
+        assert!(fs::read(&path).unwrap() == before);
+        // A guest writes the same to a serial port that is its own, and its next VMM starts.
+        let serial = folder.path().join("serial");
+        drop(files(FileStart::Empty).open(&serial).unwrap());
+        let mut console = files(FileStart::Empty);
+        console.open(&serial).unwrap();
+        console.begin().unwrap();
+        fs::write(&serial, &before).unwrap();
+        for start in [FileStart::Continue, FileStart::Empty] {
+            let mut console = files(start);
+            console.open(&serial).unwrap();
+            console.begin().unwrap();
+        }
+        assert_eq!(fs::metadata(&serial).unwrap().len(), 0);
+    }
+
+    #[test]
     fn two_consoles_share_a_file() {
         let (_folder, path) = folder_with("console", "of an earlier VM");
         let mut files = files(FileStart::Empty);
