@@ -16,6 +16,7 @@ pub mod events;
 pub mod file_id;
 pub mod governor;
 pub mod host_console;
+pub mod inherited;
 pub mod interrupt;
 pub mod log;
 pub mod memory;

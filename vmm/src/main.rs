@@ -29,6 +29,7 @@ fn main() -> ExitCode {
 }
 
 fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
+    foreshore::inherited::check(&launch)?;
     foreshore::log::start(&launch.log)?;
     if let Some(error) = launch.seccomp_error() {
         tracing::error!("{error}");

@@ -84,6 +84,21 @@ fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
 }
 
 #[test]
+fn a_descriptor_that_nobody_handed_over_is_refused_before_a_file_can_have_its_number() {
+    let folder = TempDir::new().unwrap();
+    let log = folder.path().join("log");
+    for flags in [["--api-socket", "fd=77"], ["--event-monitor", "fd=78"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+        command.args(["--kernel", "/nonexistent", "--log-file", log.to_str().unwrap()]).args(flags);
+        let output = command.output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert!(message.contains(&format!("{}: {} is not open", flags[0], flags[1])), "{message}");
+        assert!(!log.exists());
+    }
+}
+
+#[test]
 fn no_flag_of_the_vmm_writes_to_a_pool_or_a_file_system() {
     let folder = TempDir::new().unwrap();
     let [pool, disk] = ["pool", "disk"].map(|name| folder.path().join(name));

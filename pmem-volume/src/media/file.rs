@@ -534,6 +534,9 @@ fn map_shared(file: &File, len_bytes: u64, writable: bool, sync: libc::c_int) ->
     if map == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
+    // Guests' memory and data are not for core dumps. A kernel without the advice dumps them.
+    // SAFETY: advice about the mapping that was just made, which changes no content.
+    unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
     Ok(NonNull::new(map.cast()).expect("mmap does not return null unless asked to"))
 }
 

@@ -227,6 +227,13 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         Some(text) => MetricsAddress::parse_named(text).map(|(address, name)| (Some(address), name))?,
         None => (None, None),
     };
+    if let Some(MetricsAddress::Tcp(address)) = &metrics
+        && !address.ip().is_loopback()
+    {
+        warnings.push(format!(
+            "--metrics {address}: everybody who reaches this address reads the metrics; 127.0.0.1 or unix:PATH keeps them on this host"
+        ));
+    }
     let vm_name = vm_name.unwrap_or_else(|| default_name(api_socket.as_ref()));
     let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
     let at_guest_shutdown = if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };

@@ -14,7 +14,7 @@ use std::sync::{Arc, Once, mpsc};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED};
+use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, kvm_run};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
@@ -463,11 +463,14 @@ impl Runner {
         if !brake.enter(self.index) {
             return Next::Again;
         }
+        let run: *const kvm_run = self.fd.get_kvm_run();
         let exit = self.fd.run();
         brake.leave(self.index);
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
-                if !self.ports.read(u64::from(port), data) {
+                let size = element_bytes(run);
+                let answered = data.chunks_mut(size).map(|element| self.ports.read(u64::from(port), element));
+                if !all(answered) {
                     sparsely!(
                         debug,
                         port = format_args!("{port:#x}"),
@@ -477,7 +480,9 @@ impl Runner {
                 }
             }
             Ok(VcpuExit::IoOut(port, data)) => {
-                if !self.ports.write(u64::from(port), data) {
+                let size = element_bytes(run);
+                let answered = data.chunks(size).map(|element| self.ports.write(u64::from(port), element));
+                if !all(answered) {
                     sparsely!(debug, port = format_args!("{port:#x}"), ?data, "Nobody answers a port write");
                 }
             }
@@ -513,6 +518,18 @@ impl Runner {
     fn rip(&self) -> u64 {
         self.fd.get_regs().map_or(0, |regs| regs.rip)
     }
+}
+
+/// Bytes of each element of a port access. A string instruction, such as `rep outsb`, moves many elements in one exit.
+fn element_bytes(run: *const kvm_run) -> usize {
+    // SAFETY: the page is mapped as long as the vCPU, whose exit is being handled. The exit is one of ports, of which this is the
+    // part of the union. The elements that are borrowed lie elsewhere in the mapping (KVM_EXIT_IO, data_offset).
+    usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
+}
+
+/// Takes every element, and reports whether all were answered.
+fn all(answered: impl Iterator<Item = bool>) -> bool {
+    answered.fold(true, |all, answered| all & answered)
 }
 
 /// What follows a KVM_RUN that has failed.

@@ -19,12 +19,16 @@ use tracing::error;
 
 use super::backing::{Access, Reservation};
 use super::layout::{GuestRange, MIB};
+use crate::config::{PAGE_BYTES, Size};
 
 /// Bytes of a slot of a hotplug part.
 pub const HOTPLUG_SLOT_BYTES: u64 = 128 * MIB;
 
 /// How long after the last unplug empty slots are removed: removing one may cost every vCPU its page tables.
 pub const QUIET_TIME: Duration = Duration::from_secs(1);
+
+/// Largest slot: KVM counts its pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux virt/kvm/kvm_main.c).
+const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 
 /// Why a slot cannot be had.
 #[derive(Debug, Error)]
@@ -34,6 +38,17 @@ pub enum SlotError {
     NoneLeft {
         /// Their number.
         limit: u32,
+    },
+    /// More than a slot can have.
+    #[error(
+        "{} at {start:#x} is more than the {} that KVM takes in one piece: use several zones (--memory-zone) or files",
+        Size(*len), Size(MAX_SLOT_BYTES)
+    )]
+    TooLarge {
+        /// Guest-physical start.
+        start: u64,
+        /// Length.
+        len: u64,
     },
     /// KVM refuses.
     #[error("KVM does not take slot {slot} for {len:#x} bytes at {start:#x}")]
@@ -112,6 +127,9 @@ impl Slots {
     ) -> Result<u32, SlotError> {
         let inside = offset.checked_add(guest.len).is_some_and(|end| end <= reservation.len_bytes());
         assert!(inside, "a slot of {:#x} bytes at {offset:#x} outside of its reservation", guest.len);
+        if guest.len > MAX_SLOT_BYTES {
+            return Err(SlotError::TooLarge { start: guest.start, len: guest.len });
+        }
         let mut entries = self.entries.lock();
         let slot = entries.iter().position(Option::is_none).unwrap_or(entries.len());
         if slot >= self.limit as usize {
@@ -412,6 +430,20 @@ mod tests {
         let len = 5 * SLOT / 2;
         let reservation = Arc::new(Reservation::new(len, 2 * MIB).unwrap());
         (HotplugSlots::new(slots, GuestRange { start: START, len }, reservation, SLOT), table)
+    }
+
+    #[test]
+    fn a_range_larger_than_a_slot_is_refused_with_the_bound() {
+        let slots = Slots::new(Arc::new(FakeSlots::default()), 4);
+        let reservation = Arc::new(Reservation::new(9 << 40, 1 << 21).unwrap());
+        let guest = GuestRange { start: 4 << 30, len: 9 << 40 };
+        let error = slots.add(guest, &reservation, 0, Access::ReadWrite).unwrap_err().to_string();
+        assert!(error.starts_with("9 TiB at 0x100000000 is more than the "), "{error}");
+        assert!(
+            slots
+                .add(GuestRange { len: MAX_SLOT_BYTES, ..guest }, &reservation, 0, Access::ReadWrite)
+                .is_ok()
+        );
     }
 
     #[test]

@@ -179,7 +179,13 @@ impl Reservation {
         }
         let is_set_aside = prot != libc::PROT_NONE && self.set_aside.get().is_some();
         let reserve = if is_set_aside { 0 } else { libc::MAP_NORESERVE };
-        map(addr, len as usize, prot, kind | reserve | libc::MAP_FIXED, file).map(drop)
+        map(addr, len as usize, prot, kind | reserve | libc::MAP_FIXED, file)?;
+        if prot != libc::PROT_NONE
+            && let Err(err) = self.advise(offset, len, libc::MADV_DONTDUMP)
+        {
+            tracing::debug!(%err, "A core dump would hold guest memory");
+        }
+        Ok(())
     }
 
     /// Says which of the next calls that map or unmap work. A test that breaks the kernel cannot do it otherwise.
@@ -320,6 +326,19 @@ mod tests {
             (parse(start)..parse(end)).contains(&addr)
         });
         line.unwrap().split(' ').nth(1).unwrap().to_owned()
+    }
+
+    #[test]
+    fn core_dumps_hold_no_guest_memory() {
+        use std::os::fd::AsFd;
+        let reservation = Reservation::new(4 * MIB, MIB).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(2 * MIB).unwrap();
+        reservation.map_file(0, 2 * MIB, file.as_fd(), 0, Access::ReadWrite).unwrap();
+        let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let begin = smaps.find(&format!("{:x}-", reservation.addr())).unwrap();
+        let flags = smaps[begin..].lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+        assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
     }
 
     #[test]
