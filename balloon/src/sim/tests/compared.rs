@@ -1,7 +1,5 @@
 //! `psi` against every other policy, over every generated workload.
 
-use foreshore_proto::kernel_reserve_bytes;
-
 use super::*;
 use crate::policy::psi;
 
@@ -63,12 +61,6 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
             }
             // Who hands out everything at once never lets wait.
             "amf" | "dapper" | "fixed" => 8.0 * over[0] > over[1],
-            // These count free pages, of which what the kernel keeps is a part. `psi` adds that to what the guest needs.
-            "pmb" | "memorage" => {
-                let hours = ours.run_s / 3600.0;
-                let reserve_bytes = kernel_reserve_bytes(dram_bytes, 4 * dram_bytes);
-                over[0] > over[1] + hours * reserve_bytes as f64 / (1u64 << 30) as f64
-            }
             _ => over[0] >= over[1],
         };
         let said = [(waits_longer, "waits longer"), (swaps_more, "swaps more"), (holds_more, "holds more")];

@@ -1,0 +1,82 @@
+//! Free pages that programs cannot have.
+//!
+//! The kernels of the papers have no reserve in DRAM for the page descriptors of PM. Here free pages of DRAM include it, and
+//! a policy that waits for them to become few would wait until the guest swaps.
+
+use std::borrow::Cow;
+
+use foreshore_proto::{RawReport, Report, ZoneKind, kernel_reserve_bytes};
+
+use crate::HostView;
+use crate::units::PAGE_BYTES;
+
+/// The report without the free pages of DRAM that are kept for the kernel. Balloon statistics do not tell DRAM apart, so they
+/// stay as they are.
+pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> Cow<'a, Report> {
+    if report.blocks().block_bytes == 0 {
+        return Cow::Borrowed(report);
+    }
+    let serves_kernel = |kind| matches!(kind, ZoneKind::Dma32 | ZoneKind::Normal);
+    let kernel_zones = || report.zones().iter().filter(|zone| serves_kernel(zone.kind));
+    let kernel_pages = kernel_zones().fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
+    // Descriptors of what is plugged have been allocated.
+    let hotplug_bytes = host.max_bytes().saturating_sub(host.plugged_bytes());
+    let reserve_bytes = kernel_reserve_bytes(kernel_pages.saturating_mul(PAGE_BYTES), hotplug_bytes);
+    let mut left_pages = (reserve_bytes / PAGE_BYTES).min(kernel_pages / 2);
+    let mut raw: RawReport = report.as_raw().clone();
+    for zone in raw.zones.iter_mut().filter(|zone| serves_kernel(zone.kind)) {
+        let taken_pages = zone.free_pages.min(left_pages);
+        zone.free_pages -= taken_pages;
+        left_pages -= taken_pages;
+        raw.memory.free_bytes = raw.memory.free_bytes.saturating_sub(taken_pages * PAGE_BYTES);
+        zone.largest_free_blocks = zone
+            .largest_free_blocks
+            .map(|blocks| blocks.min(zone.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES));
+    }
+    // Fewer free pages are possible wherever more were.
+    Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, Zone};
+
+    use super::*;
+    use crate::{MIB, Tier, ZoneSizes};
+
+    #[test]
+    fn the_kernels_reserve_is_not_free() {
+        let pages = |mib: u64| mib * MIB / PAGE_BYTES;
+        let zone = |node, kind, managed, free| Zone {
+            node,
+            kind,
+            managed_pages: pages(managed),
+            free_pages: pages(free),
+            ..Zone::default()
+        };
+        let mut raw = RawReport {
+            version: PROTOCOL_VERSION,
+            seq: 1,
+            memory: Memory { total_bytes: 1024 * MIB, free_bytes: 300 * MIB, ..Memory::default() },
+            zones: vec![zone(0, ZoneKind::Dma32, 512, 200), zone(1, ZoneKind::Movable, 512, 100)],
+            blocks: Blocks { block_bytes: 128 * MIB, ..Blocks::default() },
+            ..RawReport::default()
+        };
+        let mut pm = ZoneSizes::empty(0, Tier::Pm, 4096 * MIB);
+        pm.plugged_bytes = 512 * MIB;
+        let host = HostView { zones: vec![pm], ..HostView::default() };
+        let free_mib = |raw: &RawReport| {
+            let report = Report::try_from(raw.clone()).expect("sound");
+            let left = without_reserve(&report, &host);
+            let zones = left.zones().iter().map(|zone| zone.free_pages * PAGE_BYTES / MIB);
+            (left.memory().free_bytes / MIB, zones.collect::<Vec<_>>())
+        };
+        // A sixteenth of 512 MiB, and the descriptors of 3.5 GiB.
+        assert_eq!(free_mib(&raw), (300 - 88, vec![200 - 88, 100]));
+        raw.zones[0].free_pages = pages(20);
+        raw.memory.free_bytes = 120 * MIB;
+        assert_eq!(free_mib(&raw), (100, vec![0, 100]));
+        raw.blocks.block_bytes = 0;
+        assert_eq!(free_mib(&raw), (120, vec![20, 100]));
+    }
+}
