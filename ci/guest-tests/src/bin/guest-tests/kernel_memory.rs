@@ -12,12 +12,12 @@ use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
     pm_fourteen_times_dram_is_used_whole_on_6_12: 600 (long),
-    pm_fourteen_times_dram_is_used_whole_on_6_1: 600 (long),
+    pm_fourteen_times_dram_is_used_whole_on_6_1: 600 (extended),
     resize_to_sixty_times_dram_completes_with_an_agent: 400 (long),
     resize_without_agent_stops_at_a_multiple_of_boot_memory,
     fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
     small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long),
-    small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (long),
+    small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended),
     sockets_fill_kernel_memory_and_nothing_dies: 300 (long),
     missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended),
     processes_fill_kernel_memory_and_nothing_dies: 400 (long),
