@@ -13,7 +13,7 @@ use crate::zones::{MIB, vmstat, zone};
 guest_tests::tests![
     decisions_come_whatever_the_agent_does: 400,
     memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (long),
-    a_guest_without_dram_for_descriptors_is_asked_again: 600 (long),
+    a_guest_without_dram_for_descriptors_is_asked_again: 600 (extended),
 ];
 
 /// For what takes the guest seconds when all is well.
