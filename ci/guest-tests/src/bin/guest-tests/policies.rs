@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::zones::{MIB, vmstat, zone};
 
-guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (long)];
+guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (extended)];
 
 /// For what takes the guest seconds when all is well.
 const LIMIT: Duration = Duration::from_secs(120);
