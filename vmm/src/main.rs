@@ -22,6 +22,10 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_COMMAND_LINE);
         }
     };
+    if let Err(error) = foreshore::inherited::check(&launch) {
+        fail(&error);
+        return ExitCode::from(WRONG_COMMAND_LINE);
+    }
     match run(launch) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(&*error),
@@ -29,7 +33,6 @@ fn main() -> ExitCode {
 }
 
 fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
-    foreshore::inherited::check(&launch)?;
     foreshore::log::start(&launch.log)?;
     if let Some(error) = launch.seccomp_error() {
         tracing::error!("{error}");

@@ -19,6 +19,11 @@ use crate::runner::this_tests_dir;
 
 /// Until a VMM that refuses its command line has said so.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
+/// What the VMM says when it understands the command line and cannot do what it asks for.
+const CANNOT_BOOT: &str = "foreshore: Cannot ";
+/// Exit codes: a VM that cannot be booted, and a command line that is wrong.
+const FAILURE: i32 = 1;
+const WRONG_COMMAND_LINE: i32 = 2;
 
 /// A Debian kernel, as ci/kernels.lock names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,8 +99,6 @@ impl Image {
 /// A VMM that would not start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// Its exit code.
-    pub code: Option<i32>,
     /// All it said.
     pub message: String,
 }
@@ -301,8 +304,10 @@ impl GuestBuilder {
         let guest = self.start()?;
         let log = guest.paths.vmm_log();
         let status = guest.wait_for_exit(REFUSAL_LIMIT).context("The VMM did not refuse its command line")?;
-        ensure!(!status.success(), "The VMM ended as if all were well");
-        Ok(Refusal { code: status.code(), message: console::read(&log)? })
+        let message = console::read(&log)?;
+        let code = if message.contains(CANNOT_BOOT) { FAILURE } else { WRONG_COMMAND_LINE };
+        ensure!(status.code() == Some(code), "The VMM ended with {status} and not {code}: {message}");
+        Ok(Refusal { message })
     }
 
     fn vmm_arguments(&self, paths: &Paths, metrics: &str) -> Vec<String> {

@@ -374,7 +374,7 @@ fn what_is_no_tap_is_refused() -> Result<()> {
     let Some(_) = Net::new(7)? else { return skip(NO_TUN) };
     for (option, text) in [
         ("tap=lo", "Cannot attach to the interface lo"),
-        ("fd=1000", "fd 1000 is no tap interface"),
+        ("fd=1000", "fd=1000 is not open"),
         ("num_queues=4", "num_queues is 4"),
         ("vhost_user=on", "vhost-user is not implemented"),
     ] {

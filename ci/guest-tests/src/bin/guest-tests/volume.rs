@@ -234,7 +234,6 @@ fn a_pool_in_use_is_refused_and_told_who_has_it() -> Result<()> {
     for word in ["--pm-volume", &pool.name(), &first.pid().to_string()] {
         ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
     }
-    ensure!(refusal.code == Some(1), "The exit code is {:?}", refusal.code);
     // Nor does pmvol write to it.
     ensure!(pool.create_volume("other", "16M").is_err(), "pmvol has changed a pool that is in use");
     wait_for_disk(&first)?;
