@@ -4,10 +4,10 @@
 //! 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without MHP_MEMMAP_ON_MEMORY). A guest that has no such memory
 //! left cannot add a block, and soon kills processes for other allocations of its kernel.
 
-use foreshore_proto::{Report, ZoneKind};
+use foreshore_proto::{KernelMemory, Report};
 
 use super::Rules;
-use crate::units::{MIB, PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
+use crate::units::{MIB, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
 use crate::{HostView, TimeMs, ZoneSizes};
 
 /// Part of the kernel's zones that stays free of page descriptors, for all other allocations of the kernel.
@@ -67,15 +67,9 @@ fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
 ///
 /// A guest that can reclaim has room for one section at a time.
 fn describable_bytes(report: &Report) -> u64 {
-    let is_kernel = |kind| matches!(kind, ZoneKind::Dma32 | ZoneKind::Normal);
-    let (mut room_pages, mut managed_pages) = (0u64, 0u64);
-    for zone in report.zones().iter().filter(|zone| is_kernel(zone.kind)) {
-        room_pages = room_pages.saturating_add(zone.free_pages.saturating_sub(zone.high_pages));
-        managed_pages = managed_pages.saturating_add(zone.managed_pages);
-    }
-    let floor_bytes =
-        (managed_pages.saturating_mul(PAGE_BYTES) / FLOOR_PART).clamp(MIN_FLOOR_BYTES, MAX_FLOOR_BYTES);
-    let room_bytes = room_pages.saturating_mul(PAGE_BYTES).saturating_sub(floor_bytes);
+    let kernel = KernelMemory::of(report.zones().iter());
+    let floor_bytes = (kernel.managed_bytes / FLOOR_PART).clamp(MIN_FLOOR_BYTES, MAX_FLOOR_BYTES);
+    let room_bytes = kernel.room_bytes.saturating_sub(floor_bytes);
     let can_reclaim = report.memory().swap_free_bytes >= 2 * SECTION_DESCRIPTOR_BYTES;
     let least = u64::from(can_reclaim || room_bytes >= SECTION_DESCRIPTOR_BYTES);
     (room_bytes / 2 / SECTION_DESCRIPTOR_BYTES).max(least).saturating_mul(SECTION_BYTES)

@@ -5,7 +5,7 @@
 
 use std::borrow::Cow;
 
-use foreshore_proto::{RawReport, Report, ZoneKind, kernel_reserve_bytes};
+use foreshore_proto::{KernelMemory, RawReport, Report, kernel_reserve_bytes};
 
 use crate::HostView;
 use crate::units::PAGE_BYTES;
@@ -16,15 +16,13 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> Cow<'a
     if report.blocks().block_bytes == 0 {
         return Cow::Borrowed(report);
     }
-    let serves_kernel = |kind| matches!(kind, ZoneKind::Dma32 | ZoneKind::Normal);
-    let kernel_zones = || report.zones().iter().filter(|zone| serves_kernel(zone.kind));
-    let kernel_pages = kernel_zones().fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
+    let kernel_bytes = KernelMemory::of(report.zones().iter()).managed_bytes;
     // Descriptors of what is plugged have been allocated.
     let hotplug_bytes = host.max_bytes().saturating_sub(host.plugged_bytes());
-    let reserve_bytes = kernel_reserve_bytes(kernel_pages.saturating_mul(PAGE_BYTES), hotplug_bytes);
-    let mut left_pages = (reserve_bytes / PAGE_BYTES).min(kernel_pages / 2);
+    let reserve_bytes = kernel_reserve_bytes(kernel_bytes, hotplug_bytes);
+    let mut left_pages = reserve_bytes.min(kernel_bytes / 2) / PAGE_BYTES;
     let mut raw: RawReport = report.as_raw().clone();
-    for zone in raw.zones.iter_mut().filter(|zone| serves_kernel(zone.kind)) {
+    for zone in raw.zones.iter_mut().filter(|zone| zone.serves_kernel()) {
         let taken_pages = zone.free_pages.min(left_pages);
         zone.free_pages -= taken_pages;
         left_pages -= taken_pages;
@@ -39,7 +37,7 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> Cow<'a
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, Zone};
+    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, Zone, ZoneKind};
 
     use super::*;
     use crate::{MIB, Tier, ZoneSizes};

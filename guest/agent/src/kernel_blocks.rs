@@ -13,12 +13,11 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use foreshore_proto::{Blocks, Zone, ZoneKind, kernel_reserve_bytes};
+use foreshore_proto::{Blocks, KernelMemory, Zone, kernel_reserve_bytes};
 
 use crate::blocks::{STACK_BYTES, numbered};
 use crate::sys;
 
-const PAGE_BYTES: u64 = 4096;
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
 const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
 /// Part of the usual reserve below which the kernel is short. The whole reserve would be too much: programs that fill DRAM
@@ -31,46 +30,29 @@ const PAUSE_MS: u64 = 500;
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
-/// Free pages above the high watermark.
-fn room_bytes<'a>(zones: impl Iterator<Item = &'a Zone>) -> u64 {
-    let pages =
-        zones.fold(0u64, |sum, zone| sum.saturating_add(zone.free_pages.saturating_sub(zone.high_pages)));
-    pages.saturating_mul(PAGE_BYTES)
-}
-
-fn managed_bytes<'a>(zones: impl Iterator<Item = &'a Zone>) -> u64 {
-    zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages)).saturating_mul(PAGE_BYTES)
-}
-
-fn serves_kernel(zone: &Zone) -> bool {
-    matches!(zone.kind, ZoneKind::Dma32 | ZoneKind::Normal)
-}
-
 /// Node that is to give a block to the kernel, if the kernel is short of memory.
 ///
 /// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve: without any,
 /// `vm.lowmem_reserve_ratio` keeps nothing, and programs fill what the kernel got.
 fn short_node(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
-    let of_node = |node: u32| zones.iter().filter(move |zone| zone.node == node);
-    let is_dram = |node: u32| of_node(node).any(serves_kernel);
-    let dram_bytes = managed_bytes(zones.iter().filter(|zone| is_dram(zone.node)));
-    let short_bytes = kernel_reserve_bytes(dram_bytes, 0) / SHORT_PART;
-    let movable = zones.iter().filter(|zone| zone.kind == ZoneKind::Movable);
-    let movable_free_bytes =
-        movable.fold(0u64, |sum, zone| sum.saturating_add(zone.free_pages)).saturating_mul(PAGE_BYTES);
+    let kernel = KernelMemory::of(zones.iter());
+    let short_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
     if blocks.block_bytes == 0
-        || room_bytes(zones.iter().filter(|zone| serves_kernel(zone))) >= short_bytes
-        || movable_free_bytes < blocks.block_bytes
+        || kernel.room_bytes >= short_bytes
+        || kernel.movable_free_bytes < blocks.block_bytes
     {
         return None;
     }
+    let of_node = |node: u32| KernelMemory::of(zones.iter().filter(move |zone| zone.node == node));
     let keeps_enough = |node: u32| {
-        let movable = of_node(node).filter(|zone| zone.kind == ZoneKind::Movable);
-        managed_bytes(movable) >= blocks.block_bytes.saturating_add(short_bytes)
+        let memory = of_node(node);
+        memory.managed_bytes > 0 && memory.movable_bytes >= blocks.block_bytes.saturating_add(short_bytes)
     };
     let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
-    let nodes = nodes.map(|node| node.node).filter(|node| is_dram(*node) && keeps_enough(*node));
-    nodes.min_by_key(|node| room_bytes(of_node(*node).filter(|zone| serves_kernel(zone))))
+    nodes
+        .map(|node| node.node)
+        .filter(|node| keeps_enough(*node))
+        .min_by_key(|node| of_node(*node).room_bytes)
 }
 
 /// When the next block may be turned.
@@ -219,11 +201,12 @@ fn virtio_mem_ranges(iomem: &str) -> Vec<std::ops::Range<u64>> {
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::NodeBlocks;
+    use foreshore_proto::{NodeBlocks, ZoneKind};
 
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    const PAGE_BYTES: u64 = 4096;
     const BLOCK: u64 = 128 * MIB;
 
     fn zone(node: u32, kind: ZoneKind, managed_mib: u64, free_mib: u64) -> Zone {

@@ -12,6 +12,7 @@
 //! Sizes are in bytes or pages as the name says; durations in the unit that the name ends in; counters are totals
 //! since the guest booted.
 
+mod kernel_memory;
 mod line;
 mod pace;
 mod refusal;
@@ -19,6 +20,7 @@ mod reserve;
 mod verify;
 mod wire;
 
+pub use kernel_memory::KernelMemory;
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};

@@ -4,47 +4,34 @@
 //! what the kernel has left shows in the free pages of its own zones alone. The agent turns blocks of plugged DRAM into kernel
 //! memory; what it needs for that is movable memory with room for the pages of a block.
 
-use foreshore_proto::{Report, Zone, ZoneKind, kernel_reserve_bytes};
+use foreshore_proto::{KernelMemory, Report, kernel_reserve_bytes};
 
 use crate::HostView;
-use crate::units::{PAGE_BYTES, scale};
+use crate::units::scale;
 
 /// Part of the usual reserve below which the kernel is short, in thousandths. The agent acts at a half.
 const SHORT_PERMILLE: u64 = 750;
 /// Free movable memory that a block needs, in thousandths of its size: watermarks take some of it.
 const ROOM_PERMILLE: u64 = 1250;
 
-fn serves_kernel(zone: &Zone) -> bool {
-    matches!(zone.kind, ZoneKind::Dma32 | ZoneKind::Normal)
-}
-
-fn bytes<'a>(zones: impl Iterator<Item = &'a Zone>, pages: impl Fn(&Zone) -> u64) -> u64 {
-    zones.fold(0u64, |sum, zone| sum.saturating_add(pages(zone))).saturating_mul(PAGE_BYTES)
-}
-
 /// Memory to add for the kernel's sake. `None` if the kernel has enough, or if the report does not tell its zones apart.
 pub(super) fn missing_bytes(report: &Report, host: &HostView) -> Option<u64> {
     let block_bytes = report.blocks().block_bytes;
-    let zones = || report.zones().iter();
-    let is_dram = |node: u32| zones().any(|zone| zone.node == node && serves_kernel(zone));
-    let dram_bytes = bytes(zones().filter(|zone| is_dram(zone.node)), |zone| zone.managed_pages);
-    let short_bytes = scale(kernel_reserve_bytes(dram_bytes, 0), SHORT_PERMILLE, 1000);
-    let room_bytes = bytes(zones().filter(|zone| serves_kernel(zone)), |zone| {
-        zone.free_pages.saturating_sub(zone.high_pages)
-    });
-    if block_bytes == 0 || room_bytes >= short_bytes {
+    let kernel = KernelMemory::of(report.zones().iter());
+    let short_bytes = scale(kernel_reserve_bytes(kernel.dram_bytes, 0), SHORT_PERMILLE, 1000);
+    if block_bytes == 0 || kernel.room_bytes >= short_bytes {
         return None;
     }
-    let movable_bytes = bytes(zones().filter(|zone| zone.kind == ZoneKind::Movable), |zone| zone.free_pages);
-    let coming_bytes = movable_bytes.saturating_add(host.outstanding_grow_bytes());
+    let coming_bytes = kernel.movable_free_bytes.saturating_add(host.outstanding_grow_bytes());
     Some(scale(block_bytes, ROOM_PERMILLE, 1000).saturating_sub(coming_bytes))
 }
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport};
+    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
 
     use super::*;
+    use crate::units::PAGE_BYTES;
     use crate::{MIB, Tier, ZoneSizes};
 
     /// A guest of 400 MiB, with so much free in the kernel's zone and in PM.
