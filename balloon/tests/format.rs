@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use balloon::proto::{Cause, NodeBlocks, NodeIdle, OnlinePolicy, RawReport, Zone, ZoneKind};
+use balloon::proto::{Cause, KernelUse, NodeBlocks, NodeIdle, OnlinePolicy, RawReport, Zone, ZoneKind};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -11,7 +11,8 @@ const DOCS: &str = include_str!("../../docs/format.md");
 /// One with everything in it that may be left out.
 fn full() -> RawReport {
     let mut report = RawReport {
-        zones: vec![Zone { largest_free_blocks: Some(1), ..Zone::default() }],
+        kernel: Some(KernelUse::default()),
+        zones: vec![Zone { largest_free_blocks: Some(1), user_pages: Some(1), ..Zone::default() }],
         idle: vec![NodeIdle::default()],
         ..RawReport::default()
     };

@@ -246,6 +246,7 @@ impl Agent {
             pgsteal_direct: pages(totals.direct_bytes),
             allocstall: totals.allocstalls,
             oom_kill: totals.oom_kills,
+            ..Counters::default()
         };
         self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
@@ -261,7 +262,8 @@ impl Agent {
         let (lowmem_bytes, marks) = guest.lowmem();
         zones.clear();
         let kind = if lowmem_bytes <= DMA32_BYTES { ZoneKind::Dma32 } else { ZoneKind::Normal };
-        let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64| Zone {
+        // The model's kernel holds page descriptors alone.
+        let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64, user: u64| Zone {
             node,
             kind,
             free_pages: free / PAGE_BYTES,
@@ -270,8 +272,10 @@ impl Agent {
             high_pages: marks.high,
             managed_pages: managed / PAGE_BYTES,
             largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
+            user_pages: Some(user / PAGE_BYTES),
         };
-        zones.push(zone(0, kind, lowmem_free, marks, lowmem_bytes));
+        let lowmem_user = lowmem_bytes.saturating_sub(lowmem_free.saturating_add(guest.descriptor_bytes()));
+        zones.push(zone(0, kind, lowmem_free, marks, lowmem_bytes, lowmem_user));
         for (index, sizes) in guest.zones().iter().enumerate().filter(|(_, sizes)| sizes.plugged_bytes > 0) {
             let marks = guest.zone_marks(index);
             zones.push(zone(
@@ -280,6 +284,7 @@ impl Agent {
                 self.free[index],
                 marks,
                 sizes.plugged_bytes,
+                sizes.plugged_bytes.saturating_sub(self.free[index]),
             ));
         }
     }

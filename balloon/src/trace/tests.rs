@@ -2,7 +2,7 @@
 
 use std::io::Cursor;
 
-use foreshore_proto::{Measure, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
+use foreshore_proto::{Counters, KernelUse, Measure, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
 use proptest::prelude::*;
 
 use super::*;
@@ -134,6 +134,31 @@ fn read(text: impl AsRef<[u8]>) -> Result<Trace, TraceError> {
 fn what_is_written_is_read() {
     let trace = read(written()).expect("sound");
     assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
+}
+
+/// The report of the other golden trace, and what newer agents say of the kernel.
+fn report_of_kernel() -> Report {
+    let mut raw = RawReport::from(report());
+    raw.kernel = Some(KernelUse {
+        slab_unreclaimable_bytes: 8 * MIB,
+        slab_reclaimable_bytes: 100 * MIB,
+        page_table_bytes: 4 * MIB,
+        stack_bytes: 2 * MIB,
+    });
+    raw.zones[0].user_pages = Some(40_000);
+    raw.counters =
+        Counters { allocstall: 9, allocstall_kernel: 7, numa_miss: 3, numa_other: 4, ..Counters::default() };
+    Report::try_from(raw).expect("sound")
+}
+
+#[test]
+fn what_newer_agents_say_is_written_and_read() {
+    let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec takes all");
+    writer.report(TimeMs(1500), &report_of_kernel()).expect("a Vec takes all");
+    let text = String::from_utf8(writer.into_inner()).expect("text");
+    assert_eq!(text, include_str!("../../tests/golden/trace-v1-kernel.jsonl"));
+    let entries = vec![Entry::Report { at: TimeMs(1500), report: Box::new(report_of_kernel()) }];
+    assert_eq!(read(text).expect("sound").entries, entries);
 }
 
 #[test]

@@ -554,6 +554,7 @@ impl World {
                 high_pages: if pm { 288 } else { 1000 },
                 managed_pages: managed_pages[index],
                 largest_free_blocks: self.seq.is_multiple_of(2).then_some(free_pages[index] / 1024),
+                user_pages: Some(managed_pages[index].saturating_sub(free_pages[index])),
             }
         };
         let idle = self.idle.map_or(vec![], |(permille, span_ms)| {

@@ -149,9 +149,8 @@ impl Agent {
             self.reserve = None;
         }
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
-            let RawReport { zones, blocks, .. } = &self.report;
             // A block that was turned is to be reported soon.
-            self.take_charge |= kernel_blocks.poll(zones, blocks, self.observed_ms);
+            self.take_charge |= kernel_blocks.poll(&self.report, self.observed_ms);
         }
         let total_bytes = self.report.memory.total_bytes;
         let tuned = self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use foreshore_proto::{Blocks, KernelMemory, Zone, kernel_reserve_bytes};
+use foreshore_proto::{Blocks, KernelGrowth, KernelMemory, RawReport, Zone, kernel_reserve_bytes};
 
 use crate::blocks::{STACK_BYTES, numbered};
 use crate::sys;
@@ -23,6 +23,10 @@ const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
 /// Part of the usual reserve below which the kernel is short. The whole reserve would be too much: programs that fill DRAM
 /// before anything is plugged leave the kernel about that.
 const SHORT_PART: u64 = 2;
+/// How long it takes to turn a block. What the kernel takes in that time is added to the threshold, up to a part of DRAM: the
+/// faster the kernel's memory grows, the sooner it is short.
+const TURN_MS: u64 = 500;
+const MAX_GROWTH_PART: u64 = 8;
 /// A block whose pages do not move in this time is left alone. Linux would try for ever.
 const OFFLINE_LIMIT_MS: u64 = 10_000;
 /// Pause after a success, in which reports show what it has brought; and first and longest pause after a failure.
@@ -34,9 +38,11 @@ const MAX_BACK_OFF_MS: u64 = 300_000;
 ///
 /// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve: without any,
 /// `vm.lowmem_reserve_ratio` keeps nothing, and programs fill what the kernel got.
-fn short_node(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
+fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth) -> Option<u32> {
     let kernel = KernelMemory::of(zones.iter());
-    let short_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
+    let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
+    let growth_bytes = growth.bytes_within(TURN_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
+    let short_bytes = least_bytes.saturating_add(growth_bytes);
     if blocks.block_bytes == 0
         || kernel.room_bytes >= short_bytes
         || kernel.movable_free_bytes < blocks.block_bytes
@@ -46,7 +52,7 @@ fn short_node(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
     let of_node = |node: u32| KernelMemory::of(zones.iter().filter(move |zone| zone.node == node));
     let keeps_enough = |node: u32| {
         let memory = of_node(node);
-        memory.managed_bytes > 0 && memory.movable_bytes >= blocks.block_bytes.saturating_add(short_bytes)
+        memory.managed_bytes > 0 && memory.movable_bytes >= blocks.block_bytes.saturating_add(least_bytes)
     };
     let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
     nodes
@@ -80,6 +86,7 @@ pub struct KernelBlocks {
     results: Receiver<io::Result<u32>>,
     is_busy: bool,
     pace: Pace,
+    growth: KernelGrowth,
 }
 
 impl KernelBlocks {
@@ -96,11 +103,18 @@ impl KernelBlocks {
             }
         };
         thread::Builder::new().name("kernel-blocks".into()).stack_size(STACK_BYTES).spawn(work)?;
-        Ok(KernelBlocks { requests, results, is_busy: false, pace: Pace::default() })
+        Ok(KernelBlocks {
+            requests,
+            results,
+            is_busy: false,
+            pace: Pace::default(),
+            growth: KernelGrowth::default(),
+        })
     }
 
     /// Has a block turned if the kernel is short of memory. Returns true if one was turned since the last call. Never waits.
-    pub fn poll(&mut self, zones: &[Zone], blocks: &Blocks, now_ms: u64) -> bool {
+    pub fn poll(&mut self, report: &RawReport, now_ms: u64) -> bool {
+        self.growth.saw(report.kernel.as_ref(), now_ms);
         let result = self.results.try_recv().ok();
         self.is_busy &= result.is_none();
         match &result {
@@ -116,7 +130,7 @@ impl KernelBlocks {
         }
         if !self.is_busy
             && now_ms >= self.pace.not_before_ms
-            && let Some(node) = short_node(zones, blocks)
+            && let Some(node) = short_node(&report.zones, &report.blocks, &self.growth)
         {
             self.is_busy = self.requests.try_send(node).is_ok();
         }
@@ -201,7 +215,7 @@ fn virtio_mem_ranges(iomem: &str) -> Vec<std::ops::Range<u64>> {
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{NodeBlocks, ZoneKind};
+    use foreshore_proto::{KernelUse, NodeBlocks, ZoneKind};
 
     use super::*;
 
@@ -234,24 +248,42 @@ mod tests {
         Blocks { block_bytes: BLOCK, nodes, ..Blocks::default() }
     }
 
+    /// The node of a kernel whose memory does not grow.
+    fn short(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
+        short_node(zones, blocks, &KernelGrowth::default())
+    }
+
+    #[test]
+    fn a_kernel_that_grows_fast_is_short_sooner() {
+        let mut growth = KernelGrowth::default();
+        let holds = |mib: u64| KernelUse { page_table_bytes: mib * MIB, ..KernelUse::default() };
+        growth.saw(Some(&holds(0)), 0);
+        growth.saw(Some(&holds(100)), 1_000);
+        // Half of a sixteenth of 592 MiB, and 50 MiB.
+        assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth), Some(0));
+        assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth), None);
+        growth.saw(Some(&holds(10_000)), 2_000);
+        assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth), None, "an eighth of DRAM at most");
+    }
+
     #[test]
     fn a_kernel_that_is_short_gets_a_block_of_its_node() {
         // Half of a sixteenth of 592 MiB.
-        assert_eq!(short_node(&zones(18, 300), &blocks(2)), Some(0));
-        assert_eq!(short_node(&zones(19, 300), &blocks(2)), None);
-        assert_eq!(short_node(&zones(0, 127), &blocks(2)), None, "the pages of the block have nowhere to go");
-        assert_eq!(short_node(&zones(0, 300), &blocks(0)), None, "PM stays movable");
-        assert_eq!(short_node(&zones(0, 300), &Blocks::default()), None, "a kernel without hotplug");
-        assert_eq!(short_node(&[], &blocks(2)), None);
+        assert_eq!(short(&zones(18, 300), &blocks(2)), Some(0));
+        assert_eq!(short(&zones(19, 300), &blocks(2)), None);
+        assert_eq!(short(&zones(0, 127), &blocks(2)), None, "the pages of the block have nowhere to go");
+        assert_eq!(short(&zones(0, 300), &blocks(0)), None, "PM stays movable");
+        assert_eq!(short(&zones(0, 300), &Blocks::default()), None, "a kernel without hotplug");
+        assert_eq!(short(&[], &blocks(2)), None);
     }
 
     #[test]
     fn a_node_keeps_movable_memory_that_its_reserve_is_measured_by() {
         let mut zones = zones(0, 300);
         zones[1].managed_pages = (128 + 18) * MIB / PAGE_BYTES;
-        assert_eq!(short_node(&zones, &blocks(1)), Some(0));
+        assert_eq!(short(&zones, &blocks(1)), Some(0));
         zones[1].managed_pages = 128 * MIB / PAGE_BYTES;
-        assert_eq!(short_node(&zones, &blocks(1)), None);
+        assert_eq!(short(&zones, &blocks(1)), None);
     }
 
     #[test]
@@ -263,9 +295,9 @@ mod tests {
             zone(1, ZoneKind::Movable, 1000, 500),
         ];
         let mut blocks = blocks(4);
-        assert_eq!(short_node(&zones, &blocks), Some(1));
+        assert_eq!(short(&zones, &blocks), Some(1));
         blocks.nodes[1].movable_online_bytes = 0;
-        assert_eq!(short_node(&zones, &blocks), Some(0));
+        assert_eq!(short(&zones, &blocks), Some(0));
     }
 
     #[test]
@@ -330,12 +362,12 @@ mod tests {
     #[test]
     fn the_thread_turns_one_block_at_a_time() {
         let dir = sysfs();
+        let report = RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
         let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
-        let turned =
-            (0..).map(|_| kernel_blocks.poll(&zones(0, 300), &blocks(2), 1_000)).position(|turned| turned);
+        let turned = (0..).map(|_| kernel_blocks.poll(&report, 1_000)).position(|turned| turned);
         assert!(turned.is_some_and(|polls| polls > 0));
         assert!(!kernel_blocks.is_busy, "reports show first what it has brought");
-        kernel_blocks.poll(&zones(0, 300), &blocks(2), 1_500);
+        kernel_blocks.poll(&report, 1_500);
         assert!(kernel_blocks.is_busy);
     }
 }

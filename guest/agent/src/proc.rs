@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use foreshore_proto::{Memory, RawReport, Stall};
+use foreshore_proto::{KernelUse, Memory, RawReport, Stall};
 use thiserror::Error;
 
 use crate::parse::{self, ParseError};
@@ -107,7 +107,8 @@ impl Proc {
 
     /// Fills in everything of a report that comes from /proc.
     pub fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
-        report.memory = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
+        let (memory, kernel) = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
+        (report.memory, report.kernel) = (memory, Some(kernel));
         let total_bytes = report.memory.total_bytes;
         let are_known = self.zones_read.is_some_and(|(at_ms, of_bytes)| {
             of_bytes == total_bytes && now_ms.saturating_sub(at_ms) < MAX_ZONES_AGE_MS
@@ -149,13 +150,8 @@ impl Proc {
         Ok(())
     }
 
-    /// Available memory alone.
-    pub fn available_bytes(&mut self) -> Result<u64, ProcError> {
-        Ok(parse::available_bytes(self.meminfo.read(&mut self.buffer)?)?)
-    }
-
     /// /proc/meminfo alone.
-    pub fn memory(&mut self) -> Result<Memory, ProcError> {
+    pub fn memory(&mut self) -> Result<(Memory, KernelUse), ProcError> {
         Ok(parse::meminfo(self.meminfo.read(&mut self.buffer)?)?)
     }
 }

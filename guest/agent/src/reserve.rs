@@ -266,6 +266,7 @@ mod tests {
         high_pages: 0,
         managed_pages: (337 << 20) / PAGE_BYTES,
         largest_free_blocks: None,
+        user_pages: None,
     };
 
     /// Two sizes of plugged memory, of which each wants ratios of its own.

@@ -90,7 +90,7 @@ impl<'a> Session<'a> {
     }
 
     fn new(agent: &'a mut Agent, socket: OwnedFd) -> Result<Self, SessionError> {
-        let watermark_bytes = agent.proc.memory()?.total_bytes / DEFAULT_WATERMARK_PART;
+        let watermark_bytes = agent.proc.memory()?.0.total_bytes / DEFAULT_WATERMARK_PART;
         let mut session = Session {
             agent,
             socket,
@@ -174,11 +174,12 @@ impl<'a> Session<'a> {
             self.pace.saw_free(free_bytes);
             return Ok(());
         }
+        let (memory, kernel) = self.agent.proc.memory()?;
         let there_bytes = match self.pace.measure() {
             Measure::Free => free_bytes,
-            Measure::Available => self.agent.proc.available_bytes()?,
+            Measure::Available => memory.available_bytes,
         };
-        if self.pace.is_news(there_bytes) {
+        if self.pace.is_news(there_bytes) || self.pace.is_kernel_news(kernel.total_bytes()) {
             self.pace.alert(now_ms);
             return self.send_report(Cause::Rest);
         }
@@ -197,6 +198,7 @@ impl<'a> Session<'a> {
         encode_report(report, &mut self.out);
         self.sent = 0;
         self.pace.reported(&memory, report.monotonic_ms);
+        self.pace.reported_kernel(report.kernel.map_or(0, |kernel| kernel.total_bytes()));
         self.flush()
     }
 
@@ -329,6 +331,7 @@ mod tests {
             let now_ms = sys::monotonic_ms();
             let memory = Memory { free_bytes: free.free_bytes, ..available };
             session.pace.reported(&memory, now_ms);
+            session.pace.reported_kernel(u64::MAX);
             session.look(now_ms).expect("looks");
             assert_eq!(session.agent.report.seq, reports, "{measure:?} of {memory:?}");
         }

@@ -3,10 +3,13 @@
 //! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable (mm/page_alloc.c,
 //! gfp_zone). The agent, the governor and its policies all ask what is left of these, so the sums stand here once.
 
-use crate::{Zone, ZoneKind};
+use crate::{KernelUse, Zone, ZoneKind};
 
 /// Zones count pages of this size: all guests are x86-64.
 const PAGE_BYTES: u64 = 4096;
+
+/// A rate of growth is forgotten in this time, unless it goes on.
+const FORGOTTEN_MS: u64 = 1_000;
 
 /// Sums over a guest's zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,6 +40,45 @@ impl KernelMemory {
             movable_free_bytes: bytes(movable(), |zone| zone.free_pages),
         }
     }
+}
+
+/// How fast the memory grows that the kernel holds for itself.
+///
+/// Files that are created by thousands take kernel memory at hundreds of MiB in a second. A threshold of what is left
+/// comes too late for these, so both the governor and the agent add what will be gone until there is more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KernelGrowth {
+    seen: Option<(u64, u64)>,
+    bytes_per_s: u64,
+}
+
+impl KernelGrowth {
+    /// Takes in what the kernel holds at `now_ms`. `None` (not known) is no growth.
+    pub fn saw(&mut self, kernel: Option<&KernelUse>, now_ms: u64) {
+        let Some(kernel) = kernel else {
+            *self = KernelGrowth::default();
+            return;
+        };
+        let bytes = kernel.total_bytes();
+        let (before_ms, before_bytes) = self.seen.replace((now_ms, bytes)).unwrap_or((now_ms, bytes));
+        let elapsed_ms = now_ms.saturating_sub(before_ms);
+        if elapsed_ms == 0 {
+            return;
+        }
+        let rate = part(bytes.saturating_sub(before_bytes), 1_000, elapsed_ms);
+        let remembered = part(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
+        self.bytes_per_s = rate.max(remembered);
+    }
+
+    /// What it takes in so long, if it goes on.
+    pub fn bytes_within(&self, ms: u64) -> u64 {
+        part(self.bytes_per_s, ms, 1_000)
+    }
+}
+
+fn part(of: u64, numerator: u64, denominator: u64) -> u64 {
+    let scaled = u128::from(of) * u128::from(numerator) / u128::from(denominator);
+    u64::try_from(scaled).unwrap_or(u64::MAX)
 }
 
 impl Zone {
@@ -83,5 +125,26 @@ mod tests {
         let huge = [zone(0, ZoneKind::Normal, u64::MAX, u64::MAX), zone(0, ZoneKind::Normal, u64::MAX, 0)];
         assert_eq!(KernelMemory::of(huge.iter()).managed_bytes, u64::MAX);
         assert_eq!(KernelMemory::of([].iter()), KernelMemory::default());
+    }
+
+    #[test]
+    fn growth_is_seen_and_forgotten() {
+        let holds = |bytes| KernelUse { slab_reclaimable_bytes: bytes, ..KernelUse::default() };
+        let mut growth = KernelGrowth::default();
+        growth.saw(Some(&holds(500)), 1_000);
+        assert_eq!(growth.bytes_within(1_000), 0, "what was there before is no growth");
+        growth.saw(Some(&holds(600)), 1_100);
+        assert_eq!((growth.bytes_within(1_000), growth.bytes_within(500)), (1_000, 500));
+        growth.saw(Some(&holds(600)), 1_350);
+        assert_eq!(growth.bytes_within(1_000), 750);
+        growth.saw(Some(&holds(400)), 2_350);
+        assert_eq!(growth.bytes_within(1_000), 0);
+        growth.saw(Some(&holds(u64::MAX)), 2_350);
+        assert_eq!(growth.bytes_within(1_000), 0, "no time has passed");
+        growth.saw(Some(&holds(0)), 2_360);
+        growth.saw(Some(&holds(u64::MAX)), 2_361);
+        assert_eq!(growth.bytes_within(u64::MAX), u64::MAX);
+        growth.saw(None, 2_400);
+        assert_eq!(growth, KernelGrowth::default());
     }
 }

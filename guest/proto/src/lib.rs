@@ -20,16 +20,16 @@ mod reserve;
 mod verify;
 mod wire;
 
-pub use kernel_memory::KernelMemory;
+pub use kernel_memory::{KernelGrowth, KernelMemory};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
 pub use reserve::{descriptor_bytes, kernel_reserve_bytes};
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
-    Blocks, Cause, Counters, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage, RawHello,
-    RawReport, Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message, decode_vmm_message,
-    encode_line, encode_report,
+    Blocks, Cause, Counters, KernelUse, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage,
+    RawHello, RawReport, Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message,
+    decode_vmm_message, encode_line, encode_report,
 };
 
 /// The vsock port on which the VMM listens for the agent.

@@ -45,6 +45,9 @@ const STEADY_FACTOR: u64 = 5;
 /// A fall by this part of what was there is news.
 const NEWS_PART: u64 = 8;
 
+/// Less than this that the kernel has taken is no news, however little is there.
+const LEAST_KERNEL_NEWS_BYTES: u64 = 4 << 20;
+
 /// A change by less than this part is no movement.
 const STEADY_PART: u64 = 16;
 
@@ -72,6 +75,8 @@ pub struct Pace {
     steady_bytes: u64,
     steady_since_ms: u64,
     fall: Fall,
+    /// What the kernel held for itself at the last report.
+    kernel_bytes: u64,
 }
 
 /// How fast memory falls. It is forgotten slowly: a load that pauses for a moment goes on.
@@ -127,6 +132,7 @@ impl Pace {
             steady_bytes: 0,
             steady_since_ms: 0,
             fall: Fall::default(),
+            kernel_bytes: 0,
         }
     }
 
@@ -162,6 +168,18 @@ impl Pace {
             self.steady_bytes = there_bytes;
             self.steady_since_ms = now_ms;
         }
+    }
+
+    /// That report said that the kernel holds so much for itself.
+    pub fn reported_kernel(&mut self, kernel_bytes: u64) {
+        self.kernel_bytes = kernel_bytes;
+    }
+
+    /// Whether the kernel has taken so much since then that the VMM should know at once. Available memory may not show it: it
+    /// counts slabs that cannot be reclaimed (mm/show_mem.c, si_mem_available).
+    pub fn is_kernel_news(&self, kernel_bytes: u64) -> bool {
+        let news_bytes = (self.margin_bytes() / 2).max(LEAST_KERNEL_NEWS_BYTES);
+        kernel_bytes.saturating_sub(self.kernel_bytes) > news_bytes
     }
 
     /// What was there at the last report.
@@ -303,6 +321,19 @@ mod tests {
         let mut pace = Pace::new(of_free);
         pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
         pace
+    }
+
+    #[test]
+    fn kernel_memory_that_grows_is_news() {
+        let mut pace = pace(800, 800);
+        pace.reported_kernel(40 * MIB);
+        // A sixteenth of what is available.
+        assert!(!pace.is_kernel_news(90 * MIB));
+        assert!(pace.is_kernel_news(91 * MIB));
+        assert!(!pace.is_kernel_news(0));
+        pace.reported(&memory(0, 0), 2_000);
+        assert!(!pace.is_kernel_news(44 * MIB));
+        assert!(pace.is_kernel_news(45 * MIB));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! the state of the connection.
 
 use crate::wire::{
-    Blocks, Cause, Counters, Memory, NodeIdle, RawAgentMessage, RawHello, RawReport, Stall, Zone,
+    Blocks, Cause, Counters, KernelUse, Memory, NodeIdle, RawAgentMessage, RawHello, RawReport, Stall, Zone,
 };
 use crate::{Bound, LARGEST_BLOCK_BYTES, PROTOCOL_VERSION, Refusal};
 
@@ -192,6 +192,11 @@ impl Report {
         &self.0.memory
     }
 
+    /// Memory that the kernel holds for itself, together at most total.
+    pub fn kernel(&self) -> Option<&KernelUse> {
+        self.0.kernel.as_ref()
+    }
+
     /// Stall times.
     pub fn stall(&self) -> &Stall {
         &self.0.stall
@@ -233,6 +238,9 @@ impl TryFrom<RawReport> for Report {
         at_most("seq", raw.seq, MAX_SEQ)?;
         at_most("monotonic_ms", raw.monotonic_ms, MAX_MONOTONIC_MS)?;
         check_memory(&raw.memory)?;
+        if let Some(kernel) = &raw.kernel {
+            check_kernel(kernel, raw.memory.total_bytes)?;
+        }
         check_stall(&raw.stall, raw.monotonic_ms)?;
         at_least("zones", raw.zones.len() as u64, 1)?;
         at_most("zones", raw.zones.len() as u64, MAX_ZONES as u64)?;
@@ -256,6 +264,19 @@ fn check_memory(memory: &Memory) -> Result<(), Refusal> {
     at_most_field("swap_free_bytes", memory.swap_free_bytes, "swap_total_bytes", memory.swap_total_bytes)
 }
 
+fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
+    let fields = [
+        ("slab_unreclaimable_bytes", kernel.slab_unreclaimable_bytes),
+        ("slab_reclaimable_bytes", kernel.slab_reclaimable_bytes),
+        ("page_table_bytes", kernel.page_table_bytes),
+        ("stack_bytes", kernel.stack_bytes),
+        ("sum of kernel", kernel.total_bytes()),
+    ];
+    // Each is counted at its own moment, on each CPU.
+    let bound = total_bytes.saturating_add(FREE_SLACK_PAGES * PAGE_BYTES_MIN);
+    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, bound))
+}
+
 fn check_stall(stall: &Stall, monotonic_ms: u64) -> Result<(), Refusal> {
     // Nobody has waited for longer than the guest has run.
     let bound_us = monotonic_ms.saturating_mul(1000).saturating_add(STALL_SLACK_US);
@@ -274,7 +295,8 @@ fn check_zone(zone: &Zone) -> Result<(), Refusal> {
     at_most_field("low_pages", zone.low_pages, "high_pages", zone.high_pages)?;
     at_most_field("min_pages", zone.min_pages, "low_pages", zone.low_pages)?;
     let largest_bound = free_bound / (LARGEST_BLOCK_BYTES / PAGE_BYTES_MIN);
-    at_most("largest_free_blocks", zone.largest_free_blocks.unwrap_or(0), largest_bound)
+    at_most("largest_free_blocks", zone.largest_free_blocks.unwrap_or(0), largest_bound)?;
+    at_most("user_pages", zone.user_pages.unwrap_or(0), free_bound)
 }
 
 fn check_counters(counters: &Counters) -> Result<(), Refusal> {
@@ -289,9 +311,12 @@ fn check_counters(counters: &Counters) -> Result<(), Refusal> {
         ("pgsteal_kswapd", counters.pgsteal_kswapd),
         ("pgsteal_direct", counters.pgsteal_direct),
         ("allocstall", counters.allocstall),
+        ("numa_miss", counters.numa_miss),
+        ("numa_other", counters.numa_other),
         ("oom_kill", counters.oom_kill),
     ];
-    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, MAX_COUNT))
+    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, MAX_COUNT))?;
+    at_most_field("allocstall_kernel", counters.allocstall_kernel, "allocstall", counters.allocstall)
 }
 
 fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
@@ -417,7 +442,11 @@ mod tests {
         assert_eq!(refused_field(|r| r.zones[0].min_pages = 626), "min_pages");
         assert_eq!(refused_field(|r| r.zones[0].managed_pages = u64::MAX), "managed_pages");
         assert_eq!(refused_field(|r| r.zones[0].largest_free_blocks = Some(u64::MAX)), "largest_free_blocks");
+        assert_eq!(refused_field(|r| r.zones[0].user_pages = Some(u64::MAX)), "user_pages");
         assert_eq!(refused_field(|r| r.counters.pswpout = u64::MAX), "pswpout");
+        assert_eq!(refused_field(|r| r.counters.allocstall_kernel = 1), "allocstall_kernel");
+        assert_eq!(refused_field(|r| r.counters.numa_miss = u64::MAX), "numa_miss");
+        assert_eq!(refused_field(|r| r.counters.numa_other = u64::MAX), "numa_other");
         assert_eq!(refused_field(|r| r.blocks.block_bytes = 3), "block_bytes");
         assert_eq!(refused_field(|r| r.blocks.nodes[0].offline_bytes = u64::MAX), "offline_bytes");
         assert_eq!(
@@ -455,6 +484,31 @@ mod tests {
         raw.idle[0].node = 7;
         let refusal = Report::try_from(raw).expect_err("no such node");
         assert_eq!(refusal.to_string(), "idle.node is 7, must be one of those in zones");
+    }
+
+    #[test]
+    fn the_kernel_holds_no_more_than_there_is() {
+        let bound = (512 << 20) + FREE_SLACK_PAGES * 4096;
+        let kernel = |edit: fn(&mut KernelUse, u64), bytes| {
+            let mut kernel = KernelUse::default();
+            edit(&mut kernel, bytes);
+            Report::try_from(RawReport { kernel: Some(kernel), ..raw_report() })
+        };
+        let fields: [fn(&mut KernelUse, u64); 4] = [
+            |kernel, bytes| kernel.slab_unreclaimable_bytes = bytes,
+            |kernel, bytes| kernel.slab_reclaimable_bytes = bytes,
+            |kernel, bytes| kernel.page_table_bytes = bytes,
+            |kernel, bytes| kernel.stack_bytes = bytes,
+        ];
+        for field in fields {
+            assert!(kernel(field, bound).is_ok());
+            assert!(kernel(field, bound + 1).is_err() && kernel(field, u64::MAX).is_err());
+        }
+        let both = |kernel: &mut KernelUse, bytes| {
+            (kernel.stack_bytes, kernel.page_table_bytes) = (bytes, 1);
+        };
+        let refusal = kernel(both, bound).expect_err("more together");
+        assert!(refusal.to_string().starts_with("sum of kernel is "), "{refusal}");
     }
 
     #[test]

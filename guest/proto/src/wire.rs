@@ -66,6 +66,9 @@ pub struct RawReport {
     pub cause: Cause,
     /// From /proc/meminfo.
     pub memory: Memory,
+    /// From /proc/meminfo. `None`: not known, as from older agents.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<KernelUse>,
     /// From /proc/pressure/memory.
     #[serde(default)]
     pub stall: Stall,
@@ -116,6 +119,27 @@ pub struct Memory {
     /// SwapFree.
     #[serde(default)]
     pub swap_free_bytes: u64,
+}
+
+/// Memory that the kernel holds for itself and cannot drop, from /proc/meminfo.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelUse {
+    /// SUnreclaim: slabs. Those of a tmpfs's inodes are not among them, although they cannot be dropped either.
+    pub slab_unreclaimable_bytes: u64,
+    /// SReclaimable: slabs that MemAvailable counts as available in part.
+    pub slab_reclaimable_bytes: u64,
+    /// PageTables.
+    pub page_table_bytes: u64,
+    /// KernelStack.
+    pub stack_bytes: u64,
+}
+
+impl KernelUse {
+    /// The sum. None of the parts is over the memory of a machine, so it does not overflow in a verified report.
+    pub fn total_bytes(&self) -> u64 {
+        let parts = [self.slab_reclaimable_bytes, self.page_table_bytes, self.stack_bytes];
+        parts.iter().fold(self.slab_unreclaimable_bytes, |sum, part| sum.saturating_add(*part))
+    }
 }
 
 /// Time lost waiting for memory, from /proc/pressure/memory.
@@ -172,6 +196,9 @@ pub struct Zone {
     /// `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free_blocks: Option<u64>,
+    /// Pages of programs and of page cache: of a zone that serves the kernel, what could move to another zone. `None`: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user_pages: Option<u64>,
 }
 
 /// Event counters from /proc/vmstat, totals since boot.
@@ -198,6 +225,12 @@ pub struct Counters {
     pub pgsteal_direct: u64,
     /// Allocations that entered direct reclaim, all zones together.
     pub allocstall: u64,
+    /// Those of `allocstall` for memory that is not movable: page tables, slabs, sockets.
+    pub allocstall_kernel: u64,
+    /// Pages that came from another node than the one that was asked for.
+    pub numa_miss: u64,
+    /// Pages that a task got from another node than the one it ran on.
+    pub numa_other: u64,
     /// Processes killed for want of memory.
     pub oom_kill: u64,
 }

@@ -7,9 +7,9 @@ use balloon::params::Setting;
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{
-    AgentMessage, Blocks, Cause, Counters, LineReader, MAX_LINE_BYTES, Memory, NextLine, NodeBlocks,
-    NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawAgentMessage, RawHello, RawReport, Report, Stall, Zone,
-    ZoneKind, encode_line,
+    AgentMessage, Blocks, Cause, Counters, KernelUse, LineReader, MAX_LINE_BYTES, Memory, NextLine,
+    NodeBlocks, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawAgentMessage, RawHello, RawReport, Report,
+    Stall, Zone, ZoneKind, encode_line,
 };
 use balloon::{HostView, Intake, MIB, Tier, TimeMs, ZoneSizes};
 
@@ -166,6 +166,7 @@ impl Vm {
             high_pages: 750,
             managed_pages: managed_bytes / PAGE,
             largest_free_blocks: Some(free_bytes / (4 * MIB)),
+            user_pages: Some(managed_bytes.saturating_sub(free_bytes) / PAGE),
         };
         let mut zones =
             vec![zone(0, ZoneKind::Dma32, total_bytes, free_bytes.min(total_bytes - total_bytes / 4))];
@@ -175,6 +176,11 @@ impl Vm {
             zones.push(zone(sizes.guest_numa_node, ZoneKind::Movable, sizes.plugged_bytes, free_bytes));
         }
         let node = NodeBlocks { node: 0, online_bytes: total_bytes, ..NodeBlocks::default() };
+        let kernel_bytes = cursor.pick(&[0, total_bytes / 8, total_bytes / 2]);
+        let kernel = KernelUse {
+            slab_reclaimable_bytes: odd(cursor, kernel_bytes, &[u64::MAX, 1 << 45]),
+            ..KernelUse::default()
+        };
         RawReport {
             version: PROTOCOL_VERSION,
             seq,
@@ -189,6 +195,7 @@ impl Vm {
                 swap_total_bytes: 1 << 30,
                 swap_free_bytes,
             },
+            kernel: cursor.pick(&[Some(kernel), None]),
             stall: Stall { some_us: self.stalled_us, ..Stall::default() },
             zones,
             counters: self.counters,

@@ -201,6 +201,28 @@ fn expose_watermarks(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     out.bytes("pressure_watermark", "The guest's zone watermarks, all zones together.", samples)
 }
 
+/// Not known of guests whose agent is older, or that have none.
+fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+    let uses = report.kernel().map(|kernel| {
+        [
+            ("slab_unreclaimable", kernel.slab_unreclaimable_bytes),
+            ("slab_reclaimable", kernel.slab_reclaimable_bytes),
+            ("page_tables", kernel.page_table_bytes),
+            ("stacks", kernel.stack_bytes),
+        ]
+    });
+    let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
+    out.bytes("guest_kernel_memory", "Memory that the guest's kernel holds for itself.", samples)?;
+    let in_kernel_zones = report.zones().iter().filter(|zone| zone.serves_kernel());
+    let user_pages = in_kernel_zones.filter_map(|zone| zone.user_pages);
+    let user_bytes = user_pages.reduce(u64::saturating_add).map(|pages| pages.saturating_mul(PAGE_BYTES));
+    out.bytes(
+        "guest_user_memory_in_kernel_zones",
+        "Memory of programs and page cache in zones that the kernel could use itself.",
+        user_bytes.into_iter().map(|bytes| (vec![], bytes)),
+    )
+}
+
 fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     let (memory, stall, counters) = (report.memory(), report.stall(), report.counters());
     out.seconds_total(
@@ -222,6 +244,7 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
             (one("state", "cached"), memory.cached_bytes),
         ],
     )?;
+    expose_kernel(out, report)?;
     out.bytes(
         "guest_swap",
         "The guest's swap.",
@@ -238,6 +261,16 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     out.counters(
         Family("guest_swapped_pages", "Pages that the guest has swapped.", None),
         [(one("direction", "in"), counters.pswpin), (one("direction", "out"), counters.pswpout)],
+    )?;
+    let stalled = [("kernel", counters.allocstall_kernel), ("all", counters.allocstall)];
+    out.counters(
+        Family("guest_allocation_stalls", "Allocations that reclaimed memory themselves.", None),
+        stalled.map(|(memory, count)| (one("memory", memory), count)),
+    )?;
+    let remote = [("miss", counters.numa_miss), ("other_node", counters.numa_other)];
+    out.counters(
+        Family("guest_numa_pages", "Pages that came from another node than wanted.", None),
+        remote.map(|(event, count)| (one("event", event), count)),
     )?;
     out.counters(
         Family("guest_oom_kills", "Processes that the guest has killed for want of memory.", None),

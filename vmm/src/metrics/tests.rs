@@ -97,17 +97,20 @@ fn report() -> Report {
     let raw = serde_json::json!({
         "version": 1, "seq": 1, "monotonic_ms": 60_000, "type": "report", "cause": "rest",
         "memory": {"total_bytes": 512 << 20, "free_bytes": 100 << 20, "available_bytes": 200 << 20},
+        "kernel": {"slab_unreclaimable_bytes": 1, "slab_reclaimable_bytes": 2, "page_table_bytes": 3,
+                   "stack_bytes": 4},
         "stall": {"some_us": 2_500_000, "full_us": 1_000_000, "some_avg10_basis_points": 0,
                   "full_avg10_basis_points": 0},
         "zones": [
             {"node": 0, "kind": "dma32", "free_pages": 9, "min_pages": 1, "low_pages": 2, "high_pages": 3,
-             "managed_pages": 100},
+             "managed_pages": 100, "user_pages": 5},
             {"node": 0, "kind": "normal", "free_pages": 9, "min_pages": 10, "low_pages": 20, "high_pages": 30,
              "managed_pages": 100}
         ],
         "counters": {"pswpin": 1, "pswpout": 4, "pgmajfault": 0, "workingset_refault_anon": 0,
                      "workingset_refault_file": 0, "pgscan_kswapd": 0, "pgscan_direct": 0, "pgsteal_kswapd": 0,
-                     "pgsteal_direct": 0, "allocstall": 0, "oom_kill": 1},
+                     "pgsteal_direct": 0, "allocstall": 9, "allocstall_kernel": 8, "numa_miss": 6,
+                     "numa_other": 7, "oom_kill": 1},
         "blocks": {}
     });
     let raw: RawReport = serde_json::from_value(raw).unwrap();
@@ -375,6 +378,15 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_hotplug_pending{{{vm}}} 1.0"#),
         format!(r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="asked"}} 1"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab_unreclaimable"}} 1"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab_reclaimable"}} 2"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="page_tables"}} 3"#),
+        format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="stacks"}} 4"#),
+        format!(r#"foreshore_guest_user_memory_in_kernel_zones_bytes{{{vm}}} 20480"#),
+        format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="kernel"}} 8"#),
+        format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="all"}} 9"#),
+        format!(r#"foreshore_guest_numa_pages_total{{{vm},event="miss"}} 6"#),
+        format!(r#"foreshore_guest_numa_pages_total{{{vm},event="other_node"}} 7"#),
         format!(r#"foreshore_guest_online_policy{{{vm},policy="unknown"}} 1.0"#),
         format!(r#"foreshore_guest_online_policy{{{vm},policy="online_movable"}} 0.0"#),
     ] {

@@ -4,7 +4,7 @@
 //! what the kernel has left shows in the free pages of its own zones alone. The agent turns blocks of plugged DRAM into kernel
 //! memory; what it needs for that is movable memory with room for the pages of a block.
 
-use foreshore_proto::{KernelMemory, Report, kernel_reserve_bytes};
+use foreshore_proto::{KernelGrowth, KernelMemory, Report, kernel_reserve_bytes};
 
 use crate::HostView;
 use crate::units::scale;
@@ -14,21 +14,29 @@ const SHORT_PERMILLE: u64 = 750;
 /// Free movable memory that a block needs, in thousandths of its size: watermarks take some of it.
 const ROOM_PERMILLE: u64 = 1250;
 
+/// Time from a report until the kernel has another block: the agent's report, plugging, and the move of its pages.
+const LEAD_MS: u64 = 1_000;
+/// What the kernel takes in that time counts up to this part of DRAM.
+const MAX_GROWTH_PART: u64 = 4;
+
 /// Memory to add for the kernel's sake. `None` if the kernel has enough, or if the report does not tell its zones apart.
-pub(super) fn missing_bytes(report: &Report, host: &HostView) -> Option<u64> {
+pub(super) fn missing_bytes(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<u64> {
     let block_bytes = report.blocks().block_bytes;
     let kernel = KernelMemory::of(report.zones().iter());
-    let short_bytes = scale(kernel_reserve_bytes(kernel.dram_bytes, 0), SHORT_PERMILLE, 1000);
+    let least_bytes = scale(kernel_reserve_bytes(kernel.dram_bytes, 0), SHORT_PERMILLE, 1000);
+    let growth_bytes = growth.bytes_within(LEAD_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
+    let short_bytes = least_bytes.saturating_add(growth_bytes);
     if block_bytes == 0 || kernel.room_bytes >= short_bytes {
         return None;
     }
     let coming_bytes = kernel.movable_free_bytes.saturating_add(host.outstanding_grow_bytes());
-    Some(scale(block_bytes, ROOM_PERMILLE, 1000).saturating_sub(coming_bytes))
+    let blocks = (short_bytes - kernel.room_bytes).div_ceil(block_bytes);
+    Some(scale(block_bytes.saturating_mul(blocks), ROOM_PERMILLE, 1000).saturating_sub(coming_bytes))
 }
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
+    use foreshore_proto::{Blocks, KernelUse, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
 
     use super::*;
     use crate::units::PAGE_BYTES;
@@ -62,7 +70,8 @@ mod tests {
     fn a_short_kernel_gets_movable_memory_for_a_block() {
         let host = HostView::default();
         let missing_mib = |kernel_free, pm_free, block| {
-            missing_bytes(&report(kernel_free, pm_free, block), &host).map(|bytes| bytes / MIB)
+            let report = report(kernel_free, pm_free, block);
+            missing_bytes(&report, &host, &KernelGrowth::default()).map(|bytes| bytes / MIB)
         };
         // Three quarters of a sixteenth of 400 MiB are 18.75 MiB.
         assert_eq!(missing_mib(19, 0, 128), None);
@@ -77,6 +86,25 @@ mod tests {
         let mut host =
             HostView { zones: vec![ZoneSizes::empty(0, Tier::Dram, 256 * MIB)], ..HostView::default() };
         host.zones[0].requested_bytes = 128 * MIB;
-        assert_eq!(missing_bytes(&report(0, 0, 128), &host), Some(32 * MIB));
+        let missing = missing_bytes(&report(0, 0, 128), &host, &KernelGrowth::default());
+        assert_eq!(missing, Some(32 * MIB));
+    }
+
+    #[test]
+    fn a_kernel_that_grows_fast_gets_memory_sooner_and_more() {
+        let mut growth = KernelGrowth::default();
+        let holds = |mib: u64| KernelUse { slab_reclaimable_bytes: mib * MIB, ..KernelUse::default() };
+        let missing_mib = |growth: &KernelGrowth, kernel_free| {
+            let report = report(kernel_free, 0, 16);
+            missing_bytes(&report, &HostView::default(), growth).map(|bytes| bytes / MIB)
+        };
+        growth.saw(Some(&holds(0)), 0);
+        growth.saw(Some(&holds(50)), 1_000);
+        // 18.75 MiB and what grows in a second. Two blocks of 16 MiB, and a quarter.
+        assert_eq!(missing_mib(&growth, 69), None);
+        assert_eq!(missing_mib(&growth, 68), Some(20));
+        assert_eq!(missing_mib(&growth, 48), Some(40));
+        growth.saw(Some(&holds(10_000)), 2_000);
+        assert_eq!(missing_mib(&growth, 119), None, "a quarter of DRAM at most");
     }
 }

@@ -9,7 +9,7 @@ mod params;
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::{Measure, Report};
+use foreshore_proto::{KernelGrowth, Measure, Report};
 pub use params::Params;
 
 use self::history::{History, Rates};
@@ -55,6 +55,7 @@ pub struct State {
     fills: Window,
     cache: Cache,
     swapped: Swapped,
+    kernel_growth: KernelGrowth,
 }
 
 /// The last grow, and how many followed closely upon one another.
@@ -113,7 +114,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
     let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
     let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
-    let kernel_bytes = kernel::missing_bytes(input.report, input.host);
+    state.kernel_growth.saw(input.report.kernel(), input.report.monotonic_ms());
+    let kernel_bytes = kernel::missing_bytes(input.report, input.host, &state.kernel_growth);
     // Of available memory there may be plenty: reports have to come fast all the same.
     let watch_bytes = if kernel_bytes.is_some() { memory.total_bytes } else { marks.watch_bytes };
     let marks = Marks { watch_bytes, ..marks };
@@ -328,6 +330,8 @@ impl State {
             base: _,
             arriving: _,
             grown: _,
+            // Forgotten within a second.
+            kernel_growth: _,
             asked: _,
             coming_ms: _,
             leaving: _,

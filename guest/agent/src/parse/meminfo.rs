@@ -1,18 +1,18 @@
 //! /proc/meminfo.
 
-use foreshore_proto::Memory;
+use foreshore_proto::{KernelUse, Memory};
 
 use super::{ParseError, lines, number, words};
 
 const FILE: &str = "/proc/meminfo";
 
 /// Sizes. Fields that a kernel may lack are zero.
-pub fn meminfo(text: &[u8]) -> Result<Memory, ParseError> {
-    let mut memory = Memory::default();
+pub fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
+    let (mut memory, mut kernel) = (Memory::default(), KernelUse::default());
     let (mut total, mut free, mut available) = (None, None, None);
     for line in lines(text) {
-        // Some fifty lines, of which eight are ours.
-        if !matches!(line.first(), Some(b'M' | b'B' | b'C' | b'A' | b'S')) {
+        // Some fifty lines, of which twelve are ours.
+        if !matches!(line.first(), Some(b'M' | b'B' | b'C' | b'A' | b'S' | b'K' | b'P')) {
             continue;
         }
         let mut words = words(line);
@@ -28,6 +28,10 @@ pub fn meminfo(text: &[u8]) -> Result<Memory, ParseError> {
             b"AnonPages:" => memory.anon_bytes = bytes("AnonPages")?,
             b"SwapTotal:" => memory.swap_total_bytes = bytes("SwapTotal")?,
             b"SwapFree:" => memory.swap_free_bytes = bytes("SwapFree")?,
+            b"SReclaimable:" => kernel.slab_reclaimable_bytes = bytes("SReclaimable")?,
+            b"SUnreclaim:" => kernel.slab_unreclaimable_bytes = bytes("SUnreclaim")?,
+            b"KernelStack:" => kernel.stack_bytes = bytes("KernelStack")?,
+            b"PageTables:" => kernel.page_table_bytes = bytes("PageTables")?,
             _ => {}
         }
     }
@@ -35,14 +39,7 @@ pub fn meminfo(text: &[u8]) -> Result<Memory, ParseError> {
     memory.total_bytes = required(total, "MemTotal")?;
     memory.free_bytes = required(free, "MemFree")?;
     memory.available_bytes = required(available, "MemAvailable")?;
-    Ok(memory)
-}
-
-/// MemAvailable alone, which stands in the third line.
-pub fn available_bytes(text: &[u8]) -> Result<u64, ParseError> {
-    let line = lines(text).find(|line| line.starts_with(b"MemAvailable:"));
-    let line = line.ok_or(ParseError::Missing { file: FILE, field: "MemAvailable" })?;
-    kib(words(line).nth(1), "MemAvailable")
+    Ok((memory, kernel))
 }
 
 /// A size that the kernel gives in units of 1024 bytes and calls kB.
@@ -57,19 +54,21 @@ mod tests {
 
     #[test]
     fn a_guest_of_6_12_with_plugged_memory() {
-        let memory = meminfo(include_bytes!("../../tests/data/6.12-two-nodes/meminfo")).expect("parses");
+        let (memory, kernel) =
+            meminfo(include_bytes!("../../tests/data/6.12-two-nodes/meminfo")).expect("parses");
         assert_eq!(memory.total_bytes, 803_532 * 1024);
         assert_eq!(memory.free_bytes, 768_980 * 1024);
         assert_eq!(memory.available_bytes, 762_648 * 1024);
         assert_eq!(memory.cached_bytes, 3276 * 1024);
         assert_eq!(memory.anon_bytes, 60 * 1024);
         assert_eq!((memory.swap_total_bytes, memory.swap_free_bytes), (0, 0));
-    }
-
-    #[test]
-    fn available_alone_is_the_same_number() {
-        let text = include_bytes!("../../tests/data/6.1-one-node/meminfo");
-        assert_eq!(available_bytes(text), meminfo(text).map(|memory| memory.available_bytes));
+        let expected = KernelUse {
+            slab_unreclaimable_bytes: 7820 * 1024,
+            slab_reclaimable_bytes: 640 * 1024,
+            page_table_bytes: 48 * 1024,
+            stack_bytes: 1056 * 1024,
+        };
+        assert_eq!(kernel, expected);
     }
 
     #[test]

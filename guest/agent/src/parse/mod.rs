@@ -9,7 +9,7 @@ mod zoneinfo;
 use std::io::BufRead;
 
 pub use buddyinfo::{buddyinfo, free_pages};
-pub use meminfo::{available_bytes, meminfo};
+pub use meminfo::meminfo;
 pub use pressure::pressure;
 use thiserror::Error;
 pub use vmstat::vmstat;
@@ -91,7 +91,6 @@ mod tests {
         fn no_text_panics(text in prop::collection::vec(any::<u8>(), 0..400)) {
             let mut zones = Vec::new();
             let _ = meminfo(&text);
-            let _ = available_bytes(&text);
             let _ = pressure(&text);
             let _ = vmstat(&text);
             let _ = zoneinfo(&text, &mut zones);

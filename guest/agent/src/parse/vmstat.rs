@@ -9,7 +9,11 @@ pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     let mut counters = Counters::default();
     for line in lines(text) {
         // Some two hundred lines, of which a dozen are ours: look at the first letters before anything else.
-        if !matches!(line, [b'p', b's' | b'g', ..] | [b'w', ..] | [b'a', b'l', ..] | [b'o', b'o', ..]) {
+        let is_ours = matches!(
+            line,
+            [b'p', b's' | b'g', ..] | [b'w', ..] | [b'a', b'l', ..] | [b'o', b'o', ..] | [b'n', b'u', ..]
+        );
+        if !is_ours {
             continue;
         }
         let Some(space) = line.iter().position(|&byte| byte == b' ') else { continue };
@@ -17,6 +21,10 @@ pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
         let Some((field, counter)) = counter(&mut counters, name) else { continue };
         let value = number(value).ok_or(ParseError::NotANumber { file: "/proc/vmstat", field })?;
         *counter = counter.saturating_add(value);
+        // The highest zone that the allocation could use: all but ZONE_MOVABLE (and ZONE_DEVICE) serve the kernel.
+        if matches!(name, b"allocstall_dma" | b"allocstall_dma32" | b"allocstall_normal") {
+            counters.allocstall_kernel = counters.allocstall_kernel.saturating_add(value);
+        }
     }
     Ok(counters)
 }
@@ -33,6 +41,8 @@ fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str,
         b"pgscan_direct" => ("pgscan_direct", &mut counters.pgscan_direct),
         b"pgsteal_kswapd" => ("pgsteal_kswapd", &mut counters.pgsteal_kswapd),
         b"pgsteal_direct" => ("pgsteal_direct", &mut counters.pgsteal_direct),
+        b"numa_miss" => ("numa_miss", &mut counters.numa_miss),
+        b"numa_other" => ("numa_other", &mut counters.numa_other),
         b"oom_kill" => ("oom_kill", &mut counters.oom_kill),
         // One per zone.
         name if name.starts_with(b"allocstall_") => ("allocstall", &mut counters.allocstall),
@@ -47,9 +57,10 @@ mod tests {
     #[test]
     fn every_counter_is_found_and_stalls_of_all_zones_are_added() {
         let text =
-            b"nr_free_pages 9\npswpin 1\npswpout 2\nallocstall_dma 3\nallocstall_normal 4\npgmajfault 5\n\
+            b"nr_free_pages 9\npswpin 1\npswpout 2\nallocstall_dma 3\nallocstall_normal 4\nallocstall_movable 5\npgmajfault 5\n\
             pgscan_kswapd 6\npgscan_direct 7\npgscan_direct_throttle 99\npgsteal_kswapd 8\npgsteal_direct 9\n\
-            workingset_refault_anon 10\nworkingset_refault_file 11\noom_kill 12\n";
+            workingset_refault_anon 10\nworkingset_refault_file 11\noom_kill 12\n\
+            numa_hit 99\nnuma_miss 13\nnuma_other 14\nnuma_pages_migrated 99\n";
         let expected = Counters {
             pswpin: 1,
             pswpout: 2,
@@ -60,7 +71,10 @@ mod tests {
             pgscan_direct: 7,
             pgsteal_kswapd: 8,
             pgsteal_direct: 9,
-            allocstall: 7,
+            allocstall: 12,
+            allocstall_kernel: 7,
+            numa_miss: 13,
+            numa_other: 14,
             oom_kill: 12,
         };
         assert_eq!(vmstat(text), Ok(expected));

@@ -18,10 +18,14 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
             continue;
         }
         let Some(current) = zone.as_mut() else { continue };
-        // Sizes are indented by eight columns, or follow `pages`; all else is indented by other numbers of them, and most lines are
-        // each CPU's.
+        // Sizes are indented by eight columns, or follow `pages`; what the zone has on its lists is indented by six; and most lines
+        // are each CPU's.
         let rest = match line {
             [b' ', b' ', b'p', b'a', rest @ ..] => rest.strip_prefix(b"ges "),
+            [b' ', b' ', b' ', b' ', b' ', b' ', b'n', rest @ ..] => {
+                add_user_pages(rest, current)?;
+                continue;
+            }
             _ => line.strip_prefix(b"        ").filter(|rest| matches!(rest, [b'm' | b'l' | b'h', ..])),
         };
         let Some(rest) = rest else { continue };
@@ -39,6 +43,20 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
     finish(zone, zones);
     if zones.is_empty() {
         return Err(ParseError::Missing { file: FILE, field: "zone with memory" });
+    }
+    Ok(())
+}
+
+/// Counts a line like `r_zone_active_file 5`, which has lost its first letter. Pages that are locked count among neither.
+fn add_user_pages(rest: &[u8], zone: &mut Zone) -> Result<(), ParseError> {
+    let Some(rest) = rest.strip_prefix(b"r_zone_") else { return Ok(()) };
+    let mut words = words(rest);
+    let is_user =
+        matches!(words.next(), Some(b"inactive_anon" | b"active_anon" | b"inactive_file" | b"active_file"));
+    if is_user {
+        let pages = words.next().and_then(number);
+        let pages = pages.ok_or(ParseError::NotANumber { file: FILE, field: "nr_zone" })?;
+        zone.user_pages = Some(zone.user_pages.unwrap_or(0).saturating_add(pages));
     }
     Ok(())
 }
@@ -78,10 +96,10 @@ mod tests {
     fn a_guest_of_6_12_with_memory_plugged_into_a_node_of_its_own() {
         let zones = parse(include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo"));
         let expected = [
-            (0, ZoneKind::Dma, [3808, 28, 35, 42, 3840]),
-            (0, ZoneKind::Dma32, [57_365, 496, 620, 744, 65_971]),
+            (0, ZoneKind::Dma, [3808, 28, 35, 42, 3840, 0]),
+            (0, ZoneKind::Dma32, [57_365, 496, 620, 744, 65_971, 845]),
         ];
-        for (zone, (node, kind, [free_pages, min_pages, low_pages, high_pages, managed_pages])) in
+        for (zone, (node, kind, [free_pages, min_pages, low_pages, high_pages, managed_pages, user_pages])) in
             zones.iter().zip(expected)
         {
             let largest_free_blocks = None;
@@ -94,6 +112,7 @@ mod tests {
                 high_pages,
                 managed_pages,
                 largest_free_blocks,
+                user_pages: Some(user_pages),
             };
             assert_eq!(*zone, expected);
         }

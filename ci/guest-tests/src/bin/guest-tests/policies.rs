@@ -7,7 +7,7 @@ use std::io::BufReader;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use balloon::proto::Cause;
+use balloon::proto::{Cause, kernel_reserve_bytes};
 use balloon::trace::{Entry, Trace};
 use guest_tests::guest::Script;
 use guest_tests::runner::this_tests_dir;
@@ -36,18 +36,29 @@ struct Marks {
     high: u64,
     /// D.
     dram: u64,
+    /// What of the free memory is the kernel's, which tables do not count.
+    reserve: u64,
 }
 
 impl Marks {
     fn read(guest: &Guest) -> Result<Self> {
         const SUMS: &str = "awk '$1 == \"Node\" { node = $2 } \
+            $1 == \"Node\" { kind = $4 } \
             node == \"0,\" && $1 ~ /^(min|low|high|managed)$/ { sum[$1] += $2 } \
-            END { print sum[\"min\"], sum[\"low\"], sum[\"high\"], sum[\"managed\"] }' /proc/zoneinfo";
+            node == \"0,\" && kind ~ /^(DMA32|Normal)$/ && $1 == \"managed\" { kernel += $2 } \
+            END { print sum[\"min\"], sum[\"low\"], sum[\"high\"], sum[\"managed\"], kernel }' /proc/zoneinfo";
         let text = guest.run(SUMS)?;
         let pages = text.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>();
         match pages.with_context(|| format!("/proc/zoneinfo comes to {text:?}"))?[..] {
-            [min, low, high, dram] => {
-                Ok(Self { min: min * 4096, low: low * 4096, high: high * 4096, dram: dram * 4096 })
+            [min, low, high, dram, kernel] => {
+                let left_bytes = PM_MIB * MIB - zone(guest, "pm")?.plugged_bytes;
+                Ok(Self {
+                    min: min * 4096,
+                    low: low * 4096,
+                    high: high * 4096,
+                    dram: dram * 4096,
+                    reserve: kernel_reserve_bytes(kernel * 4096, left_bytes),
+                })
             }
             _ => bail!("/proc/zoneinfo comes to {text:?}"),
         }
@@ -215,7 +226,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     for row in &rows {
         // Reports on the way there may be of two moments.
         set(off.clone())?;
-        cache.read_until(guest, row.middle())?;
+        cache.read_until(guest, row.middle() + marks.reserve)?;
         let before = decisions_total(guest)?;
         decide()?;
         guest.wait_until("the row is decided upon", LIMIT, || {
@@ -223,9 +234,9 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
             Ok(decisions(guest, before, "grow")?.iter().any(times))
         })?;
         for decision in decisions(guest, before, "grow")? {
-            let free = free_bytes(&decision)?;
+            let free = free_bytes(&decision)?.saturating_sub(marks.reserve);
             let wanted = decision["wanted_bytes"].as_u64().context("Nothing wanted")?;
-            println!("{:.1} MiB free: {:.1} MiB wanted", mib(free), mib(wanted));
+            println!("{:.1} MiB free beside the reserve: {:.1} MiB wanted", mib(free), mib(wanted));
             ensure!(
                 free > row.above && free < row.up_to,
                 "It is not in the row up to {:.1}: {decision}",
