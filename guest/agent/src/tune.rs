@@ -19,13 +19,29 @@ use crate::record;
 /// 3. A page block that changes hands wakes kswapd to restore the zone to a boosted watermark (mm/page_alloc.c,
 ///    boost_watermark). In a node that is full it cannot do so without swapping (mm/vmscan.c, balance_pgdat).
 /// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c, can_demote). Kernels from
-///    6.7 on take that from the HMAT (drivers/acpi/numa/hmat.c); others have no target, and do as before.
+///    6.7 on take that from the HMAT (drivers/acpi/numa/hmat.c); others have no target, and do as before. Where PM is
+///    full, no page can move, but without swap Linux still takes all of them for reclaimable (can_reclaim_anon_pages), and
+///    scans DRAM for minutes before it calls the OOM killer. So it is off there.
 const SETTINGS: [Setting; 4] = [
-    Setting { path: DEFRAG, usual: "madvise", beside_pm: "always" },
-    Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0" },
-    Setting { path: "proc/sys/vm/watermark_boost_factor", usual: "15000", beside_pm: "0" },
-    Setting { path: "sys/kernel/mm/numa/demotion_enabled", usual: "false", beside_pm: "true" },
+    Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
+    Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0", needs_free_pm: false },
+    Setting {
+        path: "proc/sys/vm/watermark_boost_factor",
+        usual: "15000",
+        beside_pm: "0",
+        needs_free_pm: false,
+    },
+    Setting {
+        path: "sys/kernel/mm/numa/demotion_enabled",
+        usual: "false",
+        beside_pm: "true",
+        needs_free_pm: true,
+    },
 ];
+
+/// PM is full when less than this part of it is free, and no longer when twice that is; but no more than so much counts.
+const FULL_PART: u64 = 32;
+const MAX_FULL_PAGES: u64 = (64 << 20) / 4096;
 
 const ENABLED: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const DEFRAG: &str = "sys/kernel/mm/transparent_hugepage/defrag";
@@ -41,6 +57,8 @@ struct Setting {
     path: &'static str,
     usual: &'static str,
     beside_pm: &'static str,
+    /// Whether it is only for PM that has free memory.
+    needs_free_pm: bool,
 }
 
 /// The name of the record, which has a line for each setting that the agent has changed: its path, and what was there.
@@ -58,6 +76,9 @@ pub struct Tuning {
     was: [Option<String>; SETTINGS.len()],
     /// The nodes at the last look.
     nodes: Vec<u32>,
+    /// Those without CPUs.
+    pm_nodes: Vec<u32>,
+    has_free_pm: bool,
     huge_pages: HugePages,
     /// The size at which it was not known how the kernel was built, and how often that has been so.
     unknown_at: (u64, u64),
@@ -82,6 +103,8 @@ impl Tuning {
             record: run.join(NAME),
             was: [const { None }; SETTINGS.len()],
             nodes: Vec::new(),
+            pm_nodes: Vec::new(),
+            has_free_pm: false,
             huge_pages: HugePages::Settled,
             unknown_at: (0, 0),
         };
@@ -111,19 +134,37 @@ impl Tuning {
     pub fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.give_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
-        if nodes.clone().eq(self.nodes.iter().copied()) {
+        let are_the_same = nodes.clone().eq(self.nodes.iter().copied());
+        if !are_the_same {
+            self.nodes.clear();
+            self.nodes.extend(nodes);
+            let found = self.find_pm_nodes();
+            if found.is_err() {
+                return huge_pages.and(found);
+            }
+        }
+        let had_free_pm = self.has_free_pm;
+        self.has_free_pm = self.has_free_pm(zones);
+        if are_the_same && self.has_free_pm == had_free_pm {
             return huge_pages;
         }
-        self.nodes.clear();
-        self.nodes.extend(nodes);
-        let has_pm = self.has_pm().and_then(|has_pm| self.set(has_pm));
-        huge_pages.and(has_pm)
+        huge_pages.and(self.set())
+    }
+
+    fn has_free_pm(&self, zones: &[Zone]) -> bool {
+        let pm = zones.iter().filter(|zone| self.pm_nodes.contains(&zone.node));
+        let (free_pages, managed_pages) = pm.fold((0u64, 0u64), |(free, managed), zone| {
+            (free.saturating_add(zone.free_pages), managed.saturating_add(zone.managed_pages))
+        });
+        let full_pages = (managed_pages / FULL_PART).min(MAX_FULL_PAGES);
+        managed_pages > 0 && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }
     }
 
     /// Puts everything back that depends on what is plugged.
     pub fn restore(&mut self) -> io::Result<()> {
         self.nodes.clear();
-        self.set(false)
+        self.pm_nodes.clear();
+        self.set()
     }
 
     /// Gives the guest back what an agent that was killed has not.
@@ -189,23 +230,27 @@ impl Tuning {
             && self.read(ZERO_PAGE).trim() == "0"
     }
 
-    /// Whether a node without CPUs has memory.
-    fn has_pm(&self) -> io::Result<bool> {
+    /// Finds the nodes without CPUs that have memory.
+    fn find_pm_nodes(&mut self) -> io::Result<()> {
+        self.pm_nodes.clear();
         let with_cpus = match fs::read_to_string(self.root.join("sys/devices/system/node/has_cpu")) {
             // A kernel without NUMA has one node, with all CPUs.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             with_cpus => with_cpus?,
         };
         let with_cpus = node_list(&with_cpus).ok_or(io::ErrorKind::InvalidData)?;
-        Ok(self.nodes.iter().any(|node| !with_cpus.iter().any(|range| range.contains(node))))
+        let has_cpus = |node: &u32| with_cpus.iter().any(|range| range.contains(node));
+        self.pm_nodes.extend(self.nodes.iter().filter(|node| !has_cpus(node)));
+        Ok(())
     }
 
     /// What somebody else has set stays. One setting that fails keeps none of the others from being set.
-    fn set(&mut self, has_pm: bool) -> io::Result<()> {
+    fn set(&mut self) -> io::Result<()> {
         let mut result = Ok(());
-        for index in 0..SETTINGS.len() {
-            if self.was[index].is_some() != has_pm {
-                result = result.and(if has_pm { self.change(index) } else { self.put_back(index) });
+        for (index, setting) in SETTINGS.iter().enumerate() {
+            let is_wanted = !self.pm_nodes.is_empty() && (self.has_free_pm || !setting.needs_free_pm);
+            if self.was[index].is_some() != is_wanted {
+                result = result.and(if is_wanted { self.change(index) } else { self.put_back(index) });
             }
         }
         result
@@ -367,9 +412,34 @@ mod tests {
     }
 
     fn zones(nodes: &[u32]) -> Vec<Zone> {
-        let zone =
-            |node: &u32| Zone { node: *node, kind: ZoneKind::Movable, managed_pages: 1, ..Zone::default() };
+        zones_with(nodes, 3200)
+    }
+
+    /// Each node has 3,200 pages, of which so many are free.
+    fn zones_with(nodes: &[u32], free_pages: u64) -> Vec<Zone> {
+        let zone = |node: &u32| Zone {
+            node: *node,
+            kind: ZoneKind::Movable,
+            managed_pages: 3200,
+            free_pages,
+            ..Zone::default()
+        };
         nodes.iter().map(zone).collect()
+    }
+
+    #[test]
+    fn nothing_is_demoted_to_pm_that_is_full() {
+        let guest = Guest::new(&[]);
+        let mut tuning = guest.tuning();
+        let demotion = |tuning: &mut Tuning, free_pages| {
+            tuning.adapt(&zones_with(&[0, 1], free_pages), GIB).expect("adapts");
+            assert_eq!(guest.get(DEFRAG), "always");
+            guest.get(SETTINGS[3].path)
+        };
+        let seen = [199, 200, 100, 99, 199, 200].map(|free_pages| demotion(&mut tuning, free_pages));
+        assert_eq!(seen, ["false", "true", "true", "false", "false", "true"]);
+        tuning.restore().expect("restores");
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
     }
 
     #[test]
