@@ -127,7 +127,7 @@ impl Worker {
                     return Ok(budget == 0 || more_rx);
                 }
             }
-            self.muxer.connect(watch);
+            self.muxer.connect(watch, now);
         }
     }
 

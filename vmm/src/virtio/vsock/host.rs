@@ -167,6 +167,11 @@ impl HostSide {
         }
     }
 
+    /// Whether the VMM itself listens on the host's `port`.
+    pub fn listens_in_process(&self, port: HostPort) -> bool {
+        self.ports.listeners.contains_key(&port)
+    }
+
     /// Connects to whoever serves the host's port of `link`, for the guest's. Never waits for who listens there; the disk
     /// that the socket's path is on may keep it waiting.
     pub fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {

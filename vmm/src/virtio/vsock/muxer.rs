@@ -37,6 +37,14 @@ const MAX_RESETS: usize = 1024;
 /// How long a client may take to say where it wants to go. People type it, too.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// How long the host may take to read what a guest has left behind. A guest could otherwise leave every socket so.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Of all sockets, this part is for ports that the VMM itself listens on, such as the agent's, and so many at most: a program in
+/// the guest that holds all the others does not keep the agent out.
+const OWN_PART: usize = 8;
+const MAX_OWN_SOCKETS: usize = 8;
+
 /// The most payload that is moved at once: Linux's largest packet.
 const CHUNK_BYTES: usize = 64 * 1024;
 
@@ -95,7 +103,7 @@ enum Role {
     /// One end of a connection.
     Joined(Joined),
     /// The connection is over for the guest; the host has yet to take what came before.
-    Draining { unsent: VecDeque<u8> },
+    Draining { unsent: VecDeque<u8>, deadline: Instant },
 }
 
 struct Joined {
@@ -231,7 +239,7 @@ impl Muxer {
     /// Takes the clients that wait. An error is the process's lack of files or memory.
     pub fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
         while let Some(stream) = self.host.accept()? {
-            if self.sockets.len() >= self.max_sockets {
+            if !self.has_room(false) {
                 debug!("Too many vsock connections: a client is turned away");
                 self.metrics.rejected_total.increment();
                 continue;
@@ -241,6 +249,13 @@ impl Muxer {
             self.add(stream, role, watch)?;
         }
         Ok(())
+    }
+
+    /// Whether there is room for one more socket, of a port of the VMM's own or another one.
+    fn has_room(&self, is_own: bool) -> bool {
+        let own = (self.max_sockets / OWN_PART).min(MAX_OWN_SOCKETS);
+        let most = if is_own { self.max_sockets } else { self.max_sockets - own };
+        self.sockets.len() < most
     }
 
     fn add(&mut self, stream: UnixStream, role: Role, watch: &mut dyn Watch) -> io::Result<Token> {
@@ -289,13 +304,13 @@ impl Muxer {
                     joined.flush(&socket.stream, now);
                 }
             }
-            Role::Draining { unsent } => {
+            Role::Draining { unsent, .. } => {
                 if ready.hung_up || flush(&socket.stream, unsent).is_err() {
                     unsent.clear();
                 }
             }
         }
-        self.settle(token, watch);
+        self.settle(token, watch, now);
     }
 
     /// A client has said where it wants to go.
@@ -364,10 +379,10 @@ impl Muxer {
 
     /// Connects where the guest wants to, if it does. Looking up the path of a socket may wait for a disk, and the packet's
     /// memory must not.
-    pub fn connect(&mut self, watch: &mut dyn Watch) {
+    pub fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
         let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
-        if self.sockets.len() >= self.max_sockets {
+        if !self.has_room(self.host.listens_in_process(link.host)) {
             debug!(%link, "Too many vsock connections: the guest is turned away");
             self.metrics.rejected_total.increment();
             self.owe_reset(link);
@@ -386,7 +401,7 @@ impl Muxer {
         match added {
             Ok(token) => {
                 self.links.insert(link, token);
-                self.settle(token, watch);
+                self.settle(token, watch, now);
             }
             Err(err) => {
                 sparsely!(warn, %link, %err, "Cannot watch a vsock connection");
@@ -428,7 +443,7 @@ impl Muxer {
                 if joined.connection.is_requesting() {
                     self.metrics.rejected_total.increment();
                 }
-                self.part(token, watch);
+                self.part(token, watch, now);
                 return;
             }
             Err(violation) => {
@@ -438,7 +453,7 @@ impl Muxer {
                 return;
             }
         }
-        self.settle(token, watch);
+        self.settle(token, watch, now);
     }
 
     /// False if the buffers do not hold what the header promises.
@@ -499,12 +514,12 @@ impl Muxer {
                     match (&socket.stream).read(&mut self.chunk[..limit]) {
                         Ok(0) => {
                             joined.connection.host_ended_sending(now);
-                            self.settle(token, watch);
+                            self.settle(token, watch, now);
                             continue;
                         }
                         Ok(read) => Op::Data { len_bytes: u32_of(read) },
                         Err(err) => {
-                            self.on_read_error(token, &err, watch);
+                            self.on_read_error(token, &err, watch, now);
                             continue;
                         }
                     }
@@ -514,7 +529,7 @@ impl Muxer {
                 self.metrics.connections_total.increment();
             }
             let (link, credit) = (joined.link, joined.connection.send(op));
-            self.settle(token, watch);
+            self.settle(token, watch, now);
             return Some(self.packet(link, op, credit));
         }
     }
@@ -530,24 +545,24 @@ impl Muxer {
         Packet { header, payload }
     }
 
-    fn on_read_error(&mut self, token: Token, err: &io::Error, watch: &mut dyn Watch) {
+    fn on_read_error(&mut self, token: Token, err: &io::Error, watch: &mut dyn Watch, now: Instant) {
         match err.kind() {
             io::ErrorKind::WouldBlock => {
                 self.sockets.get_mut(&token).expect("the socket that was read").readable = false;
-                self.settle(token, watch);
+                self.settle(token, watch, now);
             }
-            io::ErrorKind::Interrupted => self.settle(token, watch),
+            io::ErrorKind::Interrupted => self.settle(token, watch, now),
             // The host left without reading all; what it had sent before has been read.
             _ => self.break_off(token, watch),
         }
     }
 
     /// Draws the consequences of whatever has happened to a socket.
-    fn settle(&mut self, token: Token, watch: &mut dyn Watch) {
+    fn settle(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let Some(socket) = self.sockets.get_mut(&token) else { return };
         match &mut socket.role {
             Role::Greeting { .. } => {}
-            Role::Draining { unsent } => {
+            Role::Draining { unsent, .. } => {
                 if unsent.is_empty() {
                     self.remove(token, watch);
                 }
@@ -557,7 +572,7 @@ impl Muxer {
                 if ended.both() {
                     // virtio 1.3, 5.10.6.5: a reset confirms the end, and frees the ports.
                     let link = joined.link;
-                    self.part(token, watch);
+                    self.part(token, watch, now);
                     self.owe_reset(link);
                     return;
                 }
@@ -580,7 +595,7 @@ impl Muxer {
     }
 
     /// The guest has left: the host still gets what was sent in order.
-    fn part(&mut self, token: Token, watch: &mut dyn Watch) {
+    fn part(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let socket = self.sockets.get_mut(&token).expect("the socket that was parted from");
         let Role::Joined(joined) = &mut socket.role else { unreachable!("only joined sockets part") };
         if !joined.connection.guest_ended().sending || joined.unsent.is_empty() {
@@ -589,7 +604,7 @@ impl Muxer {
         }
         self.links.remove(&joined.link);
         let unsent = std::mem::take(&mut joined.unsent);
-        socket.role = Role::Draining { unsent };
+        socket.role = Role::Draining { unsent, deadline: now + DRAIN_TIMEOUT };
     }
 
     /// Ends a connection for both sides at once.
@@ -632,7 +647,7 @@ impl Socket {
         match &self.role {
             Role::Greeting { deadline, .. } => Some(*deadline),
             Role::Joined(joined) => joined.connection.deadline(),
-            Role::Draining { .. } => None,
+            Role::Draining { deadline, .. } => Some(*deadline),
         }
     }
 }

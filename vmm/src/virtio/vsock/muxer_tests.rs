@@ -103,7 +103,7 @@ impl Fixture {
     fn guest_sends_raw(&mut self, header: &RawHeader, mut payload: &[u8]) {
         let len = payload.len();
         self.muxer.on_guest_packet(header, &mut payload, len, &mut self.watch, self.now);
-        self.muxer.connect(&mut self.watch);
+        self.muxer.connect(&mut self.watch, self.now);
     }
 
     fn guest_sends(&mut self, link: Link, op: Op, payload: &[u8]) {
@@ -604,6 +604,49 @@ fn sockets_are_bounded_and_room_is_used_again() {
 }
 
 #[test]
+fn who_holds_all_sockets_does_not_keep_the_agent_out() {
+    const BOUND: usize = 16;
+    const PORT: u32 = 52;
+    let mut fixture = Fixture::new();
+    fixture.muxer.max_sockets = BOUND;
+    let listener = fixture.listen(PORT);
+    let mut request = |fixture: &mut Fixture, host, guest| {
+        let link = Link { host: HostPort(host), guest: GuestPort(guest) };
+        fixture.guest_sends(link, Op::Request, &[]);
+        fixture.guest_receives().unwrap().0.op
+    };
+    let ops: Vec<_> = (0..BOUND as u32).map(|guest| request(&mut fixture, PORT, 2000 + guest)).collect();
+    let (taken, refused) = ops.split_at(BOUND - BOUND / OWN_PART);
+    assert!(taken.iter().all(|op| *op == Op::Response) && refused.iter().all(|op| *op == Op::Reset));
+    let client = fixture.client();
+    fixture.poll();
+    assert_eq!(fixture.muxer.sockets.len(), taken.len(), "nor do clients on the host get one");
+    assert_eq!(request(&mut fixture, AGENT, 3000), Op::Response);
+    drop((client, listener));
+}
+
+#[test]
+fn what_the_host_does_not_read_of_a_guest_that_has_left_expires() {
+    let mut fixture = Fixture::new();
+    let (client, link) = fixture.connected_client();
+    // More than the socket's own buffer takes.
+    let payload = vec![7; BUFFER_BYTES as usize / 4];
+    while fixture.unsent(link) == 0 {
+        fixture.guest_sends(link, Op::Data { len_bytes: payload.len() as u32 }, &payload);
+        while fixture.guest_receives().is_some() {}
+    }
+    fixture.guest_sends(link, Op::Shutdown(BOTH), &[]);
+    assert_eq!(fixture.muxer.next_deadline(), Some(fixture.now + DRAIN_TIMEOUT));
+    fixture.now += DRAIN_TIMEOUT - Duration::from_millis(1);
+    fixture.muxer.expire(&mut fixture.watch, fixture.now);
+    assert_eq!(fixture.muxer.sockets.len(), 1);
+    fixture.now += Duration::from_millis(1);
+    fixture.muxer.expire(&mut fixture.watch, fixture.now);
+    assert_eq!((fixture.muxer.sockets.len(), fixture.metrics.expired_total.get()), (0, 1));
+    drop(client);
+}
+
+#[test]
 fn connections_are_served_in_turn() {
     let mut fixture = Fixture::new();
     let (mut first, one) = fixture.connected_client();
@@ -721,6 +764,15 @@ proptest! {
 }
 
 impl Fixture {
+    /// What the host has not read of a connection and its socket does not hold.
+    fn unsent(&self, link: Link) -> usize {
+        let socket = self.muxer.links.get(&link).and_then(|token| self.muxer.sockets.get(token));
+        match socket.map(|socket| &socket.role) {
+            Some(Role::Joined(joined)) => joined.unsent.len(),
+            _ => 0,
+        }
+    }
+
     /// What must hold of the muxer's tables at any time.
     fn check(&self) {
         let muxer = &self.muxer;
