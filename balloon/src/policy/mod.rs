@@ -278,14 +278,22 @@ impl Policy {
     /// Decides on one report. A state of another policy is replaced by the initial one, so that policies can be
     /// exchanged while a VM runs.
     pub fn decide(&self, state: PolicyState, input: Input<'_>, now: TimeMs) -> (PolicyState, Decision) {
-        let left;
-        let input = match self {
+        match self {
             Policy::Amf(_) | Policy::Dapper(_) | Policy::Pmb(_) | Policy::Memorage(_) => {
-                left = reserve::without_reserve(input.report, input.host);
-                Input { report: &left, ..input }
+                let (left, reserve_bytes) = reserve::without_reserve(input.report, input.host);
+                let (state, decision) = self.decide_on(state, Input { report: &left, ..input }, now);
+                // The agent compares its watermark with all that is free.
+                let watermark_bytes = match decision.watermark_of {
+                    Measure::Free => decision.watermark_bytes.saturating_add(reserve_bytes),
+                    Measure::Available => decision.watermark_bytes,
+                };
+                (state, Decision { watermark_bytes, ..decision })
             }
-            _ => input,
-        };
+            _ => self.decide_on(state, input, now),
+        }
+    }
+
+    fn decide_on(&self, state: PolicyState, input: Input<'_>, now: TimeMs) -> (PolicyState, Decision) {
         /// Calls a policy with its own state, and wraps what that becomes.
         macro_rules! by {
             ($policy:ident, $variant:ident, $params:expr) => {{
