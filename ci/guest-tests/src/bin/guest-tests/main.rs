@@ -11,6 +11,7 @@ mod boot;
 mod btt_cross;
 mod clients;
 mod console;
+mod content;
 mod cpus;
 mod dax;
 mod dimms;
@@ -66,6 +67,7 @@ fn main() {
         bad_bodies::TESTS,
         badinput::TESTS,
         console::TESTS,
+        content::TESTS,
         firmware::TESTS,
         balloon::TESTS,
         memory::TESTS,

@@ -179,7 +179,7 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
 }
 
 fn more_nvdimms_than_there_may_be_are_refused() -> Result<()> {
-    let pool = Pool::create("256M")?;
+    let pool = Pool::create("1300M")?;
     let builder = Guest::builder().memory("size=384M").pressure("off");
     let builder = (0..65).fold(builder, |builder, number| {
         builder.pm_volume(&format!(

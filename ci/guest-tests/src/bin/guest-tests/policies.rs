@@ -289,7 +289,7 @@ fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
     for entry in &trace.entries {
         let Entry::Report { report, .. } = entry else { continue };
         let memory = report.memory();
-        if memory.free_bytes < memory.total_bytes / 5 && memory.available_bytes > memory.total_bytes / 2 {
+        if memory.free_bytes < memory.total_bytes / 3 && memory.available_bytes > memory.total_bytes / 2 {
             *causes.entry(format!("{:?}", report.cause())).or_default() += 1;
         }
     }

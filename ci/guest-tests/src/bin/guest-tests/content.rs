@@ -1,0 +1,99 @@
+//! What a guest has written neither ends its VMM nor keeps it from starting again: the host's user has said what each file
+//! is, and its content is the guest's.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::{GuestBuilder, Image};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Pool};
+
+guest_tests::tests![
+    a_guest_reboots_whatever_it_has_written: 240 (long),
+];
+
+const LIMIT: Duration = Duration::from_secs(60);
+const MIB: u64 = 1 << 20;
+/// QCOW2's magic and its version (docs/interop/qcow2.txt of QEMU).
+const QCOW2: &str = "printf 'QFI\\373\\0\\0\\0\\3'";
+
+/// A file of so many bytes that begins with those.
+fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
+    fs::create_dir_all(this_tests_dir())?;
+    let path = this_tests_dir().join(name);
+    let file = File::create(&path).with_context(|| format!("Cannot make {}", path.display()))?;
+    file.set_len(size_bytes)?;
+    file.write_all_at(head, 0)?;
+    Ok(path)
+}
+
+/// The first bytes of a pool, as a guest may have them from anywhere.
+fn head_of_a_pool() -> Result<Vec<u8>> {
+    let pool = Pool::create("64M")?;
+    let mut head = vec![0; 8 * MIB as usize];
+    File::open(pool.path())?.read_exact_at(&mut head, 0)?;
+    fs::remove_file(pool.path())?;
+    Ok(head)
+}
+
+/// The guest has all that is written below.
+fn wait_for_devices(guest: &Guest) -> Result<()> {
+    let there = "for device in vda vdb pmem0 pmem1; do test -b /dev/$device || test -b /dev/${device}s || exit 1; done";
+    guest.wait_until_run("its devices are there", LIMIT, there)
+}
+
+fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
+    let head = head_of_a_pool()?;
+    let (qcow, other) = (file("qcow", 16 * MIB, b"")?, file("other", 16 * MIB, b"")?);
+    let (bytes, source) = (file("bytes", 16 * MIB, b"")?, file("source", 8 * MIB, &head)?);
+    let pool = Pool::create("256M")?;
+    pool.create_volume("data", "64M")?;
+    let builder: GuestBuilder = Guest::builder()
+        .memory("size=384M")
+        .pressure("off")
+        .image(Image::Ndctl)
+        .argument("--disk", &format!("path={}", qcow.display()))
+        .argument("--disk", &format!("path={}", other.display()))
+        .argument("--disk", &format!("path={},readonly=on", source.display()))
+        .argument("--pmem", &format!("file={}", bytes.display()))
+        .pm_volume(&format!("pool={},name=data,interface=nvdimm", pool.name()));
+    let guest = builder.boot()?;
+    wait_for_devices(&guest)?;
+    guest.run(&format!("{QCOW2} | dd of=/dev/vda conv=notrunc,fsync 2>/dev/null"))?;
+    guest.run("dd if=/dev/vdc of=/dev/vdb bs=1M conv=fsync 2>/dev/null")?;
+    // Of the two, the one that is bytes; the volume's has an `s`.
+    guest.run("for bytes in /dev/pmem?; do dd if=/dev/vdc of=$bytes bs=1M conv=fsync 2>/dev/null; done")?;
+    let replace_btt = "volume=$(ndctl list -N -m sector | grep -o 'namespace[0-9.]*' | head -n 1); \
+        ndctl create-namespace -f -e $volume -m fsdax && sync";
+    guest.run_within(LIMIT, replace_btt)?;
+    // What is written is there, in each life of the machine.
+    let stays = |guest: &Guest, life: &str| -> Result<()> {
+        let magic = guest.run("head -c 3 /dev/vda")?;
+        ensure!(magic == "QFI", "{life}: the disk begins with {magic:?}");
+        guest
+            .run("cmp -n 8388608 /dev/vdb /dev/vdc")
+            .with_context(|| format!("{life}: the copy of a pool"))?;
+        let modes = guest.run("ndctl list -N")?;
+        ensure!(modes.contains("fsdax"), "{life}: the volume's namespace is gone: {modes}");
+        Ok(())
+    };
+    guest.reboot_from_inside()?;
+    stays(&guest, "A reboot from inside")?;
+    guest.api("PUT", "vm.reboot", None)?;
+    guest.wait_for_shell(LIMIT)?;
+    stays(&guest, "vm.reboot")?;
+    guest.api("PUT", "vm.shutdown", None)?;
+    guest.api("PUT", "vm.boot", None)?;
+    guest.wait_for_shell(LIMIT)?;
+    stays(&guest, "vm.boot")?;
+    guest.power_off()?;
+    let guest = builder.name("again").boot()?;
+    stays(&guest, "A new start")?;
+    guest.power_off()?;
+    // The host's own tools see a pool that is sound but for the volume that is no BTT any more.
+    ensure!(pool.info()?["volumes"] == 1, "The pool has lost its volume");
+    Ok(())
+}
