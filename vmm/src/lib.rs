@@ -1,4 +1,4 @@
-//! Foreshore: a virtual machine monitor whose guests take memory and storage from one pool of persistent
+//! Foreshore: a virtual machine monitor whose guest takes memory and storage from one pool of persistent
 //! memory.
 //!
 //! The tree shows the architecture. Pure parts (layout, configuration, ACPI tables, request parsing) know

@@ -104,7 +104,7 @@ Examples:
       --pressure policy=psi --vsock cid=3,socket=/run/vm.vsock \\
       --api-socket /run/vm.sock --metrics 127.0.0.1:9745";
 
-/// A virtual machine monitor whose guests take memory and storage from one pool of persistent memory.
+/// A virtual machine monitor whose guest takes memory and storage from one pool of persistent memory.
 #[derive(Debug, Parser)]
 #[command(name = "foreshore", after_help = EXAMPLES, disable_version_flag = true, args_override_self = false)]
 struct Flags {

@@ -1,6 +1,7 @@
 //! The kernel of a guest that grows has DRAM for page descriptors and for its own memory, and no guest dies for lack of it
 //! while memory is left.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -118,6 +119,8 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel) -> Result<(
             );
         }
         nothing_died(&guest)?;
+        drop((hogs, guest));
+        fs::remove_file(pool.path())?;
     }
     Ok(())
 }

@@ -38,6 +38,7 @@ mod pool_places;
 mod pressure;
 mod pressure_reliability;
 mod raw;
+mod readme;
 mod too_small;
 mod torn;
 mod vhost_net;
@@ -57,6 +58,7 @@ use guest_tests::runner::{self, Test};
 fn main() {
     let tests: Vec<Test> = [
         harness::TESTS,
+        readme::TESTS,
         boot::TESTS,
         agent::TESTS,
         api::TESTS,
