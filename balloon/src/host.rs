@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::units::BLOCK_BYTES;
 
@@ -36,6 +36,33 @@ impl fmt::Display for ZoneId {
     }
 }
 
+/// The guest's driver of a zone, as the host sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DriverState {
+    /// No driver has loaded since the guest started, or the last one has reset the device.
+    #[default]
+    Absent,
+    /// The driver carries out requests.
+    Ready,
+    /// The device has refused the driver, because it lacks a feature. No memory is requested from the zone.
+    Unsupported,
+}
+
+impl DriverState {
+    /// All of them, for a metric that shows every one.
+    pub const ALL: [Self; 3] = [Self::Absent, Self::Ready, Self::Unsupported];
+
+    /// The name in metrics and on the API.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Absent => "absent",
+            Self::Ready => "ready",
+            Self::Unsupported => "unsupported",
+        }
+    }
+}
+
 /// The hotplug part of a zone, as its virtio-mem device has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ZoneSizes {
@@ -55,8 +82,8 @@ pub struct ZoneSizes {
     pub requested_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
-    /// The guest has a driver for it that is up, as far as the host can tell.
-    pub ready: bool,
+    /// The guest's driver of the device.
+    pub driver: DriverState,
 }
 
 impl ZoneSizes {
@@ -71,7 +98,15 @@ impl ZoneSizes {
             max_bytes,
             requested_bytes: 0,
             plugged_bytes: 0,
-            ready: true,
+            driver: DriverState::Ready,
+        }
+    }
+
+    /// Upper limit of the requested size: the device's region, or the requested size if the driver is unsupported.
+    pub fn requestable_bytes(&self) -> u64 {
+        match self.driver {
+            DriverState::Unsupported => self.requested_bytes.min(self.max_bytes),
+            DriverState::Absent | DriverState::Ready => self.max_bytes,
         }
     }
 
@@ -168,9 +203,9 @@ impl HostView {
         self.sum(|zone| zone.plugged_bytes)
     }
 
-    /// The sum over all zones of what they could hold.
+    /// The sum over all zones of what they could hold. A zone whose driver is unsupported counts as it is.
     pub fn max_bytes(&self) -> u64 {
-        self.sum(|zone| zone.max_bytes)
+        self.sum(ZoneSizes::requestable_bytes)
     }
 
     /// Asked for and not plugged yet, over all zones.

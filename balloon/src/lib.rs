@@ -28,7 +28,7 @@ pub mod statistics;
 pub mod trace;
 
 pub use foreshore_proto as proto;
-pub use host::{Distances, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};
+pub use host::{Distances, DriverState, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};
 pub use params::ParamError;
 pub use report::Intake;
 pub use units::{BLOCK_BYTES, MIB, TimeMs};

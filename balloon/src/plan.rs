@@ -126,6 +126,8 @@ reasons! {
     Descriptors => "descriptors",
     /// The guest does not online memory movable, so lending more of it would be for good.
     OnlinePolicy => "online_policy",
+    /// The guest's virtio-mem driver lacks a feature that the device requires, and no other zone can grow.
+    UnsupportedDriver => "unsupported_driver",
     /// The zones that could change have been sized by hand.
     Pinned => "pinned",
 }

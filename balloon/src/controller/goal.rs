@@ -5,7 +5,7 @@
 
 use super::Controller;
 use crate::units::round_down;
-use crate::{HostView, TimeMs, ZoneId};
+use crate::{DriverState, HostView, TimeMs, ZoneId};
 
 /// Request for a zone on the way to its goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +51,10 @@ impl Controller {
         let mut steps = Vec::new();
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
             let Some(goal_bytes) = followed.goal_bytes else { continue };
-            // The host has lowered the request: only another request can raise it.
-            if !followed.is_goal_new && host.short.contains(&zone.id) {
+            // The device or the host has lowered the request: only another request can raise it.
+            let is_unsupported =
+                zone.driver == DriverState::Unsupported && goal_bytes != zone.requested_bytes;
+            if is_unsupported || (!followed.is_goal_new && host.short.contains(&zone.id)) {
                 followed.goal_bytes = None;
                 continue;
             }

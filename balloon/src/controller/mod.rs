@@ -21,7 +21,7 @@ use self::spread::{Limits, Spread};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
 use crate::units::{round_up, scale};
-use crate::{HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
+use crate::{DriverState, HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
 /// Rule 6: a guest that was short so recently may be so still, when its reports stop.
 const SHORT_MS: u64 = 1_000;
@@ -344,8 +344,9 @@ impl Controller {
             let is_left = followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             let is_stuck = followed.progress.is_stuck(zone, &self.rules, now);
             // Nobody is there to take it, and somebody else is.
+            let is_driverless = zone.driver == DriverState::Absent;
             let is_passed_over =
-                passes_over && !zone.ready && !followed.pinned && zone.outstanding_grow_bytes() > 0;
+                passes_over && is_driverless && !followed.pinned && zone.outstanding_grow_bytes() > 0;
             if (is_left && is_stuck) || followed.progress.is_kept() || is_passed_over {
                 seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
@@ -521,7 +522,7 @@ impl Controller {
     /// wants something else.
     fn come_within_bounds(&self, host: &HostView, now: TimeMs) -> Option<Plan> {
         let requested = host.requested_bytes();
-        let (floor, ceiling) = (self.rules.floor_bytes, self.rules.ceiling_bytes);
+        let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
         let last = || self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
         if requested < floor {
             Some(self.grow(floor - requested, Reason::BelowFloor, last(), host, now))
@@ -530,6 +531,11 @@ impl Controller {
         } else {
             None
         }
+    }
+
+    /// The floor of all zones together, as far as zones whose driver is unsupported leave it within reach.
+    fn floor_bytes(&self, host: &HostView) -> u64 {
+        self.rules.floor_bytes.min(host.max_bytes())
     }
 
     /// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
@@ -557,7 +563,7 @@ impl Controller {
 
     fn plan_decision(&self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
         let requested = host.requested_bytes();
-        let (floor, ceiling) = (self.rules.floor_bytes, self.rules.ceiling_bytes);
+        let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
         let reason = last.decision.reason;
         match last.decision.want_bytes {
             // Only of what a dry run leaves outside of the bounds does a policy want what stays there.
@@ -605,7 +611,7 @@ impl Controller {
         }
         let share_bytes = scale(host.plugged_bytes(), self.rules.shrink_share_permille, 1000);
         let step = self.rules.shrink_step_bytes.max(share_bytes);
-        let over = host.requested_bytes().saturating_sub(self.rules.floor_bytes);
+        let over = host.requested_bytes().saturating_sub(self.floor_bytes(host));
         let mut spread = self.spread(last, last.decision.from, host, now);
         let (taken, limit) = spread.shrink(bytes.min(step).min(over));
         let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));

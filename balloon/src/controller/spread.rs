@@ -3,7 +3,7 @@
 use super::progress::Progress;
 use crate::plan::Reason;
 use crate::units::round_down;
-use crate::{HostView, Tier, TimeMs, ZoneSizes};
+use crate::{DriverState, HostView, Tier, TimeMs, ZoneSizes};
 
 /// A zone while it is being sized.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +62,7 @@ pub(super) fn has_live_room<'a>(
     unmovable_permille: Option<u64>,
     now: TimeMs,
 ) -> bool {
-    if host.zones.iter().all(|zone| zone.ready) {
+    if host.zones.iter().all(|zone| zone.driver != DriverState::Absent) {
         return false;
     }
     let pm = host.zones.iter().filter(|zone| zone.tier == Tier::Pm);
@@ -73,7 +73,7 @@ pub(super) fn has_live_room<'a>(
         let (ceiling_bytes, _) = ceiling(zone, progress, unmovable_permille, now);
         let room_bytes = ceiling_bytes.saturating_sub(zone.requested_bytes);
         let pool_bytes = if zone.tier == Tier::Pm { pool_bytes } else { u64::MAX };
-        zone.ready && !pinned && room_bytes.min(pool_bytes) >= zone.block_bytes.max(1)
+        zone.driver == DriverState::Ready && !pinned && room_bytes.min(pool_bytes) >= zone.block_bytes.max(1)
     })
 }
 
@@ -84,7 +84,11 @@ fn ceiling(
     unmovable_permille: Option<u64>,
     now: TimeMs,
 ) -> (u64, Reason) {
-    let mut ceiling = (zone.max_bytes, Reason::AtCeiling);
+    let reason = match zone.driver {
+        DriverState::Unsupported => Reason::UnsupportedDriver,
+        DriverState::Absent | DriverState::Ready => Reason::AtCeiling,
+    };
+    let mut ceiling = (zone.requestable_bytes(), reason);
     if let Some(permille) = unmovable_permille {
         let part = crate::units::scale(zone.max_bytes, permille, 1000);
         ceiling = ceiling.min_by_bytes((part, Reason::OnlinePolicy));
@@ -252,7 +256,7 @@ impl Share {
             shrink_cap_bytes: progress.shrink_cap_bytes(now),
             pinned,
             is_balloon: false,
-            is_last: limits.driverless_last && !zone.ready,
+            is_last: limits.driverless_last && zone.driver == DriverState::Absent,
         }
     }
 
@@ -264,7 +268,9 @@ impl Share {
     }
 
     fn limit(&self, room: u64, pool: u64, descriptors: u64) -> Reason {
-        if descriptors < self.block_bytes {
+        if self.ceiling_reason == Reason::UnsupportedDriver {
+            self.ceiling_reason
+        } else if descriptors < self.block_bytes {
             Reason::Descriptors
         } else if pool < room {
             Reason::PoolEmpty
@@ -303,7 +309,7 @@ mod tests {
                 max_bytes: if tier == Tier::Dram { 4 * MIB } else { 16 * MIB },
                 requested_bytes: requested_mib * MIB,
                 plugged_bytes: requested_mib * MIB,
-                ready: true,
+                driver: DriverState::Ready,
             });
         }
         for (socket, pm) in [(0, 2), (1, 3)] {

@@ -7,7 +7,7 @@ use super::view::NodeView;
 use super::{Decision, Input, Policy, PolicyState};
 use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
-use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+use crate::{BLOCK_BYTES, DriverState, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 
 pub const GIB: u64 = 1024 * MIB;
 
@@ -63,7 +63,7 @@ impl Rig {
                 max_bytes: *bytes,
                 requested_bytes: 0,
                 plugged_bytes: 0,
-                ready: true,
+                driver: DriverState::Ready,
             });
             raw.zones.push(Zone { node, kind: ZoneKind::Movable, ..Zone::default() });
             for from in 0..first_pm {

@@ -67,7 +67,7 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
     for zone in host.zones.iter().filter(|zone| zone.tier == Tier::Pm) {
         if let Some(index) = nearest(&nodes, zone.guest_numa_node, host) {
             let node = &mut nodes[index];
-            node.pm_bytes = node.pm_bytes.saturating_add(zone.max_bytes);
+            node.pm_bytes = node.pm_bytes.saturating_add(zone.requestable_bytes());
             node.pm_requested_bytes = node.pm_requested_bytes.saturating_add(zone.requested_bytes);
         }
     }

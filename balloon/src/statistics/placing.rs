@@ -78,7 +78,7 @@ mod tests {
     use super::super::{Estimator, Known, Statistics, Tag};
     use super::*;
     use crate::policy::{Input, Policy};
-    use crate::{BLOCK_BYTES, MIB, TimeMs, ZoneId, ZoneSizes};
+    use crate::{BLOCK_BYTES, DriverState, MIB, TimeMs, ZoneId, ZoneSizes};
 
     const BOOT: u64 = 512 * MIB;
     const KERNEL: u64 = 32 * MIB;
@@ -95,7 +95,7 @@ mod tests {
             max_bytes: 4096 * MIB,
             requested_bytes: mib * MIB,
             plugged_bytes: mib * MIB,
-            ready: true,
+            driver: DriverState::Ready,
         };
         HostView { zones: zones.map(zone).collect(), boot_bytes: BOOT, ..HostView::default() }
     }

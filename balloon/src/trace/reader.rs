@@ -9,7 +9,7 @@ use super::wire::{Raw, RawDirection, RawDistance, RawHeader, RawHostZone, RawPla
 use super::{Entry, Header, HostZone, MAX_LINE_BYTES, RecordedPlan, TRACE_VERSION};
 use crate::plan::Direction;
 use crate::units::PAGE_BYTES;
-use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
+use crate::{Distances, DriverState, TimeMs, ZoneId, ZoneSizes};
 
 /// What four levels of page tables map of physical memory on x86-64, as in a report.
 const MAX_BYTES: u64 = 1 << 46;
@@ -314,7 +314,7 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
         requested_bytes: raw.requested_bytes,
         plugged_bytes: raw.plugged_bytes,
         // Traces do not tell of drivers.
-        ready: true,
+        driver: DriverState::Ready,
     };
     check_requested(raw.requested_bytes, &sizes)?;
     check_plugged(raw.plugged_bytes, &sizes, balloon)?;

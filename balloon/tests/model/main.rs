@@ -21,7 +21,7 @@ use balloon::proto::{
     ZoneKind,
 };
 use balloon::rise::STAYS_MS;
-use balloon::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+use balloon::{BLOCK_BYTES, DriverState, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
@@ -143,7 +143,7 @@ impl World {
             max_bytes: max * MIB,
             requested_bytes: floor * MIB,
             plugged_bytes: floor * MIB,
-            ready: true,
+            driver: DriverState::Ready,
         };
         let mut host = HostView {
             zones: vec![

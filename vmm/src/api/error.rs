@@ -80,7 +80,9 @@ impl ApiError {
                 StatusCode::TOO_MANY_REQUESTS
             }
             Self::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
-            Self::Vm(VmError::CannotResume { .. } | VmError::IdTaken { .. })
+            Self::Vm(
+                VmError::CannotResume { .. } | VmError::IdTaken { .. } | VmError::UnsupportedDriver { .. },
+            )
             | Self::Config(ConfigError::IdTaken { .. })
             | Self::Vm(VmError::Config(ConfigError::IdTaken { .. })) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,

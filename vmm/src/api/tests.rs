@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::Router;
+use balloon::DriverState;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::AsyncBufReadExt;
@@ -150,6 +151,7 @@ fn zone() -> ZoneInfo {
         descriptor_bytes: 0,
         online_bytes: None,
         resident_bytes: 0,
+        driver: Some(DriverState::Ready),
         status: ResizeStatus::Stuck("busy pages".to_owned()),
     }
 }

@@ -95,6 +95,13 @@ pub enum Event<'a> {
         /// What is requested now.
         requested_bytes: u64,
     },
+    /// The device of a zone has refused the guest's driver.
+    MemoryDriverUnsupported {
+        /// Which zone.
+        zone: &'a str,
+        /// What the driver lacks.
+        reason: &'a str,
+    },
 }
 
 impl Event<'_> {
@@ -125,6 +132,7 @@ impl Event<'_> {
             Self::Failed { .. } => ("foreshore", "failed"),
             Self::MemoryReached { .. } => ("foreshore", "memory-reached"),
             Self::MemoryRefused { .. } => ("foreshore", "memory-refused"),
+            Self::MemoryDriverUnsupported { .. } => ("foreshore", "memory-driver-unsupported"),
         }
     }
 
@@ -132,9 +140,9 @@ impl Event<'_> {
     pub(super) fn concerns(&self) -> Source {
         match self {
             Self::DeviceActivated { id } | Self::DeviceReset { id } => Source::Device((*id).to_owned()),
-            Self::MemoryReached { zone, .. } | Self::MemoryRefused { zone, .. } => {
-                Source::Zone((*zone).to_owned())
-            }
+            Self::MemoryReached { zone, .. }
+            | Self::MemoryRefused { zone, .. }
+            | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
             _ => Source::Vm,
         }
     }
@@ -157,6 +165,9 @@ impl Event<'_> {
                 ("reason", without_braces(reason)),
                 ("requested_bytes", requested_bytes.to_string()),
             ],
+            Self::MemoryDriverUnsupported { zone, reason } => {
+                vec![("zone", without_braces(zone)), ("reason", without_braces(reason))]
+            }
             _ => return None,
         };
         Some(properties.into_iter().collect())
@@ -176,7 +187,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 24] = [
+    const ALL: [Event<'_>; 25] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -201,6 +212,7 @@ mod tests {
         Event::Failed { reason: "r" },
         Event::MemoryReached { zone: "z", plugged_bytes: 1 },
         Event::MemoryRefused { zone: "z", reason: "r", requested_bytes: 1 },
+        Event::MemoryDriverUnsupported { zone: "z", reason: "r" },
     ];
 
     #[test]

@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use balloon::Tier;
 use balloon::params::Setting;
 use balloon::sim::{GuestConfig, replay};
 use balloon::statistics::Tag;
 use balloon::trace::Entry;
+use balloon::{DriverState, Tier};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -99,9 +99,10 @@ impl ZoneDevice for FakeGuest {
             region_bytes: REGION,
             requested_bytes: REGION - state.target,
             plugged_bytes: REGION - state.ballooned,
-            driver_ready: true,
+            driver: DriverState::Ready,
             held_bytes: 0,
             shortfall: None,
+            is_withdrawn: false,
         }
     }
     fn request(&self, size_bytes: u64) {
@@ -277,7 +278,7 @@ fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
         max_bytes: 1024 * MIB,
         requested_bytes: 1024 * MIB,
         plugged_bytes: 1024 * MIB,
-        ready: true,
+        driver: DriverState::Ready,
     };
     let host = HostView { zones: vec![pm], boot_bytes: BOOT, ..HostView::default() };
     guest.ask();

@@ -253,13 +253,14 @@ impl Audit {
                 fresh.push((entry.seq, now));
                 return Some(Outcome::Reached { after_ms });
             }
-            // The host could provide less, the device has lowered the request, and the guest has that.
+            // The host could provide less, or the driver was refused: the device has lowered the request, and the guest
+            // has that.
             let lack = entry.asks.iter().find_map(|ask| {
                 let sizes = sizes.get(ask.zone)?;
                 let has_it = ask.is_undone_by(sizes.requested_bytes)
                     && ask.grows
                     && sizes.plugged_bytes >= sizes.requested_bytes;
-                sizes.shortfall.filter(|_| has_it).map(|shortfall| shortfall.reason.to_owned())
+                sizes.lack().filter(|_| has_it).map(str::to_owned)
             })?;
             let moved_bytes = entry.moved_bytes(&plugged);
             Some(Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some(lack) })

@@ -2,7 +2,7 @@
 
 use balloon::plan::ZoneTarget;
 use balloon::proto::Measure;
-use balloon::{Tier, ZoneId, ZoneSizes};
+use balloon::{DriverState, Tier, ZoneId, ZoneSizes};
 
 use super::*;
 use crate::governor::Shortfall;
@@ -14,9 +14,10 @@ fn sizes(zones: [(u64, u64); 2]) -> Vec<DeviceSizes> {
         region_bytes: 1000,
         requested_bytes,
         plugged_bytes,
-        driver_ready: true,
+        driver: DriverState::Ready,
         held_bytes: 0,
         shortfall: None,
+        is_withdrawn: false,
     };
     zones.map(sizes).to_vec()
 }
@@ -31,7 +32,7 @@ fn host(zones: [(u64, u64); 2]) -> HostView {
         max_bytes: 1000,
         requested_bytes,
         plugged_bytes,
-        ready: true,
+        driver: DriverState::Ready,
     });
     HostView { zones: zones.collect(), ..HostView::default() }
 }

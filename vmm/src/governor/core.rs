@@ -9,6 +9,8 @@ mod goals;
 mod kexec_tests;
 mod present;
 mod show;
+#[cfg(test)]
+mod unsupported_driver_tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -20,7 +22,7 @@ use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report, Settings};
-use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
+use balloon::{Distances, DriverState, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 use tracing::{info, warn};
 
@@ -90,11 +92,11 @@ struct Zone {
 }
 
 impl Zone {
-    /// What the host could not provide of a plan since the zone was looked at.
+    /// What the device has lowered a plan's request by since the zone was looked at.
     fn lacks_bytes(&mut self, sizes: DeviceSizes) -> u64 {
         let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
         let before = std::mem::replace(asked_bytes, sizes.requested_bytes);
-        if sizes.shortfall.is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
+        if sizes.lack().is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
     }
 }
 
@@ -179,9 +181,6 @@ impl Core {
         let most_bytes =
             zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().region_bytes));
         fit(&policy, &rules, most_bytes).map_err(bad_request)?;
-        let plugged_zones = zones.iter().filter(|zone| zone.id != BALLOON_ZONE);
-        let hotplug_bytes =
-            plugged_zones.fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().region_bytes));
         let policy_name = policy.name();
         let mut controller = Controller::new(policy, rules).map_err(bad_request)?;
         if config.paused {
@@ -192,7 +191,7 @@ impl Core {
             .into_iter()
             .map(|zone| Zone { progress: Progress::new(zone.device.sizes(), now), zone, asked_bytes: None })
             .collect();
-        Ok(Self {
+        let mut core = Self {
             controller,
             intake: Intake::new(now),
             zones,
@@ -201,7 +200,7 @@ impl Core {
             pool_free,
             last_report: None,
             agent: Agent::default(),
-            settings: Settings { hotplug_bytes, ..Settings::with_watermark(0) },
+            settings: Settings::with_watermark(0),
             audit: Audit::default(),
             episode: Episode::default(),
             counters,
@@ -214,7 +213,9 @@ impl Core {
             recorder: None,
             distances: Distances::default(),
             onlining: OnlinePolicy::Unknown,
-        })
+        };
+        core.observe(now);
+        Ok(core)
     }
 
     /// How far the guest's nodes are from each other.
@@ -379,6 +380,17 @@ impl Core {
         regions.fold(0, u64::saturating_add)
     }
 
+    /// Memory that virtio-mem zones can have plugged in all, for the DRAM that the agent reserves for its page descriptors.
+    fn pluggable_bytes(&self, sizes: &[DeviceSizes]) -> u64 {
+        let zones = self.zones.iter().zip(sizes).filter(|(zone, _)| zone.zone.id != BALLOON_ZONE);
+        zones.fold(0u64, |sum, (_, sizes)| {
+            sum.saturating_add(match sizes.driver {
+                DriverState::Unsupported => sizes.plugged_bytes,
+                DriverState::Absent | DriverState::Ready => sizes.region_bytes,
+            })
+        })
+    }
+
     /// What the guest has in any case: memory that it booted with, or that has come by ACPI.
     fn kept_bytes(&self) -> u64 {
         self.boot_bytes.saturating_add(self.beside.dimm_bytes())
@@ -477,6 +489,7 @@ impl Core {
             }
             all.push(sizes);
         }
+        self.settings.hotplug_bytes = self.pluggable_bytes(&all);
         self.audit.observe(&all, now);
         self.host_view(&all)
     }
@@ -491,7 +504,7 @@ impl Core {
             max_bytes: sizes.region_bytes,
             requested_bytes: sizes.requested_bytes,
             plugged_bytes: sizes.plugged_bytes,
-            ready: sizes.driver_ready,
+            driver: sizes.driver,
         });
         HostView {
             zones: zones.collect(),

@@ -92,7 +92,7 @@ fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
     f.core.tick(TimeMs(6000));
     assert!(matches!(f.core.resize_status("dram", TimeMs(6000)), Some(ResizeStatus::Stuck(_))));
     assert_eq!(*f.dram.reminders.lock(), 1);
-    f.dram.sizes.lock().driver_ready = false;
+    f.dram.sizes.lock().driver = DriverState::Absent;
     f.core.tick(TimeMs(12_000));
     assert_eq!(f.core.resize_status("dram", TimeMs(20_000)), Some(ResizeStatus::NoDriver));
     assert_eq!(f.core.resize_status("nvram", TimeMs(0)), None);
@@ -115,7 +115,7 @@ fn a_dry_run_reminds_the_guest_of_nothing_but_what_a_hand_has_asked_for() {
 fn a_driver_that_loads_late_is_asked_with_the_next_report() {
     let mut f = fixture("psi", false, false);
     for device in [&f.dram, &f.pm] {
-        device.sizes.lock().driver_ready = false;
+        device.sizes.lock().driver = DriverState::Absent;
     }
     f.greet();
     let asked = |f: &Fixture| f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
@@ -130,7 +130,7 @@ fn a_driver_that_loads_late_is_asked_with_the_next_report() {
         }
     }
     assert_eq!(quiet_s, 3, "it is asked all the time");
-    f.dram.sizes.lock().driver_ready = true;
+    f.dram.sizes.lock().driver = DriverState::Ready;
     // What the device's news lead to, and the agent's next report.
     f.core.tick(TimeMs(f.seq * 50 + 1));
     f.report(20);
@@ -141,7 +141,7 @@ fn a_driver_that_loads_late_is_asked_with_the_next_report() {
 #[test]
 fn a_zone_that_has_no_driver_does_not_keep_a_short_guest_waiting() {
     let mut f = fixture("psi", false, true);
-    f.dram.sizes.lock().driver_ready = false;
+    f.dram.sizes.lock().driver = DriverState::Absent;
     f.greet();
     for _ in 0..4 {
         f.report(20);
@@ -151,7 +151,7 @@ fn a_zone_that_has_no_driver_does_not_keep_a_short_guest_waiting() {
     assert_eq!(pm.requested_bytes, pm.plugged_bytes);
     assert_eq!(f.dram.sizes().requested_bytes, 0, "PM has room");
     // With a driver, it is the first again.
-    f.dram.sizes.lock().driver_ready = true;
+    f.dram.sizes.lock().driver = DriverState::Ready;
     for _ in 0..4 {
         f.report(20);
     }
@@ -161,7 +161,7 @@ fn a_zone_that_has_no_driver_does_not_keep_a_short_guest_waiting() {
     f.greet();
     f.report(20);
     assert!(f.dram.sizes().requested_bytes > 0);
-    f.dram.sizes.lock().driver_ready = false;
+    f.dram.sizes.lock().driver = DriverState::Absent;
     f.report(20);
     assert!(f.pm.sizes().requested_bytes > 0);
 }
@@ -174,7 +174,8 @@ fn a_driver_that_comes_and_goes_all_the_time_is_given_up() {
     let (mut owed, mut given_up) = (0, 0);
     for round in 0..240 {
         for device in [&f.dram, &f.pm] {
-            device.sizes.lock().driver_ready = round % 2 == 0;
+            device.sizes.lock().driver =
+                if round % 2 == 0 { DriverState::Ready } else { DriverState::Absent };
         }
         f.seq += 19;
         f.report(20);
@@ -384,7 +385,7 @@ fn a_machine_that_is_built_paused_is_paused() {
 #[test]
 fn a_driver_that_is_not_up_is_shown() {
     let f = fixture("psi", false, true);
-    f.pm.sizes.lock().driver_ready = false;
+    f.pm.sizes.lock().driver = DriverState::Absent;
     let zones = f.core.info(0, TimeMs(0)).zones;
     let ready: Vec<_> = zones.iter().map(|zone| (zone.id.as_str(), zone.driver_ready)).collect();
     assert_eq!(ready, [("dram", true), ("pm", false)]);
@@ -511,7 +512,7 @@ fn devices_are_asked_before_anything_is_written_down() {
     let sizes = crate::governor::DeviceSizes {
         block_bytes: BLOCK,
         region_bytes: 1024 * MIB,
-        driver_ready: true,
+        driver: DriverState::Ready,
         ..Default::default()
     };
     let device = Arc::new(Noting(Mutex::new(sizes), Arc::clone(&noted)));

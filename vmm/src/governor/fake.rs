@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use balloon::proto::Refusal;
 use balloon::trace::{Reader, Trace};
-use balloon::{Tier, TimeMs};
+use balloon::{DriverState, Tier, TimeMs};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -30,8 +30,12 @@ pub struct FakeDevice {
 
 impl FakeDevice {
     pub fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
-        let sizes =
-            DeviceSizes { block_bytes: BLOCK, region_bytes, driver_ready: true, ..Default::default() };
+        let sizes = DeviceSizes {
+            block_bytes: BLOCK,
+            region_bytes,
+            driver: DriverState::Ready,
+            ..Default::default()
+        };
         Arc::new(Self {
             sizes: Mutex::new(sizes),
             follows,
@@ -42,19 +46,34 @@ impl FakeDevice {
     }
 }
 
+impl FakeDevice {
+    /// Refuses the guest's driver, as a virtio-mem device does.
+    pub fn refuse_driver(&self) {
+        let mut sizes = self.sizes.lock();
+        sizes.driver = DriverState::Unsupported;
+        sizes.is_withdrawn = sizes.requested_bytes + sizes.held_bytes != sizes.plugged_bytes;
+        (sizes.requested_bytes, sizes.held_bytes) = (sizes.plugged_bytes, 0);
+    }
+}
+
 impl ZoneDevice for FakeDevice {
     fn sizes(&self) -> DeviceSizes {
         *self.sizes.lock()
     }
     fn request(&self, size_bytes: u64) {
         let mut sizes = self.sizes.lock();
+        assert!(
+            sizes.driver != DriverState::Unsupported || size_bytes == sizes.plugged_bytes,
+            "{size_bytes} bytes requested of an unsupported driver"
+        );
+        sizes.is_withdrawn = false;
         assert!(size_bytes <= sizes.region_bytes && size_bytes.is_multiple_of(BLOCK));
         let can_provide = *self.can_provide.lock();
         sizes.requested_bytes = size_bytes.min(can_provide);
         sizes.held_bytes = 0;
         let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
         sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
-        if self.follows && sizes.driver_ready {
+        if self.follows && sizes.driver == DriverState::Ready {
             sizes.plugged_bytes = sizes.requested_bytes;
         }
     }

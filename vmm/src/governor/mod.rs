@@ -24,7 +24,7 @@ pub mod task;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use balloon::Tier;
+use balloon::{DriverState, Tier};
 
 /// The hotplug part of a zone as the governor acts on it.
 pub trait ZoneDevice: Send + Sync {
@@ -58,13 +58,26 @@ pub struct DeviceSizes {
     pub requested_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
-    /// Whether the guest's driver is up.
-    pub driver_ready: bool,
+    /// The guest's driver.
+    pub driver: DriverState,
     /// Part of a client's request that waits until the guest has room for its page descriptors.
     pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
+    /// The size asked for last was withdrawn, because the guest's driver is unsupported; until the next request.
+    pub is_withdrawn: bool,
 }
+
+impl DeviceSizes {
+    /// Reason why the device has lowered the request, as in the API: `pool-full`, `driver`.
+    fn lack(&self) -> Option<&'static str> {
+        let driver = self.is_withdrawn.then_some(DRIVER_LACK);
+        self.shortfall.map(|shortfall| shortfall.reason).or(driver)
+    }
+}
+
+/// Reason of a request that was withdrawn, because the guest's driver is unsupported.
+pub const DRIVER_LACK: &str = "driver";
 
 /// What the host could not provide of the size that was requested last: the device has lowered the request to what
 /// can be had.

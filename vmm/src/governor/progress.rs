@@ -2,10 +2,11 @@
 //!
 //! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
 
-use balloon::TimeMs;
 use balloon::rise::Rise;
+use balloon::{DriverState, TimeMs};
 
-use super::{DeviceSizes, Shortfall};
+use super::{DRIVER_LACK, DeviceSizes, Shortfall};
+use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::vm::request::ResizeStatus;
 
 /// A guest that does not stir is reminded ever more rarely, and at the end so often: as often as a loop that withdraws what is
@@ -63,8 +64,8 @@ impl Progress {
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
     /// [`ANEW_MS`] at most.
     pub fn has_driver_come(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
-        let has_come = sizes.driver_ready
-            && !self.sizes.driver_ready
+        let has_come = sizes.driver == DriverState::Ready
+            && self.sizes.driver != DriverState::Ready
             && self.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
         if has_come {
             self.came_at = Some(now);
@@ -79,11 +80,13 @@ impl Progress {
     /// as often as it likes.
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
         // A driver that comes or goes is no progress.
-        self.sizes.driver_ready = sizes.driver_ready;
+        self.sizes.driver = sizes.driver;
         let before = std::mem::replace(&mut self.sizes, sizes);
         let goal_bytes = |sizes: &DeviceSizes| sizes.requested_bytes + sizes.held_bytes;
         self.is_held_reported &= goal_bytes(&sizes) == goal_bytes(&before) && sizes.held_bytes > 0;
         self.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(&sizes);
+        // Nor is it reached when a driver comes that can be served.
+        self.is_awaited &= !sizes.is_withdrawn;
         let asked_bytes = before.requested_bytes.min(sizes.requested_bytes);
         let was_settled = self.rise.pending_since().is_none();
         let has_stayed = self.rise.observe(asked_bytes, sizes.plugged_bytes, now);
@@ -126,7 +129,7 @@ impl Progress {
         let pause_ms = doubled_ms.min(MOST_PATIENCE_MS.max(patience_ms));
         let is_due = self.is_late(patience_ms, now)
             && now.since(self.reminded_at.max(changed_at)) >= pause_ms
-            && self.sizes.driver_ready;
+            && self.sizes.driver == DriverState::Ready;
         if !is_due {
             return None;
         }
@@ -154,14 +157,16 @@ impl Progress {
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
-        let DeviceSizes { requested_bytes, plugged_bytes, held_bytes, driver_ready, shortfall, .. } =
-            self.sizes;
+        let DeviceSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } = self.sizes;
         let lacks = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
                 "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
             );
             ResizeStatus::Stuck(text)
         };
+        if self.sizes.is_withdrawn {
+            return ResizeStatus::Stuck(format!("{DRIVER_LACK}: {UNSUPPORTED_DRIVER}"));
+        }
         if self.is_held(patience_ms, now) {
             return ResizeStatus::Stuck(format!(
                 "descriptors: the guest has no DRAM for the page descriptors of the other {held_bytes} bytes"
@@ -176,7 +181,7 @@ impl Progress {
         if !self.is_late(patience_ms, now) {
             return ResizeStatus::Pending;
         }
-        if !driver_ready {
+        if driver != DriverState::Ready {
             return ResizeStatus::NoDriver;
         }
         if let Some(shortfall) = shortfall {
@@ -200,7 +205,7 @@ fn rise_from(sizes: &DeviceSizes, now: TimeMs) -> Rise {
 }
 
 fn is_reached(sizes: &DeviceSizes) -> bool {
-    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.shortfall.is_none()
+    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.lack().is_none()
 }
 
 #[cfg(test)]
@@ -212,15 +217,16 @@ mod tests {
     /// What the rule says by default.
     const PATIENCE_MS: u64 = 5_000;
 
-    fn sizes(requested_bytes: u64, plugged_bytes: u64, driver_ready: bool) -> DeviceSizes {
+    fn sizes(requested_bytes: u64, plugged_bytes: u64, is_ready: bool) -> DeviceSizes {
         DeviceSizes {
             block_bytes: 2,
             region_bytes: 100,
             requested_bytes,
             plugged_bytes,
-            driver_ready,
+            driver: if is_ready { DriverState::Ready } else { DriverState::Absent },
             held_bytes: 0,
             shortfall: None,
+            is_withdrawn: false,
         }
     }
 
@@ -243,6 +249,22 @@ mod tests {
         assert!(!progress.observe(sizes(10, 10, true), TimeMs(60_100)));
         assert!(progress.observe(sizes(10, 10, true), TimeMs(61_100)));
         assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(60_100)), ResizeStatus::Reached);
+    }
+
+    #[test]
+    fn a_request_that_a_refused_driver_ends_is_never_reached() {
+        let mut progress = Progress::new(sizes(0, 0, false), TimeMs(0));
+        assert!(!progress.observe(sizes(10, 0, false), TimeMs(0)));
+        let driver = DriverState::Unsupported;
+        let withdrawn = DeviceSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
+        // Neither then nor when a newer driver comes.
+        let seen =
+            [(withdrawn, 100), (withdrawn, 60_000), (sizes(0, 0, true), 60_100), (sizes(0, 0, true), 70_000)];
+        for (sizes, now) in seen {
+            progress.has_driver_come(sizes, TimeMs(now));
+            assert!(!progress.observe(sizes, TimeMs(now)), "{now}");
+        }
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(70_000)), ResizeStatus::Reached);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use balloon::DriverState;
 use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, Labels, one};
@@ -52,6 +53,7 @@ pub(super) fn expose_mappings(out: &mut Exposer<'_>, budget: &MappingBudget) -> 
 pub(super) fn expose(out: &mut Exposer<'_>, zones: &[ZoneInfo], plugs: &[PlugMetrics]) -> fmt::Result {
     expose_sizes(out, zones)?;
     expose_statuses(out, zones)?;
+    expose_drivers(out, zones)?;
     let each = || plugs.iter().map(|plug| (labels(&plug.zone, &plug.tier), plug));
     out.latencies(
         "memory_plug_duration",
@@ -128,6 +130,19 @@ fn expose_statuses(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
         })
     });
     out.gauges(family, statuses)
+}
+
+fn expose_drivers(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
+    let family =
+        Family("memory_driver_state", "1 for the state of the guest's driver, 0 for the rest.", None);
+    let states = zones.iter().filter_map(|zone| Some((zone, zone.driver?))).flat_map(|(zone, current)| {
+        DriverState::ALL.map(|state| {
+            let mut labels = labels_of(zone);
+            labels.push(("state", state.label().to_owned()));
+            (labels, f64::from(u8::from(state == current)))
+        })
+    });
+    out.gauges(family, states)
 }
 
 pub(super) fn expose_lost(out: &mut Exposer<'_>, ranges: &[Arc<GuestRange>]) -> fmt::Result {

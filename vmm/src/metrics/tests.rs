@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use balloon::DriverState;
 use balloon::proto::{RawReport, Report};
 use balloon::statistics::Tag;
 use pmem_volume::media::OnPageLost;
@@ -130,6 +131,7 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
         descriptor_bytes: 512 << 10,
         online_bytes,
         resident_bytes: 100 << 20,
+        driver: Some(DriverState::Unsupported),
         status: ResizeStatus::Pending,
     }
 }
@@ -318,6 +320,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_memory_plugged_bytes{{{vm},zone="pm",tier="pm"}} 33554432"#),
         format!(r#"foreshore_memory_online_bytes{{{vm},zone="dram",tier="dram"}} 33554432"#),
         format!(r#"foreshore_memory_resize_status{{{vm},zone="pm",tier="pm",status="pending"}} 1.0"#),
+        format!(r#"foreshore_memory_driver_state{{{vm},zone="pm",tier="pm",state="unsupported"}} 1.0"#),
+        format!(r#"foreshore_memory_driver_state{{{vm},zone="pm",tier="pm",state="ready"}} 0.0"#),
         format!(
             r#"foreshore_memory_refused_requests_total{{{vm},zone="pm",tier="pm",reason="pool-full"}} 1"#
         ),

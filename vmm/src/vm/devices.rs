@@ -15,6 +15,7 @@ use super::vhost;
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
+use crate::governor::DRIVER_LACK;
 use crate::governor::task::Agents;
 use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
@@ -26,7 +27,7 @@ use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
-use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver};
+use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver, UNSUPPORTED_DRIVER};
 use crate::virtio::net::tap::{HostInterface, Tap};
 use crate::virtio::net::vhost::probe;
 use crate::virtio::net::{Net, NetShape};
@@ -268,6 +269,12 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
             );
             Some(Event::MemoryRefused { zone, reason, requested_bytes })
         }
+        MemEvent::DriverUnsupported => {
+            Some(Event::MemoryDriverUnsupported { zone, reason: UNSUPPORTED_DRIVER })
+        }
+        MemEvent::Withdrawn { requested_bytes } => {
+            Some(Event::MemoryRefused { zone, reason: DRIVER_LACK, requested_bytes })
+        }
         MemEvent::Held { requested_bytes } => {
             Some(Event::MemoryRefused { zone, reason: "descriptors", requested_bytes })
         }
@@ -298,6 +305,30 @@ pub(super) fn attach_memory(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::Seen;
+
+    #[test]
+    fn a_refused_driver_is_an_event_and_so_is_the_request_that_it_ends() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let (plugged, events) = (Arc::<Notify>::default(), Events::start());
+            let mut watcher = events.watch();
+            let observer = MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
+            observer("pm", MemEvent::DriverUnsupported);
+            // The governor looks at the zone at once.
+            plugged.notified().await;
+            observer("pm", MemEvent::Withdrawn { requested_bytes: 0 });
+            events.end();
+            let mut seen = Vec::new();
+            while let Some(Seen::Event(told)) = watcher.next().await {
+                seen.push((told.event, told.properties.clone().unwrap_or_default()));
+            }
+            let [(refused, driver), (ended, request)] = &seen[..] else { panic!("{seen:?}") };
+            assert_eq!((*refused, *ended), ("memory-driver-unsupported", "memory-refused"));
+            assert!(driver["reason"].contains("5.16") && driver["zone"] == "pm", "{driver:?}");
+            assert_eq!((&*request["reason"], &*request["requested_bytes"]), ("driver", "0"));
+        });
+    }
 
     #[test]
     fn a_driver_that_repeats_itself_is_told_of_once_and_one_that_goes_up_and_down_not_for_ever() {

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use balloon::{Distances, Tier as GovernedTier};
+use balloon::{Distances, DriverState, Tier as GovernedTier};
 use tokio::sync::Notify;
-use tracing::{error, warn};
+use tracing::{debug, error, warn};
 
 use super::error::BuildError;
 use super::resources::Resources;
@@ -20,7 +20,7 @@ use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
 use crate::pool::PoolInfo;
 use crate::virtio::balloon::BalloonHandle;
-use crate::virtio::mem::MemHandle;
+use crate::virtio::mem::{MemHandle, RequestSizeError};
 use crate::volume::guest_btt::GuestBtt;
 
 impl ZoneDevice for MemHandle {
@@ -31,12 +31,13 @@ impl ZoneDevice for MemHandle {
             region_bytes: sizes.max_bytes,
             requested_bytes: sizes.requested_bytes,
             plugged_bytes: sizes.plugged_bytes,
-            driver_ready: self.driver_present(),
+            driver: sizes.driver,
             held_bytes: sizes.held_bytes,
             shortfall: sizes.shortfall.map(|shortfall| Shortfall {
                 reason: shortfall.reason.as_str(),
                 wanted_bytes: shortfall.wanted_bytes,
             }),
+            is_withdrawn: sizes.is_withdrawn,
         }
     }
 
@@ -45,9 +46,12 @@ impl ZoneDevice for MemHandle {
     }
 
     fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
-        // The controller keeps to blocks and bounds; a size that breaks them is its bug, not the guest's.
-        if let Err(err) = MemHandle::request_step(self, size_bytes, goal_bytes) {
-            error!(%err, "Governor requested an invalid zone size");
+        match MemHandle::request_step(self, size_bytes, goal_bytes) {
+            Ok(()) => {}
+            // The device has refused the driver since the governor read the sizes.
+            Err(err @ RequestSizeError::UnsupportedDriver { .. }) => debug!(%err, "Zone not resized"),
+            // The controller keeps to blocks and bounds; a size that breaks them is its bug, not the guest's.
+            Err(err) => error!(%err, "Governor requested an invalid zone size"),
         }
     }
 
@@ -69,9 +73,10 @@ impl ZoneDevice for BalloonHandle {
             region_bytes: sizes.max_bytes,
             requested_bytes: sizes.max_bytes - sizes.target_bytes,
             plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
-            driver_ready: self.driver_present(),
+            driver: if self.driver_present() { DriverState::Ready } else { DriverState::Absent },
             held_bytes: 0,
             shortfall: None,
+            is_withdrawn: false,
         }
     }
 

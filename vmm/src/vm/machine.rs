@@ -278,7 +278,7 @@ impl KvmMachine {
         }
         match self.memory.zones()[0].growth {
             Growth::Dimms => self.missing_bytes(size_bytes).map(drop),
-            Growth::VirtioMem => self.hotplugged_bytes(0, "the VM", size_bytes).map(drop),
+            Growth::VirtioMem => self.check_zone_resize(0, "the VM", size_bytes).map(drop),
         }
     }
 
@@ -320,9 +320,18 @@ impl KvmMachine {
         Ok((spec.hotplug_bytes > 0).then_some(hotplugged))
     }
 
+    /// Like [`Self::hotplugged_bytes`], and refuses a size that the guest's driver would not follow.
+    fn check_zone_resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<Option<u64>, VmError> {
+        let hotplugged = self.hotplugged_bytes(nth, what, size_bytes)?;
+        if let Some(bytes) = hotplugged {
+            self.governor.core().lock().check_resize(&self.memory.zones()[nth].id, bytes)?;
+        }
+        Ok(hotplugged)
+    }
+
     /// Sets the size of a zone, likewise.
     fn resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<(), VmError> {
-        let Some(hotplugged) = self.hotplugged_bytes(nth, what, size_bytes)? else { return Ok(()) };
+        let Some(hotplugged) = self.check_zone_resize(nth, what, size_bytes)? else { return Ok(()) };
         let spec = &self.memory.zones()[nth];
         self.told.expect_of_zone(&spec.id);
         self.governor.core().lock().resize(&spec.id, hotplugged, self.governor.clock().now())
@@ -356,6 +365,7 @@ impl KvmMachine {
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,
+            driver: sizes.as_ref().map(|sizes| sizes.driver),
             status: status.unwrap_or(ResizeStatus::Reached),
         }
     }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
+use balloon::DriverState;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -14,6 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::counters::Counters;
 use super::decision::DecisionInfo;
 use crate::config::{ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
+use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Where a VM is in its life.
@@ -243,6 +245,8 @@ pub struct ZoneInfo {
     pub online_bytes: Option<u64>,
     /// What is in the host's memory.
     pub resident_bytes: u64,
+    /// The guest's virtio-mem driver: `absent`, `ready`, `unsupported`; `None` if the zone has no such device.
+    pub driver: Option<DriverState>,
     /// How the last resize goes: `reached`, `pending`, `no-driver`, `stuck`, with the reason.
     pub status: ResizeStatus,
 }
@@ -565,6 +569,12 @@ pub enum VmError {
     CannotResume {
         /// Why it was paused.
         reason: String,
+    },
+    /// The guest's driver would not follow.
+    #[error("Zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
+    UnsupportedDriver {
+        /// The zone's id.
+        zone: String,
     },
     /// The request names something out of its bounds.
     #[error("{0}")]

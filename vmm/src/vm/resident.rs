@@ -112,6 +112,7 @@ mod tests {
             descriptor_bytes: 0,
             online_bytes: None,
             resident_bytes: 0,
+            driver: None,
             status: ResizeStatus::Reached,
         }
     }

@@ -9,6 +9,7 @@ mod growing;
 mod lost_reports;
 mod progress;
 mod shrinking;
+mod unsupported;
 
 use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
 
@@ -117,6 +118,12 @@ impl Rig {
             self.host.zones[step.zone.0 as usize].requested_bytes = step.requested_bytes;
         }
         steps
+    }
+
+    /// The device has refused the guest's driver of a zone, and withdrawn what was requested.
+    fn refuse_driver(&mut self, zone: usize) {
+        let zone = &mut self.host.zones[zone];
+        (zone.driver, zone.requested_bytes) = (DriverState::Unsupported, zone.plugged_bytes);
     }
 
     /// The host has no more than this for a zone, and the device lowers what is requested.

@@ -2,6 +2,11 @@
 
 use super::*;
 
+/// Driver that can be asked, or none.
+fn driver_state(is_ready: bool) -> DriverState {
+    if is_ready { DriverState::Ready } else { DriverState::Absent }
+}
+
 #[test]
 fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alone() {
     let mut rig = Rig::fixed(64);
@@ -213,7 +218,7 @@ fn rule_5_a_zone_without_a_driver_is_asked_last() {
     let asked = |mib, ready: [bool; 2]| {
         let mut rig = Rig::fixed(mib);
         for (zone, ready) in rig.host.zones.iter_mut().zip(ready) {
-            zone.ready = ready;
+            zone.driver = driver_state(ready);
         }
         rig.tick(0);
         rig.requested_mib()
@@ -228,7 +233,7 @@ fn rule_5_a_zone_without_a_driver_is_asked_last() {
     for zone in &mut rig.host.zones {
         (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 64 * MIB);
     }
-    rig.host.zones[DRAM].ready = false;
+    rig.host.zones[DRAM].driver = DriverState::Absent;
     rig.tick(0);
     assert_eq!(rig.requested_mib(), (64, 0));
 }
@@ -239,7 +244,7 @@ fn rule_5_what_a_zone_without_a_driver_was_asked_for_is_not_waited_for_where_ano
     rig.report(0, 20);
     let (dram, pm) = rig.requested_mib();
     assert!(dram > 0 && pm == 0);
-    rig.host.zones[DRAM].ready = false;
+    rig.host.zones[DRAM].driver = DriverState::Absent;
     rig.report(50, 20);
     let (left, pm) = rig.requested_mib();
     assert!(pm > 0 && left == dram, "{left} and {pm} MiB");
@@ -252,7 +257,7 @@ fn rule_5_what_a_zone_without_a_driver_was_asked_for_is_not_waited_for_where_ano
 fn rule_5_where_no_other_zone_has_room_one_without_a_driver_is_asked_as_if_it_had_one() {
     let asked = |ready, without_room: fn(&mut Rig)| {
         let mut rig = Rig::new(Policy::default());
-        rig.host.zones[DRAM].ready = ready;
+        rig.host.zones[DRAM].driver = driver_state(ready);
         without_room(&mut rig);
         let mut asked = Vec::new();
         for _ in 0..300 {
@@ -264,7 +269,7 @@ fn rule_5_where_no_other_zone_has_room_one_without_a_driver_is_asked_as_if_it_ha
     let cases: [fn(&mut Rig); 3] = [
         |rig| rig.host.pool_free_bytes = 0,
         |rig| rig.host.zones[PM].max_bytes = 0,
-        |rig| rig.host.zones[PM].ready = false,
+        |rig| rig.host.zones[PM].driver = DriverState::Absent,
     ];
     for without_room in cases {
         assert_eq!(asked(false, without_room), asked(true, without_room));

@@ -90,7 +90,7 @@ impl Storage {
             let zones = host.zones.iter().filter(|zone| zone.tier == tier);
             zones.fold(0u64, |sum, zone| sum.saturating_add(size(zone)))
         };
-        let room = |zone: &ZoneSizes| zone.max_bytes.saturating_sub(zone.requested_bytes);
+        let room = |zone: &ZoneSizes| zone.requestable_bytes().saturating_sub(zone.requested_bytes);
         // What is on its way out of the pool is gone, what is on its way into it is there.
         let free_bytes = host
             .pool_free_bytes

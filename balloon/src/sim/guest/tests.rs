@@ -71,7 +71,7 @@ fn plugged(then: u64) -> Vec<u64> {
         max_bytes: 512 * MIB,
         requested_bytes: 0,
         plugged_bytes: 0,
-        ready: true,
+        driver: crate::DriverState::Ready,
     };
     let segment = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
     // A block in 4 ms.

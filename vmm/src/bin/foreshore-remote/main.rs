@@ -11,6 +11,7 @@ use std::process::ExitCode;
 use std::sync::LazyLock;
 
 use anyhow::Context;
+use balloon::DriverState;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody};
@@ -363,7 +364,8 @@ fn shown(answer: &[u8], to_a_terminal: bool) -> anyhow::Result<String> {
 
 /// Zones in columns, sizes in MiB.
 fn zones_table(zones: &[ZoneInfo]) -> String {
-    let header = ["ZONE", "NODE", "BOOT", "HOTPLUG", "REQUESTED", "PLUGGED", "ONLINE", "RESIDENT", "STATUS"];
+    let header =
+        ["ZONE", "NODE", "BOOT", "HOTPLUG", "REQUESTED", "PLUGGED", "ONLINE", "RESIDENT", "DRIVER", "STATUS"];
     let rows = zones.iter().map(|zone| {
         [
             zone.id.clone(),
@@ -374,6 +376,7 @@ fn zones_table(zones: &[ZoneInfo]) -> String {
             mib(zone.plugged_bytes),
             zone.online_bytes.map_or_else(|| "-".to_owned(), mib),
             mib(zone.resident_bytes),
+            zone.driver.map_or("-", DriverState::label).to_owned(),
             status(&zone.status),
         ]
     });
@@ -448,6 +451,7 @@ mod tests {
             descriptor_bytes: 1 << 20,
             online_bytes: None,
             resident_bytes: 5 << 20,
+            driver: Some(DriverState::Unsupported),
             status: ResizeStatus::Stuck("busy pages".to_owned()),
         }
     }
@@ -455,8 +459,8 @@ mod tests {
     #[test]
     fn zones_are_shown_in_columns() {
         let expected = "\
-ZONE  NODE     BOOT  HOTPLUG  REQUESTED  PLUGGED  ONLINE  RESIDENT  STATUS
-dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy pages
+ZONE  NODE     BOOT  HOTPLUG  REQUESTED  PLUGGED  ONLINE  RESIDENT       DRIVER  STATUS
+dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  unsupported  stuck: busy pages
 ";
         assert_eq!(zones_table(&[zone()]), expected);
     }

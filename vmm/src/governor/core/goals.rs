@@ -1,6 +1,6 @@
 //! Sizes that a client requests, or that the configuration has at boot: each is reached in steps (docs/policy.md, rule 4).
 
-use balloon::{HostView, TimeMs, ZoneId};
+use balloon::{DriverState, HostView, TimeMs, ZoneId};
 use tracing::info;
 
 use super::Core;
@@ -20,7 +20,7 @@ impl Core {
         self.audit.sized_by_hand(index, &all, now);
         let requested_bytes = sizes.requested_bytes + sizes.held_bytes;
         // What the device had to lower may be asked for again, or be enough now.
-        if size_bytes != requested_bytes || sizes.shortfall.is_some() {
+        if size_bytes != requested_bytes || sizes.lack().is_some() {
             info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
             self.controller.set_goal(zone, size_bytes, &host, now);
             self.follow_goals(host, now);
@@ -42,6 +42,11 @@ impl Core {
         Ok(())
     }
 
+    /// Checks that a zone can be sized by hand to `size_bytes`.
+    pub fn check_resize(&self, id: &str, size_bytes: u64) -> Result<(), VmError> {
+        self.find_resizable(id, size_bytes).map(drop)
+    }
+
     /// Finds a zone that can have this size.
     fn find_resizable(&self, id: &str, size_bytes: u64) -> Result<ZoneId, VmError> {
         let zone = self.find(id)?;
@@ -57,6 +62,9 @@ impl Core {
                 "Zone {id:?} is resized in blocks of {} bytes; {size_bytes} is not a multiple",
                 sizes.block_bytes
             )));
+        }
+        if sizes.driver == DriverState::Unsupported && size_bytes != sizes.plugged_bytes {
+            return Err(VmError::UnsupportedDriver { zone: id.to_owned() });
         }
         Ok(zone)
     }

@@ -20,14 +20,14 @@ fn a_kernel_that_kexec_has_started_is_served_as_the_first_one_was() {
         [&f.dram, &f.pm].into_iter().for_each(|device| change(&mut device.sizes.lock()));
     };
     // 1. The old kernel is gone.
-    all(&f, |sizes| sizes.driver_ready = false);
+    all(&f, |sizes| sizes.driver = DriverState::Absent);
     f.core.agent_gone(TimeMs(5_000));
     for ms in (5_500..9_000).step_by(500) {
         f.core.tick(TimeMs(ms));
     }
     // 2. The new one takes its memory from the start.
     let requested = asked(&f);
-    all(&f, |sizes| (sizes.driver_ready, sizes.plugged_bytes) = (true, 0));
+    all(&f, |sizes| (sizes.driver, sizes.plugged_bytes) = (DriverState::Ready, 0));
     f.core.tick(TimeMs(9_000));
     assert_eq!(asked(&f), requested, "what was asked for it is to have");
     all(&f, |sizes| sizes.plugged_bytes = sizes.requested_bytes);

@@ -8,7 +8,7 @@ use balloon::controller::{Rules, Status};
 use balloon::params::Parameters;
 use balloon::policy::Policy;
 use balloon::proto::{Report, Settings};
-use balloon::{TimeMs, ZoneId};
+use balloon::{DriverState, TimeMs, ZoneId};
 use serde_json::{Value, json};
 
 use super::{BALLOON_ZONE, Core, Zone};
@@ -154,7 +154,7 @@ impl Core {
         self.zones.iter().zip(0..).map(move |(Zone { zone, .. }, index)| {
             let info = GovernedZoneInfo {
                 id: zone.id.clone(),
-                driver_ready: zone.device.sizes().driver_ready,
+                driver_ready: zone.device.sizes().driver == DriverState::Ready,
                 pinned: pinned.contains(&ZoneId(index)),
             };
             (zone.tier.label(), info)

@@ -1,14 +1,16 @@
 //! The front of the device and its lifecycle.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
+use tracing::warn;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_MEM;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::event::Worker;
-use super::handle::{MemEvent, MemHandle, MemObserver, Shared};
+use super::handle::{MemEvent, MemHandle, MemObserver, Shared, UNSUPPORTED_DRIVER};
 use super::plug::Executor;
 use super::state::MemState;
 use crate::event_loop::EventLoopHandle;
@@ -32,6 +34,8 @@ pub struct MemDevice {
     shared: Arc<Shared>,
     executor: Arc<Mutex<Executor>>,
     worker: WorkerSlot,
+    /// A refused driver was logged: a guest can negotiate as often as it likes.
+    is_refusal_logged: AtomicBool,
 }
 
 impl MemDevice {
@@ -65,7 +69,8 @@ impl MemDevice {
         });
         let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, Arc::clone(&shared))));
         let handle = MemHandle { shared: Arc::clone(&shared) };
-        (Self { name, shared, executor, worker: WorkerSlot::new(event_loop) }, handle)
+        let worker = WorkerSlot::new(event_loop);
+        (Self { name, shared, executor, worker, is_refusal_logged: AtomicBool::new(false) }, handle)
     }
 }
 
@@ -85,8 +90,11 @@ impl VirtioDevice for MemDevice {
     fn accepts_features(&self, features: u64) -> bool {
         // Unplugged memory is PROT_NONE: a driver that reads it, as one without the feature may, would end its
         // VM.
-        let needed = 1 << VIRTIO_F_VERSION_1 | F_UNPLUGGED_INACCESSIBLE;
-        features & needed == needed
+        if features & F_UNPLUGGED_INACCESSIBLE == 0 {
+            self.refuse_driver();
+            return false;
+        }
+        features & (1 << VIRTIO_F_VERSION_1) != 0
     }
 
     fn queue_sizes(&self) -> &[u16] {
@@ -113,6 +121,7 @@ impl VirtioDevice for MemDevice {
             *self.shared.interrupt.lock() = None;
             return Err(err);
         }
+        self.shared.state.lock().driver_came();
         self.shared.report(MemEvent::DriverPresent);
         Ok(())
     }
@@ -124,7 +133,23 @@ impl VirtioDevice for MemDevice {
             return;
         }
         *self.shared.interrupt.lock() = None;
+        self.shared.state.lock().driver_left();
         self.shared.report(MemEvent::DriverGone);
+    }
+}
+
+impl MemDevice {
+    /// Reports a driver that cannot be served. It stays recorded until one that can be has come.
+    fn refuse_driver(&self) {
+        self.shared.refuse_driver();
+        if !self.is_refusal_logged.swap(true, Ordering::Relaxed) {
+            let zone = &self.shared.zone.id;
+            warn!(
+                %zone,
+                device = self.name,
+                "Guest driver refused, no memory is requested from the zone: {UNSUPPORTED_DRIVER}"
+            );
+        }
     }
 }
 

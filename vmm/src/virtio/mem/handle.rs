@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use balloon::DriverState;
 use parking_lot::Mutex;
 use thiserror::Error;
 
@@ -16,6 +17,13 @@ use crate::memory::zone::ZoneSpec;
 pub enum MemEvent {
     /// The guest's driver works from now on.
     DriverPresent,
+    /// The device has refused the guest's driver, because it lacks a feature.
+    DriverUnsupported,
+    /// What was requested is no longer requested, because the driver was refused.
+    Withdrawn {
+        /// What is requested now.
+        requested_bytes: u64,
+    },
     /// The guest's driver has reset the device: nothing will be plugged or unplugged until it is back.
     DriverGone,
     /// Blocks were plugged or unplugged.
@@ -64,7 +72,15 @@ pub struct PluggedSizes {
     pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
+    /// The guest's driver.
+    pub driver: DriverState,
+    /// The size asked for last was withdrawn, because the driver is unsupported.
+    pub is_withdrawn: bool,
 }
+
+/// Reason why a driver is refused, for logs, errors and statuses. Linux commit 61082ad6a6e1, first released in 5.16.
+pub const UNSUPPORTED_DRIVER: &str = "the guest's virtio_mem driver lacks \
+    VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, which Linux has since version 5.16";
 
 /// Why a size cannot be requested.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -78,6 +94,12 @@ pub enum RequestSizeError {
         bytes: u64,
         /// The bound.
         max_bytes: u64,
+    },
+    /// The driver would not carry it out.
+    #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
+    UnsupportedDriver {
+        /// The zone's id.
+        zone: String,
     },
     /// Not whole blocks.
     #[error("{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes")]
@@ -119,6 +141,21 @@ impl Shared {
         }
     }
 
+    /// Records that the driver cannot be served, and withdraws what is requested.
+    pub(super) fn refuse_driver(&self) {
+        let withdrawn = {
+            let mut state = self.state.lock();
+            if !state.refuse_driver() {
+                return;
+            }
+            state.is_withdrawn().then_some(state.requested_bytes())
+        };
+        self.report(MemEvent::DriverUnsupported);
+        if let Some(requested_bytes) = withdrawn {
+            self.report(MemEvent::Withdrawn { requested_bytes });
+        }
+    }
+
     /// Tells the driver to look at the configuration; without a driver, that is what it begins with.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
@@ -155,6 +192,10 @@ impl MemHandle {
             let mut state = self.shared.state.lock();
             check_size(&self.shared.zone.id, &state, goal_bytes)?;
             check_size(&self.shared.zone.id, &state, bytes)?;
+            let is_no_change = [bytes, goal_bytes].iter().all(|bytes| *bytes == state.plugged_bytes());
+            if state.driver() == DriverState::Unsupported && !is_no_change {
+                return Err(RequestSizeError::UnsupportedDriver { zone: self.shared.zone.id.clone() });
+            }
             state.set_requested(bytes, goal_bytes);
             state.is_reached()
         };
@@ -185,12 +226,9 @@ impl MemHandle {
             max_bytes: state.max_bytes(),
             held_bytes: state.held_bytes(),
             shortfall: state.shortfall(),
+            driver: state.driver(),
+            is_withdrawn: state.is_withdrawn(),
         }
-    }
-
-    /// Whether the guest's driver works: without it, no request will be answered.
-    pub fn driver_present(&self) -> bool {
-        self.shared.interrupt.lock().is_some()
     }
 
     /// What the device counts.

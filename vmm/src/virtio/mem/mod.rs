@@ -17,6 +17,6 @@ mod state;
 mod tests;
 
 pub use device::MemDevice;
-pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError};
+pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError, UNSUPPORTED_DRIVER};
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics};
 pub use state::Shortfall;

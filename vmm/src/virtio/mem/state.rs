@@ -1,5 +1,6 @@
 //! What a virtio-mem device knows: pure state, no I/O.
 
+use balloon::DriverState;
 use vm_memory::GuestAddress;
 
 use super::metrics::FailureReason;
@@ -51,6 +52,9 @@ pub(super) struct MemState {
     goal_bytes: u64,
     /// Why less is requested than was asked for.
     shortfall: Option<Shortfall>,
+    driver: DriverState,
+    /// A request was withdrawn when the driver was refused; until the next request or driver.
+    is_withdrawn: bool,
     /// One bit for each block.
     plugged: Vec<u64>,
 }
@@ -81,6 +85,8 @@ impl MemState {
             requested_bytes: 0,
             goal_bytes: 0,
             shortfall: None,
+            driver: DriverState::Absent,
+            is_withdrawn: false,
             plugged: vec![0; words],
         }
     }
@@ -110,10 +116,18 @@ impl MemState {
         self.shortfall
     }
 
-    /// Whether as much is plugged as somebody asked for: a step is not the goal, and a size that was only lowered is not
-    /// reached.
+    pub(super) fn driver(&self) -> DriverState {
+        self.driver
+    }
+
+    pub(super) fn is_withdrawn(&self) -> bool {
+        self.is_withdrawn
+    }
+
+    /// Whether as much is plugged as somebody asked for: a step is not the goal, and a size that was only lowered or
+    /// withdrawn is not reached.
     pub(super) fn is_reached(&self) -> bool {
-        self.plugged_bytes == self.goal_bytes && self.shortfall.is_none()
+        self.plugged_bytes == self.goal_bytes && self.shortfall.is_none() && !self.is_withdrawn
     }
 
     /// The guest-physical address of an offset in the region.
@@ -140,7 +154,7 @@ impl MemState {
         assert!(bytes <= goal_bytes && goal_bytes <= self.max_bytes);
         assert!(bytes.is_multiple_of(self.block_bytes) && goal_bytes.is_multiple_of(self.block_bytes));
         (self.requested_bytes, self.goal_bytes) = (bytes, goal_bytes);
-        self.shortfall = None;
+        (self.shortfall, self.is_withdrawn) = (None, false);
         // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
     }
@@ -156,6 +170,29 @@ impl MemState {
             self.goal_bytes = self.requested_bytes;
         }
         lower
+    }
+
+    /// Records a driver that carries out requests.
+    pub(super) fn driver_came(&mut self) {
+        (self.driver, self.is_withdrawn) = (DriverState::Ready, false);
+    }
+
+    /// Records that the driver has reset the device.
+    pub(super) fn driver_left(&mut self) {
+        self.driver = DriverState::Absent;
+    }
+
+    /// Records a driver that the device cannot serve, and withdraws what it would have been requested to do. False if such
+    /// a driver was recorded before.
+    pub(super) fn refuse_driver(&mut self) -> bool {
+        if self.driver == DriverState::Unsupported {
+            return false;
+        }
+        self.driver = DriverState::Unsupported;
+        self.is_withdrawn = self.goal_bytes != self.plugged_bytes || self.shortfall.is_some();
+        (self.requested_bytes, self.goal_bytes) = (self.plugged_bytes, self.plugged_bytes);
+        self.shortfall = None;
+        true
     }
 
     /// Checks a request to plug (virtio 1.3, 5.15.6.1.2) and gives its offset and length in the region.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::runner::this_tests_dir;
 use guest_tests::{BOOT_LIMIT, Guest, Holdings, Kernel};
 use serde_json::json;
 
@@ -13,6 +14,7 @@ guest_tests::tests![
     dram_is_plugged_and_unplugged_on_6_1: 180,
     unplugged_memory_goes_back_to_the_host: 180,
     a_resize_without_a_driver_ends_with_a_reason,
+    a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served,
     plugged_memory_is_asked_for_again_after_reboots: 240,
     plugged_memory_is_asked_for_again_after_twenty_reboots: 1500 (extended),
 ];
@@ -123,6 +125,52 @@ fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
     ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Plugged by nobody");
     // The driver comes late: the target still stands.
     guest.run("modprobe virtio_mem")?;
+    wait_until_plugged(&guest, 256)
+}
+
+/// PCI device id of a virtio-mem device.
+const MEM: &str = "0x1058";
+
+/// Negotiates as the driver of Linux 5.8 to 5.15 does, without VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE.
+fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()> {
+    let events = this_tests_dir().join("events");
+    let guest = resizable()
+        .cmdline("foreshore.skip=virtio_mem")
+        .argument("--event-monitor", &format!("path={}", events.display()))
+        .boot()?;
+    resize_to(&guest, 640)?;
+    for _ in 0..2 {
+        guest.run(&format!("guest-tool negotiate-without {MEM} 1"))?;
+    }
+    let zone = guest.api("GET", "vm.memory", None)?["zones"][0].clone();
+    let reason = zone["status"]["reason"].as_str().unwrap_or_default();
+    ensure!(
+        zone["driver"] == "unsupported" && zone["requested_bytes"] == 0 && reason.starts_with("driver: "),
+        "{zone}"
+    );
+    let body = json!({ "desired_ram": 640 * MIB });
+    let refused = guest.try_api("PUT", "vm.resize", Some(body))?;
+    ensure!(refused.status == 409 && refused.body.contains("5.16"), "{}: {}", refused.status, refused.body);
+    // The request that was withdrawn is the last event of the refusal.
+    guest.wait_until("the refusal is reported", PLUG_LIMIT, || {
+        Ok(std::fs::read_to_string(&events)?.contains("\"reason\": \"driver\""))
+    })?;
+    let (reported, log) = (std::fs::read_to_string(&events)?, guest.vmm_log()?);
+    ensure!(reported.matches("memory-driver-unsupported").count() == 1, "Not one event: {reported}");
+    let warnings = log.lines().filter(|line| line.contains("WARN") && line.contains("5.16")).count();
+    ensure!(warnings == 1, "{warnings} warnings: {log}");
+    let state = [("zone", "dram"), ("state", "unsupported")];
+    ensure!(guest.metrics()?.value("foreshore_memory_driver_state", &state)? == 1.0, "The metric is not 1");
+    // The kernel that runs has the feature.
+    let bind = format!(
+        "for dev in /sys/bus/pci/devices/*; do [ $(cat $dev/device) = {MEM} ] && basename $dev; done \
+         >/sys/bus/pci/drivers/virtio-pci/bind && modprobe virtio_mem"
+    );
+    guest.run(&bind)?;
+    guest.wait_until("the newer driver is there", PLUG_LIMIT, || {
+        Ok(guest.api("GET", "vm.memory", None)?["zones"][0]["driver"] == "ready")
+    })?;
+    resize_to(&guest, 640)?;
     wait_until_plugged(&guest, 256)
 }
 

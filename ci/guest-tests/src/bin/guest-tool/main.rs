@@ -88,7 +88,8 @@ usage:
   guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
                                                  until the file is there
   guest-tool hostile-frames ID FIRST END FILE    frames to and from there, of a network device, until there is such a FILE
-  guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way";
+  guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way
+  guest-tool negotiate-without ID BIT            be refused by it as a driver that lacks one of its features";
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -176,6 +177,7 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["hostile-garbage", id, count] => {
             hostile::attack(number(id)?, hostile::Malice::Garbage, &hostile::Until::Sent(number(count)?))
         }
+        ["negotiate-without", id, feature] => hostile::negotiate_without(number(id)?, number(feature)?),
         _ => bail!("{USAGE}"),
     }
 }

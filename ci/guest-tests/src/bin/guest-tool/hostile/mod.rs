@@ -5,7 +5,7 @@ mod queue;
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use guest_tests::content::Bytes;
 use pci::Device;
@@ -121,6 +121,15 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     }
     device.reset()?;
     println!("hostile: sent {sent}, answered {answered}, restarted {restarts} times");
+    Ok(())
+}
+
+/// Negotiates with the device as a driver that lacks one of its features. A device that accepts this is an error.
+pub fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
+    let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
+    let without = without.with_context(|| format!("No feature of a device's own: bit {feature}"))?;
+    let mut device = Device::take(u16::try_from(device_id)?)?;
+    ensure!(!device.try_negotiate(without)?, "The device accepts a driver without feature {feature}");
     Ok(())
 }
 

@@ -88,20 +88,23 @@ impl Device {
     /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio 1.3, 6). Of the rings'
     /// features none, so that what they forbid is malice as well.
     pub fn negotiate(&mut self) -> Result<()> {
+        ensure!(self.try_negotiate(0)?, "The device does not take its own features");
+        self.notify_offsets.clear();
+        Ok(())
+    }
+
+    /// Resets the device and negotiates without some of its own features. Returns false if the device refuses that.
+    pub fn try_negotiate(&mut self, without: u32) -> Result<bool> {
         self.reset()?;
         self.set_status(ACKNOWLEDGE | DRIVER);
         self.common.write(self.common_offset + DEVICE_FEATURE_SELECT, 0u32);
         let own: u32 = self.common.read(self.common_offset + DEVICE_FEATURE);
-        for (select, features) in [(0u32, own & 0x00ff_ffff), (1, 1)] {
+        for (select, features) in [(0u32, own & 0x00ff_ffff & !without), (1, 1)] {
             self.common.write(self.common_offset + DRIVER_FEATURE_SELECT, select);
             self.common.write(self.common_offset + DRIVER_FEATURE, features);
         }
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
-        if self.status() & FEATURES_OK == 0 {
-            bail!("The device does not take its own features");
-        }
-        self.notify_offsets.clear();
-        Ok(())
+        Ok(self.status() & FEATURES_OK != 0)
     }
 
     /// A driver waits for a status of 0 (4.1.4.3.2). A device that never says so is an error, with what it says.

@@ -1,0 +1,110 @@
+//! Zones whose guest driver the device has refused.
+
+use super::*;
+
+/// A loop whose guest has 384 MiB of boot memory, 256 MiB of them in a balloon, and drivers that are unsupported.
+fn guest_with_balloon(policy: Policy) -> Rig {
+    let mut rig = Rig::new(policy);
+    let balloon = ZoneId(2);
+    let zone = ZoneSizes { guest_numa_node: 0, ..ZoneSizes::empty(balloon.0, Tier::Dram, 256 * MIB) };
+    rig.host.zones.push(zone);
+    rig.host.balloon = Some(balloon);
+    rig.refuse_driver(DRAM);
+    rig.refuse_driver(PM);
+    rig
+}
+
+#[test]
+fn a_zone_with_an_unsupported_driver_is_never_requested_and_the_plan_names_the_reason() {
+    let mut rig = Rig::fixed(600);
+    rig.refuse_driver(DRAM);
+    rig.refuse_driver(PM);
+    for _ in 0..300 {
+        let plan = rig.tick(1_000);
+        assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::UnsupportedDriver));
+        assert_eq!(plan.wanted_bytes, 600 * MIB);
+    }
+    assert_eq!(rig.requested_mib(), (0, 0));
+}
+
+#[test]
+fn a_short_guest_with_unsupported_drivers_is_answered_with_the_reason_at_each_report() {
+    let mut rig = Rig::new(Policy::default());
+    rig.refuse_driver(DRAM);
+    rig.refuse_driver(PM);
+    for _ in 0..300 {
+        let plan = rig.report(50, 20);
+        assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::UnsupportedDriver));
+    }
+    // Its kernel has no room for descriptors either, which is not what stands in the way.
+    rig.describe(0);
+    assert_eq!(rig.report(50, 20).reason, Reason::UnsupportedDriver);
+}
+
+#[test]
+fn other_zones_serve_a_guest_at_once_when_a_driver_is_refused() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(0, 20);
+    assert!(rig.requested_mib().0 > 0);
+    rig.refuse_driver(DRAM);
+    rig.report(50, 20);
+    let (dram, pm) = rig.requested_mib();
+    assert!(dram == 0 && pm > 0, "{dram} and {pm} MiB");
+}
+
+#[test]
+fn an_unsupported_driver_is_not_one_that_may_come() {
+    // A zone without a driver is the only one that is left.
+    let mut rig = Rig::fixed(64);
+    rig.refuse_driver(PM);
+    rig.host.zones[DRAM].driver = DriverState::Absent;
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (64, 0));
+}
+
+#[test]
+fn a_guest_with_unsupported_drivers_is_governed_by_its_balloon() {
+    let mut rig = guest_with_balloon(Policy::default());
+    let plan = rig.report(50, 20);
+    assert_eq!((plan.direction, rig.requested_mib()), (Direction::Grow, (0, 0)));
+    let deflated_bytes = rig.host.zones[2].requested_bytes;
+    assert!(deflated_bytes > 0);
+    // A guest at rest gives it back.
+    rig.raw.memory.total_bytes += deflated_bytes;
+    for _ in 0..100 {
+        rig.follow();
+        rig.report(1_000, 340);
+    }
+    assert!(rig.host.zones[2].requested_bytes < deflated_bytes, "{:?}", rig.host.zones);
+    // One that is short has all of it, and nothing else.
+    for _ in 0..100 {
+        rig.report(50, 2);
+        rig.follow();
+    }
+    assert_eq!((rig.host.zones[2].requested_bytes, rig.requested_mib()), (256 * MIB, (0, 0)));
+    assert_eq!(rig.report(50, 2).reason, Reason::UnsupportedDriver);
+}
+
+#[test]
+fn a_floor_counts_as_far_as_it_is_within_reach_of_zones_with_usable_drivers() {
+    let mut rig = guest_with_balloon(Policy::Fixed(fixed::Params { size_bytes: 64 * MIB }));
+    rig.controller.set_rules(Rules { floor_bytes: 512 * MIB, ..Rules::default() }).expect("in range");
+    assert_eq!(rig.tick(0).direction, Direction::Grow);
+    assert_eq!((rig.host.zones[2].requested_bytes, rig.requested_mib()), (256 * MIB, (0, 0)));
+    rig.follow();
+    // The rest of the floor does not keep the policy from its decision.
+    assert_eq!(rig.tick(10_000).reason, Reason::AtFloor);
+}
+
+#[test]
+fn a_goal_ends_when_the_driver_is_refused() {
+    let mut rig = Rig::new(Policy::Off);
+    rig.describe(1);
+    rig.report(0, 200);
+    rig.controller.set_goal(ZoneId(1), 1024 * MIB, &rig.host, rig.now);
+    let [step] = rig.step()[..] else { panic!("one zone has a goal") };
+    assert!((1..1024 * MIB).contains(&step.requested_bytes), "{step:?}");
+    rig.refuse_driver(PM);
+    assert_eq!(rig.step(), []);
+    assert!(!rig.controller.has_goals());
+}
