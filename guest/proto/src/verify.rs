@@ -72,6 +72,7 @@ fn version(theirs: u32) -> Result<(), Refusal> {
 
 /// A message of the agent with every value inside its bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(clippy::large_enum_variant, reason = "there is one at a time, and nearly every one is a report")]
 pub enum AgentMessage {
     /// The first message of a connection.
     Hello(Hello),

@@ -9,6 +9,7 @@ use crate::{PROTOCOL_VERSION, Refusal};
 /// What the agent sends, shape checked, values not. `AgentMessage` is the verified form.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
+#[allow(clippy::large_enum_variant, reason = "there is one at a time, and nearly every one is a report")]
 pub enum RawAgentMessage {
     /// The first line of a connection.
     Hello(RawHello),
