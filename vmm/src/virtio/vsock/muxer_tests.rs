@@ -610,7 +610,7 @@ fn who_holds_all_sockets_does_not_keep_the_agent_out() {
     let mut fixture = Fixture::new();
     fixture.muxer.max_sockets = BOUND;
     let listener = fixture.listen(PORT);
-    let mut request = |fixture: &mut Fixture, host, guest| {
+    let request = |fixture: &mut Fixture, host, guest| {
         let link = Link { host: HostPort(host), guest: GuestPort(guest) };
         fixture.guest_sends(link, Op::Request, &[]);
         fixture.guest_receives().unwrap().0.op
