@@ -122,6 +122,7 @@ pub(super) mod tests {
             boot_bytes: boot_mib * MIB,
             hotplug_bytes: hotplug_mib * MIB,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         }
     }
 

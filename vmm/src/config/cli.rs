@@ -128,19 +128,19 @@ struct Flags {
     #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
     platform: Option<String>,
 
-    /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S,shared=on|off,hugepages=on|off,hugepage_size=S,prefault=on|off,reserve=on|off,mergeable=on|off,thp=on|off: DRAM [default: size=512M,thp=on]
+    /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S,plug_bandwidth=S,shared=on|off,hugepages=on|off,hugepage_size=S,prefault=on|off,reserve=on|off,mergeable=on|off,thp=on|off: DRAM; with virtio-mem the guest may plug plug_bandwidth bytes per second again after an unplug, 0 for no bound [default: size=512M,thp=on,plug_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     memory: Option<String>,
     /// size=S,deflate_on_oom=on|off,free_page_reporting=on|off,statistics=on|off,floor=S,id=ID: a balloon in boot memory; the guest keeps floor [default: size=0,statistics=on, floor a quarter of boot memory]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     balloon: Option<String>,
-    /// id=ID,size=S,host_numa_node=N,hotplug_size=S,hotplugged_size=S,file=PATH and the switches of --memory: zones of DRAM, with --memory size=0
+    /// id=ID,size=S,host_numa_node=N,hotplug_size=S,hotplugged_size=S,plug_bandwidth=S,file=PATH and the switches of --memory: zones of DRAM, with --memory size=0
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     memory_zone: Vec<String>,
     /// guest_numa_id=N,cpus=N-N:N,distances=N@D:N@D,memory_zones=ID:ID: nodes of the guest
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     numa: Vec<String>,
-    /// pool=PATH,size=S,id=ID,guest_numa_node=N,near=N,read_latency=NS,write_latency=NS,bandwidth=S,scrub_bandwidth=S: persistent memory that may be plugged as memory, in a node of its own that is near to another; what the guest is told of it, in nanoseconds and bytes per second; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: id=pm,read_latency=305,write_latency=90,bandwidth=6600M,scrub_bandwidth=1G]
+    /// pool=PATH,size=S,id=ID,guest_numa_node=N,near=N,read_latency=NS,write_latency=NS,bandwidth=S,scrub_bandwidth=S,plug_bandwidth=S: persistent memory that may be plugged as memory, in a node of its own that is near to another; what the guest is told of it, in nanoseconds and bytes per second; erasing what comes back takes at most so many bytes per second, or 0 for no bound; plug_bandwidth as in --memory [default: id=pm,read_latency=305,write_latency=90,bandwidth=6600M,scrub_bandwidth=1G,plug_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_memory: Vec<String>,
     /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool; remaining leaves what --pm-memory may need

@@ -267,8 +267,7 @@ mod tests {
     #[test]
     fn keys_that_nobody_knows_are_refused_in_our_own_sections_alone() {
         let zone = json!({"pool": "/p", "size": 2 << 20, "hugepages": true});
-        let keys =
-            "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth";
+        let keys = "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth, plug_bandwidth";
         let told = format!(r#"--pm-memory: unknown key "hugepages"; the keys are {keys}"#);
         assert_eq!(error(with(json!({ "pm_memory": zone }))), told);
         assert_eq!(error(with(json!({ "pm_memory": [zone] }))), told);
@@ -290,8 +289,7 @@ mod tests {
 
     #[test]
     fn keys_of_our_own_sections_are_their_fields() {
-        let all =
-            "id=a,guest_numa_node=1,near=0,read_latency=1,write_latency=1,bandwidth=1G,scrub_bandwidth=0";
+        let all = "id=a,guest_numa_node=1,near=0,read_latency=1,write_latency=1,bandwidth=1G,scrub_bandwidth=0,plug_bandwidth=0";
         let zone = PmMemoryConfig::parse(&format!("pool=/p,size=2M,{all}")).unwrap();
         let all = "format=btt,interface=auto,create=on,readonly=off,force=off";
         let volume = PmVolumeConfig::parse(&format!("pool=/p,name=a,size=2M,{all}")).unwrap();

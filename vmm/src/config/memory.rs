@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::field;
 use super::host_memory::HostMemoryConfig;
-use super::memory_zone::{MemoryZoneConfig, check_hotplug};
+use super::memory_zone::{MemoryZoneConfig, check_hotplug, check_plug_bandwidth};
 use super::option_parser::Syntax;
+use super::plug_bandwidth;
 use super::size::{self, Size, UNIT_BYTES};
 
 pub(super) const SYNTAX: Syntax = Syntax {
@@ -23,6 +24,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "hotplug_method",
         "hotplug_size",
         "hotplugged_size",
+        plug_bandwidth::KEY,
     ],
     words: &[],
     refused: &[],
@@ -58,6 +60,9 @@ pub struct MemoryConfig {
     /// How much of that is requested at boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hotplugged_size: Option<u64>,
+    /// Bytes per second that may be plugged again after an unplug. 0: no bound.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plug_bandwidth: Option<u64>,
     /// Zones with sizes of their own, instead of those above.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zones: Vec<MemoryZoneConfig>,
@@ -76,6 +81,7 @@ impl Default for MemoryConfig {
             hotplug_method: HotplugMethod::Acpi,
             hotplug_size: None,
             hotplugged_size: None,
+            plug_bandwidth: None,
             zones: Vec::new(),
         }
     }
@@ -98,6 +104,7 @@ impl MemoryConfig {
             hotplug_method: method.unwrap_or_default(),
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
+            plug_bandwidth: options.size(plug_bandwidth::KEY)?,
             zones: Vec::new(),
         })
     }
@@ -116,7 +123,12 @@ impl MemoryConfig {
             self.check_zones()?;
         }
         match self.hotplug_method {
-            HotplugMethod::VirtioMem => check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?,
+            HotplugMethod::VirtioMem => {
+                check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?;
+                if self.zones.is_empty() {
+                    check_plug_bandwidth(flag, self.hotplug_size, self.plug_bandwidth)?;
+                }
+            }
             HotplugMethod::Acpi => self.check_dimms()?,
         }
         let sizes = [("size", self.size), ("hotplug_size", self.hotplug_size.unwrap_or(0))];
@@ -138,6 +150,13 @@ impl MemoryConfig {
             let reason = format!(
                 "hotplugged_size is {}, which needs hotplug_method=virtio-mem: ACPI adds memory when it is asked for, by vm.resize",
                 Size(bytes)
+            );
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        if let Some(rate) = self.plug_bandwidth {
+            let reason = format!(
+                "plug_bandwidth is {}, which needs hotplug_method=virtio-mem: memory that ACPI adds stays",
+                Size(rate)
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
@@ -163,6 +182,11 @@ impl MemoryConfig {
                 "{key} is {}, and must be 0 with --memory-zone: each zone has sizes of its own",
                 Size(*bytes)
             );
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        if let Some(rate) = self.plug_bandwidth {
+            let reason =
+                format!("plug_bandwidth is {}, and is a key of each zone with --memory-zone", Size(rate));
             return Err(ConfigError::Conflict { flag, reason });
         }
         // Clients set `shared` beside zones, which have their own; Cloud Hypervisor ignores it there.
@@ -257,6 +281,10 @@ mod tests {
             error("size=0").contains("hotplug_size of --memory-zone id=a needs hotplug_method=virtio-mem")
         );
         assert!(
+            error("size=0,hotplug_method=virtio-mem,plug_bandwidth=1G")
+                .contains("plug_bandwidth is 1 GiB, and is a key of each zone")
+        );
+        assert!(
             error("size=0,prefault=on,hotplug_method=virtio-mem").contains("prefault=on is of no zone"),
             "it would be ignored"
         );
@@ -267,6 +295,18 @@ mod tests {
         assert!(
             error("size=2M,hotplug_size=2M,hotplugged_size=2M")
                 .contains("hotplugged_size is 2 MiB, which needs")
+        );
+        assert!(
+            error("size=2M,hotplug_size=2M,plug_bandwidth=1G")
+                .contains("plug_bandwidth is 1 GiB, which needs hotplug_method=virtio-mem")
+        );
+        assert!(
+            error("size=2M,hotplug_method=virtio-mem,plug_bandwidth=1G")
+                .contains("plug_bandwidth is 1 GiB, which needs hotplug_size")
+        );
+        assert!(
+            error("size=2M,hotplug_method=virtio-mem,hotplug_size=2M,plug_bandwidth=63M")
+                .contains("at least 64 MiB per second")
         );
         assert!(error("size=2M,hotplug_size=5000").contains("not a multiple of 4 KiB"));
         // What Kata says: all of the host's memory, whatever that is.

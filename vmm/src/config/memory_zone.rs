@@ -9,6 +9,7 @@ use super::field;
 use super::host_memory::HostMemoryConfig;
 use super::name;
 use super::option_parser::Syntax;
+use super::plug_bandwidth;
 use super::size::{self, Size};
 
 pub(super) const SYNTAX: Syntax = Syntax {
@@ -23,6 +24,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "host_numa_node",
         "hotplug_size",
         "hotplugged_size",
+        plug_bandwidth::KEY,
         "mergeable",
         "prefault",
         "reserve",
@@ -53,6 +55,9 @@ pub struct MemoryZoneConfig {
     /// How much of that is requested at boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hotplugged_size: Option<u64>,
+    /// Bytes per second that may be plugged again after an unplug. 0: no bound.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plug_bandwidth: Option<u64>,
 }
 
 impl MemoryZoneConfig {
@@ -67,6 +72,7 @@ impl MemoryZoneConfig {
             host_numa_node: options.number("host_numa_node")?,
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
+            plug_bandwidth: options.size(plug_bandwidth::KEY)?,
         })
     }
 
@@ -76,6 +82,7 @@ impl MemoryZoneConfig {
         name::check(flag, "id", &self.id)?;
         size::check_pages(flag, "size", self.size)?;
         check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?;
+        check_plug_bandwidth(flag, self.hotplug_size, self.plug_bandwidth)?;
         if let (Some(file), true) = (&self.file, self.host.hugepages) {
             let file = file.display();
             let reason = format!(
@@ -108,6 +115,20 @@ pub(super) fn check_hotplug(
     Ok(())
 }
 
+/// The rate of a hotplug part, where there is one.
+pub(super) fn check_plug_bandwidth(
+    flag: &'static str,
+    hotplug_size: Option<u64>,
+    plug_bandwidth: Option<u64>,
+) -> Result<(), ConfigError> {
+    plug_bandwidth::check(flag, plug_bandwidth)?;
+    if let (None, Some(rate)) = (hotplug_size, plug_bandwidth) {
+        let reason = format!("plug_bandwidth is {}, which needs hotplug_size", Size(rate));
+        return Err(ConfigError::Conflict { flag, reason });
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,7 +141,7 @@ mod tests {
     fn the_flag_is_read() {
         let zone = MemoryZoneConfig::parse(
             "id=mem0,size=1G,hotplug_size=2G,hotplugged_size=512M,host_numa_node=1,shared=on,hugepages=on,\
-             hugepage_size=2M,prefault=on,reserve=on,mergeable=off",
+             hugepage_size=2M,prefault=on,reserve=on,mergeable=off,plug_bandwidth=100M",
         )
         .unwrap();
         let expected = MemoryZoneConfig {
@@ -138,6 +159,7 @@ mod tests {
             host_numa_node: Some(1),
             hotplug_size: Some(2 << 30),
             hotplugged_size: Some(512 << 20),
+            plug_bandwidth: Some(100 << 20),
         };
         assert_eq!(zone, expected);
         assert!(zone.validate().is_ok());

@@ -26,6 +26,7 @@ mod option_parser;
 mod packages;
 mod payload;
 mod platform;
+mod plug_bandwidth;
 mod pm_memory;
 mod pm_volume;
 mod pmem;

@@ -1,4 +1,4 @@
-//! `--pm-memory pool=,size=,id=,guest_numa_node=,near=,read_latency=,write_latency=,bandwidth=,scrub_bandwidth=`.
+//! `--pm-memory pool=,size=,id=,guest_numa_node=,near=,read_latency=,write_latency=,bandwidth=,scrub_bandwidth=,plug_bandwidth=`.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -10,6 +10,7 @@ use super::error::ConfigError;
 use super::name;
 use super::numa::MAX_NODE;
 use super::option_parser::Syntax;
+use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 use super::size::{self, Size};
 use crate::file_id::is_same;
 
@@ -25,6 +26,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "write_latency",
         "bandwidth",
         "scrub_bandwidth",
+        plug_bandwidth::KEY,
     ],
     words: &[],
     refused: &[],
@@ -76,6 +78,9 @@ pub struct PmMemoryConfig {
     /// Bytes per second that erasing what is given back to the pool takes of the media's bandwidth at most. 0: no bound.
     #[serde(default = "default_scrub_bandwidth")]
     pub scrub_bandwidth: u64,
+    /// Bytes per second that may be plugged again after an unplug. 0: no bound.
+    #[serde(default = "default_plug_bandwidth")]
+    pub plug_bandwidth: u64,
 }
 
 fn default_read_latency() -> u32 {
@@ -94,6 +99,10 @@ fn default_scrub_bandwidth() -> u64 {
     DEFAULT_SCRUB_BYTES_PER_S.get()
 }
 
+fn default_plug_bandwidth() -> u64 {
+    DEFAULT_PLUG_BANDWIDTH
+}
+
 impl PmMemoryConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
@@ -108,6 +117,7 @@ impl PmMemoryConfig {
             write_latency: options.number("write_latency")?.unwrap_or_else(default_write_latency),
             bandwidth: options.size("bandwidth")?.unwrap_or_else(default_bandwidth),
             scrub_bandwidth: options.size("scrub_bandwidth")?.unwrap_or_else(default_scrub_bandwidth),
+            plug_bandwidth: options.size(plug_bandwidth::KEY)?.unwrap_or_else(default_plug_bandwidth),
         })
     }
 
@@ -135,6 +145,7 @@ impl PmMemoryConfig {
                 expected: format!("0, for no bound, or at least {} per second", Size(MIN_SCRUB_BANDWIDTH)),
             });
         }
+        plug_bandwidth::check(flag, Some(self.plug_bandwidth))?;
         if self.bandwidth < MIN_BANDWIDTH {
             let (value, least) = (Size(self.bandwidth), Size(MIN_BANDWIDTH));
             return Err(ConfigError::TooSmall { flag, key: "bandwidth", value, least });
@@ -200,6 +211,7 @@ mod tests {
             write_latency: 90,
             bandwidth: 6600 << 20,
             scrub_bandwidth: 1 << 30,
+            plug_bandwidth: 1 << 30,
         };
         assert_eq!(pm, expected);
         assert!(pm.validate().is_ok());
@@ -248,6 +260,20 @@ mod tests {
         // In JSON it may be missing, as in what older clients send.
         let pm: PmMemoryConfig = serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
         assert_eq!(pm.scrub_bandwidth, 1 << 30);
+    }
+
+    #[test]
+    fn plug_bandwidth_is_a_key_of_each_zone() {
+        let pm = |text: &str| PmMemoryConfig::parse(&format!("pool=/p,size=2M{text}")).unwrap();
+        assert_eq!(pm(",plug_bandwidth=100M").plug_bandwidth, 100 << 20);
+        let zones = [pm(",plug_bandwidth=100M"), pm(",id=b,plug_bandwidth=0")];
+        assert_eq!(validate_all(&zones), Ok(()));
+        let expected =
+            "--pm-memory: plug_bandwidth=\"1048576\" is not 0, for no bound, or at least 64 MiB per second";
+        assert_eq!(error("pool=/p,size=2M,plug_bandwidth=1M"), expected);
+        assert!(error("pool=/p,size=2M,plug_bandwidth=fast").contains("is not a size"));
+        let pm: PmMemoryConfig = serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
+        assert_eq!(pm.plug_bandwidth, 1 << 30);
     }
 
     #[test]

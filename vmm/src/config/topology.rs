@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::error::ConfigError;
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
 use super::packages::{self, VcpuPlace};
-use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
+use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig, plug_bandwidth};
 use crate::governor::core::BALLOON_ZONE;
 use crate::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 
@@ -173,6 +173,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
         host: memory.host.clone(),
         hotplug_size: memory.hotplug_size,
         hotplugged_size: memory.hotplugged_size,
+        plug_bandwidth: memory.plug_bandwidth,
         ..MemoryZoneConfig::default()
     };
     let zones = if memory.zones.is_empty() { vec![whole()] } else { memory.zones.clone() };
@@ -213,6 +214,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
             boot_bytes: zone.size,
             hotplug_bytes: zone.hotplug_size.unwrap_or(0),
             hotplugged_bytes: zone.hotplugged_size.unwrap_or(0),
+            plug_bytes_per_s: plug_bandwidth::bytes_per_s(zone.plug_bandwidth),
         })
     };
     zones.into_iter().map(in_node).collect()
@@ -299,6 +301,7 @@ fn pm_zones(
             boot_bytes: 0,
             hotplug_bytes: pm.size,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: plug_bandwidth::bytes_per_s(Some(pm.plug_bandwidth)),
         })
     };
     config.pm_memory.iter().enumerate().map(&mut place).collect()

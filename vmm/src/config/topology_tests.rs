@@ -1,5 +1,7 @@
 //! Zones and nodes of configurations, as their flags give them.
 
+use std::num::NonZeroU64;
+
 use super::*;
 use crate::config::{BalloonConfig, CpusConfig, MemoryConfig, test_config};
 
@@ -148,6 +150,7 @@ fn what_a_zone_says_is_in_its_specification() {
         boot_bytes: GIB,
         hotplug_bytes: 2 * GIB,
         hotplugged_bytes: GIB / 2,
+        plug_bytes_per_s: NonZeroU64::new(GIB),
     };
     assert_eq!(topology.zones(), [expected]);
 }

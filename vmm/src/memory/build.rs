@@ -511,6 +511,7 @@ mod tests {
             boot_bytes,
             hotplug_bytes,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         }
     }
 
@@ -550,6 +551,7 @@ mod tests {
             boot_bytes,
             hotplug_bytes: GIB,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         };
         let err = build(vec![dram_zone(GIB, 0), pm(0)], None, table(), OPTIONS).err().unwrap();
         assert!(matches!(err, MemoryError::NoPool { zone } if zone == "pm"));

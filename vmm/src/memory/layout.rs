@@ -354,6 +354,7 @@ mod tests {
             boot_bytes,
             hotplug_bytes,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         }
     }
 

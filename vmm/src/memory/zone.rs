@@ -1,6 +1,7 @@
 //! Memory zones: ranges of guest-physical memory with one tier and one guest NUMA node.
 
 use std::fmt;
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -98,4 +99,6 @@ pub struct ZoneSpec {
     pub hotplug_bytes: u64,
     /// How much of that is requested when the guest starts.
     pub hotplugged_bytes: u64,
+    /// Bytes per second that the guest may plug again after it has unplugged them. `None`: no bound.
+    pub plug_bytes_per_s: Option<NonZeroU64>,
 }

@@ -85,6 +85,15 @@ pub(super) fn expose(out: &mut Exposer<'_>, zones: &[ZoneInfo], plugs: &[PlugMet
         refused,
     )?;
     out.counters(
+        Family("memory_throttled_requests", "Requests of the guest that exceeded the zone's budget.", None),
+        each().map(|(labels, plug)| (labels, plug.counters.throttled.requests())),
+    )?;
+    out.seconds_total(
+        "memory_throttled",
+        "Time by which these requests were delayed.",
+        each().map(|(labels, plug)| (labels, plug.counters.throttled.delay().as_secs_f64())),
+    )?;
+    out.counters(
         Family("memory_scrub_failures", "Unplugs after which memory could not be scrubbed.", None),
         each().map(|(labels, plug)| (labels, plug.counters.scrub_failures())),
     )

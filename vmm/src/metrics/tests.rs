@@ -178,6 +178,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let plugs = MemMetrics::default();
     plugs.plug.done(2 << 20, Duration::from_millis(3));
     plugs.failed(FailureReason::PoolFull);
+    plugs.throttled.begin();
+    plugs.throttled.end(Duration::from_millis(2500));
     let watchdog = WatchdogMetrics::default();
     watchdog.pings.store(81, Ordering::Relaxed);
     let serial = SerialMetrics::default();
@@ -325,6 +327,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(
             r#"foreshore_memory_refused_requests_total{{{vm},zone="pm",tier="pm",reason="pool-full"}} 1"#
         ),
+        format!(r#"foreshore_memory_throttled_requests_total{{{vm},zone="pm",tier="pm"}} 1"#),
+        format!(r#"foreshore_memory_throttled_seconds_total{{{vm},zone="pm",tier="pm"}} 2.5"#),
         format!(r#"foreshore_memory_lost{{{vm},memory="--memory"}} 1.0"#),
         format!(r#"foreshore_memory_lost{{{vm},memory="--pmem file=/img"}} 0.0"#),
         format!(r#"foreshore_memory_plug_duration_seconds_count{{{vm},zone="pm",tier="pm"}} 1"#),

@@ -103,7 +103,8 @@ pub fn build(
     let plugged = Arc::new(Notify::new());
     let signals =
         devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
-    let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals)?;
+    let budgets = resources.plug_budgets();
+    let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals, budgets)?;
     let dimms = memory.take_dimms();
     let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;

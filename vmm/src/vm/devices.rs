@@ -1,6 +1,7 @@
 //! Attaches devices that need no more than a configuration and an event loop.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
@@ -27,7 +28,7 @@ use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
-use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver, UNSUPPORTED_DRIVER};
+use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
 use crate::virtio::net::tap::{HostInterface, Tap};
 use crate::virtio::net::vhost::probe;
 use crate::virtio::net::{Net, NetShape};
@@ -291,11 +292,13 @@ pub(super) fn attach_memory(
     memory: &mut Memory,
     event_loop: &EventLoopHandle,
     signals: &MemorySignals,
+    budgets: &mut PlugBudgets,
 ) -> Result<Vec<MemHandle>, BuildError> {
     let mut handles = Vec::new();
     for part in memory.take_hotplug() {
+        let budget = budgets.of(&part.spec, Instant::now());
         let (device, handle) =
-            MemDevice::new(part, memory.view().clone(), event_loop.clone(), signals.observer());
+            MemDevice::new(part, memory.view().clone(), event_loop.clone(), signals.observer(), budget);
         fabric.attach(Box::new(device), memory)?;
         handles.push(handle);
     }

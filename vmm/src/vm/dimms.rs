@@ -95,6 +95,7 @@ mod tests {
             boot_bytes: 65 * MIB,
             hotplug_bytes,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         };
         let table = Arc::new(FakeSlots::default());
         let options = MemoryOptions { address_bits: 40, slot_limit: 64 };

@@ -452,6 +452,7 @@ pub(super) mod tests {
             boot_bytes: 64 << 20,
             hotplug_bytes: 0,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         };
         let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
         let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();

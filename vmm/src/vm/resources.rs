@@ -21,6 +21,7 @@ use crate::host_console::{FileStart, Lines};
 use crate::memory::lost::cut_to_bytes;
 use crate::metrics::{Metrics, PoolMetrics};
 use crate::pool::{LocalPool, PmPool};
+use crate::virtio::mem::PlugBudgets;
 use crate::volume::file::PmemFile;
 use crate::volume::plan::{Step, plan};
 
@@ -32,6 +33,7 @@ pub struct Resources {
     pmem: PmemFiles,
     taps: Taps,
     lines: Lines,
+    plug_budgets: PlugBudgets,
     metrics: Arc<Metrics>,
     events: Events,
     machines: u64,
@@ -40,8 +42,8 @@ pub struct Resources {
 impl Resources {
     /// Nothing is open yet.
     pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
-        let (pools, paths_of_pools, pmem, taps, lines) = Default::default();
-        Self { pools, paths_of_pools, pmem, taps, lines, metrics, events, machines: 0 }
+        let (pools, paths_of_pools, pmem, taps, lines, plug_budgets) = Default::default();
+        Self { pools, paths_of_pools, pmem, taps, lines, plug_budgets, metrics, events, machines: 0 }
     }
 
     /// The same for another VM: nothing is open.
@@ -57,6 +59,11 @@ impl Resources {
     /// The files of `--pmem`.
     pub fn pmem(&self) -> &PmemFiles {
         &self.pmem
+    }
+
+    /// Budgets of the VM's zones.
+    pub(super) fn plug_budgets(&mut self) -> &mut PlugBudgets {
+        &mut self.plug_budgets
     }
 
     /// The interfaces of `--net`.

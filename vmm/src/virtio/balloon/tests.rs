@@ -57,6 +57,7 @@ impl Rig {
             boot_bytes,
             hotplug_bytes: 128 * MIB,
             hotplugged_bytes: 0,
+            plug_bytes_per_s: None,
         };
         let zones = vec![zone("dram", Tier::Dram, 0, BOOT), zone("pm", Tier::Pm, 1, 0)];
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+#[cfg(test)]
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tracing::warn;
@@ -9,9 +11,12 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_MEM;
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::budget::PlugBudget;
 use super::event::Worker;
 use super::handle::{MemEvent, MemHandle, MemObserver, Shared, UNSUPPORTED_DRIVER};
 use super::plug::Executor;
+#[cfg(test)]
+use super::request::{Request, Response};
 use super::state::MemState;
 use crate::event_loop::EventLoopHandle;
 use crate::memory::view::GuestView;
@@ -49,6 +54,7 @@ impl MemDevice {
         view: GuestView,
         event_loop: EventLoopHandle,
         observer: MemObserver,
+        budget: Arc<Mutex<PlugBudget>>,
     ) -> (Self, MemHandle) {
         let HotplugPart { spec, range, linux_block_bytes, backing, slots } = part;
         let node_id = u16::try_from(spec.guest_node).expect("a node that configuration has validated");
@@ -67,7 +73,7 @@ impl MemDevice {
             metrics: Arc::default(),
             observer,
         });
-        let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, Arc::clone(&shared))));
+        let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, budget, Arc::clone(&shared))));
         let handle = MemHandle { shared: Arc::clone(&shared) };
         let worker = WorkerSlot::new(event_loop);
         (Self { name, shared, executor, worker, is_refusal_logged: AtomicBool::new(false) }, handle)
@@ -111,6 +117,8 @@ impl VirtioDevice for MemDevice {
         let worker = Worker {
             queue,
             sweep_timer: TimerFd::new().map_err(std::io::Error::from)?,
+            budget_timer: TimerFd::new().map_err(std::io::Error::from)?,
+            delayed: None,
             view,
             interrupt: Arc::clone(&interrupt),
             executor: Arc::clone(&self.executor),
@@ -155,6 +163,11 @@ impl MemDevice {
 
 #[cfg(test)]
 impl MemDevice {
+    /// Carries out a request at a time of the test's clock.
+    pub(super) fn execute(&self, request: Request, now: Instant) -> Result<Response, Duration> {
+        self.executor.lock().execute(request, now)
+    }
+
     /// Whether it has not done yet what it does ahead of the next request.
     pub(super) fn is_preparing(&self) -> bool {
         self.executor.lock().is_preparing()

@@ -20,23 +20,42 @@ use crate::virtio::ActiveQueue;
 
 const KICK: u32 = 0;
 const SWEEP: u32 = 1;
+const BUDGET: u32 = 2;
+
+/// Request that has no answer yet.
+pub(super) struct Pending {
+    head: u16,
+    request: Request,
+    reply: ReplySlot,
+    /// Time at which it exceeded the budget.
+    delayed_since: Option<Instant>,
+}
 
 /// What came out of the queue.
 enum Popped {
-    Request {
-        head: u16,
-        request: Request,
-        reply: ReplySlot,
-    },
+    Request(Pending),
     /// No request, but a chain that must be returned.
     Malformed {
         head: u16,
     },
 }
 
+/// What became of a request.
+enum Answer {
+    Given,
+    /// The budget is used up.
+    Delayed,
+    /// The used ring cannot be written.
+    Lost,
+}
+
 pub(super) struct Worker {
     pub(super) queue: ActiveQueue,
     pub(super) sweep_timer: TimerFd,
+    pub(super) budget_timer: TimerFd,
+    /// Request that waits for the budget. No other is taken from the queue meanwhile. A reset of the device drops it before
+    /// anything was done; a reset of the machine does so as well.
+    pub(super) delayed: Option<Pending>,
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
     pub(super) executor: Arc<Mutex<Executor>>,
@@ -48,11 +67,12 @@ impl Worker {
     /// not before other devices of the loop and the loop's owner had their turn.
     fn serve(&mut self) {
         let mut served = 0;
-        while let Some(popped) = self.pop() {
-            if !self.answer(popped) {
-                return;
+        while let Some(popped) = self.next() {
+            match self.answer(popped) {
+                Answer::Given => served += 1,
+                Answer::Delayed => break,
+                Answer::Lost => return,
             }
-            served += 1;
             if served == self.queue.queue.size() {
                 self.queue.come_back();
                 break;
@@ -69,12 +89,24 @@ impl Worker {
         }
     }
 
-    fn answer(&mut self, popped: Popped) -> bool {
+    fn answer(&mut self, popped: Popped) -> Answer {
         let (head, answer) = match popped {
-            Popped::Request { head, request, reply } => {
+            Popped::Request(pending) => {
+                let now = Instant::now();
                 // No guard is held here: an unplug waits until all are gone.
-                let response = self.executor.lock().execute(request);
-                (head, Some((reply, response)))
+                let result = self.executor.lock().execute(pending.request, now);
+                match result {
+                    Ok(response) => {
+                        if let Some(since) = pending.delayed_since {
+                            self.shared.metrics.throttled.end(now.saturating_duration_since(since));
+                        }
+                        (pending.head, Some((pending.reply, response)))
+                    }
+                    Err(wait) => {
+                        self.delay(pending, wait, now);
+                        return Answer::Delayed;
+                    }
+                }
             }
             Popped::Malformed { head } => (head, None),
         };
@@ -92,7 +124,24 @@ impl Worker {
         if let Err(err) = &added {
             sparsely!(warn, zone = %self.shared.zone.id, %err, "The used ring cannot be written");
         }
-        added.is_ok()
+        if added.is_ok() { Answer::Given } else { Answer::Lost }
+    }
+
+    fn delay(&mut self, mut pending: Pending, wait: Duration, now: Instant) {
+        if pending.delayed_since.is_none() {
+            pending.delayed_since = Some(now);
+            self.shared.metrics.throttled.begin();
+        }
+        self.delayed = Some(pending);
+        // A timer set to 0 would never expire.
+        if let Err(err) = self.budget_timer.reset(wait.max(Duration::from_nanos(1)), None) {
+            sparsely!(error, zone = %self.shared.zone.id, %err, "No timer for a delayed request; it is tried again and again");
+            self.queue.come_back();
+        }
+    }
+
+    fn next(&mut self) -> Option<Popped> {
+        self.delayed.take().map(Popped::Request).or_else(|| self.pop())
     }
 
     fn pop(&mut self) -> Option<Popped> {
@@ -100,7 +149,7 @@ impl Worker {
         let chain = self.queue.pop(&guard, &*self.interrupt)?;
         let head = chain.head_index();
         Some(match read_request(&guard, chain) {
-            Ok((request, reply)) => Popped::Request { head, request, reply },
+            Ok((request, reply)) => Popped::Request(Pending { head, request, reply, delayed_since: None }),
             Err(err) => {
                 sparsely!(warn, zone = %self.shared.zone.id, %err, "The driver sends what is no request");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
@@ -124,8 +173,10 @@ impl Worker {
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.queue.watch(KICK, ops);
-        if let Err(err) = ops.add(Events::with_data(&self.sweep_timer, SWEEP, EventSet::IN)) {
-            sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its timer");
+        for (timer, data) in [(&self.sweep_timer, SWEEP), (&self.budget_timer, BUDGET)] {
+            if let Err(err) = ops.add(Events::with_data(timer, data, EventSet::IN)) {
+                sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its timer");
+            }
         }
         // A notification may have come before the worker did, and slots may have become empty under an earlier
         // one. Not here, though: whoever adds the worker waits for this.
@@ -133,13 +184,19 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
+        // A timer is cleared, not read: another event of the same round may have set it again, and a read would block the loop
+        // until it expires.
         match events.data() {
             KICK => {
                 self.queue.clear_kick();
                 self.serve();
             }
+            BUDGET => {
+                let _ = self.budget_timer.clear();
+                self.serve();
+            }
             _ => {
-                let _ = self.sweep_timer.wait();
+                let _ = self.sweep_timer.clear();
                 self.executor.lock().sweep(Instant::now());
             }
         }

@@ -30,6 +30,34 @@ impl OperationMetrics {
     }
 }
 
+/// Requests that were delayed because they exceeded the zone's budget.
+#[derive(Debug, Default)]
+pub struct ThrottleMetrics {
+    requests: AtomicU64,
+    nanos: AtomicU64,
+}
+
+impl ThrottleMetrics {
+    pub(crate) fn begin(&self) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn end(&self, delay: Duration) {
+        let nanos = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
+        self.nanos.fetch_add(nanos, Ordering::Relaxed);
+    }
+
+    /// Number of delayed requests, with the one that waits now.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    /// Sum of the delays that have ended.
+    pub fn delay(&self) -> Duration {
+        Duration::from_nanos(self.nanos.load(Ordering::Relaxed))
+    }
+}
+
 /// What on the host kept blocks from being plugged or unplugged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureReason {
@@ -84,6 +112,8 @@ pub struct MemMetrics {
     pub plug: OperationMetrics,
     /// UNPLUG and UNPLUG ALL requests that were acknowledged.
     pub unplug: OperationMetrics,
+    /// Requests of any kind that were delayed.
+    pub throttled: ThrottleMetrics,
     busy: [AtomicU64; FailureReason::ALL.len()],
     pub(super) nacks: AtomicU64,
     pub(super) errors: AtomicU64,

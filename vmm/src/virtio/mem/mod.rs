@@ -6,6 +6,7 @@
 //! change. So whatever fails on the host is BUSY, together with a lower requested size that can be reached.
 
 mod ahead;
+mod budget;
 mod device;
 mod event;
 mod handle;
@@ -16,6 +17,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+pub use budget::{PlugBudget, PlugBudgets};
 pub use device::MemDevice;
 pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError, UNSUPPORTED_DRIVER};
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics};

@@ -3,14 +3,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tracing::debug;
 
 use super::ahead::ZeroAhead;
+use super::budget::PlugBudget;
 use super::handle::{MemEvent, Shared};
 use super::metrics::FailureReason;
-use super::request::{Request, Response};
+use super::request::{BlockRun, Request, Response};
 use super::state::Refusal;
 use crate::log::sparsely;
 use crate::memory::backing::{Backing, BackingError};
@@ -41,6 +43,7 @@ pub(super) struct Executor {
     slots: HotplugSlots,
     view: GuestView,
     ahead: ZeroAhead,
+    budget: Arc<Mutex<PlugBudget>>,
     shared: Arc<Shared>,
 }
 
@@ -49,48 +52,29 @@ impl Executor {
         backing: Box<dyn Backing>,
         slots: HotplugSlots,
         view: GuestView,
+        budget: Arc<Mutex<PlugBudget>>,
         shared: Arc<Shared>,
     ) -> Self {
         let ahead = ZeroAhead::new(shared.state.lock().block_bytes());
-        Self { backing, slots, view, ahead, shared }
+        Self { backing, slots, view, ahead, budget, shared }
     }
 
-    /// Carries `request` out, whole or not at all. The caller must not hold a guard of the view: an unplug
-    /// waits for all of them.
-    pub(super) fn execute(&mut self, request: Request) -> Response {
-        let started = Instant::now();
+    /// Carries `request` out, whole or not at all. The error is the time after which a request that exceeds the budget may be
+    /// tried again; it is checked anew then, because the requested size may have changed. The caller must not hold a guard
+    /// of the view: an unplug waits for all of them.
+    pub(super) fn execute(&mut self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.ahead.pause();
-        match request {
-            Request::Plug(run) => {
-                let checked = self.shared.state.lock().check_plug(run);
-                match checked {
-                    Ok((offset, len)) => self.answer_plug(offset, len, started),
-                    Err(refusal) => self.refuse(refusal),
-                }
-            }
-            Request::Unplug(run) => {
-                let checked = self.shared.state.lock().check_unplug(run);
-                match checked {
-                    Ok((offset, len)) => {
-                        let run = offset..offset + len;
-                        let zeroed = self.ahead.was_zeroed(&run, |run, block_bytes| {
-                            self.backing.populated_blocks(run, block_bytes)
-                        });
-                        let result = self.unplug(offset, len);
-                        if result.is_ok() && zeroed {
-                            self.expect_the_run_below(&run);
-                        } else {
-                            self.ahead.forget();
-                        }
-                        self.answer_unplug(result, len, started)
-                    }
-                    Err(refusal) => self.refuse(refusal),
-                }
-            }
+        if let Request::Plug(run) = request {
+            return self.execute_plug(run, now);
+        }
+        self.budget.lock().take(0, now)?;
+        Ok(match request {
+            Request::Plug(_) => unreachable!("served above"),
+            Request::Unplug(run) => self.execute_unplug(run, now),
             Request::UnplugAll => {
                 let before = self.shared.state.lock().plugged_bytes();
                 let result = self.unplug_all();
-                self.answer_unplug(result, before, started)
+                self.answer_unplug(result, before, now)
             }
             Request::State(run) => {
                 let state = self.shared.state.lock().block_state(run);
@@ -107,7 +91,35 @@ impl Executor {
                 );
                 self.refuse(Refusal::Error)
             }
+        })
+    }
+
+    fn execute_plug(&mut self, run: BlockRun, now: Instant) -> Result<Response, Duration> {
+        let checked = self.shared.state.lock().check_plug(run);
+        // A request that is refused plugs nothing, and one that fails on the host may have erased what it did not get.
+        self.budget.lock().take(checked.map_or(0, |(_, len)| len), now)?;
+        Ok(match checked {
+            Ok((offset, len)) => self.answer_plug(offset, len, now),
+            Err(refusal) => self.refuse(refusal),
+        })
+    }
+
+    fn execute_unplug(&mut self, run: BlockRun, now: Instant) -> Response {
+        let checked = self.shared.state.lock().check_unplug(run);
+        let (offset, len) = match checked {
+            Ok(run) => run,
+            Err(refusal) => return self.refuse(refusal),
+        };
+        let run = offset..offset + len;
+        let zeroed =
+            self.ahead.was_zeroed(&run, |run, block_bytes| self.backing.populated_blocks(run, block_bytes));
+        let result = self.unplug(offset, len);
+        if result.is_ok() && zeroed {
+            self.expect_the_run_below(&run);
+        } else {
+            self.ahead.forget();
         }
+        self.answer_unplug(result, len, now)
     }
 
     /// Gets ready, in short steps, for the request that the driver is expected to make next. Returns whether there is

@@ -4,6 +4,7 @@ mod unsupported_driver;
 
 use std::collections::BTreeSet;
 use std::io;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,6 +18,8 @@ use proptest::prelude::*;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+mod throttle;
 
 use super::metrics::FailureReason;
 use super::*;
@@ -114,13 +117,18 @@ struct Guest {
     signals: Receiver<Signal>,
     kick: EventFd,
     sent: u16,
+    budget: Arc<Mutex<PlugBudget>>,
     // The last one: its thread outlives the device.
-    _event_loop: EventLoop,
+    event_loop: EventLoop,
 }
 
 impl Guest {
     /// With a hotplug part of `blocks` blocks: of PM if there is a pool of `chunks` chunks, or else of DRAM.
     fn new(blocks: u64, chunks: Option<u64>) -> Self {
+        Self::with_rate(blocks, chunks, None)
+    }
+
+    fn with_rate(blocks: u64, chunks: Option<u64>, plug_bytes_per_s: Option<NonZeroU64>) -> Self {
         let table = Arc::new(FakeSlots::default());
         let pool = Arc::new(FakePool::new(chunks.unwrap_or(0)));
         let dyn_pool: Arc<dyn PmPool> = pool.clone();
@@ -134,6 +142,7 @@ impl Guest {
             boot_bytes,
             hotplug_bytes,
             hotplugged_bytes: 0,
+            plug_bytes_per_s,
         };
         let hotplug_bytes = blocks * BLOCK_BYTES;
         let zones = match chunks {
@@ -155,7 +164,8 @@ impl Guest {
         part.backing = Box::new(StickyBacking { backing: part.backing, sticks: Arc::clone(&sticks) });
         assert_eq!(part.range.start, START);
         let view = memory.view().clone();
-        let (device, handle) = MemDevice::new(part, view, event_loop.handle(), observer);
+        let budget = Arc::new(Mutex::new(PlugBudget::new(&part.spec, Instant::now())));
+        let (device, handle) = MemDevice::new(part, view, event_loop.handle(), observer, Arc::clone(&budget));
         let (_, signals) = mpsc::channel();
         let kick = EventFd::new(EFD_NONBLOCK).unwrap();
         let mut guest = Self {
@@ -169,7 +179,8 @@ impl Guest {
             signals,
             kick,
             sent: 0,
-            _event_loop: event_loop,
+            budget,
+            event_loop,
         };
         guest.load_driver();
         guest
@@ -212,24 +223,34 @@ impl Guest {
     /// Makes the chain that begins with descriptor 0 available, and waits until it is used. Returns the length
     /// in the used ring.
     fn submit(&mut self) -> u32 {
-        let memory = self.memory.boot();
         let slot = u64::from(self.sent % 16);
-        memory.write_obj(0u16, GuestAddress(AVAILABLE + 4 + 2 * slot)).unwrap();
-        self.sent = self.sent.wrapping_add(1);
-        memory.write_obj(self.sent, GuestAddress(AVAILABLE + 2)).unwrap();
-        self.kick.write(1).unwrap();
+        self.post(0);
         while self.signals.recv_timeout(PATIENCE).unwrap() != Signal::Queue {}
         let memory = self.memory.boot();
         assert_eq!(memory.read_obj::<u16>(GuestAddress(USED + 2)).unwrap(), self.sent);
         memory.read_obj(GuestAddress(USED + 4 + 8 * slot + 4)).unwrap()
     }
 
+    /// Makes the chain that begins with descriptor `head` available.
+    fn post(&mut self, head: u16) {
+        let memory = self.memory.boot();
+        let slot = u64::from(self.sent % 16);
+        memory.write_obj(head, GuestAddress(AVAILABLE + 4 + 2 * slot)).unwrap();
+        self.sent = self.sent.wrapping_add(1);
+        memory.write_obj(self.sent, GuestAddress(AVAILABLE + 2)).unwrap();
+        self.kick.write(1).unwrap();
+    }
+
     fn write_request(&self, code: u16, block: u64, count: u16) {
+        self.write_request_at(REQUEST, code, block, count);
+    }
+
+    fn write_request_at(&self, addr: u64, code: u16, block: u64, count: u16) {
         let mut request = [0u8; 24];
         request[0..2].copy_from_slice(&code.to_le_bytes());
         request[8..16].copy_from_slice(&(START + block * BLOCK_BYTES).to_le_bytes());
         request[16..18].copy_from_slice(&count.to_le_bytes());
-        self.memory.boot().write_slice(&request, GuestAddress(REQUEST)).unwrap();
+        self.memory.boot().write_slice(&request, GuestAddress(addr)).unwrap();
     }
 
     /// Sends a request; returns the answer's code and state.

@@ -1,0 +1,262 @@
+//! Bounds on what a guest makes the host do by plugging and unplugging. Pure: the caller passes the time.
+//!
+//! Every plug costs the host mappings, a write to the pool's table and, after the unplug, an erasure: on DAX that is bandwidth
+//! and wear. Linux grows a zone once and uses it; a hostile driver plugs and unplugs the same block in a loop. So each zone has
+//! a bucket that holds its whole size: plugging all of it never waits, and only memory that is plugged again is held to the
+//! rate. An unplug is paid with its plug, because no block is unplugged more often than it is plugged, and giving memory back
+//! must never wait.
+//!
+//! A second bucket bounds requests of any kind, also those that are refused.
+//!
+//! A request that exceeds a budget is delayed. BUSY would stop Linux's driver for 50 to 300 seconds.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::memory::BLOCK_BYTES;
+use crate::memory::zone::ZoneSpec;
+
+/// Requests per second, beyond the burst. A host core spends some 100 µs on the dearest of them, an unplug.
+const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
+/// Burst of requests for each block: a driver that takes blocks one by one plugs, unplugs and reads the state of each, and may
+/// have tried a longer run first.
+const REQUESTS_PER_BLOCK: u64 = 4;
+/// Burst of requests of the smallest zone.
+const MIN_REQUEST_BURST: u64 = 1024;
+
+const NANOS_PER_S: u128 = 1_000_000_000;
+
+/// Tokens that come at a rate, up to a capacity.
+#[derive(Debug)]
+struct TokenBucket {
+    capacity: u64,
+    rate_per_s: NonZeroU64,
+    /// Billionths of a token, so that a refill is exact however often it happens.
+    level: u128,
+    refilled: Instant,
+}
+
+impl TokenBucket {
+    fn full(capacity: u64, rate_per_s: NonZeroU64, now: Instant) -> Self {
+        Self { capacity, rate_per_s, level: u128::from(capacity) * NANOS_PER_S, refilled: now }
+    }
+
+    fn refill(&mut self, now: Instant) {
+        let nanos = now.saturating_duration_since(self.refilled).as_nanos();
+        let more = nanos.saturating_mul(u128::from(self.rate_per_s.get()));
+        self.level = self.level.saturating_add(more).min(u128::from(self.capacity) * NANOS_PER_S);
+        self.refilled = self.refilled.max(now);
+    }
+
+    /// Time from the last refill until there are `tokens`.
+    fn wait(&self, tokens: u64) -> Duration {
+        assert!(tokens <= self.capacity, "{tokens} tokens of a bucket of {}", self.capacity);
+        let missing = (u128::from(tokens) * NANOS_PER_S).saturating_sub(self.level);
+        let nanos = missing.div_ceil(u128::from(self.rate_per_s.get()));
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+
+    /// Takes tokens that are there.
+    fn take(&mut self, tokens: u64) {
+        self.level -= u128::from(tokens) * NANOS_PER_S;
+    }
+}
+
+/// Budget of one zone's virtio-mem device.
+#[derive(Debug)]
+pub struct PlugBudget {
+    zone_bytes: u64,
+    bytes_per_s: Option<NonZeroU64>,
+    requests: TokenBucket,
+    /// `None`: no bound.
+    bytes: Option<TokenBucket>,
+}
+
+impl PlugBudget {
+    /// Full budget of `zone`.
+    pub fn new(zone: &ZoneSpec, now: Instant) -> Self {
+        let (zone_bytes, bytes_per_s) = (zone.hotplug_bytes, zone.plug_bytes_per_s);
+        let burst = (zone_bytes / BLOCK_BYTES).saturating_mul(REQUESTS_PER_BLOCK).max(MIN_REQUEST_BURST);
+        Self {
+            zone_bytes,
+            bytes_per_s,
+            requests: TokenBucket::full(burst, REQUESTS_PER_S, now),
+            bytes: bytes_per_s.map(|rate| TokenBucket::full(zone_bytes, rate, now)),
+        }
+    }
+
+    /// Takes one request that plugs `bytes`, or nothing: then the error is the time until the request may be tried again.
+    ///
+    /// # Panics
+    /// If `bytes` are more than the zone has.
+    pub(super) fn take(&mut self, bytes: u64, now: Instant) -> Result<(), Duration> {
+        self.requests.refill(now);
+        let mut wait = self.requests.wait(1);
+        if let Some(bucket) = &mut self.bytes {
+            bucket.refill(now);
+            wait = wait.max(bucket.wait(bytes));
+        }
+        if wait > Duration::ZERO {
+            return Err(wait);
+        }
+        self.requests.take(1);
+        if let Some(bucket) = &mut self.bytes {
+            bucket.take(bytes);
+        }
+        Ok(())
+    }
+
+    fn is_of(&self, zone: &ZoneSpec) -> bool {
+        self.zone_bytes == zone.hotplug_bytes && self.bytes_per_s == zone.plug_bytes_per_s
+    }
+}
+
+/// Budgets of a VM's zones, by their ids. They outlive a machine, so that a guest gains nothing by a reboot.
+#[derive(Debug, Default)]
+pub struct PlugBudgets(BTreeMap<String, Arc<Mutex<PlugBudget>>>);
+
+impl PlugBudgets {
+    /// The budget of `zone`; a full one if the zone is new, or has another size or rate.
+    pub fn of(&mut self, zone: &ZoneSpec, now: Instant) -> Arc<Mutex<PlugBudget>> {
+        match self.0.get(&zone.id) {
+            Some(budget) if budget.lock().is_of(zone) => Arc::clone(budget),
+            _ => {
+                let budget = Arc::new(Mutex::new(PlugBudget::new(zone, now)));
+                self.0.insert(zone.id.clone(), Arc::clone(&budget));
+                budget
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::memory::layout::{GIB, MIB};
+    use crate::memory::zone::{Growth, HostMemory, Tier};
+
+    fn zone(hotplug_bytes: u64, plug_bytes_per_s: u64) -> ZoneSpec {
+        ZoneSpec {
+            id: "pm".to_owned(),
+            tier: Tier::Pm,
+            guest_node: 1,
+            host: HostMemory::default(),
+            host_node: None,
+            boot_bytes: 0,
+            growth: Growth::VirtioMem,
+            hotplug_bytes,
+            hotplugged_bytes: 0,
+            plug_bytes_per_s: NonZeroU64::new(plug_bytes_per_s),
+        }
+    }
+
+    fn rate(per_s: u64) -> NonZeroU64 {
+        NonZeroU64::new(per_s).unwrap()
+    }
+
+    #[test]
+    fn bucket_refills_exactly_up_to_its_capacity() {
+        let start = Instant::now();
+        let mut bucket = TokenBucket::full(10, rate(3), start);
+        bucket.take(10);
+        assert_eq!(bucket.wait(1), Duration::from_nanos(333_333_334));
+        // A refill at every millisecond rounds nothing away.
+        for ms in 1..=1000 {
+            bucket.refill(start + Duration::from_millis(ms));
+        }
+        assert_eq!((bucket.wait(3), bucket.level), (Duration::ZERO, 3 * NANOS_PER_S));
+        // A clock that stands still, or goes back, adds nothing.
+        bucket.refill(start);
+        bucket.refill(start + Duration::from_secs(1));
+        assert_eq!(bucket.level, 3 * NANOS_PER_S);
+        bucket.refill(start + Duration::from_secs(1 << 40));
+        assert_eq!(bucket.level, 10 * NANOS_PER_S);
+    }
+
+    #[test]
+    fn first_plug_of_a_whole_zone_is_free_in_blocks_of_any_size() {
+        let now = Instant::now();
+        for block_bytes in [2 * MIB, 128 * MIB, 2 * GIB] {
+            let mut budget = PlugBudget::new(&zone(24 * GIB, 64 * MIB), now);
+            for _ in 0..24 * GIB / block_bytes {
+                assert_eq!(budget.take(block_bytes, now), Ok(()));
+            }
+            // So is taking all of it back.
+            for _ in 0..24 * GIB / block_bytes {
+                assert_eq!(budget.take(0, now), Ok(()));
+            }
+            assert_eq!(budget.take(64 * MIB, now), Err(Duration::from_secs(1)));
+        }
+    }
+
+    #[test]
+    fn refused_request_takes_nothing() {
+        let now = Instant::now();
+        let mut budget = PlugBudget::new(&zone(GIB, GIB), now);
+        budget.take(GIB, now).unwrap();
+        let requests = budget.requests.level;
+        for _ in 0..10_000 {
+            assert!(budget.take(GIB / 2, now).is_err());
+        }
+        assert_eq!((budget.requests.level, budget.take(0, now)), (requests, Ok(())));
+        assert_eq!(budget.take(GIB / 2, now + Duration::from_millis(500)), Ok(()));
+    }
+
+    #[test]
+    fn requests_have_a_rate_without_any_bound_on_bytes() {
+        let start = Instant::now();
+        let mut budget = PlugBudget::new(&zone(2 * MIB, 0), start);
+        let (mut now, mut served) = (start, 0);
+        while now <= start + Duration::from_secs(10) {
+            match budget.take(2 * MIB, now) {
+                Ok(()) => served += 1,
+                Err(wait) => now += wait,
+            }
+        }
+        assert_eq!(served, MIN_REQUEST_BURST + 10 * REQUESTS_PER_S.get());
+    }
+
+    #[test]
+    fn reboot_keeps_the_budget_and_a_changed_zone_has_a_new_one() {
+        let now = Instant::now();
+        let mut budgets = PlugBudgets::default();
+        budgets.of(&zone(GIB, GIB), now).lock().take(GIB, now).unwrap();
+        assert!(budgets.of(&zone(GIB, GIB), now).lock().take(GIB, now).is_err());
+        assert!(budgets.of(&zone(2 * GIB, GIB), now).lock().take(2 * GIB, now).is_ok());
+        assert!(budgets.of(&zone(2 * GIB, 2 * GIB), now).lock().take(2 * GIB, now).is_ok());
+    }
+
+    proptest! {
+        /// Over every stretch of time no more is plugged than the zone's size and what the rate adds.
+        #[test]
+        fn rate_holds_over_every_stretch(
+            bytes_per_s in 1..4 * GIB,
+            requests in prop::collection::vec((0..=64u64, 0..50_000_000u64), 2..60),
+        ) {
+            let start = Instant::now();
+            let mut budget = PlugBudget::new(&zone(64 * MIB, bytes_per_s), start);
+            let (mut now, mut done) = (start, Vec::new());
+            for (mib, pause_ns) in requests {
+                while let Err(wait) = budget.take(mib * MIB, now) {
+                    now += wait;
+                }
+                done.push((now, mib * MIB));
+                now += Duration::from_nanos(pause_ns);
+            }
+            for from in 0..done.len() {
+                let mut bytes = 0;
+                for (at, more) in &done[from..] {
+                    bytes += u128::from(*more);
+                    let refilled = (*at - done[from].0).as_nanos() * u128::from(bytes_per_s);
+                    prop_assert!(bytes * NANOS_PER_S <= u128::from(64 * MIB) * NANOS_PER_S + refilled);
+                }
+            }
+        }
+    }
+}

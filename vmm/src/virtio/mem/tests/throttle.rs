@@ -1,0 +1,240 @@
+//! Plug budgets: a hostile driver on a clock of the test, and requests that are delayed.
+
+use super::*;
+use crate::virtio::mem::request::{BlockRun, Request, Response};
+
+const BLOCKS: u16 = 8;
+const ZONE_BYTES: u64 = BLOCKS as u64 * BLOCK_BYTES;
+/// Refills nothing in the time of a test.
+const NO_REFILL: NonZeroU64 = NonZeroU64::new(1).unwrap();
+
+fn guest(rate: Option<NonZeroU64>) -> Guest {
+    let guest = Guest::with_rate(u64::from(BLOCKS), Some(u64::from(BLOCKS)), rate);
+    guest.handle.request_size(ZONE_BYTES).unwrap();
+    guest
+}
+
+/// A guest that has used up its budget, has nothing plugged, and requests 4 blocks.
+fn delayed_guest() -> Guest {
+    let mut guest = guest(Some(NO_REFILL));
+    assert_eq!((guest.plug(0, BLOCKS), guest.unplug(0, BLOCKS)), (ACK, ACK));
+    post(&mut guest, 0, PLUG, 0, 4);
+    wait_until_throttled(&guest, 1);
+    guest
+}
+
+/// Makes a request available in descriptors `head` and `head + 1`, beside others.
+fn post(guest: &mut Guest, head: u16, code: u16, block: u64, count: u16) {
+    let beside = u64::from(head) * 0x40;
+    guest.write_request_at(REQUEST + beside, code, block, count);
+    guest.write_descriptor(head, REQUEST + beside, 24, 1);
+    guest.write_descriptor(head + 1, ANSWER + beside, 10, 2);
+    guest.post(head);
+}
+
+fn answer(guest: &Guest, head: u16) -> u16 {
+    guest.memory.boot().read_obj(GuestAddress(ANSWER + u64::from(head) * 0x40)).unwrap()
+}
+
+fn used(guest: &Guest) -> u16 {
+    guest.memory.boot().read_obj(GuestAddress(USED + 2)).unwrap()
+}
+
+fn used_head(guest: &Guest, nth: u16) -> u32 {
+    guest.memory.boot().read_obj(GuestAddress(USED + 4 + 8 * u64::from(nth % 16))).unwrap()
+}
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        thread::yield_now();
+    }
+}
+
+fn wait_until_throttled(guest: &Guest, requests: u64) {
+    let metrics = guest.handle.metrics();
+    wait_until("no request is delayed", || metrics.throttled.requests() == requests);
+}
+
+/// Fills the budget and has the worker look at the delayed request, as its timer would.
+fn refill(guest: &Guest) {
+    *guest.budget.lock() = PlugBudget::new(guest.handle.zone(), Instant::now());
+    guest.kick.write(1).unwrap();
+}
+
+/// Bytes that a hostile driver has plugged, and the pool has erased, in `seconds` of its own clock: it plugs and unplugs the
+/// whole zone in a loop, and each request takes it 1 ms.
+fn plug_storm(rate: Option<NonZeroU64>, seconds: u64) -> (u64, u64) {
+    let guest = guest(rate);
+    let run = BlockRun { addr: START, count: BLOCKS };
+    let start = Instant::now();
+    let (mut now, mut is_plugged) = (start, false);
+    while now < start + Duration::from_secs(seconds) {
+        let request = if is_plugged { Request::Unplug(run) } else { Request::Plug(run) };
+        match guest.device.execute(request, now) {
+            Ok(response) => {
+                assert_eq!(response, Response::Ack);
+                is_plugged = !is_plugged;
+                now += Duration::from_millis(1);
+            }
+            Err(wait) => now += wait,
+        }
+    }
+    (guest.handle.metrics().plug.bytes(), guest.pool_info().scrubbed_bytes)
+}
+
+#[test]
+fn plug_storm_is_held_to_the_rate() {
+    let is_held = |bytes: u64, seconds: u64| bytes <= ZONE_BYTES + seconds * GIB;
+    let (plugged, erased) = plug_storm(NonZeroU64::new(GIB), 10);
+    assert!(is_held(plugged, 10) && is_held(erased, 10), "{plugged} plugged, {erased} erased");
+    // The rate is used: the driver gets what it may have.
+    assert!(plugged >= 10 * GIB, "{plugged}");
+    // The same driver without a budget: this test would notice.
+    let (plugged, erased) = plug_storm(None, 2);
+    assert!(!is_held(plugged, 2) && !is_held(erased, 2), "{plugged} plugged, {erased} erased");
+}
+
+#[test]
+fn storm_of_requests_that_change_nothing_is_held_to_a_rate() {
+    let guest = guest(None);
+    let run = BlockRun { addr: START, count: BLOCKS };
+    let start = Instant::now();
+    let (mut now, mut served) = (start, 0);
+    // Answered by state, ERROR and ERROR.
+    let requests = [Request::State(run), Request::Unplug(run), Request::Unknown(7)];
+    for request in requests.iter().cycle() {
+        if now > start + Duration::from_secs(2) {
+            break;
+        }
+        match guest.device.execute(*request, now) {
+            Ok(_) => served += 1,
+            Err(wait) => now += wait,
+        }
+    }
+    assert_eq!(served, 1024 + 2 * 4096);
+}
+
+#[test]
+fn delayed_request_is_answered_by_a_timer() {
+    let mut guest = guest(NonZeroU64::new(2 * ZONE_BYTES));
+    let begun = Instant::now();
+    assert_eq!((guest.plug(0, BLOCKS), guest.unplug(0, BLOCKS)), (ACK, ACK));
+    assert_eq!(guest.plug(0, BLOCKS), ACK);
+    assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
+    assert!(guest.reachable(0));
+    let throttled = &guest.handle.metrics().throttled;
+    assert!(throttled.delay() <= begun.elapsed());
+    assert_eq!(throttled.requests() > 0, throttled.delay() > Duration::ZERO);
+}
+
+#[test]
+fn requests_behind_a_delayed_one_are_answered_after_it() {
+    let mut guest = delayed_guest();
+    post(&mut guest, 2, STATE, 0, 4);
+    assert_eq!((used(&guest), guest.handle.sizes().plugged_bytes), (2, 0));
+    refill(&guest);
+    wait_until("both are answered", || used(&guest) == 4);
+    assert_eq!((used_head(&guest, 2), used_head(&guest, 3)), (0, 2));
+    // The state is that after the plug.
+    let state: u16 = guest.memory.boot().read_obj(GuestAddress(ANSWER + 0x80 + 8)).unwrap();
+    assert_eq!((answer(&guest, 0), answer(&guest, 2), state), (ACK, ACK, 0));
+    assert_eq!(guest.handle.metrics().throttled.requests(), 1);
+}
+
+#[test]
+fn giving_memory_back_never_waits() {
+    let mut guest = guest(Some(NO_REFILL));
+    assert_eq!(guest.plug(0, BLOCKS), ACK);
+    assert_eq!((guest.unplug(0, 1), guest.send(UNPLUG_ALL, 0, 0).0), (ACK, ACK));
+    // Nor does a request that is refused.
+    assert_eq!((guest.plug(0, BLOCKS + 1), guest.send(STATE, 0, 1)), (NACK, (ACK, 1)));
+    let throttled = &guest.handle.metrics().throttled;
+    assert_eq!((throttled.requests(), throttled.delay()), (0, Duration::ZERO));
+}
+
+#[test]
+fn device_reset_drops_a_delayed_request_and_keeps_the_budget() {
+    let mut guest = delayed_guest();
+    guest.device.reset();
+    guest.load_driver();
+    assert_eq!(guest.send(STATE, 0, 4), (ACK, 1));
+    assert_eq!((guest.handle.sizes().plugged_bytes, guest.pool_info().memory_bytes), (0, 0));
+    post(&mut guest, 0, PLUG, 0, 4);
+    wait_until_throttled(&guest, 2);
+    refill(&guest);
+    wait_until("the plug is answered", || used(&guest) == 2);
+    assert_eq!((answer(&guest, 0), guest.handle.sizes().plugged_bytes), (ACK, 4 * BLOCK_BYTES));
+}
+
+#[test]
+fn device_that_goes_with_a_delayed_request_leaves_nothing_behind() {
+    let mut guest = guest(Some(NO_REFILL));
+    assert_eq!((guest.plug(0, BLOCKS), guest.unplug(4, 4)), (ACK, ACK));
+    post(&mut guest, 0, PLUG, 4, 4);
+    wait_until_throttled(&guest, 1);
+    let Guest { device, pool, .. } = guest;
+    drop(device);
+    assert_eq!((pool.info().memory_bytes, pool.dirty_free_bytes()), (0, 0));
+}
+
+#[test]
+fn size_that_is_lowered_during_the_delay_counts() {
+    let guest = delayed_guest();
+    guest.handle.request_size(3 * BLOCK_BYTES).unwrap();
+    refill(&guest);
+    wait_until("the plug is answered", || used(&guest) == 3);
+    assert_eq!((answer(&guest, 0), guest.handle.sizes().plugged_bytes), (NACK, 0));
+    assert_eq!(guest.handle.metrics().nacks(), 1);
+}
+
+/// The timer and a notification come in one round of the event loop, and the request is delayed again.
+#[test]
+fn notification_beside_the_timer_does_not_block_the_loop() {
+    let drained = |rate: u64| {
+        let zone = ZoneSpec { plug_bytes_per_s: NonZeroU64::new(rate), ..guest(None).handle.zone().clone() };
+        let mut budget = PlugBudget::new(&zone, Instant::now());
+        budget.take(ZONE_BYTES, Instant::now()).unwrap();
+        budget
+    };
+    let mut guest = guest(Some(NO_REFILL));
+    *guest.budget.lock() = drained(ZONE_BYTES);
+    post(&mut guest, 0, PLUG, 0, BLOCKS);
+    wait_until_throttled(&guest, 1);
+    let event_loop = guest.event_loop.handle();
+    event_loop.hold();
+    event_loop.wait_until_held();
+    // Longer than the patience of a test, and not for ever: a loop that is blocked fails it.
+    *guest.budget.lock() = drained(ZONE_BYTES / 60);
+    guest.kick.write(1).unwrap();
+    let begun = Instant::now();
+    wait_until("the timer is due", || begun.elapsed() > Duration::from_millis(1100));
+    event_loop.release();
+    // Blocked, it would not be held again.
+    event_loop.hold();
+    let (held, is_held) = mpsc::channel();
+    let waiter = event_loop.clone();
+    thread::spawn(move || {
+        waiter.wait_until_held();
+        let _ = held.send(());
+    });
+    is_held.recv_timeout(PATIENCE).expect("the loop is blocked");
+    event_loop.release();
+    refill(&guest);
+    wait_until("the plug is answered", || used(&guest) == 1);
+    assert_eq!(answer(&guest, 0), ACK);
+}
+
+#[test]
+fn pause_holds_a_delayed_request_up() {
+    let guest = delayed_guest();
+    let event_loop = guest.event_loop.handle();
+    event_loop.hold();
+    event_loop.wait_until_held();
+    refill(&guest);
+    assert_eq!((used(&guest), guest.handle.sizes().plugged_bytes), (2, 0));
+    event_loop.release();
+    wait_until("the plug is answered", || used(&guest) == 3);
+    assert_eq!((answer(&guest, 0), guest.handle.sizes().plugged_bytes), (ACK, 4 * BLOCK_BYTES));
+}
