@@ -171,6 +171,7 @@ impl Pool {
             levels,
             scrubbed: Condvar::new(),
             scrubbed_chunks: AtomicU64::new(0),
+            awaited_chunks: AtomicU64::new(0),
             scrub_wake: Arc::default(),
         }))
     }

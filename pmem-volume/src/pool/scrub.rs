@@ -80,6 +80,11 @@ impl Pool {
         self.scrubbed_chunks.load(Ordering::Relaxed) * CHUNK_BYTES
     }
 
+    /// Bytes that others than the scrubber have erased since the last call.
+    pub(super) fn take_awaited_bytes(&self) -> u64 {
+        self.awaited_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
+    }
+
     /// Does erasing take the media's bandwidth? Holes do not, and give the host memory or blocks back.
     pub fn scrubbing_costs_bandwidth(&self) -> bool {
         !self.makes_holes()
@@ -106,6 +111,9 @@ impl Pool {
             state = state.wait(&self.scrubbed);
         } else {
             drop(state);
+            // Before the erasure, so that the scrubber makes room for it.
+            let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
+            self.awaited_chunks.fetch_add(u64::from(chunks), Ordering::Relaxed);
             self.erase_and_free(&batch)?;
             state = self.lock_state();
         }

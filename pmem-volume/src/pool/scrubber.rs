@@ -45,6 +45,8 @@ impl Scrubber {
         wake.change(|signals| {
             *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
         });
+        // The bound begins now.
+        pool.take_awaited_bytes();
         let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
         let started = std::thread::Builder::new()
             .name("pool-scrubber".to_owned())
@@ -157,8 +159,17 @@ impl Worker {
         while let Some(mut signals) = self.wake.wait_for_work() {
             loop {
                 let Some(pool) = self.pool.upgrade() else { return };
-                let bound = signals.bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth());
-                pacer.set(bound);
+                let wait = next_wait(&pool, &mut pacer, signals.bytes_per_s, self.epoch.elapsed());
+                drop(pool);
+                match self.wake.pause(wait, signals.bytes_per_s) {
+                    Some(now) => signals = now,
+                    None => return,
+                }
+                if wait > Duration::ZERO {
+                    // Others may have erased meanwhile.
+                    continue;
+                }
+                let Some(pool) = self.pool.upgrade() else { return };
                 let began = self.epoch.elapsed();
                 match pool.scrub_some(pacer.batch_bytes(batch_bytes(pool.durability()))) {
                     Ok(0) => break,
@@ -166,14 +177,22 @@ impl Worker {
                     // The pool is read-only now and says why; what waits is for who opens it next.
                     Err(_) => return,
                 }
-                drop(pool);
-                match self.wake.pause(pacer.wait(self.epoch.elapsed()), signals.bytes_per_s) {
-                    Some(now) => signals = now,
-                    None => return,
-                }
             }
         }
     }
+}
+
+/// Time until the next batch may begin. Erasures for somebody who needs the chunks at once never wait, but the bound counts
+/// them: the background gives way.
+pub(super) fn next_wait(
+    pool: &Pool,
+    pacer: &mut Pacer,
+    bytes_per_s: Option<NonZeroU64>,
+    now: Duration,
+) -> Duration {
+    pacer.set(bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth()));
+    pacer.spend(pool.take_awaited_bytes(), now);
+    pacer.wait(now)
 }
 
 #[cfg(test)]

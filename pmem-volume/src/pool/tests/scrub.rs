@@ -4,7 +4,10 @@ use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
+use super::super::pacer::Pacer;
+use super::super::scrubber::next_wait;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, PATIENCE, levels};
 use super::*;
@@ -243,6 +246,25 @@ fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
     // Woken by what comes later.
     let_wait(&pool, 4 * MIB);
     wait_until_clean(&pool);
+}
+
+#[test]
+fn erasures_for_those_who_need_the_chunks_count_towards_the_bound() {
+    let (pool, _barrier) = slow_pool();
+    let mut pacer = Pacer::new(None);
+    let rate = NonZeroU64::new(2 * MIB);
+    let_wait(&pool, 20 * MIB);
+    assert_eq!(next_wait(&pool, &mut pacer, rate, Duration::ZERO), Duration::ZERO);
+    // 16 MiB are clean, and the rest is erased on the way.
+    pool.alloc_memory(22 * MIB).unwrap();
+    assert_eq!(pool.scrubbed_bytes(), 6 * MIB);
+    let s = Duration::from_secs;
+    assert_eq!(next_wait(&pool, &mut pacer, rate, s(1)), s(3));
+    // Once.
+    assert_eq!(next_wait(&pool, &mut pacer, rate, s(3)), s(1));
+    pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+    assert_eq!(next_wait(&pool, &mut pacer, rate, s(4)), s(2));
+    assert_eq!(next_wait(&pool, &mut pacer, None, s(4)), Duration::ZERO);
 }
 
 #[test]
