@@ -146,7 +146,7 @@ struct Flags {
     /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool; remaining leaves what --pm-memory may need
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
-    /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off,pci_device_id=SLOT: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
+    /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off,pci_device_id=SLOT,guest_block_size=512|4096: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     disk: Vec<String>,
     /// file=PATH,size=S,discard_writes=on|off,id=NAME: files and devices as persistent memory, /dev/pmem0 and on; size in a directory, in which a file is made

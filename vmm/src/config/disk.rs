@@ -1,4 +1,4 @@
-//! `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=`.
+//! `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=,guest_block_size=`.
 
 use std::path::PathBuf;
 
@@ -15,6 +15,9 @@ use crate::virtio::block::serial::serial_number;
 const QUEUE_SIZES: (u16, u16) = (4, 1024);
 /// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
+
+/// Sizes of logical blocks that guests have drivers for, and disk images are made with.
+const GUEST_BLOCK_SIZES: [u32; 2] = [512, 4096];
 
 const HOW_IT_WORKS: &str = "io_uring is used where the host's kernel allows it";
 
@@ -35,6 +38,13 @@ const REFUSED: &[Refused] = &[
         neutral: &["full", "byte-range", "ByteRange"],
         why: "the whole image is locked",
     },
+    // QEMU's names.
+    Refused { key: "logical_block_size", neutral: &[], why: "the key is guest_block_size=512 or 4096" },
+    Refused {
+        key: "physical_block_size",
+        neutral: &[],
+        why: "it is that of the host's device, at least 4096",
+    },
 ];
 
 pub(super) const SYNTAX: Syntax = Syntax {
@@ -50,6 +60,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "image_type",
         "sparse",
         "pci_device_id",
+        "guest_block_size",
     ],
     words: &[],
     refused: &[refused::PCI, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED],
@@ -100,7 +111,7 @@ impl ImageType {
     }
 }
 
-/// `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=`.
+/// `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=,guest_block_size=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
     /// An image file or a block device.
@@ -132,6 +143,9 @@ pub struct DiskConfig {
     /// Its slot on the PCI bus; a free one otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pci_device_id: Option<u8>,
+    /// Size of the guest's logical blocks, 512 or 4096; 512 for a file and a device's own for a device otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_block_size: Option<u32>,
 }
 
 impl DiskConfig {
@@ -163,6 +177,7 @@ impl DiskConfig {
             image_type: image_type.unwrap_or_default(),
             sparse: options.switch("sparse")?.unwrap_or_else(Self::default_sparse),
             pci_device_id: options.number("pci_device_id")?,
+            guest_block_size: options.number("guest_block_size")?,
         })
     }
 
@@ -196,6 +211,12 @@ impl DiskConfig {
         }
         if let Some(slot) = self.pci_device_id {
             in_range("pci_device_id", slot.into(), 1, (PCI_SLOTS - 1).into())?;
+        }
+        if let Some(size) = self.guest_block_size
+            && !GUEST_BLOCK_SIZES.contains(&size)
+        {
+            let [small, large] = GUEST_BLOCK_SIZES;
+            return conflict(format!("guest_block_size is {size}, and must be {small} or {large}"));
         }
         if let Some(name) = self.image_type.foreign_name() {
             return Err(ConfigError::Unsupported {
@@ -238,7 +259,8 @@ mod tests {
     fn the_flag_is_read() {
         let disk = DiskConfig::parse(
             "path=/d,readonly=on,direct=on,num_queues=4,queue_size=256,serial=abc,id=root,image_type=raw,\
-             sparse=off,iommu=off,backing_files=off,pci_device_id=31,lock_granularity=byte-range",
+             sparse=off,iommu=off,backing_files=off,pci_device_id=31,lock_granularity=byte-range,\
+             guest_block_size=4096",
         )
         .unwrap();
         let expected = DiskConfig {
@@ -252,6 +274,7 @@ mod tests {
             image_type: ImageType::Raw,
             sparse: false,
             pci_device_id: Some(31),
+            guest_block_size: Some(4096),
         };
         assert_eq!(disk, expected);
         assert!(disk.validate(4).is_ok());
@@ -297,6 +320,14 @@ mod tests {
         }
         assert_eq!(error("path=/d,pci_device_id=0"), "--disk: pci_device_id is 0, and must be 1 to 31");
         assert_eq!(error("path=/d,pci_device_id=32"), "--disk: pci_device_id is 32, and must be 1 to 31");
+        for size in [0, 511, 520, 1024, 2048, 8192] {
+            let refusal = format!("--disk: guest_block_size is {size}, and must be 512 or 4096");
+            assert_eq!(error(&format!("path=/d,guest_block_size={size}")), refusal);
+        }
+        assert!(
+            error("path=/d,guest_block_size=4K").contains("guest_block_size=\"4K\" is not a whole number")
+        );
+        assert!(error("path=/d,logical_block_size=512").contains("the key is guest_block_size=512 or 4096"));
         for name in ["qcow2", "vhd", "vhdx"] {
             let refusal =
                 format!("--disk: image_type={name} is not supported by foreshore: only raw images are");

@@ -155,6 +155,7 @@ pub(super) fn attach_disk(
         direct: config.direct,
         sparse: config.sparse,
         is_called_raw: config.image_type == ImageType::Raw,
+        guest_block_bytes: config.guest_block_size,
     };
     let image = RawImage::open(&config.path, options).map_err(BuildError::device("--disk"))?;
     let id = config.id.clone().expect("a VM's devices have ids");

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
@@ -12,11 +13,14 @@ use pmem_volume::pool::Holder;
 use pmem_volume::pool::claim::{ClaimError, claim, is_marked_pool, is_pool};
 use pmem_volume::pool::signature::image_format;
 use thiserror::Error;
-use tracing::warn;
+use tracing::{info, warn};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::blocking::{Blocking, Store};
+use super::direct::{DirectIo, is_refusal, widest_range};
+use super::range_locks::{Access, RangeGuard};
 use super::uring::Uring;
-use super::{Backend, Executor, Geometry, ResizeError};
+use super::{Backend, Executor, Geometry, ResizeError, Step};
 use crate::virtio::block::buffer::Buffers;
 use crate::virtio::block::request::{DiskRange, SECTOR_BYTES, Unmap};
 
@@ -38,6 +42,8 @@ pub struct ImageOptions {
     pub sparse: bool,
     /// The host's user has called it a raw image: content that looks like something else is no warning.
     pub is_called_raw: bool,
+    /// Size of the guest's logical blocks; `None`: 512 bytes for a file, a device's own for a device.
+    pub guest_block_bytes: Option<u32>,
 }
 
 /// Why an image cannot be a disk.
@@ -106,6 +112,10 @@ pub struct RawImage {
     /// A file can be made longer; a device has its size.
     is_file: bool,
     size_bytes: AtomicU64,
+    /// `None`: the page cache takes transfers of any alignment.
+    direct: Option<DirectIo>,
+    /// Unit in which ranges are given away or zeroed.
+    range_unit_bytes: u64,
 }
 
 impl RawImage {
@@ -125,9 +135,10 @@ impl RawImage {
         let kind = refuse_others(file.metadata().map_err(error("looked at"))?)?;
         // 3. What it is like.
         let size_bytes = (&file).seek(SeekFrom::End(0)).map_err(error("measured"))?;
-        let block_bytes = block_bytes(&file, kind.is_block_device(), options.direct);
+        let device_block_bytes = kind.is_block_device().then(|| device_block_bytes(&file));
+        let block_bytes = options.guest_block_bytes.or(device_block_bytes).unwrap_or(SECTOR_BYTES as u32);
         let physical_block_bytes = match kind.is_block_device() {
-            true => device_number(&file, libc::BLKPBSZGET as _).map_or(PAGE_BYTES, usable_physical),
+            true => device_number(&file, libc::BLKPBSZGET as _).map_or(PAGE_BYTES, usable_physical_bytes),
             false => PAGE_BYTES,
         };
         let physical_block_bytes = physical_block_bytes.max(block_bytes);
@@ -152,8 +163,26 @@ impl RawImage {
             discard: options.sparse && !options.readonly,
             unmap: options.sparse && !options.readonly,
         };
-        let (path, size_bytes) = (path.to_owned(), AtomicU64::new(served_bytes));
-        Ok(Arc::new(Self { path, file, geometry, is_file: kind.is_file(), size_bytes }))
+        let direct = || DirectIo::new(path, &file, kind.is_file(), !options.readonly, size_bytes);
+        let direct = options.direct.then(direct).transpose();
+        let direct = direct.map_err(error("duplicated"))?;
+        if let Some(unit_bytes) = direct.as_ref().map(DirectIo::unit_bytes)
+            && unit_bytes > u64::from(block_bytes)
+        {
+            info!(
+                ?path,
+                block_bytes, unit_bytes, "The host takes larger transfers only: smaller ones are widened"
+            );
+        }
+        Ok(Arc::new(Self {
+            path: path.to_owned(),
+            file,
+            geometry,
+            is_file: kind.is_file(),
+            size_bytes: AtomicU64::new(served_bytes),
+            direct,
+            range_unit_bytes: device_block_bytes.map_or(1, u64::from),
+        }))
     }
 
     /// The open file.
@@ -166,13 +195,107 @@ impl RawImage {
         self.geometry.unmap && unmap == Unmap::Allowed
     }
 
+    /// Checks that the kernel takes a step as it is, as far as known.
+    pub(super) fn is_aligned(&self, step: &Step) -> bool {
+        let is_transfer_aligned =
+            |offset, len| self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64));
+        match step {
+            Step::Read(offset, buffer) | Step::Write(offset, buffer) => {
+                is_transfer_aligned(*offset, buffer.len())
+            }
+            Step::Discard(range) | Step::WriteZeroes(range, _) => {
+                (range.offset_bytes() | range.len_bytes()).is_multiple_of(self.range_unit_bytes)
+            }
+            Step::Flush => true,
+        }
+    }
+
+    /// Checks that EINVAL, as an answer to this step, may be about its alignment.
+    pub(super) fn may_refuse(&self, step: &Step) -> bool {
+        self.direct.is_some() && matches!(step, Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..))
+    }
+
+    /// Makes the image take every transfer for aligned, as before its host began to refuse some.
+    #[cfg(test)]
+    pub fn forget_unit(&self) {
+        self.direct.iter().for_each(DirectIo::forget_unit);
+    }
+
+    /// Locks the range that an aligned step changes, for as long as it is under way.
+    pub(super) fn lock_aligned(&self, step: &Step) -> Option<RangeGuard> {
+        let (offset_bytes, len_bytes) = changed_range(step)?;
+        Some(self.direct.as_ref()?.lock_shared(offset_bytes, len_bytes))
+    }
+
+    /// Carries out a step of any alignment. `None`: a step under way changes the same blocks, and `event` is raised when one
+    /// has ended.
+    pub(super) fn carry_out_unaligned(
+        &self,
+        step: &mut Step,
+        event: &Arc<EventFd>,
+    ) -> Option<io::Result<()>> {
+        let _guard = match (&self.direct, changed_range(step)) {
+            (Some(direct), Some((offset_bytes, len_bytes))) => {
+                let range = widest_range(offset_bytes, len_bytes);
+                Some(direct.locks().try_lock(range, Access::Exclusive, event)?)
+            }
+            _ => None,
+        };
+        Some(match step {
+            Step::Read(offset, buffer) => Store::read(self, *offset, buffer.bytes_mut()),
+            Step::Write(offset, buffer) => self.write_locked(*offset, buffer.bytes()),
+            Step::Flush => Store::flush(self),
+            Step::Discard(range) => Store::discard(self, *range),
+            Step::WriteZeroes(range, unmap) => self.write_zeroes_locked(*range, *unmap),
+        })
+    }
+
+    /// Locks what a step of any alignment changes, after the steps under way that change it have ended.
+    fn lock_unaligned(&self, offset_bytes: u64, len_bytes: u64) -> Option<RangeGuard> {
+        let range = widest_range(offset_bytes, len_bytes);
+        self.direct.as_ref().map(|direct| direct.locks().lock(range, Access::Exclusive))
+    }
+
+    /// Writes, while the caller has the blocks locked.
+    fn write_locked(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+        match &self.direct {
+            Some(direct) => direct.write(&self.file, offset_bytes, data),
+            None => self.file.write_all_at(data, offset_bytes),
+        }
+    }
+
+    /// Makes a range read as zeros, while the caller has the blocks locked.
+    fn write_zeroes_locked(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
+        let modes: &[i32] = if self.unmaps(unmap) { &[PUNCH, ZERO] } else { &[ZERO] };
+        let (whole, end) = (self.whole_units(range), range.offset_bytes() + range.len_bytes());
+        for mode in modes {
+            match self.allocate(*mode, &whole) {
+                Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => (),
+                Err(err) => return Err(err),
+                Ok(()) => {
+                    self.write_out_zeroes(range.offset_bytes()..whole.start)?;
+                    return self.write_out_zeroes(whole.end..end);
+                }
+            }
+        }
+        self.write_out_zeroes(range.offset_bytes()..end)
+    }
+
+    /// Largest part of a range that a device takes for `fallocate`; empty, at the range's start, if there is none.
+    fn whole_units(&self, range: DiskRange) -> Range<u64> {
+        let (start, end) = (range.offset_bytes(), range.offset_bytes() + range.len_bytes());
+        let (first, last) =
+            (start.next_multiple_of(self.range_unit_bytes), end - end % self.range_unit_bytes);
+        if first < last { first..last } else { start..start }
+    }
+
     /// `fallocate`, whose errors are told apart by the caller.
-    fn allocate(&self, mode: i32, range: DiskRange) -> io::Result<()> {
-        let offset = i64::try_from(range.offset_bytes()).map_err(io::Error::other)?;
-        let len = i64::try_from(range.len_bytes()).map_err(io::Error::other)?;
-        if len == 0 {
+    fn allocate(&self, mode: i32, range: &Range<u64>) -> io::Result<()> {
+        if range.is_empty() {
             return Ok(());
         }
+        let offset = i64::try_from(range.start).map_err(io::Error::other)?;
+        let len = i64::try_from(range.end - range.start).map_err(io::Error::other)?;
         // SAFETY: the call touches no memory.
         match unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) } {
             0 => Ok(()),
@@ -181,15 +304,26 @@ impl RawImage {
     }
 
     /// For file systems that have no better way, such as tmpfs.
-    fn write_out_zeroes(&self, range: DiskRange) -> io::Result<()> {
+    fn write_out_zeroes(&self, range: Range<u64>) -> io::Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
         // New memory is zeros.
         let zeros = Buffers::default().take(ZEROS_BYTES);
-        let end = range.offset_bytes() + range.len_bytes();
-        for offset in (range.offset_bytes()..end).step_by(ZEROS_BYTES) {
-            let len = (end - offset).min(ZEROS_BYTES as u64) as usize;
-            self.file.write_all_at(&zeros.bytes()[..len], offset)?;
+        for offset in range.clone().step_by(ZEROS_BYTES) {
+            let len = (range.end - offset).min(ZEROS_BYTES as u64) as usize;
+            self.write_locked(offset, &zeros.bytes()[..len])?;
         }
         Ok(())
+    }
+}
+
+/// Offset and length of what a step changes.
+fn changed_range(step: &Step) -> Option<(u64, u64)> {
+    match step {
+        Step::Write(offset, buffer) => Some((*offset, buffer.len() as u64)),
+        Step::Discard(range) | Step::WriteZeroes(range, _) => Some((range.offset_bytes(), range.len_bytes())),
+        Step::Read(..) | Step::Flush => None,
     }
 }
 
@@ -199,34 +333,42 @@ pub(super) const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_S
 
 impl Store for RawImage {
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(data, offset_bytes)
+        match &self.direct {
+            Some(direct) => direct.read(&self.file, offset_bytes, data),
+            None => self.file.read_exact_at(data, offset_bytes),
+        }
     }
 
     fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(data, offset_bytes)
+        if let Some(direct) = &self.direct
+            && direct.is_aligned(offset_bytes, data.len() as u64)
+        {
+            let _guard = direct.lock_shared(offset_bytes, data.len() as u64);
+            let result = self.file.write_all_at(data, offset_bytes);
+            if !is_refusal(&result) {
+                return result;
+            }
+        }
+        let _guard = self.lock_unaligned(offset_bytes, data.len() as u64);
+        self.write_locked(offset_bytes, data)
     }
 
     fn flush(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// A file system that cannot give blocks back keeps them: a discard is a hint (5.2.6.2).
+    /// A file system that cannot give blocks back keeps them: a discard is a hint (5.2.6.2). So are its edges that are no
+    /// whole blocks of a device.
     fn discard(&self, range: DiskRange) -> io::Result<()> {
-        match self.allocate(PUNCH, range) {
+        match self.allocate(PUNCH, &self.whole_units(range)) {
             Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
             result => result,
         }
     }
 
     fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
-        let modes: &[i32] = if self.unmaps(unmap) { &[PUNCH, ZERO] } else { &[ZERO] };
-        for mode in modes {
-            match self.allocate(*mode, range) {
-                Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => (),
-                result => return result,
-            }
-        }
-        self.write_out_zeroes(range)
+        let _guard = self.lock_unaligned(range.offset_bytes(), range.len_bytes());
+        self.write_zeroes_locked(range, unmap)
     }
 }
 
@@ -313,19 +455,14 @@ fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageErro
     }
 }
 
-/// What every transfer must be a multiple of.
-fn block_bytes(file: &File, is_device: bool, direct: bool) -> u32 {
-    let known = match (is_device, direct) {
-        (true, _) => device_number(file, libc::BLKSSZGET as _),
-        (false, true) => direct_alignment(file).or_else(|| takes_small_blocks(file).then_some(512)),
-        (false, false) => Some(SECTOR_BYTES as u32),
-    };
+/// Size of a device's logical blocks, which its own partition table is in.
+fn device_block_bytes(file: &File) -> u32 {
     let usable = |bytes: &u32| bytes.is_power_of_two() && (512..=PAGE_BYTES).contains(bytes);
-    known.filter(usable).unwrap_or(PAGE_BYTES)
+    device_number(file, libc::BLKSSZGET as _).filter(usable).unwrap_or(PAGE_BYTES)
 }
 
 /// What partitions and file systems shall align to, of what a device says: at least pages, which the host's cache has.
-fn usable_physical(bytes: u32) -> u32 {
+fn usable_physical_bytes(bytes: u32) -> u32 {
     if bytes.is_power_of_two() { bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX) } else { PAGE_BYTES }
 }
 
@@ -337,24 +474,6 @@ fn device_number(file: &File, request: libc::Ioctl) -> Option<u32> {
     (result == 0).then(|| u32::try_from(bytes).ok()).flatten()
 }
 
-/// Whether O_DIRECT reads 512 bytes: asked by trying, where the kernel does not tell.
-fn takes_small_blocks(file: &File) -> bool {
-    let mut buffer = Buffers::default().take(SECTOR_BYTES as usize);
-    file.read_at(buffer.bytes_mut(), 0).is_ok_and(|len| len == SECTOR_BYTES as usize)
-}
-
-/// What O_DIRECT wants of offsets, where the kernel tells (since 6.1).
-fn direct_alignment(file: &File) -> Option<u32> {
-    // SAFETY: all zeros are a valid value of this plain struct.
-    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: an empty path with AT_EMPTY_PATH is the file itself; the call writes to `stat` alone.
-    let result = unsafe {
-        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut stat)
-    };
-    (result == 0 && stat.stx_mask & libc::STATX_DIOALIGN != 0 && stat.stx_dio_offset_align != 0)
-        .then_some(stat.stx_dio_offset_align)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -364,15 +483,7 @@ mod tests {
         for (says, used) in
             [(0, 4096), (512, 4096), (4096, 4096), (16384, 16384), (1 << 30, 1 << 20), (12288, 4096)]
         {
-            assert_eq!(usable_physical(says), used, "{says}");
+            assert_eq!(usable_physical_bytes(says), used, "{says}");
         }
-    }
-
-    #[test]
-    fn small_blocks_are_tried() {
-        let file = tempfile::tempfile().unwrap();
-        assert!(!takes_small_blocks(&file), "there is nothing to read");
-        file.set_len(512).unwrap();
-        assert!(takes_small_blocks(&file), "without O_DIRECT there is no limit");
     }
 }

@@ -1,7 +1,9 @@
 //! What a disk is made of: something that has bytes, and a way of working on them for each queue.
 
 pub mod blocking;
+mod direct;
 pub mod image;
+mod range_locks;
 pub mod uring;
 pub mod volume;
 

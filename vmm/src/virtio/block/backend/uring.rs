@@ -11,7 +11,9 @@ use tracing::warn;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::blocking::Blocking;
+use super::direct::is_refusal;
 use super::image::{PUNCH, RawImage, ZERO};
+use super::range_locks::RangeGuard;
 use super::{Done, Executor, Step};
 use crate::virtio::block::buffer::{Buffer, Buffers};
 use crate::virtio::block::request::DiskRange;
@@ -44,13 +46,15 @@ struct Running {
     /// Where zeros are asked for.
     way: Way,
     retries: u32,
+    /// What it changes, where an unaligned step must not change the same at the same time.
+    guard: Option<RangeGuard>,
 }
 
 /// A ring on a raw image.
 pub struct Uring {
     ring: IoUring,
     /// Raised when the kernel has something to tell, while it is armed.
-    event: EventFd,
+    event: Arc<EventFd>,
     image: Arc<RawImage>,
     /// By token. The kernel has the addresses of the buffers: they stay here until it is done with them.
     running: Vec<Option<Running>>,
@@ -60,6 +64,8 @@ pub struct Uring {
     /// The event is raised.
     armed: bool,
     done: VecDeque<Done>,
+    /// Steps whose alignment the kernel does not take: carried out by calls, one in each turn.
+    unaligned: VecDeque<(usize, Step)>,
     /// What zeros are written from; made when they are.
     zeros: Option<Buffer>,
     /// The kernel takes no more from the ring, and steps are carried out by calls instead.
@@ -76,7 +82,7 @@ impl Uring {
         if !needed.into_iter().all(|code| probe.is_supported(code)) {
             return Err(io::Error::other("the kernel's io_uring is too old"));
         }
-        let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         ring.submitter().register_eventfd(event.as_raw_fd())?;
         let running = (0..depth).map(|_| None).collect();
         ring.completion().disable_eventfd();
@@ -89,6 +95,7 @@ impl Uring {
             untold: false,
             armed: false,
             done: VecDeque::new(),
+            unaligned: VecDeque::new(),
             zeros: None,
             instead: None,
         })
@@ -96,6 +103,11 @@ impl Uring {
 
     /// Puts a step, or what is left of it, into the ring.
     fn push(&mut self, token: usize, mut running: Running) {
+        if !self.image.is_aligned(&running.step) {
+            self.unaligned.push_back((token, running.step));
+            return;
+        }
+        running.guard = running.guard.or_else(|| self.image.lock_aligned(&running.step));
         let Some(entry) = self.entry(&mut running) else {
             self.done.push_back(Done { token, step: running.step, result: Ok(()) });
             return;
@@ -174,8 +186,10 @@ impl Uring {
             }
             for (token, mut running, result) in completed {
                 match running.advance(result) {
-                    Some(result) => self.done.push_back(Done { token, step: running.step, result }),
-                    None => instead.add(token, running.step),
+                    Some(result) if !self.is_refused(&running.step, &result) => {
+                        self.done.push_back(Done { token, step: running.step, result });
+                    }
+                    _ => instead.add(token, running.step),
                 }
             }
         }
@@ -185,8 +199,26 @@ impl Uring {
                 instead.add(token, running.step);
             }
         }
+        for (token, step) in self.unaligned.drain(..) {
+            instead.add(token, step);
+        }
         (self.under_way, self.untold) = (0, false);
         self.instead = Some(instead);
+    }
+
+    /// Carries out one unaligned step, unless it has to wait for another of the same blocks; true if there are more that need
+    /// not wait.
+    fn carry_out_unaligned(&mut self) -> bool {
+        let Some((_, step)) = self.unaligned.front_mut() else { return false };
+        let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
+        let (token, step) = self.unaligned.pop_front().expect("the step that was carried out");
+        self.done.push_back(Done { token, step, result });
+        !self.unaligned.is_empty()
+    }
+
+    /// Checks that a step may succeed with another alignment.
+    fn is_refused(&self, step: &Step, result: &io::Result<()>) -> bool {
+        is_refusal(result) && self.image.may_refuse(step)
     }
 
     /// Takes what the kernel is done with.
@@ -210,6 +242,10 @@ impl Uring {
         for (token, mut running, result) in completed {
             match running.advance(result) {
                 None => self.push(token, running),
+                // The whole step again, as nobody counts on its blocks before it is answered.
+                Some(result) if self.is_refused(&running.step, &result) => {
+                    self.unaligned.push_back((token, running.step));
+                }
                 Some(result) => self.done.push_back(Done { token, step: running.step, result }),
             }
         }
@@ -220,7 +256,7 @@ impl Uring {
 impl Running {
     fn new(step: Step, unmaps: bool) -> Self {
         let way = if unmaps { Way::Punch } else { Way::Zero };
-        Self { step, done: 0, way, retries: 0 }
+        Self { step, done: 0, way, retries: 0, guard: None }
     }
 
     /// Takes what the kernel says. `None`: it is not all done yet.
@@ -279,12 +315,15 @@ impl Executor for Uring {
             }
             self.submit();
         }
-        self.instead.as_mut().is_some_and(Blocking::begin)
+        match &mut self.instead {
+            Some(instead) => instead.begin(),
+            None => self.carry_out_unaligned(),
+        }
     }
 
     fn next_done(&mut self) -> Option<Done> {
         while self.instead.is_none() && self.done.is_empty() && self.reap() {
-            // What the kernel did only a part of.
+            // What the kernel did only a part of, or refused.
             self.begin();
         }
         self.done.pop_front().or_else(|| self.instead.as_mut()?.next_done())
@@ -300,6 +339,8 @@ impl Executor for Uring {
             // What came before that the kernel has not raised the event for.
             fence(Ordering::SeqCst);
         }
+        // A step that has to wait for others has asked for the event.
+        self.carry_out_unaligned();
         !self.done.is_empty() || !self.ring.completion().is_empty()
     }
 
@@ -320,6 +361,7 @@ impl Executor for Uring {
         // 1. What was added and not begun has to be, as there is no other way out of the ring.
         if self.instead.is_none() {
             self.begin();
+            self.unaligned.clear();
         }
         while self.under_way > 0 {
             if let Err(err) = self.ring.submit_and_wait(1)

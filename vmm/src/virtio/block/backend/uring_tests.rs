@@ -21,7 +21,7 @@ fn image() -> (File, Arc<RawImage>) {
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(IMAGE_BYTES).unwrap();
     let path = format!("/proc/self/fd/{fd}");
-    let options = ImageOptions { readonly: false, direct: false, sparse: true, is_called_raw: false };
+    let options = ImageOptions { sparse: true, ..ImageOptions::default() };
     let image = RawImage::open(Path::new(&path), options).unwrap();
     (file, image)
 }

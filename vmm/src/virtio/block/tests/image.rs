@@ -22,8 +22,13 @@ use crate::virtio::block::backend::{Done, Executor, Geometry, ResizeError, Step}
 use crate::volume::file::PmemFile;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
-const WRITABLE: ImageOptions =
-    ImageOptions { readonly: false, direct: false, sparse: true, is_called_raw: false };
+pub(super) const WRITABLE: ImageOptions = ImageOptions {
+    readonly: false,
+    direct: false,
+    sparse: true,
+    is_called_raw: false,
+    guest_block_bytes: None,
+};
 const READONLY: ImageOptions = ImageOptions { readonly: true, ..WRITABLE };
 
 /// An image of zeros.
@@ -35,7 +40,7 @@ fn image(len: u64) -> (TempDir, PathBuf) {
 }
 
 /// The same image without io_uring.
-struct WithoutUring(Arc<RawImage>);
+pub(super) struct WithoutUring(pub(super) Arc<RawImage>);
 
 impl Backend for WithoutUring {
     fn geometry(&self) -> Geometry {

@@ -7,6 +7,7 @@ mod hostile;
 mod image;
 mod job;
 mod overlap;
+mod unaligned;
 mod volume;
 
 use std::sync::Arc;

@@ -1,0 +1,284 @@
+//! O_DIRECT transfers of any alignment.
+//!
+//! A host takes direct transfers in units: mostly 512 bytes, 4096 on media with such sectors. The unit is found by reading,
+//! because what statx() reports is the unit that is fast, not the smallest that works: XFS reports 4096 for a file that
+//! shares blocks with a copy (`cp --reflink`), and still serves 512. It may also grow while the file is open: ext4 reads
+//! a hole at any alignment, and refuses what is then written there.
+//!
+//! A transfer that is not whole units is widened to whole units in a buffer of its own. A write reads the units at its edges
+//! first, under an exclusive lock. The bytes behind the last whole unit of a file go through the page cache. No direct
+//! transfer touches them.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use tracing::info;
+
+use super::range_locks::{Access, RangeGuard, RangeLocks};
+use crate::virtio::block::buffer::Buffers;
+use crate::virtio::block::request::SECTOR_BYTES;
+
+/// The largest unit that is tried.
+pub const UNIT_BYTES_MAX: u64 = 64 << 10;
+
+/// Reads and writes at offsets, as [`FileExt`] does.
+pub trait ReadWriteAt {
+    /// Reads up to `data.len()` bytes.
+    fn read_at(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<usize>;
+
+    /// Fills `data`.
+    fn read_exact_at(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<()>;
+
+    /// Writes all of `data`.
+    fn write_all_at(&self, data: &[u8], offset_bytes: u64) -> io::Result<()>;
+}
+
+impl ReadWriteAt for File {
+    fn read_at(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<usize> {
+        FileExt::read_at(self, data, offset_bytes)
+    }
+
+    fn read_exact_at(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<()> {
+        FileExt::read_exact_at(self, data, offset_bytes)
+    }
+
+    fn write_all_at(&self, data: &[u8], offset_bytes: u64) -> io::Result<()> {
+        FileExt::write_all_at(self, data, offset_bytes)
+    }
+}
+
+/// A file through the page cache, opened when it is needed: most files are whole units.
+#[derive(Debug)]
+struct Buffered {
+    /// The file as it was opened first. Its lock stays with that open file description.
+    file: File,
+    writable: bool,
+    opened: OnceLock<File>,
+}
+
+impl Buffered {
+    fn new(file: &File, writable: bool) -> io::Result<Self> {
+        Ok(Self { file: file.try_clone()?, writable, opened: OnceLock::new() })
+    }
+
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    fn open(&self) -> io::Result<&File> {
+        if let Some(opened) = self.opened.get() {
+            return Ok(opened);
+        }
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let opened = File::options().read(true).write(self.writable).open(path)?;
+        Ok(self.opened.get_or_init(|| opened))
+    }
+
+    fn read(&self, data: &mut [u8], offset_bytes: u64) -> io::Result<()> {
+        FileExt::read_exact_at(self.open()?, data, offset_bytes)
+    }
+
+    fn write(&self, data: &[u8], offset_bytes: u64) -> io::Result<()> {
+        FileExt::write_all_at(self.open()?, data, offset_bytes)
+    }
+}
+
+/// Alignment of an image that is open with O_DIRECT.
+#[derive(Debug)]
+pub struct DirectIo {
+    /// The image, for the log.
+    path: PathBuf,
+    /// `None` for a block device, whose size is whole units.
+    buffered: Option<Buffered>,
+    unit_bytes: AtomicU64,
+    locks: Arc<RangeLocks>,
+}
+
+impl DirectIo {
+    /// Probes the unit of `file`, which was opened at `path` with O_DIRECT and has `size_bytes`.
+    pub fn new(path: &Path, file: &File, is_file: bool, writable: bool, size_bytes: u64) -> io::Result<Self> {
+        let buffered = is_file.then(|| Buffered::new(file, writable)).transpose()?;
+        Ok(Self { path: path.to_owned(), ..Self::with_unit(buffered, probe(file, size_bytes)) })
+    }
+
+    fn with_unit(buffered: Option<Buffered>, unit_bytes: u64) -> Self {
+        let path = PathBuf::new();
+        Self { path, buffered, unit_bytes: AtomicU64::new(unit_bytes), locks: Arc::default() }
+    }
+
+    /// Unit of direct transfers, as far as known.
+    pub fn unit_bytes(&self) -> u64 {
+        self.unit_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Checks that the host takes a transfer as it is, as far as known.
+    pub fn is_aligned(&self, offset_bytes: u64, len_bytes: u64) -> bool {
+        (offset_bytes | len_bytes).is_multiple_of(self.unit_bytes())
+    }
+
+    #[cfg(test)]
+    pub fn forget_unit(&self) {
+        self.unit_bytes.store(SECTOR_BYTES, Ordering::Relaxed);
+    }
+
+    /// Locks of ranges that are being changed.
+    pub fn locks(&self) -> &Arc<RangeLocks> {
+        &self.locks
+    }
+
+    /// Locks a range for a change that the host takes as it is.
+    pub fn lock_shared(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
+        self.locks.lock(offset_bytes..offset_bytes + len_bytes, Access::Shared)
+    }
+
+    /// Fills `data` from `offset_bytes` of `file`.
+    pub fn read(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
+        let result = self.with_growing_unit(|unit| self.read_wide(file, offset_bytes, data, unit));
+        match &self.buffered {
+            Some(buffered) if is_refusal(&result) => buffered.read(data, offset_bytes),
+            _ => result,
+        }
+    }
+
+    /// Writes `data` to `offset_bytes` of `file`, by whoever holds [`widest_range`] of it alone.
+    pub fn write(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+        let result = self.with_growing_unit(|unit| self.write_wide(file, offset_bytes, data, unit));
+        match &self.buffered {
+            Some(buffered) if is_refusal(&result) => buffered.write(data, offset_bytes),
+            _ => result,
+        }
+    }
+
+    /// Tries `transfer` with larger and larger units while the host refuses it, and keeps the first that it takes.
+    fn with_growing_unit(&self, mut transfer: impl FnMut(u64) -> io::Result<()>) -> io::Result<()> {
+        let mut unit_bytes = self.unit_bytes();
+        loop {
+            let result = transfer(unit_bytes);
+            if is_refusal(&result) && unit_bytes < UNIT_BYTES_MAX {
+                unit_bytes *= 2;
+                continue;
+            }
+            if result.is_ok() && self.unit_bytes.fetch_max(unit_bytes, Ordering::Relaxed) < unit_bytes {
+                let path = &self.path;
+                info!(
+                    ?path,
+                    unit_bytes, "The host takes larger transfers only from now on: smaller ones are widened"
+                );
+            }
+            return result;
+        }
+    }
+
+    fn read_wide(
+        &self,
+        file: &impl ReadWriteAt,
+        offset_bytes: u64,
+        data: &mut [u8],
+        unit_bytes: u64,
+    ) -> io::Result<()> {
+        let direct = self.direct_part(offset_bytes, data.len() as u64, unit_bytes)?;
+        let (direct_data, tail) = data.split_at_mut((direct.end - direct.start) as usize);
+        if !direct_data.is_empty() {
+            let wide = widened(&direct, unit_bytes);
+            if wide == direct {
+                file.read_exact_at(direct_data, offset_bytes)?;
+            } else {
+                let mut buffer = Buffers::default().take((wide.end - wide.start) as usize);
+                file.read_exact_at(buffer.bytes_mut(), wide.start)?;
+                let skip = (direct.start - wide.start) as usize;
+                direct_data.copy_from_slice(&buffer.bytes()[skip..][..direct_data.len()]);
+            }
+        }
+        match &self.buffered {
+            Some(buffered) if !tail.is_empty() => buffered.read(tail, direct.end),
+            _ => Ok(()),
+        }
+    }
+
+    fn write_wide(
+        &self,
+        file: &impl ReadWriteAt,
+        offset_bytes: u64,
+        data: &[u8],
+        unit_bytes: u64,
+    ) -> io::Result<()> {
+        let direct = self.direct_part(offset_bytes, data.len() as u64, unit_bytes)?;
+        let (direct_data, tail) = data.split_at((direct.end - direct.start) as usize);
+        if !direct_data.is_empty() {
+            let wide = widened(&direct, unit_bytes);
+            if wide == direct {
+                file.write_all_at(direct_data, offset_bytes)?;
+            } else {
+                let mut buffer = Buffers::default().take((wide.end - wide.start) as usize);
+                let unit = unit_bytes as usize;
+                let last = buffer.len() - unit;
+                if direct.start > wide.start || last == 0 {
+                    file.read_exact_at(&mut buffer.bytes_mut()[..unit], wide.start)?;
+                }
+                if direct.end < wide.end && last > 0 {
+                    file.read_exact_at(&mut buffer.bytes_mut()[last..], wide.end - unit_bytes)?;
+                }
+                let skip = (direct.start - wide.start) as usize;
+                buffer.bytes_mut()[skip..][..direct_data.len()].copy_from_slice(direct_data);
+                file.write_all_at(buffer.bytes(), wide.start)?;
+            }
+        }
+        match &self.buffered {
+            Some(buffered) if !tail.is_empty() => buffered.write(tail, direct.end),
+            _ => Ok(()),
+        }
+    }
+
+    /// Part of a transfer that lies before the end of the last whole unit of the file. A write of the rest in whole units
+    /// would make the file longer.
+    fn direct_part(&self, offset_bytes: u64, len_bytes: u64, unit_bytes: u64) -> io::Result<Range<u64>> {
+        let end = offset_bytes + len_bytes;
+        let Some(buffered) = &self.buffered else { return Ok(offset_bytes..end) };
+        let size_bytes = buffered.size_bytes()?;
+        let units_end = size_bytes - size_bytes % unit_bytes;
+        // What begins behind them has no direct part.
+        Ok(offset_bytes..end.min(units_end.max(offset_bytes)))
+    }
+}
+
+/// Range that a widened write may touch, whatever the unit turns out to be.
+pub fn widest_range(offset_bytes: u64, len_bytes: u64) -> Range<u64> {
+    widened(&(offset_bytes..offset_bytes + len_bytes), UNIT_BYTES_MAX)
+}
+
+/// Smallest range of whole units around `range`.
+fn widened(range: &Range<u64>, unit_bytes: u64) -> Range<u64> {
+    range.start - range.start % unit_bytes..range.end.next_multiple_of(unit_bytes)
+}
+
+/// EINVAL, by which the kernel refuses the alignment of a direct transfer.
+pub fn is_refusal(result: &io::Result<()>) -> bool {
+    matches!(result, Err(err) if err.raw_os_error() == Some(libc::EINVAL))
+}
+
+/// The smallest unit in which the host reads an image of `size_bytes`: at its start, its middle and its end, each time at
+/// an odd multiple of the unit. Errors other than a refusal say nothing about alignment.
+fn probe(file: &impl ReadWriteAt, size_bytes: u64) -> u64 {
+    let mut buffer = Buffers::default().take(UNIT_BYTES_MAX as usize);
+    let mut takes = |unit_bytes: u64| {
+        let units = size_bytes / unit_bytes;
+        let odd = |unit: u64| unit.saturating_sub(1) | 1;
+        let offsets = [0, 1, odd(units / 2), odd(units)].map(|unit| unit * unit_bytes);
+        offsets.into_iter().filter(|offset| *offset < size_bytes).all(|offset| {
+            let read = file.read_at(&mut buffer.bytes_mut()[..unit_bytes as usize], offset);
+            !is_refusal(&read.map(drop))
+        })
+    };
+    let units = std::iter::successors(Some(SECTOR_BYTES), |unit| Some(unit * 2));
+    units.take_while(|unit| *unit < UNIT_BYTES_MAX).find(|unit| takes(*unit)).unwrap_or(UNIT_BYTES_MAX)
+}
+
+#[cfg(test)]
+#[path = "direct_tests.rs"]
+mod tests;

@@ -1,0 +1,138 @@
+//! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of the same blocks.
+//!
+//! Transfers that the host accepts as they are hold their range shared, also with each other: overlapping writes of a guest
+//! are the guest's problem. A cycle holds its range alone. Whoever holds a range alone only waits for the media, so waiting for
+//! it is bounded. Whoever holds a range shared may be a ring whose thread has other work, so a ring never blocks for it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Kind of a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Compatible with other shared locks.
+    Shared,
+    /// Compatible with no other lock of an overlapping range.
+    Exclusive,
+}
+
+/// Locked ranges of one image.
+#[derive(Debug, Default)]
+pub struct RangeLocks {
+    state: Mutex<State>,
+    released: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    next: u64,
+    shared: BTreeMap<u64, Range<u64>>,
+    exclusive: BTreeMap<u64, Range<u64>>,
+    /// Raised at the next release.
+    waiting: Vec<Arc<EventFd>>,
+}
+
+/// A locked range, unlocked on drop.
+pub struct RangeGuard {
+    locks: Arc<RangeLocks>,
+    id: u64,
+}
+
+impl State {
+    fn is_free(&self, range: &Range<u64>, access: Access) -> bool {
+        let overlaps = |other: &Range<u64>| range.start < other.end && other.start < range.end;
+        let shared_is_free = access == Access::Shared || !self.shared.values().any(overlaps);
+        shared_is_free && !self.exclusive.values().any(overlaps)
+    }
+
+    fn insert(&mut self, range: Range<u64>, access: Access) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        match access {
+            Access::Shared => self.shared.insert(id, range),
+            Access::Exclusive => self.exclusive.insert(id, range),
+        };
+        id
+    }
+}
+
+impl RangeLocks {
+    /// Locks `range`, after all conflicting locks are released.
+    pub fn lock(self: &Arc<Self>, range: Range<u64>, access: Access) -> RangeGuard {
+        let mut state = self.state.lock();
+        self.released.wait_while(&mut state, |state| !state.is_free(&range, access));
+        RangeGuard { locks: Arc::clone(self), id: state.insert(range, access) }
+    }
+
+    /// Locks `range`, or returns `None` and raises `event` at the next release of any range.
+    pub fn try_lock(
+        self: &Arc<Self>,
+        range: Range<u64>,
+        access: Access,
+        event: &Arc<EventFd>,
+    ) -> Option<RangeGuard> {
+        let mut state = self.state.lock();
+        if state.is_free(&range, access) {
+            return Some(RangeGuard { locks: Arc::clone(self), id: state.insert(range, access) });
+        }
+        if !state.waiting.iter().any(|other| Arc::ptr_eq(other, event)) {
+            state.waiting.push(Arc::clone(event));
+        }
+        None
+    }
+}
+
+impl Drop for RangeGuard {
+    fn drop(&mut self) {
+        let mut state = self.locks.state.lock();
+        if state.shared.remove(&self.id).is_none() {
+            state.exclusive.remove(&self.id);
+        }
+        self.locks.released.notify_all();
+        for event in state.waiting.drain(..) {
+            // Fails only if the counter is full, and then the event is raised already.
+            let _: io::Result<()> = event.write(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    use super::*;
+
+    #[test]
+    fn exclusive_lock_excludes_overlapping_ranges_only() {
+        let (locks, event) = (Arc::new(RangeLocks::default()), Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()));
+        let try_lock = |range, access| locks.try_lock(range, access, &event);
+        let shared = try_lock(0..4096, Access::Shared).unwrap();
+        let second = try_lock(512..1024, Access::Shared).unwrap();
+        assert!(try_lock(4095..4096, Access::Exclusive).is_none());
+        let beside = try_lock(4096..8192, Access::Exclusive).unwrap();
+        for access in [Access::Shared, Access::Exclusive] {
+            assert!(try_lock(8191..9000, access).is_none(), "{access:?}");
+        }
+        drop((shared, second));
+        assert!(event.read().is_ok(), "the waiting ring is woken");
+        let alone = try_lock(0..4096, Access::Exclusive).unwrap();
+        drop((beside, alone));
+        assert!(try_lock(0..u64::MAX, Access::Exclusive).is_some());
+    }
+
+    #[test]
+    fn blocking_lock_is_granted_after_release() {
+        let locks = Arc::new(RangeLocks::default());
+        let held = locks.lock(0..512, Access::Shared);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| drop(locks.lock(0..4096, Access::Exclusive)));
+            drop(held);
+            waiter.join().unwrap();
+        });
+    }
+}
