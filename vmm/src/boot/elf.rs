@@ -12,7 +12,7 @@ use vm_memory::{Address, GuestMemoryBackend, ReadVolatile};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::pvh::{self, RangeKind};
-use crate::memory::layout::HIMEM_START;
+use crate::memory::layout::{BootMemory, HIMEM_START};
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
 const CLASS_64: u8 = 2;
@@ -160,13 +160,13 @@ pub fn load<M, F>(
     memory: &M,
     image: &mut F,
     image_bytes: u64,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<LoadedElf, ElfError>
 where
     M: GuestMemoryBackend,
     F: Read + ReadVolatile + Seek,
 {
-    let (_, loaded) = verify(image, image_bytes, boot_memory_bytes)?;
+    let (_, loaded) = verify(image, image_bytes, boot_memory)?;
     Elf::load(memory, None, image, None)?;
     Ok(loaded)
 }
@@ -175,10 +175,10 @@ where
 pub fn verify<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
-    check_segments(&headers, image_bytes, boot_memory_bytes)?;
+    check_segments(&headers, image_bytes, boot_memory)?;
     let Facts { entry, is_linux } = read_notes(image, &headers)?;
     let entry = entry.ok_or(ElfError::NoPvhNote)?;
     let segments: Vec<_> =
@@ -232,9 +232,9 @@ fn read_program_headers<F: Read + Seek>(
 fn check_segments(
     headers: &[ProgramHeader],
     image_bytes: u64,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<(), ElfError> {
-    let map = pvh::memory_map(boot_memory_bytes);
+    let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment() || header.kind == PT_NOTE) {
         let expected_bytes = header.offset.saturating_add(header.file_size);
         if expected_bytes > image_bytes {
@@ -251,7 +251,7 @@ fn check_segments(
                 })
         };
         if !start.checked_add(len).is_some_and(fits) {
-            let memory_end = pvh::low_memory_end(boot_memory_bytes);
+            let memory_end = boot_memory.low_end();
             return Err(ElfError::DoesNotFit { start, len, memory_end });
         }
     }
@@ -460,7 +460,7 @@ pub mod tests {
     }
 
     fn load_bytes(image: &[u8]) -> Result<LoadedElf, ElfError> {
-        load(&memory(), &mut Cursor::new(image), image.len() as u64, MEMORY_BYTES)
+        load(&memory(), &mut Cursor::new(image), image.len() as u64, BootMemory::of_small_pages(MEMORY_BYTES))
     }
 
     fn patched(offset: usize, bytes: &[u8]) -> Vec<u8> {
@@ -473,7 +473,13 @@ pub mod tests {
     fn segments_go_where_their_headers_say() {
         let memory = memory();
         let image = build(&[0xf4; 0x100], &[linux_note(), pvh_note()].concat());
-        let loaded = load(&memory, &mut Cursor::new(&image), image.len() as u64, MEMORY_BYTES).unwrap();
+        let loaded = load(
+            &memory,
+            &mut Cursor::new(&image),
+            image.len() as u64,
+            BootMemory::of_small_pages(MEMORY_BYTES),
+        )
+        .unwrap();
         assert_eq!(loaded, LoadedElf { entry: ENTRY, end: LOAD_ADDRESS + 0x100 + 0x1000, is_linux: true });
         let mut code = [0; 0x101];
         memory.read_slice(&mut code, GuestAddress(LOAD_ADDRESS)).unwrap();

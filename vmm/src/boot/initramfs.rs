@@ -5,7 +5,8 @@ use std::path::Path;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-use super::{BootError, pvh};
+use super::BootError;
+use crate::memory::layout::BootMemory;
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -24,12 +25,12 @@ pub fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
     kernel_end: u64,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<Initramfs, BootError> {
     let read_error = |source| BootError::Read { flag: "--initramfs", path: path.to_path_buf(), source };
     let mut file = File::open(path).map_err(read_error)?;
     let size_bytes = file.metadata().map_err(read_error)?.len();
-    let low_end = pvh::low_memory_end(boot_memory_bytes);
+    let low_end = boot_memory.low_end();
     let start = place(size_bytes, kernel_end, low_end).ok_or_else(|| BootError::InitramfsDoesNotFit {
         path: path.to_path_buf(),
         size_bytes,
@@ -74,14 +75,16 @@ mod tests {
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[0xab; 5000]).unwrap();
-        let loaded = load(&memory, file.path(), 0x10_0000, MEMORY_BYTES).unwrap();
+        let loaded = load(&memory, file.path(), 0x10_0000, BootMemory::of_small_pages(MEMORY_BYTES)).unwrap();
         assert_eq!(loaded, Initramfs { start: GuestAddress(MEMORY_BYTES - 8192), size_bytes: 5000 });
         let mut bytes = vec![0; 5001];
         memory.read_slice(&mut bytes, loaded.start).unwrap();
         assert_eq!(bytes, [vec![0xab; 5000], vec![0]].concat());
-        let refused = load(&memory, file.path(), MEMORY_BYTES - 8191, MEMORY_BYTES);
+        let refused =
+            load(&memory, file.path(), MEMORY_BYTES - 8191, BootMemory::of_small_pages(MEMORY_BYTES));
         assert!(matches!(refused, Err(BootError::InitramfsDoesNotFit { size_bytes: 5000, .. })));
-        let missing = load(&memory, Path::new("/nonexistent/initramfs"), 0, MEMORY_BYTES);
+        let missing =
+            load(&memory, Path::new("/nonexistent/initramfs"), 0, BootMemory::of_small_pages(MEMORY_BYTES));
         assert!(matches!(missing, Err(BootError::Read { .. })));
     }
 }

@@ -14,7 +14,7 @@ use super::decompress::Packed;
 use super::elf::{self, LoadedElf, Segment};
 use super::pvh::{self, RangeKind};
 use super::scratch::Scratch;
-use crate::memory::layout::{HIMEM_START, MIB};
+use crate::memory::layout::{BootMemory, HIMEM_START, MIB};
 
 /// Where an image is unpacked to. Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START), and ld puts the first
 /// segment 2 MiB into the file, for it is aligned to that (arch/x86/kernel/vmlinux.lds.S). A kernel that was
@@ -42,10 +42,10 @@ pub enum Outcome {
 pub unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<Outcome, DecompressError> {
     let image_bytes = packed.unpacked_bytes() as u64;
-    let window = window(boot_memory_bytes, image_bytes);
+    let window = window(boot_memory, image_bytes);
     let Some(window) = window.and_then(|window| in_one_region(memory, window, image_bytes)) else {
         return Ok(Outcome::NoRoom);
     };
@@ -67,8 +67,7 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     let image = start..start + packed.unpacked_bytes();
     packed.unpack_into(&mut bytes[image.clone()])?;
     // 3. Its segments.
-    let verified =
-        elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory_bytes);
+    let verified = elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory);
     if let Ok((segments, loaded)) = verified
         && let Some(plan) = plan_for(&segments, &image, &window)
     {
@@ -83,9 +82,9 @@ pub unsafe fn load<M: GuestMemoryBackend>(
 }
 
 /// The range of usable memory, above the boot data, that an image of `image_bytes` fits into.
-fn window(boot_memory_bytes: u64, image_bytes: u64) -> Option<Range<u64>> {
+fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
     let end = IMAGE_START.checked_add(image_bytes)?;
-    pvh::memory_map(boot_memory_bytes)
+    pvh::memory_map(boot_memory)
         .iter()
         .find(|range| {
             range.kind == RangeKind::Usable

@@ -17,7 +17,7 @@ fn load(
     boot_memory_bytes: u64,
 ) -> Result<Outcome, DecompressError> {
     // SAFETY: the memory is anonymous, and the test's own.
-    unsafe { super::load(memory, packed, boot_memory_bytes) }
+    unsafe { super::load(memory, packed, BootMemory::of_small_pages(boot_memory_bytes)) }
 }
 
 const MEMORY_BYTES: u64 = 20 * MIB;
@@ -50,7 +50,12 @@ fn unpack_beside(
     memory_bytes: u64,
 ) -> Result<LoadedElf, ElfError> {
     let image = Packed::new(payload, compression).unwrap().unpack().unwrap();
-    elf::load(memory, &mut Cursor::new(image.bytes()), image.bytes().len() as u64, memory_bytes)
+    elf::load(
+        memory,
+        &mut Cursor::new(image.bytes()),
+        image.bytes().len() as u64,
+        BootMemory::of_small_pages(memory_bytes),
+    )
 }
 
 /// Loads in place, and asserts that it cannot be told from loading the other way.

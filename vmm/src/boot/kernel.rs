@@ -10,6 +10,7 @@ use super::decompress::{Compression, Packed};
 use super::inplace::{self, Outcome};
 use super::scratch::Scratch;
 use super::{BootError, DecompressError, elf};
+use crate::memory::layout::BootMemory;
 
 /// Enough of a file to tell what it is: the setup header ends before (boot.rst, "The Real-Mode Kernel Header").
 const HEAD_BYTES: usize = 0x280;
@@ -67,14 +68,14 @@ impl SetupHeader {
 pub unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<LoadedKernel, BootError> {
     let read_error = |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
     let elf_error = |source| BootError::Elf { flag: "--kernel", path: path.to_path_buf(), source };
     let (mut file, file_bytes, head) = open(path).map_err(read_error)?;
 
     if head.starts_with(ELF_MAGIC) {
-        let loaded = elf::load(memory, &mut file, file_bytes, boot_memory_bytes).map_err(elf_error)?;
+        let loaded = elf::load(memory, &mut file, file_bytes, boot_memory).map_err(elf_error)?;
         let elf::LoadedElf { entry, end, is_linux } = loaded;
         return Ok(LoadedKernel { entry, end, is_linux, bzimage: None });
     }
@@ -85,10 +86,10 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     let decompress_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
     let compression = tell_compression(payload.bytes()).map_err(decompress_error)?;
     // SAFETY: the same contract.
-    let unpacked = unsafe { unpack(memory, payload, compression, boot_memory_bytes) };
+    let unpacked = unsafe { unpack(memory, payload, compression, boot_memory) };
     let loaded = match unpacked.map_err(decompress_error)? {
         Unpacked::InPlace(loaded) => loaded,
-        Unpacked::Image(image) => load_image(memory, &image, boot_memory_bytes).map_err(elf_error)?,
+        Unpacked::Image(image) => load_image(memory, &image, boot_memory).map_err(elf_error)?,
     };
     let elf::LoadedElf { entry, end, .. } = loaded;
     Ok(LoadedKernel { entry, end, is_linux: true, bzimage: Some(compression) })
@@ -98,7 +99,7 @@ pub unsafe fn load<M: GuestMemoryBackend>(
 pub fn load_firmware<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<LoadedKernel, BootError> {
     let (flag, path) = ("--firmware", path.to_path_buf());
     let (mut file, file_bytes, head) =
@@ -106,7 +107,7 @@ pub fn load_firmware<M: GuestMemoryBackend>(
     if !head.starts_with(ELF_MAGIC) {
         return Err(BootError::NotAFirmware { path, found: describe(&head) });
     }
-    let elf::LoadedElf { entry, end, is_linux } = elf::load(memory, &mut file, file_bytes, boot_memory_bytes)
+    let elf::LoadedElf { entry, end, is_linux } = elf::load(memory, &mut file, file_bytes, boot_memory)
         .map_err(|source| BootError::Elf { flag, path, source })?;
     Ok(LoadedKernel { entry, end, is_linux, bzimage: None })
 }
@@ -167,14 +168,14 @@ unsafe fn unpack<M: GuestMemoryBackend>(
     memory: &M,
     payload: Scratch,
     compression: Compression,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<Unpacked, DecompressError> {
     if compression == Compression::None {
         return Ok(Unpacked::Image(payload));
     }
     let packed = Packed::new(payload.bytes(), compression)?;
     // SAFETY: the same contract.
-    Ok(match unsafe { inplace::load(memory, &packed, boot_memory_bytes) }? {
+    Ok(match unsafe { inplace::load(memory, &packed, boot_memory) }? {
         Outcome::Loaded(loaded) => Unpacked::InPlace(loaded),
         Outcome::Unpacked(image) => Unpacked::Image(image),
         Outcome::NoRoom => Unpacked::Image(packed.unpack()?),
@@ -184,10 +185,10 @@ unsafe fn unpack<M: GuestMemoryBackend>(
 fn load_image<M: GuestMemoryBackend>(
     memory: &M,
     image: &Scratch,
-    boot_memory_bytes: u64,
+    boot_memory: BootMemory,
 ) -> Result<elf::LoadedElf, elf::ElfError> {
     let image = image.bytes();
-    elf::load(memory, &mut Cursor::new(image), image.len() as u64, boot_memory_bytes)
+    elf::load(memory, &mut Cursor::new(image), image.len() as u64, boot_memory)
 }
 
 /// What a file that is no kernel starts with, for the error message.
@@ -250,7 +251,7 @@ mod tests {
     /// Into memory that a test has made for itself.
     fn load(memory: &GuestMemoryMmap, path: &Path, bytes: u64) -> Result<LoadedKernel, BootError> {
         // SAFETY: the memory is anonymous, and the test's own.
-        unsafe { super::load(memory, path, bytes) }
+        unsafe { super::load(memory, path, BootMemory::of_small_pages(bytes)) }
     }
 
     fn load_into(memory_bytes: u64, bytes: &[u8]) -> Result<LoadedKernel, BootError> {
@@ -358,11 +359,15 @@ mod tests {
         let payload = read_payload(path, &mut file, file_bytes, &header).unwrap();
         let packed = Packed::new(payload.bytes(), loaded.bzimage.unwrap()).unwrap();
         let beside = self::memory(memory_bytes);
-        let expected = load_image(&beside, &packed.unpack().unwrap(), memory_bytes).unwrap();
+        let expected =
+            load_image(&beside, &packed.unpack().unwrap(), BootMemory::of_small_pages(memory_bytes)).unwrap();
         assert_eq!((loaded.entry, loaded.end), (expected.entry, expected.end));
         assert!(contents(memory) == contents(&beside), "memory differs");
         // SAFETY: the memory is anonymous, and the test's own.
-        let again = unsafe { inplace::load(&self::memory(memory_bytes), &packed, memory_bytes) }.unwrap();
+        let again = unsafe {
+            inplace::load(&self::memory(memory_bytes), &packed, BootMemory::of_small_pages(memory_bytes))
+        }
+        .unwrap();
         assert!(matches!(again, Outcome::Loaded(_)), "{again:?}");
     }
 }

@@ -31,6 +31,8 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
 
+use crate::memory::layout::BootMemory;
+
 pub use cmdline::{CommandLineError, Pluggable};
 pub use decompress::{Compression, DecompressError};
 pub use elf::ElfError;
@@ -50,9 +52,8 @@ pub struct BootRequest<'a> {
     pub initramfs: Option<&'a Path>,
     /// The command line as the user wrote it.
     pub cmdline: &'a str,
-    /// Boot memory in bytes: below [`LOW_RAM_END`](crate::memory::layout::LOW_RAM_END) first, the rest from
-    /// [`HIGH_RAM_START`](crate::memory::layout::HIGH_RAM_START).
-    pub boot_memory_bytes: u64,
+    /// Boot memory.
+    pub boot_memory: BootMemory,
     /// The memory that can be plugged later: the guest is told what to make of it.
     pub pluggable: Pluggable,
     /// Division of boot memory between the kernel and programs.
@@ -190,22 +191,19 @@ pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> 
         false => cmdline::compose(request.cmdline, request.pluggable, request.kernel_share)?,
     };
     let kernel = match request.is_firmware {
-        true => kernel::load_firmware(memory, request.kernel, request.boot_memory_bytes)?,
+        true => kernel::load_firmware(memory, request.kernel, request.boot_memory)?,
         // SAFETY: the same contract.
-        false => unsafe { kernel::load(memory, request.kernel, request.boot_memory_bytes) }?,
+        false => unsafe { kernel::load(memory, request.kernel, request.boot_memory) }?,
     };
     let initramfs = request
         .initramfs
         .filter(|_| !request.is_firmware)
-        .map(|path| initramfs::load(memory, path, kernel.end, request.boot_memory_bytes))
+        .map(|path| initramfs::load(memory, path, kernel.end, request.boot_memory))
         .transpose()?;
-    let handover = pvh::Handover {
-        cmdline: &cmdline,
-        initramfs: initramfs.as_ref(),
-        boot_memory_bytes: request.boot_memory_bytes,
-    };
+    let handover =
+        pvh::Handover { cmdline: &cmdline, initramfs: initramfs.as_ref(), boot_memory: request.boot_memory };
     handover.write(memory)?;
-    reset_vector::write(memory, request.boot_memory_bytes)?;
+    reset_vector::write(memory, request.boot_memory)?;
     let entry = PvhEntry::new(kernel.entry);
     Ok(BootInfo { entry, kernel, initramfs, cmdline })
 }

@@ -8,7 +8,7 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::{BootError, Initramfs};
 use crate::memory::layout::{
-    EBDA_START, ECAM_LEN, ECAM_START, HIGH_RAM_START, HIMEM_START, LOW_RAM_END, RSDP_START,
+    BootMemory, EBDA_START, ECAM_LEN, ECAM_START, HIGH_RAM_START, HIMEM_START, RSDP_START,
 };
 
 const START_INFO: GuestAddress = GuestAddress(0x6000);
@@ -49,16 +49,10 @@ impl MemoryRange {
     }
 }
 
-/// Where boot memory below 4 GiB ends.
-pub fn low_memory_end(boot_memory_bytes: u64) -> u64 {
-    boot_memory_bytes.min(LOW_RAM_END)
-}
-
 /// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when plugged.
-pub fn memory_map(boot_memory_bytes: u64) -> Vec<MemoryRange> {
+pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
     let range = |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
-    let low_end = low_memory_end(boot_memory_bytes);
-    let high_end = HIGH_RAM_START + boot_memory_bytes.saturating_sub(LOW_RAM_END);
+    let (low_end, high_end) = (boot_memory.low_end(), boot_memory.high_end());
     let mut map = vec![
         range(0, EBDA_START.min(low_end), RangeKind::Usable),
         range(EBDA_START, HIMEM_START.raw_value(), RangeKind::Reserved),
@@ -159,17 +153,17 @@ pub struct Handover<'a> {
     /// The initial RAM file system.
     pub initramfs: Option<&'a Initramfs>,
     /// Boot memory in bytes.
-    pub boot_memory_bytes: u64,
+    pub boot_memory: BootMemory,
 }
 
 impl Handover<'_> {
     /// Writes it all below 640 KiB.
     pub fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), BootError> {
         let too_little = |address: GuestAddress| {
-            let boot_memory_bytes = self.boot_memory_bytes;
+            let boot_memory_bytes = self.boot_memory.bytes();
             move |_| BootError::TooLittleMemory { boot_memory_bytes, address: address.raw_value() }
         };
-        let map = memory_map(self.boot_memory_bytes);
+        let map = memory_map(self.boot_memory);
         for (range, at) in map.iter().zip((0..).map(|i| i * size_of::<hvm_memmap_table_entry>() as u64)) {
             let MemoryRange { start: addr, len: size, kind } = *range;
             let entry = hvm_memmap_table_entry { addr, size, type_: kind as u32, reserved: 0 };
@@ -208,29 +202,61 @@ mod tests {
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
-    use crate::memory::layout::{GIB, MIB};
+    use crate::memory::layout::{GIB, LOW_RAM_END, MIB};
+    use crate::memory::zone::{HostMemory, HostPages, Tier, ZoneSpec};
 
     #[test]
     fn the_memory_map_ascends_and_sums_up_to_boot_memory() {
         let hole = HIMEM_START.raw_value() - EBDA_START;
         for bytes in [64 * MIB, 512 * MIB, LOW_RAM_END, LOW_RAM_END + MIB, 16 * GIB] {
-            let map = memory_map(bytes);
+            let map = memory_map(BootMemory::of_small_pages(bytes));
             assert!(map.is_sorted_by(|a, b| a.end() <= b.start), "{map:x?}");
             let usable = map.iter().filter(|range| range.kind == RangeKind::Usable);
             assert_eq!(usable.map(|range| range.len).sum::<u64>(), bytes - hole);
         }
-        assert_eq!(memory_map(LOW_RAM_END).last().unwrap().start, ECAM_START);
-        let high = memory_map(5 * GIB);
+        assert_eq!(memory_map(BootMemory::of_small_pages(LOW_RAM_END)).last().unwrap().start, ECAM_START);
+        let high = memory_map(BootMemory::of_small_pages(5 * GIB));
         assert_eq!(high.last().unwrap().start, HIGH_RAM_START);
         assert_eq!(high.last().unwrap().len, 2 * GIB);
+    }
+
+    #[test]
+    fn memory_map_ends_where_huge_pages_end_below_the_hole() {
+        let hole = HIMEM_START.raw_value() - EBDA_START;
+        for (first, second, page, low_end) in [
+            (512 * MIB, 3 * GIB, GIB, 5 * GIB / 2),
+            (512 * MIB, 3 * GIB, 2 * MIB, 3 * GIB),
+            (3 * GIB - MIB, GIB, GIB, 3 * GIB - MIB),
+            (GIB, 2 * GIB, GIB, 3 * GIB),
+        ] {
+            let zone = |boot_bytes, pages| ZoneSpec {
+                id: "zone".to_owned(),
+                tier: Tier::Dram,
+                guest_node: 0,
+                host: HostMemory { pages, ..HostMemory::default() },
+                growth: Default::default(),
+                host_node: None,
+                boot_bytes,
+                hotplug_bytes: 0,
+                hotplugged_bytes: 0,
+            };
+            let zones = [zone(first, HostPages::Transparent), zone(second, HostPages::Huge(page))];
+            let map = memory_map(BootMemory::of(&zones));
+            let usable = map.iter().filter(|range| range.kind == RangeKind::Usable);
+            assert_eq!(usable.map(|range| range.len).sum::<u64>(), first + second - hole);
+            assert!(map.iter().any(|range| range.end() == low_end), "{map:x?}");
+        }
     }
 
     #[test]
     fn start_info_has_the_offsets_of_its_abi() {
         let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         let initramfs = Initramfs { start: GuestAddress(0x123_4000), size_bytes: 0x5678 };
-        let handover =
-            Handover { cmdline: "quiet", initramfs: Some(&initramfs), boot_memory_bytes: 512 * MIB };
+        let handover = Handover {
+            cmdline: "quiet",
+            initramfs: Some(&initramfs),
+            boot_memory: BootMemory::of_small_pages(512 * MIB),
+        };
         handover.write(&memory).unwrap();
         let u32_at = |offset| memory.read_obj::<u32>(START_INFO.unchecked_add(offset)).unwrap();
         let u64_at = |offset| memory.read_obj::<u64>(START_INFO.unchecked_add(offset)).unwrap();
@@ -244,7 +270,7 @@ mod tests {
         assert_eq!(&line, b"quiet\0");
         // Entries of 24 bytes: address, size, type.
         let map = u64_at(40);
-        assert_eq!(u32_at(48), memory_map(512 * MIB).len() as u32);
+        assert_eq!(u32_at(48), memory_map(BootMemory::of_small_pages(512 * MIB)).len() as u32);
         assert_eq!(memory.read_obj::<u64>(GuestAddress(map + 24)).unwrap(), EBDA_START);
         assert_eq!(memory.read_obj::<u32>(GuestAddress(map + 24 + 16)).unwrap(), 2);
     }
@@ -252,7 +278,8 @@ mod tests {
     #[test]
     fn without_modules_the_list_is_absent() {
         let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        let handover = Handover { cmdline: "", initramfs: None, boot_memory_bytes: MIB };
+        let handover =
+            Handover { cmdline: "", initramfs: None, boot_memory: BootMemory::of_small_pages(MIB) };
         handover.write(&memory).unwrap();
         assert_eq!(memory.read_obj::<u32>(START_INFO.unchecked_add(12)).unwrap(), 0);
         assert_eq!(memory.read_obj::<u64>(START_INFO.unchecked_add(16)).unwrap(), 0);

@@ -8,7 +8,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::BootError;
 use crate::acpi::pm::{RESET_OFFSET, RESET_VALUE};
-use crate::memory::layout::{ACPI_PM_PORT, RESET_VECTOR};
+use crate::memory::layout::{ACPI_PM_PORT, BootMemory, RESET_VECTOR};
 
 /// The I/O port of the reset register.
 const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
@@ -17,10 +17,11 @@ const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
 const CODE: [u8; 9] = [0xba, PORT[0], PORT[1], 0xb0, RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd];
 
 /// Writes the code.
-pub fn write<M: GuestMemoryBackend>(memory: &M, boot_memory_bytes: u64) -> Result<(), BootError> {
-    memory
-        .write_slice(&CODE, GuestAddress(RESET_VECTOR))
-        .map_err(|_| BootError::TooLittleMemory { boot_memory_bytes, address: RESET_VECTOR })
+pub fn write<M: GuestMemoryBackend>(memory: &M, boot_memory: BootMemory) -> Result<(), BootError> {
+    memory.write_slice(&CODE, GuestAddress(RESET_VECTOR)).map_err(|_| BootError::TooLittleMemory {
+        boot_memory_bytes: boot_memory.bytes(),
+        address: RESET_VECTOR,
+    })
 }
 
 #[cfg(test)]
@@ -32,7 +33,7 @@ mod tests {
     #[test]
     fn the_code_writes_the_reset_value_to_the_reset_register() {
         let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-        write(&memory, 1 << 20).unwrap();
+        write(&memory, BootMemory::of_small_pages(1 << 20)).unwrap();
         let code: [u8; 9] = memory.read_obj(GuestAddress(0xf_fff0)).unwrap();
         // ba iw: mov dx, 0x602; b0 ib: mov al, 1; ee: out dx, al; f4: hlt; eb fd: jmp -3.
         assert_eq!(code, [0xba, 0x02, 0x06, 0xb0, 0x01, 0xee, 0xf4, 0xeb, 0xfd]);

@@ -81,7 +81,7 @@ pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAd
 pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::unknown::Unknown;
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
-use crate::memory::layout::{boot_end, linux_block_bytes};
+use crate::memory::layout::{BootMemory, linux_block_bytes};
 
 /// Everything about one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -277,7 +277,9 @@ impl VmConfig {
         });
         let pm = self.pm_memory.iter().map(|pm| ("--pm-memory: size".to_owned(), pm.size));
         let hotplug: Vec<(String, u64)> = dram.into_iter().chain(zones).chain(pm).collect();
-        let block_bytes = linux_block_bytes(boot_end(self.memory.boot_bytes()));
+        // A configuration without a topology has been refused, and needs no warnings.
+        let boot = Topology::of(self).map(|topology| BootMemory::of(topology.zones())).unwrap_or_default();
+        let block_bytes = linux_block_bytes(boot.end());
         for (name, bytes) in hotplug.iter().filter(|(_, bytes)| !bytes.is_multiple_of(block_bytes)) {
             warnings.push(format!(
                 "{name} is {}, which is rounded up to {}: Linux adds memory in blocks of {}",

@@ -2,7 +2,7 @@
 //!
 //! | range | what |
 //! |---|---|
-//! | 0 to 640 KiB, 1 MiB to 3 GiB | boot memory, low part |
+//! | 0 to 640 KiB, 1 MiB to 3 GiB | boot memory, low part; with huge pages it ends earlier if one would reach beyond 3 GiB |
 //! | 0x9_fc00 to 1 MiB | EBDA and ACPI tables, reserved in the memory map |
 //! | 0xc000_0000 to 0xe000_0000 | 32-bit BARs |
 //! | 0xe800_0000, 1 MiB per bus | ECAM, one bus |
@@ -174,11 +174,62 @@ impl GuestRange {
     }
 }
 
-/// Where boot memory of so many bytes ends: what does not fit below the hole lies behind it.
-pub fn boot_end(boot_bytes: u64) -> u64 {
-    match boot_bytes.checked_sub(LOW_RAM_END) {
-        Some(high_bytes) if high_bytes > 0 => HIGH_RAM_START.saturating_add(high_bytes),
-        _ => boot_bytes,
+/// Boot memory of all zones together: below the hole of the 32-bit devices, and above it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BootMemory {
+    low_bytes: u64,
+    high_bytes: u64,
+}
+
+impl BootMemory {
+    /// Boot memory of `zones`, in their order.
+    pub fn of(zones: &[ZoneSpec]) -> Self {
+        let mut memory = Self::default();
+        for zone in zones {
+            memory.add(zone.boot_bytes, zone.boot_page_bytes());
+        }
+        memory
+    }
+
+    /// Boot memory of small pages.
+    #[cfg(test)]
+    pub fn of_small_pages(boot_bytes: u64) -> Self {
+        let mut memory = Self::default();
+        memory.add(boot_bytes, PAGE_BYTES);
+        memory
+    }
+
+    /// Adds a zone, whose parts below and above the hole are whole pages. Returns their lengths.
+    ///
+    /// The zone at the hole leaves addresses below 3 GiB unused if a page would reach into the hole. Boot memory above the hole
+    /// follows without a gap, so no later zone uses these addresses.
+    fn add(&mut self, boot_bytes: u64, page_bytes: u64) -> (u64, u64) {
+        let room_bytes = if self.high_bytes == 0 { LOW_RAM_END - self.low_bytes } else { 0 };
+        let low_bytes =
+            if boot_bytes <= room_bytes { boot_bytes } else { room_bytes - room_bytes % page_bytes };
+        self.low_bytes += low_bytes;
+        self.high_bytes = self.high_bytes.saturating_add(boot_bytes - low_bytes);
+        (low_bytes, boot_bytes - low_bytes)
+    }
+
+    /// The first address behind the part below the hole.
+    pub fn low_end(&self) -> u64 {
+        self.low_bytes
+    }
+
+    /// The first address behind the part above the hole, whose start it is if there is none.
+    pub fn high_end(&self) -> u64 {
+        HIGH_RAM_START.saturating_add(self.high_bytes)
+    }
+
+    /// The first address behind all of it.
+    pub fn end(&self) -> u64 {
+        if self.high_bytes == 0 { self.low_end() } else { self.high_end() }
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.low_bytes.saturating_add(self.high_bytes)
     }
 }
 
@@ -206,6 +257,7 @@ pub struct ZonePlacement {
 #[derive(Clone, Debug)]
 pub struct MemoryMap {
     zones: Vec<ZonePlacement>,
+    boot: BootMemory,
     next_free: u64,
     /// Further ranges that were given back, in whole units of [`HOTPLUG_ALIGN`], none next to another.
     given_back: Vec<GuestRange>,
@@ -231,19 +283,24 @@ impl MemoryMap {
         if boot_bytes < MIN_BOOT_BYTES {
             return Err(LayoutError::BootTooSmall { size_bytes: boot_bytes });
         }
-        let mut map =
-            Self { zones: Vec::new(), next_free: HIGH_RAM_START, given_back: Vec::new(), address_bits };
+        let mut map = Self {
+            zones: Vec::new(),
+            boot: BootMemory::of(zones),
+            next_free: HIGH_RAM_START,
+            given_back: Vec::new(),
+            address_bits,
+        };
         // Boot memory fills the low part, skips the hole, and goes on above it.
-        let mut low_used = 0;
+        let mut memory = BootMemory::default();
         for zone in zones {
-            let low = zone.boot_bytes.min(LOW_RAM_END - low_used);
+            let start = memory.low_end();
+            let (low, high) = memory.add(zone.boot_bytes, zone.boot_page_bytes());
             let mut boot = Vec::new();
             if low > 0 {
-                boot.push(GuestRange { start: low_used, len: low });
-                low_used += low;
+                boot.push(GuestRange { start, len: low });
             }
-            if zone.boot_bytes > low {
-                let len = zone.boot_bytes - low;
+            if high > 0 {
+                let len = high;
                 // Side by side, as the kernel's memory map has them.
                 boot.push(map.take(len, PAGE_BYTES, || format!("Boot memory of zone {:?}", zone.id))?);
             }
@@ -312,7 +369,12 @@ impl MemoryMap {
 
     /// The first address behind the last boot memory: the end of what SRAT calls not hot-pluggable.
     pub fn boot_end(&self) -> u64 {
-        self.boot_ranges().map(|range| range.end()).max().unwrap_or(0)
+        self.boot.end()
+    }
+
+    /// Boot memory, as loaders and the guest's memory map need it.
+    pub fn boot(&self) -> BootMemory {
+        self.boot
     }
 
     /// In which blocks the guest adds memory.
@@ -341,7 +403,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::memory::zone::{HostMemory, Tier};
+    use crate::memory::zone::{HostMemory, HostPages, Tier};
 
     fn zone(id: &str, tier: Tier, boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
@@ -439,6 +501,82 @@ mod tests {
         assert_eq!(hotplug, [range(5 * GIB, 256 * MIB), range(6 * GIB, GIB)]);
     }
 
+    fn huge(boot_bytes: u64, page_bytes: u64) -> ZoneSpec {
+        let host = HostMemory { pages: HostPages::Huge(page_bytes), ..HostMemory::default() };
+        ZoneSpec { host, ..zone("huge", Tier::Dram, boot_bytes, 0) }
+    }
+
+    #[test]
+    fn huge_pages_do_not_reach_into_the_hole() {
+        let range = |start: u64, len: u64| GuestRange { start, len };
+        let small = |boot_bytes| zone("dram", Tier::Dram, boot_bytes, 0);
+        let boot = |zones: &[ZoneSpec]| MemoryMap::new(zones, 40).unwrap().boot_ranges().collect::<Vec<_>>();
+        let high = HIGH_RAM_START;
+        // 2.5 GiB are left below the hole: two pages of 1 GiB, or all of it in pages of 2 MiB.
+        assert_eq!(
+            boot(&[small(512 * MIB), huge(3 * GIB, GIB)]),
+            [range(0, 512 * MIB), range(512 * MIB, 2 * GIB), range(high, GIB)]
+        );
+        assert_eq!(
+            boot(&[small(512 * MIB), huge(3 * GIB, 2 * MIB)]),
+            [range(0, 512 * MIB), range(512 * MIB, 5 * GIB / 2), range(high, 512 * MIB)]
+        );
+        // No page fits, a zone ends at the hole, and a zone ends before it.
+        assert_eq!(
+            boot(&[small(3 * GIB - MIB), huge(GIB, GIB)]),
+            [range(0, 3 * GIB - MIB), range(high, GIB)]
+        );
+        assert_eq!(boot(&[huge(3 * GIB, GIB), huge(GIB, GIB)]), [range(0, 3 * GIB), range(high, GIB)]);
+        assert_eq!(
+            boot(&[small(512 * MIB), huge(2 * GIB, GIB)]),
+            [range(0, 512 * MIB), range(512 * MIB, 2 * GIB)]
+        );
+        // What was left below the hole stays unused: boot memory above it begins with the zone that was cut.
+        assert_eq!(
+            boot(&[small(MIB), huge(3 * GIB, GIB), small(MIB)]),
+            [range(0, MIB), range(MIB, 2 * GIB), range(high, GIB), range(high + GIB, MIB)]
+        );
+        // A size that is not known, and may be 1 GiB or 2 MiB.
+        for (bytes, low) in [(3 * GIB, 2 * GIB), (3 * GIB + 2 * MIB, 5 * GIB / 2)] {
+            let host = HostMemory { pages: HostPages::HugeAsUsual, ..HostMemory::default() };
+            let zones = [small(512 * MIB), ZoneSpec { host, ..small(bytes) }];
+            assert_eq!(boot(&zones)[1..], [range(512 * MIB, low), range(high, bytes - low)]);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn boot_parts_are_whole_pages_around_the_hole(
+            sizes in prop::collection::vec((1u64..3000, 0usize..3), 1..6),
+        ) {
+            let zones: Vec<_> = sizes
+                .iter()
+                .map(|(units, kind)| match kind {
+                    0 => zone("small", Tier::Dram, units * MIB, 0),
+                    1 => huge(units * 2 * MIB, 2 * MIB),
+                    _ => huge((units / 300 + 1) * GIB, GIB),
+                })
+                .collect();
+            let Ok(map) = MemoryMap::new(&zones, 46) else { return Ok(()) };
+            let boot = map.boot();
+            prop_assert_eq!(boot, BootMemory::of(&zones));
+            for (placed, zone) in map.zones().iter().zip(&zones) {
+                prop_assert_eq!(placed.boot.iter().map(|range| range.len).sum::<u64>(), zone.boot_bytes);
+                let page_bytes = zone.boot_page_bytes();
+                prop_assert!(placed.boot.iter().all(|range| range.len.is_multiple_of(page_bytes)));
+            }
+            // Both parts are without gaps, and end where loaders and the memory map take them to end.
+            for (start, end) in [(0, boot.low_end()), (HIGH_RAM_START, boot.high_end())] {
+                let inside = map.boot_ranges().filter(|range| (start..end).contains(&range.start));
+                let reached = inside.fold(start, |at, range| if range.start == at { range.end() } else { 0 });
+                prop_assert_eq!(reached, end);
+            }
+            prop_assert_eq!(map.boot_ranges().map(|range| range.end()).max(), Some(boot.end()));
+            prop_assert!(boot.low_end() <= LOW_RAM_END);
+            prop_assert!(boot.end() < HIGH_RAM_START || boot.low_end() > 2 * GIB);
+        }
+    }
+
     #[test]
     fn dimms_lie_where_linux_takes_its_largest_blocks() {
         let mut dimms = zone("dram", Tier::Dram, 4 * GIB + MIB, 200 * MIB + 4096);
@@ -478,7 +616,7 @@ mod tests {
             let zones =
                 [zone("dram", Tier::Dram, boot_end - GIB, 600 * MIB), zone("pm", Tier::Pm, 0, 4 * GIB)];
             let map = MemoryMap::new(&zones, 40).unwrap();
-            assert_eq!((map.boot_end(), super::boot_end(boot_end - GIB)), (boot_end, boot_end));
+            assert_eq!(map.boot_end(), boot_end);
             let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
             let expected = [(dram_start, dram_len), (pm_start, 4 * GIB)];
             assert_eq!(hotplug, expected.map(|(start, len)| GuestRange { start, len }), "{boot_end:#x}");

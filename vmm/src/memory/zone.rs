@@ -6,6 +6,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::layout::GIB;
+use crate::config::{PAGE_BYTES, UNIT_BYTES};
+
 /// What a zone's memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -101,4 +104,21 @@ pub struct ZoneSpec {
     pub hotplugged_bytes: u64,
     /// Bytes per second that the guest may plug again after it has unplugged them. `None`: no bound.
     pub plug_bytes_per_s: Option<NonZeroU64>,
+}
+
+impl ZoneSpec {
+    /// Size of the pages that each boot part must be a whole number of. It is the largest possible one where the host's
+    /// default or a file decides: 1 GiB or 2 MiB, if the boot memory is whole pages of that size.
+    pub fn boot_page_bytes(&self) -> u64 {
+        let largest = || {
+            let sizes = [GIB, UNIT_BYTES];
+            sizes.into_iter().find(|size| self.boot_bytes.is_multiple_of(*size)).unwrap_or(PAGE_BYTES)
+        };
+        match self.host.pages {
+            HostPages::Huge(page_bytes) => page_bytes,
+            HostPages::HugeAsUsual => largest(),
+            HostPages::Transparent | HostPages::Small if self.host.file.is_some() => largest(),
+            HostPages::Transparent | HostPages::Small => PAGE_BYTES,
+        }
+    }
 }

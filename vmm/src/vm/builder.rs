@@ -253,7 +253,7 @@ fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Resul
         is_firmware: firmware.is_some(),
         initramfs: config.payload.initramfs.as_deref(),
         cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
-        boot_memory_bytes: config.memory.boot_bytes(),
+        boot_memory: memory.map().boot(),
         pluggable: Pluggable::of(topology.zones()),
         kernel_share: KernelShare::of(topology.zones()),
     };
