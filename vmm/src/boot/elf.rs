@@ -18,7 +18,10 @@ const MAGIC: [u8; 4] = *b"\x7fELF";
 const CLASS_64: u8 = 2;
 const LITTLE_ENDIAN: u8 = 1;
 const MACHINE_X86_64: u16 = 62;
+const ET_REL: u16 = 1;
+const ET_CORE: u16 = 4;
 const PT_LOAD: u32 = 1;
+const PT_INTERP: u32 = 3;
 const PT_NOTE: u32 = 4;
 /// Linux has five program headers; a file with thousands is not a kernel.
 const MAX_PROGRAM_HEADERS: u16 = 64;
@@ -32,7 +35,7 @@ const LAST_ENTRY: u64 = u32::MAX as u64;
 #[derive(Debug, Error)]
 pub enum ElfError {
     /// Not 64-bit little-endian x86.
-    #[error("the ELF file is for another machine: class {class}, byte order {byte_order}, machine {machine}")]
+    #[error("it is {}", other_machine(*class, *byte_order, *machine))]
     WrongMachine {
         /// EI_CLASS; 2 is 64 bits.
         class: u8,
@@ -41,8 +44,17 @@ pub enum ElfError {
         /// e_machine; 62 is x86-64.
         machine: u16,
     },
+    /// An executable with an interpreter.
+    #[error("it is a program for Linux (dynamically linked), not a kernel")]
+    Program,
+    /// A kernel module or another part of a program.
+    #[error("it is {kind}, not a kernel; the kernel is vmlinuz in /boot")]
+    NotExecutable {
+        /// What it is.
+        kind: &'static str,
+    },
     /// It cannot be started: no entry point for PVH.
-    #[error("the kernel has no PVH note: build it with CONFIG_PVH=y")]
+    #[error("it has no PVH note: it is a kernel built without CONFIG_PVH=y, or no kernel at all")]
     NoPvhNote,
     /// The program headers make no sense.
     #[error("the ELF file has {count} program headers of {size} bytes")]
@@ -84,6 +96,33 @@ pub enum ElfError {
     /// linux-loader's complaint.
     #[error("the ELF file cannot be loaded")]
     Load(#[from] linux_loader::loader::Error),
+}
+
+/// An ELF file of another machine, in words.
+fn other_machine(class: u8, byte_order: u8, machine: u16) -> String {
+    let name = match machine {
+        3 => "x86",
+        8 => "MIPS",
+        20 | 21 => "PowerPC",
+        22 => "s390",
+        40 => "ARM",
+        62 => "x86-64",
+        183 => "AArch64",
+        243 => "RISC-V",
+        258 => "LoongArch",
+        _ => {
+            return format!(
+                "for a machine that is not x86-64: class {class}, byte order {byte_order}, machine {machine}"
+            );
+        }
+    };
+    match machine {
+        3 | 62 if class == 1 => format!(
+            "a 32-bit program for {name}; foreshore starts 64-bit kernels, not boot loaders such as GRUB: \
+             pass the kernel that the boot loader would start"
+        ),
+        _ => format!("a program for {name}, and the guest's processor is x86-64"),
+    }
 }
 
 /// ELF-64 file header (System V ABI, "ELF Header").
@@ -178,9 +217,14 @@ pub fn verify<F: Read + Seek>(
     boot_memory: BootMemory,
 ) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
-    check_segments(&headers, image_bytes, boot_memory)?;
+    // Programs have segments where no kernel has any: what a file is comes before where it goes.
+    if headers.iter().any(|header| header.kind == PT_INTERP) {
+        return Err(ElfError::Program);
+    }
+    check_lengths(&headers, image_bytes)?;
     let Facts { entry, is_linux } = read_notes(image, &headers)?;
     let entry = entry.ok_or(ElfError::NoPvhNote)?;
+    check_segments(&headers, boot_memory)?;
     let segments: Vec<_> =
         headers.iter().filter(|header| header.is_segment()).map(ProgramHeader::segment).collect();
     let inside =
@@ -210,6 +254,11 @@ fn read_program_headers<F: Read + Seek>(
     {
         return Err(ElfError::WrongMachine { class, byte_order, machine });
     }
+    match header.kind {
+        ET_REL => return Err(ElfError::NotExecutable { kind: "a kernel module or an object file" }),
+        ET_CORE => return Err(ElfError::NotExecutable { kind: "a core dump" }),
+        _ => {}
+    }
     let (count, size) = (header.program_header_count, header.program_header_size);
     if count > MAX_PROGRAM_HEADERS || usize::from(size) != size_of::<ProgramHeader>() {
         return Err(ElfError::BadProgramHeaders { count, size });
@@ -228,19 +277,20 @@ fn read_program_headers<F: Read + Seek>(
     Ok(headers)
 }
 
-/// Every segment lies in the file and, above the boot data, in one range of usable memory.
-fn check_segments(
-    headers: &[ProgramHeader],
-    image_bytes: u64,
-    boot_memory: BootMemory,
-) -> Result<(), ElfError> {
-    let map = pvh::memory_map(boot_memory);
+/// Every segment lies in the file.
+fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfError> {
     for header in headers.iter().filter(|header| header.is_segment() || header.kind == PT_NOTE) {
         let expected_bytes = header.offset.saturating_add(header.file_size);
         if expected_bytes > image_bytes {
             return Err(ElfError::Truncated { expected_bytes, actual_bytes: image_bytes });
         }
     }
+    Ok(())
+}
+
+/// Every segment lies, above the boot data, in one range of usable memory.
+fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<(), ElfError> {
+    let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment()) {
         let (start, len) = (header.physical_address, header.memory_size);
         let fits = |end: u64| {
@@ -467,6 +517,29 @@ pub mod tests {
         let mut image = build(&[0x90; 0x100], &pvh_note());
         image[offset..offset + bytes.len()].copy_from_slice(bytes);
         image
+    }
+
+    #[test]
+    fn files_that_are_no_kernel_are_named() {
+        let message = |image: &[u8]| load_bytes(image).unwrap_err().to_string();
+        // A GRUB, a program of another processor, and one that nobody knows.
+        let machine = |class: u8, machine: u16| {
+            let mut image = patched(4, &[class]);
+            image[18..20].copy_from_slice(&machine.to_le_bytes());
+            message(&image)
+        };
+        assert!(machine(1, 3).starts_with("it is a 32-bit program for x86; foreshore starts 64-bit kernels"));
+        assert_eq!(machine(2, 183), "it is a program for AArch64, and the guest's processor is x86-64");
+        assert!(machine(2, 4711).ends_with("class 2, byte order 1, machine 4711"));
+        // A program, whose segments begin at 0, and a kernel module.
+        let mut program = patched(64 + 56, &PT_INTERP.to_le_bytes());
+        program[64 + 24..64 + 32].fill(0);
+        assert_eq!(message(&program), "it is a program for Linux (dynamically linked), not a kernel");
+        program[64 + 56] = PT_NOTE as u8 + 1;
+        assert!(message(&program).starts_with("it has no PVH note"));
+        assert!(
+            message(&patched(16, &[1])).starts_with("it is a kernel module or an object file, not a kernel")
+        );
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! The initial RAM file system.
 
-use std::fs::File;
 use std::path::Path;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
@@ -28,8 +27,10 @@ pub fn load<M: GuestMemoryBackend>(
     boot_memory: BootMemory,
 ) -> Result<Initramfs, BootError> {
     let read_error = |source| BootError::Read { flag: "--initramfs", path: path.to_path_buf(), source };
-    let mut file = File::open(path).map_err(read_error)?;
-    let size_bytes = file.metadata().map_err(read_error)?.len();
+    let (mut file, size_bytes) = super::open_file("--initramfs", path)?;
+    if size_bytes == 0 {
+        return Err(BootError::EmptyInitramfs { path: path.to_path_buf() });
+    }
     let low_end = boot_memory.low_end();
     let start = place(size_bytes, kernel_end, low_end).ok_or_else(|| BootError::InitramfsDoesNotFit {
         path: path.to_path_buf(),
@@ -86,5 +87,24 @@ mod tests {
         let missing =
             load(&memory, Path::new("/nonexistent/initramfs"), 0, BootMemory::of_small_pages(MEMORY_BYTES));
         assert!(matches!(missing, Err(BootError::Read { .. })));
+    }
+
+    #[test]
+    fn initramfs_without_content_is_refused() {
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
+        let boot_memory = BootMemory::of_small_pages(MEMORY_BYTES);
+        let error = |path: &Path| load(&memory, path, 0x10_0000, boot_memory).unwrap_err().to_string();
+        let expected = "--initramfs /dev/null is a character device, and must be a file";
+        assert_eq!(error(Path::new("/dev/null")), expected);
+        let folder = tempfile::TempDir::new().unwrap();
+        assert!(error(folder.path()).ends_with("is a directory, and must be a file"));
+        let pipe = folder.path().join("pipe");
+        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+        // SAFETY: the name is a string that ends.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        assert!(error(&pipe).ends_with("is a pipe, and must be a file"));
+        let empty = tempfile::NamedTempFile::new().unwrap();
+        assert!(error(empty.path()).contains("is empty"), "{}", error(empty.path()));
     }
 }

@@ -72,7 +72,8 @@ pub unsafe fn load<M: GuestMemoryBackend>(
 ) -> Result<LoadedKernel, BootError> {
     let read_error = |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
     let elf_error = |source| BootError::Elf { flag: "--kernel", path: path.to_path_buf(), source };
-    let (mut file, file_bytes, head) = open(path).map_err(read_error)?;
+    let (mut file, file_bytes) = super::open_file("--kernel", path)?;
+    let head = read_head(&mut file).map_err(read_error)?;
 
     if head.starts_with(ELF_MAGIC) {
         let loaded = elf::load(memory, &mut file, file_bytes, boot_memory).map_err(elf_error)?;
@@ -102,8 +103,8 @@ pub fn load_firmware<M: GuestMemoryBackend>(
     boot_memory: BootMemory,
 ) -> Result<LoadedKernel, BootError> {
     let (flag, path) = ("--firmware", path.to_path_buf());
-    let (mut file, file_bytes, head) =
-        open(&path).map_err(|source| BootError::Read { flag, path: path.clone(), source })?;
+    let (mut file, file_bytes) = super::open_file(flag, &path)?;
+    let head = read_head(&mut file).map_err(|source| BootError::Read { flag, path: path.clone(), source })?;
     if !head.starts_with(ELF_MAGIC) {
         return Err(BootError::NotAFirmware { path, found: describe(&head) });
     }
@@ -112,13 +113,11 @@ pub fn load_firmware<M: GuestMemoryBackend>(
     Ok(LoadedKernel { entry, end, is_linux, bzimage: None })
 }
 
-/// Opens a file: how long it is, and its first bytes.
-fn open(path: &Path) -> io::Result<(File, u64, Vec<u8>)> {
-    let mut file = File::open(path)?;
-    let file_bytes = file.metadata()?.len();
+/// Reads the first bytes of a file.
+fn read_head(file: &mut File) -> io::Result<Vec<u8>> {
     let mut head = Vec::with_capacity(HEAD_BYTES);
-    (&mut file).take(HEAD_BYTES as u64).read_to_end(&mut head)?;
-    Ok((file, file_bytes, head))
+    file.take(HEAD_BYTES as u64).read_to_end(&mut head)?;
+    Ok(head)
 }
 
 fn read_payload(
@@ -129,6 +128,9 @@ fn read_payload(
 ) -> Result<Scratch, BootError> {
     if header.protocol < FIRST_PROTOCOL {
         return Err(BootError::OldProtocol { path: path.to_path_buf(), version: header.protocol });
+    }
+    if header.payload_bytes == 0 {
+        return Err(BootError::NoPayload { path: path.to_path_buf() });
     }
     let expected_bytes = header.payload_start + header.payload_bytes;
     if expected_bytes > file_bytes {
@@ -318,7 +320,11 @@ mod tests {
         assert!(message(b"\x00\x01\x02").ends_with("starts with [00, 01, 02]"));
         let mut old = bzimage(&kernel());
         old[0x206] = 7;
-        assert!(message(&old).contains("boot protocol 2.07"));
+        assert!(message(&old).contains("boot protocol 2.07: a Linux before 2.6.26"));
+        // memtest86+ 6.10: boot protocol 2.12, and no payload.
+        assert!(message(&bzimage(&[])).contains("no Linux kernel in it, as memtest86+"));
+        let device = load(&memory(4096), Path::new("/dev/null"), 4096).unwrap_err().to_string();
+        assert_eq!(device, "--kernel /dev/null is a character device, and must be a file");
         let missing = load(&memory(4096), Path::new("/nonexistent/vmlinuz"), 4096);
         assert!(matches!(missing, Err(BootError::Read { .. })));
     }

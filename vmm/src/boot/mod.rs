@@ -25,7 +25,9 @@ mod pvh;
 mod reset_vector;
 mod scratch;
 
+use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
@@ -86,6 +88,22 @@ pub enum BootError {
         /// Why.
         source: io::Error,
     },
+    /// A pipe, a device or a directory.
+    #[error("{flag} {} is {kind}, and must be a file", path.display())]
+    NotAFile {
+        /// What named it.
+        flag: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// An initial RAM file system without content.
+    #[error("--initramfs {} is empty; a guest that boots without an initramfs is started without the flag", path.display())]
+    EmptyInitramfs {
+        /// The file.
+        path: PathBuf,
+    },
     /// Neither an ELF file nor a bzImage.
     #[error("--kernel {} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
     NotAKernel {
@@ -102,9 +120,19 @@ pub enum BootError {
         /// What its first bytes are.
         found: String,
     },
+    /// A boot image that has no Linux in it, such as memtest86+.
+    #[error(
+        "--kernel {} has the header of a bzImage but no Linux kernel in it, as memtest86+ and boot loaders do; \
+         foreshore starts Linux, and ELF files with a PVH note", path.display()
+    )]
+    NoPayload {
+        /// The file.
+        path: PathBuf,
+    },
     /// A bzImage of a boot protocol without `payload_offset`.
     #[error(
-        "--kernel {} is a bzImage of boot protocol {}.{:02}; 2.08 (Linux 2.6.26) is the first that says where its payload is",
+        "--kernel {} is a bzImage of boot protocol {}.{:02}: a Linux before 2.6.26, which has 2.08, or another program; \
+         foreshore starts Linux 2.6.26 and later, and ELF files with a PVH note",
         path.display(), version >> 8, version & 0xff
     )]
     OldProtocol {
@@ -173,6 +201,25 @@ pub enum BootError {
         /// Where the data should go.
         address: u64,
     },
+}
+
+/// Opens the file that `flag` names, and returns it with its length. Anything else has no length, and opening a pipe would wait
+/// for its writer.
+fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> {
+    let read_error = |source| BootError::Read { flag, path: path.to_path_buf(), source };
+    let kind = match fs::metadata(path).map_err(read_error)?.file_type() {
+        kind if kind.is_file() => {
+            let file = File::open(path).map_err(read_error)?;
+            let file_bytes = file.metadata().map_err(read_error)?.len();
+            return Ok((file, file_bytes));
+        }
+        kind if kind.is_dir() => "a directory",
+        kind if kind.is_fifo() => "a pipe",
+        kind if kind.is_socket() => "a socket",
+        kind if kind.is_block_device() => "a block device",
+        _ => "a character device",
+    };
+    Err(BootError::NotAFile { flag, path: path.to_path_buf(), kind })
 }
 
 /// Loads a kernel and everything it needs to start.

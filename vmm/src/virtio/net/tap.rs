@@ -70,12 +70,14 @@ pub enum TapError {
         source: io::Error,
     },
     /// A setting is not taken.
-    #[error("Cannot set {what} of the interface {name}")]
+    #[error("Cannot set {what} of the interface {name}{hint}")]
     Set {
         /// What.
         what: &'static str,
         /// Its name.
         name: String,
+        /// What it may be, after a colon.
+        hint: String,
         /// What the kernel says.
         #[source]
         source: io::Error,
@@ -184,28 +186,57 @@ impl Tap {
     }
 
     fn failed(&self, what: &'static str) -> impl Fn(io::Error) -> TapError + use<'_> {
-        move |source| TapError::Set { what, name: self.name.clone(), source }
+        self.failed_unless_root(what, String::new())
+    }
+
+    /// The error of a setting that takes CAP_NET_ADMIN, and that root sets by `ip` with these arguments.
+    fn failed_unless_root(
+        &self,
+        what: &'static str,
+        arguments: String,
+    ) -> impl Fn(io::Error) -> TapError + use<'_> {
+        move |source| {
+            let hint = match source.raw_os_error() {
+                Some(libc::EPERM) if !arguments.is_empty() => {
+                    format!(": it takes CAP_NET_ADMIN; without, root does it beforehand: ip {arguments}")
+                }
+                _ => String::new(),
+            };
+            TapError::Set { what, name: self.name.clone(), hint, source }
+        }
     }
 
     /// Sets what can be set by name, and brings the interface up. One that was there keeps its addresses.
     fn configure(&mut self, options: &TapOptions, was_there: bool) -> Result<(), TapError> {
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
-        let set = |what: &'static str, request: c_ulong, fill: &dyn Fn(&mut ifreq)| {
-            let mut interface = named(&self.name);
-            fill(&mut interface);
+        let name = self.name.clone();
+        let get = |what: &'static str, request: c_ulong| {
+            let mut interface = named(&name);
             call(&socket, request, &mut interface).map_err(self.failed(what)).map(|()| interface)
         };
+        let set = |what, arguments: String, request: c_ulong, fill: &dyn Fn(&mut ifreq)| {
+            let mut interface = named(&name);
+            fill(&mut interface);
+            call(&socket, request, &mut interface).map_err(self.failed_unless_root(what, arguments))
+        };
+        // Each setting takes a privilege, also one that changes nothing: what is as it should be is left alone.
         if let Some(mac) = options.host_mac {
-            set("the Ethernet address", libc::SIOCSIFHWADDR, &|interface| {
-                interface.ifr_ifru.ifru_hwaddr = ethernet(mac);
-            })?;
+            let found = get("the Ethernet address", libc::SIOCGIFHWADDR)?;
+            // SAFETY: the kernel has filled this member of the union.
+            if unsafe { found.ifr_ifru.ifru_hwaddr }.sa_data[..6] != ethernet(mac).sa_data[..6] {
+                let address = mac.map(|byte| format!("{byte:02x}")).join(":");
+                let arguments = format!("link set dev {name} address {address}");
+                set("the Ethernet address", arguments, libc::SIOCSIFHWADDR, &|interface| {
+                    interface.ifr_ifru.ifru_hwaddr = ethernet(mac);
+                })?;
+            }
         }
         match options.address.filter(|_| !was_there) {
             Some(HostAddress::V4(address, mask)) => {
-                set("the address", libc::SIOCSIFADDR, &|interface| {
+                set("the address", String::new(), libc::SIOCSIFADDR, &|interface| {
                     interface.ifr_ifru.ifru_addr = ipv4(address);
                 })?;
-                set("the mask", libc::SIOCSIFNETMASK, &|interface| {
+                set("the mask", String::new(), libc::SIOCSIFNETMASK, &|interface| {
                     interface.ifr_ifru.ifru_netmask = ipv4(mask);
                 })?;
             }
@@ -214,18 +245,22 @@ impl Tap {
             }
             None => {}
         }
-        if let Some(mtu) = options.mtu {
-            set("the MTU", libc::SIOCSIFMTU, &|interface| interface.ifr_ifru.ifru_mtu = mtu.into())?;
-        }
-        let found = set("the MTU", libc::SIOCGIFMTU, &|_| {})?;
+        let found = get("the MTU", libc::SIOCGIFMTU)?;
         // SAFETY: the kernel has filled this member of the union.
-        let mtu = unsafe { found.ifr_ifru.ifru_mtu };
-        let found = set("the state", libc::SIOCGIFFLAGS, &|_| {})?;
+        let mut mtu = unsafe { found.ifr_ifru.ifru_mtu };
+        if let Some(wanted) = options.mtu.map(c_int::from)
+            && wanted != mtu
+        {
+            set("the MTU", format!("link set dev {name} mtu {wanted}"), libc::SIOCSIFMTU, &|interface| {
+                interface.ifr_ifru.ifru_mtu = wanted;
+            })?;
+            mtu = wanted;
+        }
+        let found = get("the state", libc::SIOCGIFFLAGS)?;
         // SAFETY: as above.
         let flags = unsafe { found.ifr_ifru.ifru_flags };
-        // Also of one's own interface it needs a privilege to change that.
         if c_int::from(flags) & libc::IFF_UP == 0 {
-            set("the state", libc::SIOCSIFFLAGS, &|interface| {
+            set("the state up", format!("link set dev {name} up"), libc::SIOCSIFFLAGS, &|interface| {
                 interface.ifr_ifru.ifru_flags = flags | libc::IFF_UP as c_short;
             })?;
         }
@@ -585,6 +620,63 @@ mod tests {
         let fd = file.as_raw_fd();
         assert!(matches!(Tap::from_fds(&[fd], None), Err(TapError::NoTap { fd: found, .. }) if found == fd));
         assert!(matches!(check_given(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
+    }
+
+    /// Makes an interface that stays and that this user may attach to.
+    fn make_persistent(name: &str) -> Result<(), TapError> {
+        let (queue, _) = attach(name, 0)?;
+        // SAFETY: takes no pointer.
+        let user = unsafe { libc::geteuid() };
+        for (request, value) in [(libc::TUNSETOWNER, c_ulong::from(user)), (libc::TUNSETPERSIST, 1)] {
+            // SAFETY: the arguments of both calls are numbers.
+            check(unsafe { libc::ioctl(queue.as_raw_fd(), request, value) }).unwrap();
+        }
+        Ok(())
+    }
+
+    /// Takes all privileges from this thread.
+    fn drop_capabilities() {
+        // _LINUX_CAPABILITY_VERSION_3 of linux/capability.h, this thread; effective, permitted and inheritable, twice.
+        let (header, data) = ([0x2008_0522u32, 0], [0u32; 6]);
+        // SAFETY: the kernel reads a header of two numbers and data of six.
+        check(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), data.as_ptr()) } as c_int).unwrap();
+    }
+
+    /// In a network namespace of its own.
+    #[test]
+    fn interface_of_a_user_is_taken_as_it_is_or_refused_with_the_command() {
+        let thread = std::thread::spawn(|| {
+            // SAFETY: takes a number; only this thread changes its namespace.
+            if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err() {
+                return eprintln!("skipped: no interfaces can be made here (that needs root)");
+            }
+            make_persistent("up").unwrap();
+            let open = |name: &str, options: TapOptions| {
+                Tap::open(&TapOptions { name: Some(name.to_owned()), pairs: 1, ..options })
+            };
+            let host_mac = Some([2, 0, 0, 0, 0, 7]);
+            open("up", TapOptions { host_mac, mtu: Some(2000), ..TapOptions::default() }).unwrap();
+            drop_capabilities();
+            let same = open("up", TapOptions { host_mac, mtu: Some(2000), ..TapOptions::default() }).unwrap();
+            assert_eq!(same.mtu(), Some(2000));
+            drop(same);
+            assert_eq!(open("up", TapOptions::default()).unwrap().mtu(), Some(2000));
+            let refused = |name, options| open(name, options).unwrap_err().to_string();
+            let expected = |what: &str, name: &str, command: &str| {
+                format!(
+                    "Cannot set {what} of the interface {name}: it takes CAP_NET_ADMIN; without, root does it \
+                     beforehand: ip link set dev {name} {command}"
+                )
+            };
+            let down = refused("down", TapOptions::default());
+            assert_eq!(down, expected("the state up", "down", "up"));
+            let mtu = refused("up", TapOptions { mtu: Some(9000), ..TapOptions::default() });
+            assert_eq!(mtu, expected("the MTU", "up", "mtu 9000"));
+            let other_mac = Some([2, 0, 0, 0, 0, 8]);
+            let mac = refused("up", TapOptions { host_mac: other_mac, ..TapOptions::default() });
+            assert_eq!(mac, expected("the Ethernet address", "up", "address 02:00:00:00:00:08"));
+        });
+        thread.join().unwrap();
     }
 
     #[test]
