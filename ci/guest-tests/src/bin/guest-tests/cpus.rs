@@ -12,7 +12,7 @@ use serde_json::json;
 
 guest_tests::tests![
     vcpus_come_run_and_go: 400,
-    vcpus_come_run_and_go_on_6_1: 400 (long),
+    vcpus_come_run_and_go_on_6_1: 400 (extended),
     vcpus_come_and_go_twenty_times: 1200 (extended),
     vcpus_come_and_go_twenty_times_on_6_1: 1200 (extended),
     a_guest_that_keeps_its_vcpus_has_them_until_a_reboot: 300 (long),

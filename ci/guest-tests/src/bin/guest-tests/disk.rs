@@ -20,7 +20,7 @@ use crate::volume::with_volume;
 
 guest_tests::tests![
     a_file_system_on_a_disk_is_made_used_and_checked: 240,
-    a_file_system_on_a_disk_holds_on_6_1: 240 (long),
+    a_file_system_on_a_disk_holds_on_6_1: 240 (extended),
     a_disk_shows_its_shape_and_several_queues,
     what_a_guest_discards_takes_no_room,
     zeros_are_the_disks_work_and_not_the_guests: 240 (long),

@@ -18,7 +18,7 @@ use crate::zones::{MIB, zone};
 
 guest_tests::tests![
     a_guest_that_reads_what_was_cut_off_is_paused: 300 (long),
-    a_guest_that_reads_what_was_cut_off_is_paused_on_6_1: 300 (long),
+    a_guest_that_reads_what_was_cut_off_is_paused_on_6_1: 300 (extended),
     a_device_that_writes_to_what_was_cut_off_is_survived,
     a_disk_does_not_get_zeros_for_what_was_cut_off: 300,
     a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it: 300,

@@ -23,7 +23,7 @@ use crate::zones::{MIB, zone};
 guest_tests::tests![
     the_kernel_moves_frames_over_a_pause_and_a_reboot: 420 (long),
     the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1: 420 (extended),
-    two_pairs_of_the_kernels_follow_their_interrupts: 300 (long),
+    two_pairs_of_the_kernels_follow_their_interrupts: 300 (extended),
     an_interface_of_the_kernels_comes_and_goes: 420,
     memory_comes_and_goes_under_the_kernels_frames: 480 (long),
     an_interface_that_the_kernel_loses_is_a_link_that_is_down: 300 (long),
