@@ -239,6 +239,7 @@ mod tests {
                 boot_bytes,
                 hotplug_bytes: 0,
                 hotplugged_bytes: 0,
+                plug_bytes_per_s: None,
             };
             let zones = [zone(first, HostPages::Transparent), zone(second, HostPages::Huge(page))];
             let map = memory_map(BootMemory::of(&zones));
