@@ -20,7 +20,7 @@ use crate::runner::this_tests_dir;
 /// Until a VMM that refuses its command line has said so.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
 /// What the VMM says when it understands the command line and cannot do what it asks for.
-const CANNOT_BOOT: &str = "foreshore: Cannot ";
+const CANNOT: [&str; 3] = ["foreshore: Cannot ", " is in use", "cannot listen"];
 /// Exit codes: a VM that cannot be booted, and a command line that is wrong.
 const FAILURE: i32 = 1;
 const WRONG_COMMAND_LINE: i32 = 2;
@@ -305,7 +305,8 @@ impl GuestBuilder {
         let log = guest.paths.vmm_log();
         let status = guest.wait_for_exit(REFUSAL_LIMIT).context("The VMM did not refuse its command line")?;
         let message = console::read(&log)?;
-        let code = if message.contains(CANNOT_BOOT) { FAILURE } else { WRONG_COMMAND_LINE };
+        let is_understood = CANNOT.iter().any(|words| message.contains(words));
+        let code = if is_understood { FAILURE } else { WRONG_COMMAND_LINE };
         ensure!(status.code() == Some(code), "The VMM ended with {status} and not {code}: {message}");
         Ok(Refusal { message })
     }
