@@ -92,7 +92,7 @@ fn a_descriptor_that_nobody_handed_over_is_refused_before_a_file_can_have_its_nu
         command.args(["--kernel", "/nonexistent", "--log-file", log.to_str().unwrap()]).args(flags);
         let output = command.output().unwrap();
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert_eq!(output.status.code(), Some(2), "{message}");
         assert!(message.contains(&format!("{}: {} is not open", flags[0], flags[1])), "{message}");
         assert!(!log.exists());
     }

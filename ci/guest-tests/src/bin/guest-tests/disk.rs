@@ -372,7 +372,7 @@ fn what_others_have_is_no_disk() -> Result<()> {
     };
     let pool = with_volume(Pool::create("128M")?)?;
     let pool_path = pool.path().display().to_string();
-    refused("idle", &pool_path, "is a pool: --pm-volume pool=")?;
+    refused("idle", &pool_path, "is a pool, and marked as one by the host: --pm-volume pool=")?;
     let file = image("pmem", 64)?.display().to_string();
     let device = LoopDevice::create(64)?;
     let device_path = device.path().display().to_string();
