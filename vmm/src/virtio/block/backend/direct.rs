@@ -146,7 +146,7 @@ impl DirectIo {
         }
     }
 
-    /// Writes `data` to `offset_bytes` of `file`, by whoever holds [`widest_range`] of it alone.
+    /// Writes `data` to `offset_bytes` of `file`. The caller holds an exclusive lock of [`widest_range`].
     pub fn write(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
         let result = self.with_growing_unit(|unit| self.write_wide(file, offset_bytes, data, unit));
         match &self.buffered {
@@ -242,7 +242,7 @@ impl DirectIo {
         let Some(buffered) = &self.buffered else { return Ok(offset_bytes..end) };
         let size_bytes = buffered.size_bytes()?;
         let units_end = size_bytes - size_bytes % unit_bytes;
-        // What begins behind them has no direct part.
+        // A transfer that begins behind them has no direct part.
         Ok(offset_bytes..end.min(units_end.max(offset_bytes)))
     }
 }

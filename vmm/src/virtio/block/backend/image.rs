@@ -221,10 +221,18 @@ impl RawImage {
         self.direct.iter().for_each(DirectIo::forget_unit);
     }
 
-    /// Locks the range that an aligned step changes, for as long as it is under way.
-    pub(super) fn lock_aligned(&self, step: &Step) -> Option<RangeGuard> {
-        let (offset_bytes, len_bytes) = changed_range(step)?;
-        Some(self.direct.as_ref()?.lock_shared(offset_bytes, len_bytes))
+    /// Locks the range that an aligned step changes, for as long as it is under way; nothing if the image needs no locks. The
+    /// device's thread must not wait, so `event` is raised when a step that holds the range has ended.
+    pub(super) fn lock_aligned(
+        &self,
+        step: &Step,
+        event: &Arc<EventFd>,
+    ) -> Result<Option<RangeGuard>, RangeInUse> {
+        let (Some(direct), Some((offset_bytes, len_bytes))) = (&self.direct, changed_range(step)) else {
+            return Ok(None);
+        };
+        let range = offset_bytes..offset_bytes + len_bytes;
+        direct.locks().try_lock(range, Access::Shared, event).map(Some).ok_or(RangeInUse)
     }
 
     /// Carries out a step of any alignment. `None`: a step under way changes the same blocks, and `event` is raised when one
@@ -250,8 +258,8 @@ impl RawImage {
         })
     }
 
-    /// Locks what a step of any alignment changes, after the steps under way that change it have ended.
-    fn lock_unaligned(&self, offset_bytes: u64, len_bytes: u64) -> Option<RangeGuard> {
+    /// Locks the range that a step of any alignment changes. Waits for other steps that change it.
+    pub(super) fn lock_unaligned(&self, offset_bytes: u64, len_bytes: u64) -> Option<RangeGuard> {
         let range = widest_range(offset_bytes, len_bytes);
         self.direct.as_ref().map(|direct| direct.locks().lock(range, Access::Exclusive))
     }
@@ -281,7 +289,7 @@ impl RawImage {
         self.write_out_zeroes(range.offset_bytes()..end)
     }
 
-    /// Largest part of a range that a device takes for `fallocate`; empty, at the range's start, if there is none.
+    /// Largest part of a range that a device accepts for `fallocate`, or an empty range at its start.
     fn whole_units(&self, range: DiskRange) -> Range<u64> {
         let (start, end) = (range.offset_bytes(), range.offset_bytes() + range.len_bytes());
         let (first, last) =
@@ -318,7 +326,11 @@ impl RawImage {
     }
 }
 
-/// Offset and length of what a step changes.
+/// Another step changes the same blocks.
+#[derive(Debug)]
+pub(super) struct RangeInUse;
+
+/// Offset and length of the range that a step changes.
 fn changed_range(step: &Step) -> Option<(u64, u64)> {
     match step {
         Step::Write(offset, buffer) => Some((*offset, buffer.len() as u64)),
@@ -357,8 +369,8 @@ impl Store for RawImage {
         self.file.sync_data()
     }
 
-    /// A file system that cannot give blocks back keeps them: a discard is a hint (5.2.6.2). So are its edges that are no
-    /// whole blocks of a device.
+    /// A file system that cannot give blocks back keeps them, because a discard is a hint (5.2.6.2). For the same reason the
+    /// edges of a range stay if they are not whole blocks of a device.
     fn discard(&self, range: DiskRange) -> io::Result<()> {
         match self.allocate(PUNCH, &self.whole_units(range)) {
             Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),

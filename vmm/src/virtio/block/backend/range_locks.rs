@@ -1,8 +1,8 @@
 //! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of the same blocks.
 //!
-//! Transfers that the host accepts as they are hold their range shared, also with each other: overlapping writes of a guest
-//! are the guest's problem. A cycle holds its range alone. Whoever holds a range alone only waits for the media, so waiting for
-//! it is bounded. Whoever holds a range shared may be a ring whose thread has other work, so a ring never blocks for it.
+//! Transfers that the host accepts as they are hold a shared lock: overlapping writes of a guest are the guest's problem. A
+//! cycle holds an exclusive lock. A ring never waits for a lock, because its thread serves other requests: it is told by an
+//! event. A call that waits for an exclusive lock waits for the media, and for rings only until their transfers are done.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -33,7 +33,7 @@ struct State {
     next: u64,
     shared: BTreeMap<u64, Range<u64>>,
     exclusive: BTreeMap<u64, Range<u64>>,
-    /// Raised at the next release.
+    /// Events to raise at the next release.
     waiting: Vec<Arc<EventFd>>,
 }
 

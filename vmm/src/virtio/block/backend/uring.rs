@@ -12,7 +12,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::blocking::Blocking;
 use super::direct::is_refusal;
-use super::image::{PUNCH, RawImage, ZERO};
+use super::image::{PUNCH, RangeInUse, RawImage, ZERO};
 use super::range_locks::RangeGuard;
 use super::{Done, Executor, Step};
 use crate::virtio::block::buffer::{Buffer, Buffers};
@@ -46,7 +46,7 @@ struct Running {
     /// Where zeros are asked for.
     way: Way,
     retries: u32,
-    /// What it changes, where an unaligned step must not change the same at the same time.
+    /// Lock of the range that the step changes, against unaligned steps.
     guard: Option<RangeGuard>,
 }
 
@@ -64,8 +64,8 @@ pub struct Uring {
     /// The event is raised.
     armed: bool,
     done: VecDeque<Done>,
-    /// Steps whose alignment the kernel does not take: carried out by calls, one in each turn.
-    unaligned: VecDeque<(usize, Step)>,
+    /// Steps that are carried out by calls, one in each turn: unaligned ones, and those whose range another step changes.
+    deferred: VecDeque<(usize, Step)>,
     /// What zeros are written from; made when they are.
     zeros: Option<Buffer>,
     /// The kernel takes no more from the ring, and steps are carried out by calls instead.
@@ -95,7 +95,7 @@ impl Uring {
             untold: false,
             armed: false,
             done: VecDeque::new(),
-            unaligned: VecDeque::new(),
+            deferred: VecDeque::new(),
             zeros: None,
             instead: None,
         })
@@ -104,10 +104,18 @@ impl Uring {
     /// Puts a step, or what is left of it, into the ring.
     fn push(&mut self, token: usize, mut running: Running) {
         if !self.image.is_aligned(&running.step) {
-            self.unaligned.push_back((token, running.step));
+            self.deferred.push_back((token, running.step));
             return;
         }
-        running.guard = running.guard.or_else(|| self.image.lock_aligned(&running.step));
+        if running.guard.is_none() {
+            match self.image.lock_aligned(&running.step, &self.event) {
+                Ok(guard) => running.guard = guard,
+                Err(RangeInUse) => {
+                    self.deferred.push_back((token, running.step));
+                    return;
+                }
+            }
+        }
         let Some(entry) = self.entry(&mut running) else {
             self.done.push_back(Done { token, step: running.step, result: Ok(()) });
             return;
@@ -199,21 +207,20 @@ impl Uring {
                 instead.add(token, running.step);
             }
         }
-        for (token, step) in self.unaligned.drain(..) {
+        for (token, step) in self.deferred.drain(..) {
             instead.add(token, step);
         }
         (self.under_way, self.untold) = (0, false);
         self.instead = Some(instead);
     }
 
-    /// Carries out one unaligned step, unless it has to wait for another of the same blocks; true if there are more that need
-    /// not wait.
-    fn carry_out_unaligned(&mut self) -> bool {
-        let Some((_, step)) = self.unaligned.front_mut() else { return false };
+    /// Carries out one deferred step, unless another step changes the same blocks. Returns true if more steps can be carried out.
+    fn carry_out_deferred(&mut self) -> bool {
+        let Some((_, step)) = self.deferred.front_mut() else { return false };
         let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
-        let (token, step) = self.unaligned.pop_front().expect("the step that was carried out");
+        let (token, step) = self.deferred.pop_front().expect("the step that was carried out");
         self.done.push_back(Done { token, step, result });
-        !self.unaligned.is_empty()
+        !self.deferred.is_empty()
     }
 
     /// Checks that a step may succeed with another alignment.
@@ -242,9 +249,9 @@ impl Uring {
         for (token, mut running, result) in completed {
             match running.advance(result) {
                 None => self.push(token, running),
-                // The whole step again, as nobody counts on its blocks before it is answered.
+                // The whole step is repeated: the guest expects nothing of its blocks before the answer.
                 Some(result) if self.is_refused(&running.step, &result) => {
-                    self.unaligned.push_back((token, running.step));
+                    self.deferred.push_back((token, running.step));
                 }
                 Some(result) => self.done.push_back(Done { token, step: running.step, result }),
             }
@@ -317,13 +324,13 @@ impl Executor for Uring {
         }
         match &mut self.instead {
             Some(instead) => instead.begin(),
-            None => self.carry_out_unaligned(),
+            None => self.carry_out_deferred(),
         }
     }
 
     fn next_done(&mut self) -> Option<Done> {
         while self.instead.is_none() && self.done.is_empty() && self.reap() {
-            // What the kernel did only a part of, or refused.
+            // Steps of which the kernel did a part, or which it refused.
             self.begin();
         }
         self.done.pop_front().or_else(|| self.instead.as_mut()?.next_done())
@@ -340,7 +347,7 @@ impl Executor for Uring {
             fence(Ordering::SeqCst);
         }
         // A step that has to wait for others has asked for the event.
-        self.carry_out_unaligned();
+        self.carry_out_deferred();
         !self.done.is_empty() || !self.ring.completion().is_empty()
     }
 
@@ -361,7 +368,7 @@ impl Executor for Uring {
         // 1. What was added and not begun has to be, as there is no other way out of the ring.
         if self.instead.is_none() {
             self.begin();
-            self.unaligned.clear();
+            self.deferred.clear();
         }
         while self.under_way > 0 {
             if let Err(err) = self.ring.submit_and_wait(1)

@@ -222,3 +222,23 @@ fn what_is_put_off_without_end_fails() {
     let times = (0..10_000).find(|_| running.advance(-libc::EAGAIN).is_some());
     assert_eq!(times, Some(RETRIES_MAX - 1));
 }
+
+#[test]
+fn ring_does_not_wait_for_a_range_that_another_step_changes() {
+    let folder = tempfile::TempDir::new().unwrap();
+    let path = folder.path().join("image");
+    File::create(&path).unwrap().set_len(IMAGE_BYTES).unwrap();
+    let options = ImageOptions { direct: true, sparse: true, ..ImageOptions::default() };
+    let Ok(image) = RawImage::open(&path, options) else { return eprintln!("skipped: no O_DIRECT here") };
+    let Some(mut ring) = ring(&image) else { return };
+    let locked = image.lock_unaligned(0, 512).expect("an image with O_DIRECT has locks");
+    ring.add(0, Step::Write(4096, buffer(4096, 7)));
+    assert!(!ring.begin() && !ring.arm());
+    assert!(ring.next_done().is_none(), "the step is deferred");
+    drop(locked);
+    assert!(ring.event.read().is_ok(), "the release raises the ring's event");
+    assert!(ring.arm());
+    let done = ring.next_done().expect("the step is done");
+    assert!(done.token == 0 && done.result.is_ok());
+    assert_eq!(std::fs::read(&path).unwrap()[4096..8192], [7; 4096]);
+}

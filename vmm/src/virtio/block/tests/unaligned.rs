@@ -150,7 +150,7 @@ fn host_that_begins_to_refuse_sectors_is_no_error() {
 }
 
 #[test]
-fn block_size_that_is_asked_for_is_shown() {
+fn requested_block_size_is_shown() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(MIB + 512).unwrap();
     let options = ImageOptions { guest_block_bytes: Some(4096), ..WRITABLE };
