@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+pub(crate) use foreshore_proto::scale;
 use serde::Serialize;
 
 /// 2^20 bytes.
@@ -55,16 +56,6 @@ pub(crate) fn round_up(value: u64, unit: u64) -> u64 {
     if down == value { value } else { down.checked_add(unit).unwrap_or(down) }
 }
 
-/// `value * numerator / denominator` without overflow on the way, saturating.
-pub(crate) fn scale(value: u64, numerator: u64, denominator: u64) -> u64 {
-    // A division of 128 bits takes several times as long, and sizes and rates seldom need it.
-    if let Some(product) = value.checked_mul(numerator) {
-        return product / denominator.max(1);
-    }
-    let scaled = u128::from(value) * u128::from(numerator) / u128::from(denominator.max(1));
-    u64::try_from(scaled).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,14 +67,6 @@ mod tests {
         assert_eq!(round_up(6, 2), 6);
         assert_eq!(round_up(u64::MAX, BLOCK_BYTES) % BLOCK_BYTES, 0);
         assert_eq!(round_up(0, BLOCK_BYTES), 0);
-    }
-
-    #[test]
-    fn scaling_saturates_and_does_not_wrap() {
-        assert_eq!(scale(1 << 40, 125, 1000), (1u64 << 40) / 8);
-        assert_eq!(scale(u64::MAX, 2, 1), u64::MAX);
-        assert_eq!(scale(u64::MAX, 3, 6), u64::MAX / 2);
-        assert_eq!(scale(7, 3, 0), 21);
     }
 
     #[test]

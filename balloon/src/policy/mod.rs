@@ -282,7 +282,7 @@ impl Policy {
             Policy::Amf(_) | Policy::Dapper(_) | Policy::Pmb(_) | Policy::Memorage(_) => {
                 let (left, reserve_bytes) = reserve::without_reserve(input.report, input.host);
                 let (state, decision) = self.decide_on(state, Input { report: &left, ..input }, now);
-                // The agent compares its watermark with all that is free.
+                // The agent compares its watermark with free memory that includes the reserve.
                 let watermark_bytes = match decision.watermark_of {
                     Measure::Free => decision.watermark_bytes.saturating_add(reserve_bytes),
                     Measure::Available => decision.watermark_bytes,

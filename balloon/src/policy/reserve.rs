@@ -44,7 +44,7 @@ mod tests {
     use crate::policy::{Input, Policy};
     use crate::{MIB, Tier, TimeMs, ZoneSizes};
 
-    /// 512 MiB of DRAM and as much PM, of which 200 and 100 are free.
+    /// A guest with 200 of 512 MiB of DRAM free, and 100 of 512 MiB of PM.
     fn raw_report() -> RawReport {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed, free| Zone {

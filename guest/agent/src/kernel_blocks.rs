@@ -23,8 +23,7 @@ const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
 /// Part of the usual reserve below which the kernel is short. The whole reserve would be too much: programs that fill DRAM
 /// before anything is plugged leave the kernel about that.
 const SHORT_PART: u64 = 2;
-/// How long it takes to turn a block. What the kernel takes in that time is added to the threshold, up to a part of DRAM: the
-/// faster the kernel's memory grows, the sooner it is short.
+/// Time that turning a block takes. The growth of kernel memory in that time is added to the threshold, up to a part of DRAM.
 const TURN_MS: u64 = 500;
 const MAX_GROWTH_PART: u64 = 8;
 /// A block whose pages do not move in this time is left alone. Linux would try for ever.
@@ -114,7 +113,7 @@ impl KernelBlocks {
 
     /// Has a block turned if the kernel is short of memory. Returns true if one was turned since the last call. Never waits.
     pub fn poll(&mut self, report: &RawReport, now_ms: u64) -> bool {
-        self.growth.saw(report.kernel.as_ref(), now_ms);
+        self.growth.update(report.kernel.as_ref(), now_ms);
         let result = self.results.try_recv().ok();
         self.is_busy &= result.is_none();
         match &result {
@@ -257,12 +256,12 @@ mod tests {
     fn a_kernel_that_grows_fast_is_short_sooner() {
         let mut growth = KernelGrowth::default();
         let holds = |mib: u64| KernelUse { page_table_bytes: mib * MIB, ..KernelUse::default() };
-        growth.saw(Some(&holds(0)), 0);
-        growth.saw(Some(&holds(100)), 1_000);
+        growth.update(Some(&holds(0)), 0);
+        growth.update(Some(&holds(100)), 1_000);
         // Half of a sixteenth of 592 MiB, and 50 MiB.
         assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth), Some(0));
         assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth), None);
-        growth.saw(Some(&holds(10_000)), 2_000);
+        growth.update(Some(&holds(10_000)), 2_000);
         assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth), None, "an eighth of DRAM at most");
     }
 

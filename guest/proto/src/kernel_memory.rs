@@ -1,14 +1,14 @@
 //! Memory that the guest's kernel can use for itself.
 //!
 //! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable (mm/page_alloc.c,
-//! gfp_zone). The agent, the governor and its policies all ask what is left of these, so the sums stand here once.
+//! gfp_zone). The agent, the governor and its policies compare these sums, so they are computed here for all.
 
-use crate::{KernelUse, Zone, ZoneKind};
+use crate::{KernelUse, Zone, ZoneKind, scale};
 
 /// Zones count pages of this size: all guests are x86-64.
 const PAGE_BYTES: u64 = 4096;
 
-/// A rate of growth is forgotten in this time, unless it goes on.
+/// Time in which a rate of growth falls to zero, once the growth has ended.
 const FORGOTTEN_MS: u64 = 1_000;
 
 /// Sums over a guest's zones.
@@ -16,18 +16,18 @@ const FORGOTTEN_MS: u64 = 1_000;
 pub struct KernelMemory {
     /// Memory that the kernel can use for itself. ZONE_DMA does not count, because drivers alone ask for it.
     pub managed_bytes: u64,
-    /// What is free of it above the high watermark.
+    /// Free part of `managed_bytes` above the high watermarks.
     pub room_bytes: u64,
     /// Memory of the nodes that have such zones, movable zones included.
     pub dram_bytes: u64,
     /// Memory in movable zones.
     pub movable_bytes: u64,
-    /// What is free of it.
+    /// Free part of `movable_bytes`.
     pub movable_free_bytes: u64,
 }
 
 impl KernelMemory {
-    /// Takes the sums. Values of a guest do not overflow them.
+    /// Computes the sums of `zones`. They saturate, because a guest reports the values.
     pub fn of<'a>(zones: impl Iterator<Item = &'a Zone> + Clone) -> Self {
         let kernel = || zones.clone().filter(|zone| zone.serves_kernel());
         let in_dram = |zone: &&Zone| kernel().any(|kernel| kernel.node == zone.node);
@@ -42,47 +42,49 @@ impl KernelMemory {
     }
 }
 
-/// How fast the memory grows that the kernel holds for itself.
+/// Rate at which kernel memory grows.
 ///
-/// Files that are created by thousands take kernel memory at hundreds of MiB in a second. A threshold of what is left
-/// comes too late for these, so both the governor and the agent add what will be gone until there is more.
+/// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A fixed threshold of free
+/// memory is too late then, so the governor and the agent add the growth of the time that they need to provide more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelGrowth {
-    seen: Option<(u64, u64)>,
+    last: Option<Sample>,
     bytes_per_s: u64,
 }
 
+/// Kernel memory at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sample {
+    at_ms: u64,
+    bytes: u64,
+}
+
 impl KernelGrowth {
-    /// Takes in what the kernel holds at `now_ms`. `None` (not known) is no growth.
-    pub fn saw(&mut self, kernel: Option<&KernelUse>, now_ms: u64) {
+    /// Updates the rate with the kernel memory at `now_ms`. Without a value the rate is zero.
+    pub fn update(&mut self, kernel: Option<&KernelUse>, now_ms: u64) {
         let Some(kernel) = kernel else {
             *self = KernelGrowth::default();
             return;
         };
-        let bytes = kernel.total_bytes();
-        let (before_ms, before_bytes) = self.seen.replace((now_ms, bytes)).unwrap_or((now_ms, bytes));
-        let elapsed_ms = now_ms.saturating_sub(before_ms);
+        let sample = Sample { at_ms: now_ms, bytes: kernel.total_bytes() };
+        let last = self.last.replace(sample).unwrap_or(sample);
+        let elapsed_ms = now_ms.saturating_sub(last.at_ms);
         if elapsed_ms == 0 {
             return;
         }
-        let rate = part(bytes.saturating_sub(before_bytes), 1_000, elapsed_ms);
-        let remembered = part(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
+        let rate = scale(sample.bytes.saturating_sub(last.bytes), 1_000, elapsed_ms);
+        let remembered = scale(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
         self.bytes_per_s = rate.max(remembered);
     }
 
-    /// What it takes in so long, if it goes on.
+    /// Growth within `ms` at the present rate.
     pub fn bytes_within(&self, ms: u64) -> u64 {
-        part(self.bytes_per_s, ms, 1_000)
+        scale(self.bytes_per_s, ms, 1_000)
     }
 }
 
-fn part(of: u64, numerator: u64, denominator: u64) -> u64 {
-    let scaled = u128::from(of) * u128::from(numerator) / u128::from(denominator);
-    u64::try_from(scaled).unwrap_or(u64::MAX)
-}
-
 impl Zone {
-    /// Whether the kernel can use pages of this zone for itself.
+    /// Checks if the kernel can use pages of this zone for itself.
     pub fn serves_kernel(&self) -> bool {
         matches!(self.kind, ZoneKind::Dma32 | ZoneKind::Normal)
     }
@@ -97,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernel_memory_is_what_is_not_movable() {
+    fn kernel_memory_excludes_movable_zones() {
         let zone = |node, kind, managed_pages, free_pages| Zone {
             node,
             kind,
@@ -128,23 +130,23 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_seen_and_forgotten() {
+    fn rate_of_growth_follows_samples_and_falls_to_zero() {
         let holds = |bytes| KernelUse { slab_reclaimable_bytes: bytes, ..KernelUse::default() };
         let mut growth = KernelGrowth::default();
-        growth.saw(Some(&holds(500)), 1_000);
-        assert_eq!(growth.bytes_within(1_000), 0, "what was there before is no growth");
-        growth.saw(Some(&holds(600)), 1_100);
+        growth.update(Some(&holds(500)), 1_000);
+        assert_eq!(growth.bytes_within(1_000), 0, "the first sample is no growth");
+        growth.update(Some(&holds(600)), 1_100);
         assert_eq!((growth.bytes_within(1_000), growth.bytes_within(500)), (1_000, 500));
-        growth.saw(Some(&holds(600)), 1_350);
+        growth.update(Some(&holds(600)), 1_350);
         assert_eq!(growth.bytes_within(1_000), 750);
-        growth.saw(Some(&holds(400)), 2_350);
+        growth.update(Some(&holds(400)), 2_350);
         assert_eq!(growth.bytes_within(1_000), 0);
-        growth.saw(Some(&holds(u64::MAX)), 2_350);
+        growth.update(Some(&holds(u64::MAX)), 2_350);
         assert_eq!(growth.bytes_within(1_000), 0, "no time has passed");
-        growth.saw(Some(&holds(0)), 2_360);
-        growth.saw(Some(&holds(u64::MAX)), 2_361);
+        growth.update(Some(&holds(0)), 2_360);
+        growth.update(Some(&holds(u64::MAX)), 2_361);
         assert_eq!(growth.bytes_within(u64::MAX), u64::MAX);
-        growth.saw(None, 2_400);
+        growth.update(None, 2_400);
         assert_eq!(growth, KernelGrowth::default());
     }
 }

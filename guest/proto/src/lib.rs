@@ -17,6 +17,7 @@ mod line;
 mod pace;
 mod refusal;
 mod reserve;
+mod scale;
 mod verify;
 mod wire;
 
@@ -25,6 +26,7 @@ pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
 pub use reserve::{descriptor_bytes, kernel_reserve_bytes};
+pub use scale::scale;
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
     Blocks, Cause, Counters, KernelUse, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage,

@@ -14,7 +14,7 @@
 //! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to the watermark, and how
 //! soon it is reached if memory goes on falling as it does.
 
-use crate::{Measure, Memory, Settings};
+use crate::{Measure, Memory, Settings, scale};
 
 /// No guest fills memory faster than this for long; it sets how soon to look again.
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
@@ -45,7 +45,7 @@ const STEADY_FACTOR: u64 = 5;
 /// A fall by this part of what was there is news.
 const NEWS_PART: u64 = 8;
 
-/// Less than this that the kernel has taken is no news, however little is there.
+/// Smallest growth of the kernel's memory that is reported at once.
 const LEAST_KERNEL_NEWS_BYTES: u64 = 4 << 20;
 
 /// A change by less than this part is no movement.
@@ -75,7 +75,7 @@ pub struct Pace {
     steady_bytes: u64,
     steady_since_ms: u64,
     fall: Fall,
-    /// What the kernel held for itself at the last report.
+    /// Kernel memory at the last report.
     kernel_bytes: u64,
 }
 
@@ -88,9 +88,8 @@ struct Fall {
 impl Fall {
     /// Takes in that so much was there, and so long later so much.
     fn saw(&mut self, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) {
-        let fallen = u128::from(before_bytes.saturating_sub(now_bytes));
-        let now = fallen.saturating_mul(1000) / u128::from(elapsed_ms.max(1));
-        self.bytes_per_s = u64::try_from(now).unwrap_or(u64::MAX).max(self.bytes_per_s / 2);
+        let now = scale(before_bytes.saturating_sub(now_bytes), 1000, elapsed_ms);
+        self.bytes_per_s = now.max(self.bytes_per_s / 2);
     }
 }
 
@@ -104,14 +103,10 @@ fn interval_ms(settings: &Settings, there_bytes: u64, fall: Fall) -> u64 {
     let fast_ms = u64::from(settings.watermark_interval_ms).min(rest_ms);
     let watermark = settings.watermark_bytes;
     let Some(over) = there_bytes.checked_sub(watermark) else { return fast_ms };
-    let part = |of: u64, numerator: u64, denominator: u64| {
-        let scaled = u128::from(of) * u128::from(numerator) / u128::from(denominator.max(1));
-        u64::try_from(scaled).unwrap_or(u64::MAX)
-    };
     let by_distance_ms =
-        if over >= watermark { rest_ms } else { fast_ms + part(rest_ms - fast_ms, over, watermark) };
+        if over >= watermark { rest_ms } else { fast_ms + scale(rest_ms - fast_ms, over, watermark) };
     let by_fall_ms =
-        if fall.bytes_per_s == 0 { rest_ms } else { part(1000, over, fall.bytes_per_s) / REPORTS_BEFORE };
+        if fall.bytes_per_s == 0 { rest_ms } else { scale(1000, over, fall.bytes_per_s) / REPORTS_BEFORE };
     by_distance_ms.min(by_fall_ms).clamp(fast_ms, rest_ms)
 }
 
@@ -170,13 +165,13 @@ impl Pace {
         }
     }
 
-    /// That report said that the kernel holds so much for itself.
+    /// Records the kernel memory of the last report.
     pub fn reported_kernel(&mut self, kernel_bytes: u64) {
         self.kernel_bytes = kernel_bytes;
     }
 
-    /// Whether the kernel has taken so much since then that the VMM should know at once. Available memory may not show it: it
-    /// counts slabs that cannot be reclaimed (mm/show_mem.c, si_mem_available).
+    /// Checks if kernel memory has grown so much since the last report that another report is due. Available memory may not
+    /// show the growth, because it includes slabs that cannot be reclaimed (mm/show_mem.c, si_mem_available).
     pub fn is_kernel_news(&self, kernel_bytes: u64) -> bool {
         let news_bytes = (self.margin_bytes() / 2).max(LEAST_KERNEL_NEWS_BYTES);
         kernel_bytes.saturating_sub(self.kernel_bytes) > news_bytes

@@ -125,9 +125,9 @@ pub struct Memory {
 /// Memory that the kernel holds for itself and cannot drop, from /proc/meminfo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelUse {
-    /// SUnreclaim: slabs. Those of a tmpfs's inodes are not among them, although they cannot be dropped either.
+    /// SUnreclaim: slabs that are never reclaimed.
     pub slab_unreclaimable_bytes: u64,
-    /// SReclaimable: slabs that MemAvailable counts as available in part.
+    /// SReclaimable: MemAvailable includes most of it, also inodes of a tmpfs, which cannot be reclaimed.
     pub slab_reclaimable_bytes: u64,
     /// PageTables.
     pub page_table_bytes: u64,
@@ -226,11 +226,11 @@ pub struct Counters {
     pub pgsteal_direct: u64,
     /// Allocations that entered direct reclaim, all zones together.
     pub allocstall: u64,
-    /// Those of `allocstall` for memory that is not movable: page tables, slabs, sockets.
+    /// The part of `allocstall` for kernel memory, such as page tables, slabs and sockets.
     pub allocstall_kernel: u64,
-    /// Pages that came from another node than the one that was asked for.
+    /// Pages allocated on another node than the requested one.
     pub numa_miss: u64,
-    /// Pages that a task got from another node than the one it ran on.
+    /// Pages allocated on another node than the task's.
     pub numa_other: u64,
     /// Processes killed for want of memory.
     pub oom_kill: u64,

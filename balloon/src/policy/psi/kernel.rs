@@ -16,7 +16,7 @@ const ROOM_PERMILLE: u64 = 1250;
 
 /// Time from a report until the kernel has another block: the agent's report, plugging, and the move of its pages.
 const LEAD_MS: u64 = 1_000;
-/// What the kernel takes in that time counts up to this part of DRAM.
+/// Upper limit of the growth in that time, as a part of DRAM.
 const MAX_GROWTH_PART: u64 = 4;
 
 /// Memory to add for the kernel's sake. `None` if the kernel has enough, or if the report does not tell its zones apart.
@@ -98,13 +98,13 @@ mod tests {
             let report = report(kernel_free, 0, 16);
             missing_bytes(&report, &HostView::default(), growth).map(|bytes| bytes / MIB)
         };
-        growth.saw(Some(&holds(0)), 0);
-        growth.saw(Some(&holds(50)), 1_000);
+        growth.update(Some(&holds(0)), 0);
+        growth.update(Some(&holds(50)), 1_000);
         // 18.75 MiB and what grows in a second. Two blocks of 16 MiB, and a quarter.
         assert_eq!(missing_mib(&growth, 69), None);
         assert_eq!(missing_mib(&growth, 68), Some(20));
         assert_eq!(missing_mib(&growth, 48), Some(40));
-        growth.saw(Some(&holds(10_000)), 2_000);
+        growth.update(Some(&holds(10_000)), 2_000);
         assert_eq!(missing_mib(&growth, 119), None, "a quarter of DRAM at most");
     }
 }

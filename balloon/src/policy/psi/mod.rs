@@ -114,7 +114,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
     let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
     let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
-    state.kernel_growth.saw(input.report.kernel(), input.report.monotonic_ms());
+    state.kernel_growth.update(input.report.kernel(), input.report.monotonic_ms());
     let kernel_bytes = kernel::missing_bytes(input.report, input.host, &state.kernel_growth);
     // Of available memory there may be plenty: reports have to come fast all the same.
     let watch_bytes = if kernel_bytes.is_some() { memory.total_bytes } else { marks.watch_bytes };

@@ -11,7 +11,7 @@ pub fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
     let (mut memory, mut kernel) = (Memory::default(), KernelUse::default());
     let (mut total, mut free, mut available) = (None, None, None);
     for line in lines(text) {
-        // Some fifty lines, of which twelve are ours.
+        // Twelve of some fifty lines are needed.
         if !matches!(line.first(), Some(b'M' | b'B' | b'C' | b'A' | b'S' | b'K' | b'P')) {
             continue;
         }
