@@ -213,6 +213,24 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     });
     let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
     out.bytes("guest_kernel_memory", "Memory that the guest's kernel holds for itself.", samples)?;
+    // Agents that report no kernel memory do not report these counters either.
+    let counters = report.kernel().map(|_| report.counters());
+    let stalls = counters.map(|counters| {
+        let user = counters.allocstall.saturating_sub(counters.allocstall_kernel);
+        [("kernel", counters.allocstall_kernel), ("user", user)]
+    });
+    out.counters(
+        Family("guest_allocation_stalls", "Allocations that had to reclaim memory first.", None),
+        stalls.into_iter().flatten().map(|(memory, count)| (one("memory", memory), count)),
+    )?;
+    out.counters(
+        Family("guest_numa_miss_pages", "Pages allocated on another node than the requested one.", None),
+        counters.into_iter().map(|counters| (vec![], counters.numa_miss)),
+    )?;
+    out.counters(
+        Family("guest_numa_other_pages", "Pages allocated on another node than the task's.", None),
+        counters.into_iter().map(|counters| (vec![], counters.numa_other)),
+    )?;
     let in_kernel_zones = report.zones().iter().filter(|zone| zone.serves_kernel());
     let user_pages = in_kernel_zones.filter_map(|zone| zone.user_pages);
     let user_bytes = user_pages.reduce(u64::saturating_add).map(|pages| pages.saturating_mul(PAGE_BYTES));
@@ -261,16 +279,6 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     out.counters(
         Family("guest_swapped_pages", "Pages that the guest has swapped.", None),
         [(one("direction", "in"), counters.pswpin), (one("direction", "out"), counters.pswpout)],
-    )?;
-    let stalled = [("kernel", counters.allocstall_kernel), ("all", counters.allocstall)];
-    out.counters(
-        Family("guest_allocation_stalls", "Allocations that reclaimed memory themselves.", None),
-        stalled.map(|(memory, count)| (one("memory", memory), count)),
-    )?;
-    let remote = [("miss", counters.numa_miss), ("other_node", counters.numa_other)];
-    out.counters(
-        Family("guest_numa_pages", "Pages that came from another node than wanted.", None),
-        remote.map(|(event, count)| (one("event", event), count)),
     )?;
     out.counters(
         Family("guest_oom_kills", "Processes that the guest has killed for want of memory.", None),

@@ -392,9 +392,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="stacks"}} 4"#),
         format!(r#"foreshore_guest_user_memory_in_kernel_zones_bytes{{{vm}}} 20480"#),
         format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="kernel"}} 8"#),
-        format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="all"}} 9"#),
-        format!(r#"foreshore_guest_numa_pages_total{{{vm},event="miss"}} 6"#),
-        format!(r#"foreshore_guest_numa_pages_total{{{vm},event="other_node"}} 7"#),
+        format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="user"}} 1"#),
+        format!(r#"foreshore_guest_numa_miss_pages_total{{{vm}}} 6"#),
+        format!(r#"foreshore_guest_numa_other_pages_total{{{vm}}} 7"#),
         format!(r#"foreshore_guest_online_policy{{{vm},policy="unknown"}} 1.0"#),
         format!(r#"foreshore_guest_online_policy{{{vm},policy="online_movable"}} 0.0"#),
     ] {
