@@ -167,7 +167,7 @@ impl HostSide {
         }
     }
 
-    /// Whether the VMM itself listens on the host's `port`.
+    /// Checks if the VMM itself listens on the host's `port`.
     pub fn listens_in_process(&self, port: HostPort) -> bool {
         self.ports.listeners.contains_key(&port)
     }

@@ -37,11 +37,12 @@ const MAX_RESETS: usize = 1024;
 /// How long a client may take to say where it wants to go. People type it, too.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long the host may take to read what a guest has left behind. A guest could otherwise leave every socket so.
+/// Time in which the host must read a part of what is left of a closed connection. Without a limit a guest could occupy all
+/// sockets so.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Of all sockets, this part is for ports that the VMM itself listens on, such as the agent's, and so many at most: a program in
-/// the guest that holds all the others does not keep the agent out.
+/// Part of the sockets that is reserved for ports that the VMM itself listens on, and its maximum. A program in the guest that
+/// holds all other sockets does not keep the agent out.
 const OWN_PART: usize = 8;
 const MAX_OWN_SOCKETS: usize = 8;
 
@@ -251,7 +252,7 @@ impl Muxer {
         Ok(())
     }
 
-    /// Whether there is room for one more socket, of a port of the VMM's own or another one.
+    /// Checks if one more socket may be added; `is_own` is for a port of the VMM itself.
     fn has_room(&self, is_own: bool) -> bool {
         let own = (self.max_sockets / OWN_PART).min(MAX_OWN_SOCKETS);
         let most = if is_own { self.max_sockets } else { self.max_sockets - own };
@@ -304,9 +305,12 @@ impl Muxer {
                     joined.flush(&socket.stream, now);
                 }
             }
-            Role::Draining { unsent, .. } => {
+            Role::Draining { unsent, deadline } => {
+                let before_bytes = unsent.len();
                 if ready.hung_up || flush(&socket.stream, unsent).is_err() {
                     unsent.clear();
+                } else if unsent.len() < before_bytes {
+                    *deadline = now + DRAIN_TIMEOUT;
                 }
             }
         }
