@@ -99,7 +99,7 @@ pub enum Event<'a> {
     MemoryDriverUnsupported {
         /// Which zone.
         zone: &'a str,
-        /// What the driver lacks.
+        /// Feature that the driver lacks.
         reason: &'a str,
     },
 }

@@ -92,7 +92,7 @@ struct Zone {
 }
 
 impl Zone {
-    /// What the device has lowered a plan's request by since the zone was looked at.
+    /// Bytes by which the device has lowered a plan's request since the last look.
     fn lacks_bytes(&mut self, sizes: DeviceSizes) -> u64 {
         let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
         let before = std::mem::replace(asked_bytes, sizes.requested_bytes);

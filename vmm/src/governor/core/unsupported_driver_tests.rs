@@ -12,7 +12,7 @@ fn refuse_all(f: &Fixture) {
     f.pm.refuse_driver();
 }
 
-fn asked_bytes(f: &Fixture) -> u64 {
+fn requested_bytes(f: &Fixture) -> u64 {
     f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes
 }
 
@@ -25,7 +25,7 @@ fn a_short_guest_with_a_refused_driver_gets_a_decision_with_the_reason() {
         f.report(20);
         f.core.tick(TimeMs(f.seq * 50 + 1));
     }
-    assert_eq!(asked_bytes(&f), 0);
+    assert_eq!(requested_bytes(&f), 0);
     let info = f.core.info(50, TimeMs(f.seq * 50));
     let decision = info.decisions.iter().find(|decision| decision.reason == "unsupported_driver").unwrap();
     assert_eq!((decision.direction.as_str(), decision.requested_bytes), ("hold", 0));
@@ -65,8 +65,8 @@ fn a_resize_that_waits_for_its_driver_is_stuck_when_that_is_refused_and_stays_so
         let expected = ResizeStatus::Stuck(format!("driver: {UNSUPPORTED_DRIVER}"));
         assert_eq!(f.core.resize_status("pm", now), Some(expected));
     }
-    assert_eq!((asked_bytes(&f), *f.pm.reminders.lock()), (0, 0));
-    // Until somebody asks for what there is.
+    assert_eq!((requested_bytes(&f), *f.pm.reminders.lock()), (0, 0));
+    // Until a client requests the plugged size.
     f.core.resize("pm", 0, TimeMs(120_000)).unwrap();
     assert_eq!(f.core.resize_status("pm", TimeMs(120_000)), Some(ResizeStatus::Reached));
 }
@@ -92,7 +92,7 @@ fn a_size_at_boot_is_withdrawn_from_a_refused_driver_with_its_steps() {
 }
 
 #[test]
-fn what_was_asked_of_a_refused_driver_is_asked_of_another_zone_and_the_decision_has_ended() {
+fn request_to_a_refused_driver_ends_and_another_zone_gets_it() {
     let mut f = fixture("psi", false, false);
     f.dram.sizes.lock().driver = DriverState::Absent;
     f.pm.sizes.lock().driver = DriverState::Absent;
@@ -121,7 +121,7 @@ fn a_newer_kernel_after_a_refused_driver_is_served_at_once() {
     for _ in 0..100 {
         f.report(20);
     }
-    assert_eq!(asked_bytes(&f), 0);
+    assert_eq!(requested_bytes(&f), 0);
     for device in [&f.dram, &f.pm] {
         let mut sizes = device.sizes.lock();
         (sizes.driver, sizes.is_withdrawn) = (DriverState::Ready, false);
@@ -176,7 +176,7 @@ fn a_guest_with_a_refused_driver_is_governed_by_its_balloon() {
     }
     assert!(balloon.sizes().plugged_bytes < deflated_bytes, "{:?}", balloon.sizes());
     assert_eq!(pm.sizes().requested_bytes, 0);
-    // All that the balloon has is not enough.
+    // The balloon cannot give enough.
     for seq in 2_000..2_100 {
         say(&mut core, without_hotplug(seq, 2, balloon.sizes().plugged_bytes), TimeMs(seq * 50));
     }

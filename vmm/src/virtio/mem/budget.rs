@@ -8,7 +8,7 @@
 //!
 //! A second bucket bounds requests of any kind, also those that are refused.
 //!
-//! A request that exceeds a budget is delayed. BUSY would stop Linux's driver for 50 to 300 seconds.
+//! A request that exceeds a budget is delayed. An answer of BUSY would stop Linux's driver for 50 to 300 seconds.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -187,7 +187,7 @@ mod tests {
             for _ in 0..24 * GIB / block_bytes {
                 assert_eq!(budget.take(block_bytes, now), Ok(()));
             }
-            // So is taking all of it back.
+            // Unplugging all of it is free as well.
             for _ in 0..24 * GIB / block_bytes {
                 assert_eq!(budget.take(0, now), Ok(()));
             }

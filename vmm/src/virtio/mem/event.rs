@@ -40,7 +40,7 @@ enum Popped {
     },
 }
 
-/// What became of a request.
+/// Outcome of a request.
 enum Answer {
     Given,
     /// The budget is used up.

@@ -19,9 +19,9 @@ pub enum MemEvent {
     DriverPresent,
     /// The device has refused the guest's driver, because it lacks a feature.
     DriverUnsupported,
-    /// What was requested is no longer requested, because the driver was refused.
+    /// The request was withdrawn, because the driver was refused.
     Withdrawn {
-        /// What is requested now.
+        /// The requested size from now on.
         requested_bytes: u64,
     },
     /// The guest's driver has reset the device: nothing will be plugged or unplugged until it is back.

@@ -59,17 +59,19 @@ impl Executor {
         Self { backing, slots, view, ahead, budget, shared }
     }
 
-    /// Carries `request` out, whole or not at all. The error is the time after which a request that exceeds the budget may be
-    /// tried again; it is checked anew then, because the requested size may have changed. The caller must not hold a guard
-    /// of the view: an unplug waits for all of them.
+    /// Carries `request` out completely or not at all. If the request exceeds the budget, returns the time after which it may
+    /// be tried again. It is checked again then, because the requested size may have changed. The caller must not hold a
+    /// guard of the view, because an unplug waits for all guards.
     pub(super) fn execute(&mut self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.ahead.pause();
-        if let Request::Plug(run) = request {
-            return self.execute_plug(run, now);
-        }
-        self.budget.lock().take(0, now)?;
+        // A request that is refused plugs nothing. One that fails on the host may have erased memory before.
+        let plugged_bytes = match request {
+            Request::Plug(run) => self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len),
+            _ => 0,
+        };
+        self.budget.lock().take(plugged_bytes, now)?;
         Ok(match request {
-            Request::Plug(_) => unreachable!("served above"),
+            Request::Plug(run) => self.execute_plug(run, now),
             Request::Unplug(run) => self.execute_unplug(run, now),
             Request::UnplugAll => {
                 let before = self.shared.state.lock().plugged_bytes();
@@ -94,14 +96,12 @@ impl Executor {
         })
     }
 
-    fn execute_plug(&mut self, run: BlockRun, now: Instant) -> Result<Response, Duration> {
+    fn execute_plug(&mut self, run: BlockRun, now: Instant) -> Response {
         let checked = self.shared.state.lock().check_plug(run);
-        // A request that is refused plugs nothing, and one that fails on the host may have erased what it did not get.
-        self.budget.lock().take(checked.map_or(0, |(_, len)| len), now)?;
-        Ok(match checked {
+        match checked {
             Ok((offset, len)) => self.answer_plug(offset, len, now),
             Err(refusal) => self.refuse(refusal),
-        })
+        }
     }
 
     fn execute_unplug(&mut self, run: BlockRun, now: Instant) -> Response {

@@ -124,8 +124,7 @@ impl MemState {
         self.is_withdrawn
     }
 
-    /// Whether as much is plugged as somebody asked for: a step is not the goal, and a size that was only lowered or
-    /// withdrawn is not reached.
+    /// Checks if the requested goal is plugged. A step towards it does not count, nor does a size that was lowered or withdrawn.
     pub(super) fn is_reached(&self) -> bool {
         self.plugged_bytes == self.goal_bytes && self.shortfall.is_none() && !self.is_withdrawn
     }

@@ -91,7 +91,7 @@ fn plug_storm_is_held_to_the_rate() {
     assert!(is_held(plugged, 10) && is_held(erased, 10), "{plugged} plugged, {erased} erased");
     // The rate is used: the driver gets what it may have.
     assert!(plugged >= 10 * GIB, "{plugged}");
-    // The same driver without a budget: this test would notice.
+    // Without a budget the same driver exceeds the bound.
     let (plugged, erased) = plug_storm(None, 2);
     assert!(!is_held(plugged, 2) && !is_held(erased, 2), "{plugged} plugged, {erased} erased");
 }

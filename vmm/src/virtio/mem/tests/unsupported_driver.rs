@@ -52,14 +52,14 @@ fn nothing_is_requested_of_a_refused_driver() {
     assert_eq!(guest.handle.request_step(0, BLOCK_BYTES), Err(unsupported()));
     assert_eq!(guest.handle.sizes().requested_bytes, 0);
     assert!(!guest.handle.sizes().is_withdrawn);
-    // What the zone has is no request.
+    // Requesting the plugged size is no change.
     guest.handle.request_size(0).unwrap();
     let text = unsupported().to_string();
     assert!(text.contains("\"dram\"") && text.contains("5.16"), "{text}");
 }
 
 #[test]
-fn memory_of_a_kernel_before_the_refused_driver_stays_and_is_not_asked_back() {
+fn plugged_memory_stays_when_a_later_driver_is_refused() {
     let mut guest = Guest::new(64, Some(64));
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
