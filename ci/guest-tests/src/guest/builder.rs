@@ -19,7 +19,7 @@ use crate::runner::this_tests_dir;
 
 /// Until a VMM that refuses its command line has said so.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
-/// What the VMM says when it understands the command line and cannot do what it asks for.
+/// Texts of errors about the host: the command line is valid, and the exit code is 1. All other refusals are of the command line.
 const CANNOT: [&str; 3] = ["foreshore: Cannot ", " is in use", "cannot listen"];
 /// Exit codes: a VM that cannot be booted, and a command line that is wrong.
 const FAILURE: i32 = 1;

@@ -1,5 +1,5 @@
-//! What a guest has written neither ends its VMM nor keeps it from starting again: the host's user has said what each file
-//! is, and its content is the guest's.
+//! Content that a guest writes to its disks neither ends the VMM nor prevents the next start, because the host's user has
+//! declared the type of each file.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -20,7 +20,7 @@ const MIB: u64 = 1 << 20;
 /// QCOW2's magic and its version (docs/interop/qcow2.txt of QEMU).
 const QCOW2: &str = "printf 'QFI\\373\\0\\0\\0\\3'";
 
-/// A file of so many bytes that begins with those.
+/// Creates a file of `size_bytes` that begins with `head`.
 fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
     fs::create_dir_all(this_tests_dir())?;
     let path = this_tests_dir().join(name);
@@ -39,7 +39,7 @@ fn head_of_a_pool() -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// The guest has all that is written below.
+/// Waits until the guest has its disks and pmem devices.
 fn wait_for_devices(guest: &Guest) -> Result<()> {
     let there = "for device in vda vdb pmem0 pmem1; do test -b /dev/$device || test -b /dev/${device}s || exit 1; done";
     guest.wait_until_run("its devices are there", LIMIT, there)
@@ -64,18 +64,22 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
     wait_for_devices(&guest)?;
     guest.run(&format!("{QCOW2} | dd of=/dev/vda conv=notrunc,fsync 2>/dev/null"))?;
     guest.run("dd if=/dev/vdc of=/dev/vdb bs=1M conv=fsync 2>/dev/null")?;
-    // Of the two, the one that is bytes; the volume's has an `s`.
+    // The volume's device is /dev/pmem?s, so the pattern finds the file of --pmem alone.
     guest.run("for bytes in /dev/pmem?; do dd if=/dev/vdc of=$bytes bs=1M conv=fsync 2>/dev/null; done")?;
     let replace_btt = "volume=$(ndctl list -N -m sector | grep -o 'namespace[0-9.]*' | head -n 1); \
         ndctl create-namespace -f -e $volume -m fsdax && sync";
     guest.run_within(LIMIT, replace_btt)?;
-    // What is written is there, in each life of the machine.
     let stays = |guest: &Guest, life: &str| -> Result<()> {
+        wait_for_devices(guest)?;
         let magic = guest.run("head -c 3 /dev/vda")?;
         ensure!(magic == "QFI", "{life}: the disk begins with {magic:?}");
         guest
             .run("cmp -n 8388608 /dev/vdb /dev/vdc")
-            .with_context(|| format!("{life}: the copy of a pool"))?;
+            .with_context(|| format!("{life}: the disk lost the copy of a pool"))?;
+        // The replaced namespace is a /dev/pmem? as well.
+        let pmem =
+            "for bytes in /dev/pmem?; do cmp -n 8388608 $bytes /dev/vdc 2>/dev/null && exit 0; done; exit 1";
+        guest.run(pmem).with_context(|| format!("{life}: the file of --pmem lost the copy of a pool"))?;
         let modes = guest.run("ndctl list -N")?;
         ensure!(modes.contains("fsdax"), "{life}: the volume's namespace is gone: {modes}");
         Ok(())
@@ -93,7 +97,6 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
     let guest = builder.name("again").boot()?;
     stays(&guest, "A new start")?;
     guest.power_off()?;
-    // The host's own tools see a pool that is sound but for the volume that is no BTT any more.
     ensure!(pool.info()?["volumes"] == 1, "The pool has lost its volume");
     Ok(())
 }

@@ -36,7 +36,7 @@ struct Marks {
     high: u64,
     /// D.
     dram: u64,
-    /// What of the free memory is the kernel's, which tables do not count.
+    /// Free memory that is reserved for the kernel, and that the tables do not count.
     reserve: u64,
 }
 

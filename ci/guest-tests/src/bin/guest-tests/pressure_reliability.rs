@@ -13,7 +13,7 @@ use crate::zones::{MIB, vmstat, zone};
 guest_tests::tests![
     decisions_come_whatever_the_agent_does: 400,
     memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (long),
-    a_guest_without_dram_for_descriptors_is_asked_for_nothing: 600 (long),
+    guest_without_dram_for_descriptors_gets_no_request: 600 (long),
 ];
 
 /// For what takes the guest seconds when all is well.
@@ -216,7 +216,7 @@ fn dry(guest: &Guest) -> Result<Script> {
     Ok(dry)
 }
 
-fn a_guest_without_dram_for_descriptors_is_asked_for_nothing() -> Result<()> {
+fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     /// Reports that would each have led to a request.
     const REPORTS: f64 = 20.0;
     let pool = Pool::create("1G")?;
@@ -237,9 +237,12 @@ fn a_guest_without_dram_for_descriptors_is_asked_for_nothing() -> Result<()> {
     guest.wait_until("more reports come", LIMIT, || Ok(reports(&guest)? >= before + REPORTS))?;
     let pm = zone(&guest, "pm")?;
     ensure!((pm.requested_bytes, pm.plugged_bytes) == (0, 0), "{} bytes are requested", pm.requested_bytes);
-    // Nor does what a hand asks for reach the guest.
+    // A size requested by a client is held back as well.
     guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": 128 * MIB })))?;
-    ensure!(zone(&guest, "pm")?.requested_bytes == 0, "The guest is asked for what a hand has asked for");
+    ensure!(
+        zone(&guest, "pm")?.requested_bytes == 0,
+        "A size requested by a client is requested from the guest"
+    );
     guest.api("PUT", "vm.pressure", Some(json!({ "resume": true })))?;
     drop(dry);
     guest.wait_until("it has everything", LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB))?;
