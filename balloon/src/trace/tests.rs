@@ -136,7 +136,7 @@ fn what_is_written_is_read() {
     assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
 }
 
-/// The report of the other golden trace, and what newer agents say of the kernel.
+/// The report of the other golden trace, with the fields of newer agents.
 fn report_of_kernel() -> Report {
     let mut raw = RawReport::from(report());
     raw.kernel = Some(KernelUse {
@@ -152,7 +152,7 @@ fn report_of_kernel() -> Report {
 }
 
 #[test]
-fn what_newer_agents_say_is_written_and_read() {
+fn reports_of_newer_agents_are_written_and_read() {
     let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec takes all");
     writer.report(TimeMs(1500), &report_of_kernel()).expect("a Vec takes all");
     let text = String::from_utf8(writer.into_inner()).expect("text");

@@ -57,7 +57,7 @@ struct Setting {
     path: &'static str,
     usual: &'static str,
     beside_pm: &'static str,
-    /// Whether it is only for PM that has free memory.
+    /// The setting applies only while PM has free memory.
     needs_free_pm: bool,
 }
 
@@ -76,7 +76,7 @@ pub struct Tuning {
     was: [Option<String>; SETTINGS.len()],
     /// The nodes at the last look.
     nodes: Vec<u32>,
-    /// Those without CPUs.
+    /// Nodes without CPUs.
     pm_nodes: Vec<u32>,
     has_free_pm: bool,
     huge_pages: HugePages,
@@ -144,14 +144,15 @@ impl Tuning {
             }
         }
         let had_free_pm = self.has_free_pm;
-        self.has_free_pm = self.has_free_pm(zones);
+        self.has_free_pm = self.is_pm_free(zones);
         if are_the_same && self.has_free_pm == had_free_pm {
             return huge_pages;
         }
         huge_pages.and(self.set())
     }
 
-    fn has_free_pm(&self, zones: &[Zone]) -> bool {
+    /// Checks if PM is not full. Two thresholds keep it from changing with every report.
+    fn is_pm_free(&self, zones: &[Zone]) -> bool {
         let pm = zones.iter().filter(|zone| self.pm_nodes.contains(&zone.node));
         let (free_pages, managed_pages) = pm.fold((0u64, 0u64), |(free, managed), zone| {
             (free.saturating_add(zone.free_pages), managed.saturating_add(zone.managed_pages))
@@ -415,7 +416,7 @@ mod tests {
         zones_with(nodes, 3200)
     }
 
-    /// Each node has 3,200 pages, of which so many are free.
+    /// Nodes of 3,200 pages each, with `free_pages` free.
     fn zones_with(nodes: &[u32], free_pages: u64) -> Vec<Zone> {
         let zone = |node: &u32| Zone {
             node: *node,

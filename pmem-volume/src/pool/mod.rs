@@ -147,7 +147,7 @@ pub struct Pool {
     scrubbed: Condvar,
     /// How many were erased since the pool was opened.
     scrubbed_chunks: AtomicU64,
-    /// Chunks that somebody who needed them has erased, and that the scrubber has not counted yet.
+    /// Chunks erased on demand that the scrubber has not counted yet.
     awaited_chunks: AtomicU64,
     /// Wakes the scrubber, if there is one.
     scrub_wake: Arc<ScrubWake>,

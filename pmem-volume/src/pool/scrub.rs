@@ -80,7 +80,7 @@ impl Pool {
         self.scrubbed_chunks.load(Ordering::Relaxed) * CHUNK_BYTES
     }
 
-    /// Bytes that others than the scrubber have erased since the last call.
+    /// Bytes erased on demand since the last call.
     pub(super) fn take_awaited_bytes(&self) -> u64 {
         self.awaited_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
     }

@@ -182,8 +182,8 @@ impl Worker {
     }
 }
 
-/// Time until the next batch may begin. Erasures for somebody who needs the chunks at once never wait, but the bound counts
-/// them: the background gives way.
+/// Time until the next batch may begin. Erasures on demand never wait, but they count towards the bound, so the background
+/// waits for them.
 pub(super) fn next_wait(
     pool: &Pool,
     pacer: &mut Pacer,

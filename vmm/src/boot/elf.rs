@@ -50,7 +50,7 @@ pub enum ElfError {
     /// A kernel module or another part of a program.
     #[error("it is {kind}, not a kernel; the kernel is vmlinuz in /boot")]
     NotExecutable {
-        /// What it is.
+        /// Type of the file.
         kind: &'static str,
     },
     /// It cannot be started: no entry point for PVH.
@@ -277,7 +277,7 @@ fn read_program_headers<F: Read + Seek>(
     Ok(headers)
 }
 
-/// Every segment lies in the file.
+/// Checks that every segment lies in the file.
 fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfError> {
     for header in headers.iter().filter(|header| header.is_segment() || header.kind == PT_NOTE) {
         let expected_bytes = header.offset.saturating_add(header.file_size);
@@ -288,7 +288,7 @@ fn check_lengths(headers: &[ProgramHeader], image_bytes: u64) -> Result<(), ElfE
     Ok(())
 }
 
-/// Every segment lies, above the boot data, in one range of usable memory.
+/// Checks that every segment lies above the boot data in one range of usable memory.
 fn check_segments(headers: &[ProgramHeader], boot_memory: BootMemory) -> Result<(), ElfError> {
     let map = pvh::memory_map(boot_memory);
     for header in headers.iter().filter(|header| header.is_segment()) {
@@ -522,7 +522,7 @@ pub mod tests {
     #[test]
     fn files_that_are_no_kernel_are_named() {
         let message = |image: &[u8]| load_bytes(image).unwrap_err().to_string();
-        // A GRUB, a program of another processor, and one that nobody knows.
+        // A GRUB, a program for another processor, and an unknown machine.
         let machine = |class: u8, machine: u16| {
             let mut image = patched(4, &[class]);
             image[18..20].copy_from_slice(&machine.to_le_bytes());

@@ -91,11 +91,11 @@ pub enum BootError {
     /// A pipe, a device or a directory.
     #[error("{flag} {} is {kind}, and must be a file", path.display())]
     NotAFile {
-        /// What named it.
+        /// Flag that names the path.
         flag: &'static str,
         /// Its path.
         path: PathBuf,
-        /// What it is.
+        /// Type of the file.
         kind: &'static str,
     },
     /// An initial RAM file system without content.

@@ -217,7 +217,7 @@ impl BootMemory {
         self.low_bytes
     }
 
-    /// The first address behind the part above the hole, whose start it is if there is none.
+    /// End of the part above the hole, or the end of the hole if there is no such part.
     pub fn high_end(&self) -> u64 {
         HIGH_RAM_START.saturating_add(self.high_bytes)
     }
@@ -531,7 +531,7 @@ mod tests {
             boot(&[small(512 * MIB), huge(2 * GIB, GIB)]),
             [range(0, 512 * MIB), range(512 * MIB, 2 * GIB)]
         );
-        // What was left below the hole stays unused: boot memory above it begins with the zone that was cut.
+        // The rest below the hole stays unused: boot memory above the hole begins with the zone that was cut.
         assert_eq!(
             boot(&[small(MIB), huge(3 * GIB, GIB), small(MIB)]),
             [range(0, MIB), range(MIB, 2 * GIB), range(high, GIB), range(high + GIB, MIB)]

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn rule_4_a_grow_is_cut_to_what_free_dram_describes() {
+fn grow_is_limited_to_what_free_dram_can_describe() {
     let mut rig = Rig::new(Policy::default());
     rig.describe(2);
     rig.raw.memory.total_bytes = 800 * MIB;
@@ -24,7 +24,7 @@ fn rule_4_a_grow_is_cut_to_what_free_dram_describes() {
 }
 
 #[test]
-fn rule_4_a_guest_without_room_is_asked_for_nothing() {
+fn nothing_is_requested_from_guest_without_room() {
     let mut rig = Rig::new(Policy::default());
     rig.describe(0);
     // Movable memory holds no page descriptors.
@@ -43,7 +43,7 @@ fn rule_4_a_guest_without_room_is_asked_for_nothing() {
 
 /// The limit does not move between reports, however often the loop runs.
 #[test]
-fn rule_4_ticks_between_two_reports_add_nothing() {
+fn limit_is_constant_between_two_reports() {
     let mut rig = Rig::fixed(1024);
     rig.describe(1);
     rig.report(0, 280);
@@ -58,7 +58,7 @@ fn rule_4_ticks_between_two_reports_add_nothing() {
 }
 
 #[test]
-fn rule_4_a_guest_that_does_not_report_has_a_multiple_of_its_boot_memory() {
+fn unreported_guest_is_limited_to_multiple_of_boot_memory() {
     let mut rig = Rig::fixed(16_384);
     rig.host.zones[PM].max_bytes = 16_384 * MIB;
     rig.host.pool_free_bytes = 16_384 * MIB;
@@ -84,7 +84,7 @@ fn rule_4_a_guest_that_does_not_report_has_a_multiple_of_its_boot_memory() {
 
 /// Balloon statistics do not tell where the kernel's memory ends.
 #[test]
-fn rule_4_statistics_do_not_lift_the_multiple_of_boot_memory() {
+fn balloon_statistics_do_not_raise_unreported_limit() {
     let mut rig = Rig::fixed(16_384);
     rig.host.zones[PM].max_bytes = 16_384 * MIB;
     rig.host.pool_free_bytes = 16_384 * MIB;
@@ -97,7 +97,7 @@ fn rule_4_statistics_do_not_lift_the_multiple_of_boot_memory() {
 }
 
 #[test]
-fn rule_4_a_size_requested_by_hand_is_reached_in_steps() {
+fn size_requested_by_client_is_reached_in_steps() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(2);
     rig.report(0, 280);
@@ -127,7 +127,7 @@ fn rule_4_a_size_requested_by_hand_is_reached_in_steps() {
 }
 
 #[test]
-fn rule_4_a_new_goal_is_a_step_even_where_nothing_can_be_requested() {
+fn new_goal_yields_step_even_if_nothing_can_be_requested() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(0);
     rig.report(0, 280);
@@ -145,7 +145,7 @@ fn rule_4_a_new_goal_is_a_step_even_where_nothing_can_be_requested() {
 }
 
 #[test]
-fn rule_4_a_goal_ends_where_the_host_or_a_policy_requests_something_else() {
+fn goal_ends_when_host_or_policy_requests_another_size() {
     let mut rig = Rig::new(Policy::Off);
     rig.describe(2);
     rig.report(0, 280);

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Driver that can be asked, or none.
+/// State of a driver that is ready, or absent.
 fn driver_state(is_ready: bool) -> DriverState {
     if is_ready { DriverState::Ready } else { DriverState::Absent }
 }

@@ -249,7 +249,7 @@ fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
 }
 
 #[test]
-fn erasures_for_those_who_need_the_chunks_count_towards_the_bound() {
+fn erasures_on_demand_count_towards_the_bound() {
     let (pool, _barrier) = slow_pool();
     let mut pacer = Pacer::new(None);
     let rate = NonZeroU64::new(2 * MIB);

@@ -63,7 +63,7 @@ pub enum TapError {
     Attach {
         /// Its name.
         name: String,
-        /// What it may be, after a colon.
+        /// The command that root can run instead, or nothing.
         hint: &'static str,
         /// What the kernel says.
         #[source]
@@ -189,7 +189,7 @@ impl Tap {
         self.failed_unless_root(what, String::new())
     }
 
-    /// The error of a setting that takes CAP_NET_ADMIN, and that root sets by `ip` with these arguments.
+    /// Error of a setting that needs CAP_NET_ADMIN. `arguments` are those of the `ip` command that root can run instead.
     fn failed_unless_root(
         &self,
         what: &'static str,
@@ -219,7 +219,7 @@ impl Tap {
             fill(&mut interface);
             call(&socket, request, &mut interface).map_err(self.failed_unless_root(what, arguments))
         };
-        // Each setting takes a privilege, also one that changes nothing: what is as it should be is left alone.
+        // The kernel asks for a privilege even if a setting changes nothing, so equal values are not set.
         if let Some(mac) = options.host_mac {
             let found = get("the Ethernet address", libc::SIOCGIFHWADDR)?;
             // SAFETY: the kernel has filled this member of the union.
