@@ -18,7 +18,7 @@ guest_tests::tests![
     an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240 (long),
     tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240 (long),
     huge_pages_come_from_pm_as_well: 240 (long),
-    huge_pages_come_from_pm_as_well_on_6_1: 240,
+    huge_pages_come_from_pm_as_well_on_6_1: 240 (extended),
     memory_that_nobody_touches_is_reported_and_what_is_touched_is_not: 600 (extended),
 ];
 

@@ -12,7 +12,7 @@ use crate::zones::{MIB, vmstat, zone};
 guest_tests::tests![
     a_balloon_saves_a_guest_from_the_oom_killer_on_6_1: 300 (extended),
     a_balloon_saves_a_guest_from_the_oom_killer_on_6_12: 300,
-    free_pages_go_back_where_they_are_reported_on_6_1: 240 (long),
+    free_pages_go_back_where_they_are_reported_on_6_1: 240 (extended),
     free_pages_go_back_where_they_are_reported_on_6_12: 240 (long),
     a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300 (extended),
     a_guest_without_an_agent_is_sized_by_statistics_on_6_12: 300 (long),

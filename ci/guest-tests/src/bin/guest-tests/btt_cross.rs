@@ -19,7 +19,7 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     a_disk_goes_to_and_fro: 300 (long),
-    a_disk_of_two_arenas_goes_to_and_fro: 300 (long),
+    a_disk_of_two_arenas_goes_to_and_fro: 300 (extended),
     a_readonly_volume_is_recovered_before_it_is_shown: 300,
     linux_replays_a_log_in_every_state_as_we_do: 300 (extended),
     what_linux_writes_we_read: 300 (extended),

@@ -15,7 +15,7 @@ guest_tests::tests![
     a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot,
     a_shell_on_a_consoles_pty_is_there_on_both_kernels,
     a_shell_on_a_serial_socket_takes_the_newest_client,
-    a_console_that_nobody_reads_stops_no_guest(long),
+    a_console_that_nobody_reads_stops_no_guest: 120 (extended),
     both_consoles_may_be_the_terminal,
     a_guest_follows_the_size_of_its_consoles_pseudo_terminal(long),
     a_guest_follows_the_size_of_the_vmms_terminal,

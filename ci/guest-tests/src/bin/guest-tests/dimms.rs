@@ -15,7 +15,7 @@ guest_tests::tests![
     memory_comes_by_acpi_on_6_1: 240 (long),
     reboots_have_dimms_as_boot_memory: 240 (long),
     twenty_reboots_have_dimms_as_boot_memory: 1500 (extended),
-    less_memory_is_there_after_the_next_boot: 180 (long),
+    less_memory_is_there_after_the_next_boot: 180 (extended),
     what_is_no_dimm_is_refused,
     dimms_stay_where_pm_comes_and_goes: 240,
     all_dimms_can_be_used_up: 300,

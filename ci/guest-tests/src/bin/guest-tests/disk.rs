@@ -27,7 +27,7 @@ guest_tests::tests![
     direct_is_past_the_hosts_page_cache,
     a_disk_grows_under_its_guest,
     a_read_only_disk_takes_no_writes,
-    a_guest_lives_on_a_disk: 240 (long),
+    a_guest_lives_on_a_disk: 240 (extended),
     images_that_cannot_be_served_are_refused,
     what_others_have_is_no_disk (long),
     a_failed_flush_ends_all_writing_to_an_image,

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
-    a_pause_outlasts_the_guests_reboot: 240 (long),
+    a_pause_outlasts_the_guests_reboot: 240 (extended),
     a_recording_is_a_trace_of_each_boot: 240,
 ];
 

@@ -17,13 +17,13 @@ use crate::zones::{MIB, mem_total_mib, zone};
 guest_tests::tests![
     a_size_of_odd_mebibytes_is_all_the_guests,
     shared_memory_is_counted_once_and_goes_back: 180 (long),
-    a_balloon_gives_shared_memory_back: 120 (long),
+    a_balloon_gives_shared_memory_back: 120 (extended),
     memory_is_there_from_the_start_where_it_is_wanted: 120 (long),
-    the_host_is_told_what_the_memory_is_for: 120 (long),
+    the_host_is_told_what_the_memory_is_for: 120 (extended),
     a_guest_runs_in_huge_pages: 180,
     huge_pages_run_out_and_go_back: 300 (long),
     huge_pages_are_there_from_the_start_where_it_is_wanted: 180,
-    boot_memory_is_of_a_file_of_huge_pages: 300 (long),
+    boot_memory_is_of_a_file_of_huge_pages: 300 (extended),
     boot_memory_is_of_a_file: 180 (long),
 ];
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 guest_tests::tests![
     a_disk_comes_is_used_and_goes: 240,
-    a_disk_comes_is_used_and_goes_on_6_1: 240,
+    a_disk_comes_is_used_and_goes_on_6_1: 240 (extended),
     a_disk_goes_while_the_guest_writes: 240,
     a_guest_that_does_not_answer_keeps_its_disk: 240 (extended),
     a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
@@ -228,7 +228,7 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         let id = format!("disk-{round}");
         let added = add_disk(&guest, &path, &id)?;
         let node = wait_for_disk(&guest, &id)?;
-        // Between two writers the node may go, and the next one makes a file of that name, which takes all that is written.
+        // If the node goes between two runs of dd, the next one creates a file of that name, and the loop would never end.
         let writes = format!(
             "while test -b /dev/{node} && dd if=/dev/zero of=/dev/{node} bs=64k count=64 oflag=direct 2>/dev/null
             do :; done; echo over"

@@ -8,7 +8,7 @@ use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, pool_with_volume};
 
 guest_tests::tests![
     a_volume_goes_through_its_interfaces_and_keeps_its_content: 300,
-    a_second_use_of_a_volume_is_refused: 200 (long),
+    a_second_use_of_a_volume_is_refused: 200 (extended),
 ];
 
 /// A way to a volume, with as many CPUs as it is safe with, and the disk that it is.

@@ -28,7 +28,7 @@ guest_tests::tests![
     two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
     a_tap_that_goes_away_is_a_link_that_is_down: 180 (long),
     what_is_no_tap_is_refused: 180,
-    given_queues_are_there_from_the_first_boot_to_their_removal: 420 (long),
+    given_queues_are_there_from_the_first_boot_to_their_removal: 420 (extended),
     an_interface_comes_carries_traffic_and_goes: 300,
     an_interface_comes_carries_traffic_and_goes_on_6_1: 300 (extended),
     a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300 (long),

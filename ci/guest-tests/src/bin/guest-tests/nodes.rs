@@ -10,7 +10,7 @@ use crate::zones::{MIB, zone};
 
 guest_tests::tests![
     two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12: 180,
-    two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1: 180 (long),
+    two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1: 180 (extended),
     what_a_node_is_short_of_comes_from_near_it: 240,
 ];
 

@@ -12,7 +12,7 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     several_nvdimms_are_found_in_their_order_on_6_12: 300,
-    several_nvdimms_are_found_in_their_order_on_6_1: 300 (long),
+    several_nvdimms_are_found_in_their_order_on_6_1: 300 (extended),
     a_pool_that_has_failed_is_an_nvdimm_in_critical_health: 300,
     as_many_nvdimms_as_there_may_be_are_found: 600 (extended),
     more_nvdimms_than_there_may_be_are_refused,

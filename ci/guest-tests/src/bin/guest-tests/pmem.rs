@@ -17,7 +17,7 @@ use crate::zones::MIB;
 
 guest_tests::tests![
     pmem_is_flushed_to_its_file: 300,
-    pmem_is_flushed_to_its_file_on_6_1: 300,
+    pmem_is_flushed_to_its_file_on_6_1: 300 (extended),
     pmem_without_writes_leaves_its_file_alone (long),
     pmem_in_a_directory_survives_a_reboot: 300 (long),
     pmem_devices_come_in_their_order,

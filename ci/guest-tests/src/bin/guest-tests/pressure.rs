@@ -10,7 +10,7 @@ use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
     pressure_grows_dram_first_and_pm_goes_back_first: 400,
-    without_the_governor_the_same_load_swaps_or_is_killed: 240 (long),
+    without_the_governor_the_same_load_swaps_or_is_killed: 240 (extended),
     a_ramp_is_served_before_kswapd_works: 240 (long),
     without_the_governor_kswapd_works_for_that_ramp: 240 (extended),
     only_who_takes_all_pm_as_well_is_killed: 300 (long),

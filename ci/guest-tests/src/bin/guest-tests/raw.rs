@@ -14,7 +14,7 @@ use crate::volume_flush::flushes;
 
 guest_tests::tests![
     raw_holds_with_two_cpus: 300,
-    raw_holds_with_two_cpus_on_6_1: 300 (long),
+    raw_holds_with_two_cpus_on_6_1: 300 (extended),
     raw_files_survive_a_power_cut: 300 (long),
     raw_flush_failures_are_errors: 300,
     raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long),

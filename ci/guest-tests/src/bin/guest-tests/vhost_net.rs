@@ -24,10 +24,10 @@ guest_tests::tests![
     the_kernel_moves_frames_over_a_pause_and_a_reboot: 420 (long),
     the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1: 420 (extended),
     two_pairs_of_the_kernels_follow_their_interrupts: 300 (extended),
-    an_interface_of_the_kernels_comes_and_goes: 420,
+    an_interface_of_the_kernels_comes_and_goes: 420 (extended),
     memory_comes_and_goes_under_the_kernels_frames: 480 (long),
-    an_interface_that_the_kernel_loses_is_a_link_that_is_down: 300 (long),
-    a_nic_without_the_bus_is_silent_for_the_kernel_as_well: 300 (long),
+    an_interface_that_the_kernel_loses_is_a_link_that_is_down: 300 (extended),
+    a_nic_without_the_bus_is_silent_for_the_kernel_as_well: 300 (extended),
     without_the_device_on_is_refused_and_auto_does_without: 180,
 ];
 

@@ -10,7 +10,7 @@ use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
     a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300 (long),
-    a_volume_as_a_disk_holds_on_6_1: 300 (long),
+    a_volume_as_a_disk_holds_on_6_1: 300 (extended),
     a_volume_as_a_disk_shows_its_shape_and_discards,
     a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside: 300 (long),
     a_volume_has_one_interface_at_a_time,
