@@ -3,6 +3,14 @@
 # They end with `main "$@"; exit` on one line: bash reads a script while it runs it, and goes on somewhere in one that was edited
 # meanwhile, for an hour perhaps.
 
+# The user's settings change neither images nor what is read from programs' output.
+unset CDPATH MODPROBE_OPTIONS
+umask 022
+# An ordinary user's PATH lacks what makes file systems and finds modules.
+export PATH=$PATH:/usr/sbin:/sbin
+# A file that is not there: mke2fs takes its own defaults then, and not those of /etc/mke2fs.conf.
+export MKE2FS_CONFIG=/nonexistent/mke2fs.conf
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CI_DIR=$ROOT/target/ci
 # Packages are the same for every checkout: a machine with several may share them.
@@ -82,8 +90,7 @@ as_root() {
     fi
 }
 
-# have_command NAME: also where an ordinary user's PATH does not look.
-have_command() { PATH=$PATH:/usr/sbin:/sbin command -v "$1" >/dev/null; }
+have_command() { command -v "$1" >/dev/null; }
 
 # refresh_package_lists: at most once per run of a script.
 refresh_package_lists() {
@@ -182,18 +189,22 @@ stage_busybox() {
     done
 }
 
-# stage_modules KERNEL DIR MODULE...: the modules and all they need, unpacked, with their indexes. A module
-# that is built into this kernel, or that it does not have, is left out.
+# stage_modules KERNEL DIR MODULE...: the modules and all they need, unpacked, with their indexes. A module that is built into this
+# kernel is left out.
+#
+# kmod's configuration of this machine (/etc/modprobe.d, /etc/depmod.d) does not count. Packages have `install` commands there
+# that take a module's place, ndctl one for libnvdimm.
 stage_modules() {
-    local kernel=$1 dir=$2 release tree path target
+    local kernel=$1 dir=$2 release tree path target needed
     shift 2
     release=$(kernel_release "$kernel")
     tree=$(kernel_tree "$kernel")
     target=$dir/lib/modules/$release
     mkdir -p "$target"
     cp "$tree/lib/modules/$release"/modules.{builtin,builtin.modinfo,order} "$target/"
-    { PATH=$PATH:/usr/sbin:/sbin modprobe -S "$release" -d "$tree" -a --show-depends "$@" 2>/dev/null || true; } |
-        awk '$1 == "insmod" { print $2 }' | sort -u | while read -r path; do
+    needed=$(modprobe -C /dev/null -S "$release" -d "$tree" -a --show-depends "$@") ||
+        die "kernel $kernel lacks a module of: $*"
+    awk '$1 == "insmod" { print $2 }' <<<"$needed" | sort -u | while read -r path; do
         path=${path#"$tree/lib/modules/$release/"}
         mkdir -p "$target/$(dirname "$path")"
         case $path in
@@ -201,7 +212,7 @@ stage_modules() {
             *) cp "$tree/lib/modules/$release/$path" "$target/$path" ;;
         esac
     done
-    PATH=$PATH:/usr/sbin:/sbin depmod -b "$dir" "$release"
+    depmod -C /dev/null -b "$dir" "$release"
 }
 
 # merged_root NAME PACKAGE...: prints a directory with the packages unpacked over one another.
