@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 
 use crate::prometheus::{Prometheus, Range, Series};
 
@@ -49,11 +49,8 @@ pub struct Table {
 impl Table {
     /// Asks for every column.
     pub fn ask(prometheus: &Prometheus, range: &Range) -> Result<Self> {
-        let column = |(name, expression): (&'static str, &str)| {
-            let seen = prometheus.ask(expression, range)?;
-            ensure!(seen.contains_key(VM), "Prometheus has no {expression} of VM {VM}");
-            Ok((name, seen))
-        };
+        let column =
+            |(name, expression): (&'static str, &str)| Ok((name, prometheus.ask(expression, range)?));
         Ok(Self { range: *range, columns: COLUMNS.into_iter().map(column).collect::<Result<_>>()? })
     }
 
@@ -81,6 +78,7 @@ impl Table {
             Claim { holds: percent >= LEAST_COVERED_PERCENT, what }
         };
         vec![
+            self.every_column_has_samples(),
             covered(VM),
             covered(OTHER_VM),
             self.pm_was_lent(),
@@ -88,6 +86,19 @@ impl Table {
             self.governed_did_not_swap(),
             self.other_swapped_or_killed(),
         ]
+    }
+
+    fn every_column_has_samples(&self) -> Claim {
+        let empty = self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
+        let empty: Vec<&str> = empty.collect();
+        Claim {
+            holds: empty.is_empty(),
+            what: format!(
+                "of the {} series of VM {VM}, {} have no sample {empty:?}",
+                COLUMNS.len(),
+                empty.len()
+            ),
+        }
     }
 
     fn pm_was_lent(&self) -> Claim {
@@ -180,7 +191,7 @@ mod tests {
     #[test]
     fn what_has_been_shown_holds() {
         assert!(table().claims().iter().all(|claim| claim.holds));
-        assert_eq!(table().claims().len(), 6);
+        assert_eq!(table().claims().len(), 7);
     }
 
     #[test]
@@ -195,6 +206,15 @@ mod tests {
         broken("pool_memory_bytes", VM, 2, None, "400 resident, 0 lent");
         broken("pm_plugged_bytes", VM, 3, Some(MIB), "at the end: 1 MiB");
         broken("swapped_out_pages", VM, 2, Some(5.0), "VM governed swapped out 5 pages");
+    }
+
+    #[test]
+    fn a_series_without_samples_is_named() {
+        let mut table = table();
+        let (_, by_vm) = table.columns.iter_mut().find(|(name, _)| *name == "stall_full_seconds").unwrap();
+        by_vm.remove(VM);
+        let broken: Vec<_> = table.claims().into_iter().filter(|claim| !claim.holds).collect();
+        assert!(broken.len() == 1 && broken[0].what.contains(r#"["stall_full_seconds"]"#));
     }
 
     #[test]

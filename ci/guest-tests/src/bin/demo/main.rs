@@ -13,14 +13,14 @@ mod sizes;
 mod volume;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{ExitCode, exit};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use guest_tests::guest::GuestBuilder;
+use guest_tests::guest::{GuestBuilder, complaints};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Image, Pool};
 
@@ -40,14 +40,15 @@ const POLICY_OFF: &str = "policy-off";
 
 fn main() -> ExitCode {
     let shown = demo();
-    let kept = keep_logs();
-    match shown.and(kept) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            println!("  NOT SEEN: {error:#}");
-            ExitCode::FAILURE
-        }
+    if let Err(error) = &shown {
+        println!("  NOT SEEN: {error:#}");
+        print_causes();
     }
+    let kept = keep_logs();
+    if let Err(error) = &kept {
+        println!("  the logs are lost: {error:#}");
+    }
+    if shown.and(kept).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn demo() -> Result<()> {
@@ -73,8 +74,9 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
             return;
         }
         println!("  NOT SEEN: cut off after {} s", limit.as_secs());
-        if let Err(error) = print_last_lines().and_then(|()| keep_logs()) {
-            println!("  its logs are lost: {error:#}");
+        print_causes();
+        if let Err(error) = keep_logs() {
+            println!("  the logs are lost: {error:#}");
         }
         exit(CUT_OFF);
     });
@@ -151,20 +153,34 @@ fn keep_logs() -> Result<()> {
     Ok(())
 }
 
-fn print_last_lines() -> Result<()> {
-    for (name, path) in logs()? {
-        println!("  the last lines of {name}:");
-        print!("{}", last_lines(&path)?);
+/// Prints what explains a failure: complaints of the guests' kernels, and the last lines of each log.
+fn print_causes() {
+    let printed = logs().and_then(|logs| {
+        for (name, path) in logs {
+            let bytes = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
+            print!("{}", causes(&name, &String::from_utf8_lossy(&bytes)));
+        }
+        Ok(())
+    });
+    if let Err(error) = printed {
+        println!("  the logs cannot be printed: {error:#}");
     }
-    Ok(())
 }
 
-fn last_lines(log: &Path) -> Result<String> {
-    let bytes = fs::read(log).with_context(|| format!("Cannot read {}", log.display()))?;
-    let text = String::from_utf8_lossy(&bytes).replace('\r', "");
-    let lines: Vec<&str> = text.lines().collect();
-    let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
-    Ok(last.iter().map(|line| format!("    | {line}\n")).collect())
+fn causes(name: &str, log: &str) -> String {
+    let log = log.replace('\r', "");
+    let mut text = String::new();
+    let mut section = |title: &str, lines: &[&str]| {
+        if !lines.is_empty() {
+            text += &format!("  {title} {name}:\n");
+            text.extend(lines.iter().map(|line| format!("    | {line}\n")));
+        }
+    };
+    let complaints = complaints(&log);
+    section("complaints of the kernel in", &complaints[..complaints.len().min(LAST_LINES)]);
+    let lines: Vec<&str> = log.lines().collect();
+    section("the last lines of", &lines[lines.len().saturating_sub(LAST_LINES)..]);
+    text
 }
 
 /// `governed.console.log` for `governed0.console.log`: a VM's files have the number of its start in their name, and
@@ -186,13 +202,14 @@ mod tests {
     }
 
     #[test]
-    fn last_lines_are_the_last() {
-        let log = std::env::temp_dir().join(format!("demo-log-{}", std::process::id()));
-        let text: String = (0..20).map(|number| format!("line {number}\r\n")).collect();
-        fs::write(&log, text).unwrap();
-        let said = last_lines(&log).unwrap();
-        fs::remove_file(log).unwrap();
-        assert_eq!(said.lines().count(), LAST_LINES);
-        assert!(said.starts_with("    | line 8\n") && said.ends_with("    | line 19\n"), "{said}");
+    fn causes_are_complaints_and_last_lines() {
+        let lines: String = (0..20).map(|number| format!("line {number}\r\n")).collect();
+        let log = format!("[    1.000000] BUG: unable to handle page fault\r\n{lines}");
+        let text = causes("a.console.log", &log);
+        let expected = "  complaints of the kernel in a.console.log:\n    | [    1.000000] BUG: unable to handle page \
+                        fault\n  the last lines of a.console.log:\n    | line 8\n";
+        assert!(text.starts_with(expected), "{text}");
+        assert!(text.ends_with("    | line 19\n"), "{text}");
+        assert_eq!(causes("empty.log", ""), "");
     }
 }
