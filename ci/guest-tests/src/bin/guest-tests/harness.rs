@@ -8,7 +8,7 @@ use guest_tests::qemu::QemuBuilder;
 use guest_tests::runner::skip;
 use guest_tests::wait::wait_until;
 
-guest_tests::tests![a_guest_under_qemu_answers (extended), memory_is_plugged_under_qemu (extended)];
+guest_tests::tests![a_guest_under_qemu_answers(extended), memory_is_plugged_under_qemu(extended)];
 
 fn boot(builder: &QemuBuilder) -> Result<guest_tests::qemu::QemuGuest> {
     if std::process::Command::new("qemu-system-x86_64").arg("--version").output().is_err() {
