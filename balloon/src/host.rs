@@ -50,10 +50,10 @@ pub enum DriverState {
 }
 
 impl DriverState {
-    /// All of them, for a metric that shows every one.
+    /// All states, for a metric that shows each of them.
     pub const ALL: [Self; 3] = [Self::Absent, Self::Ready, Self::Unsupported];
 
-    /// The name in metrics and on the API.
+    /// Name in metrics and in the API.
     pub fn label(self) -> &'static str {
         match self {
             Self::Absent => "absent",
@@ -203,7 +203,8 @@ impl HostView {
         self.sum(|zone| zone.plugged_bytes)
     }
 
-    /// The sum over all zones of what they could hold. A zone whose driver is unsupported counts as it is.
+    /// Sum over all zones of the largest size that may be requested. A zone with an unsupported driver keeps its
+    /// requested size.
     pub fn max_bytes(&self) -> u64 {
         self.sum(ZoneSizes::requestable_bytes)
     }

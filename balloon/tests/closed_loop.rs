@@ -152,7 +152,8 @@ fn every_workload_is_served_and_little_is_held_for_it() {
         assert!(f.swapped_in_mib <= swapped_in_bound_mib, "{name}: {} MiB swapped in", f.swapped_in_mib);
         assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
-            // A disk of 32 KiB in 180 us must read 600 MiB, 3.5 s; a seventh more is read before the guest has grown.
+            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. A seventh more is read before the guest has
+            // grown.
             "files read again" => 4_000,
             // What is in swap comes back at 4 KiB in 180 us, whatever the host does.
             "swapped before" => SWAPPED_MIB * 256 * 180 / 1_000,
@@ -310,7 +311,7 @@ fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
     psi.run(3_000, 0);
     psi.run(9_000, 100);
     psi.run(1_000, -900);
-    // Nothing goes back so soon.
+    // A shrink begins later than this.
     let peak_bytes = psi.guest().zones()[1].plugged_bytes;
     let mut asked = [0, 0];
     for part in &mut asked {

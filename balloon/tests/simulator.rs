@@ -84,7 +84,7 @@ fn policies_of_the_default_comparison_differ() {
             assert!((bytes - others).abs() > 0.005, "{name} and {other} hold {bytes} and {others}");
         }
     }
-    // With the factor of the papers two of them are the same policy.
+    // With the papers' factor `amf` and `dapper` hold the same memory.
     let [amf, dapper] = &held(&["--policy", "amf", "--policy", "dapper"])[..] else { panic!("two policies") };
     assert!((amf.1 - dapper.1).abs() < 0.005, "{amf:?} and {dapper:?}");
 }
@@ -286,7 +286,6 @@ fn a_plot_has_a_panel_for_each_policy() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write /nonexistent/plot.svg: No such"));
 }
 
-/// A guest of 1 GiB that uses 100 MiB all day, and once, for a second, 600 MiB.
 #[test]
 fn a_plot_replaces_a_plot_and_nothing_else() {
     use std::os::unix::fs::PermissionsExt;
@@ -306,6 +305,7 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
     assert_eq!(std::fs::read(&path).unwrap(), b"mine");
 }
 
+/// Guest of 1 GiB that uses 100 MiB all day, and 600 MiB once for a second.
 #[test]
 fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
     const NOON_MS: u64 = 43_200_000;

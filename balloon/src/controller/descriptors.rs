@@ -32,7 +32,7 @@ struct Reported {
 impl DescriptorLimit {
     /// Takes the limit from a report. `host` has the sizes at the time of the report.
     pub fn observe(&mut self, report: &Report, host: &HostView, now: TimeMs) {
-        // Balloon statistics tell nothing of memory blocks, nor where the kernel's memory ends.
+        // Balloon statistics have no memory blocks and do not separate the kernel's memory from the rest.
         if report.blocks().block_bytes == 0 {
             return;
         }
@@ -43,7 +43,7 @@ impl DescriptorLimit {
 
     /// Memory that may be requested beyond what is requested or plugged.
     ///
-    /// The limit is absolute: it moves with reports alone. A limit that followed the plugged size would allow another
+    /// The limit is absolute and changes only with reports. A limit that followed the plugged size would allow another
     /// section as soon as the last one is plugged, until the guest has no DRAM left.
     pub fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
         let unreported_bytes = host.boot_bytes.saturating_mul(rules.unreported_multiple);
@@ -57,13 +57,14 @@ impl DescriptorLimit {
     }
 }
 
-/// Sum over the zones whose memory needs descriptors. The memory of a balloon has them since boot.
+/// Sum over the zones whose memory needs new descriptors. The balloon zone is boot memory, which has descriptors
+/// already.
 fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
     let zones = host.zones.iter().filter(|zone| host.balloon != Some(zone.id));
     zones.fold(0, |sum, zone| sum.saturating_add(size_bytes(zone)))
 }
 
-/// Memory that a guest can describe at once. Half of the room is left for other allocations that come meanwhile.
+/// Memory that a guest can describe at once. Half of the room stays free for other allocations.
 ///
 /// A guest that can reclaim has room for one section at a time.
 fn describable_bytes(report: &Report) -> u64 {

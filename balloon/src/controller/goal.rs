@@ -35,13 +35,13 @@ impl Controller {
         }
     }
 
-    /// Some zone has not been requested to its goal yet.
+    /// Returns true if some zone has a goal that its requests have not reached.
     pub fn has_goals(&self) -> bool {
         self.zones.iter().any(|zone| zone.goal_bytes.is_some())
     }
 
-    /// Requests that bring zones closer to their goals. Carry them out, and read the host again before
-    /// [`Controller::step`]. A paused loop and a dry run leave goals in force, because a client set them.
+    /// Returns requests that bring zones closer to their goals. Carry them out, and read the host again before
+    /// [`Controller::step`]. Goals stay in force in a paused loop and in a dry run, because a client set them.
     pub fn next_steps(&mut self, host: &HostView, now: TimeMs) -> Vec<Step> {
         if !self.has_goals() {
             return Vec::new();
@@ -59,7 +59,7 @@ impl Controller {
                 continue;
             }
             let missing_bytes = goal_bytes.saturating_sub(zone.requested_bytes);
-            // The descriptors of blocks that are still plugged exist.
+            // Blocks that are still plugged have their descriptors already.
             let plugged_bytes = zone.outstanding_shrink_bytes().min(missing_bytes);
             let needs_descriptors = host.balloon != Some(zone.id);
             let allowed_bytes = match needs_descriptors {

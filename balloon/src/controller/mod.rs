@@ -90,7 +90,7 @@ struct Followed {
     pinned: bool,
     /// Sized by hand since the last step: what has grown may be that.
     by_hand: bool,
-    /// Size requested by a client or at boot, until all of it is requested of the guest.
+    /// Size requested by a client or at boot, until all of it is requested from the guest.
     goal_bytes: Option<u64>,
     /// No step towards the goal has been taken yet.
     is_goal_new: bool,
@@ -533,7 +533,7 @@ impl Controller {
         }
     }
 
-    /// The floor of all zones together, as far as zones whose driver is unsupported leave it within reach.
+    /// Floor of all zones together, at most the sum of their limits: a zone with an unsupported driver cannot grow.
     fn floor_bytes(&self, host: &HostView) -> u64 {
         self.rules.floor_bytes.min(host.max_bytes())
     }

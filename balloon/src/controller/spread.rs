@@ -43,7 +43,7 @@ pub(super) struct Spread {
 /// What limits the zones, beside their sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Memory that may be requested beyond what is requested now, see [`super::descriptors`].
+    /// Memory that may be requested in addition to the present requests, see [`super::descriptors`].
     pub descriptor_bytes: u64,
     /// What all zones together may be asked for beyond what they are.
     pub room_bytes: u64,

@@ -1,7 +1,7 @@
-//! Free pages that programs cannot have.
+//! Free pages that are reserved for the kernel.
 //!
-//! The kernels of the papers have no reserve in DRAM for the page descriptors of PM. Here free pages of DRAM include it, and
-//! a policy that waits for them to become few would wait until the guest swaps.
+//! The kernels of the papers have no reserve in DRAM for the page descriptors of PM. In Foreshore's guests the free
+//! pages of DRAM include such a reserve. A policy that waited for few free pages would wait until the guest swaps.
 
 use std::borrow::Cow;
 
@@ -10,14 +10,14 @@ use foreshore_proto::{KernelMemory, RawReport, Report, kernel_reserve_bytes};
 use crate::HostView;
 use crate::units::PAGE_BYTES;
 
-/// The report without the free pages of DRAM that are kept for the kernel, and the size of that reserve. Balloon statistics do
-/// not tell DRAM apart, so they stay as they are.
+/// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of the reserve.
+/// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
 pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
     }
     let kernel_bytes = KernelMemory::of(report.zones().iter()).managed_bytes;
-    // Descriptors of what is plugged have been allocated.
+    // The descriptors of plugged memory have been allocated.
     let hotplug_bytes = host.max_bytes().saturating_sub(host.plugged_bytes());
     let reserve_bytes = kernel_reserve_bytes(kernel_bytes, hotplug_bytes);
     let reserve_bytes = reserve_bytes.min(kernel_bytes / 2);
@@ -32,7 +32,7 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
             .largest_free_blocks
             .map(|blocks| blocks.min(zone.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES));
     }
-    // Fewer free pages are possible wherever more were.
+    // Fewer free pages are valid in every report, so the conversion does not fail.
     (Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned), reserve_bytes)
 }
 

@@ -18,14 +18,15 @@ pub(super) enum Mark {
 /// Factor by which a table multiplies watermarks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Factor {
-    /// The same number for every node, as in the papers.
+    /// One number for all nodes, as in the papers.
     Times(u64),
-    /// The number that makes a node's high watermark this share of its DRAM, in thousandths.
+    /// A number for each node, so that its scaled high watermark is this share of its DRAM, in thousandths.
     ShareOfDram(u64),
 }
 
 impl Factor {
-    /// Factor of the parameters `watermark-scale` and `watermark-share`, of which the latter wins unless it is 0.
+    /// Returns the factor that the parameters `watermark-scale` and `watermark-share` give. A share takes precedence
+    /// unless it is 0.
     pub fn new(watermark_scale: u64, share_permille: u64) -> Self {
         if share_permille == 0 { Factor::Times(watermark_scale) } else { Factor::ShareOfDram(share_permille) }
     }
@@ -40,7 +41,8 @@ impl Factor {
     }
 }
 
-/// A border between rows: a watermark, times the table's factor so many times; 0 leaves it as the kernel has it.
+/// Border between rows: `scales` times the watermark, multiplied by the table's factor. If `scales` is 0, the border is
+/// the watermark itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Border {
     pub mark: Mark,
@@ -88,8 +90,8 @@ pub(super) const fn rest(times: u64, reason: Reason) -> Row {
     Row { above: None, at: false, times, reason }
 }
 
-/// The row that a node is in. With a small factor rows overlap, because min x factor lies below high: of those that a
-/// node is in, the one that integrates most counts.
+/// Returns the row that a node is in. With a small factor rows overlap, because min x factor lies below high. Then the
+/// matching row that integrates most counts.
 pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a Row {
     let is_above = |row: &Row| match row.above.map(|border| border.pages(node, factor)) {
         None => true,
@@ -174,8 +176,8 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// The free memory under which a table may soon ask for more. With large factors that is all there is, so it is
-/// at most a quarter of the guest: further up a report a second is enough.
+/// Free memory below which a table may soon request more. With a large factor that would be all memory of the guest, so
+/// it is at most a quarter of it. Above that, one report per second is enough.
 fn watch_bytes(nodes: &[NodeView], table: &[Row], factor: Factor, input: Input<'_>) -> u64 {
     let pages = nodes.iter().map(|node| first_border(table, node, factor));
     let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);

@@ -262,7 +262,7 @@ impl Agent {
         let (lowmem_bytes, marks) = guest.lowmem();
         zones.clear();
         let kind = if lowmem_bytes <= DMA32_BYTES { ZoneKind::Dma32 } else { ZoneKind::Normal };
-        // The model's kernel holds page descriptors alone.
+        // The model's kernel holds no memory except page descriptors.
         let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64, user: u64| Zone {
             node,
             kind,

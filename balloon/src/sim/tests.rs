@@ -471,7 +471,7 @@ fn memorage_under_a_deficit_of_a_fifth_runs_shorter_than_swap_on_the_same_memory
     assert!(lent < swapped && lent > 0.5 * swapped, "{lent} and {swapped}");
 }
 
-/// The paper has no such comparison. It shows that the model's guest needs the PM.
+/// The paper has no such comparison. The test shows that the model's guest needs the PM.
 #[test]
 fn guest_without_pm_swaps_where_amf_does_not() {
     let [fused, without] = ["amf", "off"].map(|policy| run(deficit(750, "disk"), policy));
@@ -557,16 +557,16 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     assert_eq!(all_descriptors, 256 * MIB, "half of DRAM");
     assert!(amf_descriptors <= all_descriptors / 8, "{} MiB", amf_descriptors / MIB);
     assert_eq!([amf.swap_out_gib, all.swap_out_gib], [0.0, 0.0]);
-    // Less memory is powered. Little more of the working set lies in DRAM: Foreshore's guests keep the DRAM for the
-    // descriptors of all PM that may come, so that it can come.
+    // Less memory is powered. Only a little more of the working set is in DRAM, because Foreshore's guests reserve DRAM
+    // for the descriptors of all PM that can be plugged.
     assert!(amf.pm_slower_s < all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
     assert!(amf.amf_energy_kj < 0.5 * all.amf_energy_kj, "{} and {}", amf.amf_energy_kj, all.amf_energy_kj);
-    // The broken variant: the factor of the papers asks for all PM, and gets what the rule of descriptors allows.
+    // Broken variant: the papers' factor requests all PM and gets as much as the rule of descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);
     assert!(late_descriptors > all_descriptors / 8, "{} MiB", late_descriptors / MIB);
 }
 
-/// With scales that have the shape of the paper's.
+/// Scales for which the table has the proportions of the paper's.
 #[test]
 fn amf_integrates_before_kswapd_wakes() {
     for scale in ["64", "128"] {

@@ -66,7 +66,7 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
     }
 }
 
-/// Writes a plot. A file that is no plot belongs to somebody, and is never replaced.
+/// Writes a plot. Replaces an existing file only if the file is empty or a plot.
 fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
     let mut options = OpenOptions::new();
     let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
@@ -83,12 +83,13 @@ fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Share of DRAM that the scaled high watermark of `amf` and `dapper` is in the default comparison. On AMF's machine it
-/// was 24 GiB (24 MiB x 1024) of 64 GiB. With their default factor both take all PM at once on kernels of today.
+/// Scaled high watermark of `amf` and `dapper` in the default comparison, in thousandths of DRAM. On AMF's machine it
+/// was 24 GiB (24 MiB x 1024) of 64 GiB. With their default factor, both policies take all PM at once on current
+/// kernels.
 const WATERMARK_SHARE: u64 = 375;
 
-/// The policies of the command line, or all of them. `fixed` keeps all that the guest can have, so that its row is the
-/// guest that has all memory all the time.
+/// Policies of the command line, or all policies if it names none. `fixed` then keeps the largest size that the guest
+/// can have, so its row shows a guest with all memory for the whole run.
 fn policies(scenario: &Scenario, all_bytes: u64) -> Vec<NamedPolicy> {
     if !scenario.policy.is_empty() {
         return scenario.policy.clone();

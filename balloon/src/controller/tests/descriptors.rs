@@ -1,4 +1,4 @@
-//! Rule 4: no more than the guest's DRAM has room to describe.
+//! Rule 4: requests stay within the memory that the guest's DRAM has room to describe.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn grow_is_limited_to_what_free_dram_can_describe() {
     rig.raw.memory.total_bytes = 800 * MIB;
     let plan = rig.report(1000, 1);
     assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, None));
-    // A guest that wants 300 MiB, because its watermarks are so high.
+    // The high watermarks of this guest make it need 300 MiB.
     let mut rig = Rig::new(Policy::default());
     rig.raw.zones[0].high_pages = 76_800;
     rig.describe(2);
@@ -71,7 +71,7 @@ fn unreported_guest_is_limited_to_multiple_of_boot_memory() {
     rig.controller.set_rules(rules).expect("in bounds");
     rig.tick(1_000);
     assert_eq!(rig.requested_mib(), (128, 16 * 384 - 128));
-    // An agent that reports has the last word, until its reports are lost.
+    // Reports of an agent replace this limit until they are lost.
     rig.describe(10);
     rig.follow();
     rig.report(50, 280);
@@ -82,7 +82,7 @@ fn unreported_guest_is_limited_to_multiple_of_boot_memory() {
     }
 }
 
-/// Balloon statistics do not tell where the kernel's memory ends.
+/// Balloon statistics do not separate the kernel's memory from the rest.
 #[test]
 fn balloon_statistics_do_not_raise_unreported_limit() {
     let mut rig = Rig::fixed(16_384);
@@ -134,7 +134,7 @@ fn new_goal_yields_step_even_if_nothing_can_be_requested() {
     rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
     assert_eq!(rig.step(), [Step { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]);
     assert_eq!(rig.step(), []);
-    // Less is requested at once, and what is still plugged is described already.
+    // A smaller size is requested at once. Blocks that are still plugged have their descriptors already.
     rig.host.zones[PM].plugged_bytes = 512 * MIB;
     rig.host.zones[PM].requested_bytes = 256 * MIB;
     rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);

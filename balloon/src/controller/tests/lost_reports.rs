@@ -40,7 +40,7 @@ fn rule_6_a_guest_that_never_reported_is_left_alone() {
     }
 }
 
-/// A guest with 5 MiB available under a policy, which can describe more memory than any policy requests.
+/// Guest with 5 MiB available under `policy`. It can describe more memory than any policy requests.
 fn short(policy: &str) -> Rig {
     let mut rig = Rig::new(Policy::from_name(policy).expect("listed"));
     rig.host.zones[PM].max_bytes = 16_384 * MIB;

@@ -103,15 +103,15 @@ impl Rig {
         }
     }
 
-    /// The guest has so much free above its high watermarks that it can describe `sections`, and no more.
+    /// Sets the free memory above the high watermarks so that the guest can describe `sections`, and no more.
     fn describe(&mut self, sections: u64) {
         let zone = &mut self.raw.zones[0];
         let floor_pages = zone.managed_pages.div_ceil(64).max(1024);
-        // A section takes 2 MiB, and half of what is free is left alone.
+        // The descriptors of a section take 2 MiB, and half of the free memory stays free.
         zone.free_pages = zone.high_pages + floor_pages + sections * 1024;
     }
 
-    /// Takes the next steps towards what was requested by hand.
+    /// Takes the next steps towards the sizes requested by hand.
     fn step(&mut self) -> Vec<Step> {
         let steps = self.controller.next_steps(&self.host, self.now);
         for step in &steps {
@@ -120,7 +120,7 @@ impl Rig {
         steps
     }
 
-    /// The device has refused the guest's driver of a zone, and withdrawn what was requested.
+    /// Refuses the guest's driver of a zone and withdraws the request, as the device does.
     fn refuse_driver(&mut self, zone: usize) {
         let zone = &mut self.host.zones[zone];
         (zone.driver, zone.requested_bytes) = (DriverState::Unsupported, zone.plugged_bytes);

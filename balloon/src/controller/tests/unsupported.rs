@@ -36,7 +36,7 @@ fn a_short_guest_with_unsupported_drivers_is_answered_with_the_reason_at_each_re
         let plan = rig.report(50, 20);
         assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::UnsupportedDriver));
     }
-    // Its kernel has no room for descriptors either, which is not what stands in the way.
+    // The kernel has no room for descriptors either, but the driver remains the reason.
     rig.describe(0);
     assert_eq!(rig.report(50, 20).reason, Reason::UnsupportedDriver);
 }
@@ -54,7 +54,7 @@ fn other_zones_serve_a_guest_at_once_when_a_driver_is_refused() {
 
 #[test]
 fn an_unsupported_driver_is_not_one_that_may_come() {
-    // A zone without a driver is the only one that is left.
+    // The only other zone has no driver yet.
     let mut rig = Rig::fixed(64);
     rig.refuse_driver(PM);
     rig.host.zones[DRAM].driver = DriverState::Absent;
@@ -69,14 +69,14 @@ fn a_guest_with_unsupported_drivers_is_governed_by_its_balloon() {
     assert_eq!((plan.direction, rig.requested_mib()), (Direction::Grow, (0, 0)));
     let deflated_bytes = rig.host.zones[2].requested_bytes;
     assert!(deflated_bytes > 0);
-    // A guest at rest gives it back.
+    // At rest the guest returns the deflated memory to the balloon.
     rig.raw.memory.total_bytes += deflated_bytes;
     for _ in 0..100 {
         rig.follow();
         rig.report(1_000, 340);
     }
     assert!(rig.host.zones[2].requested_bytes < deflated_bytes, "{:?}", rig.host.zones);
-    // One that is short has all of it, and nothing else.
+    // A short guest gets all memory of the balloon, and no other memory.
     for _ in 0..100 {
         rig.report(50, 2);
         rig.follow();
@@ -92,7 +92,7 @@ fn a_floor_counts_as_far_as_it_is_within_reach_of_zones_with_usable_drivers() {
     assert_eq!(rig.tick(0).direction, Direction::Grow);
     assert_eq!((rig.host.zones[2].requested_bytes, rig.requested_mib()), (256 * MIB, (0, 0)));
     rig.follow();
-    // The rest of the floor does not keep the policy from its decision.
+    // The unreachable part of the floor does not replace the policy's decision.
     assert_eq!(rig.tick(10_000).reason, Reason::AtFloor);
 }
 

@@ -1,8 +1,8 @@
 //! Rule 13: memory of the kernel.
 //!
-//! MemAvailable counts slabs as reclaimable that are not (the inodes of a tmpfs), and free PM, which the kernel cannot use. So
-//! what the kernel has left shows in the free pages of its own zones alone. The agent turns blocks of plugged DRAM into kernel
-//! memory; what it needs for that is movable memory with room for the pages of a block.
+//! MemAvailable includes slabs that cannot be reclaimed (the inodes of a tmpfs) and free PM, which the kernel cannot
+//! use. So only the free pages of the kernel's own zones show how much memory the kernel has left. The agent turns
+//! blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for the pages of a block.
 
 use foreshore_proto::{KernelGrowth, KernelMemory, Report, kernel_reserve_bytes};
 
@@ -19,7 +19,7 @@ const LEAD_MS: u64 = 1_000;
 /// Upper limit of the growth in that time, as a part of DRAM.
 const MAX_GROWTH_PART: u64 = 4;
 
-/// Memory to add for the kernel's sake. `None` if the kernel has enough, or if the report does not tell its zones apart.
+/// Memory to add for the kernel. `None` if the kernel has enough, or if the report has no memory blocks.
 pub(super) fn missing_bytes(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<u64> {
     let block_bytes = report.blocks().block_bytes;
     let kernel = KernelMemory::of(report.zones().iter());
@@ -42,7 +42,7 @@ mod tests {
     use crate::units::PAGE_BYTES;
     use crate::{MIB, Tier, ZoneSizes};
 
-    /// A guest of 400 MiB, with so much free in the kernel's zone and in PM.
+    /// Report of a guest with 400 MiB of DRAM, all of it for the kernel, and 512 MiB of PM.
     fn report(kernel_free_mib: u64, pm_free_mib: u64, block_mib: u64) -> Report {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed_mib, free_mib| Zone {
@@ -100,7 +100,7 @@ mod tests {
         };
         growth.update(Some(&holds(0)), 0);
         growth.update(Some(&holds(50)), 1_000);
-        // 18.75 MiB and what grows in a second. Two blocks of 16 MiB, and a quarter.
+        // 18.75 MiB and the growth of a second: two blocks of 16 MiB, and a quarter.
         assert_eq!(missing_mib(&growth, 69), None);
         assert_eq!(missing_mib(&growth, 68), Some(20));
         assert_eq!(missing_mib(&growth, 48), Some(40));

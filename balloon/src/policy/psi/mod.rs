@@ -116,7 +116,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
     state.kernel_growth.update(input.report.kernel(), input.report.monotonic_ms());
     let kernel_bytes = kernel::missing_bytes(input.report, input.host, &state.kernel_growth);
-    // Of available memory there may be plenty: reports have to come fast all the same.
+    // The kernel can be short while much memory is available, so reports must be fast in that case as well.
     let watch_bytes = if kernel_bytes.is_some() { memory.total_bytes } else { marks.watch_bytes };
     let marks = Marks { watch_bytes, ..marks };
 
@@ -136,7 +136,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
             decided(Some(want_bytes), reason, true, &marks)
         }
-        // What is free is for the block that the agent gives to the kernel.
+        // The block that the agent gives to the kernel needs the free memory.
         None if kernel_bytes.is_some() => decided(None, Reason::Enough, false, &marks),
         None => match state.surplus(params, &marks, &signs, coming_bytes, input, now) {
             0 => decided(None, Reason::Enough, false, &marks),
@@ -330,7 +330,7 @@ impl State {
             base: _,
             arriving: _,
             grown: _,
-            // Forgotten within a second.
+            // The rate falls to zero within a second.
             kernel_growth: _,
             asked: _,
             coming_ms: _,

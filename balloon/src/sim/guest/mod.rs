@@ -185,8 +185,8 @@ pub struct Guest {
     totals: Totals,
 }
 
-/// Boot memory that the kernel of a guest keeps free from user pages, as the VMM's command line and the agent have it.
-/// `most_bytes` has the sizes that zones of each tier can have.
+/// Boot memory that the guest's kernel keeps free of user pages, as the VMM's command line and the agent configure it.
+/// `most_bytes` has the tier and the largest size of each zone.
 pub(super) fn reserve_bytes(lowmem_bytes: u64, most_bytes: impl Iterator<Item = (Tier, u64)>) -> u64 {
     let (mut dram_bytes, mut hotplug_bytes) = (lowmem_bytes, 0u64);
     for (tier, bytes) in most_bytes {
@@ -316,13 +316,13 @@ impl Guest {
         self.zones.iter().any(|zone| zone.requested_bytes > zone.plugged_bytes)
     }
 
-    /// Memory that user pages can have in all.
+    /// Total memory that user pages can occupy.
     fn capacity_bytes(&self) -> u64 {
         let next = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
         self.total_bytes().saturating_sub(self.kept_bytes().max(self.descriptor_bytes() + next))
     }
 
-    /// Boot memory that user pages leave alone. Page descriptors come out of the reserve.
+    /// Boot memory that is kept free of user pages. Page descriptors are allocated from it.
     fn kept_bytes(&self) -> u64 {
         self.reserve_bytes.max(self.descriptor_bytes()).min(self.lowmem_bytes)
     }

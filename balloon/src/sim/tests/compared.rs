@@ -35,7 +35,8 @@ fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
         Workload::Leak | Workload::Diurnal => run_s / 500.0,
         // Which files are needed is known when they have come back. Who grows for all of them does not have to know.
         Workload::CacheHeavy => 0.1,
-        // In a guest of 512 MiB a burst meets a smaller free part of DRAM, because the kernel keeps the descriptors of 2 GiB.
+        // A guest of 512 MiB has less free DRAM for a burst, because its kernel reserves DRAM for the descriptors of 2
+        // GiB.
         Workload::Burst => 0.1,
         Workload::Steady | Workload::Ramp | Workload::Sawtooth => 0.0,
     }
