@@ -8,7 +8,7 @@ unset CDPATH MODPROBE_OPTIONS
 umask 022
 # An ordinary user's PATH lacks what makes file systems and finds modules.
 export PATH=$PATH:/usr/sbin:/sbin
-# A file that is not there: mke2fs takes its own defaults then, and not those of /etc/mke2fs.conf.
+# There is no such file, so mke2fs uses its own defaults instead of /etc/mke2fs.conf.
 export MKE2FS_CONFIG=/nonexistent/mke2fs.conf
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -38,7 +38,7 @@ pub struct Agent {
     /// Becomes readable when the agent is to end.
     pub(crate) termination: Option<OwnedFd>,
     reserve: Option<Reserve>,
-    /// Memory that the VMM can add, as it said last.
+    /// Memory that the VMM can add, from its last settings.
     pub(crate) hotplug_bytes: u64,
     kernel_blocks: Option<KernelBlocks>,
     tuning: Option<Tuning>,
@@ -97,7 +97,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Gives blocks of plugged DRAM to the kernel from now on, when it runs short of memory.
+    /// From now on, gives blocks of plugged DRAM to the kernel when the kernel runs short of memory.
     pub fn watch_kernel_memory(&mut self, memory_root: &Path, iomem: &Path) -> io::Result<()> {
         self.kernel_blocks = Some(KernelBlocks::start(memory_root, iomem)?);
         Ok(())
@@ -149,7 +149,7 @@ impl Agent {
             self.reserve = None;
         }
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
-            // A block that was turned is to be reported soon.
+            // Report soon after a block was turned.
             self.take_charge |= kernel_blocks.poll(&self.report, self.observed_ms);
         }
         let total_bytes = self.report.memory.total_bytes;

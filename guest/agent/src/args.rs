@@ -66,7 +66,7 @@ pub struct Options {
     pub online: Online,
     /// Whether DRAM is kept for the kernel.
     pub reserve: bool,
-    /// Blocks of plugged DRAM are given to the kernel when it runs short.
+    /// Gives blocks of plugged DRAM to the kernel when the kernel runs short.
     pub kernel_blocks: bool,
     /// Whether settings of the kernel are adapted to memory of two kinds.
     pub tune: bool,

@@ -5,7 +5,7 @@
 //! again with `online_kernel` serves the kernel from then on; Linux migrates its pages to other blocks first
 //! (mm/memory_hotplug.c, offline_pages). It stays with the kernel until the next boot.
 //!
-//! A thread of its own does it, because a migration may take long and a write to a block waits for it.
+//! A separate thread turns blocks, because a migration may take long and the write to a block's state waits for it.
 
 use std::fs;
 use std::io::{self, Write};
@@ -20,23 +20,23 @@ use crate::sys;
 
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
 const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
-/// Part of the usual reserve below which the kernel is short. The whole reserve would be too much: programs that fill DRAM
-/// before anything is plugged leave the kernel about that.
+/// Part of the usual reserve below which the kernel is short. The whole reserve would be too high a threshold, because
+/// programs that fill DRAM before any memory is plugged leave about that much to the kernel.
 const SHORT_PART: u64 = 2;
 /// Time that turning a block takes. The growth of kernel memory in that time is added to the threshold, up to a part of DRAM.
 const TURN_MS: u64 = 500;
 const MAX_GROWTH_PART: u64 = 8;
 /// A block whose pages do not move in this time is left alone. Linux would try for ever.
 const OFFLINE_LIMIT_MS: u64 = 10_000;
-/// Pause after a success, in which reports show what it has brought; and first and longest pause after a failure.
+/// Pause after a success, so that reports show its effect; and the first and the longest pause after a failure.
 const PAUSE_MS: u64 = 500;
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
-/// Node that is to give a block to the kernel, if the kernel is short of memory.
+/// Node that has to give a block to the kernel, if the kernel is short of memory.
 ///
-/// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve: without any,
-/// `vm.lowmem_reserve_ratio` keeps nothing, and programs fill what the kernel got.
+/// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve. Without
+/// movable memory, `vm.lowmem_reserve_ratio` would reserve nothing, and programs would fill the kernel's new memory.
 fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth) -> Option<u32> {
     let kernel = KernelMemory::of(zones.iter());
     let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
@@ -60,7 +60,7 @@ fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth) -> Option<
         .min_by_key(|node| of_node(*node).room_bytes)
 }
 
-/// When the next block may be turned.
+/// Time before which no other block is turned.
 #[derive(Debug, Default)]
 struct Pace {
     not_before_ms: u64,
@@ -111,7 +111,8 @@ impl KernelBlocks {
         })
     }
 
-    /// Has a block turned if the kernel is short of memory. Returns true if one was turned since the last call. Never waits.
+    /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block was turned since the
+    /// last call. Never waits.
     pub fn poll(&mut self, report: &RawReport, now_ms: u64) -> bool {
         self.growth.update(report.kernel.as_ref(), now_ms);
         let result = self.results.try_recv().ok();
@@ -161,13 +162,13 @@ impl Turner {
                 is_plugged && path.join(format!("node{node}")).exists() && is_movable(path)
             })
             .collect();
-        // virtio_mem unplugs the highest blocks first, so they are left to it.
+        // Begins with the lowest block, because virtio_mem unplugs the highest blocks first.
         blocks.sort_unstable();
         let mut last = io::Error::new(io::ErrorKind::NotFound, format!("node {node} has no movable block"));
         for (number, path) in blocks {
             match turn(&path.join("state")) {
                 Ok(()) => return Ok(number),
-                // Pages of this block are pinned; another block may have none.
+                // This block has pinned pages; another block may have none.
                 Err(error) => last = error,
             }
         }
@@ -186,10 +187,10 @@ fn is_movable(block: &Path) -> bool {
 
 fn turn(state: &Path) -> io::Result<()> {
     let mut file = fs::File::options().write(true).open(state)?;
-    // One call: `write_all` would begin anew after EINTR.
+    // A single call: `write_all` would repeat it after EINTR.
     sys::within_ms(OFFLINE_LIMIT_MS, || file.write(b"offline"))?;
     fs::write(state, "online_kernel").inspect_err(|_| {
-        // Better movable memory than none.
+        // If the kernel cannot have the block, programs get it back.
         let _ = fs::write(state, "online_movable");
     })
 }
@@ -351,7 +352,7 @@ mod tests {
         assert_eq!(turner.turn_one(0).expect("turns"), 32);
         assert_eq!(state(32), "online_kernel");
         assert_eq!([0, 33, 40].map(state), ["online\n"; 3]);
-        // It is the kernel's now, as `valid_zones` of a real one says.
+        // `valid_zones` of a real kernel shows that the block belongs to the kernel now.
         fs::write(dir.path().join("memory32/valid_zones"), "Normal\n").expect("write");
         assert_eq!(turner.turn_one(0).expect("turns"), 33);
         fs::write(dir.path().join("memory33/valid_zones"), "Normal\n").expect("write");

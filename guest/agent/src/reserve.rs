@@ -128,9 +128,9 @@ fn text_of(ratios: &[u64]) -> String {
 /// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
 /// its share of them.
 ///
-/// Watermarks do not count. Linux adds the reserve to the watermark that it looks at (mm/page_alloc.c,
-/// zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`): user pages stop that much above `low`, and the kernel
-/// has all of it before it comes to `low` and wakes kswapd.
+/// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that it looks at
+/// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
+/// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
 fn ratios(zones: &[Zone], hotplug_bytes: u64, initial: &[u64]) -> Vec<u64> {
     let kernel_zone = |zone: &Zone| KERNEL_ZONES.iter().position(|kind| *kind == zone.kind);
     let pages_of = |is_counted: &dyn Fn(&Zone) -> bool| {

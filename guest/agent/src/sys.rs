@@ -69,9 +69,9 @@ pub fn raise_priority() -> io::Result<()> {
 /// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait for the kernel.
 pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     extern "C" fn ignore(_: libc::c_int) {}
-    // SAFETY: plain data, of which zero is a valid value.
+    // SAFETY: plain data, for which zero is a valid value.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    // Without SA_RESTART: the call is to end.
+    // Without SA_RESTART, so that the signal ends the call.
     action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as libc::sighandler_t;
     // SAFETY: both structures outlive the call; the handler does nothing.
     check(unsafe { libc::sigaction(libc::SIGALRM, &raw const action, std::ptr::null_mut()) })?;
@@ -88,7 +88,7 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
         tv_sec: (limit_ms / 1000).cast_signed(),
         tv_nsec: (limit_ms % 1000 * 1_000_000).cast_signed(),
     };
-    // Again after that: one that comes before the call begins would end nothing.
+    // The timer repeats, because a signal that arrives before the call begins does not end it.
     let again = libc::timespec { tv_sec: 1, tv_nsec: 0 };
     let times = libc::itimerspec { it_interval: again, it_value: limit };
     // SAFETY: the timer was made above; `times` outlives the call.

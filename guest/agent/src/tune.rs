@@ -18,10 +18,11 @@ use crate::record;
 ///    (mm/khugepaged.c, alloc_charge_folio): it swaps DRAM while PM is free.
 /// 3. A page block that changes hands wakes kswapd to restore the zone to a boosted watermark (mm/page_alloc.c,
 ///    boost_watermark). In a node that is full it cannot do so without swapping (mm/vmscan.c, balance_pgdat).
-/// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c, can_demote). Kernels from
-///    6.7 on take that from the HMAT (drivers/acpi/numa/hmat.c); others have no target, and do as before. Where PM is
-///    full, no page can move, but without swap Linux still takes all of them for reclaimable (can_reclaim_anon_pages), and
-///    scans DRAM for minutes before it calls the OOM killer. So it is off there.
+/// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c, can_demote). Kernels
+///    since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c); older kernels find none, and the setting changes
+///    nothing. If PM is full, no page can move. Without swap Linux then still counts all pages as reclaimable
+///    (can_reclaim_anon_pages), and scans DRAM for minutes before it calls the OOM killer. So demotion is off while PM
+///    is full.
 const SETTINGS: [Setting; 4] = [
     Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
     Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0", needs_free_pm: false },
@@ -39,7 +40,8 @@ const SETTINGS: [Setting; 4] = [
     },
 ];
 
-/// PM is full when less than this part of it is free, and no longer when twice that is; but no more than so much counts.
+/// PM becomes full when less than this part of it is free, and stops being full when twice as much is free. The part is
+/// limited to `MAX_FULL_PAGES`.
 const FULL_PART: u64 = 32;
 const MAX_FULL_PAGES: u64 = (64 << 20) / 4096;
 

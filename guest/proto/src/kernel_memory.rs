@@ -14,7 +14,7 @@ const FORGOTTEN_MS: u64 = 1_000;
 /// Sums over a guest's zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelMemory {
-    /// Memory that the kernel can use for itself. ZONE_DMA does not count, because drivers alone ask for it.
+    /// Memory that the kernel can use for itself. ZONE_DMA does not count, because only drivers allocate from it.
     pub managed_bytes: u64,
     /// Free part of `managed_bytes` above the high watermarks.
     pub room_bytes: u64,
@@ -44,8 +44,9 @@ impl KernelMemory {
 
 /// Rate at which kernel memory grows.
 ///
-/// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A fixed threshold of free
-/// memory is too late then, so the governor and the agent add the growth of the time that they need to provide more.
+/// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A fixed threshold of
+/// free memory reacts too late then, so the governor and the agent add the growth within the time that they need to
+/// provide memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelGrowth {
     last: Option<Sample>,

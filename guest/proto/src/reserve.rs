@@ -1,7 +1,7 @@
 //! DRAM that is kept for the guest's kernel.
 //!
-//! The VMM writes it on the command line, the agent into a sysctl, and the simulator's guest has it as well, so all three
-//! take the size from here.
+//! The VMM writes this size to the command line, the agent writes it to a sysctl, and the simulator models it. All
+//! three compute it here.
 
 const MIB: u64 = 1 << 20;
 
@@ -15,7 +15,7 @@ const MAX_BASE_BYTES: u64 = 512 * MIB;
 /// (include/linux/mm_types.h).
 const DESCRIBED_PER_BYTE: u64 = 64;
 
-/// Size of the page descriptors of so much memory.
+/// Size of the page descriptors of `memory_bytes`.
 pub fn descriptor_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / DESCRIBED_PER_BYTE
 }

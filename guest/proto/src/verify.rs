@@ -193,7 +193,7 @@ impl Report {
         &self.0.memory
     }
 
-    /// Memory that the kernel holds for itself, together at most total.
+    /// Memory that the kernel holds for itself. The sum is at most the total memory.
     pub fn kernel(&self) -> Option<&KernelUse> {
         self.0.kernel.as_ref()
     }
@@ -273,7 +273,7 @@ fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
         ("stack_bytes", kernel.stack_bytes),
         ("sum of kernel", kernel.total_bytes()),
     ];
-    // Each is counted at its own moment, on each CPU.
+    // Linux counts these values at different times and per CPU.
     let bound = total_bytes.saturating_add(FREE_SLACK_PAGES * PAGE_BYTES_MIN);
     fields.into_iter().try_for_each(|(field, value)| at_most(field, value, bound))
 }

@@ -136,7 +136,7 @@ pub struct KernelUse {
 }
 
 impl KernelUse {
-    /// The sum. None of the parts is over the memory of a machine, so it does not overflow in a verified report.
+    /// Sum of the parts. It does not overflow in a verified report, because no part exceeds the memory of a machine.
     pub fn total_bytes(&self) -> u64 {
         let parts = [self.slab_reclaimable_bytes, self.page_table_bytes, self.stack_bytes];
         parts.iter().fold(self.slab_unreclaimable_bytes, |sum, part| sum.saturating_add(*part))
@@ -197,7 +197,8 @@ pub struct Zone {
     /// `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free_blocks: Option<u64>,
-    /// Pages of programs and of page cache: of a zone that serves the kernel, what could move to another zone. `None`: not known.
+    /// Pages of programs and page cache. In a zone that serves the kernel, they could move to another zone. `None`: not
+    /// known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_pages: Option<u64>,
 }

@@ -156,10 +156,11 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         }
     }
 
-    /// First of `sectors` that may hold anything but zeros, or that cannot be looked at. `None`: all of them read as zeros.
+    /// First of `sectors` that may hold other bytes than zeros, or that cannot be examined. `None` if all of them read
+    /// as zeros.
     ///
-    /// A sector whose map entry was never written is the block of its own number, so both the map and that block must be
-    /// holes. They are found without being read.
+    /// A sector whose map entry was never written is the block of its own number. So both the map and that block must
+    /// be holes. Holes are found without being read.
     pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
         let mut at = sectors.start;
         while at < sectors.end {
@@ -177,7 +178,8 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         None
     }
 
-    /// The same in one arena. A sector that cannot be looked at is read, which reports why.
+    /// Searches `sectors` of one arena. Returns a sector that cannot be examined, because reading it reports the
+    /// reason.
     fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let Range { start, end } = sectors;
         let entry_at = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;

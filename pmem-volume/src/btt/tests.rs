@@ -420,7 +420,7 @@ fn what_linux_wrote_is_clean_and_reads_back() {
     }
 }
 
-/// Media whose zero pages are holes, and which counts what is read of it.
+/// Media whose zero pages are holes. Counts the bytes that are read from it.
 struct Sparse<'a> {
     media: &'a MemoryMedia,
     read_bytes: std::cell::Cell<u64>,

@@ -1,8 +1,8 @@
 //! Blocks that a file system has given to a file (Linux Documentation/filesystems/fiemap.rst).
 //!
-//! A store through a mapping cannot report that the file system is full: the kernel answers it with SIGBUS, and a guest's
-//! vCPU does not get past it. So a file that is not to be sparse has all its blocks before anybody stores to it. A sparse
-//! copy, `fallocate --dig-holes` and a clone (`cp --reflink`) take them away.
+//! A store through a mapping cannot report that the file system is full: the kernel raises SIGBUS, and a guest's vCPU
+//! cannot continue. So a file that must not be sparse has all its blocks before the first store. A sparse copy,
+//! `fallocate --dig-holes` and a clone (`cp --reflink`) remove blocks or share them.
 
 use std::fs::File;
 use std::io;
@@ -72,12 +72,13 @@ impl Lacking {
         self == Self::default()
     }
 
-    /// Bytes that the file system has to find.
+    /// Bytes that the file system has to allocate.
     pub(crate) fn bytes(self) -> u64 {
         self.hole_bytes + self.shared_bytes
     }
 
-    /// `list` fills in the extents from an offset on, and returns how many there are; fewer than fit are the last.
+    /// `list` fills in the extents from an offset on and returns their number. If the extents do not fill the list,
+    /// they are the last.
     fn by_extents(
         mut list: impl FnMut(u64, &mut [Extent]) -> io::Result<usize>,
         len_bytes: u64,

@@ -148,7 +148,7 @@ impl FileMedia {
         self.makes_holes
     }
 
-    /// Is it a file on a disk that is to have all its blocks?
+    /// Returns true for a file on a disk that must have all its blocks.
     pub(crate) fn is_to_have_blocks(&self) -> bool {
         self.place == Place::Disk && !self.is_thin
     }
@@ -534,7 +534,8 @@ fn map_shared(file: &File, len_bytes: u64, writable: bool, sync: libc::c_int) ->
     if map == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // Guests' memory and data are not for core dumps. A kernel without the advice dumps them.
+    // Core dumps must not contain guests' memory and data. The mapping stays in core dumps if the kernel lacks this
+    // advice.
     // SAFETY: advice about the mapping that was just made, which changes no content.
     unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
     Ok(NonNull::new(map.cast()).expect("mmap does not return null unless asked to"))

@@ -147,9 +147,9 @@ pub(super) fn replace(address: usize) -> bool {
     // 1. Before anybody can see zeros.
     // SAFETY: the listener lives as long as its range is touched, which is now.
     unsafe { (*on_lost).page_lost() };
-    // 2. What was there cannot be touched any more: nobody loses anything by it. A part of a huge page of hugetlbfs cannot be
-    //    replaced (EINVAL; Linux mm/hugetlb.c, hugetlb_vm_op_split), and bad memory takes all of the page. Any other error
-    //    ends the attempts: a larger piece would take what is good.
+    // 2. No access to the lost page is possible any more, so zeros replace no data. A part of a huge page of hugetlbfs
+    //    cannot be replaced (EINVAL; Linux mm/hugetlb.c, hugetlb_vm_op_split), and bad memory takes all of the page.
+    //    After any other error no larger piece is tried, because it would replace good memory.
     for size in PAGE_SIZES {
         let start = address / size * size;
         if start < range.start || range.end - start < size {
@@ -168,8 +168,8 @@ pub(super) fn replace(address: usize) -> bool {
 fn map_zeros(start: usize, size: usize) -> Result<(), libc::c_int> {
     let (protection, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
-    // SAFETY: whole pages of a range that the caller of `Watch::new` has given us. A system call, which a handler may make,
-    // and the address of this thread's errno, which stays what it was.
+    // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has given us. mmap is a system
+    // call, which a handler may make. `errno` is this thread's and is restored.
     unsafe {
         let errno = libc::__errno_location();
         let before = *errno;

@@ -8,7 +8,7 @@ use super::findings::Finding;
 use super::{Backing, Pool, PoolError};
 use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
 
-/// Looks for blocks that the file of a pool has lost. A writer takes new ones, or is refused.
+/// Finds blocks that the file of a pool has lost. A writer allocates new ones or is refused.
 pub(super) fn look(path: &Path, media: &FileMedia, writable: bool) -> Result<Vec<Finding>, PoolError> {
     let mut findings = Vec::new();
     if !media.is_to_have_blocks() {
@@ -21,7 +21,7 @@ pub(super) fn look(path: &Path, media: &FileMedia, writable: bool) -> Result<Vec
     if let Some(file_system) = file_system {
         findings.push(Finding::CopyOnWrite { file_system });
     }
-    // There, a file shares blocks with its snapshots, and cannot stop it.
+    // On such a file system a file shares blocks with its snapshots, and new blocks would not change that.
     let lacking = if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
     if lacking.is_nothing() {
         return Ok(findings);
@@ -40,7 +40,7 @@ fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolErro
     let (path, lacking_bytes) = (path.to_owned(), lacking.bytes());
     let refused =
         |path, source| PoolError::BlocksLost { path, lacking_bytes, size_bytes, free_bytes, source };
-    // Otherwise the attempt would fill the file system, and fail all the same.
+    // Without room, the attempt would fill the file system before it fails.
     if free_bytes < lacking_bytes {
         return Err(refused(path, io::Error::from_raw_os_error(libc::ENOSPC)));
     }

@@ -90,7 +90,8 @@ pub fn is_pool(file: &File, path: &Path) -> bool {
     !matches!(Pool::open(path, OpenMode::Peek), Err(PoolError::NotAPool { .. }))
 }
 
-/// Whether a file is a pool that the host has marked as one. A guest that copies a pool into its disk does not make the disk a pool.
+/// Returns true for a pool that the host has marked as one. A copy of a pool that a guest writes to its disk has no
+/// mark.
 pub fn is_marked_pool(file: &File, path: &Path) -> bool {
     Mark::of(file) == Some(Mark::Pool) && is_pool(file, path)
 }
@@ -131,7 +132,8 @@ mod tests {
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
         assert!(is_pool(&claimed, &path));
-        // What a guest can do: the bytes of a pool in a file that is none. And a pool that the host has made a disk.
+        // Bytes of a pool without the mark are no pool. Neither is a marked file that the host has emptied to use it as
+        // a disk.
         let copy = folder.path().join("copy");
         fs::write(&copy, fs::read(folder.path().join("other")).unwrap()).unwrap();
         let copy_file = File::open(&copy).unwrap();

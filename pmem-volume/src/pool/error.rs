@@ -338,7 +338,7 @@ pub enum PoolError {
         /// Reason that the file system gives.
         source: io::Error,
     },
-    /// The file system cannot give the file its blocks again.
+    /// The file system cannot allocate the missing blocks.
     #[error(
         "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy, and the file system cannot give \
          them back; copy the pool with `cp --sparse=never --reflink=never`, and use the copy",

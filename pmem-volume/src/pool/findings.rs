@@ -173,7 +173,7 @@ pub enum Finding {
         /// The chunk.
         chunk: ChunkId,
     },
-    /// The file has lost blocks of its file system. The next writer takes them, or is refused.
+    /// The file has lost blocks of its file system. The next writer allocates new ones or is refused.
     #[error(
         "the file has lost blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, \
          `fallocate --dig-holes` or `cp --reflink`; the next program that opens the pool for writing takes new ones if the \
@@ -183,7 +183,7 @@ pub enum Finding {
     BlocksLost {
         /// Bytes in holes.
         hole_bytes: u64,
-        /// Bytes in blocks that another file has as well.
+        /// Bytes in blocks that the file shares with another file.
         shared_bytes: u64,
     },
     /// The file system writes changed blocks to a new place.
@@ -192,7 +192,7 @@ pub enum Finding {
          a guest's vCPU stops; create the pool in a folder with `chattr +C` (btrfs), or on ext4 or XFS"
     )]
     CopyOnWrite {
-        /// Its name.
+        /// Name of the file system.
         file_system: &'static str,
     },
     /// A committed transaction waits to be redone.

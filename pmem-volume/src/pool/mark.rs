@@ -45,7 +45,7 @@ impl Mark {
         })
     }
 
-    /// Marks a file, whatever its mark was.
+    /// Marks a file and replaces its earlier mark.
     pub fn set(self, file: &File) -> io::Result<()> {
         if Self::of(file) == Some(self) {
             return Ok(());

@@ -153,7 +153,8 @@ impl Pool {
             }
         }
         if let (true, Backing::File(media)) = (writable, &backing) {
-            // Where files have no marks, a pool that nobody has open can be given to a guest as a disk.
+            // Errors are ignored: on a file system without marks, a pool that is not open can be attached to a guest as
+            // a disk.
             let _ = Mark::Pool.set(media.file());
         }
         let table = ChunkTable::new(&superblock);

@@ -45,7 +45,7 @@ impl Scrubber {
         wake.change(|signals| {
             *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
         });
-        // The bound begins now.
+        // Earlier erasures do not count towards the bound.
         pool.take_awaited_bytes();
         let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
         let started = std::thread::Builder::new()

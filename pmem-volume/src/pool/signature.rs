@@ -84,10 +84,11 @@ pub fn image_format(head: &[u8]) -> Option<&'static str> {
     IMAGES.iter().find(|signature| signature.is_in(head)).map(|signature| signature.name)
 }
 
-/// Known content of a file that is about to be emptied or written by the host: a pool, a file system, a partition table, a BTT
-/// or a disk image. Never to be asked of a file that a guest writes.
+/// Known content of a file that the host is about to empty or write: a pool, a file system, a partition table, a BTT or
+/// a disk image. Do not call this for a file that a guest writes.
 pub fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
-    // By /proc: the open file, whatever has its name by now, and readable although it may be open for writing alone.
+    // Opens the file again by /proc. That works even if the path names another file by now, or `file` is open for
+    // writing only.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let open = if open.exists() { &open } else { path };
     let mut head = Vec::new();

@@ -18,8 +18,8 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
             continue;
         }
         let Some(current) = zone.as_mut() else { continue };
-        // Sizes are indented by eight columns, or follow `pages`; what the zone has on its lists is indented by six; and most lines
-        // are each CPU's.
+        // Sizes are indented by eight columns or follow `pages`. Counters of the zone are indented by six. Most other
+        // lines are about single CPUs.
         let rest = match line {
             [b' ', b' ', b'p', b'a', rest @ ..] => rest.strip_prefix(b"ges "),
             [b' ', b' ', b' ', b' ', b' ', b' ', b'n', rest @ ..] => {
@@ -47,7 +47,8 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
     Ok(())
 }
 
-/// Counts a line like `r_zone_active_file 5`, which has lost its first letter. Pages that are locked count among neither.
+/// Counts a line such as `nr_zone_active_file 5`, whose first letter the caller has removed. Locked pages have no such
+/// line and do not count.
 fn add_user_pages(rest: &[u8], zone: &mut Zone) -> Result<(), ParseError> {
     let Some(rest) = rest.strip_prefix(b"r_zone_") else { return Ok(()) };
     let mut words = words(rest);

@@ -205,8 +205,8 @@ Examples:
         /// Name of the volume: up to 64 bytes of letters and digits (of any script) and . _ -, the first of them no . or -
         #[arg(value_parser = volume_name())]
         name: String,
-        /// Size of the volume, a multiple of 2M, or `remaining` for all that is free. That leaves nothing for --pm-memory
-        /// of a VM; create=on,size=remaining of --pm-volume leaves as much as the VM may need
+        /// Size of the volume, a multiple of 2M, or `remaining` for all free space. `remaining` leaves nothing for
+        /// --pm-memory of a VM; create=on,size=remaining of --pm-volume leaves as much as the VM may need
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
         /// How its bytes are used
@@ -259,8 +259,8 @@ Examples:
         /// Name of the volume
         #[arg(value_parser = volume_name())]
         name: String,
-        /// Size that it gets, a multiple of 2M, or `remaining` for all that is free besides. That leaves nothing for
-        /// --pm-memory of a VM; size=remaining of --pm-volume leaves as much as the VM may need
+        /// New size of the volume, a multiple of 2M, or `remaining` to add all free space. `remaining` leaves nothing
+        /// for --pm-memory of a VM; size=remaining of --pm-volume leaves as much as the VM may need
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
         /// Let a raw volume become smaller: what lies behind its new end is erased

@@ -13,7 +13,7 @@ use super::args::{Arguments, EXIT_STATUS};
 use super::print::emit;
 
 const PROGRAM: &str = "pmvol";
-/// Documentation is for every user of the host.
+/// Every user of the host may read the documentation.
 const PAGE_MODE: u32 = 0o644;
 
 /// Prints what the shell needs to complete our commands and flags.

@@ -24,7 +24,7 @@ fn allocated_bytes(path: &Path) -> u64 {
     path.metadata().unwrap().blocks() * 512
 }
 
-/// Bytes that a finding says have no blocks.
+/// Bytes without blocks according to `findings`.
 fn lost_bytes(findings: &[Finding]) -> u64 {
     let lost = |finding: &Finding| match finding {
         Finding::BlocksLost { hole_bytes, shared_bytes } => hole_bytes + shared_bytes,
@@ -48,7 +48,7 @@ fn pool_that_lost_its_blocks_says_so_and_gets_new_ones() {
     for name in ["copy", "dug"] {
         let path = folder.path().join(name);
         assert!(allocated_bytes(&path) < 8 << 20, "{name} is not sparse");
-        // A reader changes nothing, and learns of it.
+        // A reader reports the loss and changes nothing.
         let pool = look(&path);
         let lost = lost_bytes(&pool.findings_at_open());
         assert!(lost > 24 << 20, "{name} lacks {lost}");

@@ -30,7 +30,7 @@ fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The first bytes of a pool, as a guest may have them from anywhere.
+/// First bytes of a pool, which a guest can write to any of its disks.
 fn head_of_a_pool() -> Result<Vec<u8>> {
     let pool = Pool::create("64M")?;
     let mut head = vec![0; 8 * MIB as usize];

@@ -35,7 +35,7 @@ guest_tests::tests![
 const LOAD_LIMIT: Duration = Duration::from_secs(400);
 const RESIZE_LIMIT: Duration = Duration::from_secs(200);
 
-/// Nothing was killed, and the kernel has nothing to complain about.
+/// Checks that no process was killed and that the guest's kernel has reported no problem.
 fn nothing_died(guest: &Guest) -> Result<()> {
     let killed = vmstat(guest, "oom_kill")?;
     ensure!(killed == 0, "{killed} processes were killed: {}", guest.run("dmesg | tail -n 60")?);
@@ -44,8 +44,8 @@ fn nothing_died(guest: &Guest) -> Result<()> {
 
 /// DRAM of a guest whose PM is many times as large.
 const SMALL_DRAM_MIB: u64 = 192;
-/// Allowed difference in plugged PM between guest and simulator: a part of it, or an amount if that is more. The rate of the real
-/// load is not constant, and psi adds memory for the rate.
+/// Allowed difference in plugged PM between guest and simulator: this part of it, and at least this amount. The rate of
+/// the real load is not constant, and psi adds memory for the rate.
 const DIFFERENCE_PART: u64 = 8;
 const DIFFERENCE_BYTES: u64 = 128 * MIB;
 
@@ -56,7 +56,7 @@ struct AtRest {
     used_bytes: u64,
 }
 
-/// PM that `psi` has plugged in the simulator once a load of so much, which takes so long, is all there.
+/// PM that `psi` has plugged in the simulator after a load has grown to `load_mib` within `load_ms`.
 fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64) -> Result<u64> {
     const REST_MS: u64 = 5_000;
     let swap = SwapDevice::from_name("none", 0).context("No such device")?;
@@ -92,7 +92,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
     const HOGS: u64 = 4;
     for &ratio in ratios {
         let pm_mib = SMALL_DRAM_MIB * ratio;
-        // Programs use what is available of all memory, less what the kernel keeps for itself.
+        // Programs use the available part of all memory, without the kernel's reserve.
         let load_mib = pm_mib - 96;
         let pool = Pool::create(&format!("{}M", pm_mib + 64))?;
         let guest = Guest::builder()
@@ -139,7 +139,7 @@ fn at_rest(guest: &Guest) -> Result<AtRest> {
     let memory = memory()?;
     let bytes = |key: &str| memory[key].as_u64().with_context(|| format!("No {key} in {memory}"));
     let total_bytes = bytes("total_bytes")?;
-    // Not of what is available: that lacks the kernel's reserve once the agent has set it.
+    // Available memory would exclude the kernel's reserve once the agent has set it.
     Ok(AtRest { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
 }
 
@@ -219,7 +219,7 @@ const FILES: Load = Load {
     goal: "all",
 };
 const SOCKETS: Load = Load { command: "exec guest-tool fill-sockets 300", goal: "held 300" };
-/// Linux reclaims them. kernfs keeps names that are not there.
+/// Linux reclaims the entries of these names. kernfs caches names of missing files.
 const MISSING_FILES: Load =
     Load { command: "guest-tool miss-files /sys 2000000 && exec echo all", goal: "all" };
 const PROCESSES: Load = Load {
@@ -269,7 +269,7 @@ fn processes_fill_kernel_memory_and_nothing_dies() -> Result<()> {
     is_held(Kernel::V6_12, &PROCESSES, "")
 }
 
-/// The counterpart: if this load is held without blocks for the kernel, the tests above show nothing.
+/// Counterpart: if the guest held this load without blocks for the kernel, the tests above would prove nothing.
 fn small_files_kill_a_guest_whose_kernel_gets_no_blocks() -> Result<()> {
     let result = is_held(Kernel::V6_12, &FILES, "foreshore.agent_args=--kernel-blocks=off");
     ensure!(result.is_err(), "All files were made without kernel blocks, and nothing was killed");
@@ -285,7 +285,7 @@ fn tmpfs_beyond_dram_is_held_without_an_agent() -> Result<()> {
         .pressure("psi")
         .cmdline("foreshore.agent=off")
         .boot()?;
-    // Without haste: statistics come once a second.
+    // The load grows slowly, because statistics arrive once per second.
     let load = "mkdir /m && mount -t tmpfs -o size=2G t /m && i=0 && while [ $i -lt 56 ]; do \
                 dd if=/dev/zero of=/m/$i bs=1M count=8 2>/dev/null || exit 1; i=$((i+1)); sleep 0.35; done; du -sm /m";
     let said = guest.run_within(LOAD_LIMIT, load)?;

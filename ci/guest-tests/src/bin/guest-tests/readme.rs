@@ -18,7 +18,8 @@ const POOL: &str = "/dev/shm/pool";
 /// The line between the commands of the two terminals.
 const OTHER_TERMINAL: &str = "# It stays in the foreground.";
 
-/// The block, without the lines that depend on where the clone is: the build, and where programs, kernel and image are.
+/// The block without the lines that depend on the location of the clone: the build, and the paths of the programs, the
+/// kernel and the image.
 fn commands() -> Result<(String, String)> {
     let (_, section) = README.split_once("\n## Use it\n").context("README.md has no section Use it")?;
     let section = section.split("\n## ").next().unwrap_or(section);

@@ -74,7 +74,7 @@ pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
     let opened = File::open(file)?;
     for index in 0..count {
-        // SAFETY: this process has one thread, so the child may do whatever it likes.
+        // SAFETY: this process has one thread, so the child may call any function.
         match unsafe { libc::fork() } {
             -1 => return Err(io::Error::last_os_error()).with_context(|| format!("Process {index}")),
             0 => map_and_wait(&opened, file_bytes),
@@ -92,10 +92,10 @@ pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
 
 fn map_and_wait(file: &File, len: usize) -> ! {
     use std::os::fd::AsRawFd;
-    // SAFETY: a new mapping of a file, which nothing else has the address of.
+    // SAFETY: a new mapping of a file, to which no other code has a pointer.
     let mapped = unsafe {
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
-        // The parent's end is this process's end.
+        // This process ends when its parent ends.
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::mmap(null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
     };

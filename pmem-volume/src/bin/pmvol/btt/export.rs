@@ -96,7 +96,8 @@ impl<'a> Content<'a> {
         }
     }
 
-    /// Offset of the first byte from `at` on that may be something but zero, rounded down. `None`: zeros are all there is.
+    /// Offset, rounded down, of the first byte from `at` on that may be other than zero. `None` if all of them are
+    /// zero.
     fn next_data(&self, at: u64) -> Option<u64> {
         match self {
             Content::Sectors(reader) => {
