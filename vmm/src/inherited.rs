@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::config::{ApiSocket, EventMonitor, Launch};
 
-/// A flag names a descriptor that nobody has handed over.
+/// A flag names a descriptor that was not handed over.
 #[derive(Debug, Error)]
 #[error("{flag}: fd={fd} is not open: the process that starts the VMM has to hand it over")]
 pub struct NotInherited {
@@ -14,8 +14,8 @@ pub struct NotInherited {
     fd: RawFd,
 }
 
-/// Checks that every descriptor that a flag names is open. Before the VMM opens a file of its own, which would get the number: a
-/// log would then have the events in it.
+/// Checks that every descriptor that a flag names is open. Call this before the VMM opens a file of its own: the file
+/// could get the number, and a log would then receive the events.
 pub fn check(launch: &Launch) -> Result<(), NotInherited> {
     let api = match launch.api_socket {
         Some(ApiSocket::Fd(fd)) => Some(("--api-socket", fd)),

@@ -16,10 +16,10 @@ use pmem_volume::pool::signature::known_content;
 use thiserror::Error;
 use tracing::debug;
 
-/// Why a file is not written to.
+/// Reason to refuse a file for output.
 #[derive(Debug, Error)]
 pub enum OutputFileError {
-    /// Output would destroy somebody's data.
+    /// Output would destroy known content of the file.
     #[error("{path:?} holds {content}, which output would destroy: name another file, or remove this one")]
     HasContent {
         /// The file.

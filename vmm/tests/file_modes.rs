@@ -1,4 +1,4 @@
-//! Modes of the files and sockets that the VMM makes, at umasks that would give them to everybody. Needs no KVM.
+//! Modes of the files and sockets that the VMM makes, under umasks that would open them to all users. Needs no KVM.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -84,7 +84,7 @@ fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
 }
 
 #[test]
-fn a_descriptor_that_nobody_handed_over_is_refused_before_a_file_can_have_its_number() {
+fn descriptor_that_was_not_handed_over_is_refused() {
     let folder = TempDir::new().unwrap();
     let log = folder.path().join("log");
     for flags in [["--api-socket", "fd=77"], ["--event-monitor", "fd=78"]] {

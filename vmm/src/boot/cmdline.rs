@@ -24,7 +24,7 @@ const MOVABLE_DRAM: &str = "movablecore";
 const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
 /// Parameter that also divides DRAM.
 const KERNEL_DRAM: &str = "kernelcore";
-/// The same, a word without a value: the firmware divides DRAM.
+/// Another such parameter. It has no value: the firmware divides DRAM.
 const MOVABLE_NODE: &str = "movable_node";
 
 /// The memory that a guest can be given after it has booted.
@@ -34,7 +34,8 @@ pub enum Pluggable {
     Nothing,
     /// DRAM that stays, as DIMMs.
     Dimms,
-    /// Blocks that are unplugged again. DIMMs beside them are onlined like blocks: one parameter serves both.
+    /// Blocks that can be unplugged. If there are DIMMs as well, they are onlined like blocks, because one parameter
+    /// serves both.
     Blocks,
 }
 
@@ -108,7 +109,7 @@ fn defaults(
         Pluggable::Blocks => &DEFAULTS,
     };
     let mut defaults: Vec<_> = of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
-    // The reserve fits the division of DRAM, so it is not added to one that the user has chosen.
+    // The reserve fits this division of DRAM, so a division of the user's gets no reserve.
     let is_divided = sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     if let Some(share) = share.filter(|_| !is_divided) {
         defaults.push((MOVABLE_DRAM, share.movablecore().into()));
@@ -150,7 +151,7 @@ fn has(kernel: &str, name: &str) -> bool {
     words(kernel).any(|(_, word)| is_called(word.trim_end_matches('"'), name))
 }
 
-/// Linux takes `-` for `_` in names and `/` for `.` in those of sysctls, and a word may be in quotation marks as a whole.
+/// Linux accepts `-` for `_` in names and `/` for `.` in names of sysctls. Quotation marks may enclose a whole word.
 fn is_called(key: &str, name: &str) -> bool {
     key.strip_prefix('"').unwrap_or(key).replace('-', "_").replace('/', ".") == name
 }

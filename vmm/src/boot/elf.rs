@@ -217,7 +217,8 @@ pub fn verify<F: Read + Seek>(
     boot_memory: BootMemory,
 ) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
-    // Programs have segments where no kernel has any: what a file is comes before where it goes.
+    // The type of the file is checked before the addresses of its segments: segments of programs are at addresses that
+    // no kernel uses.
     if headers.iter().any(|header| header.kind == PT_INTERP) {
         return Err(ElfError::Program);
     }

@@ -101,7 +101,7 @@ mod tests {
         assert!(error(folder.path()).ends_with("is a directory, and must be a file"));
         let pipe = folder.path().join("pipe");
         let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
-        // SAFETY: the name is a string that ends.
+        // SAFETY: the name is a C string.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         assert!(error(&pipe).ends_with("is a pipe, and must be a file"));
         let empty = tempfile::NamedTempFile::new().unwrap();

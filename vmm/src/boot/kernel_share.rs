@@ -1,9 +1,9 @@
-//! How the boot memory of a guest with PM is divided between its kernel and its programs.
+//! Division of the boot memory of a guest with PM between its kernel and its programs.
 //!
-//! PM is online movable and serves programs alone. Programs fill DRAM first, so without a bound they leave the kernel no
+//! PM is online movable and serves programs only. Programs fill DRAM first, so without a bound they leave the kernel no
 //! DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a reserve free in a zone from allocations
-//! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory gets a
-//! ZONE_MOVABLE as large as the reserve; docs/decisions/0022.
+//! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory
+//! gets a ZONE_MOVABLE as large as the reserve (docs/decisions/0022).
 
 use balloon::proto::{descriptor_bytes, kernel_reserve_bytes};
 
@@ -17,7 +17,7 @@ const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
 /// Text, data and boot allocations of the kernel: a fixed part, and a part of boot memory.
 const KERNEL_BYTES: u64 = 64 * MIB;
 const KERNEL_PART: u64 = 32;
-/// Least part of boot memory that is worth a ZONE_MOVABLE.
+/// Smallest part of boot memory that is worth a ZONE_MOVABLE.
 const LEAST_MOVABLE_PART: u64 = 16;
 
 /// Division of boot memory.
@@ -87,8 +87,8 @@ impl KernelShare {
     }
 }
 
-/// Checks that boot memory has room for the page descriptors of what can be added. DRAM that is added brings room of its own
-/// in a guest with an agent, which gives blocks of it to the kernel.
+/// Checks that boot memory has room for the page descriptors of all memory that can be added. In a guest with an agent,
+/// added DRAM brings its own room, because the agent gives blocks of it to the kernel.
 pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     let boot_bytes = zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.boot_bytes));
     let virtio_mem = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem);

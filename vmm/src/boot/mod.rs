@@ -99,7 +99,7 @@ pub enum BootError {
         kind: &'static str,
     },
     /// An initial RAM file system without content.
-    #[error("--initramfs {} is empty; a guest that boots without an initramfs is started without the flag", path.display())]
+    #[error("--initramfs {} is empty; omit the flag for a guest without an initramfs", path.display())]
     EmptyInitramfs {
         /// The file.
         path: PathBuf,

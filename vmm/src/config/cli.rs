@@ -231,7 +231,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         && !address.ip().is_loopback()
     {
         warnings.push(format!(
-            "--metrics {address}: everybody who reaches this address reads the metrics; 127.0.0.1 or unix:PATH keeps them on this host"
+            "--metrics {address}: every host that reaches this address can read the metrics; 127.0.0.1 or unix:PATH keeps them on this host"
         ));
     }
     let vm_name = vm_name.unwrap_or_else(|| default_name(api_socket.as_ref()));
@@ -396,10 +396,10 @@ fn check_descriptors(
     Ok(())
 }
 
-/// Describes a command line that clap refuses in one line, with the suggestion that clap makes.
+/// Describes in one line a command line that clap refuses, with clap's suggestion.
 pub fn usage_line(error: &clap::Error) -> String {
     let rendered = error.render().to_string();
-    // The first paragraph; arguments that are missing are listed in its second line and on.
+    // Takes the first paragraph. Its second and later lines list missing arguments.
     let lines = rendered.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = lines.collect::<Vec<_>>().join(" ");
     let text = text.strip_prefix("error: ").unwrap_or(&text);

@@ -16,7 +16,7 @@ const QUEUE_SIZES: (u16, u16) = (4, 1024);
 /// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
-/// Sizes of logical blocks that guests have drivers for, and disk images are made with.
+/// Logical block sizes that guests' drivers and disk images support.
 const GUEST_BLOCK_SIZES: [u32; 2] = [512, 4096];
 
 const HOW_IT_WORKS: &str = "io_uring is used where the host's kernel allows it";
@@ -143,7 +143,8 @@ pub struct DiskConfig {
     /// Its slot on the PCI bus; a free one otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pci_device_id: Option<u8>,
-    /// Size of the guest's logical blocks, 512 or 4096; 512 for a file and a device's own for a device otherwise.
+    /// Size of the guest's logical blocks, 512 or 4096. By default 512 for a file, and the device's own size for a
+    /// device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_block_size: Option<u32>,
 }

@@ -162,7 +162,7 @@ pub enum ConfigError {
         least: u16,
         /// The upper bound.
         most: u16,
-        /// Where the upper bound comes from.
+        /// Reason for the upper bound.
         why: String,
     },
     /// A path that does not fit into a socket's address.

@@ -115,7 +115,7 @@ pub(super) fn check_hotplug(
     Ok(())
 }
 
-/// The rate of a hotplug part, where there is one.
+/// Plug rate of the hotplug part, if the zone has one.
 pub(super) fn check_plug_bandwidth(
     flag: &'static str,
     hotplug_size: Option<u64>,

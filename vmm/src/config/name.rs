@@ -1,4 +1,4 @@
-//! Names that devices are given: they end up in logs, as labels of metrics and in the API, and never in a path.
+//! Names of devices. They appear in logs, as labels of metrics and in the API, and never in a path.
 
 use super::error::ConfigError;
 

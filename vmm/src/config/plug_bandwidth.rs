@@ -7,7 +7,8 @@ use super::size::Size;
 
 pub(super) const KEY: &str = "plug_bandwidth";
 
-/// Default, in bytes per second: that of `scrub_bandwidth`, because what is plugged again is erased again.
+/// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is plugged again has
+/// to be erased again.
 pub const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
 
 /// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task that has waited for 120 s as

@@ -79,7 +79,7 @@ pub enum VolumeSize {
     Existing,
     /// So many bytes.
     Bytes(u64),
-    /// What the other volumes and the VM's `--pm-memory` leave of the pool, at each boot.
+    /// Rest of the pool after the other volumes and the VM's `--pm-memory`, computed at each boot.
     Remaining,
 }
 
@@ -140,7 +140,7 @@ pub struct PmVolumeConfig {
     pub pool: PathBuf,
     /// The volume's name in it.
     pub name: String,
-    /// Its size. Another size than the volume has is an error, unless it is `remaining`.
+    /// Size of the volume. A size other than that of the existing volume is an error, unless it is `remaining`.
     #[serde(default, skip_serializing_if = "VolumeSize::is_existing")]
     pub size: VolumeSize,
     /// Its format: another one than the volume has is an error, since who maps raw bytes must know that they tear.

@@ -522,8 +522,8 @@ impl Runner {
 
 /// Bytes of each element of a port access. A string instruction, such as `rep outsb`, moves many elements in one exit.
 fn element_bytes(run: *const kvm_run) -> usize {
-    // SAFETY: the page is mapped as long as the vCPU, whose exit is being handled. The exit is one of ports, of which this is the
-    // part of the union. The elements that are borrowed lie elsewhere in the mapping (KVM_EXIT_IO, data_offset).
+    // SAFETY: the page is mapped as long as the vCPU, whose exit is being handled. The exit is a port access, so `io`
+    // is the valid member of the union. The borrowed elements are elsewhere in the mapping (KVM_EXIT_IO, data_offset).
     usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
 }
 

@@ -50,9 +50,9 @@ pub enum Event<'a> {
     },
     /// The guest has not pinged its watchdog for too long, and is restarted.
     WatchdogExpired,
-    /// The guest restarts again and again, and waits before it starts.
+    /// The guest restarts repeatedly, and its next start is delayed.
     RestartDelayed {
-        /// How long.
+        /// The delay.
         delay_ms: u64,
     },
     /// A device was added to the running guest.
@@ -97,7 +97,7 @@ pub enum Event<'a> {
     },
     /// The device of a zone has refused the guest's driver.
     MemoryDriverUnsupported {
-        /// Which zone.
+        /// Id of the zone.
         zone: &'a str,
         /// Feature that the driver lacks.
         reason: &'a str,

@@ -253,8 +253,8 @@ impl Audit {
                 fresh.push((entry.seq, now));
                 return Some(Outcome::Reached { after_ms });
             }
-            // The host could provide less, or the driver was refused: the device has lowered the request, and the guest
-            // has that.
+            // The device has lowered the request, because the host could not provide all of it or the driver was
+            // refused, and the guest has the lower size.
             let lack = entry.asks.iter().find_map(|ask| {
                 let sizes = sizes.get(ask.zone)?;
                 let has_it = ask.is_undone_by(sizes.requested_bytes)

@@ -92,7 +92,7 @@ struct Zone {
 }
 
 impl Zone {
-    /// Bytes by which the device has lowered a plan's request since the last look.
+    /// Bytes by which the device has lowered a plan's request since the last check.
     fn lacks_bytes(&mut self, sizes: DeviceSizes) -> u64 {
         let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
         let before = std::mem::replace(asked_bytes, sizes.requested_bytes);
@@ -380,7 +380,7 @@ impl Core {
         regions.fold(0, u64::saturating_add)
     }
 
-    /// Memory that virtio-mem zones can have plugged in all, for the DRAM that the agent reserves for its page descriptors.
+    /// Memory that virtio-mem zones can have plugged together. The agent reserves DRAM for its page descriptors.
     fn pluggable_bytes(&self, sizes: &[DeviceSizes]) -> u64 {
         let zones = self.zones.iter().zip(sizes).filter(|(zone, _)| zone.zone.id != BALLOON_ZONE);
         zones.fold(0u64, |sum, (_, sizes)| {

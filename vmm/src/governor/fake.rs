@@ -171,7 +171,7 @@ pub fn hello() -> Value {
 /// A report of a guest with so much plugged of DRAM and PM.
 pub fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
     let total = 360 * MIB + dram + pm;
-    // What is kept for the kernel is free and not available: page descriptors of all zones fit into it.
+    // The kernel's reserve is free but not available: page descriptors of all zones fit into it.
     let free_mib = available_mib.max(64);
     json!({
         "type": "report", "version": 1, "seq": seq, "monotonic_ms": seq * 50,

@@ -64,7 +64,7 @@ pub struct DeviceSizes {
     pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
-    /// The size asked for last was withdrawn, because the guest's driver is unsupported; until the next request.
+    /// The last requested size was withdrawn, because the guest's driver is unsupported. Cleared by the next request.
     pub is_withdrawn: bool,
 }
 

@@ -85,7 +85,7 @@ impl Progress {
         let goal_bytes = |sizes: &DeviceSizes| sizes.requested_bytes + sizes.held_bytes;
         self.is_held_reported &= goal_bytes(&sizes) == goal_bytes(&before) && sizes.held_bytes > 0;
         self.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(&sizes);
-        // Nor is it reached when a driver comes that can be served.
+        // A withdrawn request is not reached either when a supported driver loads later.
         self.is_awaited &= !sizes.is_withdrawn;
         let asked_bytes = before.requested_bytes.min(sizes.requested_bytes);
         let was_settled = self.rise.pending_since().is_none();
@@ -257,7 +257,7 @@ mod tests {
         assert!(!progress.observe(sizes(10, 0, false), TimeMs(0)));
         let driver = DriverState::Unsupported;
         let withdrawn = DeviceSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
-        // Neither then nor when a newer driver comes.
+        // Neither at the refusal nor when a newer driver loads.
         let seen =
             [(withdrawn, 100), (withdrawn, 60_000), (sizes(0, 0, true), 60_100), (sizes(0, 0, true), 70_000)];
         for (sizes, now) in seen {

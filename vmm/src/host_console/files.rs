@@ -62,7 +62,7 @@ impl ConsoleFiles {
         if is_made {
             opened.made = Some(fs::canonicalize(path)?);
         }
-        // After a reboot it is the guest's.
+        // At a reboot the content belongs to the guest, so it is not checked.
         if self.start == FileStart::Empty {
             admit(&opened.file, path)?;
         }

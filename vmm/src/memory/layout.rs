@@ -222,12 +222,12 @@ impl BootMemory {
         HIGH_RAM_START.saturating_add(self.high_bytes)
     }
 
-    /// The first address behind all of it.
+    /// First address behind all boot memory.
     pub fn end(&self) -> u64 {
         if self.high_bytes == 0 { self.low_end() } else { self.high_end() }
     }
 
-    /// Its size.
+    /// Total size.
     pub fn bytes(&self) -> u64 {
         self.low_bytes.saturating_add(self.high_bytes)
     }

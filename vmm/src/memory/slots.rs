@@ -39,7 +39,7 @@ pub enum SlotError {
         /// Their number.
         limit: u32,
     },
-    /// More than a slot can have.
+    /// The range is larger than the largest slot.
     #[error(
         "{} at {start:#x} is more than the {} that KVM takes in one piece: use several zones (--memory-zone) or files",
         Size(*len), Size(MAX_SLOT_BYTES)

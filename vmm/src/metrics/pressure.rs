@@ -201,7 +201,7 @@ fn expose_watermarks(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     out.bytes("pressure_watermark", "The guest's zone watermarks, all zones together.", samples)
 }
 
-/// Not known of guests whose agent is older, or that have none.
+/// Missing for guests without an agent or with an older one.
 fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     let uses = report.kernel().map(|kernel| {
         [

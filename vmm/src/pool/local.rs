@@ -41,7 +41,7 @@ impl LocalPool {
     }
 }
 
-/// The pool is as good as new; the cause may come again.
+/// Warns of lost blocks, although the pool has new ones by now, because the cause may recur.
 fn warn_of_blocks(pool: &Pool) {
     let path = pool.path().display();
     for finding in pool.findings_at_open() {
@@ -173,8 +173,8 @@ impl PoolVolume for Volume {
     fn settle(&self) -> Result<(), PoolError> {
         let failed = |err| PoolError::Failed(Box::new(err));
         let name = &self.info().name;
-        // The engine would go on with the old BTT by its copy, and write to what the guest has put in its place. The guest's driver
-        // finds no BTT, and so nothing that needs to be settled.
+        // The engine would continue with the copy of the old BTT and overwrite the guest's new content. The guest's
+        // driver finds no BTT, so there is nothing to settle.
         let is_replaced = |place: &Place| matches!(place, Ok((_, InfoSource::Second)));
         if let Some(arena) = arenas(self).iter().position(is_replaced) {
             warn!(

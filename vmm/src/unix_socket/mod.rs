@@ -58,8 +58,9 @@ pub enum UnixSocketError {
     },
 }
 
-/// Listens on `path`, which `flag` names; not blocking. `access` decides who may connect. The file goes with what is returned: keep it for longer than the listener,
-/// so that nobody finds a path on which nobody answers.
+/// Listens on `path`, which `flag` names, without blocking. `access` decides who may connect. Dropping the returned
+/// [`SocketFile`] removes the file. Keep it for longer than the listener, so that no path stays on which nobody
+/// answers.
 pub fn listen(
     flag: &'static str,
     path: &Path,
@@ -78,7 +79,7 @@ pub fn listen(
         }
     }
     let (listener, file) = bind(path, lock).map_err(fail)?;
-    // The file goes again if it cannot be opened to those who shall have it.
+    // If the access cannot be set, dropping `file` removes the socket again.
     open_to(path, access).map_err(fail)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|err| fail(err.into()))?;
     Ok((listener, file))
@@ -94,7 +95,8 @@ fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     Ok((UnixListener::from(socket), SocketFile::at(path, lock)?))
 }
 
-/// Gives the socket at `path` its group and mode. By a descriptor: what takes the path's place meanwhile keeps its own.
+/// Gives the socket at `path` its group and mode. Uses a descriptor, so another file that takes the path meanwhile
+/// keeps its own group and mode.
 fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     if *access == SocketAccess::default() {
         return Ok(());

@@ -27,7 +27,8 @@ impl PathLock {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(false).mode(PRIVATE_MODE);
             let file = options.custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW).open(&path)?;
-            // A lock is empty. It is removed at the end, and somebody's file is not.
+            // A lock file is empty, and dropping the lock removes it. A file with content belongs to somebody and must
+            // stay.
             if file.metadata()?.len() > 0 {
                 return Err(io::Error::other(format!("{path:?} has content, and is no lock")));
             }

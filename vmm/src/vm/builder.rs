@@ -72,7 +72,7 @@ pub fn build(
     resources.taps().open(config)?;
     resources.pmem().open(config)?;
     let steps = resources.open_pools(config)?;
-    // Dropped after all that may have a volume open.
+    // Dropped after everything that may have a volume open.
     let mut created = CreatedVolumes::default();
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;

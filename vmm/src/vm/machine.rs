@@ -320,7 +320,7 @@ impl KvmMachine {
         Ok((spec.hotplug_bytes > 0).then_some(hotplugged))
     }
 
-    /// Like [`Self::hotplugged_bytes`], and refuses a size that the guest's driver would not follow.
+    /// Like [`Self::hotplugged_bytes`], but also refuses a size that the guest's driver cannot reach.
     fn check_zone_resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<Option<u64>, VmError> {
         let hotplugged = self.hotplugged_bytes(nth, what, size_bytes)?;
         if let Some(bytes) = hotplugged {

@@ -25,15 +25,15 @@ pub struct NamedTwice {
 struct Use<'a> {
     flag: &'static str,
     path: &'a Path,
-    /// It goes together with other uses of the same kind.
+    /// Kind of uses that may share the file.
     shared: Option<Sharing>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sharing {
-    /// All only read.
+    /// All uses only read.
     Readers,
-    /// All are volumes or memory of one pool.
+    /// All uses are volumes or memory of one pool.
     Pool,
 }
 

@@ -216,7 +216,7 @@ struct Vm {
     machine: Option<Box<dyn Machine>>,
     started: Instant,
     restarts: RestartGuard,
-    /// The guest has ended itself, stands still, and starts again at this time.
+    /// Time of the delayed restart of a guest that has stopped itself.
     restart_at: Option<Instant>,
     /// Why the machine was paused by itself: it must not go on.
     failure: Option<String>,
@@ -268,7 +268,7 @@ impl Vm {
 
     fn resume(&mut self) -> Result<(), VmError> {
         let next = self.may_resume()?;
-        // A guest that waits for its restart does not go on before it.
+        // A guest that waits for its restart stays stopped until then.
         if self.restart_at.is_none() {
             self.running()?.resume();
         }

@@ -235,7 +235,7 @@ pub struct ZoneInfo {
     pub hotplug_bytes: u64,
     /// What the guest is asked to have plugged.
     pub requested_bytes: u64,
-    /// Part of the size asked for last that waits until the guest has DRAM for its page descriptors.
+    /// Part of the last requested size that waits until the guest has DRAM for its page descriptors.
     pub held_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
@@ -570,7 +570,7 @@ pub enum VmError {
         /// Why it was paused.
         reason: String,
     },
-    /// The guest's driver would not follow.
+    /// The guest's driver does not support the request.
     #[error("Zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
     UnsupportedDriver {
         /// The zone's id.

@@ -28,7 +28,7 @@ use crate::volume::plan::{Step, plan};
 /// What a VMM has beside its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// By each path of a pool in the VM's configuration, the path that stands for all of them.
+    /// Maps each path of a pool in the VM's configuration to the path that stands for all of them.
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     pmem: PmemFiles,
     taps: Taps,
@@ -77,8 +77,8 @@ impl Resources {
         self.pmem.keep(config);
     }
 
-    /// `config` with one path for each pool: the path by which the VM's configuration has named it first. A path is looked up
-    /// once in the life of a VM, so that a link that is changed meanwhile changes nothing.
+    /// Returns `config` with one path for each pool: the path that the VM's configuration has named first. A path is
+    /// looked up once in the life of a VM, so a link that changes later has no effect.
     pub(super) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
         let mut config = config.clone();
         let zones = config.pm_memory.iter_mut().map(|zone| &mut zone.pool);

@@ -83,7 +83,8 @@ impl RestartGuard {
     /// The longest delay.
     pub const MAX_DELAY: Duration = Duration::from_secs(30);
 
-    /// Decides on a restart `uptime` after the start. Only a triple fault can be without intention.
+    /// Decides on a restart `uptime` after the start. Only a triple fault can be unintentional, so only triple faults
+    /// end the VM.
     pub fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
         let is_early = uptime <= Self::EARLY;
         self.early_faults = if is_early && is_fault { self.early_faults + 1 } else { 0 };
@@ -153,7 +154,7 @@ mod tests {
     fn every_way_to_restart_counts() {
         let mut guard = RestartGuard::default();
         for nth in 0..1000 {
-            // A guest that resets in time is not given up, and not faster either.
+            // A reset between faults keeps the VM alive, and does not shorten the delay.
             let decision = guard.decide(nth % 3 != 0, SOON);
             assert!(matches!(decision, Restart::After(delay) if nth < 6 || delay == RestartGuard::MAX_DELAY));
         }

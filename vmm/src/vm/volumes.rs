@@ -391,7 +391,7 @@ mod tests {
         pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes / MIB)).collect()
     }
 
-    /// Builds the volumes of a start, which succeeds or does not.
+    /// Builds the volumes of a start that succeeds or fails.
     fn start(config: &VmConfig, succeeds: bool) -> Result<Vec<u64>, BuildError> {
         let mut resources = resources();
         let steps = resources.open_pools(config)?;

@@ -19,7 +19,7 @@ use crate::pool::{PoolInfo, StoredVolume};
 /// Change that a volume needs before it is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// None: the volume is in the pool, and keeps its size.
+    /// The volume exists and keeps its size.
     Open,
     /// Create the volume.
     Create(StoredVolume),
@@ -31,13 +31,13 @@ pub enum Step {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum PlanError {
     /// The volume does not exist and may not be created.
-    #[error("There is no volume {name:?} in the pool; create=on with a size= makes it")]
+    #[error("There is no volume {name:?} in the pool; create it with create=on and size=")]
     NoVolume {
         /// The volume.
         name: String,
     },
     /// The volume has another size.
-    #[error("Volume {name:?} has {}, not the {} that size= asks for", Size(*size_bytes), Size(*wanted_bytes))]
+    #[error("Volume {name:?} has {}, not the {} of size=", Size(*size_bytes), Size(*wanted_bytes))]
     VolumeSize {
         /// The volume.
         name: String,
@@ -47,9 +47,7 @@ pub enum PlanError {
         wanted_bytes: u64,
     },
     /// The volume has another format.
-    #[error(
-        "Volume {name:?} is {found}, not {wanted}: format={found} attaches it (btt unless it is said otherwise)"
-    )]
+    #[error("Volume {name:?} is {found}, not {wanted}: format={found} attaches it (the default is btt)")]
     VolumeFormat {
         /// The volume.
         name: String,
@@ -322,7 +320,7 @@ mod tests {
 
     #[test]
     fn zones_and_volumes_of_any_kind_must_fit_together() {
-        // Existing, to be created, and the reserve that nobody has yet.
+        // Existing volumes, volumes to create, and the unused part of the reserve.
         let other = [stored("other", VolumeFormat::Raw, 508 * MIB)];
         assert!(planned(&[], &other, 512 * MIB).is_ok());
         assert!(matches!(planned(&[], &other, 514 * MIB), Err(PlanError::Promise { .. })));
@@ -351,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn volume_that_cannot_be_is_refused_by_its_name() {
+    fn impossible_volume_is_refused_with_its_name() {
         let found = [stored("a", VolumeFormat::Btt, 20 * MIB)];
         for (volumes, refused, parts) in [
             (&["name=b"][..], "b", &["no volume \"b\"", "create=on"][..]),

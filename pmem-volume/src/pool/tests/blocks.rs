@@ -34,7 +34,7 @@ fn lost_bytes(findings: &[Finding]) -> u64 {
 }
 
 #[test]
-fn pool_that_lost_its_blocks_says_so_and_gets_new_ones() {
+fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
     let (folder, original) = pool_on_disk();
     assert!(allocated_bytes(&original) >= 32 << 20);
     let look = |path: &Path| Pool::open(path, OpenMode::ReadOnly).unwrap();

@@ -19,20 +19,20 @@ impl Core {
         let all: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
         self.audit.sized_by_hand(index, &all, now);
         let requested_bytes = sizes.requested_bytes + sizes.held_bytes;
-        // What the device had to lower may be asked for again, or be enough now.
+        // After the device has lowered a request, an equal size is a new request as well.
         if size_bytes != requested_bytes || sizes.lack().is_some() {
             info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
             self.controller.set_goal(zone, size_bytes, &host, now);
             self.follow_goals(host, now);
         }
         self.zones[index].asked_bytes = None;
-        // The next tick counts its patience from here.
+        // Observed now, so that the timeout of the resize begins here.
         self.observe(now);
         self.say_reached();
         Ok(())
     }
 
-    /// Sets the size that a zone has at boot. It stays the policy's to change.
+    /// Sets the size that a zone has at boot. The policy may change it later.
     pub fn boot_with(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
         let zone = self.find_resizable(id, size_bytes)?;
         let host = self.observe(now);
@@ -69,7 +69,7 @@ impl Core {
         Ok(zone)
     }
 
-    /// Requests as much of the goals as the guest can describe. Returns the host after that.
+    /// Requests as much of the goals as the guest can describe. Returns the host's sizes after the requests.
     pub(super) fn follow_goals(&mut self, host: HostView, now: TimeMs) -> HostView {
         let steps = self.controller.next_steps(&host, now);
         if steps.is_empty() {

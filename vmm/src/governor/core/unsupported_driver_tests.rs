@@ -185,7 +185,7 @@ fn a_guest_with_a_refused_driver_is_governed_by_its_balloon() {
     assert_eq!(decisions[0].reason, "unsupported_driver", "{decisions:?}");
 }
 
-/// A report of a guest of 120 MiB and what is not in its balloon.
+/// Report of a guest with 120 MiB and the deflated part of its balloon.
 fn without_hotplug(seq: u64, available_mib: u64, deflated_bytes: u64) -> serde_json::Value {
     let mut line = report(seq, available_mib, [0, 0]);
     line["memory"]["total_bytes"] = (120 * MIB + deflated_bytes).into();

@@ -48,7 +48,7 @@ pub enum ZoneFileError {
         /// Where, in bytes.
         at: u64,
     },
-    /// Somebody's data.
+    /// The file holds known content, which may be somebody's data.
     #[error(
         "it holds {content}, and a guest's memory begins as zeros: name another file, or remove this one"
     )]
@@ -120,7 +120,7 @@ impl ZoneFile {
         }
         // Released with the last mapping's file, at the end of the machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
-        // What an earlier guest had in its memory is nobody's. hugetlbfs holds nothing but memory, and has no marks.
+        // The memory of an earlier guest may be discarded. hugetlbfs holds only memory and has no marks.
         let is_memory = Mark::of(file) == Some(Mark::Memory)
             || huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_some();
         if !is_memory && let Some(content) = known_content(file, path).map_err(ZoneFileError::Open)? {

@@ -1,4 +1,4 @@
-//! Bounds on what a guest makes the host do by plugging and unplugging. Pure: the caller passes the time.
+//! Limits of the work that a guest causes for the host by plugging and unplugging. Pure: the caller passes the time.
 //!
 //! Every plug costs the host mappings, a write to the pool's table and, after the unplug, an erasure: on DAX that is bandwidth
 //! and wear. Linux grows a zone once and uses it; a hostile driver plugs and unplugs the same block in a loop. So each zone has
@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::ZoneSpec;
 
-/// Requests per second, beyond the burst. A host core spends some 100 µs on the dearest of them, an unplug.
+/// Requests per second, beyond the burst. The most expensive request, an unplug, takes a host core some 100 µs.
 const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
 /// Burst of requests for each block: a driver that takes blocks one by one plugs, unplugs and reads the state of each, and may
 /// have tried a longer run first.
@@ -89,7 +89,8 @@ impl PlugBudget {
         }
     }
 
-    /// Takes one request that plugs `bytes`, or nothing: then the error is the time until the request may be tried again.
+    /// Takes one request that plugs `bytes`. If the tokens do not suffice, takes none, and the error is the time until
+    /// the request may be tried again.
     ///
     /// # Panics
     /// If `bytes` are more than the zone has.

@@ -147,7 +147,7 @@ impl VirtioDevice for MemDevice {
 }
 
 impl MemDevice {
-    /// Reports a driver that cannot be served. It stays recorded until one that can be has come.
+    /// Reports a driver that cannot be served. The refusal stays recorded until a supported driver loads.
     fn refuse_driver(&self) {
         self.shared.refuse_driver();
         if !self.is_refusal_logged.swap(true, Ordering::Relaxed) {

@@ -53,8 +53,8 @@ pub(super) struct Worker {
     pub(super) queue: ActiveQueue,
     pub(super) sweep_timer: TimerFd,
     pub(super) budget_timer: TimerFd,
-    /// Request that waits for the budget. No other is taken from the queue meanwhile. A reset of the device drops it before
-    /// anything was done; a reset of the machine does so as well.
+    /// Request that waits for the budget. No other request is taken from the queue meanwhile. A reset of the device or
+    /// of the machine drops it before it had any effect.
     pub(super) delayed: Option<Pending>,
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,

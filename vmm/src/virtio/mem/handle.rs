@@ -38,9 +38,9 @@ pub enum MemEvent {
         /// That size.
         requested_bytes: u64,
     },
-    /// The guest has no room for the page descriptors of what was asked for.
+    /// The guest has no room for the page descriptors of the requested size.
     Held {
-        /// What is requested of the guest.
+        /// Size that is requested from the guest now.
         requested_bytes: u64,
     },
     /// The host could not do what the driver asked for.
@@ -67,14 +67,14 @@ pub struct PluggedSizes {
     pub plugged_bytes: u64,
     /// The most that may be requested.
     pub max_bytes: u64,
-    /// Memory of the size asked for last that is not requested yet, because the guest has no room for its page
+    /// Part of the last requested size that is withheld from the guest, because it has no room for the page
     /// descriptors.
     pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
     /// The guest's driver.
     pub driver: DriverState,
-    /// The size asked for last was withdrawn, because the driver is unsupported.
+    /// The last requested size was withdrawn, because the driver is unsupported.
     pub is_withdrawn: bool,
 }
 
@@ -95,7 +95,7 @@ pub enum RequestSizeError {
         /// The bound.
         max_bytes: u64,
     },
-    /// The driver would not carry it out.
+    /// The driver is unsupported and cannot carry out the request.
     #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
     UnsupportedDriver {
         /// The zone's id.
@@ -141,7 +141,7 @@ impl Shared {
         }
     }
 
-    /// Records that the driver cannot be served, and withdraws what is requested.
+    /// Records that the driver cannot be served, and withdraws the present request.
     pub(super) fn refuse_driver(&self) {
         let withdrawn = {
             let mut state = self.state.lock();

@@ -47,7 +47,7 @@ impl ThrottleMetrics {
         self.nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// Number of delayed requests, with the one that waits now.
+    /// Number of delayed requests, including the one that waits now.
     pub fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
     }

@@ -53,7 +53,7 @@ pub(super) struct MemState {
     /// Why less is requested than was asked for.
     shortfall: Option<Shortfall>,
     driver: DriverState,
-    /// A request was withdrawn when the driver was refused; until the next request or driver.
+    /// The refusal of the driver has withdrawn a request. Cleared by the next request or driver.
     is_withdrawn: bool,
     /// One bit for each block.
     plugged: Vec<u64>,
@@ -181,8 +181,8 @@ impl MemState {
         self.driver = DriverState::Absent;
     }
 
-    /// Records a driver that the device cannot serve, and withdraws what it would have been requested to do. False if such
-    /// a driver was recorded before.
+    /// Records a driver that the device cannot serve, and withdraws the present request. Returns false if such a driver
+    /// was recorded already.
     pub(super) fn refuse_driver(&mut self) -> bool {
         if self.driver == DriverState::Unsupported {
             return false;

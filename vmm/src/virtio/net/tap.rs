@@ -63,7 +63,7 @@ pub enum TapError {
     Attach {
         /// Its name.
         name: String,
-        /// The command that root can run instead, or nothing.
+        /// Command that root can run instead; may be empty.
         hint: &'static str,
         /// What the kernel says.
         #[source]
@@ -76,7 +76,7 @@ pub enum TapError {
         what: &'static str,
         /// Its name.
         name: String,
-        /// What it may be, after a colon.
+        /// Command that root can run instead, after a colon; may be empty.
         hint: String,
         /// What the kernel says.
         #[source]

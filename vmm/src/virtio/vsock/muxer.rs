@@ -37,8 +37,8 @@ const MAX_RESETS: usize = 1024;
 /// How long a client may take to say where it wants to go. People type it, too.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time in which the host must read a part of what is left of a closed connection. Without a limit a guest could occupy all
-/// sockets so.
+/// Time in which the host must read some of the remaining data of a closed connection. Without a limit, a guest could
+/// occupy all sockets with such connections.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Part of the sockets that is reserved for ports that the VMM itself listens on, and its maximum. A program in the guest that

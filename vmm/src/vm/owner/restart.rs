@@ -1,4 +1,4 @@
-//! Restarts by the guest, which wait if the guest restarts again and again.
+//! Restarts by the guest. They are delayed if the guest restarts repeatedly.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub(super) async fn due(at: Option<Instant>) {
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// Time of the restart that the guest waits for. A pause holds it up.
+    /// Time of the restart that the guest waits for. A pause postpones it.
     pub(super) fn restart_at(&self) -> Option<Instant> {
         self.vm.as_ref().filter(|vm| vm.state == VmState::Running).and_then(|vm| vm.restart_at)
     }
@@ -49,7 +49,7 @@ impl<F: MachineFactory> Owner<F> {
             return self.restart();
         }
         self.told.tell_of_guest(Event::RestartDelayed { delay_ms: delay.as_millis() as u64 });
-        // Its other vCPUs may not have noticed.
+        // Other vCPUs of the guest may still run.
         if let Some(machine) = &mut vm.machine {
             tokio::task::spawn_blocking(machine.pause());
         }
@@ -57,7 +57,7 @@ impl<F: MachineFactory> Owner<F> {
         Flow::Continue
     }
 
-    /// Builds the machine anew for a guest that has ended itself.
+    /// Builds a new machine for a guest that has reset itself or has faulted.
     pub(super) fn restart(&mut self) -> Flow {
         match self.busily(|owner| owner.reboot(Events::tell_of_guest)) {
             Ok(()) => Flow::Continue,

@@ -253,7 +253,7 @@ impl Fixture {
         told
     }
 
-    /// Waits until so many machines have been built. The clock goes on to the next timer whenever nothing else is to do.
+    /// Waits until `count` machines have been built. The clock advances to the next timer whenever all tasks are idle.
     async fn built(&self, count: usize) {
         while self.senders.lock().len() < count {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;
@@ -465,7 +465,7 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
         assert_eq!((vm.senders.lock().len(), now.elapsed().as_millis()), (10, 0));
         tokio::time::sleep(std::time::Duration::from_secs(60)).await;
         assert_eq!(vm.senders.lock().len(), 10, "the restart that was due is over");
-        // Of a guest that ran for a while the next restart is immediate.
+        // The next restart of a guest that ran for a while is immediate.
         vm.send(9, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.senders.lock().len(), 11);

@@ -1,9 +1,9 @@
 //! O_DIRECT transfers of any alignment.
 //!
-//! A host takes direct transfers in units: mostly 512 bytes, 4096 on media with such sectors. The unit is found by reading,
-//! because what statx() reports is the unit that is fast, not the smallest that works: XFS reports 4096 for a file that
-//! shares blocks with a copy (`cp --reflink`), and still serves 512. It may also grow while the file is open: ext4 reads
-//! a hole at any alignment, and refuses what is then written there.
+//! A host takes direct transfers in units: mostly 512 bytes, 4096 on media with such sectors. The unit is found by
+//! reading, because statx() reports the fast unit, not the smallest that works: XFS reports 4096 for a file that shares
+//! blocks with a copy (`cp --reflink`), and still serves 512. The unit may also grow while the file is open: ext4 reads
+//! a hole at any alignment, and refuses unaligned transfers after data has been written there.
 //!
 //! A transfer that is not whole units is widened to whole units in a buffer of its own. A write reads the units at its edges
 //! first, under an exclusive lock. The bytes behind the last whole unit of a file go through the page cache. No direct
@@ -53,10 +53,10 @@ impl ReadWriteAt for File {
     }
 }
 
-/// A file through the page cache, opened when it is needed: most files are whole units.
+/// A file through the page cache. It is opened on first use, because most files are whole units.
 #[derive(Debug)]
 struct Buffered {
-    /// The file as it was opened first. Its lock stays with that open file description.
+    /// The file as it was opened first. Its lock belongs to that open file description.
     file: File,
     writable: bool,
     opened: OnceLock<File>,

@@ -40,7 +40,7 @@ pub struct ImageOptions {
     pub direct: bool,
     /// Ranges that are discarded give their blocks back to the file system.
     pub sparse: bool,
-    /// The host's user has called it a raw image: content that looks like something else is no warning.
+    /// The host's user has declared a raw image, so content of another format causes no warning.
     pub is_called_raw: bool,
     /// Size of the guest's logical blocks; `None`: 512 bytes for a file, a device's own for a device.
     pub guest_block_bytes: Option<u32>,
@@ -146,7 +146,7 @@ impl RawImage {
         if served_bytes == 0 {
             return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
         }
-        // By the host's mark: the bytes are the guest's, and never end its VM.
+        // The host's mark decides. The bytes are the guest's and must never end its VM.
         if !options.readonly && is_marked_pool(&file, path) {
             return Err(ImageError::IsPool { path: path.to_owned() });
         }
@@ -215,7 +215,7 @@ impl RawImage {
         self.direct.is_some() && matches!(step, Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..))
     }
 
-    /// Makes the image take every transfer for aligned, as before its host began to refuse some.
+    /// Makes the image treat every transfer as aligned, as before its host began to refuse some.
     #[cfg(test)]
     pub fn forget_unit(&self) {
         self.direct.iter().for_each(DirectIo::forget_unit);
@@ -438,7 +438,7 @@ impl Backend for Arc<RawImage> {
 /// Warns of an image that may have been taken for a raw one. It is served all the same: a guest can write such bytes to a raw
 /// image, and a guest's writes do not stop its VMM.
 fn warn_of_content(file: &File, path: &Path) {
-    // A whole page, on a page: O_DIRECT takes no less.
+    // A page at a page boundary, because O_DIRECT may accept no smaller transfer.
     let mut head = Buffers::default().take(PAGE_BYTES as usize);
     let format = file.read_at(head.bytes_mut(), 0).ok().and_then(|len| image_format(&head.bytes()[..len]));
     let content = format.or_else(|| is_pool(file, path).then_some("a pool"));
@@ -467,7 +467,7 @@ fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageErro
     }
 }
 
-/// Size of a device's logical blocks, which its own partition table is in.
+/// Logical block size of a device. Its partition table counts in these blocks.
 fn device_block_bytes(file: &File) -> u32 {
     let usable = |bytes: &u32| bytes.is_power_of_two() && (512..=PAGE_BYTES).contains(bytes);
     device_number(file, libc::BLKSSZGET as _).filter(usable).unwrap_or(PAGE_BYTES)

@@ -1,8 +1,9 @@
 //! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of the same blocks.
 //!
-//! Transfers that the host accepts as they are hold a shared lock: overlapping writes of a guest are the guest's problem. A
-//! cycle holds an exclusive lock. A ring never waits for a lock, because its thread serves other requests: it is told by an
-//! event. A call that waits for an exclusive lock waits for the media, and for rings only until their transfers are done.
+//! Transfers that the host accepts as they are hold a shared lock: overlapping writes of a guest are the guest's
+//! problem. A cycle holds an exclusive lock. A ring never waits for a lock, because its thread serves other requests:
+//! an event notifies it. A call that waits for an exclusive lock waits for the media, and for rings only until their
+//! transfers are done.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -330,7 +330,7 @@ impl Executor for Uring {
 
     fn next_done(&mut self) -> Option<Done> {
         while self.instead.is_none() && self.done.is_empty() && self.reap() {
-            // Steps of which the kernel did a part, or which it refused.
+            // Repeats steps that the kernel refused, and the rest of steps that it did in part.
             self.begin();
         }
         self.done.pop_front().or_else(|| self.instead.as_mut()?.next_done())
@@ -346,7 +346,7 @@ impl Executor for Uring {
             // What came before that the kernel has not raised the event for.
             fence(Ordering::SeqCst);
         }
-        // A step that has to wait for others has asked for the event.
+        // A step that has to wait for others has registered the event.
         self.carry_out_deferred();
         !self.done.is_empty() || !self.ring.completion().is_empty()
     }

@@ -237,7 +237,7 @@ fn a_pool_is_not_given_away_in_use_or_not() {
     for options in [WRITABLE, called_raw] {
         assert!(error(options).contains("is a pool, and marked as one by the host"), "{}", error(options));
     }
-    // A reader may have it, and then no pool has it.
+    // A reader may attach the pool's file. Then no VM can open the pool.
     let image = RawImage::open(&path, READONLY).unwrap();
     assert!(Pool::open(&path, OpenMode::ReadWrite).unwrap_err().to_string().contains("in use"));
     drop(image);

@@ -1,4 +1,4 @@
-//! Sectors of 512 bytes on media that take 4096: by io_uring where there is one, and without.
+//! Sectors of 512 bytes on media with sectors of 4096 bytes, with io_uring where the host has it, and without.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -148,7 +148,7 @@ fn giving_memory_back_never_waits() {
     let mut guest = guest(Some(NO_REFILL));
     assert_eq!(guest.plug(0, BLOCKS), ACK);
     assert_eq!((guest.unplug(0, 1), guest.send(UNPLUG_ALL, 0, 0).0), (ACK, ACK));
-    // Nor does a request that is refused.
+    // A refused request does not wait either.
     assert_eq!((guest.plug(0, BLOCKS + 1), guest.send(STATE, 0, 1)), (NACK, (ACK, 1)));
     let throttled = &guest.handle.metrics().throttled;
     assert_eq!((throttled.requests(), throttled.delay()), (0, Duration::ZERO));
@@ -211,7 +211,7 @@ fn notification_beside_the_timer_does_not_block_the_loop() {
     let begun = Instant::now();
     wait_until("the timer is due", || begun.elapsed() > Duration::from_millis(1100));
     event_loop.release();
-    // Blocked, it would not be held again.
+    // A blocked loop cannot be held again.
     event_loop.hold();
     let (held, is_held) = mpsc::channel();
     let waiter = event_loop.clone();
