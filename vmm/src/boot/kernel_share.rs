@@ -63,7 +63,7 @@ impl KernelShare {
         let dram_bytes = sum(&|zone| is_plugged(zone) && zone.tier == Tier::Dram, |zone| zone.hotplug_bytes);
         let boot_bytes = sum(&|zone| zone.tier == Tier::Dram, |zone| zone.boot_bytes);
         let reserve_bytes = kernel_reserve_bytes(boot_bytes, pm_bytes.saturating_add(dram_bytes));
-        // What the kernel has left of its zones after it has booted must hold the reserve.
+        // The memory that the kernel has left in its zones after boot must hold the reserve.
         let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
         let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
         let movable_bytes = movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES);

@@ -48,7 +48,7 @@ fn warn_of_blocks(pool: &Pool) {
         match finding {
             Finding::BlocksLost { hole_bytes, shared_bytes } => {
                 let lost = Size(hole_bytes + shared_bytes);
-                warn!(pool = %path, %lost, "The pool's file had lost blocks, as after a sparse copy; it has new ones");
+                warn!(pool = %path, %lost, "The pool's file had lost blocks, as after a sparse copy; it has all blocks again");
             }
             finding @ Finding::CopyOnWrite { .. } => warn!(pool = %path, "{finding}"),
             _ => {}

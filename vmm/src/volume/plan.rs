@@ -77,7 +77,7 @@ pub enum PlanError {
         /// Free bytes that no volume before it takes.
         left_bytes: u64,
     },
-    /// The rest is no volume.
+    /// The rest is too small for a volume.
     #[error(
         "Volume {name:?} with size=remaining would have {}, and must have at least {}: {} of the pool are free, and the \
          zones of --pm-memory may need {}",

@@ -130,7 +130,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         let lost = display(report.lost_blocks_bytes);
         writeln!(
             out,
-            "lost blocks  {lost} (a sparse copy or a clone; taken anew when the pool is opened for writing)"
+            "lost blocks  {lost} (a sparse copy or a clone; allocated again when the pool is opened for writing)"
         )?;
     }
     if let Some(file_system) = report.copy_on_write {

@@ -39,7 +39,7 @@ pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Fills sockets that nobody reads until `mib` of data are queued, says `held MIB`, and keeps them until killed.
+/// Fills sockets that nobody reads until `mib` of data are queued, prints `held MIB`, and keeps them until killed.
 pub fn fill_sockets(mib: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let most = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
@@ -67,8 +67,8 @@ pub fn fill_sockets(mib: u64) -> Result<()> {
     }
 }
 
-/// Starts `count` processes that map `file` and touch all of it: page tables, stacks and descriptions of tasks. Says
-/// `held COUNT`, and keeps them until killed.
+/// Starts `count` processes that map `file` and touch all of it: page tables, stacks and task structures. Prints
+/// `held COUNT`, and keeps the processes until killed.
 pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
