@@ -37,7 +37,7 @@ const MAX_BACK_OFF_MS: u64 = 300_000;
 ///
 /// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve. Without
 /// movable memory, `vm.lowmem_reserve_ratio` would reserve nothing, and programs would fill the kernel's new memory.
-fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth) -> Option<u32> {
+fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth, except: Option<u32>) -> Option<u32> {
     let kernel = KernelMemory::of(zones.iter());
     let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
     let growth_bytes = growth.bytes_within(TURN_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
@@ -56,7 +56,7 @@ fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth) -> Option<
     let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
     nodes
         .map(|node| node.node)
-        .filter(|node| keeps_enough(*node))
+        .filter(|node| Some(*node) != except && keeps_enough(*node))
         .min_by_key(|node| of_node(*node).room_bytes)
 }
 
@@ -82,21 +82,32 @@ impl Pace {
 #[derive(Debug)]
 pub struct KernelBlocks {
     requests: SyncSender<u32>,
-    results: Receiver<io::Result<u32>>,
+    results: Receiver<Result<u32, (u32, io::Error)>>,
     is_busy: bool,
     pace: Pace,
     growth: KernelGrowth,
+    exhausted: Option<Exhausted>,
+}
+
+/// Node without a block to turn. Its movable blocks are boot memory.
+#[derive(Debug)]
+struct Exhausted {
+    node: u32,
+    /// Blocks at that time. Other blocks may be turned.
+    blocks: Blocks,
 }
 
 impl KernelBlocks {
     /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is /proc/iomem.
     pub fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
-        let turner = Turner { memory_root: memory_root.to_owned(), iomem: iomem.to_owned() };
+        let mut turner =
+            Turner { memory_root: memory_root.to_owned(), iomem: iomem.to_owned(), unmoved: None, turn };
         let (requests, inbox) = sync_channel(1);
         let (outbox, results) = sync_channel(1);
         let work = move || {
             while let Ok(node) = inbox.recv() {
-                if outbox.send(turner.turn_one(node)).is_err() {
+                let result = turner.turn_one(node).map_err(|error| (node, error));
+                if outbox.send(result).is_err() {
                     break;
                 }
             }
@@ -108,6 +119,7 @@ impl KernelBlocks {
             is_busy: false,
             pace: Pace::default(),
             growth: KernelGrowth::default(),
+            exhausted: None,
         })
     }
 
@@ -122,15 +134,22 @@ impl KernelBlocks {
                 eprintln!("foreshore-agent: Memory block {number} serves the kernel until the next boot");
                 self.pace.succeeded(now_ms);
             }
-            Some(Err(error)) => {
+            Some(Err((node, error))) => {
                 eprintln!("foreshore-agent: Cannot give a memory block to the kernel: {error}");
                 self.pace.failed(now_ms);
+                if error.kind() == io::ErrorKind::NotFound {
+                    self.exhausted = Some(Exhausted { node: *node, blocks: report.blocks.clone() });
+                }
             }
             None => {}
         }
+        if self.exhausted.as_ref().is_some_and(|exhausted| exhausted.blocks != report.blocks) {
+            self.exhausted = None;
+        }
+        let except = self.exhausted.as_ref().map(|exhausted| exhausted.node);
         if !self.is_busy
             && now_ms >= self.pace.not_before_ms
-            && let Some(node) = short_node(&report.zones, &report.blocks, &self.growth)
+            && let Some(node) = short_node(&report.zones, &report.blocks, &self.growth, except)
         {
             self.is_busy = self.requests.try_send(node).is_ok();
         }
@@ -143,11 +162,15 @@ impl KernelBlocks {
 struct Turner {
     memory_root: PathBuf,
     iomem: PathBuf,
+    /// Block whose pages did not move within the limit. The next attempt begins after it.
+    unmoved: Option<u32>,
+    /// Turns the block with this file `state`.
+    turn: fn(&Path) -> io::Result<()>,
 }
 
 impl Turner {
     /// Turns one block of `node` and returns its number. Boot memory stays as it is: it has pages that never move.
-    fn turn_one(&self, node: u32) -> io::Result<u32> {
+    fn turn_one(&mut self, node: u32) -> io::Result<u32> {
         let block_bytes = fs::read_to_string(self.memory_root.join("block_size_bytes"))?;
         let block_bytes =
             u64::from_str_radix(block_bytes.trim(), 16).map_err(|_| io::ErrorKind::InvalidData)?.max(1);
@@ -164,10 +187,18 @@ impl Turner {
             .collect();
         // Begins with the lowest block, because virtio_mem unplugs the highest blocks first.
         blocks.sort_unstable();
+        let after_unmoved = blocks.partition_point(|(number, _)| Some(*number) <= self.unmoved);
+        blocks.rotate_left(after_unmoved);
         let mut last = io::Error::new(io::ErrorKind::NotFound, format!("node {node} has no movable block"));
         for (number, path) in blocks {
-            match turn(&path.join("state")) {
+            match (self.turn)(&path.join("state")) {
                 Ok(()) => return Ok(number),
+                // Linux holds the lock of all hotplug during the wait (drivers/base/core.c, lock_device_hotplug_sysfs), so nothing
+                // is plugged. One such wait per attempt is enough.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                    self.unmoved = Some(number);
+                    return Err(error);
+                }
                 // This block has pinned pages; another block may have none.
                 Err(error) => last = error,
             }
@@ -250,7 +281,7 @@ mod tests {
 
     /// The node of a kernel whose memory does not grow.
     fn short(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
-        short_node(zones, blocks, &KernelGrowth::default())
+        short_node(zones, blocks, &KernelGrowth::default(), None)
     }
 
     #[test]
@@ -260,10 +291,10 @@ mod tests {
         growth.update(Some(&holds(0)), 0);
         growth.update(Some(&holds(100)), 1_000);
         // Half of a sixteenth of 592 MiB, and 50 MiB.
-        assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth), Some(0));
-        assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth), None);
+        assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth, None), Some(0));
+        assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth, None), None);
         growth.update(Some(&holds(10_000)), 2_000);
-        assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth), None, "an eighth of DRAM at most");
+        assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth, None), None, "an eighth of DRAM at most");
     }
 
     #[test]
@@ -343,10 +374,55 @@ mod tests {
         dir
     }
 
+    fn turner(dir: &tempfile::TempDir, turn: fn(&Path) -> io::Result<()>) -> Turner {
+        Turner { memory_root: dir.path().to_owned(), iomem: dir.path().join("iomem"), unmoved: None, turn }
+    }
+
+    /// Blocks 32 and 33 have pages that do not move: Linux finds that at once for 33, and only after the limit for 32.
+    fn turn_none(state: &Path) -> io::Result<()> {
+        Err(match state.to_string_lossy().contains("memory32") {
+            true => io::ErrorKind::Interrupted.into(),
+            false => io::ErrorKind::ResourceBusy.into(),
+        })
+    }
+
+    #[test]
+    fn attempt_ends_with_the_first_block_that_takes_the_whole_limit() {
+        let dir = sysfs();
+        let mut turner = turner(&dir, turn_none);
+        let mut attempt = || turner.turn_one(0).expect_err("no block moves").kind();
+        assert_eq!(attempt(), io::ErrorKind::Interrupted);
+        // The second attempt tries block 33 first, which takes no time, and then block 32.
+        assert_eq!(attempt(), io::ErrorKind::Interrupted);
+        fs::write(dir.path().join("memory32/valid_zones"), "Normal\n").expect("write");
+        assert_eq!(turner.turn_one(0).expect_err("no block moves").kind(), io::ErrorKind::ResourceBusy);
+    }
+
+    #[test]
+    fn node_without_a_block_is_left_alone_until_its_blocks_change() {
+        let dir = sysfs();
+        for number in [32, 33] {
+            fs::write(dir.path().join(format!("memory{number}/valid_zones")), "Normal\n").expect("write");
+        }
+        let mut report =
+            RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
+        let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
+        let mut now_ms = 1_000;
+        while kernel_blocks.exhausted.is_none() {
+            kernel_blocks.poll(&report, now_ms);
+        }
+        now_ms += 2 * MAX_BACK_OFF_MS;
+        kernel_blocks.poll(&report, now_ms);
+        assert!(!kernel_blocks.is_busy);
+        report.blocks = blocks(3);
+        kernel_blocks.poll(&report, now_ms);
+        assert!(kernel_blocks.is_busy);
+    }
+
     #[test]
     fn the_lowest_plugged_block_of_the_node_is_turned() {
         let dir = sysfs();
-        let turner = Turner { memory_root: dir.path().to_owned(), iomem: dir.path().join("iomem") };
+        let mut turner = turner(&dir, turn);
         let state =
             |number: u32| fs::read_to_string(dir.path().join(format!("memory{number}/state"))).expect("read");
         assert_eq!(turner.turn_one(0).expect("turns"), 32);
