@@ -27,9 +27,20 @@ pub(super) struct Pending {
     head: u16,
     request: Request,
     reply: ReplySlot,
-    /// Time at which it exceeded the budget.
-    delayed_since: Option<Instant>,
+    /// Set once it has exceeded the budget.
+    delay: Option<Delay>,
 }
+
+/// Delay of a request.
+#[derive(Clone, Copy)]
+struct Delay {
+    since: Instant,
+    /// Not executed before that time, however often the driver notifies the device.
+    retry_at: Instant,
+}
+
+/// Least time between two attempts at a delayed request.
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// What came out of the queue.
 enum Popped {
@@ -97,8 +108,8 @@ impl Worker {
                 let result = self.executor.lock().execute(pending.request, now);
                 match result {
                     Ok(response) => {
-                        if let Some(since) = pending.delayed_since {
-                            self.shared.metrics.throttled.end(now.saturating_duration_since(since));
+                        if let Some(delay) = pending.delay {
+                            self.shared.metrics.throttled.end(now.saturating_duration_since(delay.since));
                         }
                         (pending.head, Some((pending.reply, response)))
                     }
@@ -128,11 +139,16 @@ impl Worker {
     }
 
     fn delay(&mut self, mut pending: Pending, wait: Duration, now: Instant) {
-        if pending.delayed_since.is_none() {
-            pending.delayed_since = Some(now);
+        if pending.delay.is_none() {
             self.shared.metrics.throttled.begin();
         }
+        let since = pending.delay.map_or(now, |delay| delay.since);
+        pending.delay = Some(Delay { since, retry_at: now + RETRY_INTERVAL });
         self.delayed = Some(pending);
+        self.retry_after(wait);
+    }
+
+    fn retry_after(&mut self, wait: Duration) {
         // A timer set to 0 would never expire.
         if let Err(err) = self.budget_timer.reset(wait.max(Duration::from_nanos(1)), None) {
             sparsely!(error, zone = %self.shared.zone.id, %err, "No timer for a delayed request; it is tried again and again");
@@ -149,7 +165,7 @@ impl Worker {
         let chain = self.queue.pop(&guard, &*self.interrupt)?;
         let head = chain.head_index();
         Some(match read_request(&guard, chain) {
-            Ok((request, reply)) => Popped::Request(Pending { head, request, reply, delayed_since: None }),
+            Ok((request, reply)) => Popped::Request(Pending { head, request, reply, delay: None }),
             Err(err) => {
                 sparsely!(warn, zone = %self.shared.zone.id, %err, "The driver sends what is no request");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
@@ -189,7 +205,11 @@ impl MutEventSubscriber for Worker {
         match events.data() {
             KICK => {
                 self.queue.clear_kick();
-                self.serve();
+                let delay = self.delayed.as_ref().and_then(|pending| pending.delay);
+                match delay.map(|delay| delay.retry_at.saturating_duration_since(Instant::now())) {
+                    Some(wait) if !wait.is_zero() => self.retry_after(wait),
+                    _ => self.serve(),
+                }
             }
             BUDGET => {
                 let _ = self.budget_timer.clear();
