@@ -91,9 +91,9 @@ impl Agent {
     }
 
     /// Keeps some DRAM for the kernel's own needs from now on, until the agent is told to end. What was there before is
-    /// on record under `run`.
-    pub fn keep_reserve(&mut self, sysctl_root: &Path, run: &Path) -> io::Result<()> {
-        self.reserve = Some(Reserve::open(sysctl_root, run)?);
+    /// on record under `run`. `cmdline` is the kernel's command line.
+    pub fn keep_reserve(&mut self, sysctl_root: &Path, run: &Path, cmdline: &str) -> io::Result<()> {
+        self.reserve = Some(Reserve::open(sysctl_root, run, cmdline)?);
         Ok(())
     }
 
@@ -260,7 +260,7 @@ mod tests {
         let setting = dir.path().join("lowmem_reserve_ratio");
         fs::write(&setting, "256 256 32 0 0").expect("write");
         let mut agent = Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
-        agent.keep_reserve(dir.path(), &dir.path().join("run")).expect("opens");
+        agent.keep_reserve(dir.path(), &dir.path().join("run"), "").expect("opens");
         // As if these were the guest's. This machine's, which it looks at while it waits, may differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];

@@ -34,6 +34,7 @@ const MEMORY: &str = "/sys/devices/system/memory";
 const IOMEM: &str = "/proc/iomem";
 const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
+const CMDLINE: &str = "/proc/cmdline";
 /// What the next agent has to know. It goes with the guest's kernel.
 const RUN: &str = "/run/foreshore-agent";
 
@@ -85,7 +86,9 @@ fn run(options: &Options) -> anyhow::Result<()> {
     try_to("raise its priority", sys::raise_priority());
     try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY), options.online));
     if options.reserve {
-        try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM), Path::new(RUN)));
+        let cmdline = fs::read_to_string(CMDLINE).unwrap_or_default();
+        let kept = agent.keep_reserve(Path::new(SYSCTL_VM), Path::new(RUN), &cmdline);
+        try_to("keep memory for the kernel", kept);
     } else {
         let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
         try_to("give the guest its vm.lowmem_reserve_ratio back", left);

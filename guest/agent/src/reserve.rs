@@ -14,7 +14,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foreshore_proto::{Zone, ZoneKind, kernel_reserve_bytes};
+use foreshore_proto::{LINUX_RESERVE_RATIOS, Zone, ZoneKind, kernel_reserve_bytes, lower_reserve_ratios};
 
 use crate::record;
 
@@ -32,6 +32,9 @@ pub struct Reserve {
     path: PathBuf,
     record: PathBuf,
     initial: Vec<u64>,
+    /// What no zone keeps less than: `initial`, unless that is of the kernel's command line. The VMM sets it there for the zones
+    /// at boot, and it would keep memory from the kernel once plugged DRAM is ZONE_NORMAL.
+    least: Vec<u64>,
     current: Vec<u64>,
     /// What agents have written, as on record.
     ours: Vec<Vec<u64>>,
@@ -41,8 +44,8 @@ pub struct Reserve {
 
 impl Reserve {
     /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under `run`, which lasts as
-    /// long as the guest runs.
-    pub fn open(root: &Path, run: &Path) -> io::Result<Self> {
+    /// long as the guest runs. `cmdline` is the kernel's command line.
+    pub fn open(root: &Path, run: &Path, cmdline: &str) -> io::Result<Self> {
         let (path, record) = (root.join(NAME), run.join(NAME));
         let current = ratios_of(&fs::read_to_string(&path)?);
         if current.len() < KERNEL_ZONES.len() {
@@ -57,7 +60,9 @@ impl Reserve {
         };
         let is_ours = ours.contains(&current);
         let (initial, ours) = if is_ours { (initial, ours) } else { (current.clone(), Vec::new()) };
-        Ok(Reserve { path, record, initial, current, ours, made_for: Default::default() })
+        let is_of_cmdline = ratios_on(cmdline).is_some_and(|ratios| ratios == initial);
+        let least = if is_of_cmdline { LINUX_RESERVE_RATIOS.to_vec() } else { initial.clone() };
+        Ok(Reserve { path, record, initial, least, current, ours, made_for: Default::default() })
     }
 
     /// Adapts the setting to the guest's zones and to the memory that can be added to them. Does nothing while both stay as
@@ -71,7 +76,7 @@ impl Reserve {
         managed.clear();
         managed.extend(managed_now);
         *before_bytes = hotplug_bytes;
-        let wanted = ratios(zones, hotplug_bytes, &self.initial);
+        let wanted = ratios(zones, hotplug_bytes, &self.least);
         if wanted != self.current {
             // Without a record the guest is served all the same; only who is killed leaves no trace.
             if let Err(error) = self.put_on_record(&wanted) {
@@ -98,7 +103,7 @@ impl Reserve {
     /// Gives the guest back what an agent that was killed has not.
     pub fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
         match run.join(NAME).try_exists()? {
-            true => Self::open(root, run)?.restore(),
+            true => Self::open(root, run, "")?.restore(),
             false => Ok(()),
         }
     }
@@ -117,13 +122,23 @@ fn ratios_of(text: &str) -> Vec<u64> {
     text.split_whitespace().filter_map(|word| word.parse().ok()).collect()
 }
 
+/// Ratios on the kernel's command line: `sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0"`.
+fn ratios_on(cmdline: &str) -> Option<Vec<u64>> {
+    let (_, rest) = cmdline.rsplit_once("sysctl.vm.lowmem_reserve_ratio=")?;
+    let value = match rest.strip_prefix('"') {
+        Some(quoted) => quoted.split('"').next(),
+        None => rest.split_whitespace().next(),
+    };
+    value.map(ratios_of)
+}
+
 fn text_of(ratios: &[u64]) -> String {
     ratios.iter().map(u64::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Ratios that keep the reserve in the highest kernel zone of every node that also has movable memory. A zone keeps the
-/// pages above it divided by its ratio. One ratio serves all nodes, so the largest need decides. Never less is kept than
-/// with the `initial` ratios, and never more than half of a node's kernel zones.
+/// Ratios that keep the reserve in the kernel zones of every node that also has movable memory. One ratio serves all nodes, so
+/// the largest need decides. Never less is kept than with the ratios `least`, and the reserve is never more than half of a
+/// node's kernel zones.
 ///
 /// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
 /// its share of them.
@@ -131,25 +146,29 @@ fn text_of(ratios: &[u64]) -> String {
 /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that it looks at
 /// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
 /// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
-fn ratios(zones: &[Zone], hotplug_bytes: u64, initial: &[u64]) -> Vec<u64> {
+fn ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
     let kernel_zone = |zone: &Zone| KERNEL_ZONES.iter().position(|kind| *kind == zone.kind);
     let pages_of = |is_counted: &dyn Fn(&Zone) -> bool| {
         let zones = zones.iter().filter(|zone| is_counted(zone));
         zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages))
     };
     let all_kernel_pages = pages_of(&|zone| kernel_zone(zone).is_some()).max(1);
-    let mut ratios = initial.to_vec();
+    let mut ratios = least.to_vec();
     for movable in zones.iter().filter(|zone| zone.kind == ZoneKind::Movable) {
-        let same_node = zones.iter().filter(|zone| zone.node == movable.node);
-        let Some(top) = same_node.filter_map(kernel_zone).max() else { continue };
-        let Some(ratio) = ratios.get_mut(top) else { continue };
-        let total_pages = pages_of(&|zone| zone.node == movable.node);
-        let kernel_pages = pages_of(&|zone| zone.node == movable.node && kernel_zone(zone).is_some());
-        let share = u128::from(hotplug_bytes) * u128::from(kernel_pages) / u128::from(all_kernel_pages);
+        let bytes_of = |is_counted: &dyn Fn(&Zone) -> bool| {
+            pages_of(&|zone| zone.node == movable.node && is_counted(zone)).saturating_mul(PAGE_BYTES)
+        };
+        let total_bytes = bytes_of(&|_| true);
+        let kernel_bytes = bytes_of(&|zone| kernel_zone(zone).is_some());
+        let share =
+            u128::from(hotplug_bytes) * u128::from(kernel_bytes / PAGE_BYTES) / u128::from(all_kernel_pages);
         let share = u64::try_from(share).unwrap_or(u64::MAX);
-        let reserve_bytes = kernel_reserve_bytes(total_pages.saturating_mul(PAGE_BYTES), share);
-        let reserve_pages = (reserve_bytes / PAGE_BYTES).min(kernel_pages / 2).max(1);
-        *ratio = (*ratio).min((movable.managed_pages / reserve_pages).max(1));
+        let reserve_bytes = kernel_reserve_bytes(total_bytes, share).min(kernel_bytes / 2);
+        // Drivers alone ask for ZONE_DMA.
+        let zones_bytes =
+            KERNEL_ZONES.map(|kind| bytes_of(&|zone| zone.kind == kind && zone.serves_kernel()));
+        let movable_bytes = movable.managed_pages.saturating_mul(PAGE_BYTES);
+        lower_reserve_ratios(&mut ratios, &zones_bytes, movable_bytes, reserve_bytes);
     }
     ratios
 }
@@ -174,6 +193,37 @@ mod tests {
         ];
         // 480 MiB / 16 = 30 MiB; 128 / 30 = 4, which keeps 32 MiB of DMA32.
         assert_eq!(ratios(&zones, 0, &DEFAULTS), [256, 4, 32, 0, 0]);
+    }
+
+    #[test]
+    fn zone_below_a_small_one_keeps_the_rest_of_the_reserve() {
+        let zones = [
+            zone(0, ZoneKind::Dma, 15),
+            zone(0, ZoneKind::Dma32, 2900),
+            zone(0, ZoneKind::Normal, 256),
+            zone(0, ZoneKind::Movable, 512),
+        ];
+        // A sixteenth of 3683 MiB is 230 MiB, and the descriptors of 16 GiB take 256 MiB.
+        assert_eq!(ratios(&zones, 16 << 30, &DEFAULTS), [256, 2, 2, 0, 0]);
+    }
+
+    #[test]
+    fn setting_of_the_command_line_is_for_the_zones_at_boot() {
+        let guest = Guest::new();
+        guest.set("256\t8\t32\t0\t0\n");
+        let cmdline = r#"console=hvc0 sysctl.vm.lowmem_reserve_ratio="256 8 32 0 0" quiet"#;
+        let open = |cmdline| Reserve::open(guest.0.path(), &guest.0.path().join("run/agent"), cmdline);
+        // DRAM that the kernel got is ZONE_NORMAL, and ZONE_DMA32 need not keep 32 MiB of it.
+        let zones =
+            [zone(0, ZoneKind::Dma32, 295), zone(0, ZoneKind::Normal, 256), zone(0, ZoneKind::Movable, 36)];
+        let mut reserve = open(cmdline).expect("opens");
+        reserve.adapt(&zones, 0).expect("writes");
+        assert_eq!(guest.setting(), "256 256 1 0 0");
+        reserve.restore().expect("restores");
+        assert_eq!(guest.setting(), "256 8 32 0 0");
+        // The guest's own setting is kept.
+        open("sysctl.vm.lowmem_reserve_ratio=1").expect("opens").adapt(&zones, 0).expect("writes");
+        assert_eq!(guest.setting(), "256 8 1 0 0");
     }
 
     #[test]
@@ -248,7 +298,7 @@ mod tests {
         }
 
         fn reserve(&self) -> Reserve {
-            Reserve::open(self.0.path(), &self.0.path().join("run/agent")).expect("opens")
+            Reserve::open(self.0.path(), &self.0.path().join("run/agent"), "").expect("opens")
         }
 
         /// An agent starts, sees these zones, and is killed.

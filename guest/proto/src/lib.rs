@@ -25,7 +25,7 @@ pub use kernel_memory::{KernelGrowth, KernelMemory};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
-pub use reserve::{descriptor_bytes, kernel_reserve_bytes};
+pub use reserve::{LINUX_RESERVE_RATIOS, descriptor_bytes, kernel_reserve_bytes, lower_reserve_ratios};
 pub use scale::scale;
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{

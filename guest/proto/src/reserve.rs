@@ -28,9 +28,51 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
 
+/// Linux' ratios of `vm.lowmem_reserve_ratio`, in the order of its zones: ZONE_DMA, ZONE_DMA32, ZONE_NORMAL, ZONE_MOVABLE and
+/// ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
+pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
+
+/// Lowers ratios until the kernel's zones of a node keep `reserve_bytes` from user allocations.
+///
+/// A zone keeps the memory of the zones above it, divided by its ratio (mm/page_alloc.c, setup_per_zone_lowmem_reserve). The
+/// highest zone comes first, because a lower one also keeps memory from the kernel's own allocations in a higher one. So only
+/// movable memory counts as memory above a zone. `zones_bytes` has the sizes in the order of `ratios`; zones of size 0 keep
+/// nothing.
+pub fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: u64, reserve_bytes: u64) {
+    let mut missing_bytes = reserve_bytes;
+    let count = ratios.len().min(zones_bytes.len());
+    for (ratio, &zone_bytes) in ratios[..count].iter_mut().zip(&zones_bytes[..count]).rev() {
+        let kept_bytes = missing_bytes.min(zone_bytes);
+        if kept_bytes > 0 {
+            *ratio = (*ratio).min((movable_bytes / kept_bytes).max(1));
+            missing_bytes -= kept_bytes;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn reserve_is_kept_in_the_highest_zone_and_the_rest_below() {
+        let ratios = |dma32_mib: u64, normal_mib: u64, movable_mib: u64, reserve_mib: u64| {
+            let mut ratios = LINUX_RESERVE_RATIOS;
+            let zones = [0, dma32_mib * MIB, normal_mib * MIB];
+            lower_reserve_ratios(&mut ratios, &zones, movable_mib * MIB, reserve_mib * MIB);
+            ratios
+        };
+        assert_eq!(ratios(400, 0, 112, 50), [256, 2, 32, 0, 0]);
+        assert_eq!(ratios(3072, 1024, 1024, 512), [256, 256, 2, 0, 0]);
+        assert_eq!(ratios(3072, 512, 512, 768), [256, 2, 1, 0, 0]);
+        assert_eq!(ratios(3072, 32, 480, 480), [256, 1, 15, 0, 0]);
+        // No ratio is raised, and too little movable memory keeps what it can.
+        assert_eq!(ratios(3072, 8192, 8192, 64), LINUX_RESERVE_RATIOS);
+        assert_eq!(ratios(400, 0, 10, 50), [256, 1, 32, 0, 0]);
+        assert_eq!(ratios(400, 0, 0, 0), LINUX_RESERVE_RATIOS);
+        assert_eq!(ratios(0, 0, 500, 500), LINUX_RESERVE_RATIOS);
+        lower_reserve_ratios(&mut [], &[0, 1], 1, 1);
+    }
 
     #[test]
     fn reserve_grows_with_the_memory_that_can_be_added() {

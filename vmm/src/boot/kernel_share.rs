@@ -5,13 +5,12 @@
 //! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory
 //! gets a ZONE_MOVABLE as large as the reserve (docs/decisions/0022).
 
-use balloon::proto::{descriptor_bytes, kernel_reserve_bytes};
+use balloon::proto::{LINUX_RESERVE_RATIOS, descriptor_bytes, kernel_reserve_bytes, lower_reserve_ratios};
 
+use crate::memory::layout::LOW_RAM_END;
 use crate::memory::zone::{Growth, Tier, ZoneSpec};
 
 const MIB: u64 = 1 << 20;
-/// Boot memory up to here is ZONE_DMA32 as a whole; the hole of devices is above it (memory/layout.rs).
-const DMA32_BYTES: u64 = 3 << 30;
 /// Linux rounds ZONE_MOVABLE to blocks of the page allocator (mm/mm_init.c, find_zone_movable_pfns_for_nodes).
 const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
 /// Text, data and boot allocations of the kernel: a fixed part, and a part of boot memory.
@@ -66,7 +65,12 @@ impl KernelShare {
         // The memory that the kernel has left in its zones after boot must hold the reserve.
         let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
         let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
-        let movable_bytes = movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES);
+        // ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve.
+        let most_bytes = match normal_bytes(boot_bytes) {
+            0 => boot_bytes,
+            normal_bytes => normal_bytes / 2,
+        };
+        let movable_bytes = movable_bytes.min(most_bytes).next_multiple_of(MOVABLE_UNIT_BYTES);
         Some(Self { boot_bytes, dram_bytes, reserve_bytes, movable_bytes })
     }
 
@@ -78,12 +82,16 @@ impl KernelShare {
     /// Value of `vm.lowmem_reserve_ratio`. It stays in force in a guest without an agent; an agent adapts it. The ratio counts
     /// DRAM that can be added, because that is movable as well and comes before PM.
     pub fn lowmem_reserve_ratio(&self) -> String {
-        let ratio = ((self.movable_bytes.saturating_add(self.dram_bytes)) / self.reserve_bytes.max(1)).max(1);
-        // The defaults of mm/page_alloc.c for the other zones.
-        match self.boot_bytes <= DMA32_BYTES {
-            true => format!("256 {ratio} 32 0 0"),
-            false => format!("256 256 {} 0 0", ratio.min(32)),
-        }
+        let normal_bytes = normal_bytes(self.boot_bytes);
+        let dma32_bytes = self.boot_bytes - normal_bytes;
+        let zones_bytes = match normal_bytes {
+            0 => [0, dma32_bytes.saturating_sub(self.movable_bytes), 0],
+            normal_bytes => [0, dma32_bytes, normal_bytes.saturating_sub(self.movable_bytes)],
+        };
+        let mut ratios = LINUX_RESERVE_RATIOS;
+        let movable_bytes = self.movable_bytes.saturating_add(self.dram_bytes);
+        lower_reserve_ratios(&mut ratios, &zones_bytes, movable_bytes, self.reserve_bytes);
+        ratios.map(|ratio| ratio.to_string()).join(" ")
     }
 }
 
@@ -94,12 +102,22 @@ pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     let virtio_mem = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem);
     let hotplug_bytes = virtio_mem.fold(0u64, |sum, zone| sum.saturating_add(zone.hotplug_bytes));
     let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes) + boot_bytes / LEAST_MOVABLE_PART);
+    // Programs leave no more than the memory above the hole, half of which is movable for that.
+    let room_bytes = match normal_bytes(boot_bytes) {
+        0 => room_bytes,
+        normal_bytes => room_bytes.min(normal_bytes),
+    };
     let base_bytes = kernel_reserve_bytes(boot_bytes, 0);
     let most_bytes = room_bytes.saturating_sub(base_bytes).saturating_mul(64);
     match hotplug_bytes > most_bytes {
         true => Err(RatioTooHigh { hotplug_bytes, boot_bytes, most_bytes }),
         false => Ok(()),
     }
+}
+
+/// Boot memory in ZONE_NORMAL and its part that becomes ZONE_MOVABLE. Boot memory below the hole is ZONE_DMA32.
+fn normal_bytes(boot_bytes: u64) -> u64 {
+    boot_bytes.saturating_sub(LOW_RAM_END)
 }
 
 fn kernel_bytes(boot_bytes: u64) -> u64 {
@@ -144,6 +162,11 @@ pub(super) mod tests {
         assert_eq!(share(384, 256, 512), expect("36M", "256 8 32 0 0"));
         // ZONE_NORMAL is the highest zone of the kernel.
         assert_eq!(share(8192, 0, 65_536), expect("1536M", "256 256 1 0 0"));
+        // With little of it, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 1024 can be kept) and 1920 MiB.
+        assert_eq!(share(3584, 0, 16_384), expect("256M", "256 1 1 0 0"));
+        assert_eq!(share(4096, 0, 32_768), expect("512M", "256 2 1 0 0"));
+        assert_eq!(share(4096, 0, 65_536), expect("512M", "256 1 1 0 0"));
+        assert_eq!(share(6144, 0, 98_304), expect("1536M", "256 4 1 0 0"));
         // The kernel itself has to fit.
         assert_eq!(share(512, 0, 16_384), expect("144M", "256 1 32 0 0"));
     }
@@ -163,6 +186,10 @@ pub(super) mod tests {
         let error = check(512, 32_768).expect_err("64:1");
         assert_eq!(error.most_bytes / MIB, (512 - 64 - 16 - 32 - 32) * 64);
         assert!(error.to_string().contains("take 512 MiB"), "{error}");
+        // Boot memory of 4 GiB has 1 GiB above the hole.
+        check(4096, 49_152).expect("12:1");
+        let error = check(4096, 65_536).expect_err("16:1");
+        assert_eq!(error.most_bytes / MIB, (1024 - 256) * 64);
         check(64, 1024).expect_err("the kernel alone fills it");
     }
 }
