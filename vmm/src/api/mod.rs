@@ -20,6 +20,7 @@ mod write_timeout;
 pub use self::client::{Client, ClientError};
 pub use self::error::ApiError;
 pub use self::routes::{call_names, router};
+pub use self::seat::ConnectionCounters;
 pub use self::server::{Limits, Server};
 pub use self::socket::{Socket, SocketError};
 pub use self::wire::{MemoryAnswer, PingAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody, VolumesAnswer};

@@ -1,12 +1,14 @@
-//! Who has a connection, and who gives it up where there is no room for another.
+//! Connections of a server, and which of them is closed when another client connects.
 //!
-//! Clients like Kata Containers keep one connection for a VM's whole life and say nothing for hours, so silence alone ends none. But
-//! there are as many as [`Limits`](super::Limits) allows, and a client that forgets its connections must not lock out who wants to end
-//! the VMM: where all are taken, the one that has waited longest for its client makes room. And what a client has begun to say it has
-//! to go on with.
+//! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing for hours, so silence alone ends no
+//! connection. [`Limits`] bounds how many there are. Clients that connect and send nothing may hold only a part of them
+//! ([`Limits::silent`]), so the rest stays for clients that send requests. When a connection has to go, the one that has been
+//! waiting longest for its client is closed: one that has never delivered a request, if there is any. A connection with a call in
+//! progress is never closed.
 
 use std::future::pending;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -17,124 +19,202 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
+use super::server::Limits;
+
 /// What a connection waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Waits {
-    /// Its client's next request, since its last answer.
+    /// The first read. The client may already have sent its request.
+    ForRead,
+    /// The client's next request, since its last answer.
     ForRequest(Instant),
     /// The rest of a request's head, since its first byte.
     ForRest(Instant),
-    /// Nothing of its client but a body, which has a time-out of its own: a call is under way, or its answer.
+    /// A call or its answer, which is in progress.
     ForCall,
     /// Its own end.
     Dismissed,
 }
 
-/// All connections of a server.
-#[derive(Debug, Default)]
-pub(super) struct Seats {
-    taken: Mutex<Vec<Weak<Seat>>>,
-    /// Told when an answer is done.
-    answered: Arc<Notify>,
+impl Waits {
+    /// The time since when the connection waits for its client.
+    fn since(self) -> Option<Instant> {
+        match self {
+            Self::ForRequest(since) | Self::ForRest(since) => Some(since),
+            Self::ForRead | Self::ForCall | Self::Dismissed => None,
+        }
+    }
 }
 
-/// One connection's.
+/// State of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct State {
+    waits: Waits,
+    /// True after the first whole request.
+    has_asked: bool,
+}
+
+/// Connections that a server has accepted, and those that it has closed.
+#[derive(Debug, Default)]
+pub struct ConnectionCounters {
+    /// Accepted connections.
+    pub accepted: AtomicU64,
+    /// Connections that had delivered no request, closed to make room.
+    pub silent: AtomicU64,
+    /// Connections that had delivered requests, closed to make room.
+    pub idle: AtomicU64,
+    /// Connections closed because their client was too slow: with a request's head, with its next request where that has a limit, or
+    /// with reading an answer.
+    pub timed_out: AtomicU64,
+}
+
+/// Room for one more connection.
+#[derive(Debug)]
+pub(super) enum Room {
+    /// There is a free seat.
+    Free,
+    /// The connection that can be closed instead.
+    Instead(Arc<Seat>),
+    /// The time when a connection can be closed.
+    From(Instant),
+    /// None until a call is answered or a connection ends.
+    None,
+}
+
+/// All connections of a server.
+#[derive(Debug)]
+pub(super) struct Seats {
+    limits: Limits,
+    taken: Mutex<Vec<Weak<Seat>>>,
+    /// Notified when a connection begins to wait for its client.
+    idle: Arc<Notify>,
+    counters: Arc<ConnectionCounters>,
+}
+
+/// The seat of one connection.
 #[derive(Debug)]
 pub(super) struct Seat {
-    waits: Mutex<Waits>,
-    /// Told when what it waits for has changed, and not to a call.
+    state: Mutex<State>,
+    /// Notified when the state changes, except to [`Waits::ForCall`].
     changed: Notify,
-    answered: Arc<Notify>,
+    idle: Arc<Notify>,
 }
 
 impl Seats {
-    /// For a connection that has been accepted.
+    pub(super) fn new(limits: Limits, counters: Arc<ConnectionCounters>) -> Self {
+        Self { limits, taken: Mutex::default(), idle: Arc::default(), counters }
+    }
+
+    /// Returns the seat of a connection that has been accepted.
     pub(super) fn take(&self) -> Arc<Seat> {
-        let waits = Mutex::new(Waits::ForRequest(Instant::now()));
-        let seat = Arc::new(Seat { waits, changed: Notify::new(), answered: Arc::clone(&self.answered) });
+        let state = Mutex::new(State { waits: Waits::ForRead, has_asked: false });
+        let seat = Arc::new(Seat { state, changed: Notify::new(), idle: Arc::clone(&self.idle) });
         let mut taken = self.taken.lock();
         taken.retain(|seat| seat.strong_count() > 0);
         taken.push(Arc::downgrade(&seat));
+        self.counters.accepted.fetch_add(1, Ordering::Relaxed);
         seat
     }
 
-    /// The one that has waited longest for its client, and since when.
-    fn longest_waiting(&self) -> Option<Arc<Seat>> {
-        let taken = self.taken.lock();
-        let waiting =
-            taken.iter().filter_map(Weak::upgrade).filter_map(|seat| Some((seat.waits_since()?, seat)));
-        waiting.min_by_key(|(since, _)| *since).map(|(_, seat)| seat)
-    }
-
-    /// Whether one would make room.
-    pub(super) fn can_make_room(&self) -> bool {
-        self.longest_waiting().is_some()
-    }
-
-    /// Dismisses the one that has waited longest. Of a request whose bytes nobody has read yet its client hears no more, as of one
-    /// that is sent while a server ends: HTTP clients try these again.
-    pub(super) fn make_room(&self) {
-        if let Some(seat) = self.longest_waiting() {
-            seat.turn(|_| Waits::Dismissed);
+    /// Looks for room for one more connection.
+    pub(super) fn room(&self) -> Room {
+        let taken: Vec<_> = self.taken.lock().iter().filter_map(Weak::upgrade).collect();
+        let states = taken.iter().map(|seat| (*seat.state.lock(), seat));
+        let states: Vec<_> = states.filter(|(state, _)| state.waits != Waits::Dismissed).collect();
+        let silent = states.iter().filter(|(state, _)| !state.has_asked).count();
+        if states.len() < self.limits.connections && silent < self.limits.silent {
+            return Room::Free;
+        }
+        // As long as there is a silent connection, no client that sends requests loses its own.
+        let candidates = states.iter().filter(|(state, _)| state.has_asked == (silent == 0));
+        let longest = candidates.filter_map(|(state, seat)| Some((state.waits.since()?, seat)));
+        match longest.min_by_key(|(since, _)| *since) {
+            Some((since, seat)) if since.elapsed() >= self.limits.grace => Room::Instead(Arc::clone(seat)),
+            Some((since, _)) => Room::From(since + self.limits.grace),
+            None => Room::None,
         }
     }
 
-    /// Returns when a connection that was busy may have begun to wait.
-    pub(super) async fn somebody_waits(&self) {
-        self.answered.notified().await;
+    /// Closes the connection of `seat`, unless its client has sent a request meanwhile.
+    pub(super) fn dismiss(&self, seat: &Seat) {
+        let mut has_asked = None;
+        seat.turn(|state| match state.waits.since() {
+            Some(_) => {
+                has_asked = Some(state.has_asked);
+                Waits::Dismissed
+            }
+            None => state.waits,
+        });
+        if let Some(has_asked) = has_asked {
+            let counter = if has_asked { &self.counters.idle } else { &self.counters.silent };
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns when a connection may have begun to wait for its client.
+    pub(super) async fn one_waits(&self) {
+        self.idle.notified().await;
     }
 }
 
 impl Seat {
-    fn waits_since(&self) -> Option<Instant> {
-        match *self.waits.lock() {
-            Waits::ForRequest(since) | Waits::ForRest(since) => Some(since),
-            Waits::ForCall | Waits::Dismissed => None,
+    /// Changes the state unless the connection is dismissed. Returns true if it is dismissed now.
+    fn turn(&self, next: impl FnOnce(&mut State) -> Waits) -> bool {
+        let mut state = self.state.lock();
+        let before = *state;
+        if before.waits != Waits::Dismissed {
+            state.waits = next(&mut state);
         }
-    }
-
-    fn turn(&self, next: impl FnOnce(Waits) -> Waits) {
-        let mut waits = self.waits.lock();
-        let before = *waits;
-        *waits = if before == Waits::Dismissed { before } else { next(before) };
-        if *waits != before && *waits != Waits::ForCall {
+        if state.waits != before.waits && state.waits != Waits::ForCall {
             self.changed.notify_one();
         }
+        state.waits == Waits::Dismissed
     }
 
-    /// Bytes have come.
-    pub(super) fn heard(&self) {
-        self.turn(|waits| match waits {
-            Waits::ForRequest(_) => Waits::ForRest(Instant::now()),
+    /// Records a read, which found bytes or not.
+    pub(super) fn read(&self, has_bytes: bool) {
+        let mut is_first = false;
+        self.turn(|state| match state.waits {
+            Waits::ForRead | Waits::ForRequest(_) if has_bytes => Waits::ForRest(Instant::now()),
+            Waits::ForRead => {
+                is_first = true;
+                Waits::ForRequest(Instant::now())
+            }
             other => other,
         });
+        if is_first {
+            self.idle.notify_one();
+        }
     }
 
-    /// A request's head is there.
-    pub(super) fn called(&self) {
-        self.turn(|_| Waits::ForCall);
+    /// Records the head of a request. Returns false if the connection is dismissed; its call is not to be made.
+    pub(super) fn called(&self) -> bool {
+        !self.turn(|state| {
+            state.has_asked = true;
+            Waits::ForCall
+        })
     }
 
     fn answered(&self) {
         self.turn(|_| Waits::ForRequest(Instant::now()));
-        self.answered.notify_one();
+        self.idle.notify_one();
     }
 
-    /// Returns when the connection has to end: it is dismissed, or its client has taken longer than that for a head.
-    pub(super) async fn has_to_go(&self, head: Duration) {
+    /// Returns when the connection has to end. True: it is dismissed. False: its client has taken longer than `head` for a head.
+    pub(super) async fn has_to_go(&self, head: Duration) -> bool {
         loop {
-            let waits = *self.waits.lock();
+            let waits = self.state.lock().waits;
             let overstays = async {
                 match waits {
                     Waits::ForRest(since) => sleep_until(since + head).await,
                     Waits::Dismissed => {}
-                    Waits::ForRequest(_) | Waits::ForCall => pending().await,
+                    Waits::ForRead | Waits::ForRequest(_) | Waits::ForCall => pending().await,
                 }
             };
             tokio::select! {
                 () = overstays => {
-                    if *self.waits.lock() == waits {
-                        return;
+                    if self.state.lock().waits == waits {
+                        return waits == Waits::Dismissed;
                     }
                 }
                 () = self.changed.notified() => {}
@@ -187,8 +267,11 @@ mod tests {
     use super::*;
 
     const HEAD: Duration = Duration::from_secs(10);
+    const MS: Duration = Duration::from_millis(1);
+    const LIMITS: Limits =
+        Limits { connections: 4, silent: 2, grace: Duration::from_millis(20), ..Limits::API };
 
-    /// What happens on a clock that stands still while anything can be done.
+    /// Runs `test` on a clock that stands still while anything can be done.
     fn run(test: impl Future<Output = ()>) {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         runtime.enable_time().start_paused(true).build().unwrap().block_on(test);
@@ -198,50 +281,146 @@ mod tests {
         tokio::time::timeout(within, seat.has_to_go(HEAD)).await.is_ok()
     }
 
+    fn seats() -> Seats {
+        Seats::new(LIMITS, Arc::default())
+    }
+
+    /// A connection whose client has sent nothing yet.
+    fn silent(seats: &Seats) -> Arc<Seat> {
+        let seat = seats.take();
+        seat.read(false);
+        seat
+    }
+
+    /// A connection whose client waits for an answer.
+    fn busy(seats: &Seats) -> Arc<Seat> {
+        let seat = seats.take();
+        seat.read(true);
+        assert!(seat.called());
+        seat
+    }
+
+    /// A connection that is kept after its answer.
+    fn idle(seats: &Seats) -> Arc<Seat> {
+        let seat = busy(seats);
+        seat.answered();
+        seat
+    }
+
+    fn closed_instead(seats: &Seats) -> Option<Arc<Seat>> {
+        match seats.room() {
+            Room::Instead(seat) => Some(seat),
+            Room::Free | Room::From(_) | Room::None => None,
+        }
+    }
+
     #[test]
-    fn who_says_nothing_may_stay_and_who_has_begun_must_go_on() {
+    fn silence_has_no_timeout_and_a_head_has() {
         run(async {
-            let seats = Seats::default();
-            let seat = seats.take();
+            let seats = seats();
+            let seat = silent(&seats);
             assert!(!has_to_go(&seat, 1000 * HEAD).await, "silence");
-            seat.heard();
-            assert!(!has_to_go(&seat, HEAD - Duration::from_millis(1)).await);
+            seat.read(true);
+            assert!(!has_to_go(&seat, HEAD - MS).await);
             // One byte more is no new beginning.
-            seat.heard();
-            assert!(has_to_go(&seat, Duration::from_millis(2)).await);
-            let seat = seats.take();
-            seat.heard();
-            seat.called();
+            seat.read(true);
+            assert!(has_to_go(&seat, 2 * MS).await);
+            let seat = busy(&seats);
             assert!(!has_to_go(&seat, 1000 * HEAD).await, "a call takes as long as it takes");
             seat.answered();
             assert!(!has_to_go(&seat, 1000 * HEAD).await, "silence again");
-            seat.heard();
-            assert!(has_to_go(&seat, HEAD + Duration::from_millis(1)).await);
+            seat.read(true);
+            assert!(has_to_go(&seat, HEAD + MS).await);
         });
     }
 
     #[test]
-    fn who_has_waited_longest_makes_room_and_who_is_served_does_not() {
+    fn silent_connections_do_not_take_seats_of_clients_that_send_requests() {
         run(async {
-            let seats = Seats::default();
-            let (served, begun, silent) = (seats.take(), seats.take(), seats.take());
-            served.called();
-            tokio::time::advance(HEAD / 2).await;
-            begun.heard();
-            for dismissed in [&silent, &begun] {
-                assert!(seats.can_make_room());
-                seats.make_room();
-                assert!(has_to_go(dismissed, Duration::ZERO).await);
+            let seats = seats();
+            let (kept, served) = (idle(&seats), busy(&seats));
+            tokio::time::advance(HEAD).await;
+            let mut last = [silent(&seats), silent(&seats)];
+            for _ in 0..100 {
+                tokio::time::advance(LIMITS.grace).await;
+                let oldest = closed_instead(&seats).expect("a silent connection");
+                assert!(Arc::ptr_eq(&oldest, &last[0]));
+                seats.dismiss(&oldest);
+                assert!(has_to_go(&oldest, Duration::ZERO).await);
+                last.rotate_left(1);
+                last[1] = silent(&seats);
             }
-            assert!(!seats.can_make_room() && !has_to_go(&served, HEAD).await);
-            // What is dismissed stays so, whatever it says.
-            silent.called();
-            silent.answered();
-            assert!(has_to_go(&silent, Duration::ZERO).await && !seats.can_make_room());
-            served.answered();
-            assert!(seats.can_make_room());
-            drop(served);
-            assert!(!seats.can_make_room(), "who has gone has none");
+            assert!(!has_to_go(&kept, Duration::ZERO).await && !has_to_go(&served, Duration::ZERO).await);
+            let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+            assert_eq!((count(&seats.counters.silent), count(&seats.counters.idle)), (100, 0));
+            assert_eq!(count(&seats.counters.accepted), 104);
+        });
+    }
+
+    #[test]
+    fn silent_connections_may_not_fill_free_seats() {
+        run(async {
+            let seats = seats();
+            let first = silent(&seats);
+            assert!(matches!(seats.room(), Room::Free));
+            let _second = silent(&seats);
+            assert!(matches!(seats.room(), Room::From(_)), "2 of 4 seats");
+            assert!(first.called());
+            assert!(matches!(seats.room(), Room::Free), "a request makes room");
+        });
+    }
+
+    #[test]
+    fn connection_has_time_to_send_its_request() {
+        run(async {
+            let seats = seats();
+            let (first, second) = (seats.take(), seats.take());
+            tokio::time::advance(HEAD).await;
+            // The server has not read yet, so both may have a request.
+            assert!(matches!(seats.room(), Room::None));
+            first.read(false);
+            let Room::From(time) = seats.room() else { panic!("a time") };
+            assert_eq!(time, Instant::now() + LIMITS.grace);
+            tokio::time::advance(LIMITS.grace).await;
+            let longest = closed_instead(&seats).unwrap();
+            assert!(Arc::ptr_eq(&longest, &first));
+            // A request that comes after the choice is served.
+            assert!(first.called());
+            seats.dismiss(&longest);
+            assert!(!has_to_go(&first, Duration::ZERO).await);
+            drop(second);
+        });
+    }
+
+    #[test]
+    fn among_clients_that_sent_requests_the_longest_waiting_is_closed() {
+        run(async {
+            let seats = seats();
+            let (served, first) = (busy(&seats), idle(&seats));
+            tokio::time::advance(MS).await;
+            let (_second, _third) = (idle(&seats), idle(&seats));
+            tokio::time::advance(LIMITS.grace).await;
+            let longest = closed_instead(&seats).unwrap();
+            assert!(Arc::ptr_eq(&longest, &first));
+            seats.dismiss(&longest);
+            assert!(!first.called(), "the connection is dismissed, whatever its client sends");
+            assert!(matches!(seats.room(), Room::Free));
+            assert!(!has_to_go(&served, Duration::ZERO).await);
+            assert_eq!(seats.counters.idle.load(Ordering::Relaxed), 1);
+        });
+    }
+
+    #[test]
+    fn calls_in_progress_are_never_closed() {
+        run(async {
+            let seats = seats();
+            let busy = [busy(&seats), busy(&seats), busy(&seats), busy(&seats)];
+            tokio::time::advance(1000 * HEAD).await;
+            assert!(matches!(seats.room(), Room::None));
+            busy[0].answered();
+            assert!(matches!(seats.room(), Room::From(_)));
+            drop(busy);
+            assert!(matches!(seats.room(), Room::Free));
         });
     }
 }

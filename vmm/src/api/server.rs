@@ -1,7 +1,10 @@
 //! HTTP/1.1 on a socket: a task per connection, on the runtime that starts it.
 
+use std::error::Error;
+use std::future::pending;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::Router;
@@ -16,11 +19,11 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use super::fd_stream::{self, Descriptors};
-use super::seat::{Answer, Seat, Seats};
+use super::seat::{Answer, ConnectionCounters, Room, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
 use crate::unix_socket::SocketFile;
@@ -31,15 +34,21 @@ const BUFFER_BYTES: usize = 16 << 10;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a client may take for a request's head. What it sends it has.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// A client sends its request as soon as it is connected, although its thread may have to wait for a CPU.
+const GRACE: Duration = Duration::from_millis(250);
 /// A client reads what it has asked for; one that is stopped for longer asks again.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at once. For one more the one goes that has waited longest for its client; if none waits, it waits to be
-    /// accepted.
+    /// Connections at once. For one more, the connection that has waited longest for its client is closed. If none waits, the new
+    /// one waits to be accepted.
     pub connections: usize,
+    /// Connections at once that have delivered no request yet.
+    pub silent: usize,
+    /// Time that a connection may wait for its client before it is closed to make room.
+    pub grace: Duration,
     /// How long a client may take from the first byte of a request to the end of its head.
     pub head: Duration,
     /// How long a connection may be without a whole request head; for ever when `None`. HTTP cannot tell a
@@ -51,9 +60,17 @@ pub struct Limits {
 
 impl Limits {
     /// The API's: clients like Kata Containers keep one connection for a VM's whole life.
-    pub const API: Self = Self { connections: 256, head: HEAD_TIMEOUT, idle: None, unread: UNREAD_TIMEOUT };
-    /// Metrics', whose address may be reachable for strangers.
-    pub const METRICS: Self = Self { connections: 16, idle: Some(Duration::from_secs(60)), ..Self::API };
+    pub const API: Self = Self {
+        connections: 256,
+        silent: 128,
+        grace: GRACE,
+        head: HEAD_TIMEOUT,
+        idle: None,
+        unread: UNREAD_TIMEOUT,
+    };
+    /// The limits of the metrics server, whose address may be reachable for strangers.
+    pub const METRICS: Self =
+        Self { connections: 64, silent: 32, idle: Some(Duration::from_secs(60)), ..Self::API };
 }
 
 /// A server that runs until it is stopped or dropped.
@@ -61,6 +78,7 @@ impl Limits {
 pub struct Server {
     stop: watch::Sender<()>,
     accepting: JoinHandle<()>,
+    counters: Arc<ConnectionCounters>,
     _file: Option<SocketFile>,
 }
 
@@ -68,17 +86,24 @@ impl Server {
     /// Serves `router` on `socket`. Must be called on a tokio runtime with I/O and time.
     pub fn start(socket: Socket, router: Router, limits: Limits) -> io::Result<Self> {
         let (stop, stopped) = watch::channel(());
+        let counters = Arc::<ConnectionCounters>::default();
+        let counted = Arc::clone(&counters);
         let accepting = match socket.listener {
             Listener::Unix(listener) => {
                 let listener = UnixListener::from_std(listener)?;
-                tokio::spawn(accept_loop(listener, router, limits, stopped))
+                tokio::spawn(accept_loop(listener, router, limits, counted, stopped))
             }
             Listener::Tcp(listener) => {
                 let listener = TcpListener::from_std(listener)?;
-                tokio::spawn(accept_loop(listener, router, limits, stopped))
+                tokio::spawn(accept_loop(listener, router, limits, counted, stopped))
             }
         };
-        Ok(Self { stop, accepting, _file: socket.file })
+        Ok(Self { stop, accepting, counters, _file: socket.file })
+    }
+
+    /// Returns the counters of its connections.
+    pub fn counters(&self) -> Arc<ConnectionCounters> {
+        Arc::clone(&self.counters)
     }
 
     /// Accepts nothing more, and waits a moment until answers that are under way are sent.
@@ -114,24 +139,41 @@ impl Accepted for TcpStream {
     }
 }
 
-async fn accept_loop<L>(mut listener: L, router: Router, limits: Limits, mut stopped: watch::Receiver<()>)
-where
+async fn accept_loop<L>(
+    mut listener: L,
+    router: Router,
+    limits: Limits,
+    counters: Arc<ConnectionCounters>,
+    mut stopped: watch::Receiver<()>,
+) where
     L: AcceptIo<Io: Accepted>,
 {
-    let (mut connections, seats) = (JoinSet::new(), Seats::default());
+    let (mut connections, seats) = (JoinSet::new(), Seats::new(limits, Arc::clone(&counters)));
     loop {
-        let has_room = connections.len() < limits.connections;
+        let room = seats.room();
+        let wakes_at = match room {
+            Room::From(time) => Some(time),
+            Room::Free | Room::Instead(_) | Room::None => None,
+        };
         tokio::select! {
             biased;
             _ = stopped.changed() => break,
             Some(_) = connections.join_next() => {}
-            (stream, _) = listener.accept(), if has_room || seats.can_make_room() => {
-                if !has_room {
-                    seats.make_room();
+            (stream, _) = listener.accept(), if matches!(room, Room::Free | Room::Instead(_)) => {
+                if let Room::Instead(seat) = room {
+                    // If it got a request while this one was waited for, there is one connection too many for a while.
+                    seats.dismiss(&seat);
                 }
-                connections.spawn(serve_connection(stream, router.clone(), limits, seats.take(), stopped.clone()));
+                let (seat, counters) = (seats.take(), Arc::clone(&counters));
+                let served = serve_connection(stream, router.clone(), limits, seat, stopped.clone());
+                connections.spawn(async move {
+                    if served.await == End::TimedOut {
+                        counters.timed_out.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
             }
-            () = seats.somebody_waits(), if !has_room => {}
+            () = sleep_until(wakes_at.unwrap_or_else(Instant::now)), if wakes_at.is_some() => {}
+            () = seats.one_waits(), if !matches!(room, Room::Free) => {}
         }
     }
     drop(listener);
@@ -141,13 +183,22 @@ where
     }
 }
 
+/// Why a connection has ended.
+#[derive(Debug, PartialEq, Eq)]
+enum End {
+    /// Its client or an error ended it, or the server made room.
+    Closed,
+    /// Its client was too slow.
+    TimedOut,
+}
+
 async fn serve_connection<A: Accepted>(
     accepted: A,
     router: Router,
     limits: Limits,
     seat: Arc<Seat>,
     mut stopped: watch::Receiver<()>,
-) {
+) -> End {
     let waiting = Descriptors::default();
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
@@ -159,10 +210,14 @@ async fn serve_connection<A: Accepted>(
     let calls = TowerToHyperService::new(router);
     let served = Arc::clone(&seat);
     let service = service_fn(move |mut request: Request<Incoming>| {
-        served.called();
+        let is_called = served.called();
         request.extensions_mut().insert(waiting.clone());
         let (answer, waiting, seat) = (calls.call(request), waiting.clone(), Arc::clone(&served));
         async move {
+            if !is_called {
+                // The connection is about to be dropped. A call whose answer nobody gets is not made.
+                pending::<()>().await;
+            }
             let answer = answer.await;
             // What the call has not taken is nobody's.
             drop(waiting.take());
@@ -174,9 +229,9 @@ async fn serve_connection<A: Accepted>(
     let result = tokio::select! {
         // First: who has to go is not served once more.
         biased;
-        () = seat.has_to_go(limits.head) => {
-            debug!("A connection with half a request is dropped, or one that nobody uses to make room for another");
-            return;
+        is_dismissed = seat.has_to_go(limits.head) => {
+            debug!(is_dismissed, "Closed a connection to make room, or because the head of its request was late");
+            return if is_dismissed { End::Closed } else { End::TimedOut };
         }
         result = connection.as_mut() => result,
         _ = stopped.changed() => {
@@ -184,7 +239,13 @@ async fn serve_connection<A: Accepted>(
             connection.await
         }
     };
-    if let Err(error) = result {
-        debug!(%error, "A connection has ended");
-    }
+    let Err(error) = result else { return End::Closed };
+    debug!(%error, "A connection has ended");
+    if is_timeout(&error) { End::TimedOut } else { End::Closed }
+}
+
+/// Returns true for a time-out of hyper's and for one of [`WriteTimeout`].
+fn is_timeout(error: &hyper::Error) -> bool {
+    let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+    error.is_timeout() || source.is_some_and(|error| error.kind() == io::ErrorKind::TimedOut)
 }

@@ -67,7 +67,7 @@ impl Socket {
         let flag = "--metrics";
         match wanted {
             MetricsAddress::Unix(path, access) => Self::bind_path(flag, path, access),
-            MetricsAddress::Tcp(address) => {
+            MetricsAddress::Tcp(address, _) => {
                 let bind = || -> io::Result<TcpListener> {
                     let listener = TcpListener::bind(address)?;
                     listener.set_nonblocking(true)?;
@@ -139,9 +139,9 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert_eq!(text, r#"--api-socket: cannot listen on "/nowhere/api""#);
-        let any = MetricsAddress::Tcp("127.0.0.1:0".parse().unwrap());
+        let any = MetricsAddress::Tcp("127.0.0.1:0".parse().unwrap(), Vec::new());
         let first = Socket::for_metrics(&any).unwrap();
-        let same = MetricsAddress::Tcp(first.tcp_address().unwrap());
+        let same = MetricsAddress::Tcp(first.tcp_address().unwrap(), Vec::new());
         let text = Socket::for_metrics(&same).unwrap_err().to_string();
         assert!(text.starts_with("--metrics: cannot listen on 127.0.0.1:"), "{text}");
     }

@@ -78,9 +78,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for WriteTimeout<S> {
     ) -> Poll<io::Result<()>> {
         let before = bytes.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, bytes);
-        if bytes.filled().len() > before {
-            self.seat.heard();
-        }
+        self.seat.read(bytes.filled().len() > before);
         read
     }
 }

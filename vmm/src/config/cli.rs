@@ -178,7 +178,7 @@ struct Flags {
     /// PATH|path=PATH[,mode=M][,group=G]|fd=N: REST API; users who may connect [default: mode=0600]
     #[arg(long, value_name = "SOCKET", help_heading = "Control")]
     api_socket: Option<String>,
-    /// ADDRESS:PORT|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, users who may connect, and what they call the VM [default: mode=0600, the API socket's name]
+    /// [ADDRESS:]PORT[,host=NAME]...|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, DNS names and users that may connect, and the VM's name in them [default: ADDRESS=127.0.0.1, mode=0600, the API socket's name]
     #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
     metrics: Option<String>,
     /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
@@ -227,8 +227,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         Some(text) => MetricsAddress::parse_named(text).map(|(address, name)| (Some(address), name))?,
         None => (None, None),
     };
-    if let Some(MetricsAddress::Tcp(address)) = &metrics
-        && !address.ip().is_loopback()
+    if let Some(MetricsAddress::Tcp(address, _)) = &metrics
+        && !address.ip().to_canonical().is_loopback()
     {
         warnings.push(format!(
             "--metrics {address}: every host that reaches this address can read the metrics; 127.0.0.1 or unix:PATH keeps them on this host"
@@ -489,7 +489,7 @@ mod tests {
         assert_eq!(config.serial.mode, ConsoleMode::File);
         assert_eq!(config.vsock.unwrap().cid, 3);
         assert_eq!(launch.api_socket, ApiSocket::parse("/run/vm.sock").ok());
-        assert!(matches!(launch.metrics, Some(MetricsAddress::Tcp(_))));
+        assert!(matches!(launch.metrics, Some(MetricsAddress::Tcp(..))));
         assert_eq!(launch.log.verbosity, 2);
         assert_eq!(launch.warnings, Vec::<String>::new());
     }

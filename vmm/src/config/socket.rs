@@ -1,7 +1,7 @@
 //! Where the VMM listens: `--api-socket`, `--metrics`, and the bound that all unix sockets have.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -143,11 +143,30 @@ fn inherited_fd(flag: &'static str, number: &str) -> Result<RawFd, ConfigError> 
     })
 }
 
-/// `--metrics ADDRESS:PORT[,vm=NAME]|unix:PATH[,vm=NAME][,mode=M][,group=G]`.
+/// Longest name of a host (RFC 1035, 2.3.4, without the length bytes of the first label and the root).
+const MAX_HOST_NAME_BYTES: usize = 253;
+
+/// Reads `host=`.
+fn host_name(flag: &'static str, value: &str) -> Result<String, ConfigError> {
+    let is_valid = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    if value.is_empty() || value.len() > MAX_HOST_NAME_BYTES || !value.chars().all(is_valid) {
+        return Err(ConfigError::BadValue {
+            flag,
+            key: "host".to_owned(),
+            value: value.to_owned(),
+            expected: format!(
+                "the name of a host: 1 to {MAX_HOST_NAME_BYTES} letters, digits, hyphens and dots, without a port"
+            ),
+        });
+    }
+    Ok(value.to_owned())
+}
+
+/// `--metrics [ADDRESS:]PORT[,host=NAME]...[,vm=NAME]|unix:PATH[,vm=NAME][,mode=M][,group=G]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
-    /// A TCP address.
-    Tcp(SocketAddr),
+    /// A TCP address, and names under which clients may request it.
+    Tcp(SocketAddr, Vec<String>),
     /// A unix socket.
     Unix(PathBuf, SocketAccess),
 }
@@ -155,8 +174,13 @@ pub enum MetricsAddress {
 impl MetricsAddress {
     /// Reads the flag's value: the address, and the name of the VM if `,vm=NAME` gives one.
     pub fn parse_named(text: &str) -> Result<(Self, Option<String>), ConfigError> {
-        let (flag, mut name) = ("--metrics", None);
-        let (address, access) = SocketAccess::split(flag, text, &["vm", "mode", "group"], |key, value| {
+        let (flag, mut name, mut hosts) = ("--metrics", None, Vec::new());
+        let keys = ["vm", "host", "mode", "group"];
+        let (address, access) = SocketAccess::split(flag, text, &keys, |key, value| {
+            if key == "host" {
+                hosts.push(host_name(flag, value)?);
+                return Ok(());
+            }
             if value.is_empty() || value.chars().any(char::is_control) {
                 return Err(ConfigError::BadValue {
                     flag,
@@ -170,9 +194,14 @@ impl MetricsAddress {
         })?;
         let mut address = Self::parse(address)?;
         match (&mut address, access) {
-            (_, None) => {}
+            (Self::Unix(path, _), _) if !hosts.is_empty() => {
+                let reason = format!("host= is for ADDRESS:PORT, and {} is a unix socket", path.display());
+                return Err(ConfigError::Conflict { flag, reason });
+            }
+            (Self::Unix(..), None) => {}
             (Self::Unix(_, socket), Some(access)) => *socket = access,
-            (Self::Tcp(tcp), Some(_)) => {
+            (Self::Tcp(_, names), None) => *names = hosts,
+            (Self::Tcp(tcp, _), Some(_)) => {
                 let reason = format!("mode= and group= are for unix:PATH, and {tcp} is a TCP address");
                 return Err(ConfigError::Conflict { flag, reason });
             }
@@ -188,10 +217,21 @@ impl MetricsAddress {
             check_path(flag, &path)?;
             return Ok(Self::Unix(path, SocketAccess::default()));
         }
-        text.parse().map(Self::Tcp).map_err(|_| ConfigError::Conflict {
+        // A port alone is no reason to listen on the network.
+        let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+        let address = port.or_else(|_| text.parse()).map_err(|_| ConfigError::Conflict {
             flag,
-            reason: format!("{text:?} is neither ADDRESS:PORT, like 127.0.0.1:9745, nor unix:PATH"),
-        })
+            reason: format!("{text:?} is neither ADDRESS:PORT, like 127.0.0.1:9745, nor PORT, nor unix:PATH"),
+        })?;
+        Ok(Self::Tcp(address, Vec::new()))
+    }
+
+    /// Names under which clients may request a TCP address. `None` for a unix socket, which no browser reaches.
+    pub fn host_names(&self) -> Option<Vec<String>> {
+        match self {
+            Self::Tcp(_, names) => Some(names.clone()),
+            Self::Unix(..) => None,
+        }
     }
 }
 
@@ -227,17 +267,35 @@ mod tests {
 
     #[test]
     fn metrics_addresses_are_read() {
-        let tcp = MetricsAddress::Tcp("127.0.0.1:9745".parse().unwrap());
-        assert_eq!(MetricsAddress::parse("127.0.0.1:9745"), Ok(tcp));
+        let tcp = MetricsAddress::Tcp("127.0.0.1:9745".parse().unwrap(), Vec::new());
+        assert_eq!(MetricsAddress::parse("127.0.0.1:9745").as_ref(), Ok(&tcp));
+        assert_eq!(MetricsAddress::parse("9745"), Ok(tcp), "loopback without an address");
         assert_eq!(
             MetricsAddress::parse("unix:/run/m"),
             Ok(MetricsAddress::Unix("/run/m".into(), SocketAccess::default()))
         );
         assert!(MetricsAddress::parse("[::1]:9745").is_ok());
-        for text in ["", "9745", "127.0.0.1", "127.0.0.1:70000", "host:1", "unix:"] {
+        for text in ["", ":9745", "70000", "127.0.0.1", "127.0.0.1:70000", "host:1", "unix:"] {
             let error = MetricsAddress::parse(text).unwrap_err().to_string();
             assert!(error.starts_with("--metrics: "), "{error}");
         }
+    }
+
+    #[test]
+    fn host_names_are_read() {
+        let names = |text: &str| MetricsAddress::parse_named(text).map(|(address, _)| address.host_names());
+        assert_eq!(names("127.0.0.1:1"), Ok(Some(Vec::new())));
+        let two = vec!["vm1.example.org".to_owned(), "vm1".to_owned()];
+        assert_eq!(names("0.0.0.0:1,host=vm1.example.org,vm=a,host=vm1"), Ok(Some(two)));
+        assert_eq!(names("unix:/run/m"), Ok(None));
+        let error = |text: &str| names(text).unwrap_err().to_string();
+        for host in ["", "a:9745", "a b", "http://a", "*", &"a".repeat(254)] {
+            let text = error(&format!("1,host={host}"));
+            let named = format!("--metrics: host={host:?} is not the name of a host: 1 to 253 ");
+            assert!(text.starts_with(&named), "{text}");
+        }
+        let text = error("unix:/run/m,host=a");
+        assert_eq!(text, "--metrics: host= is for ADDRESS:PORT, and /run/m is a unix socket");
     }
 
     #[test]

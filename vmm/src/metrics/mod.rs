@@ -8,7 +8,9 @@ mod devices;
 mod disk;
 mod expose;
 mod format;
+mod host_check;
 mod hotplug;
+mod http;
 mod latency;
 mod memory;
 mod net;
@@ -25,7 +27,7 @@ mod vsock;
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -45,6 +47,7 @@ pub use self::pressure::{PressureSample, PressureSource, PressureZone};
 pub use self::serve::router;
 pub use self::vcpu::VcpuMetrics;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
+use crate::api::ConnectionCounters;
 use crate::bus::BusMetrics;
 use crate::events::EventCounters;
 use crate::memory::backing::MappingBudget;
@@ -107,6 +110,8 @@ struct Sources {
     machine: Mutex<MachineSources>,
     events: Arc<EventCounters>,
     is_seccomp_missing: AtomicBool,
+    servers: Mutex<Vec<http::NamedServer>>,
+    refused_hosts: AtomicU64,
     zones: Mutex<Vec<ZoneInfo>>,
 }
 
@@ -116,6 +121,7 @@ impl Collector for Sources {
         let machine = self.machine.lock();
         process::expose(&mut out, &self.events)?;
         process::expose_missing_seccomp(&mut out, self.is_seccomp_missing.load(Ordering::Relaxed))?;
+        http::expose(&mut out, &self.servers.lock(), &self.refused_hosts)?;
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
         machine.mappings.as_ref().map_or(Ok(()), |budget| memory::expose_mappings(&mut out, budget))?;
         memory::expose_lost(&mut out, &machine.ranges)?;
@@ -172,6 +178,16 @@ impl Metrics {
     /// Records that `--seccomp` asks for a system call filter, which does not exist yet.
     pub fn set_seccomp_missing(&self) {
         self.sources.is_seccomp_missing.store(true, Ordering::Relaxed);
+    }
+
+    /// Adds the counters of the server called `name`.
+    pub fn add_server(&self, name: &'static str, counters: Arc<ConnectionCounters>) {
+        self.sources.servers.lock().push((name, counters));
+    }
+
+    /// Counts a scrape that was refused because of its `Host` header.
+    fn count_refused_host(&self) {
+        self.sources.refused_hosts.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Says what the VM has got since, or lost.

@@ -3,24 +3,44 @@
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 
 use super::Metrics;
 use super::format::Format;
+use super::host_check::check_host;
 use crate::vm::request::{VmHandle, VmRequest};
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
-/// Serves `metrics`; the zones' sizes are asked of the VM's owner at each scrape.
-pub fn router(metrics: Arc<Metrics>, vm: VmHandle) -> Router {
-    Router::new()
+/// Serves `metrics`. The sizes of the zones are requested from the VM's owner at each scrape. With `host_names`, requests for other
+/// hosts than these, `localhost` and IP addresses are refused.
+pub fn router(metrics: Arc<Metrics>, vm: VmHandle, host_names: Option<Vec<String>>) -> Router {
+    let router = Router::new()
         .route("/", get(async || Html(INDEX)))
         .route("/metrics", get(scrape))
         .fallback(async || (StatusCode::NOT_FOUND, "There is /metrics, and nothing else.\n"))
-        .with_state((metrics, vm))
+        .with_state((Arc::clone(&metrics), vm));
+    let Some(names) = host_names else { return router };
+    let guard = (metrics, Arc::<[String]>::from(names));
+    router.layer(from_fn_with_state(guard, check_request))
+}
+
+async fn check_request(
+    State((metrics, names)): State<(Arc<Metrics>, Arc<[String]>)>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match check_host(request.version(), request.uri(), request.headers(), &names) {
+        Ok(()) => next.run(request).await,
+        Err(refused) => {
+            metrics.count_refused_host();
+            refused.into_response()
+        }
+    }
 }
 
 async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>, headers: HeaderMap) -> Response {

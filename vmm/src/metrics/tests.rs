@@ -11,7 +11,7 @@ use balloon::proto::{RawReport, Report};
 use balloon::statistics::Tag;
 use pmem_volume::media::OnPageLost;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
+use tokio::net::{TcpStream, UnixStream};
 
 use super::*;
 use crate::api::{Limits, Server, Socket};
@@ -171,6 +171,7 @@ type Others = (Arc<dyn PressureSource>, Arc<dyn Sectors>);
 /// Metrics with a source of every kind, and what must be kept alive for them.
 fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let metrics = Metrics::new("vm \"1\"", told());
+    metrics.add_server("api", Arc::default());
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     let again = pool.alloc_memory(CHUNK_BYTES).unwrap();
@@ -483,6 +484,42 @@ async fn get(socket: &std::path::Path, request: &str) -> String {
     answer
 }
 
+#[test]
+fn requests_for_unknown_hosts_are_refused_on_tcp() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (address, _) = MetricsAddress::parse_named("127.0.0.1:0,host=vm1.example.org").unwrap();
+        let socket = Socket::for_metrics(&address).unwrap();
+        let tcp = socket.tcp_address().unwrap();
+        let metrics = Arc::new(Metrics::new("a", Arc::default()));
+        // Without an owner there are no zones.
+        let (vm, _) = VmHandle::channel();
+        let router = router(Arc::clone(&metrics), vm, address.host_names());
+        let server = Server::start(socket, router, Limits::METRICS).unwrap();
+        metrics.add_server("metrics", server.counters());
+        let get = async |host: &str| {
+            let mut stream = TcpStream::connect(tcp).await.unwrap();
+            let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+            stream.write_all(request.as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await.unwrap();
+            answer
+        };
+        for host in [&*tcp.to_string(), "localhost", "vm1.example.org:9745", "192.0.2.1"] {
+            let answer = get(host).await;
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        }
+        let answer = get("evil.example").await;
+        assert!(answer.starts_with("HTTP/1.1 421 ") && !answer.contains("foreshore_"), "{answer}");
+        assert!(answer.contains("\"evil.example\" is neither an IP address nor localhost"), "{answer}");
+        let answer = get("localhost").await;
+        assert!(answer.contains("foreshore_metrics_refused_hosts_total{vm=\"a\"} 1\n"), "{answer}");
+        let accepted = "foreshore_http_connections_total{vm=\"a\",server=\"metrics\"} 6\n";
+        assert!(answer.contains(accepted), "{answer}");
+        server.stop().await;
+    });
+}
+
 /// A governor of a guest that has just started, and what was asked of it.
 #[derive(Debug)]
 struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
@@ -538,7 +575,7 @@ fn metrics_are_served_over_http() {
         });
         let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
         let (metrics, _pool, _others) = everything();
-        let server = Server::start(socket, router(Arc::new(metrics), vm), Limits::METRICS).unwrap();
+        let server = Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
         assert!(answer.contains("Content-Type: text/plain; version=0.0.4"), "{answer}");

@@ -13,7 +13,7 @@ use super::request::{VmHandle, VmRequest};
 use super::resources::Resources;
 use super::taps;
 use crate::api::{self, Limits, Server, Socket, SocketError};
-use crate::config::Launch;
+use crate::config::{Launch, MetricsAddress};
 use crate::events::{Event, Events, Monitor, MonitorError};
 use crate::metrics::{self, Metrics};
 use crate::virtio::net::tap::TapError;
@@ -82,11 +82,15 @@ fn serve(
         }
         let exposition = match metrics_socket {
             Some(socket) => {
-                let router = metrics::router(Arc::clone(&metrics), handle.clone());
+                let names = launch.metrics.as_ref().and_then(MetricsAddress::host_names);
+                let router = metrics::router(Arc::clone(&metrics), handle.clone(), names);
                 Some(Server::start(socket, router, Limits::METRICS)?)
             }
             None => None,
         };
+        for (name, server) in [("api", &server), ("metrics", &exposition)] {
+            server.iter().for_each(|server| metrics.add_server(name, server.counters()));
+        }
         tokio::spawn(end_on_signals(handle)?);
         tokio::spawn(events.clone().tell_what_was_withheld());
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));

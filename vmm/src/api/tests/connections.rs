@@ -1,5 +1,7 @@
 //! Who may have a connection, and for how long.
 
+use std::sync::atomic::Ordering;
+
 use tokio::io::Interest;
 
 use super::*;
@@ -30,16 +32,53 @@ fn who_asks_and_never_reads_is_not_kept() {
 }
 
 #[test]
-fn where_all_connections_are_taken_who_has_waited_longest_makes_room() {
+fn connection_without_a_request_is_closed_before_one_that_had_requests() {
     let limits = Limits { connections: 2, ..Limits::API };
     run_within(limits, async |fixture| {
         let (mut idle, mut half) = (fixture.connect().await, fixture.connect().await);
         assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
         half.send("GET /api/v1/vmm.pi").await;
+        let mut next = fixture.connect().await;
+        assert_eq!(next.call("GET", "vmm.ping", "").await.0, 200);
+        assert_eq!(half.receive().await, None);
+        assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
+        // Now there is no other, and `next` has waited longer.
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
-        assert_eq!(idle.receive().await, None);
-        half.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        assert_eq!(half.receive().await.unwrap().0, 200);
+        assert_eq!(next.receive().await, None);
+        assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
+    });
+}
+
+/// Connects and sends nothing, again as soon as the server closes the connection.
+async fn connect_in_silence(path: PathBuf) {
+    loop {
+        let mut silent = UnixStream::connect(&path).await.unwrap();
+        // The end, or a reset.
+        let _ = silent.read(&mut [0]).await;
+    }
+}
+
+#[test]
+fn silent_connections_do_not_push_out_requests() {
+    const SILENT: usize = 40;
+    let limits = Limits { connections: 16, silent: 8, grace: Duration::from_millis(10), ..Limits::METRICS };
+    run_within(limits, async |fixture| {
+        let mut kept = fixture.connect().await;
+        assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
+        let silent: Vec<_> =
+            (0..SILENT).map(|_| tokio::spawn(connect_in_silence(fixture.path.clone()))).collect();
+        let counters = fixture.server.counters();
+        let closed = || counters.silent.load(Ordering::Relaxed);
+        let mut answered = 0;
+        // All of them were closed several times.
+        while closed() < 4 * SILENT as u64 {
+            assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+            assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
+            answered += 1;
+        }
+        assert!(answered > 0);
+        assert_eq!(counters.idle.load(Ordering::Relaxed), 0);
+        silent.iter().for_each(|task| task.abort());
     });
 }
 
