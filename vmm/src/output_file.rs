@@ -58,7 +58,20 @@ impl From<OutputFileError> for io::Error {
     }
 }
 
-/// Admits an open file for output, and excludes disks and pools from it as long as it is open. Pipes and terminals pass.
+/// Excludes disks and pools from an open file as long as it is open. Pipes and terminals pass.
+pub fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
+    let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Ok(());
+    }
+    // Shared, because a serial port and a console may have one file.
+    match try_lock(file, LockKind::Shared).map_err(failed)? {
+        Ok(()) => Ok(()),
+        Err(holder) => Err(OutputFileError::InUse { path: path.to_owned(), holder }),
+    }
+}
+
+/// Admits an open file for output, and locks it. Pipes and terminals pass.
 pub fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
     let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
     let kind = file.metadata().map_err(failed)?.file_type();
@@ -68,10 +81,7 @@ pub fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
     if !kind.is_file() {
         return Ok(());
     }
-    // Shared, because a serial port and a console may have one file.
-    if let Err(holder) = try_lock(file, LockKind::Shared).map_err(failed)? {
-        return Err(OutputFileError::InUse { path: path.to_owned(), holder });
-    }
+    lock(file, path)?;
     if Mark::of(file) == Some(Mark::Output) {
         return Ok(());
     }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::option_parser::{Refused, Syntax};
 use super::refused;
+use super::size::{MAX_BYTES, Size};
 use super::socket;
 
 const REFUSED: &[&[Refused]] = &[
@@ -15,7 +16,7 @@ const REFUSED: &[&[Refused]] = &[
     &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }],
 ];
 const WORDS: &[&str] = &["off", "null", "tty", "pty"];
-const KEYS: &[&str] = &["file", "socket"];
+const KEYS: &[&str] = &["file", "socket", "max_size"];
 pub(super) const SERIAL: Syntax = Syntax { flag: "--serial", keys: KEYS, words: WORDS, refused: REFUSED };
 pub(super) const CONSOLE: Syntax = Syntax { flag: "--console", keys: KEYS, words: WORDS, refused: REFUSED };
 
@@ -49,7 +50,16 @@ pub struct ConsoleConfig {
     /// The socket, with [`ConsoleMode::Socket`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
+    /// Largest size of the file, in bytes. 0 is no limit; [`DEFAULT_MAX_SIZE`] if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_size: Option<u64>,
 }
+
+/// Largest size of a console's file if the user gives none.
+pub const DEFAULT_MAX_SIZE: u64 = 64 << 20;
+
+/// Lowest limit: smaller files are renamed with nearly every write.
+const LEAST_MAX_SIZE: u64 = 64 << 10;
 
 impl ConsoleConfig {
     /// COM1 when nothing is said of it: there, and silent.
@@ -75,11 +85,12 @@ impl ConsoleConfig {
     fn parse(syntax: &'static Syntax, text: &str) -> Result<Self, ConfigError> {
         let options = syntax.parse(text)?;
         let (file, socket) = (options.path("file")?, options.path("socket")?);
+        let max_size = options.size("max_size")?;
         let words = WORDS.iter().filter(|word| options.has(word)).map(|word| mode_of(word));
         let paths = [file.as_ref().map(|_| ConsoleMode::File), socket.as_ref().map(|_| ConsoleMode::Socket)];
         let mut modes = words.chain(paths.into_iter().flatten());
         match (modes.next(), modes.next()) {
-            (Some(mode), None) => Ok(Self { mode, file, socket }),
+            (Some(mode), None) => Ok(Self { mode, file, socket, max_size }),
             _ => Err(one_of(syntax.flag, text)),
         }
     }
@@ -89,11 +100,35 @@ impl ConsoleConfig {
         let file_fits =
             (self.mode == ConsoleMode::File) == self.file.is_some() || self.mode == ConsoleMode::Pty;
         if !file_fits || (self.mode == ConsoleMode::Socket) != self.socket.is_some() {
-            let Self { mode, file, socket } = self;
+            let Self { mode, file, socket, .. } = self;
             let reason = format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
             return Err(ConfigError::Conflict { flag, reason });
         }
+        self.check_max_size(flag)?;
         self.socket.as_ref().map_or(Ok(()), |path| socket::check_path(flag, path))
+    }
+}
+
+impl ConsoleConfig {
+    /// Largest size of the file in bytes, if it has a limit.
+    pub fn max_bytes(&self) -> Option<u64> {
+        Some(self.max_size.unwrap_or(DEFAULT_MAX_SIZE)).filter(|bytes| *bytes > 0)
+    }
+
+    fn check_max_size(&self, flag: &'static str) -> Result<(), ConfigError> {
+        let (key, Some(bytes)) = ("max_size", self.max_size) else { return Ok(()) };
+        if self.mode != ConsoleMode::File {
+            let reason = format!("{key} is for a file, and the mode is {:?}", self.mode);
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        let value = Size(bytes);
+        if (1..LEAST_MAX_SIZE).contains(&bytes) {
+            return Err(ConfigError::TooSmall { flag, key, value, least: Size(LEAST_MAX_SIZE) });
+        }
+        if bytes > MAX_BYTES {
+            return Err(ConfigError::TooLarge { flag, key, value, most: Size(MAX_BYTES), because: "" });
+        }
+        Ok(())
     }
 }
 
@@ -124,10 +159,11 @@ mod tests {
         assert_eq!(serial("null").mode, ConsoleMode::Null);
         assert_eq!(serial("tty").mode, ConsoleMode::Tty);
         assert_eq!(serial("pty").mode, ConsoleMode::Pty);
-        let file = ConsoleConfig { mode: ConsoleMode::File, file: Some("/log".into()), socket: None };
+        let file = ConsoleConfig { mode: ConsoleMode::File, file: Some("/log".into()), ..Default::default() };
         assert_eq!(serial("file=/log"), file);
         assert!(file.validate("--serial").is_ok());
-        let socket = ConsoleConfig { mode: ConsoleMode::Socket, file: None, socket: Some("/s".into()) };
+        let socket =
+            ConsoleConfig { mode: ConsoleMode::Socket, socket: Some("/s".into()), ..Default::default() };
         assert_eq!(serial("socket=/s"), socket);
         assert!(socket.validate("--serial").is_ok());
         let json = |text| serde_json::from_str::<ConsoleConfig>(text).unwrap();
@@ -138,6 +174,29 @@ mod tests {
     }
 
     #[test]
+    fn size_of_a_file_is_limited() {
+        let serial = |text| ConsoleConfig::parse_serial(text).unwrap();
+        assert_eq!(serial("file=/log").max_bytes(), Some(DEFAULT_MAX_SIZE));
+        assert_eq!(serial("file=/log,max_size=2M").max_bytes(), Some(2 << 20));
+        assert_eq!(serial("file=/log,max_size=0").max_bytes(), None);
+        let json = r#"{"mode":"File","file":"/log","max_size":65536}"#;
+        assert_eq!(serde_json::from_str::<ConsoleConfig>(json).unwrap(), serial("file=/log,max_size=64K"));
+        let error = |text| serial(text).validate("--serial").unwrap_err().to_string();
+        assert_eq!(
+            error("file=/log,max_size=1K"),
+            "--serial: max_size is 1 KiB, and must be at least 64 KiB"
+        );
+        assert!(
+            error("file=/log,max_size=100000T")
+                .starts_with("--serial: max_size is 100000 TiB, and must be at most")
+        );
+        assert_eq!(error("tty,max_size=1M"), "--serial: max_size is for a file, and the mode is Tty");
+        assert!(serial("file=/log,max_size=0").validate("--serial").is_ok());
+        let text = ConsoleConfig::parse_serial("file=/log,max_size=big").unwrap_err().to_string();
+        assert!(text.starts_with("--serial: max_size"), "{text}");
+    }
+
+    #[test]
     fn anything_else_is_refused() {
         let error = |text| ConsoleConfig::parse_console(text).unwrap_err().to_string();
         let modes = "off, null, tty, pty, file=PATH and socket=PATH";
@@ -145,10 +204,11 @@ mod tests {
             assert_eq!(error(text), format!("--console: {text:?} is not one of {modes}"));
         }
         assert!(error("file=").contains("is not a path"));
-        assert!(error("loud").contains("the keys are off, null, tty, pty, file=, socket="));
+        assert!(error("loud").contains("the keys are off, null, tty, pty, file=, socket=, max_size="));
         assert!(error("pty,iommu=on").contains("no virtual IOMMU"));
         let wrong = |mode, file: Option<&str>, socket: Option<&str>| {
-            let config = ConsoleConfig { mode, file: file.map(Into::into), socket: socket.map(Into::into) };
+            let (file, socket) = (file.map(Into::into), socket.map(Into::into));
+            let config = ConsoleConfig { mode, file, socket, max_size: None };
             config.validate("--serial").unwrap_err().to_string()
         };
         assert!(wrong(ConsoleMode::File, None, None).starts_with("--serial: mode File"));

@@ -4,12 +4,14 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::warn;
 
-use super::{ConsoleError, Lines};
-use crate::output_file::admit;
+use super::rotated_file::{ConsoleFileMetrics, RotatedFile, id_of};
+use super::{ConsoleError, ConsoleOutput, Lines, Port};
+use crate::output_file::{admit, lock};
 
 /// What becomes of a file that is there already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +27,7 @@ pub enum FileStart {
 pub struct ConsoleFiles {
     start: FileStart,
     opened: Vec<Opened>,
+    limited: Vec<(Port, RotatedFile)>,
     lines: Lines,
 }
 
@@ -39,7 +42,7 @@ struct Opened {
 impl ConsoleFiles {
     /// No file as yet. Pseudo terminals and sockets are in `lines`, and stay there whatever becomes of the VM.
     pub fn new(start: FileStart, lines: Lines) -> Self {
-        Self { start, opened: Vec::new(), lines }
+        Self { start, opened: Vec::new(), limited: Vec::new(), lines }
     }
 
     pub(super) fn lines(&self) -> &Lines {
@@ -62,11 +65,39 @@ impl ConsoleFiles {
         if is_made {
             opened.made = Some(fs::canonicalize(path)?);
         }
-        // At a reboot the content belongs to the guest, so it is not checked.
-        if self.start == FileStart::Empty {
-            admit(&opened.file, path)?;
+        match self.start {
+            FileStart::Empty => admit(&opened.file, path)?,
+            // At a reboot the content belongs to the guest, so it is not checked.
+            FileStart::Continue => lock(&opened.file, path)?,
         }
         opened.file.try_clone()
+    }
+
+    /// Opens what a console writes. A regular file has at most `max_bytes`.
+    pub(super) fn output(
+        &mut self,
+        port: Port,
+        path: &Path,
+        max_bytes: Option<u64>,
+    ) -> io::Result<ConsoleOutput> {
+        let file = self.open(path)?;
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return ConsoleOutput::to(file);
+        }
+        let mut limited = RotatedFile::new(file, path, max_bytes);
+        for (_, other) in &self.limited {
+            if other.is(id_of(&metadata))? {
+                limited = other.share(max_bytes);
+            }
+        }
+        self.limited.push((port, limited.clone()));
+        ConsoleOutput::to_rotated(limited)
+    }
+
+    /// Counters of the files that consoles write, by the label of the console.
+    pub fn metrics(&self) -> Vec<(&'static str, Arc<ConsoleFileMetrics>)> {
+        self.limited.iter().map(|(port, file)| (port.label(), file.metrics())).collect()
     }
 
     /// The VM has been built, and may write from now on.
@@ -116,6 +147,7 @@ impl Opened {
 mod tests {
     use std::io::Write;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::sync::atomic::Ordering;
 
     use super::*;
 
@@ -240,6 +272,28 @@ mod tests {
             console.begin().unwrap();
         }
         assert_eq!(fs::metadata(&serial).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn console_files_have_limits_over_reboots() {
+        let (folder, path) = folder_with("console", "of an earlier VM");
+        for (start, turns) in [(FileStart::Empty, 1), (FileStart::Continue, 3)] {
+            for _ in 0..turns {
+                let mut files = files(start);
+                let ports = [Port::Serial, Port::Console];
+                let outputs = ports.map(|port| files.output(port, &path, Some(1000)).unwrap());
+                let metrics = files.metrics();
+                files.begin().unwrap();
+                for mut output in outputs {
+                    (0..30).for_each(|_| assert_eq!(output.send(&[b'x'; 100]).len, 0));
+                }
+                let sizes = fs::read_dir(folder.path()).unwrap();
+                let sum: u64 = sizes.map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
+                assert!(sum > 1000 && sum <= 2000, "{sum}");
+                let rotations = metrics.iter().map(|(_, file)| file.rotations.load(Ordering::Relaxed)).sum();
+                assert!((5..=6_u64).contains(&rotations), "{rotations}");
+            }
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod line;
 mod output;
 mod raw_mode;
 mod readiness;
+mod rotated_file;
 mod window;
 
 use std::io;
@@ -19,6 +20,7 @@ pub use files::{ConsoleFiles, FileStart};
 pub use input::{ConsoleInput, Read};
 pub use line::{Lines, Port};
 pub use output::{ConsoleOutput, Lost};
+pub use rotated_file::ConsoleFileMetrics;
 #[cfg(test)]
 pub use window::resize;
 pub use window::{Window, WindowSize};
@@ -99,7 +101,7 @@ impl HostConsole {
             ConsoleMode::Pty | ConsoleMode::Socket => files.lines().open(port, config)?,
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
-                let output = files.open(path).and_then(ConsoleOutput::to);
+                let output = files.output(port, path, config.max_bytes());
                 let output = output.map_err(|source| ConsoleError::File { path: path.clone(), source })?;
                 Self::without_terminal(output, None)
             }
@@ -134,7 +136,7 @@ mod tests {
     #[test]
     fn a_file_that_cannot_be_opened_is_named() {
         let path = Some("/nowhere/at/all".into());
-        let config = ConsoleConfig { mode: ConsoleMode::File, file: path, socket: None };
+        let config = ConsoleConfig { mode: ConsoleMode::File, file: path, ..ConsoleConfig::default() };
         let error = HostConsole::open(Port::Serial, &config, &mut files()).err().unwrap();
         assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::disk_file::DiskFile;
 use super::line::ring::Ring;
 use super::readiness::ready;
+use super::rotated_file::RotatedFile;
 
 /// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all devices, does not
 /// wait for whoever reads a console.
@@ -126,6 +127,11 @@ impl ConsoleOutput {
             true => End::DiskFile(DiskFile::start(file)?),
             false => End::Reader(Target::new(file)),
         }))
+    }
+
+    /// For whoever reads a file later, or the part of it that is kept.
+    pub(super) fn to_rotated(file: RotatedFile) -> io::Result<Self> {
+        Ok(Self::new(End::DiskFile(DiskFile::start(file)?)))
     }
 
     /// Standard output, without the buffer of the standard library.

@@ -1,12 +1,14 @@
 //! Entropy, console and balloon.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use balloon::statistics::Tag;
 use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, one};
+use crate::host_console::ConsoleFileMetrics;
 use crate::serial::SerialMetrics;
 use crate::virtio::balloon::{BalloonMetrics, Refusal};
 use crate::virtio::console::ConsoleMetrics;
@@ -122,5 +124,23 @@ pub(super) fn expose_balloon(out: &mut Exposer<'_>, counters: &BalloonMetrics) -
     out.gauges(
         Family("balloon_guest_events", "What the guest's kernel has counted since it booted.", None),
         told(false).map(|(labels, value)| (labels, value as f64)),
+    )
+}
+
+pub(super) fn expose_console_files(
+    out: &mut Exposer<'_>,
+    files: &[(&'static str, Arc<ConsoleFileMetrics>)],
+) -> fmt::Result {
+    out.counters(
+        Family("console_file_rotations", "Times that a console's file has reached its limit.", None),
+        files.iter().map(|(device, file)| (one("device", device), get(&file.rotations))),
+    )?;
+    out.counters(
+        Family(
+            "console_file_discarded",
+            "Earlier output that was removed because a console's file reached its limit.",
+            Some(Unit::Bytes),
+        ),
+        files.iter().map(|(device, file)| (one("device", device), get(&file.discarded_bytes))),
     )
 }

@@ -50,6 +50,7 @@ pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::api::ConnectionCounters;
 use crate::bus::BusMetrics;
 use crate::events::EventCounters;
+use crate::host_console::ConsoleFileMetrics;
 use crate::memory::backing::MappingBudget;
 use crate::memory::lost::GuestRange;
 use crate::serial::SerialMetrics;
@@ -103,6 +104,8 @@ pub struct MachineSources {
     pub serial: Option<Arc<SerialMetrics>>,
     /// The console device.
     pub console: Option<Arc<ConsoleMetrics>>,
+    /// Files that the serial port and the console device write.
+    pub console_files: Vec<(&'static str, Arc<ConsoleFileMetrics>)>,
 }
 
 #[derive(Debug, Default)]
@@ -137,6 +140,7 @@ impl Collector for Sources {
         machine.watchdog.as_ref().map_or(Ok(()), |counters| devices::expose_watchdog(&mut out, counters))?;
         machine.serial.as_ref().map_or(Ok(()), |counters| devices::expose_serial(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;
+        devices::expose_console_files(&mut out, &machine.console_files)?;
         vcpu::expose(&mut out, &machine.buses)?;
         machine.vcpus.as_ref().map_or(Ok(()), |counts| vcpu::expose_counts(&mut out, counts))?;
         machine.hotplug.as_ref().map_or(Ok(()), |counters| hotplug::expose(&mut out, counters))?;

@@ -238,6 +238,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         hotplug: Some(hotplug()),
+        console_files: vec![("serial", Arc::default())],
         vcpus: Some(vcpus()),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
         vsock: Some(Arc::new(vsock)),

@@ -145,6 +145,7 @@ pub fn build(
         &volumes.guest_btt,
     )?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
+    let console_files = files.metrics();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
     let hotplug = hotplug::metrics(&fabric.virtio);
@@ -164,6 +165,7 @@ pub fn build(
         balloon: balloon.as_ref().map(BalloonHandle::metrics),
         serial,
         console,
+        console_files,
         disks: disks.iter().map(disk_metrics).collect(),
         net: nets.clone(),
         plugs: zones.iter().map(plug_metrics).collect(),

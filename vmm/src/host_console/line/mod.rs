@@ -40,6 +40,14 @@ pub enum Port {
 }
 
 impl Port {
+    /// Its name in metrics.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Serial => "serial",
+            Self::Console => "console",
+        }
+    }
+
     fn flag(self) -> &'static str {
         match self {
             Self::Serial => "--serial",

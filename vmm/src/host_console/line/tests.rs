@@ -23,7 +23,7 @@ fn pty() -> ConsoleConfig {
 }
 
 fn socket(path: &Path) -> ConsoleConfig {
-    ConsoleConfig { mode: ConsoleMode::Socket, socket: Some(path.to_owned()), file: None }
+    ConsoleConfig { mode: ConsoleMode::Socket, socket: Some(path.to_owned()), ..ConsoleConfig::default() }
 }
 
 fn machine(lines: &Lines, config: &ConsoleConfig) -> HostConsole {

@@ -1,0 +1,346 @@
+//! A file that holds a limited part of a console's output.
+//!
+//! The guest decides how much it writes. When the file has reached its limit, it is renamed to `PATH.1`, in place of an older one,
+//! and a new file is begun. Where that is not possible, for example because `PATH.1` is somebody else's, the file is emptied: the
+//! limit holds in any case.
+
+use std::ffi::OsString;
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use pmem_volume::file_mode::PRIVATE_MODE;
+use pmem_volume::pool::lock::{LockKind, try_lock};
+use pmem_volume::pool::mark::Mark;
+use thiserror::Error;
+
+use crate::log::sparsely;
+use crate::output_file::admit;
+
+/// Added to the name of a file that has reached its limit.
+const OLDER: &str = ".1";
+
+/// Counters of a console's file.
+#[derive(Debug, Default)]
+pub struct ConsoleFileMetrics {
+    /// Times that the file has reached its limit.
+    pub rotations: AtomicU64,
+    /// Bytes of earlier output that were removed for it.
+    pub discarded_bytes: AtomicU64,
+}
+
+/// Reason why a file is emptied instead of renamed.
+#[derive(Debug, Error)]
+enum KeepError {
+    /// The path cannot be determined, for example because the file was removed before.
+    #[error("the path of the file is unknown")]
+    NoPath,
+    /// Another program has renamed or removed the file.
+    #[error("{0:?} is another file now")]
+    Replaced(PathBuf),
+    /// Not output of a VMM.
+    #[error("{0:?} exists and is not the output of a VMM")]
+    NotOutput(PathBuf),
+    /// Output of a VMM that still writes it.
+    #[error("{0:?} is in use")]
+    InUse(PathBuf),
+    /// A call of the operating system failed.
+    #[error("{call}: {source}")]
+    Io {
+        /// The call.
+        call: &'static str,
+        /// Reason of the operating system.
+        source: io::Error,
+    },
+}
+
+fn failed(call: &'static str) -> impl FnOnce(io::Error) -> KeepError {
+    move |source| KeepError::Io { call, source }
+}
+
+/// Identifies a file, whatever its names are.
+pub(super) type FileId = (u64, u64);
+
+pub(super) fn id_of(metadata: &Metadata) -> FileId {
+    (metadata.dev(), metadata.ino())
+}
+
+/// A console's file. Clones write to the same file: a serial port and a console may share one.
+#[derive(Clone, Debug)]
+pub(super) struct RotatedFile {
+    current: Arc<Mutex<Current>>,
+    metrics: Arc<ConsoleFileMetrics>,
+}
+
+#[derive(Debug)]
+struct Current {
+    file: File,
+    /// Path without links, if it is known.
+    path: Option<PathBuf>,
+    max_bytes: Option<u64>,
+    /// The file that was renamed last.
+    older: Option<FileId>,
+}
+
+impl RotatedFile {
+    /// Limits `file`, which was opened as `path`, to `max_bytes`.
+    pub(super) fn new(file: File, path: &Path, max_bytes: Option<u64>) -> Self {
+        let current = Current { file, path: fs::canonicalize(path).ok(), max_bytes, older: None };
+        Self { current: Arc::new(Mutex::new(current)), metrics: Arc::default() }
+    }
+
+    /// Returns the same file for another console. The lower limit applies.
+    pub(super) fn share(&self, max_bytes: Option<u64>) -> Self {
+        let mut current = self.current.lock();
+        current.max_bytes = current.max_bytes.into_iter().chain(max_bytes).min();
+        Self { current: Arc::clone(&self.current), metrics: Arc::default() }
+    }
+
+    pub(super) fn metrics(&self) -> Arc<ConsoleFileMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// True for the file that is written now.
+    pub(super) fn is(&self, id: FileId) -> io::Result<bool> {
+        Ok(id_of(&self.current.lock().file.metadata()?) == id)
+    }
+}
+
+impl Write for RotatedFile {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let mut current = self.current.lock();
+        let Some(max_bytes) = current.max_bytes else { return current.file.write(data) };
+        // Others may empty it while it grows.
+        let mut len = current.file.metadata()?.len();
+        if len >= max_bytes {
+            self.metrics.rotations.fetch_add(1, Ordering::Relaxed);
+            current.begin_anew(&self.metrics)?;
+            len = 0;
+        }
+        let room = usize::try_from(max_bytes - len).unwrap_or(usize::MAX);
+        current.file.write(&data[..data.len().min(room)])
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.current.lock().file.flush()
+    }
+}
+
+impl Current {
+    /// Continues with an empty file.
+    fn begin_anew(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
+        let discarded = |bytes| metrics.discarded_bytes.fetch_add(bytes, Ordering::Relaxed);
+        match self.rename() {
+            Ok(older_bytes) => discarded(older_bytes),
+            Err(err) => {
+                sparsely!(warn, %err, "A console's file has reached its limit and is emptied: it cannot be kept as {OLDER}");
+                let bytes = self.file.metadata()?.len();
+                self.file.set_len(0)?;
+                discarded(bytes)
+            }
+        };
+        Ok(())
+    }
+
+    /// Renames the file and begins another. Returns the size of the older file that it has replaced.
+    fn rename(&mut self) -> Result<u64, KeepError> {
+        let path = self.path.clone().ok_or(KeepError::NoPath)?;
+        let older = PathBuf::from([path.as_os_str(), OLDER.as_ref()].into_iter().collect::<OsString>());
+        let ours = self.file.metadata().map_err(failed("fstat"))?;
+        if fs::symlink_metadata(&path).map_or(true, |named| id_of(&named) != id_of(&ours)) {
+            return Err(KeepError::Replaced(path));
+        }
+        let older_bytes = self.replaceable_bytes(&older)?;
+        fs::rename(&path, &older).map_err(failed("rename"))?;
+        match create_like(&path, &ours) {
+            Ok(file) => {
+                (self.file, self.older) = (file, Some(id_of(&ours)));
+                Ok(older_bytes)
+            }
+            Err(err) => {
+                // The output goes on under the path that the user has given.
+                fs::rename(&older, &path).map_err(failed("rename"))?;
+                Err(err)
+            }
+        }
+    }
+
+    /// Checks that nobody misses the file at `path`. Returns its size.
+    fn replaceable_bytes(&self, path: &Path) -> Result<u64, KeepError> {
+        let named = match fs::symlink_metadata(path) {
+            Ok(named) => named,
+            Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(0),
+            Err(err) => return Err(failed("lstat")(err)),
+        };
+        if !named.is_file() {
+            return Err(KeepError::NotOutput(path.to_owned()));
+        }
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
+        let opened = file.metadata().map_err(failed("fstat"))?;
+        // File systems without attributes have no marks.
+        if Mark::of(&file) != Some(Mark::Output) && self.older != Some(id_of(&opened)) {
+            return Err(KeepError::NotOutput(path.to_owned()));
+        }
+        match try_lock(&file, LockKind::Exclusive).map_err(failed("flock"))? {
+            Ok(()) => Ok(opened.len()),
+            Err(_) => Err(KeepError::InUse(path.to_owned())),
+        }
+    }
+}
+
+/// Creates a file that the users of another one can read.
+fn create_like(path: &Path, other: &Metadata) -> Result<File, KeepError> {
+    let mut options = OpenOptions::new();
+    options.append(true).create_new(true).mode(PRIVATE_MODE);
+    let file = options.open(path).map_err(failed("open"))?;
+    // A group that the VMM is not in cannot be set; then the file stays private.
+    if fchown(&file, Some(other.uid()), Some(other.gid())).is_ok() {
+        file.set_permissions(other.permissions()).map_err(failed("fchmod"))?;
+    }
+    admit(&file, path).map_err(|err| failed("flock")(err.into()))?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const MAX: u64 = 100;
+
+    fn open(path: &Path) -> File {
+        let file = File::options().append(true).create(true).open(path).unwrap();
+        admit(&file, path).unwrap();
+        file
+    }
+
+    fn console() -> (TempDir, PathBuf, RotatedFile) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("serial.log");
+        let file = RotatedFile::new(open(&path), &path, Some(MAX));
+        (folder, path, file)
+    }
+
+    fn older(path: &Path) -> PathBuf {
+        format!("{}{OLDER}", path.display()).into()
+    }
+
+    fn counts(file: &RotatedFile) -> (u64, u64) {
+        let metrics = file.metrics();
+        (metrics.rotations.load(Ordering::Relaxed), metrics.discarded_bytes.load(Ordering::Relaxed))
+    }
+
+    fn folder_bytes(folder: &Path) -> u64 {
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum()
+    }
+
+    #[test]
+    fn guest_that_writes_without_end_fills_two_files() {
+        let (folder, path, mut file) = console();
+        let text: Vec<u8> = (0..10_000_u32).map(|n| (n % 251) as u8).collect();
+        for part in text.chunks(33) {
+            file.write_all(part).unwrap();
+            assert!(folder_bytes(folder.path()) <= 2 * MAX);
+        }
+        // The last bytes are there, in order.
+        let kept = [fs::read(older(&path)).unwrap(), fs::read(&path).unwrap()].concat();
+        assert!(kept.len() as u64 > MAX && text.ends_with(&kept));
+        assert_eq!(counts(&file), (99, text.len() as u64 - kept.len() as u64));
+    }
+
+    #[test]
+    fn file_without_limit_grows() {
+        let (folder, path, _) = console();
+        let mut file = RotatedFile::new(open(&path), &path, None);
+        file.write_all(&[b'x'; 1000]).unwrap();
+        assert_eq!((folder_bytes(folder.path()), counts(&file)), (1000, (0, 0)));
+    }
+
+    #[test]
+    fn new_file_has_the_permissions_and_the_lock_of_the_old_one() {
+        let (_folder, path, mut file) = console();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        file.write_all(&[b'x'; 150]).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
+        assert!(pmem_volume::pool::claim::claim(&path, true, 0).is_err());
+        assert_eq!(Mark::of(&open(&path)), Some(Mark::Output));
+    }
+
+    #[test]
+    fn somebody_elses_file_is_not_replaced_and_the_limit_holds() {
+        for is_link in [false, true] {
+            let (folder, path, mut file) = console();
+            let other = if is_link { folder.path().join("other") } else { older(&path) };
+            fs::write(&other, "precious").unwrap();
+            if is_link {
+                symlink(&other, older(&path)).unwrap();
+            }
+            for _ in 0..50 {
+                file.write_all(&[b'x'; 33]).unwrap();
+                assert!(fs::metadata(&path).unwrap().len() <= MAX);
+            }
+            assert_eq!(fs::read_to_string(&other).unwrap(), "precious");
+            assert_eq!(counts(&file), (16, 1600));
+        }
+    }
+
+    #[test]
+    fn file_that_another_console_writes_is_not_replaced() {
+        let (_folder, path, mut file) = console();
+        let mut other = open(&older(&path));
+        other.write_all(b"of another console").unwrap();
+        file.write_all(&[b'x'; 150]).unwrap();
+        assert_eq!(fs::read_to_string(older(&path)).unwrap(), "of another console");
+        drop(other);
+        file.write_all(&[b'x'; 100]).unwrap();
+        assert_eq!(fs::metadata(older(&path)).unwrap().len(), MAX);
+    }
+
+    #[test]
+    fn renamed_or_removed_file_is_limited() {
+        let (folder, path, mut file) = console();
+        let moved = folder.path().join("moved");
+        fs::rename(&path, &moved).unwrap();
+        fs::write(&path, "another").unwrap();
+        file.write_all(&[b'x'; 150]).unwrap();
+        assert_eq!(fs::metadata(&moved).unwrap().len(), 50);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "another");
+        fs::remove_file(&moved).unwrap();
+        file.write_all(&[b'x'; 1000]).unwrap();
+        assert!(file.current.lock().file.metadata().unwrap().len() <= MAX);
+    }
+
+    #[test]
+    fn consoles_that_share_a_file_continue_in_the_same_one() {
+        let (folder, path, mut file) = console();
+        let mut other = file.share(Some(50));
+        assert!(other.is(id_of(&fs::metadata(&path).unwrap())).unwrap());
+        for _ in 0..20 {
+            file.write_all(&[b'a'; 10]).unwrap();
+            other.write_all(&[b'b'; 10]).unwrap();
+            assert!(folder_bytes(folder.path()) <= 100, "the lower limit");
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.contains('a') && text.contains('b'), "{text}");
+    }
+
+    #[test]
+    fn link_stays_and_its_target_is_renamed() {
+        let (folder, path, _) = console();
+        let link = folder.path().join("link");
+        symlink(&path, &link).unwrap();
+        let mut file = RotatedFile::new(open(&link), &link, Some(MAX));
+        file.write_all(&[b'x'; 150]).unwrap();
+        assert!(link.is_symlink());
+        assert_eq!(fs::metadata(older(&path)).unwrap().len(), MAX);
+        assert_eq!(fs::metadata(&link).unwrap().len(), 50);
+    }
+}
