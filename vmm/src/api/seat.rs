@@ -3,7 +3,7 @@
 //! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing for hours, so silence alone ends no
 //! connection. [`Limits`] bounds how many there are. Clients that connect and send nothing may hold only a part of them
 //! ([`Limits::silent`]), so the rest stays for clients that send requests. When a connection has to go, the one that has been
-//! waiting longest for its client is closed: one that has never delivered a request, if there is any. A connection with a call in
+//! waiting longest for its client is closed: one that has never delivered a whole request, if there is any. A connection with a call in
 //! progress is never closed.
 
 use std::future::pending;
@@ -14,7 +14,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use hyper::body::{Frame, SizeHint};
+use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
@@ -30,6 +30,8 @@ enum Waits {
     ForRequest(Instant),
     /// The rest of a request's head, since its first byte.
     ForRest(Instant),
+    /// The rest of a request's body, since its head. The call has not begun.
+    ForBody(Instant),
     /// A call or its answer, which is in progress.
     ForCall,
     /// Its own end.
@@ -40,7 +42,7 @@ impl Waits {
     /// The time since when the connection waits for its client.
     fn since(self) -> Option<Instant> {
         match self {
-            Self::ForRequest(since) | Self::ForRest(since) => Some(since),
+            Self::ForRequest(since) | Self::ForRest(since) | Self::ForBody(since) => Some(since),
             Self::ForRead | Self::ForCall | Self::Dismissed => None,
         }
     }
@@ -187,8 +189,15 @@ impl Seat {
         }
     }
 
-    /// Records the head of a request. Returns false if the connection is dismissed; its call is not to be made.
-    pub(super) fn called(&self) -> bool {
+    /// Records the head of a request with a body. Returns false if the connection is dismissed.
+    fn promised_body(&self) -> bool {
+        let is_dismissed = self.turn(|_| Waits::ForBody(Instant::now()));
+        self.idle.notify_one();
+        !is_dismissed
+    }
+
+    /// Records a whole request. Returns false if the connection is dismissed: its call must not be made.
+    fn called(&self) -> bool {
         !self.turn(|state| {
             state.has_asked = true;
             Waits::ForCall
@@ -208,7 +217,10 @@ impl Seat {
                 match waits {
                     Waits::ForRest(since) => sleep_until(since + head).await,
                     Waits::Dismissed => {}
-                    Waits::ForRead | Waits::ForRequest(_) | Waits::ForCall => pending().await,
+                    // A body has a time-out of its own (`JsonBody`).
+                    Waits::ForRead | Waits::ForRequest(_) | Waits::ForBody(_) | Waits::ForCall => {
+                        pending().await
+                    }
                 }
             };
             tokio::select! {
@@ -219,6 +231,59 @@ impl Seat {
                 }
                 () = self.changed.notified() => {}
             }
+        }
+    }
+}
+
+/// Body of a request. Its call begins with the last byte: until then the connection may be closed to make room.
+#[derive(Debug)]
+pub(super) struct Question {
+    body: Incoming,
+    seat: Arc<Seat>,
+    is_whole: bool,
+}
+
+impl Question {
+    /// Returns `None` if the connection is dismissed: the request must not be served.
+    pub(super) fn new(body: Incoming, seat: Arc<Seat>) -> Option<Self> {
+        let is_whole = body.is_end_stream();
+        let is_served = if is_whole { seat.called() } else { seat.promised_body() };
+        is_served.then_some(Self { body, seat, is_whole })
+    }
+}
+
+impl hyper::body::Body for Question {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        let is_end = self.body.is_end_stream() || matches!(polled, Poll::Ready(None));
+        if !is_end || self.is_whole {
+            return polled;
+        }
+        self.is_whole = true;
+        // The connection of a dismissed seat is about to be dropped, and its call with it.
+        if self.seat.called() { polled } else { Poll::Pending }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Question {
+    /// The call has not waited for the rest of its body, because it refuses the request or waits no longer.
+    fn drop(&mut self) {
+        if !self.is_whole {
+            self.seat.called();
         }
     }
 }
@@ -407,6 +472,36 @@ mod tests {
             assert!(matches!(seats.room(), Room::Free));
             assert!(!has_to_go(&served, Duration::ZERO).await);
             assert_eq!(seats.counters.idle.load(Ordering::Relaxed), 1);
+        });
+    }
+
+    #[test]
+    fn connection_whose_body_does_not_end_is_closed_like_a_silent_one() {
+        run(async {
+            let seats = seats();
+            let kept = idle(&seats);
+            let stalled = [silent(&seats), silent(&seats)];
+            for seat in &stalled {
+                assert!(seat.promised_body());
+            }
+            tokio::time::advance(LIMITS.grace).await;
+            let longest = closed_instead(&seats).unwrap();
+            assert!(Arc::ptr_eq(&longest, &stalled[0]));
+            seats.dismiss(&longest);
+            assert!(!longest.called(), "its call is not made");
+            // A body that is complete makes its connection one with a call in progress.
+            assert!(stalled[1].called());
+            let _others = [silent(&seats), silent(&seats)];
+            tokio::time::advance(1000 * HEAD).await;
+            let closed = closed_instead(&seats).unwrap();
+            assert!(!Arc::ptr_eq(&closed, &stalled[1]) && !Arc::ptr_eq(&closed, &kept));
+            // Among clients that have sent requests, a body counts as waiting.
+            let seats = self::seats();
+            let first = idle(&seats);
+            assert!(first.promised_body());
+            let _busy = [busy(&seats), busy(&seats), busy(&seats)];
+            tokio::time::advance(LIMITS.grace).await;
+            assert!(Arc::ptr_eq(&closed_instead(&seats).unwrap(), &first));
         });
     }
 

@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use super::fd_stream::{self, Descriptors};
-use super::seat::{Answer, ConnectionCounters, Room, Seat, Seats};
+use super::seat::{Answer, ConnectionCounters, Question, Room, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
 use crate::unix_socket::SocketFile;
@@ -45,7 +45,7 @@ pub struct Limits {
     /// Connections at once. For one more, the connection that has waited longest for its client is closed. If none waits, the new
     /// one waits to be accepted.
     pub connections: usize,
-    /// Connections at once that have delivered no request yet.
+    /// Connections at once that have delivered no whole request yet.
     pub silent: usize,
     /// Time that a connection may wait for its client before it is closed to make room.
     pub grace: Duration,
@@ -209,15 +209,15 @@ async fn serve_connection<A: Accepted>(
     let stream = WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
     let calls = TowerToHyperService::new(router);
     let served = Arc::clone(&seat);
-    let service = service_fn(move |mut request: Request<Incoming>| {
-        let is_called = served.called();
-        request.extensions_mut().insert(waiting.clone());
-        let (answer, waiting, seat) = (calls.call(request), waiting.clone(), Arc::clone(&served));
+    let service = service_fn(move |request: Request<Incoming>| {
+        let (mut head, body) = request.into_parts();
+        head.extensions.insert(waiting.clone());
+        let question = Question::new(body, Arc::clone(&served));
+        let answer = question.map(|body| calls.call(Request::from_parts(head, body)));
+        let (waiting, seat) = (waiting.clone(), Arc::clone(&served));
         async move {
-            if !is_called {
-                // The connection is about to be dropped. A call whose answer nobody gets is not made.
-                pending::<()>().await;
-            }
+            // The connection of a dismissed seat is about to be dropped. A call whose answer nobody gets is not made.
+            let Some(answer) = answer else { return pending().await };
             let answer = answer.await;
             // What the call has not taken is nobody's.
             drop(waiting.take());

@@ -59,6 +59,36 @@ async fn connect_in_silence(path: PathBuf) {
 }
 
 #[test]
+fn bodies_that_do_not_end_do_not_keep_others_out() {
+    let limits = Limits { connections: 16, silent: 8, ..Limits::API };
+    run_within(limits, async |mut fixture| {
+        let mut kept = fixture.connect().await;
+        assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
+        let mut stalled = Vec::new();
+        for call in ["vm.resize", "vm.pause"].repeat(2 * limits.connections) {
+            let mut client = fixture.connect().await;
+            let head =
+                format!("PUT /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{{\"desi");
+            client.send(head).await;
+            stalled.push(client);
+        }
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+        assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
+        // The connections were closed to make room. None was answered that its body took too long.
+        let last = stalled.split_off(stalled.len() - limits.silent);
+        for client in &mut stalled {
+            assert_eq!(client.receive().await, None);
+        }
+        let counters = fixture.server.counters();
+        assert!(counters.silent.load(Ordering::Relaxed) >= stalled.len() as u64);
+        assert_eq!(counters.idle.load(Ordering::Relaxed), 0);
+        drop(last);
+        // Nor was a call made without its body.
+        assert!(fixture.asked.try_recv().is_err());
+    });
+}
+
+#[test]
 fn silent_connections_do_not_push_out_requests() {
     const SILENT: usize = 40;
     let limits = Limits { connections: 16, silent: 8, grace: Duration::from_millis(10), ..Limits::METRICS };
