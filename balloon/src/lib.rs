@@ -30,5 +30,5 @@ pub mod trace;
 pub use foreshore_proto as proto;
 pub use host::{Distances, DriverState, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};
 pub use params::ParamError;
-pub use report::Intake;
+pub use report::{Intake, parse_line};
 pub use units::{BLOCK_BYTES, MIB, TimeMs};

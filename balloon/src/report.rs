@@ -15,6 +15,11 @@ const CLOCK_SLEW_PART: u64 = 10;
 /// likelier to be true than that one is, and whoever refuses the truth for good is deaf.
 const RIVAL_MS: u64 = 3_000;
 
+/// Reads one line of the agent, without its newline, by itself: needs time, and no state.
+pub fn parse_line(line: &[u8]) -> Result<AgentMessage, Refusal> {
+    AgentMessage::try_from(decode_agent_message(line)?)
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Heard {
     seq: u64,
@@ -101,10 +106,14 @@ impl Intake {
         *self = Self::new(self.started);
     }
 
-    /// Takes one line, without its newline. After a refusal the next line is judged as if this one had not come,
-    /// unless too many of them make sense together.
+    /// Takes one line, without its newline: [`parse_line`] and [`Self::accept`].
     pub fn accept_line(&mut self, line: &[u8], now: TimeMs) -> Result<AgentMessage, Refusal> {
-        let message = AgentMessage::try_from(decode_agent_message(line)?)?;
+        self.accept(parse_line(line)?, now)
+    }
+
+    /// Takes one message. After a refusal the next message is judged as if this one had not come, unless too many of them make
+    /// sense together.
+    pub fn accept(&mut self, message: AgentMessage, now: TimeMs) -> Result<AgentMessage, Refusal> {
         match &message {
             AgentMessage::Hello(_) => self.greeted = true,
             AgentMessage::Report(report) => self.check_order(report, now)?,

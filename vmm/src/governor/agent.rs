@@ -1,16 +1,17 @@
 //! One connection of the agent: lines in, settings out.
 
 use std::io;
+use std::time::Instant;
 
-use balloon::proto::{LineReader, MAX_LINE_BYTES, NextLine, Settings, VmmMessage, encode_line};
+use balloon::proto::{
+    AgentMessage, LineReader, MAX_LINE_BYTES, NextLine, Refusal, Settings, VmmMessage, encode_line,
+};
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::WriteHalf;
-use tokio::time::Instant;
 
 use super::core::Core;
-use super::task::Clock;
 
 /// Bytes taken from the socket at a time.
 const READ_BYTES: usize = 8192;
@@ -21,12 +22,25 @@ const MAX_LINES_PER_SECOND: usize = 200;
 /// could be counted.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
-/// Serves one connection until it ends.
+/// Parses one line.
+pub type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
+
+/// A message of the agent, or the reason why its line is none.
+#[derive(Debug)]
+pub struct Heard {
+    /// The message.
+    pub message: Result<AgentMessage, Refusal>,
+    /// Time at which the line was complete.
+    pub at: Instant,
+}
+
+/// Serves one connection until it ends. Lines are parsed here; `decide` returns once a message has been decided upon.
 pub async fn serve(
     mut stream: UnixStream,
     core: &Mutex<Core>,
-    clock: &Clock,
     budget: &mut LineBudget,
+    parse: Parse,
+    decide: impl AsyncFn(Heard),
 ) -> io::Result<()> {
     let mut reader = LineReader::new();
     let mut buffer = vec![0; READ_BYTES];
@@ -45,17 +59,17 @@ pub async fn serve(
         if len == 0 {
             return Ok(());
         }
+        core.lock().agent_sent(len);
         budget.spend_bytes(len).await;
         let mut input = &buffer[..len];
         while let Some(next) = reader.next(&mut input) {
             budget.spend().await;
-            let line = match next {
-                NextLine::Line(line) => Ok(line),
+            let at = Instant::now();
+            let message = match next {
+                NextLine::Line(line) => parse(line),
                 NextLine::Refused(refusal) => Err(refusal),
             };
-            let begin = std::time::Instant::now();
-            let mut core = core.lock();
-            core.line(line, clock.now(), clock.with_sleep(), || begin.elapsed());
+            decide(Heard { message, at }).await;
         }
     }
 }
@@ -101,7 +115,7 @@ impl Outgoing {
 /// A bound on the work that agents can cause.
 #[derive(Debug)]
 pub struct LineBudget {
-    second: Instant,
+    second: tokio::time::Instant,
     lines_left: usize,
     bytes_left: usize,
 }
@@ -109,7 +123,11 @@ pub struct LineBudget {
 impl LineBudget {
     /// A whole second's.
     pub fn new() -> Self {
-        Self { second: Instant::now(), lines_left: MAX_LINES_PER_SECOND, bytes_left: MAX_BYTES_PER_SECOND }
+        Self {
+            second: tokio::time::Instant::now(),
+            lines_left: MAX_LINES_PER_SECOND,
+            bytes_left: MAX_BYTES_PER_SECOND,
+        }
     }
 
     /// Waits until the next second when this one's lines are used up.

@@ -54,6 +54,8 @@ pub struct Counters {
     pub refused: BTreeMap<&'static str, u64>,
     /// Connections of agents.
     pub connections: u64,
+    /// Bytes that agents have sent.
+    pub agent_bytes: u64,
     /// Reminders sent to guests that made no progress.
     pub reminders: u64,
 }
@@ -308,16 +310,21 @@ impl Core {
         self.settings
     }
 
-    /// A line of the agent, or what was refused before it was one. The guest's clock is held against `with_sleep`, which is
-    /// `now` with the time in which the host slept. `took` tells how long it is, whenever it is called, since the line came.
-    pub fn line(
+    /// Counts bytes that an agent has sent.
+    pub fn agent_sent(&mut self, bytes: usize) {
+        self.counters.agent_bytes += bytes as u64;
+    }
+
+    /// A message of the agent, or the reason why its line is none. The guest's clock is held against `with_sleep`, which is
+    /// `now` with the time in which the host slept. `took` returns the time since the line came, whenever it is called.
+    pub fn message(
         &mut self,
-        line: Result<&[u8], Refusal>,
+        message: Result<AgentMessage, Refusal>,
         now: TimeMs,
         with_sleep: TimeMs,
         took: impl FnOnce() -> Duration,
     ) {
-        match line.and_then(|line| self.accept(line, with_sleep)) {
+        match message.and_then(|message| self.accept(message, with_sleep)) {
             Ok(AgentMessage::Hello(hello)) => {
                 sparsely!(
                     info,
@@ -402,9 +409,9 @@ impl Core {
         sizes.into_iter().fold(0, u64::saturating_add)
     }
 
-    /// A line of the agent that can be true of this VM. The bounds of the protocol are those of any machine.
-    fn accept(&mut self, line: &[u8], with_sleep: TimeMs) -> Result<AgentMessage, Refusal> {
-        let message = self.intake.accept_line(line, with_sleep)?;
+    /// Accepts a message of the agent that can be true of this VM. The bounds of the protocol are those of any machine.
+    fn accept(&mut self, message: AgentMessage, with_sleep: TimeMs) -> Result<AgentMessage, Refusal> {
+        let message = self.intake.accept(message, with_sleep)?;
         if let AgentMessage::Report(report) = &message {
             report.check_within(self.most_memory_bytes())?;
         }

@@ -9,8 +9,11 @@ use balloon::trace::{Reader, Trace};
 use balloon::{DriverState, Tier, TimeMs};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tokio::net::UnixStream;
 
+use super::agent::{self, Heard, LineBudget};
 use super::core::Core;
+use super::task::Clock;
 use super::{DeviceSizes, GovernedZone, Shortfall, ZoneDevice};
 use crate::config::PressureConfig;
 
@@ -135,6 +138,32 @@ pub fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
     let config = PressureConfig { policy: policy.to_owned(), dry_run, ..Default::default() };
     let core = Core::new(&config, zones, 384 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
     Fixture { core, dram, pm, seq: 0 }
+}
+
+impl Core {
+    /// A line of the agent, parsed here.
+    pub fn line(
+        &mut self,
+        line: Result<&[u8], Refusal>,
+        now: TimeMs,
+        with_sleep: TimeMs,
+        took: impl FnOnce() -> Duration,
+    ) {
+        self.message(line.and_then(balloon::parse_line), now, with_sleep, took);
+    }
+}
+
+/// Serves an agent on one thread, which parses and decides.
+pub async fn serve(
+    stream: UnixStream,
+    core: &parking_lot::Mutex<Core>,
+    clock: &Clock,
+    budget: &mut LineBudget,
+) -> std::io::Result<()> {
+    let decide = async |Heard { message, at }: Heard| {
+        core.lock().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
+    };
+    agent::serve(stream, core, budget, balloon::parse_line, decide).await
 }
 
 impl Fixture {

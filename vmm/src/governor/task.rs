@@ -1,7 +1,8 @@
 //! The thread around [`Core`]: the clock, the agent's connections, the devices' news.
 //!
 //! It is a thread of its own, before others where the host allows it: a guest in need waits for it, and neither API
-//! clients, nor scrapers, nor devices and vCPUs that use every CPU there is may make it wait.
+//! clients, nor scrapers, nor devices and vCPUs that use every CPU there is may make it wait. Another thread reads and
+//! parses what the agent sends, at normal priority, because the guest decides how much that is.
 
 use std::future::pending;
 use std::io;
@@ -17,7 +18,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::{Interval, MissedTickBehavior};
 use tracing::debug;
 
-use super::agent::{self, LineBudget};
+use super::agent::{self, Heard, LineBudget, Parse};
 use super::agentless::FAST_INTERVAL_MS;
 use super::core::Core;
 use crate::log::sparsely;
@@ -111,14 +112,58 @@ pub type Connections = mpsc::Receiver<StdUnixStream>;
 /// Where who accepts agents' connections hands them on.
 pub type Agents = mpsc::Sender<StdUnixStream>;
 
-/// A running governor. Dropping it ends its thread; what it has requested stays requested.
+/// A running governor. Dropping it ends its threads; what it has requested stays requested.
 pub struct Governor {
     core: Arc<Mutex<Core>>,
     clock: Clock,
     /// Metrics hold it weakly.
     source: Arc<Source>,
-    thread: Option<JoinHandle<()>>,
+    _threads: Vec<Thread>,
+}
+
+/// A thread with a runtime of its own. Dropping it ends it.
+struct Thread {
+    handle: Option<JoinHandle<()>>,
     end: Option<oneshot::Sender<()>>,
+}
+
+impl Thread {
+    /// Runs `task` on a thread called `name`, after `prepare`.
+    fn spawn<F: Future<Output = ()>>(
+        name: &str,
+        prepare: fn(),
+        task: impl FnOnce() -> F + Send + 'static,
+    ) -> io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let (end, ended) = oneshot::channel();
+        let handle = thread::Builder::new().name(name.to_owned()).spawn(move || {
+            prepare();
+            runtime.block_on(async {
+                tokio::select! {
+                    _ = ended => {}
+                    () = task() => {}
+                }
+            });
+        })?;
+        Ok(Self { handle: Some(handle), end: Some(end) })
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        if let Some(handle) = self.handle.take() {
+            // A thread that has panicked has logged it.
+            let _ = handle.join();
+        }
+    }
+}
+
+/// A message that waits for its decision.
+struct Undecided {
+    heard: Heard,
+    /// Closed if its connection is gone.
+    done: oneshot::Sender<()>,
 }
 
 impl Governor {
@@ -129,24 +174,38 @@ impl Governor {
         plugged: Arc<Notify>,
         agents: Option<Connections>,
     ) -> io::Result<Self> {
+        Self::spawn_parsing(core, clock, plugged, agents, balloon::parse_line)
+    }
+
+    fn spawn_parsing(
+        core: Core,
+        clock: Clock,
+        plugged: Arc<Notify>,
+        agents: Option<Connections>,
+        parse: Parse,
+    ) -> io::Result<Self> {
         let core = Arc::new(Mutex::new(core));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-        let (end, ended) = oneshot::channel();
-        let thread = thread::Builder::new().name("_pressure".to_owned()).spawn({
+        // An agent's next line waits for the decision upon the last one.
+        let (sender, queue) = mpsc::channel(1);
+        let mut threads = Vec::new();
+        if let Some(agents) = agents {
             let (core, clock) = (Arc::clone(&core), clock.clone());
-            move || {
-                go_before_others();
-                runtime.block_on(async {
-                    tokio::select! {
-                        _ = ended => {}
-                        () = tick(&core, &clock, &plugged) => {}
-                        () = listen(&core, &clock, agents) => {}
-                    }
-                });
+            threads.push(Thread::spawn(
+                "_agent",
+                || {},
+                move || async move {
+                    listen(&core, &clock, agents, parse, sender).await;
+                },
+            )?);
+        }
+        threads.push(Thread::spawn("_pressure", go_before_others, {
+            let (core, clock) = (Arc::clone(&core), clock.clone());
+            move || async move {
+                tokio::join!(tick(&core, &clock, &plugged), decide(&core, &clock, queue));
             }
-        })?;
+        })?);
         let source = Arc::new(Source { core: Arc::clone(&core), clock: clock.clone() });
-        Ok(Self { core, clock, source, thread: Some(thread), end: Some(end) })
+        Ok(Self { core, clock, source, _threads: threads })
     }
 
     /// The governor's state, for the API and for metrics.
@@ -175,17 +234,6 @@ struct Source {
 impl PressureSource for Source {
     fn sample(&self) -> PressureSample {
         self.core.lock().sample(self.clock.now())
-    }
-}
-
-impl Drop for Governor {
-    fn drop(&mut self) {
-        // Either way it ends: who is told, or finds nobody who could tell.
-        drop(self.end.take());
-        if let Some(thread) = self.thread.take() {
-            // A thread that has panicked has said so.
-            let _ = thread.join();
-        }
     }
 }
 
@@ -239,16 +287,41 @@ impl Pace {
     }
 }
 
+/// Decides upon messages of agents, one by one.
+async fn decide(core: &Mutex<Core>, clock: &Clock, mut queue: mpsc::Receiver<Undecided>) {
+    while let Some(Undecided { heard: Heard { message, at }, done }) = queue.recv().await {
+        let mut core = core.lock();
+        // Under the lock: a newer agent connects after this decision, or the message is none of its own.
+        if !done.is_closed() {
+            core.message(message, clock.now(), clock.with_sleep(), || at.elapsed());
+        }
+        drop(core);
+        let _ = done.send(());
+    }
+}
+
 /// Serves agents for as long as any can come, and then waits for the end.
-async fn listen(core: &Mutex<Core>, clock: &Clock, agents: Option<Connections>) {
-    let Some(mut agents) = agents else { return pending().await };
+async fn listen(
+    core: &Mutex<Core>,
+    clock: &Clock,
+    mut agents: Connections,
+    parse: Parse,
+    sender: mpsc::Sender<Undecided>,
+) {
+    let decide = async |heard| {
+        let (done, is_done) = oneshot::channel();
+        // An error is the end of the governor, which ends this thread as well.
+        if sender.send(Undecided { heard, done }).await.is_ok() {
+            let _ = is_done.await;
+        }
+    };
     // Of all connections: or who connects anew for each line would have no bound.
     let mut budget = LineBudget::new();
     let mut next = agents.recv().await;
     while let Some(stream) = next {
         budget.spend().await;
         let connection =
-            async { agent::serve(UnixStream::from_std(stream)?, core, clock, &mut budget).await };
+            async { agent::serve(UnixStream::from_std(stream)?, core, &mut budget, parse, &decide).await };
         core.lock().agent_connected(clock.now());
         next = tokio::select! {
             result = connection => {

@@ -1,8 +1,10 @@
 //! The governor's thread, as the VMM has it.
 
 use std::io::{BufRead, BufReader, Write};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
+
+use balloon::proto::{AgentMessage, Refusal};
 
 use super::*;
 use crate::governor::fake::{Fixture, fixture, hello, report};
@@ -49,7 +51,7 @@ fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let stream = UnixStream::from_std(vmm).unwrap();
-        agent::serve(stream, &core, &clock, &mut LineBudget::new()).await.unwrap();
+        crate::governor::fake::serve(stream, &core, &clock, &mut LineBudget::new()).await.unwrap();
     });
     let sample = core.lock().sample(clock.now());
     assert_eq!((sample.reports_total, sample.refused_total.len()), (1, 0), "{:?}", sample.refused_total);
@@ -203,6 +205,75 @@ fn the_governors_thread_is_before_others_where_that_is_allowed() {
     assert!(device.0.lock().iter().all(|nice| *nice == as_allowed), "{:?}", device.0.lock());
 }
 
+/// Set while the parser below may return.
+static IS_PARSED: AtomicBool = AtomicBool::new(false);
+/// Name and priority of the thread that parses.
+static PARSER: parking_lot::Mutex<Option<(String, libc::c_int)>> = parking_lot::Mutex::new(None);
+
+/// A parser that takes as long as the test likes.
+fn parse_slowly(line: &[u8]) -> Result<AgentMessage, Refusal> {
+    let name = thread::current().name().unwrap_or_default().to_owned();
+    // SAFETY: no pointers. On Linux 0 is the calling thread.
+    let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+    *PARSER.lock() = Some((name, nice));
+    wait_until("the end of the parser", || IS_PARSED.load(Ordering::Relaxed));
+    balloon::parse_line(line)
+}
+
+/// A guest decides how much there is to parse.
+#[test]
+fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
+    // SAFETY: no pointers. On Linux 0 is the calling thread.
+    let normal = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+    let device = Arc::new(Watcher::default());
+    let zone = GovernedZone {
+        id: "dram".to_owned(),
+        tier: balloon::Tier::Dram,
+        guest_numa_node: 0,
+        boot_bytes: 0,
+        device: Arc::clone(&device) as _,
+    };
+    let core = Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let (agents, connections) = mpsc::channel(1);
+    let clock = Clock::start();
+    let governor =
+        Governor::spawn_parsing(core, clock, Arc::default(), Some(connections), parse_slowly).unwrap();
+    let (mut agent, vmm) = StdUnixStream::pair().unwrap();
+    vmm.set_nonblocking(true).unwrap();
+    agents.blocking_send(vmm).unwrap();
+    writeln!(agent, "no report").unwrap();
+    wait_until("a line is parsed", || PARSER.lock().is_some());
+    let before = device.0.lock().len();
+    wait_until("two more ticks", || device.0.lock().len() >= before + 2);
+    let refused = || governor.core().lock().sample(TimeMs(0)).refused_total.values().sum::<u64>();
+    assert_eq!(refused(), 0);
+    IS_PARSED.store(true, Ordering::Relaxed);
+    wait_until("the line is refused", || refused() == 1);
+    assert_eq!(*PARSER.lock(), Some(("_agent".to_owned(), normal)));
+    assert_eq!(governor.core().lock().sample(TimeMs(0)).agent_bytes_total, 10);
+}
+
+/// A line of a connection that another agent has replaced is not taken for one of that agent.
+#[test]
+fn message_of_a_connection_that_is_gone_is_dropped() {
+    let core = Mutex::new(fixture("psi", false, true).core);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (sender, queue) = mpsc::channel(2);
+        let send = async |is_gone: bool| {
+            let (done, is_done) = oneshot::channel();
+            let heard = Heard { message: balloon::parse_line(b"no report"), at: Instant::now() };
+            sender.send(Undecided { heard, done }).await.unwrap();
+            (!is_gone).then_some(is_done)
+        };
+        let _gone = send(true).await;
+        let there = send(false).await.unwrap();
+        let clock = Clock::start();
+        tokio::select! { () = decide(&core, &clock, queue) => {} result = there => result.unwrap() }
+    });
+    assert_eq!(core.lock().sample(TimeMs(0)).refused_total.values().sum::<u64>(), 1);
+}
+
 /// News come as often as a guest likes to cause them; this thread is before others.
 #[test]
 fn however_often_news_come_ticks_are_few() {
@@ -263,7 +334,12 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
             }
         };
         let clock = Clock::start();
-        tokio::select! { () = listen(&core, &clock, Some(connections)) => {} () = flood => {} }
+        let (sender, queue) = mpsc::channel(1);
+        tokio::select! {
+            () = listen(&core, &clock, connections, balloon::parse_line, sender) => {}
+            () = decide(&core, &clock, queue) => {}
+            () = flood => {}
+        }
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
     });
 }

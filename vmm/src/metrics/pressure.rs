@@ -28,6 +28,8 @@ pub struct PressureSample {
     pub refused_total: BTreeMap<&'static str, u64>,
     /// Connections of agents.
     pub connections_total: u64,
+    /// Bytes that agents have sent.
+    pub agent_bytes_total: u64,
     /// Reminders sent to a guest that made no progress.
     pub reminders_total: u64,
     /// Whether an agent is connected.
@@ -171,6 +173,10 @@ fn expose_agent(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
     out.counters(
         Family("pressure_agent_connections", "Connections of agents.", None),
         [(vec![], sample.connections_total)],
+    )?;
+    out.counters(
+        Family("pressure_agent", "What agents have sent.", Some(Unit::Bytes)),
+        [(vec![], sample.agent_bytes_total)],
     )?;
     out.counters(
         Family("pressure_reports", "Reports that were taken.", None),

@@ -8,7 +8,8 @@ use serde_json::json;
 
 use super::*;
 use crate::governor::ZoneDevice;
-use crate::governor::agent::{LineBudget, serve};
+use crate::governor::agent::LineBudget;
+use crate::governor::fake::serve;
 use crate::governor::fake::{Fixture, MIB, Shown, fixture, hello, report};
 use crate::governor::task::Clock;
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};

@@ -216,6 +216,7 @@ impl Core {
             reports_total: self.counters.reports,
             refused_total: self.counters.refused.clone(),
             connections_total: self.counters.connections,
+            agent_bytes_total: self.counters.agent_bytes,
             reminders_total: self.counters.reminders,
             agent_connected: self.agent.connected,
             agent: Some(self.agent_state(now)),
