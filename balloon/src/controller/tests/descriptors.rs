@@ -37,8 +37,36 @@ fn nothing_is_requested_from_guest_without_room() {
     // Reclaim makes room for one section at a time.
     rig.raw.memory.swap_total_bytes = 64 * MIB;
     rig.raw.memory.swap_free_bytes = 4 * MIB;
+    assert_eq!(rig.report(50, 1).reason, Reason::Descriptors, "no page can be swapped out");
+    rig.raw.zones[0].user_pages = Some(8 * MIB / PAGE_BYTES);
     rig.report(50, 1);
     assert_eq!(rig.requested_mib(), (128, 0));
+}
+
+/// A guest with free swap whose kernel has used up its zones, section by section.
+#[test]
+fn swap_gives_room_only_while_the_kernels_zones_have_user_pages() {
+    let mut rig = Rig::fixed(16_384);
+    rig.host.zones[PM].max_bytes = 16_384 * MIB;
+    rig.host.pool_free_bytes = 16_384 * MIB;
+    rig.raw.memory.total_bytes = 16_384 * MIB;
+    rig.raw.memory.swap_total_bytes = 2048 * MIB;
+    rig.raw.memory.swap_free_bytes = 2048 * MIB;
+    rig.describe(0);
+    let mut user_bytes = 64 * MIB;
+    for _ in 0..60 {
+        rig.raw.zones[0].user_pages = Some(user_bytes / PAGE_BYTES);
+        let before = rig.requested_mib();
+        rig.report(50, 280);
+        rig.follow();
+        if rig.requested_mib() == before {
+            break;
+        }
+        user_bytes = user_bytes.saturating_sub(2 * MIB);
+    }
+    // One section for each 2 MiB, until fewer than 4 MiB are left.
+    assert_eq!(user_bytes, 2 * MIB);
+    assert_eq!(rig.requested_mib().0 + rig.requested_mib().1, 31 * 128);
 }
 
 /// The limit does not move between reports, however often the loop runs.

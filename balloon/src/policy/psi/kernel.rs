@@ -4,10 +4,10 @@
 //! use. So only the free pages of the kernel's own zones show how much memory the kernel has left. The agent turns
 //! blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for the pages of a block.
 
-use foreshore_proto::{KernelGrowth, KernelMemory, Report, kernel_reserve_bytes};
+use foreshore_proto::{Blocks, KernelGrowth, KernelMemory, NodeBlocks, Report, kernel_reserve_bytes};
 
-use crate::HostView;
 use crate::units::scale;
+use crate::{HostView, Tier};
 
 /// Part of the usual reserve below which the kernel is short, in thousandths. The agent acts at a half.
 const SHORT_PERMILLE: u64 = 750;
@@ -19,19 +19,43 @@ const LEAD_MS: u64 = 1_000;
 /// Upper limit of the growth in that time, as a part of DRAM.
 const MAX_GROWTH_PART: u64 = 4;
 
-/// Memory to add for the kernel. `None` if the kernel has enough, or if the report has no memory blocks.
-pub(super) fn missing_bytes(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<u64> {
+/// Movable memory for the kernel's sake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Need {
+    /// Free movable memory that the agent needs.
+    pub need_bytes: u64,
+    /// Part of `need_bytes` that is neither free nor on its way.
+    pub missing_bytes: u64,
+}
+
+/// Need of the kernel. `None` if it has enough, if no block of DRAM can become kernel memory, or if the report does not tell its
+/// zones apart.
+pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<Need> {
     let block_bytes = report.blocks().block_bytes;
     let kernel = KernelMemory::of(report.zones().iter());
     let least_bytes = scale(kernel_reserve_bytes(kernel.dram_bytes, 0), SHORT_PERMILLE, 1000);
     let growth_bytes = growth.bytes_within(LEAD_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
     let short_bytes = least_bytes.saturating_add(growth_bytes);
-    if block_bytes == 0 || kernel.room_bytes >= short_bytes {
+    if block_bytes == 0 || kernel.room_bytes >= short_bytes || !has_block(report, host) {
         return None;
     }
     let coming_bytes = kernel.movable_free_bytes.saturating_add(host.outstanding_grow_bytes());
     let blocks = (short_bytes - kernel.room_bytes).div_ceil(block_bytes);
-    Some(scale(block_bytes.saturating_mul(blocks), ROOM_PERMILLE, 1000).saturating_sub(coming_bytes))
+    let need_bytes = scale(block_bytes.saturating_mul(blocks), ROOM_PERMILLE, 1000);
+    Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
+}
+
+/// Checks if DRAM is plugged that can become kernel memory, or can be plugged. Boot memory cannot, nor does PM.
+fn has_block(report: &Report, host: &HostView) -> bool {
+    let Blocks { block_bytes, nodes, .. } = report.blocks();
+    let mut dram = host.zones.iter().filter(|zone| zone.tier == Tier::Dram && host.balloon != Some(zone.id));
+    dram.any(|zone| {
+        let room_bytes = zone.requestable_bytes().saturating_sub(zone.plugged_bytes);
+        let is_movable = |node: &NodeBlocks| {
+            node.node == zone.guest_numa_node && node.movable_online_bytes >= *block_bytes
+        };
+        room_bytes >= *block_bytes || (zone.plugged_bytes >= *block_bytes && nodes.iter().any(is_movable))
+    })
 }
 
 #[cfg(test)]
@@ -44,6 +68,10 @@ mod tests {
 
     /// Report of a guest with 400 MiB of DRAM, all of it for the kernel, and 512 MiB of PM.
     fn report(kernel_free_mib: u64, pm_free_mib: u64, block_mib: u64) -> Report {
+        report_with(kernel_free_mib, pm_free_mib, block_mib, 1)
+    }
+
+    fn report_with(kernel_free_mib: u64, pm_free_mib: u64, block_mib: u64, movable_blocks: u64) -> Report {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed_mib, free_mib| Zone {
             node,
@@ -60,18 +88,49 @@ mod tests {
                 zone(0, ZoneKind::Dma32, 400, kernel_free_mib),
                 zone(1, ZoneKind::Movable, 512, pm_free_mib),
             ],
-            blocks: Blocks { block_bytes: block_mib * MIB, ..Blocks::default() },
+            blocks: Blocks {
+                block_bytes: block_mib * MIB,
+                nodes: vec![dram_blocks(movable_blocks, block_mib)],
+                ..Blocks::default()
+            },
             ..RawReport::default()
         };
         Report::try_from(raw).expect("sound")
     }
 
+    /// So many movable blocks on node 0.
+    fn dram_blocks(blocks: u64, block_mib: u64) -> NodeBlocks {
+        let movable_online_bytes = blocks * block_mib * MIB;
+        NodeBlocks { node: 0, online_bytes: 512 * MIB, offline_bytes: 0, movable_online_bytes }
+    }
+
+    /// A VM with so much plugged of 256 MiB of DRAM.
+    fn host(plugged_mib: u64) -> HostView {
+        let dram = ZoneSizes {
+            requested_bytes: plugged_mib * MIB,
+            plugged_bytes: plugged_mib * MIB,
+            ..ZoneSizes::empty(0, Tier::Dram, 256 * MIB)
+        };
+        HostView { zones: vec![dram], ..HostView::default() }
+    }
+
+    #[test]
+    fn kernel_needs_nothing_where_no_block_can_become_kernel_memory() {
+        let need = |report: &Report, host: &HostView| need(report, host, &KernelGrowth::default()).is_some();
+        let (movable, none) = (report_with(0, 500, 128, 1), report_with(0, 500, 128, 0));
+        assert!(need(&movable, &host(256)), "a block is plugged and movable");
+        assert!(need(&none, &host(128)), "another block can be plugged");
+        assert!(!need(&none, &host(256)), "the kernel has all blocks");
+        assert!(!need(&movable, &HostView::default()), "movable boot memory stays as it is");
+        let pm = HostView { zones: vec![ZoneSizes::empty(0, Tier::Pm, 512 * MIB)], ..HostView::default() };
+        assert!(!need(&movable, &pm), "PM stays movable");
+    }
+
     #[test]
     fn a_short_kernel_gets_movable_memory_for_a_block() {
-        let host = HostView::default();
         let missing_mib = |kernel_free, pm_free, block| {
             let report = report(kernel_free, pm_free, block);
-            missing_bytes(&report, &host, &KernelGrowth::default()).map(|bytes| bytes / MIB)
+            need(&report, &host(256), &KernelGrowth::default()).map(|need| need.missing_bytes / MIB)
         };
         // Three quarters of a sixteenth of 400 MiB are 18.75 MiB.
         assert_eq!(missing_mib(19, 0, 128), None);
@@ -83,11 +142,10 @@ mod tests {
 
     #[test]
     fn memory_on_its_way_counts() {
-        let mut host =
-            HostView { zones: vec![ZoneSizes::empty(0, Tier::Dram, 256 * MIB)], ..HostView::default() };
+        let mut host = host(0);
         host.zones[0].requested_bytes = 128 * MIB;
-        let missing = missing_bytes(&report(0, 0, 128), &host, &KernelGrowth::default());
-        assert_eq!(missing, Some(32 * MIB));
+        let need = need(&report(0, 0, 128), &host, &KernelGrowth::default());
+        assert_eq!(need, Some(Need { need_bytes: 160 * MIB, missing_bytes: 32 * MIB }));
     }
 
     #[test]
@@ -96,7 +154,7 @@ mod tests {
         let holds = |mib: u64| KernelUse { slab_reclaimable_bytes: mib * MIB, ..KernelUse::default() };
         let missing_mib = |growth: &KernelGrowth, kernel_free| {
             let report = report(kernel_free, 0, 16);
-            missing_bytes(&report, &HostView::default(), growth).map(|bytes| bytes / MIB)
+            need(&report, &host(256), growth).map(|need| need.missing_bytes / MIB)
         };
         growth.update(Some(&holds(0)), 0);
         growth.update(Some(&holds(50)), 1_000);

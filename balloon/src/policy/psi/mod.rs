@@ -115,12 +115,15 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
     let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
     state.kernel_growth.update(input.report.kernel(), input.report.monotonic_ms());
-    let kernel_bytes = kernel::missing_bytes(input.report, input.host, &state.kernel_growth);
+    let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
     // The kernel can be short while much memory is available, so reports must be fast in that case as well.
-    let watch_bytes = if kernel_bytes.is_some() { memory.total_bytes } else { marks.watch_bytes };
+    let watch_bytes = if kernel.is_some() { memory.total_bytes } else { marks.watch_bytes };
     let marks = Marks { watch_bytes, ..marks };
 
-    let for_kernel = kernel_bytes.filter(|bytes| *bytes > 0).map(|bytes| (Reason::KernelMemory, bytes));
+    let missing_bytes = kernel.map_or(0, |need| need.missing_bytes);
+    // The block that the agent gives to the kernel needs free memory as well.
+    let beside_block_bytes = coming_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
+    let for_kernel = (missing_bytes > 0).then_some((Reason::KernelMemory, missing_bytes));
     let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input).or(for_kernel) {
         Some((reason, need_bytes)) => {
             state.active_at = now;
@@ -136,9 +139,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
             decided(Some(want_bytes), reason, true, &marks)
         }
-        // The block that the agent gives to the kernel needs the free memory.
-        None if kernel_bytes.is_some() => decided(None, Reason::Enough, false, &marks),
-        None => match state.surplus(params, &marks, &signs, coming_bytes, input, now) {
+        None => match state.surplus(params, &marks, &signs, beside_block_bytes, input, now) {
             0 => decided(None, Reason::Enough, false, &marks),
             bytes => {
                 let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
