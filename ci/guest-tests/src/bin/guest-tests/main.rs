@@ -23,6 +23,7 @@ mod governor;
 mod harness;
 mod host_pages;
 mod hostile;
+mod hostile_rates;
 mod hotplug;
 mod hotplug_loop;
 mod interfaces;
@@ -105,6 +106,7 @@ fn main() {
         torn::TESTS,
         file_systems::TESTS,
         hostile::TESTS,
+        hostile_rates::TESTS,
     ]
     .concat();
     match runner::main(&tests) {

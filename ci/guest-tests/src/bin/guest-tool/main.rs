@@ -89,6 +89,8 @@ usage:
                                                  until the file is there
   guest-tool hostile-frames ID FIRST END FILE    frames to and from there, of a network device, until there is such a FILE
   guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way
+  guest-tool hostile-plugs BLOCKS FILE           plug and unplug the first blocks of the virtio-mem device in a loop, until
+                                                 the file is there
   guest-tool negotiate-without ID BIT            be refused by it as a driver that lacks one of its features";
 
 fn main() {
@@ -176,6 +178,9 @@ fn run(arguments: &[&str]) -> Result<()> {
         }
         ["hostile-garbage", id, count] => {
             hostile::attack(number(id)?, hostile::Malice::Garbage, &hostile::Until::Sent(number(count)?))
+        }
+        ["hostile-plugs", blocks, file] => {
+            hostile::plug_storm(u16::try_from(number(blocks)?)?, &hostile::Until::Exists(file.into()))
         }
         ["negotiate-without", id, feature] => hostile::negotiate_without(number(id)?, number(feature)?),
         _ => bail!("{USAGE}"),

@@ -1,6 +1,7 @@
 //! A driver that means harm: takes a virtio device from the kernel and gives it descriptors that no driver would.
 
 mod pci;
+mod plugs;
 mod queue;
 
 use std::path::PathBuf;
@@ -9,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use guest_tests::content::Bytes;
 use pci::Device;
+pub use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
 // How often the device is looked at. Counted, like everything here: what the device is made to do must not stop the attack

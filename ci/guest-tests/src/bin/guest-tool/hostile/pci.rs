@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
 
 use super::queue::{QUEUE_SIZE, Queue};
 
@@ -14,6 +14,7 @@ const VIRTIO_VENDOR: u16 = 0x1af4;
 const CAPABILITY_VENDOR: u8 = 0x09;
 const CAP_COMMON: u8 = 1;
 const CAP_NOTIFY: u8 = 2;
+const CAP_DEVICE: u8 = 4;
 
 // The common configuration structure (4.1.4.3).
 const DEVICE_FEATURE_SELECT: usize = 0;
@@ -58,6 +59,8 @@ pub struct Device {
     notify: Bar,
     notify_region: Region,
     notify_offsets: Vec<u16>,
+    /// The structure of the device's own kind, if it has one.
+    own: Option<(Bar, usize)>,
 }
 
 impl Device {
@@ -76,13 +79,23 @@ impl Device {
         config.read_exact_at(&mut space, 0).context("Cannot read the configuration space")?;
         let common = capability(&space, CAP_COMMON).context("No common configuration")?;
         let notify = capability(&space, CAP_NOTIFY).context("No notification area")?;
+        let own =
+            capability(&space, CAP_DEVICE).map(|own| Ok::<_, Error>((Bar::map(&dir, own.bar)?, own.offset)));
         Ok(Self {
             common: Bar::map(&dir, common.bar)?,
             common_offset: common.offset,
             notify: Bar::map(&dir, notify.bar)?,
             notify_region: notify,
             notify_offsets: Vec::new(),
+            own: own.transpose()?,
         })
+    }
+
+    /// Reads 8 bytes of the device's own configuration (virtio 1.3, 4.1.4.6).
+    pub fn own_u64(&self, offset: usize) -> Result<u64> {
+        let (bar, begin) = self.own.as_ref().context("The device has no configuration of its own")?;
+        let half = |at: usize| u64::from(bar.read::<u32>(begin + offset + at));
+        Ok(half(0) | half(4) << 32)
     }
 
     /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio 1.3, 6). Of the rings'

@@ -17,6 +17,8 @@ pub const WRITE: u16 = 2;
 const PAGE_BYTES: usize = 4096;
 const AVAILABLE_AT: usize = 1024;
 const USED_AT: usize = 2048;
+/// The rest of the page, for requests and their answers.
+const BUFFER_AT: usize = 3072;
 
 /// One descriptor, as it lies in memory.
 #[repr(C)]
@@ -67,6 +69,28 @@ impl Queue {
     /// Guest-physical addresses of the descriptor table, the available ring and the used ring.
     pub fn addresses(&self) -> [u64; 3] {
         [self.physical, self.physical + AVAILABLE_AT as u64, self.physical + USED_AT as u64]
+    }
+
+    /// Guest-physical address of byte `at` of the buffer that follows the rings.
+    pub fn buffer_address(&self, at: usize) -> u64 {
+        self.physical + (BUFFER_AT + at) as u64
+    }
+
+    /// Writes `bytes` to the start of the buffer.
+    pub fn write_buffer(&mut self, bytes: &[u8]) {
+        assert!(BUFFER_AT + bytes.len() <= PAGE_BYTES, "{} bytes do not fit", bytes.len());
+        for (at, byte) in bytes.iter().enumerate() {
+            // SAFETY: the byte lies in the page, as just asserted; the device may read meanwhile, therefore volatile.
+            unsafe { self.page.add(BUFFER_AT + at).write_volatile(*byte) };
+        }
+    }
+
+    /// Reads the little-endian number at byte `at` of the buffer.
+    pub fn read_buffer(&self, at: usize) -> u16 {
+        assert!(BUFFER_AT + at + 2 <= PAGE_BYTES, "byte {at} lies outside of the buffer");
+        // SAFETY: the bytes lie in the page, as just asserted; the device writes them, therefore volatile.
+        let byte = |at: usize| unsafe { self.page.add(BUFFER_AT + at).read_volatile() };
+        u16::from_le_bytes([byte(at), byte(at + 1)])
     }
 
     /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index by STEP.

@@ -1,0 +1,129 @@
+//! Hostile guests that repeat what costs the host work: the work has a rate, and the VMM serves its API meanwhile.
+
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::Script;
+use guest_tests::{Guest, Pool};
+use serde_json::json;
+
+use crate::zones::MIB;
+
+guest_tests::tests![plug_storm_is_held_to_the_rate];
+
+/// Time that every wait may take, and the longest that an attack runs.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Length of an attack.
+const ATTACK: Duration = Duration::from_secs(3);
+/// Pace of API calls, so that the host's one CPU remains for the attack.
+const BETWEEN_CALLS: Duration = Duration::from_millis(100);
+/// An API call of an emulated host takes some 10 ms.
+const CALL_LIMIT: Duration = Duration::from_secs(2);
+
+/// Calls the API for `time` and returns how long the slowest call took.
+fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
+    let begun = Instant::now();
+    let mut slowest = Duration::ZERO;
+    while begun.elapsed() < time {
+        for call in ["vmm.ping", "vm.info"] {
+            let called = Instant::now();
+            guest.api("GET", call, None)?;
+            slowest = slowest.max(called.elapsed());
+        }
+        thread::sleep(BETWEEN_CALLS);
+    }
+    ensure!(slowest < CALL_LIMIT, "An API call took {slowest:?}");
+    Ok(slowest)
+}
+
+/// CPU time of the VMM's threads except vCPUs, which run the guest.
+fn cpu_time_without_vcpus(pid: u32) -> Result<Duration> {
+    // SAFETY: no pointers.
+    let ticks_per_s = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) })?;
+    let mut ticks = 0;
+    for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
+        // A thread that ends meanwhile has no more to count.
+        let Ok(stat) = fs::read_to_string(thread?.path().join("stat")) else { continue };
+        let (begin, numbers) = stat.rsplit_once(')').context("No name in stat")?;
+        if begin.contains("(vcpu") {
+            continue;
+        }
+        // utime and stime (proc_pid_stat(5)); the third field follows the name.
+        for number in numbers.split_whitespace().skip(11).take(2) {
+            ticks += number.parse::<u64>()?;
+        }
+    }
+    Ok(Duration::from_millis(ticks * 1000 / ticks_per_s))
+}
+
+/// Plugged and erased bytes, and delayed requests, so far.
+struct Work {
+    plugged_bytes: u64,
+    erased_bytes: u64,
+    delayed: u64,
+}
+
+impl Work {
+    fn of(guest: &Guest) -> Result<Self> {
+        let metrics = guest.metrics()?;
+        let count = |name, labels: &[(&str, &str)]| metrics.value(name, labels).map(|value| value as u64);
+        Ok(Self {
+            plugged_bytes: count("foreshore_memory_plug_bytes_total", &[("zone", "pm")])?,
+            erased_bytes: count("foreshore_pool_scrubbed_bytes_total", &[])?,
+            delayed: count("foreshore_memory_throttled_requests_total", &[("zone", "pm")])?,
+        })
+    }
+}
+
+/// Starts a driver that plugs and unplugs 16 MiB in a loop.
+fn start_plug_storm(guest: &Guest, stop: &str) -> Result<Script> {
+    let mut storm = guest.start_script(LIMIT, &format!("exec guest-tool hostile-plugs 8 {stop}"))?;
+    match storm.next_line() {
+        Some(line) if line == "storm: begins" => Ok(storm),
+        other => {
+            let ended = storm.finish()?;
+            anyhow::bail!("No storm: {other:?}, {}", ended.stderr)
+        }
+    }
+}
+
+fn plug_storm_is_held_to_the_rate() -> Result<()> {
+    const STOP: &str = "/run/storm-is-over";
+    // The lowest rate.
+    const RATE: u64 = 64 * MIB;
+    const ZONE_BYTES: u64 = 128 * MIB;
+    let pool = Pool::create("256M")?;
+    let memory = format!("pool={},size={ZONE_BYTES},plug_bandwidth={RATE}", pool.name());
+    let guest = Guest::builder().cpus(2).memory("size=384M").pm_memory(&memory).pressure("off");
+    // No kernel driver follows the request: the storm's driver does.
+    let guest = guest.cmdline("foreshore.agent=off foreshore.skip=virtio_mem").boot()?;
+    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": ZONE_BYTES })))?;
+    let (before, begun) = (Work::of(&guest)?, Instant::now());
+    let storm = start_plug_storm(&guest, STOP)?;
+    let plugged_bytes = |work: &Work| work.plugged_bytes - before.plugged_bytes;
+    guest.wait_until("the burst is used up", LIMIT, || Ok(plugged_bytes(&Work::of(&guest)?) > ZONE_BYTES))?;
+    let (burst, cpu_before) = (begun.elapsed(), cpu_time_without_vcpus(guest.pid())?);
+    let slowest = slowest_call(&guest, ATTACK)?;
+    let cpu = cpu_time_without_vcpus(guest.pid())? - cpu_before;
+    let work = Work::of(&guest)?;
+    let elapsed = begun.elapsed();
+    let (plugged_bytes, erased_bytes) = (plugged_bytes(&work), work.erased_bytes - before.erased_bytes);
+    let figures = format!(
+        "{} MiB plugged and {} MiB erased in {elapsed:.1?}; the VMM's CPU time was {cpu:?} in {:.1?}; {} requests were \
+         delayed; an API call took at most {slowest:?}",
+        plugged_bytes / MIB,
+        erased_bytes / MIB,
+        elapsed - burst,
+        work.delayed
+    );
+    println!("{figures}");
+    let most_bytes = ZONE_BYTES + (RATE as f64 * elapsed.as_secs_f64()) as u64;
+    ensure!(plugged_bytes <= most_bytes && erased_bytes <= most_bytes, "More than the budget: {figures}");
+    ensure!(work.delayed > 0 && cpu < (elapsed - burst) / 4, "{figures}");
+    guest.run(&format!("touch {STOP}"))?;
+    let ended = storm.finish()?;
+    ensure!(ended.code == 0, "The storm ended with {}: {}", ended.code, ended.stderr);
+    guest.power_off()
+}

@@ -1,0 +1,67 @@
+//! A virtio-mem driver that plugs and unplugs the same blocks in a loop (virtio 1.3, 5.15).
+
+use anyhow::{Result, ensure};
+
+use super::pci::Device;
+use super::queue::{self, Descriptor, NEXT, Queue, WRITE};
+use super::{ANSWER_LOOKS, Until, start};
+
+const MEM: u16 = 0x1058;
+
+// The device's configuration (5.15.4).
+const BLOCK_SIZE: usize = 0;
+const ADDR: usize = 16;
+const REQUESTED_SIZE: usize = 48;
+
+// Requests and their answers (5.15.6).
+const PLUG: u16 = 0;
+const UNPLUG: u16 = 1;
+const ACK: u16 = 0;
+const REQUEST_BYTES: usize = 24;
+const ANSWER_AT: usize = 32;
+const ANSWER_BYTES: usize = 10;
+
+/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device, which the host must have requested.
+pub fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
+    queue::keep_locked_pages_in_place()?;
+    let mut device = Device::take(MEM)?;
+    let mut queues = start(&mut device)?;
+    let [queue] = &mut queues[..] else { anyhow::bail!("virtio-mem has {} queues", queues.len()) };
+    let (block_size, requested) = (device.own_u64(BLOCK_SIZE)?, device.own_u64(REQUESTED_SIZE)?);
+    ensure!(
+        requested >= u64::from(blocks) * block_size,
+        "The host requests {requested} bytes, and {blocks} blocks have {block_size} each"
+    );
+    let address = device.own_u64(ADDR)?;
+    println!("storm: begins");
+    let mut sent = 0;
+    while !until.is_over(sent) {
+        // An attack that ends leaves nothing plugged.
+        for code in [PLUG, UNPLUG] {
+            send(&mut device, queue, code, address, blocks)?;
+        }
+        sent += 2;
+    }
+    device.reset()?;
+    println!("hostile: sent {sent}, answered {sent}, restarted 0 times");
+    Ok(())
+}
+
+fn send(device: &mut Device, queue: &mut Queue, code: u16, address: u64, blocks: u16) -> Result<()> {
+    let mut request = [0; REQUEST_BYTES];
+    request[..2].copy_from_slice(&code.to_le_bytes());
+    request[8..16].copy_from_slice(&address.to_le_bytes());
+    request[16..18].copy_from_slice(&blocks.to_le_bytes());
+    queue.write_buffer(&request);
+    let (request, answer) = (queue.buffer_address(0), queue.buffer_address(ANSWER_AT));
+    let chain = [
+        Descriptor { address: request, len: REQUEST_BYTES as u32, flags: NEXT, next: 1 },
+        Descriptor { address: answer, len: ANSWER_BYTES as u32, flags: WRITE, next: 0 },
+    ];
+    queue.offer(&chain, 0, 1);
+    device.notify(queue.index);
+    ensure!(queue.wait_until_used(ANSWER_LOOKS), "Request {code} has no answer");
+    let answer = queue.read_buffer(ANSWER_AT);
+    ensure!(answer == ACK, "Request {code} is answered by {answer}");
+    Ok(())
+}
