@@ -24,6 +24,8 @@ const END_LIMIT: Duration = Duration::from_secs(60);
 /// Where our firmware is in guest memory, and in its file.
 const LOAD_ADDRESS: u64 = 0x10_0000;
 const CODE_OFFSET: u64 = 0x1000;
+/// Guest address of the first byte of the code, where it is entered.
+pub const ENTRY: u64 = LOAD_ADDRESS + CODE_OFFSET;
 
 // Entered by PVH in 32-bit protected mode, with the start info in EBX. Says on COM1 what it finds, and switches the machine off. It is not
 // run where it is assembled: addresses are of LOAD_ADDRESS + CODE_OFFSET, which is 0x101000.
@@ -180,11 +182,10 @@ fn code() -> &'static [u8] {
 }
 
 /// An ELF file of `code` with the note by which PVH finds its entry point: one segment, and in it one note.
-fn elf(code: &[u8]) -> Vec<u8> {
+pub fn elf(code: &[u8]) -> Vec<u8> {
     const NOTE_OFFSET: u64 = 0x200;
     const NOTE_LEN: u64 = 20;
     const PHYS32_ENTRY: u32 = 18;
-    let entry = LOAD_ADDRESS + CODE_OFFSET;
     let len = CODE_OFFSET + code.len() as u64;
     let mut file = Vec::new();
     file.extend([0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
@@ -200,7 +201,7 @@ fn elf(code: &[u8]) -> Vec<u8> {
     // An executable for x86-64, with two program headers behind the file header.
     halves(&mut file, &[2, 62]);
     words(&mut file, &[1]);
-    longs(&mut file, &[entry, 64, 0]);
+    longs(&mut file, &[ENTRY, 64, 0]);
     words(&mut file, &[0]);
     halves(&mut file, &[64, 56, 2, 64, 0, 0]);
     // PT_LOAD and PT_NOTE: kind, flags, offset, addresses, lengths, alignment.
@@ -211,13 +212,14 @@ fn elf(code: &[u8]) -> Vec<u8> {
     file.resize(NOTE_OFFSET as usize, 0);
     words(&mut file, &[4, 4, PHYS32_ENTRY]);
     file.extend(b"Xen\0");
-    words(&mut file, &[entry as u32]);
+    words(&mut file, &[ENTRY as u32]);
     file.resize(CODE_OFFSET as usize, 0);
     file.extend(code);
     file
 }
 
-fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
+/// Writes a file into the test's directory.
+pub fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     let dir = this_tests_dir();
     fs::create_dir_all(&dir)?;
     let path = dir.join(name);
@@ -225,7 +227,8 @@ fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
+/// A guest that boots by this firmware alone.
+pub fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
     let builder = Guest::builder().argument("--firmware", &path.display().to_string());
     ["--kernel", "--initramfs", "--cmdline"].into_iter().fold(builder, |builder, flag| builder.without(flag))
 }

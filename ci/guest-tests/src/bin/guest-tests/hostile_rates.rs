@@ -1,17 +1,20 @@
 //! Hostile guests that repeat what costs the host work: the work has a rate, and the VMM serves its API meanwhile.
 
 use std::fs;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::Script;
+use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
+use crate::firmware;
 use crate::zones::MIB;
 
-guest_tests::tests![plug_storm_is_held_to_the_rate];
+guest_tests::tests![plug_storm_is_held_to_the_rate, guest_that_resets_at_once_is_slowed_down];
 
 /// Time that every wait may take, and the longest that an attack runs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -126,4 +129,97 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     let ended = storm.finish()?;
     ensure!(ended.code == 0, "The storm ended with {}: {}", ended.code, ended.stderr);
     guest.power_off()
+}
+
+/// The string that the guest writes at each start.
+const STARTED: &[u8] = b"A guest starts, and resets its machine.\n";
+
+/// Writes [`STARTED`] to COM1 by one string instruction, and then the reset register. Entered in 32-bit protected mode.
+fn resets_at_once() -> Vec<u8> {
+    const CODE_BYTES: u32 = 29;
+    let text = (firmware::ENTRY as u32 + CODE_BYTES).to_le_bytes();
+    let len = (STARTED.len() as u32).to_le_bytes();
+    let code = [
+        // cld; mov $0x3f8, %dx
+        &[0xfc, 0x66, 0xba, 0xf8, 0x03][..],
+        // mov $text, %esi; mov $len, %ecx
+        &[0xbe],
+        &text,
+        &[0xb9],
+        &len,
+        // rep outsb
+        &[0xf3, 0x6e],
+        // mov $0x602, %dx; mov $1, %al; out %al, %dx
+        &[0x66, 0xba, 0x02, 0x06, 0xb0, 0x01, 0xee],
+        // hlt; jmp to the hlt; nop
+        &[0xf4, 0xeb, 0xfd, 0x90, 0x90],
+    ]
+    .concat();
+    assert_eq!(code.len(), CODE_BYTES as usize);
+    [&code, STARTED].concat()
+}
+
+/// Starts of the guest, by what it has written. The last string may not be whole yet.
+fn starts(console: &Path) -> Result<u32> {
+    let text = fs::read(console)?;
+    ensure!(
+        text.chunks(STARTED.len()).all(|chunk| STARTED.starts_with(chunk)),
+        "A string instruction lost output: {:?}",
+        String::from_utf8_lossy(&text)
+    );
+    Ok((text.len() / STARTED.len()) as u32)
+}
+
+/// Starts that the delays of 0, 1, 2, 4, 8, 16 and then 30 s leave room for in a time shorter than 61 s.
+fn most_starts(elapsed: Duration) -> u32 {
+    let starts_s = [0, 0, 1, 3, 7, 15, 31, 61];
+    starts_s.iter().filter(|start_s| elapsed >= Duration::from_secs(**start_s)).count() as u32
+}
+
+/// Traces of the boots so far.
+fn traces(dir: &Path) -> Result<usize> {
+    let names = fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
+    Ok(names.iter().filter(|name| name.to_string_lossy().starts_with("trace")).count())
+}
+
+fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
+    const MOST_TRACES: usize = 16;
+    let firmware = firmware::write("firmware.elf", &firmware::elf(&resets_at_once()))?;
+    let dir = this_tests_dir();
+    let events = dir.join("events");
+    let begun = Instant::now();
+    let guest = firmware::with_firmware(&firmware)
+        .memory("size=128M,hotplug_method=virtio-mem,hotplug_size=128M")
+        .argument("--pressure", &format!("policy=psi,record={}", dir.join("trace").display()))
+        .argument("--event-monitor", &format!("path={}", events.display()))
+        .start()?;
+    let has_waited = |delay_ms: u32| -> Result<bool> {
+        // The VMM may not have made the file yet.
+        let text = fs::read_to_string(&events).unwrap_or_default();
+        Ok(text.contains(&format!("\"delay_ms\": \"{delay_ms}\"")))
+    };
+    let console = guest.console_file();
+    guest.wait_until("the guest has restarted twice", LIMIT, || {
+        Ok(console.exists() && starts(&console)? >= 3)
+    })?;
+    let slowest = slowest_call(&guest, ATTACK)?;
+    let (starts_so_far, elapsed) = (starts(&console)?, begun.elapsed());
+    println!("{starts_so_far} starts in {elapsed:.1?}; an API call took at most {slowest:?}");
+    let most = most_starts(elapsed);
+    ensure!((3..=most).contains(&starts_so_far), "{starts_so_far} starts in {elapsed:?}, and not {most}");
+    let delays = guest.metrics()?.value("foreshore_events_total", &[("event", "restart-delayed")])?;
+    ensure!(delays >= 2.0, "{delays} delays are counted");
+    guest.wait_until("the guest waits for 8 s", LIMIT, || has_waited(8000))?;
+    guest.api("PUT", "vm.shutdown", None)?;
+    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Created", "The VM was not shut down");
+    guest.api("PUT", "vm.boot", None)?;
+    // A client's reboots do not wait, and have traces like the guest's.
+    for _ in 0..MOST_TRACES {
+        guest.api("PUT", "vm.reboot", None)?;
+    }
+    ensure!(traces(&dir)? == MOST_TRACES, "{} traces", traces(&dir)?);
+    guest.api("PUT", "vmm.shutdown", None)?;
+    let status = guest.wait_for_exit(LIMIT)?;
+    ensure!(status.success(), "The VMM ended with {status}");
+    Ok(())
 }
