@@ -297,12 +297,25 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     printed(&args);
     assert_eq!(std::fs::read(&path).unwrap(), plot);
-    std::fs::write(&path, "mine").unwrap();
-    let output = sim(&args);
-    assert_eq!(output.status.code(), Some(1));
-    let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(message.contains("the file exists and is no SVG image"), "{message}");
-    assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+    // What docs/consoles.md says of files that flags name.
+    let page = include_str!("../../docs/consoles.md");
+    let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
+    let row = "| `foreshore-sim --plot` | replaced if it is empty or a plot of its own | everything else |";
+    assert_eq!(rows, [row]);
+    std::fs::write(&path, "").unwrap();
+    printed(&args);
+    assert_eq!(std::fs::read(&path).unwrap(), plot);
+    let ext4 = [vec![0; 0x438], b"\x53\xef".to_vec(), vec![0; 4096]].concat();
+    let contents: [&[u8]; 6] =
+        [b"mine", b"QFI\xfb\0\0\0\x03", b"XFSB", &ext4, &[0; 4096], b"<svg of another program>"];
+    for content in contents {
+        std::fs::write(&path, content).unwrap();
+        let output = sim(&args);
+        assert_eq!(output.status.code(), Some(1));
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(message.contains("the file exists and is no SVG image"), "{message}");
+        assert_eq!(std::fs::read(&path).unwrap(), content);
+    }
 }
 
 /// Guest of 1 GiB that uses 100 MiB all day, and 600 MiB once for a second.

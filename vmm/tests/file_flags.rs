@@ -1,0 +1,404 @@
+//! The table of docs/consoles.md about files that flags name, and the code: every flag of the table meets every kind of content.
+//! A flag or a phrase of the table that this test does not know is a failure, and so is a flag of the VMM that takes a path and
+//! is not in the table. Needs no KVM.
+
+use std::any::Any;
+use std::error::Error;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::Command;
+
+use foreshore::config::{ConsoleConfig, EventMonitor, PmemConfig, SocketAccess};
+use foreshore::events::{Events, Monitor};
+use foreshore::governor::record;
+use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
+use foreshore::memory::backing::ZoneFile;
+use foreshore::unix_socket;
+use foreshore::virtio::block::backend::image::{ImageOptions, RawImage};
+use foreshore::volume::file::PmemFile;
+use pmem_volume::Pool;
+use pmem_volume::pool::claim::claim;
+use tempfile::TempDir;
+
+const PAGE: &str = include_str!("../../docs/consoles.md");
+const MIB: u64 = 1 << 20;
+/// Length of every file with content, which a zone and a disk can have.
+const FILE_BYTES: u64 = 2 * MIB;
+
+/// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and balloon/tests/simulator.rs.
+const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
+/// Flags whose file is only read, or is a pool.
+const NOT_IN_THE_TABLE: [&str; 6] =
+    ["--kernel", "--firmware", "--initramfs", "--rng src=", "--pm-memory pool=", "--pm-volume pool="];
+
+/// Signatures of formats: name in the error, offset and bytes.
+const KNOWN: &[(&str, u64, &[u8])] = &[
+    ("an XFS file system", 0, b"XFSB"),
+    ("an ext2, ext3 or ext4 file system", 0x438, b"\x53\xef"),
+    ("a Btrfs file system", 0x10040, b"_BHRfS_M"),
+    ("swap space", 0xff6, b"SWAPSPACE2"),
+    ("a LUKS volume", 0, b"LUKS\xba\xbe"),
+    ("an LVM physical volume", 0x200, b"LABELONE"),
+    ("an fsdax namespace", 0x1000, b"NVDIMM_PFN_INFO\0"),
+    ("a BTT", 0x1000, b"BTT_ARENA_INFO\0\0"),
+    ("a GPT partition table", 0x200, b"EFI PART"),
+    ("a partition table or boot sector", 0x1fe, b"\x55\xaa"),
+    ("a qcow2 image", 0, b"QFI\xfb"),
+    ("a VMDK image", 0, b"KDMV"),
+    ("a VHDX image", 0, b"vhdxfile"),
+    ("a VDI image", 0x40, b"\x7f\x10\xda\xbe"),
+];
+const LOG: &[u8] = b"2026-01-01T00:00:00Z INFO foreshore: a VM of another day\n";
+
+/// What a flag finds at its path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Content {
+    /// A pool that the host has made and marked.
+    Pool,
+    /// The bytes of a pool without its mark.
+    PoolCopy,
+    Known(usize),
+    /// A file system that a guest has written since the flag took the file for the first time.
+    WrittenByGuest,
+    Log,
+    /// A file without data.
+    Hole,
+    /// A file of no length.
+    Nothing,
+    /// A file that a VM or a pool has open.
+    InUse,
+    SocketLeftBehind,
+}
+
+impl Content {
+    fn all() -> impl Iterator<Item = Self> {
+        use Content::{Hole, InUse, Log, Nothing, Pool, PoolCopy, SocketLeftBehind, WrittenByGuest};
+        let others = [Pool, PoolCopy, WrittenByGuest, Log, Hole, Nothing, InUse, SocketLeftBehind];
+        (0..KNOWN.len()).map(Self::Known).chain(others)
+    }
+
+    /// Name in the error, if a flag can know the content.
+    fn known(self) -> Option<&'static str> {
+        match self {
+            Self::Pool | Self::PoolCopy => Some("a pool"),
+            Self::Known(index) => Some(KNOWN[index].0),
+            _ => None,
+        }
+    }
+
+    /// Puts the content at `path`. What is returned is kept while the flag is tried.
+    fn make(self, path: &Path, flag: Flag) -> Option<File> {
+        let hole = || {
+            let file = File::create(path).unwrap();
+            file.set_len(FILE_BYTES).unwrap();
+            file
+        };
+        match self {
+            Self::Pool => drop(Pool::create(path, 16 * MIB, 0).unwrap()),
+            Self::PoolCopy => {
+                let pool = path.with_extension("pool");
+                drop(Pool::create(&pool, 16 * MIB, 0).unwrap());
+                // Without its extended attributes, as `fs::copy` leaves them.
+                fs::copy(&pool, path).unwrap();
+                fs::remove_file(pool).unwrap();
+            }
+            Self::Known(index) => hole().write_all_at(KNOWN[index].2, KNOWN[index].1).unwrap(),
+            Self::WrittenByGuest => {
+                let file = hole();
+                let _ = flag.open(path);
+                // A flag may have emptied it.
+                file.set_len(FILE_BYTES).unwrap();
+                file.write_all_at(b"\x53\xef", 0x438).unwrap();
+            }
+            Self::Log => hole().write_all_at(LOG, 0).unwrap(),
+            Self::Hole => drop(hole()),
+            Self::Nothing => drop(File::create(path).unwrap()),
+            Self::InUse => {
+                drop(hole());
+                return Some(claim(path, true, 0).unwrap());
+            }
+            Self::SocketLeftBehind => drop(UnixListener::bind(path).unwrap()),
+        }
+        None
+    }
+}
+
+/// A flag with the rest of its row's first cell: `--memory-zone file= shared=on`.
+#[derive(Clone, Copy, Debug)]
+struct Flag<'a>(&'a str);
+
+type Opened = Box<dyn Any>;
+
+fn boxed<T: 'static, E: Error>(result: Result<T, E>) -> Result<Opened, String> {
+    match result {
+        Ok(opened) => Ok(Box::new(opened)),
+        Err(error) => {
+            let mut text = error.to_string();
+            let mut source = error.source();
+            while let Some(error) = source {
+                text += &format!(": {error}");
+                source = error.source();
+            }
+            Err(text)
+        }
+    }
+}
+
+impl Flag<'_> {
+    /// Opens `path` as a new VM does for this flag, and begins to use it.
+    fn open(self, path: &Path) -> Result<Opened, String> {
+        let path_text = path.display();
+        let listen = |flag| boxed(unix_socket::listen(flag, path, &SocketAccess::default()));
+        match self.0 {
+            "--serial file=" => open_console(Port::Serial, &format!("file={path_text}")),
+            "--console file=" => open_console(Port::Console, &format!("file={path_text}")),
+            "--serial socket=" => open_console(Port::Serial, &format!("socket={path_text}")),
+            "--console socket=" => open_console(Port::Console, &format!("socket={path_text}")),
+            "--event-monitor path=" => {
+                let target = EventMonitor::parse(&format!("path={path_text}")).unwrap();
+                boxed(Monitor::start(&target, &Events::start()))
+            }
+            "--log-file" => open_log(path),
+            "--memory-zone file= shared=on" => boxed(ZoneFile::open(path, FILE_BYTES, true)),
+            "--memory-zone file= shared=off" => boxed(ZoneFile::open(path, FILE_BYTES, false)),
+            "--pressure record=" => boxed(record::open(path, 0)),
+            "--disk path=" => {
+                let options = ImageOptions {
+                    readonly: false,
+                    direct: false,
+                    sparse: true,
+                    is_called_raw: false,
+                    guest_block_bytes: None,
+                };
+                boxed(RawImage::open(path, options))
+            }
+            "--pmem file=" => {
+                boxed(PmemFile::open(&PmemConfig::parse(&format!("file={path_text}")).unwrap()))
+            }
+            "--api-socket" => listen("--api-socket"),
+            "--metrics unix:" => listen("--metrics"),
+            "--vsock socket=" => listen("--vsock"),
+            flag => panic!("{flag}: a flag of the table without a test"),
+        }
+    }
+
+    /// A file of no length is refused for that, whatever its content may be.
+    fn needs_length(self) -> bool {
+        ["--memory-zone file=", "--disk path=", "--pmem file="].iter().any(|flag| self.0.starts_with(flag))
+    }
+
+    fn is_of_a_socket(self) -> bool {
+        self.0.contains("socket") || self.0.starts_with("--metrics")
+    }
+}
+
+fn open_console(port: Port, text: &str) -> Result<Opened, String> {
+    let config = match port {
+        Port::Serial => ConsoleConfig::parse_serial(text),
+        Port::Console => ConsoleConfig::parse_console(text),
+    };
+    let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
+    let console = boxed(HostConsole::open(port, &config.unwrap(), &mut files))?;
+    boxed(files.begin())?;
+    Ok(console)
+}
+
+/// By the program, because a process has one log.
+fn open_log(path: &Path) -> Result<Opened, String> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+    let output = command.args(["--kernel", "/nonexistent", "-v", "--log-file"]).arg(path).output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    if message.contains("--log-file: ") { Err(message) } else { Ok(Box::new(())) }
+}
+
+/// A row of the table.
+struct Row {
+    flags: Vec<String>,
+    existing: String,
+    refused: String,
+}
+
+fn rows() -> Vec<Row> {
+    let (_, section) = PAGE.split_once("\n## Files that are written\n").expect("the section");
+    let section = section.split_once("\n## ").map_or(section, |(section, _)| section);
+    let lines = section.lines().filter(|line| line.starts_with("| `"));
+    let mut rows: Vec<Row> = Vec::new();
+    for line in lines.filter(|line| !OTHER_PROGRAMS.iter().any(|program| line[2..].starts_with(program))) {
+        let cells: Vec<_> = line.trim_matches('|').split(" | ").map(str::trim).collect();
+        let [flags, existing, refused] = cells[..] else { panic!("{line}: not three cells") };
+        let refused = match (refused, rows.last()) {
+            ("the same", Some(above)) => above.refused.clone(),
+            _ => refused.to_owned(),
+        };
+        rows.push(Row { flags: flags_of(flags), existing: existing.to_owned(), refused });
+    }
+    rows
+}
+
+/// Words in backticks outside of parentheses. Those that begin no flag belong to the one before.
+fn flags_of(cell: &str) -> Vec<String> {
+    let cell = cell.split(" (").next().expect("a cell");
+    let mut flags: Vec<String> = Vec::new();
+    for word in cell.split('`').skip(1).step_by(2) {
+        match flags.last_mut() {
+            Some(last) if !word.starts_with("--") => *last += &format!(" {word}"),
+            _ => flags.push(word.to_owned()),
+        }
+    }
+    flags
+}
+
+impl Row {
+    fn refuses(&self, content: Content) -> bool {
+        self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
+            // The mark is on a pool as well, and is another one.
+            "known content without the mark" => content.known().is_some(),
+            "files that a VM or pool has" | "files in use" => content == Content::InUse,
+            "any data" => {
+                content.known().is_some() || [Content::WrittenByGuest, Content::Log].contains(&content)
+            }
+            "any file" => true,
+            "a pool with the host's mark" => content == Content::Pool,
+            "everything else" => content != Content::SocketLeftBehind,
+            // No file, and so no content.
+            "block devices" | "devices" | "pipes and character devices are written" => false,
+            phrase => panic!("{phrase:?}: a phrase of the table without a test"),
+        })
+    }
+
+    /// Checks a file that was taken.
+    fn check_use(&self, path: &Path, before: &[u8]) {
+        let after = || fs::read(path).unwrap();
+        let (existing, and) = self.existing.split_once("; ").unwrap_or((&self.existing, ""));
+        // `rotation_replaces_output_of_a_vmm_alone` is about that.
+        assert!(
+            ["", "`PATH.1` is replaced if it has the mark"].contains(&and),
+            "{and:?}: a phrase without a test"
+        );
+        match existing {
+            "emptied" | "emptied by a new VM, continued by a reboot" => assert_eq!(after(), b""),
+            "appended to" => assert!(after().starts_with(before) && after().len() > before.len()),
+            "emptied: memory begins as zeros" => assert!(after() == vec![0; FILE_BYTES as usize]),
+            "read" | "the guest's to write" => assert!(after() == before),
+            "replaced if it is a socket that nobody listens on" => {}
+            "never written" => panic!("it was taken"),
+            existing => panic!("{existing:?}: a phrase of the table without a test"),
+        }
+    }
+
+    fn check(&self, flag: Flag<'_>, content: Content) {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("file");
+        let kept = content.make(&path, flag);
+        let read = |path: &Path| {
+            if content == Content::SocketLeftBehind { Vec::new() } else { fs::read(path).unwrap() }
+        };
+        let before = read(&path);
+        let result = flag.open(&path).map(drop);
+        match (self.refuses(content), result) {
+            (true, Err(error)) => {
+                let is_named = content.known().is_none_or(|name| error.contains(name));
+                let names_content = self.refused.starts_with("known content");
+                assert!(is_named || !names_content, "{content:?} is not named: {error}");
+                assert!(read(&path) == before, "{content:?} was changed");
+                let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+                let others = names.filter(|name| name != "file" && name != "file.lock").count();
+                assert_eq!(others, 0, "{content:?}: a file was left behind");
+            }
+            (false, Ok(())) => self.check_use(&path, &before),
+            (true, Ok(())) => panic!("{content:?} was taken"),
+            (false, Err(error)) => panic!("{content:?} was refused: {error}"),
+        }
+        drop(kept);
+    }
+}
+
+#[test]
+fn every_flag_does_with_every_content_as_the_table_says() {
+    let rows = rows();
+    assert_eq!(rows.iter().map(|row| row.flags.len()).sum::<usize>(), 14);
+    for row in &rows {
+        for flag in &row.flags {
+            let flag = Flag(flag);
+            for content in Content::all() {
+                let is_apart = match content {
+                    Content::Nothing => flag.needs_length(),
+                    // A socket can be opened as no file.
+                    Content::SocketLeftBehind => !flag.is_of_a_socket(),
+                    _ => false,
+                };
+                if !is_apart {
+                    eprintln!("{} with {content:?}", flag.0);
+                    row.check(flag, content);
+                }
+            }
+        }
+    }
+}
+
+/// A console's file that has reached its limit is renamed to `PATH.1`.
+#[test]
+fn rotation_replaces_output_of_a_vmm_alone() {
+    const MAX_BYTES: usize = 64 << 10;
+    for (flag, port) in [(Flag("--serial file="), Port::Serial), (Flag("--console file="), Port::Console)] {
+        for content in Content::all().filter(|content| *content != Content::SocketLeftBehind) {
+            let folder = TempDir::new().unwrap();
+            let [path, older] = ["file", "file.1"].map(|name| folder.path().join(name));
+            let kept = content.make(&older, flag);
+            let before = fs::read(&older).unwrap();
+            let text = format!("file={},max_size={MAX_BYTES}", path.display());
+            let config = ConsoleConfig::parse_serial(&text).unwrap();
+            let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
+            let mut console = HostConsole::open(port, &config, &mut files).unwrap().unwrap();
+            files.begin().unwrap();
+            console.output.send(&vec![b'a'; MAX_BYTES]);
+            console.output.send(b"b");
+            // The end of a console waits until all is written.
+            drop(console);
+            assert_eq!(fs::read(&path).unwrap(), b"b", "{content:?}");
+            let after = fs::read(&older).unwrap();
+            if content == Content::WrittenByGuest {
+                assert!(after == vec![b'a'; MAX_BYTES], "the earlier output is not kept");
+            } else {
+                assert!(after == before, "{content:?} was changed");
+            }
+            drop(kept);
+        }
+    }
+}
+
+/// Flags of `--help` that take a path, as the table writes them.
+fn flags_with_paths(help: &str) -> Vec<String> {
+    let (help, _) = help.split_once("\nExamples:").expect("examples");
+    let mut flags = Vec::new();
+    for line in help.lines().map(str::trim_start).filter(|line| line.starts_with("--")) {
+        let (flag, rest) = line.split_once(' ').expect("a flag and its help");
+        // The value's name, then the text, of which the first part are the keys.
+        for word in rest.split([',', '|', ' ', '[', ']', '<', '>']) {
+            let word = word.trim_end_matches(':');
+            let Some(key) = word.strip_suffix("PATH").or_else(|| word.strip_suffix("FILE")) else { continue };
+            // The path of the API's socket needs no key.
+            let has_key = !key.is_empty() && flag != "--api-socket";
+            flags.push(if has_key { format!("{flag} {key}") } else { flag.to_owned() });
+        }
+    }
+    flags.sort();
+    flags.dedup();
+    flags
+}
+
+#[test]
+fn every_flag_that_takes_a_path_is_in_the_table() {
+    let output = Command::new(env!("CARGO_BIN_EXE_foreshore")).arg("--help").output().unwrap();
+    let of_help = flags_with_paths(&String::from_utf8(output.stdout).unwrap());
+    // `file= shared=on` and `file= shared=off` are one flag.
+    let two_words = |flag: &String| flag.split(' ').take(2).collect::<Vec<_>>().join(" ");
+    let mut known: Vec<_> = rows().iter().flat_map(|row| &row.flags).map(two_words).collect();
+    known.extend(NOT_IN_THE_TABLE.map(str::to_owned));
+    known.sort();
+    known.dedup();
+    assert_eq!(of_help, known);
+}
