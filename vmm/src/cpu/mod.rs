@@ -4,6 +4,7 @@ pub mod brake;
 pub mod cpuid;
 pub mod placement;
 pub mod plug;
+mod ports;
 pub mod run;
 pub mod state;
 

@@ -24,6 +24,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use super::CpuError;
 use super::brake::Brake;
 use super::placement::{self, Cores};
+use super::ports;
 use super::state::Fresh;
 use crate::bus::Bus;
 use crate::log::sparsely;
@@ -468,9 +469,9 @@ impl Runner {
         brake.leave(self.index);
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
-                let size = element_bytes(run);
-                let answered = data.chunks_mut(size).map(|element| self.ports.read(u64::from(port), element));
-                if !all(answered) {
+                // SAFETY: the page is mapped as long as the vCPU, and the exit is one of ports.
+                let element_bytes = unsafe { ports::element_bytes(run) };
+                if !ports::read(&self.ports, port, data, element_bytes) {
                     sparsely!(
                         debug,
                         port = format_args!("{port:#x}"),
@@ -480,9 +481,9 @@ impl Runner {
                 }
             }
             Ok(VcpuExit::IoOut(port, data)) => {
-                let size = element_bytes(run);
-                let answered = data.chunks(size).map(|element| self.ports.write(u64::from(port), element));
-                if !all(answered) {
+                // SAFETY: as above.
+                let element_bytes = unsafe { ports::element_bytes(run) };
+                if !ports::write(&self.ports, port, data, element_bytes) {
                     sparsely!(debug, port = format_args!("{port:#x}"), ?data, "Nobody answers a port write");
                 }
             }
@@ -518,18 +519,6 @@ impl Runner {
     fn rip(&self) -> u64 {
         self.fd.get_regs().map_or(0, |regs| regs.rip)
     }
-}
-
-/// Bytes of each element of a port access. A string instruction, such as `rep outsb`, moves many elements in one exit.
-fn element_bytes(run: *const kvm_run) -> usize {
-    // SAFETY: the page is mapped as long as the vCPU, whose exit is being handled. The exit is a port access, so `io`
-    // is the valid member of the union. The borrowed elements are elsewhere in the mapping (KVM_EXIT_IO, data_offset).
-    usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
-}
-
-/// Takes every element, and reports whether all were answered.
-fn all(answered: impl Iterator<Item = bool>) -> bool {
-    answered.fold(true, |all, answered| all & answered)
 }
 
 /// What follows a KVM_RUN that has failed.

@@ -1,0 +1,108 @@
+//! Port accesses of a vCPU. A string instruction, such as `rep outsb`, may move many elements in one exit (KVM API, 5:
+//! KVM_EXIT_IO, `count`). Each element is an access of its own, as on hardware.
+
+use kvm_bindings::kvm_run;
+
+use crate::bus::Bus;
+
+/// Bytes of each element of the port access that KVM_RUN has returned for.
+///
+/// # Safety
+/// `run` points to the page of a vCPU, or to one like it, whose exit is one of ports. Nobody writes to its `io` meanwhile.
+pub(super) unsafe fn element_bytes(run: *const kvm_run) -> usize {
+    // SAFETY: the caller's promise: `io` is the valid member of the union. The borrowed elements are elsewhere in the
+    // mapping (KVM_EXIT_IO, data_offset).
+    usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
+}
+
+/// Reads every element from `port`. Returns false if nobody has answered one of them.
+pub(super) fn read(ports: &Bus, port: u16, data: &mut [u8], element_bytes: usize) -> bool {
+    let elements = data.chunks_mut(element_bytes);
+    elements.fold(true, |answered, element| answered & ports.read(u64::from(port), element))
+}
+
+/// Writes every element to `port`. Returns false if nobody has answered one of them.
+pub(super) fn write(ports: &Bus, port: u16, data: &[u8], element_bytes: usize) -> bool {
+    let elements = data.chunks(element_bytes);
+    elements.fold(true, |answered, element| answered & ports.write(u64::from(port), element))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::sync::Arc;
+
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    use super::*;
+    use crate::bus::BusDevice;
+    use crate::event_loop::EventLoop;
+    use crate::host_console::HostConsole;
+    use crate::serial::Serial;
+
+    const COM1: u16 = 0x3f8;
+    const TEXT: &[u8] = b"A string of one instruction, whole.\n";
+
+    /// Element size of an exit for `count` elements of `size` bytes, as the vCPU's page has it.
+    fn size_in_page(size: u8, count: u32) -> usize {
+        let mut run = kvm_run::default();
+        run.__bindgen_anon_1.io.size = size;
+        run.__bindgen_anon_1.io.count = count;
+        // SAFETY: a page of our own with an exit of ports.
+        unsafe { element_bytes(&raw const run) }
+    }
+
+    #[test]
+    fn string_of_one_exit_is_whole_on_the_serial_port() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (console, _keyboard, mut screen) = HostConsole::pipes();
+        let irq = EventFd::new(EFD_NONBLOCK).unwrap();
+        let serial = Serial::new(console, irq, &event_loop.handle()).unwrap();
+        let ports = Bus::default();
+        ports.insert(u64::from(COM1), 8, serial).unwrap();
+        // KVM's page has the elements one behind the other.
+        assert!(write(&ports, COM1, TEXT, size_in_page(1, TEXT.len() as u32)));
+        let mut shown = vec![0; TEXT.len()];
+        screen.read_exact(&mut shown).unwrap();
+        assert_eq!(shown, TEXT);
+        // As one access of 36 bytes it leaves the port, and nothing of it is shown.
+        assert!(!write(&ports, COM1, TEXT, TEXT.len()));
+    }
+
+    /// Answers reads by a count, and accesses of 2 bytes alone.
+    struct Counter(parking_lot::Mutex<u16>);
+
+    impl BusDevice for Counter {
+        fn read(&self, _: u64, data: &mut [u8]) {
+            let mut count = self.0.lock();
+            *count += 1;
+            data.copy_from_slice(&count.to_le_bytes());
+        }
+
+        fn write(&self, _: u64, data: &[u8]) {
+            *self.0.lock() += u16::from_le_bytes(data.try_into().expect("an access of 2 bytes"));
+        }
+    }
+
+    #[test]
+    fn each_element_is_an_access_of_its_size() {
+        let counter = Arc::new(Counter(0.into()));
+        let ports = Bus::default();
+        ports.insert(0x100, 2, Arc::clone(&counter) as Arc<dyn BusDevice>).unwrap();
+        let mut data = [0; 6];
+        assert!(read(&ports, 0x100, &mut data, size_in_page(2, 3)));
+        assert_eq!(data, [1, 0, 2, 0, 3, 0]);
+        assert!(write(&ports, 0x100, &data, size_in_page(2, 3)));
+        assert_eq!(*counter.0.lock(), 9);
+        // A page without a size is an exit of bytes.
+        assert_eq!(size_in_page(0, 1), 1);
+    }
+
+    #[test]
+    fn element_that_nobody_answers_is_reported_and_reads_as_ones() {
+        let mut data = [0; 4];
+        assert!(!read(&Bus::default(), COM1, &mut data, 1));
+        assert_eq!(data, [0xff; 4]);
+        assert!(!write(&Bus::default(), COM1, &data, 1));
+    }
+}
