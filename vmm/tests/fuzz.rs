@@ -72,7 +72,7 @@ fn any_chain_of_a_balloon_is_pages_or_refused() {
     try_all("balloon_request", harness::balloon_request, 10_000);
 }
 
-/// Places as if somebody had taken PM for DRAM, or the end of memory for a page further on.
+/// Places as if somebody had taken PM for DRAM, the end of memory for a page further on, or huge pages for small ones.
 #[test]
 fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
     use foreshore::memory::zone::Tier;
@@ -92,6 +92,10 @@ fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
             ("the start", |mut places| {
                 places[1].range.start += 4096;
                 places[1].range.len -= 4096;
+                places
+            }),
+            ("parts of huge pages", |mut places| {
+                places.iter_mut().for_each(|place| place.unit_bytes = 4096);
                 places
             }),
         ],

@@ -57,9 +57,12 @@ pub fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Pl
     }
     let is_plugged =
         |page: u64| BOOT.contains(&page) || plugged >> ((page - DRAM.start) / BLOCK_BYTES) & 1 == 1;
+    // Small or huge pages.
+    let unit_bytes = if plugged >> 7 == 1 { BLOCK_BYTES } else { PAGE };
     let place = |range: Range<u64>, tier| Place {
         range: GuestRange { start: range.start, len: range.end - range.start },
         tier,
+        unit_bytes,
     };
     let places = wrong(vec![place(BOOT, Tier::Dram), place(DRAM, Tier::Dram), place(PM, Tier::Pm)]);
 
@@ -94,7 +97,7 @@ pub fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Pl
         }
     };
     for range in listed.into_iter().flat_map(|listed| listed.ranges) {
-        check_cut(&range, &places, mapped, is_plugged);
+        check_cut(&range, &places, mapped, unit_bytes, is_plugged);
     }
 }
 
@@ -214,7 +217,18 @@ fn check_ranges(listed: &Listed, pages: &BTreeSet<u64>) {
     assert_eq!(&shown, pages);
 }
 
-fn check_cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory, is_plugged: impl Fn(u64) -> bool) {
+fn check_cut(
+    range: &Range<u64>,
+    places: &[Place],
+    memory: &MappedMemory,
+    unit_bytes: u64,
+    is_plugged: impl Fn(u64) -> bool,
+) {
+    // Every place begins at a multiple of its units.
+    let is_whole = |page: u64| {
+        let start = page - page % unit_bytes;
+        range.start <= start && start + unit_bytes <= range.end
+    };
     let mut next = range.start;
     for piece in cut(range, places, memory) {
         assert!(piece.range.start == next && piece.range.end > next, "{piece:x?}");
@@ -222,10 +236,13 @@ fn check_cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory, is_plu
         // Between borders pages are alike: those at both ends tell.
         for page in [piece.range.start, piece.range.end - PAGE] {
             let expected = match page {
-                page if BOOT.contains(&page) => Ok(0),
-                page if DRAM.contains(&page) && is_plugged(page) => Ok(1),
-                page if DRAM.contains(&page) => Err(Refusal::Unplugged),
+                page if DRAM.contains(&page) && !is_plugged(page) => Err(Refusal::Unplugged),
                 page if PM.contains(&page) => Err(Refusal::Pm),
+                page if (BOOT.contains(&page) || DRAM.contains(&page)) && !is_whole(page) => {
+                    Err(Refusal::HugePage)
+                }
+                page if BOOT.contains(&page) => Ok(0),
+                page if DRAM.contains(&page) => Ok(1),
                 _ => Err(Refusal::NoMemory),
             };
             assert_eq!(piece.verdict, expected, "page {page:#x} of {range:x?}");

@@ -174,7 +174,6 @@ impl VmConfig {
         self.cpus.validate()?;
         self.memory.validate()?;
         self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.validate(self.memory.boot_bytes()))?;
-        self.check_balloon_pages()?;
         self.serial.validate("--serial")?;
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
@@ -191,18 +190,6 @@ impl VmConfig {
         self.check_slots()?;
         self.check_serial_numbers()?;
         self.check_volumes()
-    }
-
-    /// What a balloon gives back are pages of 4 KiB, and a huge page does not go in parts.
-    fn check_balloon_pages(&self) -> Result<(), ConfigError> {
-        let has_huge_pages =
-            self.memory.host.hugepages || self.memory.zones.iter().any(|zone| zone.host.hugepages);
-        if self.balloon.is_none() || !has_huge_pages {
-            return Ok(());
-        }
-        let reason =
-            "hugepages=on: a balloon gives pages of 4 KiB back, and the host cannot take parts of huge pages";
-        Err(ConfigError::Conflict { flag: "--balloon", reason: reason.to_owned() })
     }
 
     /// A slot that is asked for is one disk's.
@@ -308,6 +295,14 @@ impl VmConfig {
         if memory.reserve && memory.shared && !memory.prefault {
             warnings.push(
                 "--memory: reserve=on counts private memory; what is shared is counted as it is used"
+                    .to_owned(),
+            );
+        }
+        let has_huge_pages = memory.hugepages || self.memory.zones.iter().any(|zone| zone.host.hugepages);
+        if self.balloon.is_some() && has_huge_pages {
+            warnings.push(
+                "--balloon: hugepages=on: the host takes back whole huge pages alone, which free_page_reporting=on reports; \
+                 what inflates the balloon stays with the VM"
                     .to_owned(),
             );
         }
@@ -491,12 +486,8 @@ mod tests {
 
     #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 15] = [
+        let broken: [fn(&mut VmConfig); 14] = [
             |c| c.balloon = Some(BalloonConfig::parse("size=1T").unwrap()),
-            |c| {
-                c.balloon = Some(BalloonConfig::parse("size=0").unwrap());
-                c.memory.host.hugepages = true;
-            },
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
             |c| c.memory.size = 1,
@@ -537,6 +528,22 @@ mod tests {
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));
         config.pressure = Some(governed_by("off"));
+        assert_eq!(config.warnings(), Vec::<String>::new());
+    }
+
+    /// As Kata sends them together.
+    #[test]
+    fn balloon_of_a_vm_with_huge_pages_is_accepted_with_a_warning() {
+        let mut config = least();
+        config.balloon = Some(BalloonConfig::parse("size=0,free_page_reporting=on").unwrap());
+        config.memory.host.hugepages = true;
+        assert_eq!(config.validate(), Ok(()));
+        assert!(config.warnings()[0].starts_with("--balloon: hugepages=on: the host takes back whole"));
+        let zone = MemoryZoneConfig::parse("id=a,size=512M,hugepages=on").unwrap();
+        config.memory = MemoryConfig { size: 0, zones: vec![zone], ..MemoryConfig::default() };
+        assert_eq!(config.validate(), Ok(()));
+        assert_eq!(config.warnings().len(), 1);
+        config.balloon = None;
         assert_eq!(config.warnings(), Vec::<String>::new());
     }
 

@@ -24,6 +24,8 @@ pub struct Reservation {
     set_aside: OnceLock<()>,
     /// What is mapped is of a file that others may have mapped.
     shared: OnceLock<()>,
+    /// Size of its pages, if they are of hugetlb.
+    huge_page_bytes: OnceLock<u64>,
     /// Whether the next calls that map or unmap work; those after them do.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
@@ -72,6 +74,7 @@ impl Reservation {
             host_node: OnceLock::new(),
             set_aside: OnceLock::new(),
             shared: OnceLock::new(),
+            huge_page_bytes: OnceLock::new(),
             #[cfg(test)]
             script: parking_lot::Mutex::default(),
         })
@@ -115,6 +118,16 @@ impl Reservation {
     /// Files that are mapped from now on are memory: what is discarded is gone from them as well.
     pub fn share(&self) {
         let _ = self.shared.set(());
+    }
+
+    /// Memory that is mapped from now on has huge pages of hugetlb, each of which the host takes back only as a whole.
+    pub fn has_huge_pages(&self, page_bytes: u64) {
+        let _ = self.huge_page_bytes.set(page_bytes);
+    }
+
+    /// Unit in which the host takes memory back, in bytes. Transparent huge pages are split.
+    pub fn discard_unit_bytes(&self) -> u64 {
+        self.huge_page_bytes.get().copied().unwrap_or(PAGE_BYTES as u64)
     }
 
     /// Maps fresh zeroed memory at `offset`.

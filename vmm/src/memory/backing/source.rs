@@ -166,6 +166,9 @@ impl DramSource {
         if self.reserve || self.huge_page_bytes().is_some() {
             reservation.set_aside();
         }
+        if let Some(page_bytes) = self.huge_page_bytes() {
+            reservation.has_huge_pages(page_bytes);
+        }
     }
 
     /// Maps what belongs at `offset`.

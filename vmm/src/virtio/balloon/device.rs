@@ -15,6 +15,8 @@ use super::state::{BalloonState, Told};
 use crate::event_loop::EventLoopHandle;
 use crate::log::sparsely;
 use crate::memory::backing::Reservation;
+use crate::memory::layout::GuestRange;
+use crate::memory::zone::ZoneSpec;
 use crate::memory::{BLOCK_BYTES, Memory};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -71,9 +73,13 @@ impl Places {
         let mut parts: Vec<_> = memory.placed_parts().collect();
         parts.sort_by_key(|(_, range, _)| range.start);
         Self {
-            places: parts.iter().map(|(zone, range, _)| Place { range: *range, tier: zone.tier }).collect(),
+            places: parts.iter().map(Self::place).collect(),
             reservations: parts.iter().map(|(_, _, reservation)| Arc::clone(reservation)).collect(),
         }
+    }
+
+    fn place((zone, range, reservation): &(&ZoneSpec, GuestRange, &Arc<Reservation>)) -> Place {
+        Place { range: *range, tier: zone.tier, unit_bytes: reservation.discard_unit_bytes() }
     }
 }
 

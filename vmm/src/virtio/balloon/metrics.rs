@@ -13,6 +13,8 @@ pub enum Refusal {
     Unplugged,
     /// Pages of no memory that the guest has, or of a volume.
     NoMemory,
+    /// Pages of a huge page that were not listed as a whole.
+    HugePage,
     /// A chain without what belongs into it, or that cannot be read.
     Malformed,
     /// More in one chain than a driver has reason to send: the rest is not looked at.
@@ -21,7 +23,8 @@ pub enum Refusal {
 
 impl Refusal {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Pm, Self::Unplugged, Self::NoMemory, Self::Malformed, Self::TooLong];
+    pub const ALL: [Self; 6] =
+        [Self::Pm, Self::Unplugged, Self::NoMemory, Self::HugePage, Self::Malformed, Self::TooLong];
 
     /// The value of the metric label `reason`.
     pub fn as_str(self) -> &'static str {
@@ -29,6 +32,7 @@ impl Refusal {
             Self::Pm => "pm",
             Self::Unplugged => "unplugged",
             Self::NoMemory => "no_memory",
+            Self::HugePage => "huge_page",
             Self::Malformed => "malformed",
             Self::TooLong => "too_long",
         }
@@ -110,7 +114,7 @@ mod tests {
         for (index, reason) in Refusal::ALL.into_iter().enumerate() {
             metrics.refuse(reason, index as u64 + 1);
         }
-        assert_eq!(Refusal::ALL.map(|reason| metrics.refused(reason)), [1, 2, 3, 4, 5]);
+        assert_eq!(Refusal::ALL.map(|reason| metrics.refused(reason)), [1, 2, 3, 4, 5, 6]);
     }
 
     #[test]

@@ -117,6 +117,18 @@ pub struct Place {
     pub range: GuestRange,
     /// What it is made of.
     pub tier: Tier,
+    /// Unit in which the host takes memory back: the size of its pages.
+    pub unit_bytes: u64,
+}
+
+impl Place {
+    /// The whole units in `range`, which lies in the place.
+    fn whole_units(&self, range: &Range<u64>) -> Range<u64> {
+        let offsets = range.start - self.range.start..range.end - self.range.start;
+        let start = offsets.start.next_multiple_of(self.unit_bytes);
+        let end = offsets.end - offsets.end % self.unit_bytes;
+        self.range.start + start..self.range.start + end
+    }
 }
 
 /// A piece of a listed range: all of it can be given back, or none of it.
@@ -160,7 +172,23 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
         }
     }
     push(range.end, Err(Refusal::NoMemory));
-    pieces
+    pieces.into_iter().flat_map(|piece| whole_units(piece, places)).collect()
+}
+
+/// Cuts off what the host cannot take back: parts of huge pages.
+fn whole_units(piece: Piece, places: &[Place]) -> Vec<Piece> {
+    let Piece { range, verdict } = piece;
+    let parts = match verdict.map(|index| places[index].whole_units(&range)) {
+        Err(_) => vec![(range, verdict)],
+        Ok(whole) if whole.is_empty() => vec![(range, Err(Refusal::HugePage))],
+        Ok(whole) => vec![
+            (range.start..whole.start, Err(Refusal::HugePage)),
+            (whole.clone(), verdict),
+            (whole.end..range.end, Err(Refusal::HugePage)),
+        ],
+    };
+    let parts = parts.into_iter().filter(|(range, _)| !range.is_empty());
+    parts.map(|(range, verdict)| Piece { range, verdict }).collect()
 }
 
 fn is_plugged(memory: &MappedMemory, range: Range<u64>) -> bool {
@@ -193,8 +221,10 @@ mod tests {
         }
         view.exclusive().set_plugged(GuestAddress(20 * MIB), 4 * MIB, true);
         view.exclusive().set_plugged(GuestAddress(32 * MIB), 16 * MIB, true);
-        let place =
-            |start, len, tier| Place { range: GuestRange { start: start * MIB, len: len * MIB }, tier };
+        let place = |start, len, tier| {
+            let range = GuestRange { start: start * MIB, len: len * MIB };
+            Place { range, tier, unit_bytes: PAGE_BYTES }
+        };
         let places = vec![place(0, 8, Tier::Dram), place(16, 16, Tier::Dram), place(32, 16, Tier::Pm)];
         (view, places)
     }
@@ -219,6 +249,22 @@ mod tests {
             [(19, 20, unplugged), (20, 22, Ok(1)), (22, 24, Ok(1)), (24, 25, unplugged)]
         );
         assert_eq!(verdicts(40..90), [(40, 48, Err(Refusal::Pm)), (48, 90, nothing)]);
+    }
+
+    #[test]
+    fn huge_pages_are_given_back_as_a_whole() {
+        let (view, mut places) = memory();
+        places.iter_mut().for_each(|place| place.unit_bytes = 2 * MIB);
+        let cut = |range: Range<u64>| -> Vec<_> {
+            let pieces = cut(&(range.start * MIB..range.end * MIB), &places, &view.memory());
+            pieces.into_iter().map(|p| (p.range.start / MIB, p.range.end / MIB, p.verdict)).collect()
+        };
+        let part = Err(Refusal::HugePage);
+        assert_eq!(cut(1..3), [(1, 3, part)], "halves of two pages");
+        assert_eq!(cut(0..8), [(0, 8, Ok(0))]);
+        assert_eq!(cut(1..7), [(1, 2, part), (2, 6, Ok(0)), (6, 7, part)]);
+        assert_eq!(cut(21..24), [(21, 22, part), (22, 24, Ok(1))]);
+        assert_eq!(cut(33..34), [(33, 34, Err(Refusal::Pm))]);
     }
 
     #[test]

@@ -47,6 +47,11 @@ impl Rig {
 
     /// Without a driver as yet.
     fn off() -> Self {
+        Self::of_pages(None)
+    }
+
+    /// Its memory as if it had huge pages of that size.
+    fn of_pages(huge_page_bytes: Option<u64>) -> Self {
         let zone = |id: &str, tier, guest_node, boot_bytes| ZoneSpec {
             id: id.to_owned(),
             tier,
@@ -68,6 +73,9 @@ impl Rig {
         for part in &mut parts {
             part.backing.plug(0, 4 * BLOCK_BYTES).unwrap();
             memory.view().exclusive().set_plugged(GuestAddress(part.range.start), 4 * BLOCK_BYTES, true);
+        }
+        for (_, _, reservation) in memory.placed_parts() {
+            huge_page_bytes.iter().for_each(|page_bytes| reservation.has_huge_pages(*page_bytes));
         }
         let event_loop = EventLoop::spawn("test").unwrap();
         let told = Arc::new(AtomicUsize::new(0));
@@ -234,6 +242,23 @@ fn reported_free_pages_are_given_back_and_shrunk_to_whole_ones() {
     // The guest uses them again whenever it likes.
     rig.fill(at, 2 * MIB);
     assert_eq!((rig.byte(at), rig.refused()), (0xa5, vec![]));
+}
+
+#[test]
+fn huge_pages_go_to_the_host_as_a_whole_and_their_parts_stay() {
+    let mut rig = Rig::of_pages(Some(2 * MIB));
+    rig.start(ALL, &[0, 1, 2, 3, 4]);
+    let at = 8 * MIB;
+    rig.fill(at, 8 * MIB);
+    // Linux inflates by 1 MiB in a chain.
+    let pages: Vec<u64> = (0..256).map(|page| at + page * PAGE).collect();
+    rig.list(INFLATE, &pages);
+    assert_eq!((rig.inflated(), rig.resident(at, 8 * MIB)), (0, 2048));
+    assert_eq!((rig.byte(at), rig.refused()), (0xa5, vec![("huge_page", 256)]));
+    rig.report(4, &[Buffer::In(at + MIB, 5 << 20)]);
+    assert_eq!((rig.reported(), rig.resident(at, 8 * MIB)), (4 * MIB, 1024));
+    assert_eq!([0, 1, 2, 5, 6].map(|mib| rig.byte(at + mib * MIB)), [0xa5, 0xa5, 0, 0, 0xa5]);
+    assert_eq!(rig.refused(), [("huge_page", 512)]);
 }
 
 #[test]

@@ -21,6 +21,7 @@ guest_tests::tests![
     memory_is_there_from_the_start_where_it_is_wanted: 120 (long),
     the_host_is_told_what_the_memory_is_for: 120 (extended),
     a_guest_runs_in_huge_pages: 180,
+    a_balloon_in_huge_pages_takes_memory_from_the_guest: 240 (long),
     huge_pages_run_out_and_go_back: 300 (long),
     huge_pages_are_there_from_the_start_where_it_is_wanted: 180,
     boot_memory_is_of_a_file_of_huge_pages: 300 (extended),
@@ -292,6 +293,32 @@ fn a_guest_runs_in_huge_pages() -> Result<()> {
     drop(hog);
     guest.no_kernel_complaints()?;
     // As they are, however the VM ends.
+    drop(guest);
+    aside.all_are_back()
+}
+
+fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
+    let Some(aside) = SetAside::pages(128)? else { return skip(NO_HUGE_PAGES) };
+    let guest = in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
+    // 1. Free memory goes to the host in whole huge pages, and comes again when the guest uses it.
+    drop(hold(&guest, 100)?);
+    let metrics = || guest.metrics();
+    guest.wait_until("freed huge pages are the host's", LIMIT, || {
+        Ok(metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?
+            >= (32 * MIB) as f64)
+    })?;
+    drop(hold(&guest, 100)?);
+    // 2. An inflated balloon is memory that the guest does not have, and the VM keeps its pages.
+    let before = mem_total_mib(&guest)?;
+    let resize = |bytes: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": bytes })));
+    resize(64 * MIB)?;
+    guest.wait_until("64 MiB are in the balloon", LIMIT, || Ok(mem_total_mib(&guest)? == before - 64))?;
+    let parts = metrics()?.value("foreshore_balloon_refused_total", &[("reason", "huge_page")])?;
+    ensure!(parts >= 8192.0, "{parts} pages of huge pages stay with the VM");
+    resize(0)?;
+    guest.wait_until("the balloon is empty", LIMIT, || Ok(mem_total_mib(&guest)? == before))?;
+    drop(hold(&guest, 100)?);
+    guest.no_kernel_complaints()?;
     drop(guest);
     aside.all_are_back()
 }
