@@ -43,8 +43,8 @@ pub fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_byt
     let count = ratios.len().min(zones_bytes.len());
     for (ratio, &zone_bytes) in ratios[..count].iter_mut().zip(&zones_bytes[..count]).rev() {
         let kept_bytes = missing_bytes.min(zone_bytes);
-        if kept_bytes > 0 {
-            *ratio = (*ratio).min((movable_bytes / kept_bytes).max(1));
+        if let Some(most) = movable_bytes.checked_div(kept_bytes) {
+            *ratio = (*ratio).min(most.max(1));
             missing_bytes -= kept_bytes;
         }
     }
