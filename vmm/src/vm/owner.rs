@@ -280,6 +280,8 @@ impl Vm {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
         (self.failure, self.kept, self.restart_at) = (None, None, None);
+        // The client may have repaired what made the guest restart.
+        self.restarts = RestartGuard::default();
         self.state = next;
         Ok(())
     }

@@ -445,6 +445,23 @@ fn triple_faults_restart_the_guest_until_it_keeps_faulting() {
 }
 
 #[test]
+fn guest_restarts_at_once_after_the_client_has_shut_it_down_and_booted_it() {
+    run(async {
+        let vm = start(None).await;
+        for machine in 0..4 {
+            vm.send(machine, MachineEvent::GuestReset);
+            vm.built(machine + 2).await;
+        }
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        let begin = tokio::time::Instant::now();
+        vm.send(5, MachineEvent::GuestReset);
+        vm.built(7).await;
+        assert_eq!(begin.elapsed().as_secs(), 0);
+    });
+}
+
+#[test]
 fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
     run(async {
         let mut vm = start(None).await;
