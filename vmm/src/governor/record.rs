@@ -39,18 +39,15 @@ const MAX_NAME_BYTES: usize = 128;
 /// because a guest that starts anew is another one. Pipes and devices are taken as they are, and a pipe needs its
 /// reader first.
 pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
-    if let Ok(metadata) = path.metadata() {
-        let kind = metadata.file_type();
-        if kind.is_fifo() || kind.is_char_device() {
-            // Without O_NONBLOCK a pipe that nobody reads would hold the VM up; with it that is ENXIO.
-            let open = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
-            let file = open.map_err(|err| match err.raw_os_error() {
-                Some(libc::ENXIO) => io::Error::other("nobody reads it"),
-                _ => err,
-            })?;
-            wait_in_writes(&file)?;
-            return Ok((path.to_owned(), file));
-        }
+    if is_stream(path) {
+        // Without O_NONBLOCK a pipe that nobody reads would hold the VM up; with it that is ENXIO.
+        let open = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let file = open.map_err(|err| match err.raw_os_error() {
+            Some(libc::ENXIO) => io::Error::other("nobody reads it"),
+            _ => err,
+        })?;
+        wait_in_writes(&file)?;
+        return Ok((path.to_owned(), file));
     }
     let path = name_of(path, nth);
     let file = OpenOptions::new().write(true).create_new(true).mode(PRIVATE_MODE).open(&path)?;
@@ -65,11 +62,22 @@ pub const MAX_TRACES: u64 = 16;
 pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     let len =
         |path: PathBuf| path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len());
+    if is_stream(path) {
+        return Some(max_bytes);
+    }
     if nth >= MAX_TRACES {
         return None;
     }
     let used_bytes: u64 = (0..nth).filter_map(|earlier| len(name_of(path, earlier))).sum();
     max_bytes.checked_sub(used_bytes).filter(|bytes| *bytes > 0)
+}
+
+/// A pipe or a device takes the traces of all machines, and keeps none.
+fn is_stream(path: &Path) -> bool {
+    path.metadata().is_ok_and(|metadata| {
+        let kind = metadata.file_type();
+        kind.is_fifo() || kind.is_char_device()
+    })
 }
 
 fn name_of(path: &Path, nth: u64) -> PathBuf {

@@ -192,4 +192,5 @@ fn traces_of_a_guest_that_restarts_for_ever_have_a_total() {
     assert_eq!(room(&path, 7, 100), None);
     assert_eq!(room(&path, MAX_TRACES - 1, u64::MAX), Some(u64::MAX - 100));
     assert_eq!(room(&path, MAX_TRACES, u64::MAX), None);
+    assert_eq!(room(Path::new("/dev/null"), MAX_TRACES, 100), Some(100), "a device has no traces to count");
 }
