@@ -683,6 +683,7 @@ impl Core {
         }
         if change.resume == Some(true) {
             self.controller.resume(resumed);
+            self.end_goals(resumed);
         }
         match change.paused() {
             Some(true) => self.controller.pause(),

@@ -4,7 +4,7 @@ use serde_json::json;
 
 use super::*;
 use crate::governor::ZoneDevice;
-use crate::governor::fake::{BLOCK, MIB, fixture};
+use crate::governor::fake::{BLOCK, MIB, fixture, report};
 
 fn change(json: serde_json::Value) -> PressureChange {
     serde_json::from_value(json).unwrap()
@@ -91,4 +91,23 @@ fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
         let policy = config.policy(CALL).unwrap();
         assert_eq!(policy.parameters().unwrap().get("size"), Some(size_mib * MIB), "{json}");
     }
+}
+
+#[test]
+fn resumed_zone_has_no_goal_and_a_later_resize_is_carried_out() {
+    let mut f = fixture("off", false, true);
+    // The guest has room for the page descriptors of a part.
+    f.greet();
+    let mut line = report(1, 16, [0, 0]);
+    line["zones"][0]["free_pages"] = 4_500.into();
+    line["memory"]["free_bytes"] = (4_500 * 4096).into();
+    f.line(&line);
+    f.core.resize("pm", 1024 * MIB, TimeMs(100)).unwrap();
+    let before = f.pm.sizes();
+    assert!(before.held_bytes > 0);
+    f.core.change(&PressureChange { resume: Some(true), ..Default::default() }).unwrap();
+    let sizes = f.pm.sizes();
+    assert_eq!((sizes.requested_bytes, sizes.held_bytes), (before.requested_bytes, 0));
+    f.core.resize("pm", 1024 * MIB, TimeMs(200)).unwrap();
+    assert_eq!(f.pm.sizes().held_bytes, before.held_bytes);
 }

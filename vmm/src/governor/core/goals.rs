@@ -42,6 +42,17 @@ impl Core {
         Ok(())
     }
 
+    /// Ends the goals of a zone, or of all, at what is requested now. The controller has given them up.
+    pub(super) fn end_goals(&mut self, id: Option<ZoneId>) {
+        let zones = self.zones.iter().enumerate();
+        for (_, zone) in zones.filter(|(index, _)| id.is_none_or(|id| id.0 as usize == *index)) {
+            let sizes = zone.zone.device.sizes();
+            if sizes.held_bytes > 0 {
+                zone.zone.device.request_step(sizes.requested_bytes, sizes.requested_bytes);
+            }
+        }
+    }
+
     /// Checks that a zone can be sized by hand to `size_bytes`.
     pub fn check_resize(&self, id: &str, size_bytes: u64) -> Result<(), VmError> {
         self.find_resizable(id, size_bytes).map(drop)
