@@ -38,12 +38,22 @@ impl Pacer {
         self.next = self.next.max(began).saturating_add(takes);
     }
 
+    /// Bytes that did not wait for the bound were spent by `now`. The next batch waits for them, but not for ever: a large amount
+    /// would hold the background up for many minutes.
+    pub(crate) fn owe(&mut self, bytes: u64, now: Duration) {
+        let most = self.next.max(now.saturating_add(MAX_DEBT));
+        self.spend(bytes, now);
+        self.next = self.next.min(most);
+    }
+
     /// How long until the next batch may begin.
     pub(crate) fn wait(&self, now: Duration) -> Duration {
         self.next.saturating_sub(now)
     }
 }
 
+/// Longest wait for bytes that did not wait themselves.
+const MAX_DEBT: Duration = Duration::from_secs(10);
 /// Batches of a slow bound, so that it is kept in any second and not only in a minute.
 const BATCHES_PER_S: u64 = 16;
 
@@ -71,6 +81,18 @@ mod tests {
         assert_eq!(pacer.wait(s(60)), Duration::ZERO);
         pacer.spend(100 * MIB, s(60));
         assert_eq!(pacer.wait(s(60)), s(1));
+    }
+
+    #[test]
+    fn what_did_not_wait_holds_the_next_batch_up_for_seconds_at_most() {
+        let mut pacer = pacer(16 * MIB);
+        let s = Duration::from_secs;
+        pacer.owe(32 * MIB, s(5));
+        assert_eq!(pacer.wait(s(5)), s(2));
+        pacer.owe(24 << 30, s(6));
+        assert_eq!(pacer.wait(s(6)), MAX_DEBT);
+        pacer.owe(24 << 30, s(7));
+        assert_eq!(pacer.wait(s(7)), MAX_DEBT);
     }
 
     #[test]

@@ -191,7 +191,7 @@ pub(super) fn next_wait(
     now: Duration,
 ) -> Duration {
     pacer.set(bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth()));
-    pacer.spend(pool.take_awaited_bytes(), now);
+    pacer.owe(pool.take_awaited_bytes(), now);
     pacer.wait(now)
 }
 
