@@ -65,10 +65,11 @@ impl KernelShare {
         // The memory that the kernel has left in its zones after boot must hold the reserve.
         let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
         let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
-        // ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve.
+        // ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve. At boot, Linux takes the page
+        // descriptors of boot memory from the top of ZONE_MOVABLE (mm/memblock.c searches from the top).
         let most_bytes = match normal_bytes(boot_bytes) {
             0 => boot_bytes,
-            normal_bytes => normal_bytes / 2,
+            normal_bytes => (normal_bytes + descriptor_bytes(boot_bytes)) / 2,
         };
         let movable_bytes = movable_bytes.min(most_bytes).next_multiple_of(MOVABLE_UNIT_BYTES);
         Some(Self { boot_bytes, dram_bytes, reserve_bytes, movable_bytes })
@@ -90,6 +91,10 @@ impl KernelShare {
         };
         let mut ratios = LINUX_RESERVE_RATIOS;
         let movable_bytes = self.movable_bytes.saturating_add(self.dram_bytes);
+        let movable_bytes = match normal_bytes {
+            0 => movable_bytes,
+            _ => movable_bytes.saturating_sub(descriptor_bytes(self.boot_bytes)),
+        };
         lower_reserve_ratios(&mut ratios, &zones_bytes, movable_bytes, self.reserve_bytes);
         ratios.map(|ratio| ratio.to_string()).join(" ")
     }
@@ -105,7 +110,7 @@ pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     // Programs leave no more than the memory above the hole, half of which is movable for that.
     let room_bytes = match normal_bytes(boot_bytes) {
         0 => room_bytes,
-        normal_bytes => room_bytes.min(normal_bytes),
+        normal_bytes => room_bytes.min(normal_bytes.saturating_sub(descriptor_bytes(boot_bytes))),
     };
     let base_bytes = kernel_reserve_bytes(boot_bytes, 0);
     let most_bytes = room_bytes.saturating_sub(base_bytes).saturating_mul(64);
@@ -162,11 +167,11 @@ pub(super) mod tests {
         assert_eq!(share(384, 256, 512), expect("36M", "256 8 32 0 0"));
         // ZONE_NORMAL is the highest zone of the kernel.
         assert_eq!(share(8192, 0, 65_536), expect("1536M", "256 256 1 0 0"));
-        // With little of it, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 1024 can be kept) and 1920 MiB.
-        assert_eq!(share(3584, 0, 16_384), expect("256M", "256 1 1 0 0"));
-        assert_eq!(share(4096, 0, 32_768), expect("512M", "256 2 1 0 0"));
-        assert_eq!(share(4096, 0, 65_536), expect("512M", "256 1 1 0 0"));
-        assert_eq!(share(6144, 0, 98_304), expect("1536M", "256 4 1 0 0"));
+        // With little of it, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
+        assert_eq!(share(3584, 0, 16_384), expect("284M", "256 1 1 0 0"));
+        assert_eq!(share(4096, 0, 32_768), expect("544M", "256 1 1 0 0"));
+        assert_eq!(share(4096, 0, 65_536), expect("544M", "256 1 1 0 0"));
+        assert_eq!(share(6144, 0, 98_304), expect("1584M", "256 3 1 0 0"));
         // The kernel itself has to fit.
         assert_eq!(share(512, 0, 16_384), expect("144M", "256 1 32 0 0"));
     }
@@ -187,9 +192,9 @@ pub(super) mod tests {
         assert_eq!(error.most_bytes / MIB, (512 - 64 - 16 - 32 - 32) * 64);
         assert!(error.to_string().contains("take 512 MiB"), "{error}");
         // Boot memory of 4 GiB has 1 GiB above the hole.
-        check(4096, 49_152).expect("12:1");
+        check(4096, 45_056).expect("11:1");
         let error = check(4096, 65_536).expect_err("16:1");
-        assert_eq!(error.most_bytes / MIB, (1024 - 256) * 64);
+        assert_eq!(error.most_bytes / MIB, (1024 - 64 - 256) * 64);
         check(64, 1024).expect_err("the kernel alone fills it");
     }
 }
