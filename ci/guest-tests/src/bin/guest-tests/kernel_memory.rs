@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use balloon::controller::Rules;
 use balloon::policy::Policy;
+use balloon::proto::kernel_reserve_bytes;
 use balloon::sim::{Demand, Governed, GuestConfig, Segment, Skip, SwapDevice, VmSetup, run_host};
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
 use guest_tests::guest::{GuestBuilder, Kernel};
@@ -24,6 +25,8 @@ guest_tests::tests![
     fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
     small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long),
     small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended),
+    boot_memory_around_the_hole_keeps_the_reserve,
+    sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies: 600 (extended),
     sockets_fill_kernel_memory_and_nothing_dies: 300 (long),
     missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended),
     processes_fill_kernel_memory_and_nothing_dies: 400 (long),
@@ -228,16 +231,18 @@ const PROCESSES: Load = Load {
     goal: "held 2000",
 };
 
-/// Runs a load in a guest with 384 MiB of boot memory, 256 MiB of DRAM and 512 MiB of PM to come.
-fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
-    let pool = Pool::create("640M")?;
-    let guest = Guest::builder()
+/// A guest with 384 MiB of boot memory, 256 MiB of DRAM and 512 MiB of PM to come.
+fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
+    Guest::builder()
         .kernel(kernel)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=256M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
-        .cmdline(agent_args)
-        .boot()?;
+}
+
+fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
+    let pool = Pool::create("640M")?;
+    let guest = guest_of_640_mib_of_dram(kernel, &pool).cmdline(agent_args).boot()?;
     let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
     loop {
         match script.next_line() {
@@ -255,6 +260,46 @@ fn small_files_fill_kernel_memory_and_nothing_dies_on_6_12() -> Result<()> {
 
 fn small_files_fill_kernel_memory_and_nothing_dies_on_6_1() -> Result<()> {
     is_held(Kernel::V6_1, &FILES, "")
+}
+
+/// 3.5 GiB have 512 MiB above the hole, of which half are movable. The reserve needs ZONE_DMA32 as well.
+fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
+    const PAGE_BYTES: u64 = 4096;
+    let pool = Pool::create("128M")?;
+    let guest = Guest::builder()
+        .memory("size=3584M,hotplug_method=virtio-mem,hotplug_size=14G")
+        .pm_memory(&format!("pool={},size=64M", pool.name()))
+        .pressure("psi")
+        .boot()?;
+    let reserve_bytes = kernel_reserve_bytes(3584 * MIB, (14 << 30) + 64 * MIB);
+    // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)`: pages that allocations for a higher zone leave free.
+    let kept = "awk '/^Node/ { zone = $4 } /protection:/ { gsub(/[(),]/, \"\") } \
+                /protection:/ && zone == \"DMA32\" { n += $5 - $4 } /protection:/ && zone == \"Normal\" { n += $5 } \
+                END { print n }' /proc/zoneinfo";
+    guest.wait_until("the agent has set the reserve", RESIZE_LIMIT, || {
+        let kept_bytes = guest.run(kept)?.trim().parse::<u64>()? * PAGE_BYTES;
+        Ok(kept_bytes >= reserve_bytes)
+    })
+}
+
+/// Fills sockets until the OOM killer comes. What is queued goes with the process: files of a tmpfs would stay, and Linux would
+/// kill one process after another. It may kill a second one before the sockets of the first are closed.
+fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()> {
+    const DRAM_MIB: u64 = 640;
+    const KERNEL_PERCENT: u64 = 85;
+    let pool = Pool::create("640M")?;
+    let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool).boot()?;
+    let sampler = "while sleep 0.1; do awk '/MemUsed/ { n += $4 } /FilePages|AnonPages/ { n -= $4 } END { print n }' \
+                   /sys/devices/system/node/node0/meminfo >>/run/samples; done";
+    let _sampler = guest.start_script(LOAD_LIMIT, sampler)?;
+    let mut load = guest.start_script(LOAD_LIMIT, "exec guest-tool fill-sockets 4000")?;
+    while load.next_line().is_some() {}
+    let most_kib: u64 = guest.run("sort -n /run/samples | tail -n 1")?.trim().parse()?;
+    println!("The kernel had {} of {DRAM_MIB} MiB of DRAM", most_kib / 1024);
+    ensure!(most_kib / 1024 >= DRAM_MIB * KERNEL_PERCENT / 100, "The kernel had only {most_kib} KiB");
+    let killed = guest.run("dmesg | sed -n 's/.*Killed process [0-9]* (\\([^)]*\\)).*/\\1/p'")?;
+    ensure!(killed.lines().next() == Some("guest-tool"), "Killed: {killed:?}");
+    Ok(())
 }
 
 fn sockets_fill_kernel_memory_and_nothing_dies() -> Result<()> {
