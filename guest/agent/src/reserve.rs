@@ -32,8 +32,8 @@ pub struct Reserve {
     path: PathBuf,
     record: PathBuf,
     initial: Vec<u64>,
-    /// What no zone keeps less than: `initial`, unless that is of the kernel's command line. The VMM sets it there for the zones
-    /// at boot, and it would keep memory from the kernel once plugged DRAM is ZONE_NORMAL.
+    /// Lower limit of what zones keep: `initial`, or Linux' ratios if `initial` is that of the kernel's command line. The VMM
+    /// computes that for the zones at boot. Once plugged DRAM is ZONE_NORMAL, it would keep memory from the kernel.
     least: Vec<u64>,
     current: Vec<u64>,
     /// What agents have written, as on record.

@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_did_not_wait_holds_the_next_batch_up_for_seconds_at_most() {
+    fn next_batch_waits_ten_seconds_at_most_for_bytes_that_were_not_paced() {
         let mut pacer = pacer(16 * MIB);
         let s = Duration::from_secs;
         pacer.owe(32 * MIB, s(5));

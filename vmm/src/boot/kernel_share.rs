@@ -167,7 +167,7 @@ pub(super) mod tests {
         assert_eq!(share(384, 256, 512), expect("36M", "256 8 32 0 0"));
         // ZONE_NORMAL is the highest zone of the kernel.
         assert_eq!(share(8192, 0, 65_536), expect("1536M", "256 256 1 0 0"));
-        // With little of it, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
+        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
         assert_eq!(share(3584, 0, 16_384), expect("284M", "256 1 1 0 0"));
         assert_eq!(share(4096, 0, 32_768), expect("544M", "256 1 1 0 0"));
         assert_eq!(share(4096, 0, 65_536), expect("544M", "256 1 1 0 0"));

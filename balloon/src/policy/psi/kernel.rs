@@ -98,7 +98,7 @@ mod tests {
         Report::try_from(raw).expect("sound")
     }
 
-    /// So many movable blocks on node 0.
+    /// Node 0 with this number of movable blocks.
     fn dram_blocks(blocks: u64, block_mib: u64) -> NodeBlocks {
         let movable_online_bytes = blocks * block_mib * MIB;
         NodeBlocks { node: 0, online_bytes: 512 * MIB, offline_bytes: 0, movable_online_bytes }

@@ -282,8 +282,8 @@ fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
     })
 }
 
-/// Fills sockets until the OOM killer comes. What is queued goes with the process: files of a tmpfs would stay, and Linux would
-/// kill one process after another. It may kill a second one before the sockets of the first are closed.
+/// Fills sockets until the OOM killer ends their owner, which frees them. Files of a tmpfs would stay, and Linux would kill one
+/// process after another. Linux may kill a second process before the sockets of the first are closed.
 fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()> {
     const DRAM_MIB: u64 = 640;
     const KERNEL_PERCENT: u64 = 85;
