@@ -170,23 +170,21 @@ impl Seat {
         if state.waits != before.waits && state.waits != Waits::ForCall {
             self.changed.notify_one();
         }
+        // Both change which connections may be closed to make room.
+        let is_read = before.waits == Waits::ForRead && state.waits != Waits::ForRead;
+        if is_read || state.has_asked != before.has_asked {
+            self.idle.notify_one();
+        }
         state.waits == Waits::Dismissed
     }
 
     /// Records a read, which found bytes or not.
     pub(super) fn read(&self, has_bytes: bool) {
-        let mut is_first = false;
         self.turn(|state| match state.waits {
             Waits::ForRead | Waits::ForRequest(_) if has_bytes => Waits::ForRest(Instant::now()),
-            Waits::ForRead => {
-                is_first = true;
-                Waits::ForRequest(Instant::now())
-            }
+            Waits::ForRead => Waits::ForRequest(Instant::now()),
             other => other,
         });
-        if is_first {
-            self.idle.notify_one();
-        }
     }
 
     /// Records the head of a request with a body. Returns false if the connection is dismissed.

@@ -49,6 +49,21 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
     });
 }
 
+/// The server learns only after it has accepted the second client what that has sent. Time-outs are of no help.
+#[test]
+fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
+    let limits = Limits { connections: 2, head: Duration::from_secs(3600), idle: None, ..Limits::API };
+    for sent in ["GET /api/v1/vmm.pi", &request("GET", "/api/v1/vmm.events", "")] {
+        run_within(limits, async |fixture| {
+            let mut idle = fixture.connect().await;
+            assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
+            let mut second = fixture.connect().await;
+            second.send(sent).await;
+            assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+        });
+    }
+}
+
 /// Connects and sends nothing, again as soon as the server closes the connection.
 async fn connect_in_silence(path: PathBuf) {
     loop {
