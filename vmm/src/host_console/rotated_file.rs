@@ -23,6 +23,8 @@ use crate::output_file::admit;
 
 /// Added to the name of a file that has reached its limit.
 const OLDER: &str = ".1";
+/// Name of the new file until the old one has been renamed.
+const NEWER: &str = ".new";
 
 /// Counters of a console's file.
 #[derive(Debug, Default)]
@@ -155,18 +157,18 @@ impl Current {
             return Err(KeepError::Replaced(path));
         }
         let older_bytes = self.replaceable_bytes(&older)?;
-        fs::rename(&path, &older).map_err(failed("rename"))?;
-        match create_like(&path, &ours) {
-            Ok(file) => {
-                (self.file, self.older) = (file, Some(id_of(&ours)));
-                Ok(older_bytes)
-            }
-            Err(err) => {
-                // The output goes on under the path that the user has given.
-                fs::rename(&older, &path).map_err(failed("rename"))?;
-                Err(err)
-            }
+        // Made first: without it neither file is touched.
+        let newer = PathBuf::from([path.as_os_str(), NEWER.as_ref()].into_iter().collect::<OsString>());
+        self.replaceable_bytes(&newer)?;
+        let _ = fs::remove_file(&newer);
+        let file = create_like(&newer, &ours)?;
+        let renamed = fs::rename(&path, &older).and_then(|()| fs::rename(&newer, &path));
+        if let Err(err) = renamed {
+            let _ = fs::remove_file(&newer);
+            return Err(failed("rename")(err));
         }
+        (self.file, self.older) = (file, Some(id_of(&ours)));
+        Ok(older_bytes)
     }
 
     /// Checks that nobody misses the file at `path`. Returns its size.
@@ -290,6 +292,17 @@ mod tests {
             assert_eq!(fs::read_to_string(&other).unwrap(), "precious");
             assert_eq!(counts(&file), (16, 1600));
         }
+    }
+
+    #[test]
+    fn older_file_stays_if_no_new_one_can_be_made() {
+        let (folder, path, mut file) = console();
+        file.write_all(&[b'x'; 150]).unwrap();
+        fs::create_dir(folder.path().join("serial.log.new")).unwrap();
+        file.write_all(&[b'y'; 100]).unwrap();
+        assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
+        assert_eq!(fs::read(&path).unwrap(), [b'y'; 50]);
+        assert_eq!(counts(&file), (2, 100));
     }
 
     #[test]
