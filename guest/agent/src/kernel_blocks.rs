@@ -189,7 +189,10 @@ impl Turner {
         blocks.sort_unstable();
         let after_unmoved = blocks.partition_point(|(number, _)| Some(*number) <= self.unmoved);
         blocks.rotate_left(after_unmoved);
-        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("node {node} has no movable block"));
+        if blocks.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, format!("node {node} has no movable block")));
+        }
+        let mut last = io::Error::other(format!("the blocks of node {node} are being unplugged"));
         for (number, path) in blocks {
             match (self.turn)(&path.join("state")) {
                 Ok(()) => return Ok(number),
@@ -199,6 +202,8 @@ impl Turner {
                     self.unmoved = Some(number);
                     return Err(error);
                 }
+                // virtio_mem has unplugged the block meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 // This block has pinned pages; another block may have none.
                 Err(error) => last = error,
             }
