@@ -39,14 +39,21 @@ pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
 /// movable memory counts as memory above a zone. `zones_bytes` has the sizes in the order of `ratios`; zones of size 0 keep
 /// nothing.
 pub fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: u64, reserve_bytes: u64) {
-    let mut missing_bytes = reserve_bytes;
+    let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
     let count = ratios.len().min(zones_bytes.len());
     for (ratio, &zone_bytes) in ratios[..count].iter_mut().zip(&zones_bytes[..count]).rev() {
-        let kept_bytes = missing_bytes.min(zone_bytes);
-        if let Some(most) = movable_bytes.checked_div(kept_bytes) {
-            *ratio = (*ratio).min(most.max(1));
-            missing_bytes -= kept_bytes;
+        // A zone below would keep far more from the kernel than for it.
+        if missing_bytes == 0 || movable_bytes < above_bytes / 2 {
+            break;
         }
+        if zone_bytes == 0 {
+            continue;
+        }
+        // A zone keeps no more than it has.
+        let least = above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1);
+        *ratio = (*ratio).min((movable_bytes / missing_bytes.min(zone_bytes)).max(least));
+        missing_bytes = missing_bytes.saturating_sub(movable_bytes.checked_div(*ratio).unwrap_or(0));
+        above_bytes = above_bytes.saturating_add(zone_bytes);
     }
 }
 
@@ -66,6 +73,10 @@ mod tests {
         assert_eq!(ratios(3072, 1024, 1024, 512), [256, 256, 2, 0, 0]);
         assert_eq!(ratios(3072, 512, 512, 768), [256, 2, 1, 0, 0]);
         assert_eq!(ratios(3072, 32, 480, 480), [256, 1, 15, 0, 0]);
+        // A zone of 3 GiB keeps no more than that.
+        assert_eq!(ratios(3072, 2496, 2496, 4992), [256, 2, 1, 0, 0]);
+        // ZONE_DMA32 would keep 256 MiB of ZONE_NORMAL from the kernel.
+        assert_eq!(ratios(300, 256, 36, 40), [256, 256, 1, 0, 0]);
         // No ratio is raised, and too little movable memory keeps what it can.
         assert_eq!(ratios(3072, 8192, 8192, 64), LINUX_RESERVE_RATIOS);
         assert_eq!(ratios(400, 0, 10, 50), [256, 1, 32, 0, 0]);

@@ -67,11 +67,14 @@ impl KernelShare {
         let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
         // ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve. At boot, Linux takes the page
         // descriptors of boot memory from the top of ZONE_MOVABLE (mm/memblock.c searches from the top).
-        let most_bytes = match normal_bytes(boot_bytes) {
-            0 => boot_bytes,
-            normal_bytes => (normal_bytes + descriptor_bytes(boot_bytes)) / 2,
+        let movable_bytes = match normal_bytes(boot_bytes) {
+            0 => movable_bytes,
+            normal_bytes => {
+                let descriptor_bytes = descriptor_bytes(boot_bytes);
+                (movable_bytes + descriptor_bytes).min((normal_bytes + descriptor_bytes) / 2)
+            }
         };
-        let movable_bytes = movable_bytes.min(most_bytes).next_multiple_of(MOVABLE_UNIT_BYTES);
+        let movable_bytes = movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES);
         Some(Self { boot_bytes, dram_bytes, reserve_bytes, movable_bytes })
     }
 
@@ -107,10 +110,15 @@ pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     let virtio_mem = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem);
     let hotplug_bytes = virtio_mem.fold(0u64, |sum, zone| sum.saturating_add(zone.hotplug_bytes));
     let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes) + boot_bytes / LEAST_MOVABLE_PART);
-    // Programs leave no more than the memory above the hole, half of which is movable for that.
     let room_bytes = match normal_bytes(boot_bytes) {
         0 => room_bytes,
-        normal_bytes => room_bytes.min(normal_bytes.saturating_sub(descriptor_bytes(boot_bytes))),
+        normal_bytes => {
+            // Half of the memory above the hole is movable, so that the kernel's zones keep as much each, and no zone more than it has.
+            let half_bytes = normal_bytes.saturating_sub(descriptor_bytes(boot_bytes)) / 2;
+            let kept_bytes = half_bytes + half_bytes / (2 * half_bytes).div_ceil(LOW_RAM_END).max(1);
+            // The agent keeps no more than half of the kernel's zones.
+            room_bytes.min(kept_bytes).min((LOW_RAM_END + half_bytes) / 2)
+        }
     };
     let base_bytes = kernel_reserve_bytes(boot_bytes, 0);
     let most_bytes = room_bytes.saturating_sub(base_bytes).saturating_mul(64);
@@ -166,7 +174,7 @@ pub(super) mod tests {
         // Added DRAM is movable: with 256 MiB of it a seventh is as large as the reserve.
         assert_eq!(share(384, 256, 512), expect("36M", "256 8 32 0 0"));
         // ZONE_NORMAL is the highest zone of the kernel.
-        assert_eq!(share(8192, 0, 65_536), expect("1536M", "256 256 1 0 0"));
+        assert_eq!(share(8192, 0, 65_536), expect("1664M", "256 256 1 0 0"));
         // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
         assert_eq!(share(3584, 0, 16_384), expect("284M", "256 1 1 0 0"));
         assert_eq!(share(4096, 0, 32_768), expect("544M", "256 1 1 0 0"));
@@ -195,6 +203,8 @@ pub(super) mod tests {
         check(4096, 45_056).expect("11:1");
         let error = check(4096, 65_536).expect_err("16:1");
         assert_eq!(error.most_bytes / MIB, (1024 - 64 - 256) * 64);
+        let error = check(8192, 147_456).expect_err("18:1");
+        assert_eq!(error.most_bytes / MIB, ((3072 + 2496) / 2 - 512) * 64);
         check(64, 1024).expect_err("the kernel alone fills it");
     }
 }
