@@ -45,7 +45,10 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
     Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
 }
 
-/// Checks if DRAM is plugged that can become kernel memory, or can be plugged. Boot memory cannot, nor does PM.
+/// Checks if DRAM is plugged that can become kernel memory, or can be plugged. Boot memory cannot, nor can PM.
+///
+/// Reports do not separate movable blocks of boot memory from plugged ones on the same node. A node with both may count as one
+/// that has a block left when the kernel has all plugged blocks.
 fn has_block(report: &Report, host: &HostView) -> bool {
     let Blocks { block_bytes, nodes, .. } = report.blocks();
     let mut dram = host.zones.iter().filter(|zone| zone.tier == Tier::Dram && host.balloon != Some(zone.id));
