@@ -297,7 +297,7 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     printed(&args);
     assert_eq!(std::fs::read(&path).unwrap(), plot);
-    // What docs/consoles.md says of files that flags name.
+    // The rule in docs/consoles.md for files that flags name.
     let page = include_str!("../../docs/consoles.md");
     let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
     let row = "| `foreshore-sim --plot` | replaced if it is empty or a plot of its own | everything else |";

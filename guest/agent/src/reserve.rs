@@ -136,9 +136,9 @@ fn text_of(ratios: &[u64]) -> String {
     ratios.iter().map(u64::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Ratios that keep the reserve in the kernel zones of every node that also has movable memory. One ratio serves all nodes, so
-/// the largest need decides. Never less is kept than with the ratios `least`, and the reserve is never more than half of a
-/// node's kernel zones.
+/// Computes the ratios that reserve memory in the kernel zones of every node that also has movable memory. A ratio applies to
+/// all nodes, so the node with the largest reserve decides. No ratio exceeds that in `least`. The reserve of a node is at most
+/// half of its kernel zones.
 ///
 /// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
 /// its share of them.

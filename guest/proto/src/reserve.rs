@@ -32,12 +32,12 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
 /// ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
 pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
 
-/// Lowers ratios until the kernel's zones of a node keep `reserve_bytes` from user allocations.
+/// Lowers ratios so that the kernel's zones of a node reserve up to `reserve_bytes` for the kernel.
 ///
-/// A zone keeps the memory of the zones above it, divided by its ratio (mm/page_alloc.c, setup_per_zone_lowmem_reserve). The
-/// highest zone comes first, because a lower one also keeps memory from the kernel's own allocations in a higher one. So only
-/// movable memory counts as memory above a zone. `zones_bytes` has the sizes in the order of `ratios`; zones of size 0 keep
-/// nothing.
+/// The reserve of a zone is the memory of all higher zones, divided by its ratio (mm/page_alloc.c,
+/// setup_per_zone_lowmem_reserve). The reserve of a lower zone also excludes the kernel's allocations for a higher zone, so the
+/// highest zone is used first, and only movable memory counts. `zones_bytes` has the sizes in the order of `ratios`. Zones of
+/// size 0 are skipped.
 pub fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: u64, reserve_bytes: u64) {
     let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
     let count = ratios.len().min(zones_bytes.len());

@@ -127,7 +127,7 @@ impl Seats {
         if states.len() < self.limits.connections && silent < self.limits.silent {
             return Room::Free;
         }
-        // As long as there is a silent connection, no client that sends requests loses its own.
+        // A silent connection is closed before any connection whose client sends requests.
         let candidates = states.iter().filter(|(state, _)| state.has_asked == (silent == 0));
         let longest = candidates.filter_map(|(state, seat)| Some((state.waits.since()?, seat)));
         match longest.min_by_key(|(since, _)| *since) {

@@ -216,7 +216,7 @@ async fn serve_connection<A: Accepted>(
         let answer = question.map(|body| calls.call(Request::from_parts(head, body)));
         let (waiting, seat) = (waiting.clone(), Arc::clone(&served));
         async move {
-            // The connection of a dismissed seat is about to be dropped. A call whose answer nobody gets is not made.
+            // The connection of a dismissed seat is about to be dropped, so its call is not made.
             let Some(answer) = answer else { return pending().await };
             let answer = answer.await;
             // What the call has not taken is nobody's.

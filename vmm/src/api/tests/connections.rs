@@ -42,7 +42,7 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
         assert_eq!(next.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(half.receive().await, None);
         assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
-        // Now there is no other, and `next` has waited longer.
+        // All connections have sent requests now, and `next` has waited longest.
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(next.receive().await, None);
         assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);

@@ -44,11 +44,11 @@ impl Core {
 
     /// Ends the goals of a zone, or of all, at what is requested now. The controller has given them up.
     pub(super) fn end_goals(&mut self, id: Option<ZoneId>) {
-        let zones = self.zones.iter().enumerate();
-        for (_, zone) in zones.filter(|(index, _)| id.is_none_or(|id| id.0 as usize == *index)) {
-            let sizes = zone.zone.device.sizes();
-            if sizes.held_bytes > 0 {
-                zone.zone.device.request_step(sizes.requested_bytes, sizes.requested_bytes);
+        for (index, zone) in self.zones.iter().enumerate() {
+            let (device, is_ended) = (&zone.zone.device, id.is_none_or(|id| id.0 as usize == index));
+            let sizes = device.sizes();
+            if is_ended && sizes.held_bytes > 0 {
+                device.request_step(sizes.requested_bytes, sizes.requested_bytes);
             }
         }
     }

@@ -262,7 +262,7 @@ fn small_files_fill_kernel_memory_and_nothing_dies_on_6_1() -> Result<()> {
     is_held(Kernel::V6_1, &FILES, "")
 }
 
-/// 3.5 GiB have 512 MiB above the hole, of which half are movable. The reserve needs ZONE_DMA32 as well.
+/// Of 3.5 GiB, 512 MiB are above the hole, and half of those are movable. So ZONE_DMA32 has to keep a part of the reserve.
 fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
     const PAGE_BYTES: u64 = 4096;
     let pool = Pool::create("128M")?;
