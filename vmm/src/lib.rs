@@ -15,6 +15,7 @@ pub mod event_loop;
 pub mod events;
 pub mod file_id;
 pub mod governor;
+pub mod guest_file;
 pub mod host_console;
 pub mod inherited;
 pub mod interrupt;

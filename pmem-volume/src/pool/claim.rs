@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::lock::{Holder, LockKind};
-use super::mark::Mark;
 use super::opening::{FORK_PATIENCE, UDEV_PATIENCE, lock_within, user_of_device, while_in_use};
 use super::{OpenMode, Pool, PoolError};
 
@@ -90,12 +89,6 @@ pub fn is_pool(file: &File, path: &Path) -> bool {
     !matches!(Pool::open(path, OpenMode::Peek), Err(PoolError::NotAPool { .. }))
 }
 
-/// Returns true for a pool that the host has marked as one. A copy of a pool that a guest writes to its disk has no
-/// mark.
-pub fn is_marked_pool(file: &File, path: &Path) -> bool {
-    Mark::of(file) == Some(Mark::Pool) && is_pool(file, path)
-}
-
 #[cfg(test)]
 mod tests {
     use tempfile::TempDir;
@@ -127,19 +120,12 @@ mod tests {
         drop(readers);
         let claimed = claim(&path, true, 0).unwrap();
         assert!(matches!(Pool::open(&path, OpenMode::ReadWrite), Err(PoolError::InUse { .. })));
-        assert!(is_marked_pool(&claimed, &path));
         // It is the open file that counts.
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
         assert!(is_pool(&claimed, &path));
-        // Bytes of a pool without the mark are no pool. Neither is a marked file that the host has emptied to use it as
-        // a disk.
-        let copy = folder.path().join("copy");
-        fs::write(&copy, fs::read(folder.path().join("other")).unwrap()).unwrap();
-        let copy_file = File::open(&copy).unwrap();
-        assert!(is_pool(&copy_file, &copy) && !is_marked_pool(&copy_file, &copy));
         claimed.set_len(0).unwrap();
-        assert!(!is_marked_pool(&claimed, &path));
+        assert!(!is_pool(&claimed, &path));
     }
 
     #[test]

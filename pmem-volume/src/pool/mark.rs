@@ -19,16 +19,19 @@ pub enum Mark {
     Output,
     /// Memory of a guest, which begins as zeros.
     Memory,
+    /// A disk or a pmem device of a guest.
+    Disk,
 }
 
 impl Mark {
-    const ALL: [Self; 3] = [Self::Pool, Self::Output, Self::Memory];
+    const ALL: [Self; 4] = [Self::Pool, Self::Output, Self::Memory, Self::Disk];
 
     const fn value(self) -> &'static [u8] {
         match self {
             Self::Pool => b"pool",
             Self::Output => b"output",
             Self::Memory => b"memory",
+            Self::Disk => b"disk",
         }
     }
 
@@ -50,14 +53,29 @@ impl Mark {
         if Self::of(file) == Some(self) {
             return Ok(());
         }
+        self.store(file).map(drop)
+    }
+
+    /// Returns the name of the attribute that marks this file, which has no mark; `None` if it
+    /// cannot be marked. File systems and security modules may allow reading of attributes alone,
+    /// so a mark is set and removed again.
+    pub fn settable_attribute(file: &File) -> Option<&'static str> {
+        let name = Self::Disk.store(file).ok()?;
+        // SAFETY: the name is a C string, which outlives the call.
+        let failed = unsafe { libc::fremovexattr(file.as_raw_fd(), name.as_ptr()) };
+        if failed == 0 { name.to_str().ok() } else { None }
+    }
+
+    /// Sets the first attribute that the file can have. Returns its name.
+    fn store(self, file: &File) -> io::Result<&'static CStr> {
         let value = self.value();
-        let mut result = Ok(());
+        let mut result = Err(io::ErrorKind::Unsupported.into());
         for name in NAMES {
             // SAFETY: the name is a C string, and the kernel reads as many bytes as `value` has. Both outlive the call.
             let failed = unsafe {
                 libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0)
             };
-            result = if failed == 0 { return Ok(()) } else { Err(io::Error::last_os_error()) };
+            result = if failed == 0 { return Ok(name) } else { Err(io::Error::last_os_error()) };
         }
         result
     }
@@ -79,5 +97,15 @@ mod tests {
         let copy = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(copy.path(), std::fs::read(file.path()).unwrap()).unwrap();
         assert_eq!(Mark::of(copy.as_file()), None);
+        let attribute = Mark::settable_attribute(copy.as_file()).unwrap();
+        assert!(NAMES.iter().any(|name| name.to_str() == Ok(attribute)));
+        assert_eq!(Mark::of(copy.as_file()), None, "the mark is removed again");
+    }
+
+    #[test]
+    fn file_system_without_attributes_has_no_marks() {
+        let file = File::open("/proc/self/status").unwrap();
+        assert_eq!((Mark::of(&file), Mark::settable_attribute(&file)), (None, None));
+        Mark::Disk.set(&file).unwrap_err();
     }
 }

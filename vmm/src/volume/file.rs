@@ -12,11 +12,12 @@ use pmem_volume::Durability;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::media::{self, FileMedia, Media, MediaError};
 use pmem_volume::pool::Holder;
-use pmem_volume::pool::claim::{ClaimError, claim, is_marked_pool};
+use pmem_volume::pool::claim::{ClaimError, claim};
 use thiserror::Error;
 
 use super::{Persist, PersistError};
 use crate::config::{PmemConfig, Size, UNIT_BYTES};
+use crate::guest_file::{self, GuestAccess, GuestFileError};
 use crate::memory::backing::Access;
 use crate::memory::lost::cut_to_bytes;
 
@@ -50,12 +51,9 @@ pub enum PmemFileError {
         /// By what.
         by: String,
     },
-    /// What a guest writes there would be the end of a pool.
-    #[error("It is a pool: --pm-volume pool={} attaches volumes of it", path.display())]
-    IsPool {
-        /// Its path.
-        path: PathBuf,
-    },
+    /// A pool, which a guest's writes would destroy.
+    #[error(transparent)]
+    Pool(#[from] GuestFileError),
     /// A new file has no size of its own.
     #[error("It is a directory, in which a file is made: size= has to say how large")]
     DirectoryWithoutSize,
@@ -112,8 +110,9 @@ impl PmemFile {
             (false, _) => existing_file(&config.file, !config.discard_writes)?,
         };
         let len_bytes = shown_bytes(&file, config.size)?;
-        if !is_directory && !config.discard_writes && is_marked_pool(&file, &config.file) {
-            return Err(PmemFileError::IsPool { path: config.file.clone() });
+        if !is_directory {
+            let access = GuestAccess { is_writable: !config.discard_writes, is_declared_raw: false };
+            guest_file::check(&file, &config.file, access)?;
         }
         let contents = match config.discard_writes {
             true => Contents::Private(file),
@@ -121,6 +120,9 @@ impl PmemFile {
                 let media = FileMedia::new(file, len_bytes, true)?;
                 // A flush may have failed in an earlier life: the guest's file system is checked against the disk.
                 media.forget_clean_pages();
+                if !is_directory {
+                    guest_file::mark(media.file(), &config.file);
+                }
                 Contents::Shared(media)
             }
         };

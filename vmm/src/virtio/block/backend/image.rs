@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pmem_volume::pool::Holder;
-use pmem_volume::pool::claim::{ClaimError, claim, is_marked_pool, is_pool};
+use pmem_volume::pool::claim::{ClaimError, claim};
 use pmem_volume::pool::signature::image_format;
 use thiserror::Error;
 use tracing::{info, warn};
@@ -21,6 +21,7 @@ use super::direct::{DirectIo, is_refusal, widest_range};
 use super::range_locks::{Access, RangeGuard};
 use super::uring::Uring;
 use super::{Backend, Executor, Geometry, ResizeError, Step};
+use crate::guest_file::{self, GuestAccess, GuestFileError};
 use crate::virtio::block::buffer::Buffers;
 use crate::virtio::block::request::{DiskRange, SECTOR_BYTES, Unmap};
 
@@ -82,15 +83,9 @@ pub enum ImageError {
         /// By what.
         by: String,
     },
-    /// What a guest writes there would be the end of a pool.
-    #[error(
-        "{path:?} is a pool, and marked as one by the host: --pm-volume pool={} attaches volumes of it",
-        path.display()
-    )]
-    IsPool {
-        /// Its path.
-        path: PathBuf,
-    },
+    /// A pool, which a guest's writes would destroy.
+    #[error(transparent)]
+    Pool(#[from] GuestFileError),
     /// Nothing to serve.
     #[error("{path:?} has {size_bytes} bytes, less than a block of {block_bytes}")]
     Empty {
@@ -146,12 +141,10 @@ impl RawImage {
         if served_bytes == 0 {
             return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
         }
-        // The host's mark decides. The bytes are the guest's and must never end its VM.
-        if !options.readonly && is_marked_pool(&file, path) {
-            return Err(ImageError::IsPool { path: path.to_owned() });
-        }
+        let access = GuestAccess { is_writable: !options.readonly, is_declared_raw: options.is_called_raw };
+        guest_file::check(&file, path, access)?;
         if !options.is_called_raw {
-            warn_of_content(&file, path);
+            warn_of_format(&file, path);
         }
         if served_bytes != size_bytes {
             warn!(?path, size_bytes, block_bytes, "The end of the image is no whole block and is not served");
@@ -166,6 +159,9 @@ impl RawImage {
         let direct = || DirectIo::new(path, &file, kind.is_file(), !options.readonly, size_bytes);
         let direct = options.direct.then(direct).transpose();
         let direct = direct.map_err(error("duplicated"))?;
+        if !options.readonly {
+            guest_file::mark(&file, path);
+        }
         if let Some(unit_bytes) = direct.as_ref().map(DirectIo::unit_bytes)
             && unit_bytes > u64::from(block_bytes)
         {
@@ -437,17 +433,16 @@ impl Backend for Arc<RawImage> {
 
 /// Warns of an image that may have been taken for a raw one. It is served all the same: a guest can write such bytes to a raw
 /// image, and a guest's writes do not stop its VMM.
-fn warn_of_content(file: &File, path: &Path) {
+fn warn_of_format(file: &File, path: &Path) {
     // A page at a page boundary, because O_DIRECT may accept no smaller transfer.
     let mut head = Buffers::default().take(PAGE_BYTES as usize);
     let format = file.read_at(head.bytes_mut(), 0).ok().and_then(|len| image_format(&head.bytes()[..len]));
-    let content = format.or_else(|| is_pool(file, path).then_some("a pool"));
-    if let Some(content) = content {
+    if let Some(format) = format {
         warn!(
             ?path,
-            content,
+            format,
             "The image looks like this, and is served as raw bytes; if no guest has written it, convert it \
-             (qemu-img convert -O raw) or attach a pool's volumes by --pm-volume; image_type=raw ends this warning"
+             (qemu-img convert -O raw); image_type=raw ends this warning"
         );
     }
 }

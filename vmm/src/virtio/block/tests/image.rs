@@ -277,12 +277,30 @@ fn bytes_that_a_guest_wrote_never_keep_its_disk_from_it() {
     let pool = folder.path().join("pool");
     drop(Pool::create(&pool, 16 << 20, 0).unwrap());
     let contents = [b"QFI\xfb\0\0\0\x03".to_vec(), b"conectix".to_vec(), fs::read(&pool).unwrap()];
+    drop(RawImage::open(&path, WRITABLE).unwrap());
     for content in contents {
         File::options().write(true).open(&path).unwrap().write_all(&content).unwrap();
         for is_called_raw in [false, true] {
             RawImage::open(&path, ImageOptions { is_called_raw, ..WRITABLE }).unwrap();
         }
     }
+}
+
+#[test]
+fn copy_of_a_pool_becomes_a_disk_only_if_the_user_says_so() {
+    let (folder, path) = image(16 << 20);
+    let copy = folder.path().join("copy");
+    fs::remove_file(&path).unwrap();
+    drop(Pool::create(&path, 16 << 20, 0).unwrap());
+    fs::copy(&path, &copy).unwrap();
+    let error = RawImage::open(&copy, WRITABLE).unwrap_err().to_string();
+    assert!(error.contains("holds a pool") && error.contains("image_type=raw"), "{error}");
+    RawImage::open(&copy, READONLY).unwrap();
+    RawImage::open(&copy, WRITABLE).unwrap_err();
+    RawImage::open(&copy, ImageOptions { is_called_raw: true, ..WRITABLE }).unwrap();
+    // From now on it is a disk, which the guest may fill with anything.
+    RawImage::open(&copy, WRITABLE).unwrap();
+    PmemFile::open(&PmemConfig::parse(&format!("file={}", copy.display())).unwrap()).unwrap();
 }
 
 #[test]

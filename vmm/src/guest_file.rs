@@ -1,0 +1,160 @@
+//! Files that a guest writes: disks and pmem devices. A guest never gets a pool to write.
+//!
+//! A guest can write the bytes of a pool to its disk, and no later start may fail because of that.
+//! So the host marks the files that guests write, and the bytes of a marked file are never
+//! examined. A file without a mark that holds a pool is a copy of a pool, or a copy of a disk whose
+//! guest has written one. Only the host's user can tell them apart.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use pmem_volume::pool::claim::is_pool;
+use pmem_volume::pool::mark::Mark;
+use thiserror::Error;
+use tracing::{debug, warn};
+
+/// Reason to refuse a file that a guest would write.
+#[derive(Debug, Error)]
+pub enum GuestFileError {
+    /// The host has opened or created it as a pool.
+    #[error(
+        "{path:?} is a pool, and marked as one by the host: --pm-volume pool={} attaches volumes of it",
+        path.display()
+    )]
+    MarkedPool {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A pool that nobody has opened yet, for example a copy of a pool's file.
+    #[error(
+        "{path:?} holds a pool, and is not marked as a disk: --pm-volume pool={} attaches volumes \
+         of it; if a guest has written the pool, `setfattr -n {attribute} -v disk {path:?}` or \
+         image_type=raw of --disk admits the file",
+        path.display()
+    )]
+    UnmarkedPool {
+        /// The file.
+        path: PathBuf,
+        /// Extended attribute for the mark.
+        attribute: &'static str,
+    },
+}
+
+/// Use of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct GuestAccess {
+    /// The guest's writes go to the file.
+    pub is_writable: bool,
+    /// The host's user has declared a raw image.
+    pub is_declared_raw: bool,
+}
+
+/// Checks that `file`, which was opened as `path`, may become a guest's.
+///
+/// Only a regular file that can be marked is refused without a mark. Marks on other files do not
+/// last: the node of a block device is made anew when the host boots.
+pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
+    let mark = Mark::of(file);
+    let is_exempt = mark == Some(Mark::Disk) || (access.is_declared_raw && mark != Some(Mark::Pool));
+    if is_exempt || !is_pool(file, path) {
+        return Ok(());
+    }
+    match mark {
+        Some(Mark::Pool) if access.is_writable => {
+            return Err(GuestFileError::MarkedPool { path: path.to_owned() });
+        }
+        None if access.is_writable && file.metadata().is_ok_and(|metadata| metadata.is_file()) => {
+            if let Some(attribute) = Mark::settable_attribute(file) {
+                return Err(GuestFileError::UnmarkedPool { path: path.to_owned(), attribute });
+            }
+        }
+        _ => {}
+    }
+    warn!(?path, "The file holds a pool and is served as raw bytes; --pm-volume attaches a pool's volumes");
+    Ok(())
+}
+
+/// Marks a file that a guest is about to write. The mark replaces that of an earlier use.
+pub fn mark(file: &File, path: &Path) {
+    if let Err(err) = Mark::Disk.set(file) {
+        debug!(?path, %err, "The file cannot be marked as a disk");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::OpenOptionsExt;
+
+    use pmem_volume::{OpenMode, Pool};
+
+    use super::*;
+
+    const WRITABLE: GuestAccess = GuestAccess { is_writable: true, is_declared_raw: false };
+    const READABLE: GuestAccess = GuestAccess { is_writable: false, ..WRITABLE };
+    const RAW: GuestAccess = GuestAccess { is_declared_raw: true, ..WRITABLE };
+
+    /// A pool and a copy of it without its mark.
+    fn pool_and_copy(folder: &Path) -> [PathBuf; 2] {
+        let [pool, copy] = ["pool", "copy"].map(|name| folder.join(name));
+        drop(Pool::create(&pool, 16 << 20, 0).unwrap());
+        fs::copy(&pool, &copy).unwrap();
+        [pool, copy]
+    }
+
+    fn check_path(path: &Path, access: GuestAccess) -> Result<(), String> {
+        check(&File::open(path).unwrap(), path, access).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn pool_is_not_writable_until_the_user_declares_a_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let [pool, copy] = pool_and_copy(folder.path());
+        for access in [WRITABLE, RAW] {
+            assert!(check_path(&pool, access).unwrap_err().contains("marked as one by the host"));
+        }
+        // The check leaves no mark, so the second attempt fails as well.
+        for _ in 0..2 {
+            let error = check_path(&copy, WRITABLE).unwrap_err();
+            assert!(error.contains("setfattr -n user.foreshore -v disk \"/"), "{error}");
+        }
+        for path in [&pool, &copy] {
+            check_path(path, READABLE).unwrap();
+        }
+        check_path(&copy, RAW).unwrap();
+        mark(&File::open(&copy).unwrap(), &copy);
+        check_path(&copy, WRITABLE).unwrap();
+    }
+
+    #[test]
+    fn pool_that_a_guest_writes_is_no_reason_to_refuse_its_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let [_, copy] = pool_and_copy(folder.path());
+        let bytes = fs::read(&copy).unwrap();
+        // A file that was a pool before the host's user has emptied it, and files of other uses.
+        for before in [None, Some(Mark::Pool), Some(Mark::Output), Some(Mark::Memory)] {
+            let disk = folder.path().join("disk");
+            let file = File::create(&disk).unwrap();
+            before.map_or(Ok(()), |before| before.set(&file)).unwrap();
+            check_path(&disk, WRITABLE).unwrap();
+            mark(&file, &disk);
+            fs::write(&disk, &bytes).unwrap();
+            check_path(&disk, WRITABLE).unwrap();
+            // A pool that the host opens is a pool again.
+            drop(Pool::open(&disk, OpenMode::ReadWrite).unwrap());
+            check_path(&disk, WRITABLE).unwrap_err();
+            fs::remove_file(&disk).unwrap();
+        }
+    }
+
+    #[test]
+    fn file_that_cannot_be_marked_is_served() {
+        let folder = tempfile::tempdir().unwrap();
+        let [_, copy] = pool_and_copy(folder.path());
+        // Descriptors of O_PATH give no access to attributes, as if the file system had none.
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(&copy).unwrap();
+        mark(&file, &copy);
+        check(&file, &copy, WRITABLE).unwrap();
+        assert_eq!(Mark::of(&File::open(&copy).unwrap()), None);
+    }
+}
