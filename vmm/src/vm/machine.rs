@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use balloon::proto::descriptor_bytes;
 use tracing::warn;
 
 use super::attached::AttachedVolume;
@@ -15,7 +16,7 @@ use super::pmem::AttachedPmem;
 use super::pools::OpenPool;
 use super::request::{
     BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest,
-    ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo, page_descriptor_bytes,
+    ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
@@ -361,7 +362,7 @@ impl KvmMachine {
             requested_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.requested_bytes),
             held_bytes: sizes.as_ref().map_or(0, |sizes| sizes.held_bytes),
             plugged_bytes,
-            descriptor_bytes: page_descriptor_bytes(plugged_bytes),
+            descriptor_bytes: descriptor_bytes(plugged_bytes),
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,

@@ -239,7 +239,8 @@ pub struct ZoneInfo {
     pub held_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
-    /// Guest DRAM that the page descriptors of the plugged memory occupy, at the least: see [`page_descriptor_bytes`].
+    /// Guest DRAM that the page descriptors of the plugged memory occupy, at the least. Linux allocates
+    /// them for whole memory blocks, so a block that is plugged in part takes more.
     pub descriptor_bytes: u64,
     /// What the agent says is online; `None` without an agent.
     pub online_bytes: Option<u64>,
@@ -249,12 +250,6 @@ pub struct ZoneInfo {
     pub driver: Option<DriverState>,
     /// How the last resize goes: `reached`, `pending`, `no-driver`, `stuck`, with the reason.
     pub status: ResizeStatus,
-}
-
-/// Size of the page descriptors of `plugged_bytes`: Linux has 64 bytes (`struct page`) for each page of 4 KiB. It
-/// allocates them for whole memory blocks, so a block that is plugged in part takes more.
-pub fn page_descriptor_bytes(plugged_bytes: u64) -> u64 {
-    plugged_bytes / 4096 * 64
 }
 
 /// `vm.volumes`: one volume.
