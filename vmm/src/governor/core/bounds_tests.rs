@@ -4,7 +4,7 @@ use serde_json::json;
 
 use super::*;
 use crate::governor::ZoneDevice;
-use crate::governor::fake::{BLOCK, MIB, fixture, report};
+use crate::governor::fake::{BLOCK, MIB, fixture};
 
 fn change(json: serde_json::Value) -> PressureChange {
     serde_json::from_value(json).unwrap()
@@ -96,12 +96,8 @@ fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
 #[test]
 fn resumed_zone_has_no_goal_and_a_later_resize_is_carried_out() {
     let mut f = fixture("off", false, true);
-    // The guest has room for the page descriptors of a part.
     f.greet();
-    let mut line = report(1, 16, [0, 0]);
-    line["zones"][0]["free_pages"] = 4_500.into();
-    line["memory"]["free_bytes"] = (4_500 * 4096).into();
-    f.line(&line);
+    f.report_little_free_memory();
     f.core.resize("pm", 1024 * MIB, TimeMs(100)).unwrap();
     let before = f.pm.sizes();
     assert!(before.held_bytes > 0);

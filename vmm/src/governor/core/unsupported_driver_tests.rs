@@ -75,12 +75,8 @@ fn a_resize_that_waits_for_its_driver_is_stuck_when_that_is_refused_and_stays_so
 fn a_size_at_boot_is_withdrawn_from_a_refused_driver_with_its_steps() {
     let mut f = fixture("off", false, true);
     f.pm.sizes.lock().driver = DriverState::Absent;
-    // The guest has room for the page descriptors of a part of it.
     f.greet();
-    let mut line = report(1, 16, [0, 0]);
-    line["zones"][0]["free_pages"] = 4_500.into();
-    line["memory"]["free_bytes"] = (4_500 * 4096).into();
-    f.line(&line);
+    f.report_little_free_memory();
     f.core.boot_with("pm", 1024 * MIB, TimeMs(100)).unwrap();
     assert!(f.pm.sizes().held_bytes > 0);
     f.pm.refuse_driver();
