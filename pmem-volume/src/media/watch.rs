@@ -150,6 +150,15 @@ pub(super) fn replace(address: usize) -> bool {
     // 2. No access to the lost page is possible any more, so zeros replace no data. A part of a huge page of hugetlbfs
     //    cannot be replaced (EINVAL; Linux mm/hugetlb.c, hugetlb_vm_op_split), and bad memory takes all of the page.
     //    After any other error no larger piece is tried, because it would replace good memory.
+    replace_page(address, &range, map_zeros)
+}
+
+/// Replaces the smallest page around `address` that `map_zeros` can replace within `range`.
+fn replace_page(
+    address: usize,
+    range: &Range<usize>,
+    mut map_zeros: impl FnMut(usize, usize) -> Result<(), libc::c_int>,
+) -> bool {
     for size in PAGE_SIZES {
         let start = address / size * size;
         if start < range.start || range.end - start < size {
@@ -257,6 +266,39 @@ mod tests {
             // SAFETY: mapped in new(), and used no more.
             unsafe { libc::munmap(self.start as *mut _, self.len) };
         }
+    }
+
+    /// Replaces a page of memory whose pages have `page_bytes`. Returns the calls, and whether the
+    /// page is replaced.
+    fn replaced_pages(
+        address: usize,
+        range: Range<usize>,
+        page_bytes: usize,
+        error: libc::c_int,
+    ) -> (Vec<(usize, usize)>, bool) {
+        let mut calls = Vec::new();
+        let is_replaced = replace_page(address, &range, |start, size| {
+            calls.push((start, size));
+            if size < page_bytes { Err(error) } else { Ok(()) }
+        });
+        (calls, is_replaced)
+    }
+
+    #[test]
+    fn smallest_whole_page_within_the_range_is_replaced() {
+        let [small, huge, giant] = PAGE_SIZES;
+        let (start, at) = (giant + 3 * huge, giant + 4 * huge + 5 * small + 8);
+        let tries = [(at - 8, small), (giant + 4 * huge, huge), (giant, giant)];
+        let range = start..start + 4 * huge;
+        let replace = |range, page_bytes| replaced_pages(at, range, page_bytes, libc::EINVAL);
+        assert_eq!(replace(range.clone(), small), (tries[..1].to_vec(), true));
+        assert_eq!(replace(range.clone(), huge), (tries[..2].to_vec(), true));
+        // The range has a part of the page.
+        assert_eq!(replace(range.clone(), giant), (tries[..2].to_vec(), false));
+        assert_eq!(replace(start..at + small, huge), (tries[..1].to_vec(), false));
+        assert_eq!(replace(giant + 4 * huge + small..range.end, huge), (tries[..1].to_vec(), false));
+        assert_eq!(replace(giant..2 * giant, giant), (tries.to_vec(), true));
+        assert_eq!(replaced_pages(at, range, huge, libc::ENOMEM), (tries[..1].to_vec(), false));
     }
 
     /// Huge pages, for a host that has some to spare.
