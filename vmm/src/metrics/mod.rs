@@ -59,6 +59,7 @@ use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
 use crate::virtio::watchdog::WatchdogMetrics;
+use crate::vm::owner::RestartMetrics;
 use crate::vm::request::ZoneInfo;
 use crate::volume::guest_btt::GuestBtt;
 
@@ -112,6 +113,7 @@ pub struct MachineSources {
 struct Sources {
     machine: Mutex<MachineSources>,
     events: Arc<EventCounters>,
+    restarts: Arc<RestartMetrics>,
     is_seccomp_missing: AtomicBool,
     servers: Mutex<Vec<http::NamedServer>>,
     refused_hosts: AtomicU64,
@@ -123,6 +125,7 @@ impl Collector for Sources {
         let mut out = Exposer::new(encoder);
         let machine = self.machine.lock();
         process::expose(&mut out, &self.events)?;
+        process::expose_restarts(&mut out, &self.restarts)?;
         process::expose_missing_seccomp(&mut out, self.is_seccomp_missing.load(Ordering::Relaxed))?;
         http::expose(&mut out, &self.servers.lock(), &self.refused_hosts)?;
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
@@ -177,6 +180,11 @@ impl Metrics {
     /// Says what the VM that has just been built has; what an earlier one had is forgotten.
     pub fn set_machine(&self, machine: MachineSources) {
         *self.sources.machine.lock() = machine;
+    }
+
+    /// Counters of the guest's delayed restarts.
+    pub fn restarts(&self) -> Arc<RestartMetrics> {
+        Arc::clone(&self.sources.restarts)
     }
 
     /// Records that `--seccomp` asks for a system call filter, which does not exist yet.

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::expose::{Exposer, Family};
 use crate::events::EventCounters;
+use crate::vm::owner::RestartMetrics;
 
 pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION").to_owned())];
@@ -21,6 +22,14 @@ pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Resu
     let withheld =
         Family("events_withheld", "Events that a guest caused too often to be told at once.", None);
     out.counters(withheld, [(Vec::new(), events.withheld())])
+}
+
+/// Restarts of the guest that had to wait.
+pub(super) fn expose_restarts(out: &mut Exposer<'_>, restarts: &RestartMetrics) -> fmt::Result {
+    let delayed = Family("delayed_restarts", "Restarts of the guest that were delayed.", None);
+    out.counters(delayed, [(Vec::new(), restarts.delayed())])?;
+    let delay = [(Vec::new(), restarts.delay().as_secs_f64())];
+    out.seconds_total("restart_delay", "Time by which these restarts were delayed.", delay)
 }
 
 /// A filter that was requested and is not installed.

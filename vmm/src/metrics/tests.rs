@@ -171,6 +171,7 @@ type Others = (Arc<dyn PressureSource>, Arc<dyn Sectors>);
 /// Metrics with a source of every kind, and what must be kept alive for them.
 fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let metrics = Metrics::new("vm \"1\"", told());
+    metrics.restarts().count(Duration::from_millis(2500));
     metrics.add_server("api", Arc::default());
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
@@ -319,6 +320,8 @@ fn a_scrape_shows_what_the_sources_say() {
     for line in [
         format!(r#"foreshore_events_total{{{vm},source="vm",event="booted"}} 1"#),
         format!(r#"foreshore_events_lost_total{{{vm}}} 0"#),
+        format!(r#"foreshore_delayed_restarts_total{{{vm}}} 1"#),
+        format!(r#"foreshore_restart_delay_seconds_total{{{vm}}} 2.5"#),
         format!(r#"foreshore_events_withheld_total{{{vm}}} 0"#),
         format!(r#"foreshore_memory_requested_bytes{{{vm},zone="dram",tier="dram"}} 67108864"#),
         format!(r#"foreshore_memory_plugged_bytes{{{vm},zone="pm",tier="pm"}} 33554432"#),

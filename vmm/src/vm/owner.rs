@@ -19,6 +19,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{error, info};
 
+pub use self::restart::RestartMetrics;
 use super::counters::Counters;
 use super::request::{
     BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
@@ -462,6 +463,7 @@ pub struct Owner<F> {
     vm: Option<Vm>,
     at_guest_shutdown: AtGuestShutdown,
     told: Events,
+    restarts: Arc<RestartMetrics>,
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
@@ -474,12 +476,29 @@ pub struct Owner<F> {
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// An owner without a VM, who tells what happens.
-    pub fn new(factory: F, at_guest_shutdown: AtGuestShutdown, told: Events) -> Self {
+    /// An owner without a VM, who tells what happens and counts delayed restarts in `restarts`.
+    pub fn new(
+        factory: F,
+        at_guest_shutdown: AtGuestShutdown,
+        told: Events,
+        restarts: Arc<RestartMetrics>,
+    ) -> Self {
         let (sender, events) = mpsc::unbounded_channel();
         let (busy, pauses) = (watch::channel(None).0, JoinSet::new());
         let (vm, generation, pauses_over) = (None, 0, 0);
-        Self { factory, vm, at_guest_shutdown, told, generation, events, sender, pauses_over, pauses, busy }
+        Self {
+            factory,
+            vm,
+            at_guest_shutdown,
+            told,
+            restarts,
+            generation,
+            events,
+            sender,
+            pauses_over,
+            pauses,
+            busy,
+        }
     }
 
     /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.

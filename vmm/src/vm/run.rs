@@ -93,9 +93,10 @@ fn serve(
         }
         tokio::spawn(end_on_signals(handle)?);
         tokio::spawn(events.clone().tell_what_was_withheld());
+        let restarts = metrics.restarts();
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
-        let result =
-            Owner::new(factory, launch.at_guest_shutdown, events.clone()).run(launch.config, requests).await;
+        let owner = Owner::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
+        let result = owner.run(launch.config, requests).await;
         // The last that anybody hears: libvirt takes it for our end, and who follows by the API is let go.
         events.tell(Event::VmmShutdown);
         events.end();

@@ -5,6 +5,7 @@ use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as BlockingStream;
+use std::sync::Arc;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -20,7 +21,7 @@ pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
         let path = dir.path().join("api");
         let (vm, requests) = VmHandle::channel();
         let events = Events::start();
-        let owner = Owner::new(FakeFactory::default(), AtGuestShutdown::End, events.clone());
+        let owner = Owner::new(FakeFactory::default(), AtGuestShutdown::End, events.clone(), Arc::default());
         let owner = tokio::task::spawn_local(owner.run(None, requests));
         let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(vm, events), Limits::API).unwrap();

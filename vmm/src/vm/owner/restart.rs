@@ -1,5 +1,6 @@
 //! Restarts by the guest. They are delayed if the guest restarts repeatedly.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
@@ -9,6 +10,31 @@ use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::log::sparsely;
 use crate::vm::state::{Restart, RestartGuard};
+
+/// Counters of delayed restarts. They continue over restarts.
+#[derive(Debug, Default)]
+pub struct RestartMetrics {
+    delayed: AtomicU64,
+    delay_ms: AtomicU64,
+}
+
+impl RestartMetrics {
+    /// Counts a restart that waits for `delay`.
+    pub(crate) fn count(&self, delay: Duration) {
+        self.delayed.fetch_add(1, Ordering::Relaxed);
+        self.delay_ms.fetch_add(delay.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// Restarts of the guest that had to wait.
+    pub fn delayed(&self) -> u64 {
+        self.delayed.load(Ordering::Relaxed)
+    }
+
+    /// Sum of their delays.
+    pub fn delay(&self) -> Duration {
+        Duration::from_millis(self.delay_ms.load(Ordering::Relaxed))
+    }
+}
 
 /// Waits for the time of a restart, for ever if there is none.
 pub(super) async fn due(at: Option<Instant>) {
@@ -48,6 +74,7 @@ impl<F: MachineFactory> Owner<F> {
         if delay == Duration::ZERO {
             return self.restart();
         }
+        self.restarts.count(delay);
         self.told.tell_of_guest(Event::RestartDelayed { delay_ms: delay.as_millis() as u64 });
         // Other vCPUs of the guest may still run.
         if let Some(machine) = &mut vm.machine {

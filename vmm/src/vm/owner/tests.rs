@@ -204,6 +204,7 @@ impl MachineFactory for FakeFactory {
 struct Fixture {
     events: Events,
     told: Watcher,
+    restarts: Arc<RestartMetrics>,
     handle: VmHandle,
     log: Log,
     senders: Arc<Mutex<Vec<EventSender>>>,
@@ -229,9 +230,10 @@ fn serve(fail_from: Option<usize>, config: Option<VmConfig>, at_guest_shutdown: 
     let (handle, requests) = VmHandle::channel();
     let events = Events::start();
     let told = events.watch();
-    let owner = Owner::new(factory, at_guest_shutdown, events.clone());
+    let restarts = Arc::<RestartMetrics>::default();
+    let owner = Owner::new(factory, at_guest_shutdown, events.clone(), Arc::clone(&restarts));
     let end = tokio::task::spawn_local(owner.run(config, requests));
-    Fixture { events, told, handle, log, senders, pressure, delays, end }
+    Fixture { events, told, restarts, handle, log, senders, pressure, delays, end }
 }
 
 impl Fixture {
@@ -492,6 +494,8 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
             delays += u32::from(event.event == "restart-delayed");
         }
         assert_eq!(delays, 8);
+        // The last delay is 30 s as well. A client has ended it early.
+        assert_eq!((vm.restarts.delayed(), vm.restarts.delay().as_secs()), (8, 121));
     });
 }
 

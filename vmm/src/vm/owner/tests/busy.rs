@@ -19,7 +19,8 @@ impl Elsewhere {
         let (handle, requests) = VmHandle::channel();
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            runtime.block_on(Owner::new(factory, at_guest_shutdown, Events::start()).run(config, requests))
+            let owner = Owner::new(factory, at_guest_shutdown, Events::start(), Arc::default());
+            runtime.block_on(owner.run(config, requests))
         });
         Self { handle, delays, senders, refused: Arc::default(), thread }
     }
