@@ -136,7 +136,7 @@ impl Current {
     /// Continues with an empty file.
     fn begin_anew(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
         let discarded = |bytes| metrics.discarded_bytes.fetch_add(bytes, Ordering::Relaxed);
-        match self.rename() {
+        match self.rename_by(|from, to| fs::rename(from, to)) {
             Ok(older_bytes) => discarded(older_bytes),
             Err(err) => {
                 sparsely!(warn, %err, "A console's file has reached its limit and is emptied: it cannot be kept as {OLDER}");
@@ -148,26 +148,35 @@ impl Current {
         Ok(())
     }
 
-    /// Renames the file and begins another. Returns the size of the older file that it has replaced.
-    fn rename(&mut self) -> Result<u64, KeepError> {
+    /// Renames the file by `rename` and begins another. Returns the size of the older file that it
+    /// has replaced.
+    fn rename_by(&mut self, rename: impl Fn(&Path, &Path) -> io::Result<()>) -> Result<u64, KeepError> {
         let path = self.path.clone().ok_or(KeepError::NoPath)?;
-        let older = PathBuf::from([path.as_os_str(), OLDER.as_ref()].into_iter().collect::<OsString>());
+        let beside = |suffix: &str| PathBuf::from(OsString::from_iter([path.as_os_str(), suffix.as_ref()]));
+        let (older, newer) = (beside(OLDER), beside(NEWER));
         let ours = self.file.metadata().map_err(failed("fstat"))?;
-        if fs::symlink_metadata(&path).map_or(true, |named| id_of(&named) != id_of(&ours)) {
+        // The last rotation could not give the file its name.
+        let is_free = fs::symlink_metadata(&path).is_err_and(|err| err.kind() == io::ErrorKind::NotFound);
+        if is_free && is_at(&newer, &ours) {
+            rename(&newer, &path).map_err(failed("rename"))?;
+        }
+        if !is_at(&path, &ours) {
             return Err(KeepError::Replaced(path));
         }
         let older_bytes = self.replaceable_bytes(&older)?;
         // Made first: without it neither file is touched.
-        let newer = PathBuf::from([path.as_os_str(), NEWER.as_ref()].into_iter().collect::<OsString>());
         self.replaceable_bytes(&newer)?;
         let _ = fs::remove_file(&newer);
         let file = create_like(&newer, &ours)?;
-        let renamed = fs::rename(&path, &older).and_then(|()| fs::rename(&newer, &path));
-        if let Err(err) = renamed {
+        rename(&path, &older).map_err(|err| {
             let _ = fs::remove_file(&newer);
-            return Err(failed("rename")(err));
-        }
+            failed("rename")(err)
+        })?;
+        // The earlier output is PATH.1 now, so nothing may be written to that file, or empty it.
         (self.file, self.older) = (file, Some(id_of(&ours)));
+        if let Err(err) = rename(&newer, &path) {
+            sparsely!(warn, %err, "A console's file has reached its limit and is continued as {newer:?}");
+        }
         Ok(older_bytes)
     }
 
@@ -193,6 +202,11 @@ impl Current {
             Err(_) => Err(KeepError::InUse(path.to_owned())),
         }
     }
+}
+
+/// True if `path` names this file itself.
+fn is_at(path: &Path, file: &Metadata) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|named| id_of(&named) == id_of(file))
 }
 
 /// Creates a file that the users of another one can read.
@@ -303,6 +317,49 @@ mod tests {
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
         assert_eq!(fs::read(&path).unwrap(), [b'y'; 50]);
         assert_eq!(counts(&file), (2, 100));
+    }
+
+    /// Renames a file, unless it is the new one of a rotation.
+    fn rename_but_newer(from: &Path, to: &Path) -> io::Result<()> {
+        match from.ends_with("serial.log.new") {
+            true => Err(io::ErrorKind::StorageFull.into()),
+            false => fs::rename(from, to),
+        }
+    }
+
+    #[test]
+    fn earlier_output_stays_if_the_new_file_gets_no_name() {
+        let (folder, path, mut file) = console();
+        let newer = folder.path().join("serial.log.new");
+        file.write_all(&[b'x'; 100]).unwrap();
+        file.current.lock().rename_by(rename_but_newer).unwrap();
+        file.write_all(&[b'y'; 100]).unwrap();
+        assert!(!path.exists());
+        assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
+        assert_eq!(fs::read(&newer).unwrap(), [b'y'; 100]);
+        // The next rotation gives both files their names.
+        file.write_all(&[b'z'; 50]).unwrap();
+        assert_eq!(fs::read(older(&path)).unwrap(), [b'y'; 100]);
+        assert_eq!(fs::read(&path).unwrap(), [b'z'; 50]);
+        assert!(!newer.exists());
+        assert_eq!(counts(&file), (1, 100));
+    }
+
+    #[test]
+    fn earlier_output_stays_while_the_new_file_gets_no_name() {
+        let (folder, path, mut file) = console();
+        file.write_all(&[b'x'; 100]).unwrap();
+        file.current.lock().rename_by(rename_but_newer).unwrap();
+        for _ in 0..3 {
+            file.current.lock().rename_by(rename_but_newer).unwrap_err();
+        }
+        assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
+        // Another program has taken the path. The limit holds.
+        fs::write(&path, "another").unwrap();
+        file.write_all(&[b'y'; 1000]).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "another");
+        assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
+        assert!(fs::metadata(folder.path().join("serial.log.new")).unwrap().len() <= MAX);
     }
 
     #[test]
