@@ -25,6 +25,9 @@ use crate::output_file::admit;
 const OLDER: &str = ".1";
 /// Name of the new file until the old one has been renamed.
 const NEWER: &str = ".new";
+/// Part of the limit that is written until the length of the file is read again. fstat costs more
+/// than the write of a short line.
+const UNREAD_PART: u64 = 64;
 
 /// Counters of a console's file.
 #[derive(Debug, Default)]
@@ -86,12 +89,40 @@ struct Current {
     max_bytes: Option<u64>,
     /// The file that was renamed last.
     older: Option<FileId>,
+    length: Length,
+}
+
+/// Length of the file as far as it is known. Other programs may empty the file or append to it.
+#[derive(Debug)]
+struct Length {
+    bytes: u64,
+    /// Bytes that were written since the length was read.
+    unread_bytes: u64,
+}
+
+impl Length {
+    const UNKNOWN: Self = Self { bytes: 0, unread_bytes: u64::MAX };
+    const EMPTY: Self = Self { bytes: 0, unread_bytes: 0 };
+
+    /// Returns the length, which it reads before the file is found to be full.
+    fn of(&mut self, file: &File, max_bytes: u64) -> io::Result<u64> {
+        if self.bytes >= max_bytes || self.unread_bytes >= max_bytes / UNREAD_PART {
+            *self = Self { bytes: file.metadata()?.len(), unread_bytes: 0 };
+        }
+        Ok(self.bytes)
+    }
+
+    fn add(&mut self, written: usize) {
+        self.bytes = self.bytes.saturating_add(written as u64);
+        self.unread_bytes = self.unread_bytes.saturating_add(written as u64);
+    }
 }
 
 impl RotatedFile {
     /// Limits `file`, which was opened as `path`, to `max_bytes`.
     pub(super) fn new(file: File, path: &Path, max_bytes: Option<u64>) -> Self {
-        let current = Current { file, path: fs::canonicalize(path).ok(), max_bytes, older: None };
+        let path = fs::canonicalize(path).ok();
+        let current = Current { file, path, max_bytes, older: None, length: Length::UNKNOWN };
         Self { current: Arc::new(Mutex::new(current)), metrics: Arc::default() }
     }
 
@@ -114,17 +145,17 @@ impl RotatedFile {
 
 impl Write for RotatedFile {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        let mut current = self.current.lock();
+        let current = &mut *self.current.lock();
         let Some(max_bytes) = current.max_bytes else { return current.file.write(data) };
-        // Others may empty it while it grows.
-        let mut len = current.file.metadata()?.len();
-        if len >= max_bytes {
+        if current.length.of(&current.file, max_bytes)? >= max_bytes {
             self.metrics.rotations.fetch_add(1, Ordering::Relaxed);
             current.begin_anew(&self.metrics)?;
-            len = 0;
+            current.length = Length::EMPTY;
         }
-        let room = usize::try_from(max_bytes - len).unwrap_or(usize::MAX);
-        current.file.write(&data[..data.len().min(room)])
+        let room = usize::try_from(max_bytes - current.length.bytes).unwrap_or(usize::MAX);
+        let written = current.file.write(&data[..data.len().min(room)])?;
+        current.length.add(written);
+        Ok(written)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -333,6 +364,7 @@ mod tests {
         let newer = folder.path().join("serial.log.new");
         file.write_all(&[b'x'; 100]).unwrap();
         file.current.lock().rename_by(rename_but_newer).unwrap();
+        file.current.lock().length = Length::EMPTY;
         file.write_all(&[b'y'; 100]).unwrap();
         assert!(!path.exists());
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
@@ -360,6 +392,28 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), "another");
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
         assert!(fs::metadata(folder.path().join("serial.log.new")).unwrap().len() <= MAX);
+    }
+
+    #[test]
+    fn limit_holds_although_the_length_is_not_read_with_each_write() {
+        const MAX: u64 = 6400;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("serial.log");
+        let mut file = RotatedFile::new(open(&path), &path, Some(MAX));
+        let len = || fs::metadata(&path).unwrap().len();
+        // Another program empties the file: it is not full yet.
+        file.write_all(&[b'x'; MAX as usize - 1]).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+        file.write_all(&[b'y'; 50]).unwrap();
+        assert_eq!((len(), counts(&file)), (50, (0, 0)));
+        // Another program appends to it: it is full earlier, up to the part that is not read.
+        let mut other = File::options().append(true).open(&path).unwrap();
+        while counts(&file).0 == 0 {
+            other.write_all(&[b'z'; 50]).unwrap();
+            file.write_all(&[b'y'; 50]).unwrap();
+            assert!(len() <= MAX + 2 * MAX / UNREAD_PART, "{}", len());
+        }
+        assert_eq!(len(), 50);
     }
 
     #[test]
