@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use pmem_volume::pool::claim::is_pool;
+use pmem_volume::pool::claim::{holds_pool, is_pool};
 use pmem_volume::pool::mark::Mark;
 use thiserror::Error;
 use tracing::{debug, warn};
@@ -55,20 +55,19 @@ pub struct GuestAccess {
 /// last: the node of a block device is made anew when the host boots.
 pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
     let mark = Mark::of(file);
-    let is_exempt = mark == Some(Mark::Disk) || (access.is_declared_raw && mark != Some(Mark::Pool));
-    if is_exempt || !is_pool(file, path) {
+    if mark == Some(Mark::Pool) && access.is_writable && is_pool(file, path) {
+        return Err(GuestFileError::MarkedPool { path: path.to_owned() });
+    }
+    if mark == Some(Mark::Disk) || access.is_declared_raw || !holds_pool(file, path) {
         return Ok(());
     }
-    match mark {
-        Some(Mark::Pool) if access.is_writable => {
-            return Err(GuestFileError::MarkedPool { path: path.to_owned() });
-        }
-        None if access.is_writable && file.metadata().is_ok_and(|metadata| metadata.is_file()) => {
-            if let Some(attribute) = Mark::settable_attribute(file) {
-                return Err(GuestFileError::UnmarkedPool { path: path.to_owned(), attribute });
-            }
-        }
-        _ => {}
+    let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
+    if mark.is_none()
+        && access.is_writable
+        && is_file
+        && let Some(attribute) = Mark::settable_attribute(file)
+    {
+        return Err(GuestFileError::UnmarkedPool { path: path.to_owned(), attribute });
     }
     warn!(?path, "The file holds a pool and is served as raw bytes; --pm-volume attaches a pool's volumes");
     Ok(())

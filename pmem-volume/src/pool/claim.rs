@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -83,10 +84,34 @@ fn set_waiting(file: &File) -> io::Result<()> {
 /// Whether an open file or device, which `path` named when it was opened, is a pool. Also one that is damaged: who would
 /// mend it does not want it overwritten.
 pub fn is_pool(file: &File, path: &Path) -> bool {
+    !matches!(peek(file, path), Err(PoolError::NotAPool { .. }))
+}
+
+/// Returns true if the bytes of an open file show a pool, also a damaged one. [`is_pool`] is true as
+/// well for a file that cannot be examined.
+pub fn holds_pool(file: &File, path: &Path) -> bool {
+    use PoolError::*;
+    match peek(file, path) {
+        Ok(_) => true,
+        Err(error) => matches!(
+            error,
+            SuperblocksGone { .. }
+                | SuperblocksDamaged { .. }
+                | SuperblockInvalid { .. }
+                | Version { .. }
+                | Features { .. }
+                | Truncated { .. }
+                | Enlarged { .. }
+                | Damaged { .. }
+                | BlocksLost { .. }
+        ),
+    }
+}
+
+fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
     // What is open, whatever has its name now; and by its name where /proc is not mounted.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    let path = if open.exists() { &open } else { path };
-    !matches!(Pool::open(path, OpenMode::Peek), Err(PoolError::NotAPool { .. }))
+    Pool::open(if open.exists() { &open } else { path }, OpenMode::Peek)
 }
 
 #[cfg(test)]
@@ -124,8 +149,14 @@ mod tests {
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
         assert!(is_pool(&claimed, &path));
+        assert!(holds_pool(&claimed, &path));
+        claimed.set_len(1 << 20).unwrap();
+        assert!(holds_pool(&claimed, &path), "a truncated pool");
         claimed.set_len(0).unwrap();
-        assert!(!is_pool(&claimed, &path));
+        assert!(!is_pool(&claimed, &path) && !holds_pool(&claimed, &path));
+        // A file that cannot be examined.
+        let null = File::open("/dev/null").unwrap();
+        assert!(is_pool(&null, Path::new("/dev/null")) && !holds_pool(&null, Path::new("/dev/null")));
     }
 
     #[test]
