@@ -681,24 +681,6 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Ends the machine and builds it anew, with what its configuration has by now: DRAM is asked for as it was, PM has gone back to
-    /// its pool. A client that asks for it is told of it, a guest as often as it may be.
-    fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
-        let vm = self.vm()?;
-        let next = state::next(vm.state, Verb::Reboot)?;
-        self.pauses_over += 1;
-        tell(&self.told, Event::VmRebooting);
-        self.vm()?.machine = None;
-        self.told.end_machine();
-        let result = self.start();
-        self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
-        match result {
-            Ok(()) => tell(&self.told, Event::VmRebooted),
-            Err(_) => self.has_shut_down(),
-        }
-        result
-    }
-
     fn handle_event(&mut self, (generation, event): (u64, MachineEvent)) -> Flow {
         let is_now = generation == self.generation;
         let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {

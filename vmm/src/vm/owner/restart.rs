@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmState};
+use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmError, VmState};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::log::sparsely;
-use crate::vm::state::{Restart, RestartGuard};
+use crate::vm::state::{self, Restart, RestartGuard, Verb};
 
 /// Counters of delayed restarts. They continue over restarts.
 #[derive(Debug, Default)]
@@ -90,5 +90,23 @@ impl<F: MachineFactory> Owner<F> {
             Ok(()) => Flow::Continue,
             Err(err) => Flow::End(Err(RunError::Boot(err))),
         }
+    }
+
+    /// Ends the machine and builds it anew, with what its configuration has by now: DRAM is asked for as it was, PM has gone back to
+    /// its pool. A client that asks for it is told of it, a guest as often as it may be.
+    pub(super) fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
+        let vm = self.vm()?;
+        let next = state::next(vm.state, Verb::Reboot)?;
+        self.pauses_over += 1;
+        tell(&self.told, Event::VmRebooting);
+        self.vm()?.machine = None;
+        self.told.end_machine();
+        let result = self.start();
+        self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
+        match result {
+            Ok(()) => tell(&self.told, Event::VmRebooted),
+            Err(_) => self.has_shut_down(),
+        }
+        result
     }
 }
