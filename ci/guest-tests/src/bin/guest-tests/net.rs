@@ -35,7 +35,8 @@ guest_tests::tests![
 ];
 
 pub const IO_LIMIT: Duration = Duration::from_secs(120);
-pub const TRANSFER_BYTES: usize = 16 << 20;
+/// Length of a stream. Its segments, of 20 KiB on average, use a queue of 256 descriptors more than once.
+pub const TRANSFER_BYTES: usize = 8 << 20;
 /// The longest frame of an MTU of 1500, without what virtio puts before it.
 const FRAME_BYTES: f64 = 1514.0;
 /// What `yes` makes a stream of.
@@ -162,23 +163,38 @@ fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
 
 /// What the host sends is what the guest gets.
 pub fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+    send(guest, net, |sent| bytes - sent)
+}
+
+/// The host sends until `done`, and what it has sent is what the guest gets.
+pub fn to_guest_until(guest: &Guest, net: &Net, done: &AtomicBool) -> Result<()> {
+    send(guest, net, |_| if done.load(Ordering::Relaxed) { 0 } else { usize::MAX })
+}
+
+/// Sends as long as `left`, called with the number of bytes sent, returns more than 0. The guest compares what it gets.
+fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     let line = std::str::from_utf8(LINE)?.trim();
-    let check =
-        format!("nc -l -p 5001 </dev/null >/tmp/got && yes {line} | head -c {bytes} | cmp - /tmp/got");
+    let check = format!(
+        "nc -l -p 5001 </dev/null >/tmp/got && got=$(wc -c </tmp/got) && \
+         yes {line} | head -c $got | cmp - /tmp/got && rm /tmp/got && echo $got"
+    );
     let reader = guest.start_script(IO_LIMIT, &check)?;
     guest.wait_until_run("the guest listens", IO_LIMIT, "netstat -ltn | grep -q :5001")?;
     let mut stream = TcpStream::connect((net.guest, 5001))?;
     let block: Vec<u8> = LINE.iter().copied().cycle().take(LINE.len() << 14).collect();
-    let mut left = bytes;
-    while left > 0 {
-        let now = left.min(block.len());
+    let mut sent = 0;
+    loop {
+        let now = left(sent).min(block.len());
+        if now == 0 {
+            break;
+        }
         stream.write_all(&block[..now])?;
-        left -= now;
+        sent += now;
     }
     drop(stream);
     let output = reader.finish()?;
     ensure!(output.code == 0, "The guest has got something else: {}", output.stderr);
-    guest.run("rm /tmp/got")?;
+    ensure!(output.stdout.trim() == sent.to_string(), "{} bytes of {sent} have come", output.stdout.trim());
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
@@ -16,7 +17,7 @@ use serde_json::json;
 use crate::hotplug;
 use crate::net::{
     IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, loses_the_bus, ping_host, taken,
-    to_guest,
+    to_guest, to_guest_until,
 };
 use crate::zones::{MIB, zone};
 
@@ -83,7 +84,7 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let unwanted_before = unwanted(guest)?;
         let before = taken(net)?;
-        let transfer = scope.spawn(|| to_guest(guest, net, 4 * TRANSFER_BYTES));
+        let transfer = scope.spawn(|| to_guest(guest, net, 2 * TRANSFER_BYTES));
         guest.wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
         guest.api("PUT", "vm.pause", None)?;
         let paused = taken(net)?;
@@ -198,6 +199,19 @@ fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
+/// Does `work` while the guest gets frames.
+fn under_frames(guest: &Guest, net: &Net, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let transfer = scope.spawn(|| to_guest_until(guest, net, &done));
+        let outcome = work();
+        // Even if it failed: the transfer has no other end.
+        done.store(true, Ordering::Relaxed);
+        transfer.join().expect("a transfer does not panic")?;
+        outcome
+    })
+}
+
 fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
     let net = match network(34)? {
         Ok(net) => net,
@@ -213,24 +227,20 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
         })
     };
     for _ in 0..2 {
-        thread::scope(|scope| -> Result<()> {
-            let transfer = scope.spawn(|| to_guest(&guest, &net, 4 * TRANSFER_BYTES));
+        under_frames(&guest, &net, || {
             resize(512)?;
-            resize(0)?;
-            transfer.join().expect("a transfer does not panic")
+            resize(0)
         })?;
         from_guest(&guest, &net, TRANSFER_BYTES / 4)?;
     }
     // A file is a region of its own, which the kernel is told of, and which it lets go.
     let file = hotplug::image("pmem")?;
     for _ in 0..2 {
-        thread::scope(|scope| -> Result<()> {
-            let transfer = scope.spawn(|| to_guest(&guest, &net, TRANSFER_BYTES));
+        under_frames(&guest, &net, || {
             let added = hotplug::add_pmem(&guest, &file, "quay")?;
             hotplug::wait_for_pmem(&guest)?;
             ensure!(hotplug::remove(&guest, "quay")? == 204, "It is not removed");
-            hotplug::wait_until_gone(&guest, "quay", &added["bdf"])?;
-            transfer.join().expect("a transfer does not panic")
+            hotplug::wait_until_gone(&guest, "quay", &added["bdf"])
         })?;
         guest.wait_until("it is not mapped any more", IO_LIMIT, || {
             let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?;
