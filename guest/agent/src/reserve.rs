@@ -14,14 +14,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foreshore_proto::{LINUX_RESERVE_RATIOS, Zone, ZoneKind, kernel_reserve_bytes, lower_reserve_ratios};
+use foreshore_proto::{KERNEL_ZONES, LINUX_RESERVE_RATIOS, Zone, reserve_ratios};
 
 use crate::record;
-
-const PAGE_BYTES: u64 = 4096;
-
-/// The zones in the order of the sysctl's numbers, as far as they can serve the kernel.
-const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal];
 
 /// The name of the sysctl, and of the record.
 const NAME: &str = "lowmem_reserve_ratio";
@@ -76,7 +71,7 @@ impl Reserve {
         managed.clear();
         managed.extend(managed_now);
         *before_bytes = hotplug_bytes;
-        let wanted = ratios(zones, hotplug_bytes, &self.least);
+        let wanted = reserve_ratios(zones, hotplug_bytes, &self.least);
         if wanted != self.current {
             // Without a record the guest is served all the same; only who is killed leaves no trace.
             if let Err(error) = self.put_on_record(&wanted) {
@@ -136,46 +131,13 @@ fn text_of(ratios: &[u64]) -> String {
     ratios.iter().map(u64::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Computes the ratios that reserve memory in the kernel zones of every node that also has movable memory. A ratio applies to
-/// all nodes, so the node with the largest reserve decides. No ratio exceeds that in `least`. The reserve of a node is at most
-/// half of its kernel zones.
-///
-/// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
-/// its share of them.
-///
-/// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that it looks at
-/// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
-/// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
-fn ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
-    let kernel_zone = |zone: &Zone| KERNEL_ZONES.iter().position(|kind| *kind == zone.kind);
-    let pages_of = |is_counted: &dyn Fn(&Zone) -> bool| {
-        let zones = zones.iter().filter(|zone| is_counted(zone));
-        zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages))
-    };
-    let all_kernel_pages = pages_of(&|zone| kernel_zone(zone).is_some()).max(1);
-    let mut ratios = least.to_vec();
-    for movable in zones.iter().filter(|zone| zone.kind == ZoneKind::Movable) {
-        let bytes_of = |is_counted: &dyn Fn(&Zone) -> bool| {
-            pages_of(&|zone| zone.node == movable.node && is_counted(zone)).saturating_mul(PAGE_BYTES)
-        };
-        let total_bytes = bytes_of(&|_| true);
-        let kernel_bytes = bytes_of(&|zone| kernel_zone(zone).is_some());
-        let share =
-            u128::from(hotplug_bytes) * u128::from(kernel_bytes / PAGE_BYTES) / u128::from(all_kernel_pages);
-        let share = u64::try_from(share).unwrap_or(u64::MAX);
-        let reserve_bytes = kernel_reserve_bytes(total_bytes, share).min(kernel_bytes / 2);
-        // Drivers alone ask for ZONE_DMA.
-        let zones_bytes =
-            KERNEL_ZONES.map(|kind| bytes_of(&|zone| zone.kind == kind && zone.serves_kernel()));
-        let movable_bytes = movable.managed_pages.saturating_mul(PAGE_BYTES);
-        lower_reserve_ratios(&mut ratios, &zones_bytes, movable_bytes, reserve_bytes);
-    }
-    ratios
-}
-
 #[cfg(test)]
 mod tests {
+    use foreshore_proto::ZoneKind;
+
     use super::*;
+
+    const PAGE_BYTES: u64 = 4096;
 
     const DEFAULTS: [u64; 5] = [256, 256, 32, 0, 0];
 
@@ -192,7 +154,7 @@ mod tests {
             zone(1, ZoneKind::Movable, 1024),
         ];
         // 480 MiB / 16 = 30 MiB; 128 / 30 = 4, which keeps 32 MiB of DMA32.
-        assert_eq!(ratios(&zones, 0, &DEFAULTS), [256, 4, 32, 0, 0]);
+        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS), [256, 4, 32, 0, 0]);
     }
 
     #[test]
@@ -204,7 +166,7 @@ mod tests {
             zone(0, ZoneKind::Movable, 512),
         ];
         // A sixteenth of 3683 MiB is 230 MiB, and the descriptors of 16 GiB take 256 MiB.
-        assert_eq!(ratios(&zones, 16 << 30, &DEFAULTS), [256, 2, 2, 0, 0]);
+        assert_eq!(reserve_ratios(&zones, 16 << 30, &DEFAULTS), [256, 2, 2, 0, 0]);
     }
 
     #[test]
@@ -230,11 +192,11 @@ mod tests {
     fn descriptors_of_memory_that_can_be_added_are_kept_as_well() {
         // 512 MiB, of which 144 are movable, and 7 GiB to come: 32 MiB and 112 MiB.
         let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 144)];
-        assert_eq!(ratios(&zones, 0, &DEFAULTS)[1], 5);
-        assert_eq!(ratios(&zones, 7 << 30, &DEFAULTS)[1], 1);
+        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS)[1], 5);
+        assert_eq!(reserve_ratios(&zones, 7 << 30, &DEFAULTS)[1], 1);
         // Never more than half of the kernel's zones: 155 MiB of these.
         let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 1024)];
-        assert_eq!(ratios(&zones, 1 << 40, &DEFAULTS)[1], 1024 / 155);
+        assert_eq!(reserve_ratios(&zones, 1 << 40, &DEFAULTS)[1], 1024 / 155);
         // Two nodes: each keeps its share.
         let zones = [
             zone(0, ZoneKind::Dma32, 1000),
@@ -243,7 +205,7 @@ mod tests {
             zone(1, ZoneKind::Movable, 1000),
         ];
         let shares = [125 + 4, 250 + 12];
-        assert_eq!(ratios(&zones, 1 << 30, &DEFAULTS)[1..3], shares.map(|mib| 1000 / mib));
+        assert_eq!(reserve_ratios(&zones, 1 << 30, &DEFAULTS)[1..3], shares.map(|mib| 1000 / mib));
     }
 
     #[test]
@@ -257,7 +219,7 @@ mod tests {
         zones[0].low_pages = (6 << 20) / PAGE_BYTES;
         reserve.adapt(&zones, 0).expect("nothing to do");
         assert_eq!(guest.setting(), "256 4 32 0 0");
-        assert_eq!(ratios(&zones, 0, &DEFAULTS)[1], 4, "an agent that starts now wants the same");
+        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS)[1], 4, "an agent that starts now wants the same");
     }
 
     #[test]
@@ -267,16 +229,16 @@ mod tests {
             zone(0, ZoneKind::Normal, 62_000),
             zone(0, ZoneKind::Movable, 65_536),
         ];
-        assert_eq!(ratios(&zones, 0, &DEFAULTS), DEFAULTS, "2 GiB by the default already");
+        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS), DEFAULTS, "2 GiB by the default already");
     }
 
     #[test]
     fn without_movable_memory_beside_the_kernels_nothing_is_kept() {
         let zones = [zone(0, ZoneKind::Dma32, 337), zone(1, ZoneKind::Movable, 1024)];
-        assert_eq!(ratios(&zones, 0, &DEFAULTS), DEFAULTS);
-        assert_eq!(ratios(&[], 0, &DEFAULTS), DEFAULTS);
+        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS), DEFAULTS);
+        assert_eq!(reserve_ratios(&[], 0, &DEFAULTS), DEFAULTS);
         let tiny = [zone(0, ZoneKind::Dma32, 337), zone(0, ZoneKind::Movable, 2)];
-        assert_eq!(ratios(&tiny, 0, &DEFAULTS)[1], 1);
+        assert_eq!(reserve_ratios(&tiny, 0, &DEFAULTS)[1], 1);
     }
 
     /// A guest's sysctl, and a place for the record.

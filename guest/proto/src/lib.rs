@@ -12,6 +12,7 @@
 //! Sizes are in bytes or pages as the name says; durations in the unit that the name ends in; counters are totals
 //! since the guest booted.
 
+mod boot_memory;
 mod kernel_memory;
 mod line;
 mod pace;
@@ -21,11 +22,14 @@ mod scale;
 mod verify;
 mod wire;
 
+pub use boot_memory::{BootMemory, LOW_BOOT_BYTES};
 pub use kernel_memory::{KernelGrowth, KernelMemory};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
-pub use reserve::{LINUX_RESERVE_RATIOS, descriptor_bytes, kernel_reserve_bytes, lower_reserve_ratios};
+pub use reserve::{
+    KERNEL_ZONES, LINUX_RESERVE_RATIOS, descriptor_bytes, kept_pages, kernel_reserve_bytes, reserve_ratios,
+};
 pub use scale::scale;
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{

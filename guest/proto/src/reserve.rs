@@ -1,8 +1,11 @@
 //! DRAM that is kept for the guest's kernel.
 //!
-//! The VMM writes this size to the command line, the agent writes it to a sysctl, and the simulator models it. All
-//! three compute it here.
+//! The agent writes it to a sysctl, the policies do not count it as free memory, and the simulator models it. All three compute
+//! it here. The VMM computes it for boot memory ([`BootMemory`](crate::BootMemory)).
 
+use crate::{Zone, ZoneKind, scale};
+
+const PAGE_BYTES: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
 /// Part of DRAM that is kept for page tables, stacks, slabs and sockets.
@@ -32,13 +35,98 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
 /// ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
 pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
 
+/// Zones in the order of the ratios, as far as they can serve the kernel.
+pub const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal];
+
+/// Memory of a node by the zones that `vm.lowmem_reserve_ratio` distinguishes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct NodeMemory {
+    /// Zones in the order of [`KERNEL_ZONES`].
+    pub zones_bytes: [u64; KERNEL_ZONES.len()],
+    pub movable_bytes: u64,
+}
+
+impl NodeMemory {
+    fn of(zones: &[Zone], node: u32) -> Self {
+        let bytes = |kind: ZoneKind| {
+            let zones = zones.iter().filter(|zone| zone.node == node && zone.kind == kind);
+            let pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
+            pages.saturating_mul(PAGE_BYTES)
+        };
+        Self { zones_bytes: KERNEL_ZONES.map(bytes), movable_bytes: bytes(ZoneKind::Movable) }
+    }
+
+    pub fn kernel_bytes(&self) -> u64 {
+        self.zones_bytes.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
+    }
+
+    /// Lowers `ratios` so that the kernel's zones keep the reserve of a node with `dram_bytes`, to which `hotplug_bytes` can be
+    /// added. The reserve is at most half of the kernel's zones.
+    ///
+    /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that it looks at
+    /// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
+    /// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
+    pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
+        let reserve_bytes = kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(self.kernel_bytes() / 2);
+        // Drivers alone ask for ZONE_DMA.
+        let [_, dma32_bytes, normal_bytes] = self.zones_bytes;
+        lower_reserve_ratios(ratios, &[0, dma32_bytes, normal_bytes], self.movable_bytes, reserve_bytes);
+    }
+
+    /// Part of each zone that Linux keeps free of user pages under `ratios`: the memory of all higher zones of the node,
+    /// divided by the zone's ratio (mm/page_alloc.c, setup_per_zone_lowmem_reserve).
+    pub fn kept_bytes(&self, ratios: &[u64]) -> [u64; KERNEL_ZONES.len()] {
+        let mut kept_bytes = [0; KERNEL_ZONES.len()];
+        let mut above_bytes = self.movable_bytes;
+        for (at, &zone_bytes) in self.zones_bytes.iter().enumerate().rev() {
+            let ratio = ratios.get(at).copied().unwrap_or(0);
+            kept_bytes[at] = above_bytes.checked_div(ratio).unwrap_or(0).min(zone_bytes);
+            above_bytes = above_bytes.saturating_add(zone_bytes);
+        }
+        kept_bytes
+    }
+}
+
+/// Ratios of `vm.lowmem_reserve_ratio` that keep the reserve in every node of `zones` that has movable memory beside kernel
+/// zones, if `hotplug_bytes` can be plugged together. A ratio applies to all nodes, so the node with the largest reserve decides.
+/// No ratio exceeds that in `least`.
+///
+/// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
+/// its share of them.
+pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
+    let mut ratios = least.to_vec();
+    let all_kernel_pages = zones
+        .iter()
+        .filter(|zone| KERNEL_ZONES.contains(&zone.kind))
+        .fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
+    for (at, zone) in zones.iter().enumerate() {
+        if zones[..at].iter().any(|before| before.node == zone.node) {
+            continue;
+        }
+        let memory = NodeMemory::of(zones, zone.node);
+        let (kernel_bytes, movable_bytes) = (memory.kernel_bytes(), memory.movable_bytes);
+        let share = scale(hotplug_bytes, kernel_bytes / PAGE_BYTES, all_kernel_pages);
+        memory.lower_ratios(&mut ratios, kernel_bytes.saturating_add(movable_bytes), share);
+    }
+    ratios
+}
+
+/// Pages of `zone`, one of `zones`, that Linux keeps free of user pages under `ratios`.
+pub fn kept_pages(zone: &Zone, zones: &[Zone], ratios: &[u64]) -> u64 {
+    let Some(at) = KERNEL_ZONES.iter().position(|kind| *kind == zone.kind) else { return 0 };
+    NodeMemory::of(zones, zone.node).kept_bytes(ratios)[at] / PAGE_BYTES
+}
+
 /// Lowers ratios so that the kernel's zones of a node reserve up to `reserve_bytes` for the kernel.
 ///
 /// The reserve of a zone is the memory of all higher zones, divided by its ratio (mm/page_alloc.c,
 /// setup_per_zone_lowmem_reserve). The reserve of a lower zone also excludes the kernel's allocations for a higher zone, so the
 /// highest zone is used first, and only movable memory counts. `zones_bytes` has the sizes in the order of `ratios`. Zones of
 /// size 0 are skipped.
-pub fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: u64, reserve_bytes: u64) {
+fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: u64, reserve_bytes: u64) {
+    if movable_bytes == 0 {
+        return;
+    }
     let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
     let count = ratios.len().min(zones_bytes.len());
     for (ratio, &zone_bytes) in ratios[..count].iter_mut().zip(&zones_bytes[..count]).rev() {
@@ -80,7 +168,7 @@ mod tests {
         // No ratio is raised, and too little movable memory keeps what it can.
         assert_eq!(ratios(3072, 8192, 8192, 64), LINUX_RESERVE_RATIOS);
         assert_eq!(ratios(400, 0, 10, 50), [256, 1, 32, 0, 0]);
-        assert_eq!(ratios(400, 0, 0, 0), LINUX_RESERVE_RATIOS);
+        assert_eq!(ratios(400, 0, 0, 50), LINUX_RESERVE_RATIOS);
         assert_eq!(ratios(0, 0, 500, 500), LINUX_RESERVE_RATIOS);
         lower_reserve_ratios(&mut [], &[0, 1], 1, 1);
     }
@@ -92,5 +180,40 @@ mod tests {
         assert_eq!(kernel_reserve_bytes(64 * MIB, 0), 8 * MIB);
         assert_eq!(kernel_reserve_bytes(1 << 40, 64 << 30), 1536 * MIB);
         assert_eq!(kernel_reserve_bytes(u64::MAX, u64::MAX), 512 * MIB + u64::MAX / 64);
+    }
+
+    #[test]
+    fn zones_keep_a_part_of_the_higher_zones_of_their_node() {
+        let zone = |node, kind, mib: u64| Zone {
+            node,
+            kind,
+            managed_pages: mib * MIB / PAGE_BYTES,
+            ..Zone::default()
+        };
+        let zones = [
+            zone(0, ZoneKind::Dma, 15),
+            zone(0, ZoneKind::Dma32, 2900),
+            zone(0, ZoneKind::Normal, 256),
+            zone(0, ZoneKind::Movable, 300),
+            zone(0, ZoneKind::Movable, 212),
+            zone(1, ZoneKind::Movable, 16_384),
+        ];
+        let kept_mib =
+            |ratios: &[u64]| zones.each_ref().map(|zone| kept_pages(zone, &zones, ratios) * PAGE_BYTES / MIB);
+        assert_eq!(kept_mib(&LINUX_RESERVE_RATIOS), [14, 3, 16, 0, 0, 0]);
+        // A sixteenth of 3683 MiB is 230 MiB, and the descriptors of 16 GiB take 256 MiB.
+        let ratios = reserve_ratios(&zones, 16 << 30, &LINUX_RESERVE_RATIOS);
+        assert_eq!((&ratios[..], kept_mib(&ratios)), (&[256, 2, 2, 0, 0][..], [14, 384, 256, 0, 0, 0]));
+        assert_eq!(kept_mib(&[0, 0, 1]), [0, 0, 256, 0, 0, 0], "no zone keeps more than it has");
+        assert_eq!(kept_mib(&[]), [0; 6]);
+    }
+
+    #[test]
+    fn zones_of_any_size_have_ratios() {
+        let huge = |kind| Zone { kind, managed_pages: u64::MAX, ..Zone::default() };
+        let zones = [ZoneKind::Dma32, ZoneKind::Normal, ZoneKind::Movable].map(huge);
+        let ratios = reserve_ratios(&zones, u64::MAX, &LINUX_RESERVE_RATIOS);
+        assert!(zones.iter().all(|zone| kept_pages(zone, &zones, &ratios) <= u64::MAX / PAGE_BYTES));
+        assert_eq!(reserve_ratios(&[], u64::MAX, &LINUX_RESERVE_RATIOS), LINUX_RESERVE_RATIOS);
     }
 }

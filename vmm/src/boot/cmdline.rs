@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn boot_memory_beside_pm_is_divided_unless_the_user_has_divided_it() {
-        const SHARE: &str = r#"movablecore=56M sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0""#;
+        const SHARE: &str = r#"movablecore=64M sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0""#;
         let zones = [zone(Tier::Dram, 512, 0), zone(Tier::Pm, 0, 1536)];
         let share = KernelShare::of(&zones).expect("there is PM");
         let alone = |user: &str| compose(user, Pluggable::Blocks, Some(share)).unwrap();

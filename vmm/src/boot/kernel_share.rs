@@ -1,33 +1,16 @@
-//! Division of the boot memory of a guest with PM between its kernel and its programs.
-//!
-//! PM is online movable and serves programs only. Programs fill DRAM first, so without a bound they leave the kernel no
-//! DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a reserve free in a zone from allocations
-//! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory
-//! gets a ZONE_MOVABLE as large as the reserve (docs/decisions/0022).
+//! Division of the boot memory of a VM with PM between the guest's kernel and its programs.
 
-use balloon::proto::{LINUX_RESERVE_RATIOS, descriptor_bytes, kernel_reserve_bytes, lower_reserve_ratios};
+use balloon::proto::{BootMemory, descriptor_bytes};
 
 use crate::memory::layout::LOW_RAM_END;
 use crate::memory::zone::{Growth, Tier, ZoneSpec};
 
 const MIB: u64 = 1 << 20;
-/// Linux rounds ZONE_MOVABLE to blocks of the page allocator (mm/mm_init.c, find_zone_movable_pfns_for_nodes).
-const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
-/// Text, data and boot allocations of the kernel: a fixed part, and a part of boot memory.
-const KERNEL_BYTES: u64 = 64 * MIB;
-const KERNEL_PART: u64 = 32;
-/// Smallest part of boot memory that is worth a ZONE_MOVABLE.
-const LEAST_MOVABLE_PART: u64 = 16;
+const _: () = assert!(LOW_RAM_END == balloon::proto::LOW_BOOT_BYTES);
 
 /// Division of boot memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KernelShare {
-    boot_bytes: u64,
-    /// DRAM that virtio-mem can add.
-    dram_bytes: u64,
-    reserve_bytes: u64,
-    movable_bytes: u64,
-}
+pub struct KernelShare(BootMemory);
 
 /// More memory can be added than boot memory has room to describe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,93 +31,42 @@ pub struct RatioTooHigh {
 impl KernelShare {
     /// Division of the boot memory of a VM with these zones. `None` if it has no PM to plug.
     pub fn of(zones: &[ZoneSpec]) -> Option<Self> {
-        let sum = |is_counted: &dyn Fn(&ZoneSpec) -> bool, bytes: fn(&ZoneSpec) -> u64| {
-            zones
-                .iter()
-                .filter(|zone| is_counted(zone))
-                .fold(0u64, |sum, zone| sum.saturating_add(bytes(zone)))
-        };
-        let is_plugged = |zone: &ZoneSpec| zone.growth == Growth::VirtioMem;
-        let pm_bytes = sum(&|zone| is_plugged(zone) && zone.tier == Tier::Pm, |zone| zone.hotplug_bytes);
-        if pm_bytes == 0 {
-            return None;
-        }
-        let dram_bytes = sum(&|zone| is_plugged(zone) && zone.tier == Tier::Dram, |zone| zone.hotplug_bytes);
-        let boot_bytes = sum(&|zone| zone.tier == Tier::Dram, |zone| zone.boot_bytes);
-        let reserve_bytes = kernel_reserve_bytes(boot_bytes, pm_bytes.saturating_add(dram_bytes));
-        // The memory that the kernel has left in its zones after boot must hold the reserve.
-        let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
-        let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
-        // ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve. At boot, Linux takes the page
-        // descriptors of boot memory from the top of ZONE_MOVABLE (mm/memblock.c searches from the top).
-        let movable_bytes = match normal_bytes(boot_bytes) {
-            0 => movable_bytes,
-            normal_bytes => {
-                let descriptor_bytes = descriptor_bytes(boot_bytes);
-                (movable_bytes + descriptor_bytes).min((normal_bytes + descriptor_bytes) / 2)
-            }
-        };
-        let movable_bytes = movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES);
-        Some(Self { boot_bytes, dram_bytes, reserve_bytes, movable_bytes })
+        let memory = boot_memory(zones);
+        (memory.pm_bytes > 0).then_some(Self(memory))
     }
 
     /// Value of `movablecore=`.
     pub fn movablecore(&self) -> String {
-        format!("{}M", self.movable_bytes / MIB)
+        format!("{}M", self.0.movable_bytes() / MIB)
     }
 
-    /// Value of `vm.lowmem_reserve_ratio`. It stays in force in a guest without an agent; an agent adapts it. The ratio counts
-    /// DRAM that can be added, because that is movable as well and comes before PM.
+    /// Value of `vm.lowmem_reserve_ratio`.
     pub fn lowmem_reserve_ratio(&self) -> String {
-        let normal_bytes = normal_bytes(self.boot_bytes);
-        let dma32_bytes = self.boot_bytes - normal_bytes;
-        let zones_bytes = match normal_bytes {
-            0 => [0, dma32_bytes.saturating_sub(self.movable_bytes), 0],
-            normal_bytes => [0, dma32_bytes, normal_bytes.saturating_sub(self.movable_bytes)],
-        };
-        let mut ratios = LINUX_RESERVE_RATIOS;
-        let movable_bytes = self.movable_bytes.saturating_add(self.dram_bytes);
-        let movable_bytes = match normal_bytes {
-            0 => movable_bytes,
-            _ => movable_bytes.saturating_sub(descriptor_bytes(self.boot_bytes)),
-        };
-        lower_reserve_ratios(&mut ratios, &zones_bytes, movable_bytes, self.reserve_bytes);
-        ratios.map(|ratio| ratio.to_string()).join(" ")
+        self.0.reserve_ratios().map(|ratio| ratio.to_string()).join(" ")
     }
 }
 
-/// Checks that boot memory has room for the page descriptors of all memory that can be added. In a guest with an agent,
-/// added DRAM brings its own room, because the agent gives blocks of it to the kernel.
+/// Checks that boot memory has room for the page descriptors of all memory that can be added.
 pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
-    let boot_bytes = zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.boot_bytes));
-    let virtio_mem = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem);
-    let hotplug_bytes = virtio_mem.fold(0u64, |sum, zone| sum.saturating_add(zone.hotplug_bytes));
-    let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes) + boot_bytes / LEAST_MOVABLE_PART);
-    let room_bytes = match normal_bytes(boot_bytes) {
-        0 => room_bytes,
-        normal_bytes => {
-            // Half of the memory above the hole is movable, so that the kernel's zones keep as much each, and no zone more than it has.
-            let half_bytes = normal_bytes.saturating_sub(descriptor_bytes(boot_bytes)) / 2;
-            let kept_bytes = half_bytes + half_bytes / (2 * half_bytes).div_ceil(LOW_RAM_END).max(1);
-            // The agent keeps no more than half of the kernel's zones.
-            room_bytes.min(kept_bytes).min((LOW_RAM_END + half_bytes) / 2)
-        }
-    };
-    let base_bytes = kernel_reserve_bytes(boot_bytes, 0);
-    let most_bytes = room_bytes.saturating_sub(base_bytes).saturating_mul(64);
+    let memory = boot_memory(zones);
+    let (hotplug_bytes, most_bytes) = (memory.hotplug_bytes(), memory.most_hotplug_bytes());
     match hotplug_bytes > most_bytes {
-        true => Err(RatioTooHigh { hotplug_bytes, boot_bytes, most_bytes }),
+        true => Err(RatioTooHigh { hotplug_bytes, boot_bytes: memory.boot_bytes, most_bytes }),
         false => Ok(()),
     }
 }
 
-/// Boot memory in ZONE_NORMAL and its part that becomes ZONE_MOVABLE. Boot memory below the hole is ZONE_DMA32.
-fn normal_bytes(boot_bytes: u64) -> u64 {
-    boot_bytes.saturating_sub(LOW_RAM_END)
-}
-
-fn kernel_bytes(boot_bytes: u64) -> u64 {
-    KERNEL_BYTES + boot_bytes / KERNEL_PART
+fn boot_memory(zones: &[ZoneSpec]) -> BootMemory {
+    let plugged_bytes = |tier: Tier| {
+        let zones = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem && zone.tier == tier);
+        zones.fold(0u64, |sum, zone| sum.saturating_add(zone.hotplug_bytes))
+    };
+    let dram = zones.iter().filter(|zone| zone.tier == Tier::Dram);
+    BootMemory {
+        boot_bytes: dram.fold(0, |sum, zone| sum.saturating_add(zone.boot_bytes)),
+        dram_bytes: plugged_bytes(Tier::Dram),
+        pm_bytes: plugged_bytes(Tier::Pm),
+    }
 }
 
 #[cfg(test)]
@@ -165,23 +97,9 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_kernel_keeps_dram_for_the_descriptors_of_all_pm() {
-        let expect = |movable: &str, ratios: &str| (movable.to_owned(), ratios.to_owned());
-        // A sixteenth of 512 MiB, and 16 MiB for each GiB.
-        assert_eq!(share(512, 0, 1536), expect("56M", "256 1 32 0 0"));
-        assert_eq!(share(512, 0, 7168), expect("144M", "256 1 32 0 0"));
-        assert_eq!(share(256, 0, 3584), expect("72M", "256 1 32 0 0"));
-        // Added DRAM is movable: with 256 MiB of it a seventh is as large as the reserve.
-        assert_eq!(share(384, 256, 512), expect("36M", "256 8 32 0 0"));
-        // ZONE_NORMAL is the highest zone of the kernel.
-        assert_eq!(share(8192, 0, 65_536), expect("1664M", "256 256 1 0 0"));
-        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
-        assert_eq!(share(3584, 0, 16_384), expect("284M", "256 1 1 0 0"));
-        assert_eq!(share(4096, 0, 32_768), expect("544M", "256 1 1 0 0"));
-        assert_eq!(share(4096, 0, 65_536), expect("544M", "256 1 1 0 0"));
-        assert_eq!(share(6144, 0, 98_304), expect("1584M", "256 3 1 0 0"));
-        // The kernel itself has to fit.
-        assert_eq!(share(512, 0, 16_384), expect("144M", "256 1 32 0 0"));
+    fn division_counts_the_memory_that_each_zone_can_add() {
+        assert_eq!(share(512, 0, 1536), ("64M".to_owned(), "256 1 32 0 0".to_owned()));
+        assert_eq!(share(384, 256, 512), ("44M".to_owned(), "256 8 32 0 0".to_owned()));
     }
 
     #[test]

@@ -1,0 +1,158 @@
+//! Division of the boot memory of a guest with PM between its kernel and its programs.
+//!
+//! PM is online movable and serves programs only. Programs fill DRAM first, so without a bound they leave the kernel no
+//! DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a reserve free in a zone from allocations
+//! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory
+//! gets a ZONE_MOVABLE as large as the reserve (docs/decisions/0022).
+//!
+//! The VMM writes the division to the kernel's command line, and the simulator models it.
+
+use crate::reserve::NodeMemory;
+use crate::{LINUX_RESERVE_RATIOS, descriptor_bytes, kernel_reserve_bytes};
+
+const MIB: u64 = 1 << 20;
+/// Boot memory below the hole for devices. The kernel's part of it is ZONE_DMA32.
+pub const LOW_BOOT_BYTES: u64 = 3 << 30;
+/// Linux rounds ZONE_MOVABLE to blocks of the page allocator (mm/mm_init.c, find_zone_movable_pfns_for_nodes).
+const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
+/// Text, data and boot allocations of the kernel: a fixed part, and a part of boot memory.
+const KERNEL_BYTES: u64 = 64 * MIB;
+const KERNEL_PART: u64 = 32;
+/// Smallest part of boot memory that is worth a ZONE_MOVABLE.
+const LEAST_MOVABLE_PART: u64 = 16;
+
+/// Boot memory of a guest, and the memory that virtio-mem can add to it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BootMemory {
+    /// Boot memory.
+    pub boot_bytes: u64,
+    /// DRAM that can be added.
+    pub dram_bytes: u64,
+    /// PM that can be added.
+    pub pm_bytes: u64,
+}
+
+impl BootMemory {
+    /// Memory that can be added.
+    pub fn hotplug_bytes(&self) -> u64 {
+        self.pm_bytes.saturating_add(self.dram_bytes)
+    }
+
+    /// Part of boot memory that becomes ZONE_MOVABLE: 0 if no PM can be added.
+    ///
+    /// ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve. At boot, Linux takes the
+    /// page descriptors of boot memory from the top of ZONE_MOVABLE (mm/memblock.c searches from the top), so they are added.
+    pub fn movable_bytes(&self) -> u64 {
+        if self.pm_bytes == 0 {
+            return 0;
+        }
+        let boot_bytes = self.boot_bytes;
+        let reserve_bytes = kernel_reserve_bytes(boot_bytes, self.hotplug_bytes());
+        // The memory that the kernel has left in its zones after boot must hold the reserve.
+        let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
+        let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
+        let descriptor_bytes = descriptor_bytes(boot_bytes);
+        let movable_bytes = movable_bytes + descriptor_bytes;
+        let movable_bytes = match self.normal_bytes() {
+            0 => movable_bytes,
+            normal_bytes => movable_bytes.min((normal_bytes + descriptor_bytes) / 2),
+        };
+        movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES)
+    }
+
+    /// Ratios of `vm.lowmem_reserve_ratio`. They stay in force in a guest without an agent; an agent adapts them. DRAM that can be
+    /// added counts, because it is movable as well and comes before PM.
+    pub fn reserve_ratios(&self) -> [u64; 5] {
+        let mut ratios = LINUX_RESERVE_RATIOS;
+        self.node().lower_ratios(&mut ratios, self.boot_bytes, self.hotplug_bytes());
+        ratios
+    }
+
+    /// Memory that boot memory has room to describe. In a guest with an agent, added DRAM brings its own room, because the agent
+    /// gives blocks of it to the kernel.
+    pub fn most_hotplug_bytes(&self) -> u64 {
+        let boot_bytes = self.boot_bytes;
+        let room_bytes =
+            boot_bytes.saturating_sub(kernel_bytes(boot_bytes) + boot_bytes / LEAST_MOVABLE_PART);
+        let room_bytes = match self.normal_bytes() {
+            0 => room_bytes,
+            normal_bytes => {
+                // Half of the memory above the hole is movable, so that the kernel's zones keep as much each, and no zone more than
+                // it has.
+                let half_bytes = normal_bytes.saturating_sub(descriptor_bytes(boot_bytes)) / 2;
+                let ratio = (2 * half_bytes).div_ceil(LOW_BOOT_BYTES).max(1);
+                // The agent keeps no more than half of the kernel's zones.
+                room_bytes.min(half_bytes + half_bytes / ratio).min((LOW_BOOT_BYTES + half_bytes) / 2)
+            }
+        };
+        room_bytes.saturating_sub(kernel_reserve_bytes(boot_bytes, 0)).saturating_mul(64)
+    }
+    /// Zones after boot, with the DRAM that can be added.
+    fn node(&self) -> NodeMemory {
+        let (movable_bytes, normal_bytes) = (self.movable_bytes(), self.normal_bytes());
+        let low_bytes = self.boot_bytes - normal_bytes;
+        let zones_bytes = match normal_bytes {
+            0 => [0, low_bytes.saturating_sub(movable_bytes), 0],
+            normal_bytes => [0, low_bytes, normal_bytes.saturating_sub(movable_bytes)],
+        };
+        let movable_bytes = movable_bytes.saturating_sub(descriptor_bytes(self.boot_bytes));
+        NodeMemory { zones_bytes, movable_bytes: movable_bytes.saturating_add(self.dram_bytes) }
+    }
+
+    /// Boot memory in ZONE_NORMAL and its part that becomes ZONE_MOVABLE.
+    fn normal_bytes(&self) -> u64 {
+        self.boot_bytes.saturating_sub(LOW_BOOT_BYTES)
+    }
+}
+
+fn kernel_bytes(boot_bytes: u64) -> u64 {
+    KERNEL_BYTES + boot_bytes / KERNEL_PART
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> BootMemory {
+        BootMemory { boot_bytes: boot_mib * MIB, dram_bytes: dram_mib * MIB, pm_bytes: pm_mib * MIB }
+    }
+
+    /// `movablecore` in MiB, and the ratios of ZONE_DMA32 and ZONE_NORMAL.
+    fn division(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (u64, [u64; 2]) {
+        let memory = memory(boot_mib, dram_mib, pm_mib);
+        let [_, dma32, normal, ..] = memory.reserve_ratios();
+        (memory.movable_bytes() / MIB, [dma32, normal])
+    }
+
+    #[test]
+    fn the_kernel_keeps_dram_for_the_descriptors_of_all_pm() {
+        // A sixteenth of 512 MiB, 16 MiB for each GiB, and 8 MiB of descriptors of boot memory.
+        assert_eq!(division(512, 0, 1536), (64, [1, 32]));
+        assert_eq!(division(512, 0, 7168), (152, [1, 32]));
+        assert_eq!(division(256, 0, 3584), (76, [1, 32]));
+        // Added DRAM is movable: with 256 MiB of it a seventh is as large as the reserve.
+        assert_eq!(division(384, 256, 512), (44, [8, 32]));
+        // ZONE_NORMAL is the highest zone of the kernel.
+        assert_eq!(division(8192, 0, 65_536), (1664, [256, 1]));
+        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
+        assert_eq!(division(3584, 0, 16_384), (284, [1, 1]));
+        assert_eq!(division(4096, 0, 32_768), (544, [1, 1]));
+        assert_eq!(division(4096, 0, 65_536), (544, [1, 1]));
+        assert_eq!(division(6144, 0, 98_304), (1584, [3, 1]));
+        // The kernel itself has to fit.
+        assert_eq!(division(512, 0, 16_384), (152, [1, 32]));
+        assert_eq!(division(512, 0, 0), (0, LINUX_RESERVE_RATIOS[1..3].try_into().expect("two")));
+    }
+
+    /// The descriptors of boot memory lie in ZONE_MOVABLE, so the kernel's zones would keep a 64th of boot memory less.
+    #[test]
+    fn boot_memory_below_the_hole_keeps_the_whole_reserve() {
+        for (boot_mib, pm_mib) in [(192, 384), (192, 2688), (512, 7168), (1024, 8192), (2048, 28_672)] {
+            let memory = memory(boot_mib, 0, pm_mib);
+            let kept_bytes: u64 = memory.node().kept_bytes(&memory.reserve_ratios()).iter().sum();
+            let reserve_bytes = kernel_reserve_bytes(memory.boot_bytes, memory.hotplug_bytes());
+            let range = reserve_bytes..reserve_bytes + MOVABLE_UNIT_BYTES;
+            assert!(range.contains(&kept_bytes), "{boot_mib}: {kept_bytes} of {reserve_bytes}");
+        }
+    }
+}
