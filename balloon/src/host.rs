@@ -209,6 +209,15 @@ impl HostView {
         self.sum(ZoneSizes::requestable_bytes)
     }
 
+    /// Memory that virtio-mem zones can have plugged together. The guest reserves DRAM for its page descriptors.
+    pub fn pluggable_bytes(&self) -> u64 {
+        self.sum(|zone| match zone.driver {
+            _ if self.balloon == Some(zone.id) => 0,
+            DriverState::Unsupported => zone.plugged_bytes,
+            DriverState::Absent | DriverState::Ready => zone.max_bytes,
+        })
+    }
+
     /// Asked for and not plugged yet, over all zones.
     pub fn outstanding_grow_bytes(&self) -> u64 {
         self.sum(ZoneSizes::outstanding_grow_bytes)

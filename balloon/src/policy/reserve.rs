@@ -5,46 +5,46 @@
 
 use std::borrow::Cow;
 
-use foreshore_proto::{KernelMemory, RawReport, Report, kernel_reserve_bytes};
+use foreshore_proto::{LINUX_RESERVE_RATIOS, RawReport, Report, kept_pages, reserve_ratios};
 
 use crate::HostView;
 use crate::units::PAGE_BYTES;
 
-/// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of the reserve.
+/// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
 /// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
+///
+/// The reserve is the one that the agent sets in a guest without ratios of its own. Page descriptors of plugged memory have
+/// been allocated, so they are not free and the reserve is beside them. If they were allocated from the reserve, fewer free
+/// pages are left than it has.
 pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
     }
-    let kernel_bytes = KernelMemory::of(report.zones().iter()).managed_bytes;
-    // The descriptors of plugged memory have been allocated.
-    let hotplug_bytes = host.max_bytes().saturating_sub(host.plugged_bytes());
-    let reserve_bytes = kernel_reserve_bytes(kernel_bytes, hotplug_bytes);
-    let reserve_bytes = reserve_bytes.min(kernel_bytes / 2);
-    let mut left_pages = reserve_bytes / PAGE_BYTES;
+    let ratios = reserve_ratios(report.zones(), host.pluggable_bytes(), &LINUX_RESERVE_RATIOS);
     let mut raw: RawReport = report.as_raw().clone();
-    for zone in raw.zones.iter_mut().filter(|zone| zone.serves_kernel()) {
-        let taken_pages = zone.free_pages.min(left_pages);
-        zone.free_pages -= taken_pages;
-        left_pages -= taken_pages;
-        raw.memory.free_bytes = raw.memory.free_bytes.saturating_sub(taken_pages * PAGE_BYTES);
-        zone.largest_free_blocks = zone
+    let mut reserve_bytes = 0u64;
+    for (zone, left) in report.zones().iter().zip(&mut raw.zones).filter(|(zone, _)| zone.serves_kernel()) {
+        let taken_pages = zone.free_pages.min(kept_pages(zone, report.zones(), &ratios));
+        left.free_pages -= taken_pages;
+        left.largest_free_blocks = zone
             .largest_free_blocks
-            .map(|blocks| blocks.min(zone.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES));
+            .map(|blocks| blocks.min(left.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES));
+        reserve_bytes = reserve_bytes.saturating_add(taken_pages * PAGE_BYTES);
     }
+    raw.memory.free_bytes = raw.memory.free_bytes.saturating_sub(reserve_bytes);
     // Fewer free pages are valid in every report, so the conversion does not fail.
     (Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned), reserve_bytes)
 }
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, Zone, ZoneKind};
+    use foreshore_proto::{Blocks, BootMemory, Memory, PROTOCOL_VERSION, Zone, ZoneKind, descriptor_bytes};
 
     use super::*;
     use crate::policy::{Input, Policy};
     use crate::{MIB, Tier, TimeMs, ZoneSizes};
 
-    /// A guest with 200 of 512 MiB of DRAM free, and 100 of 512 MiB of PM.
+    /// A guest with 512 MiB of DRAM, of which 88 are movable, and 512 MiB of PM. Free are 200 MiB of the kernel's DRAM and 100 of PM.
     fn raw_report() -> RawReport {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed, free| Zone {
@@ -58,14 +58,18 @@ mod tests {
             version: PROTOCOL_VERSION,
             seq: 1,
             memory: Memory { total_bytes: 1024 * MIB, free_bytes: 300 * MIB, ..Memory::default() },
-            zones: vec![zone(0, ZoneKind::Dma32, 512, 200), zone(1, ZoneKind::Movable, 512, 100)],
+            zones: vec![
+                zone(0, ZoneKind::Dma32, 424, 200),
+                zone(0, ZoneKind::Movable, 88, 0),
+                zone(1, ZoneKind::Movable, 512, 100),
+            ],
             blocks: Blocks { block_bytes: 128 * MIB, ..Blocks::default() },
             ..RawReport::default()
         }
     }
 
     fn host() -> HostView {
-        let mut pm = ZoneSizes::empty(0, Tier::Pm, 4096 * MIB);
+        let mut pm = ZoneSizes::empty(0, Tier::Pm, 3584 * MIB);
         pm.plugged_bytes = 512 * MIB;
         HostView { zones: vec![pm], ..HostView::default() }
     }
@@ -92,11 +96,38 @@ mod tests {
             (left.memory().free_bytes / MIB, zones.collect::<Vec<_>>())
         };
         // A sixteenth of 512 MiB, and the descriptors of 3.5 GiB.
-        assert_eq!(free_mib(&raw), (300 - 88, vec![200 - 88, 100]));
+        assert_eq!(free_mib(&raw), (300 - 88, vec![200 - 88, 0, 100]));
         raw.zones[0].free_pages = 20 * MIB / PAGE_BYTES;
         raw.memory.free_bytes = 120 * MIB;
-        assert_eq!(free_mib(&raw), (100, vec![0, 100]));
+        assert_eq!(free_mib(&raw), (100, vec![0, 0, 100]));
         raw.blocks.block_bytes = 0;
-        assert_eq!(free_mib(&raw), (120, vec![20, 100]));
+        assert_eq!(free_mib(&raw), (120, vec![20, 0, 100]));
+    }
+
+    /// Linux keeps no more than the movable memory of the node, however much PM the agent counts.
+    #[test]
+    fn reserve_is_what_linux_keeps_of_384_mib_beside_24_gib() {
+        let boot = BootMemory { boot_bytes: 384 * MIB, dram_bytes: 0, pm_bytes: 24 << 30 };
+        let movable_bytes = boot.movable_bytes() - descriptor_bytes(boot.boot_bytes);
+        let mut raw = raw_report();
+        raw.zones[0].managed_pages = (300 * MIB) / PAGE_BYTES;
+        raw.zones[1].managed_pages = movable_bytes / PAGE_BYTES;
+        for plugged_bytes in [0, 12 << 30, 24 << 30] {
+            raw.zones[2].managed_pages = plugged_bytes / PAGE_BYTES;
+            raw.memory.total_bytes = (384 * MIB) + plugged_bytes;
+            let report = Report::try_from(raw.clone()).expect("sound");
+            let mut host = HostView { zones: vec![ZoneSizes::empty(0, Tier::Pm, 24 << 30)], ..host() };
+            host.zones[0].plugged_bytes = plugged_bytes;
+            assert_eq!(without_reserve(&report, &host).1, movable_bytes);
+        }
+        assert_eq!(movable_bytes, 26 * MIB);
+    }
+
+    #[test]
+    fn nothing_is_reserved_without_movable_memory_beside_the_kernels() {
+        let mut raw = raw_report();
+        raw.zones.remove(1);
+        let report = Report::try_from(raw).expect("sound");
+        assert_eq!(without_reserve(&report, &host()).1, 0);
     }
 }

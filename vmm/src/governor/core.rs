@@ -387,17 +387,6 @@ impl Core {
         regions.fold(0, u64::saturating_add)
     }
 
-    /// Memory that virtio-mem zones can have plugged together. The agent reserves DRAM for its page descriptors.
-    fn pluggable_bytes(&self, sizes: &[DeviceSizes]) -> u64 {
-        let zones = self.zones.iter().zip(sizes).filter(|(zone, _)| zone.zone.id != BALLOON_ZONE);
-        zones.fold(0u64, |sum, (_, sizes)| {
-            sum.saturating_add(match sizes.driver {
-                DriverState::Unsupported => sizes.plugged_bytes,
-                DriverState::Absent | DriverState::Ready => sizes.region_bytes,
-            })
-        })
-    }
-
     /// What the guest has in any case: memory that it booted with, or that has come by ACPI.
     fn kept_bytes(&self) -> u64 {
         self.boot_bytes.saturating_add(self.beside.dimm_bytes())
@@ -496,9 +485,10 @@ impl Core {
             }
             all.push(sizes);
         }
-        self.settings.hotplug_bytes = self.pluggable_bytes(&all);
         self.audit.observe(&all, now);
-        self.host_view(&all)
+        let host = self.host_view(&all);
+        self.settings.hotplug_bytes = host.pluggable_bytes();
+        host
     }
 
     fn host_view(&self, sizes: &[DeviceSizes]) -> HostView {

@@ -36,7 +36,7 @@ struct Marks {
     high: u64,
     /// D.
     dram: u64,
-    /// Free memory that is reserved for the kernel, and that the tables do not count.
+    /// Memory that Linux keeps free of user pages (`protection` in /proc/zoneinfo), and that the tables do not count.
     reserve: u64,
 }
 
@@ -45,23 +45,32 @@ impl Marks {
         const SUMS: &str = "awk '$1 == \"Node\" { node = $2 } \
             $1 == \"Node\" { kind = $4 } \
             node == \"0,\" && $1 ~ /^(min|low|high|managed)$/ { sum[$1] += $2 } \
-            node == \"0,\" && kind ~ /^(DMA32|Normal)$/ && $1 == \"managed\" { kernel += $2 } \
-            END { print sum[\"min\"], sum[\"low\"], sum[\"high\"], sum[\"managed\"], kernel }' /proc/zoneinfo";
+            node == \"0,\" && $1 == \"managed\" { managed = $2 } \
+            node == \"0,\" && /protection:/ && kind ~ /^(DMA32|Normal)$/ { \
+                gsub(/[(),]/, \"\"); kept += $5 < managed ? $5 : managed } \
+            END { print sum[\"min\"], sum[\"low\"], sum[\"high\"], sum[\"managed\"], kept + 0 }' /proc/zoneinfo";
         let text = guest.run(SUMS)?;
         let pages = text.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>();
         match pages.with_context(|| format!("/proc/zoneinfo comes to {text:?}"))?[..] {
-            [min, low, high, dram, kernel] => {
-                let left_bytes = PM_MIB * MIB - zone(guest, "pm")?.plugged_bytes;
-                Ok(Self {
-                    min: min * 4096,
-                    low: low * 4096,
-                    high: high * 4096,
-                    dram: dram * 4096,
-                    reserve: kernel_reserve_bytes(kernel * 4096, left_bytes),
-                })
-            }
+            [min, low, high, dram, kept] => Ok(Self {
+                min: min * 4096,
+                low: low * 4096,
+                high: high * 4096,
+                dram: dram * 4096,
+                reserve: kept * 4096,
+            }),
             _ => bail!("/proc/zoneinfo comes to {text:?}"),
         }
+    }
+
+    /// Reads them once the agent has set the reserve for all PM that can be plugged.
+    fn with_reserve(guest: &Guest) -> Result<Self> {
+        let mut marks = Self::read(guest)?;
+        guest.wait_until("the agent has set the reserve", LIMIT, || {
+            marks = Self::read(guest)?;
+            Ok(marks.reserve >= kernel_reserve_bytes(marks.dram, PM_MIB * MIB))
+        })?;
+        Ok(marks)
     }
 }
 
@@ -207,7 +216,7 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
 }
 
 fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
-    let marks = Marks::read(guest)?;
+    let marks = Marks::with_reserve(guest)?;
     let rows = (paper.rows)(&marks);
     let mib = |bytes: u64| bytes as f64 / MIB as f64;
     println!("{}: {marks:?}, integrates up to {:.1} MiB free", paper.policy, mib(border(&rows)));
