@@ -11,6 +11,9 @@ const PAGE_BYTES: u64 = 4096;
 /// Time in which a rate of growth falls to zero, once the growth has ended.
 const FORGOTTEN_MS: u64 = 1_000;
 
+/// Time after a stall of a kernel allocation in which reclaim does not count as a help.
+const STALLED_MS: u64 = 10_000;
+
 /// Sums over a guest's zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelMemory {
@@ -42,15 +45,22 @@ impl KernelMemory {
     }
 }
 
-/// Rate at which kernel memory grows.
+/// Rate at which kernel memory grows, and the part of it that Linux reclaims when it needs the memory.
 ///
 /// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A fixed threshold of
 /// free memory reacts too late then, so the governor and the agent add the growth within the time that they need to
 /// provide memory.
+///
+/// A program that walks a file system (`updatedb`) fills the kernel's zones with dentries and inodes. kswapd drops them as fast
+/// as others need the memory, so they are as good as free memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelGrowth {
     last: Option<Sample>,
     bytes_per_s: u64,
+    caches_bytes: u64,
+    /// Stalls of kernel allocations at the last update, and the time of the last update with a new one.
+    allocstalls: Option<u64>,
+    stalled_at_ms: Option<u64>,
 }
 
 /// Kernel memory at one moment.
@@ -61,11 +71,20 @@ struct Sample {
 }
 
 impl KernelGrowth {
-    /// Updates the rate with the kernel memory at `now_ms`. Without a value the rate is zero.
-    pub fn update(&mut self, kernel: Option<&KernelUse>, now_ms: u64) {
+    /// Updates the rate with the kernel memory at `now_ms`, and with the stalls of kernel allocations since boot. Without kernel
+    /// memory the rate is zero.
+    pub fn update(&mut self, kernel: Option<&KernelUse>, allocstalls: u64, now_ms: u64) {
         let Some(kernel) = kernel else {
             *self = KernelGrowth::default();
             return;
+        };
+        if self.allocstalls.replace(allocstalls).is_some_and(|before| before != allocstalls) {
+            self.stalled_at_ms = Some(now_ms);
+        }
+        self.stalled_at_ms = self.stalled_at_ms.filter(|at_ms| now_ms.saturating_sub(*at_ms) < STALLED_MS);
+        self.caches_bytes = match self.stalled_at_ms {
+            Some(_) => 0,
+            None => kernel.slab_reclaimable_bytes.saturating_sub(kernel.slab_unreclaimable_bytes),
         };
         let sample = Sample { at_ms: now_ms, bytes: kernel.total_bytes() };
         let last = self.last.replace(sample).unwrap_or(sample);
@@ -76,6 +95,15 @@ impl KernelGrowth {
         let rate = scale(sample.bytes.saturating_sub(last.bytes), 1_000, elapsed_ms);
         let remembered = scale(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
         self.bytes_per_s = rate.max(remembered);
+    }
+
+    /// Slabs that Linux reclaims before a kernel allocation waits. They count as room of the kernel.
+    ///
+    /// Dentries of a tmpfs and of open files count as reclaimable slabs (`SReclaimable`) and cannot be reclaimed. Each of them
+    /// belongs to a larger object that is no such slab, so slabs of the size of these objects do not count. Nothing counts for
+    /// 10 s after a kernel allocation had to reclaim memory itself: then kswapd does not help or is too slow.
+    pub fn caches_bytes(&self) -> u64 {
+        self.caches_bytes
     }
 
     /// Growth within `ms` at the present rate.
@@ -134,20 +162,40 @@ mod tests {
     fn rate_of_growth_follows_samples_and_falls_to_zero() {
         let holds = |bytes| KernelUse { slab_reclaimable_bytes: bytes, ..KernelUse::default() };
         let mut growth = KernelGrowth::default();
-        growth.update(Some(&holds(500)), 1_000);
+        growth.update(Some(&holds(500)), 0, 1_000);
         assert_eq!(growth.bytes_within(1_000), 0, "the first sample is no growth");
-        growth.update(Some(&holds(600)), 1_100);
+        growth.update(Some(&holds(600)), 0, 1_100);
         assert_eq!((growth.bytes_within(1_000), growth.bytes_within(500)), (1_000, 500));
-        growth.update(Some(&holds(600)), 1_350);
+        growth.update(Some(&holds(600)), 0, 1_350);
         assert_eq!(growth.bytes_within(1_000), 750);
-        growth.update(Some(&holds(400)), 2_350);
+        growth.update(Some(&holds(400)), 0, 2_350);
         assert_eq!(growth.bytes_within(1_000), 0);
-        growth.update(Some(&holds(u64::MAX)), 2_350);
+        growth.update(Some(&holds(u64::MAX)), 0, 2_350);
         assert_eq!(growth.bytes_within(1_000), 0, "no time has passed");
-        growth.update(Some(&holds(0)), 2_360);
-        growth.update(Some(&holds(u64::MAX)), 2_361);
+        growth.update(Some(&holds(0)), 0, 2_360);
+        growth.update(Some(&holds(u64::MAX)), 0, 2_361);
         assert_eq!(growth.bytes_within(u64::MAX), u64::MAX);
-        growth.update(None, 2_400);
+        growth.update(None, 0, 2_400);
         assert_eq!(growth, KernelGrowth::default());
+    }
+    #[test]
+    fn caches_count_until_a_kernel_allocation_stalls() {
+        let holds = |reclaimable, unreclaimable| KernelUse {
+            slab_reclaimable_bytes: reclaimable,
+            slab_unreclaimable_bytes: unreclaimable,
+            ..KernelUse::default()
+        };
+        let mut growth = KernelGrowth::default();
+        let mut caches = |kernel: Option<&KernelUse>, allocstalls, now_ms| {
+            growth.update(kernel, allocstalls, now_ms);
+            growth.caches_bytes()
+        };
+        // Stalls before the first update are history.
+        assert_eq!(caches(Some(&holds(400, 30)), 7, 1_000), 370);
+        assert_eq!(caches(Some(&holds(77, 280)), 7, 2_000), 0, "files of a tmpfs pin their dentries");
+        assert_eq!(caches(Some(&holds(400, 30)), 8, 3_000), 0);
+        assert_eq!(caches(Some(&holds(400, 30)), 8, 12_999), 0);
+        assert_eq!(caches(Some(&holds(400, 30)), 8, 13_000), 370);
+        assert_eq!(caches(None, 8, 14_000), 0, "not reported");
     }
 }

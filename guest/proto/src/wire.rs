@@ -122,12 +122,12 @@ pub struct Memory {
     pub swap_free_bytes: u64,
 }
 
-/// Memory that the kernel holds for itself and cannot drop, from /proc/meminfo.
+/// Memory that the kernel holds for itself, from /proc/meminfo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelUse {
     /// SUnreclaim: slabs that are never reclaimed.
     pub slab_unreclaimable_bytes: u64,
-    /// SReclaimable: MemAvailable includes most of it, also inodes of a tmpfs, which cannot be reclaimed.
+    /// SReclaimable: MemAvailable includes most of it, also dentries of a tmpfs, which cannot be reclaimed.
     pub slab_reclaimable_bytes: u64,
     /// PageTables.
     pub page_table_bytes: u64,

@@ -1,7 +1,8 @@
 //! Rule 13: memory of the kernel.
 //!
-//! MemAvailable includes slabs that cannot be reclaimed (the inodes of a tmpfs) and free PM, which the kernel cannot
-//! use. So only the free pages of the kernel's own zones show how much memory the kernel has left. The agent turns
+//! MemAvailable includes slabs that cannot be reclaimed (the dentries of a tmpfs) and free PM, which the kernel cannot
+//! use. So only the free pages of the kernel's own zones, and caches that Linux reclaims, show how much memory the kernel has
+//! left. The agent turns
 //! blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for the pages of a block.
 
 use foreshore_proto::{Blocks, KernelGrowth, KernelMemory, NodeBlocks, Report, kernel_reserve_bytes};
@@ -36,11 +37,12 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
     let least_bytes = scale(kernel_reserve_bytes(kernel.dram_bytes, 0), SHORT_PERMILLE, 1000);
     let growth_bytes = growth.bytes_within(LEAD_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
     let short_bytes = least_bytes.saturating_add(growth_bytes);
-    if block_bytes == 0 || kernel.room_bytes >= short_bytes || !has_block(report, host) {
+    let room_bytes = kernel.room_bytes.saturating_add(growth.caches_bytes());
+    if block_bytes == 0 || room_bytes >= short_bytes || !has_block(report, host) {
         return None;
     }
     let coming_bytes = kernel.movable_free_bytes.saturating_add(host.outstanding_grow_bytes());
-    let blocks = (short_bytes - kernel.room_bytes).div_ceil(block_bytes);
+    let blocks = (short_bytes - room_bytes).div_ceil(block_bytes);
     let need_bytes = scale(block_bytes.saturating_mul(blocks), ROOM_PERMILLE, 1000);
     Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
 }
@@ -154,18 +156,28 @@ mod tests {
     #[test]
     fn a_kernel_that_grows_fast_gets_memory_sooner_and_more() {
         let mut growth = KernelGrowth::default();
-        let holds = |mib: u64| KernelUse { slab_reclaimable_bytes: mib * MIB, ..KernelUse::default() };
+        let holds = |mib: u64| KernelUse { slab_unreclaimable_bytes: mib * MIB, ..KernelUse::default() };
         let missing_mib = |growth: &KernelGrowth, kernel_free| {
             let report = report(kernel_free, 0, 16);
             need(&report, &host(256), growth).map(|need| need.missing_bytes / MIB)
         };
-        growth.update(Some(&holds(0)), 0);
-        growth.update(Some(&holds(50)), 1_000);
+        growth.update(Some(&holds(0)), 0, 0);
+        growth.update(Some(&holds(50)), 0, 1_000);
         // 18.75 MiB and the growth of a second: two blocks of 16 MiB, and a quarter.
         assert_eq!(missing_mib(&growth, 69), None);
         assert_eq!(missing_mib(&growth, 68), Some(20));
         assert_eq!(missing_mib(&growth, 48), Some(40));
-        growth.update(Some(&holds(10_000)), 2_000);
+        growth.update(Some(&holds(10_000)), 0, 2_000);
         assert_eq!(missing_mib(&growth, 119), None, "a quarter of DRAM at most");
+    }
+    #[test]
+    fn caches_that_linux_reclaims_are_no_need() {
+        let kernel = KernelUse { slab_reclaimable_bytes: 300 * MIB, ..KernelUse::default() };
+        let mut growth = KernelGrowth::default();
+        growth.update(Some(&kernel), 0, 0);
+        let need = |growth: &KernelGrowth| need(&report(1, 0, 128), &host(256), growth);
+        assert_eq!(need(&growth), None);
+        growth.update(Some(&kernel), 1, 1_000);
+        assert!(need(&growth).is_some(), "a kernel allocation had to wait");
     }
 }

@@ -114,7 +114,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
     let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
     let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
-    state.kernel_growth.update(input.report.kernel(), input.report.monotonic_ms());
+    let allocstalls = input.report.counters().allocstall_kernel;
+    state.kernel_growth.update(input.report.kernel(), allocstalls, input.report.monotonic_ms());
     let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
     // The kernel can be short while much memory is available, so reports must be fast in that case as well.
     let watch_bytes = if kernel.is_some() { memory.total_bytes } else { marks.watch_bytes };
