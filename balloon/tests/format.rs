@@ -12,7 +12,12 @@ const DOCS: &str = include_str!("../../docs/format.md");
 fn full() -> RawReport {
     let mut report = RawReport {
         kernel: Some(KernelUse::default()),
-        zones: vec![Zone { largest_free_blocks: Some(1), user_pages: Some(1), ..Zone::default() }],
+        zones: vec![Zone {
+            largest_free_blocks: Some(1),
+            user_pages: Some(1),
+            protected_pages: Some(1),
+            ..Zone::default()
+        }],
         idle: vec![NodeIdle::default()],
         ..RawReport::default()
     };

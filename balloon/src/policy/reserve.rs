@@ -13,7 +13,8 @@ use crate::units::PAGE_BYTES;
 /// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
 /// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
 ///
-/// The reserve is the one that the agent sets in a guest without ratios of its own. Page descriptors of plugged memory have
+/// An agent reports the reserve. For one that does not, it is the reserve that the agent sets in a guest without ratios of its
+/// own. Page descriptors of plugged memory have
 /// been allocated, so they are not free and the reserve is beside them. If they were allocated from the reserve, fewer free
 /// pages are left than it has.
 pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
@@ -24,7 +25,8 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
     let mut raw: RawReport = report.as_raw().clone();
     let mut reserve_bytes = 0u64;
     for (zone, left) in report.zones().iter().zip(&mut raw.zones).filter(|(zone, _)| zone.serves_kernel()) {
-        let taken_pages = zone.free_pages.min(kept_pages(zone, report.zones(), &ratios));
+        let kept_pages = zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios));
+        let taken_pages = zone.free_pages.min(kept_pages);
         left.free_pages -= taken_pages;
         left.largest_free_blocks = zone
             .largest_free_blocks
@@ -38,7 +40,7 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{Blocks, BootMemory, Memory, PROTOCOL_VERSION, Zone, ZoneKind, descriptor_bytes};
+    use foreshore_proto::{Blocks, BootMemory, Memory, PROTOCOL_VERSION, Zone, ZoneKind};
 
     use super::*;
     use crate::policy::{Input, Policy};
@@ -108,7 +110,7 @@ mod tests {
     #[test]
     fn reserve_is_what_linux_keeps_of_384_mib_beside_24_gib() {
         let boot = BootMemory { boot_bytes: 384 * MIB, dram_bytes: 0, pm_bytes: 24 << 30 };
-        let movable_bytes = boot.movable_bytes() - descriptor_bytes(boot.boot_bytes);
+        let movable_bytes = boot.managed_movable_bytes();
         let mut raw = raw_report();
         raw.zones[0].managed_pages = (300 * MIB) / PAGE_BYTES;
         raw.zones[1].managed_pages = movable_bytes / PAGE_BYTES;
@@ -121,6 +123,14 @@ mod tests {
             assert_eq!(without_reserve(&report, &host).1, movable_bytes);
         }
         assert_eq!(movable_bytes, 26 * MIB);
+    }
+
+    #[test]
+    fn reserve_that_the_guest_reports_counts() {
+        let mut raw = raw_report();
+        raw.zones[0].protected_pages = Some(70 * MIB / PAGE_BYTES);
+        let report = Report::try_from(raw).expect("sound");
+        assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
     }
 
     #[test]

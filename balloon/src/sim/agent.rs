@@ -273,6 +273,7 @@ impl Agent {
             managed_pages: managed / PAGE_BYTES,
             largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
             user_pages: Some(user / PAGE_BYTES),
+            protected_pages: None,
         };
         let lowmem_user = lowmem_bytes.saturating_sub(lowmem_free.saturating_add(guest.descriptor_bytes()));
         zones.push(zone(0, kind, lowmem_free, marks, lowmem_bytes, lowmem_user));

@@ -555,6 +555,7 @@ impl World {
                 managed_pages: managed_pages[index],
                 largest_free_blocks: self.seq.is_multiple_of(2).then_some(free_pages[index] / 1024),
                 user_pages: Some(managed_pages[index].saturating_sub(free_pages[index])),
+                protected_pages: None,
             }
         };
         let idle = self.idle.map_or(vec![], |(permille, span_ms)| {

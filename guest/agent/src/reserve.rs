@@ -279,6 +279,7 @@ mod tests {
         managed_pages: (337 << 20) / PAGE_BYTES,
         largest_free_blocks: None,
         user_pages: None,
+        protected_pages: None,
     };
 
     /// Two sizes of plugged memory, of which each wants ratios of its own.

@@ -297,7 +297,8 @@ fn check_zone(zone: &Zone) -> Result<(), Refusal> {
     at_most_field("min_pages", zone.min_pages, "low_pages", zone.low_pages)?;
     let largest_bound = free_bound / (LARGEST_BLOCK_BYTES / PAGE_BYTES_MIN);
     at_most("largest_free_blocks", zone.largest_free_blocks.unwrap_or(0), largest_bound)?;
-    at_most("user_pages", zone.user_pages.unwrap_or(0), free_bound)
+    at_most("user_pages", zone.user_pages.unwrap_or(0), free_bound)?;
+    at_most("protected_pages", zone.protected_pages.unwrap_or(0), zone.managed_pages)
 }
 
 fn check_counters(counters: &Counters) -> Result<(), Refusal> {
@@ -444,6 +445,7 @@ mod tests {
         assert_eq!(refused_field(|r| r.zones[0].managed_pages = u64::MAX), "managed_pages");
         assert_eq!(refused_field(|r| r.zones[0].largest_free_blocks = Some(u64::MAX)), "largest_free_blocks");
         assert_eq!(refused_field(|r| r.zones[0].user_pages = Some(u64::MAX)), "user_pages");
+        assert_eq!(refused_field(|r| r.zones[0].protected_pages = Some(u64::MAX)), "protected_pages");
         assert_eq!(refused_field(|r| r.counters.pswpout = u64::MAX), "pswpout");
         assert_eq!(refused_field(|r| r.counters.allocstall_kernel = 1), "allocstall_kernel");
         assert_eq!(refused_field(|r| r.counters.numa_miss = u64::MAX), "numa_miss");

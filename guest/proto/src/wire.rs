@@ -201,6 +201,9 @@ pub struct Zone {
     /// known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_pages: Option<u64>,
+    /// Free pages that user pages leave to the kernel (`protection`), beside the watermarks. `None`: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protected_pages: Option<u64>,
 }
 
 /// Event counters from /proc/vmstat, totals since boot.

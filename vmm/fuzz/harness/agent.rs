@@ -167,6 +167,7 @@ impl Vm {
             managed_pages: managed_bytes / PAGE,
             largest_free_blocks: Some(free_bytes / (4 * MIB)),
             user_pages: Some(managed_bytes.saturating_sub(free_bytes) / PAGE),
+            protected_pages: None,
         };
         let mut zones =
             vec![zone(0, ZoneKind::Dma32, total_bytes, free_bytes.min(total_bytes - total_bytes / 4))];

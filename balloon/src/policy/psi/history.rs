@@ -138,8 +138,11 @@ impl Sample {
             guest_ms: report.monotonic_ms(),
             by_agent: is_by_agent(report),
             total_bytes: memory.total_bytes,
-            // Use, not what is available: plugging memory changes the latter.
-            used_bytes: (memory.total_bytes - memory.available_bytes).saturating_sub(leaving_bytes),
+            // Use, not what is available: plugging memory changes the latter. The kernel's reserve is no use, and its size
+            // jumps when the agent changes a ratio.
+            used_bytes: (memory.total_bytes - memory.available_bytes)
+                .saturating_sub(leaving_bytes)
+                .saturating_sub(protected_bytes(report)),
             arriving_bytes: 0,
             some_us: report.stall().some_us,
             swapped_out_pages: counters.pswpout,
@@ -192,6 +195,12 @@ impl Sample {
         }
         rise.saturating_mul(1000) / (self.guest_ms - older.guest_ms).max(1)
     }
+}
+
+/// Memory that the guest's kernel keeps free of user pages, and that is not available.
+fn protected_bytes(report: &Report) -> u64 {
+    let pages = report.zones().iter().map(|zone| zone.protected_pages.unwrap_or(0));
+    pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES)
 }
 
 /// An agent sees the zones that every x86-64 guest has below 4 GiB, and its memory blocks; balloon statistics know of

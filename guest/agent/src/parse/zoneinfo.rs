@@ -26,7 +26,9 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
                 add_user_pages(rest, current)?;
                 continue;
             }
-            _ => line.strip_prefix(b"        ").filter(|rest| matches!(rest, [b'm' | b'l' | b'h', ..])),
+            _ => {
+                line.strip_prefix(b"        ").filter(|rest| matches!(rest, [b'm' | b'l' | b'h' | b'p', ..]))
+            }
         };
         let Some(rest) = rest else { continue };
         let mut words = words(rest);
@@ -36,6 +38,10 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
             Some(b"low") => (&mut current.low_pages, "low"),
             Some(b"high") => (&mut current.high_pages, "high"),
             Some(b"managed") => (&mut current.managed_pages, "managed"),
+            Some(b"protection:") => {
+                current.protected_pages = Some(most_protection(words)?);
+                continue;
+            }
             _ => continue,
         };
         *place = words.next().and_then(number).ok_or(ParseError::NotANumber { file: FILE, field })?;
@@ -62,6 +68,18 @@ fn add_user_pages(rest: &[u8], zone: &mut Zone) -> Result<(), ParseError> {
     Ok(())
 }
 
+/// Largest number of `(0, 203, 203, 259, 259)`. There is one for allocations from each zone and from those below, so the
+/// largest is that for user pages (mm/page_alloc.c, setup_per_zone_lowmem_reserve).
+fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, ParseError> {
+    let mut most = 0;
+    for word in words {
+        let word = word.strip_prefix(b"(").unwrap_or(word);
+        let word = word.strip_suffix(b",").or(word.strip_suffix(b")")).unwrap_or(word);
+        most = most.max(number(word).ok_or(ParseError::NotANumber { file: FILE, field: "protection" })?);
+    }
+    Ok(most)
+}
+
 /// `Node 0, zone    DMA32`, with which lines of `file` begin.
 pub(super) fn zone_of(line: &[u8], file: &'static str) -> Result<(u32, ZoneKind), ParseError> {
     let mut words = words(line).skip(1);
@@ -80,7 +98,10 @@ pub(super) fn zone_of(line: &[u8], file: &'static str) -> Result<(u32, ZoneKind)
 }
 
 fn finish(zone: Option<Zone>, zones: &mut Vec<Zone>) {
-    zones.extend(zone.filter(|zone| zone.managed_pages > 0));
+    zones.extend(zone.filter(|zone| zone.managed_pages > 0).map(|zone| Zone {
+        protected_pages: zone.protected_pages.map(|pages| pages.min(zone.managed_pages)),
+        ..zone
+    }));
 }
 
 #[cfg(test)]
@@ -97,11 +118,17 @@ mod tests {
     fn a_guest_of_6_12_with_memory_plugged_into_a_node_of_its_own() {
         let zones = parse(include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo"));
         let expected = [
-            (0, ZoneKind::Dma, [3808, 28, 35, 42, 3840, 0]),
-            (0, ZoneKind::Dma32, [57_365, 496, 620, 744, 65_971, 845]),
+            (0, ZoneKind::Dma, [3808, 28, 35, 42, 3840, 0, 257]),
+            (0, ZoneKind::Dma32, [57_365, 496, 620, 744, 65_971, 845, 0]),
         ];
-        for (zone, (node, kind, [free_pages, min_pages, low_pages, high_pages, managed_pages, user_pages])) in
-            zones.iter().zip(expected)
+        for (
+            zone,
+            (
+                node,
+                kind,
+                [free_pages, min_pages, low_pages, high_pages, managed_pages, user_pages, protected_pages],
+            ),
+        ) in zones.iter().zip(expected)
         {
             let largest_free_blocks = None;
             let expected = Zone {
@@ -114,6 +141,7 @@ mod tests {
                 managed_pages,
                 largest_free_blocks,
                 user_pages: Some(user_pages),
+                protected_pages: Some(protected_pages),
             };
             assert_eq!(*zone, expected);
         }
@@ -138,5 +166,18 @@ mod tests {
         assert!(zoneinfo(b"", &mut zones).is_err());
         assert!(zoneinfo(b"Node x, zone DMA\n", &mut zones).is_err());
         assert!(zoneinfo(b"Node 0, zone DMA\n  pages free  none\n", &mut zones).is_err());
+        assert!(zoneinfo(b"Node 0, zone DMA\n        protection: (0, x)\n", &mut zones).is_err());
+    }
+
+    #[test]
+    fn protection_is_that_from_user_pages_and_at_most_the_zone() {
+        let protected = |numbers: &str| {
+            let text = format!("Node 0, zone DMA32\n        managed  500\n        protection: {numbers}\n");
+            parse(text.as_bytes())[0].protected_pages
+        };
+        assert_eq!(protected("(0, 0, 203, 259, 259)"), Some(259));
+        assert_eq!(protected("(0, 0, 0, 1000, 1000)"), Some(500));
+        assert_eq!(protected(""), Some(0));
+        assert_eq!(parse(b"Node 0, zone DMA32\n        managed  500\n")[0].protected_pages, None);
     }
 }

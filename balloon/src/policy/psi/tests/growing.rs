@@ -111,6 +111,19 @@ fn rule_2_what_the_guest_keeps_of_plugged_memory_is_no_fill() {
     assert_eq!(rig.report(100, 382).reason, Reason::Enough);
 }
 
+/// Ratios of the reserve are whole numbers, so the reserve may double while plugged DRAM leaves.
+#[test]
+fn rule_2_reserve_that_the_agent_enlarges_is_no_fill() {
+    let reason = |protected_mib: u64| {
+        let mut rig = Rig::new();
+        rig.raw.zones[0].protected_pages = Some(0);
+        rig.report(1000, 280);
+        rig.raw.zones[0].protected_pages = Some(protected_mib * MIB / PAGE_BYTES);
+        rig.report(100, 210).reason
+    };
+    assert_eq!((reason(70), reason(0)), (Reason::Enough, Reason::Filling));
+}
+
 /// A block is in the total and not available, and the report before is a second old: nobody can tell whether it has been filled.
 /// Who has filled it cannot wait for a second more; who has not is given once what goes back later.
 #[test]
