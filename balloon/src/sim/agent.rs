@@ -16,8 +16,6 @@ const TRIGGER_US: u64 = 50_000;
 const TRIGGER_WINDOW_MS: u64 = 500;
 /// A guest's clock starts before its agent: every report's own clock is this far ahead of the run's.
 const BOOTED_MS: u64 = 10_000;
-/// DMA32 ends at 4 GiB, and the hole for devices is a gigabyte.
-const DMA32_BYTES: u64 = 3 << 30;
 
 /// The agent in a guest.
 #[derive(Clone, Debug)]
@@ -159,6 +157,11 @@ impl Agent {
     /// Whether the kernel's trigger fires.
     pub fn is_stalled(&mut self, guest: &Guest) -> bool {
         let (since, total_us) = self.trigger;
+        // The kernel's window begins with a stall (kernel/sched/psi.c, init_rtpoll_triggers).
+        if guest.totals().stall_us == total_us {
+            self.trigger.0 = guest.now();
+            return false;
+        }
         if guest.totals().stall_us - total_us >= TRIGGER_US {
             self.trigger = (guest.now(), guest.totals().stall_us);
             return true;
@@ -258,12 +261,12 @@ impl Agent {
 
     fn fill_zones(&mut self, zones: &mut Vec<Zone>, guest: &Guest) {
         self.free.resize(guest.zones().len(), 0);
-        let lowmem_free = guest.free_by_zone(&mut self.free);
-        let (lowmem_bytes, marks) = guest.lowmem();
+        let free = guest.free_by_zone(&mut self.free);
+        let boot = guest.boot();
         zones.clear();
-        let kind = if lowmem_bytes <= DMA32_BYTES { ZoneKind::Dma32 } else { ZoneKind::Normal };
         // The model's kernel holds no memory except page descriptors.
         let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64, user: u64| Zone {
+            protected_pages: Some(0),
             node,
             kind,
             free_pages: free / PAGE_BYTES,
@@ -273,10 +276,19 @@ impl Agent {
             managed_pages: managed / PAGE_BYTES,
             largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
             user_pages: Some(user / PAGE_BYTES),
-            protected_pages: None,
         };
-        let lowmem_user = lowmem_bytes.saturating_sub(lowmem_free.saturating_add(guest.descriptor_bytes()));
-        zones.push(zone(0, kind, lowmem_free, marks, lowmem_bytes, lowmem_user));
+        let descriptor_bytes = guest.descriptor_bytes();
+        let user_bytes = boot.kernel_bytes.saturating_sub(free.kernel_bytes.saturating_add(descriptor_bytes));
+        let kind = boot.kernel_kind();
+        zones.push(Zone {
+            protected_pages: Some(boot.kept_bytes / PAGE_BYTES),
+            ..zone(0, kind, free.kernel_bytes, boot.kernel_marks, boot.kernel_bytes, user_bytes)
+        });
+        if boot.movable_bytes > 0 {
+            let user_bytes = boot.movable_bytes - free.movable_bytes;
+            let (free, marks) = (free.movable_bytes, boot.movable_marks);
+            zones.push(zone(0, ZoneKind::Movable, free, marks, boot.movable_bytes, user_bytes));
+        }
         for (index, sizes) in guest.zones().iter().enumerate().filter(|(_, sizes)| sizes.plugged_bytes > 0) {
             let marks = guest.zone_marks(index);
             zones.push(zone(
@@ -365,7 +377,7 @@ mod tests {
 
     /// A guest of 1 GiB that fills so many bytes a second, and has reported at its start.
     fn filling(anon_bytes_per_s: i64, watermark_bytes: u64) -> (Guest, Agent, Segment) {
-        let segment = Segment { anon_bytes: 100 << 20, anon_bytes_per_s, ..Segment::default() };
+        let segment = Segment { anon_bytes: 160 << 20, anon_bytes_per_s, ..Segment::default() };
         let config = GuestConfig { boot_bytes: 1 << 30, ..GuestConfig::default() };
         let guest = Guest::new(config, &[], &segment);
         let mut agent = Agent::new();

@@ -2,11 +2,11 @@
 
 use std::io::BufRead;
 
-use foreshore_proto::{Counters, Report, ZoneKind};
+use foreshore_proto::{Counters, LINUX_RESERVE_RATIOS, Report, Zone, ZoneKind, kept_pages, reserve_ratios};
 use thiserror::Error;
 
 use super::demand::{Demand, Segment};
-use super::guest::{GuestConfig, reserve_bytes};
+use super::guest::{GuestConfig, boot_memory};
 use super::host::VmSetup;
 use crate::policy::Input;
 use crate::policy::base::Base;
@@ -285,19 +285,31 @@ impl Used {
     fn of(report: &Report, header: &Header) -> Self {
         let memory = report.memory();
         let swapped = memory.swap_total_bytes - memory.swap_free_bytes;
-        let (mut high_pages, mut low_pages, mut lowmem_pages, mut descriptors) = (0, 0, 0, 0);
+        let (mut high_pages, mut low_pages, mut all_kept_pages, mut descriptors) = (0, 0, 0, 0);
+        let mut boot_pages = boot_memory(header.boot_bytes, &header.zones).managed_movable_bytes() / 4096;
+        let serves_kernel =
+            |node: u32| report.zones().iter().any(|zone| zone.node == node && zone.serves_kernel());
+        // Agents that do not report the reserve did not count memory that can be plugged.
+        let ratios = reserve_ratios(report.zones(), 0, &LINUX_RESERVE_RATIOS);
+        let kept =
+            |zone: &Zone| zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios));
         for zone in report.zones() {
             high_pages += zone.high_pages;
             low_pages += zone.low_pages;
             match zone.kind {
-                ZoneKind::Movable => descriptors += (zone.managed_pages * 4096).div_ceil(128 * MIB) * 2 * MIB,
-                _ => lowmem_pages += zone.managed_pages,
+                ZoneKind::Movable => {
+                    // Descriptors of boot memory are no part of the total.
+                    let of_boot =
+                        if serves_kernel(zone.node) { boot_pages.min(zone.managed_pages) } else { 0 };
+                    boot_pages -= of_boot;
+                    descriptors += ((zone.managed_pages - of_boot) * 4096).div_ceil(128 * MIB) * 2 * MIB;
+                }
+                _ => all_kept_pages += kept(zone),
             }
         }
         // MemAvailable leaves out the watermarks and what is kept of boot memory; of page cache it leaves out half, or the low
         // watermarks if that is less (mm/show_mem.c, si_mem_available()). Memory that processes share is not in it.
-        let most_bytes = header.zones.iter().map(|zone| (zone.tier, zone.max_bytes));
-        let left_out = high_pages * 4096 + reserve_bytes(lowmem_pages * 4096, most_bytes);
+        let left_out = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
         let beside_free = memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
         let cached_bytes = memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));

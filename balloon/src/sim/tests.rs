@@ -315,7 +315,7 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
         }
         // The broken variant: at the kernel's own watermark reports come after kswapd, and it is as without PM.
         let late = run_host(vec![deficit(dram_permille, "disk")], 4096 * MIB, &scaled("pmb", "1"), &mut ());
-        assert!(run_time_s(&Outcome::of(&late.expect("in range")[0])) > 1.5 * all_dram);
+        assert!(run_time_s(&Outcome::of(&late.expect("in range")[0])) > 1.2 * all_dram);
     }
 }
 
@@ -440,9 +440,8 @@ fn a_recorded_guest_that_shrank_did_not_want_what_went() {
     let segments = again.demand.segments();
     let rises = segments.windows(2).map(|pair| pair[1].anon_bytes.saturating_sub(pair[0].anon_bytes) / MIB);
     assert!(rises.max() <= Some(3), "MiB from one report to the next");
-    // A process returns memory slowly after it has freed it. The guest was recorded with a smaller reserve for its kernel than
-    // the replay assumes, so it seems to want a few MiB less than it did.
-    assert!(segments.iter().all(|segment| (28..=100).contains(&(segment.anon_bytes / MIB))), "{segments:?}");
+    // A process returns memory slowly after it has freed it.
+    assert!(segments.iter().all(|segment| (31..=100).contains(&(segment.anon_bytes / MIB))), "{segments:?}");
 }
 
 #[test]
@@ -557,9 +556,8 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     assert_eq!(all_descriptors, 256 * MIB, "half of DRAM");
     assert!(amf_descriptors <= all_descriptors / 8, "{} MiB", amf_descriptors / MIB);
     assert_eq!([amf.swap_out_gib, all.swap_out_gib], [0.0, 0.0]);
-    // Less memory is powered. Only a little more of the working set is in DRAM, because Foreshore's guests reserve DRAM
-    // for the descriptors of all PM that can be plugged.
-    assert!(amf.pm_slower_s < all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
+    // Less memory is powered, and more of the working set is in DRAM.
+    assert!(amf.pm_slower_s < 0.75 * all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
     assert!(amf.amf_energy_kj < 0.5 * all.amf_energy_kj, "{} and {}", amf.amf_energy_kj, all.amf_energy_kj);
     // Broken variant: the papers' factor requests all PM and gets as much as the rule of descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);

@@ -60,6 +60,11 @@ impl BootMemory {
         movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES)
     }
 
+    /// Part of ZONE_MOVABLE that is left after boot.
+    pub fn managed_movable_bytes(&self) -> u64 {
+        self.movable_bytes().saturating_sub(descriptor_bytes(self.boot_bytes))
+    }
+
     /// Ratios of `vm.lowmem_reserve_ratio`. They stay in force in a guest without an agent; an agent adapts them. DRAM that can be
     /// added counts, because it is movable as well and comes before PM.
     pub fn reserve_ratios(&self) -> [u64; 5] {
@@ -95,8 +100,10 @@ impl BootMemory {
             0 => [0, low_bytes.saturating_sub(movable_bytes), 0],
             normal_bytes => [0, low_bytes, normal_bytes.saturating_sub(movable_bytes)],
         };
-        let movable_bytes = movable_bytes.saturating_sub(descriptor_bytes(self.boot_bytes));
-        NodeMemory { zones_bytes, movable_bytes: movable_bytes.saturating_add(self.dram_bytes) }
+        NodeMemory {
+            zones_bytes,
+            movable_bytes: self.managed_movable_bytes().saturating_add(self.dram_bytes),
+        }
     }
 
     /// Boot memory in ZONE_NORMAL and its part that becomes ZONE_MOVABLE.

@@ -31,6 +31,11 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
 
+/// The same, bounded by half of the `kernel_bytes` in zones that serve the kernel.
+pub fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) -> u64 {
+    kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(kernel_bytes / 2)
+}
+
 /// Linux' ratios of `vm.lowmem_reserve_ratio`, in the order of its zones: ZONE_DMA, ZONE_DMA32, ZONE_NORMAL, ZONE_MOVABLE and
 /// ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
 pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
@@ -61,13 +66,13 @@ impl NodeMemory {
     }
 
     /// Lowers `ratios` so that the kernel's zones keep the reserve of a node with `dram_bytes`, to which `hotplug_bytes` can be
-    /// added. The reserve is at most half of the kernel's zones.
+    /// added.
     ///
     /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that it looks at
     /// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
     /// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
-        let reserve_bytes = kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(self.kernel_bytes() / 2);
+        let reserve_bytes = node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes);
         // Drivers alone ask for ZONE_DMA.
         let [_, dma32_bytes, normal_bytes] = self.zones_bytes;
         lower_reserve_ratios(ratios, &[0, dma32_bytes, normal_bytes], self.movable_bytes, reserve_bytes);

@@ -4,12 +4,15 @@
 //! is one step however long it is; while memory is reclaimed, plugged or waited for, it goes in steps of milliseconds.
 
 mod paging;
+mod placing;
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::{Measure, kernel_reserve_bytes};
+use foreshore_proto::Measure;
 
 use self::paging::Budget;
+use self::placing::Placed;
+pub(super) use self::placing::{BootZones, boot_memory};
 use super::demand::Segment;
 use super::swap::SwapDevice;
 pub(super) use crate::units::PAGE_BYTES;
@@ -167,11 +170,8 @@ pub struct Guest {
     now: TimeMs,
     zones: Vec<ZoneSizes>,
     plugs: Vec<Plug>,
-    /// What the kernel boots with and leaves to all.
-    lowmem_bytes: u64,
-    lowmem_marks: Marks,
-    /// The agent keeps this much of it from user pages (docs/agent.md).
-    reserve_bytes: u64,
+    boot: BootZones,
+    placed: Placed,
     resident_bytes: u64,
     swapped_bytes: u64,
     waiting_bytes: u64,
@@ -185,25 +185,10 @@ pub struct Guest {
     totals: Totals,
 }
 
-/// Boot memory that the guest's kernel keeps free of user pages, as the VMM's command line and the agent configure it.
-/// `most_bytes` has the tier and the largest size of each zone.
-pub(super) fn reserve_bytes(lowmem_bytes: u64, most_bytes: impl Iterator<Item = (Tier, u64)>) -> u64 {
-    let (mut dram_bytes, mut hotplug_bytes) = (lowmem_bytes, 0u64);
-    for (tier, bytes) in most_bytes {
-        hotplug_bytes = hotplug_bytes.saturating_add(bytes);
-        if tier == Tier::Dram {
-            dram_bytes = dram_bytes.saturating_add(bytes);
-        }
-    }
-    kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(lowmem_bytes / 2)
-}
-
 impl Guest {
     /// A guest that has booted and has what is wanted of it at first, as far as that fits, with zones as the host has
     /// them.
     pub fn new(config: GuestConfig, zones: &[ZoneSizes], segment: &Segment) -> Self {
-        // The kernel's code, and descriptors of the memory it boots with.
-        let lowmem_bytes = config.boot_bytes.saturating_sub(16 * MIB + config.boot_bytes / 32).max(MIB);
         let plug = |zone: &ZoneSizes| Plug {
             asked: TimeMs(0),
             done_us: 0,
@@ -214,9 +199,8 @@ impl Guest {
             now: TimeMs(0),
             plugs: zones.iter().map(plug).collect(),
             zones: zones.to_vec(),
-            lowmem_marks: Marks::lowmem(lowmem_bytes),
-            reserve_bytes: reserve_bytes(lowmem_bytes, zones.iter().map(|zone| (zone.tier, zone.max_bytes))),
-            lowmem_bytes,
+            boot: BootZones::new(config.boot_bytes, zones),
+            placed: Placed::default(),
             config,
             resident_bytes: 0,
             swapped_bytes: 0,
@@ -228,12 +212,14 @@ impl Guest {
             stuck_ms: 0,
             totals: Totals::default(),
         };
+        guest.boot.adapt(&guest.zones);
         let room = |guest: &Guest| {
             guest.room_bytes().saturating_sub(guest.marks_bytes(|marks| marks.high)) / PAGE_BYTES * PAGE_BYTES
         };
         guest.resident_bytes = segment.anon_bytes.min(room(&guest));
         guest.waiting_bytes = segment.anon_bytes - guest.resident_bytes;
         guest.file_bytes = if segment.touches_per_s > 0 { segment.file_bytes.min(room(&guest)) } else { 0 };
+        guest.place();
         guest
     }
 
@@ -282,8 +268,8 @@ impl Guest {
         self.file_bytes + self.stream_bytes
     }
 
-    pub(super) fn lowmem(&self) -> (u64, Marks) {
-        (self.lowmem_bytes, self.lowmem_marks)
+    pub(super) fn boot(&self) -> &BootZones {
+        &self.boot
     }
 
     pub(super) fn zone_marks(&self, index: usize) -> Marks {
@@ -292,7 +278,7 @@ impl Guest {
 
     /// MemTotal.
     pub fn total_bytes(&self) -> u64 {
-        self.lowmem_bytes + self.plugged_bytes()
+        self.boot.bytes() + self.plugged_bytes()
     }
 
     /// What is plugged of all zones.
@@ -316,17 +302,6 @@ impl Guest {
         self.zones.iter().any(|zone| zone.requested_bytes > zone.plugged_bytes)
     }
 
-    /// Total memory that user pages can occupy.
-    fn capacity_bytes(&self) -> u64 {
-        let next = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
-        self.total_bytes().saturating_sub(self.kept_bytes().max(self.descriptor_bytes() + next))
-    }
-
-    /// Boot memory that is kept free of user pages. Page descriptors are allocated from it.
-    fn kept_bytes(&self) -> u64 {
-        self.reserve_bytes.max(self.descriptor_bytes()).min(self.lowmem_bytes)
-    }
-
     fn user_bytes(&self) -> u64 {
         self.resident_bytes + self.file_bytes + self.stream_bytes
     }
@@ -338,7 +313,7 @@ impl Guest {
 
     fn marks_bytes(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
         let zones: u64 = self.plugs.iter().map(|plug| mark(&plug.marks)).sum();
-        (mark(&self.lowmem_marks) + zones) * PAGE_BYTES
+        (mark(&self.boot.kernel_marks) + mark(&self.boot.movable_marks) + zones) * PAGE_BYTES
     }
 
     /// What is on its way out and not free any more.
@@ -364,48 +339,8 @@ impl Guest {
     pub fn available_bytes(&self) -> u64 {
         let low = self.marks_bytes(|marks| marks.low);
         let cached = self.cached_bytes();
-        let kept = self.marks_bytes(|marks| marks.high) + self.reserve_bytes;
+        let kept = self.marks_bytes(|marks| marks.high) + self.boot.kept_bytes;
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
-    }
-
-    /// Free bytes of the boot memory and of each zone. User pages fill hotplugged DRAM, boot memory down to the reserve, and
-    /// then PM, which is how Linux' lists of zones are ordered.
-    pub(super) fn free_by_zone(&self, free: &mut [u64]) -> u64 {
-        let mut users = self.user_bytes();
-        let mut leaving = self.leaving_bytes();
-        let mut fill = |zone: &ZoneSizes| {
-            let taken = users.min(zone.plugged_bytes);
-            users -= taken;
-            zone.plugged_bytes - taken
-        };
-        for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Dram) {
-            *free = fill(zone);
-        }
-        let descriptors = self.descriptor_bytes();
-        let taken = users.min(self.lowmem_bytes - self.kept_bytes());
-        users -= taken;
-        let lowmem_free = self.lowmem_bytes.saturating_sub(taken + descriptors);
-        for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Pm) {
-            let taken = users.min(zone.plugged_bytes);
-            users -= taken;
-            *free = zone.plugged_bytes - taken;
-        }
-        for free in free.iter_mut().rev() {
-            let gone = leaving.min(*free);
-            *free -= gone;
-            leaving -= gone;
-        }
-        lowmem_free
-    }
-
-    /// User pages that lie in PM, in thousandths.
-    fn pm_permille(&self) -> u64 {
-        let users = self.user_bytes();
-        if users == 0 {
-            return 0;
-        }
-        let dram = (self.lowmem_bytes + self.plugged_of(Tier::Dram)).saturating_sub(self.kept_bytes());
-        users.saturating_sub(dram) * 1000 / users
     }
 
     fn stuck_bytes(&self, zone: &ZoneSizes, plug: &Plug) -> u64 {
@@ -546,6 +481,7 @@ impl Guest {
         self.run_kswapd(&mut budget);
         stall_us += self.touch(ms.saturating_mul(1000).saturating_sub(stall_us), segment, &mut budget);
         self.read_files(ms, segment);
+        self.place();
         self.totals.stall_us += stall_us;
         self.count(ms, segment);
     }
@@ -578,6 +514,7 @@ impl Guest {
             if moved > 0 {
                 plug.peak_bytes = plug.peak_bytes.max(self.zones[index].plugged_bytes);
                 plug.marks = Marks::movable(self.zones[index].plugged_bytes);
+                self.boot.adapt(&self.zones);
             }
         }
     }
@@ -586,8 +523,9 @@ impl Guest {
     fn plug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
         let zone = self.zones[index];
         let mut bytes = done_bytes.min(zone.requested_bytes - zone.plugged_bytes);
-        let free = self.lowmem_free_bytes();
-        let sections = free.saturating_sub(self.lowmem_marks.min * PAGE_BYTES) / SECTION_DESCRIPTOR_BYTES;
+        let free = self.kernel_free_bytes();
+        let sections =
+            free.saturating_sub(self.boot.kernel_marks.min * PAGE_BYTES) / SECTION_DESCRIPTOR_BYTES;
         let begun = zone.plugged_bytes.next_multiple_of(SECTION_BYTES) - zone.plugged_bytes;
         bytes = bytes.min(begun.saturating_add(sections.saturating_mul(SECTION_BYTES)));
         if zone.tier == Tier::Pm {
@@ -598,13 +536,6 @@ impl Guest {
         self.zones[index].plugged_bytes += bytes;
         self.totals.plugged_in_bytes[zone.tier as usize] += bytes;
         bytes
-    }
-
-    fn lowmem_free_bytes(&self) -> u64 {
-        let descriptors = self.descriptor_bytes();
-        let users = self.user_bytes().saturating_sub(self.plugged_of(Tier::Dram));
-        let users = users.min(self.lowmem_bytes - self.kept_bytes());
-        self.lowmem_bytes.saturating_sub(users + descriptors)
     }
 
     /// Unplugs at most so much. Only free memory can leave; what lies in the blocks moves there.
@@ -647,7 +578,7 @@ impl Guest {
 
     /// What the guest would have to have for all that is wanted to be there.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
-        let overhead = self.kept_bytes() + self.marks_bytes(|marks| marks.high);
+        let overhead = self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);
         segment.anon_bytes_at(self.now) + segment.file_bytes + overhead
     }
 }

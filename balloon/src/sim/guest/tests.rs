@@ -97,3 +97,65 @@ fn a_driver_that_is_at_work_takes_a_new_size_up_and_one_that_turns_round_begins(
     let back = plugged(0);
     assert_eq!((back[59], back[100] < 200), (200, true), "a pause, and back");
 }
+
+/// A guest with 512 MiB of DRAM and 7 GiB of PM.
+struct Loaded {
+    guest: Guest,
+    now_ms: u64,
+}
+
+impl Loaded {
+    const PM_BYTES: u64 = 7168 * MIB;
+
+    fn new() -> Self {
+        let pm = ZoneSizes { guest_numa_node: 1, ..ZoneSizes::empty(0, Tier::Pm, Self::PM_BYTES) };
+        let config = GuestConfig { boot_bytes: 512 * MIB, ..GuestConfig::default() };
+        Self { guest: Guest::new(config, &[pm], &Segment::default()), now_ms: 0 }
+    }
+
+    /// Lives for a minute with these anonymous pages.
+    fn live(&mut self, anon_mib: u64) {
+        self.now_ms += 60_000;
+        let segment = Segment { anon_bytes: anon_mib * MIB, ..Segment::default() };
+        self.guest.live(TimeMs(self.now_ms), &segment, &mut HostPool(2 * Self::PM_BYTES));
+    }
+
+    fn plug(&mut self, mib: u64, anon_mib: u64) {
+        self.guest.request([mib * MIB]);
+        self.live(anon_mib);
+        assert_eq!(self.guest.plugged_bytes(), mib * MIB);
+    }
+
+    /// Free memory of the kernel's zone, in MiB.
+    fn kernel_free_mib(&self) -> u64 {
+        self.guest.free_by_zone(&mut [0]).kernel_bytes / MIB
+    }
+}
+
+/// A sixteenth of DRAM, and the descriptors of 7 GiB, which are 112 MiB.
+const KEPT_MIB: u64 = 142;
+
+#[test]
+fn user_pages_leave_the_reserve_free_beside_descriptors() {
+    let mut loaded = Loaded::new();
+    assert_eq!(loaded.guest.boot().kept_bytes / MIB, KEPT_MIB);
+    loaded.plug(2048, 0);
+    loaded.live(1500);
+    assert_eq!(loaded.guest.descriptor_bytes(), 32 * MIB);
+    assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
+}
+
+#[test]
+fn reserve_that_descriptors_have_taken_is_refilled_when_pages_are_freed() {
+    let mut loaded = Loaded::new();
+    loaded.live(320);
+    let free_mib = loaded.kernel_free_mib();
+    assert!((KEPT_MIB..KEPT_MIB + 32).contains(&free_mib), "{free_mib}");
+    loaded.plug(2048, 320);
+    assert_eq!(loaded.kernel_free_mib(), free_mib - 32, "the user pages stay");
+    loaded.live(1500);
+    assert_eq!(loaded.kernel_free_mib(), free_mib - 32);
+    loaded.live(0);
+    loaded.live(1500);
+    assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
+}
