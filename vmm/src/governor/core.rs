@@ -22,7 +22,7 @@ use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report, Settings};
-use balloon::{Distances, DriverState, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
+use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 use tracing::{info, warn};
 

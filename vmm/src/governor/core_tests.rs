@@ -1,5 +1,6 @@
 //! The governor against devices that do as they are told, or do not.
 
+use balloon::DriverState;
 use std::sync::Arc;
 
 use parking_lot::Mutex;

@@ -1,5 +1,7 @@
 //! A guest that starts another kernel by itself.
 
+use balloon::DriverState;
+
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{Fixture, MIB, fixture, hello, report};

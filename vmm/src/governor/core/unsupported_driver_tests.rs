@@ -1,5 +1,7 @@
 //! Guests whose virtio-mem drivers the devices have refused.
 
+use balloon::DriverState;
+
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, FakeDevice, Fixture, MIB, fixture, hello, report};
