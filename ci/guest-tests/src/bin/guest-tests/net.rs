@@ -199,8 +199,8 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
 }
 
 pub fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
-    guest.run_within(IO_LIMIT, &format!("ping -c 5 -W 20 {}", net.host))?;
-    guest.run_within(IO_LIMIT, &format!("ping -c 3 -W 20 -s 20000 {}", net.host))?;
+    guest.run_within(IO_LIMIT, &format!("ping -A -c 5 -W 20 {}", net.host))?;
+    guest.run_within(IO_LIMIT, &format!("ping -A -c 3 -W 20 -s 20000 {}", net.host))?;
     Ok(())
 }
 
@@ -351,7 +351,7 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
     bring_up(&a, address_a)?;
     bring_up(&b, address_b)?;
     let talk = || -> Result<()> {
-        a.run_within(IO_LIMIT, &format!("ping -c 5 -W 20 {address_b}"))?;
+        a.run_within(IO_LIMIT, &format!("ping -A -c 5 -W 20 {address_b}"))?;
         let line = std::str::from_utf8(LINE)?.trim();
         for (from, to, to_address) in [(&a, &b, address_b), (&b, &a, address_a)] {
             let bytes = TRANSFER_BYTES;
