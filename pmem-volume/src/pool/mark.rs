@@ -1,14 +1,40 @@
-//! Marks that the host puts on files as an extended attribute. A guest writes the bytes of a file and never its attributes, so
-//! a mark shows what the host uses a file for whatever the guest has written to it.
+//! Marks that the host puts on files as an extended attribute. A guest writes the bytes of a file
+//! and never its attributes, so a mark shows what the host uses a file for whatever the guest has
+//! written to it.
 
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Regular files have user attributes. Nodes of devices and files on tmpfs before Linux 6.6 have only trusted ones, which need
-/// CAP_SYS_ADMIN (xattr(7)).
-const NAMES: [&CStr; 2] = [c"user.foreshore", c"trusted.foreshore"];
+use thiserror::Error;
+
+/// Name of an attribute, and of another one that shows whether a file can have attributes.
+struct Attribute {
+    name: &'static CStr,
+    probe: &'static CStr,
+}
+
+/// Regular files have user attributes. Nodes of devices and files on tmpfs before Linux 6.6 have
+/// only trusted ones, which need CAP_SYS_ADMIN (xattr(7)).
+const ATTRIBUTES: [Attribute; 2] = [
+    Attribute { name: c"user.foreshore", probe: c"user.foreshore.probe" },
+    Attribute { name: c"trusted.foreshore", probe: c"trusted.foreshore.probe" },
+];
+
+/// Reason why a file gets no mark.
+#[derive(Debug, Error)]
+pub enum MarkError {
+    /// The file system has no attributes that this user may set.
+    #[error("the file system has no extended attributes")]
+    Unsupported,
+    /// The mark of another release, which is kept.
+    #[error("the file has a mark that this release does not know")]
+    Unknown,
+    /// A call of the operating system failed.
+    #[error("fsetxattr: {0}")]
+    Io(#[source] io::Error),
+}
 
 /// Use of a file by the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,64 +47,87 @@ pub enum Mark {
     Memory,
     /// A disk or a pmem device of a guest.
     Disk,
+    /// A use that this release does not know. It is never set, replaced or removed.
+    Unknown,
 }
 
 impl Mark {
-    const ALL: [Self; 4] = [Self::Pool, Self::Output, Self::Memory, Self::Disk];
-
-    const fn value(self) -> &'static [u8] {
-        match self {
-            Self::Pool => b"pool",
-            Self::Output => b"output",
-            Self::Memory => b"memory",
-            Self::Disk => b"disk",
-        }
-    }
+    const VALUES: [(Self, &'static [u8]); 4] =
+        [(Self::Pool, b"pool"), (Self::Output, b"output"), (Self::Memory, b"memory"), (Self::Disk, b"disk")];
 
     /// Reads the mark of a file. A file system without attributes has none.
     pub fn of(file: &File) -> Option<Self> {
-        NAMES.iter().find_map(|name| {
+        ATTRIBUTES.iter().find_map(|attribute| {
             let mut value = [0_u8; 8];
-            // SAFETY: the name is a C string; the kernel stores at most as many bytes as `value` has, which outlives the call.
+            // SAFETY: the name is a C string; the kernel stores at most as many bytes as `value`
+            // has, which outlives the call.
             let len = unsafe {
-                libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
+                libc::fgetxattr(
+                    file.as_raw_fd(),
+                    attribute.name.as_ptr(),
+                    value.as_mut_ptr().cast(),
+                    value.len(),
+                )
             };
-            let value = value.get(..usize::try_from(len).ok()?)?;
-            Self::ALL.into_iter().find(|mark| mark.value() == value)
+            let known = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
+            match usize::try_from(len) {
+                Ok(len) => Some(known(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)),
+                // The value is longer than that of any known mark.
+                Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ERANGE) => {
+                    Some(Self::Unknown)
+                }
+                Err(_) => None,
+            }
         })
     }
 
-    /// Marks a file and replaces its earlier mark.
-    pub fn set(self, file: &File) -> io::Result<()> {
-        if Self::of(file) == Some(self) {
-            return Ok(());
+    /// Marks a file and replaces its earlier mark, unless that is unknown.
+    pub fn set(self, file: &File) -> Result<(), MarkError> {
+        let (_, value) =
+            Self::VALUES.into_iter().find(|(mark, _)| *mark == self).expect("a known mark is set");
+        match Self::of(file) {
+            Some(Self::Unknown) => return Err(MarkError::Unknown),
+            Some(mark) if mark == self => return Ok(()),
+            _ => {}
         }
-        self.store(file).map(drop)
+        let [user, trusted] = &ATTRIBUTES;
+        let Err(error) = store(file, user.name, value, 0) else { return Ok(()) };
+        let is_unsupported = |error: &io::Error| error.raw_os_error() == Some(libc::EOPNOTSUPP);
+        match store(file, trusted.name, value, 0) {
+            Ok(()) => Ok(()),
+            _ if !is_unsupported(&error) => Err(MarkError::Io(error)),
+            // Only root sets trusted attributes.
+            Err(error) if is_unsupported(&error) || error.kind() == io::ErrorKind::PermissionDenied => {
+                Err(MarkError::Unsupported)
+            }
+            Err(error) => Err(MarkError::Io(error)),
+        }
     }
 
-    /// Returns the name of the attribute that marks this file, which has no mark; `None` if it
-    /// cannot be marked. File systems and security modules may allow reading of attributes alone,
-    /// so a mark is set and removed again.
+    /// Returns the name of the attribute that marks this file; `None` if it cannot be marked. File
+    /// systems and security modules may allow reading of attributes alone, so an attribute is set
+    /// and removed again. It has another name, because a crash in between leaves it behind.
     pub fn settable_attribute(file: &File) -> Option<&'static str> {
-        let name = Self::Disk.store(file).ok()?;
-        // SAFETY: the name is a C string, which outlives the call.
-        let failed = unsafe { libc::fremovexattr(file.as_raw_fd(), name.as_ptr()) };
-        if failed == 0 { name.to_str().ok() } else { None }
+        let can_have = |probe: &CStr| match store(file, probe, b"", libc::XATTR_CREATE) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => false,
+            Ok(()) | Err(_) => {
+                // SAFETY: the name is a C string, which outlives the call.
+                unsafe { libc::fremovexattr(file.as_raw_fd(), probe.as_ptr()) };
+                true
+            }
+        };
+        let attribute = ATTRIBUTES.iter().find(|attribute| can_have(attribute.probe))?;
+        attribute.name.to_str().ok()
     }
+}
 
-    /// Sets the first attribute that the file can have. Returns its name.
-    fn store(self, file: &File) -> io::Result<&'static CStr> {
-        let value = self.value();
-        let mut result = Err(io::ErrorKind::Unsupported.into());
-        for name in NAMES {
-            // SAFETY: the name is a C string, and the kernel reads as many bytes as `value` has. Both outlive the call.
-            let failed = unsafe {
-                libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0)
-            };
-            result = if failed == 0 { return Ok(name) } else { Err(io::Error::last_os_error()) };
-        }
-        result
-    }
+fn store(file: &File, name: &CStr, value: &[u8], flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: the name is a C string, and the kernel reads as many bytes as `value` has. Both
+    // outlive the call.
+    let failed = unsafe {
+        libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
+    };
+    if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -89,7 +138,7 @@ mod tests {
     fn a_mark_lasts_and_is_not_part_of_the_bytes() {
         let file = tempfile::NamedTempFile::new().unwrap();
         assert_eq!(Mark::of(file.as_file()), None);
-        for mark in Mark::ALL {
+        for (mark, _) in Mark::VALUES {
             mark.set(file.as_file()).unwrap();
             assert_eq!(Mark::of(&File::open(file.path()).unwrap()), Some(mark));
         }
@@ -97,15 +146,77 @@ mod tests {
         let copy = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(copy.path(), std::fs::read(file.path()).unwrap()).unwrap();
         assert_eq!(Mark::of(copy.as_file()), None);
-        let attribute = Mark::settable_attribute(copy.as_file()).unwrap();
-        assert!(NAMES.iter().any(|name| name.to_str() == Ok(attribute)));
-        assert_eq!(Mark::of(copy.as_file()), None, "the mark is removed again");
+    }
+
+    /// Names of all attributes of a file.
+    fn attributes(file: &File) -> String {
+        let mut names = [0_u8; 1024];
+        // SAFETY: the kernel stores at most as many bytes as `names` has.
+        let len = unsafe { libc::flistxattr(file.as_raw_fd(), names.as_mut_ptr().cast(), names.len()) };
+        String::from_utf8(names[..len as usize].to_vec()).unwrap()
+    }
+
+    fn attribute_of(file: &File) -> &'static Attribute {
+        let name = Mark::settable_attribute(file).unwrap();
+        ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap()
+    }
+
+    #[test]
+    fn probe_is_not_a_mark_and_is_removed() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = file.as_file();
+        let attribute = attribute_of(file);
+        assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
+        // A probe that ended between its two calls.
+        store(file, attribute.probe, b"", 0).unwrap();
+        assert_eq!(Mark::of(file), None);
+        assert_eq!(attribute_of(file).name, attribute.name);
+        assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
+        for (mark, _) in Mark::VALUES {
+            mark.set(file).unwrap();
+            Mark::settable_attribute(file).unwrap();
+            assert_eq!(Mark::of(file), Some(mark), "the probe leaves a mark");
+        }
+    }
+
+    #[test]
+    fn mark_of_another_release_is_kept() {
+        for value in [&b""[..], b"volume", b"eightlet", b"longer than any known mark"] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let file = file.as_file();
+            let name = attribute_of(file).name;
+            store(file, name, value, libc::XATTR_CREATE).unwrap();
+            assert_eq!(Mark::of(file), Some(Mark::Unknown));
+            for (mark, _) in Mark::VALUES {
+                assert!(matches!(mark.set(file), Err(MarkError::Unknown)));
+            }
+            Mark::settable_attribute(file).unwrap();
+            let mut kept = [0; 100];
+            // SAFETY: the kernel stores at most as many bytes as `kept` has.
+            let len = unsafe {
+                libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), kept.as_mut_ptr().cast(), kept.len())
+            };
+            assert_eq!(&kept[..len as usize], value);
+        }
     }
 
     #[test]
     fn file_system_without_attributes_has_no_marks() {
         let file = File::open("/proc/self/status").unwrap();
         assert_eq!((Mark::of(&file), Mark::settable_attribute(&file)), (None, None));
-        Mark::Disk.set(&file).unwrap_err();
+        assert!(matches!(Mark::Disk.set(&file), Err(MarkError::Unsupported)));
+    }
+
+    #[test]
+    fn failure_to_set_a_mark_is_not_taken_for_a_file_system_without_marks() {
+        // The kernel refuses descriptors of O_PATH with EBADF.
+        use std::os::unix::fs::OpenOptionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(file.path()).unwrap();
+        let error = Mark::Disk.set(&file).unwrap_err();
+        assert!(
+            matches!(&error, MarkError::Io(source) if source.raw_os_error() == Some(libc::EBADF)),
+            "{error}"
+        );
     }
 }
