@@ -1,8 +1,9 @@
 //! Files that a guest writes: disks and pmem devices. A guest never gets a pool to write.
 //!
 //! A guest can write the bytes of a pool to its disk, and no later start may fail because of that.
-//! So the host marks the files that guests write, and the bytes of a marked file are never
-//! examined. A file without a mark that holds a pool is a copy of a pool, or a copy of a disk whose
+//! So the host marks the files that guests write, and the bytes of a file with the mark of a disk
+//! are not examined. A file with the mark of another use is served, with a warning if it holds a
+//! pool. A file without a mark that holds a pool is a copy of a pool, or a copy of a disk whose
 //! guest has written one. Only the host's user can tell them apart.
 
 use std::fs::File;
@@ -11,7 +12,9 @@ use std::path::{Path, PathBuf};
 use pmem_volume::pool::claim::{holds_pool, is_pool};
 use pmem_volume::pool::mark::Mark;
 use thiserror::Error;
-use tracing::{debug, warn};
+use tracing::warn;
+
+use crate::file_mark;
 
 /// Reason to refuse a file that a guest would write.
 #[derive(Debug, Error)]
@@ -58,7 +61,7 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
     if mark == Some(Mark::Pool) && access.is_writable && is_pool(file, path) {
         return Err(GuestFileError::MarkedPool { path: path.to_owned() });
     }
-    if mark == Some(Mark::Disk) || access.is_declared_raw || !holds_pool(file, path) {
+    if is_marked(file) || access.is_declared_raw || !holds_pool(file, path) {
         return Ok(());
     }
     let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
@@ -73,16 +76,20 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
     Ok(())
 }
 
-/// Marks a file that a guest is about to write. The mark replaces that of an earlier use.
+/// True for a file that the host's user has attached as a disk before. Its bytes are the guest's.
+pub fn is_marked(file: &File) -> bool {
+    Mark::of(file) == Some(Mark::Disk)
+}
+
+/// Marks a file that a guest is about to write.
 pub fn mark(file: &File, path: &Path) {
-    if let Err(err) = Mark::Disk.set(file) {
-        debug!(?path, %err, "The file cannot be marked as a disk");
-    }
+    file_mark::set(Mark::Disk, file, path);
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::OpenOptionsExt;
 
     use pmem_volume::{OpenMode, Pool};
@@ -144,6 +151,39 @@ mod tests {
             check_path(&disk, WRITABLE).unwrap_err();
             fs::remove_file(&disk).unwrap();
         }
+    }
+
+    #[test]
+    fn pool_copied_onto_a_disk_is_a_pool_once_it_is_removed_first_or_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let [pool, _] = pool_and_copy(folder.path());
+        for is_removed in [true, false] {
+            let disk = folder.path().join("disk");
+            mark(&File::create(&disk).unwrap(), &disk);
+            if is_removed {
+                fs::remove_file(&disk).unwrap();
+            }
+            // The file keeps its mark unless it is a new one.
+            fs::write(&disk, fs::read(&pool).unwrap()).unwrap();
+            assert_eq!(check_path(&disk, WRITABLE).is_err(), is_removed);
+            drop(Pool::open(&disk, OpenMode::ReadWrite).unwrap());
+            check_path(&disk, RAW).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn file_with_a_mark_of_another_release_is_served() {
+        let folder = tempfile::tempdir().unwrap();
+        let [_, copy] = pool_and_copy(folder.path());
+        let file = File::open(&copy).unwrap();
+        let name = format!("{}\0", Mark::settable_attribute(&file).unwrap());
+        // SAFETY: the name is a C string, and the kernel reads 3 bytes of the value.
+        let failed =
+            unsafe { libc::fsetxattr(file.as_raw_fd(), name.as_ptr().cast(), b"new".as_ptr().cast(), 3, 0) };
+        assert_eq!(failed, 0);
+        check_path(&copy, WRITABLE).unwrap();
+        mark(&file, &copy);
+        assert_eq!(Mark::of(&file), Some(Mark::Unknown));
     }
 
     #[test]

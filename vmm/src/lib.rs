@@ -14,6 +14,7 @@ pub mod cpu;
 pub mod event_loop;
 pub mod events;
 pub mod file_id;
+pub mod file_mark;
 pub mod governor;
 pub mod guest_file;
 pub mod host_console;

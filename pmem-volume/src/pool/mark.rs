@@ -33,7 +33,7 @@ pub enum MarkError {
     Unknown,
     /// A call of the operating system failed.
     #[error("fsetxattr: {0}")]
-    Io(#[source] io::Error),
+    Io(io::Error),
 }
 
 /// Use of a file by the host.

@@ -143,7 +143,7 @@ impl RawImage {
         }
         let access = GuestAccess { is_writable: !options.readonly, is_declared_raw: options.is_called_raw };
         guest_file::check(&file, path, access)?;
-        if !options.is_called_raw {
+        if !options.is_called_raw && !guest_file::is_marked(&file) {
             warn_of_format(&file, path);
         }
         if served_bytes != size_bytes {

@@ -287,6 +287,23 @@ fn bytes_that_a_guest_wrote_never_keep_its_disk_from_it() {
 }
 
 #[test]
+fn image_is_examined_for_other_formats_until_it_is_a_disk() {
+    let (folder, path) = image(1 << 20);
+    File::options().write(true).open(&path).unwrap().write_all(b"QFI\xfb\0\0\0\x03").unwrap();
+    let log = folder.path().join("log");
+    let subscriber = tracing_subscriber::fmt().with_writer(Arc::new(File::create(&log).unwrap())).finish();
+    let warnings = |options| {
+        let before = fs::read_to_string(&log).unwrap().len();
+        drop(RawImage::open(&path, options).unwrap());
+        fs::read_to_string(&log).unwrap()[before..].matches("a qcow2 image").count()
+    };
+    tracing::subscriber::with_default(subscriber, || {
+        // An image that is only read gets no mark.
+        assert_eq!([READONLY, READONLY, WRITABLE, WRITABLE, READONLY].map(warnings), [1, 1, 1, 0, 0]);
+    });
+}
+
+#[test]
 fn copy_of_a_pool_becomes_a_disk_only_if_the_user_says_so() {
     let (folder, path) = image(16 << 20);
     let copy = folder.path().join("copy");

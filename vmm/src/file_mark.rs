@@ -1,0 +1,47 @@
+//! Marks on the files that a VM uses.
+
+use std::fs::File;
+use std::path::Path;
+
+use pmem_volume::pool::mark::{Mark, MarkError};
+use tracing::{debug, warn};
+
+/// Marks a file that a VM is about to use. The mark replaces that of an earlier use.
+///
+/// Without the mark, content that the guest writes to the file is examined at the next start and
+/// may prevent it.
+pub fn set(mark: Mark, file: &File, path: &Path) {
+    let Err(err) = mark.set(file) else { return };
+    if needs_warning(&err, file.metadata().is_ok_and(|metadata| metadata.is_file())) {
+        warn!(
+            ?path,
+            %err,
+            "The file cannot be marked: what the guest writes to it may prevent the next start of its VM"
+        );
+    } else {
+        debug!(?path, %err, "The file cannot be marked");
+    }
+}
+
+/// Other files, and file systems without attributes, never have marks. The documentation describes
+/// them.
+fn needs_warning(error: &MarkError, is_file: bool) -> bool {
+    is_file && !matches!(error, MarkError::Unsupported)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn failed_mark_of_a_file_that_can_have_one_needs_a_warning() {
+        let io = |errno| MarkError::Io(io::Error::from_raw_os_error(errno));
+        for error in [io(libc::ENOSPC), io(libc::EDQUOT), io(libc::EACCES), MarkError::Unknown] {
+            assert!(needs_warning(&error, true), "{error}");
+            assert!(!needs_warning(&error, false), "{error}");
+        }
+        assert!(!needs_warning(&MarkError::Unsupported, true));
+    }
+}
