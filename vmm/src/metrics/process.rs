@@ -29,7 +29,11 @@ pub(super) fn expose_restarts(out: &mut Exposer<'_>, restarts: &RestartMetrics) 
     let delayed = Family("delayed_restarts", "Restarts of the guest that were delayed.", None);
     out.counters(delayed, [(Vec::new(), restarts.delayed())])?;
     let delay = [(Vec::new(), restarts.delay().as_secs_f64())];
-    out.seconds_total("restart_delay", "Time by which these restarts were delayed.", delay)
+    out.seconds_total(
+        "restart_delay",
+        "Delays imposed on restarts of the guest; a client may end one early.",
+        delay,
+    )
 }
 
 /// A filter that was requested and is not installed.

@@ -19,7 +19,7 @@ pub struct RestartMetrics {
 }
 
 impl RestartMetrics {
-    /// Counts a restart that waits for `delay`.
+    /// Counts a restart that is to wait for `delay`. A client may end the delay early.
     pub(crate) fn count(&self, delay: Duration) {
         self.delayed.fetch_add(1, Ordering::Relaxed);
         self.delay_ms.fetch_add(delay.as_millis() as u64, Ordering::Relaxed);
@@ -30,7 +30,7 @@ impl RestartMetrics {
         self.delayed.load(Ordering::Relaxed)
     }
 
-    /// Sum of their delays.
+    /// Sum of the delays that were imposed on them.
     pub fn delay(&self) -> Duration {
         Duration::from_millis(self.delay_ms.load(Ordering::Relaxed))
     }
@@ -92,8 +92,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Ends the machine and builds it anew, with what its configuration has by now: DRAM is asked for as it was, PM has gone back to
-    /// its pool. A client that asks for it is told of it, a guest as often as it may be.
+    /// Ends the machine and builds it anew, with its present configuration. DRAM is requested as
+    /// before, and PM has been returned to its pool. `tell` reports the reboot: each reboot by a
+    /// client, and reboots by the guest up to a rate.
     pub(super) fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;
