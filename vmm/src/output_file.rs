@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
-use pmem_volume::pool::signature::known_content;
+use pmem_volume::pool::signature::content_lost_to;
 use thiserror::Error;
-use tracing::debug;
+
+use crate::file_mark;
 
 /// Reason to refuse a file for output.
 #[derive(Debug, Error)]
@@ -82,15 +83,10 @@ pub fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
         return Ok(());
     }
     lock(file, path)?;
-    if Mark::of(file) == Some(Mark::Output) {
-        return Ok(());
-    }
-    if let Some(content) = known_content(file, path).map_err(failed)? {
+    if let Some(content) = content_lost_to(Mark::Output, file, path).map_err(failed)? {
         return Err(OutputFileError::HasContent { path: path.to_owned(), content });
     }
-    if let Err(err) = Mark::Output.set(file) {
-        debug!(?path, %err, "The file cannot be marked: its content is looked at again at the next start");
-    }
+    file_mark::set(Mark::Output, file, path);
     Ok(())
 }
 
@@ -120,6 +116,19 @@ mod tests {
         admit(&append(&path), &path).unwrap();
         fs::write(&path, "[    0.000000] Linux version").unwrap();
         admit(&append(&path), &path).unwrap();
+    }
+
+    #[test]
+    fn disk_without_known_content_takes_no_output() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        fs::write(&path, [7; 4096]).unwrap();
+        Mark::Disk.set(&append(&path)).unwrap();
+        let error = admit(&append(&path), &path).unwrap_err().to_string();
+        assert!(error.contains("holds the data of a guest's disk"), "{error}");
+        fs::write(&path, "").unwrap();
+        admit(&append(&path), &path).unwrap();
+        assert_eq!(Mark::of(&append(&path)), Some(Mark::Output));
     }
 
     #[test]

@@ -64,6 +64,8 @@ enum Content {
     WrittenByGuest,
     /// A pool that a guest has written in the same way.
     PoolOfGuest,
+    /// A file that a guest has had as a pmem device, without a signature that is known.
+    DiskOfGuest,
     Log,
     /// A file without data.
     Hole,
@@ -77,9 +79,9 @@ enum Content {
 impl Content {
     fn all() -> impl Iterator<Item = Self> {
         use Content::*;
-        let others =
-            [Pool, PoolCopy, WrittenByGuest, PoolOfGuest, Log, Hole, Nothing, InUse, SocketLeftBehind];
-        (0..KNOWN.len()).map(Self::Known).chain(others)
+        let of_guests = [WrittenByGuest, PoolOfGuest, DiskOfGuest];
+        let others = [Pool, PoolCopy, Log, Hole, Nothing, InUse, SocketLeftBehind];
+        (0..KNOWN.len()).map(Self::Known).chain(of_guests).chain(others)
     }
 
     /// Name in the error, if a flag can know the content.
@@ -87,6 +89,7 @@ impl Content {
         match self {
             Self::Pool | Self::PoolCopy => Some("a pool"),
             Self::Known(index) => Some(KNOWN[index].0),
+            Self::DiskOfGuest => Some("the data of a guest's disk"),
             _ => None,
         }
     }
@@ -123,6 +126,11 @@ impl Content {
                 // The file stays the same, with its attributes.
                 fs::write(path, fs::read(&pool).unwrap()).unwrap();
                 fs::remove_file(pool).unwrap();
+            }
+            Self::DiskOfGuest => {
+                let file = hole();
+                drop(Flag("--pmem file=").open(path).unwrap());
+                file.write_all_at(&[7; 4096], 0).unwrap();
             }
             Self::Log => hole().write_all_at(LOG, 0).unwrap(),
             Self::Hole => drop(hole()),
@@ -267,7 +275,8 @@ impl Row {
     fn refuses(&self, content: Content) -> bool {
         self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
             // The mark is on a pool as well, and is another one.
-            "known content without the mark" => content.known().is_some(),
+            "known content without the mark" => content.known().is_some() && content != Content::DiskOfGuest,
+            "disks of guests" => content == Content::DiskOfGuest,
             "files that a VM or pool has" | "files in use" => content == Content::InUse,
             "any data" => {
                 content.known().is_some()

@@ -10,6 +10,7 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use super::claim::is_pool;
+use super::mark::Mark;
 use crate::media::{Media, MediaError};
 
 /// How much is looked at, at either end: the common formats have something there.
@@ -84,9 +85,28 @@ pub fn image_format(head: &[u8]) -> Option<&'static str> {
     IMAGES.iter().find(|signature| signature.is_in(head)).map(|signature| signature.name)
 }
 
-/// Known content of a file that the host is about to empty or write: a pool, a file system, a partition table, a BTT or
-/// a disk image. Do not call this for a file that a guest writes.
-pub fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+/// Content that a file would lose if the host used it as `mark`. A file that has the mark loses
+/// nothing, whatever a guest has written to it. Disks and pools are known by their marks as well,
+/// because not every format has a signature here.
+pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
+    let found = Mark::of(file);
+    if found == Some(mark) {
+        return Ok(None);
+    }
+    if let Some(content) = known_content(file, path)? {
+        return Ok(Some(content));
+    }
+    let is_empty = file.metadata()?.len() == 0;
+    Ok(match found {
+        Some(Mark::Disk) if !is_empty => Some("the data of a guest's disk"),
+        Some(Mark::Pool) if !is_empty => Some("the data of a pool"),
+        Some(Mark::Unknown) => Some("data that another release of Foreshore has marked"),
+        _ => None,
+    })
+}
+
+/// Known content of a file: a pool, a file system, a partition table, a BTT or a disk image.
+fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     // Opens the file again by /proc. That works even if the path names another file by now, or `file` is open for
     // writing only.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -161,6 +181,30 @@ mod tests {
         drop(crate::Pool::create(&path, 16 << 20, 0).unwrap());
         let file = File::options().append(true).open(&path).unwrap();
         assert_eq!(known_content(&file, &path).unwrap(), Some("a pool"));
+    }
+
+    #[test]
+    fn marked_files_lose_content_without_a_signature() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let path = folder.path().join("file");
+        let lost = |mark: Option<Mark>, bytes: &[u8]| {
+            let _ = std::fs::remove_file(&path);
+            std::fs::write(&path, bytes).unwrap();
+            let file = File::options().append(true).open(&path).unwrap();
+            mark.map_or(Ok(()), |mark| mark.set(&file)).unwrap();
+            content_lost_to(Mark::Output, &file, &path).unwrap()
+        };
+        for mark in [None, Some(Mark::Output), Some(Mark::Memory)] {
+            assert_eq!(lost(mark, &[7; 4096]), None);
+        }
+        assert_eq!(lost(Some(Mark::Output), b"XFSB"), None);
+        assert_eq!(lost(Some(Mark::Memory), b"XFSB"), Some("an XFS file system"));
+        assert_eq!(lost(Some(Mark::Disk), b"XFSB"), Some("an XFS file system"));
+        assert_eq!(lost(Some(Mark::Disk), &[0; 4096]), Some("the data of a guest's disk"));
+        assert_eq!(lost(Some(Mark::Pool), &[7; 4096]), Some("the data of a pool"));
+        for mark in [Mark::Disk, Mark::Pool] {
+            assert_eq!(lost(Some(mark), b""), None, "an emptied file");
+        }
     }
 
     #[test]

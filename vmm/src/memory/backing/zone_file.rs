@@ -9,13 +9,14 @@ use std::sync::Arc;
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::mark::Mark;
-use pmem_volume::pool::signature::known_content;
+use pmem_volume::pool::signature::content_lost_to;
 use thiserror::Error;
 use tracing::warn;
 
 use super::Access;
 use super::source::punch_hole;
 use crate::config::Size;
+use crate::file_mark;
 
 /// Why a file cannot be a zone's memory.
 #[derive(Debug, Error)]
@@ -121,12 +122,13 @@ impl ZoneFile {
         // Released with the last mapping's file, at the end of the machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
         // The memory of an earlier guest may be discarded. hugetlbfs holds only memory and has no marks.
-        let is_memory = Mark::of(file) == Some(Mark::Memory)
-            || huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_some();
-        if !is_memory && let Some(content) = known_content(file, path).map_err(ZoneFileError::Open)? {
-            return Err(ZoneFileError::HasContent { content });
+        if huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_none() {
+            let content = content_lost_to(Mark::Memory, file, path).map_err(ZoneFileError::Open)?;
+            if let Some(content) = content {
+                return Err(ZoneFileError::HasContent { content });
+            }
+            file_mark::set(Mark::Memory, file, path);
         }
-        let _ = Mark::Memory.set(file);
         if let Some(at) = first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes) {
             warn!(%at, "--memory-zone file=: what is in the file is discarded: a guest's memory begins as zeros");
         }
@@ -228,6 +230,20 @@ mod tests {
         std::fs::write(&memory, &before).unwrap();
         ZoneFile::open(&memory, SIZE, true).unwrap();
         assert!(std::fs::read(&memory).unwrap()[..SIZE as usize].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn disk_without_known_content_is_not_emptied() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, vec![7; SIZE as usize]).unwrap();
+        for (mark, content) in
+            [(Mark::Disk, "the data of a guest's disk"), (Mark::Pool, "the data of a pool")]
+        {
+            mark.set(&File::open(&path).unwrap()).unwrap();
+            assert!(error(&path, true).starts_with(&format!("it holds {content}")));
+            assert!(std::fs::read(&path).unwrap() == vec![7; SIZE as usize]);
+        }
     }
 
     #[test]
