@@ -9,7 +9,7 @@ use std::sync::Arc;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::warn;
 
-use super::rotated_file::{ConsoleFileMetrics, RotatedFile, id_of};
+use super::rotated_file::{ConsoleFileMetrics, RotatedFile, adopt_newer, id_of};
 use super::{ConsoleError, ConsoleOutput, Lines, Port};
 use crate::output_file::{admit, lock};
 
@@ -80,6 +80,7 @@ impl ConsoleFiles {
         path: &Path,
         max_bytes: Option<u64>,
     ) -> io::Result<ConsoleOutput> {
+        adopt_newer(path);
         let file = self.open(path)?;
         let metadata = file.metadata()?;
         if !metadata.is_file() {
@@ -293,6 +294,24 @@ mod tests {
                 let rotations = metrics.iter().map(|(_, file)| file.rotations.load(Ordering::Relaxed)).sum();
                 assert!((5..=6_u64).contains(&rotations), "{rotations}");
             }
+        }
+    }
+
+    #[test]
+    fn file_that_an_earlier_vmm_could_not_rename_is_continued_by_a_reboot() {
+        let (folder, path) = folder_with("console", "");
+        let newer = folder.path().join("console.new");
+        drop(files(FileStart::Empty).open(&path).unwrap());
+        for (start, text) in [(FileStart::Continue, "of the guest x"), (FileStart::Empty, "x")] {
+            fs::rename(&path, &newer).unwrap();
+            fs::write(&newer, "of the guest ").unwrap();
+            let mut files = files(start);
+            let mut output = files.output(Port::Serial, &path, Some(1000)).unwrap();
+            files.begin().unwrap();
+            assert_eq!(output.send(b"x").len, 0);
+            drop(output);
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+            assert!(!newer.exists());
         }
     }
 

@@ -1,8 +1,8 @@
 //! A file that holds a limited part of a console's output.
 //!
-//! The guest decides how much it writes. When the file has reached its limit, it is renamed to `PATH.1`, in place of an older one,
-//! and a new file is begun. Where that is not possible, for example because `PATH.1` is somebody else's, the file is emptied: the
-//! limit holds in any case.
+//! The guest decides how much it writes. When the file has reached its limit, it is renamed to
+//! `PATH.1`, in place of an older one, and a new file is begun. If that is not possible, because
+//! `PATH.1` is somebody else's for example, the file is emptied: the limit holds in any case.
 
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -17,6 +17,7 @@ use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
 use thiserror::Error;
+use tracing::warn;
 
 use crate::log::sparsely;
 use crate::output_file::admit;
@@ -61,6 +62,12 @@ enum KeepError {
         /// Reason of the operating system.
         source: io::Error,
     },
+}
+
+impl ConsoleFileMetrics {
+    fn discard(&self, bytes: u64) {
+        self.discarded_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
 }
 
 fn failed(call: &'static str) -> impl FnOnce(io::Error) -> KeepError {
@@ -166,73 +173,104 @@ impl Write for RotatedFile {
 impl Current {
     /// Continues with an empty file.
     fn begin_anew(&mut self, metrics: &ConsoleFileMetrics) -> io::Result<()> {
-        let discarded = |bytes| metrics.discarded_bytes.fetch_add(bytes, Ordering::Relaxed);
-        match self.rename_by(|from, to| fs::rename(from, to)) {
-            Ok(older_bytes) => discarded(older_bytes),
-            Err(err) => {
-                sparsely!(warn, %err, "A console's file has reached its limit and is emptied: it cannot be kept as {OLDER}");
-                let bytes = self.file.metadata()?.len();
-                self.file.set_len(0)?;
-                discarded(bytes)
-            }
-        };
+        if let Err(err) = self.rename_by(metrics, |from, to| fs::rename(from, to)) {
+            sparsely!(
+                warn,
+                %err,
+                "A console's file has reached its limit and is emptied: it cannot be kept as {OLDER}"
+            );
+            let bytes = self.file.metadata()?.len();
+            self.file.set_len(0)?;
+            metrics.discard(bytes);
+        }
         Ok(())
     }
 
-    /// Renames the file by `rename` and begins another. Returns the size of the older file that it
-    /// has replaced.
-    fn rename_by(&mut self, rename: impl Fn(&Path, &Path) -> io::Result<()>) -> Result<u64, KeepError> {
+    /// Renames the file by `rename` and begins another. Counts the bytes of the files that are
+    /// removed or replaced.
+    fn rename_by(
+        &mut self,
+        metrics: &ConsoleFileMetrics,
+        rename: impl Fn(&Path, &Path) -> io::Result<()>,
+    ) -> Result<(), KeepError> {
         let path = self.path.clone().ok_or(KeepError::NoPath)?;
-        let beside = |suffix: &str| PathBuf::from(OsString::from_iter([path.as_os_str(), suffix.as_ref()]));
-        let (older, newer) = (beside(OLDER), beside(NEWER));
+        let (older, newer) = (with_suffix(&path, OLDER), with_suffix(&path, NEWER));
         let ours = self.file.metadata().map_err(failed("fstat"))?;
         // The last rotation could not give the file its name.
-        let is_free = fs::symlink_metadata(&path).is_err_and(|err| err.kind() == io::ErrorKind::NotFound);
-        if is_free && is_at(&newer, &ours) {
+        if is_free(&path) && is_at(&newer, &ours) {
             rename(&newer, &path).map_err(failed("rename"))?;
         }
         if !is_at(&path, &ours) {
             return Err(KeepError::Replaced(path));
         }
-        let older_bytes = self.replaceable_bytes(&older)?;
-        // Made first: without it neither file is touched.
-        self.replaceable_bytes(&newer)?;
-        let _ = fs::remove_file(&newer);
+        let older_bytes = replaceable_bytes(&older, self.older)?;
+        // An earlier VMM may have left it behind, while another program had the path.
+        let newer_bytes = replaceable_bytes(&newer, self.older)?;
+        if fs::remove_file(&newer).is_ok() {
+            metrics.discard(newer_bytes);
+        }
+        // Created before the renames: if it cannot be, neither file is touched.
         let file = create_like(&newer, &ours)?;
         rename(&path, &older).map_err(|err| {
             let _ = fs::remove_file(&newer);
             failed("rename")(err)
         })?;
+        metrics.discard(older_bytes);
         // The earlier output is PATH.1 now, so nothing may be written to that file, or empty it.
         (self.file, self.older) = (file, Some(id_of(&ours)));
         if let Err(err) = rename(&newer, &path) {
             sparsely!(warn, %err, "A console's file has reached its limit and is continued as {newer:?}");
         }
-        Ok(older_bytes)
+        Ok(())
     }
+}
 
-    /// Checks that nobody misses the file at `path`. Returns its size.
-    fn replaceable_bytes(&self, path: &Path) -> Result<u64, KeepError> {
-        let named = match fs::symlink_metadata(path) {
-            Ok(named) => named,
-            Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(0),
-            Err(err) => return Err(failed("lstat")(err)),
-        };
-        if !named.is_file() {
-            return Err(KeepError::NotOutput(path.to_owned()));
-        }
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
-        let opened = file.metadata().map_err(failed("fstat"))?;
-        // File systems without attributes have no marks.
-        if Mark::of(&file) != Some(Mark::Output) && self.older != Some(id_of(&opened)) {
-            return Err(KeepError::NotOutput(path.to_owned()));
-        }
-        match try_lock(&file, LockKind::Exclusive).map_err(failed("flock"))? {
-            Ok(()) => Ok(opened.len()),
-            Err(_) => Err(KeepError::InUse(path.to_owned())),
-        }
+/// Gives the file that an earlier VMM has left as `PATH.new` its name, unless another file has it.
+/// `path` may be a symbolic link to it.
+pub(super) fn adopt_newer(path: &Path) {
+    let target = fs::read_link(path).map(|target| path.with_file_name("").join(target));
+    let path = target.unwrap_or_else(|_| path.to_owned());
+    let newer = with_suffix(&path, NEWER);
+    if !is_free(&path) || is_free(&newer) {
+        return;
     }
+    let renamed =
+        replaceable_bytes(&newer, None).and_then(|_| fs::rename(&newer, &path).map_err(failed("rename")));
+    if let Err(err) = renamed {
+        warn!(%err, "{newer:?} is not renamed to {path:?}");
+    }
+}
+
+/// Checks that nobody misses the file at `path`: it is output of a VMM, or the file `known`.
+/// Returns its size.
+fn replaceable_bytes(path: &Path, known: Option<FileId>) -> Result<u64, KeepError> {
+    let named = match fs::symlink_metadata(path) {
+        Ok(named) => named,
+        Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(0),
+        Err(err) => return Err(failed("lstat")(err)),
+    };
+    if !named.is_file() {
+        return Err(KeepError::NotOutput(path.to_owned()));
+    }
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
+    let opened = file.metadata().map_err(failed("fstat"))?;
+    // File systems without attributes have no marks.
+    if Mark::of(&file) != Some(Mark::Output) && known != Some(id_of(&opened)) {
+        return Err(KeepError::NotOutput(path.to_owned()));
+    }
+    match try_lock(&file, LockKind::Exclusive).map_err(failed("flock"))? {
+        Ok(()) => Ok(opened.len()),
+        Err(_) => Err(KeepError::InUse(path.to_owned())),
+    }
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    OsString::from_iter([path.as_os_str(), suffix.as_ref()]).into()
+}
+
+fn is_free(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_err_and(|err| err.kind() == io::ErrorKind::NotFound)
 }
 
 /// True if `path` names this file itself.
@@ -363,7 +401,7 @@ mod tests {
         let (folder, path, mut file) = console();
         let newer = folder.path().join("serial.log.new");
         file.write_all(&[b'x'; 100]).unwrap();
-        file.current.lock().rename_by(rename_but_newer).unwrap();
+        file.current.lock().rename_by(&file.metrics, rename_but_newer).unwrap();
         file.current.lock().length = Length::EMPTY;
         file.write_all(&[b'y'; 100]).unwrap();
         assert!(!path.exists());
@@ -381,9 +419,9 @@ mod tests {
     fn earlier_output_stays_while_the_new_file_gets_no_name() {
         let (folder, path, mut file) = console();
         file.write_all(&[b'x'; 100]).unwrap();
-        file.current.lock().rename_by(rename_but_newer).unwrap();
+        file.current.lock().rename_by(&file.metrics, rename_but_newer).unwrap();
         for _ in 0..3 {
-            file.current.lock().rename_by(rename_but_newer).unwrap_err();
+            file.current.lock().rename_by(&file.metrics, rename_but_newer).unwrap_err();
         }
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
         // Another program has taken the path. The limit holds.
@@ -392,6 +430,53 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), "another");
         assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
         assert!(fs::metadata(folder.path().join("serial.log.new")).unwrap().len() <= MAX);
+    }
+
+    #[test]
+    fn new_file_that_an_earlier_vmm_left_behind_gets_its_name() {
+        for (is_link, is_continued) in [(false, false), (false, true), (true, true)] {
+            let (folder, path, mut file) = console();
+            let newer = folder.path().join("serial.log.new");
+            file.write_all(&[b'x'; 100]).unwrap();
+            file.current.lock().rename_by(&file.metrics, rename_but_newer).unwrap();
+            file.current.lock().length = Length::EMPTY;
+            file.write_all(&[b'y'; 70]).unwrap();
+            let named = if is_link { folder.path().join("link") } else { path.clone() };
+            if is_link {
+                symlink("serial.log", &named).unwrap();
+            }
+            // Another VMM still writes it.
+            adopt_newer(&named);
+            assert!(newer.exists() && !path.exists());
+            drop(file);
+            adopt_newer(&named);
+            assert!(!newer.exists());
+            assert_eq!(fs::read(&named).unwrap(), [b'y'; 70]);
+            if is_continued {
+                let mut file = RotatedFile::new(open(&named), &named, Some(MAX));
+                file.write_all(&[b'z'; 50]).unwrap();
+                assert_eq!(fs::read(&path).unwrap(), [b'z'; 20]);
+                assert_eq!(counts(&file), (1, 100));
+                assert!(folder_bytes(folder.path()) <= 2 * MAX + named.symlink_metadata().unwrap().len());
+            }
+        }
+    }
+
+    #[test]
+    fn new_file_that_was_left_behind_beside_another_is_removed_and_counted() {
+        let (folder, path, mut file) = console();
+        let newer = folder.path().join("serial.log.new");
+        open(&newer).write_all(&[b'y'; 70]).unwrap();
+        adopt_newer(&path);
+        assert!(newer.exists(), "the path has a file");
+        file.write_all(&[b'x'; 150]).unwrap();
+        assert_eq!(counts(&file), (1, 70));
+        assert!(!newer.exists() && fs::read(&path).unwrap() == [b'x'; 50]);
+        // The file of another program is neither renamed nor removed.
+        fs::remove_file(&path).unwrap();
+        fs::write(&newer, "another").unwrap();
+        adopt_newer(&path);
+        assert!(!path.exists() && fs::read_to_string(&newer).unwrap() == "another");
     }
 
     #[test]
