@@ -40,6 +40,10 @@ pub const TRANSFER_BYTES: usize = 8 << 20;
 /// The longest frame of an MTU of 1500, without what virtio puts before it.
 const FRAME_BYTES: f64 = 1514.0;
 /// What `yes` makes a stream of.
+/// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
+/// bytes in /tmp, which is in its memory of 384 MiB.
+const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
+const DONE_INTERVAL: Duration = Duration::from_millis(10);
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
 /// The other end of a guest.
@@ -166,9 +170,15 @@ pub fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     send(guest, net, |sent| bytes - sent)
 }
 
-/// The host sends until `done`, and what it has sent is what the guest gets.
+/// The host sends until `done`, and the guest gets the same bytes. After [`MOST_BYTES_UNTIL_DONE`]
+/// the connection stays open without data.
 pub fn to_guest_until(guest: &Guest, net: &Net, done: &AtomicBool) -> Result<()> {
-    send(guest, net, |_| if done.load(Ordering::Relaxed) { 0 } else { usize::MAX })
+    send(guest, net, |sent| {
+        while sent >= MOST_BYTES_UNTIL_DONE && !done.load(Ordering::Relaxed) {
+            thread::sleep(DONE_INTERVAL);
+        }
+        if done.load(Ordering::Relaxed) { 0 } else { MOST_BYTES_UNTIL_DONE - sent }
+    })
 }
 
 /// Sends as long as `left`, called with the number of bytes sent, returns more than 0. The guest compares what it gets.
