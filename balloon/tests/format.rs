@@ -11,7 +11,7 @@ const DOCS: &str = include_str!("../../docs/format.md");
 /// One with everything in it that may be left out.
 fn full() -> RawReport {
     let mut report = RawReport {
-        kernel: Some(KernelUse::default()),
+        kernel: Some(KernelUse { unused_dentries: Some(1), unused_inodes: Some(1), ..KernelUse::default() }),
         zones: vec![Zone {
             largest_free_blocks: Some(1),
             user_pages: Some(1),

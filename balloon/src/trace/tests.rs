@@ -144,6 +144,8 @@ fn report_of_kernel() -> Report {
         slab_reclaimable_bytes: 100 * MIB,
         page_table_bytes: 4 * MIB,
         stack_bytes: 2 * MIB,
+        unused_dentries: Some(139_103),
+        unused_inodes: Some(507),
     });
     raw.zones[0].user_pages = Some(40_000);
     raw.counters =

@@ -302,42 +302,60 @@ mod tests {
         assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth, None), None, "an eighth of DRAM at most");
     }
 
-    /// A report every second of a guest whose kernel zones are full of slabs: `reclaimable_mib` and `unreclaimable_mib` at the
-    /// end, and stalls of kernel allocations. Returns the node that gives a block.
-    fn node_after_load(reclaimable_mib: u64, unreclaimable_mib: u64, allocstalls: u64) -> Option<u32> {
+    /// Load that fills the kernel's zones with slabs.
+    #[derive(Clone, Copy, Default)]
+    struct Slabs {
+        reclaimable_mib: u64,
+        unreclaimable_mib: u64,
+        unused_dentries: u64,
+        allocstalls: u64,
+    }
+
+    /// Reports every second, in which a load grows to `end`. Returns the node that gives a block.
+    fn node_after_load(end: Slabs) -> Option<u32> {
         const SECONDS: u64 = 20;
         let mut growth = KernelGrowth::default();
         let mut given = None;
         for second in 0..=SECONDS {
-            let held = |mib: u64| mib * MIB * second / SECONDS;
+            let so_far = |all: u64| all * second / SECONDS;
             let kernel = KernelUse {
-                slab_reclaimable_bytes: held(reclaimable_mib),
-                slab_unreclaimable_bytes: 20 * MIB + held(unreclaimable_mib),
+                slab_reclaimable_bytes: so_far(end.reclaimable_mib * MIB),
+                slab_unreclaimable_bytes: 20 * MIB + so_far(end.unreclaimable_mib * MIB),
+                unused_dentries: Some(so_far(end.unused_dentries)),
+                unused_inodes: Some(0),
                 ..KernelUse::default()
             };
-            growth.update(Some(&kernel), allocstalls * second / SECONDS, second * 1_000);
+            growth.update(Some(&kernel), so_far(end.allocstalls), second * 1_000);
             // kswapd keeps the high watermark free.
-            let free_mib = 280u64.saturating_sub((reclaimable_mib + unreclaimable_mib) * second / SECONDS);
+            let free_mib = 280u64.saturating_sub(so_far(end.reclaimable_mib + end.unreclaimable_mib));
             given = given.or(short_node(&zones(free_mib, 300), &blocks(2), &growth, None));
         }
         given
     }
 
-    /// 2 million dentries of 192 bytes, of which Linux drops as many as do not fit.
+    /// 2 million dentries, of which Linux drops as many as do not fit.
     #[test]
     fn caches_of_a_walk_through_all_files_get_no_block() {
-        const DENTRIES_MIB: u64 = 2_000_000 * 192 / MIB;
-        assert_eq!(node_after_load(DENTRIES_MIB.min(280), 0, 0), None);
-        assert_eq!(node_after_load(DENTRIES_MIB, 0, 0), None);
-        assert_eq!(node_after_load(DENTRIES_MIB, 0, 20), Some(0), "reclaim does not keep up");
+        const DENTRIES: u64 = 2_000_000;
+        let walk =
+            Slabs { reclaimable_mib: DENTRIES * 192 / MIB, unused_dentries: DENTRIES, ..Slabs::default() };
+        assert_eq!(node_after_load(walk), None);
+        let kept = Slabs { reclaimable_mib: 280, unused_dentries: 280 * MIB / 192, ..walk };
+        assert_eq!(node_after_load(kept), None);
+        let stalled = Slabs { allocstalls: 20, ..walk };
+        assert_eq!(node_after_load(stalled), Some(0), "reclaim does not keep up");
     }
 
-    /// 400,000 files of a tmpfs, whose inodes and dentries cannot be reclaimed.
+    /// 400,000 files of a tmpfs, whose inodes and dentries cannot be reclaimed; and 200,000 files
+    /// of an ext4 whose page cache pins their inodes.
     #[test]
     fn slabs_that_cannot_be_reclaimed_get_a_block() {
-        let [dentries_mib, inodes_mib] = [192, 720].map(|bytes| 400_000 * bytes / MIB);
-        assert_eq!(node_after_load(dentries_mib, inodes_mib, 0), Some(0));
-        assert_eq!(node_after_load(0, 270, 0), Some(0));
+        let [reclaimable_mib, unreclaimable_mib] = [192, 720].map(|bytes| 400_000 * bytes / MIB);
+        let tmpfs = Slabs { reclaimable_mib, unreclaimable_mib, ..Slabs::default() };
+        assert_eq!(node_after_load(tmpfs), Some(0));
+        assert_eq!(node_after_load(Slabs { unreclaimable_mib: 270, ..Slabs::default() }), Some(0));
+        let ext4 = Slabs { reclaimable_mib: 330, unreclaimable_mib: 30, ..Slabs::default() };
+        assert_eq!(node_after_load(ext4), Some(0));
     }
 
     #[test]

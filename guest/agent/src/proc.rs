@@ -19,6 +19,9 @@ const MAX_BUFFER_BYTES: usize = 16 << 20;
 /// The kernel hands out whole pieces of a text as long as a page has room for the next one (seq_read_iter in fs/seq_file.c).
 const PAGE_BYTES: usize = 4096;
 
+/// Room for the six numbers of dentry-state.
+const UNUSED_BYTES: usize = 256;
+
 /// Watermarks and sizes of zones are read again after so long, or when there is another amount of memory.
 const MAX_ZONES_AGE_MS: u64 = 1_000;
 
@@ -83,6 +86,9 @@ pub struct Proc {
     buddyinfo: Option<Text>,
     /// Not there if the kernel keeps no pressure information.
     pressure: Option<Text>,
+    /// Numbers of cached dentries and inodes. Not needed for a report.
+    dentries: Option<Text>,
+    inodes: Option<Text>,
     buffer: Vec<u8>,
     /// When zones were read, and how much memory there was.
     zones_read: Option<(u64, u64)>,
@@ -100,6 +106,8 @@ impl Proc {
             // A node each: a line for each of its zones, with eleven numbers.
             buddyinfo: Text::open(root.join("buddyinfo"), Pieces::UpTo(1024)).ok(),
             pressure: Text::open(root.join("pressure/memory"), Pieces::One).ok(),
+            dentries: Text::open(root.join("sys/fs/dentry-state"), Pieces::One).ok(),
+            inodes: Text::open(root.join("sys/fs/inode-nr"), Pieces::One).ok(),
             buffer: vec![0; FIRST_BUFFER_BYTES],
             zones_read: None,
         })
@@ -108,7 +116,9 @@ impl Proc {
     /// Fills in everything of a report that comes from /proc.
     pub fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
         let (memory, kernel) = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
-        (report.memory, report.kernel) = (memory, Some(kernel));
+        let (unused_dentries, unused_inodes) = (self.unused(&self.dentries), self.unused(&self.inodes));
+        (report.memory, report.kernel) =
+            (memory, Some(KernelUse { unused_dentries, unused_inodes, ..kernel }));
         let total_bytes = report.memory.total_bytes;
         let are_known = self.zones_read.is_some_and(|(at_ms, of_bytes)| {
             of_bytes == total_bytes && now_ms.saturating_sub(at_ms) < MAX_ZONES_AGE_MS
@@ -124,6 +134,12 @@ impl Proc {
             None => Stall::default(),
         };
         Ok(())
+    }
+
+    /// Objects on LRU lists by a file of /proc/sys/fs.
+    fn unused(&self, text: &Option<Text>) -> Option<u64> {
+        let mut buffer = [0; UNUSED_BYTES];
+        parse::unused(text.as_ref()?.read_once(&mut buffer).ok()?)
     }
 
     /// Fills in all that moves fast in zones, by the shorter text of the two that tell of it: zoneinfo has five lines for each
@@ -186,6 +202,12 @@ impl Text {
                 Err(error) => return Err(self.failed(error)),
             }
         }
+    }
+
+    /// Text that one call reads whole.
+    fn read_once<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+        let length = self.file.read_at(buffer, 0)?;
+        Ok(&buffer[..length])
     }
 
     fn failed(&self, source: io::Error) -> ProcError {
@@ -305,6 +327,29 @@ mod tests {
             .expect("write");
         let after = zones_at(&mut proc, &mut report, 1_050);
         assert_eq!((before[1].0, after[1].0, &before[2..]), (10_002, 10_003, &after[2..]));
+    }
+
+    #[test]
+    fn numbers_of_caches_are_reported_if_the_kernel_has_them() {
+        let dir = guest();
+        let unused = |proc: &mut Proc| {
+            let mut report = RawReport::default();
+            proc.fill(&mut report, 1_000).expect("fill");
+            report.kernel.map(|kernel| (kernel.unused_dentries, kernel.unused_inodes))
+        };
+        assert_eq!(unused(&mut Proc::open(dir.path()).expect("open")), Some((None, None)));
+        let fs = dir.path().join("sys/fs");
+        std::fs::create_dir_all(&fs).expect("mkdir");
+        std::fs::write(fs.join("dentry-state"), "164829\t139103\t45\t0\t93217\t0\n").expect("write");
+        std::fs::write(fs.join("inode-nr"), "120413\t507\n").expect("write");
+        let mut proc = Proc::open(dir.path()).expect("open");
+        assert_eq!(unused(&mut proc), Some((Some(139_103), Some(507))));
+        std::fs::write(fs.join("inode-nr"), "120413\t508\n").expect("write");
+        assert_eq!(unused(&mut proc), Some((Some(139_103), Some(508))), "read for each report");
+        let mut report = RawReport::default();
+        Proc::open(Path::new("/proc")).expect("open").fill(&mut report, 0).expect("fill");
+        let kernel = report.kernel.expect("known");
+        assert!(kernel.unused_dentries.is_some() && kernel.unused_inodes.is_some(), "{kernel:?}");
     }
 
     #[test]

@@ -14,6 +14,13 @@ const FORGOTTEN_MS: u64 = 1_000;
 /// Time after a stall of a kernel allocation in which reclaim does not count as a help.
 const STALLED_MS: u64 = 10_000;
 
+/// Size of `struct dentry` on x86-64 (include/linux/dcache.h).
+pub(crate) const DENTRY_BYTES: u64 = 192;
+
+/// Lower bound of the size of an inode. `struct inode` of x86-64 has some 550 bytes without any
+/// option of the kernel (include/linux/fs.h), and those of most file systems are larger.
+pub(crate) const LEAST_INODE_BYTES: u64 = 512;
+
 /// Sums over a guest's zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelMemory {
@@ -51,8 +58,9 @@ impl KernelMemory {
 /// free memory reacts too late then, so the governor and the agent add the growth within the time that they need to
 /// provide memory.
 ///
-/// A program that walks a file system (`updatedb`) fills the kernel's zones with dentries and inodes. kswapd drops them as fast
-/// as others need the memory, so they are as good as free memory.
+/// A program that walks a file system (`updatedb`) fills the kernel's zones with dentries and
+/// inodes. kswapd drops those that are on an LRU list as fast as others need the memory, so they
+/// are as good as free memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelGrowth {
     last: Option<Sample>,
@@ -84,7 +92,7 @@ impl KernelGrowth {
         self.stalled_at_ms = self.stalled_at_ms.filter(|at_ms| now_ms.saturating_sub(*at_ms) < STALLED_MS);
         self.caches_bytes = match self.stalled_at_ms {
             Some(_) => 0,
-            None => kernel.slab_reclaimable_bytes.saturating_sub(kernel.slab_unreclaimable_bytes),
+            None => kernel.caches_bytes(),
         };
         let sample = Sample { at_ms: now_ms, bytes: kernel.total_bytes() };
         let last = self.last.replace(sample).unwrap_or(sample);
@@ -97,18 +105,46 @@ impl KernelGrowth {
         self.bytes_per_s = rate.max(remembered);
     }
 
-    /// Slabs that Linux reclaims before a kernel allocation waits. They count as room of the kernel.
+    /// Dentries and inodes that Linux reclaims before a kernel allocation waits. They count as room
+    /// of the kernel.
     ///
-    /// Dentries of a tmpfs and of open files count as reclaimable slabs (`SReclaimable`) and cannot be reclaimed. Each of them
-    /// belongs to a larger object that is no such slab, so slabs of the size of these objects do not count. Nothing counts for
-    /// 10 s after a kernel allocation had to reclaim memory itself: then kswapd does not help or is too slow.
+    /// Nothing counts for 10 s after a kernel allocation had to reclaim memory itself: then kswapd
+    /// does not help or is too slow.
     pub fn caches_bytes(&self) -> u64 {
         self.caches_bytes
+    }
+
+    /// Checks that no stall is remembered, whose end would change
+    /// [`caches_bytes`](Self::caches_bytes).
+    pub fn is_settled(&self) -> bool {
+        self.stalled_at_ms.is_none()
     }
 
     /// Growth within `ms` at the present rate.
     pub fn bytes_within(&self, ms: u64) -> u64 {
         scale(self.bytes_per_s, ms, 1_000)
+    }
+}
+
+impl KernelUse {
+    /// Dentries and inodes on LRU lists, at most `SReclaimable`.
+    ///
+    /// The rest of `SReclaimable` may be pinned. A dentry in use is not put on a list (fs/dcache.c,
+    /// retain_dentry), for example those of a tmpfs, of open files and of directories with cached
+    /// entries. Nor is an inode that has a dentry, is dirty or has page cache (fs/inode.c,
+    /// iput_final and __inode_add_lru; include/linux/pagemap.h, mapping_shrinkable). Page cache
+    /// lies in PM as well, which kernel allocations do not reclaim, so its inodes and its xarray
+    /// nodes stay.
+    ///
+    /// Linux keeps both numbers per CPU and adds them up when they are read. A dentry that is used
+    /// again stays on its list until reclaim finds it, so some of those that count may be in use.
+    /// An inode goes to its list when its last dentry is dropped, so a walk of a file system counts
+    /// with its dentries alone.
+    fn caches_bytes(&self) -> u64 {
+        let of = |count: Option<u64>, bytes| count.unwrap_or(0).saturating_mul(bytes);
+        of(self.unused_dentries, DENTRY_BYTES)
+            .saturating_add(of(self.unused_inodes, LEAST_INODE_BYTES))
+            .min(self.slab_reclaimable_bytes)
     }
 }
 
@@ -178,24 +214,48 @@ mod tests {
         growth.update(None, 0, 2_400);
         assert_eq!(growth, KernelGrowth::default());
     }
+
+    /// Slabs of MiB, of which so many dentries and inodes are on LRU lists.
+    fn slabs(reclaimable_mib: u64, unused_dentries: u64, unused_inodes: u64) -> KernelUse {
+        KernelUse {
+            slab_reclaimable_bytes: reclaimable_mib << 20,
+            slab_unreclaimable_bytes: 30 << 20,
+            unused_dentries: Some(unused_dentries),
+            unused_inodes: Some(unused_inodes),
+            ..KernelUse::default()
+        }
+    }
+
+    fn caches_bytes(kernel: &KernelUse) -> u64 {
+        let mut growth = KernelGrowth::default();
+        growth.update(Some(kernel), 0, 0);
+        growth.caches_bytes()
+    }
+
+    #[test]
+    fn caches_are_what_is_on_lru_lists() {
+        assert_eq!(caches_bytes(&slabs(400, 2_000_000, 0)), 2_000_000 * 192);
+        assert_eq!(caches_bytes(&slabs(400, 1_000, 2_000)), 1_000 * 192 + 2_000 * 512);
+        assert_eq!(caches_bytes(&slabs(77, 0, 0)), 0, "files of a tmpfs pin their dentries");
+        assert_eq!(caches_bytes(&slabs(330, 0, 0)), 0, "page cache pins its inodes");
+        assert_eq!(caches_bytes(&slabs(100, 2_000_000, u64::MAX)), 100 << 20, "no more than slabs");
+        let older = KernelUse { slab_reclaimable_bytes: 400 << 20, ..KernelUse::default() };
+        assert_eq!(caches_bytes(&older), 0, "not reported");
+    }
+
     #[test]
     fn caches_count_until_a_kernel_allocation_stalls() {
-        let holds = |reclaimable, unreclaimable| KernelUse {
-            slab_reclaimable_bytes: reclaimable,
-            slab_unreclaimable_bytes: unreclaimable,
-            ..KernelUse::default()
-        };
+        let kernel = slabs(400, 1_000, 0);
         let mut growth = KernelGrowth::default();
-        let mut caches = |kernel: Option<&KernelUse>, allocstalls, now_ms| {
+        let mut update = |kernel: Option<&KernelUse>, allocstalls, now_ms| {
             growth.update(kernel, allocstalls, now_ms);
-            growth.caches_bytes()
+            (growth.caches_bytes(), growth.is_settled())
         };
         // Stalls before the first update are history.
-        assert_eq!(caches(Some(&holds(400, 30)), 7, 1_000), 370);
-        assert_eq!(caches(Some(&holds(77, 280)), 7, 2_000), 0, "files of a tmpfs pin their dentries");
-        assert_eq!(caches(Some(&holds(400, 30)), 8, 3_000), 0);
-        assert_eq!(caches(Some(&holds(400, 30)), 8, 12_999), 0);
-        assert_eq!(caches(Some(&holds(400, 30)), 8, 13_000), 370);
-        assert_eq!(caches(None, 8, 14_000), 0, "not reported");
+        assert_eq!(update(Some(&kernel), 7, 1_000), (192_000, true));
+        assert_eq!(update(Some(&kernel), 8, 3_000), (0, false));
+        assert_eq!(update(Some(&kernel), 8, 12_999), (0, false));
+        assert_eq!(update(Some(&kernel), 8, 13_000), (192_000, true));
+        assert_eq!(update(None, 8, 14_000), (0, true), "not reported");
     }
 }

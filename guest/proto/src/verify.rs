@@ -4,6 +4,7 @@
 //! product of a few of them overflows. What depends on earlier messages (order, clock) is checked by whoever keeps
 //! the state of the connection.
 
+use crate::kernel_memory::{DENTRY_BYTES, LEAST_INODE_BYTES};
 use crate::wire::{
     Blocks, Cause, Counters, KernelUse, Memory, NodeIdle, RawAgentMessage, RawHello, RawReport, Stall, Zone,
 };
@@ -275,7 +276,9 @@ fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
     ];
     // Linux counts these values at different times and per CPU.
     let bound = total_bytes.saturating_add(FREE_SLACK_PAGES * PAGE_BYTES_MIN);
-    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, bound))
+    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, bound))?;
+    at_most("unused_dentries", kernel.unused_dentries.unwrap_or(0), bound / DENTRY_BYTES)?;
+    at_most("unused_inodes", kernel.unused_inodes.unwrap_or(0), bound / LEAST_INODE_BYTES)
 }
 
 fn check_stall(stall: &Stall, monotonic_ms: u64) -> Result<(), Refusal> {
@@ -512,6 +515,15 @@ mod tests {
         };
         let refusal = kernel(both, bound).expect_err("more together");
         assert!(refusal.to_string().starts_with("sum of kernel is "), "{refusal}");
+        let caches: [fn(&mut KernelUse, u64); 2] = [
+            |kernel, count| kernel.unused_dentries = Some(count),
+            |kernel, count| kernel.unused_inodes = Some(count),
+        ];
+        for (field, bytes) in caches.into_iter().zip([DENTRY_BYTES, LEAST_INODE_BYTES]) {
+            let most = bound / bytes;
+            assert!(kernel(field, most).is_ok());
+            assert!(kernel(field, most + 1).is_err() && kernel(field, u64::MAX).is_err());
+        }
     }
 
     #[test]

@@ -67,7 +67,7 @@ pub struct RawReport {
     pub cause: Cause,
     /// From /proc/meminfo.
     pub memory: Memory,
-    /// From /proc/meminfo. `None`: not known, as from older agents.
+    /// From /proc/meminfo and /proc/sys/fs. `None`: not known, as from older agents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<KernelUse>,
     /// From /proc/pressure/memory.
@@ -122,17 +122,26 @@ pub struct Memory {
     pub swap_free_bytes: u64,
 }
 
-/// Memory that the kernel holds for itself, from /proc/meminfo.
+/// Memory that the kernel holds for itself. Bytes are from /proc/meminfo.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelUse {
     /// SUnreclaim: slabs that are never reclaimed.
     pub slab_unreclaimable_bytes: u64,
-    /// SReclaimable: MemAvailable includes most of it, also dentries of a tmpfs, which cannot be reclaimed.
+    /// SReclaimable: MemAvailable includes most of it. Dentries of a tmpfs and inodes with page
+    /// cache belong to it as well, and Linux cannot reclaim them.
     pub slab_reclaimable_bytes: u64,
     /// PageTables.
     pub page_table_bytes: u64,
     /// KernelStack.
     pub stack_bytes: u64,
+    /// Dentries on the LRU lists of their file systems, from /proc/sys/fs/dentry-state. `None`: not
+    /// known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unused_dentries: Option<u64>,
+    /// Inodes on the LRU lists of their file systems, from /proc/sys/fs/inode-nr. `None`: not
+    /// known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unused_inodes: Option<u64>,
 }
 
 impl KernelUse {

@@ -180,6 +180,7 @@ impl Vm {
         let kernel_bytes = cursor.pick(&[0, total_bytes / 8, total_bytes / 2]);
         let kernel = KernelUse {
             slab_reclaimable_bytes: odd(cursor, kernel_bytes, &[u64::MAX, 1 << 45]),
+            unused_dentries: cursor.pick(&[None, Some(0), Some(kernel_bytes / 192), Some(u64::MAX)]),
             ..KernelUse::default()
         };
         RawReport {

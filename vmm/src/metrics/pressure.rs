@@ -219,6 +219,15 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     });
     let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
     out.bytes("guest_kernel_memory", "Memory that the guest's kernel holds for itself.", samples)?;
+    let caches = report
+        .kernel()
+        .map(|kernel| [("unused_dentries", kernel.unused_dentries), ("unused_inodes", kernel.unused_inodes)]);
+    let caches = caches.into_iter().flatten();
+    let samples = caches.filter_map(|(kind, count)| Some((one("kind", kind), count? as f64)));
+    out.gauges(
+        Family("guest_kernel_caches", "Dentries and inodes that the guest's kernel can reclaim.", None),
+        samples,
+    )?;
     // Agents that report no kernel memory do not report these counters either.
     let counters = report.kernel().map(|_| report.counters());
     let stalls = counters.map(|counters| {

@@ -99,7 +99,7 @@ fn report() -> Report {
         "version": 1, "seq": 1, "monotonic_ms": 60_000, "type": "report", "cause": "rest",
         "memory": {"total_bytes": 512 << 20, "free_bytes": 100 << 20, "available_bytes": 200 << 20},
         "kernel": {"slab_unreclaimable_bytes": 1, "slab_reclaimable_bytes": 2, "page_table_bytes": 3,
-                   "stack_bytes": 4},
+                   "stack_bytes": 4, "unused_dentries": 5, "unused_inodes": 6},
         "stall": {"some_us": 2_500_000, "full_us": 1_000_000, "some_avg10_basis_points": 0,
                   "full_avg10_basis_points": 0},
         "zones": [
@@ -395,6 +395,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="slab_reclaimable"}} 2"#),
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="page_tables"}} 3"#),
         format!(r#"foreshore_guest_kernel_memory_bytes{{{vm},kind="stacks"}} 4"#),
+        format!(r#"foreshore_guest_kernel_caches{{{vm},kind="unused_dentries"}} 5.0"#),
+        format!(r#"foreshore_guest_kernel_caches{{{vm},kind="unused_inodes"}} 6.0"#),
         format!(r#"foreshore_guest_user_memory_in_kernel_zones_bytes{{{vm}}} 20480"#),
         format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="kernel"}} 8"#),
         format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="user"}} 1"#),

@@ -1,9 +1,10 @@
 //! Rule 13: memory of the kernel.
 //!
-//! MemAvailable includes slabs that cannot be reclaimed (the dentries of a tmpfs) and free PM, which the kernel cannot
-//! use. So only the free pages of the kernel's own zones, and caches that Linux reclaims, show how much memory the kernel has
-//! left. The agent turns
-//! blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for the pages of a block.
+//! MemAvailable includes slabs that cannot be reclaimed (the dentries of a tmpfs, inodes with page
+//! cache) and free PM, which the kernel cannot use. So only the free pages of the kernel's own
+//! zones, and dentries and inodes on LRU lists, show how much memory the kernel has left. The agent
+//! turns blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for
+//! the pages of a block.
 
 use foreshore_proto::{Blocks, KernelGrowth, KernelMemory, NodeBlocks, Report, kernel_reserve_bytes};
 
@@ -170,14 +171,24 @@ mod tests {
         growth.update(Some(&holds(10_000)), 0, 2_000);
         assert_eq!(missing_mib(&growth, 119), None, "a quarter of DRAM at most");
     }
+
     #[test]
     fn caches_that_linux_reclaims_are_no_need() {
-        let kernel = KernelUse { slab_reclaimable_bytes: 300 * MIB, ..KernelUse::default() };
-        let mut growth = KernelGrowth::default();
-        growth.update(Some(&kernel), 0, 0);
-        let need = |growth: &KernelGrowth| need(&report(1, 0, 128), &host(256), growth);
-        assert_eq!(need(&growth), None);
-        growth.update(Some(&kernel), 1, 1_000);
-        assert!(need(&growth).is_some(), "a kernel allocation had to wait");
+        let need = |unused_dentries, allocstalls| {
+            let kernel = KernelUse {
+                slab_reclaimable_bytes: 330 * MIB,
+                slab_unreclaimable_bytes: 30 * MIB,
+                unused_dentries,
+                ..KernelUse::default()
+            };
+            let mut growth = KernelGrowth::default();
+            growth.update(Some(&kernel), 0, 0);
+            growth.update(Some(&kernel), allocstalls, 1_000);
+            need(&report(1, 0, 128), &host(256), &growth)
+        };
+        assert_eq!(need(Some(1_000_000), 0), None);
+        assert!(need(Some(1_000_000), 1).is_some(), "a kernel allocation had to wait");
+        assert!(need(Some(0), 0).is_some(), "page cache pins the inodes");
+        assert!(need(None, 0).is_some(), "not reported");
     }
 }

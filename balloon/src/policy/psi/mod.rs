@@ -332,8 +332,8 @@ impl State {
             base: _,
             arriving: _,
             grown: _,
-            // The rate falls to zero within a second.
-            kernel_growth: _,
+            // The rate falls to zero within a second; caches count again 10 s after a stall.
+            kernel_growth,
             asked: _,
             coming_ms: _,
             leaving: _,
@@ -350,6 +350,7 @@ impl State {
             && refusals.is_settled(now)
             && patience.is_settled(params, now)
             && fills.is_settled()
+            && kernel_growth.is_settled()
             && cache.is_settled(now)
             && swapped.is_settled(now)
     }

@@ -67,6 +67,7 @@ mod tests {
             slab_reclaimable_bytes: 640 * 1024,
             page_table_bytes: 48 * 1024,
             stack_bytes: 1056 * 1024,
+            ..KernelUse::default()
         };
         assert_eq!(kernel, expected);
     }

@@ -3,6 +3,7 @@
 mod buddyinfo;
 mod meminfo;
 mod pressure;
+mod unused;
 mod vmstat;
 mod zoneinfo;
 
@@ -12,6 +13,7 @@ pub use buddyinfo::{buddyinfo, free_pages};
 pub use meminfo::meminfo;
 pub use pressure::pressure;
 use thiserror::Error;
+pub use unused::unused;
 pub use vmstat::vmstat;
 pub use zoneinfo::zoneinfo;
 
@@ -92,6 +94,7 @@ mod tests {
             let mut zones = Vec::new();
             let _ = meminfo(&text);
             let _ = pressure(&text);
+            let _ = unused(&text);
             let _ = vmstat(&text);
             let _ = zoneinfo(&text, &mut zones);
             let _ = buddyinfo(&text, &mut [Zone::default()]);

@@ -4,7 +4,7 @@ mod growing;
 mod missing;
 mod shrinking;
 
-use foreshore_proto::{Counters, Memory, NodeIdle, RawReport, Stall, Zone, ZoneKind};
+use foreshore_proto::{Counters, KernelUse, Memory, NodeIdle, RawReport, Stall, Zone, ZoneKind};
 
 use super::*;
 use crate::HostView;
@@ -213,4 +213,22 @@ fn parameters_out_of_range_are_named_with_their_bounds() {
     assert_eq!(wrong.validate().expect_err("too much").to_string(), "headroom is 501, must be 10 to 500");
     let wrong = Params { watermark_scale: 0, ..Params::default() };
     assert!(wrong.validate().expect_err("none").to_string().starts_with("watermark-scale is 0,"));
+}
+
+/// The end of a stall's window changes what counts as the kernel's room.
+#[test]
+fn rule_13_stall_of_a_kernel_allocation_is_not_settled_until_it_is_forgotten() {
+    let mut rig = Rig::new();
+    rig.raw.kernel = Some(KernelUse::default());
+    let settled_after = |rig: &mut Rig, reports: u64| {
+        for _ in 0..reports {
+            rig.report(1_000, 280);
+        }
+        rig.state.is_settled(&rig.params, TimeMs(rig.raw.monotonic_ms))
+    };
+    assert!(settled_after(&mut rig, 300));
+    let counters = rig.counters();
+    (counters.allocstall, counters.allocstall_kernel) = (1, 1);
+    assert!(!settled_after(&mut rig, 10));
+    assert!(settled_after(&mut rig, 1));
 }
