@@ -4,6 +4,7 @@
 //! pages of DRAM include such a reserve. A policy that waited for few free pages would wait until the guest swaps.
 
 use std::borrow::Cow;
+use std::cell::LazyCell;
 
 use foreshore_proto::{LINUX_RESERVE_RATIOS, RawReport, Report, kept_pages, reserve_ratios};
 
@@ -13,15 +14,16 @@ use crate::units::PAGE_BYTES;
 /// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
 /// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
 ///
-/// An agent reports the reserve. For one that does not, it is the reserve that the agent sets in a guest without ratios of its
-/// own. Page descriptors of plugged memory have
-/// been allocated, so they are not free and the reserve is beside them. If they were allocated from the reserve, fewer free
-/// pages are left than it has.
+/// An agent reports the reserve. For one that does not, it is the reserve that the agent sets in a guest
+/// without ratios of its own. Page descriptors of plugged memory have been allocated, so they are not
+/// free and the reserve is beside them. If they were allocated from the reserve, fewer free pages are
+/// left than it has.
 pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
     }
-    let ratios = reserve_ratios(report.zones(), host.pluggable_bytes(), &LINUX_RESERVE_RATIOS);
+    let ratios =
+        LazyCell::new(|| reserve_ratios(report.zones(), host.pluggable_bytes(), &LINUX_RESERVE_RATIOS));
     let mut raw: RawReport = report.as_raw().clone();
     let mut reserve_bytes = 0u64;
     for (zone, left) in report.zones().iter().zip(&mut raw.zones).filter(|(zone, _)| zone.serves_kernel()) {
@@ -46,7 +48,8 @@ mod tests {
     use crate::policy::{Input, Policy};
     use crate::{MIB, Tier, TimeMs, ZoneSizes};
 
-    /// A guest with 512 MiB of DRAM, of which 88 are movable, and 512 MiB of PM. Free are 200 MiB of the kernel's DRAM and 100 of PM.
+    /// A guest with 512 MiB of DRAM, of which 88 are movable, and 512 MiB of PM. 200 MiB of the kernel's
+    /// DRAM and 100 MiB of PM are free.
     fn raw_report() -> RawReport {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed, free| Zone {
