@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use balloon::controller::Rules;
 use balloon::policy::Policy;
 use balloon::proto::kernel_reserve_bytes;
-use balloon::sim::{Demand, Governed, GuestConfig, Segment, Skip, SwapDevice, VmSetup, run_host};
+use balloon::sim::{
+    Demand, Governed, Guest as SimulatedGuest, GuestConfig, Segment, Skip, SwapDevice, VmSetup, run_host,
+};
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
 use guest_tests::guest::{GuestBuilder, Kernel};
 use guest_tests::{Guest, Pool};
@@ -63,7 +65,7 @@ struct AtRest {
 fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64) -> Result<u64> {
     const REST_MS: u64 = 5_000;
     let swap = SwapDevice::from_name("none", 0).context("No such device")?;
-    let guest = GuestConfig { boot_bytes: at_rest.total_bytes, swap, ..GuestConfig::default() };
+    let guest = GuestConfig { boot_bytes: SMALL_DRAM_MIB * MIB, swap, ..GuestConfig::default() };
     let pm = ZoneSizes { guest_numa_node: 1, ..ZoneSizes::empty(0, Tier::Pm, pm_mib * MIB) };
     let host = HostView {
         zones: vec![pm],
@@ -71,7 +73,10 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
         pool_free_bytes: pm_mib * MIB,
         ..HostView::default()
     };
-    let rest = Segment { anon_bytes: at_rest.used_bytes, hot_permille: 1000, ..Segment::default() };
+    // Memory that the real kernel manages less than the simulated one is in use.
+    let simulated_bytes = SimulatedGuest::new(guest.clone(), &[pm], &Segment::default()).total_bytes();
+    let used_bytes = (at_rest.used_bytes + simulated_bytes).saturating_sub(at_rest.total_bytes);
+    let rest = Segment { anon_bytes: used_bytes, hot_permille: 1000, ..Segment::default() };
     let rate = i64::try_from(load_mib * MIB * 1000 / load_ms.max(1))?;
     let load = Segment { at: TimeMs(REST_MS), anon_bytes_per_s: rate, ..rest };
     let demand = Demand::new(vec![rest, load], TimeMs(REST_MS + load_ms))?;
