@@ -89,4 +89,13 @@ mod tests {
         assert!(script.contains("set label 2 \"a two\" at 8.40,"), "{script}");
         assert!(!script.contains('@'), "{script}");
     }
+
+    /// gnuplot draws nothing at all if a panel has no points, as after a demo that failed early.
+    #[test]
+    fn every_panel_has_points_without_data() {
+        let script = script(&Range::new(1000.0, 1100.0).unwrap(), &[]);
+        let panels: Vec<&str> = script.lines().filter(|line| line.starts_with("plot ")).collect();
+        assert_eq!(panels.len(), 5);
+        assert!(panels.iter().all(|panel| panel.starts_with("plot 0 with lines")), "{panels:?}");
+    }
 }

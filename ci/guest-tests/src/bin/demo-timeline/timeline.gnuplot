@@ -41,7 +41,8 @@ set bmargin at screen top(0) - height
 set key at screen 0.85, top(0) left top Left reverse vertical samplen 2 spacing 1.3 font ',10'
 set label 1002 "PM zone of the VM '@VM@' (policy=psi)" at graph 0.002, screen top(0) + 0.013 front boxed font ',11'
 set ylabel 'MiB'
-plot data using 'elapsed_s':(of(vm, mib(column('pm_resident_bytes')))) with filledcurves x1 fc rgb '#cfe3f5' title 'resident', \
+plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
+     data using 'elapsed_s':(of(vm, mib(column('pm_resident_bytes')))) with filledcurves x1 fc rgb '#cfe3f5' title 'resident', \
      '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested', \
      '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged'
 
@@ -53,7 +54,8 @@ set tmargin at screen top(1)
 set bmargin at screen top(1) - height
 set key at screen 0.85, top(1)
 set label 1002 "DRAM zone of the VM '@VM@'" at graph 0.002, screen top(1) + 0.013
-plot data using 'elapsed_s':(of(vm, mib(column('dram_resident_bytes')))) with filledcurves x1 fc rgb '#dcebd5' title 'resident', \
+plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
+     data using 'elapsed_s':(of(vm, mib(column('dram_resident_bytes')))) with filledcurves x1 fc rgb '#dcebd5' title 'resident', \
      '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'boot + requested', \
      '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_plugged_bytes')))) with lines lw 2 lc rgb '#3c7d22' title 'boot + plugged'
 
@@ -61,7 +63,8 @@ set tmargin at screen top(2)
 set bmargin at screen top(2) - height
 set key at screen 0.85, top(2)
 set label 1002 "the pool of the VM '@VM@'" at graph 0.002, screen top(2) + 0.013
-plot data using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes') + column('pool_free_bytes')))) with filledcurves x1 fc rgb '#eeeeee' title 'free', \
+plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
+     data using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes') + column('pool_free_bytes')))) with filledcurves x1 fc rgb '#eeeeee' title 'free', \
      '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes')))) with filledcurves x1 fc rgb '#8fb8de' title 'lent as memory', \
      '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes')))) with filledcurves x1 fc rgb '#e0a458' title 'volume'
 
@@ -71,7 +74,8 @@ set key at screen 0.85, top(3)
 set label 1002 "memory stall (PSI) of both VMs: '@VM@', and '@OTHER_VM@' with the same fill" at graph 0.002, screen top(3) + 0.013
 set ylabel 's'
 set ytics autofreq
-plot data using 'elapsed_s':(of(vm, column('stall_some_seconds'))) with lines lw 2 lc rgb '#1f5fa6' title "@VM@, some", \
+plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
+     data using 'elapsed_s':(of(vm, column('stall_some_seconds'))) with lines lw 2 lc rgb '#1f5fa6' title "@VM@, some", \
      '' using 'elapsed_s':(of(vm, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#1f5fa6' title "@VM@, full", \
      '' using 'elapsed_s':(of(other, column('stall_some_seconds'))) with lines lw 2 lc rgb '#d1495b' title "@OTHER_VM@, some", \
      '' using 'elapsed_s':(of(other, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#d1495b' title "@OTHER_VM@, full"
@@ -83,6 +87,7 @@ set label 1002 "swapped out by both VMs" at graph 0.002, screen top(4) + 0.013
 set ylabel 'MiB'
 set xlabel 'seconds, as in demo.log'
 set xtics format '%g'
-plot data using 'elapsed_s':(of(vm, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#1f5fa6' title '@VM@', \
+plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
+     data using 'elapsed_s':(of(vm, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#1f5fa6' title '@VM@', \
      '' using 'elapsed_s':(of(other, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#d1495b' title '@OTHER_VM@'
 unset multiplot
