@@ -28,7 +28,7 @@ pub enum GuestFileError {
         /// The file.
         path: PathBuf,
     },
-    /// A pool that nobody has opened yet, for example a copy of a pool's file.
+    /// A pool without the host's mark, for example a copy of a pool's file.
     #[error(
         "{path:?} holds a pool, and is not marked as a disk: --pm-volume pool={} attaches volumes \
          of it; if a guest has written the pool, `setfattr -n {attribute} -v disk {path:?}` or \
@@ -61,7 +61,7 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
     if mark == Some(Mark::Pool) && access.is_writable && is_pool(file, path) {
         return Err(GuestFileError::MarkedPool { path: path.to_owned() });
     }
-    if is_marked(file) || access.is_declared_raw || !holds_pool(file, path) {
+    if mark == Some(Mark::Disk) || access.is_declared_raw || !holds_pool(file, path) {
         return Ok(());
     }
     let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());

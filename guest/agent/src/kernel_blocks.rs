@@ -333,7 +333,7 @@ mod tests {
         given
     }
 
-    /// 2 million dentries, of which Linux drops as many as do not fit.
+    /// 2 million dentries. Linux drops those that do not fit.
     #[test]
     fn caches_of_a_walk_through_all_files_get_no_block() {
         const DENTRIES: u64 = 2_000_000;

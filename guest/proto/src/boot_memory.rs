@@ -92,6 +92,7 @@ impl BootMemory {
         };
         room_bytes.saturating_sub(kernel_reserve_bytes(boot_bytes, 0)).saturating_mul(64)
     }
+
     /// Zones after boot, with the DRAM that can be added.
     fn node(&self) -> NodeMemory {
         let (movable_bytes, normal_bytes) = (self.movable_bytes(), self.normal_bytes());
@@ -141,7 +142,8 @@ mod tests {
         assert_eq!(division(384, 256, 512), (44, [8, 32]));
         // ZONE_NORMAL is the highest zone of the kernel.
         assert_eq!(division(8192, 0, 65_536), (1664, [256, 1]));
-        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve: 480, 768, 1280 (of which 960 can be kept) and 1920 MiB.
+        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve. The reserves are 480, 768,
+        // 1280 and 1920 MiB. 960 MiB of the third can be kept.
         assert_eq!(division(3584, 0, 16_384), (284, [1, 1]));
         assert_eq!(division(4096, 0, 32_768), (544, [1, 1]));
         assert_eq!(division(4096, 0, 65_536), (544, [1, 1]));

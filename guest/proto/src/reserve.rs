@@ -31,7 +31,7 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
 
-/// The same, bounded by half of the `kernel_bytes` in zones that serve the kernel.
+/// Reserve of a node. At most half of the `kernel_bytes` in zones that serve the kernel are kept.
 pub fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) -> u64 {
     kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(kernel_bytes / 2)
 }

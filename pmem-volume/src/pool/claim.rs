@@ -109,7 +109,7 @@ pub fn holds_pool(file: &File, path: &Path) -> bool {
 }
 
 fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
-    // What is open, whatever has its name now; and by its name where /proc is not mounted.
+    // /proc names the open file even if its path names another one by now. Without /proc, the path is used.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     Pool::open(if open.exists() { &open } else { path }, OpenMode::Peek)
 }

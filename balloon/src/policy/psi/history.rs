@@ -138,8 +138,8 @@ impl Sample {
             guest_ms: report.monotonic_ms(),
             by_agent: is_by_agent(report),
             total_bytes: memory.total_bytes,
-            // Use, not what is available: plugging memory changes the latter. The kernel's reserve is no use, and its size
-            // jumps when the agent changes a ratio.
+            // Plugging changes the available memory and not the used memory. The kernel's reserve is neither
+            // available nor used, and its size jumps when the agent changes a ratio.
             used_bytes: (memory.total_bytes - memory.available_bytes)
                 .saturating_sub(leaving_bytes)
                 .saturating_sub(protected_bytes(report)),

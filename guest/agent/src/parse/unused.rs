@@ -2,7 +2,7 @@
 
 use super::{number, words};
 
-/// Number of objects on LRU lists: the second of the numbers in both files. `None` if there is none.
+/// Number of objects on LRU lists, the second number of each file. `None` if the file does not have it.
 pub fn unused(text: &[u8]) -> Option<u64> {
     words(text).nth(1).and_then(number)
 }
