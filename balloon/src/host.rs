@@ -36,7 +36,7 @@ impl fmt::Display for ZoneId {
     }
 }
 
-/// The guest's driver of a zone, as the host sees it.
+/// State of the guest's driver of a zone, as its device reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DriverState {

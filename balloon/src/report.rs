@@ -15,7 +15,8 @@ const CLOCK_SLEW_PART: u64 = 10;
 /// likelier to be true than that one is, and whoever refuses the truth for good is deaf.
 const RIVAL_MS: u64 = 3_000;
 
-/// Reads one line of the agent, without its newline, by itself: needs time, and no state.
+/// Parses one line of the agent, without its newline. Parsing needs no state, so another thread can
+/// do it.
 pub fn parse_line(line: &[u8]) -> Result<AgentMessage, Refusal> {
     AgentMessage::try_from(decode_agent_message(line)?)
 }
@@ -111,8 +112,8 @@ impl Intake {
         self.accept(parse_line(line)?, now)
     }
 
-    /// Takes one message. After a refusal the next message is judged as if this one had not come, unless too many of them make
-    /// sense together.
+    /// Checks one message. A refused message does not affect the check of the next one. However, if
+    /// refused messages are consistent with each other for `RIVAL_MS`, they are accepted instead.
     pub fn accept(&mut self, message: AgentMessage, now: TimeMs) -> Result<AgentMessage, Refusal> {
         match &message {
             AgentMessage::Hello(_) => self.greeted = true,

@@ -1,4 +1,4 @@
-//! Rule 4: how much memory the guest can describe.
+//! Rule 4: limits requests to the memory for whose page descriptors the guest has room.
 //!
 //! Linux allocates the page descriptors of hotplugged memory from memory that is not movable: 2 MiB for each section of
 //! 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without MHP_MEMMAP_ON_MEMORY). A guest that has no such memory
@@ -10,7 +10,8 @@ use super::Rules;
 use crate::units::{MIB, PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
 use crate::{HostView, TimeMs, ZoneSizes};
 
-/// Part of the kernel's zones that stays free of page descriptors, for all other allocations of the kernel.
+/// Part of the kernel's zones that stays free of page descriptors, because the kernel makes other
+/// allocations as well.
 const FLOOR_PART: u64 = 64;
 /// Bounds of that part.
 const MIN_FLOOR_BYTES: u64 = 4 * MIB;
@@ -43,8 +44,9 @@ impl DescriptorLimit {
 
     /// Memory that may be requested beyond what is requested or plugged.
     ///
-    /// The limit is absolute and changes only with reports. A limit that followed the plugged size would allow another
-    /// section as soon as the last one is plugged, until the guest has no DRAM left.
+    /// The limit is a total size that changes only with reports. A limit relative to the plugged
+    /// size would allow another section as soon as the last one is plugged, until the guest has no
+    /// DRAM left.
     pub fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
         let unreported_bytes = host.boot_bytes.saturating_mul(rules.unreported_multiple);
         let limit_bytes = match self.reported {
@@ -64,7 +66,8 @@ fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
     zones.fold(0, |sum, zone| sum.saturating_add(size_bytes(zone)))
 }
 
-/// Memory that a guest can describe at once. Half of the room stays free for other allocations.
+/// Memory that the guest can plug before its next report. Half of the free memory of the kernel's
+/// zones stays free for other allocations.
 ///
 /// A guest that can swap out pages of the kernel's zones has room for one section at a time, as long as such pages are left.
 fn describable_bytes(report: &Report) -> u64 {

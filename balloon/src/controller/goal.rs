@@ -1,7 +1,8 @@
 //! Sizes requested by a client or at boot.
 //!
-//! A size that is requested by hand is reached in steps, because the guest allocates the page descriptors of plugged
-//! memory from DRAM. A guest without room for them kills its processes, so each step stays within rule 4.
+//! The controller requests such a size in steps within rule 4, because the guest allocates the page
+//! descriptors of plugged memory from DRAM. If a guest has no room for them, Linux kills its
+//! processes.
 
 use super::Controller;
 use crate::units::round_down;

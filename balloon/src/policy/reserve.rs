@@ -1,7 +1,8 @@
 //! Free pages that are reserved for the kernel.
 //!
-//! The kernels of the papers have no reserve in DRAM for the page descriptors of PM. In Foreshore's guests the free
-//! pages of DRAM include such a reserve. A policy that waited for few free pages would wait until the guest swaps.
+//! The kernels of the papers have no reserve in DRAM for the page descriptors of PM. In Foreshore's
+//! guests the free pages of DRAM include such a reserve. If a policy counted the reserve as free,
+//! it would not act before the guest swaps.
 
 use std::borrow::Cow;
 use std::cell::LazyCell;
@@ -14,10 +15,10 @@ use crate::units::PAGE_BYTES;
 /// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
 /// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
 ///
-/// An agent reports the reserve. For one that does not, it is the reserve that the agent sets in a guest
-/// without ratios of its own. Page descriptors of plugged memory have been allocated, so they are not
-/// free and the reserve is beside them. If they were allocated from the reserve, fewer free pages are
-/// left than it has.
+/// An agent reports the reserve. For an older agent that does not report it, the reserve is
+/// computed as the agent sets it in a guest without ratios of its own. Page descriptors of plugged
+/// memory are already allocated and are not part of the reserve. They may have been allocated from
+/// it, so fewer pages may be free than the reserve has.
 pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'a, Report>, u64) {
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
@@ -48,7 +49,7 @@ mod tests {
     use crate::policy::{Input, Policy};
     use crate::{MIB, Tier, TimeMs, ZoneSizes};
 
-    /// A guest with 512 MiB of DRAM, of which 88 are movable, and 512 MiB of PM. 200 MiB of the kernel's
+    /// Guest with 512 MiB of DRAM, 88 MiB of it movable, and 512 MiB of PM. 200 MiB of the kernel's
     /// DRAM and 100 MiB of PM are free.
     fn raw_report() -> RawReport {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;

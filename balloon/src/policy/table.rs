@@ -90,8 +90,8 @@ pub(super) const fn rest(times: u64, reason: Reason) -> Row {
     Row { above: None, at: false, times, reason }
 }
 
-/// Returns the row that a node is in. With a small factor rows overlap, because min x factor lies below high. Then the
-/// matching row that integrates most counts.
+/// Returns the row that a node is in. With a small factor, rows overlap because min x factor lies
+/// below high. Then the function returns the matching row that integrates most.
 pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a Row {
     let is_above = |row: &Row| match row.above.map(|border| border.pages(node, factor)) {
         None => true,
@@ -176,8 +176,9 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Free memory below which a table may soon request more. With a large factor that would be all memory of the guest, so
-/// it is at most a quarter of it. Above that, one report per second is enough.
+/// Free memory below which a table may soon request more. Above it, one report per second is
+/// enough. The result is at most a quarter of the guest's memory, because a large factor would make
+/// it all memory.
 fn watch_bytes(nodes: &[NodeView], table: &[Row], factor: Factor, input: Input<'_>) -> u64 {
     let pages = nodes.iter().map(|node| first_border(table, node, factor));
     let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);

@@ -564,7 +564,7 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     assert!(late_descriptors > all_descriptors / 8, "{} MiB", late_descriptors / MIB);
 }
 
-/// Scales for which the table has the proportions of the paper's.
+/// With these scales the table has the proportions of the paper's table.
 #[test]
 fn amf_integrates_before_kswapd_wakes() {
     for scale in ["64", "128"] {

@@ -83,9 +83,9 @@ fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Scaled high watermark of `amf` and `dapper` in the default comparison, in thousandths of DRAM. On AMF's machine it
-/// was 24 GiB (24 MiB x 1024) of 64 GiB. With their default factor, both policies take all PM at once on current
-/// kernels.
+/// Scaled high watermark of `amf` and `dapper` in the default comparison, in thousandths of DRAM.
+/// On the machine of the AMF paper it was 24 GiB (24 MiB x 1024) of 64 GiB. With their default
+/// factor, both policies take all PM at once on current kernels.
 const WATERMARK_SHARE: u64 = 375;
 
 /// Policies of the command line, or all policies if it names none. `fixed` then keeps the largest size that the guest
