@@ -19,9 +19,10 @@ use crate::runner::this_tests_dir;
 
 /// Until a VMM that refuses its command line has said so.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
-/// Texts of errors about the host: the command line is valid, and the exit code is 1. All other refusals are of the command line.
+/// Parts of error messages that are about the host. With these errors the command line is valid,
+/// and the exit code is 1. All other errors are about the command line.
 const CANNOT: [&str; 3] = ["foreshore: Cannot ", " is in use", "cannot listen"];
-/// Exit codes: a VM that cannot be booted, and a command line that is wrong.
+/// Exit codes for a VM that cannot boot, and for an invalid command line.
 const FAILURE: i32 = 1;
 const WRONG_COMMAND_LINE: i32 = 2;
 

@@ -308,7 +308,7 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
             >= (32 * MIB) as f64)
     })?;
     drop(hold(&guest, 100)?);
-    // 2. An inflated balloon is memory that the guest does not have, and the VM keeps its pages.
+    // 2. Memory in the balloon is not available to the guest, but the VM keeps its pages.
     let before = mem_total_mib(&guest)?;
     let resize = |bytes: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": bytes })));
     resize(64 * MIB)?;

@@ -1,4 +1,5 @@
-//! Hostile guests that repeat what costs the host work: the work has a rate, and the VMM serves its API meanwhile.
+//! Hostile guests that repeat requests that are expensive for the host. The VMM limits their rate,
+//! and serves its API meanwhile.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +21,7 @@ guest_tests::tests![plug_storm_is_held_to_the_rate, guest_that_resets_at_once_is
 const LIMIT: Duration = Duration::from_secs(60);
 /// Length of an attack.
 const ATTACK: Duration = Duration::from_secs(3);
-/// Pace of API calls, so that the host's one CPU remains for the attack.
+/// Pause between API calls, because the attack needs the host's single CPU as well.
 const BETWEEN_CALLS: Duration = Duration::from_millis(100);
 /// An API call of an emulated host takes some 10 ms.
 const CALL_LIMIT: Duration = Duration::from_secs(2);
@@ -100,7 +101,7 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     let pool = Pool::create("256M")?;
     let memory = format!("pool={},size={ZONE_BYTES},plug_bandwidth={RATE}", pool.name());
     let guest = Guest::builder().cpus(2).memory("size=384M").pm_memory(&memory).pressure("off");
-    // No kernel driver follows the request: the storm's driver does.
+    // The attack's own driver carries out the request, so the kernel's driver is not loaded.
     let guest = guest.cmdline("foreshore.agent=off foreshore.skip=virtio_mem").boot()?;
     guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": ZONE_BYTES })))?;
     let (before, begun) = (Work::of(&guest)?, Instant::now());
@@ -170,7 +171,8 @@ fn starts(console: &Path) -> Result<u32> {
     Ok((text.len() / STARTED.len()) as u32)
 }
 
-/// Starts that the delays of 0, 1, 2, 4, 8, 16 and then 30 s leave room for in a time shorter than 61 s.
+/// Number of starts that delays of 0, 1, 2, 4, 8, 16 and then 30 s allow within `elapsed`, which is
+/// shorter than 91 s.
 fn most_starts(elapsed: Duration) -> u32 {
     let starts_s = [0, 0, 1, 3, 7, 15, 31, 61];
     starts_s.iter().filter(|start_s| elapsed >= Duration::from_secs(**start_s)).count() as u32

@@ -1,5 +1,5 @@
-//! The kernel of a guest that grows has DRAM for page descriptors and for its own memory, and no guest dies for lack of it
-//! while memory is left.
+//! Tests that the kernel of a growing guest has DRAM for page descriptors and for its own memory.
+//! No guest may kill a process or panic for lack of DRAM while memory is left.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ guest_tests::tests![
     tmpfs_beyond_dram_is_held_without_an_agent: 300 (long),
 ];
 
-/// Loads are emulated, some of them 400,000 system calls.
+/// Some loads make 400,000 system calls, in an emulated guest.
 const LOAD_LIMIT: Duration = Duration::from_secs(400);
 const RESIZE_LIMIT: Duration = Duration::from_secs(200);
 
@@ -73,7 +73,8 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
         pool_free_bytes: pm_mib * MIB,
         ..HostView::default()
     };
-    // Memory that the real kernel manages less than the simulated one is in use.
+    // The real kernel manages less memory than the simulated one. The difference counts as used
+    // memory.
     let simulated_bytes = SimulatedGuest::new(guest.clone(), &[pm], &Segment::default()).total_bytes();
     let used_bytes = (at_rest.used_bytes + simulated_bytes).saturating_sub(at_rest.total_bytes);
     let rest = Segment { anon_bytes: used_bytes, hot_permille: 1000, ..Segment::default() };
@@ -100,7 +101,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
     const HOGS: u64 = 4;
     for &ratio in ratios {
         let pm_mib = SMALL_DRAM_MIB * ratio;
-        // Programs use the available part of all memory, without the kernel's reserve.
+        // Programs can use only available memory, which excludes the kernel's reserve.
         let load_mib = pm_mib - 96;
         let pool = Pool::create(&format!("{}M", pm_mib + 64))?;
         let guest = Guest::builder()
@@ -236,7 +237,7 @@ const PROCESSES: Load = Load {
     goal: "held 2000",
 };
 
-/// A guest with 384 MiB of boot memory, 256 MiB of DRAM and 512 MiB of PM to come.
+/// Guest with 384 MiB of boot memory. 256 MiB of DRAM and 512 MiB of PM can be plugged.
 fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
     Guest::builder()
         .kernel(kernel)
@@ -272,7 +273,8 @@ fn small_files_fill_kernel_memory_and_nothing_dies_on_6_1() -> Result<()> {
     is_held(Kernel::V6_1, &FILES, "")
 }
 
-/// Of 3.5 GiB, 512 MiB are above the hole, and half of those are movable. So ZONE_DMA32 has to keep a part of the reserve.
+/// 512 MiB of the 3.5 GiB of boot memory are above the hole, and half of those are movable. So
+/// ZONE_DMA32 has to keep a part of the reserve.
 fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
     const PAGE_BYTES: u64 = 4096;
     let pool = Pool::create("128M")?;
@@ -287,7 +289,8 @@ fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
                 /protection:/ && /[0-9]/ { user = $5 < managed ? $5 : managed } \
                 /protection:/ && zone == \"DMA32\" { n += user - $4 } /protection:/ && zone == \"Normal\" { n += user } \
                 END { print n }' /proc/zoneinfo";
-    // Boot allocations take up to an eighth of ZONE_MOVABLE, which limits what zones keep. Without ZONE_DMA32 it would be half.
+    // Zones keep less than the reserve, because boot allocations take up to an eighth of
+    // ZONE_MOVABLE. If ZONE_DMA32 kept nothing, half of the reserve would be missing.
     let least_bytes = reserve_bytes - reserve_bytes / 8;
     guest.wait_until("the agent has set the reserve", RESIZE_LIMIT, || {
         let kept_bytes = guest.run(kept)?.trim().parse::<u64>()? * PAGE_BYTES;
@@ -319,8 +322,9 @@ fn sockets_fill_kernel_memory_and_nothing_dies() -> Result<()> {
     is_held(Kernel::V6_12, &SOCKETS, "")
 }
 
-/// Linux reclaims dentries of missing files, so the kernel needs no block for them until an allocation
-/// stalls. In an emulated guest a few stalls happen.
+/// Linux reclaims dentries of missing files, so the kernel needs no block for them until an
+/// allocation stalls. A few stalls happen in an emulated guest, so blocks are allowed after a
+/// stall.
 fn missing_files_fill_kernel_memory_and_nothing_dies() -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool).boot()?;

@@ -63,7 +63,7 @@ impl Marks {
         }
     }
 
-    /// Reads them once the agent has set the reserve for all PM that can be plugged.
+    /// Reads the zones after the agent has set the reserve for all PM that can be plugged.
     fn with_reserve(guest: &Guest) -> Result<Self> {
         let mut marks = Self::read(guest)?;
         guest.wait_until("the agent has set the reserve", LIMIT, || {

@@ -1,4 +1,4 @@
-//! The commands of README.md's "Use it" run as they stand there.
+//! Runs the commands of the section "Use it" of README.md.
 
 use std::fs::{self, File};
 use std::path::Path;

@@ -199,13 +199,13 @@ fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Does `work` while the guest gets frames.
+/// Runs `work` while the guest receives frames.
 fn under_frames(guest: &Guest, net: &Net, work: impl FnOnce() -> Result<()>) -> Result<()> {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let transfer = scope.spawn(|| to_guest_until(guest, net, &done));
         let outcome = work();
-        // Even if it failed: the transfer has no other end.
+        // Also after an error of `work`, because the transfer would never end otherwise.
         done.store(true, Ordering::Relaxed);
         transfer.join().expect("a transfer does not panic")?;
         outcome

@@ -48,7 +48,7 @@ fn check_size(pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-/// The command line that describes the product, with a load that DRAM alone does not hold.
+/// Boots the command line of docs/volumes.md, with a load that does not fit into DRAM.
 fn leaves_memory(kernel: Kernel) -> Result<()> {
     let pool = pool()?;
     let builder = guest(&pool, "virtio-pmem").kernel(kernel).pressure("psi");

@@ -1,4 +1,4 @@
-//! Loads that take memory of the kernel and next to none of their own.
+//! Loads that use much kernel memory and almost no user memory.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -10,7 +10,7 @@ use std::thread;
 use anyhow::{Context, Result, ensure};
 
 const MIB: u64 = 1 << 20;
-/// Between two lines about the progress.
+/// Number of files between two lines about the progress.
 const NEWS: u64 = 20_000;
 
 /// Makes `count` empty files: about 1 KiB each on a tmpfs, for the inode and the entry of its name.
@@ -26,7 +26,8 @@ pub fn make_files(dir: &Path, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Looks for `count` files that are not there. Where the file system caches that, each takes some 200 bytes.
+/// Looks up `count` missing files. Most file systems cache a negative dentry of some 200 bytes for
+/// each.
 pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
     crate::oom::volunteer()?;
     for index in 0..count {
@@ -39,7 +40,8 @@ pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Fills sockets that nobody reads until `mib` of data are queued, prints `held MIB`, and keeps them until killed.
+/// Queues `mib` of data in sockets without a reader, prints `held MIB`, and keeps the sockets open
+/// until killed.
 pub fn fill_sockets(mib: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let most = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };

@@ -80,7 +80,8 @@ impl Queue {
     pub fn write_buffer(&mut self, bytes: &[u8]) {
         assert!(BUFFER_AT + bytes.len() <= PAGE_BYTES, "{} bytes do not fit", bytes.len());
         for (at, byte) in bytes.iter().enumerate() {
-            // SAFETY: the byte lies in the page, as just asserted; the device may read meanwhile, therefore volatile.
+            // SAFETY: the assertion above keeps the byte inside the page. The access is volatile
+            // because the device may read the page meanwhile.
             unsafe { self.page.add(BUFFER_AT + at).write_volatile(*byte) };
         }
     }
@@ -88,7 +89,8 @@ impl Queue {
     /// Reads the little-endian number at byte `at` of the buffer.
     pub fn read_buffer(&self, at: usize) -> u16 {
         assert!(BUFFER_AT + at + 2 <= PAGE_BYTES, "byte {at} lies outside of the buffer");
-        // SAFETY: the bytes lie in the page, as just asserted; the device writes them, therefore volatile.
+        // SAFETY: the assertion above keeps the bytes inside the page. The access is volatile
+        // because the device writes them.
         let byte = |at: usize| unsafe { self.page.add(BUFFER_AT + at).read_volatile() };
         u16::from_le_bytes([byte(at), byte(at + 1)])
     }
