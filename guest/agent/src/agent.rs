@@ -149,7 +149,7 @@ impl Agent {
             self.reserve = None;
         }
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
-            // Report soon after a block was turned.
+            // Reports soon after a block became kernel memory.
             self.take_charge |= kernel_blocks.poll(&self.report, self.observed_ms);
         }
         let total_bytes = self.report.memory.total_bytes;

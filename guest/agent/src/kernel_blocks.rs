@@ -1,11 +1,13 @@
-//! Turns blocks of plugged DRAM into kernel memory when the kernel runs short of it.
+//! Converts blocks of plugged DRAM to kernel memory when the kernel runs short.
 //!
-//! Plugged memory is online movable, so it holds neither slabs nor page tables nor page descriptors. A guest that boots with
-//! little DRAM and grows by much runs out of kernel memory while gigabytes are free. A block that is taken offline and onlined
-//! again with `online_kernel` serves the kernel from then on; Linux migrates its pages to other blocks first
-//! (mm/memory_hotplug.c, offline_pages). It stays with the kernel until the next boot.
+//! Plugged memory is online movable, so it holds neither slabs nor page tables nor page
+//! descriptors. A guest that boots with little DRAM and grows by much runs out of kernel memory
+//! while gigabytes are free. So the agent takes a block offline and onlines it again with
+//! `online_kernel`. Linux first migrates the pages of the block to other blocks
+//! (mm/memory_hotplug.c, offline_pages). The block stays with the kernel until the next boot.
 //!
-//! A separate thread turns blocks, because a migration may take long and the write to a block's state waits for it.
+//! A separate thread converts blocks, because the write to a block's state waits for the migration,
+//! which may take long.
 
 use std::fs;
 use std::io::{self, Write};
@@ -23,26 +25,31 @@ const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
 /// Part of the usual reserve below which the kernel is short. The whole reserve would be too high a threshold, because
 /// programs that fill DRAM before any memory is plugged leave about that much to the kernel.
 const SHORT_PART: u64 = 2;
-/// Time that turning a block takes. The growth of kernel memory in that time is added to the threshold, up to a part of DRAM.
+/// Time that a conversion takes. The growth of kernel memory in that time is added to the
+/// threshold, up to a part of DRAM.
 const TURN_MS: u64 = 500;
 const MAX_GROWTH_PART: u64 = 8;
-/// A block whose pages do not move in this time is left alone. Linux would try for ever.
+/// Time limit of a migration, because Linux itself would try forever.
 const OFFLINE_LIMIT_MS: u64 = 10_000;
-/// Pause after a success, so that reports show its effect; and the first and the longest pause after a failure.
+/// Pause after a success, so that reports show its effect. After failures the pause doubles from
+/// the second value to the third.
 const PAUSE_MS: u64 = 500;
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
-/// Node that has to give a block to the kernel, if the kernel is short of memory that is free or can be reclaimed.
+/// Returns the node that has to give a block to the kernel. `None` if the kernel has enough memory
+/// that is free or can be reclaimed, or if no node can give a block.
 ///
-/// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve. Without
-/// movable memory, `vm.lowmem_reserve_ratio` would reserve nothing, and programs would fill the kernel's new memory.
+/// Other movable memory must have room for the pages of the block. The node keeps movable memory of
+/// half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node without movable
+/// memory. Programs would then fill the kernel's new memory.
 fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth, except: Option<u32>) -> Option<u32> {
     let kernel = KernelMemory::of(zones.iter());
     let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
     let growth_bytes = growth.bytes_within(TURN_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
     let short_bytes = least_bytes.saturating_add(growth_bytes);
-    // Linux drops caches when the memory is needed. A block would stay with the kernel for them.
+    // Caches count as free, because Linux drops them when the memory is needed, and a converted
+    // block would stay with the kernel.
     let room_bytes = kernel.room_bytes.saturating_add(growth.caches_bytes());
     if blocks.block_bytes == 0 || room_bytes >= short_bytes || kernel.movable_free_bytes < blocks.block_bytes
     {
@@ -60,7 +67,7 @@ fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth, except: Op
         .min_by_key(|node| of_node(*node).room_bytes)
 }
 
-/// Time before which no other block is turned.
+/// No other block is converted before this time.
 #[derive(Debug, Default)]
 struct Pace {
     not_before_ms: u64,
@@ -78,7 +85,7 @@ impl Pace {
     }
 }
 
-/// Turns blocks in a thread of its own.
+/// Converts blocks in a thread of its own.
 #[derive(Debug)]
 pub struct KernelBlocks {
     requests: SyncSender<u32>,
@@ -89,11 +96,11 @@ pub struct KernelBlocks {
     exhausted: Option<Exhausted>,
 }
 
-/// Node without a block to turn. Its movable blocks are boot memory.
+/// Node without a block to convert. Its movable blocks are boot memory.
 #[derive(Debug)]
 struct Exhausted {
     node: u32,
-    /// Blocks at that time. Other blocks may be turned.
+    /// Blocks at that time. If the node's blocks change, it is tried again.
     blocks: Blocks,
 }
 
@@ -123,8 +130,8 @@ impl KernelBlocks {
         })
     }
 
-    /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block was turned since the
-    /// last call. Never waits.
+    /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block
+    /// was converted since the last call. Does not block.
     pub fn poll(&mut self, report: &RawReport, now_ms: u64) -> bool {
         self.growth.update(report.kernel.as_ref(), report.counters.allocstall_kernel, now_ms);
         let result = self.results.try_recv().ok();
@@ -157,19 +164,20 @@ impl KernelBlocks {
     }
 }
 
-/// Part of [`KernelBlocks`] that waits for the kernel.
+/// Part of [`KernelBlocks`] that runs in the thread.
 #[derive(Debug)]
 struct Turner {
     memory_root: PathBuf,
     iomem: PathBuf,
     /// Block whose pages did not move within the limit. The next attempt begins after it.
     unmoved: Option<u32>,
-    /// Turns the block with this file `state`.
+    /// Converts the block that has this `state` file.
     turn: fn(&Path) -> io::Result<()>,
 }
 
 impl Turner {
-    /// Turns one block of `node` and returns its number. Boot memory stays as it is: it has pages that never move.
+    /// Converts one block of `node` and returns its number. Blocks of boot memory are skipped,
+    /// because they have pages that never move.
     fn turn_one(&mut self, node: u32) -> io::Result<u32> {
         let block_bytes = fs::read_to_string(self.memory_root.join("block_size_bytes"))?;
         let block_bytes =
@@ -226,7 +234,7 @@ fn turn(state: &Path) -> io::Result<()> {
     // A single call: `write_all` would repeat it after EINTR.
     sys::within_ms(OFFLINE_LIMIT_MS, || file.write(b"offline"))?;
     fs::write(state, "online_kernel").inspect_err(|_| {
-        // If the kernel cannot have the block, programs get it back.
+        // If `online_kernel` fails, the block is onlined movable again.
         let _ = fs::write(state, "online_movable");
     })
 }
@@ -264,7 +272,7 @@ mod tests {
         Zone { node, kind, managed_pages: pages(managed_mib), free_pages: pages(free_mib), ..Zone::default() }
     }
 
-    /// 384 MiB at boot, of which 36 are movable, two blocks of DRAM and 512 MiB of PM.
+    /// 384 MiB of boot memory, 36 MiB of it movable, two plugged blocks of DRAM, and 512 MiB of PM.
     fn zones(kernel_free_mib: u64, pm_free_mib: u64) -> [Zone; 3] {
         [
             zone(0, ZoneKind::Dma32, 300, kernel_free_mib),
@@ -311,7 +319,8 @@ mod tests {
         allocstalls: u64,
     }
 
-    /// Reports every second, in which a load grows to `end`. Returns the node that gives a block.
+    /// Simulates one report per second while a load grows to `end`. Returns the node that has to
+    /// give a block.
     fn node_after_load(end: Slabs) -> Option<u32> {
         const SECONDS: u64 = 20;
         let mut growth = KernelGrowth::default();

@@ -204,7 +204,7 @@ impl Text {
         }
     }
 
-    /// Text that one call reads whole.
+    /// File that one call reads completely.
     fn read_once<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         let length = self.file.read_at(buffer, 0)?;
         Ok(&buffer[..length])

@@ -27,13 +27,16 @@ pub struct Reserve {
     path: PathBuf,
     record: PathBuf,
     initial: Vec<u64>,
-    /// Lower limit of what zones keep: `initial`, or Linux' ratios if `initial` is that of the kernel's command line. The VMM
-    /// computes that for the zones at boot. Once plugged DRAM is ZONE_NORMAL, it would keep memory from the kernel.
+    /// Ratios that give the smallest reserve of the zones: `initial`, or Linux' defaults if
+    /// `initial` comes from the kernel's command line. The VMM computes those ratios for the zones
+    /// at boot. When plugged DRAM becomes ZONE_NORMAL, they would reserve memory that the kernel
+    /// needs.
     least: Vec<u64>,
     current: Vec<u64>,
     /// What agents have written, as on record.
     ours: Vec<Vec<u64>>,
-    /// Managed pages of the zones that the present setting was made for, and the memory that can be added to them.
+    /// Input of the present setting: managed pages of the zones, and the memory that can be added
+    /// to them.
     made_for: (Vec<u64>, u64),
 }
 
@@ -60,8 +63,8 @@ impl Reserve {
         Ok(Reserve { path, record, initial, least, current, ours, made_for: Default::default() })
     }
 
-    /// Adapts the setting to the guest's zones and to the memory that can be added to them. Does nothing while both stay as
-    /// they are.
+    /// Adapts the setting to the guest's zones and to the memory that can be added to them, if one
+    /// of these has changed.
     pub fn adapt(&mut self, zones: &[Zone], hotplug_bytes: u64) -> io::Result<()> {
         let (managed, before_bytes) = &mut self.made_for;
         let managed_now = zones.iter().map(|zone| zone.managed_pages);
@@ -190,7 +193,8 @@ mod tests {
 
     #[test]
     fn descriptors_of_memory_that_can_be_added_are_kept_as_well() {
-        // 512 MiB, of which 144 are movable, and 7 GiB to come: 32 MiB and 112 MiB.
+        // 512 MiB, 144 MiB of them movable. A sixteenth is 32 MiB, and the descriptors of 7 GiB
+        // take 112 MiB.
         let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 144)];
         assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS)[1], 5);
         assert_eq!(reserve_ratios(&zones, 7 << 30, &DEFAULTS)[1], 1);

@@ -153,7 +153,7 @@ impl Tuning {
         huge_pages.and(self.set())
     }
 
-    /// Checks if PM is not full. Two thresholds keep it from changing with every report.
+    /// Checks if PM is not full. The two thresholds prevent a change with every report.
     fn is_pm_free(&self, zones: &[Zone]) -> bool {
         let pm = zones.iter().filter(|zone| self.pm_nodes.contains(&zone.node));
         let (free_pages, managed_pages) = pm.fold((0u64, 0u64), |(free, managed), zone| {

@@ -1,4 +1,4 @@
-//! Memory that the guest's kernel can use for itself.
+//! Memory that the guest's kernel can use for its own allocations.
 //!
 //! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable (mm/page_alloc.c,
 //! gfp_zone). The agent, the governor and its policies compare these sums, so they are computed here for all.
@@ -11,7 +11,7 @@ const PAGE_BYTES: u64 = 4096;
 /// Time in which a rate of growth falls to zero, once the growth has ended.
 const FORGOTTEN_MS: u64 = 1_000;
 
-/// Time after a stall of a kernel allocation in which reclaim does not count as a help.
+/// Time after a stall of a kernel allocation in which reclaimable caches do not count as free.
 const STALLED_MS: u64 = 10_000;
 
 /// Size of `struct dentry` on x86-64 (include/linux/dcache.h).
@@ -59,8 +59,8 @@ impl KernelMemory {
 /// provide memory.
 ///
 /// A program that walks a file system (`updatedb`) fills the kernel's zones with dentries and
-/// inodes. kswapd drops those that are on an LRU list as fast as others need the memory, so they
-/// are as good as free memory.
+/// inodes. kswapd drops those on an LRU list as fast as other allocations need the memory, so they
+/// count as free memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelGrowth {
     last: Option<Sample>,
@@ -105,16 +105,15 @@ impl KernelGrowth {
         self.bytes_per_s = rate.max(remembered);
     }
 
-    /// Dentries and inodes that Linux reclaims before a kernel allocation waits. They count as room
-    /// of the kernel.
+    /// Dentries and inodes that Linux can reclaim. They count as free memory of the kernel's zones.
     ///
-    /// Nothing counts for 10 s after a kernel allocation had to reclaim memory itself: then kswapd
-    /// does not help or is too slow.
+    /// The result is 0 for 10 s after a kernel allocation had to reclaim memory itself, because
+    /// kswapd was too slow or could not reclaim enough.
     pub fn caches_bytes(&self) -> u64 {
         self.caches_bytes
     }
 
-    /// Checks that no stall is remembered, whose end would change
+    /// Returns true if no stall is remembered. The expiry of a stall changes
     /// [`caches_bytes`](Self::caches_bytes).
     pub fn is_settled(&self) -> bool {
         self.stalled_at_ms.is_none()
@@ -129,17 +128,17 @@ impl KernelGrowth {
 impl KernelUse {
     /// Dentries and inodes on LRU lists, at most `SReclaimable`.
     ///
-    /// The rest of `SReclaimable` may be pinned. A dentry in use is not put on a list (fs/dcache.c,
-    /// retain_dentry), for example those of a tmpfs, of open files and of directories with cached
-    /// entries. Nor is an inode that has a dentry, is dirty or has page cache (fs/inode.c,
-    /// iput_final and __inode_add_lru; include/linux/pagemap.h, mapping_shrinkable). Page cache
-    /// lies in PM as well, which kernel allocations do not reclaim, so its inodes and its xarray
-    /// nodes stay.
+    /// The rest of `SReclaimable` may be pinned. Linux does not put a dentry in use on a list
+    /// (fs/dcache.c, retain_dentry), for example dentries of a tmpfs, of open files and of
+    /// directories with cached entries. It does not put an inode on a list either if the inode has
+    /// a dentry, is dirty or has page cache (fs/inode.c, iput_final and __inode_add_lru;
+    /// include/linux/pagemap.h, mapping_shrinkable). Kernel allocations do not reclaim page cache
+    /// that lies in PM, so its inodes and xarray nodes stay.
     ///
     /// Linux keeps both numbers per CPU and adds them up when they are read. A dentry that is used
-    /// again stays on its list until reclaim finds it, so some of those that count may be in use.
-    /// An inode goes to its list when its last dentry is dropped, so a walk of a file system counts
-    /// with its dentries alone.
+    /// again stays on its list until reclaim finds it, so some dentries that count may be in use.
+    /// Linux puts an inode on its list when the last dentry of the inode is dropped, so after a
+    /// walk of a file system only the dentries count.
     fn caches_bytes(&self) -> u64 {
         let of = |count: Option<u64>, bytes| count.unwrap_or(0).saturating_mul(bytes);
         of(self.unused_dentries, DENTRY_BYTES)
@@ -215,7 +214,7 @@ mod tests {
         assert_eq!(growth, KernelGrowth::default());
     }
 
-    /// Slabs of MiB, of which so many dentries and inodes are on LRU lists.
+    /// Slabs of these sizes in MiB, with these numbers of dentries and inodes on LRU lists.
     fn slabs(reclaimable_mib: u64, unused_dentries: u64, unused_inodes: u64) -> KernelUse {
         KernelUse {
             slab_reclaimable_bytes: reclaimable_mib << 20,
@@ -251,7 +250,7 @@ mod tests {
             growth.update(kernel, allocstalls, now_ms);
             (growth.caches_bytes(), growth.is_settled())
         };
-        // Stalls before the first update are history.
+        // Stalls before the first update do not count.
         assert_eq!(update(Some(&kernel), 7, 1_000), (192_000, true));
         assert_eq!(update(Some(&kernel), 8, 3_000), (0, false));
         assert_eq!(update(Some(&kernel), 8, 12_999), (0, false));

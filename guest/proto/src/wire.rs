@@ -127,8 +127,8 @@ pub struct Memory {
 pub struct KernelUse {
     /// SUnreclaim: slabs that are never reclaimed.
     pub slab_unreclaimable_bytes: u64,
-    /// SReclaimable: MemAvailable includes most of it. Dentries of a tmpfs and inodes with page
-    /// cache belong to it as well, and Linux cannot reclaim them.
+    /// SReclaimable, most of which MemAvailable includes. It also contains slabs that Linux cannot
+    /// reclaim: dentries of a tmpfs and inodes with page cache.
     pub slab_reclaimable_bytes: u64,
     /// PageTables.
     pub page_table_bytes: u64,
@@ -206,8 +206,8 @@ pub struct Zone {
     /// `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free_blocks: Option<u64>,
-    /// Pages of programs and page cache. In a zone that serves the kernel, they could move to another zone. `None`: not
-    /// known.
+    /// Pages of programs and page cache. Those in a zone that serves the kernel could be in another
+    /// zone instead. `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_pages: Option<u64>,
     /// Free pages that user pages leave to the kernel (`protection`), beside the watermarks. `None`: not known.
