@@ -52,8 +52,8 @@ pub trait ReadAt {
     /// Copies bytes out.
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
 
-    /// First part of a range that may hold anything but zeros. `None`: all of the range reads as zeros. Holes of a file are
-    /// found without being read.
+    /// Finds the first part of a range that may hold bytes other than zeros. `None`: all of the
+    /// range reads as zeros. The file system reports holes of a file, so they are not read.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         Ok(Some(range).filter(|range| !range.is_empty()))
     }

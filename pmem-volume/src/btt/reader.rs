@@ -156,11 +156,12 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         }
     }
 
-    /// First of `sectors` that may hold other bytes than zeros, or that cannot be examined. `None` if all of them read
-    /// as zeros.
+    /// Finds the first of `sectors` that may hold bytes other than zeros or that cannot be
+    /// examined. `None` if all of them read as zeros.
     ///
-    /// A sector whose map entry was never written is the block of its own number. So both the map and that block must
-    /// be holes. Holes are found without being read.
+    /// A sector whose map entry was never written maps to the block with its own number. So a
+    /// sector reads as zeros if both its map entry and that block are holes. The file system
+    /// reports holes, so they are not read.
     pub fn next_data(&self, sectors: Range<u64>) -> Option<u64> {
         let mut at = sectors.start;
         while at < sectors.end {

@@ -1,8 +1,9 @@
 //! Blocks that a file system has given to a file (Linux Documentation/filesystems/fiemap.rst).
 //!
-//! A store through a mapping cannot report that the file system is full: the kernel raises SIGBUS, and a guest's vCPU
-//! cannot continue. So a file that must not be sparse has all its blocks before the first store. A sparse copy,
-//! `fallocate --dig-holes` and a clone (`cp --reflink`) remove blocks or share them.
+//! A store through a mapping cannot report that the file system is full: the kernel raises SIGBUS,
+//! and a guest's vCPU cannot continue. So a file that must not be sparse gets all its blocks before
+//! the first store. A file can lack blocks later: a sparse copy and `fallocate --dig-holes` leave
+//! holes, and a clone (`cp --reflink`) shares blocks with the original.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +17,8 @@ use super::zeroing::is_unsupported;
 const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660bu32 as libc::Ioctl;
 const EXTENT_LAST: u32 = 0x1;
 const EXTENT_SHARED: u32 = 0x2000;
-/// FALLOC_FL_UNSHARE_RANGE of linux/falloc.h: gives blocks that a clone shares to this file alone (XFS).
+/// FALLOC_FL_UNSHARE_RANGE of linux/falloc.h: gives the file its own copy of blocks that it shares
+/// with a clone (XFS).
 const UNSHARE_RANGE: libc::c_int = 0x40;
 /// Extents that the kernel reports at once.
 const EXTENTS: usize = 256;
@@ -55,8 +57,8 @@ pub(crate) struct Lacking {
 }
 
 impl Lacking {
-    /// Blocks that the first `len_bytes` of `file` lack. A file system that does not list extents, such as NFS, reports at
-    /// least the number of blocks.
+    /// Counts the blocks that the first `len_bytes` of `file` lack. For a file system that does not
+    /// list extents, such as NFS, the count is computed from the number of allocated blocks.
     pub(crate) fn of(file: &File, len_bytes: u64) -> io::Result<Self> {
         match Self::by_extents(|start, extents| list_extents(file, start..len_bytes, extents), len_bytes) {
             Err(error) if is_unsupported(&error) || error.raw_os_error() == Some(libc::ENOTTY) => {
@@ -136,8 +138,8 @@ pub(crate) fn take(file: &File, len_bytes: u64, lacking: Lacking) -> io::Result<
     Ok(())
 }
 
-/// Name of the file system of `file`, if it writes changed blocks to a new place. Then a store to a block that the file has
-/// may find the file system full.
+/// Name of the file system of `file`, if it writes changed blocks to a new place. A store to an
+/// allocated block can then fail because the file system is full.
 pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
     // SAFETY: statfs is plain numbers, for which zero is valid.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
@@ -148,7 +150,8 @@ pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
     Ok(copy_on_write_name(stat.f_type, || overwrites_in_place(file)))
 }
 
-/// By the magic of a file system (linux/magic.h; openzfs include/sys/fs/zfs.h). `in_place`: the file is exempt.
+/// Name of a file system by its magic number (linux/magic.h; openzfs include/sys/fs/zfs.h).
+/// `in_place`: blocks of the file are overwritten in place.
 fn copy_on_write_name(magic: libc::__fsword_t, in_place: impl FnOnce() -> bool) -> Option<&'static str> {
     let name = match magic {
         0x9123_683e => "btrfs",

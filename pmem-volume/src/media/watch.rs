@@ -301,7 +301,7 @@ mod tests {
         assert_eq!(replaced_pages(at, range, huge, libc::ENOMEM), (tries[..1].to_vec(), false));
     }
 
-    /// Huge pages, for a host that has some to spare.
+    /// Maps huge pages. `None` if the host has no free ones.
     fn huge_pages(count: usize) -> Option<usize> {
         let (protection, size) = (libc::PROT_READ | libc::PROT_WRITE, count * (2 << 20));
         let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
@@ -340,7 +340,7 @@ mod tests {
         let _turn = turn();
         let Some(start) = huge_pages(2) else { return };
         let count = Arc::new(Count::default());
-        // Half of a huge page, of which only the whole could be replaced.
+        // The range is half of a huge page, and the kernel replaces only whole pages of hugetlbfs.
         // SAFETY: only this test touches the range, and not after the watch has gone.
         let watch = unsafe { Watch::new(start..start + (1 << 20), Arc::clone(&count) as _) }.unwrap();
         assert!(!replace(start + PAGE_BYTES));

@@ -8,7 +8,8 @@ use super::findings::Finding;
 use super::{Backing, Pool, PoolError};
 use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
 
-/// Finds blocks that the file of a pool has lost. A writer allocates new ones or is refused.
+/// Finds blocks that the file of a pool lacks. Opening the pool for writing allocates them or
+/// fails.
 pub(super) fn look(path: &Path, media: &FileMedia, writable: bool) -> Result<Vec<Finding>, PoolError> {
     let mut findings = Vec::new();
     if !media.is_to_have_blocks() {
@@ -21,7 +22,8 @@ pub(super) fn look(path: &Path, media: &FileMedia, writable: bool) -> Result<Vec
     if let Some(file_system) = file_system {
         findings.push(Finding::CopyOnWrite { file_system });
     }
-    // On such a file system a file shares blocks with its snapshots, and new blocks would not change that.
+    // On a copy-on-write file system a file shares blocks with its snapshots, and new blocks would
+    // not change that.
     let lacking = if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
     if lacking.is_nothing() {
         return Ok(findings);
@@ -53,7 +55,8 @@ fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolErro
 }
 
 impl Pool {
-    /// Name of the pool's file system, if a store to a block that the file has may find it full.
+    /// Name of the pool's file system, if a store to an allocated block can fail because the file
+    /// system is full.
     pub fn copy_on_write(&self) -> Option<&'static str> {
         let Backing::File(media) = &self.backing else { return None };
         if !media.is_to_have_blocks() {

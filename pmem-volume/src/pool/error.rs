@@ -319,7 +319,8 @@ pub enum PoolError {
         /// What is left.
         free_bytes: u64,
     },
-    /// A writer would store where the file has no blocks.
+    /// The pool cannot be opened for writing, because its file lacks blocks and the allocation of
+    /// new ones has failed.
     #[error(
         "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a \
          store there would end its user; the file system has {} free: make room there, or copy the pool to where \

@@ -173,7 +173,7 @@ pub enum Finding {
         /// The chunk.
         chunk: ChunkId,
     },
-    /// The file has lost blocks of its file system. The next writer allocates new ones or is refused.
+    /// The file lacks blocks of its file system. The next open for writing allocates them or fails.
     #[error(
         "the file has lost blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, \
          `fallocate --dig-holes` or `cp --reflink`; the next program that opens the pool for writing takes new ones if the \

@@ -1,6 +1,6 @@
-//! Marks that the host puts on files as an extended attribute. A guest writes the bytes of a file
-//! and never its attributes, so a mark shows what the host uses a file for whatever the guest has
-//! written to it.
+//! Marks of files, which are extended attributes that the host sets. A guest can write the bytes of
+//! a file but not its attributes, so a mark shows how the host uses the file, whatever the guest
+//! has written to it.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 
 use thiserror::Error;
 
-/// Name of an attribute, and of another one that shows whether a file can have attributes.
+/// Name of an attribute, and of the attribute that tests if a file can have attributes.
 struct Attribute {
     name: &'static CStr,
     probe: &'static CStr,
@@ -104,9 +104,10 @@ impl Mark {
         }
     }
 
-    /// Returns the name of the attribute that marks this file; `None` if it cannot be marked. File
-    /// systems and security modules may allow reading of attributes alone, so an attribute is set
-    /// and removed again. It has another name, because a crash in between leaves it behind.
+    /// Returns the name of the attribute that can mark this file; `None` if the file cannot be
+    /// marked. File systems and security modules may allow only the reading of attributes, so the
+    /// function sets a test attribute and removes it again. That attribute has another name,
+    /// because a crash in between leaves it behind.
     pub fn settable_attribute(file: &File) -> Option<&'static str> {
         let can_have = |probe: &CStr| match store(file, probe, b"", libc::XATTR_CREATE) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => false,
@@ -167,7 +168,7 @@ mod tests {
         let file = file.as_file();
         let attribute = attribute_of(file);
         assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
-        // A probe that ended between its two calls.
+        // Left behind by a test that ended between its two calls.
         store(file, attribute.probe, b"", 0).unwrap();
         assert_eq!(Mark::of(file), None);
         assert_eq!(attribute_of(file).name, attribute.name);

@@ -38,8 +38,9 @@ impl Pacer {
         self.next = self.next.max(began).saturating_add(takes);
     }
 
-    /// Bytes that did not wait for the bound were spent by `now`. The next batch waits for them, but not for ever: a large amount
-    /// would hold the background up for many minutes.
+    /// Counts `bytes` that were erased by `now` without waiting for the bound. The next batch waits
+    /// for them, but at most `MAX_DEBT`, because a large amount would otherwise stop the thread for
+    /// many minutes.
     pub(crate) fn owe(&mut self, bytes: u64, now: Duration) {
         let most = self.next.max(now.saturating_add(MAX_DEBT));
         self.spend(bytes, now);
@@ -52,7 +53,7 @@ impl Pacer {
     }
 }
 
-/// Longest wait for bytes that did not wait themselves.
+/// Longest wait of a batch for bytes that `owe` has counted.
 const MAX_DEBT: Duration = Duration::from_secs(10);
 /// Batches of a slow bound, so that it is kept in any second and not only in a minute.
 const BATCHES_PER_S: u64 = 16;

@@ -111,7 +111,7 @@ impl Pool {
             state = state.wait(&self.scrubbed);
         } else {
             drop(state);
-            // Before the erasure, so that the scrubber makes room for it.
+            // Counted before the erasure, so that the scrubber pauses during it.
             let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
             self.awaited_chunks.fetch_add(u64::from(chunks), Ordering::Relaxed);
             self.erase_and_free(&batch)?;

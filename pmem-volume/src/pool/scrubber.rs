@@ -166,7 +166,7 @@ impl Worker {
                     None => return,
                 }
                 if wait > Duration::ZERO {
-                    // Others may have erased meanwhile.
+                    // Other threads may have erased chunks meanwhile.
                     continue;
                 }
                 let Some(pool) = self.pool.upgrade() else { return };

@@ -1,7 +1,8 @@
-//! What is in a file or on a device that is no pool, and on a device before a pool is made there.
+//! Detection of existing content: in a file or on a device that is not a pool, and on a device
+//! before a pool is created there.
 //!
-//! Not every format is known: any byte at the start or the end of the device that is not zero counts as somebody's, and
-//! the well-known formats are named.
+//! Errors name well-known formats. Before a pool is created, any nonzero byte at the start or the
+//! end of the device counts as data, because not every format is known.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -13,17 +14,19 @@ use super::claim::is_pool;
 use super::mark::Mark;
 use crate::media::{Media, MediaError};
 
-/// How much is looked at, at either end: the common formats have something there.
+/// Size of the parts at the start and at the end of a device that are searched. Common formats have
+/// data there.
 const LOOK_BYTES: u64 = 1 << 20;
 
-/// Bytes at a fixed place by which a format is known.
+/// Bytes at a fixed offset that identify a format.
 struct Signature {
     offset: usize,
     bytes: &'static [u8],
     name: &'static str,
 }
 
-/// From the formats' own descriptions; those that lie inside others come first.
+/// Signatures from the specifications of the formats. Formats that can lie inside other formats
+/// come first.
 const SIGNATURES: &[Signature] = &[
     Signature { offset: 0, bytes: b"XFSB", name: "an XFS file system" },
     Signature { offset: 0x438, bytes: b"\x53\xef", name: "an ext2, ext3 or ext4 file system" },
@@ -41,12 +44,12 @@ const SIGNATURES: &[Signature] = &[
     Signature { offset: 0x1fe, bytes: b"\x55\xaa", name: "a partition table or boot sector" },
 ];
 
-/// What the device seems to hold; `None` if both of its ends are zero.
+/// Describes the content of a device. `None` if the parts at its start and end are zeros.
 pub(super) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError> {
     found_in(device, 0..device.len_bytes())
 }
 
-/// The same of a part of it.
+/// Describes the content of a part of a device, like [`found_on`].
 pub(super) fn found_in(device: &dyn Media, range: Range<u64>) -> Result<Option<String>, MediaError> {
     let look_bytes = LOOK_BYTES.min(range.end - range.start);
     let mut bytes = vec![0; look_bytes as usize];
@@ -77,17 +80,17 @@ const IMAGES: &[Signature] = &[
     Signature { offset: 0x40, bytes: b"\x7f\x10\xda\xbe", name: "a VDI image" },
 ];
 
-/// Bytes at the start of a file that hold every signature.
+/// Length of the start of a file that contains all signatures.
 const HEAD_BYTES: u64 = 0x11000;
 
-/// Format of the disk image that begins with `head`, unless it is a raw one.
+/// Format of the disk image that begins with `head`. `None` for a raw image.
 pub fn image_format(head: &[u8]) -> Option<&'static str> {
     IMAGES.iter().find(|signature| signature.is_in(head)).map(|signature| signature.name)
 }
 
-/// Content that a file would lose if the host used it as `mark`. A file that has the mark loses
-/// nothing, whatever a guest has written to it. Disks and pools are known by their marks as well,
-/// because not every format has a signature here.
+/// Describes the content that would be destroyed if the host used a file as `mark`. `None` for a
+/// file that already has this mark, whatever a guest has written to it. The mark of a disk or a
+/// pool counts as content, because not every format has a signature here.
 pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     let found = Mark::of(file);
     if found == Some(mark) {
@@ -107,8 +110,8 @@ pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Optio
 
 /// Known content of a file: a pool, a file system, a partition table, a BTT or a disk image.
 fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
-    // Opens the file again by /proc. That works even if the path names another file by now, or `file` is open for
-    // writing only.
+    // Opens the file again through /proc, because the path may name another file by now, and `file`
+    // may be open for writing only.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let open = if open.exists() { &open } else { path };
     let mut head = Vec::new();
@@ -120,7 +123,7 @@ fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     Ok(known.map(|signature| signature.name))
 }
 
-/// What a file or device seems to be, by its first bytes, which are no superblock.
+/// Describes a file or device by its first bytes, which are not the superblock of a pool.
 pub(super) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
     if len_bytes < first.len() as u64 {
         return format!("it has {len_bytes} bytes");

@@ -110,7 +110,7 @@ fn lost_blocks_bytes(pool: &Pool) -> u64 {
     pool.findings_at_open().iter().map(lost).sum()
 }
 
-/// Warns on stderr that a store to a pool may find its file system full.
+/// Warns on stderr that a store to a pool can fail because its file system is full.
 pub(crate) fn note_copy_on_write(pool: &Pool) {
     if let Some(file_system) = pool.copy_on_write() {
         let finding = Finding::CopyOnWrite { file_system };

@@ -96,8 +96,8 @@ impl<'a> Content<'a> {
         }
     }
 
-    /// Offset, rounded down, of the first byte from `at` on that may be other than zero. `None` if all of them are
-    /// zero.
+    /// Finds the first byte at or after `at` that may be nonzero, and returns its offset rounded
+    /// down. `None` if there is none.
     fn next_data(&self, at: u64) -> Option<u64> {
         match self {
             Content::Sectors(reader) => {
@@ -106,7 +106,7 @@ impl<'a> Content<'a> {
             }
             Content::Bytes(media) => match media.next_data(at..media.len_bytes()) {
                 Ok(data) => data.map(|data| data.start),
-                // Reading it reports why.
+                // Reading the sector reports the error.
                 Err(_) => Some(at),
             },
         }
