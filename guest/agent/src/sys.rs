@@ -9,7 +9,7 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Takes all permissions of other users from the files that this process makes.
+/// Denies other users all access to files that this process creates.
 pub fn make_files_private() {
     // SAFETY: takes a number, touches no memory and cannot fail (umask(2)).
     unsafe { libc::umask(0o077) };
