@@ -22,7 +22,7 @@ pub enum FileId {
 }
 
 impl FileId {
-    /// Identity of the object at `path`. `None` if there is none.
+    /// Identity of the object at `path`. `None` if the path does not exist.
     pub fn of(path: &Path) -> Option<Self> {
         fs::metadata(path).ok().map(|metadata| Self::from(&metadata))
     }

@@ -23,8 +23,8 @@ pub fn set(mark: Mark, file: &File, path: &Path) {
     }
 }
 
-/// Other files, and file systems without attributes, never have marks. The documentation describes
-/// them.
+/// No warning is needed for other types of files and on file systems without attributes, because
+/// these never have marks. docs/disks.md describes the consequences.
 fn needs_warning(error: &MarkError, is_file: bool) -> bool {
     is_file && !matches!(error, MarkError::Unsupported)
 }

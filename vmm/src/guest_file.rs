@@ -1,8 +1,9 @@
-//! Files that a guest writes: disks and pmem devices. A guest never gets a pool to write.
+//! Files that a guest writes: disks and pmem devices. The VMM never gives a guest write access to a
+//! pool.
 //!
-//! A guest can write the bytes of a pool to its disk, and no later start may fail because of that.
-//! So the host marks the files that guests write, and the bytes of a file with the mark of a disk
-//! are not examined. A file with the mark of another use is served, with a warning if it holds a
+//! A guest can write the bytes of a pool to its disk, and that must not prevent a later start. So
+//! the VMM marks the files that guests write, and does not examine the bytes of a file with the
+//! mark of a disk. A file with the mark of another use is served, with a warning if it holds a
 //! pool. A file without a mark that holds a pool is a copy of a pool, or a copy of a disk whose
 //! guest has written one. Only the host's user can tell them apart.
 
@@ -52,10 +53,10 @@ pub struct GuestAccess {
     pub is_declared_raw: bool,
 }
 
-/// Checks that `file`, which was opened as `path`, may become a guest's.
+/// Checks that `file`, which was opened as `path`, may be attached to a guest.
 ///
-/// Only a regular file that can be marked is refused without a mark. Marks on other files do not
-/// last: the node of a block device is made anew when the host boots.
+/// A file without a mark is refused only if it is a regular file that can be marked. Marks on other
+/// files do not last. For example, the host creates the node of a block device again at each boot.
 pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
     let mark = Mark::of(file);
     if mark == Some(Mark::Pool) && access.is_writable && is_pool(file, path) {
@@ -76,7 +77,8 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
     Ok(())
 }
 
-/// True for a file that the host's user has attached as a disk before. Its bytes are the guest's.
+/// Returns true for a file that was attached as a disk before. The guest may have written any bytes
+/// to it.
 pub fn is_marked(file: &File) -> bool {
     Mark::of(file) == Some(Mark::Disk)
 }

@@ -14,8 +14,9 @@ pub struct NotInherited {
     fd: RawFd,
 }
 
-/// Checks that every descriptor that a flag names is open. Call this before the VMM opens a file of its own: the file
-/// could get the number, and a log would then receive the events.
+/// Checks that every descriptor that a flag names is open. Call this before the VMM opens files of
+/// its own. Otherwise such a file could have the number of a missing descriptor, and the log, for
+/// example, would receive the events.
 pub fn check(launch: &Launch) -> Result<(), NotInherited> {
     let api = match launch.api_socket {
         Some(ApiSocket::Fd(fd)) => Some(("--api-socket", fd)),

@@ -1,8 +1,9 @@
 //! Files that the VMM writes: consoles, events and the log. Output never goes into a file that holds a pool, a file system, a
 //! partition table or a disk image.
 //!
-//! Content is looked at when the host's user gives a file for output for the first time. The file is then marked, and its content
-//! is the guest's: a guest that writes a file system to its serial port does not stop the next VMM.
+//! Content is checked when the host's user names a file for output for the first time. The file is
+//! then marked, and its content is not checked any more. Otherwise a guest that writes a file
+//! system to its serial port would prevent the next start of its VMM.
 
 use std::fs::File;
 use std::io;
@@ -59,7 +60,8 @@ impl From<OutputFileError> for io::Error {
     }
 }
 
-/// Excludes disks and pools from an open file as long as it is open. Pipes and terminals pass.
+/// Locks an output file, so that no disk or pool can use it as long as it is open. Pipes and
+/// terminals are not locked.
 pub fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
     let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
     if !file.metadata().map_err(failed)?.is_file() {
@@ -72,7 +74,8 @@ pub fn lock(file: &File, path: &Path) -> Result<(), OutputFileError> {
     }
 }
 
-/// Admits an open file for output, and locks it. Pipes and terminals pass.
+/// Checks that an open file may be used for output, locks it and marks it. Pipes and terminals are
+/// always accepted.
 pub fn admit(file: &File, path: &Path) -> Result<(), OutputFileError> {
     let failed = |source| OutputFileError::Io { path: path.to_owned(), source };
     let kind = file.metadata().map_err(failed)?.file_type();

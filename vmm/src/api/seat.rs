@@ -1,10 +1,11 @@
 //! Connections of a server, and which of them is closed when another client connects.
 //!
-//! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing for hours, so silence alone ends no
-//! connection. [`Limits`] bounds how many there are. Clients that connect and send nothing may hold only a part of them
-//! ([`Limits::silent`]), so the rest stays for clients that send requests. When a connection has to go, the one that has been
-//! waiting longest for its client is closed: one that has never delivered a whole request, if there is any. A connection with a call in
-//! progress is never closed.
+//! Clients such as Kata Containers keep one connection for the lifetime of a VM and send nothing
+//! for hours, so the server does not close a connection only because it is silent. [`Limits`]
+//! bounds the number of connections. Clients that connect and send nothing may hold only a part of
+//! them ([`Limits::silent`]), so the rest remains for clients that send requests. To make room, the
+//! server closes the connection that has waited longest for its client, first among connections
+//! that have never delivered a whole request. It never closes a connection with a call in progress.
 
 use std::future::pending;
 use std::pin::Pin;
@@ -39,7 +40,7 @@ enum Waits {
 }
 
 impl Waits {
-    /// The time since when the connection waits for its client.
+    /// Time since which the connection has waited for its client.
     fn since(self) -> Option<Instant> {
         match self {
             Self::ForRequest(since) | Self::ForRest(since) | Self::ForBody(since) => Some(since),
@@ -65,8 +66,8 @@ pub struct ConnectionCounters {
     pub silent: AtomicU64,
     /// Connections that had delivered requests, closed to make room.
     pub idle: AtomicU64,
-    /// Connections closed because their client was too slow: with a request's head, with its next request where that has a limit, or
-    /// with reading an answer.
+    /// Connections closed because their client was too slow to send the head of a request, to send
+    /// its next request (if that has a limit), or to read an answer.
     pub timed_out: AtomicU64,
 }
 
@@ -75,11 +76,11 @@ pub struct ConnectionCounters {
 pub(super) enum Room {
     /// There is a free seat.
     Free,
-    /// The connection that can be closed instead.
+    /// This connection can be closed to make room.
     Instead(Arc<Seat>),
-    /// The time when a connection can be closed.
+    /// A connection can be closed at this time.
     From(Instant),
-    /// None until a call is answered or a connection ends.
+    /// There is no room until a call is answered or a connection ends.
     None,
 }
 
@@ -170,7 +171,7 @@ impl Seat {
         if state.waits != before.waits && state.waits != Waits::ForCall {
             self.changed.notify_one();
         }
-        // Both change which connections may be closed to make room.
+        // Both conditions change which connections may be closed to make room.
         let is_read = before.waits == Waits::ForRead && state.waits != Waits::ForRead;
         if is_read || state.has_asked != before.has_asked {
             self.idle.notify_one();
@@ -207,7 +208,8 @@ impl Seat {
         self.idle.notify_one();
     }
 
-    /// Returns when the connection has to end. True: it is dismissed. False: its client has taken longer than `head` for a head.
+    /// Waits until the connection has to end. Returns true if it is dismissed, and false if its
+    /// client has taken longer than `head` for the head of a request.
     pub(super) async fn has_to_go(&self, head: Duration) -> bool {
         loop {
             let waits = self.state.lock().waits;

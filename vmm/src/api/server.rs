@@ -34,7 +34,8 @@ const BUFFER_BYTES: usize = 16 << 10;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a client may take for a request's head. What it sends it has.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// A client sends its request as soon as it is connected, although its thread may have to wait for a CPU.
+/// Time that a new client gets to send its request. Clients send it at once, but their threads may
+/// have to wait for a CPU.
 const GRACE: Duration = Duration::from_millis(250);
 /// A client reads what it has asked for; one that is stopped for longer asks again.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -42,10 +43,11 @@ const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at once. For one more, the connection that has waited longest for its client is closed. If none waits, the new
-    /// one waits to be accepted.
+    /// Largest number of connections. To accept one more, the server closes the connection that has
+    /// waited longest for its client. If no connection waits for its client, the new one is not
+    /// accepted yet.
     pub connections: usize,
-    /// Connections at once that have delivered no whole request yet.
+    /// Largest number of connections that have not delivered a whole request yet.
     pub silent: usize,
     /// Time that a connection may wait for its client before it is closed to make room.
     pub grace: Duration,
@@ -68,7 +70,7 @@ impl Limits {
         idle: None,
         unread: UNREAD_TIMEOUT,
     };
-    /// The limits of the metrics server, whose address may be reachable for strangers.
+    /// Limits of the metrics server, whose address may be reachable from other hosts.
     pub const METRICS: Self =
         Self { connections: 64, silent: 32, idle: Some(Duration::from_secs(60)), ..Self::API };
 }
@@ -161,7 +163,8 @@ async fn accept_loop<L>(
             Some(_) = connections.join_next() => {}
             (stream, _) = listener.accept(), if matches!(room, Room::Free | Room::Instead(_)) => {
                 if let Room::Instead(seat) = room {
-                    // If it got a request while this one was waited for, there is one connection too many for a while.
+                    // If the chosen connection got a request meanwhile, it stays, and there is one
+                    // connection too many for a while.
                     seats.dismiss(&seat);
                 }
                 let (seat, counters) = (seats.take(), Arc::clone(&counters));

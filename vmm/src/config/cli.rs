@@ -45,7 +45,8 @@ pub struct Launch {
     pub log: LogConfig,
     /// What will hardly work as it was meant; to be logged.
     pub warnings: Vec<String>,
-    /// Mode of the system call filter that was requested. There is none yet, so this is logged as an error and counted.
+    /// Mode of the system call filter that the user has requested. Foreshore has no such filter
+    /// yet, so the request is logged as an error and shown as a metric.
     pub missing_seccomp: Option<String>,
 }
 
@@ -358,7 +359,8 @@ fn default_name(api_socket: Option<&ApiSocket>) -> String {
     stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
-/// Mode of `--seccomp` that cannot be provided, because there is no system call filter yet.
+/// Returns the mode of `--seccomp` that cannot be provided, because Foreshore has no system call
+/// filter yet.
 fn missing_seccomp(mode: Option<&str>) -> Result<Option<String>, ConfigError> {
     match mode {
         None | Some("false") => Ok(None),

@@ -217,7 +217,8 @@ impl MetricsAddress {
             check_path(flag, &path)?;
             return Ok(Self::Unix(path, SocketAccess::default()));
         }
-        // A port alone is no reason to listen on the network.
+        // A port without an address means localhost, so that the metrics are not served on the
+        // network by accident.
         let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
         let address = port.or_else(|_| text.parse()).map_err(|_| ConfigError::Conflict {
             flag,

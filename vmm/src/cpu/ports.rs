@@ -5,23 +5,24 @@ use kvm_bindings::kvm_run;
 
 use crate::bus::Bus;
 
-/// Bytes of each element of the port access that KVM_RUN has returned for.
+/// Size of each element of the port access for which KVM_RUN has returned.
 ///
 /// # Safety
-/// `run` points to the page of a vCPU, or to one like it, whose exit is one of ports. Nobody writes to its `io` meanwhile.
+/// `run` points to the page of a vCPU, or to a page with the same layout, whose exit reason is
+/// KVM_EXIT_IO. No other thread writes its `io` during the call.
 pub(super) unsafe fn element_bytes(run: *const kvm_run) -> usize {
     // SAFETY: the caller's promise: `io` is the valid member of the union. The borrowed elements are elsewhere in the
     // mapping (KVM_EXIT_IO, data_offset).
     usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
 }
 
-/// Reads every element from `port`. Returns false if nobody has answered one of them.
+/// Reads every element from `port`. Returns false if no device has answered one of them.
 pub(super) fn read(ports: &Bus, port: u16, data: &mut [u8], element_bytes: usize) -> bool {
     let elements = data.chunks_mut(element_bytes);
     elements.fold(true, |answered, element| answered & ports.read(u64::from(port), element))
 }
 
-/// Writes every element to `port`. Returns false if nobody has answered one of them.
+/// Writes every element to `port`. Returns false if no device has accepted one of them.
 pub(super) fn write(ports: &Bus, port: u16, data: &[u8], element_bytes: usize) -> bool {
     let elements = data.chunks(element_bytes);
     elements.fold(true, |answered, element| answered & ports.write(u64::from(port), element))
@@ -65,7 +66,7 @@ mod tests {
         let mut shown = vec![0; TEXT.len()];
         screen.read_exact(&mut shown).unwrap();
         assert_eq!(shown, TEXT);
-        // As one access of 36 bytes it leaves the port, and nothing of it is shown.
+        // A single access of all bytes goes beyond the port, and the device does not accept it.
         assert!(!write(&ports, COM1, TEXT, TEXT.len()));
     }
 

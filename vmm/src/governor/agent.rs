@@ -25,7 +25,7 @@ const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 /// Parses one line.
 pub type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
 
-/// A message of the agent, or the reason why its line is none.
+/// A message of the agent, or the reason why its line was refused.
 #[derive(Debug)]
 pub struct Heard {
     /// The message.
@@ -34,7 +34,8 @@ pub struct Heard {
     pub at: Instant,
 }
 
-/// Serves one connection until it ends. Lines are parsed here; `decide` returns once a message has been decided upon.
+/// Serves one connection until it ends. Lines are parsed here. `decide` returns when the governor
+/// has handled a message.
 pub async fn serve(
     mut stream: UnixStream,
     core: &Mutex<Core>,

@@ -315,8 +315,9 @@ impl Core {
         self.counters.agent_bytes += bytes as u64;
     }
 
-    /// A message of the agent, or the reason why its line is none. The guest's clock is held against `with_sleep`, which is
-    /// `now` with the time in which the host slept. `took` returns the time since the line came, whenever it is called.
+    /// Handles a message of the agent, or the reason why its line was refused. The guest's clock is
+    /// compared with `with_sleep`, which is `now` including the time in which the host slept.
+    /// `took` returns the time since the line arrived, up to the moment of the call.
     pub fn message(
         &mut self,
         message: Result<AgentMessage, Refusal>,
@@ -398,7 +399,8 @@ impl Core {
         sizes.into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Accepts a message of the agent that can be true of this VM. The bounds of the protocol are those of any machine.
+    /// Accepts a message of the agent if its values are possible for this VM. The protocol itself
+    /// only checks bounds that apply to any machine.
     fn accept(&mut self, message: AgentMessage, with_sleep: TimeMs) -> Result<AgentMessage, Refusal> {
         let message = self.intake.accept(message, with_sleep)?;
         if let AgentMessage::Report(report) = &message {

@@ -85,7 +85,7 @@ impl Progress {
         let goal_bytes = |sizes: &DeviceSizes| sizes.requested_bytes + sizes.held_bytes;
         self.is_held_reported &= goal_bytes(&sizes) == goal_bytes(&before) && sizes.held_bytes > 0;
         self.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(&sizes);
-        // A withdrawn request is not reached either when a supported driver loads later.
+        // A withdrawn request does not count as reached, even if a supported driver loads later.
         self.is_awaited &= !sizes.is_withdrawn;
         let asked_bytes = before.requested_bytes.min(sizes.requested_bytes);
         let was_settled = self.rise.pending_since().is_none();

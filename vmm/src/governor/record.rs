@@ -40,7 +40,8 @@ const MAX_NAME_BYTES: usize = 128;
 /// reader first.
 pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
     if is_stream(path) {
-        // Without O_NONBLOCK a pipe that nobody reads would hold the VM up; with it that is ENXIO.
+        // Without O_NONBLOCK, opening a pipe without a reader would block the VM. With it, open
+        // fails with ENXIO.
         let open = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = open.map_err(|err| match err.raw_os_error() {
             Some(libc::ENXIO) => io::Error::other("nobody reads it"),
@@ -54,11 +55,12 @@ pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
     Ok((path, file))
 }
 
-/// Traces of one VM, at most: a guest can restart as often as it likes.
+/// Largest number of traces of one VM, because a guest can restart at any rate.
 pub const MAX_TRACES: u64 = 16;
 
-/// Bytes that the trace of a VM's `nth` machine, from 0, may have, if all traces of the VM may have `max_bytes`. `None`: there
-/// are too many traces, or their bytes are used up.
+/// Size that the trace of a VM's `nth` machine (from 0) may have, if all traces of the VM together
+/// may have `max_bytes`. `None` if there are too many traces, or if earlier traces have used all
+/// bytes.
 pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     let len =
         |path: PathBuf| path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len());
@@ -72,7 +74,7 @@ pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
     max_bytes.checked_sub(used_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// A pipe or a device takes the traces of all machines, and keeps none.
+/// Returns true for a pipe or a device. It gets the traces of all machines and stores none of them.
 fn is_stream(path: &Path) -> bool {
     path.metadata().is_ok_and(|metadata| {
         let kind = metadata.file_type();

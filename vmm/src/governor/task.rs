@@ -287,11 +287,12 @@ impl Pace {
     }
 }
 
-/// Decides upon messages of agents, one by one.
+/// Handles messages of agents one by one.
 async fn decide(core: &Mutex<Core>, clock: &Clock, mut queue: mpsc::Receiver<Undecided>) {
     while let Some(Undecided { heard: Heard { message, at }, done }) = queue.recv().await {
         let mut core = core.lock();
-        // Under the lock: a newer agent connects after this decision, or the message is none of its own.
+        // Checked under the lock, so that no newer agent connects between the check and the
+        // decision.
         if !done.is_closed() {
             core.message(message, clock.now(), clock.with_sleep(), || at.elapsed());
         }

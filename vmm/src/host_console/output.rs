@@ -129,7 +129,7 @@ impl ConsoleOutput {
         }))
     }
 
-    /// For whoever reads a file later, or the part of it that is kept.
+    /// Output to a file of limited size.
     pub(super) fn to_rotated(file: RotatedFile) -> io::Result<Self> {
         Ok(Self::new(End::DiskFile(DiskFile::start(file)?)))
     }

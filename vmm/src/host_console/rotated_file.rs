@@ -1,8 +1,9 @@
-//! A file that holds a limited part of a console's output.
+//! A console's output file of limited size.
 //!
-//! The guest decides how much it writes. When the file has reached its limit, it is renamed to
-//! `PATH.1`, in place of an older one, and a new file is begun. If that is not possible, because
-//! `PATH.1` is somebody else's for example, the file is emptied: the limit holds in any case.
+//! A guest can write any amount of output. When the file has reached its limit, it is renamed to
+//! `PATH.1` and replaces an older `PATH.1`, and output continues in a new file. If that is not
+//! possible, for example because `PATH.1` belongs to another program, the file is emptied instead,
+//! so that the limit always holds.
 
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -26,8 +27,8 @@ use crate::output_file::admit;
 const OLDER: &str = ".1";
 /// Name of the new file until the old one has been renamed.
 const NEWER: &str = ".new";
-/// Part of the limit that is written until the length of the file is read again. fstat costs more
-/// than the write of a short line.
+/// Part of the limit after which the length of the file is read again. It is not read at each
+/// write, because fstat takes longer than the write of a short line.
 const UNREAD_PART: u64 = 64;
 
 /// Counters of a console's file.
@@ -74,7 +75,7 @@ fn failed(call: &'static str) -> impl FnOnce(io::Error) -> KeepError {
     move |source| KeepError::Io { call, source }
 }
 
-/// Identifies a file, whatever its names are.
+/// Identity of a file, independent of its names.
 pub(super) type FileId = (u64, u64);
 
 pub(super) fn id_of(metadata: &Metadata) -> FileId {
@@ -111,7 +112,7 @@ impl Length {
     const UNKNOWN: Self = Self { bytes: 0, unread_bytes: u64::MAX };
     const EMPTY: Self = Self { bytes: 0, unread_bytes: 0 };
 
-    /// Returns the length, which it reads before the file is found to be full.
+    /// Returns the length. Reads it again before the file counts as full.
     fn of(&mut self, file: &File, max_bytes: u64) -> io::Result<u64> {
         if self.bytes >= max_bytes || self.unread_bytes >= max_bytes / UNREAD_PART {
             *self = Self { bytes: file.metadata()?.len(), unread_bytes: 0 };
@@ -196,7 +197,7 @@ impl Current {
         let path = self.path.clone().ok_or(KeepError::NoPath)?;
         let (older, newer) = (with_suffix(&path, OLDER), with_suffix(&path, NEWER));
         let ours = self.file.metadata().map_err(failed("fstat"))?;
-        // The last rotation could not give the file its name.
+        // The last rotation could not rename the new file to PATH.
         if is_free(&path) && is_at(&newer, &ours) {
             rename(&newer, &path).map_err(failed("rename"))?;
         }
@@ -216,7 +217,7 @@ impl Current {
             failed("rename")(err)
         })?;
         metrics.discard(older_bytes);
-        // The earlier output is PATH.1 now, so nothing may be written to that file, or empty it.
+        // The earlier output is PATH.1 now, so this file must not be written or emptied any more.
         (self.file, self.older) = (file, Some(id_of(&ours)));
         if let Err(err) = rename(&newer, &path) {
             sparsely!(warn, %err, "A console's file has reached its limit and is continued as {newer:?}");
@@ -225,8 +226,8 @@ impl Current {
     }
 }
 
-/// Gives the file that an earlier VMM has left as `PATH.new` its name, unless another file has it.
-/// `path` may be a symbolic link to it.
+/// Renames `PATH.new`, which an earlier VMM has left behind, to `path`, unless that exists. `path`
+/// may be a symbolic link to the missing file.
 pub(super) fn adopt_newer(path: &Path) {
     let target = fs::read_link(path).map(|target| path.with_file_name("").join(target));
     let path = target.unwrap_or_else(|_| path.to_owned());
@@ -241,8 +242,8 @@ pub(super) fn adopt_newer(path: &Path) {
     }
 }
 
-/// Checks that nobody misses the file at `path`: it is output of a VMM, or the file `known`.
-/// Returns its size.
+/// Checks that the file at `path` may be replaced, because it is the output of a VMM or the file
+/// `known`. Returns its size, or 0 if there is no file.
 fn replaceable_bytes(path: &Path, known: Option<FileId>) -> Result<u64, KeepError> {
     let named = match fs::symlink_metadata(path) {
         Ok(named) => named,

@@ -199,10 +199,12 @@ impl BootMemory {
         memory
     }
 
-    /// Adds a zone, whose parts below and above the hole are whole pages. Returns their lengths.
+    /// Adds a zone. Its parts below and above the hole consist of whole pages. Returns the lengths
+    /// of both parts.
     ///
-    /// The zone at the hole leaves addresses below 3 GiB unused if a page would reach into the hole. Boot memory above the hole
-    /// follows without a gap, so no later zone uses these addresses.
+    /// If a page of the zone would reach into the hole, the addresses between the last whole page
+    /// and 3 GiB stay unused. No later zone uses them, because it follows the part above the hole
+    /// without a gap.
     fn add(&mut self, boot_bytes: u64, page_bytes: u64) -> (u64, u64) {
         let room_bytes = if self.high_bytes == 0 { LOW_RAM_END - self.low_bytes } else { 0 };
         let low_bytes =

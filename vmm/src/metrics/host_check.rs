@@ -1,7 +1,8 @@
 //! Check of the `Host` header against DNS rebinding.
 //!
-//! A web page can let a name of its own resolve to an address of this host, and read what is served there, because its browser takes
-//! both for one origin. The browser sends that name as `Host`. Requests are therefore answered only if their host is an IP address,
+//! A web page can make a DNS name of its own resolve to an address of this host. Its visitor's
+//! browser then treats both as one origin, and the page can read the metrics. The browser sends
+//! that name as `Host`. Therefore the server answers only requests whose host is an IP address,
 //! `localhost`, or a name that the user has given.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -17,10 +18,10 @@ pub(super) enum HostError {
     /// RFC 9112, 3.2.
     #[error("an HTTP/1.1 request has exactly one Host header, and this one has {0}")]
     Count(usize),
-    /// The header is no host.
+    /// The header is not a valid host.
     #[error("{0:?} is no host")]
     Malformed(String),
-    /// The name may be anybody's.
+    /// The name is not one that the user has given, so it may belong to a web page.
     #[error("{0:?} is neither an IP address nor localhost nor a name that --metrics host= gives")]
     Unknown(String),
 }
@@ -35,7 +36,7 @@ impl IntoResponse for HostError {
     }
 }
 
-/// Checks the host that a request is for. `names` are accepted beside addresses and `localhost`.
+/// Checks the host of a request. `names` are accepted in addition to IP addresses and `localhost`.
 pub(super) fn check_host(
     version: Version,
     uri: &Uri,

@@ -16,8 +16,9 @@ use crate::vm::request::{VmHandle, VmRequest};
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
-/// Serves `metrics`. The sizes of the zones are requested from the VM's owner at each scrape. With `host_names`, requests for other
-/// hosts than these, `localhost` and IP addresses are refused.
+/// Serves `metrics`. The sizes of the zones are requested from the VM's owner at each scrape. If
+/// `host_names` is given, requests are refused unless their host is one of these names, `localhost`
+/// or an IP address.
 pub fn router(metrics: Arc<Metrics>, vm: VmHandle, host_names: Option<Vec<String>>) -> Router {
     let router = Router::new()
         .route("/", get(async || Html(INDEX)))

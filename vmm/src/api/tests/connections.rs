@@ -49,7 +49,8 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
     });
 }
 
-/// The server learns only after it has accepted the second client what that has sent. Time-outs are of no help.
+/// The server reads the data of the second client only after it has accepted the connection. The
+/// time-outs are too long to help.
 #[test]
 fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
     let limits = Limits { connections: 2, head: Duration::from_secs(3600), idle: None, ..Limits::API };
@@ -89,7 +90,8 @@ fn bodies_that_do_not_end_do_not_keep_others_out() {
         }
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
-        // The connections were closed to make room. None was answered that its body took too long.
+        // The connections were closed to make room. None got an error because its body took too
+        // long.
         let last = stalled.split_off(stalled.len() - limits.silent);
         for client in &mut stalled {
             assert_eq!(client.receive().await, None);

@@ -19,7 +19,7 @@ impl Core {
         let all: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
         self.audit.sized_by_hand(index, &all, now);
         let requested_bytes = sizes.requested_bytes + sizes.held_bytes;
-        // After the device has lowered a request, an equal size is a new request as well.
+        // If the device has lowered the last request, the same size is a new request.
         if size_bytes != requested_bytes || sizes.lack().is_some() {
             info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
             self.controller.set_goal(zone, size_bytes, &host, now);
@@ -42,7 +42,8 @@ impl Core {
         Ok(())
     }
 
-    /// Ends the goals of a zone, or of all, at what is requested now. The controller has given them up.
+    /// Ends the goals of one zone or of all zones at the size that is requested now, because the
+    /// controller has dropped them.
     pub(super) fn end_goals(&mut self, id: Option<ZoneId>) {
         for (index, zone) in self.zones.iter().enumerate() {
             let (device, is_ended) = (&zone.zone.device, id.is_none_or(|id| id.0 as usize == index));

@@ -120,7 +120,8 @@ impl Reservation {
         let _ = self.shared.set(());
     }
 
-    /// Memory that is mapped from now on has huge pages of hugetlb, each of which the host takes back only as a whole.
+    /// Records that memory mapped from now on consists of hugetlb pages. The host takes back only
+    /// whole pages of these.
     pub fn has_huge_pages(&self, page_bytes: u64) {
         let _ = self.huge_page_bytes.set(page_bytes);
     }

@@ -49,7 +49,7 @@ pub enum ZoneFileError {
         /// Where, in bytes.
         at: u64,
     },
-    /// The file holds known content, which may be somebody's data.
+    /// The file has known content, which memory would overwrite.
     #[error(
         "it holds {content}, and a guest's memory begins as zeros: name another file, or remove this one"
     )]
