@@ -24,7 +24,7 @@ use tempfile::TempDir;
 
 const PAGE: &str = include_str!("../../docs/consoles.md");
 const MIB: u64 = 1 << 20;
-/// Length of every file with content, which a zone and a disk can have.
+/// Length of every file with content. It is valid for a zone and for a disk.
 const FILE_BYTES: u64 = 2 * MIB;
 
 /// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and balloon/tests/simulator.rs.
@@ -52,7 +52,7 @@ const KNOWN: &[(&str, u64, &[u8])] = &[
 ];
 const LOG: &[u8] = b"2026-01-01T00:00:00Z INFO foreshore: a VM of another day\n";
 
-/// What a flag finds at its path.
+/// Content at the path before a flag names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     /// A pool that the host has made and marked.
@@ -94,7 +94,7 @@ impl Content {
         }
     }
 
-    /// Puts the content at `path`. What is returned is kept while the flag is tried.
+    /// Creates the content at `path`. Keep the returned file open while the flag is tested.
     fn make(self, path: &Path, flag: Flag) -> Option<File> {
         let hole = || {
             let file = File::create(path).unwrap();
@@ -204,7 +204,7 @@ impl Flag<'_> {
         }
     }
 
-    /// A file of no length is refused for that, whatever its content may be.
+    /// Returns true if the flag refuses a file of length 0 because of its length.
     fn needs_length(self) -> bool {
         ["--memory-zone file=", "--disk path=", "--pmem file="].iter().any(|flag| self.0.starts_with(flag))
     }
@@ -225,7 +225,7 @@ fn open_console(port: Port, text: &str) -> Result<Opened, String> {
     Ok(console)
 }
 
-/// By the program, because a process has one log.
+/// Runs the program, because a process has only one log.
 fn open_log(path: &Path) -> Result<Opened, String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
     let output = command.args(["--kernel", "/nonexistent", "-v", "--log-file"]).arg(path).output().unwrap();
@@ -258,7 +258,8 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// Words in backticks outside of parentheses. Those that begin no flag belong to the one before.
+/// Words in backticks outside of parentheses. A word that does not begin with `--` belongs to the
+/// flag before it.
 fn flags_of(cell: &str) -> Vec<String> {
     let cell = cell.split(" (").next().expect("a cell");
     let mut flags: Vec<String> = Vec::new();
@@ -274,7 +275,7 @@ fn flags_of(cell: &str) -> Vec<String> {
 impl Row {
     fn refuses(&self, content: Content) -> bool {
         self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
-            // The mark is on a pool as well, and is another one.
+            // A pool has a mark as well, but another one.
             "known content without the mark" => content.known().is_some() && content != Content::DiskOfGuest,
             "disks of guests" => content == Content::DiskOfGuest,
             "files that a VM or pool has" | "files in use" => content == Content::InUse,
@@ -285,17 +286,17 @@ impl Row {
             "any file" => true,
             "pools that no guest has written" => [Content::Pool, Content::PoolCopy].contains(&content),
             "everything else" => content != Content::SocketLeftBehind,
-            // No file, and so no content.
+            // There is no file, so there is no content.
             "block devices" | "devices" | "pipes and character devices are written" => false,
             phrase => panic!("{phrase:?}: a phrase of the table without a test"),
         })
     }
 
-    /// Checks a file that was taken.
+    /// Checks a file after a flag has accepted it.
     fn check_use(&self, path: &Path, before: &[u8]) {
         let after = || fs::read(path).unwrap();
         let (existing, and) = self.existing.split_once("; ").unwrap_or((&self.existing, ""));
-        // `rotation_replaces_output_of_a_vmm_alone` is about that.
+        // `rotation_replaces_output_of_a_vmm_alone` tests that.
         assert!(
             ["", "`PATH.1` is replaced if it has the mark"].contains(&and),
             "{and:?}: a phrase without a test"
@@ -350,7 +351,7 @@ fn every_flag_does_with_every_content_as_the_table_says() {
             for content in Content::all() {
                 let is_apart = match content {
                     Content::Nothing => flag.needs_length(),
-                    // A socket can be opened as no file.
+                    // A socket cannot be opened as a file.
                     Content::SocketLeftBehind => !flag.is_of_a_socket(),
                     _ => false,
                 };
@@ -400,7 +401,7 @@ fn flags_with_paths(help: &str) -> Vec<String> {
     let mut flags = Vec::new();
     for line in help.lines().map(str::trim_start).filter(|line| line.starts_with("--")) {
         let (flag, rest) = line.split_once(' ').expect("a flag and its help");
-        // The value's name, then the text, of which the first part are the keys.
+        // The name of the value, and then the text, which begins with the keys.
         for word in rest.split([',', '|', ' ', '[', ']', '<', '>']) {
             let word = word.trim_end_matches(':');
             let Some(key) = word.strip_suffix("PATH").or_else(|| word.strip_suffix("FILE")) else { continue };

@@ -75,7 +75,7 @@ fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
     let _vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics},mode=0666"));
     let begin = Instant::now();
     let open = || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
-    // The socket has its name a moment before its mode.
+    // The socket gets its name a moment before its mode.
     while open().is_empty() {
         assert!(begin.elapsed() < Duration::from_secs(60), "the socket stays private");
         std::thread::yield_now();

@@ -72,7 +72,8 @@ fn any_chain_of_a_balloon_is_pages_or_refused() {
     try_all("balloon_request", harness::balloon_request, 10_000);
 }
 
-/// Places as if somebody had taken PM for DRAM, the end of memory for a page further on, or huge pages for small ones.
+/// Broken variants of the places: PM counts as DRAM, a range begins or ends one page too late, or
+/// huge pages count as small pages.
 #[test]
 fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
     use foreshore::memory::zone::Tier;

@@ -41,7 +41,7 @@ impl LocalPool {
     }
 }
 
-/// Warns of lost blocks, although the pool has new ones by now, because the cause may recur.
+/// Warns of blocks that the file had lost. The pool has new ones by now, but the cause may recur.
 fn warn_of_blocks(pool: &Pool) {
     let path = pool.path().display();
     for finding in pool.findings_at_open() {
@@ -173,8 +173,9 @@ impl PoolVolume for Volume {
     fn settle(&self) -> Result<(), PoolError> {
         let failed = |err| PoolError::Failed(Box::new(err));
         let name = &self.info().name;
-        // The engine would continue with the copy of the old BTT and overwrite the guest's new content. The guest's
-        // driver finds no BTT, so there is nothing to settle.
+        // If the guest has replaced the BTT, the engine would use the backup of the old info block
+        // and overwrite the guest's new content. The guest's driver finds no BTT, so no recovery is
+        // needed.
         let is_replaced = |place: &Place| matches!(place, Ok((_, InfoSource::Second)));
         if let Some(arena) = arenas(self).iter().position(is_replaced) {
             warn!(

@@ -86,7 +86,7 @@ impl PoolInfo {
         self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
     }
 
-    /// Bytes that a volume can get now. Those that wait to be erased are erased first.
+    /// Bytes available for volumes, including chunks that have to be erased first.
     pub fn available_bytes(&self) -> u64 {
         self.free_storage_bytes + self.free_migrate_bytes + self.scrubbing_bytes
     }

@@ -3,7 +3,8 @@
 use std::fs;
 use std::io;
 
-/// Finds the number of a group. Names are those of /etc/group: a static binary has no other source.
+/// Finds the number of a group. Names are read from /etc/group, because a static binary has no
+/// other source.
 pub(super) fn id_of(group: &str) -> io::Result<u32> {
     match group.parse() {
         Ok(number) => Ok(number),

@@ -21,7 +21,7 @@ use thiserror::Error;
 use self::path_lock::PathLock;
 use crate::config::SocketAccess;
 
-/// Clients that wait to be accepted, as in std.
+/// Largest number of clients that wait to be accepted, the same as in the standard library.
 const BACKLOG: i32 = 128;
 
 /// Why a path cannot be listened on.
@@ -58,9 +58,9 @@ pub enum UnixSocketError {
     },
 }
 
-/// Listens on `path`, which `flag` names, without blocking. `access` decides who may connect. Dropping the returned
-/// [`SocketFile`] removes the file. Keep it for longer than the listener, so that no path stays on which nobody
-/// answers.
+/// Listens on `path`, which `flag` names, and returns a non-blocking listener. `access` defines
+/// which users may connect. Dropping the returned [`SocketFile`] removes the file. Drop it after
+/// the listener.
 pub fn listen(
     flag: &'static str,
     path: &Path,
@@ -85,8 +85,9 @@ pub fn listen(
     Ok((listener, file))
 }
 
-/// Binds a socket to `path`. Only its owner may connect, whatever the umask is: the kernel gives the file the mode of the
-/// socket, less the umask (unix_bind_bsd in Linux net/unix/af_unix.c).
+/// Binds a socket to `path`. Only its owner may connect, whatever the umask is, because the kernel
+/// gives the file the mode of the socket, less the umask (unix_bind_bsd in Linux
+/// net/unix/af_unix.c).
 fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -95,8 +96,8 @@ fn bind(path: &Path, lock: PathLock) -> io::Result<(UnixListener, SocketFile)> {
     Ok((UnixListener::from(socket), SocketFile::at(path, lock)?))
 }
 
-/// Gives the socket at `path` its group and mode. Uses a descriptor, so another file that takes the path meanwhile
-/// keeps its own group and mode.
+/// Sets group and mode of the socket at `path`. Uses a descriptor, so that the group and mode of
+/// another file that takes the path meanwhile do not change.
 fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
     if *access == SocketAccess::default() {
         return Ok(());

@@ -27,15 +27,16 @@ impl PathLock {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(false).mode(PRIVATE_MODE);
             let file = options.custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW).open(&path)?;
-            // A lock file is empty, and dropping the lock removes it. A file with content belongs to somebody and must
-            // stay.
+            // A lock file is empty. A file with content belongs to another program and must stay,
+            // whereas dropping the lock removes its file.
             if file.metadata()?.len() > 0 {
                 return Err(io::Error::other(format!("{path:?} has content, and is no lock")));
             }
             if !try_lock(&file)? {
                 return Ok(None);
             }
-            // Who had it may have removed the file since it was opened here: then it locks nothing.
+            // The previous holder may have removed the file since it was opened here. Such a file
+            // locks nothing.
             if is_at(&file, &path)? {
                 return Ok(Some(Self { path, _file: file }));
             }

@@ -9,7 +9,7 @@ use crate::pool::{PmPool, PoolError, StoredVolume};
 
 /// Volumes that this start has created. Dropping it deletes them, unless the start has succeeded.
 ///
-/// Everything that has them open must be dropped before.
+/// Drop everything that has these volumes open before.
 #[derive(Default)]
 pub(super) struct CreatedVolumes(Vec<Created>);
 
@@ -32,7 +32,7 @@ impl CreatedVolumes {
         Ok(())
     }
 
-    /// Keeps them: the start has succeeded.
+    /// Keeps the volumes, because the start has succeeded.
     pub(super) fn keep(&mut self) {
         self.0.clear();
     }

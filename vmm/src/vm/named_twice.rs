@@ -1,6 +1,7 @@
 //! Files and devices that a VM's configuration names more than once.
 //!
-//! Locks would refuse the second use as well, but they name the process that has the file: the VMM itself.
+//! Locks would refuse the second use as well, but the error would name only the process that has
+//! the file, which is the VMM itself.
 
 use std::path::Path;
 
@@ -47,12 +48,13 @@ impl Use<'_> {
     }
 }
 
-/// Checks that no file or device has two users, under whichever paths `config` names it. Kernels and firmware, which are only
-/// read once, do not count.
+/// Checks that `config` names no file or device twice, under whatever paths. Kernels and firmware
+/// do not count, because they are only read once.
 pub fn check(config: &VmConfig) -> Result<(), NamedTwice> {
     let mut seen: Vec<(FileId, Use<'_>)> = Vec::new();
     for this in uses(config) {
-        // In a directory each use gets a file of its own. A missing file is reported when it is opened.
+        // For a directory, each use creates a file of its own. A missing file is reported when it
+        // is opened.
         let Some(id) = FileId::of(this.path).filter(|_| !this.path.is_dir()) else { continue };
         if let Some((_, first)) = seen.iter().find(|(other, first)| *other == id && !first.goes_with(&this)) {
             return Err(NamedTwice { first: first.name(), second: this.name() });
@@ -62,7 +64,8 @@ pub fn check(config: &VmConfig) -> Result<(), NamedTwice> {
     Ok(())
 }
 
-/// Adds a device to `config`, whose file nothing else of it may have. Returns the device's id.
+/// Adds a device to `config`, after a check that nothing else in `config` uses its file. Returns
+/// the device's id.
 pub fn add_device(config: &mut VmConfig, device: DeviceConfig, in_use: &[String]) -> Result<String, VmError> {
     let id = config.add_device(device, in_use)?;
     check(config).map_err(|error| VmError::BadRequest(error.to_string()))?;

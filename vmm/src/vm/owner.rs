@@ -281,7 +281,7 @@ impl Vm {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
         (self.failure, self.kept, self.restart_at) = (None, None, None);
-        // The client may have repaired what made the guest restart.
+        // The client may have removed the cause of the restarts.
         self.restarts = RestartGuard::default();
         self.state = next;
         Ok(())
@@ -476,7 +476,7 @@ pub struct Owner<F> {
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// An owner without a VM, who tells what happens and counts delayed restarts in `restarts`.
+    /// Creates an owner without a VM. It emits events and counts delayed restarts in `restarts`.
     pub fn new(
         factory: F,
         at_guest_shutdown: AtGuestShutdown,

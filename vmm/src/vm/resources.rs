@@ -28,7 +28,8 @@ use crate::volume::plan::{Step, plan};
 /// What a VMM has beside its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// Maps each path of a pool in the VM's configuration to the path that stands for all of them.
+    /// Maps each path of a pool in the VM's configuration to the path that the configuration named
+    /// first.
     paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     pmem: PmemFiles,
     taps: Taps,
@@ -101,8 +102,8 @@ impl Resources {
     /// VMM lives; but one of which a write has failed takes no more before it is opened anew, which the next machine
     /// does.
     ///
-    /// Returns the step for each volume of `config`, in their order. A pool that can never hold the VM's volumes and lend
-    /// what its zones may need is refused.
+    /// Returns the step for each volume of `config`, in their order. A pool is refused if its size
+    /// does not suffice for the VM's volumes and for the memory that its zones may need.
     pub(super) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
         self.pools.retain(|path, pool| {
             let failed = pool.has_failed();

@@ -66,9 +66,10 @@ pub enum Restart {
     GiveUp,
 }
 
-/// Bounds how often a guest makes the host build a machine, by whatever way it restarts: the reset register, the watchdog or a
-/// triple fault. The first early restart is immediate, because installers and firmware restart on purpose; later ones wait 1, 2,
-/// 4 s and so on. A guest that has run for a while starts again at once.
+/// Limits how often a guest can make the host build a machine by restarting, whether by the reset
+/// register, the watchdog or a triple fault. The first early restart is immediate, because
+/// installers and firmware restart on purpose. Later ones wait 1, 2, 4 s and so on. A guest that
+/// has run for a while starts again at once.
 #[derive(Debug, Default)]
 pub struct RestartGuard {
     early_restarts: u32,

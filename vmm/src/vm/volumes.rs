@@ -167,8 +167,8 @@ impl Mapped<'_> {
 
 /// Carries out the step of each volume of `config`, and opens it. Returns them in the order of `config`.
 ///
-/// Steps that cannot be taken back come last: existing volumes are opened first, then new ones are created, then volumes
-/// grow.
+/// Existing volumes are opened first, then new ones are created, and then volumes grow, because a
+/// grow cannot be undone.
 fn open(
     config: &VmConfig,
     steps: &[Step],
@@ -432,7 +432,8 @@ mod tests {
             }
             assert_eq!(start(&config, true).unwrap(), [volume_mib], "in a pool of {pool_mib} MiB");
         }
-        // More memory than is left: the volume does not shrink, and the promise is refused.
+        // The zones need more memory than is left. The volume does not shrink, so the start is
+        // refused.
         config.pm_memory[0].size = 66 * MIB;
         assert!(start(&config, true).is_err());
         assert_eq!(names_and_sizes(&path), [("rest".to_owned(), 212)]);

@@ -7,7 +7,8 @@
 //! rest   = usable - all other volumes - what the zones of --pm-memory may need
 //! ```
 //!
-//! Memory never comes out of the reserve for volumes (STRG), so the zones must fit into `usable - max(STRG, all volumes)`.
+//! The reserve for volumes (STRG) is never lent as memory, so the zones must fit into
+//! `usable - max(STRG, all volumes)`.
 
 use pmem_volume::CHUNK_BYTES;
 use pmem_volume::btt::MIN_VOLUME_BYTES;
@@ -168,7 +169,7 @@ pub fn plan(
         let (total_bytes, strg_bytes) = (pool.total_bytes, pool.strg_bytes);
         return Err(PlanError::Promise { memory_bytes, total_bytes, usable_bytes, strg_bytes, volume_bytes });
     }
-    // Memory of an earlier machine may still be lent; then less is free than will be.
+    // Memory of an earlier machine may still be lent, so less may be free now than later.
     let rest_bytes = usable_bytes.saturating_sub(volume_bytes.saturating_add(memory_bytes)).min(free_bytes);
     let rest = Rest { rest_bytes: rest_bytes - rest_bytes % CHUNK_BYTES, free_bytes, memory_bytes };
     for (volume, slot) in volumes.iter().zip(&mut steps).filter(|(_, step)| step.is_none()) {
@@ -288,7 +289,7 @@ mod tests {
         let rest = "name=rest,size=remaining,create=on";
         assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![create("rest", 508 * MIB)]));
         assert_eq!(planned(&[rest], &[], 0), Ok(vec![create("rest", 1020 * MIB)]));
-        // The second boot finds it, and has no more for it.
+        // The second boot finds the volume, and has no space to grow it.
         let found = [stored("rest", VolumeFormat::Btt, 508 * MIB)];
         for rest in [rest, "name=rest,size=remaining"] {
             assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Open]));

@@ -122,7 +122,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// The whole units in `range`, which lies in the place.
+    /// Largest range of whole units inside `range`. `range` must lie in the place.
     fn whole_units(&self, range: &Range<u64>) -> Range<u64> {
         let offsets = range.start - self.range.start..range.end - self.range.start;
         let start = offsets.start.next_multiple_of(self.unit_bytes);
@@ -175,7 +175,8 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
     pieces.into_iter().flat_map(|piece| whole_units(piece, places)).collect()
 }
 
-/// Cuts off what the host cannot take back: parts of huge pages.
+/// Splits off the parts of a piece that the host cannot take back, because they are not whole huge
+/// pages.
 fn whole_units(piece: Piece, places: &[Place]) -> Vec<Piece> {
     let Piece { range, verdict } = piece;
     let parts = match verdict.map(|index| places[index].whole_units(&range)) {

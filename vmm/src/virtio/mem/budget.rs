@@ -1,14 +1,18 @@
-//! Limits of the work that a guest causes for the host by plugging and unplugging. Pure: the caller passes the time.
+//! Limits of the rate at which a guest may plug and unplug memory. The functions read no clock; the
+//! caller passes the time.
 //!
-//! Every plug costs the host mappings, a write to the pool's table and, after the unplug, an erasure: on DAX that is bandwidth
-//! and wear. Linux grows a zone once and uses it; a hostile driver plugs and unplugs the same block in a loop. So each zone has
-//! a bucket that holds its whole size: plugging all of it never waits, and only memory that is plugged again is held to the
-//! rate. An unplug is paid with its plug, because no block is unplugged more often than it is plugged, and giving memory back
-//! must never wait.
+//! For each plug the host changes mappings, writes the pool's table and, after the unplug, erases
+//! the memory. On DAX an erasure takes bandwidth and wears the media. Linux grows a zone once and
+//! uses it. A hostile driver plugs and unplugs the same block in a loop. So each zone has a token
+//! bucket whose capacity is the size of the zone. Plugging the whole zone never waits, and only
+//! memory that is plugged again is limited to the rate. An unplug takes no tokens of this bucket,
+//! because no block is unplugged more often than it is plugged, and because the host always wants
+//! memory back at once.
 //!
-//! A second bucket bounds requests of any kind, also those that are refused.
+//! A second bucket limits the number of requests of any kind, including refused ones.
 //!
-//! A request that exceeds a budget is delayed. An answer of BUSY would stop Linux's driver for 50 to 300 seconds.
+//! A request that exceeds a budget is delayed. It is not answered with BUSY, because Linux's driver
+//! would then pause for 50 to 300 seconds.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -22,15 +26,15 @@ use crate::memory::zone::ZoneSpec;
 
 /// Requests per second, beyond the burst. The most expensive request, an unplug, takes a host core some 100 µs.
 const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
-/// Burst of requests for each block: a driver that takes blocks one by one plugs, unplugs and reads the state of each, and may
-/// have tried a longer run first.
+/// Burst of requests for each block. A driver that handles blocks one by one plugs it, unplugs it
+/// and reads its state, and may have tried a longer run before.
 const REQUESTS_PER_BLOCK: u64 = 4;
 /// Burst of requests of the smallest zone.
 const MIN_REQUEST_BURST: u64 = 1024;
 
 const NANOS_PER_S: u128 = 1_000_000_000;
 
-/// Tokens that come at a rate, up to a capacity.
+/// Token bucket: tokens are added at a rate, up to a capacity.
 #[derive(Debug)]
 struct TokenBucket {
     capacity: u64,
@@ -60,7 +64,7 @@ impl TokenBucket {
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
-    /// Takes tokens that are there.
+    /// Takes tokens. There must be enough of them.
     fn take(&mut self, tokens: u64) {
         self.level -= u128::from(tokens) * NANOS_PER_S;
     }
@@ -89,8 +93,8 @@ impl PlugBudget {
         }
     }
 
-    /// Takes one request that plugs `bytes`. If the tokens do not suffice, takes none, and the error is the time until
-    /// the request may be tried again.
+    /// Takes the tokens of one request that plugs `bytes`. If they do not suffice, takes none and
+    /// returns the time after which the request may be tried again.
     ///
     /// # Panics
     /// If `bytes` are more than the zone has.

@@ -200,8 +200,8 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
-        // A timer is cleared, not read: another event of the same round may have set it again, and a read would block the loop
-        // until it expires.
+        // The timer is cleared instead of read. Another event of the same round may have set it
+        // again, and a read would block the loop until the timer expires.
         match events.data() {
             KICK => {
                 self.queue.clear_kick();

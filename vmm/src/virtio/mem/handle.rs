@@ -185,7 +185,8 @@ impl MemHandle {
         self.request_step(bytes, bytes)
     }
 
-    /// Requests `bytes` as a step towards `goal_bytes`, or `goal_bytes` if that is less. Only the goal counts as reached.
+    /// Requests the smaller of `bytes` and `goal_bytes` as a step towards `goal_bytes`. The request
+    /// counts as reached only when the goal is plugged.
     pub fn request_step(&self, bytes: u64, goal_bytes: u64) -> Result<(), RequestSizeError> {
         let bytes = bytes.min(goal_bytes);
         let reached = {

@@ -37,12 +37,12 @@ const MAX_RESETS: usize = 1024;
 /// How long a client may take to say where it wants to go. People type it, too.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time in which the host must read some of the remaining data of a closed connection. Without a limit, a guest could
-/// occupy all sockets with such connections.
+/// Longest time in which the host may read nothing of the remaining data of a closed connection.
+/// Without a limit, a guest could occupy all sockets with such connections.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Part of the sockets that is reserved for ports that the VMM itself listens on, and its maximum. A program in the guest that
-/// holds all other sockets does not keep the agent out.
+/// Part of the sockets that is reserved for ports that the VMM itself listens on, and its maximum.
+/// So a program in the guest that holds all other sockets does not prevent the agent's connection.
 const OWN_PART: usize = 8;
 const MAX_OWN_SOCKETS: usize = 8;
 

@@ -19,7 +19,7 @@ fn a_slow_host_stops_the_guest_until_it_reads() {
     let (mut client, link) = fixture.connected_client();
     let mut forwarded = 0;
     let sent = stuff(&mut fixture, link, &mut forwarded);
-    // Nothing more comes by itself.
+    // The guest gets no more credit until the host reads.
     fixture.guest_expects_nothing();
     let mut read = 0;
     while forwarded < sent - BUFFER_BYTES / 4 {
@@ -44,7 +44,8 @@ fn a_slow_host_gets_everything_from_a_guest_that_has_left() {
     let sent = stuff(&mut fixture, link, &mut 0);
     fixture.guest_sends(link, Op::Shutdown(BOTH), &[]);
     fixture.guest_expects(link, Op::Reset);
-    // The guest may use the same ports at once, and is not mixed up with what is still draining.
+    // The guest may use the same ports at once. The new connection is separate from the old one,
+    // whose data is still being delivered.
     fixture.guest_sends_data(link, b"stray");
     fixture.guest_expects(link, Op::Reset);
     assert_eq!(fixture.metrics.connections.get(), 1);

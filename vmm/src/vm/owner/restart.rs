@@ -11,7 +11,7 @@ use crate::events::{Event, Events};
 use crate::log::sparsely;
 use crate::vm::state::{self, Restart, RestartGuard, Verb};
 
-/// Counters of delayed restarts. They continue over restarts.
+/// Counters of delayed restarts. A restart does not reset them.
 #[derive(Debug, Default)]
 pub struct RestartMetrics {
     delayed: AtomicU64,
@@ -30,13 +30,13 @@ impl RestartMetrics {
         self.delayed.load(Ordering::Relaxed)
     }
 
-    /// Sum of the delays that were imposed on them.
+    /// Sum of the delays of these restarts.
     pub fn delay(&self) -> Duration {
         Duration::from_millis(self.delay_ms.load(Ordering::Relaxed))
     }
 }
 
-/// Waits for the time of a restart, for ever if there is none.
+/// Waits until the time of a restart, or forever if none is due.
 pub(super) async fn due(at: Option<Instant>) {
     match at {
         Some(at) => sleep_until(at).await,
@@ -92,9 +92,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Ends the machine and builds it anew, with its present configuration. DRAM is requested as
-    /// before, and PM has been returned to its pool. `tell` reports the reboot: each reboot by a
-    /// client, and reboots by the guest up to a rate.
+    /// Ends the machine and builds a new one with the present configuration. DRAM is requested as
+    /// before, and PM has been returned to its pool. `tell` emits the events of the reboot. For a
+    /// reboot by the guest, it limits their rate.
     pub(super) fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;

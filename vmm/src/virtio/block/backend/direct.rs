@@ -1,13 +1,15 @@
 //! O_DIRECT transfers of any alignment.
 //!
-//! A host takes direct transfers in units: mostly 512 bytes, 4096 on media with such sectors. The unit is found by
-//! reading, because statx() reports the fast unit, not the smallest that works: XFS reports 4096 for a file that shares
-//! blocks with a copy (`cp --reflink`), and still serves 512. The unit may also grow while the file is open: ext4 reads
-//! a hole at any alignment, and refuses unaligned transfers after data has been written there.
+//! A host accepts direct transfers in units, mostly of 512 bytes, or of 4096 on media with such
+//! sectors. The unit is found by test reads, because statx() reports the unit that is fast and not
+//! the smallest that works. For example, XFS reports 4096 for a file that shares blocks with a copy
+//! (`cp --reflink`), and still serves 512. The unit may also grow while the file is open: ext4
+//! reads a hole at any alignment, and refuses unaligned transfers after data has been written
+//! there.
 //!
-//! A transfer that is not whole units is widened to whole units in a buffer of its own. A write reads the units at its edges
-//! first, under an exclusive lock. The bytes behind the last whole unit of a file go through the page cache. No direct
-//! transfer touches them.
+//! A transfer that is not whole units is widened to whole units in a buffer of its own. A write
+//! first reads the units at its edges, under an exclusive lock. The bytes after the last whole unit
+//! of a file are transferred through the page cache only.
 
 use std::fs::File;
 use std::io;
@@ -56,7 +58,8 @@ impl ReadWriteAt for File {
 /// A file through the page cache. It is opened on first use, because most files are whole units.
 #[derive(Debug)]
 struct Buffered {
-    /// The file as it was opened first. Its lock belongs to that open file description.
+    /// The file that was opened with O_DIRECT. The image's lock belongs to its open file
+    /// description.
     file: File,
     writable: bool,
     opened: OnceLock<File>,
@@ -117,7 +120,7 @@ impl DirectIo {
         self.unit_bytes.load(Ordering::Relaxed)
     }
 
-    /// Checks that the host takes a transfer as it is, as far as known.
+    /// Checks that the host accepts a transfer without widening, as far as known.
     pub fn is_aligned(&self, offset_bytes: u64, len_bytes: u64) -> bool {
         (offset_bytes | len_bytes).is_multiple_of(self.unit_bytes())
     }
@@ -132,7 +135,7 @@ impl DirectIo {
         &self.locks
     }
 
-    /// Locks a range for a change that the host takes as it is.
+    /// Locks a range for a change that needs no widening.
     pub fn lock_shared(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
         self.locks.lock(offset_bytes..offset_bytes + len_bytes, Access::Shared)
     }
@@ -155,7 +158,8 @@ impl DirectIo {
         }
     }
 
-    /// Tries `transfer` with larger and larger units while the host refuses it, and keeps the first that it takes.
+    /// Tries `transfer` with larger and larger units while the host refuses it, and keeps the first
+    /// unit that the host accepts.
     fn with_growing_unit(&self, mut transfer: impl FnMut(u64) -> io::Result<()>) -> io::Result<()> {
         let mut unit_bytes = self.unit_bytes();
         loop {
@@ -235,14 +239,14 @@ impl DirectIo {
         }
     }
 
-    /// Part of a transfer that lies before the end of the last whole unit of the file. A write of the rest in whole units
-    /// would make the file longer.
+    /// Part of a transfer that lies before the end of the last whole unit of the file. The rest is
+    /// not written in whole units, because that would extend the file.
     fn direct_part(&self, offset_bytes: u64, len_bytes: u64, unit_bytes: u64) -> io::Result<Range<u64>> {
         let end = offset_bytes + len_bytes;
         let Some(buffered) = &self.buffered else { return Ok(offset_bytes..end) };
         let size_bytes = buffered.size_bytes()?;
         let units_end = size_bytes - size_bytes % unit_bytes;
-        // A transfer that begins behind them has no direct part.
+        // A transfer that begins after the last whole unit has no direct part.
         Ok(offset_bytes..end.min(units_end.max(offset_bytes)))
     }
 }

@@ -191,7 +191,7 @@ impl RawImage {
         self.geometry.unmap && unmap == Unmap::Allowed
     }
 
-    /// Checks that the kernel takes a step as it is, as far as known.
+    /// Checks that the kernel accepts a step without widening, as far as known.
     pub(super) fn is_aligned(&self, step: &Step) -> bool {
         let is_transfer_aligned =
             |offset, len| self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64));
@@ -217,8 +217,9 @@ impl RawImage {
         self.direct.iter().for_each(DirectIo::forget_unit);
     }
 
-    /// Locks the range that an aligned step changes, for as long as it is under way; nothing if the image needs no locks. The
-    /// device's thread must not wait, so `event` is raised when a step that holds the range has ended.
+    /// Locks the range that an aligned step changes while the step is in flight. Locks nothing if
+    /// the image needs no locks. The device's thread must not block, so `event` is raised when a
+    /// step that holds the range has ended.
     pub(super) fn lock_aligned(
         &self,
         step: &Step,
@@ -231,8 +232,8 @@ impl RawImage {
         direct.locks().try_lock(range, Access::Shared, event).map(Some).ok_or(RangeInUse)
     }
 
-    /// Carries out a step of any alignment. `None`: a step under way changes the same blocks, and `event` is raised when one
-    /// has ended.
+    /// Carries out a step of any alignment. Returns `None` if a step in flight changes the same
+    /// blocks. `event` is then raised when such a step has ended.
     pub(super) fn carry_out_unaligned(
         &self,
         step: &mut Step,
@@ -365,8 +366,8 @@ impl Store for RawImage {
         self.file.sync_data()
     }
 
-    /// A file system that cannot give blocks back keeps them, because a discard is a hint (5.2.6.2). For the same reason the
-    /// edges of a range stay if they are not whole blocks of a device.
+    /// If the file system cannot free the blocks, they stay, because a discard is a hint (5.2.6.2).
+    /// For the same reason, partial blocks of a device at the edges of a range stay.
     fn discard(&self, range: DiskRange) -> io::Result<()> {
         match self.allocate(PUNCH, &self.whole_units(range)) {
             Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
@@ -431,8 +432,9 @@ impl Backend for Arc<RawImage> {
     }
 }
 
-/// Warns of an image that may have been taken for a raw one. It is served all the same: a guest can write such bytes to a raw
-/// image, and a guest's writes do not stop its VMM.
+/// Warns of an image that looks like another format, although it is served as a raw image. It is
+/// not refused, because a guest can write such bytes to a raw image, and these must not prevent the
+/// start of its VMM.
 fn warn_of_format(file: &File, path: &Path) {
     // A page at a page boundary, because O_DIRECT may accept no smaller transfer.
     let mut head = Buffers::default().take(PAGE_BYTES as usize);

@@ -1,9 +1,9 @@
 //! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of the same blocks.
 //!
-//! Transfers that the host accepts as they are hold a shared lock: overlapping writes of a guest are the guest's
-//! problem. A cycle holds an exclusive lock. A ring never waits for a lock, because its thread serves other requests:
-//! an event notifies it. A call that waits for an exclusive lock waits for the media, and for rings only until their
-//! transfers are done.
+//! Transfers that need no widening hold a shared lock, because the guest has to order its own
+//! overlapping writes. A cycle holds an exclusive lock. A ring does not block on a lock, because
+//! its thread serves other requests. Instead, an event notifies it. A call may block on an
+//! exclusive lock until transfers in flight are done, including those of rings.
 
 use std::collections::BTreeMap;
 use std::io;

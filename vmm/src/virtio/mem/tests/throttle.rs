@@ -1,4 +1,4 @@
-//! Plug budgets: a hostile driver on a clock of the test, and requests that are delayed.
+//! Plug budgets: a hostile driver on a simulated clock, and delayed requests.
 
 use super::*;
 use crate::virtio::mem::request::{BlockRun, Request, Response};

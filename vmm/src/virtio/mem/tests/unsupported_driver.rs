@@ -24,7 +24,7 @@ fn only_a_driver_that_leaves_unplugged_memory_alone_is_accepted() {
     let mut guest = Guest::new(64, None);
     guest.load_old_driver();
     assert_eq!(guest.handle.sizes().driver, DriverState::Unsupported);
-    // The node is of no use to a guest without ACPI.
+    // A guest without ACPI does not use the node.
     assert!(guest.device.accepts_features(guest.device.features() & !1));
 }
 
@@ -52,7 +52,7 @@ fn nothing_is_requested_of_a_refused_driver() {
     assert_eq!(guest.handle.request_step(0, BLOCK_BYTES), Err(unsupported()));
     assert_eq!(guest.handle.sizes().requested_bytes, 0);
     assert!(!guest.handle.sizes().is_withdrawn);
-    // Requesting the plugged size is no change.
+    // A request of the size that is plugged already needs no driver.
     guest.handle.request_size(0).unwrap();
     let text = unsupported().to_string();
     assert!(text.contains("\"dram\"") && text.contains("5.16"), "{text}");
