@@ -1,8 +1,9 @@
 //! Rule 4: limits requests to the memory for whose page descriptors the guest has room.
 //!
-//! Linux allocates the page descriptors of hotplugged memory from memory that is not movable: 2 MiB for each section of
-//! 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without MHP_MEMMAP_ON_MEMORY). A guest that has no such memory
-//! left cannot add a block, and soon kills processes for other allocations of its kernel.
+//! Linux allocates the page descriptors of hotplugged memory from memory that is not movable: 2 MiB
+//! for each section of 128 MiB (mm/sparse-vmemmap.c; virtio_mem adds memory without
+//! MHP_MEMMAP_ON_MEMORY). If a guest has no such memory left, it cannot add a block, and Linux soon
+//! kills processes because other kernel allocations fail.
 
 use foreshore_proto::{KernelMemory, Report};
 

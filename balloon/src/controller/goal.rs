@@ -28,7 +28,8 @@ impl Controller {
         }
     }
 
-    /// Sets the size that a zone is to reach in steps. Call [`Controller::next_steps`] for the first of them.
+    /// Sets the size that a zone has to reach in steps. Call [`Controller::next_steps`] to get the
+    /// first step.
     pub fn set_goal(&mut self, id: ZoneId, size_bytes: u64, host: &HostView, now: TimeMs) {
         self.follow(host, now);
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {

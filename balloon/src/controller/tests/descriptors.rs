@@ -1,4 +1,4 @@
-//! Rule 4: requests stay within the memory that the guest's DRAM has room to describe.
+//! Rule 4: requests stay within the memory for whose page descriptors the guest has DRAM.
 
 use super::*;
 
