@@ -59,7 +59,7 @@ pub struct Device {
     notify: Bar,
     notify_region: Region,
     notify_offsets: Vec<u16>,
-    /// The structure of the device's own kind, if it has one.
+    /// Device-specific configuration structure, if the device has one.
     own: Option<(Bar, usize)>,
 }
 
@@ -91,7 +91,7 @@ impl Device {
         })
     }
 
-    /// Reads 8 bytes of the device's own configuration (virtio 1.3, 4.1.4.6).
+    /// Reads 8 bytes of the device-specific configuration (virtio 1.3, 4.1.4.6).
     pub fn own_u64(&self, offset: usize) -> Result<u64> {
         let (bar, begin) = self.own.as_ref().context("The device has no configuration of its own")?;
         let half = |at: usize| u64::from(bar.read::<u32>(begin + offset + at));
@@ -106,7 +106,8 @@ impl Device {
         Ok(())
     }
 
-    /// Resets the device and negotiates without some of its own features. Returns false if the device refuses that.
+    /// Resets the device and negotiates without some of the features that it offers. Returns false
+    /// if the device refuses that.
     pub fn try_negotiate(&mut self, without: u32) -> Result<bool> {
         self.reset()?;
         self.set_status(ACKNOWLEDGE | DRIVER);

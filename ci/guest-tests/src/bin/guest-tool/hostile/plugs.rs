@@ -36,7 +36,7 @@ pub fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     println!("storm: begins");
     let mut sent = 0;
     while !until.is_over(sent) {
-        // An attack that ends leaves nothing plugged.
+        // At the end of the attack nothing is plugged.
         for code in [PLUG, UNPLUG] {
             send(&mut device, queue, code, address, blocks)?;
         }
