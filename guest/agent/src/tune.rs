@@ -40,8 +40,8 @@ const SETTINGS: [Setting; 4] = [
     },
 ];
 
-/// PM becomes full when less than this part of it is free, and stops being full when twice as much is free. The part is
-/// limited to `MAX_FULL_PAGES`.
+/// PM counts as full when less than this part of it is free, until twice as much is free. The part
+/// is limited to `MAX_FULL_PAGES`.
 const FULL_PART: u64 = 32;
 const MAX_FULL_PAGES: u64 = (64 << 20) / 4096;
 
