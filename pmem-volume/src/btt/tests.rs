@@ -456,7 +456,8 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
         let reader = Reader::open(&sparse).unwrap().unwrap();
         sparse.read_bytes.set(0);
         assert_eq!((reader.next_data(0..reader.sectors()), sparse.read_bytes.get()), (None, 0));
-        // Written, written without its map entry, and never written by a driver although its block holds something.
+        // Sector 700 is written, and the writes of 2000 and 2001 stop after 3 and 2 steps. Sector
+        // 1500 was never written, but its block has data.
         let mut writer = Writer::new(&media, 1);
         for (lane, sector, steps) in [(0, 700, ALL_STEPS), (1, 2000, 3), (2, 2001, 2)] {
             writer.write(lane, sector, &content(sector, 1, sector_bytes), steps);
