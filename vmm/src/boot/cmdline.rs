@@ -109,7 +109,8 @@ fn defaults(
         Pluggable::Blocks => &DEFAULTS,
     };
     let mut defaults: Vec<_> = of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
-    // The reserve fits this division of DRAM, so a division of the user's gets no reserve.
+    // The reserve is computed for this division of DRAM. If the user has set another division, no
+    // reserve is set.
     let is_divided = sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     if let Some(share) = share.filter(|_| !is_divided) {
         defaults.push((MOVABLE_DRAM, share.movablecore().into()));

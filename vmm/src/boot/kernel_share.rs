@@ -12,7 +12,7 @@ const _: () = assert!(LOW_RAM_END == balloon::proto::LOW_BOOT_BYTES);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelShare(BootMemory);
 
-/// More memory can be added than boot memory has room to describe.
+/// Boot memory has no room for the page descriptors of all memory that can be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{} MiB can be added to {} MiB of boot memory; their page descriptors take {} MiB of DRAM, and boot memory has room \
@@ -24,7 +24,7 @@ pub struct RatioTooHigh {
     pub hotplug_bytes: u64,
     /// Boot memory.
     pub boot_bytes: u64,
-    /// Memory that boot memory has room to describe.
+    /// Memory for whose page descriptors boot memory has room.
     pub most_bytes: u64,
 }
 

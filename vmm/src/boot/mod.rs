@@ -203,8 +203,8 @@ pub enum BootError {
     },
 }
 
-/// Opens the file that `flag` names, and returns it with its length. Anything else has no length, and opening a pipe would wait
-/// for its writer.
+/// Opens the file that `flag` names, and returns it with its length. Only regular files are
+/// accepted, because other types have no length, and opening a pipe would wait for its writer.
 fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> {
     let read_error = |source| BootError::Read { flag, path: path.to_path_buf(), source };
     let kind = match fs::metadata(path).map_err(read_error)?.file_type() {

@@ -220,7 +220,7 @@ fn parse_slowly(line: &[u8]) -> Result<AgentMessage, Refusal> {
     balloon::parse_line(line)
 }
 
-/// A guest decides how much there is to parse.
+/// Parsing must not delay the governor, because the guest determines the amount of data.
 #[test]
 fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
     // SAFETY: no pointers. On Linux 0 is the calling thread.
@@ -253,7 +253,7 @@ fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
     assert_eq!(governor.core().lock().sample(TimeMs(0)).agent_bytes_total, 10);
 }
 
-/// A line of a connection that another agent has replaced is not taken for one of that agent.
+/// A line of a replaced connection must not count as a line of the new agent.
 #[test]
 fn message_of_a_connection_that_is_gone_is_dropped() {
     let core = Mutex::new(fixture("psi", false, true).core);

@@ -107,8 +107,9 @@ pub struct ZoneSpec {
 }
 
 impl ZoneSpec {
-    /// Size of the pages that each boot part must be a whole number of. It is the largest possible one where the host's
-    /// default or a file decides: 1 GiB or 2 MiB, if the boot memory is whole pages of that size.
+    /// Page size of which each boot part must be a multiple. If the host's default or a file
+    /// determines the page size, it is not known here. The result is then the larger of 1 GiB and
+    /// 2 MiB of which the boot memory is a multiple.
     pub fn boot_page_bytes(&self) -> u64 {
         let largest = || {
             let sizes = [GIB, UNIT_BYTES];

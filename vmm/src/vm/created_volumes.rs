@@ -1,4 +1,4 @@
-//! Volumes that a start creates: a start that fails leaves none.
+//! Deletes the volumes that a failed start has created.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,9 +7,10 @@ use tracing::{info, warn};
 
 use crate::pool::{PmPool, PoolError, StoredVolume};
 
-/// Volumes that this start has created. Dropping it deletes them, unless the start has succeeded.
+/// Volumes that the present start has created. Dropping this value deletes them, unless
+/// [`Self::keep`] was called.
 ///
-/// Drop everything that has these volumes open before.
+/// Drop everything that has these volumes open first.
 #[derive(Default)]
 pub(super) struct CreatedVolumes(Vec<Created>);
 

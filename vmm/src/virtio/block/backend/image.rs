@@ -107,9 +107,9 @@ pub struct RawImage {
     /// A file can be made longer; a device has its size.
     is_file: bool,
     size_bytes: AtomicU64,
-    /// `None`: the page cache takes transfers of any alignment.
+    /// `None` without O_DIRECT, because the page cache accepts transfers of any alignment.
     direct: Option<DirectIo>,
-    /// Unit in which ranges are given away or zeroed.
+    /// Unit in which ranges can be discarded or zeroed.
     range_unit_bytes: u64,
 }
 

@@ -144,7 +144,7 @@ fn file_keeps_sectors_of_512_wherever_it_is() {
 fn host_that_begins_to_refuse_sectors_is_no_error() {
     let Some(device) = Device::new(8 * MIB) else { return };
     let image = RawImage::open(&device.path, DIRECT_512).unwrap();
-    // As if the host had taken 512 bytes when the image was opened.
+    // Simulates a host that accepted 512 bytes when the image was opened.
     image.forget_unit();
     exercise(Rig::new(Arc::clone(&image)), 8 * MIB / 512);
 }
