@@ -138,11 +138,7 @@ impl Sample {
             guest_ms: report.monotonic_ms(),
             by_agent: is_by_agent(report),
             total_bytes: memory.total_bytes,
-            // Plugging changes the available memory and not the used memory. The kernel's reserve is neither
-            // available nor used, and its size jumps when the agent changes a ratio.
-            used_bytes: (memory.total_bytes - memory.available_bytes)
-                .saturating_sub(leaving_bytes)
-                .saturating_sub(protected_bytes(report)),
+            used_bytes: used_bytes(report).saturating_sub(leaving_bytes),
             arriving_bytes: 0,
             some_us: report.stall().some_us,
             swapped_out_pages: counters.pswpout,
@@ -197,10 +193,14 @@ impl Sample {
     }
 }
 
-/// Memory that the guest's kernel keeps free of user pages, and that is not available.
-fn protected_bytes(report: &Report) -> u64 {
+/// Memory in use. Plugging changes the available memory and not the used memory.
+///
+/// The kernel's reserve is neither available nor used, and its size jumps when the agent changes a ratio.
+pub(super) fn used_bytes(report: &Report) -> u64 {
     let pages = report.zones().iter().map(|zone| zone.protected_pages.unwrap_or(0));
-    pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES)
+    let protected_bytes = pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES);
+    let memory = report.memory();
+    (memory.total_bytes - memory.available_bytes).saturating_sub(protected_bytes)
 }
 
 /// An agent sees the zones that every x86-64 guest has below 4 GiB, and its memory blocks; balloon statistics know of

@@ -83,7 +83,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     state.learn_grow(params, input.host);
     state.base.learn(input, now);
     let online_bytes = state.base.online_bytes(memory.total_bytes, input.host);
-    let used_bytes = memory.total_bytes - memory.available_bytes;
+    let used_bytes = history::used_bytes(input.report);
     let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
     let leaving_bytes = state.leaving.learn(used_bytes.into(), to_go_bytes);
     let arriving_bytes = state.arriving.learn(memory.total_bytes, memory.available_bytes, now);

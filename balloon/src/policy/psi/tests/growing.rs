@@ -265,6 +265,23 @@ fn rule_3_use_that_exceeds_what_is_about_to_leave_is_seen() {
 }
 
 #[test]
+fn rule_3_reserve_that_grows_is_not_about_to_leave() {
+    let is_short = |protected_mib: u64| {
+        let mut rig = Rig::new();
+        rig.raw.zones[0].protected_pages = Some(0);
+        rig.plug(512);
+        for _ in 0..5 {
+            rig.report(1000, 300);
+        }
+        // 100 MiB less are available, of which 128 are to go.
+        rig.host.zones[1].requested_bytes = 384 * MIB;
+        rig.raw.zones[0].protected_pages = Some(protected_mib * MIB / PAGE_BYTES);
+        rig.report(1000, 200).pressure
+    };
+    assert!(is_short(100) && !is_short(0));
+}
+
+#[test]
 fn rule_4_grows_that_follow_closely_double() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
