@@ -142,10 +142,15 @@ fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: 
         if zone_bytes == 0 {
             continue;
         }
-        // A zone keeps no more than it has.
-        let least = above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1);
+        // No lower zone is kept as a whole, because programs would lose it for the sake of a part. The highest zone is, if its share
+        // is about as large.
+        let least = match above_bytes {
+            0 => 1,
+            above_bytes => above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1),
+        };
         *ratio = (*ratio).min((movable_bytes / missing_bytes.min(zone_bytes)).max(least));
-        missing_bytes = missing_bytes.saturating_sub(movable_bytes.checked_div(*ratio).unwrap_or(0));
+        let kept_bytes = movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes);
+        missing_bytes = missing_bytes.saturating_sub(kept_bytes);
         above_bytes = above_bytes.saturating_add(zone_bytes);
     }
 }
@@ -166,6 +171,9 @@ mod tests {
         assert_eq!(ratios(3072, 1024, 1024, 512), [256, 256, 2, 0, 0]);
         assert_eq!(ratios(3072, 512, 512, 768), [256, 2, 1, 0, 0]);
         assert_eq!(ratios(3072, 32, 480, 480), [256, 1, 15, 0, 0]);
+        // 480 MiB of ZONE_NORMAL are less than the reserve, so all of them are kept. Half of them would leave so much to
+        // ZONE_DMA32 that it would keep 994 MiB from programs.
+        assert_eq!(ratios(3072, 480, 514, 592), [256, 4, 1, 0, 0]);
         // A zone of 3 GiB keeps no more than that.
         assert_eq!(ratios(3072, 2496, 2496, 4992), [256, 2, 1, 0, 0]);
         // ZONE_DMA32 would keep 256 MiB of ZONE_NORMAL from the kernel.
