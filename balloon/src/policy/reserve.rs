@@ -126,7 +126,7 @@ mod tests {
             host.zones[0].plugged_bytes = plugged_bytes;
             assert_eq!(without_reserve(&report, &host).1, movable_bytes);
         }
-        assert_eq!(movable_bytes, 26 * MIB);
+        assert_eq!(movable_bytes, 154 * MIB);
     }
 
     #[test]

@@ -48,9 +48,8 @@ impl BootMemory {
         }
         let boot_bytes = self.boot_bytes;
         let reserve_bytes = kernel_reserve_bytes(boot_bytes, self.hotplug_bytes());
-        // The memory that the kernel has left in its zones after boot must hold the reserve.
-        let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
-        let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
+        let movable_bytes =
+            reserve_bytes.min(most_reserve_bytes(boot_bytes)).max(boot_bytes / LEAST_MOVABLE_PART);
         let descriptor_bytes = descriptor_bytes(boot_bytes);
         let movable_bytes = movable_bytes + descriptor_bytes;
         let movable_bytes = match self.normal_bytes() {
@@ -77,8 +76,7 @@ impl BootMemory {
     /// gives blocks of it to the kernel.
     pub fn most_hotplug_bytes(&self) -> u64 {
         let boot_bytes = self.boot_bytes;
-        let room_bytes =
-            boot_bytes.saturating_sub(kernel_bytes(boot_bytes) + boot_bytes / LEAST_MOVABLE_PART);
+        let room_bytes = most_reserve_bytes(boot_bytes);
         let room_bytes = match self.normal_bytes() {
             0 => room_bytes,
             normal_bytes => {
@@ -113,8 +111,10 @@ impl BootMemory {
     }
 }
 
-fn kernel_bytes(boot_bytes: u64) -> u64 {
-    KERNEL_BYTES + boot_bytes / KERNEL_PART
+/// Largest reserve of `boot_bytes`: half of what the kernel does not take at boot. The other half is movable, because Linux keeps no
+/// more of a zone than there is movable memory.
+fn most_reserve_bytes(boot_bytes: u64) -> u64 {
+    boot_bytes.saturating_sub(KERNEL_BYTES + boot_bytes / KERNEL_PART) / 2
 }
 
 #[cfg(test)]
@@ -148,9 +148,31 @@ mod tests {
         assert_eq!(division(4096, 0, 32_768), (544, [1, 1]));
         assert_eq!(division(4096, 0, 65_536), (544, [1, 1]));
         assert_eq!(division(6144, 0, 98_304), (1584, [3, 1]));
-        // The kernel itself has to fit.
-        assert_eq!(division(512, 0, 16_384), (152, [1, 32]));
+        // A reserve of 288 MiB has no room: half of what the kernel leaves is movable.
+        assert_eq!(division(512, 0, 16_384), (224, [1, 32]));
         assert_eq!(division(512, 0, 0), (0, LINUX_RESERVE_RATIOS[1..3].try_into().expect("two")));
+    }
+
+    #[test]
+    fn most_memory_that_can_be_added_is_what_the_reserve_describes() {
+        // The part of the reserve that is kept for the kernel's allocations, and the reserve.
+        let kept = |boot_mib: u64, pm_bytes: u64| {
+            let memory = BootMemory { boot_bytes: boot_mib * MIB, dram_bytes: 0, pm_bytes };
+            let (node, ratios) = (memory.node(), memory.reserve_ratios());
+            let kept_bytes = node
+                .zones_bytes
+                .iter()
+                .zip(ratios)
+                .map(|(&bytes, ratio)| (node.movable_bytes / ratio).min(bytes));
+            (kept_bytes.sum::<u64>(), kernel_reserve_bytes(memory.boot_bytes, pm_bytes))
+        };
+        for boot_mib in [192, 256, 512, 1024, 3072, 3584, 4096, 8192, 16_384] {
+            let memory = memory(boot_mib, 0, 1);
+            let (kept_bytes, reserve_bytes) = kept(boot_mib, memory.most_hotplug_bytes());
+            assert!(kept_bytes >= reserve_bytes, "{boot_mib}: {kept_bytes} of {reserve_bytes}");
+            let (kept_bytes, reserve_bytes) = kept(boot_mib, memory.most_hotplug_bytes() * 3 / 2);
+            assert!(kept_bytes < reserve_bytes, "{boot_mib}: {kept_bytes} of {reserve_bytes}");
+        }
     }
 
     /// The descriptors of boot memory lie in ZONE_MOVABLE, so the kernel's zones would keep a 64th of boot memory less.

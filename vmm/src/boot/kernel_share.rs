@@ -16,7 +16,7 @@ pub struct KernelShare(BootMemory);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{} MiB can be added to {} MiB of boot memory; their page descriptors take {} MiB of DRAM, and boot memory has room \
-     for those of about {} MiB: the guest will get no more unless DRAM is added first",
+     for those of about {} MiB: the guest may get no more unless DRAM is added first",
     .hotplug_bytes / MIB, .boot_bytes / MIB, descriptor_bytes(*.hotplug_bytes) / MIB, .most_bytes / MIB
 )]
 pub struct RatioTooHigh {
@@ -115,7 +115,7 @@ pub(super) mod tests {
         check(512, 7168).expect("14:1");
         check(256, 3584).expect("14:1");
         let error = check(512, 32_768).expect_err("64:1");
-        assert_eq!(error.most_bytes / MIB, (512 - 64 - 16 - 32 - 32) * 64);
+        assert_eq!(error.most_bytes / MIB, ((512 - 64 - 16) / 2 - 32) * 64);
         assert!(error.to_string().contains("take 512 MiB"), "{error}");
         // Boot memory of 4 GiB has 1 GiB above the hole.
         check(4096, 45_056).expect("11:1");
