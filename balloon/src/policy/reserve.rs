@@ -7,10 +7,10 @@
 use std::borrow::Cow;
 use std::cell::LazyCell;
 
-use foreshore_proto::{LINUX_RESERVE_RATIOS, RawReport, Report, kept_pages, reserve_ratios};
+use foreshore_proto::{LINUX_RESERVE_RATIOS, RawReport, Report, Zone, ZoneKind, kept_pages, reserve_ratios};
 
-use crate::HostView;
 use crate::units::PAGE_BYTES;
+use crate::{HostView, Tier};
 
 /// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
 /// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
@@ -39,6 +39,40 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
     raw.memory.free_bytes = raw.memory.free_bytes.saturating_sub(reserve_bytes);
     // Fewer free pages are valid in every report, so the conversion does not fail.
     (Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned), reserve_bytes)
+}
+
+/// Change of the reserve once the guest has followed its requests, lowered to `requested_bytes` in all.
+///
+/// Ratios are whole numbers, so the reserve can grow by all of the DRAM that is plugged, or fall by half when the agent raises a
+/// ratio. The change is computed from both sizes: a guest can have ratios of its own, and then it reports another reserve.
+pub(super) fn change_of_reserve_bytes(report: &Report, host: &HostView, requested_bytes: u64) -> i64 {
+    let reports_reserve = |zone: &Zone| !zone.serves_kernel() || zone.protected_pages.is_some();
+    if !report.zones().iter().all(reports_reserve) {
+        return 0;
+    }
+    let mut zones = report.zones().to_vec();
+    let mut left_bytes = requested_bytes;
+    for dram in host.zones.iter().filter(|zone| zone.tier == Tier::Dram && host.balloon != Some(zone.id)) {
+        // PM is given back first.
+        let bytes = dram.requested_bytes.min(left_bytes);
+        left_bytes -= bytes;
+        let is_its_node =
+            |zone: &&mut Zone| zone.node == dram.guest_numa_node && zone.kind == ZoneKind::Movable;
+        if let Some(movable) = zones.iter_mut().find(is_its_node) {
+            let pages = movable.managed_pages.saturating_add(bytes / PAGE_BYTES);
+            movable.managed_pages = pages.saturating_sub(dram.plugged_bytes / PAGE_BYTES);
+        }
+    }
+    if zones == report.zones() {
+        return 0;
+    }
+    let kept_pages = |zones: &[Zone]| {
+        let ratios = reserve_ratios(zones, host.pluggable_bytes(), &LINUX_RESERVE_RATIOS);
+        zones.iter().fold(0u64, |sum, zone| sum.saturating_add(kept_pages(zone, zones, &ratios)))
+    };
+    let [before_bytes, after_bytes] = [report.zones(), &zones[..]]
+        .map(|zones| i64::try_from(kept_pages(zones).saturating_mul(PAGE_BYTES)).unwrap_or(i64::MAX));
+    after_bytes - before_bytes
 }
 
 #[cfg(test)]
@@ -135,6 +169,44 @@ mod tests {
         raw.zones[0].protected_pages = Some(70 * MIB / PAGE_BYTES);
         let report = Report::try_from(raw).expect("sound");
         assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
+    }
+
+    /// 512 MiB of DRAM, 256 MiB more and PM that can be plugged. A sixteenth of DRAM and the descriptors of 4352 MiB are kept:
+    /// 100 to 116 MiB.
+    #[test]
+    fn reserve_changes_with_the_dram_that_is_requested() {
+        let mut raw = raw_report();
+        for zone in &mut raw.zones {
+            zone.protected_pages = Some(0);
+        }
+        let mut dram = ZoneSizes::empty(1, Tier::Dram, 256 * MIB);
+        dram.guest_numa_node = 0;
+        let pm = ZoneSizes::empty(0, Tier::Pm, 4096 * MIB);
+        let mut host = HostView { zones: vec![dram, pm], ..HostView::default() };
+        let change_mib = |raw: &RawReport, host: &HostView, requested_mib: u64| {
+            let report = Report::try_from(raw.clone()).expect("sound");
+            change_of_reserve_bytes(&report, host, requested_mib * MIB) / MIB as i64
+        };
+        // 88 MiB are movable and kept. All DRAM that is plugged is kept until twice the reserve is movable.
+        host.zones[1].requested_bytes = 1024 * MIB;
+        assert_eq!(change_mib(&raw, &host, 1024), 0, "PM");
+        host.zones[0].requested_bytes = 100 * MIB;
+        assert_eq!(change_mib(&raw, &host, 1124), 100);
+        host.zones[0].requested_bytes = 256 * MIB;
+        assert_eq!(change_mib(&raw, &host, 1280), (88 + 256) / 2 - 88);
+        // The guest has followed. What is given back is PM first.
+        host.zones[0].plugged_bytes = 256 * MIB;
+        raw.zones[1].managed_pages += 256 * MIB / PAGE_BYTES;
+        raw.memory.total_bytes += 256 * MIB;
+        assert_eq!(change_mib(&raw, &host, 256), 0);
+        assert_eq!(change_mib(&raw, &host, 80), (88 + 80) - (88 + 256) / 2);
+        assert_eq!(change_mib(&raw, &host, 120), (88 + 120) - (88 + 256) / 2);
+        // An agent that does not report the reserve, and a balloon, which changes no zone.
+        host.balloon = Some(host.zones[0].id);
+        assert_eq!(change_mib(&raw, &host, 80), 0);
+        host.balloon = None;
+        raw.zones[0].protected_pages = None;
+        assert_eq!(change_mib(&raw, &host, 80), 0);
     }
 
     #[test]

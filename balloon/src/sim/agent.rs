@@ -277,13 +277,16 @@ impl Agent {
             largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
             user_pages: Some(user / PAGE_BYTES),
         };
-        let descriptor_bytes = guest.descriptor_bytes();
-        let user_bytes = boot.kernel_bytes.saturating_sub(free.kernel_bytes.saturating_add(descriptor_bytes));
-        let kind = boot.kernel_kind();
-        zones.push(Zone {
-            protected_pages: Some(boot.kept_bytes / PAGE_BYTES),
-            ..zone(0, kind, free.kernel_bytes, boot.kernel_marks, boot.kernel_bytes, user_bytes)
-        });
+        let mut descriptor_bytes = guest.descriptor_bytes();
+        let used_bytes = boot.kernel_bytes() - free.kernel_bytes;
+        for (kernel, used_bytes) in boot.kernel_zones(used_bytes) {
+            let user_bytes = used_bytes.saturating_sub(descriptor_bytes);
+            descriptor_bytes = descriptor_bytes.saturating_sub(used_bytes);
+            zones.push(Zone {
+                protected_pages: Some(kernel.kept_bytes / PAGE_BYTES),
+                ..zone(0, kernel.kind, kernel.bytes - used_bytes, kernel.marks, kernel.bytes, user_bytes)
+            });
+        }
         if boot.movable_bytes > 0 {
             let user_bytes = boot.movable_bytes - free.movable_bytes;
             let (free, marks) = (free.movable_bytes, boot.movable_marks);

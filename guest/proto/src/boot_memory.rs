@@ -92,7 +92,7 @@ impl BootMemory {
     }
 
     /// Zones after boot, with the DRAM that can be added.
-    fn node(&self) -> NodeMemory {
+    pub fn node(&self) -> NodeMemory {
         let (movable_bytes, normal_bytes) = (self.movable_bytes(), self.normal_bytes());
         let low_bytes = self.boot_bytes - normal_bytes;
         let zones_bytes = match normal_bytes {

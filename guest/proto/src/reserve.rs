@@ -32,7 +32,7 @@ pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
 }
 
 /// Reserve of a node. At most half of the `kernel_bytes` in zones that serve the kernel are kept.
-pub fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) -> u64 {
+fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) -> u64 {
     kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(kernel_bytes / 2)
 }
 
@@ -45,9 +45,10 @@ pub const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKin
 
 /// Memory of a node by the zones that `vm.lowmem_reserve_ratio` distinguishes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct NodeMemory {
+pub struct NodeMemory {
     /// Zones in the order of [`KERNEL_ZONES`].
     pub zones_bytes: [u64; KERNEL_ZONES.len()],
+    /// ZONE_MOVABLE.
     pub movable_bytes: u64,
 }
 
@@ -61,6 +62,7 @@ impl NodeMemory {
         Self { zones_bytes: KERNEL_ZONES.map(bytes), movable_bytes: bytes(ZoneKind::Movable) }
     }
 
+    /// Memory of the zones that serve the kernel.
     pub fn kernel_bytes(&self) -> u64 {
         self.zones_bytes.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
     }

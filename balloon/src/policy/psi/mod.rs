@@ -17,6 +17,7 @@ use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
 use super::arriving::Arriving;
 use super::base::Base;
 use super::leaving::Leaving;
+use super::reserve::change_of_reserve_bytes;
 use super::{Decision, Input};
 use crate::plan::Reason;
 use crate::units::scale;
@@ -98,8 +99,11 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
     // What will be available once the guest has followed every request: what is now, with what is still to come,
     // without what is still to go, and without the page cache that is needed.
+    let reserve_change_bytes =
+        change_of_reserve_bytes(input.report, input.host, input.host.requested_bytes());
     let coming = |available_bytes: u64| {
-        available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes)
+        let bytes = available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes);
+        bytes.saturating_add_signed(-reserve_change_bytes)
     };
     let with_cache_bytes =
         memory.available_bytes.saturating_add(leaving_bytes).saturating_add(arriving_bytes);
@@ -322,6 +326,26 @@ fn shortage(
     None
 }
 
+/// Part of `bytes` that leaves `surplus_bytes` less available memory at most. The kernel's reserve can grow by more
+/// than the DRAM that is given back, and is then no surplus.
+fn beside_reserve(mut bytes: u64, surplus_bytes: u64, input: Input<'_>) -> u64 {
+    let requested_bytes = input.host.requested_bytes();
+    let change_bytes =
+        |bytes| change_of_reserve_bytes(input.report, input.host, requested_bytes.saturating_sub(bytes));
+    let now_bytes = change_bytes(0);
+    // Each try leaves a sixteenth less, because the excess alone could be a few bytes each time.
+    let least_step_bytes = (bytes / 16).max(1);
+    while bytes > 0 {
+        let lost_bytes = bytes.saturating_add_signed(change_bytes(bytes).saturating_sub(now_bytes));
+        let excess_bytes = lost_bytes.saturating_sub(surplus_bytes);
+        if excess_bytes == 0 {
+            break;
+        }
+        bytes = bytes.saturating_sub(excess_bytes.max(least_step_bytes));
+    }
+    bytes
+}
+
 impl State {
     /// Whether the passing of time alone changes nothing that is decided any more: with reports that have been the same for
     /// five seconds and stay so, the next decision is the last one. A field that is added here has to say so too.
@@ -445,7 +469,8 @@ impl State {
         let there_bytes = spare_bytes.saturating_sub(on_way_bytes);
         match self.patience.least_bytes(params, spare_bytes, there_bytes, requested_bytes, now) {
             Some(least) if !filling && least > marks.high_bytes => {
-                (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now))
+                let bytes = (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now));
+                beside_reserve(bytes, least - marks.keep_bytes, input)
             }
             _ => 0,
         }

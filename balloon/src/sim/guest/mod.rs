@@ -16,7 +16,7 @@ pub(super) use self::placing::{BootZones, boot_memory};
 use super::demand::Segment;
 use super::swap::SwapDevice;
 pub(super) use crate::units::PAGE_BYTES;
-use crate::units::{SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
+use crate::units::{SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 /// The step while something is plugged or waited for.
@@ -88,6 +88,12 @@ impl Marks {
     fn new(min: u64, managed_pages: u64) -> Self {
         let step = (min / 4).max(managed_pages / 1000);
         Marks { min, low: min + step, high: min + 2 * step }
+    }
+
+    /// Watermarks of a zone with `bytes` of the `all_bytes` that these are for.
+    fn part(&self, bytes: u64, all_bytes: u64) -> Self {
+        let part = |pages| scale(pages, bytes, all_bytes);
+        Marks { min: part(self.min), low: part(self.low), high: part(self.high) }
     }
 
     /// Of ZONE_DMA32 or ZONE_NORMAL: min_free_kbytes is 4 times the root of the kilobytes.
@@ -313,7 +319,7 @@ impl Guest {
 
     fn marks_bytes(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
         let zones: u64 = self.plugs.iter().map(|plug| mark(&plug.marks)).sum();
-        (mark(&self.boot.kernel_marks) + mark(&self.boot.movable_marks) + zones) * PAGE_BYTES
+        (self.boot.kernel_mark(&mark) + mark(&self.boot.movable_marks) + zones) * PAGE_BYTES
     }
 
     /// What is on its way out and not free any more.
@@ -339,7 +345,7 @@ impl Guest {
     pub fn available_bytes(&self) -> u64 {
         let low = self.marks_bytes(|marks| marks.low);
         let cached = self.cached_bytes();
-        let kept = self.marks_bytes(|marks| marks.high) + self.boot.kept_bytes;
+        let kept = self.marks_bytes(|marks| marks.high) + self.boot.kept_bytes();
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
     }
 
@@ -524,8 +530,8 @@ impl Guest {
         let zone = self.zones[index];
         let mut bytes = done_bytes.min(zone.requested_bytes - zone.plugged_bytes);
         let free = self.kernel_free_bytes();
-        let sections =
-            free.saturating_sub(self.boot.kernel_marks.min * PAGE_BYTES) / SECTION_DESCRIPTOR_BYTES;
+        let sections = free.saturating_sub(self.boot.kernel_mark(|marks| marks.min) * PAGE_BYTES)
+            / SECTION_DESCRIPTOR_BYTES;
         let begun = zone.plugged_bytes.next_multiple_of(SECTION_BYTES) - zone.plugged_bytes;
         bytes = bytes.min(begun.saturating_add(sections.saturating_mul(SECTION_BYTES)));
         if zone.tier == Tier::Pm {

@@ -1,6 +1,6 @@
 //! Zones of boot memory, and places of user pages.
 
-use foreshore_proto::{BootMemory, LOW_BOOT_BYTES, ZoneKind, node_reserve_bytes};
+use foreshore_proto::{BootMemory, LINUX_RESERVE_RATIOS, NodeMemory, ZoneKind};
 
 use super::{Guest, Marks, PAGE_BYTES};
 use crate::units::{SECTION_DESCRIPTOR_BYTES, scale};
@@ -15,20 +15,27 @@ pub(in crate::sim) fn boot_memory(boot_bytes: u64, zones: &[ZoneSizes]) -> BootM
     BootMemory { boot_bytes, dram_bytes: most_bytes(Tier::Dram), pm_bytes: most_bytes(Tier::Pm) }
 }
 
+/// A zone of boot memory that serves the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::sim) struct KernelZone {
+    pub kind: ZoneKind,
+    /// Managed memory.
+    pub bytes: u64,
+    pub marks: Marks,
+    /// Free part that user pages leave to the kernel. The agent sets it for the present zones (docs/agent.md).
+    pub kept_bytes: u64,
+}
+
 /// Zones of boot memory, divided as the VMM's command line divides them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct BootZones {
     /// Memory that can be plugged.
     hotplug_bytes: u64,
-    /// The kernel's zone. Page descriptors of plugged memory are allocated from it.
-    pub kernel_bytes: u64,
-    pub kernel_marks: Marks,
+    /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory are allocated from them.
+    kernel_zones: [KernelZone; 2],
     /// ZONE_MOVABLE of boot memory.
     pub movable_bytes: u64,
     pub movable_marks: Marks,
-    /// Free part of the kernel's zone that user pages leave to the kernel. The agent sets it for the present zones
-    /// (docs/agent.md).
-    pub kept_bytes: u64,
 }
 
 impl BootZones {
@@ -39,35 +46,65 @@ impl BootZones {
         let movable_bytes = memory.managed_movable_bytes();
         let movable_bytes = movable_bytes.min(all_bytes / 2) / PAGE_BYTES * PAGE_BYTES;
         let kernel_bytes = all_bytes - movable_bytes;
+        let [_, _, normal_bytes] = memory.node().zones_bytes.map(|bytes| bytes.min(kernel_bytes));
+        // Linux divides min_free_kbytes by the size of the zones (mm/page_alloc.c, __setup_per_zone_wmarks).
+        let marks = Marks::lowmem(kernel_bytes);
+        let zone =
+            |kind, bytes| KernelZone { kind, bytes, marks: marks.part(bytes, kernel_bytes), kept_bytes: 0 };
         Self {
             hotplug_bytes: memory.hotplug_bytes(),
-            kernel_bytes,
-            kernel_marks: Marks::lowmem(kernel_bytes),
+            kernel_zones: [
+                zone(ZoneKind::Dma32, kernel_bytes - normal_bytes),
+                zone(ZoneKind::Normal, normal_bytes),
+            ],
             movable_bytes,
             movable_marks: Marks::movable(movable_bytes),
-            kept_bytes: 0,
         }
     }
 
-    /// Managed memory of both zones.
+    /// Managed memory of all zones.
     pub fn bytes(&self) -> u64 {
-        self.kernel_bytes + self.movable_bytes
+        self.kernel_bytes() + self.movable_bytes
     }
 
-    /// Kind of the kernel's zone.
-    pub fn kernel_kind(&self) -> ZoneKind {
-        if self.kernel_bytes <= LOW_BOOT_BYTES { ZoneKind::Dma32 } else { ZoneKind::Normal }
+    /// Managed memory of the kernel's zones.
+    pub fn kernel_bytes(&self) -> u64 {
+        self.kernel_zones.iter().map(|zone| zone.bytes).sum()
     }
 
-    /// Sets the reserve for the present sizes of `zones`. A guest's zones keep up to twice as much, because ratios are whole
-    /// numbers.
+    /// Sum of a watermark of the kernel's zones, in pages.
+    pub fn kernel_mark(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
+        self.kernel_zones.iter().map(|zone| mark(&zone.marks)).sum()
+    }
+
+    /// Free part of the kernel's zones that user pages leave to the kernel.
+    pub fn kept_bytes(&self) -> u64 {
+        self.kernel_zones.iter().map(|zone| zone.kept_bytes).sum()
+    }
+
+    /// The kernel's zones that have memory, the highest first, each with the part of `used_bytes` in it. Linux allocates from the
+    /// highest zone down to what it keeps, and then from the next one.
+    pub fn kernel_zones(&self, used_bytes: u64) -> impl Iterator<Item = (&KernelZone, u64)> {
+        let [low, normal] = &self.kernel_zones;
+        let first_bytes = used_bytes.min(normal.bytes - normal.kept_bytes);
+        let low_used_bytes = (used_bytes - first_bytes).min(low.bytes);
+        let used = [(normal, used_bytes - low_used_bytes), (low, low_used_bytes)];
+        used.into_iter().filter(|(zone, _)| zone.bytes > 0)
+    }
+
+    /// Sets the reserve for the present sizes of `zones`, as the agent of a guest with Linux' default ratios does.
     pub fn adapt(&mut self, zones: &[ZoneSizes]) {
         // Node 0 has the boot memory.
         let plugged = zones.iter().filter(|zone| zone.guest_numa_node == 0).map(|zone| zone.plugged_bytes);
         let movable_bytes = plugged.fold(self.movable_bytes, u64::saturating_add);
-        let dram_bytes = self.kernel_bytes.saturating_add(movable_bytes);
-        let reserve_bytes = node_reserve_bytes(dram_bytes, self.kernel_bytes, self.hotplug_bytes);
-        self.kept_bytes = reserve_bytes.min(movable_bytes) / PAGE_BYTES * PAGE_BYTES;
+        let [low, normal] = &mut self.kernel_zones;
+        let node = NodeMemory { zones_bytes: [0, low.bytes, normal.bytes], movable_bytes };
+        let dram_bytes = node.kernel_bytes().saturating_add(movable_bytes);
+        let mut ratios = LINUX_RESERVE_RATIOS;
+        node.lower_ratios(&mut ratios, dram_bytes, self.hotplug_bytes);
+        let [_, low_kept_bytes, normal_kept_bytes] = node.kept_bytes(&ratios);
+        low.kept_bytes = low_kept_bytes / PAGE_BYTES * PAGE_BYTES;
+        normal.kept_bytes = normal_kept_bytes / PAGE_BYTES * PAGE_BYTES;
     }
 }
 
@@ -75,7 +112,7 @@ impl BootZones {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Placed {
     user_bytes: u64,
-    /// Part of `user_bytes` in the kernel's zone of boot memory.
+    /// Part of `user_bytes` in the kernel's zones of boot memory.
     kernel_zone_bytes: u64,
 }
 
@@ -92,25 +129,25 @@ impl Guest {
         self.boot.movable_bytes + self.plugged_bytes() + self.kernel_zone_limit_bytes()
     }
 
-    /// Largest size of user pages in the kernel's zone.
+    /// Largest size of user pages in the kernel's zones.
     ///
     /// New user pages leave the reserve free beside the page descriptors that have been allocated. Descriptors that are allocated
     /// later take free memory of the reserve, and a reserve that grows later moves no page: the user pages stay. So the reserve is
     /// refilled when user pages are freed.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
-        let left_bytes = self.boot.kernel_bytes.saturating_sub(self.descriptor_bytes());
-        let limit_bytes = left_bytes.saturating_sub(self.boot.kept_bytes.max(next_bytes));
+        let left_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes());
+        let limit_bytes = left_bytes.saturating_sub(self.boot.kept_bytes().max(next_bytes));
         limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 
-    /// User pages that are still in the kernel's zone. Freed pages were in all zones alike.
+    /// User pages that are still in the kernel's zones. Freed pages were in all zones alike.
     fn held_bytes(&self) -> u64 {
         let Placed { user_bytes, kernel_zone_bytes } = self.placed;
         scale(kernel_zone_bytes, self.user_bytes().min(user_bytes), user_bytes)
     }
 
-    /// User pages in the kernel's zone. User pages fill movable DRAM first, then the kernel's zone down to the reserve, and then
+    /// User pages in the kernel's zones. User pages fill movable DRAM first, then the kernel's zones down to the reserve, and then
     /// PM, which is how Linux' lists of zones are ordered.
     fn kernel_zone_user_bytes(&self) -> u64 {
         let movable_bytes = self.boot.movable_bytes + self.plugged_of(Tier::Dram);
@@ -126,7 +163,7 @@ impl Guest {
 
     pub(super) fn kernel_free_bytes(&self) -> u64 {
         let used_bytes = self.kernel_zone_user_bytes() + self.descriptor_bytes();
-        self.boot.kernel_bytes.saturating_sub(used_bytes)
+        self.boot.kernel_bytes().saturating_sub(used_bytes)
     }
 
     /// Free bytes of boot memory, and of each zone in `free`.

@@ -282,6 +282,21 @@ fn rule_3_reserve_that_grows_is_not_about_to_leave() {
 }
 
 #[test]
+fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
+    let reason = |requested_mib: u64, reports_reserve: bool| {
+        let mut rig = Rig::with_dram(0);
+        if !reports_reserve {
+            rig.raw.zones[0].protected_pages = None;
+        }
+        rig.host.zones[0].requested_bytes = requested_mib * MIB;
+        rig.report(1000, 20).reason
+    };
+    // The bridge is 42 MiB. All of 40 are kept, and 28 of 80.
+    assert_eq!((reason(40, true), reason(80, true)), (Reason::LowAvailable, Reason::Enough));
+    assert_eq!(reason(40, false), Reason::Enough);
+}
+
+#[test]
 fn rule_4_grows_that_follow_closely_double() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;

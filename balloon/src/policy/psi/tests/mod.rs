@@ -53,6 +53,22 @@ impl Rig {
         }
     }
 
+    /// A guest of 340 MiB with a ZONE_MOVABLE of 40, beside `dram_mib` of DRAM that are plugged. It keeps 39 to 43 MiB
+    /// for its kernel, or as much more as ratios of the reserve are whole numbers.
+    fn with_dram(dram_mib: u64) -> Self {
+        let mut rig = Self::new();
+        let pages = |mib: u64| mib * MIB / PAGE_BYTES;
+        rig.host.zones[0].requested_bytes = dram_mib * MIB;
+        rig.host.zones[0].plugged_bytes = dram_mib * MIB;
+        rig.raw.memory.total_bytes = (340 + dram_mib) * MIB;
+        rig.raw.zones[0].managed_pages = pages(300);
+        rig.raw.zones[0].protected_pages =
+            Some(pages(if dram_mib < 44 { 40 + dram_mib } else { (40 + dram_mib) / 2 }));
+        let (kind, managed_pages) = (ZoneKind::Movable, pages(40 + dram_mib));
+        rig.raw.zones.push(Zone { kind, managed_pages, ..Zone::default() });
+        rig
+    }
+
     /// Sets what is available, and reports `ms` after the report before.
     fn report(&mut self, ms: u64, available_mib: u64) -> Decision {
         self.raw.seq += 1;
