@@ -77,11 +77,13 @@ cargo_news() {
 build_programs() {
     say "building the programs (cargo build --release)"
     [ -e "$BIN_DIR/foreshore" ] || say "the first build takes 4 to 7 minutes on two cores, later ones seconds"
-    (cd "$ROOT" && run_cargo build --release --bins) || die "the build failed"
+    as_job cargo_in_root build --release --bins || { say "the build failed"; return 1; }
     # Apart: features are those of all that is built at once, and clients want more of hyper than the VMM has.
-    (cd "$ROOT" && run_cargo build --release -p client-tests) || die "the build of the clients failed"
+    as_job cargo_in_root build --release -p client-tests || { say "the build of the clients failed"; return 1; }
     "$ROOT/guest/image/build"
 }
+
+cargo_in_root() { cd "$ROOT" && run_cargo "$@"; }
 
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"
@@ -295,7 +297,9 @@ hosts_at_once() {
 # in_background COMMAND...: a job that is a process group of its own, which Ctrl-C does not reach: end_jobs ends it, and the
 # hosts in it. (A guest test on this machine itself is a group of its own again, and ends by its limit.)
 in_background() {
-    trap end_jobs INT TERM HUP
+    trap 'end_jobs 129' HUP
+    trap 'end_jobs 130' INT
+    trap 'end_jobs 143' TERM
     set -m
     "$@" </dev/null &
     set +m
@@ -306,6 +310,17 @@ wait_for_jobs() {
     trap - INT TERM HUP
 }
 
+# as_job COMMAND...: runs the command as a job and returns its exit status. A signal to this script then ends the job as well:
+# while bash waits for a command in the foreground, it runs no trap, or dies and leaves the command behind.
+as_job() {
+    local status=0
+    in_background "$@"
+    wait "$!" || status=$?
+    trap - INT TERM HUP
+    return "$status"
+}
+
+# end_jobs STATUS: ends all jobs, then this script with that exit status.
 end_jobs() {
     trap '' INT TERM HUP
     local job running tries
@@ -319,7 +334,7 @@ end_jobs() {
             sleep 0.1
         done
     done
-    exit 130
+    exit "$1"
 }
 
 # Boots of the emulated host that one thing may take, where the emulation breaks kernels (docs/testing.md).
