@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::guest::console;
+use crate::guest::{console, without_logs};
 use crate::wait::wait_for;
 
 /// A test by its name: `topic::what_holds`.
@@ -249,7 +249,8 @@ fn run_here(test: &Test) -> i32 {
                 SKIPPED_CODE
             }
             None => {
-                println!("{error:?}");
+                // The runner prints the last lines of all logs.
+                println!("{}", without_logs(&error));
                 StoredWrong::code_of(&error)
             }
         },

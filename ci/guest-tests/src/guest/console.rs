@@ -1,5 +1,7 @@
 //! Reads logs.
 
+use std::error::Error;
+use std::fmt;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -22,6 +24,40 @@ pub(crate) fn tail(text: &str) -> String {
 }
 
 const TAIL_LINES: usize = 15;
+
+/// Last lines of log files: the innermost cause of an error, so that the failure itself is printed before them.
+#[derive(Debug)]
+pub(crate) struct LogTails(String);
+
+impl LogTails {
+    /// Reads the last lines of the logs, each with its title.
+    pub(crate) fn read(logs: &[(&str, &Path)]) -> Self {
+        let section = |(title, path): &(&str, &Path)| {
+            let text = read(path).unwrap_or_else(|error| format!("{error:#}"));
+            format!("\n--- {title}\n{}", tail(&text))
+        };
+        Self(logs.iter().map(section).collect())
+    }
+
+    /// Returns an error with this message, followed by the last lines.
+    pub(crate) fn below(self, message: String) -> anyhow::Error {
+        anyhow::Error::new(self).context(message)
+    }
+}
+
+impl fmt::Display for LogTails {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+impl Error for LogTails {}
+
+/// Formats an error with its causes but without lines of logs, for programs that print the logs themselves.
+pub fn without_logs(error: &anyhow::Error) -> String {
+    let causes = error.chain().filter(|cause| !cause.is::<LogTails>());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
 
 /// What a kernel that is well does not say. Each is the start of a message of Linux, after its time stamp.
 const COMPLAINTS: &[&str] = &[
@@ -64,6 +100,17 @@ fn message(line: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failure_is_printed_before_the_logs_and_also_without_them() {
+        let path = std::env::temp_dir().join(format!("guest-tests-log-tails-{}", std::process::id()));
+        fs::write(&path, "first\nlast\n").unwrap();
+        let error = LogTails::read(&[("the log", &path)]).below("the VMM has ended".to_owned());
+        let error = error.context("phase 1");
+        fs::remove_file(&path).unwrap();
+        assert_eq!(format!("{error:#}"), "phase 1: the VMM has ended: \n--- the log\nfirst\nlast");
+        assert_eq!(without_logs(&error), "phase 1: the VMM has ended");
+    }
 
     #[test]
     fn complaints_are_found_with_and_without_time_stamps() {

@@ -6,7 +6,7 @@ mod process;
 mod shell;
 
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -14,10 +14,11 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 pub use builder::{GuestBuilder, Image, Kernel, Refusal};
-pub use console::complaints;
+pub use console::{complaints, without_logs};
 pub use process::{VmmProcess, program};
 pub use shell::{Endpoint, Output, Script};
 
+use self::console::LogTails;
 use crate::holdings::Holdings;
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
@@ -239,13 +240,11 @@ impl Guest {
         self.run_to_its_end("sync; poweroff -f")?;
         let log = self.paths.vmm_log();
         let status = self.wait_for_exit(BOOT_LIMIT)?;
-        ensure!(
-            status.success(),
-            "The VMM ended with {} after a power-off:\n{}",
-            describe(status),
-            console::tail(&console::read(&log)?)
-        );
-        Ok(())
+        if status.success() {
+            return Ok(());
+        }
+        let message = format!("The VMM ended with {} after a power-off", describe(status));
+        Err(LogTails::read(&[("the VMM's last lines", &log)]).below(message))
     }
 
     /// Reboots the guest from inside and waits until the next boot serves commands. Its VMM must live on.
@@ -291,19 +290,16 @@ impl Guest {
         match answer {
             Ok(output) if output.stdout == "up\n" => Ok(()),
             Ok(output) => bail!("The guest's shell answers {output:?}"),
-            Err(error) => Err(error.context(self.evidence())),
+            Err(error) => Err(self.with_evidence(&error)),
         }
     }
 
-    /// What a person would look at first.
-    fn evidence(&self) -> String {
-        let section = |title: &str, path: &Path| {
-            let text = console::read(path).unwrap_or_else(|error| format!("{error:#}"));
-            format!("--- {title}\n{}", console::tail(&text))
-        };
-        let vmm = section("the VMM's last lines", &self.paths.vmm_log());
-        let guest = section("the guest's last lines", &self.paths.console());
-        format!("{vmm}\n--- the VMM's threads\n{}\n{guest}", self.process.threads())
+    /// Adds the state of the VMM's threads and the last lines of the logs to an error.
+    fn with_evidence(&self, error: &anyhow::Error) -> anyhow::Error {
+        let (vmm, guest) = (self.paths.vmm_log(), self.paths.console());
+        let logs = LogTails::read(&[("the VMM's last lines", &vmm), ("the guest's last lines", &guest)]);
+        let threads = format!("\n--- the VMM's threads\n{}", self.process.threads());
+        logs.below(threads).context(console::without_logs(error))
     }
 }
 

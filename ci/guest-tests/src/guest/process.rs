@@ -10,9 +10,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
-use super::{console, describe};
+use super::console::LogTails;
+use super::describe;
 use crate::wait::{wait_for, wait_until};
 
 /// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the one in PATH.
@@ -78,11 +79,8 @@ impl VmmProcess {
         let status = self.child.lock().expect("no holder panics").try_wait()?;
         match status {
             None => Ok(()),
-            Some(status) => bail!(
-                "The VMM has ended with {}:\n{}",
-                describe(status),
-                console::tail(&console::read(&self.log)?)
-            ),
+            Some(status) => Err(LogTails::read(&[("the VMM's last lines", &self.log)])
+                .below(format!("The VMM has ended with {}", describe(status)))),
         }
     }
 
@@ -185,7 +183,7 @@ mod tests {
         let mut process =
             VmmProcess::start(Command::new("sh").args(["-c", "echo no kvm here; exit 3"]), &log).unwrap();
         process.wait_for_exit(Duration::from_secs(10)).unwrap();
-        let error = process.still_running().unwrap_err().to_string();
+        let error = format!("{:#}", process.still_running().unwrap_err());
         assert!(error.contains("exit code 3") && error.contains("no kvm here"), "{error}");
         fs::remove_dir_all(&dir).unwrap();
     }
