@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use crate::tap;
+use crate::wait::stretched;
 
 /// No answer takes longer, unless something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -27,14 +28,14 @@ pub struct Response {
 pub fn request_unix(socket: &Path, method: &str, path: &str, body: Option<&str>) -> Result<Response> {
     let mut stream =
         UnixStream::connect(socket).with_context(|| format!("Cannot connect to {}", socket.display()))?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
 }
 
 /// Sends a request to a server on a TCP address.
 pub fn request_tcp(address: &str, method: &str, path: &str, body: Option<&str>) -> Result<Response> {
     let mut stream = TcpStream::connect(address).with_context(|| format!("Cannot connect to {address}"))?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
 }
 
@@ -42,7 +43,7 @@ pub fn request_tcp(address: &str, method: &str, path: &str, body: Option<&str>) 
 pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
     let mut stream =
         UnixStream::connect(socket).with_context(|| format!("Cannot connect to {}", socket.display()))?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     stream.write_all(bytes)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     read_response(&mut stream)
@@ -50,7 +51,7 @@ pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
 
 /// One request on a connection that stays, with descriptors beside it, and its answer.
 pub fn request_with(stream: &mut UnixStream, call: &str, body: &str, files: &[File]) -> Result<Response> {
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     let request = format!(
         "PUT /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n\
          {body}",

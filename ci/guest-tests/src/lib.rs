@@ -47,4 +47,4 @@ pub use holdings::Holdings;
 pub use metrics::Metrics;
 pub use pool::Pool;
 pub use runner::skip;
-pub use wait::{wait_for, wait_until};
+pub use wait::{stretch_limits, wait_for, wait_until};

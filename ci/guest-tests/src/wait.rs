@@ -1,5 +1,6 @@
 //! Waiting on conditions.
 
+use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -8,6 +9,21 @@ use anyhow::{Result, bail};
 /// How often a condition is looked at. Short against everything that is waited for, long enough not to slow it.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
+static STRETCH: OnceLock<f64> = OnceLock::new();
+
+/// Multiplies every later limit of this process by `factor`: of waits, of scripts in the guest and of answers.
+///
+/// Panics if it is called twice, or with a factor below 1.
+pub fn stretch_limits(factor: f64) {
+    assert!(factor >= 1.0, "limits stretched by {factor}, below 1");
+    assert!(STRETCH.set(factor).is_ok(), "limits stretched twice");
+}
+
+/// The limit after [`stretch_limits`].
+pub(crate) fn stretched(limit: Duration) -> Duration {
+    STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
+}
+
 /// Waits until `condition` holds. An error of the condition ends the wait at once.
 pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_for(what, limit, || Ok(condition()?.then_some(())))
@@ -15,7 +31,7 @@ pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> Re
 
 /// Waits until `look` finds something, and returns it. An error of `look` ends the wait at once.
 pub fn wait_for<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
-    let started = Instant::now();
+    let (started, limit) = (Instant::now(), stretched(limit));
     loop {
         if let Some(found) = look()? {
             return Ok(found);

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use crate::runner::StoredWrong;
 use crate::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
+use crate::wait::stretched;
 
 /// How a guest's vsock is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,7 +111,7 @@ impl Script {
 fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
     let mut stream =
         UnixStream::connect(vsock).with_context(|| format!("Cannot connect to {}", vsock.display()))?;
-    stream.set_read_timeout(Some(silence_limit))?;
+    stream.set_read_timeout(Some(stretched(silence_limit)))?;
     stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
     let mut answer = Vec::new();
     // Byte by byte: what follows the newline is the guest's.
@@ -136,7 +137,7 @@ fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStr
     // SAFETY: fd is a stream socket that nothing else owns. UnixStream only reads, writes, shuts down and sets
     // timeouts here, and those calls do not depend on the address family.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
-    stream.set_read_timeout(Some(silence_limit))?;
+    stream.set_read_timeout(Some(stretched(silence_limit)))?;
     // SAFETY: a sockaddr_vm of zeros is valid.
     let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
     address.svm_family = libc::AF_VSOCK as libc::sa_family_t;

@@ -43,7 +43,7 @@ fn timeline() -> Result<()> {
     let events = parse_events(&events)?;
     let range = Range::new(seconds(zero)?, seconds(end)?)?;
 
-    println!("== 5/5 what Prometheus has seen");
+    println!("== {}what Prometheus has seen", if is_judged { "5/5 " } else { "" });
     let table = Table::ask(&Prometheus::new(address), &range)?;
     println!("  {}", table.summary());
     let dir = Path::new(dir);

@@ -20,9 +20,9 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use guest_tests::guest::{GuestBuilder, complaints};
+use guest_tests::guest::{GuestBuilder, complaints, without_logs};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Image, Pool};
+use guest_tests::{Guest, Image, Pool, stretch_limits};
 
 use crate::shrink::Spent;
 
@@ -31,6 +31,8 @@ const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of t
 
 /// As timeout(1) has it.
 const CUT_OFF: i32 = 124;
+/// Duration for which the limits of single steps are chosen; usual on an emulated host that does nothing else.
+const USUAL: Duration = Duration::from_secs(240);
 /// Of each log, where nobody may be able to look at all of it.
 const LAST_LINES: usize = 12;
 
@@ -41,7 +43,7 @@ const POLICY_OFF: &str = "policy-off";
 fn main() -> ExitCode {
     let shown = demo();
     if let Err(error) = &shown {
-        println!("  NOT SEEN: {error:#}");
+        println!("  NOT SEEN: {}", without_logs(error));
         print_causes();
     }
     let kept = keep_logs();
@@ -55,6 +57,7 @@ fn demo() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [metrics, metrics_off, seconds] = arguments.as_slice() else { bail!("{USAGE}") };
     let limit = Duration::from_secs(seconds.parse().with_context(|| USAGE)?);
+    stretch_limits(stretch(limit));
     let _in_time = cut_off_after(limit);
     let pool = Pool::create("1280M")?;
     let vm = hybrid_guest(&pool, GOVERNED, metrics).pressure("psi");
@@ -66,6 +69,11 @@ fn demo() -> Result<()> {
     volume::show(guest, &vm, &pool)
 }
 
+/// Factor for the limits of single steps: a demo that may take longer than usual gives each step more time.
+fn stretch(limit: Duration) -> f64 {
+    limit.div_duration_f64(USUAL).max(1.0)
+}
+
 /// Ends the demo after so long, unless what is returned has been dropped by then. Whoever ends it from outside gets no logs.
 fn cut_off_after(limit: Duration) -> Sender<()> {
     let (in_time, ended) = mpsc::channel();
@@ -73,7 +81,7 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
         if ended.recv_timeout(limit) != Err(RecvTimeoutError::Timeout) {
             return;
         }
-        println!("  NOT SEEN: cut off after {} s", limit.as_secs());
+        println!("  NOT SEEN: the rest; the demo was cut off after {} s (--within)", limit.as_secs());
         print_causes();
         if let Err(error) = keep_logs() {
             println!("  the logs are lost: {error:#}");
@@ -193,6 +201,13 @@ fn plain_name(file: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn steps_get_more_time_when_the_demo_does_and_never_less_than_usual() {
+        let factor = |seconds| stretch(Duration::from_secs(seconds));
+        assert_eq!((factor(780), factor(2400)), (3.25, 10.0));
+        assert_eq!((factor(240), factor(1)), (1.0, 1.0));
+    }
 
     #[test]
     fn logs_are_called_after_their_vm() {

@@ -1,0 +1,14 @@
+//! Stretched limits hold for a whole process, so this test has one of its own.
+
+use std::time::{Duration, Instant};
+
+use guest_tests::{stretch_limits, wait_until};
+
+#[test]
+fn wait_takes_its_stretched_limit_and_names_it() {
+    stretch_limits(3.0);
+    let started = Instant::now();
+    let error = wait_until("pigs fly", Duration::from_millis(100), || Ok(false)).unwrap_err();
+    assert!(started.elapsed() >= Duration::from_millis(300), "{:?}", started.elapsed());
+    assert_eq!(error.to_string(), "Waited 0.3 s in vain until pigs fly");
+}
