@@ -315,6 +315,15 @@ wait_for_jobs() {
 as_job() {
     local status=0
     in_background "$@"
+# how_ended STATUS: prints what an exit status of ci/nested/host means.
+how_ended() {
+    case $1 in
+        124) echo "time limit reached" ;;
+        125) echo "the host failed" ;;
+        *) if [ "$1" -gt 128 ]; then echo "SIG$(kill -l $(($1 - 128)))"; else echo "exit code $1"; fi ;;
+    esac
+}
+
     wait "$!" || status=$?
     trap - INT TERM HUP
     return "$status"
