@@ -73,14 +73,19 @@ cargo_news() {
     [ "$said" = "$began" ] || say "cargo is done: $crates crates in $((SECONDS - began)) s"
 }
 
-# build_programs: and the guests' images, which have some of them inside.
+# build_programs: the programs, the clients and the guests' images, which contain some of the programs.
 build_programs() {
-    say "building the programs (cargo build --release)"
-    [ -e "$BIN_DIR/foreshore" ] || say "the first build takes 4 to 7 minutes on two cores, later ones seconds"
-    as_job cargo_in_root build --release --bins || { say "the build failed"; return 1; }
+    build_binaries || return
+    say "building the API clients of the tests"
     # Apart: features are those of all that is built at once, and clients want more of hyper than the VMM has.
     as_job cargo_in_root build --release -p client-tests || { say "the build of the clients failed"; return 1; }
     "$ROOT/guest/image/build"
+}
+
+build_binaries() {
+    say "building the programs (cargo build --release)"
+    [ -e "$BIN_DIR/foreshore" ] || say "the first build takes 4 to 7 minutes on two cores, later ones seconds"
+    as_job cargo_in_root build --release --bins || { say "the build failed"; return 1; }
 }
 
 cargo_in_root() { cd "$ROOT" && run_cargo "$@"; }
@@ -310,11 +315,6 @@ wait_for_jobs() {
     trap - INT TERM HUP
 }
 
-# as_job COMMAND...: runs the command as a job and returns its exit status. A signal to this script then ends the job as well:
-# while bash waits for a command in the foreground, it runs no trap, or dies and leaves the command behind.
-as_job() {
-    local status=0
-    in_background "$@"
 # how_ended STATUS: prints what an exit status of ci/nested/host means.
 how_ended() {
     case $1 in
@@ -324,6 +324,11 @@ how_ended() {
     esac
 }
 
+# as_job COMMAND...: runs the command as a job and returns its exit status. A signal to this script then ends the job as well:
+# while bash waits for a command in the foreground, it runs no trap, or dies and leaves the command behind.
+as_job() {
+    local status=0
+    in_background "$@"
     wait "$!" || status=$?
     trap - INT TERM HUP
     return "$status"
