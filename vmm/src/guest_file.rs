@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use pmem_volume::pool::claim::{holds_pool, is_pool};
+use pmem_volume::pool::claim::{PoolContent, pool_content};
 use pmem_volume::pool::mark::Mark;
 use thiserror::Error;
 use tracing::warn;
@@ -53,25 +53,55 @@ pub struct GuestAccess {
     pub is_declared_raw: bool,
 }
 
-/// Checks that `file`, which was opened as `path`, may be attached to a guest.
-///
-/// A file without a mark is refused only if it is a regular file that can be marked. Marks on other
-/// files do not last. For example, the host creates the node of a block device again at each boot.
+/// Decision on a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Decision {
+    Serve,
+    /// The file holds a pool, and its bytes are served.
+    ServePool,
+    RefuseMarked,
+    /// Served nevertheless if the file cannot be marked.
+    RefuseUnmarked,
+}
+
+/// Decides on a file by its mark and, unless the host's user has attached it as a disk, by its
+/// `content`. Only a regular file is refused without a mark, because marks on other files do not
+/// last. For example, the host creates the node of a block device again at each boot.
+fn decide(
+    mark: Option<Mark>,
+    is_file: bool,
+    access: GuestAccess,
+    content: impl FnOnce() -> PoolContent,
+) -> Decision {
+    let is_marked_pool = mark == Some(Mark::Pool) && access.is_writable;
+    if mark == Some(Mark::Disk) || (access.is_declared_raw && !is_marked_pool) {
+        return Decision::Serve;
+    }
+    match content() {
+        PoolContent::NoPool => Decision::Serve,
+        // Its bytes may be a pool's, and then the guest would destroy it.
+        _ if is_marked_pool => Decision::RefuseMarked,
+        PoolContent::Unreadable => Decision::Serve,
+        PoolContent::Pool if mark.is_none() && is_file && access.is_writable => Decision::RefuseUnmarked,
+        PoolContent::Pool => Decision::ServePool,
+    }
+}
+
+/// Checks that `file`, which was opened as `path`, may be attached to a guest. A file that cannot be
+/// marked is not refused because it has no mark.
 pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
-    let mark = Mark::of(file);
-    if mark == Some(Mark::Pool) && access.is_writable && is_pool(file, path) {
-        return Err(GuestFileError::MarkedPool { path: path.to_owned() });
-    }
-    if mark == Some(Mark::Disk) || access.is_declared_raw || !holds_pool(file, path) {
-        return Ok(());
-    }
+    // A mark that cannot be read protects nothing, so a pool is refused as one without a mark.
+    let mark = Mark::of(file).unwrap_or(None);
     let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
-    if mark.is_none()
-        && access.is_writable
-        && is_file
-        && let Some(attribute) = Mark::settable_attribute(file)
-    {
-        return Err(GuestFileError::UnmarkedPool { path: path.to_owned(), attribute });
+    match decide(mark, is_file, access, || pool_content(file, path)) {
+        Decision::Serve => return Ok(()),
+        Decision::ServePool => {}
+        Decision::RefuseMarked => return Err(GuestFileError::MarkedPool { path: path.to_owned() }),
+        Decision::RefuseUnmarked => {
+            if let Some(attribute) = Mark::settable_attribute(file) {
+                return Err(GuestFileError::UnmarkedPool { path: path.to_owned(), attribute });
+            }
+        }
     }
     warn!(?path, "The file holds a pool and is served as raw bytes; --pm-volume attaches a pool's volumes");
     Ok(())
@@ -80,7 +110,7 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
 /// Returns true for a file that was attached as a disk before. The guest may have written any bytes
 /// to it.
 pub fn is_marked(file: &File) -> bool {
-    Mark::of(file) == Some(Mark::Disk)
+    matches!(Mark::of(file), Ok(Some(Mark::Disk)))
 }
 
 /// Marks a file that a guest is about to write.
@@ -91,7 +121,6 @@ pub fn mark(file: &File, path: &Path) {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::fd::AsRawFd;
     use std::os::unix::fs::OpenOptionsExt;
 
     use pmem_volume::{OpenMode, Pool};
@@ -112,6 +141,101 @@ mod tests {
 
     fn check_path(path: &Path, access: GuestAccess) -> Result<(), String> {
         check(&File::open(path).unwrap(), path, access).map_err(|error| error.to_string())
+    }
+
+    const MARKS: [Option<Mark>; 6] = [
+        None,
+        Some(Mark::Disk),
+        Some(Mark::Pool),
+        Some(Mark::Output),
+        Some(Mark::Memory),
+        Some(Mark::Unknown),
+    ];
+    const CONTENTS: [PoolContent; 3] = [PoolContent::NoPool, PoolContent::Pool, PoolContent::Unreadable];
+
+    /// Input of a decision.
+    #[derive(Clone, Copy, Debug)]
+    struct Case {
+        mark: Option<Mark>,
+        is_file: bool,
+        access: GuestAccess,
+        content: PoolContent,
+    }
+
+    impl Case {
+        fn decide(self) -> Decision {
+            decide(self.mark, self.is_file, self.access, || self.content)
+        }
+    }
+
+    /// Checks decisions for every mark and content. The columns are those of [`CONTENTS`].
+    fn check_decisions(decide: fn(Case) -> Decision) -> Result<(), String> {
+        use Decision::{RefuseMarked, RefuseUnmarked, Serve, ServePool};
+        let expected = |mark, is_file, access: GuestAccess| match (mark, access.is_writable) {
+            (Some(Mark::Pool), true) => [Serve, RefuseMarked, RefuseMarked],
+            _ if access.is_declared_raw => [Serve; 3],
+            (Some(Mark::Disk), _) => [Serve; 3],
+            (None, true) if is_file => [Serve, RefuseUnmarked, Serve],
+            _ => [Serve, ServePool, Serve],
+        };
+        let readable_raw = GuestAccess { is_declared_raw: true, ..READABLE };
+        for mark in MARKS {
+            for (is_file, access) in [true, false]
+                .into_iter()
+                .flat_map(|is_file| [WRITABLE, READABLE, RAW, readable_raw].map(|access| (is_file, access)))
+            {
+                let decisions = CONTENTS.map(|content| decide(Case { mark, is_file, access, content }));
+                if decisions != expected(mark, is_file, access) {
+                    return Err(format!("{mark:?}, {is_file}, {access:?}: {decisions:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn decision_follows_the_mark_and_then_the_content() {
+        check_decisions(Case::decide).unwrap();
+        type Broken = fn(Case) -> Decision;
+        let broken: [(&str, Broken); 9] = [
+            ("marks are ignored", |case| Case { mark: None, ..case }.decide()),
+            ("a missing mark is a pool's", |case| {
+                Case { mark: case.mark.or(Some(Mark::Pool)), ..case }.decide()
+            }),
+            ("a missing mark is a disk's", |case| {
+                Case { mark: case.mark.or(Some(Mark::Disk)), ..case }.decide()
+            }),
+            ("the guest's bytes are the mark", |case| match case.content {
+                PoolContent::Pool => Case { mark: Some(Mark::Pool), ..case }.decide(),
+                _ => case.decide(),
+            }),
+            ("a mark of another release is none", |case| {
+                Case { mark: case.mark.filter(|mark| *mark != Mark::Unknown), ..case }.decide()
+            }),
+            ("a device that has vanished holds no pool", |case| match case.content {
+                PoolContent::Unreadable => Case { content: PoolContent::NoPool, ..case }.decide(),
+                _ => case.decide(),
+            }),
+            ("bytes that cannot be read are a pool", |case| match case.content {
+                PoolContent::Unreadable => Case { content: PoolContent::Pool, ..case }.decide(),
+                _ => case.decide(),
+            }),
+            ("a declaration replaces the mark of a pool", |case| {
+                Case { mark: case.mark.filter(|_| !case.access.is_declared_raw), ..case }.decide()
+            }),
+            ("a device needs a mark", |case| Case { is_file: true, ..case }.decide()),
+        ];
+        for (name, decide) in broken {
+            assert!(check_decisions(decide).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn content_of_a_disk_is_not_examined() {
+        for (mark, access) in [(Some(Mark::Disk), WRITABLE), (Some(Mark::Disk), READABLE), (None, RAW)] {
+            let decision = decide(mark, true, access, || panic!("the content is examined"));
+            assert_eq!(decision, Decision::Serve);
+        }
     }
 
     #[test]
@@ -178,14 +302,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [_, copy] = pool_and_copy(folder.path());
         let file = File::open(&copy).unwrap();
-        let name = format!("{}\0", Mark::settable_attribute(&file).unwrap());
-        // SAFETY: the name is a C string, and the kernel reads 3 bytes of the value.
-        let failed =
-            unsafe { libc::fsetxattr(file.as_raw_fd(), name.as_ptr().cast(), b"new".as_ptr().cast(), 3, 0) };
-        assert_eq!(failed, 0);
+        let name = Mark::settable_attribute(&file).unwrap();
+        rustix::fs::fsetxattr(&file, name, b"new", rustix::fs::XattrFlags::CREATE).unwrap();
         check_path(&copy, WRITABLE).unwrap();
         mark(&file, &copy);
-        assert_eq!(Mark::of(&file), Some(Mark::Unknown));
+        assert_eq!(Mark::of(&file).unwrap(), Some(Mark::Unknown));
     }
 
     #[test]
@@ -196,6 +317,6 @@ mod tests {
         let file = File::options().read(true).custom_flags(libc::O_PATH).open(&copy).unwrap();
         mark(&file, &copy);
         check(&file, &copy, WRITABLE).unwrap();
-        assert_eq!(Mark::of(&File::open(&copy).unwrap()), None);
+        assert_eq!(Mark::of(&File::open(&copy).unwrap()).unwrap(), None);
     }
 }

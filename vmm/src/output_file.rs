@@ -131,7 +131,7 @@ mod tests {
         assert!(error.contains("holds the data of a guest's disk"), "{error}");
         fs::write(&path, "").unwrap();
         admit(&append(&path), &path).unwrap();
-        assert_eq!(Mark::of(&append(&path)), Some(Mark::Output));
+        assert_eq!(Mark::of(&append(&path)).unwrap(), Some(Mark::Output));
     }
 
     #[test]

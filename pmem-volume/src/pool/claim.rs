@@ -81,30 +81,39 @@ fn set_waiting(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether an open file or device, which `path` named when it was opened, is a pool. Also one that is damaged: who would
-/// mend it does not want it overwritten.
-pub fn is_pool(file: &File, path: &Path) -> bool {
-    !matches!(peek(file, path), Err(PoolError::NotAPool { .. }))
+/// Pool in the bytes of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PoolContent {
+    /// No pool.
+    NoPool,
+    /// A pool, which may be damaged. Its user can repair a damaged one.
+    Pool,
+    /// The bytes cannot be read, for example because a device has vanished.
+    Unreadable,
 }
 
-/// Returns true if the bytes of an open file show a pool, also a damaged one. [`is_pool`] is true as
-/// well for a file that cannot be examined.
-pub fn holds_pool(file: &File, path: &Path) -> bool {
-    use PoolError::*;
+/// Examines the bytes of an open file or device, which `path` named when it was opened.
+pub fn pool_content(file: &File, path: &Path) -> PoolContent {
     match peek(file, path) {
-        Ok(_) => true,
-        Err(error) => matches!(
-            error,
-            SuperblocksGone { .. }
-                | SuperblocksDamaged { .. }
-                | SuperblockInvalid { .. }
-                | Version { .. }
-                | Features { .. }
-                | Truncated { .. }
-                | Enlarged { .. }
-                | Damaged { .. }
-                | BlocksLost { .. }
-        ),
+        Ok(_) => PoolContent::Pool,
+        Err(error) => content_by(&error),
+    }
+}
+
+fn content_by(error: &PoolError) -> PoolContent {
+    use PoolError::*;
+    match error {
+        NotAPool { .. } => PoolContent::NoPool,
+        SuperblocksGone { .. }
+        | SuperblocksDamaged { .. }
+        | SuperblockInvalid { .. }
+        | Version { .. }
+        | Features { .. }
+        | Truncated { .. }
+        | Enlarged { .. }
+        | Damaged { .. }
+        | BlocksLost { .. } => PoolContent::Pool,
+        _ => PoolContent::Unreadable,
     }
 }
 
@@ -119,6 +128,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::media::MediaError;
 
     const MIB: u64 = 1 << 20;
 
@@ -140,7 +150,7 @@ mod tests {
         }
         drop(pool);
         let readers = [(); 2].map(|()| claim(&path, false, 0).unwrap());
-        assert!(is_pool(&readers[0], &path));
+        assert_eq!(pool_content(&readers[0], &path), PoolContent::Pool);
         assert_eq!(in_use(claim(&path, true, 0)), me);
         drop(readers);
         let claimed = claim(&path, true, 0).unwrap();
@@ -148,15 +158,27 @@ mod tests {
         // It is the open file that counts.
         fs::rename(&path, folder.path().join("other")).unwrap();
         File::create(&path).unwrap();
-        assert!(is_pool(&claimed, &path));
-        assert!(holds_pool(&claimed, &path));
+        assert_eq!(pool_content(&claimed, &path), PoolContent::Pool);
         claimed.set_len(1 << 20).unwrap();
-        assert!(holds_pool(&claimed, &path), "a truncated pool");
+        assert_eq!(pool_content(&claimed, &path), PoolContent::Pool, "a truncated pool");
         claimed.set_len(0).unwrap();
-        assert!(!is_pool(&claimed, &path) && !holds_pool(&claimed, &path));
+        assert_eq!(pool_content(&claimed, &path), PoolContent::NoPool);
         // A file that cannot be examined.
         let null = File::open("/dev/null").unwrap();
-        assert!(is_pool(&null, Path::new("/dev/null")) && !holds_pool(&null, Path::new("/dev/null")));
+        assert_eq!(pool_content(&null, Path::new("/dev/null")), PoolContent::Unreadable);
+    }
+
+    #[test]
+    fn device_that_has_vanished_is_unreadable() {
+        for errno in [libc::EIO, libc::ENXIO, libc::ENODEV] {
+            let source = || io::Error::from_raw_os_error(errno);
+            let read =
+                MediaError::Io { operation: "read", offset_bytes: 0, length_bytes: 4096, source: source() };
+            let opened = PoolError::File { path: PathBuf::new(), action: "open", source: source() };
+            for error in [read.into(), opened] {
+                assert_eq!(content_by(&error), PoolContent::Unreadable, "{error}");
+            }
+        }
     }
 
     #[test]
@@ -166,6 +188,6 @@ mod tests {
         // SAFETY: a query.
         let flags = unsafe { libc::fcntl(claimed.as_raw_fd(), libc::F_GETFL) };
         assert_eq!(flags & libc::O_NONBLOCK, 0);
-        assert!(!is_pool(&claimed, file.path()));
+        assert_eq!(pool_content(&claimed, file.path()), PoolContent::NoPool);
     }
 }

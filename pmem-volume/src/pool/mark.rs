@@ -31,6 +31,9 @@ pub enum MarkError {
     /// The mark of another release, which is kept.
     #[error("the file has a mark that this release does not know")]
     Unknown,
+    /// The earlier mark cannot be read, so it is kept.
+    #[error("fgetxattr: {0}")]
+    Read(io::Error),
     /// A call of the operating system failed.
     #[error("fsetxattr: {0}")]
     Io(io::Error),
@@ -56,36 +59,40 @@ impl Mark {
         [(Self::Pool, b"pool"), (Self::Output, b"output"), (Self::Memory, b"memory"), (Self::Disk, b"disk")];
 
     /// Reads the mark of a file. A file system without attributes has none.
-    pub fn of(file: &File) -> Option<Self> {
-        ATTRIBUTES.iter().find_map(|attribute| {
-            let mut value = [0_u8; 8];
-            // SAFETY: the name is a C string; the kernel stores at most as many bytes as `value`
-            // has, which outlives the call.
-            let len = unsafe {
-                libc::fgetxattr(
-                    file.as_raw_fd(),
-                    attribute.name.as_ptr(),
-                    value.as_mut_ptr().cast(),
-                    value.len(),
-                )
-            };
-            let known = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
-            match usize::try_from(len) {
-                Ok(len) => Some(known(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)),
-                // The value is longer than that of any known mark.
-                Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ERANGE) => {
-                    Some(Self::Unknown)
-                }
-                Err(_) => None,
+    pub fn of(file: &File) -> io::Result<Option<Self>> {
+        for attribute in &ATTRIBUTES {
+            if let Some(mark) = Self::in_attribute(file, attribute.name)? {
+                return Ok(Some(mark));
             }
-        })
+        }
+        Ok(None)
+    }
+
+    fn in_attribute(file: &File, name: &CStr) -> io::Result<Option<Self>> {
+        let mut value = [0_u8; 8];
+        // SAFETY: the name is a C string; the kernel stores at most as many bytes as `value` has,
+        // which outlives the call.
+        let len = unsafe {
+            libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
+        };
+        let known = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
+        let Ok(len) = usize::try_from(len) else {
+            let error = io::Error::last_os_error();
+            return match error.raw_os_error() {
+                Some(libc::ENODATA | libc::EOPNOTSUPP) => Ok(None),
+                // The value is longer than that of any known mark.
+                Some(libc::ERANGE) => Ok(Some(Self::Unknown)),
+                _ => Err(error),
+            };
+        };
+        Ok(Some(known(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
     }
 
     /// Marks a file and replaces its earlier mark, unless that is unknown.
     pub fn set(self, file: &File) -> Result<(), MarkError> {
         let (_, value) =
             Self::VALUES.into_iter().find(|(mark, _)| *mark == self).expect("a known mark is set");
-        match Self::of(file) {
+        match Self::of(file).map_err(MarkError::Read)? {
             Some(Self::Unknown) => return Err(MarkError::Unknown),
             Some(mark) if mark == self => return Ok(()),
             _ => {}
@@ -122,6 +129,14 @@ impl Mark {
     }
 }
 
+/// Gives a file the mark of another release.
+#[cfg(test)]
+pub(super) fn set_unknown(file: &File, value: &[u8]) {
+    let name = Mark::settable_attribute(file).unwrap();
+    let attribute = ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap();
+    store(file, attribute.name, value, libc::XATTR_CREATE).unwrap();
+}
+
 fn store(file: &File, name: &CStr, value: &[u8], flags: libc::c_int) -> io::Result<()> {
     // SAFETY: the name is a C string, and the kernel reads as many bytes as `value` has. Both
     // outlive the call.
@@ -138,15 +153,15 @@ mod tests {
     #[test]
     fn a_mark_lasts_and_is_not_part_of_the_bytes() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        assert_eq!(Mark::of(file.as_file()), None);
+        assert_eq!(Mark::of(file.as_file()).unwrap(), None);
         for (mark, _) in Mark::VALUES {
             mark.set(file.as_file()).unwrap();
-            assert_eq!(Mark::of(&File::open(file.path()).unwrap()), Some(mark));
+            assert_eq!(Mark::of(&File::open(file.path()).unwrap()).unwrap(), Some(mark));
         }
         assert_eq!(file.as_file().metadata().unwrap().len(), 0);
         let copy = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(copy.path(), std::fs::read(file.path()).unwrap()).unwrap();
-        assert_eq!(Mark::of(copy.as_file()), None);
+        assert_eq!(Mark::of(copy.as_file()).unwrap(), None);
     }
 
     /// Names of all attributes of a file.
@@ -170,13 +185,13 @@ mod tests {
         assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
         // Left behind by a test that ended between its two calls.
         store(file, attribute.probe, b"", 0).unwrap();
-        assert_eq!(Mark::of(file), None);
+        assert_eq!(Mark::of(file).unwrap(), None);
         assert_eq!(attribute_of(file).name, attribute.name);
         assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
         for (mark, _) in Mark::VALUES {
             mark.set(file).unwrap();
             Mark::settable_attribute(file).unwrap();
-            assert_eq!(Mark::of(file), Some(mark), "the probe leaves a mark");
+            assert_eq!(Mark::of(file).unwrap(), Some(mark), "the probe leaves a mark");
         }
     }
 
@@ -186,8 +201,8 @@ mod tests {
             let file = tempfile::NamedTempFile::new().unwrap();
             let file = file.as_file();
             let name = attribute_of(file).name;
-            store(file, name, value, libc::XATTR_CREATE).unwrap();
-            assert_eq!(Mark::of(file), Some(Mark::Unknown));
+            set_unknown(file, value);
+            assert_eq!(Mark::of(file).unwrap(), Some(Mark::Unknown));
             for (mark, _) in Mark::VALUES {
                 assert!(matches!(mark.set(file), Err(MarkError::Unknown)));
             }
@@ -204,20 +219,23 @@ mod tests {
     #[test]
     fn file_system_without_attributes_has_no_marks() {
         let file = File::open("/proc/self/status").unwrap();
-        assert_eq!((Mark::of(&file), Mark::settable_attribute(&file)), (None, None));
+        assert_eq!((Mark::of(&file).unwrap(), Mark::settable_attribute(&file)), (None, None));
         assert!(matches!(Mark::Disk.set(&file), Err(MarkError::Unsupported)));
     }
 
     #[test]
-    fn failure_to_set_a_mark_is_not_taken_for_a_file_system_without_marks() {
+    fn failed_access_to_a_mark_is_not_taken_for_a_file_system_without_marks() {
         // The kernel refuses descriptors of O_PATH with EBADF.
         use std::os::unix::fs::OpenOptionsExt;
         let file = tempfile::NamedTempFile::new().unwrap();
         let file = File::options().read(true).custom_flags(libc::O_PATH).open(file.path()).unwrap();
+        assert_eq!(Mark::of(&file).unwrap_err().raw_os_error(), Some(libc::EBADF));
         let error = Mark::Disk.set(&file).unwrap_err();
         assert!(
-            matches!(&error, MarkError::Io(source) if source.raw_os_error() == Some(libc::EBADF)),
+            matches!(&error, MarkError::Read(source) if source.raw_os_error() == Some(libc::EBADF)),
             "{error}"
         );
+        let error = store(&file, ATTRIBUTES[0].name, b"disk", 0).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 }

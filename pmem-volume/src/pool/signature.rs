@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use super::claim::is_pool;
+use super::claim::{PoolContent, pool_content};
 use super::mark::Mark;
 use crate::media::{Media, MediaError};
 
@@ -92,7 +92,7 @@ pub fn image_format(head: &[u8]) -> Option<&'static str> {
 /// file that already has this mark, whatever a guest has written to it. The mark of a disk or a
 /// pool counts as content, because not every format has a signature here.
 pub fn content_lost_to(mark: Mark, file: &File, path: &Path) -> io::Result<Option<&'static str>> {
-    let found = Mark::of(file);
+    let found = Mark::of(file)?;
     if found == Some(mark) {
         return Ok(None);
     }
@@ -116,7 +116,8 @@ fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     let open = if open.exists() { &open } else { path };
     let mut head = Vec::new();
     File::open(open)?.take(HEAD_BYTES).read_to_end(&mut head)?;
-    if is_pool(file, path) {
+    // Bytes that cannot be read may be a pool's.
+    if pool_content(file, path) != PoolContent::NoPool {
         return Ok(Some("a pool"));
     }
     let known = SIGNATURES.iter().chain(IMAGES).find(|signature| signature.is_in(&head));
@@ -143,6 +144,7 @@ impl Signature {
 
 #[cfg(test)]
 mod tests {
+    use super::super::mark::set_unknown;
     use super::*;
     use crate::CHUNK_BYTES;
     use crate::media::MemoryMedia;
@@ -184,6 +186,9 @@ mod tests {
         drop(crate::Pool::create(&path, 16 << 20, 0).unwrap());
         let file = File::options().append(true).open(&path).unwrap();
         assert_eq!(known_content(&file, &path).unwrap(), Some("a pool"));
+        // The start of this device can be read, and nothing more is known of it.
+        let null = File::open("/dev/null").unwrap();
+        assert_eq!(known_content(&null, Path::new("/dev/null")).unwrap(), Some("a pool"));
     }
 
     #[test]
@@ -208,6 +213,26 @@ mod tests {
         for mark in [Mark::Disk, Mark::Pool] {
             assert_eq!(lost(Some(mark), b""), None, "an emptied file");
         }
+        let file = tempfile::NamedTempFile::new().unwrap();
+        set_unknown(file.as_file(), b"volume");
+        for mark in [Mark::Output, Mark::Memory] {
+            let lost = content_lost_to(mark, file.as_file(), file.path()).unwrap();
+            assert_eq!(lost, Some("data that another release of Foreshore has marked"));
+        }
+    }
+
+    #[test]
+    fn file_with_an_unreadable_mark_is_not_lost() {
+        // The kernel reads no attributes of descriptors of O_PATH. The content is read by the path.
+        use std::os::unix::fs::OpenOptionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [7; 4096]).unwrap();
+        Mark::Disk.set(file.as_file()).unwrap();
+        let path = file.path();
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(path).unwrap();
+        assert_eq!(known_content(&file, path).unwrap(), None);
+        let error = content_lost_to(Mark::Output, &file, path).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 
     #[test]

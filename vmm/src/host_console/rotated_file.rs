@@ -257,7 +257,7 @@ fn replaceable_bytes(path: &Path, known: Option<FileId>) -> Result<u64, KeepErro
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
     let opened = file.metadata().map_err(failed("fstat"))?;
     // File systems without attributes have no marks.
-    if Mark::of(&file) != Some(Mark::Output) && known != Some(id_of(&opened)) {
+    if !matches!(Mark::of(&file), Ok(Some(Mark::Output))) && known != Some(id_of(&opened)) {
         return Err(KeepError::NotOutput(path.to_owned()));
     }
     match try_lock(&file, LockKind::Exclusive).map_err(failed("flock"))? {
@@ -357,7 +357,7 @@ mod tests {
         file.write_all(&[b'x'; 150]).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
         assert!(pmem_volume::pool::claim::claim(&path, true, 0).is_err());
-        assert_eq!(Mark::of(&open(&path)), Some(Mark::Output));
+        assert_eq!(Mark::of(&open(&path)).unwrap(), Some(Mark::Output));
     }
 
     #[test]

@@ -234,6 +234,7 @@ mod tests {
     use std::fs;
 
     use pmem_volume::Pool;
+    use pmem_volume::pool::mark::Mark;
     use tempfile::TempDir;
 
     use super::*;
@@ -332,6 +333,22 @@ mod tests {
         bytes[(2 << 20) - 4096..2 << 20].fill(0);
         fs::write(&path, bytes).unwrap();
         assert!(error(&config(&path, "")).contains("--pm-volume pool="));
+    }
+
+    #[test]
+    fn file_is_marked_once_a_guest_may_write_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file(&folder, 16 * MIB);
+        let pool = folder.path().join("pool");
+        drop(Pool::create(&pool, 16 * MIB, 0).unwrap());
+        let mark = || Mark::of(&File::open(&path).unwrap()).unwrap();
+        drop(PmemFile::open(&config(&path, ",discard_writes=on")).unwrap());
+        assert_eq!(mark(), None);
+        drop(PmemFile::open(&config(&path, "")).unwrap());
+        assert_eq!(mark(), Some(Mark::Disk));
+        // The guest writes a pool, and its next start succeeds.
+        fs::write(&path, fs::read(&pool).unwrap()).unwrap();
+        PmemFile::open(&config(&path, "")).unwrap();
     }
 
     /// How many pages of a file the page cache has.

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 use pmem_volume::file_mode::PRIVATE_MODE;
-use pmem_volume::pool::claim::is_pool;
+use pmem_volume::pool::claim::{PoolContent, pool_content};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use pmem_volume::unnamed_file::{Taken, Unnamed};
 
@@ -31,7 +31,8 @@ pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::
             if (source.dev(), source.ino()) == (metadata.dev(), metadata.ino()) {
                 bail!("{}: it is what is exported, and --force does not replace that", path.display());
             }
-            if is_pool(&File::open(path).with_context(looked)?, path) {
+            let file = File::open(path).with_context(looked)?;
+            if pool_content(&file, path) != PoolContent::NoPool {
                 bail!("{}: it is a pool, and --force does not replace one", path.display());
             }
             Ok(())
