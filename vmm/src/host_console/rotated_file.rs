@@ -417,6 +417,39 @@ mod tests {
     }
 
     #[test]
+    fn older_file_stays_if_the_file_cannot_be_renamed() {
+        let (folder, path, mut file) = console();
+        file.write_all(&[b'x'; 150]).unwrap();
+        let refuse = |_: &Path, _: &Path| Err(io::ErrorKind::StorageFull.into());
+        let error = file.current.lock().rename_by(&file.metrics, refuse).unwrap_err().to_string();
+        assert!(error.starts_with("rename: "), "{error}");
+        assert_eq!(fs::read(older(&path)).unwrap(), [b'x'; 100]);
+        assert_eq!(fs::read(&path).unwrap(), [b'x'; 50]);
+        assert!(!folder.path().join("serial.log.new").exists());
+        assert_eq!(counts(&file), (1, 0));
+        // The file is continued and can be renamed later.
+        file.write_all(&[b'y'; 100]).unwrap();
+        assert_eq!(fs::read(older(&path)).unwrap(), [[b'x'; 50], [b'y'; 50]].concat());
+        assert_eq!(fs::read(&path).unwrap(), [b'y'; 50]);
+    }
+
+    #[test]
+    fn older_file_of_this_console_is_replaced_without_a_mark() {
+        let (folder, path, mut file) = console();
+        file.write_all(&[b'x'; 150]).unwrap();
+        // As on a file system without attributes.
+        rustix::fs::removexattr(older(&path), c"user.foreshore").unwrap();
+        file.write_all(&[b'y'; 100]).unwrap();
+        assert_eq!(fs::read(older(&path)).unwrap(), [[b'x'; 50], [b'y'; 50]].concat());
+        // Another file without a mark gets its name.
+        let other = folder.path().join("other");
+        fs::write(&other, "precious").unwrap();
+        fs::rename(&other, older(&path)).unwrap();
+        file.write_all(&[b'z'; 100]).unwrap();
+        assert_eq!(fs::read_to_string(older(&path)).unwrap(), "precious");
+    }
+
+    #[test]
     fn earlier_output_stays_while_the_new_file_gets_no_name() {
         let (folder, path, mut file) = console();
         file.write_all(&[b'x'; 100]).unwrap();
@@ -489,6 +522,13 @@ mod tests {
         let len = || fs::metadata(&path).unwrap().len();
         // Another program empties the file: it is not full yet.
         file.write_all(&[b'x'; MAX as usize - 1]).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+        file.write_all(&[b'y'; 50]).unwrap();
+        assert_eq!((len(), counts(&file)), (50, (0, 0)));
+        // It has just been read, and seems full: it is read again.
+        file.write_all(&vec![b'y'; MAX as usize - 100]).unwrap();
+        file.write_all(&[b'y'; 50]).unwrap();
+        assert_eq!((len(), file.current.lock().length.unread_bytes), (MAX, 50));
         File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
         file.write_all(&[b'y'; 50]).unwrap();
         assert_eq!((len(), counts(&file)), (50, (0, 0)));
