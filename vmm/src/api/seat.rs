@@ -346,6 +346,10 @@ mod tests {
         tokio::time::timeout(within, seat.has_to_go(HEAD)).await.is_ok()
     }
 
+    async fn is_ready(future: impl Future<Output = ()>) -> bool {
+        tokio::time::timeout(Duration::ZERO, future).await.is_ok()
+    }
+
     fn seats() -> Seats {
         Seats::new(LIMITS, Arc::default())
     }
@@ -502,6 +506,32 @@ mod tests {
             let _busy = [busy(&seats), busy(&seats), busy(&seats)];
             tokio::time::advance(LIMITS.grace).await;
             assert!(Arc::ptr_eq(&closed_instead(&seats).unwrap(), &first));
+        });
+    }
+
+    /// The accept loop looks for room and then waits. A change in between ends the wait.
+    #[test]
+    fn change_between_look_and_wait_is_not_lost() {
+        type Change = fn(&Seat);
+        let changes: [(&str, Change, Change); 6] = [
+            ("a read without bytes", |_| (), |seat| seat.read(false)),
+            ("the first byte", |_| (), |seat| seat.read(true)),
+            ("the first request", |seat| seat.read(true), |seat| assert!(seat.called())),
+            ("the head of a body", |seat| seat.read(true), |seat| assert!(seat.promised_body())),
+            ("the end of a body", |seat| assert!(seat.promised_body()), |seat| assert!(seat.called())),
+            ("an answer", |seat| assert!(seat.called()), Seat::answered),
+        ];
+        run(async {
+            for (name, prepare, change) in changes {
+                let seats = seats();
+                let seat = seats.take();
+                prepare(&seat);
+                while is_ready(seats.one_waits()).await || is_ready(seat.changed.notified()).await {}
+                change(&seat);
+                assert!(is_ready(seats.one_waits()).await, "{name}: the accept loop sleeps");
+                let is_waiting = seat.state.lock().waits != Waits::ForCall;
+                assert_eq!(is_ready(seat.changed.notified()).await, is_waiting, "{name}");
+            }
         });
     }
 
