@@ -131,6 +131,22 @@ mod tests {
     const LATE: Duration = Duration::from_secs(60);
 
     #[test]
+    fn restart_is_early_up_to_ten_seconds_after_the_start() {
+        let last = RestartGuard::EARLY;
+        let delay_s = |uptimes: [Duration; 2]| {
+            let mut guard = RestartGuard::default();
+            uptimes.map(|uptime| match guard.decide(false, uptime) {
+                Restart::After(delay) => delay.as_secs(),
+                Restart::GiveUp => panic!("a reset ends no guest"),
+            })
+        };
+        assert_eq!(last.as_secs(), 10);
+        assert_eq!(delay_s([last, last]), [0, 1]);
+        let late = last + Duration::from_nanos(1);
+        assert_eq!([delay_s([last, late]), delay_s([late, last])], [[0, 0]; 2]);
+    }
+
+    #[test]
     fn only_early_faults_in_a_row_end_a_guest() {
         let mut guard = RestartGuard::default();
         let mut gives_up = |uptime| guard.decide(true, uptime) == Restart::GiveUp;
