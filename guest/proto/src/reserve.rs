@@ -224,6 +224,30 @@ mod tests {
     }
 
     #[test]
+    fn half_of_the_kernels_zones_is_the_largest_reserve() {
+        assert_eq!(node_reserve_bytes(512 * MIB, 400 * MIB, 7168 * MIB), 144 * MIB);
+        assert_eq!(node_reserve_bytes(512 * MIB, 280 * MIB, 7168 * MIB), 140 * MIB);
+    }
+
+    #[test]
+    fn nodes_share_the_descriptors_by_their_kernel_zones() {
+        let zone = |node, kind, mib: u64| Zone {
+            node,
+            kind,
+            managed_pages: mib * MIB / PAGE_BYTES,
+            ..Zone::default()
+        };
+        let zones = [
+            zone(0, ZoneKind::Dma32, 1024),
+            zone(0, ZoneKind::Movable, 512),
+            zone(1, ZoneKind::Normal, 3072),
+            zone(1, ZoneKind::Movable, 1024),
+        ];
+        // Node 0 keeps 96 MiB and a quarter of 256 MiB. With all descriptors it would keep 352 MiB.
+        assert_eq!(reserve_ratios(&zones, 16 << 30, &LINUX_RESERVE_RATIOS), [256, 3, 2, 0, 0]);
+    }
+
+    #[test]
     fn zones_of_any_size_have_ratios() {
         let huge = |kind| Zone { kind, managed_pages: u64::MAX, ..Zone::default() };
         let zones = [ZoneKind::Dma32, ZoneKind::Normal, ZoneKind::Movable].map(huge);
