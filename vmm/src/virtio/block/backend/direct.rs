@@ -126,8 +126,8 @@ impl DirectIo {
     }
 
     #[cfg(test)]
-    pub fn forget_unit(&self) {
-        self.unit_bytes.store(SECTOR_BYTES, Ordering::Relaxed);
+    pub fn set_unit(&self, unit_bytes: u64) {
+        self.unit_bytes.store(unit_bytes, Ordering::Relaxed);
     }
 
     /// Locks of ranges that are being changed.

@@ -214,7 +214,7 @@ impl RawImage {
     /// Makes the image treat every transfer as aligned, as before its host began to refuse some.
     #[cfg(test)]
     pub fn forget_unit(&self) {
-        self.direct.iter().for_each(DirectIo::forget_unit);
+        self.direct.iter().for_each(|direct| direct.set_unit(SECTOR_BYTES));
     }
 
     /// Locks the range that an aligned step changes while the step is in flight. Locks nothing if
@@ -496,3 +496,7 @@ mod tests {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "image_lock_tests.rs"]
+mod lock_tests;

@@ -34,6 +34,8 @@ struct State {
     next: u64,
     shared: BTreeMap<u64, Range<u64>>,
     exclusive: BTreeMap<u64, Range<u64>>,
+    /// Calls of [`RangeLocks::lock`] that wait.
+    waiters: usize,
     /// Events to raise at the next release.
     waiting: Vec<Arc<EventFd>>,
 }
@@ -66,8 +68,15 @@ impl RangeLocks {
     /// Locks `range`, after all conflicting locks are released.
     pub fn lock(self: &Arc<Self>, range: Range<u64>, access: Access) -> RangeGuard {
         let mut state = self.state.lock();
+        state.waiters += 1;
         self.released.wait_while(&mut state, |state| !state.is_free(&range, access));
+        state.waiters -= 1;
         RangeGuard { locks: Arc::clone(self), id: state.insert(range, access) }
+    }
+
+    #[cfg(test)]
+    pub fn has_waiter(&self) -> bool {
+        self.state.lock().waiters > 0
     }
 
     /// Locks `range`, or returns `None` and raises `event` at the next release of any range.
@@ -132,6 +141,10 @@ mod tests {
         let held = locks.lock(0..512, Access::Shared);
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| drop(locks.lock(0..4096, Access::Exclusive)));
+            while !locks.has_waiter() {
+                assert!(!waiter.is_finished(), "the lock is granted beside another one");
+                std::thread::yield_now();
+            }
             drop(held);
             waiter.join().unwrap();
         });
