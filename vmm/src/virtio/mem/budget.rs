@@ -78,6 +78,9 @@ pub struct PlugBudget {
     requests: TokenBucket,
     /// `None`: no bound.
     bytes: Option<TokenBucket>,
+    /// Requests that exceeded the budget, with each attempt.
+    #[cfg(test)]
+    pub(super) refusals: u64,
 }
 
 impl PlugBudget {
@@ -90,6 +93,8 @@ impl PlugBudget {
             bytes_per_s,
             requests: TokenBucket::full(burst, REQUESTS_PER_S, now),
             bytes: bytes_per_s.map(|rate| TokenBucket::full(zone_bytes, rate, now)),
+            #[cfg(test)]
+            refusals: 0,
         }
     }
 
@@ -106,6 +111,10 @@ impl PlugBudget {
             wait = wait.max(bucket.wait(bytes));
         }
         if wait > Duration::ZERO {
+            #[cfg(test)]
+            {
+                self.refusals += 1;
+            }
             return Err(wait);
         }
         self.requests.take(1);

@@ -40,7 +40,7 @@ struct Delay {
 }
 
 /// Least time between two attempts at a delayed request.
-const RETRY_INTERVAL: Duration = Duration::from_millis(1);
+pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// What came out of the queue.
 enum Popped {

@@ -1,6 +1,7 @@
 //! Plug budgets: a hostile driver on a simulated clock, and delayed requests.
 
 use super::*;
+use crate::virtio::mem::event::RETRY_INTERVAL;
 use crate::virtio::mem::request::{BlockRun, Request, Response};
 
 const BLOCKS: u16 = 8;
@@ -127,6 +128,24 @@ fn delayed_request_is_answered_by_a_timer() {
     let throttled = &guest.handle.metrics().throttled;
     assert!(throttled.delay() <= begun.elapsed());
     assert_eq!(throttled.requests() > 0, throttled.delay() > Duration::ZERO);
+}
+
+#[test]
+fn notifications_do_not_repeat_a_delayed_request() {
+    let guest = delayed_guest();
+    let refusals = || guest.budget.lock().refusals;
+    let event_loop = guest.event_loop.handle();
+    let (begun, before) = (Instant::now(), refusals());
+    for _ in 0..1000 {
+        guest.kick.write(1).unwrap();
+        // A round of the loop.
+        event_loop.hold();
+        event_loop.wait_until_held();
+        event_loop.release();
+    }
+    let refused = refusals() - before;
+    let intervals = begun.elapsed().as_nanos() / RETRY_INTERVAL.as_nanos();
+    assert!(u128::from(refused) <= intervals + 2, "{refused} attempts in {intervals} intervals");
 }
 
 #[test]
