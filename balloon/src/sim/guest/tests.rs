@@ -172,18 +172,3 @@ fn reserve_is_refilled_by_a_part_of_the_pages_too() {
     loaded.live(1500);
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
-
-/// A ratio of 1 keeps as much as the movable memory above.
-#[test]
-fn zones_keep_no_more_than_movable_memory() {
-    let kept_and_movable = |pm_bytes| {
-        let zones = [ZoneSizes { guest_numa_node: 1, ..ZoneSizes::empty(0, Tier::Pm, pm_bytes) }];
-        let mut boot = BootZones::new(512 * MIB, &zones);
-        boot.adapt(&zones);
-        (boot.kept_bytes, boot.movable_bytes)
-    };
-    let (kept_bytes, movable_bytes) = kept_and_movable(7168 * MIB);
-    assert!(kept_bytes < movable_bytes);
-    let (kept_bytes, movable_bytes) = kept_and_movable(16_384 * MIB);
-    assert_eq!(kept_bytes, movable_bytes);
-}
