@@ -3,6 +3,8 @@
 //! The agent writes it to a sysctl, the policies do not count it as free memory, and the simulator models it. All three compute
 //! it here. The VMM computes it for boot memory ([`BootMemory`](crate::BootMemory)).
 
+use std::cmp::Reverse;
+
 use crate::{Zone, ZoneKind, scale};
 
 const PAGE_BYTES: u64 = 4096;
@@ -74,10 +76,63 @@ impl NodeMemory {
     /// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
     /// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
-        let reserve_bytes = node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes);
-        // Drivers alone ask for ZONE_DMA.
-        let [_, dma32_bytes, normal_bytes] = self.zones_bytes;
-        lower_reserve_ratios(ratios, &[0, dma32_bytes, normal_bytes], self.movable_bytes, reserve_bytes);
+        self.keep(ratios, node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes));
+    }
+
+    /// Lowers `ratios` so that the kernel's zones keep `reserve_bytes` for the kernel, and as little
+    /// more from user pages as possible.
+    fn keep(&self, ratios: &mut [u64], reserve_bytes: u64) {
+        let best = [false, true]
+            .map(|is_whole| self.lowered(ratios, reserve_bytes, is_whole))
+            .into_iter()
+            .max_by_key(|ratios| {
+                let kept_bytes: u64 = self.kept_bytes(ratios).iter().sum();
+                (self.kernel_share_bytes(ratios).min(reserve_bytes), Reverse(kept_bytes))
+            });
+        ratios.copy_from_slice(&best.expect("two candidates"));
+    }
+
+    /// Returns `ratios`, lowered so that the zones keep up to `reserve_bytes` for the kernel.
+    ///
+    /// The reserve of a zone is the memory of all higher zones, divided by its ratio (mm/page_alloc.c,
+    /// setup_per_zone_lowmem_reserve). The reserve of a lower zone also excludes the kernel's
+    /// allocations for a higher zone, so the highest zone is used first, and only movable memory
+    /// counts. Zones of size 0 are skipped, and so is ZONE_DMA, which only drivers use.
+    ///
+    /// `is_whole`: all of the highest zone may be kept, if a ratio that keeps a part keeps too little.
+    fn lowered(&self, ratios: &[u64], reserve_bytes: u64, is_whole: bool) -> Vec<u64> {
+        let mut ratios = ratios.to_vec();
+        let movable_bytes = self.movable_bytes;
+        let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
+        for (ratio, &zone_bytes) in ratios.iter_mut().zip(&self.zones_bytes).skip(1).rev() {
+            // A zone below would keep far more from the kernel than for it.
+            if movable_bytes == 0 || missing_bytes == 0 || movable_bytes < above_bytes / 2 {
+                break;
+            }
+            if zone_bytes == 0 {
+                continue;
+            }
+            // A zone that is kept as a whole is lost to programs.
+            let least = match is_whole && above_bytes == 0 {
+                true => 1,
+                false => above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1),
+            };
+            *ratio = (*ratio).min((movable_bytes / missing_bytes.min(zone_bytes)).max(least));
+            let kept_bytes = movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes);
+            missing_bytes = missing_bytes.saturating_sub(kept_bytes);
+            above_bytes = above_bytes.saturating_add(zone_bytes);
+        }
+        ratios
+    }
+
+    /// Part of what the zones keep that the kernel can use. A lower zone keeps memory from the
+    /// kernel's allocations for a higher zone as well.
+    pub(crate) fn kernel_share_bytes(&self, ratios: &[u64]) -> u64 {
+        let zones = self.zones_bytes.iter().zip(ratios).skip(1);
+        let share = |(&zone_bytes, ratio): (&u64, &u64)| {
+            self.movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes)
+        };
+        zones.map(share).fold(0, u64::saturating_add)
     }
 
     /// Part of each zone that Linux keeps free of user pages under `ratios`: the memory of all higher zones of the node,
@@ -106,11 +161,7 @@ pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<
         .iter()
         .filter(|zone| KERNEL_ZONES.contains(&zone.kind))
         .fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
-    for (at, zone) in zones.iter().enumerate() {
-        if zones[..at].iter().any(|before| before.node == zone.node) {
-            continue;
-        }
-        let memory = NodeMemory::of(zones, zone.node);
+    for memory in nodes(zones) {
         let (kernel_bytes, movable_bytes) = (memory.kernel_bytes(), memory.movable_bytes);
         let share = scale(hotplug_bytes, kernel_bytes / PAGE_BYTES, all_kernel_pages);
         memory.lower_ratios(&mut ratios, kernel_bytes.saturating_add(movable_bytes), share);
@@ -118,43 +169,24 @@ pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<
     ratios
 }
 
+fn nodes(zones: &[Zone]) -> impl Iterator<Item = NodeMemory> {
+    let is_first = |at: usize, zone: &Zone| !zones[..at].iter().any(|before| before.node == zone.node);
+    let firsts = zones.iter().enumerate().filter(move |&(at, zone)| is_first(at, zone));
+    firsts.map(|(_, zone)| NodeMemory::of(zones, zone.node))
+}
+
+/// Memory of all `zones` that Linux keeps free of user pages under `ratios`.
+pub fn kept_bytes(zones: &[Zone], ratios: &[u64]) -> u64 {
+    let kept = |memory: NodeMemory| {
+        memory.kept_bytes(ratios).iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes))
+    };
+    nodes(zones).map(kept).fold(0, u64::saturating_add)
+}
+
 /// Pages of `zone`, one of `zones`, that Linux keeps free of user pages under `ratios`.
 pub fn kept_pages(zone: &Zone, zones: &[Zone], ratios: &[u64]) -> u64 {
     let Some(at) = KERNEL_ZONES.iter().position(|kind| *kind == zone.kind) else { return 0 };
     NodeMemory::of(zones, zone.node).kept_bytes(ratios)[at] / PAGE_BYTES
-}
-
-/// Lowers ratios so that the kernel's zones of a node reserve up to `reserve_bytes` for the kernel.
-///
-/// The reserve of a zone is the memory of all higher zones, divided by its ratio (mm/page_alloc.c,
-/// setup_per_zone_lowmem_reserve). The reserve of a lower zone also excludes the kernel's allocations for a higher zone, so the
-/// highest zone is used first, and only movable memory counts. `zones_bytes` has the sizes in the order of `ratios`. Zones of
-/// size 0 are skipped.
-fn lower_reserve_ratios(ratios: &mut [u64], zones_bytes: &[u64], movable_bytes: u64, reserve_bytes: u64) {
-    if movable_bytes == 0 {
-        return;
-    }
-    let (mut missing_bytes, mut above_bytes) = (reserve_bytes, 0u64);
-    let count = ratios.len().min(zones_bytes.len());
-    for (ratio, &zone_bytes) in ratios[..count].iter_mut().zip(&zones_bytes[..count]).rev() {
-        // A zone below would keep far more from the kernel than for it.
-        if missing_bytes == 0 || movable_bytes < above_bytes / 2 {
-            break;
-        }
-        if zone_bytes == 0 {
-            continue;
-        }
-        // No lower zone is kept as a whole, because programs would lose it for the sake of a part. The highest zone is, if its share
-        // is about as large.
-        let least = match above_bytes {
-            0 => 1,
-            above_bytes => above_bytes.saturating_add(movable_bytes).div_ceil(zone_bytes).max(1),
-        };
-        *ratio = (*ratio).min((movable_bytes / missing_bytes.min(zone_bytes)).max(least));
-        let kept_bytes = movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes);
-        missing_bytes = missing_bytes.saturating_sub(kept_bytes);
-        above_bytes = above_bytes.saturating_add(zone_bytes);
-    }
 }
 
 #[cfg(test)]
@@ -165,17 +197,20 @@ mod tests {
     fn reserve_is_kept_in_the_highest_zone_and_the_rest_below() {
         let ratios = |dma32_mib: u64, normal_mib: u64, movable_mib: u64, reserve_mib: u64| {
             let mut ratios = LINUX_RESERVE_RATIOS;
-            let zones = [0, dma32_mib * MIB, normal_mib * MIB];
-            lower_reserve_ratios(&mut ratios, &zones, movable_mib * MIB, reserve_mib * MIB);
+            let zones_bytes = [0, dma32_mib * MIB, normal_mib * MIB];
+            let node = NodeMemory { zones_bytes, movable_bytes: movable_mib * MIB };
+            node.keep(&mut ratios, reserve_mib * MIB);
             ratios
         };
         assert_eq!(ratios(400, 0, 112, 50), [256, 2, 32, 0, 0]);
         assert_eq!(ratios(3072, 1024, 1024, 512), [256, 256, 2, 0, 0]);
         assert_eq!(ratios(3072, 512, 512, 768), [256, 2, 1, 0, 0]);
         assert_eq!(ratios(3072, 32, 480, 480), [256, 1, 15, 0, 0]);
-        // 480 MiB of ZONE_NORMAL are less than the reserve, so all of them are kept. Half of them would leave so much to
-        // ZONE_DMA32 that it would keep 994 MiB from programs.
-        assert_eq!(ratios(3072, 480, 514, 592), [256, 4, 1, 0, 0]);
+        // All 480 MiB of ZONE_NORMAL are kept, and 90 of ZONE_DMA32. If half of ZONE_NORMAL were kept,
+        // ZONE_DMA32 would keep 994 MiB from programs.
+        assert_eq!(ratios(3072, 480, 514, 526), [256, 11, 1, 0, 0]);
+        // Half of the movable memory, and what ZONE_DMA32 keeps by default, are less than all of ZONE_NORMAL.
+        assert_eq!(ratios(2960, 2912, 4128, 2080), [256, 256, 2, 0, 0]);
         // A zone of 3 GiB keeps no more than that.
         assert_eq!(ratios(3072, 2496, 2496, 4992), [256, 2, 1, 0, 0]);
         // ZONE_DMA32 would keep 256 MiB of ZONE_NORMAL from the kernel.
@@ -185,7 +220,7 @@ mod tests {
         assert_eq!(ratios(400, 0, 10, 50), [256, 1, 32, 0, 0]);
         assert_eq!(ratios(400, 0, 0, 50), LINUX_RESERVE_RATIOS);
         assert_eq!(ratios(0, 0, 500, 500), LINUX_RESERVE_RATIOS);
-        lower_reserve_ratios(&mut [], &[0, 1], 1, 1);
+        NodeMemory { zones_bytes: [0, 1, 0], movable_bytes: 1 }.keep(&mut [], 1);
     }
 
     #[test]
