@@ -184,7 +184,8 @@ fn workload(name: &str) -> Workload {
 
 #[test]
 fn twice_the_slack_would_be_seen() {
-    // The broken variant of the test above. At rest a guest keeps one slack to one and a half, by where its last step ended.
+    // The broken variant of the test above. After a grow a guest may rest with up to one slack and a half, by where its last
+    // step ended.
     let policy = Policy::Psi(psi::Params { slack_permille: 200, ..psi::Params::default() });
     let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
     assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));

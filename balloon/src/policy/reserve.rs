@@ -7,10 +7,12 @@
 use std::borrow::Cow;
 use std::cell::LazyCell;
 
-use foreshore_proto::{LINUX_RESERVE_RATIOS, RawReport, Report, Zone, ZoneKind, kept_pages, reserve_ratios};
+use foreshore_proto::{
+    LINUX_RESERVE_RATIOS, RawReport, Report, Zone, ZoneKind, kept_bytes, kept_pages, reserve_ratios,
+};
 
-use crate::units::PAGE_BYTES;
-use crate::{HostView, Tier};
+use crate::units::{PAGE_BYTES, scale};
+use crate::{HostView, Tier, ZoneSizes};
 
 /// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
 /// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
@@ -41,38 +43,92 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
     (Report::try_from(raw).map_or(Cow::Borrowed(report), Cow::Owned), reserve_bytes)
 }
 
-/// Change of the reserve once the guest has followed its requests, lowered to `requested_bytes` in all.
+/// The kernel's reserve for other sizes of DRAM than the present ones.
 ///
-/// Ratios are whole numbers, so the reserve can grow by all of the DRAM that is plugged, or fall by half when the agent raises a
-/// ratio. The change is computed from both sizes: a guest can have ratios of its own, and then it reports another reserve.
-pub(super) fn change_of_reserve_bytes(report: &Report, host: &HostView, requested_bytes: u64) -> i64 {
-    let reports_reserve = |zone: &Zone| !zone.serves_kernel() || zone.protected_pages.is_some();
-    if !report.zones().iter().all(reports_reserve) {
-        return 0;
+/// Ratios of the reserve are whole numbers, so the reserve can grow by all DRAM that is plugged, or
+/// fall by half when the agent raises a ratio.
+pub(super) struct Forecast<'a> {
+    zones: &'a [Zone],
+    host: &'a HostView,
+    /// Present reserve. `None` if the agent does not report it, or if the guest has another reserve
+    /// than the agent sets, which is unknown for other sizes.
+    now_bytes: Option<u64>,
+}
+
+impl<'a> Forecast<'a> {
+    pub fn new(report: &'a Report, host: &'a HostView) -> Self {
+        let zones = report.zones();
+        let mut protected = zones.iter().filter(|zone| zone.serves_kernel()).map(|zone| zone.protected_pages);
+        let reported_pages = protected.try_fold(0u64, |sum, pages| Some(sum.saturating_add(pages?)));
+        let mut forecast = Self { zones, host, now_bytes: None };
+        if let Some(reported_pages) = reported_pages {
+            let (reported_bytes, bytes) =
+                (reported_pages.saturating_mul(PAGE_BYTES), forecast.reserve_bytes(zones));
+            forecast.now_bytes = (reported_bytes.abs_diff(bytes) <= bytes / UNKNOWN_PART).then_some(bytes);
+        }
+        forecast
     }
-    let mut zones = report.zones().to_vec();
-    let mut left_bytes = requested_bytes;
-    for dram in host.zones.iter().filter(|zone| zone.tier == Tier::Dram && host.balloon != Some(zone.id)) {
-        // PM is given back first.
-        let bytes = dram.requested_bytes.min(left_bytes);
-        left_bytes -= bytes;
-        let is_its_node =
-            |zone: &&mut Zone| zone.node == dram.guest_numa_node && zone.kind == ZoneKind::Movable;
-        if let Some(movable) = zones.iter_mut().find(is_its_node) {
+
+    fn reserve_bytes(&self, zones: &[Zone]) -> u64 {
+        kept_bytes(zones, &reserve_ratios(zones, self.host.pluggable_bytes(), &LINUX_RESERVE_RATIOS))
+    }
+
+    /// Change of the reserve once the guest has followed its requests, lowered to `requested_bytes`
+    /// in all. PM is given back before DRAM, and a balloon last.
+    pub fn change_bytes(&self, requested_bytes: u64) -> i64 {
+        let Some(now_bytes) = self.now_bytes else { return 0 };
+        let (balloons, dram): (Vec<&ZoneSizes>, Vec<&ZoneSizes>) = self
+            .host
+            .zones
+            .iter()
+            .filter(|zone| zone.tier == Tier::Dram)
+            .partition(|zone| self.host.balloon == Some(zone.id));
+        let in_balloons = balloons.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.requested_bytes));
+        let mut left_bytes = requested_bytes.saturating_sub(in_balloons);
+        let mut zones = self.zones.to_vec();
+        for dram in dram {
+            let bytes = dram.requested_bytes.min(left_bytes);
+            left_bytes -= bytes;
+            let movable = movable_zone(&mut zones, dram.guest_numa_node);
             let pages = movable.managed_pages.saturating_add(bytes / PAGE_BYTES);
             movable.managed_pages = pages.saturating_sub(dram.plugged_bytes / PAGE_BYTES);
         }
+        if zones == self.zones {
+            return 0;
+        }
+        let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        bytes(self.reserve_bytes(&zones)) - bytes(now_bytes)
     }
-    if zones == report.zones() {
-        return 0;
+
+    /// Part of `bytes` that can be given back without the loss of more than `surplus_bytes` of available
+    /// memory. The reserve can grow by more than the DRAM that is given back.
+    pub fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
+        let requested_bytes = self.host.requested_bytes();
+        let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
+        let now_bytes = change_bytes(0);
+        let fits = |part: &u64| {
+            let lost_bytes = part.saturating_add_signed(change_bytes(*part).saturating_sub(now_bytes));
+            lost_bytes <= surplus_bytes
+        };
+        let parts = (1..=PARTS).rev().map(|part| scale(bytes, part, PARTS));
+        parts.into_iter().find(fits).unwrap_or(0)
     }
-    let kept_pages = |zones: &[Zone]| {
-        let ratios = reserve_ratios(zones, host.pluggable_bytes(), &LINUX_RESERVE_RATIOS);
-        zones.iter().fold(0u64, |sum, zone| sum.saturating_add(kept_pages(zone, zones, &ratios)))
-    };
-    let [before_bytes, after_bytes] = [report.zones(), &zones[..]]
-        .map(|zones| i64::try_from(kept_pages(zones).saturating_mul(PAGE_BYTES)).unwrap_or(i64::MAX));
-    after_bytes - before_bytes
+}
+
+/// The part of a reserve by which a reported reserve may differ from the computed one.
+const UNKNOWN_PART: u64 = 16;
+
+/// Sizes that are tried for memory to give back.
+const PARTS: u64 = 16;
+
+/// ZONE_MOVABLE of a node. A node without movable memory does not report one.
+fn movable_zone(zones: &mut Vec<Zone>, node: u32) -> &mut Zone {
+    let is_it = |zone: &Zone| zone.node == node && zone.kind == ZoneKind::Movable;
+    let at = zones.iter().position(is_it).unwrap_or_else(|| {
+        zones.push(Zone { node, kind: ZoneKind::Movable, ..Zone::default() });
+        zones.len() - 1
+    });
+    &mut zones[at]
 }
 
 #[cfg(test)]
@@ -81,7 +137,7 @@ mod tests {
 
     use super::*;
     use crate::policy::{Input, Policy};
-    use crate::{MIB, Tier, TimeMs, ZoneSizes};
+    use crate::{MIB, TimeMs};
 
     /// Guest with 512 MiB of DRAM, 88 MiB of it movable, and 512 MiB of PM. 200 MiB of the kernel's
     /// DRAM and 100 MiB of PM are free.
@@ -171,42 +227,62 @@ mod tests {
         assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
     }
 
-    /// 512 MiB of DRAM, 256 MiB more and PM that can be plugged. A sixteenth of DRAM and the descriptors of 4352 MiB are kept:
-    /// 100 to 116 MiB.
-    #[test]
-    fn reserve_changes_with_the_dram_that_is_requested() {
+    /// 512 MiB of DRAM, of which 88 MiB are movable, 256 MiB more and PM that can be plugged. A sixteenth
+    /// of DRAM and the descriptors of 4352 MiB are kept: 100 to 116 MiB.
+    fn with_dram_to_plug() -> (RawReport, HostView) {
         let mut raw = raw_report();
         for zone in &mut raw.zones {
-            zone.protected_pages = Some(0);
+            zone.protected_pages = Some(if zone.serves_kernel() { 88 * MIB / PAGE_BYTES } else { 0 });
         }
-        let mut dram = ZoneSizes::empty(1, Tier::Dram, 256 * MIB);
-        dram.guest_numa_node = 0;
+        let dram = ZoneSizes { guest_numa_node: 0, ..ZoneSizes::empty(1, Tier::Dram, 256 * MIB) };
         let pm = ZoneSizes::empty(0, Tier::Pm, 4096 * MIB);
-        let mut host = HostView { zones: vec![dram, pm], ..HostView::default() };
-        let change_mib = |raw: &RawReport, host: &HostView, requested_mib: u64| {
-            let report = Report::try_from(raw.clone()).expect("sound");
-            change_of_reserve_bytes(&report, host, requested_mib * MIB) / MIB as i64
-        };
-        // 88 MiB are movable and kept. All DRAM that is plugged is kept until twice the reserve is movable.
+        (raw, HostView { zones: vec![dram, pm], ..HostView::default() })
+    }
+
+    fn change_mib(raw: &RawReport, host: &HostView, requested_mib: u64) -> i64 {
+        let report = Report::try_from(raw.clone()).expect("sound");
+        Forecast::new(&report, host).change_bytes(requested_mib * MIB) / MIB as i64
+    }
+
+    /// All DRAM that is plugged is kept until twice the reserve is movable.
+    #[test]
+    fn reserve_grows_with_the_dram_that_is_requested() {
+        let (mut raw, mut host) = with_dram_to_plug();
         host.zones[1].requested_bytes = 1024 * MIB;
         assert_eq!(change_mib(&raw, &host, 1024), 0, "PM");
         host.zones[0].requested_bytes = 100 * MIB;
         assert_eq!(change_mib(&raw, &host, 1124), 100);
         host.zones[0].requested_bytes = 256 * MIB;
         assert_eq!(change_mib(&raw, &host, 1280), (88 + 256) / 2 - 88);
-        // The guest has followed. What is given back is PM first.
-        host.zones[0].plugged_bytes = 256 * MIB;
+        // Of a guest with another reserve than the agent sets, and of an older agent, nothing is known.
+        raw.zones[0].protected_pages = Some(60 * MIB / PAGE_BYTES);
+        assert_eq!(change_mib(&raw, &host, 1280), 0);
+        raw.zones[0].protected_pages = None;
+        assert_eq!(change_mib(&raw, &host, 1280), 0);
+        // A node without movable memory has no reserve.
+        raw.zones[0].protected_pages = Some(0);
+        raw.zones.remove(1);
+        host.zones[0].requested_bytes = 64 * MIB;
+        assert_eq!(change_mib(&raw, &host, 1088), 64);
+    }
+
+    #[test]
+    fn reserve_changes_with_the_dram_that_is_given_back() {
+        let (mut raw, mut host) = with_dram_to_plug();
+        let present_mib = (88 + 256) / 2;
+        (host.zones[0].requested_bytes, host.zones[0].plugged_bytes) = (256 * MIB, 256 * MIB);
+        host.zones[1].requested_bytes = 1024 * MIB;
+        raw.zones[0].protected_pages = Some(present_mib * MIB / PAGE_BYTES);
         raw.zones[1].managed_pages += 256 * MIB / PAGE_BYTES;
         raw.memory.total_bytes += 256 * MIB;
-        assert_eq!(change_mib(&raw, &host, 256), 0);
-        assert_eq!(change_mib(&raw, &host, 80), (88 + 80) - (88 + 256) / 2);
-        assert_eq!(change_mib(&raw, &host, 120), (88 + 120) - (88 + 256) / 2);
-        // An agent that does not report the reserve, and a balloon, which changes no zone.
-        host.balloon = Some(host.zones[0].id);
-        assert_eq!(change_mib(&raw, &host, 80), 0);
-        host.balloon = None;
-        raw.zones[0].protected_pages = None;
-        assert_eq!(change_mib(&raw, &host, 80), 0);
+        assert_eq!(change_mib(&raw, &host, 256), 0, "PM goes first");
+        assert_eq!(change_mib(&raw, &host, 80), 88 + 80 - present_mib as i64);
+        assert_eq!(change_mib(&raw, &host, 120), 88 + 120 - present_mib as i64);
+        // A balloon changes no zone, and is given back last.
+        host.zones
+            .push(ZoneSizes { requested_bytes: 200 * MIB, ..ZoneSizes::empty(2, Tier::Dram, 200 * MIB) });
+        host.balloon = Some(host.zones[2].id);
+        assert_eq!(change_mib(&raw, &host, 280), 88 + 80 - present_mib as i64);
     }
 
     #[test]

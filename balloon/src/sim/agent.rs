@@ -277,14 +277,12 @@ impl Agent {
             largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
             user_pages: Some(user / PAGE_BYTES),
         };
-        let mut descriptor_bytes = guest.descriptor_bytes();
-        let used_bytes = boot.kernel_bytes() - free.kernel_bytes;
-        for (kernel, used_bytes) in boot.kernel_zones(used_bytes) {
-            let user_bytes = used_bytes.saturating_sub(descriptor_bytes);
-            descriptor_bytes = descriptor_bytes.saturating_sub(used_bytes);
+        for part in boot.kernel_zones(boot.kernel_bytes() - free.kernel_bytes, guest.descriptor_bytes()) {
+            let (kernel, used_bytes) = (part.zone, part.descriptor_bytes + part.user_bytes);
+            let free_bytes = kernel.bytes - used_bytes;
             zones.push(Zone {
                 protected_pages: Some(kernel.kept_bytes / PAGE_BYTES),
-                ..zone(0, kernel.kind, kernel.bytes - used_bytes, kernel.marks, kernel.bytes, user_bytes)
+                ..zone(0, kernel.kind, free_bytes, kernel.marks, kernel.bytes, part.user_bytes)
             });
         }
         if boot.movable_bytes > 0 {
@@ -293,17 +291,28 @@ impl Agent {
             zones.push(zone(0, ZoneKind::Movable, free, marks, boot.movable_bytes, user_bytes));
         }
         for (index, sizes) in guest.zones().iter().enumerate().filter(|(_, sizes)| sizes.plugged_bytes > 0) {
-            let marks = guest.zone_marks(index);
-            zones.push(zone(
-                sizes.guest_numa_node,
-                ZoneKind::Movable,
-                self.free[index],
-                marks,
-                sizes.plugged_bytes,
-                sizes.plugged_bytes.saturating_sub(self.free[index]),
-            ));
+            let (free, marks) = (self.free[index], guest.zone_marks(index));
+            let user_bytes = sizes.plugged_bytes.saturating_sub(free);
+            let node = sizes.guest_numa_node;
+            let plugged = zone(node, ZoneKind::Movable, free, marks, sizes.plugged_bytes, user_bytes);
+            // Linux has one ZONE_MOVABLE in a node.
+            match zones.iter_mut().find(|zone| zone.node == node && zone.kind == ZoneKind::Movable) {
+                Some(movable) => add(movable, &plugged),
+                None => zones.push(plugged),
+            }
         }
     }
+}
+
+/// Adds the pages of a part of the same zone.
+fn add(zone: &mut Zone, part: &Zone) {
+    zone.free_pages += part.free_pages;
+    zone.min_pages += part.min_pages;
+    zone.low_pages += part.low_pages;
+    zone.high_pages += part.high_pages;
+    zone.managed_pages += part.managed_pages;
+    zone.largest_free_blocks = zone.largest_free_blocks.zip(part.largest_free_blocks).map(|(a, b)| a + b);
+    zone.user_pages = zone.user_pages.zip(part.user_pages).map(|(a, b)| a + b);
 }
 
 fn reclaimed_bytes(guest: &Guest) -> u64 {

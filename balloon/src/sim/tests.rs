@@ -557,7 +557,7 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     assert!(amf_descriptors <= all_descriptors / 8, "{} MiB", amf_descriptors / MIB);
     assert_eq!([amf.swap_out_gib, all.swap_out_gib], [0.0, 0.0]);
     // Less memory is powered, and more of the working set is in DRAM.
-    assert!(amf.pm_slower_s < 0.75 * all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
+    assert!(amf.pm_slower_s < 0.5 * all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
     assert!(amf.amf_energy_kj < 0.5 * all.amf_energy_kj, "{} and {}", amf.amf_energy_kj, all.amf_energy_kj);
     // Broken variant: the papers' factor requests all PM and gets as much as the rule of descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);

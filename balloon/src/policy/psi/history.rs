@@ -194,13 +194,16 @@ impl Sample {
 }
 
 /// Memory in use. Plugging changes the available memory and not the used memory.
-///
-/// The kernel's reserve is neither available nor used, and its size jumps when the agent changes a ratio.
 pub(super) fn used_bytes(report: &Report) -> u64 {
+    unprotected_bytes(report).saturating_sub(report.memory().available_bytes)
+}
+
+/// Total memory without the kernel's reserve, which is neither available nor used. The size of the
+/// reserve jumps when the agent changes a ratio.
+pub(super) fn unprotected_bytes(report: &Report) -> u64 {
     let pages = report.zones().iter().map(|zone| zone.protected_pages.unwrap_or(0));
     let protected_bytes = pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES);
-    let memory = report.memory();
-    (memory.total_bytes - memory.available_bytes).saturating_sub(protected_bytes)
+    report.memory().total_bytes.saturating_sub(protected_bytes)
 }
 
 /// An agent sees the zones that every x86-64 guest has below 4 GiB, and its memory blocks; balloon statistics know of

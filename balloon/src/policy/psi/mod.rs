@@ -17,7 +17,7 @@ use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
 use super::arriving::Arriving;
 use super::base::Base;
 use super::leaving::Leaving;
-use super::reserve::change_of_reserve_bytes;
+use super::reserve::Forecast;
 use super::{Decision, Input};
 use crate::plan::Reason;
 use crate::units::scale;
@@ -87,7 +87,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let used_bytes = history::used_bytes(input.report);
     let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
     let leaving_bytes = state.leaving.learn(used_bytes.into(), to_go_bytes);
-    let arriving_bytes = state.arriving.learn(memory.total_bytes, memory.available_bytes, now);
+    let arriving_bytes =
+        state.arriving.learn(history::unprotected_bytes(input.report), memory.available_bytes, now);
     state.history.push(input.report, leaving_bytes, arriving_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
         state.coming_ms = input.report.monotonic_ms();
@@ -99,8 +100,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
     // What will be available once the guest has followed every request: what is now, with what is still to come,
     // without what is still to go, and without the page cache that is needed.
-    let reserve_change_bytes =
-        change_of_reserve_bytes(input.report, input.host, input.host.requested_bytes());
+    let reserve = Forecast::new(input.report, input.host);
+    let reserve_change_bytes = reserve.change_bytes(input.host.requested_bytes());
     let coming = |available_bytes: u64| {
         let bytes = available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes);
         bytes.saturating_add_signed(-reserve_change_bytes)
@@ -326,26 +327,6 @@ fn shortage(
     None
 }
 
-/// Part of `bytes` that leaves `surplus_bytes` less available memory at most. The kernel's reserve can grow by more
-/// than the DRAM that is given back, and is then no surplus.
-fn beside_reserve(mut bytes: u64, surplus_bytes: u64, input: Input<'_>) -> u64 {
-    let requested_bytes = input.host.requested_bytes();
-    let change_bytes =
-        |bytes| change_of_reserve_bytes(input.report, input.host, requested_bytes.saturating_sub(bytes));
-    let now_bytes = change_bytes(0);
-    // Each try leaves a sixteenth less, because the excess alone could be a few bytes each time.
-    let least_step_bytes = (bytes / 16).max(1);
-    while bytes > 0 {
-        let lost_bytes = bytes.saturating_add_signed(change_bytes(bytes).saturating_sub(now_bytes));
-        let excess_bytes = lost_bytes.saturating_sub(surplus_bytes);
-        if excess_bytes == 0 {
-            break;
-        }
-        bytes = bytes.saturating_sub(excess_bytes.max(least_step_bytes));
-    }
-    bytes
-}
-
 impl State {
     /// Whether the passing of time alone changes nothing that is decided any more: with reports that have been the same for
     /// five seconds and stay so, the next decision is the last one. A field that is added here has to say so too.
@@ -470,7 +451,8 @@ impl State {
         match self.patience.least_bytes(params, spare_bytes, there_bytes, requested_bytes, now) {
             Some(least) if !filling && least > marks.high_bytes => {
                 let bytes = (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now));
-                beside_reserve(bytes, least - marks.keep_bytes, input)
+                let reserve = Forecast::new(input.report, input.host);
+                reserve.part_beside_reserve(bytes, least - marks.keep_bytes)
             }
             _ => 0,
         }

@@ -345,7 +345,8 @@ impl Guest {
     pub fn available_bytes(&self) -> u64 {
         let low = self.marks_bytes(|marks| marks.low);
         let cached = self.cached_bytes();
-        let kept = self.marks_bytes(|marks| marks.high) + self.boot.kept_bytes();
+        let kernel_marks_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
+        let kept = self.marks_bytes(|marks| marks.high) - kernel_marks_bytes + self.boot.unavailable_bytes();
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
     }
 

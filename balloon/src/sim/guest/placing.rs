@@ -26,12 +26,28 @@ pub(in crate::sim) struct KernelZone {
     pub kept_bytes: u64,
 }
 
+impl KernelZone {
+    /// Room for user pages beside `descriptor_bytes` in this zone.
+    fn room_bytes(&self, descriptor_bytes: u64) -> u64 {
+        (self.bytes - self.kept_bytes).saturating_sub(descriptor_bytes)
+    }
+}
+
+/// What a kernel's zone contains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::sim) struct KernelPart<'a> {
+    pub zone: &'a KernelZone,
+    pub descriptor_bytes: u64,
+    pub user_bytes: u64,
+}
+
 /// Zones of boot memory, divided as the VMM's command line divides them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct BootZones {
     /// Memory that can be plugged.
     hotplug_bytes: u64,
-    /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory are allocated from them.
+    /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory are
+    /// allocated from them.
     kernel_zones: [KernelZone; 2],
     /// ZONE_MOVABLE of boot memory.
     pub movable_bytes: u64,
@@ -77,19 +93,42 @@ impl BootZones {
         self.kernel_zones.iter().map(|zone| mark(&zone.marks)).sum()
     }
 
-    /// Free part of the kernel's zones that user pages leave to the kernel.
-    pub fn kept_bytes(&self) -> u64 {
-        self.kernel_zones.iter().map(|zone| zone.kept_bytes).sum()
+    /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux allocates
+    /// page descriptors from the highest zone that has free memory, and places user pages down to what
+    /// that zone keeps.
+    pub fn kernel_zones(
+        &self,
+        used_bytes: u64,
+        descriptor_bytes: u64,
+    ) -> impl Iterator<Item = KernelPart<'_>> {
+        let [low, normal] = &self.kernel_zones;
+        let user_bytes = used_bytes.saturating_sub(descriptor_bytes);
+        let above_descriptor_bytes = descriptor_bytes.min(normal.bytes);
+        let below_descriptor_bytes = descriptor_bytes - above_descriptor_bytes;
+        let rest_bytes = user_bytes.saturating_sub(normal.room_bytes(above_descriptor_bytes));
+        let below_user_bytes = rest_bytes.min(low.bytes.saturating_sub(below_descriptor_bytes));
+        let above = KernelPart {
+            zone: normal,
+            descriptor_bytes: above_descriptor_bytes,
+            // A reserve that grows moves no page.
+            user_bytes: user_bytes - below_user_bytes,
+        };
+        let below =
+            KernelPart { zone: low, descriptor_bytes: below_descriptor_bytes, user_bytes: below_user_bytes };
+        [above, below].into_iter().filter(|part| part.zone.bytes > 0)
     }
 
-    /// The kernel's zones that have memory, the highest first, each with the part of `used_bytes` in it. Linux allocates from the
-    /// highest zone down to what it keeps, and then from the next one.
-    pub fn kernel_zones(&self, used_bytes: u64) -> impl Iterator<Item = (&KernelZone, u64)> {
-        let [low, normal] = &self.kernel_zones;
-        let first_bytes = used_bytes.min(normal.bytes - normal.kept_bytes);
-        let low_used_bytes = (used_bytes - first_bytes).min(low.bytes);
-        let used = [(normal, used_bytes - low_used_bytes), (low, low_used_bytes)];
-        used.into_iter().filter(|(zone, _)| zone.bytes > 0)
+    /// Room for user pages in the kernel's zones beside the page descriptors.
+    pub fn room_bytes(&self, descriptor_bytes: u64) -> u64 {
+        let parts = self.kernel_zones(descriptor_bytes, descriptor_bytes);
+        parts.map(|part| part.zone.room_bytes(part.descriptor_bytes)).sum()
+    }
+
+    /// Memory of the kernel's zones that MemAvailable leaves out: the reserve and the high watermark, at
+    /// most the zone (mm/page_alloc.c, calculate_totalreserve_pages).
+    pub fn unavailable_bytes(&self) -> u64 {
+        let zones = self.kernel_zones.iter();
+        zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
 
     /// Sets the reserve for the present sizes of `zones`, as the agent of a guest with Linux' default ratios does.
@@ -137,7 +176,8 @@ impl Guest {
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
         let left_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes());
-        let limit_bytes = left_bytes.saturating_sub(self.boot.kept_bytes().max(next_bytes));
+        let room_bytes = self.boot.room_bytes(self.descriptor_bytes());
+        let limit_bytes = room_bytes.min(left_bytes.saturating_sub(next_bytes));
         limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 

@@ -36,15 +36,9 @@ fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
         // Which files are needed is known when they have come back. Who grows for all of them does not have to know.
         Workload::CacheHeavy => 0.1,
         // The kernel's reserve is not available (docs/decisions/0022).
-        Workload::Sawtooth => 0.45,
-        Workload::Burst | Workload::Steady | Workload::Ramp => 0.0,
+        Workload::Burst => 0.05,
+        Workload::Steady | Workload::Ramp | Workload::Sawtooth => 0.0,
     }
-}
-
-/// How much more `psi` may swap, for the same reason.
-fn may_swap_gib(workload: Workload) -> f64 {
-    let may_swap_mib = if workload == Workload::Diurnal { 1.0 } else { 0.0 };
-    may_swap_mib / 1024.0
 }
 
 /// In what another policy does better than `psi`, which is as it is given.
@@ -56,9 +50,7 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
         let over = [ours.over_gib_h, theirs.over_gib_h];
         let resizes = [&ours, &theirs].map(|outcome| outcome.grows + outcome.shrinks);
         let waits_longer = ours.stall_s > theirs.stall_s + may_stall_s(workload, ours.run_s);
-        let [our_swap_gib, their_swap_gib] =
-            [&ours, &theirs].map(|outcome| outcome.swap_in_gib + outcome.swap_out_gib);
-        let swaps_more = our_swap_gib > their_swap_gib + may_swap_gib(workload);
+        let swaps_more = ours.swap_in_gib + ours.swap_out_gib > theirs.swap_in_gib + theirs.swap_out_gib;
         let holds_more = match name {
             // It waits instead.
             _ if theirs.stall_s > ours.stall_s => false,

@@ -291,9 +291,25 @@ fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
         rig.host.zones[0].requested_bytes = requested_mib * MIB;
         rig.report(1000, 20).reason
     };
-    // The bridge is 42 MiB. All of 40 are kept, and 28 of 80.
+    // The bridge is 42 MiB. All of 40 are kept, and 20 of 80.
     assert_eq!((reason(40, true), reason(80, true)), (Reason::LowAvailable, Reason::Enough));
     assert_eq!(reason(40, false), Reason::Enough);
+}
+
+/// What has come into the total and is kept will not become available.
+#[test]
+fn rule_3_dram_that_the_kernel_keeps_is_not_arriving() {
+    let is_short = |protected_mib: u64| {
+        let mut rig = Rig::with_dram(0);
+        rig.report(1000, 100);
+        rig.host.zones[0].requested_bytes = 40 * MIB;
+        rig.host.zones[0].plugged_bytes = 40 * MIB;
+        rig.raw.memory.total_bytes += 40 * MIB;
+        rig.raw.zones[1].managed_pages += 40 * MIB / PAGE_BYTES;
+        rig.raw.zones[0].protected_pages = Some(protected_mib * MIB / PAGE_BYTES);
+        rig.report(50, 20).pressure
+    };
+    assert!(is_short(80) && !is_short(40));
 }
 
 #[test]
