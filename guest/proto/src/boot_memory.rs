@@ -80,12 +80,15 @@ impl BootMemory {
         let room_bytes = match self.normal_bytes() {
             0 => room_bytes,
             normal_bytes => {
-                // Half of the memory above the hole is movable, so that the kernel's zones keep as much each, and no zone more than
-                // it has.
-                let half_bytes = normal_bytes.saturating_sub(descriptor_bytes(boot_bytes)) / 2;
+                // At most half of the memory above the hole is movable. Then each of the kernel's zones
+                // keeps as much, and no zone more than it has.
+                let descriptor_bytes = descriptor_bytes(boot_bytes);
+                let half_bytes = normal_bytes.saturating_sub(descriptor_bytes) / 2;
                 let ratio = (2 * half_bytes).div_ceil(LOW_BOOT_BYTES).max(1);
-                // The agent keeps no more than half of the kernel's zones.
-                room_bytes.min(half_bytes + half_bytes / ratio).min((LOW_BOOT_BYTES + half_bytes) / 2)
+                // The agent wants no more than half of the kernel's zones. A ratio of 1 keeps as much as is
+                // movable in any case.
+                let bound_bytes = half_bytes.max((LOW_BOOT_BYTES + half_bytes) / 2);
+                room_bytes.min(half_bytes + half_bytes / ratio).min(bound_bytes)
             }
         };
         room_bytes.saturating_sub(kernel_reserve_bytes(boot_bytes, 0)).saturating_mul(64)
@@ -162,7 +165,7 @@ mod tests {
             let (node, ratios) = (memory.node(), memory.reserve_ratios());
             (node.kernel_share_bytes(&ratios), kernel_reserve_bytes(memory.boot_bytes, pm_bytes))
         };
-        for boot_mib in [192, 256, 512, 1024, 3072, 3584, 4096, 8192] {
+        for boot_mib in [192, 256, 512, 1024, 3072, 3584, 4096, 8192, 12_288, 16_384, 65_536] {
             let memory = memory(boot_mib, 0, 1);
             let (kept_bytes, reserve_bytes) = kept(boot_mib, memory.most_hotplug_bytes());
             assert!(kept_bytes >= reserve_bytes, "{boot_mib}: {kept_bytes} of {reserve_bytes}");

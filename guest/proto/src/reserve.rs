@@ -82,12 +82,15 @@ impl NodeMemory {
     /// Lowers `ratios` so that the kernel's zones keep `reserve_bytes` for the kernel, and as little
     /// more from user pages as possible.
     fn keep(&self, ratios: &mut [u64], reserve_bytes: u64) {
+        // A few MiB of reserve are not worth hundreds of MiB of the programs.
+        let enough_bytes = reserve_bytes - reserve_bytes / 16;
         let best = [false, true]
             .map(|is_whole| self.lowered(ratios, reserve_bytes, is_whole))
             .into_iter()
             .max_by_key(|ratios| {
-                let kept_bytes: u64 = self.kept_bytes(ratios).iter().sum();
-                (self.kernel_share_bytes(ratios).min(reserve_bytes), Reverse(kept_bytes))
+                let kept_bytes =
+                    self.kept_bytes(ratios).iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
+                (self.kernel_share_bytes(ratios).min(enough_bytes), Reverse(kept_bytes))
             });
         ratios.copy_from_slice(&best.expect("two candidates"));
     }
@@ -211,6 +214,8 @@ mod tests {
         assert_eq!(ratios(3072, 480, 514, 526), [256, 11, 1, 0, 0]);
         // Half of the movable memory, and what ZONE_DMA32 keeps by default, are less than all of ZONE_NORMAL.
         assert_eq!(ratios(2960, 2912, 4128, 2080), [256, 256, 2, 0, 0]);
+        // A reserve of 2247 MiB is enough. With all of ZONE_NORMAL programs would have 675 MiB less.
+        assert_eq!(ratios(3072, 1456, 1498, 2248), [256, 1, 2, 0, 0]);
         // A zone of 3 GiB keeps no more than that.
         assert_eq!(ratios(3072, 2496, 2496, 4992), [256, 2, 1, 0, 0]);
         // ZONE_DMA32 would keep 256 MiB of ZONE_NORMAL from the kernel.

@@ -16,7 +16,7 @@ pub struct KernelShare(BootMemory);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{} MiB can be added to {} MiB of boot memory; their page descriptors take {} MiB of DRAM, and boot memory has room \
-     for those of about {} MiB: the guest will get no more unless DRAM is added first",
+     for those of about {} MiB: when programs fill DRAM, the guest will get no more unless DRAM is added first",
     .hotplug_bytes / MIB, .boot_bytes / MIB, descriptor_bytes(*.hotplug_bytes) / MIB, .most_bytes / MIB
 )]
 pub struct RatioTooHigh {
