@@ -92,7 +92,8 @@ cargo_in_root() { cd "$ROOT" && run_cargo "$@"; }
 
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"
-    elif command -v sudo >/dev/null; then sudo "$@"
+    # A job cannot ask for a password: it would be stopped for reading from the terminal.
+    elif command -v sudo >/dev/null; then sudo ${FORESHORE_IS_JOB:+-n} "$@"
     else die "needs root for: $* (neither root nor sudo here)"
     fi
 }
@@ -306,7 +307,7 @@ in_background() {
     trap 'end_jobs 130' INT
     trap 'end_jobs 143' TERM
     set -m
-    "$@" </dev/null &
+    FORESHORE_IS_JOB=yes "$@" </dev/null &
     set +m
 }
 
@@ -320,7 +321,10 @@ how_ended() {
     case $1 in
         124) echo "time limit reached" ;;
         125) echo "the host failed" ;;
-        *) if [ "$1" -gt 128 ]; then echo "SIG$(kill -l $(($1 - 128)))"; else echo "exit code $1"; fi ;;
+        *)
+            local signal
+            if [ "$1" -gt 128 ] && signal=$(kill -l $(($1 - 128)) 2>/dev/null); then echo "SIG$signal"
+            else echo "exit code $1"; fi ;;
     esac
 }
 
@@ -339,7 +343,11 @@ end_jobs() {
     trap '' INT TERM HUP
     local job running tries
     running=$(jobs -rp)
-    for job in $running; do kill -- "-$job" 2>/dev/null || true; done
+    for job in $running; do
+        kill -- "-$job" 2>/dev/null || true
+        # A stopped job ends when it goes on.
+        kill -CONT -- "-$job" 2>/dev/null || true
+    done
     wait
     # A host takes a moment to end its QEMU. Who starts anew at once is not to find it.
     for job in $running; do
