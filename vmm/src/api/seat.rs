@@ -526,7 +526,11 @@ mod tests {
                 let seats = seats();
                 let seat = seats.take();
                 prepare(&seat);
-                while is_ready(seats.one_waits()).await || is_ready(seat.changed.notified()).await {}
+                // Both notifications of taking and preparing, and no more.
+                for _ in 0..2 {
+                    is_ready(seats.one_waits()).await;
+                    is_ready(seat.changed.notified()).await;
+                }
                 change(&seat);
                 assert!(is_ready(seats.one_waits()).await, "{name}: the accept loop sleeps");
                 let is_waiting = seat.state.lock().waits != Waits::ForCall;

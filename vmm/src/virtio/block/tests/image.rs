@@ -363,7 +363,7 @@ fn transfers_past_the_page_cache_are_aligned_here() {
     let (_folder, path) = image(1 << 20);
     let backend = match RawImage::open(&path, ImageOptions { direct: true, ..WRITABLE }) {
         Ok(backend) => backend,
-        Err(err) => return eprintln!("no O_DIRECT here, so it is not tested: {err}"),
+        Err(err) => return eprintln!("skipped: no O_DIRECT here: {err}"),
     };
     let block = u64::from(backend.geometry().block_bytes);
     let mut rig = Rig::new(backend);
