@@ -64,7 +64,7 @@ impl<'a> Forecast<'a> {
         if let Some(reported_pages) = reported_pages {
             let (reported_bytes, bytes) =
                 (reported_pages.saturating_mul(PAGE_BYTES), forecast.reserve_bytes(zones));
-            forecast.now_bytes = (reported_bytes.abs_diff(bytes) <= bytes / UNKNOWN_PART).then_some(bytes);
+            forecast.now_bytes = (reported_bytes.abs_diff(bytes) <= bytes / TOLERANCE_PART).then_some(bytes);
         }
         forecast
     }
@@ -110,15 +110,15 @@ impl<'a> Forecast<'a> {
             let lost_bytes = part.saturating_add_signed(change_bytes(*part).saturating_sub(now_bytes));
             lost_bytes <= surplus_bytes
         };
-        let parts = (1..=PARTS).rev().map(|part| scale(bytes, part, PARTS));
-        parts.into_iter().find(fits).unwrap_or(0)
+        let mut parts = (1..=PARTS).rev().map(|part| scale(bytes, part, PARTS));
+        parts.find(fits).unwrap_or(0)
     }
 }
 
-/// The part of a reserve by which a reported reserve may differ from the computed one.
-const UNKNOWN_PART: u64 = 16;
+/// A reported reserve may differ from the computed one by a part of the latter: a sixteenth.
+const TOLERANCE_PART: u64 = 16;
 
-/// Sizes that are tried for memory to give back.
+/// Number of sizes that are tried for memory to give back.
 const PARTS: u64 = 16;
 
 /// ZONE_MOVABLE of a node. A node without movable memory does not report one.
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(change_mib(&raw, &host, 1124), 100);
         host.zones[0].requested_bytes = 256 * MIB;
         assert_eq!(change_mib(&raw, &host, 1280), (88 + 256) / 2 - 88);
-        // Of a guest with another reserve than the agent sets, and of an older agent, nothing is known.
+        // The forecast knows no ratios but the agent's, and needs the reserve in the report.
         raw.zones[0].protected_pages = Some(60 * MIB / PAGE_BYTES);
         assert_eq!(change_mib(&raw, &host, 1280), 0);
         raw.zones[0].protected_pages = None;

@@ -196,6 +196,10 @@ pub fn kept_pages(zone: &Zone, zones: &[Zone], ratios: &[u64]) -> u64 {
 mod tests {
     use super::*;
 
+    fn zone(node: u32, kind: ZoneKind, mib: u64) -> Zone {
+        Zone { node, kind, managed_pages: mib * MIB / PAGE_BYTES, ..Zone::default() }
+    }
+
     #[test]
     fn reserve_is_kept_in_the_highest_zone_and_the_rest_below() {
         let ratios = |dma32_mib: u64, normal_mib: u64, movable_mib: u64, reserve_mib: u64| {
@@ -239,12 +243,6 @@ mod tests {
 
     #[test]
     fn zones_keep_a_part_of_the_higher_zones_of_their_node() {
-        let zone = |node, kind, mib: u64| Zone {
-            node,
-            kind,
-            managed_pages: mib * MIB / PAGE_BYTES,
-            ..Zone::default()
-        };
         let zones = [
             zone(0, ZoneKind::Dma, 15),
             zone(0, ZoneKind::Dma32, 2900),
@@ -271,12 +269,6 @@ mod tests {
 
     #[test]
     fn nodes_share_the_descriptors_by_their_kernel_zones() {
-        let zone = |node, kind, mib: u64| Zone {
-            node,
-            kind,
-            managed_pages: mib * MIB / PAGE_BYTES,
-            ..Zone::default()
-        };
         let zones = [
             zone(0, ZoneKind::Dma32, 1024),
             zone(0, ZoneKind::Movable, 512),

@@ -33,7 +33,7 @@ impl KernelZone {
     }
 }
 
-/// What a kernel's zone contains.
+/// Use of a zone that serves the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct KernelPart<'a> {
     pub zone: &'a KernelZone,

@@ -273,7 +273,7 @@ fn rule_3_reserve_that_grows_is_not_about_to_leave() {
         for _ in 0..5 {
             rig.report(1000, 300);
         }
-        // 100 MiB less are available, of which 128 are to go.
+        // 128 MiB are to be unplugged. Meanwhile the available memory falls by 100 MiB.
         rig.host.zones[1].requested_bytes = 384 * MIB;
         rig.raw.zones[0].protected_pages = Some(protected_mib * MIB / PAGE_BYTES);
         rig.report(1000, 200).pressure
@@ -296,7 +296,7 @@ fn rule_3_dram_that_the_kernel_will_keep_does_not_count() {
     assert_eq!(reason(40, false), Reason::Enough);
 }
 
-/// What has come into the total and is kept will not become available.
+/// DRAM that is online and kept by the kernel never becomes available.
 #[test]
 fn rule_3_dram_that_the_kernel_keeps_is_not_arriving() {
     let is_short = |protected_mib: u64| {
