@@ -2,6 +2,7 @@
 //! and serves its API meanwhile.
 
 use std::fs;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +16,12 @@ use serde_json::json;
 use crate::firmware;
 use crate::zones::MIB;
 
-guest_tests::tests![plug_storm_is_held_to_the_rate, guest_that_resets_at_once_is_slowed_down];
+guest_tests::tests![
+    plug_storm_is_held_to_the_rate,
+    guest_that_resets_at_once_is_slowed_down,
+    agent_connects_while_a_program_holds_all_connections,
+    flood_of_reports_is_parsed_at_normal_priority,
+];
 
 /// Time that every wait may take, and the longest that an attack runs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -42,24 +48,46 @@ fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
     Ok(slowest)
 }
 
-/// CPU time of the VMM's threads except vCPUs, which run the guest.
-fn cpu_time_without_vcpus(pid: u32) -> Result<Duration> {
+/// What a thread of the VMM has used so far.
+struct Thread {
+    is_vcpu: bool,
+    nice: i64,
+    cpu: Duration,
+}
+
+/// The threads of process `pid`.
+fn threads(pid: u32) -> Result<Vec<Thread>> {
     // SAFETY: no pointers.
     let ticks_per_s = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) })?;
-    let mut ticks = 0;
+    let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         // A thread that ends meanwhile has no more to count.
         let Ok(stat) = fs::read_to_string(thread?.path().join("stat")) else { continue };
-        let (begin, numbers) = stat.rsplit_once(')').context("No name in stat")?;
-        if begin.contains("(vcpu") {
-            continue;
-        }
-        // utime and stime (proc_pid_stat(5)); the third field follows the name.
-        for number in numbers.split_whitespace().skip(11).take(2) {
-            ticks += number.parse::<u64>()?;
-        }
+        let (begin, fields) = stat.rsplit_once(')').context("No name in stat")?;
+        // The third field follows the name (proc_pid_stat(5)).
+        let fields: Vec<_> = fields.split_whitespace().collect();
+        let field = |nth: usize| fields.get(nth - 3).with_context(|| format!("No field {nth} in {stat}"));
+        let (utime, stime, nice) = (field(14)?, field(15)?, field(19)?);
+        let ticks = utime.parse::<u64>()? + stime.parse::<u64>()?;
+        threads.push(Thread {
+            is_vcpu: begin.contains("(vcpu"),
+            nice: nice.parse()?,
+            cpu: Duration::from_millis(ticks * 1000 / ticks_per_s),
+        });
     }
-    Ok(Duration::from_millis(ticks * 1000 / ticks_per_s))
+    Ok(threads)
+}
+
+/// CPU time of the VMM's threads except vCPUs, which run the guest.
+fn cpu_time_without_vcpus(pid: u32) -> Result<Duration> {
+    Ok(threads(pid)?.iter().filter(|thread| !thread.is_vcpu).map(|thread| thread.cpu).sum())
+}
+
+/// The part of [`cpu_time_without_vcpus`] that was used before others: at a negative nice value.
+fn cpu_time_before_others(pid: u32) -> Result<Duration> {
+    let threads = threads(pid)?;
+    ensure!(threads.iter().any(|thread| thread.nice < 0), "No thread of the VMM has a high priority");
+    Ok(threads.iter().filter(|thread| thread.nice < 0).map(|thread| thread.cpu).sum())
 }
 
 /// Plugged and erased bytes, and delayed requests, so far.
@@ -224,4 +252,64 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     let status = guest.wait_for_exit(LIMIT)?;
     ensure!(status.success(), "The VMM ended with {status}");
     Ok(())
+}
+
+/// Connections of agents so far.
+fn agent_connections(guest: &Guest) -> Result<f64> {
+    guest.metrics()?.value("foreshore_pressure_agent_connections_total", &[])
+}
+
+fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
+    const PORT: u32 = 9800;
+    const RESTART: &str = "killall -KILL foreshore-agent; while pidof foreshore-agent >/dev/null; do :; done; \
+                           exec foreshore-agent >/run/agent.log 2>&1";
+    let guest = Guest::builder().memory("size=384M").pressure("psi").boot()?;
+    guest.wait_until("the agent is connected", LIMIT, || Ok(agent_connections(&guest)? == 1.0))?;
+    let path = format!("{}_{PORT}", guest.vsock_socket().display());
+    // Nobody accepts: a connection that waits for that has its socket in the VMM already.
+    let listener = UnixListener::bind(&path)?;
+    let mut storm = guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;
+    let held = storm.next_line().context("The storm has ended")?;
+    let begun = Instant::now();
+    guest.wait_until("the restarted agent is connected", LIMIT, || Ok(agent_connections(&guest)? >= 2.0))?;
+    let metrics = guest.metrics()?;
+    let (open, refused) = (
+        metrics.value("foreshore_vsock_open_connections", &[])?,
+        metrics.value("foreshore_vsock_resets_total", &[])?,
+    );
+    println!(
+        "A program {held} connections, {open} are open, {refused} were refused; the agent was back after {:.1?}",
+        begun.elapsed()
+    );
+    ensure!(open > 1000.0 && refused > 0.0, "{open} connections are open, {refused} were refused");
+    drop((storm, listener));
+    guest.wait_for_shell(LIMIT)?;
+    guest.power_off()
+}
+
+fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
+    /// A report of nearly the longest length. A parser finds at its end that it lacks a field.
+    const FLOOD: &str = r#"zeros=$(printf '0,%.0s' $(seq 32000)); echo begins;
+                           yes "{\"type\":\"report\",\"zeros\":[${zeros}0]}" | guest-tool vsock-send 9746"#;
+    let guest = Guest::builder().cpus(2).memory("size=384M").pressure("psi");
+    let guest = guest.cmdline("foreshore.agent=off").boot()?;
+    let sum = |name: &str| Ok::<_, anyhow::Error>(guest.metrics()?.sum(name, &[]) as u64);
+    let refused = || sum("foreshore_pressure_refused_reports_total");
+    let mut flood = guest.start_script(LIMIT, FLOOD)?;
+    ensure!(flood.next_line().as_deref() == Some("begins"), "No flood: {:?}", flood.finish()?);
+    guest.wait_until("the first second's lines are refused", LIMIT, || Ok(refused()? >= 200))?;
+    let (begun, lines_before) = (Instant::now(), refused()?);
+    let (all_before, first_before) =
+        (cpu_time_without_vcpus(guest.pid())?, cpu_time_before_others(guest.pid())?);
+    let slowest = slowest_call(&guest, ATTACK)?;
+    let all = cpu_time_without_vcpus(guest.pid())? - all_before;
+    let first = cpu_time_before_others(guest.pid())? - first_before;
+    let (lines, elapsed) = (refused()? - lines_before, begun.elapsed());
+    println!(
+        "{lines} reports refused in {elapsed:.1?}; the VMM's CPU time was {all:?}, {first:?} of it at high priority; \
+         an API call took at most {slowest:?}"
+    );
+    ensure!(lines > 0 && first < all / 4, "{lines} reports: {first:?} of {all:?} at high priority");
+    drop(flood);
+    guest.power_off()
 }

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::limits;
+
 const PAGE: usize = 4096;
 /// At a time: less than what is left.
 const STEP: usize = 64 << 10;
@@ -194,7 +196,7 @@ impl Taken {
     /// Room for no more pipes than so many bytes fill: nothing is to be allocated for the list later.
     fn new(most_bytes: usize) -> Result<Self> {
         let most = most_bytes / PIPE + 1;
-        allow_files(most + 64)?;
+        limits::allow_open_files(most + 64)?;
         Ok(Self { full: Vec::with_capacity(most), last: pipe()?, len: 0 })
     }
 
@@ -219,14 +221,6 @@ fn pipe() -> Result<(PipeReader, PipeWriter)> {
     let size = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE as libc::c_int) };
     ensure!(size == PIPE as libc::c_int, "A pipe has {size} bytes: {}", io::Error::last_os_error());
     Ok((reader, writer))
-}
-
-fn allow_files(count: usize) -> Result<()> {
-    let limit = libc::rlimit { rlim_cur: count as libc::rlim_t, rlim_max: count.max(4096) as libc::rlim_t };
-    // SAFETY: the structure lives through the call.
-    let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-    ensure!(done == 0, "Cannot have {count} files: {}", io::Error::last_os_error());
-    Ok(())
 }
 
 /// What /proc/zoneinfo says of the zones that the kernel itself can use.

@@ -9,6 +9,8 @@ use std::thread;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::limits;
+
 const MIB: u64 = 1 << 20;
 /// Number of files between two lines about the progress.
 const NEWS: u64 = 20_000;
@@ -44,10 +46,7 @@ pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
 /// until killed.
 pub fn fill_sockets(mib: u64) -> Result<()> {
     crate::oom::volunteer()?;
-    let most = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
-    // SAFETY: `most` outlives the call.
-    let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const most) };
-    ensure!(result == 0, io::Error::last_os_error());
+    limits::allow_open_files(1 << 20)?;
     let data = [1u8; 4096];
     let (mut pairs, mut queued_bytes, mut said_mib) = (Vec::new(), 0u64, 0);
     while queued_bytes < mib * MIB {

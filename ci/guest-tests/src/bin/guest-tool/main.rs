@@ -7,6 +7,7 @@ mod files;
 mod filled;
 mod hostile;
 mod kernel_loads;
+mod limits;
 mod load;
 mod mapped;
 mod memory;
@@ -85,6 +86,8 @@ usage:
   guest-tool write-tree DIR SEED FILES           write a tree like that of a kernel's source
   guest-tool time COMMAND                        run it in a shell: microseconds
   guest-tool vsock-send PORT                     send the standard input to the host's port
+  guest-tool vsock-hold PORT COMMAND             connect to the host's port without end; `held COUNT` when the host
+                                                 refuses the first connection, and then run the command in a shell
   guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
                                                  until the file is there
   guest-tool hostile-frames ID FIRST END FILE    frames to and from there, of a network device, until there is such a FILE
@@ -168,6 +171,7 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["write-tree", dir, seed, files] => tree::write(dir.as_ref(), number(seed)?, number(files)?),
         ["time", command] => time(command),
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
+        ["vsock-hold", port, command] => vsock::hold(u32::try_from(number(port)?)?, command),
         ["hostile-range", id, first, end, file] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
             hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))

@@ -1,0 +1,14 @@
+//! Limits of this process.
+
+use std::io;
+
+use anyhow::{Result, ensure};
+
+/// Sets how many files this process may have open. A higher limit than before needs CAP_SYS_RESOURCE.
+pub fn allow_open_files(count: usize) -> Result<()> {
+    let limit = libc::rlimit { rlim_cur: count as libc::rlim_t, rlim_max: count as libc::rlim_t };
+    // SAFETY: the structure lives through the call.
+    let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    ensure!(done == 0, "Cannot have {count} open files: {}", io::Error::last_os_error());
+    Ok(())
+}
