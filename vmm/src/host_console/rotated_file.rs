@@ -8,6 +8,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Write};
+use std::mem;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use parking_lot::Mutex;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
+use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use tracing::warn;
 
@@ -95,8 +97,9 @@ struct Current {
     /// Path without links, if it is known.
     path: Option<PathBuf>,
     max_bytes: Option<u64>,
-    /// The file that was renamed last.
-    older: Option<FileId>,
+    /// The file that was renamed last, if it has no mark. It is held open so that no other file
+    /// gets its inode number.
+    older: Option<File>,
     length: Length,
 }
 
@@ -204,9 +207,9 @@ impl Current {
         if !is_at(&path, &ours) {
             return Err(KeepError::Replaced(path));
         }
-        let older_bytes = replaceable_bytes(&older, self.older)?;
+        let older_bytes = replaceable_bytes(&older, self.older.as_ref())?;
         // An earlier VMM may have left it behind, while another program had the path.
-        let newer_bytes = replaceable_bytes(&newer, self.older)?;
+        let newer_bytes = replaceable_bytes(&newer, self.older.as_ref())?;
         if fs::remove_file(&newer).is_ok() {
             metrics.discard(newer_bytes);
         }
@@ -218,7 +221,7 @@ impl Current {
         })?;
         metrics.discard(older_bytes);
         // The earlier output is PATH.1 now, so this file must not be written or emptied any more.
-        (self.file, self.older) = (file, Some(id_of(&ours)));
+        self.older = hold_unmarked(mem::replace(&mut self.file, file));
         if let Err(err) = rename(&newer, &path) {
             sparsely!(warn, %err, "A console's file has reached its limit and is continued as {newer:?}");
         }
@@ -242,9 +245,27 @@ pub(super) fn adopt_newer(path: &Path) {
     }
 }
 
+/// Returns a file that a later rotation cannot recognize by a mark. Others are closed, so that their
+/// removal frees their space.
+fn hold_unmarked(file: File) -> Option<File> {
+    if has_mark(&file) {
+        return None;
+    }
+    // A held lock would look like that of another VMM.
+    match flock(&file, FlockOperation::Unlock) {
+        Ok(()) => Some(file),
+        Err(_) => None,
+    }
+}
+
+/// True for the output of a VMM. File systems without attributes have no marks.
+fn has_mark(file: &File) -> bool {
+    matches!(Mark::of(file), Ok(Some(Mark::Output)))
+}
+
 /// Checks that the file at `path` may be replaced, because it is the output of a VMM or the file
 /// `known`. Returns its size, or 0 if there is no file.
-fn replaceable_bytes(path: &Path, known: Option<FileId>) -> Result<u64, KeepError> {
+fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, KeepError> {
     let named = match fs::symlink_metadata(path) {
         Ok(named) => named,
         Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(0),
@@ -256,8 +277,8 @@ fn replaceable_bytes(path: &Path, known: Option<FileId>) -> Result<u64, KeepErro
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
     let opened = file.metadata().map_err(failed("fstat"))?;
-    // File systems without attributes have no marks.
-    if !matches!(Mark::of(&file), Ok(Some(Mark::Output))) && known != Some(id_of(&opened)) {
+    let known = known.map(File::metadata).transpose().map_err(failed("fstat"))?;
+    if !has_mark(&file) && known.map(|known| id_of(&known)) != Some(id_of(&opened)) {
         return Err(KeepError::NotOutput(path.to_owned()));
     }
     match try_lock(&file, LockKind::Exclusive).map_err(failed("flock"))? {
@@ -433,12 +454,17 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), [b'y'; 50]);
     }
 
+    /// Makes a file look as on a file system without attributes.
+    fn remove_mark(path: &Path) {
+        rustix::fs::removexattr(path, c"user.foreshore").unwrap();
+    }
+
     #[test]
     fn older_file_of_this_console_is_replaced_without_a_mark() {
         let (folder, path, mut file) = console();
+        remove_mark(&path);
         file.write_all(&[b'x'; 150]).unwrap();
-        // As on a file system without attributes.
-        rustix::fs::removexattr(older(&path), c"user.foreshore").unwrap();
+        remove_mark(&path);
         file.write_all(&[b'y'; 100]).unwrap();
         assert_eq!(fs::read(older(&path)).unwrap(), [[b'x'; 50], [b'y'; 50]].concat());
         // Another file without a mark gets its name.
@@ -447,6 +473,30 @@ mod tests {
         fs::rename(&other, older(&path)).unwrap();
         file.write_all(&[b'z'; 100]).unwrap();
         assert_eq!(fs::read_to_string(older(&path)).unwrap(), "precious");
+    }
+
+    /// True if this process has the file open, so that its inode number is not reused.
+    fn is_held(id: FileId) -> bool {
+        let descriptors = fs::read_dir("/proc/self/fd").unwrap();
+        descriptors.flatten().any(|entry| fs::metadata(entry.path()).is_ok_and(|open| id_of(&open) == id))
+    }
+
+    #[test]
+    fn number_of_removed_older_file_is_not_reused_while_it_has_no_mark() {
+        let (_folder, path, mut file) = console();
+        remove_mark(&path);
+        file.write_all(&[b'x'; 150]).unwrap();
+        let unmarked = id_of(&fs::metadata(older(&path)).unwrap());
+        fs::remove_file(older(&path)).unwrap();
+        fs::write(older(&path), "precious").unwrap();
+        assert!(is_held(unmarked));
+        file.write_all(&[b'y'; 100]).unwrap();
+        assert_eq!(fs::read_to_string(older(&path)).unwrap(), "precious");
+        // The space of a file with a mark is free when somebody removes it.
+        fs::remove_file(older(&path)).unwrap();
+        file.write_all(&[b'z'; 100]).unwrap();
+        let marked = id_of(&fs::metadata(older(&path)).unwrap());
+        assert!(!is_held(marked));
     }
 
     #[test]
