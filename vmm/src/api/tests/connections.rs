@@ -65,6 +65,22 @@ fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
     }
 }
 
+/// The grace is too long to help.
+#[test]
+fn end_of_a_connection_makes_room_at_once() {
+    let limits = Limits { connections: 1, grace: Duration::from_secs(3600), ..Limits::API };
+    run_within(limits, async |fixture| {
+        let mut only = fixture.connect().await;
+        assert_eq!(only.call("GET", "vmm.ping", "").await.0, 200);
+        let mut next = fixture.connect().await;
+        next.send(request("GET", "/api/v1/vmm.ping", "")).await;
+        // The server sees the answered request and waits again.
+        tokio::task::yield_now().await;
+        drop(only);
+        assert_eq!(next.receive().await.unwrap().0, 200);
+    });
+}
+
 /// Connects and sends nothing, again as soon as the server closes the connection.
 async fn connect_in_silence(path: PathBuf) {
     loop {
