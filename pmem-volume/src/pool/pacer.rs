@@ -54,7 +54,7 @@ impl Pacer {
 }
 
 /// Longest wait of a batch for bytes that `owe` has counted.
-const MAX_DEBT: Duration = Duration::from_secs(10);
+pub(super) const MAX_DEBT: Duration = Duration::from_secs(10);
 /// Batches of a slow bound, so that it is kept in any second and not only in a minute.
 const BATCHES_PER_S: u64 = 16;
 

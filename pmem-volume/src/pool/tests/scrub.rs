@@ -4,9 +4,9 @@ use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::super::pacer::Pacer;
+use super::super::pacer::{MAX_DEBT, Pacer};
 use super::super::scrubber::next_wait;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, PATIENCE, levels};
@@ -265,6 +265,19 @@ fn erasures_on_demand_count_towards_the_bound() {
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
     assert_eq!(next_wait(&pool, &mut pacer, rate, s(4)), s(2));
     assert_eq!(next_wait(&pool, &mut pacer, None, s(4)), Duration::ZERO);
+}
+
+#[test]
+fn erasures_before_the_scrubber_starts_do_not_count_towards_its_bound() {
+    let (pool, _barrier) = slow_pool();
+    let_wait(&pool, 36 * MIB);
+    pool.scrub_all().unwrap();
+    let_wait(&pool, CHUNK_BYTES);
+    let began = Instant::now();
+    let _scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    wait_until_clean(&pool);
+    // The first batch would wait for the 36 MiB.
+    assert!(began.elapsed() < MAX_DEBT);
 }
 
 #[test]
