@@ -136,8 +136,13 @@ impl DirectIo {
     }
 
     /// Locks a range for a change that needs no widening.
-    pub fn lock_shared(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
+    fn lock_shared(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
         self.locks.lock(offset_bytes..offset_bytes + len_bytes, Access::Shared)
+    }
+
+    /// Locks a range for a change of any alignment.
+    pub fn lock_exclusive(&self, offset_bytes: u64, len_bytes: u64) -> RangeGuard {
+        self.locks.lock(widest_range(offset_bytes, len_bytes), Access::Exclusive)
     }
 
     /// Fills `data` from `offset_bytes` of `file`.
@@ -149,8 +154,23 @@ impl DirectIo {
         }
     }
 
-    /// Writes `data` to `offset_bytes` of `file`. The caller holds an exclusive lock of [`widest_range`].
+    /// Writes `data` to `offset_bytes` of `file`. Waits for other changes of the same blocks.
     pub fn write(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+        let len_bytes = data.len() as u64;
+        if self.is_aligned(offset_bytes, len_bytes) {
+            let _guard = self.lock_shared(offset_bytes, len_bytes);
+            let result = file.write_all_at(data, offset_bytes);
+            if !is_refusal(&result) {
+                return result;
+            }
+        }
+        let _guard = self.lock_exclusive(offset_bytes, len_bytes);
+        self.write_locked(file, offset_bytes, data)
+    }
+
+    /// Writes `data`, while the caller holds [`DirectIo::lock_exclusive`] or an exclusive lock of
+    /// [`widest_range`].
+    pub fn write_locked(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
         let result = self.with_growing_unit(|unit| self.write_wide(file, offset_bytes, data, unit));
         match &self.buffered {
             Some(buffered) if is_refusal(&result) => buffered.write(data, offset_bytes),

@@ -17,7 +17,7 @@ use tracing::{info, warn};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::blocking::{Blocking, Store};
-use super::direct::{DirectIo, is_refusal, widest_range};
+use super::direct::{DirectIo, widest_range};
 use super::range_locks::{Access, RangeGuard};
 use super::uring::Uring;
 use super::{Backend, Executor, Geometry, ResizeError, Step};
@@ -257,14 +257,13 @@ impl RawImage {
 
     /// Locks the range that a step of any alignment changes. Waits for other steps that change it.
     pub(super) fn lock_unaligned(&self, offset_bytes: u64, len_bytes: u64) -> Option<RangeGuard> {
-        let range = widest_range(offset_bytes, len_bytes);
-        self.direct.as_ref().map(|direct| direct.locks().lock(range, Access::Exclusive))
+        self.direct.as_ref().map(|direct| direct.lock_exclusive(offset_bytes, len_bytes))
     }
 
     /// Writes, while the caller has the blocks locked.
     fn write_locked(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
         match &self.direct {
-            Some(direct) => direct.write(&self.file, offset_bytes, data),
+            Some(direct) => direct.write_locked(&self.file, offset_bytes, data),
             None => self.file.write_all_at(data, offset_bytes),
         }
     }
@@ -349,17 +348,10 @@ impl Store for RawImage {
     }
 
     fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
-        if let Some(direct) = &self.direct
-            && direct.is_aligned(offset_bytes, data.len() as u64)
-        {
-            let _guard = direct.lock_shared(offset_bytes, data.len() as u64);
-            let result = self.file.write_all_at(data, offset_bytes);
-            if !is_refusal(&result) {
-                return result;
-            }
+        match &self.direct {
+            Some(direct) => direct.write(&self.file, offset_bytes, data),
+            None => self.file.write_all_at(data, offset_bytes),
         }
-        let _guard = self.lock_unaligned(offset_bytes, data.len() as u64);
-        self.write_locked(offset_bytes, data)
     }
 
     fn flush(&self) -> io::Result<()> {
