@@ -500,6 +500,21 @@ fn a_guest_that_resets_in_a_loop_is_slowed_down_and_serves_its_api_meanwhile() {
 }
 
 #[test]
+fn vcpus_of_a_guest_that_resets_at_once_stop_until_its_delayed_restart() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::GuestReset);
+        vm.built(2).await;
+        vm.log.lock().clear();
+        vm.send(1, MachineEvent::GuestReset);
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.log(), ["pause"]);
+        vm.built(3).await;
+        assert_eq!(vm.log(), ["pause", "drop", "build", "resume"]);
+    });
+}
+
+#[test]
 fn a_pause_holds_a_delayed_restart_up() {
     run(async {
         let vm = start(None).await;
