@@ -42,7 +42,7 @@ pub mod torn;
 pub mod wait;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
-pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, program};
+pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, end_with_parent, program};
 pub use holdings::Holdings;
 pub use metrics::Metrics;
 pub use pool::Pool;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::guest::{console, without_logs};
+use crate::guest::{console, end_with_parent, without_logs};
 use crate::wait::wait_for;
 
 /// A test by its name: `topic::what_holds`.
@@ -399,7 +399,8 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
     let output_path = dir.join("output");
     let output = File::create(&output_path)?;
-    let mut child = Command::new(std::env::current_exe()?)
+    let mut command = Command::new(std::env::current_exe()?);
+    command
         .args(["--one", short_name(test)])
         .env(TEST_DIR_VARIABLE, &dir)
         // A panic's backtrace says where; an error says what, and its backtrace would bury that.
@@ -408,8 +409,8 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
         .stdout(output.try_clone()?)
         .stderr(output)
         // The VMMs that the test starts stay in its group, and end with it.
-        .process_group(0)
-        .spawn()?;
+        .process_group(0);
+    let mut child = end_with_parent(&mut command).spawn()?;
     let status = wait_for("the test ended", limit, || Ok(child.try_wait()?));
     end_group(&mut child);
     let output = String::from_utf8_lossy(&fs::read(&output_path)?).into_owned();

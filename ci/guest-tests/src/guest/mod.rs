@@ -15,7 +15,7 @@ use serde_json::Value;
 
 pub use builder::{GuestBuilder, Image, Kernel, Refusal};
 pub use console::{complaints, without_logs};
-pub use process::{VmmProcess, program};
+pub use process::{VmmProcess, end_with_parent, program};
 pub use shell::{Endpoint, Output, Script};
 
 use self::console::LogTails;

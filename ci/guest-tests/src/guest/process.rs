@@ -23,6 +23,19 @@ pub fn program(name: &str) -> PathBuf {
     std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
 }
 
+/// Has `command` killed when the thread that starts it ends, also if a signal ends it.
+pub fn end_with_parent(command: &mut Command) -> &mut Command {
+    let set = || {
+        // SAFETY: prctl takes no pointers here.
+        match unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: it makes a system call that is async-signal-safe, and allocates nothing.
+    unsafe { command.pre_exec(set) }
+}
+
 /// Has `command` begin a session on `terminal`: its standard input and output, and its controlling terminal.
 pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> {
     let terminal = CString::new(terminal.as_os_str().as_bytes())?;
@@ -56,16 +69,10 @@ impl VmmProcess {
         let output = File::options().create(true).append(true).open(log);
         let output = output.with_context(|| format!("Cannot open {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
-        // SAFETY: prctl is async-signal-safe and takes no pointers here. The VMM must not outlive a test that dies.
-        unsafe {
-            command.pre_exec(|| {
-                if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) < 0 {
-                    return Err(io::Error::last_os_error());
-                }
-                Ok(())
-            });
-        }
-        let child = command.spawn().with_context(|| format!("Cannot start {:?}", command.get_program()))?;
+        // The VMM must not outlive a test that dies.
+        let child = end_with_parent(command)
+            .spawn()
+            .with_context(|| format!("Cannot start {:?}", command.get_program()))?;
         Ok(Self { pid: child.id(), child: Mutex::new(child), log: log.to_owned() })
     }
 
@@ -173,6 +180,9 @@ impl Drop for VmmProcess {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::thread;
+
     use super::*;
 
     #[test]
@@ -216,5 +226,14 @@ mod tests {
         assert!(process.smaps_rollup_bytes("Rss").unwrap() > 0);
         assert!(process.smaps_rollup_bytes("NoSuchField").is_err());
         fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn process_ends_with_the_thread_that_started_it() {
+        let start = || end_with_parent(Command::new("sleep").arg("1000")).spawn();
+        let mut child = thread::spawn(start).join().unwrap().unwrap();
+        let status = wait_for("the process ended", Duration::from_secs(20), || Ok(child.try_wait()?));
+        let _ = child.kill();
+        assert_eq!(status.unwrap().signal(), Some(libc::SIGKILL));
     }
 }

@@ -11,13 +11,12 @@ mod touch;
 mod watch;
 
 use std::ffi::CString;
-use std::io;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use guest_tests::end_with_parent;
 
 pub use leak::leak;
 pub use watch::{say_counters, watch};
@@ -67,13 +66,7 @@ impl Phases {
 /// A program of a workload, which ends with it, also when that is killed.
 fn program(name: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new(name);
-    // SAFETY: prctl is async-signal-safe, and has no pointers here.
-    unsafe {
-        command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        });
-    }
+    end_with_parent(&mut command);
     command
 }
 
