@@ -79,7 +79,7 @@ build_programs() {
     say "building the API clients of the tests"
     # Apart: features are those of all that is built at once, and clients want more of hyper than the VMM has.
     as_job cargo_in_root build --release -p client-tests || { say "the build of the clients failed"; return 1; }
-    "$ROOT/guest/image/build"
+    as_job_with_root "$ROOT/guest/image/build"
 }
 
 build_binaries() {
@@ -301,7 +301,7 @@ hosts_at_once() {
 }
 
 # in_background COMMAND...: a job that is a process group of its own, which Ctrl-C does not reach: end_jobs ends it, and the
-# hosts in it. (A guest test on this machine itself is a group of its own again, and ends by its limit.)
+# hosts in it. (A guest test on this machine itself is a group of its own again, and ends with its runner.)
 in_background() {
     trap 'end_jobs 129' HUP
     trap 'end_jobs 130' INT
@@ -336,6 +336,17 @@ as_job() {
     wait "$!" || status=$?
     trap - INT TERM HUP
     return "$status"
+}
+
+# as_job_with_root COMMAND...: the same for a command that may need root. Where sudo would ask for a password at the terminal, it
+# runs in the foreground, because a job cannot ask. Ctrl-C ends it there as well.
+as_job_with_root() {
+    if asks_for_password; then "$@"; else as_job "$@"; fi
+}
+
+asks_for_password() {
+    [ "$(id -u)" -ne 0 ] && [ -z "${FORESHORE_IS_JOB:-}" ] && (: </dev/tty) 2>/dev/null && have_command sudo &&
+        ! sudo -n true 2>/dev/null
 }
 
 # end_jobs STATUS: ends all jobs, then this script with that exit status.
