@@ -190,8 +190,7 @@ pub fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
             // fixed has no default; as much as any of them may give.
             let size = if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
             let policy = format!("{policy}{size},record={}", trace_file().display());
-            // DRAM without a hotplug part: docs/policy.md, What the guest must bring.
-            let cmdline = format!("movablecore={}M foreshore.zram={FALLBACK_ZRAM_MIB}M", dram_mib / 4);
+            let cmdline = format!("foreshore.zram={FALLBACK_ZRAM_MIB}M");
             let memory = format!("pool={},size={}M", pool.name(), MORE_MIB.next_multiple_of(BLOCK_MIB));
             (guest.pm_memory(&memory).pressure(&policy).cmdline(&cmdline), None)
         }

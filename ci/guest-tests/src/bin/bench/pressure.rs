@@ -72,7 +72,6 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=768M", pool.name()))
-        .cmdline("movablecore=96M")
         // Else it waits longer than REST before it gives back what the last burst has left, and holds enough for the next: also
         // where it has learned patience, of a grow while the guest boots and a shrink after that.
         .pressure("psi,idle=1s,max_idle=1s")

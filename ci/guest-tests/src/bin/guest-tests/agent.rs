@@ -344,7 +344,7 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
         .kernel(kernel)
         .cpus(2)
         .memory("size=256M")
-        .cmdline("transparent_hugepage=always movablecore=64M foreshore.zram=64M")
+        .cmdline("transparent_hugepage=always foreshore.zram=64M")
         .pm_memory(&format!("pool={},size=384M", pool.name()))
         .pressure("fixed,size=384M")
         .boot()?;

@@ -256,7 +256,7 @@ fn a_guest_without_an_agent_is_given_pm() -> Result<()> {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         // What it booted with stays with it: this is about PM.
         .argument("--balloon", "floor=768M")
-        .cmdline("foreshore.agent=off movablecore=192M foreshore.zram=128M")
+        .cmdline("foreshore.agent=off foreshore.zram=128M")
         .pressure("off")
         .boot()?;
     for (policy, params, give_back) in [

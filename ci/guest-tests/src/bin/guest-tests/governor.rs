@@ -57,7 +57,6 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         .cpus(2)
         .memory(&format!("size={BOOT_MIB}M"))
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        .cmdline("movablecore=96M")
         .pressure("psi")
         .boot()?;
     guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
@@ -110,7 +109,6 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         .cpus(2)
         .memory(&format!("size={BOOT_MIB}M"))
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        .cmdline("movablecore=96M")
         .pressure(&format!("psi,record={}", file.display()))
         .boot()?;
     guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;

@@ -169,7 +169,7 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
         .argument("--disk", &format!("path={}", disk.display()))
         // Huge pages, which the agent switches on in a guest that has grown, would move the watermarks.
-        .cmdline("movablecore=64M transparent_hugepage=never foreshore.zram=64M")
+        .cmdline("transparent_hugepage=never foreshore.zram=64M")
         .pressure(&format!("off,dry_run=on,record={}", trace.display()))
         .boot()?;
     guest.wait_until_run("the disk is there", LIMIT, "test -b /dev/vda")?;
