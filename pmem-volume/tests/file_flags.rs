@@ -7,6 +7,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 
 use pmem_volume::Pool;
+use pmem_volume::pool::formats;
 use shell::Folder;
 
 const PAGE: &str = include_str!("../../docs/consoles.md");
@@ -34,6 +35,22 @@ fn rows_of_pmvol_are_those_that_this_file_tests() {
             "| `pmvol btt export --to` | replaced with `--force` | without `--force`; pools always |",
         ]
     );
+}
+
+#[test]
+fn page_lists_the_formats_that_are_recognized() {
+    let without_article = |name: &'static str| {
+        ["an ", "a ", "the "].iter().find_map(|article| name.strip_prefix(article)).unwrap_or(name)
+    };
+    let mut names: Vec<_> = Vec::new();
+    for name in formats::known().map(|format| without_article(format.name())) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    let (_, list) = PAGE.split_once("\nRecognized formats: ").expect("the list");
+    let (list, _) = list.split_once(".\n").expect("its end");
+    assert_eq!(list.replace('\n', " "), names.join(", "));
 }
 
 fn with_file(folder: &Folder, offset: u64, bytes: &[u8]) -> Vec<u8> {

@@ -20,12 +20,14 @@ use foreshore::virtio::block::backend::image::{ImageOptions, RawImage};
 use foreshore::volume::file::PmemFile;
 use pmem_volume::Pool;
 use pmem_volume::pool::claim::claim;
+use pmem_volume::pool::formats::{self, Format};
 use tempfile::TempDir;
 
 const PAGE: &str = include_str!("../../docs/consoles.md");
 const MIB: u64 = 1 << 20;
-/// Length of every file with content. It is valid for a zone and for a disk.
-const FILE_BYTES: u64 = 2 * MIB;
+/// Length of every file with content. It is valid for a zone and for a disk, and all formats have
+/// their bytes in it.
+const FILE_BYTES: u64 = 4 * MIB;
 
 /// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and balloon/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
@@ -33,33 +35,17 @@ const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
 const NOT_IN_THE_TABLE: [&str; 6] =
     ["--kernel", "--firmware", "--initramfs", "--rng src=", "--pm-memory pool=", "--pm-volume pool="];
 
-/// Signatures of formats: name in the error, offset and bytes.
-const KNOWN: &[(&str, u64, &[u8])] = &[
-    ("an XFS file system", 0, b"XFSB"),
-    ("an ext2, ext3 or ext4 file system", 0x438, b"\x53\xef"),
-    ("a Btrfs file system", 0x10040, b"_BHRfS_M"),
-    ("swap space", 0xff6, b"SWAPSPACE2"),
-    ("a LUKS volume", 0, b"LUKS\xba\xbe"),
-    ("an LVM physical volume", 0x200, b"LABELONE"),
-    ("an fsdax namespace", 0x1000, b"NVDIMM_PFN_INFO\0"),
-    ("a BTT", 0x1000, b"BTT_ARENA_INFO\0\0"),
-    ("a GPT partition table", 0x200, b"EFI PART"),
-    ("a partition table or boot sector", 0x1fe, b"\x55\xaa"),
-    ("a qcow2 image", 0, b"QFI\xfb"),
-    ("a VMDK image", 0, b"KDMV"),
-    ("a VHDX image", 0, b"vhdxfile"),
-    ("a VDI image", 0x40, b"\x7f\x10\xda\xbe"),
-];
 const LOG: &[u8] = b"2026-01-01T00:00:00Z INFO foreshore: a VM of another day\n";
 
 /// Content at the path before a flag names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Content {
     /// A pool that the host has made and marked.
     Pool,
     /// The bytes of a pool without its mark.
     PoolCopy,
-    Known(usize),
+    /// A format of the table of `pmem-volume`.
+    Known(&'static Format),
     /// A file system that a guest has written since the flag took the file for the first time.
     WrittenByGuest,
     /// A pool that a guest has written in the same way.
@@ -81,14 +67,14 @@ impl Content {
         use Content::*;
         let of_guests = [WrittenByGuest, PoolOfGuest, DiskOfGuest];
         let others = [Pool, PoolCopy, Log, Hole, Nothing, InUse, SocketLeftBehind];
-        (0..KNOWN.len()).map(Self::Known).chain(of_guests).chain(others)
+        formats::known().map(Self::Known).chain(of_guests).chain(others)
     }
 
     /// Name in the error, if a flag can know the content.
     fn known(self) -> Option<&'static str> {
         match self {
             Self::Pool | Self::PoolCopy => Some("a pool"),
-            Self::Known(index) => Some(KNOWN[index].0),
+            Self::Known(format) => Some(format.name()),
             Self::DiskOfGuest => Some("the data of a guest's disk"),
             _ => None,
         }
@@ -110,7 +96,12 @@ impl Content {
                 fs::copy(&pool, path).unwrap();
                 fs::remove_file(pool).unwrap();
             }
-            Self::Known(index) => hole().write_all_at(KNOWN[index].2, KNOWN[index].1).unwrap(),
+            Self::Known(format) => {
+                let file = hole();
+                for (offset, bytes) in format.samples(FILE_BYTES).next().expect("a place in the file") {
+                    file.write_all_at(bytes, offset).unwrap();
+                }
+            }
             Self::WrittenByGuest => {
                 let file = hole();
                 let _ = flag.open(path);

@@ -19,6 +19,7 @@ mod create;
 mod damaged_volume;
 mod error;
 mod findings;
+pub mod formats;
 mod free_content;
 mod give_up;
 mod grow;

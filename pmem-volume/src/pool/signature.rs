@@ -5,44 +5,20 @@
 //! end of the device counts as data, because not every format is known.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::claim::{PoolContent, pool_content};
+use super::formats::{self, FORMATS, Format, IMAGES, find_at_start};
 use super::mark::Mark;
 use crate::media::{Media, MediaError};
 
 /// Size of the parts at the start and at the end of a device that are searched. Common formats have
 /// data there.
 const LOOK_BYTES: u64 = 1 << 20;
-
-/// Bytes at a fixed offset that identify a format.
-struct Signature {
-    offset: usize,
-    bytes: &'static [u8],
-    name: &'static str,
-}
-
-/// Signatures from the specifications of the formats. Formats that can lie inside other formats
-/// come first.
-const SIGNATURES: &[Signature] = &[
-    Signature { offset: 0, bytes: b"XFSB", name: "an XFS file system" },
-    Signature { offset: 0x438, bytes: b"\x53\xef", name: "an ext2, ext3 or ext4 file system" },
-    Signature { offset: 0x10040, bytes: b"_BHRfS_M", name: "a Btrfs file system" },
-    Signature { offset: 0x400, bytes: b"\x10\x20\xf5\xf2", name: "an F2FS file system" },
-    Signature { offset: 0xff6, bytes: b"SWAPSPACE2", name: "swap space" },
-    Signature { offset: 0, bytes: b"LUKS\xba\xbe", name: "a LUKS volume" },
-    Signature { offset: 0x200, bytes: b"LABELONE", name: "an LVM physical volume" },
-    Signature { offset: 0x1000, bytes: b"\xfc\x4e\x2b\xa9", name: "a member of a Linux RAID" },
-    Signature { offset: 0x1000, bytes: b"NVDIMM_PFN_INFO\0", name: "an fsdax namespace" },
-    Signature { offset: 0x1000, bytes: b"NVDIMM_DAX_INFO\0", name: "a devdax namespace" },
-    Signature { offset: 0x1000, bytes: b"BTT_ARENA_INFO\0\0", name: "a BTT" },
-    Signature { offset: 0x200, bytes: b"EFI PART", name: "a GPT partition table" },
-    Signature { offset: 0x1000, bytes: b"EFI PART", name: "a GPT partition table" },
-    Signature { offset: 0x1fe, bytes: b"\x55\xaa", name: "a partition table or boot sector" },
-];
 
 /// Describes the content of a device. `None` if the parts at its start and end are zeros.
 pub(super) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError> {
@@ -53,9 +29,16 @@ pub(super) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError>
 pub(super) fn found_in(device: &dyn Media, range: Range<u64>) -> Result<Option<String>, MediaError> {
     let look_bytes = LOOK_BYTES.min(range.end - range.start);
     let mut bytes = vec![0; look_bytes as usize];
-    device.read(range.start, &mut bytes)?;
-    if let Some(signature) = SIGNATURES.iter().find(|signature| signature.is_in(&bytes)) {
-        return Ok(Some(format!("it looks like {}", signature.name)));
+    let len_bytes = range.end - range.start;
+    let read = |offset: u64, into: &mut [u8]| {
+        let is_inside = offset.saturating_add(into.len() as u64) <= len_bytes;
+        if is_inside {
+            device.read(range.start + offset, into)?;
+        }
+        Ok(is_inside)
+    };
+    if let Some(format) = formats::find(FORMATS, Some(len_bytes), read)? {
+        return Ok(Some(format!("it looks like {}", format.name())));
     }
     for start in [range.start, range.end - look_bytes] {
         device.read(start, &mut bytes)?;
@@ -66,26 +49,9 @@ pub(super) fn found_in(device: &dyn Media, range: Range<u64>) -> Result<Option<S
     Ok(None)
 }
 
-/// Formats of disk images.
-const IMAGES: &[Signature] = &[
-    Signature { offset: 0, bytes: b"QFI\xfb", name: "a qcow2 image" },
-    Signature { offset: 0, bytes: b"QED\0", name: "a QED image" },
-    Signature { offset: 0, bytes: b"KDMV", name: "a VMDK image" },
-    Signature { offset: 0, bytes: b"COWD", name: "a VMDK image" },
-    Signature { offset: 0, bytes: b"# Disk DescriptorFile", name: "a VMDK image" },
-    Signature { offset: 0, bytes: b"vhdxfile", name: "a VHDX image" },
-    Signature { offset: 0, bytes: b"conectix", name: "a VHD image" },
-    Signature { offset: 0, bytes: b"WithoutFreeSpace", name: "a Parallels image" },
-    Signature { offset: 0, bytes: b"WithouFreSpacExt", name: "a Parallels image" },
-    Signature { offset: 0x40, bytes: b"\x7f\x10\xda\xbe", name: "a VDI image" },
-];
-
-/// Length of the start of a file that contains all signatures.
-const HEAD_BYTES: u64 = 0x11000;
-
 /// Format of the disk image that begins with `head`. `None` for a raw image.
 pub fn image_format(head: &[u8]) -> Option<&'static str> {
-    IMAGES.iter().find(|signature| signature.is_in(head)).map(|signature| signature.name)
+    find_at_start(IMAGES, head).map(Format::name)
 }
 
 /// Describes the content that would be destroyed if the host used a file as `mark`. `None` for a
@@ -114,14 +80,17 @@ fn known_content(file: &File, path: &Path) -> io::Result<Option<&'static str>> {
     // may be open for writing only.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let open = if open.exists() { &open } else { path };
-    let mut head = Vec::new();
-    File::open(open)?.take(HEAD_BYTES).read_to_end(&mut head)?;
     // Bytes that cannot be read may be a pool's.
     if pool_content(file, path) != PoolContent::NoPool {
         return Ok(Some("a pool"));
     }
-    let known = SIGNATURES.iter().chain(IMAGES).find(|signature| signature.is_in(&head));
-    Ok(known.map(|signature| signature.name))
+    let content = File::open(open)?;
+    let read = |offset: u64, into: &mut [u8]| match content.read_exact_at(into, offset) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        result => result.map(|()| true),
+    };
+    let known = formats::find(formats::known(), Some(content.metadata()?.len()), read)?;
+    Ok(known.map(Format::name))
 }
 
 /// Describes a file or device by its first bytes, which are not the superblock of a pool.
@@ -129,16 +98,10 @@ pub(super) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
     if len_bytes < first.len() as u64 {
         return format!("it has {len_bytes} bytes");
     }
-    match SIGNATURES.iter().find(|signature| signature.is_in(first)) {
-        Some(signature) => format!("it looks like {}", signature.name),
+    match find_at_start(FORMATS, first) {
+        Some(format) => format!("it looks like {}", format.name()),
         None if first.iter().all(|byte| *byte == 0) => "it starts with zeros".to_owned(),
         None => "it does not start like one".to_owned(),
-    }
-}
-
-impl Signature {
-    fn is_in(&self, bytes: &[u8]) -> bool {
-        bytes.get(self.offset..self.offset + self.bytes.len()) == Some(self.bytes)
     }
 }
 
@@ -155,11 +118,20 @@ mod tests {
         found_on(&device).unwrap()
     }
 
+    /// Length of test content. All places of all formats lie in it.
+    const SAMPLE_BYTES: u64 = 4 * CHUNK_BYTES;
+
     #[test]
     fn known_formats_are_named() {
-        for signature in SIGNATURES {
-            let text = found(signature.offset as u64, signature.bytes).unwrap();
-            assert!(text.ends_with(signature.name), "{text}");
+        for format in FORMATS {
+            for sample in format.samples(SAMPLE_BYTES) {
+                let device = MemoryMedia::new(SAMPLE_BYTES);
+                for (offset, bytes) in &sample {
+                    device.store(*offset, bytes).unwrap();
+                }
+                let text = found_on(&device).unwrap().unwrap();
+                assert_eq!(text, format!("it looks like {}", format.name()), "{sample:x?}");
+            }
         }
     }
 
@@ -167,18 +139,28 @@ mod tests {
     fn known_content_of_files_is_named() {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("file");
-        let content = |len: u64, offset: u64, bytes: &[u8]| {
+        let content = |len: u64, parts: &[(u64, &[u8])]| {
             let file = File::create(&path).unwrap();
             file.set_len(len).unwrap();
-            std::os::unix::fs::FileExt::write_all_at(&file, bytes, offset).unwrap();
+            for (offset, bytes) in parts {
+                file.write_all_at(bytes, *offset).unwrap();
+            }
             known_content(&file, &path).unwrap()
         };
-        for signature in SIGNATURES.iter().chain(IMAGES) {
-            let named = content(1 << 20, signature.offset as u64, signature.bytes);
-            assert_eq!(named, Some(signature.name));
+        for format in formats::known() {
+            // A length that is no multiple of a sector.
+            for len in [SAMPLE_BYTES, SAMPLE_BYTES + 100] {
+                for sample in format.samples(len) {
+                    assert_eq!(content(len, &sample), Some(format.name()), "{sample:x?}");
+                    if sample.len() > 1 {
+                        let text = [(0, &[b'a'; 4096][..]), sample[0]];
+                        assert_eq!(content(len, &text), None, "text is taken for {sample:x?}");
+                    }
+                }
+            }
         }
         for text in [&b""[..], b"[    0.000000] Linux version 6.12\n", &[7; 100_000]] {
-            assert_eq!(content(0, 0, text), None);
+            assert_eq!(content(0, &[(0, text)]), None);
         }
         assert_eq!(image_format(b"QFI\xfb\0\0\0\x03"), Some("a qcow2 image"));
         assert_eq!(image_format(b"QFI"), None);
