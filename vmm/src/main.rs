@@ -26,6 +26,10 @@ fn main() -> ExitCode {
         fail(&error);
         return ExitCode::from(WRONG_COMMAND_LINE);
     }
+    if let Err(error) = foreshore::vm::check_launch(&launch) {
+        fail(&error);
+        return ExitCode::from(WRONG_COMMAND_LINE);
+    }
     match run(launch) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(&*error),

@@ -20,7 +20,7 @@ pub use files::{ConsoleFiles, FileStart};
 pub use input::{ConsoleInput, Read};
 pub use line::{Lines, Port};
 pub use output::{ConsoleOutput, Lost};
-pub use rotated_file::ConsoleFileMetrics;
+pub use rotated_file::{ConsoleFileMetrics, names_beside};
 #[cfg(test)]
 pub use window::resize;
 pub use window::{Window, WindowSize};

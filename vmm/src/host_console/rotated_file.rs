@@ -91,6 +91,13 @@ pub(super) struct RotatedFile {
     metrics: Arc<ConsoleFileMetrics>,
 }
 
+/// Names that the file at `path` and its successor get when it has reached its limit.
+pub fn names_beside(path: &Path) -> [PathBuf; 2] {
+    // Links are followed when the file is opened.
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    [OLDER, NEWER].map(|suffix| with_suffix(&path, suffix))
+}
+
 #[derive(Debug)]
 struct Current {
     file: File,

@@ -33,6 +33,7 @@ mod volumes;
 mod work;
 mod zones;
 
+pub use self::named_twice::{NamedTwice, check_launch};
 pub use self::run::{RunError, run};
 
 /// An error and all its causes in one line.

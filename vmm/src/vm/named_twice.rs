@@ -1,65 +1,164 @@
-//! Files and devices that a VM's configuration names more than once.
+//! Files, devices and sockets that a VM's configuration and the VMM's own flags name more than once.
 //!
-//! Locks would refuse the second use as well, but the error would name only the process that has
-//! the file, which is the VMM itself.
+//! Locks refuse a second disk or pool as well, but the error would name only the process that has
+//! the file, which is the VMM itself. Output files share their locks, so one flag would empty the
+//! file of another.
 
-use std::path::Path;
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use thiserror::Error;
 
 use super::request::VmError;
-use crate::config::{DeviceConfig, VmConfig};
+use crate::config::{
+    ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, EventMonitor, Launch, MetricsAddress, VmConfig,
+};
 use crate::file_id::FileId;
+use crate::host_console::names_beside;
 
 /// Two flags name one file or device, and at least one of them writes to it.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error(
-    "{first} and {second} name the same file or device, and can have it twice only if both only read it (readonly=on of a disk, \
-     discard_writes=on of a pmem file)"
-)]
+#[error("{first} and {second} name the same file or device{rule}")]
 pub struct NamedTwice {
     first: String,
     second: String,
+    rule: &'static str,
 }
 
-/// Use of a file or device by a VM.
-struct Use<'a> {
-    flag: &'static str,
-    path: &'a Path,
-    /// Kind of uses that may share the file.
-    shared: Option<Sharing>,
+/// Rule for disks, pmem files and pools.
+const STORAGE_RULE: &str = ", and can have it twice only if both only read it (readonly=on of a disk, discard_writes=on of a pmem \
+                            file)";
+/// Rule for files that the VMM writes.
+const OUTPUT_RULE: &str =
+    "; each output needs a file of its own, except that --serial and --console can share one";
+
+/// Use of a file, device or socket by a VM or the VMM.
+#[derive(Clone)]
+struct Use {
+    /// Flag and path.
+    name: String,
+    path: PathBuf,
+    kind: Kind,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Sharing {
-    /// All uses only read.
-    Readers,
-    /// All uses are volumes or memory of one pool.
+enum Kind {
+    /// A disk, pmem file or memory zone that the guest writes.
+    Written,
+    /// A disk, pmem file or memory zone that is only read.
+    Read,
+    /// A volume or memory of a pool.
     Pool,
+    /// A file that is read at each boot, for example a kernel.
+    Boot,
+    /// A file that a console writes.
+    Console,
+    /// A name that a console's file gets when it has reached its limit.
+    Rotated,
+    /// Another file that the VMM writes, or a socket.
+    Output,
 }
 
-impl Use<'_> {
-    fn name(&self) -> String {
-        format!("{}={}", self.flag, self.path.display())
-    }
-
-    fn goes_with(&self, other: &Self) -> bool {
-        self.shared.is_some() && self.shared == other.shared
-    }
-}
-
-/// Checks that `config` names no file or device twice, under whatever paths. Kernels and firmware
-/// do not count, because they are only read once.
-pub fn check(config: &VmConfig) -> Result<(), NamedTwice> {
-    let mut seen: Vec<(FileId, Use<'_>)> = Vec::new();
-    for this in uses(config) {
-        // For a directory, each use creates a file of its own. A missing file is reported when it
-        // is opened.
-        let Some(id) = FileId::of(this.path).filter(|_| !this.path.is_dir()) else { continue };
-        if let Some((_, first)) = seen.iter().find(|(other, first)| *other == id && !first.goes_with(&this)) {
-            return Err(NamedTwice { first: first.name(), second: this.name() });
+impl Kind {
+    fn goes_with(self, other: Self) -> bool {
+        use Kind::{Boot, Console, Output, Pool, Read, Rotated};
+        match (self, other) {
+            (Read, Read) | (Pool, Pool) | (Console, Console) | (Rotated, Rotated) => true,
+            (Boot, other) | (other, Boot) => !matches!(other, Console | Rotated | Output),
+            _ => false,
         }
-        seen.push((id, this));
+    }
+
+    fn is_storage(self) -> bool {
+        matches!(self, Self::Written | Self::Read | Self::Pool)
+    }
+}
+
+/// Identity of an object at a path. A file that a flag is about to create has an identity as well.
+#[derive(PartialEq, Eq)]
+enum Object {
+    Existing(FileId),
+    Missing { folder: FileId, name: OsString },
+}
+
+/// Most symbolic links that the kernel follows (path_resolution(7)).
+const MAX_LINKS: u32 = 40;
+
+impl Object {
+    /// The object that `path` leads to. `None` if its folder does not exist.
+    fn at(path: &Path) -> Option<Self> {
+        let mut path = path.to_owned();
+        for _ in 0..MAX_LINKS {
+            if let Some(id) = FileId::of(&path) {
+                return Some(Self::Existing(id));
+            }
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            let folder = folder.unwrap_or(Path::new(".")).to_owned();
+            // Opening a link to a missing file creates that file.
+            match fs::read_link(&path) {
+                Ok(target) => path = folder.join(target),
+                Err(_) => {
+                    let name = path.file_name()?.to_owned();
+                    return Some(Self::Missing { folder: FileId::of(&folder)?, name });
+                }
+            }
+        }
+        None
+    }
+}
+
+impl Use {
+    fn new(flag: &str, path: &Path, kind: Kind) -> Self {
+        Self { name: format!("{flag}={}", path.display()), path: path.to_owned(), kind }
+    }
+
+    /// The object, if only one use can have it. For a directory, each use creates a file of its
+    /// own. Pipes and terminals take the output of several uses.
+    fn object(&self) -> Option<Object> {
+        if let Ok(metadata) = fs::metadata(&self.path) {
+            let kind = metadata.file_type();
+            let is_stream = kind.is_fifo() || kind.is_char_device();
+            if kind.is_dir() || is_stream && !self.kind.is_storage() {
+                return None;
+            }
+        }
+        Object::at(&self.path)
+    }
+}
+
+/// Uses of the VMM itself, which last as long as its process.
+static USES_OF_VMM: OnceLock<Vec<Use>> = OnceLock::new();
+
+/// Checks that the flags of a command line name no object twice, and remembers the files and
+/// sockets of the VMM itself for later checks. Call it before the first file is opened.
+pub fn check_launch(launch: &Launch) -> Result<(), NamedTwice> {
+    let uses = USES_OF_VMM.get_or_init(|| uses_of_vmm(launch));
+    let of_vm = launch.config.iter().flat_map(uses_of_vm);
+    check_uses(uses.iter().cloned().chain(of_vm))
+}
+
+/// Checks that `config` names no object twice, and none that the VMM itself has.
+pub fn check(config: &VmConfig) -> Result<(), NamedTwice> {
+    check_uses(USES_OF_VMM.get().into_iter().flatten().cloned().chain(uses_of_vm(config)))
+}
+
+fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
+    let mut seen: Vec<(Object, Use)> = Vec::new();
+    for this in uses {
+        let Some(object) = this.object() else { continue };
+        // A missing disk or pool is reported when it is opened, because no flag creates it.
+        let is_missing = matches!(object, Object::Missing { .. });
+        for (other, first) in &seen {
+            let is_storage = first.kind.is_storage() && this.kind.is_storage();
+            if *other == object && !first.kind.goes_with(this.kind) && !(is_storage && is_missing) {
+                let rule = if is_storage { STORAGE_RULE } else { OUTPUT_RULE };
+                return Err(NamedTwice { first: first.name.clone(), second: this.name, rule });
+            }
+        }
+        seen.push((object, this));
     }
     Ok(())
 }
@@ -72,38 +171,93 @@ pub fn add_device(config: &mut VmConfig, device: DeviceConfig, in_use: &[String]
     Ok(id)
 }
 
-/// All files and devices of `config` that are opened for as long as the VM runs.
-fn uses(config: &VmConfig) -> impl Iterator<Item = Use<'_>> {
-    let readers = |only_reads: bool| only_reads.then_some(Sharing::Readers);
-    let zones = config.memory.zones.iter().filter_map(move |zone| {
-        let path = zone.file.as_deref()?;
-        Some(Use { flag: "--memory-zone file", path, shared: readers(!zone.host.shared) })
-    });
-    let pool = |flag, path| Use { flag, path, shared: Some(Sharing::Pool) };
-    let memory = config.pm_memory.iter().map(move |zone| pool("--pm-memory pool", zone.pool.as_path()));
-    let volumes = config.pm_volumes.iter().map(move |volume| pool("--pm-volume pool", volume.pool.as_path()));
-    let disks = config.disks.iter().map(move |disk| Use {
-        flag: "--disk path",
-        path: &disk.path,
-        shared: readers(disk.readonly),
-    });
-    let pmem = config.pmem.iter().map(move |pmem| Use {
-        flag: "--pmem file",
-        path: &pmem.file,
-        shared: readers(pmem.discard_writes),
-    });
-    zones.chain(memory).chain(volumes).chain(disks).chain(pmem)
+fn uses_of_vmm(launch: &Launch) -> Vec<Use> {
+    let mut uses = Vec::new();
+    uses.extend(launch.log.file.as_deref().map(|path| Use::new("--log-file", path, Kind::Output)));
+    match &launch.event_monitor {
+        Some(EventMonitor::Path(path)) => uses.push(Use::new("--event-monitor path", path, Kind::Output)),
+        Some(EventMonitor::Fd(fd)) => uses.push(Use {
+            name: format!("--event-monitor fd={fd}"),
+            path: format!("/proc/self/fd/{fd}").into(),
+            kind: Kind::Output,
+        }),
+        None => {}
+    }
+    if let Some(ApiSocket::Path(path, _)) = &launch.api_socket {
+        uses.push(Use::new("--api-socket path", path, Kind::Output));
+    }
+    if let Some(MetricsAddress::Unix(path, _)) = &launch.metrics {
+        let name = format!("--metrics unix:{}", path.display());
+        uses.push(Use { name, path: path.clone(), kind: Kind::Output });
+    }
+    uses
+}
+
+/// All objects of `config` that are opened for as long as the VM runs or at each boot.
+fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
+    let storage = |only_reads| if only_reads { Kind::Read } else { Kind::Written };
+    let mut uses = Vec::new();
+    for zone in &config.memory.zones {
+        let kind = storage(!zone.host.shared);
+        uses.extend(zone.file.as_deref().map(|path| Use::new("--memory-zone file", path, kind)));
+    }
+    uses.extend(config.pm_memory.iter().map(|zone| Use::new("--pm-memory pool", &zone.pool, Kind::Pool)));
+    uses.extend(
+        config.pm_volumes.iter().map(|volume| Use::new("--pm-volume pool", &volume.pool, Kind::Pool)),
+    );
+    uses.extend(config.disks.iter().map(|disk| Use::new("--disk path", &disk.path, storage(disk.readonly))));
+    uses.extend(
+        config.pmem.iter().map(|pmem| Use::new("--pmem file", &pmem.file, storage(pmem.discard_writes))),
+    );
+    let payload = &config.payload;
+    let boot = [
+        ("--kernel", &payload.kernel),
+        ("--firmware", &payload.firmware),
+        ("--initramfs", &payload.initramfs),
+    ];
+    let boot = boot.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+    let boot = boot.chain([("--rng src", &config.rng.src)]);
+    uses.extend(boot.map(|(flag, path)| Use::new(flag, path, Kind::Boot)));
+    uses.extend(uses_of_console("--serial", &config.serial));
+    uses.extend(uses_of_console("--console", &config.console));
+    uses.extend(config.vsock.iter().map(|vsock| Use::new("--vsock socket", &vsock.socket, Kind::Output)));
+    let record = config.pressure.iter().filter_map(|pressure| pressure.record.as_deref());
+    uses.extend(record.map(|path| Use::new("--pressure record", path, Kind::Output)));
+    uses
+}
+
+fn uses_of_console(flag: &str, console: &ConsoleConfig) -> Vec<Use> {
+    let mut uses = Vec::new();
+    match (console.mode, &console.file, &console.socket) {
+        (ConsoleMode::File, Some(path), _) => {
+            let file = Use::new(&format!("{flag} file"), path, Kind::Console);
+            let is_limited = console.max_size != Some(0);
+            let beside = names_beside(path).into_iter().filter(|_| is_limited).map(|path| Use {
+                name: format!("{} (limited by max_size, with {})", file.name, path.display()),
+                path,
+                kind: Kind::Rotated,
+            });
+            uses.extend(beside);
+            uses.push(file);
+        }
+        (ConsoleMode::Socket, _, Some(path)) => {
+            uses.push(Use::new(&format!("{flag} socket"), path, Kind::Output));
+        }
+        _ => {}
+    }
+    uses
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::symlink;
-    use std::path::PathBuf;
 
     use super::*;
     use crate::config::{
-        DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, test_config,
+        Command, DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig,
+        VsockConfig, parse_command_line, test_config,
     };
 
     /// Adds the use of a file to a configuration.
@@ -166,6 +320,120 @@ mod tests {
                 }
             }
         }
+    }
+
+    const SERIAL: Add = |config, path| {
+        config.serial = ConsoleConfig::parse_serial(&format!("file={}", path.display())).unwrap();
+    };
+    const CONSOLE: Add = |config, path| {
+        config.console = ConsoleConfig::parse_console(&format!("file={}", path.display())).unwrap();
+    };
+    const SERIAL_SOCKET: Add = |config, path| {
+        config.serial = ConsoleConfig::parse_serial(&format!("socket={}", path.display())).unwrap();
+    };
+    const CONSOLE_SOCKET: Add = |config, path| {
+        config.console = ConsoleConfig::parse_console(&format!("socket={}", path.display())).unwrap();
+    };
+    const VSOCK: Add = |config, path| {
+        config.vsock = Some(VsockConfig::parse(&format!("cid=3,socket={}", path.display())).unwrap());
+    };
+    const RECORD: Add = |config, path| {
+        config.pressure = Some(PressureConfig::parse(&format!("record={}", path.display())).unwrap());
+    };
+    const KERNEL: Add = |config, path| config.payload.kernel = Some(path.to_owned());
+    const INITRAMFS: Add = |config, path| config.payload.initramfs = Some(path.to_owned());
+    const RNG: Add = |config, path| config.rng.src = path.to_owned();
+
+    /// A use of the VMM itself.
+    fn launch(flags: &[&str]) -> Launch {
+        let flags = ["foreshore", "--kernel", "/k"].iter().chain(flags).map(Into::into);
+        let Ok(Command::Launch(launch)) = parse_command_line(flags) else { panic!("not a launch") };
+        *launch
+    }
+
+    #[test]
+    fn output_has_a_file_of_its_own_under_all_its_paths() {
+        let (folder, file, [soft, hard, dotted]) = one_file();
+        let [missing, dangling] = ["missing", "dangling"].map(|name| folder.path().join(name));
+        symlink("missing", &dangling).unwrap();
+        let dotted_missing = PathBuf::from(format!("{}/./missing", folder.path().display()));
+        let pairs = [&soft, &hard, &dotted, &file].map(|other| (&file, other));
+        let pairs =
+            pairs.into_iter().chain([&dangling, &dotted_missing, &missing].map(|other| (&missing, other)));
+        let outputs = [SERIAL, CONSOLE_SOCKET, VSOCK, RECORD];
+        for (one, other) in pairs {
+            for output in outputs {
+                for second in [DISK, READONLY_DISK, PRIVATE_PMEM, ZONE, PM_VOLUME, KERNEL, INITRAMFS, RNG] {
+                    let text = checked(&[(output, one), (second, other)]).unwrap_err().to_string();
+                    assert!(text.contains("--serial and --console can share"), "{text}");
+                }
+            }
+            for (nth, first) in outputs.into_iter().enumerate() {
+                for second in &outputs[nth + 1..] {
+                    let text = checked(&[(first, one), (*second, other)]).unwrap_err().to_string();
+                    assert_eq!(
+                        text.matches(" --").count() + usize::from(text.starts_with("--")),
+                        4,
+                        "{text}"
+                    );
+                }
+            }
+            checked(&[(SERIAL_SOCKET, one), (CONSOLE, other)]).unwrap_err();
+            checked(&[(SERIAL_SOCKET, one), (CONSOLE_SOCKET, other)]).unwrap_err();
+            checked(&[(SERIAL, one), (CONSOLE, other)]).unwrap();
+            checked(&[(KERNEL, one), (DISK, other), (INITRAMFS, other)]).unwrap();
+        }
+    }
+
+    #[test]
+    fn name_of_a_rotated_file_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, older] = ["log", "log.1"].map(|name| folder.path().join(name));
+        let text = checked(&[(SERIAL, &file), (CONSOLE, &older)]).unwrap_err().to_string();
+        assert!(text.contains("--serial") && text.contains("max_size"), "{text}");
+        checked(&[(SERIAL, &file), (RECORD, &older)]).unwrap_err();
+        let mut config = test_config();
+        let text = format!("file={},max_size=0", file.display());
+        config.serial = ConsoleConfig::parse_serial(&text).unwrap();
+        CONSOLE(&mut config, &older);
+        check(&config).unwrap();
+    }
+
+    #[test]
+    fn pipes_and_terminals_take_several_outputs() {
+        let null = Path::new("/dev/null");
+        checked(&[(SERIAL, null), (RECORD, null), (RNG, null)]).unwrap();
+        checked(&[(SERIAL, null), (DISK, null)]).unwrap();
+        checked(&[(DISK, null), (DISK, null)]).unwrap_err();
+    }
+
+    #[test]
+    fn flags_of_the_vmm_name_no_file_twice() {
+        let (folder, file, others) = one_file();
+        let path = |path: &Path| path.display().to_string();
+        let missing = folder.path().join("missing");
+        for (one, other) in others.iter().map(|other| (&file, other)).chain([(&missing, &missing)]) {
+            let [log, events] =
+                [["--log-file", &path(one)], ["--event-monitor", &format!("path={}", path(other))]];
+            let [api, metrics] =
+                [["--api-socket", &path(other)], ["--metrics", &format!("unix:{}", path(one))]];
+            for flags in [[log, events], [log, api], [metrics, events], [metrics, api]] {
+                let error = check_uses(uses_of_vmm(&launch(flags.as_flattened())).into_iter()).unwrap_err();
+                let text = error.to_string();
+                assert!(flags.iter().all(|[flag, _]| text.contains(flag)), "{text}");
+            }
+            let of_vmm = uses_of_vmm(&launch(&log));
+            for add in [SERIAL, DISK, READONLY_DISK, KERNEL] {
+                let mut config = test_config();
+                add(&mut config, other);
+                let uses = of_vmm.iter().cloned().chain(uses_of_vm(&config));
+                assert!(check_uses(uses).unwrap_err().to_string().starts_with("--log-file"));
+            }
+        }
+        let log = File::options().append(true).open(&file).unwrap();
+        let fd = format!("fd={}", log.as_raw_fd());
+        let flags = ["--event-monitor", &fd, "--log-file", &path(&file)];
+        check_uses(uses_of_vmm(&launch(&flags)).into_iter()).unwrap_err();
     }
 
     #[test]
