@@ -38,7 +38,7 @@ pub use layout::{
 pub use plain::{PlainError, PlainFile};
 pub use reader::{Lost, Reader, Sector, Trouble};
 pub use repair::{GiveUp, Mending, Repair, plan_repair};
-pub use walk::{Missing, Place, arenas};
+pub use walk::{Missing, Place, arenas, is_replaced};
 
 use crate::media::{MediaError, MemoryMedia};
 

@@ -34,6 +34,15 @@ impl Missing {
     }
 }
 
+/// Returns true if the block of the first info block can be read and has other content, as after a
+/// guest has replaced its BTT. A block with the signature, for example a torn one, and a block that
+/// cannot be read are damage of the BTT.
+pub fn is_replaced(space: &impl ReadAt) -> bool {
+    let mut signature = [0; SIGNATURE.len()];
+    let has_block = space.len_bytes() >= START_BYTES + SIGNATURE.len() as u64;
+    has_block && space.read_at(START_BYTES, &mut signature).is_ok() && signature != SIGNATURE
+}
+
 /// Finds the arenas of a volume, from the first on. Where one is missing and its end is not known, that is the last place.
 pub fn arenas(space: &impl ReadAt) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::new();

@@ -55,6 +55,13 @@ pub enum Event<'a> {
         /// The delay.
         delay_ms: u64,
     },
+    /// The guest has replaced the BTT of a volume, which is therefore shown as a read-only disk.
+    VolumeReplaced {
+        /// Path of the pool.
+        pool: &'a str,
+        /// Name of the volume.
+        volume: &'a str,
+    },
     /// A device was added to the running guest.
     DeviceAdded {
         /// What it is called.
@@ -126,6 +133,7 @@ impl Event<'_> {
             Self::DeviceReset { .. } => ("virtio-device", "reset"),
             Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
             Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
+            Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
             Self::DeviceAdded { .. } => ("foreshore", "device-added"),
             Self::DeviceRemoved { .. } => ("vm", "device-removed"),
             Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
@@ -155,6 +163,9 @@ impl Event<'_> {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
             Self::RestartDelayed { delay_ms } => vec![("delay_ms", delay_ms.to_string())],
+            Self::VolumeReplaced { pool, volume } => {
+                vec![("pool", without_braces(pool)), ("volume", without_braces(volume))]
+            }
             Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
             Self::Failed { reason } => vec![("reason", without_braces(reason))],
             Self::MemoryReached { zone, plugged_bytes } => {
@@ -187,7 +198,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 25] = [
+    const ALL: [Event<'_>; 26] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -206,6 +217,7 @@ mod tests {
         Event::DeviceReset { id: "i" },
         Event::WatchdogExpired,
         Event::RestartDelayed { delay_ms: 1000 },
+        Event::VolumeReplaced { pool: "p", volume: "v" },
         Event::DeviceAdded { id: "i", bdf: "b" },
         Event::DeviceRemoved { id: "i", bdf: "b" },
         Event::VcpusResized { vcpus: 4 },

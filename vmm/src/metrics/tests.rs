@@ -87,6 +87,9 @@ impl Sectors for Damaged {
     fn read_only_arenas(&self) -> usize {
         2
     }
+    fn is_btt_replaced(&self) -> bool {
+        true
+    }
     fn flush(&self) -> Result<(), SectorError> {
         unreachable!("{NO_IO}")
     }
@@ -356,6 +359,9 @@ fn a_scrape_shows_what_the_sources_say() {
         ),
         format!(
             r#"foreshore_volume_read_only_arenas{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk"}} 2.0"#
+        ),
+        format!(
+            r#"foreshore_volume_btt_replaced{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk"}} 1.0"#
         ),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),

@@ -94,6 +94,13 @@ impl VolumeMetrics {
         }
     }
 
+    fn is_btt_replaced(&self) -> Option<bool> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { sectors, .. } => Some(sectors.upgrade()?.is_btt_replaced()),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
     fn bad_requests(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
@@ -123,6 +130,11 @@ pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::R
         .filter_map(|volume| Some((volume.labels(), f64::from(volume.read_only_arenas()? as u32))));
     let help = "Arenas of the volume that take no writes, because something about them is wrong.";
     out.gauges(Family("volume_read_only_arenas", help, None), read_only)?;
+    let replaced = volumes
+        .iter()
+        .filter_map(|volume| Some((volume.labels(), f64::from(u8::from(volume.is_btt_replaced()?)))));
+    let help = "1 when the guest has replaced the volume's BTT, and the disk is read-only.";
+    out.gauges(Family("volume_btt_replaced", help, None), replaced)?;
     let persists = volumes.iter().map(|volume| (volume.labels(), volume.persists()));
     out.latencies(
         "volume_flush_duration",

@@ -7,12 +7,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas};
+use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas, is_replaced};
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
 use tracing::warn;
 
+use super::replaced_btt::ReplacedBtt;
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
 use crate::config::Size;
 use crate::volume::sectors::{SectorError, Sectors};
@@ -204,9 +205,30 @@ impl PoolVolume for Volume {
 
     fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError> {
         let name = self.info().name.clone();
+        if let Some(reason) = why_replaced(&self) {
+            warn!(
+                volume = name,
+                reason,
+                "The volume is no longer a BTT: the disk shows the bytes that the guest has left, and takes no writes. If no guest \
+                 has replaced the BTT, `pmvol btt repair` restores it; with interface=nvdimm the guest can write"
+            );
+            return Ok(Arc::new(ReplacedBtt::new(*self, reason)));
+        }
         let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
         warn_of_read_only(&name, &engine.arenas());
         Ok(Arc::new(engine))
+    }
+}
+
+/// Reason why the engine must not serve a volume, although its media works: the guest can cause it,
+/// so it must not stop the VMM.
+fn why_replaced(volume: &Volume) -> Option<String> {
+    match Engine::check_servable(&volume) {
+        Err(EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }) => None,
+        Err(err) => Some(err.to_string()),
+        Ok(()) => {
+            is_replaced(volume).then(|| "something else is in the place of the first info block".to_owned())
+        }
     }
 }
 
@@ -444,14 +466,64 @@ mod tests {
         let before = fs::read(&path).unwrap();
         pool.open_volume("data").unwrap().settle().unwrap();
         assert!(fs::read(&path).unwrap() == before, "the guest's bytes are left alone");
+        // As a disk, at any number of boots.
+        for _ in 0..2 {
+            check_bytes_as_disk(&pool, &path, at - 4096);
+        }
         file.write_all_at(&[0; 4096], map_at).unwrap();
-        // By the copy, for who translates for the guest.
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        sectors.write(7, &[1; 4096]).unwrap();
-        assert_eq!(sectors.read_only_arenas(), 0);
-        drop(sectors);
         file.write_all_at(signature, at as u64).unwrap();
         pool.open_volume("data").unwrap().settle().unwrap();
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
+        assert!(!sectors.is_btt_replaced());
+        sectors.write(7, &[1; 4096]).unwrap();
+    }
+
+    /// Checks that the volume `data`, which lies at `start` of the pool's file, is a disk that shows
+    /// its bytes and changes none.
+    fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
+        let before = fs::read(path).unwrap();
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
+        assert!(sectors.is_btt_replaced());
+        assert_eq!((sectors.sector_bytes(), sectors.sectors()), (512, 24 * MIB / 512));
+        for first in [0, 8, 24 * MIB / 512 - 8] {
+            let mut bytes = [0; 4096];
+            sectors.read(first, &mut bytes).unwrap();
+            assert!(before[start + first as usize * 512..].starts_with(&bytes), "sector {first}");
+        }
+        assert!(sectors.read(24 * MIB / 512, &mut [0; 512]).is_err());
+        assert!(sectors.read(u64::MAX, &mut [0; 512]).is_err());
+        assert!(matches!(sectors.write(7, &[1; 4096]), Err(SectorError::ReadOnly(_))));
+        assert!(matches!(sectors.discard(0..8), Err(SectorError::ReadOnly(_))));
+        sectors.flush().unwrap();
+        drop(sectors);
+        assert!(fs::read(path).unwrap() == before, "the guest's bytes are changed");
+    }
+
+    #[test]
+    fn volume_without_a_whole_info_block_is_a_disk_of_its_bytes() {
+        let (pool, path, _folder) = pool();
+        create_data(&pool);
+        let bytes = fs::read(&path).unwrap();
+        let infos: Vec<_> = bytes
+            .chunks(4096)
+            .enumerate()
+            .filter(|(_, page)| page.starts_with(b"BTT_ARENA_INFO\0\0"))
+            .map(|(page, _)| page * 4096)
+            .collect();
+        let [first, second] = infos[..] else { panic!("{infos:?}") };
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        // The first is torn: the BTT is damaged, and its copy is used.
+        file.write_all_at(&[0xff; 8], first as u64 + 4088).unwrap();
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
+        assert!(!sectors.is_btt_replaced());
+        drop(sectors);
+        // Neither is whole, with and without signatures.
+        for (offset, bytes) in [(4088, &[0xff; 4096][..8]), (0, &[0x55; 4096][..])] {
+            for at in [first, second] {
+                file.write_all_at(bytes, at as u64 + offset).unwrap();
+            }
+            check_bytes_as_disk(&pool, &path, first - 4096);
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use super::resources::Resources;
 use super::zones;
 use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, Size, VmConfig, VolumeFormat};
+use crate::events::{Event, Events};
 use crate::memory::backing::Access;
 use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use crate::memory::lost::LostMemory;
@@ -76,8 +77,14 @@ pub(super) fn attach(
         let pool = resources.pool(&volume.pool);
         let shown = match chosen {
             Chosen::VirtioBlk => {
-                let (shown, disk) =
-                    attach_virtio_blk(volume, opened, config.cpus.boot_vcpus, fabric, memory)?;
+                let (shown, disk) = attach_virtio_blk(
+                    volume,
+                    opened,
+                    config.cpus.boot_vcpus,
+                    resources.events(),
+                    fabric,
+                    memory,
+                )?;
                 attached.disks.push(disk);
                 shown
             }
@@ -313,13 +320,21 @@ fn attach_virtio_blk(
     config: &PmVolumeConfig,
     volume: Box<dyn PoolVolume>,
     vcpus: u8,
+    told: &Events,
     fabric: &mut Fabric,
     memory: &Memory,
 ) -> Result<(Shown, BlockHandle), BuildError> {
     let extents = volume.extents().len();
     let sectors = volume.into_sectors().map_err(BuildError::device(flag(config)))?;
     let served = Arc::downgrade(&sectors);
-    let backend = VolumeDisk::new(sectors, config.readonly);
+    let is_replaced = sectors.is_btt_replaced();
+    if is_replaced {
+        told.tell_of_guest(Event::VolumeReplaced {
+            pool: &config.pool.display().to_string(),
+            volume: &config.name,
+        });
+    }
+    let backend = VolumeDisk::new(sectors, config.readonly || is_replaced);
     let failure = backend.failure();
     let shape = DiskShape {
         id: config.name.clone(),
@@ -344,7 +359,6 @@ mod tests {
 
     use super::*;
     use crate::config::{PmMemoryConfig, test_config};
-    use crate::events::Events;
     use crate::metrics::Metrics;
 
     #[test]

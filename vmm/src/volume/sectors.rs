@@ -35,6 +35,12 @@ pub trait Sectors: Send + Sync {
     /// How many parts of the volume take no writes: something about them is wrong.
     fn read_only_arenas(&self) -> usize;
 
+    /// Returns true if the guest has replaced the volume's BTT. Its bytes are served as they are,
+    /// and take no writes.
+    fn is_btt_replaced(&self) -> bool {
+        false
+    }
+
     /// Makes everything written durable, as far as the pool's durability class goes.
     fn flush(&self) -> Result<(), SectorError>;
 }

@@ -192,24 +192,30 @@ impl<S: Words> Engine<S> {
         let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
         let found = arenas(&engine.common.space);
-        engine.check(&found)?;
+        engine.sector_bytes = Self::check(&found)?;
         found.into_iter().try_for_each(|place| engine.open_next(place))?;
         Ok(engine)
     }
 
-    /// Can they be served? As long as it is not known, nothing is stored.
-    fn check(&mut self, found: &[walk::Place]) -> Result<(), EngineError> {
+    /// Checks that [`Engine::open`] finds a BTT that it can serve. Stores nothing.
+    pub fn check_servable(space: &S) -> Result<(), EngineError> {
+        Self::check(&arenas(space)).map(drop)
+    }
+
+    /// Checks that the arenas can be served, before anything is stored. Returns the size of a
+    /// sector.
+    fn check(found: &[walk::Place]) -> Result<u32, EngineError> {
         if found.len() > MAX_ARENAS {
             return Err(EngineError::Arenas);
         }
-        match &found[0] {
+        let sector_bytes = match &found[0] {
             Err(Missing { start_bytes, why, .. }) => {
                 return Err(EngineError::NoBtt { start_bytes: *start_bytes, why: why.clone() });
             }
-            Ok((info, _)) => self.sector_bytes = info.sector_bytes,
-        }
-        if ![512, 4096].contains(&self.sector_bytes) {
-            return Err(EngineError::SectorSize { sector_bytes: self.sector_bytes });
+            Ok((info, _)) => info.sector_bytes,
+        };
+        if ![512, 4096].contains(&sector_bytes) {
+            return Err(EngineError::SectorSize { sector_bytes });
         }
         for (arena, place) in found.iter().enumerate() {
             if let Err(Missing { start_bytes, end_bytes: None, why }) = place {
@@ -217,7 +223,7 @@ impl<S: Words> Engine<S> {
                 return Err(EngineError::Ambiguous { arena, start_bytes, why });
             }
         }
-        Ok(())
+        Ok(sector_bytes)
     }
 
     /// Opens the next arena.
