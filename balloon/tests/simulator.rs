@@ -1,5 +1,8 @@
 //! `foreshore-sim` from the command line.
 
+#[path = "../../pmem-volume/tests/shell/umask.rs"]
+mod umask;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -362,4 +365,9 @@ fn it_describes_itself() {
     assert!(printed(&["completion", "bash"]).contains("--workload"));
     let page = printed(&["man"]);
     assert!(page.contains(".SH EXAMPLES") && page.contains(".SH EXIT STATUS"), "{page}");
+}
+
+#[test]
+fn files_are_private_at_every_umask() {
+    umask::check(env!("CARGO_BIN_EXE_foreshore-sim"));
 }

@@ -1,6 +1,8 @@
 //! `pmvol` as people use it.
 
 mod shell;
+#[path = "shell/umask.rs"]
+mod umask;
 
 use std::process::Command;
 
@@ -618,4 +620,9 @@ fn a_full_tmpfs_is_told_with_what_is_needed_and_what_is_free() {
     assert!(!folder.path("other").exists());
     std::fs::remove_file(folder.path("ballast")).unwrap();
     folder.succeed(&["volume", "create", "pool", "v", "--size", "2M", "--format", "raw"]);
+}
+
+#[test]
+fn files_are_private_at_every_umask() {
+    umask::check(env!("CARGO_BIN_EXE_pmvol"));
 }

@@ -1,5 +1,8 @@
 //! Modes of the files and sockets that the VMM makes, under umasks that would open them to all users. Needs no KVM.
 
+#[path = "../../pmem-volume/tests/shell/umask.rs"]
+mod umask;
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -7,6 +10,11 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use foreshore::config::{ConsoleConfig, PmemConfig, SocketAccess};
+use foreshore::governor::record;
+use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
+use foreshore::unix_socket;
+use foreshore::volume::file::PmemFile;
 use tempfile::TempDir;
 
 /// A VMM without a VM. Dropping it ends it.
@@ -64,6 +72,70 @@ fn files_and_sockets_of_the_vmm_are_private_at_every_umask() {
         let modes = modes(folder.path());
         let names: Vec<_> = modes.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["api", "api.lock", "events", "log", "metrics", "metrics.lock"]);
+        assert!(modes.iter().all(|(_, mode)| *mode == 0o600), "umask {umask:03o}: {modes:?}");
+    }
+}
+
+#[test]
+fn programs_deny_others_access_before_anything_else() {
+    for program in [env!("CARGO_BIN_EXE_foreshore"), env!("CARGO_BIN_EXE_foreshore-remote")] {
+        umask::check(program);
+    }
+}
+
+/// Creates each kind of file and socket of a VM as a VMM does, but with the umask of this process.
+fn create_files_of_a_vm(folder: &Path) {
+    const MAX_BYTES: usize = 64 << 10;
+    let path = |name: &str| folder.join(name).display().to_string();
+    let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
+    let serial = format!("file={},max_size={MAX_BYTES}", path("serial"));
+    let serial = ConsoleConfig::parse_serial(&serial).unwrap();
+    let console = ConsoleConfig::parse_console(&format!("file={}", path("console"))).unwrap();
+    let mut serial = HostConsole::open(Port::Serial, &serial, &mut files).unwrap().unwrap();
+    let _console = HostConsole::open(Port::Console, &console, &mut files).unwrap();
+    files.begin().unwrap();
+    // More than the limit, so that there is a second file.
+    serial.output.send(&vec![b'a'; MAX_BYTES]);
+    serial.output.send(b"b");
+    let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
+    for (port, name) in [(Port::Serial, "serial-socket"), (Port::Console, "console-socket")] {
+        let text = format!("socket={}", path(name));
+        let config = match port {
+            Port::Serial => ConsoleConfig::parse_serial(&text),
+            Port::Console => ConsoleConfig::parse_console(&text),
+        };
+        // Sockets are removed when they are dropped.
+        std::mem::forget(HostConsole::open(port, &config.unwrap(), &mut files).unwrap());
+    }
+    std::mem::forget(files);
+    let access = SocketAccess::default();
+    std::mem::forget(unix_socket::listen("--vsock", &folder.join("vsock"), &access).unwrap());
+    record::open(&folder.join("trace"), 0).unwrap();
+    record::open(&folder.join("trace"), 1).unwrap();
+    let pmem = PmemConfig::parse(&format!("file={},size=2M", folder.display())).unwrap();
+    // A file without a name.
+    let pmem = PmemFile::open(&pmem).unwrap();
+    let file = fs::File::from(pmem.file().try_clone_to_owned().unwrap());
+    let mode = file.metadata().unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
+fn files_and_sockets_of_a_vm_are_private_at_every_umask() {
+    for umask in [0o000, 0o022] {
+        let folder = TempDir::new().unwrap();
+        // SAFETY: takes a number, touches no memory and cannot fail (umask(2)). The programs of
+        // other tests are started with an umask of their own.
+        let before = unsafe { libc::umask(umask) };
+        create_files_of_a_vm(folder.path());
+        // SAFETY: as above.
+        unsafe { libc::umask(before) };
+        let modes = modes(folder.path());
+        let names: Vec<_> = modes.iter().map(|(name, _)| name.as_str()).collect();
+        let sockets = ["console-socket", "serial-socket", "vsock"];
+        for name in ["serial", "serial.1", "console", "trace", "trace.2"].iter().chain(&sockets) {
+            assert!(names.contains(name), "{name} is missing: {names:?}");
+        }
         assert!(modes.iter().all(|(_, mode)| *mode == 0o600), "umask {umask:03o}: {modes:?}");
     }
 }

@@ -15,6 +15,7 @@ use clap::Parser;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
+    make_files_private();
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -35,6 +36,12 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Denies other users all access to the files that this process creates, for example the plot.
+fn make_files_private() {
+    // SAFETY: takes a number, touches no memory and cannot fail (umask(2)).
+    unsafe { libc::umask(0o077) };
 }
 
 /// A reader that has seen enough is no failure.
