@@ -1,15 +1,20 @@
 //! What the host's memory behind a guest is like: shared, of huge pages, there from the start, of a file.
 
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, skip, wait_until};
+use pmem_volume::media::{OnPageLost, Watch};
 use serde_json::json;
 
 use crate::zones::{MIB, mem_total_mib, zone};
@@ -24,6 +29,7 @@ guest_tests::tests![
     a_balloon_in_huge_pages_takes_memory_from_the_guest: 240 (long),
     huge_pages_run_out_and_go_back: 300 (long),
     huge_pages_are_there_from_the_start_where_it_is_wanted: 180,
+    lost_huge_page_is_replaced_and_its_neighbors_stay,
     boot_memory_is_of_a_file_of_huge_pages: 300 (extended),
     boot_memory_is_of_a_file: 180 (long),
 ];
@@ -376,6 +382,55 @@ fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
 
 /// Huge pages as files: unmounted when dropped.
 struct HugeFiles(PathBuf);
+
+/// Counts lost pages.
+#[derive(Default)]
+struct LostPages(AtomicUsize);
+
+impl OnPageLost for LostPages {
+    fn page_lost(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The VMM's handler of SIGBUS, with memory of hugetlbfs. No guest takes part.
+fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
+    const HUGE: usize = 2 << 20;
+    const LEN: usize = 3 * HUGE;
+    let Some(aside) = SetAside::pages(3)? else { return skip(NO_HUGE_PAGES) };
+    let files = HugeFiles::mount()?;
+    let path = files.0.join("memory");
+    let file = fs::File::options().read(true).write(true).create_new(true).open(&path)?;
+    file.set_len(LEN as u64)?;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let map = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    ensure!(map != libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
+    let lost = Arc::new(LostPages::default());
+    let start = map as usize;
+    // SAFETY: only this test touches the range, and not after the watch has gone.
+    let watch = unsafe { Watch::new(start..start + LEN, Arc::clone(&lost) as _) }?;
+    // SAFETY: inside the mapping.
+    let byte = |at: usize| unsafe { ptr::read_volatile((start + at) as *const u8) };
+    // SAFETY: inside the mapping, and nobody else has it.
+    unsafe { ptr::write_bytes(map.cast::<u8>(), 0x5a, LEN) };
+    ensure!(aside.used()? == 3, "{} huge pages are in use, not 3", aside.used()?);
+    file.set_len(2 * HUGE as u64)?;
+    ensure!(lost.0.load(Ordering::Relaxed) == 0, "A page is lost before somebody has touched it");
+    // The first access is in the middle of the page, and all of the page is replaced.
+    let pages = [(2 * HUGE + 5 * 4096 + 8, 0), (2 * HUGE, 0), (LEN - 1, 0), (0, 0x5a), (2 * HUGE - 1, 0x5a)];
+    for (at, expected) in pages {
+        ensure!(byte(at) == expected, "{:#x} is read at {at:#x}, not {expected:#x}", byte(at));
+    }
+    let count = lost.0.load(Ordering::Relaxed);
+    ensure!(count == 1, "{count} pages are lost, not 1");
+    drop(watch);
+    // SAFETY: mapped above, and used no more.
+    unsafe { libc::munmap(map, LEN) };
+    drop(file);
+    fs::remove_file(&path)?;
+    aside.all_are_back()
+}
 
 impl HugeFiles {
     fn mount() -> Result<Self> {
