@@ -12,7 +12,8 @@ use balloon::sim::{
     Demand, Governed, Guest as SimulatedGuest, GuestConfig, Segment, Skip, SwapDevice, VmSetup, run_host,
 };
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
-use guest_tests::guest::{GuestBuilder, Kernel};
+use guest_tests::guest::{GuestBuilder, Kernel, Script};
+use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
@@ -22,6 +23,7 @@ guest_tests::tests![
     pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (long),
     pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (extended),
     pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1: 600 (extended),
+    pm_of_many_times_dram_is_used_beside_dram_to_plug: 600 (extended),
     resize_to_sixty_times_dram_completes_with_an_agent: 400 (long),
     resize_without_agent_stops_at_a_multiple_of_boot_memory,
     fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
@@ -43,7 +45,11 @@ const RESIZE_LIMIT: Duration = Duration::from_secs(200);
 /// Checks that no process was killed and that the guest's kernel has reported no problem.
 fn nothing_died(guest: &Guest) -> Result<()> {
     let killed = vmstat(guest, "oom_kill")?;
-    ensure!(killed == 0, "{killed} processes were killed: {}", guest.run("dmesg | tail -n 60")?);
+    ensure!(
+        killed == 0,
+        "{killed} processes were killed: {}",
+        guest.run("dmesg | grep -v 'KB$' | tail -n 60")?
+    );
     guest.no_kernel_complaints()
 }
 
@@ -93,12 +99,24 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
     Ok(guest.plugged_bytes())
 }
 
-/// Ratios of PM to DRAM in the papers; PM Buddy has 14.
-const LEAST_AND_MOST: [u64; 2] = [2, 14];
-const BETWEEN: [u64; 2] = [4, 8];
+/// The largest ratio of PM to DRAM in the papers is that of PM Buddy.
+const LARGEST_RATIO: u64 = 14;
+const LEAST_AND_MOST: [u64; 2] = [2, LARGEST_RATIO];
+const BETWEEN: [u64; 3] = [4, 7, 8];
+
+/// Starts processes that hold `load_mib` together, and waits until they do.
+fn hold(guest: &Guest, load_mib: u64) -> Result<Vec<Script>> {
+    const HOGS: u64 = 4;
+    let start = |_| guest.start_script(LOAD_LIMIT, &format!("exec guest-tool hog {}", load_mib / HOGS));
+    let mut hogs = (0..HOGS).map(start).collect::<Result<Vec<_>>>()?;
+    let goal = format!("held {}", load_mib / HOGS);
+    for hog in &mut hogs {
+        while hog.next_line().context("A load was killed")? != goal {}
+    }
+    Ok(hogs)
+}
 
 fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u64]) -> Result<()> {
-    const HOGS: u64 = 4;
     for &ratio in ratios {
         let pm_mib = SMALL_DRAM_MIB * ratio;
         // Programs can use only available memory, which excludes the kernel's reserve.
@@ -113,14 +131,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
             .boot()?;
         let at_rest = at_rest(&guest)?;
         let start = Instant::now();
-        let mut hogs = Vec::new();
-        for _ in 0..HOGS {
-            hogs.push(guest.start_script(LOAD_LIMIT, &format!("exec guest-tool hog {}", load_mib / HOGS))?);
-        }
-        let goal = format!("held {}", load_mib / HOGS);
-        for hog in &mut hogs {
-            while hog.next_line().with_context(|| format!("A load was killed at {ratio}:1"))? != goal {}
-        }
+        let hogs = hold(&guest, load_mib)?;
         let plugged_bytes = zone(&guest, "pm")?.plugged_bytes;
         let load_ms = u64::try_from(start.elapsed().as_millis())?;
         let expected_bytes = simulated_pm_bytes(&at_rest, pm_mib, load_mib, load_ms)?;
@@ -130,10 +141,11 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
             plugged_bytes.abs_diff(expected_bytes) <= allowed_bytes,
             "{ratio}:1: {plugged_bytes} bytes of PM are plugged, and {expected_bytes} in the simulator"
         );
-        ensure!(
-            plugged_bytes >= load_mib * MIB - at_rest.total_bytes,
-            "{ratio}:1: only {plugged_bytes} bytes of PM are plugged"
-        );
+        // psi adds memory before the load has all that is available. So at the largest ratio, all
+        // PM is plugged.
+        let least_bytes =
+            if ratio == LARGEST_RATIO { pm_mib * MIB } else { load_mib * MIB - at_rest.total_bytes };
+        ensure!(plugged_bytes >= least_bytes, "{ratio}:1: only {plugged_bytes} bytes of PM are plugged");
         nothing_died(&guest)?;
         drop((hogs, guest));
         fs::remove_file(pool.path())?;
@@ -162,6 +174,24 @@ fn pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12() -> Result<()> {
 
 fn pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1() -> Result<()> {
     pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_1, &LEAST_AND_MOST)
+}
+
+/// The kernel can plug DRAM as well, but not as much as the descriptors of all PM need.
+fn pm_of_many_times_dram_is_used_beside_dram_to_plug() -> Result<()> {
+    const PM_MIB: u64 = SMALL_DRAM_MIB * LARGEST_RATIO;
+    let pool = Pool::create(&format!("{}M", PM_MIB + 64))?;
+    let guest = Guest::builder()
+        .memory(&format!("size={SMALL_DRAM_MIB}M,hotplug_method=virtio-mem,hotplug_size=128M"))
+        .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
+        .pressure("psi")
+        .boot()?;
+    let hogs = hold(&guest, PM_MIB)?;
+    let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
+    println!("{} MiB of DRAM and {} MiB of PM are plugged", dram.plugged_bytes / MIB, pm.plugged_bytes / MIB);
+    ensure!(pm.plugged_bytes == PM_MIB * MIB, "Only {} bytes of PM are plugged", pm.plugged_bytes);
+    nothing_died(&guest)?;
+    drop(hogs);
+    Ok(())
 }
 
 fn guest_of_24_gib() -> GuestBuilder {
@@ -219,22 +249,32 @@ struct Load {
     command: &'static str,
     /// Last line of its output.
     goal: &'static str,
+    /// Kernel memory that it takes, at least.
+    kernel_mib: u64,
 }
 
-/// Some 390 MiB of slabs.
+/// What is neither free nor has content of programs or files.
+fn kernel_mib(guest: &Guest) -> Result<u64> {
+    const COMMAND: &str = "awk '/^MemTotal:/ { n += $2 } /^(MemFree|Buffers|Cached|SwapCached|AnonPages):/ { n -= $2 } \
+                           END { print int(n / 1024) }' /proc/meminfo";
+    Ok(guest.run(COMMAND)?.trim().parse()?)
+}
+
 const FILES: Load = Load {
     command: "mkdir /files && mount -t tmpfs -o size=4G,nr_inodes=0 files /files && \
               guest-tool make-files /files 400000 && exec echo all",
     goal: "all",
+    kernel_mib: 400,
 };
-const SOCKETS: Load = Load { command: "exec guest-tool fill-sockets 300", goal: "held 300" };
+const SOCKETS: Load = Load { command: "exec guest-tool fill-sockets 300", goal: "held 300", kernel_mib: 350 };
 /// Linux reclaims the entries of these names. kernfs caches names of missing files.
 const MISSING_FILES: Load =
-    Load { command: "guest-tool miss-files /sys 2000000 && exec echo all", goal: "all" };
+    Load { command: "guest-tool miss-files /sys 2000000 && exec echo all", goal: "all", kernel_mib: 50 };
 const PROCESSES: Load = Load {
     command: "dd if=/dev/zero of=/run/mapped bs=1M count=8 2>/dev/null && \
               echo 8192 >/proc/sys/kernel/pid_max && exec guest-tool map-by-processes /run/mapped 2000",
     goal: "held 2000",
+    kernel_mib: 180,
 };
 
 /// Guest with 384 MiB of boot memory. 256 MiB of DRAM and 512 MiB of PM can be plugged.
@@ -243,20 +283,27 @@ fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
         .kernel(kernel)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=256M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        .pressure("psi")
+        .pressure(&format!("psi,record={}", this_tests_dir().join("trace").display()))
 }
 
 fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(kernel, &pool).cmdline(agent_args).boot()?;
+    let at_rest_mib = kernel_mib(&guest)?;
     let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
     loop {
         match script.next_line() {
             Some(line) if line == load.goal => break,
             Some(_) => {}
-            None => bail!("The load ended early: {}", guest.run("dmesg | tail -n 60; cat /run/agent.log")?),
+            None => bail!(
+                "The load ended early: {}",
+                guest.run("dmesg | grep -v 'KB$' | tail -n 60; cat /run/agent.log")?
+            ),
         }
     }
+    let taken_mib = kernel_mib(&guest)?.saturating_sub(at_rest_mib);
+    println!("The load takes {taken_mib} MiB of kernel memory");
+    ensure!(taken_mib >= load.kernel_mib, "The load takes only {taken_mib} MiB of kernel memory");
     nothing_died(&guest)
 }
 
