@@ -22,9 +22,11 @@ const MAX_FLOOR_BYTES: u64 = 64 * MIB;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DescriptorLimit {
     reported: Option<Reported>,
+    /// Memory that was added beside the zones, as DIMMs.
+    beside_zones_bytes: u64,
 }
 
-/// Limit taken from the last report.
+/// Limit taken from the last report, of the zones' memory and of memory beside them.
 #[derive(Clone, Copy, Debug)]
 struct Reported {
     at: TimeMs,
@@ -38,9 +40,14 @@ impl DescriptorLimit {
         if report.blocks().block_bytes == 0 {
             return;
         }
-        let plugged_bytes = sum(host, |zone| zone.plugged_bytes);
-        let limit_bytes = plugged_bytes.saturating_add(describable_bytes(report));
+        let added_bytes = sum(host, |zone| zone.plugged_bytes).saturating_add(self.beside_zones_bytes);
+        let limit_bytes = added_bytes.saturating_add(describable_bytes(report));
         self.reported = Some(Reported { at: now, limit_bytes });
+    }
+
+    /// Takes note of memory that is added beside the zones.
+    pub fn added_beside_zones(&mut self, bytes: u64) {
+        self.beside_zones_bytes = self.beside_zones_bytes.saturating_add(bytes);
     }
 
     /// Memory that may be requested beyond what is requested or plugged.
@@ -56,7 +63,8 @@ impl DescriptorLimit {
             // The guest may have used the room since the report.
             Some(reported) => reported.limit_bytes.min(unreported_bytes),
         };
-        limit_bytes.saturating_sub(sum(host, |zone| zone.requested_bytes.max(zone.plugged_bytes)))
+        let added_bytes = sum(host, |zone| zone.requested_bytes.max(zone.plugged_bytes));
+        limit_bytes.saturating_sub(added_bytes.saturating_add(self.beside_zones_bytes))
     }
 }
 

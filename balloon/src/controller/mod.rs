@@ -182,6 +182,16 @@ impl Controller {
         }
     }
 
+    /// Memory for whose page descriptors the guest has room (rule 4).
+    pub fn describable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
+        self.descriptors.room_bytes(&self.rules, host, now)
+    }
+
+    /// Takes note of memory that the guest gets beside the zones, as a DIMM. Rule 4 counts its page descriptors.
+    pub fn added_beside_zones(&mut self, bytes: u64) {
+        self.descriptors.added_beside_zones(bytes);
+    }
+
     /// Whether a zone was sized by hand, and is left alone.
     pub fn is_pinned(&self, id: ZoneId) -> bool {
         self.zones.iter().any(|zone| zone.id == id && zone.pinned)

@@ -81,7 +81,10 @@ impl ApiError {
             }
             Self::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             Self::Vm(
-                VmError::CannotResume { .. } | VmError::IdTaken { .. } | VmError::UnsupportedDriver { .. },
+                VmError::CannotResume { .. }
+                | VmError::IdTaken { .. }
+                | VmError::UnsupportedDriver { .. }
+                | VmError::NoRoomForDescriptors { .. },
             )
             | Self::Config(ConfigError::IdTaken { .. })
             | Self::Vm(VmError::Config(ConfigError::IdTaken { .. })) => StatusCode::CONFLICT,

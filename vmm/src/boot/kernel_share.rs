@@ -49,7 +49,10 @@ impl KernelShare {
 /// Checks that boot memory has room for the page descriptors of all memory that can be added.
 pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
     let memory = boot_memory(zones);
-    let (hotplug_bytes, most_bytes) = (memory.hotplug_bytes(), memory.most_hotplug_bytes());
+    let dimms = zones.iter().filter(|zone| zone.growth == Growth::Dimms);
+    let hotplug_bytes =
+        dimms.fold(memory.hotplug_bytes(), |sum, zone| sum.saturating_add(zone.hotplug_bytes));
+    let most_bytes = memory.most_hotplug_bytes();
     match hotplug_bytes > most_bytes {
         true => Err(RatioTooHigh { hotplug_bytes, boot_bytes: memory.boot_bytes, most_bytes }),
         false => Ok(()),
@@ -127,5 +130,8 @@ pub(super) mod tests {
         let error = check(8192, 147_456).expect_err("18:1");
         assert_eq!(error.most_bytes / MIB, ((3072 + 2496) / 2 - 512) * 64);
         check(64, 1024).expect_err("the kernel alone fills it");
+        let dimms = |mib| check_ratio(&[ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 384, mib) }]);
+        dimms(1024).expect("3:1");
+        assert_eq!(dimms(24_576).expect_err("64:1").hotplug_bytes, 24_576 * MIB);
     }
 }

@@ -471,6 +471,17 @@ impl Core {
         self.write_down(&Noted { plan, host, ended: None, has_reported: false }, now);
     }
 
+    /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
+    pub fn describable_bytes(&self, now: TimeMs) -> u64 {
+        let sizes: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
+        self.controller.describable_bytes(&self.host_view(&sizes), now)
+    }
+
+    /// Takes note of a DIMM that the guest gets.
+    pub fn added_dimm(&mut self, bytes: u64) {
+        self.controller.added_beside_zones(bytes);
+    }
+
     /// Reads the devices, notes what has changed.
     fn observe(&mut self, now: TimeMs) -> HostView {
         let mut all = Vec::with_capacity(self.zones.len());

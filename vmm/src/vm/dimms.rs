@@ -21,15 +21,28 @@ impl KvmMachine {
         let more = size_bytes.saturating_sub(self.dram_bytes());
         match &self.dimms {
             _ if more == 0 => Ok(0),
-            Some(dimms) => match dimms.plan().place(more) {
-                Ok(_) => Ok(more),
-                Err(err) => Err(self.refuse(size_bytes, &err)),
-            },
+            Some(dimms) => {
+                dimms.plan().place(more).map_err(|err| self.refuse(size_bytes, &err))?;
+                self.check_descriptors(size_bytes, more)?;
+                Ok(more)
+            }
             None => Err(VmError::BadRequest(format!(
                 "desired_ram {size_bytes}: the VM has {} bytes of boot memory and no hotplug_size",
                 self.dram_bytes()
             ))),
         }
+    }
+
+    /// Checks that the guest has room for the page descriptors of a DIMM. A zone of virtio-mem would plug
+    /// it in steps; a DIMM comes as a whole.
+    fn check_descriptors(&self, size_bytes: u64, dimm_bytes: u64) -> Result<(), VmError> {
+        let now = self.governor.clock().now();
+        let most_bytes = self.governor.core().lock().describable_bytes(now);
+        if dimm_bytes <= most_bytes {
+            return Ok(());
+        }
+        self.hotplug.count(KIND, "add", "error");
+        Err(VmError::NoRoomForDescriptors { size_bytes, dimm_bytes, most_bytes })
     }
 
     /// What was there at boot or has come.
@@ -58,6 +71,7 @@ impl KvmMachine {
         let dimm = added.map_err(|err| self.refuse(size_bytes, &err))?;
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
+        self.governor.core().lock().added_dimm(more);
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
         if let Err(err) = self.ged.notify(Event::Memory) {
@@ -164,5 +178,21 @@ mod tests {
             "{error}"
         );
         machine.resize_dram(32 * MIB).unwrap();
+    }
+
+    #[test]
+    fn dimm_without_room_for_its_descriptors_is_refused() {
+        // The governor's guest has booted with 384 MiB, and its agent reports nothing.
+        const MOST_MIB: u64 = 384 * 8;
+        let (mut machine, _table) = growing(8192 * MIB);
+        machine.resize_dram((65 + 256) * MIB).unwrap();
+        let desired_ram = Some((65 + MOST_MIB + 128) * MIB);
+        let before = machine.check_resize(&ResizeRequest { desired_ram, ..ResizeRequest::default() });
+        let error = machine.resize_dram((65 + MOST_MIB + 128) * MIB).unwrap_err();
+        assert_eq!(before.unwrap_err().to_string(), error.to_string());
+        let text = "page descriptors of 2944 MiB more, which take 46 MiB; it has room for those of 2816 MiB";
+        assert!(error.to_string().contains(text), "{error}");
+        assert_eq!((machine.memory_bytes(), told(&machine), told(&machine)), ((65 + 256) * MIB, 0, NONE));
+        machine.resize_dram((65 + MOST_MIB) * MIB).unwrap();
     }
 }

@@ -8,13 +8,14 @@ use std::fmt;
 use std::path::PathBuf;
 
 use balloon::DriverState;
+use balloon::proto::descriptor_bytes;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::counters::Counters;
 use super::decision::DecisionInfo;
-use crate::config::{ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
+use crate::config::{ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, Size, VmConfig};
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
@@ -570,6 +571,21 @@ pub enum VmError {
     UnsupportedDriver {
         /// The zone's id.
         zone: String,
+    },
+    /// The guest has no room for the page descriptors of a DIMM.
+    #[error(
+        "desired_ram {size_bytes}: the guest's DRAM has no room for the page descriptors of {} more, which take {}; it has \
+         room for those of {}. Add less at a time; a guest without an agent gets at most `--pressure unreported=` times \
+         its boot memory",
+        Size(*dimm_bytes), Size(descriptor_bytes(*dimm_bytes)), Size(*most_bytes)
+    )]
+    NoRoomForDescriptors {
+        /// DRAM that was asked for.
+        size_bytes: u64,
+        /// Size of the DIMM.
+        dimm_bytes: u64,
+        /// Memory for whose page descriptors the guest has room.
+        most_bytes: u64,
     },
     /// The request names something out of its bounds.
     #[error("{0}")]

@@ -151,15 +151,22 @@ fn what_is_no_dimm_is_refused() -> Result<()> {
     let refusal =
         Guest::builder().memory("size=384M,hotplug_size=1G,hotplugged_size=128M").expect_refusal()?;
     ensure!(refusal.message.contains("hotplugged_size is 128 MiB"), "{}", refusal.message);
-    let guest = growing().boot()?;
-    for mib in [385, 484, 384 + 2048 + 128] {
+    let guest = Guest::builder().memory("size=384M,hotplug_size=24G").boot()?;
+    for mib in [385, 484, 384 + 24_576 + 128] {
         let status = try_resize(&guest, mib)?;
         ensure!(status == 400, "{mib} MiB: status {status}");
     }
     let by_zone = json!({ "id": "dram", "desired_ram": 512 * MIB });
     ensure!(guest.try_api("PUT", "vm.resize-zone", Some(by_zone))?.status == 400);
     ensure!(info(&guest, "/config/memory/size")? == 384 * MIB, "A refused resize has changed something");
+    // The page descriptors of 24 GiB would take all of its DRAM.
+    let all = json!({ "desired_ram": (384 + 24_576) * MIB });
+    let refusal = guest.try_api("PUT", "vm.resize", Some(all))?;
+    ensure!(refusal.status == 409 && refusal.body.contains("page descriptors of 24 GiB"), "{refusal:?}");
     ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "A refused resize has added something");
+    let before = mem_total_mib(&guest)?;
+    resize_to(&guest, 384 + 1024)?;
+    wait_until_online(&guest, before + 1024)?;
     guest.no_kernel_complaints()
 }
 

@@ -26,6 +26,7 @@ guest_tests::tests![
     pm_of_many_times_dram_is_used_beside_dram_to_plug: 600 (extended),
     resize_to_sixty_times_dram_completes_with_an_agent: 400 (long),
     resize_without_agent_stops_at_a_multiple_of_boot_memory,
+    boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory: 240 (long),
     fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
     small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long),
     small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended),
@@ -226,6 +227,24 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == ((24_576 - 384 - 8 * 384) * MIB) as f64, "{held} bytes are held back");
     nothing_died(&guest)
+}
+
+/// A request of the configuration, at a first start and at a reboot.
+fn boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
+    let memory = "size=384M,hotplug_method=virtio-mem,hotplug_size=24G,hotplugged_size=24G";
+    let guest =
+        Guest::builder().memory(memory).pressure("off").cmdline("foreshore.agent=off panic=-1").boot()?;
+    for boot in ["start", "reboot"] {
+        if boot == "reboot" {
+            guest.reboot_from_inside()?;
+        }
+        guest.wait_until("a multiple is plugged", RESIZE_LIMIT, || {
+            Ok(zone(&guest, "dram")?.plugged_bytes == 8 * 384 * MIB)
+        })?;
+        guest.wait_until("the rest is stuck", RESIZE_LIMIT, || Ok(zone(&guest, "dram")?.state == "stuck"))?;
+        nothing_died(&guest)?;
+    }
+    Ok(())
 }
 
 fn fixed_size_beyond_descriptors_leaves_the_guest_alive() -> Result<()> {
