@@ -15,7 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use foreshore_proto::{Blocks, KernelGrowth, KernelMemory, RawReport, Zone, kernel_reserve_bytes};
+use foreshore_proto::{
+    Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes,
+};
 
 use crate::blocks::{STACK_BYTES, numbered};
 use crate::sys;
@@ -37,20 +39,36 @@ const PAUSE_MS: u64 = 500;
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
+/// Growth of kernel memory: that of slabs, page tables and stacks, and that of all of it.
+#[derive(Clone, Debug, Default)]
+struct Growth {
+    counted: KernelGrowth,
+    of_zones: ZoneGrowth,
+}
+
+impl Growth {
+    fn update(&mut self, report: &RawReport, now_ms: u64) {
+        let kernel = report.kernel.as_ref();
+        self.counted.update(kernel, report.counters.allocstall_kernel, now_ms);
+        self.of_zones.update(&report.zones, kernel, now_ms);
+    }
+}
+
 /// Returns the node that has to give a block to the kernel. `None` if the kernel has enough memory
 /// that is free or can be reclaimed, or if no node can give a block.
 ///
 /// Other movable memory must have room for the pages of the block. The node keeps movable memory of
 /// half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node without movable
 /// memory. Programs would then fill the kernel's new memory.
-fn short_node(zones: &[Zone], blocks: &Blocks, growth: &KernelGrowth, except: Option<u32>) -> Option<u32> {
+fn short_node(zones: &[Zone], blocks: &Blocks, growth: &Growth, except: Option<u32>) -> Option<u32> {
     let kernel = KernelMemory::of(zones.iter());
     let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
-    let growth_bytes = growth.bytes_within(TURN_MS).min(kernel.dram_bytes / MAX_GROWTH_PART);
+    let growth_bytes = growth.counted.bytes_within(TURN_MS).max(growth.of_zones.bytes_within(TURN_MS));
+    let growth_bytes = growth_bytes.min(kernel.dram_bytes / MAX_GROWTH_PART);
     let short_bytes = least_bytes.saturating_add(growth_bytes);
     // Caches count as free, because Linux drops them when the memory is needed, and a converted
     // block would stay with the kernel.
-    let room_bytes = kernel.room_bytes.saturating_add(growth.caches_bytes());
+    let room_bytes = kernel.room_bytes.saturating_add(growth.counted.caches_bytes());
     if blocks.block_bytes == 0 || room_bytes >= short_bytes || kernel.movable_free_bytes < blocks.block_bytes
     {
         return None;
@@ -92,7 +110,7 @@ pub struct KernelBlocks {
     results: Receiver<Result<u32, (u32, io::Error)>>,
     is_busy: bool,
     pace: Pace,
-    growth: KernelGrowth,
+    growth: Growth,
     exhausted: Option<Exhausted>,
 }
 
@@ -125,7 +143,7 @@ impl KernelBlocks {
             results,
             is_busy: false,
             pace: Pace::default(),
-            growth: KernelGrowth::default(),
+            growth: Growth::default(),
             exhausted: None,
         })
     }
@@ -133,7 +151,7 @@ impl KernelBlocks {
     /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block
     /// was converted since the last call. Does not block.
     pub fn poll(&mut self, report: &RawReport, now_ms: u64) -> bool {
-        self.growth.update(report.kernel.as_ref(), report.counters.allocstall_kernel, now_ms);
+        self.growth.update(report, now_ms);
         let result = self.results.try_recv().ok();
         self.is_busy &= result.is_none();
         match &result {
@@ -294,20 +312,35 @@ mod tests {
 
     /// The node of a kernel whose memory does not grow.
     fn short(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
-        short_node(zones, blocks, &KernelGrowth::default(), None)
+        short_node(zones, blocks, &Growth::default(), None)
     }
 
     #[test]
     fn a_kernel_that_grows_fast_is_short_sooner() {
-        let mut growth = KernelGrowth::default();
+        let mut growth = Growth::default();
         let holds = |mib: u64| KernelUse { page_table_bytes: mib * MIB, ..KernelUse::default() };
-        growth.update(Some(&holds(0)), 0, 0);
-        growth.update(Some(&holds(100)), 0, 1_000);
+        growth.counted.update(Some(&holds(0)), 0, 0);
+        growth.counted.update(Some(&holds(100)), 0, 1_000);
         // Half of a sixteenth of 592 MiB, and 50 MiB.
         assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth, None), Some(0));
         assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth, None), None);
-        growth.update(Some(&holds(10_000)), 0, 2_000);
+        growth.counted.update(Some(&holds(10_000)), 0, 2_000);
         assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth, None), None, "an eighth of DRAM at most");
+    }
+
+    /// 60 MiB/s in sockets. No counter of the kernel's has their data.
+    #[test]
+    fn memory_that_no_counter_has_makes_the_kernel_short_sooner() {
+        let mut growth = Growth::default();
+        for tenth in 0..=20 {
+            let mut zones = zones(200 - 6 * tenth, 300);
+            zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
+            growth.of_zones.update(&zones, Some(&KernelUse::default()), tenth * 100);
+        }
+        // Half of a sixteenth of 592 MiB, and 30 MiB.
+        assert_eq!(short_node(&zones(48, 300), &blocks(2), &growth, None), Some(0));
+        assert_eq!(short_node(&zones(49, 300), &blocks(2), &growth, None), None);
+        assert_eq!(short_node(&zones(48, 300), &blocks(2), &Growth::default(), None), None);
     }
 
     /// Load that fills the kernel's zones with slabs.
@@ -323,7 +356,7 @@ mod tests {
     /// give a block.
     fn node_after_load(end: Slabs) -> Option<u32> {
         const SECONDS: u64 = 20;
-        let mut growth = KernelGrowth::default();
+        let mut growth = Growth::default();
         let mut given = None;
         for second in 0..=SECONDS {
             let so_far = |all: u64| all * second / SECONDS;
@@ -334,10 +367,13 @@ mod tests {
                 unused_inodes: Some(0),
                 ..KernelUse::default()
             };
-            growth.update(Some(&kernel), so_far(end.allocstalls), second * 1_000);
+            growth.counted.update(Some(&kernel), so_far(end.allocstalls), second * 1_000);
             // kswapd keeps the high watermark free.
             let free_mib = 280u64.saturating_sub(so_far(end.reclaimable_mib + end.unreclaimable_mib));
-            given = given.or(short_node(&zones(free_mib, 300), &blocks(2), &growth, None));
+            let mut zones = zones(free_mib, 300);
+            zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
+            growth.of_zones.update(&zones, Some(&kernel), second * 1_000);
+            given = given.or(short_node(&zones, &blocks(2), &growth, None));
         }
         given
     }

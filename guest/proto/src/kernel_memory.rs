@@ -3,6 +3,8 @@
 //! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable (mm/page_alloc.c,
 //! gfp_zone). The agent, the governor and its policies compare these sums, so they are computed here for all.
 
+use std::collections::VecDeque;
+
 use crate::{KernelUse, Zone, ZoneKind, scale};
 
 /// Zones count pages of this size: all guests are x86-64.
@@ -122,6 +124,47 @@ impl KernelGrowth {
     /// Growth within `ms` at the present rate.
     pub fn bytes_within(&self, ms: u64) -> u64 {
         scale(self.bytes_per_s, ms, 1_000)
+    }
+}
+
+/// Growth of all kernel memory, computed from what the kernel's zones lack.
+///
+/// Slabs, page tables and stacks are not all of it. The data of sockets and pipes, for example, has pages
+/// of its own, and no counter of Linux says how many (mm/vmstat.c).
+///
+/// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that free
+/// memory move pages to these lists and back. So the rate is the average of at least a second.
+#[derive(Clone, Debug, Default)]
+pub struct ZoneGrowth {
+    samples: VecDeque<Sample>,
+}
+
+/// Least time from the oldest sample to the newest one.
+const WINDOW_MS: u64 = 1_000;
+
+impl ZoneGrowth {
+    /// Takes the kernel memory at `now_ms`. Forgets all samples if a zone does not report its user pages.
+    pub fn update(&mut self, zones: &[Zone], kernel: Option<&KernelUse>, now_ms: u64) {
+        let used_pages = zones.iter().filter(|zone| zone.serves_kernel()).try_fold(0u64, |sum, zone| {
+            let taken = zone.managed_pages.saturating_sub(zone.free_pages);
+            Some(sum.saturating_add(taken.saturating_sub(zone.user_pages?)))
+        });
+        let (Some(used_pages), Some(kernel)) = (used_pages, kernel) else {
+            self.samples.clear();
+            return;
+        };
+        let bytes = used_pages.saturating_mul(PAGE_BYTES).saturating_sub(kernel.caches_bytes());
+        self.samples.push_back(Sample { at_ms: now_ms, bytes });
+        while self.samples.get(1).is_some_and(|second| now_ms.saturating_sub(second.at_ms) >= WINDOW_MS) {
+            self.samples.pop_front();
+        }
+    }
+
+    /// Growth within `ms` at the present rate.
+    pub fn bytes_within(&self, ms: u64) -> u64 {
+        let (Some(first), Some(last)) = (self.samples.front(), self.samples.back()) else { return 0 };
+        let elapsed_ms = last.at_ms.saturating_sub(first.at_ms).max(WINDOW_MS);
+        scale(last.bytes.saturating_sub(first.bytes), ms, elapsed_ms)
     }
 }
 
@@ -256,5 +299,60 @@ mod tests {
         assert_eq!(update(Some(&kernel), 8, 12_999), (0, false));
         assert_eq!(update(Some(&kernel), 8, 13_000), (192_000, true));
         assert_eq!(update(None, 8, 14_000), (0, true), "not reported");
+    }
+
+    /// A kernel zone of 512 MiB.
+    fn zone_mib(free_mib: u64, user_mib: u64) -> [Zone; 1] {
+        let pages = |mib: u64| (mib << 20) / PAGE_BYTES;
+        let (free_pages, user_pages) = (pages(free_mib), Some(pages(user_mib)));
+        [Zone {
+            kind: ZoneKind::Normal,
+            managed_pages: pages(512),
+            free_pages,
+            user_pages,
+            ..Zone::default()
+        }]
+    }
+
+    #[test]
+    fn memory_that_no_counter_has_is_growth_of_the_zones() {
+        let mut growth = ZoneGrowth::default();
+        let none = KernelUse::default();
+        let mib = |growth: &ZoneGrowth| growth.bytes_within(1_000) >> 20;
+        for tenth in 0..=30 {
+            growth.update(&zone_mib(400 - 6 * tenth, 50), Some(&none), tenth * 100);
+        }
+        assert_eq!(mib(&growth), 60);
+        // Programs take memory of the zone.
+        for tenth in 31..=50 {
+            growth.update(&zone_mib(220 - 6 * (tenth - 30), 50 + 6 * (tenth - 30)), Some(&none), tenth * 100);
+        }
+        assert_eq!(mib(&growth), 0);
+        // Pages on lists of a CPU for a moment.
+        growth.update(&zone_mib(70, 170), Some(&none), 5_050);
+        assert!(mib(&growth) <= 30, "{}", mib(&growth));
+        // Caches that Linux can reclaim.
+        let dentries = (30 << 20) / DENTRY_BYTES;
+        let caches = KernelUse {
+            slab_reclaimable_bytes: 40 << 20,
+            unused_dentries: Some(dentries),
+            ..KernelUse::default()
+        };
+        growth.update(&zone_mib(70, 170), Some(&caches), 5_100);
+        assert_eq!(mib(&growth), 0);
+    }
+
+    #[test]
+    fn no_growth_is_known_from_one_sample_or_without_user_pages() {
+        let mut growth = ZoneGrowth::default();
+        growth.update(&zone_mib(10, 0), Some(&KernelUse::default()), 0);
+        assert_eq!(growth.bytes_within(1_000), 0);
+        // The first second does not make a rate of its first part.
+        growth.update(&zone_mib(5, 0), Some(&KernelUse::default()), 10);
+        assert_eq!(growth.bytes_within(1_000) >> 20, 5);
+        let mut zones = zone_mib(0, 0);
+        zones[0].user_pages = None;
+        growth.update(&zones, Some(&KernelUse::default()), 2_000);
+        assert_eq!(growth.bytes_within(1_000), 0);
     }
 }

@@ -23,7 +23,7 @@ mod verify;
 mod wire;
 
 pub use boot_memory::{BootMemory, LOW_BOOT_BYTES};
-pub use kernel_memory::{KernelGrowth, KernelMemory};
+pub use kernel_memory::{KernelGrowth, KernelMemory, ZoneGrowth};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
