@@ -18,7 +18,7 @@ use super::backing::{
 use super::dimms::{DimmPlan, Dimms};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::populate::populate;
-use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots};
+use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges, host_bytes};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
 use crate::config::Size;
@@ -194,6 +194,7 @@ pub fn build(
         }
     }
     let map = MemoryMap::new(&zones, options.address_bits)?;
+    check_ranges(map.zones().iter().flat_map(|zone| zone.boot.iter().copied()), host_bytes())?;
     let host_nodes = zones.iter().map(host_node).collect::<Result<Vec<_>, _>>()?;
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());

@@ -41,7 +41,7 @@ pub enum SlotError {
     },
     /// The range is larger than the largest slot.
     #[error(
-        "{} at {start:#x} is more than the {} that KVM takes in one piece: use several zones (--memory-zone) or files",
+        "{} at {start:#x} is more than the {} that KVM takes in one piece: divide it, for example into several zones, disks or volumes",
         Size(*len), Size(MAX_SLOT_BYTES)
     )]
     TooLarge {
@@ -49,6 +49,17 @@ pub enum SlotError {
         start: u64,
         /// Length.
         len: u64,
+    },
+    /// The host has no memory for what KVM itself allocates.
+    #[error(
+        "For {} of guest memory KVM may allocate {} for itself, and the host has {} of memory",
+        Size(*guest_bytes), Size(kvms_own_bytes(*guest_bytes)), Size(*host_bytes)
+    )]
+    MoreThanHost {
+        /// Guest memory.
+        guest_bytes: u64,
+        /// The host's memory.
+        host_bytes: u64,
     },
     /// KVM refuses.
     #[error("KVM does not take slot {slot} for {len:#x} bytes at {start:#x}")]
@@ -63,6 +74,42 @@ pub enum SlotError {
         #[source]
         source: io::Error,
     },
+}
+
+/// Memory that KVM allocates with the slots of `guest_bytes`: at most a pointer for each page (Linux
+/// arch/x86/kvm/x86.c, memslot_rmap_alloc). With the TDP MMU it is less, as long as no guest has guests of its own.
+fn kvms_own_bytes(guest_bytes: u64) -> u64 {
+    guest_bytes / PAGE_BYTES * size_of::<u64>() as u64
+}
+
+/// Checks that KVM can take slots for `ranges` on a host with `host_bytes` of memory.
+///
+/// KVM would take the first ones, and allocate their memory, before it refuses another. Linux allocates that memory for
+/// KVM even if it has to kill processes.
+pub fn check_ranges(ranges: impl Iterator<Item = GuestRange>, host_bytes: u64) -> Result<(), SlotError> {
+    let mut guest_bytes = 0u64;
+    for range in ranges {
+        check_range(range)?;
+        guest_bytes = guest_bytes.saturating_add(range.len);
+    }
+    match kvms_own_bytes(guest_bytes) > host_bytes {
+        true => Err(SlotError::MoreThanHost { guest_bytes, host_bytes }),
+        false => Ok(()),
+    }
+}
+
+fn check_range(range: GuestRange) -> Result<(), SlotError> {
+    match range.len > MAX_SLOT_BYTES {
+        true => Err(SlotError::TooLarge { start: range.start, len: range.len }),
+        false => Ok(()),
+    }
+}
+
+/// The host's memory.
+pub fn host_bytes() -> u64 {
+    // SAFETY: no pointers.
+    let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
+    u64::try_from(pages).unwrap_or(0).saturating_mul(PAGE_BYTES)
 }
 
 /// KVM's slots, or a fake of them.
@@ -127,9 +174,7 @@ impl Slots {
     ) -> Result<u32, SlotError> {
         let inside = offset.checked_add(guest.len).is_some_and(|end| end <= reservation.len_bytes());
         assert!(inside, "a slot of {:#x} bytes at {offset:#x} outside of its reservation", guest.len);
-        if guest.len > MAX_SLOT_BYTES {
-            return Err(SlotError::TooLarge { start: guest.start, len: guest.len });
-        }
+        check_range(guest)?;
         let mut entries = self.entries.lock();
         let slot = entries.iter().position(Option::is_none).unwrap_or(entries.len());
         if slot >= self.limit as usize {
@@ -444,6 +489,29 @@ mod tests {
                 .add(GuestRange { len: MAX_SLOT_BYTES, ..guest }, &reservation, 0, Access::ReadWrite)
                 .is_ok()
         );
+    }
+
+    /// Linux allocated 24 GiB for the first of these ranges and the second, and killed processes.
+    #[test]
+    fn memory_whose_slots_the_host_cannot_hold_is_refused() {
+        const TIB: u64 = 1 << 40;
+        let check = |lens: &[u64], host_gib: u64| {
+            let ranges = lens.iter().scan(4 << 30, |end, &len| {
+                let start = *end;
+                *end += len;
+                Some(GuestRange { start, len })
+            });
+            check_ranges(ranges, host_gib << 30).map_err(|error| error.to_string())
+        };
+        check(&[6 * TIB, 6 * TIB], 24).unwrap();
+        let error = check(&[6 * TIB, 6 * TIB], 23).unwrap_err();
+        assert_eq!(
+            error,
+            "For 12 TiB of guest memory KVM may allocate 24 GiB for itself, and the host has 23 GiB of memory"
+        );
+        // The last range is checked before a slot is made for the first.
+        assert!(check(&[TIB, 9 * TIB], 1024).unwrap_err().starts_with("9 TiB at 0x10100000000 is more than"));
+        check(&[], 0).unwrap();
     }
 
     #[test]
