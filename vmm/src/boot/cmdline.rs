@@ -113,7 +113,7 @@ fn defaults(
     // reserve is set.
     let is_divided = sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     if let Some(share) = share.filter(|_| !is_divided) {
-        defaults.push((MOVABLE_DRAM, share.movablecore().into()));
+        defaults.extend(share.movablecore().map(|size| (MOVABLE_DRAM, size.into())));
         defaults.push((RESERVE_RATIO, share.lowmem_reserve_ratio().into()));
     }
     defaults
@@ -235,6 +235,9 @@ mod tests {
             assert_eq!(alone(&user), format!("{user} {OURS} {SHARE}"), "in the midst of another word");
         }
         assert_eq!(alone("-- movablecore=1"), format!("{OURS} {SHARE} -- movablecore=1"));
+        let dram = KernelShare::of(&[zone(Tier::Dram, 512, 1024)]);
+        let line = compose("quiet", Pluggable::Blocks, dram).unwrap();
+        assert_eq!(line, format!(r#"quiet {OURS} sysctl.vm.lowmem_reserve_ratio="256 21 32 0 0""#));
     }
 
     #[test]

@@ -29,15 +29,16 @@ pub struct RatioTooHigh {
 }
 
 impl KernelShare {
-    /// Division of the boot memory of a VM with these zones. `None` if it has no PM to plug.
+    /// Division of the boot memory of a VM with these zones. `None` if nothing can be plugged by virtio-mem.
     pub fn of(zones: &[ZoneSpec]) -> Option<Self> {
         let memory = boot_memory(zones);
-        (memory.pm_bytes > 0).then_some(Self(memory))
+        (memory.hotplug_bytes() > 0).then_some(Self(memory))
     }
 
-    /// Value of `movablecore=`.
-    pub fn movablecore(&self) -> String {
-        format!("{}M", self.0.movable_bytes() / MIB)
+    /// Value of `movablecore=`. `None` without PM: plugged DRAM is the movable memory of its node then.
+    pub fn movablecore(&self) -> Option<String> {
+        let movable_bytes = self.0.movable_bytes();
+        (movable_bytes > 0).then(|| format!("{}M", movable_bytes / MIB))
     }
 
     /// Value of `vm.lowmem_reserve_ratio`.
@@ -96,7 +97,7 @@ pub(super) mod tests {
     fn share(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (String, String) {
         let zones = [zone(Tier::Dram, boot_mib, dram_mib), zone(Tier::Pm, 0, pm_mib)];
         let share = KernelShare::of(&zones).expect("there is PM");
-        (share.movablecore(), share.lowmem_reserve_ratio())
+        (share.movablecore().expect("there is PM"), share.lowmem_reserve_ratio())
     }
 
     #[test]
@@ -110,7 +111,12 @@ pub(super) mod tests {
 
     #[test]
     fn a_vm_without_pm_keeps_its_boot_memory_whole() {
-        assert_eq!(KernelShare::of(&[zone(Tier::Dram, 512, 1024)]), None);
+        let share = KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
+        assert_eq!(share.movablecore(), None);
+        // A sixteenth of 512 MiB and the descriptors of 1 GiB, of 1 GiB of movable memory.
+        assert_eq!(share.lowmem_reserve_ratio(), "256 21 32 0 0");
+        let dimms = ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 512, 1024) };
+        assert_eq!(KernelShare::of(&[dimms]), None, "it comes online for the kernel as well");
         assert_eq!(KernelShare::of(&[zone(Tier::Dram, 512, 0), zone(Tier::Pm, 0, 0)]), None);
     }
 
