@@ -95,7 +95,19 @@ fn tiers(guest: &Guest) -> Result<Vec<String>> {
     Ok(guest.run(script)?.lines().map(str::to_owned).collect())
 }
 
-fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str]) -> Result<()> {
+/// The agent's setting for demotion.
+fn is_demotion_on(guest: &Guest) -> Result<bool> {
+    Ok(guest.run("cat /sys/kernel/mm/numa/demotion_enabled")?.trim() == "true")
+}
+
+/// Nodes that reclaim of `node` may demote to, in the order of preference, from the last line that the kernel has
+/// logged (mm/memory-tiers.c, dump_demotion_targets).
+fn demotion_targets(guest: &Guest, node: u32) -> Result<String> {
+    let script = format!("dmesg | sed -n 's/.*Demotion targets for Node {node}: //p' | tail -n 1");
+    Ok(guest.run(&script)?.trim().to_owned())
+}
+
+fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str], targets_of_the_kernel: [&str; 4]) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = two_sockets(&pool, kernel)?;
     guest.wait_until("what is requested at boot is plugged", PLUG_LIMIT, || {
@@ -103,6 +115,7 @@ fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str]) -> Result<()> {
     })?;
     let dram = [node_mib(&guest, 0)?, node_mib(&guest, 1)?];
     check(&guest, &[("has_cpu", "0-1"), ("has_memory", "0-1"), ("possible", "0-3")])?;
+    ensure!(!is_demotion_on(&guest)?, "The guest demotes pages, and has no PM");
     plug_all(&guest)?;
     check(
         &guest,
@@ -144,16 +157,24 @@ fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str]) -> Result<()> {
     // 3. Tiers.
     let tiers = tiers(&guest)?;
     ensure!(tiers == tiers_of_the_kernel, "The memory tiers are {tiers:?} and not {tiers_of_the_kernel:?}");
+    // 4. Reclaim may move pages of DRAM to PM.
+    guest.wait_until("the agent has switched demotion on", PLUG_LIMIT, || is_demotion_on(&guest))?;
+    for (node, expected) in (0..).zip(targets_of_the_kernel) {
+        let targets = demotion_targets(&guest, node)?;
+        ensure!(targets == expected, "Node {node} demotes to {targets:?} and not {expected:?}");
+    }
     guest.no_kernel_complaints()
 }
 
 fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
-    are_seen(Kernel::V6_12, &["0-1", "2", "3"])
+    let near = "preferred: 2, fallback: 2-3";
+    let targets = [near, near, "preferred: 3, fallback: 3", "null"];
+    are_seen(Kernel::V6_12, &["0-1", "2", "3"], targets)
 }
 
-/// 6.1 shows the figures, and makes tiers of what drivers say alone: virtio-mem says nothing.
+/// 6.1 shows the figures. Its tiers follow drivers alone, and virtio-mem sets none, so demotion has no target.
 fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
-    are_seen(Kernel::V6_1, &["0-3"])
+    are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
 
 /// A load on node 1's CPU takes node 1's memory first, and node 0 has twice as much: node 1 is short, and the PM near it is
