@@ -3,15 +3,22 @@
 # They end with `main "$@"; exit` on one line: bash reads a script while it runs it, and goes on somewhere in one that was edited
 # meanwhile, for an hour perhaps.
 
-# The user's settings change neither images nor what is read from programs' output.
+# The user's settings change neither images nor what is read from programs' output. bash imports exported functions, which
+# would take the place of programs.
+# shellcheck disable=SC2046 # a list
+unset -f $(compgen -A function)
 unset CDPATH MODPROBE_OPTIONS
 umask 022
-# An ordinary user's PATH lacks what makes file systems and finds modules.
-export PATH=$PATH:/usr/sbin:/sbin
+# Programs of the distribution. A script that makes images sets PATH to this: a program of the user's does not count.
+# shellcheck disable=SC2034 # those scripts read it
+SYSTEM_PATH=/usr/sbin:/usr/bin:/sbin:/bin
+# An ordinary user's PATH lacks what makes file systems and finds modules. cargo and QEMU may be the user's own.
+USER_PATH=$PATH:/usr/sbin:/sbin
+export PATH=$USER_PATH
 # There is no such file, so mke2fs uses its own defaults instead of /etc/mke2fs.conf.
 export MKE2FS_CONFIG=/nonexistent/mke2fs.conf
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
 CI_DIR=$ROOT/target/ci
 # Packages are the same for every checkout: a machine with several may share them.
 DEB_CACHE=${FORESHORE_DEB_CACHE:-$CI_DIR/debs}

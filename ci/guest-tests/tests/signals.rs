@@ -39,10 +39,20 @@ impl Tree {
         for copied in ["ci/lib.sh", "ci/nested/host", script] {
             tree.write(copied, &fs::read_to_string(repository.join(copied))?)?;
         }
+        tree.prefer_stubs()?;
         fs::create_dir(tree.0.path().join("tmp"))?;
         // There are no kernels.
         tree.write("ci/kernels.lock", "")?;
         Ok(tree)
+    }
+
+    /// Makes the stubs programs of the distribution.
+    fn prefer_stubs(&self) -> Result<()> {
+        let system_path = "SYSTEM_PATH=/usr/sbin:";
+        let lib = fs::read_to_string(self.0.path().join("ci/lib.sh"))?;
+        ensure!(lib.contains(system_path), "ci/lib.sh has no {system_path}");
+        let stubs = format!("SYSTEM_PATH={}:/usr/sbin:", self.0.path().join("bin").display());
+        self.write("ci/lib.sh", &lib.replace(system_path, &stubs))
     }
 
     fn write(&self, path: &str, text: &str) -> Result<()> {
