@@ -24,7 +24,18 @@ pub(super) struct DescriptorLimit {
     reported: Option<Reported>,
     /// Memory that was added beside the zones, as DIMMs.
     beside_zones_bytes: u64,
+    /// The last part of it, whose descriptors the guest may not have allocated yet.
+    arriving: Option<Arriving>,
 }
+
+#[derive(Clone, Copy, Debug)]
+struct Arriving {
+    since: TimeMs,
+    bytes: u64,
+}
+
+/// Time in which a guest has brought a DIMM online. A report of this time may be older than its descriptors.
+const ARRIVAL_MS: u64 = 10_000;
 
 /// Limit taken from the last report, of the zones' memory and of memory beside them.
 #[derive(Clone, Copy, Debug)]
@@ -40,14 +51,20 @@ impl DescriptorLimit {
         if report.blocks().block_bytes == 0 {
             return;
         }
-        let added_bytes = sum(host, |zone| zone.plugged_bytes).saturating_add(self.beside_zones_bytes);
+        self.arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
+        let arriving_bytes = self.arriving.map_or(0, |arriving| arriving.bytes);
+        let there_bytes = self.beside_zones_bytes.saturating_sub(arriving_bytes);
+        let added_bytes = sum(host, |zone| zone.plugged_bytes).saturating_add(there_bytes);
         let limit_bytes = added_bytes.saturating_add(describable_bytes(report));
         self.reported = Some(Reported { at: now, limit_bytes });
     }
 
     /// Takes note of memory that is added beside the zones.
-    pub fn added_beside_zones(&mut self, bytes: u64) {
+    pub fn added_beside_zones(&mut self, bytes: u64, now: TimeMs) {
         self.beside_zones_bytes = self.beside_zones_bytes.saturating_add(bytes);
+        let arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
+        let before_bytes = arriving.map_or(0, |arriving| arriving.bytes);
+        self.arriving = Some(Arriving { since: now, bytes: before_bytes.saturating_add(bytes) });
     }
 
     /// Memory that may be requested beyond what is requested or plugged.

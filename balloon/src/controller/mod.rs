@@ -188,8 +188,8 @@ impl Controller {
     }
 
     /// Takes note of memory that the guest gets beside the zones, as a DIMM. Rule 4 counts its page descriptors.
-    pub fn added_beside_zones(&mut self, bytes: u64) {
-        self.descriptors.added_beside_zones(bytes);
+    pub fn added_beside_zones(&mut self, bytes: u64, now: TimeMs) {
+        self.descriptors.added_beside_zones(bytes, now);
     }
 
     /// Whether a zone was sized by hand, and is left alone.

@@ -2,9 +2,9 @@
 //! RAIDs and volume managers, encrypted volumes, partition tables and disk images.
 //!
 //! The table covers the formats that libblkid of util-linux recognizes by fixed bytes, and the
-//! common disk images. JMicron's and VIA's RAIDs have two bytes in the last sector, which text can
-//! have there, so they are left out. Where a format's own bytes are text that a log might have,
-//! the table requires further bytes of its header.
+//! common disk images. The RAIDs of JMicron, VIA and Silicon are left out: their two to four bytes
+//! near the end can be in other files. Where a format's own bytes are text that a log is likely to
+//! have, the table requires further bytes of its header.
 
 /// Position of a format's bytes in a file or device.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -295,7 +295,7 @@ pub(super) const FORMATS: &[Format] = &[
         &[End { before: SECTOR, align: SECTOR }, End { before: 257 * SECTOR, align: SECTOR }],
         &[b"\xde\x11\xde\x11"],
     ),
-    // libblkid superblocks/isw_raid.c, lsi_raid.c, nvidia_raid.c, adaptec_raid.c, silicon_raid.c,
+    // libblkid superblocks/isw_raid.c, lsi_raid.c, nvidia_raid.c, adaptec_raid.c,
     // highpoint_raid.c and promise_raid.c.
     format(
         "a member of a firmware RAID",
@@ -307,7 +307,6 @@ pub(super) const FORMATS: &[Format] = &[
         &[End { before: SECTOR, align: SECTOR }],
         &[b"$XIDE$", b"\x37\xfc\x4d\x1e"],
     ),
-    format("a member of a firmware RAID", &[End { before: SECTOR - 0x60, align: SECTOR }], &[b"\0\0\0\x2f"]),
     format(
         "a member of a firmware RAID",
         &[End { before: 11 * SECTOR, align: SECTOR }],
@@ -359,7 +358,13 @@ pub(super) const FORMATS: &[Format] = &[
     // libblkid partitions/bsd.c, sgi.c, sun.h, ultrix.c and aix.c, and Linux block/partitions.
     format("a BSD disk label", &[Start(0x200), Start(0x40), Start(0x80)], &[b"\x57\x45\x56\x82"]),
     format("an SGI disk label", &[Start(0)], &[b"\x0b\xe5\xa9\x41"]),
-    format("a Sun disk label", &[Start(0x1fc)], &[b"\xda\xbe"]),
+    // Two bytes that text can have, so the sanity word of the table of contents is required.
+    Format {
+        name: "a Sun disk label",
+        places: &[Start(0x1fc)],
+        magics: &[b"\xda\xbe"],
+        further: &[(-0x140, b"\x60\x0d\xde\xee")],
+    },
     format("an Ultrix partition table", &[Start(0x3fb8)], &[b"\x57\x29\x03\0\x01\0\0\0"]),
     format("an AIX disk label", &[Start(0)], &[b"\xc9\xc2\xd4\xc1"]),
     // Linux block/partitions/amiga.c: the Rigid Disk Block is in one of the first 16 sectors.

@@ -478,8 +478,8 @@ impl Core {
     }
 
     /// Takes note of a DIMM that the guest gets.
-    pub fn added_dimm(&mut self, bytes: u64) {
-        self.controller.added_beside_zones(bytes);
+    pub fn added_dimm(&mut self, bytes: u64, now: TimeMs) {
+        self.controller.added_beside_zones(bytes, now);
     }
 
     /// Reads the devices, notes what has changed.

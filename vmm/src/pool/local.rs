@@ -224,7 +224,11 @@ impl PoolVolume for Volume {
 /// so it must not stop the VMM.
 fn why_replaced(volume: &Volume) -> Option<String> {
     match Engine::check_servable(&volume) {
-        Err(EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }) => None,
+        Err(
+            EngineError::Media(_)
+            | EngineError::NoBtt { why: InfoError::Media(_), .. }
+            | EngineError::Ambiguous { why: InfoError::Media(_), .. },
+        ) => None,
         Err(err) => Some(err.to_string()),
         Ok(()) => {
             is_replaced(volume).then(|| "something else is in the place of the first info block".to_owned())

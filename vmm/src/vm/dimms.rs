@@ -71,7 +71,8 @@ impl KvmMachine {
         let dimm = added.map_err(|err| self.refuse(size_bytes, &err))?;
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
-        self.governor.core().lock().added_dimm(more);
+        let now = self.governor.clock().now();
+        self.governor.core().lock().added_dimm(more, now);
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
         if let Err(err) = self.ged.notify(Event::Memory) {
