@@ -22,9 +22,9 @@ const MAX_FLOOR_BYTES: u64 = 64 * MIB;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DescriptorLimit {
     reported: Option<Reported>,
-    /// Memory that was added beside the zones, as DIMMs.
+    /// Memory that was added as DIMMs, outside of the zones.
     beside_zones_bytes: u64,
-    /// The last part of it, whose descriptors the guest may not have allocated yet.
+    /// DIMMs that were added so recently that the guest may not have allocated their page descriptors.
     arriving: Option<Arriving>,
 }
 
@@ -34,7 +34,8 @@ struct Arriving {
     bytes: u64,
 }
 
-/// Time in which a guest has brought a DIMM online. A report of this time may be older than its descriptors.
+/// Time allowed for a guest to bring a DIMM online. A report within this time may precede the allocation of the DIMM's
+/// page descriptors.
 const ARRIVAL_MS: u64 = 10_000;
 
 /// Limit taken from the last report, of the zones' memory and of memory beside them.

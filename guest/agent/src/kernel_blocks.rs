@@ -39,7 +39,7 @@ const PAUSE_MS: u64 = 500;
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
-/// Growth of kernel memory: that of slabs, page tables and stacks, and that of all of it.
+/// Growth of kernel memory: of the parts that Linux counts, and of all of it.
 #[derive(Clone, Debug, Default)]
 struct Growth {
     counted: KernelGrowth,
@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth, None), None, "an eighth of DRAM at most");
     }
 
-    /// 60 MiB/s in sockets. No counter of the kernel's has their data.
+    /// 60 MiB/s in sockets. No kernel counter includes their data.
     #[test]
     fn memory_that_no_counter_has_makes_the_kernel_short_sooner() {
         let mut growth = Growth::default();

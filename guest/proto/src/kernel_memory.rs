@@ -127,10 +127,9 @@ impl KernelGrowth {
     }
 }
 
-/// Growth of all kernel memory, computed from what the kernel's zones lack.
+/// Growth of all kernel memory: the pages of the kernel's zones that are neither free nor user pages.
 ///
-/// Slabs, page tables and stacks are not all of it. The data of sockets and pipes, for example, has pages
-/// of its own, and no counter of Linux says how many (mm/vmstat.c).
+/// Linux has no counter for some kernel memory, for example the data of sockets and pipes (mm/vmstat.c).
 ///
 /// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that free
 /// memory move pages to these lists and back. So the rate is the average of at least a second.
@@ -347,7 +346,7 @@ mod tests {
         let mut growth = ZoneGrowth::default();
         growth.update(&zone_mib(10, 0), Some(&KernelUse::default()), 0);
         assert_eq!(growth.bytes_within(1_000), 0);
-        // The first second does not make a rate of its first part.
+        // Growth is not extrapolated before a full second has passed.
         growth.update(&zone_mib(5, 0), Some(&KernelUse::default()), 10);
         assert_eq!(growth.bytes_within(1_000) >> 20, 5);
         let mut zones = zone_mib(0, 0);

@@ -1,4 +1,4 @@
-//! Division of the boot memory of a VM with PM between the guest's kernel and its programs.
+//! Division of the boot memory of a VM between the guest's kernel and its programs.
 
 use balloon::proto::{BootMemory, descriptor_bytes};
 
@@ -113,7 +113,7 @@ pub(super) mod tests {
     fn a_vm_without_pm_keeps_its_boot_memory_whole() {
         let share = KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
         assert_eq!(share.movablecore(), None);
-        // A sixteenth of 512 MiB and the descriptors of 1 GiB, of 1 GiB of movable memory.
+        // The reserve is 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of movable memory divided by it is 21.
         assert_eq!(share.lowmem_reserve_ratio(), "256 21 32 0 0");
         let dimms = ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 512, 1024) };
         assert_eq!(KernelShare::of(&[dimms]), None, "it comes online for the kernel as well");

@@ -48,7 +48,7 @@ fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
     Ok(slowest)
 }
 
-/// What a thread of the VMM has used so far.
+/// CPU time and priority of a thread of the VMM.
 struct Thread {
     is_vcpu: bool,
     nice: i64,
@@ -266,7 +266,7 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     let guest = Guest::builder().memory("size=384M").pressure("psi").boot()?;
     guest.wait_until("the agent is connected", LIMIT, || Ok(agent_connections(&guest)? == 1.0))?;
     let path = format!("{}_{PORT}", guest.vsock_socket().display());
-    // Nobody accepts: a connection that waits for that has its socket in the VMM already.
+    // The test does not accept connections, because a waiting connection already occupies a socket of the VMM.
     let listener = UnixListener::bind(&path)?;
     let mut storm = guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;
     let held = storm.next_line().context("The storm has ended")?;

@@ -177,7 +177,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1() -> Result<()> {
     pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_1, &LEAST_AND_MOST)
 }
 
-/// The kernel can plug DRAM as well, but not as much as the descriptors of all PM need.
+/// DRAM of one block can be plugged as well. The agent cannot convert it, because its node must keep movable memory.
 fn pm_of_many_times_dram_is_used_beside_dram_to_plug() -> Result<()> {
     const PM_MIB: u64 = SMALL_DRAM_MIB * LARGEST_RATIO;
     let pool = Pool::create(&format!("{}M", PM_MIB + 64))?;
@@ -272,7 +272,7 @@ struct Load {
     kernel_mib: u64,
 }
 
-/// What is neither free nor has content of programs or files.
+/// Kernel memory: all memory except free pages, page cache and anonymous pages.
 fn kernel_mib(guest: &Guest) -> Result<u64> {
     const COMMAND: &str = "awk '/^MemTotal:/ { n += $2 } /^(MemFree|Buffers|Cached|SwapCached|AnonPages):/ { n -= $2 } \
                            END { print int(n / 1024) }' /proc/meminfo";
