@@ -4,8 +4,9 @@
 //! the file, which is the VMM itself. Output files share their locks, so one flag would empty the
 //! file of another.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -60,14 +61,16 @@ enum Kind {
     Rotated,
     /// Another file that the VMM writes, or a socket.
     Output,
+    /// The socket of vsock, which has a name for each port of the host as well.
+    Vsock,
 }
 
 impl Kind {
     fn goes_with(self, other: Self) -> bool {
-        use Kind::{Boot, Console, Output, Pool, Read, Rotated};
+        use Kind::{Boot, Console, Output, Pool, Read, Rotated, Vsock};
         match (self, other) {
-            (Read, Read) | (Pool, Pool) | (Console, Console) | (Rotated, Rotated) => true,
-            (Boot, other) | (other, Boot) => !matches!(other, Console | Rotated | Output),
+            (Read, Read) | (Pool, Pool) | (Console, Console) | (Rotated, Rotated) | (Vsock, Vsock) => true,
+            (Boot, other) | (other, Boot) => !matches!(other, Console | Rotated | Output | Vsock),
             _ => false,
         }
     }
@@ -146,6 +149,9 @@ pub fn check(config: &VmConfig) -> Result<(), NamedTwice> {
 }
 
 fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
+    let mut uses: Vec<_> = uses.collect();
+    let ports: Vec<_> = uses.iter().flat_map(|vsock| ports_among(vsock, &uses)).collect();
+    uses.extend(ports);
     let mut seen: Vec<(Object, Use)> = Vec::new();
     for this in uses {
         let Some(object) = this.object() else { continue };
@@ -161,6 +167,24 @@ fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
         seen.push((object, this));
     }
     Ok(())
+}
+
+/// Ports of `vsock` whose socket has the name of another use. A program in the guest that connects to port N of the
+/// host is connected to the socket PATH_N (virtio/vsock/host.rs), which must not be one of the VMM's.
+fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
+    let of_port = |name: &OsStr| -> Option<Use> {
+        let prefix = vsock.path.file_name().filter(|_| vsock.kind == Kind::Vsock)?;
+        let digits = name.as_bytes().strip_prefix(prefix.as_bytes())?.strip_prefix(b"_")?;
+        let port: u32 = str::from_utf8(digits).ok()?.parse().ok()?;
+        let mut path = vsock.path.clone().into_os_string();
+        path.push(format!("_{port}"));
+        let name = format!("{} (port {port} of the host)", vsock.name);
+        Some(Use { name, path: path.into(), kind: Kind::Vsock })
+    };
+    let outputs = || uses.iter().filter(|other| other.kind == Kind::Output);
+    let named = outputs().filter_map(|other| of_port(other.path.file_name()?));
+    let linked = outputs().filter_map(|other| of_port(fs::canonicalize(&other.path).ok()?.file_name()?));
+    named.chain(linked).collect()
 }
 
 /// Adds a device to `config`, after a check that nothing else in `config` uses its file. Returns
@@ -220,7 +244,7 @@ fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
     uses.extend(boot.map(|(flag, path)| Use::new(flag, path, Kind::Boot)));
     uses.extend(uses_of_console("--serial", &config.serial));
     uses.extend(uses_of_console("--console", &config.console));
-    uses.extend(config.vsock.iter().map(|vsock| Use::new("--vsock socket", &vsock.socket, Kind::Output)));
+    uses.extend(config.vsock.iter().map(|vsock| Use::new("--vsock socket", &vsock.socket, Kind::Vsock)));
     let record = config.pressure.iter().filter_map(|pressure| pressure.record.as_deref());
     uses.extend(record.map(|path| Use::new("--pressure record", path, Kind::Output)));
     uses
@@ -397,6 +421,33 @@ mod tests {
         config.serial = ConsoleConfig::parse_serial(&text).unwrap();
         CONSOLE(&mut config, &older);
         check(&config).unwrap();
+    }
+
+    /// A guest could send requests to the VMM's API.
+    #[test]
+    fn vsock_port_is_no_socket_of_the_vmm() {
+        let folder = tempfile::tempdir().unwrap();
+        let other_folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let text =
+            checked(&[(VSOCK, &path("vm")), (SERIAL_SOCKET, &path("vm_5000"))]).unwrap_err().to_string();
+        assert!(text.contains("--serial") && text.contains("vm (port 5000 of the host)"), "{text}");
+        symlink(path("vm_1"), path("link")).unwrap();
+        File::create(path("vm_1")).unwrap();
+        for name in ["./vm_5000", "link", "vm_4294967295"] {
+            checked(&[(VSOCK, &path("vm")), (CONSOLE_SOCKET, &path(name))]).unwrap_err();
+        }
+        let api = path("vm_5000").display().to_string();
+        let mut config = test_config();
+        VSOCK(&mut config, &path("vm"));
+        let uses = uses_of_vmm(&launch(&["--api-socket", &api])).into_iter();
+        check_uses(uses.chain(uses_of_vm(&config))).unwrap_err();
+        let elsewhere = other_folder.path().join("vm_5000");
+        fs::write(&elsewhere, "").unwrap();
+        for path in [path("vm_x"), path("vm_4294967296"), path("vm_05000"), path("vm5000"), elsewhere] {
+            checked(&[(VSOCK, &folder.path().join("vm")), (SERIAL_SOCKET, &path)]).unwrap();
+        }
+        checked(&[(VSOCK, &path("vm")), (DISK, &path("vm_5000"))]).unwrap();
     }
 
     #[test]
