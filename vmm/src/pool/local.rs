@@ -220,20 +220,22 @@ impl PoolVolume for Volume {
     }
 }
 
-/// Reason why the engine must not serve a volume, although its media works: the guest can cause it,
-/// so it must not stop the VMM.
+/// Returns why the BTT engine must not serve a volume. `None` if it can, or if reading the media
+/// fails. A guest can cause each of these reasons, so none may prevent the start of the VMM.
 fn why_replaced(volume: &Volume) -> Option<String> {
     match Engine::check_servable(&volume) {
-        Err(
-            EngineError::Media(_)
-            | EngineError::NoBtt { why: InfoError::Media(_), .. }
-            | EngineError::Ambiguous { why: InfoError::Media(_), .. },
-        ) => None,
-        Err(err) => Some(err.to_string()),
-        Ok(()) => {
-            is_replaced(volume).then(|| "something else is in the place of the first info block".to_owned())
-        }
+        Err(err) => (!is_of_media(&err)).then(|| err.to_string()),
+        Ok(()) => is_replaced(volume).then(|| "the first info block was overwritten".to_owned()),
     }
+}
+
+fn is_of_media(err: &EngineError) -> bool {
+    matches!(
+        err,
+        EngineError::Media(_)
+            | EngineError::NoBtt { why: InfoError::Media(_), .. }
+            | EngineError::Ambiguous { why: InfoError::Media(_), .. }
+    )
 }
 
 fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
@@ -501,6 +503,16 @@ mod tests {
         sectors.flush().unwrap();
         drop(sectors);
         assert!(fs::read(path).unwrap() == before, "the guest's bytes are changed");
+    }
+
+    /// A volume with bad media is refused, with the advice to export it: no guest has replaced its BTT.
+    #[test]
+    fn media_errors_are_not_the_guests() {
+        let ambiguous = |why| EngineError::Ambiguous { arena: 1, start_bytes: 512 << 30, why };
+        assert!(is_of_media(&ambiguous(InfoError::Media("lost".to_owned()))));
+        for why in [InfoError::Signature, InfoError::Checksum, InfoError::Version(2, 0)] {
+            assert!(!is_of_media(&ambiguous(why)));
+        }
     }
 
     #[test]
