@@ -23,7 +23,7 @@ const MAX_FLOOR_BYTES: u64 = 64 * MIB;
 pub(super) struct DescriptorLimit {
     reported: Option<Reported>,
     /// Memory that was added as DIMMs, outside of the zones.
-    beside_zones_bytes: u64,
+    dimm_bytes: u64,
     /// DIMMs that were added so recently that the guest may not have allocated their page descriptors.
     arriving: Option<Arriving>,
 }
@@ -38,7 +38,7 @@ struct Arriving {
 /// page descriptors.
 const ARRIVAL_MS: u64 = 10_000;
 
-/// Limit taken from the last report, of the zones' memory and of memory beside them.
+/// Limit of zones and DIMMs together, computed from the last report.
 #[derive(Clone, Copy, Debug)]
 struct Reported {
     at: TimeMs,
@@ -54,15 +54,15 @@ impl DescriptorLimit {
         }
         self.arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
         let arriving_bytes = self.arriving.map_or(0, |arriving| arriving.bytes);
-        let there_bytes = self.beside_zones_bytes.saturating_sub(arriving_bytes);
+        let there_bytes = self.dimm_bytes.saturating_sub(arriving_bytes);
         let added_bytes = sum(host, |zone| zone.plugged_bytes).saturating_add(there_bytes);
         let limit_bytes = added_bytes.saturating_add(describable_bytes(report));
         self.reported = Some(Reported { at: now, limit_bytes });
     }
 
-    /// Takes note of memory that is added beside the zones.
-    pub fn added_beside_zones(&mut self, bytes: u64, now: TimeMs) {
-        self.beside_zones_bytes = self.beside_zones_bytes.saturating_add(bytes);
+    /// Counts a DIMM towards the limit.
+    pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
+        self.dimm_bytes = self.dimm_bytes.saturating_add(bytes);
         let arriving = self.arriving.filter(|arriving| now.since(arriving.since) < ARRIVAL_MS);
         let before_bytes = arriving.map_or(0, |arriving| arriving.bytes);
         self.arriving = Some(Arriving { since: now, bytes: before_bytes.saturating_add(bytes) });
@@ -82,7 +82,7 @@ impl DescriptorLimit {
             Some(reported) => reported.limit_bytes.min(unreported_bytes),
         };
         let added_bytes = sum(host, |zone| zone.requested_bytes.max(zone.plugged_bytes));
-        limit_bytes.saturating_sub(added_bytes.saturating_add(self.beside_zones_bytes))
+        limit_bytes.saturating_sub(added_bytes.saturating_add(self.dimm_bytes))
     }
 }
 

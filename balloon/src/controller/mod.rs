@@ -187,9 +187,9 @@ impl Controller {
         self.descriptors.room_bytes(&self.rules, host, now)
     }
 
-    /// Takes note of memory that the guest gets beside the zones, as a DIMM. Rule 4 counts its page descriptors.
-    pub fn added_beside_zones(&mut self, bytes: u64, now: TimeMs) {
-        self.descriptors.added_beside_zones(bytes, now);
+    /// Counts a DIMM that the guest gets towards the limit of rule 4.
+    pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
+        self.descriptors.add_dimm(bytes, now);
     }
 
     /// Whether a zone was sized by hand, and is left alone.

@@ -477,9 +477,9 @@ impl Core {
         self.controller.describable_bytes(&self.host_view(&sizes), now)
     }
 
-    /// Takes note of a DIMM that the guest gets.
-    pub fn added_dimm(&mut self, bytes: u64, now: TimeMs) {
-        self.controller.added_beside_zones(bytes, now);
+    /// Counts a DIMM that the guest gets towards the limit of rule 4.
+    pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
+        self.controller.add_dimm(bytes, now);
     }
 
     /// Reads the devices, notes what has changed.

@@ -18,7 +18,7 @@ use super::backing::{
 use super::dimms::{DimmPlan, Dimms};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::populate::populate;
-use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges, host_bytes};
+use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
 use crate::config::Size;
@@ -34,6 +34,8 @@ pub struct MemoryOptions {
     pub address_bits: u8,
     /// KVM_CAP_NR_MEMSLOTS.
     pub slot_limit: u32,
+    /// The host's memory.
+    pub host_bytes: u64,
 }
 
 /// Why a VM gets no memory.
@@ -194,7 +196,7 @@ pub fn build(
         }
     }
     let map = MemoryMap::new(&zones, options.address_bits)?;
-    check_ranges(map.zones().iter().flat_map(|zone| zone.boot.iter().copied()), host_bytes())?;
+    check_ranges(map.zones().iter().flat_map(|zone| zone.boot.iter().copied()), options.host_bytes)?;
     let host_nodes = zones.iter().map(host_node).collect::<Result<Vec<_>, _>>()?;
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());
@@ -499,7 +501,7 @@ mod tests {
     use super::super::zone::{HostMemory, HostPages};
     use super::*;
 
-    const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64 };
+    const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
 
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {

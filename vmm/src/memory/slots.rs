@@ -50,9 +50,9 @@ pub enum SlotError {
         /// Length.
         len: u64,
     },
-    /// The host has no memory for what KVM itself allocates.
+    /// KVM's own allocations could exceed the host's memory.
     #[error(
-        "For {} of guest memory KVM may allocate {} for itself, and the host has {} of memory",
+        "{} of guest memory can make KVM allocate {} for itself, but the host has only {} of memory",
         Size(*guest_bytes), Size(kvms_own_bytes(*guest_bytes)), Size(*host_bytes)
     )]
     MoreThanHost {
@@ -84,8 +84,8 @@ fn kvms_own_bytes(guest_bytes: u64) -> u64 {
 
 /// Checks that KVM can take slots for `ranges` on a host with `host_bytes` of memory.
 ///
-/// KVM would take the first ones, and allocate their memory, before it refuses another. Linux allocates that memory for
-/// KVM even if it has to kill processes.
+/// The check comes before the first slot, because KVM allocates memory for each slot that it accepts, and Linux kills
+/// processes if that memory is short.
 pub fn check_ranges(ranges: impl Iterator<Item = GuestRange>, host_bytes: u64) -> Result<(), SlotError> {
     let mut guest_bytes = 0u64;
     for range in ranges {
@@ -491,9 +491,9 @@ mod tests {
         );
     }
 
-    /// Linux allocated 24 GiB for the first of these ranges and the second, and killed processes.
+    /// KVM allocated 24 GiB for these two ranges, and Linux killed processes.
     #[test]
-    fn memory_whose_slots_the_host_cannot_hold_is_refused() {
+    fn boot_memory_is_refused_if_kvms_own_data_would_exceed_the_host() {
         const TIB: u64 = 1 << 40;
         let check = |lens: &[u64], host_gib: u64| {
             let ranges = lens.iter().scan(4 << 30, |end, &len| {
@@ -507,7 +507,7 @@ mod tests {
         let error = check(&[6 * TIB, 6 * TIB], 23).unwrap_err();
         assert_eq!(
             error,
-            "For 12 TiB of guest memory KVM may allocate 24 GiB for itself, and the host has 23 GiB of memory"
+            "12 TiB of guest memory can make KVM allocate 24 GiB for itself, but the host has only 23 GiB of memory"
         );
         // The last range is checked before a slot is made for the first.
         assert!(check(&[TIB, 9 * TIB], 1024).unwrap_err().starts_with("9 TiB at 0x10100000000 is more than"));

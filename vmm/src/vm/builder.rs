@@ -43,7 +43,7 @@ use crate::memory::dimms::Dimms;
 use crate::memory::layout::{
     ACPI_PM_LEN, ACPI_PM_PORT, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
 };
-use crate::memory::slots::SlotTable;
+use crate::memory::slots::{self, SlotTable};
 use crate::memory::{self, Memory, MemoryOptions};
 use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
 use crate::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
@@ -224,6 +224,7 @@ fn build_memory(
     let options = MemoryOptions {
         address_bits: cpuid::physical_address_bits(&hypervisor.cpuid).min(config.cpus.max_phys_bits),
         slot_limit: hypervisor.slot_limit,
+        host_bytes: slots::host_bytes(),
     };
     let pm = config.pm_memory.first();
     let pool = pm.map(|pm| resources.pool(&pm.pool));

@@ -72,7 +72,7 @@ impl KvmMachine {
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
         let now = self.governor.clock().now();
-        self.governor.core().lock().added_dimm(more, now);
+        self.governor.core().lock().add_dimm(more, now);
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
         if let Err(err) = self.ged.notify(Event::Memory) {
@@ -113,7 +113,7 @@ mod tests {
             plug_bytes_per_s: None,
         };
         let table = Arc::new(FakeSlots::default());
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let mut memory = build(vec![spec], None, Arc::clone(&table) as Arc<dyn SlotTable>, options).unwrap();
         let mut machine = machine();
         machine.dimms = memory.take_dimms();

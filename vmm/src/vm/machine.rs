@@ -455,7 +455,7 @@ pub(super) mod tests {
             hotplugged_bytes: 0,
             plug_bytes_per_s: None,
         };
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();
         let loops = ["one", "two"].map(|name| EventLoop::spawn(name).unwrap());
         let core = fixture("psi", false, true).core;

@@ -207,16 +207,16 @@ fn dimms_count_towards_the_limit() {
     let boot_mib = rig.host.boot_bytes / MIB;
     let room_mib = |rig: &Rig| rig.controller.describable_bytes(&rig.host, rig.now) / MIB;
     assert_eq!(room_mib(&rig), boot_mib * 8, "without a report");
-    rig.controller.added_beside_zones(256 * MIB, rig.now);
+    rig.controller.add_dimm(256 * MIB, rig.now);
     assert_eq!(room_mib(&rig), boot_mib * 8 - 256);
     rig.describe(3);
     rig.report(1000, 280);
     assert_eq!(room_mib(&rig), 384 - 256, "the guest may not have allocated the descriptors yet");
     rig.report(10_000, 280);
     assert_eq!(room_mib(&rig), 384);
-    rig.controller.added_beside_zones(128 * MIB, rig.now);
+    rig.controller.add_dimm(128 * MIB, rig.now);
     assert_eq!(room_mib(&rig), 384 - 128);
-    rig.controller.added_beside_zones(256 * MIB, rig.now);
+    rig.controller.add_dimm(256 * MIB, rig.now);
     rig.report(1000, 280);
     assert_eq!(room_mib(&rig), 0, "two at once");
 }

@@ -66,7 +66,7 @@ impl Rig {
         };
         let zones = vec![zone("dram", Tier::Dram, 0, BOOT), zone("pm", Tier::Pm, 1, 0)];
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let mut memory = build(zones, Some(&pool), table, options).unwrap();
         let mut parts = memory.take_hotplug();

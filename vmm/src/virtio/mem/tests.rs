@@ -149,7 +149,7 @@ impl Guest {
             Some(_) => vec![zone("dram", Tier::Dram, 16 * MIB, 0), zone("pm", Tier::Pm, 0, hotplug_bytes)],
             None => vec![zone("dram", Tier::Dram, 16 * MIB, hotplug_bytes)],
         };
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let slots: Arc<dyn SlotTable> = table.clone();
         let mut memory = build(zones, Some(&dyn_pool), slots, options).unwrap();
         let event_loop = EventLoop::spawn("test_mem").unwrap();
