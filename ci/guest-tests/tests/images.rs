@@ -334,7 +334,7 @@ fn archive_files(mut archive: &[u8]) -> Result<Files> {
         ensure!(archive.len() > HEADER && archive.starts_with(b"070701"), "No archive");
         let field = |index: usize| {
             let digits = str::from_utf8(&archive[6 + 8 * index..][..8])?;
-            u32::from_str_radix(digits, 16).with_context(|| format!("{digits:?} is no number"))
+            u32::from_str_radix(digits, 16).with_context(|| format!("{digits:?} is not a hexadecimal number"))
         };
         let (mode, owner) = (field(1)?, (field(2)?, field(3)?));
         let (size, name_size) = (field(6)? as usize, field(11)? as usize);
@@ -420,7 +420,7 @@ const fn broken(
     Broken { file, old, new, hostile, lines, expected }
 }
 
-/// No locale changes an image, so there is none for `Language`.
+/// `Language` has no entry, because no locale changes an image.
 const BROKEN: [Broken; 14] = [
     broken(
         LIB,

@@ -131,7 +131,7 @@ fn check(line: &str, lasting: &str, host: &str) -> Result<()> {
 }
 
 #[test]
-fn term_to_a_script_ends_what_it_has_started() {
+fn script_that_gets_term_ends_all_its_processes() {
     let cases = [
         ("ci/nested/host --no-build -- stub", "bin/stub", "direct"),
         ("ci/nested/host --no-build -- stub", "ci/setup", "direct"),
@@ -148,7 +148,7 @@ fn term_to_a_script_ends_what_it_has_started() {
         ("ci/bench", "ci/setup", "direct"),
         ("ci/soak", "ci/setup", "direct"),
     ];
-    // At once, because a script may wait until init has reaped its processes.
+    // All cases run at the same time, because a script may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {
         let run = |case: (_, _, _)| (case, scope.spawn(move || check(case.0, case.1, case.2)));
         let running = cases.map(run).into_iter();

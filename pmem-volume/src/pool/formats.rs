@@ -1,5 +1,5 @@
-//! Table of the formats whose content is never overwritten by mistake: file systems, members of
-//! RAIDs and volume managers, encrypted volumes, partition tables and disk images.
+//! Table of formats that no flag overwrites: file systems, members of RAIDs and volume managers,
+//! encrypted volumes, partition tables and disk images.
 //!
 //! The table covers the formats that libblkid of util-linux recognizes by fixed bytes, and the
 //! common disk images. The RAIDs of JMicron, VIA and Silicon are left out: their two to four bytes

@@ -148,7 +148,7 @@ mod tests {
             known_content(&file, &path).unwrap()
         };
         for format in formats::known() {
-            // A length that is no multiple of a sector.
+            // The second length is not a multiple of the sector size.
             for len in [SAMPLE_BYTES, SAMPLE_BYTES + 100] {
                 for sample in format.samples(len) {
                     assert_eq!(content(len, &sample), Some(format.name()), "{sample:x?}");

@@ -499,7 +499,7 @@ mod tests {
         assert!(is_held(unmarked));
         file.write_all(&[b'y'; 100]).unwrap();
         assert_eq!(fs::read_to_string(older(&path)).unwrap(), "precious");
-        // The space of a file with a mark is free when somebody removes it.
+        // A file with a mark is not held open, so its removal frees its space.
         fs::remove_file(older(&path)).unwrap();
         file.write_all(&[b'z'; 100]).unwrap();
         let marked = id_of(&fs::metadata(older(&path)).unwrap());

@@ -580,7 +580,7 @@ pub enum VmError {
         Size(*dimm_bytes), Size(descriptor_bytes(*dimm_bytes)), Size(*most_bytes)
     )]
     NoRoomForDescriptors {
-        /// DRAM that was asked for.
+        /// Requested size of DRAM.
         size_bytes: u64,
         /// Size of the DIMM.
         dimm_bytes: u64,

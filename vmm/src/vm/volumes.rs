@@ -320,7 +320,7 @@ fn attach_virtio_blk(
     config: &PmVolumeConfig,
     volume: Box<dyn PoolVolume>,
     vcpus: u8,
-    told: &Events,
+    events: &Events,
     fabric: &mut Fabric,
     memory: &Memory,
 ) -> Result<(Shown, BlockHandle), BuildError> {
@@ -329,7 +329,7 @@ fn attach_virtio_blk(
     let served = Arc::downgrade(&sectors);
     let is_replaced = sectors.is_btt_replaced();
     if is_replaced {
-        told.tell_of_guest(Event::VolumeReplaced {
+        events.tell_of_guest(Event::VolumeReplaced {
             pool: &config.pool.display().to_string(),
             volume: &config.name,
         });

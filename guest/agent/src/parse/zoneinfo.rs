@@ -53,8 +53,8 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
     Ok(())
 }
 
-/// Counts a line such as `nr_zone_active_file 5`, whose first letter the caller has removed. Locked pages have no such
-/// line and do not count.
+/// Counts a line such as `nr_zone_active_file 5`, whose first letter the caller has removed. Locked pages
+/// (`nr_zone_unevictable`) do not count, because Linux cannot swap them out.
 fn add_user_pages(rest: &[u8], zone: &mut Zone) -> Result<(), ParseError> {
     let Some(rest) = rest.strip_prefix(b"r_zone_") else { return Ok(()) };
     let mut words = words(rest);

@@ -412,11 +412,11 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     let watch = unsafe { Watch::new(start..start + LEN, Arc::clone(&lost) as _) }?;
     // SAFETY: inside the mapping.
     let byte = |at: usize| unsafe { ptr::read_volatile((start + at) as *const u8) };
-    // SAFETY: inside the mapping, and nobody else has it.
+    // SAFETY: the range is the whole mapping, and no other code has a pointer to it.
     unsafe { ptr::write_bytes(map.cast::<u8>(), 0x5a, LEN) };
     ensure!(aside.used()? == 3, "{} huge pages are in use, not 3", aside.used()?);
     file.set_len(2 * HUGE as u64)?;
-    ensure!(lost.0.load(Ordering::Relaxed) == 0, "A page is lost before somebody has touched it");
+    ensure!(lost.0.load(Ordering::Relaxed) == 0, "A lost page was replaced before the first access");
     // The first access is in the middle of the page, and all of the page is replaced.
     let pages = [(2 * HUGE + 5 * 4096 + 8, 0), (2 * HUGE, 0), (LEN - 1, 0), (0, 0x5a), (2 * HUGE - 1, 0x5a)];
     for (at, expected) in pages {

@@ -142,8 +142,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
             plugged_bytes.abs_diff(expected_bytes) <= allowed_bytes,
             "{ratio}:1: {plugged_bytes} bytes of PM are plugged, and {expected_bytes} in the simulator"
         );
-        // psi adds memory before the load has all that is available. So at the largest ratio, all
-        // PM is plugged.
+        // psi plugs memory while some is still available, so at the largest ratio it plugs all PM.
         let least_bytes =
             if ratio == LARGEST_RATIO { pm_mib * MIB } else { load_mib * MIB - at_rest.total_bytes };
         ensure!(plugged_bytes >= least_bytes, "{ratio}:1: only {plugged_bytes} bytes of PM are plugged");

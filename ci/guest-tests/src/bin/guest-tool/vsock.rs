@@ -83,7 +83,7 @@ pub fn hold(port: u32, command: &str) -> Result<()> {
                 running =
                     Some(Command::new("sh").args(["-c", command]).spawn().context("Cannot start a shell")?);
             }
-            // A connection that somebody else ends is free for the next attempt.
+            // The next attempt can take the place of a connection that another process closes.
             Err(_) => thread::sleep(BETWEEN_ATTEMPTS),
         }
         ensure!(held.len() < MOST_HELD, "The host takes {} connections", held.len());
