@@ -23,6 +23,7 @@ use parking_lot::Mutex;
 
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::ZoneSpec;
+use crate::throttle::TokenBucket;
 
 /// Requests per second, beyond the burst. The most expensive request, an unplug, takes a host core some 100 µs.
 const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
@@ -31,44 +32,6 @@ const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
 const REQUESTS_PER_BLOCK: u64 = 4;
 /// Burst of requests of the smallest zone.
 const MIN_REQUEST_BURST: u64 = 1024;
-
-const NANOS_PER_S: u128 = 1_000_000_000;
-
-/// Token bucket: tokens are added at a rate, up to a capacity.
-#[derive(Debug)]
-struct TokenBucket {
-    capacity: u64,
-    rate_per_s: NonZeroU64,
-    /// Billionths of a token, so that a refill is exact however often it happens.
-    level: u128,
-    refilled: Instant,
-}
-
-impl TokenBucket {
-    fn full(capacity: u64, rate_per_s: NonZeroU64, now: Instant) -> Self {
-        Self { capacity, rate_per_s, level: u128::from(capacity) * NANOS_PER_S, refilled: now }
-    }
-
-    fn refill(&mut self, now: Instant) {
-        let nanos = now.saturating_duration_since(self.refilled).as_nanos();
-        let more = nanos.saturating_mul(u128::from(self.rate_per_s.get()));
-        self.level = self.level.saturating_add(more).min(u128::from(self.capacity) * NANOS_PER_S);
-        self.refilled = self.refilled.max(now);
-    }
-
-    /// Time from the last refill until there are `tokens`.
-    fn wait(&self, tokens: u64) -> Duration {
-        assert!(tokens <= self.capacity, "{tokens} tokens of a bucket of {}", self.capacity);
-        let missing = (u128::from(tokens) * NANOS_PER_S).saturating_sub(self.level);
-        let nanos = missing.div_ceil(u128::from(self.rate_per_s.get()));
-        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
-    }
-
-    /// Takes tokens. There must be enough of them.
-    fn take(&mut self, tokens: u64) {
-        self.level -= u128::from(tokens) * NANOS_PER_S;
-    }
-}
 
 /// Budget of one zone's virtio-mem device.
 #[derive(Debug)]
@@ -154,6 +117,7 @@ mod tests {
     use super::*;
     use crate::memory::layout::{GIB, MIB};
     use crate::memory::zone::{Growth, HostMemory, Tier};
+    use crate::throttle::NANOS_PER_S;
 
     fn zone(hotplug_bytes: u64, plug_bytes_per_s: u64) -> ZoneSpec {
         ZoneSpec {
@@ -168,29 +132,6 @@ mod tests {
             hotplugged_bytes: 0,
             plug_bytes_per_s: NonZeroU64::new(plug_bytes_per_s),
         }
-    }
-
-    fn rate(per_s: u64) -> NonZeroU64 {
-        NonZeroU64::new(per_s).unwrap()
-    }
-
-    #[test]
-    fn bucket_refills_exactly_up_to_its_capacity() {
-        let start = Instant::now();
-        let mut bucket = TokenBucket::full(10, rate(3), start);
-        bucket.take(10);
-        assert_eq!(bucket.wait(1), Duration::from_nanos(333_333_334));
-        // A refill at every millisecond rounds nothing away.
-        for ms in 1..=1000 {
-            bucket.refill(start + Duration::from_millis(ms));
-        }
-        assert_eq!((bucket.wait(3), bucket.level), (Duration::ZERO, 3 * NANOS_PER_S));
-        // A clock that stands still, or goes back, adds nothing.
-        bucket.refill(start);
-        bucket.refill(start + Duration::from_secs(1));
-        assert_eq!(bucket.level, 3 * NANOS_PER_S);
-        bucket.refill(start + Duration::from_secs(1 << 40));
-        assert_eq!(bucket.level, 10 * NANOS_PER_S);
     }
 
     #[test]

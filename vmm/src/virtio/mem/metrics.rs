@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::memory::backing::BackingError;
 use crate::metrics::LatencyHistogram;
+use crate::throttle::ThrottleMetrics;
 
 /// Requests that were carried out.
 #[derive(Debug, Default)]
@@ -27,34 +28,6 @@ impl OperationMetrics {
     /// How long the requests took, without their way through the queue; its count is theirs.
     pub fn latency(&self) -> &LatencyHistogram {
         &self.latency
-    }
-}
-
-/// Requests that were delayed because they exceeded the zone's budget.
-#[derive(Debug, Default)]
-pub struct ThrottleMetrics {
-    requests: AtomicU64,
-    nanos: AtomicU64,
-}
-
-impl ThrottleMetrics {
-    pub(crate) fn begin(&self) {
-        self.requests.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(crate) fn end(&self, delay: Duration) {
-        let nanos = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
-        self.nanos.fetch_add(nanos, Ordering::Relaxed);
-    }
-
-    /// Number of delayed requests, including the one that waits now.
-    pub fn requests(&self) -> u64 {
-        self.requests.load(Ordering::Relaxed)
-    }
-
-    /// Sum of the delays that have ended.
-    pub fn delay(&self) -> Duration {
-        Duration::from_nanos(self.nanos.load(Ordering::Relaxed))
     }
 }
 
