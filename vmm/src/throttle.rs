@@ -41,6 +41,11 @@ impl TokenBucket {
     pub(crate) fn take(&mut self, tokens: u64) {
         self.level -= u128::from(tokens) * NANOS_PER_S;
     }
+
+    /// Takes tokens, or all if there are fewer.
+    pub(crate) fn take_available(&mut self, tokens: u64) {
+        self.level = self.level.saturating_sub(u128::from(tokens) * NANOS_PER_S);
+    }
 }
 
 /// Requests that were delayed because they exceeded a budget.

@@ -160,10 +160,10 @@ struct Flags {
     /// tap=NAME,ip=ADDRESS,mask=MASK,mac=MAC,host_mac=MAC,mtu=N,fd=[N,N],num_queues=N,queue_size=N,id=ID,offload_tso=on|off,offload_ufo=on|off,offload_csum=on|off,vhost=off|on|auto: network interfaces, each a tap of the host: one that is there, one that is made with ip, mask and host_mac, or one that is given opened [default: num_queues=2,queue_size=256, offloads on, a random mac]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Devices")]
     net: Vec<String>,
-    /// off|null|tty|pty|file=PATH[,max_size=S]|socket=PATH: COM1, ttyS0 [default: null]
+    /// off|null|tty|pty|file=PATH[,max_size=S][,max_rate=S]|socket=PATH: COM1, ttyS0 [default: null]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     serial: Option<String>,
-    /// off|null|tty|pty|file=PATH[,max_size=S]|socket=PATH: virtio-console, hvc0 [default: tty]
+    /// off|null|tty|pty|file=PATH[,max_size=S][,max_rate=S]|socket=PATH: virtio-console, hvc0 [default: tty]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     console: Option<String>,
     /// A virtio watchdog: a guest that pings it and stops for 20 s is restarted

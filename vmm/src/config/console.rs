@@ -1,5 +1,6 @@
 //! `--serial` and `--console`.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,9 @@ const REFUSED: &[&[Refused]] = &[
     &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }],
 ];
 const WORDS: &[&str] = &["off", "null", "tty", "pty"];
-const KEYS: &[&str] = &["file", "socket", "max_size"];
+const MAX_SIZE: &str = "max_size";
+const MAX_RATE: &str = "max_rate";
+const KEYS: &[&str] = &["file", "socket", MAX_SIZE, MAX_RATE];
 pub(super) const SERIAL: Syntax = Syntax { flag: "--serial", keys: KEYS, words: WORDS, refused: REFUSED };
 pub(super) const CONSOLE: Syntax = Syntax { flag: "--console", keys: KEYS, words: WORDS, refused: REFUSED };
 
@@ -53,6 +56,19 @@ pub struct ConsoleConfig {
     /// Largest size of the file, in bytes. 0 is no limit; [`DEFAULT_MAX_SIZE`] if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_size: Option<u64>,
+    /// Largest rate at which the file grows after a burst, in bytes per second. 0 is no limit;
+    /// [`DEFAULT_MAX_RATE`] if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_rate: Option<u64>,
+}
+
+/// Limits of a console's file. `None` is no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileLimits {
+    /// Size.
+    pub max_bytes: Option<u64>,
+    /// Rate beyond the burst.
+    pub bytes_per_s: Option<NonZeroU64>,
 }
 
 /// Largest size of a console's file if the user gives none.
@@ -60,6 +76,14 @@ pub const DEFAULT_MAX_SIZE: u64 = 64 << 20;
 
 /// Lowest limit: smaller files are renamed with nearly every write.
 const LEAST_MAX_SIZE: u64 = 64 << 10;
+
+/// Largest rate of a console's file if the user gives none, in bytes per second. A guest that never
+/// stops writes 84 GiB a day at this rate.
+pub const DEFAULT_MAX_RATE: u64 = 1 << 20;
+
+/// Lowest rate in bytes per second. A guest waits until a write of 64 KiB is allowed, and Linux spins
+/// meanwhile with interrupts disabled (__send_to_port in drivers/char/virtio_console.c).
+pub const LEAST_MAX_RATE: u64 = 1 << 20;
 
 impl ConsoleConfig {
     /// COM1 when nothing is said of it: there, and silent.
@@ -85,12 +109,13 @@ impl ConsoleConfig {
     fn parse(syntax: &'static Syntax, text: &str) -> Result<Self, ConfigError> {
         let options = syntax.parse(text)?;
         let (file, socket) = (options.path("file")?, options.path("socket")?);
-        let max_size = options.size("max_size")?;
+        let max_size = options.size(MAX_SIZE)?;
+        let max_rate = options.size(MAX_RATE)?;
         let words = WORDS.iter().filter(|word| options.has(word)).map(|word| mode_of(word));
         let paths = [file.as_ref().map(|_| ConsoleMode::File), socket.as_ref().map(|_| ConsoleMode::Socket)];
         let mut modes = words.chain(paths.into_iter().flatten());
         match (modes.next(), modes.next()) {
-            (Some(mode), None) => Ok(Self { mode, file, socket, max_size }),
+            (Some(mode), None) => Ok(Self { mode, file, socket, max_size, max_rate }),
             _ => Err(one_of(syntax.flag, text)),
         }
     }
@@ -104,26 +129,36 @@ impl ConsoleConfig {
             let reason = format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
             return Err(ConfigError::Conflict { flag, reason });
         }
-        self.check_max_size(flag)?;
+        self.check_file_limit(flag, MAX_SIZE, self.max_size, LEAST_MAX_SIZE)?;
+        self.check_file_limit(flag, MAX_RATE, self.max_rate, LEAST_MAX_RATE)?;
         self.socket.as_ref().map_or(Ok(()), |path| socket::check_path(flag, path))
     }
 }
 
 impl ConsoleConfig {
-    /// Largest size of the file in bytes, if it has a limit.
-    pub fn max_bytes(&self) -> Option<u64> {
-        Some(self.max_size.unwrap_or(DEFAULT_MAX_SIZE)).filter(|bytes| *bytes > 0)
+    /// Limits of the file.
+    pub fn file_limits(&self) -> FileLimits {
+        FileLimits {
+            max_bytes: Some(self.max_size.unwrap_or(DEFAULT_MAX_SIZE)).filter(|bytes| *bytes > 0),
+            bytes_per_s: NonZeroU64::new(self.max_rate.unwrap_or(DEFAULT_MAX_RATE)),
+        }
     }
 
-    fn check_max_size(&self, flag: &'static str) -> Result<(), ConfigError> {
-        let (key, Some(bytes)) = ("max_size", self.max_size) else { return Ok(()) };
+    fn check_file_limit(
+        &self,
+        flag: &'static str,
+        key: &'static str,
+        limit: Option<u64>,
+        least: u64,
+    ) -> Result<(), ConfigError> {
+        let Some(bytes) = limit else { return Ok(()) };
         if self.mode != ConsoleMode::File {
             let reason = format!("{key} is for a file, and the mode is {:?}", self.mode);
             return Err(ConfigError::Conflict { flag, reason });
         }
         let value = Size(bytes);
-        if (1..LEAST_MAX_SIZE).contains(&bytes) {
-            return Err(ConfigError::TooSmall { flag, key, value, least: Size(LEAST_MAX_SIZE) });
+        if (1..least).contains(&bytes) {
+            return Err(ConfigError::TooSmall { flag, key, value, least: Size(least) });
         }
         if bytes > MAX_BYTES {
             return Err(ConfigError::TooLarge { flag, key, value, most: Size(MAX_BYTES), because: "" });
@@ -176,9 +211,10 @@ mod tests {
     #[test]
     fn size_of_a_file_is_limited() {
         let serial = |text| ConsoleConfig::parse_serial(text).unwrap();
-        assert_eq!(serial("file=/log").max_bytes(), Some(DEFAULT_MAX_SIZE));
-        assert_eq!(serial("file=/log,max_size=2M").max_bytes(), Some(2 << 20));
-        assert_eq!(serial("file=/log,max_size=0").max_bytes(), None);
+        let max_bytes = |text| serial(text).file_limits().max_bytes;
+        assert_eq!(max_bytes("file=/log"), Some(DEFAULT_MAX_SIZE));
+        assert_eq!(max_bytes("file=/log,max_size=2M"), Some(2 << 20));
+        assert_eq!(max_bytes("file=/log,max_size=0"), None);
         let json = r#"{"mode":"File","file":"/log","max_size":65536}"#;
         assert_eq!(serde_json::from_str::<ConsoleConfig>(json).unwrap(), serial("file=/log,max_size=64K"));
         let error = |text| serial(text).validate("--serial").unwrap_err().to_string();
@@ -197,6 +233,42 @@ mod tests {
     }
 
     #[test]
+    fn rate_of_a_file_is_limited() {
+        let console = |text| ConsoleConfig::parse_console(text).unwrap();
+        let rate = |text| console(text).file_limits().bytes_per_s.map(NonZeroU64::get);
+        assert_eq!(rate("file=/log"), Some(1 << 20));
+        assert_eq!(rate("file=/log,max_rate=8M,max_size=0"), Some(8 << 20));
+        assert_eq!(rate("file=/log,max_rate=0"), None);
+        let json = r#"{"mode":"File","file":"/log","max_rate":1048576}"#;
+        let config = console("file=/log,max_rate=1M");
+        assert_eq!(serde_json::from_str::<ConsoleConfig>(json).unwrap(), config);
+        assert_eq!(serde_json::to_string(&config).unwrap(), json);
+        for text in ["file=/log,max_rate=1M", "file=/log,max_rate=0"] {
+            assert!(console(text).validate("--console").is_ok());
+        }
+        let error = |text| console(text).validate("--console").unwrap_err().to_string();
+        assert_eq!(
+            error("file=/log,max_rate=1048575"),
+            "--console: max_rate is 1048575 bytes, and must be at least 1 MiB"
+        );
+        assert!(
+            error("file=/log,max_rate=100000T")
+                .starts_with("--console: max_rate is 100000 TiB, and must be at most")
+        );
+        for (text, mode) in [
+            ("tty,max_rate=0", "Tty"),
+            ("null,max_rate=0", "Null"),
+            ("pty,max_rate=0", "Pty"),
+            ("off,max_rate=0", "Off"),
+            ("socket=/s,max_rate=0", "Socket"),
+        ] {
+            assert_eq!(error(text), format!("--console: max_rate is for a file, and the mode is {mode}"));
+        }
+        let text = ConsoleConfig::parse_console("file=/log,max_rate=fast").unwrap_err().to_string();
+        assert!(text.starts_with("--console: max_rate"), "{text}");
+    }
+
+    #[test]
     fn anything_else_is_refused() {
         let error = |text| ConsoleConfig::parse_console(text).unwrap_err().to_string();
         let modes = "off, null, tty, pty, file=PATH and socket=PATH";
@@ -204,11 +276,13 @@ mod tests {
             assert_eq!(error(text), format!("--console: {text:?} is not one of {modes}"));
         }
         assert!(error("file=").contains("is not a path"));
-        assert!(error("loud").contains("the keys are off, null, tty, pty, file=, socket=, max_size="));
+        assert!(
+            error("loud").contains("the keys are off, null, tty, pty, file=, socket=, max_size=, max_rate=")
+        );
         assert!(error("pty,iommu=on").contains("no virtual IOMMU"));
         let wrong = |mode, file: Option<&str>, socket: Option<&str>| {
             let (file, socket) = (file.map(Into::into), socket.map(Into::into));
-            let config = ConsoleConfig { mode, file, socket, max_size: None };
+            let config = ConsoleConfig { mode, file, socket, ..Default::default() };
             config.validate("--serial").unwrap_err().to_string()
         };
         assert!(wrong(ConsoleMode::File, None, None).starts_with("--serial: mode File"));

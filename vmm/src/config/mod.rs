@@ -51,7 +51,7 @@ use crate::volume::interface::{Chosen, Payload, check_ids, choose};
 
 pub use self::balloon::BalloonConfig;
 pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, LogConfig, parse_command_line, usage_line};
-pub use self::console::{ConsoleConfig, ConsoleMode};
+pub use self::console::{ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE};
 pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
 pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};

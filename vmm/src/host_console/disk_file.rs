@@ -4,12 +4,14 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::warn;
 
 use super::Lost;
+use super::file_rate::{BURST_BYTES, FileThrottle};
+use crate::config::LEAST_MAX_RATE;
 
 /// What waits for the disk: more than a guest says while it boots.
 const LEN_MAX: usize = 1 << 20;
@@ -21,6 +23,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How long the end of a VM waits for a disk that does nothing meanwhile.
 const LINGER: Duration = Duration::from_secs(10);
 
+// A guest that waits for the rate must not be taken for one that waits for a stalled disk.
+const _: () = assert!(STEP_LEN_MAX as u128 * 1000 / LEAST_MAX_RATE as u128 * 10 < PATIENCE.as_millis());
+// A bucket never has the tokens for a longer step.
+const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
+
 /// A file and its thread. Dropping it waits until all that was sent is written.
 #[derive(Debug)]
 pub(super) struct DiskFile {
@@ -28,13 +35,16 @@ pub(super) struct DiskFile {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    throttle: Option<FileThrottle>,
     queue: Mutex<Queue>,
     /// Something was sent, or nothing will be any more.
     sent: Condvar,
     /// The thread has taken something, or has come to its end.
     taken: Condvar,
+    /// Nothing more will be sent.
+    closed: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -51,9 +61,12 @@ struct Queue {
 }
 
 impl DiskFile {
-    /// Begins to write what is sent to `file`.
-    pub(super) fn start(file: impl Write + Send + 'static) -> io::Result<Self> {
-        let shared = Arc::new(Shared::default());
+    /// Starts the thread that writes to `file`, as fast as `throttle` allows.
+    pub(super) fn start(
+        file: impl Write + Send + 'static,
+        throttle: Option<FileThrottle>,
+    ) -> io::Result<Self> {
+        let shared = Arc::new(Shared::new(throttle));
         let thread = Builder::new().name("_console_file".to_owned()).spawn({
             let shared = Arc::clone(&shared);
             move || shared.write_to(file)
@@ -66,7 +79,7 @@ impl DiskFile {
     /// Somebody wants a file to be whole: who sends faster than the disk writes waits for it, as long as it writes. One that
     /// does not move keeps a guest, and the devices beside its console, for a second once; then what finds no room is lost.
     pub(super) fn send(&self, data: &[u8]) -> Lost {
-        let Shared { queue, sent, taken } = &*self.shared;
+        let Shared { queue, sent, taken, .. } = &*self.shared;
         let (mut queue, mut rest) = (queue.lock(), data);
         loop {
             let (next, more) = rest.split_at(rest.len().min(LEN_MAX - queue.bytes.len()));
@@ -91,6 +104,7 @@ impl Drop for DiskFile {
         let mut queue = self.shared.queue.lock();
         queue.is_closed = true;
         self.shared.sent.notify_one();
+        self.shared.closed.notify_one();
         while !queue.is_done {
             if self.shared.taken.wait_for(&mut queue, LINGER).timed_out() && !queue.is_done {
                 warn!(
@@ -109,6 +123,11 @@ impl Drop for DiskFile {
 }
 
 impl Shared {
+    fn new(throttle: Option<FileThrottle>) -> Self {
+        let (queue, sent, taken, closed) = Default::default();
+        Self { throttle, queue, sent, taken, closed }
+    }
+
     fn write_to(&self, mut file: impl Write) {
         while let Some(data) = self.take() {
             let mut rest = &data[..];
@@ -136,19 +155,47 @@ impl Shared {
         while queue.bytes.is_empty() && !queue.is_closed {
             self.sent.wait(&mut queue);
         }
-        let len = queue.bytes.len().min(STEP_LEN_MAX);
+        let len = self.wait_for_rate(&mut queue);
         let data: Vec<u8> = queue.bytes.drain(..len).collect();
         (queue.is_stalled, queue.is_done) = (false, data.is_empty());
         self.taken.notify_one();
         Some(data).filter(|data| !data.is_empty())
     }
+
+    /// Waits until the rate allows the next step, and returns its length. The end of the VM ends the
+    /// wait, because the rest is short and the next VM may need the file.
+    fn wait_for_rate(&self, queue: &mut MutexGuard<'_, Queue>) -> usize {
+        let step_len = |queue: &Queue| queue.bytes.len().min(STEP_LEN_MAX);
+        let Some(throttle) = &self.throttle else { return step_len(queue) };
+        let mut delayed_since = None;
+        let len = loop {
+            let (len, now) = (step_len(queue), Instant::now());
+            if queue.is_closed {
+                throttle.take_available(len, now);
+                break len;
+            }
+            let Err(wait) = throttle.take(len, now) else { break len };
+            if delayed_since.is_none() {
+                throttle.metrics().begin();
+                delayed_since = Some(now);
+            }
+            self.closed.wait_for(queue, wait);
+        };
+        if let Some(since) = delayed_since {
+            throttle.metrics().end(since.elapsed());
+        }
+        len
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
+    use super::super::rotated_file::ConsoleFileMetrics;
     use super::*;
+    use crate::throttle::TokenBucket;
 
     /// A disk that writes as often as it is let, and says what.
     struct Disk {
@@ -173,7 +220,17 @@ mod tests {
     fn disk() -> (Sender<io::Result<()>>, Receiver<Vec<u8>>, DiskFile) {
         let (hold, lets) = channel();
         let (written, seen) = channel();
-        (hold, seen, DiskFile::start(Disk { lets, written }).unwrap())
+        (hold, seen, DiskFile::start(Disk { lets, written }, None).unwrap())
+    }
+
+    /// A disk that is always ready, behind a rate limit.
+    fn throttled(burst: u64, bytes_per_s: u64) -> (Arc<ConsoleFileMetrics>, Receiver<Vec<u8>>, DiskFile) {
+        let rate = NonZeroU64::new(bytes_per_s).unwrap();
+        let bucket = Arc::new(Mutex::new(TokenBucket::full(burst, rate, Instant::now())));
+        let metrics = Arc::new(ConsoleFileMetrics::default());
+        let throttle = FileThrottle::new(bucket, Arc::clone(&metrics));
+        let (lets, (written, seen)) = (channel().1, channel());
+        (metrics, seen, DiskFile::start(Disk { lets, written }, Some(throttle)).unwrap())
     }
 
     fn text(len: usize) -> Vec<u8> {
@@ -235,5 +292,38 @@ mod tests {
         hold.send(Ok(())).unwrap();
         ending.join().unwrap();
         assert_eq!(seen.try_recv().unwrap(), b"Power down");
+    }
+
+    #[test]
+    fn output_beyond_the_burst_waits_for_the_rate_until_the_file_is_closed() {
+        // A rate that adds nothing while the test runs.
+        const BURST: usize = 2 * STEP_LEN_MAX;
+        let (metrics, seen, file) = throttled(BURST as u64, 1);
+        let sent = text(BURST + LEN_MAX / 2);
+        assert_eq!(file.send(&sent).len, 0);
+        let mut written = Vec::new();
+        while metrics.throttled.requests() == 0 {
+            written.extend(seen.try_iter().flatten());
+            assert!(written.len() <= BURST, "{}", written.len());
+            std::thread::yield_now();
+        }
+        drop(file);
+        written.extend(seen.try_iter().flatten());
+        assert!(written == sent);
+        assert!(metrics.throttled.delay() > Duration::ZERO);
+        assert_eq!(metrics.throttled.requests(), 1, "the rest is not delayed");
+    }
+
+    #[test]
+    fn delayed_output_is_written_without_loss() {
+        let (_metrics, seen, file) = throttled(STEP_LEN_MAX as u64, 32 << 20);
+        let sent = text(3 * LEN_MAX);
+        let lost: usize = sent.chunks(100_000).map(|part| file.send(part).len).sum();
+        assert_eq!(lost, 0);
+        let mut written = Vec::new();
+        while written.len() < sent.len() {
+            written.extend(seen.recv().unwrap());
+        }
+        assert!(written == sent);
     }
 }

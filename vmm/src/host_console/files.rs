@@ -5,12 +5,15 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::warn;
 
+use super::file_rate::FileThrottle;
 use super::rotated_file::{ConsoleFileMetrics, RotatedFile, adopt_newer, id_of};
 use super::{ConsoleError, ConsoleOutput, Lines, Port};
+use crate::config::FileLimits;
 use crate::output_file::{admit, lock};
 
 /// What becomes of a file that is there already.
@@ -73,12 +76,12 @@ impl ConsoleFiles {
         opened.file.try_clone()
     }
 
-    /// Opens what a console writes. A regular file has at most `max_bytes`.
+    /// Opens the file that a console writes. The limits apply to regular files.
     pub(super) fn output(
         &mut self,
         port: Port,
         path: &Path,
-        max_bytes: Option<u64>,
+        limits: FileLimits,
     ) -> io::Result<ConsoleOutput> {
         adopt_newer(path);
         let file = self.open(path)?;
@@ -86,14 +89,18 @@ impl ConsoleFiles {
         if !metadata.is_file() {
             return ConsoleOutput::to(file);
         }
-        let mut limited = RotatedFile::new(file, path, max_bytes);
+        let mut limited = RotatedFile::new(file, path, limits.max_bytes);
         for (_, other) in &self.limited {
             if other.is(id_of(&metadata))? {
-                limited = other.share(max_bytes);
+                limited = other.share(limits.max_bytes);
             }
         }
         self.limited.push((port, limited.clone()));
-        ConsoleOutput::to_rotated(limited)
+        let throttle = limits.bytes_per_s.map(|rate| {
+            let bucket = self.lines.rate_bucket(port, rate, Instant::now());
+            FileThrottle::new(bucket, limited.metrics())
+        });
+        ConsoleOutput::to_rotated(limited, throttle)
     }
 
     /// Counters of the files that consoles write, by the label of the console.
@@ -147,10 +154,15 @@ impl Opened {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::num::NonZeroU64;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
     use std::sync::atomic::Ordering;
 
+    use super::super::file_rate::BURST_BYTES;
     use super::*;
+    use crate::throttle::NANOS_PER_S;
+
+    const LIMITED: FileLimits = FileLimits { max_bytes: Some(1000), bytes_per_s: None };
 
     fn files(start: FileStart) -> ConsoleFiles {
         ConsoleFiles::new(start, Lines::default())
@@ -282,7 +294,7 @@ mod tests {
             for _ in 0..turns {
                 let mut files = files(start);
                 let ports = [Port::Serial, Port::Console];
-                let outputs = ports.map(|port| files.output(port, &path, Some(1000)).unwrap());
+                let outputs = ports.map(|port| files.output(port, &path, LIMITED).unwrap());
                 let metrics = files.metrics();
                 files.begin().unwrap();
                 for mut output in outputs {
@@ -298,6 +310,24 @@ mod tests {
     }
 
     #[test]
+    fn reboot_does_not_refill_the_bucket_of_a_console() {
+        let (_folder, path) = folder_with("console", "");
+        let lines = Lines::default();
+        // A rate that refills nothing while the test runs.
+        let bytes_per_s = NonZeroU64::new(1).unwrap();
+        let limits = FileLimits { max_bytes: None, bytes_per_s: Some(bytes_per_s) };
+        for start in [FileStart::Empty, FileStart::Continue] {
+            let mut files = ConsoleFiles::new(start, lines.clone());
+            let mut output = files.output(Port::Serial, &path, limits).unwrap();
+            files.begin().unwrap();
+            assert_eq!(output.send(&[b'x'; 500_000]).len, 0);
+        }
+        assert_eq!(fs::metadata(&path).unwrap().len(), 1_000_000);
+        let level = lines.rate_bucket(Port::Serial, bytes_per_s, Instant::now()).lock().level;
+        assert!(level / NANOS_PER_S < u128::from(BURST_BYTES - 500_000), "{level}");
+    }
+
+    #[test]
     fn file_that_an_earlier_vmm_could_not_rename_is_continued_by_a_reboot() {
         let (folder, path) = folder_with("console", "");
         let newer = folder.path().join("console.new");
@@ -306,7 +336,7 @@ mod tests {
             fs::rename(&path, &newer).unwrap();
             fs::write(&newer, "of the guest ").unwrap();
             let mut files = files(start);
-            let mut output = files.output(Port::Serial, &path, Some(1000)).unwrap();
+            let mut output = files.output(Port::Serial, &path, LIMITED).unwrap();
             files.begin().unwrap();
             assert_eq!(output.send(b"x").len, 0);
             drop(output);

@@ -1,6 +1,7 @@
 //! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or nothing.
 
 mod disk_file;
+mod file_rate;
 mod files;
 mod input;
 mod line;
@@ -101,7 +102,7 @@ impl HostConsole {
             ConsoleMode::Pty | ConsoleMode::Socket => files.lines().open(port, config)?,
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
-                let output = files.output(port, path, config.max_bytes());
+                let output = files.output(port, path, config.file_limits());
                 let output = output.map_err(|source| ConsoleError::File { path: path.clone(), source })?;
                 Self::without_terminal(output, None)
             }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::disk_file::DiskFile;
+use super::file_rate::FileThrottle;
 use super::line::ring::Ring;
 use super::readiness::ready;
 use super::rotated_file::RotatedFile;
@@ -124,14 +125,14 @@ impl ConsoleOutput {
     pub fn to(file: File) -> io::Result<Self> {
         // Such a file is always ready (poll(2)), whatever its disk is about to do.
         Ok(Self::new(match file.metadata()?.is_file() {
-            true => End::DiskFile(DiskFile::start(file)?),
+            true => End::DiskFile(DiskFile::start(file, None)?),
             false => End::Reader(Target::new(file)),
         }))
     }
 
-    /// Output to a file of limited size.
-    pub(super) fn to_rotated(file: RotatedFile) -> io::Result<Self> {
-        Ok(Self::new(End::DiskFile(DiskFile::start(file)?)))
+    /// Output to a file of limited size and rate.
+    pub(super) fn to_rotated(file: RotatedFile, throttle: Option<FileThrottle>) -> io::Result<Self> {
+        Ok(Self::new(End::DiskFile(DiskFile::start(file, throttle)?)))
     }
 
     /// Standard output, without the buffer of the standard library.

@@ -24,6 +24,7 @@ use tracing::warn;
 
 use crate::log::sparsely;
 use crate::output_file::admit;
+use crate::throttle::ThrottleMetrics;
 
 /// Added to the name of a file that has reached its limit.
 const OLDER: &str = ".1";
@@ -40,6 +41,8 @@ pub struct ConsoleFileMetrics {
     pub rotations: AtomicU64,
     /// Bytes of earlier output that were removed for it.
     pub discarded_bytes: AtomicU64,
+    /// Writes that exceeded the rate.
+    pub throttled: ThrottleMetrics,
 }
 
 /// Reason why a file is emptied instead of renamed.

@@ -142,5 +142,10 @@ pub(super) fn expose_console_files(
             Some(Unit::Bytes),
         ),
         files.iter().map(|(device, file)| (one("device", device), get(&file.discarded_bytes))),
+    )?;
+    out.seconds_total(
+        "console_file_throttled",
+        "Time by which the rate limit of a console's file delayed its output.",
+        files.iter().map(|(device, file)| (one("device", device), file.throttled.delay().as_secs_f64())),
     )
 }

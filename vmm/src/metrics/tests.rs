@@ -191,6 +191,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     serial.lost_bytes.store(79, Ordering::Relaxed);
     let console = ConsoleMetrics::default();
     console.output_bytes.store(80, Ordering::Relaxed);
+    let console_file = ConsoleFileMetrics::default();
+    console_file.throttled.end(Duration::from_millis(1500));
     let ports = BusMetrics::default();
     ports.unanswered_reads.store(6, Ordering::Relaxed);
     let vsock = VsockMetrics::default();
@@ -242,7 +244,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         hotplug: Some(hotplug()),
-        console_files: vec![("serial", Arc::default())],
+        console_files: vec![("serial", Arc::new(console_file))],
         vcpus: Some(vcpus()),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
         vsock: Some(Arc::new(vsock)),
@@ -383,6 +385,7 @@ fn a_scrape_shows_what_the_sources_say() {
         format!("foreshore_watchdog_pings_total{{{vm}}} 81"),
         format!("foreshore_serial_lost_bytes_total{{{vm}}} 79"),
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
+        format!(r#"foreshore_console_file_throttled_seconds_total{{{vm},device="serial"}} 1.5"#),
         format!(r#"foreshore_balloon_actual_bytes{{{vm}}} 67108864"#),
         format!(r#"foreshore_balloon_guest_bytes{{{vm},statistic="caches"}} 11"#),
         format!(r#"foreshore_balloon_guest_events{{{vm},statistic="oom_kills"}} 11.0"#),

@@ -255,7 +255,7 @@ fn uses_of_console(flag: &str, console: &ConsoleConfig) -> Vec<Use> {
     match (console.mode, &console.file, &console.socket) {
         (ConsoleMode::File, Some(path), _) => {
             let file = Use::new(&format!("{flag} file"), path, Kind::Console);
-            let is_limited = console.max_size != Some(0);
+            let is_limited = console.file_limits().max_bytes.is_some();
             let beside = names_beside(path).into_iter().filter(|_| is_limited).map(|path| Use {
                 name: format!("{} (limited by max_size, with {})", file.name, path.display()),
                 path,

@@ -15,9 +15,11 @@ mod tests;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, PipeReader};
+use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use event_manager::SubscriberId;
 use parking_lot::Mutex;
@@ -25,9 +27,11 @@ use parking_lot::Mutex;
 use self::bridge::{Bridge, End};
 use self::pty::Pty;
 use self::ring::Ring;
+use super::file_rate::FileRates;
 use super::{ConsoleError, ConsoleInput, ConsoleOutput, HostConsole, Window};
 use crate::config::{ConsoleConfig, ConsoleMode, SocketAccess};
 use crate::event_loop::{EventLoop, EventLoopHandle};
+use crate::throttle::TokenBucket;
 use crate::unix_socket;
 
 /// Which of a VM's consoles.
@@ -56,7 +60,7 @@ impl Port {
     }
 }
 
-/// The lines of a VM, as long as it is one.
+/// State of a VM's consoles that lasts as long as the VM: its lines, and the rate limits of its files.
 #[derive(Clone, Default)]
 pub struct Lines(Arc<Mutex<Open>>);
 
@@ -66,6 +70,7 @@ struct Open {
     lines: BTreeMap<Port, Line>,
     /// Begun with the first line.
     event_loop: Option<EventLoop>,
+    file_rates: FileRates,
 }
 
 struct Line {
@@ -96,6 +101,16 @@ impl Lines {
         }
         let line = &open.lines[&port];
         line.machines_end().map_err(ConsoleError::Line)
+    }
+
+    /// The token bucket of a console's file.
+    pub(super) fn rate_bucket(
+        &self,
+        port: Port,
+        bytes_per_s: NonZeroU64,
+        now: Instant,
+    ) -> Arc<Mutex<TokenBucket>> {
+        self.0.lock().file_rates.bucket(port, bytes_per_s, now)
     }
 
     /// Where the pseudo terminal of a console is, if it has one.
