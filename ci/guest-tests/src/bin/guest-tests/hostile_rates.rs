@@ -21,6 +21,7 @@ guest_tests::tests![
     guest_that_resets_at_once_is_slowed_down,
     agent_connects_while_a_program_holds_all_connections,
     flood_of_reports_is_parsed_at_normal_priority,
+    console_flood_is_held_to_the_rate_without_loss: 900 (extended),
 ];
 
 /// Time that every wait may take, and the longest that an attack runs.
@@ -317,4 +318,64 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     ensure!(lines > 0 && first < all / 4, "{lines} reports: {first:?} of {all:?} at high priority");
     drop(flood);
     guest.power_off()
+}
+
+/// A guest's flood of the file of its console.
+struct ConsoleFlood {
+    bytes: f64,
+    lost_bytes: f64,
+    throttled_s: f64,
+    elapsed: Duration,
+}
+
+impl ConsoleFlood {
+    /// Writes `mib` to hvc0, whose file may grow by `max_rate`.
+    fn run(mib: u64, max_rate: u64) -> Result<Self> {
+        const FLOOD_LIMIT: Duration = Duration::from_secs(300);
+        let file = this_tests_dir().join(format!("hvc0-{max_rate}"));
+        let console = format!("file={},max_size=16M,max_rate={max_rate}", file.display());
+        let guest = Guest::builder().memory("size=384M").argument("--console", &console).boot()?;
+        let begun = Instant::now();
+        let flood =
+            format!("dd if=/dev/zero of=/dev/hvc0 bs=64k count={} 2>/dev/null", mib * MIB / (64 << 10));
+        guest.run_within(FLOOD_LIMIT, &flood)?;
+        let (elapsed, metrics) = (begun.elapsed(), guest.metrics()?);
+        guest.power_off()?;
+        Ok(Self {
+            bytes: metrics.value("foreshore_console_bytes_total", &[("direction", "from-guest")])?,
+            lost_bytes: metrics.value("foreshore_console_lost_bytes_total", &[])?,
+            throttled_s: metrics
+                .value("foreshore_console_file_throttled_seconds_total", &[("device", "console")])?,
+            elapsed,
+        })
+    }
+
+    fn mib_per_s(&self) -> f64 {
+        self.bytes / MIB as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+fn console_flood_is_held_to_the_rate_without_loss() -> Result<()> {
+    const FLOOD_MIB: u64 = 160;
+    const BURST_MIB: u64 = 64;
+    /// Output that waits in the VMM.
+    const QUEUE_MIB: u64 = 1;
+    let limited = ConsoleFlood::run(FLOOD_MIB, MIB)?;
+    let unlimited = ConsoleFlood::run(FLOOD_MIB, 0)?;
+    let figures = format!(
+        "{FLOOD_MIB} MiB to hvc0: {:.1} MiB/s with max_rate=1M, of which {:.1} s were delays; {:.1} MiB/s with \
+         max_rate=0",
+        limited.mib_per_s(),
+        limited.throttled_s,
+        unlimited.mib_per_s()
+    );
+    println!("{figures}");
+    for flood in [&limited, &unlimited] {
+        ensure!(flood.bytes >= (FLOOD_MIB * MIB) as f64, "Only {} bytes came: {figures}", flood.bytes);
+        ensure!(flood.lost_bytes == 0.0, "{} bytes were lost: {figures}", flood.lost_bytes);
+    }
+    let most_mib = (BURST_MIB + QUEUE_MIB) as f64 + limited.elapsed.as_secs_f64();
+    ensure!(limited.bytes / MIB as f64 <= most_mib, "More than the rate: {figures}");
+    ensure!(limited.throttled_s > 0.0 && unlimited.throttled_s == 0.0, "{figures}");
+    Ok(())
 }
