@@ -3,7 +3,7 @@
 use std::fs::{self, File, Metadata};
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Identity of a file or device on this host, whichever path leads to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,6 +47,27 @@ impl From<&Metadata> for FileId {
     }
 }
 
+/// Most symbolic links that the kernel follows (path_resolution(7)).
+const MAX_LINKS: u32 = 40;
+
+/// Path of the file that opening `path` would create: `path` without symbolic links at its end. `None`
+/// if there are too many links.
+pub fn link_target(path: &Path) -> Option<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        match fs::read_link(&path) {
+            Ok(target) => path = folder_of(&path).join(target),
+            Err(_) => return Some(path),
+        }
+    }
+    None
+}
+
+/// Folder of `path`, the working directory for a bare name.
+pub fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 /// Tests whether two paths lead to one object.
 pub fn is_same(a: &Path, b: &Path) -> bool {
     a == b || FileId::of(a).is_some_and(|id| FileId::of(b) == Some(id))
@@ -58,6 +79,21 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn links_to_a_missing_file_are_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        symlink("below/second", path("first")).unwrap();
+        fs::create_dir(path("below")).unwrap();
+        symlink(path("missing"), path("below/second")).unwrap();
+        for name in ["first", "below/second", "missing"] {
+            assert_eq!(link_target(&path(name)), Some(path("missing")));
+        }
+        symlink("loop", path("loop")).unwrap();
+        assert_eq!(link_target(&path("loop")), None);
+        assert_eq!(folder_of(Path::new("name")), Path::new("."));
+    }
 
     #[test]
     fn paths_of_one_object_are_the_same() {

@@ -22,6 +22,7 @@ use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use tracing::warn;
 
+use crate::file_id::link_target;
 use crate::log::sparsely;
 use crate::output_file::admit;
 use crate::throttle::ThrottleMetrics;
@@ -96,8 +97,9 @@ pub(super) struct RotatedFile {
 
 /// Names that the file at `path` and its successor get when it has reached its limit.
 pub fn names_beside(path: &Path) -> [PathBuf; 2] {
-    // Links are followed when the file is opened.
-    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    // Links are followed when the file is opened or created.
+    let target = fs::canonicalize(path).ok().or_else(|| link_target(path));
+    let path = target.unwrap_or_else(|| path.to_owned());
     [OLDER, NEWER].map(|suffix| with_suffix(&path, suffix))
 }
 
@@ -242,8 +244,7 @@ impl Current {
 /// Renames `PATH.new`, which an earlier VMM has left behind, to `path`, unless that exists. `path`
 /// may be a symbolic link to the missing file.
 pub(super) fn adopt_newer(path: &Path) {
-    let target = fs::read_link(path).map(|target| path.with_file_name("").join(target));
-    let path = target.unwrap_or_else(|_| path.to_owned());
+    let Some(path) = link_target(path) else { return };
     let newer = with_suffix(&path, NEWER);
     if !is_free(&path) || is_free(&newer) {
         return;

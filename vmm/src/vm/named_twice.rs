@@ -17,7 +17,7 @@ use super::request::VmError;
 use crate::config::{
     ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, EventMonitor, Launch, MetricsAddress, VmConfig,
 };
-use crate::file_id::FileId;
+use crate::file_id::{FileId, folder_of, link_target};
 use crate::host_console::names_beside;
 
 /// Two flags name one file or device, and at least one of them writes to it.
@@ -87,29 +87,16 @@ enum Object {
     Missing { folder: FileId, name: OsString },
 }
 
-/// Most symbolic links that the kernel follows (path_resolution(7)).
-const MAX_LINKS: u32 = 40;
-
 impl Object {
     /// The object that `path` leads to. `None` if its folder does not exist.
     fn at(path: &Path) -> Option<Self> {
-        let mut path = path.to_owned();
-        for _ in 0..MAX_LINKS {
-            if let Some(id) = FileId::of(&path) {
-                return Some(Self::Existing(id));
-            }
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-            let folder = folder.unwrap_or(Path::new(".")).to_owned();
-            // Opening a link to a missing file creates that file.
-            match fs::read_link(&path) {
-                Ok(target) => path = folder.join(target),
-                Err(_) => {
-                    let name = path.file_name()?.to_owned();
-                    return Some(Self::Missing { folder: FileId::of(&folder)?, name });
-                }
-            }
+        if let Some(id) = FileId::of(path) {
+            return Some(Self::Existing(id));
         }
-        None
+        // Opening a link to a missing file creates that file.
+        let path = link_target(path)?;
+        let name = path.file_name()?.to_owned();
+        Some(Self::Missing { folder: FileId::of(folder_of(&path))?, name })
     }
 }
 
@@ -416,6 +403,11 @@ mod tests {
         let text = checked(&[(SERIAL, &file), (CONSOLE, &older)]).unwrap_err().to_string();
         assert!(text.contains("--serial") && text.contains("max_size"), "{text}");
         checked(&[(SERIAL, &file), (RECORD, &older)]).unwrap_err();
+        // The names are those beside the file that a link is about to create.
+        let link = folder.path().join("link");
+        symlink("log", &link).unwrap();
+        checked(&[(SERIAL, &link), (RECORD, &older)]).unwrap_err();
+        checked(&[(SERIAL, &link), (RECORD, &folder.path().join("link.1"))]).unwrap();
         let mut config = test_config();
         let text = format!("file={},max_size=0", file.display());
         config.serial = ConsoleConfig::parse_serial(&text).unwrap();
