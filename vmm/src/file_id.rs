@@ -1,6 +1,7 @@
 //! Identity of files and devices: one object may have several paths.
 
 use std::fs::{self, File, Metadata};
+use std::iter;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -48,19 +49,18 @@ impl From<&Metadata> for FileId {
 }
 
 /// Most symbolic links that the kernel follows (path_resolution(7)).
-const MAX_LINKS: u32 = 40;
+const MAX_LINKS: usize = 40;
+
+/// `path`, and the paths that the symbolic links at its end lead to.
+pub fn links_of(path: &Path) -> impl Iterator<Item = PathBuf> {
+    let next = |path: &PathBuf| Some(folder_of(path).join(fs::read_link(path).ok()?));
+    iter::successors(Some(path.to_owned()), next).take(1 + MAX_LINKS)
+}
 
 /// Path of the file that opening `path` would create: `path` without symbolic links at its end. `None`
 /// if there are too many links.
 pub fn link_target(path: &Path) -> Option<PathBuf> {
-    let mut path = path.to_owned();
-    for _ in 0..MAX_LINKS {
-        match fs::read_link(&path) {
-            Ok(target) => path = folder_of(&path).join(target),
-            Err(_) => return Some(path),
-        }
-    }
-    None
+    links_of(path).last().filter(|path| !path.is_symlink())
 }
 
 /// Folder of `path`, the working directory for a bare name.

@@ -30,6 +30,7 @@ pub mod output_file;
 pub mod pci;
 pub mod pool;
 pub mod serial;
+pub mod standard_stream;
 pub mod throttle;
 pub mod unix_socket;
 pub mod virtio;

@@ -13,6 +13,7 @@ use tracing::level_filters::LevelFilter;
 
 use crate::config::LogConfig;
 use crate::output_file::admit;
+use crate::standard_stream;
 
 /// Why nothing can be logged.
 #[derive(Debug, Error)]
@@ -40,6 +41,7 @@ pub fn start(config: &LogConfig) -> Result<(), LogError> {
             let open = |path: &PathBuf| -> io::Result<File> {
                 let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
                 admit(&file, path)?;
+                standard_stream::append_at(path)?;
                 Ok(file)
             };
             let file = open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;

@@ -13,6 +13,7 @@ use tracing::{debug, warn};
 use super::{Events, Seen, Told, Watcher};
 use crate::config::EventMonitor;
 use crate::output_file::admit;
+use crate::standard_stream;
 
 /// Why events cannot be written.
 #[derive(Debug, Error)]
@@ -54,10 +55,11 @@ impl Monitor {
 fn open(target: &EventMonitor) -> io::Result<File> {
     match target {
         EventMonitor::Path(path) => {
-            let mut options = OpenOptions::new();
-            let file = options.write(true).create(true).truncate(false).mode(PRIVATE_MODE).open(path)?;
+            let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
             admit(&file, path)?;
-            if file.metadata()?.is_file() {
+            // The log may be in a standard stream as well.
+            let is_shared = standard_stream::append_at(path)?;
+            if !is_shared && file.metadata()?.is_file() {
                 file.set_len(0)?;
             }
             Ok(file)

@@ -19,6 +19,7 @@ use crate::config::{
 };
 use crate::file_id::{FileId, folder_of, link_target};
 use crate::host_console::names_beside;
+use crate::standard_stream;
 
 /// Two flags name one file or device, and at least one of them writes to it.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -61,16 +62,19 @@ enum Kind {
     Rotated,
     /// Another file that the VMM writes, or a socket.
     Output,
+    /// The log or events in the VMM's own standard output or error, which the user may have merged.
+    Stream,
     /// The socket of vsock, which has a name for each port of the host as well.
     Vsock,
 }
 
 impl Kind {
     fn goes_with(self, other: Self) -> bool {
-        use Kind::{Boot, Console, Output, Pool, Read, Rotated, Vsock};
+        use Kind::{Boot, Console, Output, Pool, Read, Rotated, Stream, Vsock};
         match (self, other) {
-            (Read, Read) | (Pool, Pool) | (Console, Console) | (Rotated, Rotated) | (Vsock, Vsock) => true,
-            (Boot, other) | (other, Boot) => !matches!(other, Console | Rotated | Output | Vsock),
+            (Read, Read) | (Pool, Pool) | (Console, Console) => true,
+            (Rotated, Rotated) | (Stream, Stream) | (Vsock, Vsock) => true,
+            (Boot, other) | (other, Boot) => !matches!(other, Console | Rotated | Output | Stream | Vsock),
             _ => false,
         }
     }
@@ -184,9 +188,10 @@ pub fn add_device(config: &mut VmConfig, device: DeviceConfig, in_use: &[String]
 
 fn uses_of_vmm(launch: &Launch) -> Vec<Use> {
     let mut uses = Vec::new();
-    uses.extend(launch.log.file.as_deref().map(|path| Use::new("--log-file", path, Kind::Output)));
+    let kind_of = |path: &Path| if standard_stream::is_at(path) { Kind::Stream } else { Kind::Output };
+    uses.extend(launch.log.file.as_deref().map(|path| Use::new("--log-file", path, kind_of(path))));
     match &launch.event_monitor {
-        Some(EventMonitor::Path(path)) => uses.push(Use::new("--event-monitor path", path, Kind::Output)),
+        Some(EventMonitor::Path(path)) => uses.push(Use::new("--event-monitor path", path, kind_of(path))),
         Some(EventMonitor::Fd(fd)) => uses.push(Use {
             name: format!("--event-monitor fd={fd}"),
             path: format!("/proc/self/fd/{fd}").into(),

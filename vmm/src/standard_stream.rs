@@ -1,0 +1,88 @@
+//! The VMM's own standard output and error as the files of flags: `--log-file /dev/stderr`.
+//!
+//! `>all 2>&1` merges the log and the events into one file on purpose. Opening `/dev/stderr` creates a
+//! file description with an offset of its own, which begins at 0. So every writer has to append, or it
+//! overwrites the output of the others.
+
+use std::fs;
+use std::io::{self, stderr, stdout};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+
+use crate::file_id::{folder_of, links_of};
+
+/// A standard stream that a flag can name as a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stream {
+    Output,
+    Error,
+}
+
+impl Stream {
+    /// The stream that `path` leads through, for example `/dev/stdout` or `/proc/self/fd/2`.
+    fn at(path: &Path) -> Option<Self> {
+        let descriptors = fs::canonicalize("/proc/self/fd").ok()?;
+        links_of(path).find_map(|path| {
+            let stream = match path.file_name()?.to_str()? {
+                "1" => Self::Output,
+                "2" => Self::Error,
+                _ => return None,
+            };
+            fs::canonicalize(folder_of(&path)).is_ok_and(|folder| folder == descriptors).then_some(stream)
+        })
+    }
+}
+
+/// True if `path` leads through the VMM's standard output or error.
+pub fn is_at(path: &Path) -> bool {
+    Stream::at(path).is_some()
+}
+
+/// Sets the standard stream that `path` leads through to append, if it is a regular file. Returns
+/// false if `path` does not lead through a standard stream.
+///
+/// The flag changes for every process that shares the file description, as after `>>` instead of
+/// `>`. GNU make does the same, so that parallel jobs do not overwrite each other's output.
+pub fn append_at(path: &Path) -> io::Result<bool> {
+    match Stream::at(path) {
+        Some(Stream::Output) => append(stdout().as_fd())?,
+        Some(Stream::Error) => append(stderr().as_fd())?,
+        None => return Ok(false),
+    }
+    Ok(true)
+}
+
+fn append(stream: BorrowedFd<'_>) -> io::Result<()> {
+    if FileType::from_raw_mode(fstat(stream)?.st_mode) == FileType::RegularFile {
+        fcntl_setfl(stream, fcntl_getfl(stream)? | OFlags::APPEND)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn standard_streams_have_several_paths() {
+        let folder = tempfile::tempdir().unwrap();
+        let link = folder.path().join("link");
+        symlink("/dev/stderr", &link).unwrap();
+        let own = format!("/proc/{}/fd/1", std::process::id());
+        for (paths, stream) in [
+            (["/dev/stdout", "/dev/fd/1", &own], Stream::Output),
+            (["/dev/stderr", "/proc/self/fd/2", link.to_str().unwrap()], Stream::Error),
+        ] {
+            for path in paths {
+                assert_eq!(Stream::at(Path::new(path)), Some(stream), "{path}");
+            }
+        }
+        for path in ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/3", "/tmp/1", "1", "/"] {
+            assert!(!is_at(Path::new(path)), "{path}");
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The log and the events in the VMM's own standard streams, which its user redirects. Needs no KVM.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+const EARLIER: &str = "earlier output\n";
+
+fn file() -> (TempDir, PathBuf) {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("all");
+    fs::write(&path, EARLIER).unwrap();
+    (folder, path)
+}
+
+/// Runs a VMM that finds no kernel.
+fn run(arguments: &[&str], [output, error]: [File; 2]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
+    command.args(["--kernel", "/nonexistent", "-v"]).args(arguments).stdout(output).stderr(error);
+    command.output().unwrap()
+}
+
+fn create(path: &Path) -> File {
+    File::create(path).unwrap()
+}
+
+fn append(path: &Path) -> File {
+    File::options().append(true).open(path).unwrap()
+}
+
+#[test]
+fn log_and_events_share_the_file_of_both_streams_without_overwriting() {
+    for (log, events) in [
+        ("/dev/stderr", "path=/dev/stdout"),
+        ("/dev/fd/2", "path=/proc/self/fd/1"),
+        ("/dev/stdout", "path=/dev/stdout"),
+    ] {
+        // `>all 2>&1`, `>all 2>all` and `>>all 2>&1`.
+        for (open, is_shared) in [(create as fn(&Path) -> File, true), (create, false), (append, true)] {
+            let (_folder, path) = file();
+            let output = open(&path);
+            let error = if is_shared { output.try_clone().unwrap() } else { open(&path) };
+            let before = fs::read_to_string(&path).unwrap();
+            let status = run(&["--log-file", log, "--event-monitor", events], [output, error]).status;
+            let text = fs::read_to_string(&path).unwrap();
+            assert_eq!(status.code(), Some(1), "{text}");
+            assert!(text.starts_with(&before), "{text}");
+            assert!(text.contains("foreshore: "), "no error message: {text}");
+            assert!(text.contains(" INFO "), "no log: {text}");
+            let events = text.split("\n\n").filter_map(|part| part.get(part.find('{')?..=part.rfind('}')?));
+            let names: Vec<_> = events
+                .map(|event| serde_json::from_str::<serde_json::Value>(event).unwrap()["event"].clone())
+                .collect();
+            assert!(names.contains(&"starting".into()) && names.contains(&"shutdown".into()), "{text}");
+            assert!(!text.contains('\0'), "a hole: {text}");
+        }
+    }
+}
+
+#[test]
+fn file_of_a_stream_is_refused_for_another_output() {
+    let (_folder, path) = file();
+    let name = path.display().to_string();
+    let [console, events] = [format!("file={name}"), format!("path={name}")];
+    for arguments in [
+        ["--log-file", "/dev/stderr", "--serial", "file=/dev/stdout"],
+        ["--log-file", "/dev/stderr", "--serial", &console],
+        ["--log-file", "/dev/stderr", "--event-monitor", &events],
+        ["--log-file", &name, "--event-monitor", "path=/dev/stdout"],
+    ] {
+        let status = run(&arguments, [append(&path), append(&path)]).status;
+        let text = fs::read_to_string(&path).unwrap();
+        assert_eq!(status.code(), Some(2), "{arguments:?}: {text}");
+        assert!(text.ends_with("can share one\n"), "{text}");
+    }
+}
