@@ -96,6 +96,11 @@ impl DiskFile {
         let untold = std::mem::take(&mut queue.untold);
         Lost { len: untold.len + rest.len(), error: untold.error }
     }
+
+    /// True if [`Self::send`] may have to wait.
+    pub(super) fn is_full(&self) -> bool {
+        self.shared.queue.lock().bytes.len() > LEN_MAX - STEP_LEN_MAX
+    }
 }
 
 impl Drop for DiskFile {
@@ -246,6 +251,7 @@ mod tests {
         let lost = file.send(&sent).len;
         assert!((1..=STEP_LEN_MAX + 3).contains(&lost), "{lost}");
         assert_eq!(file.send(b"lost").len, 4);
+        assert!(file.is_full());
         drop(hold);
         drop(file);
         let written = seen.iter().collect::<Vec<_>>().concat();

@@ -135,6 +135,27 @@ impl ConsoleOutput {
         Ok(Self::new(End::DiskFile(DiskFile::start(file, throttle)?)))
     }
 
+    /// Output that is full, because its file takes nothing until the returned sender is dropped.
+    #[cfg(test)]
+    pub fn stalled() -> (std::sync::mpsc::Sender<()>, Self) {
+        struct Stalled(std::sync::mpsc::Receiver<()>);
+        impl Write for Stalled {
+            fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+                // The sender sends nothing, so only its end is received.
+                let _ = self.0.recv();
+                Ok(data.len())
+            }
+
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let (hold, held) = std::sync::mpsc::channel();
+        let mut output = Self::new(End::DiskFile(DiskFile::start(Stalled(held), None).unwrap()));
+        while output.send(&[0; 1 << 20]).len == 0 {}
+        (hold, output)
+    }
+
     /// Standard output, without the buffer of the standard library.
     pub fn stdout() -> io::Result<Self> {
         Self::to(File::from(io::stdout().as_fd().try_clone_to_owned()?))
@@ -183,6 +204,11 @@ impl ConsoleOutput {
     /// Whether something waits: call [`Self::flush`] when the file can be written, or after a while.
     pub fn is_behind(&self) -> bool {
         !self.backlog.is_empty()
+    }
+
+    /// True if [`Self::send`] may have to wait, because a file is written more slowly than output comes.
+    pub fn is_full(&self) -> bool {
+        matches!(&self.end, End::DiskFile(file) if file.is_full())
     }
 
     /// To be waited for while something waits to be written.

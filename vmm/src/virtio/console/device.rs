@@ -87,10 +87,13 @@ impl VirtioDevice for Console {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::io::{self, PipeReader, PipeWriter, Read, Write};
     use std::sync::atomic::Ordering;
 
+    use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
     use vm_memory::GuestAddress;
+    use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
     use crate::event_loop::EventLoop;
@@ -246,6 +249,51 @@ mod tests {
         assert!(rig.screen(kept as usize).iter().all(|byte| *byte == b'x'));
         rig.say(b"again");
         assert_eq!(rig.screen(5), b"again");
+    }
+
+    /// Another device on the event loop, which always has something to do. It records the output that
+    /// the console has taken at each turn.
+    struct Neighbor {
+        ready: EventFd,
+        console: Arc<ConsoleMetrics>,
+        seen: Arc<Mutex<BTreeSet<u64>>>,
+    }
+
+    impl MutEventSubscriber for Neighbor {
+        fn init(&mut self, ops: &mut EventOps) {
+            ops.add(Events::new(&self.ready, EventSet::IN)).unwrap();
+        }
+
+        fn process(&mut self, _: Events, _: &mut EventOps) {
+            self.seen.lock().insert(self.console.output_bytes.load(Ordering::Relaxed));
+        }
+    }
+
+    #[test]
+    fn other_devices_have_their_turn_after_each_write_to_a_slow_file() {
+        const WRITES: u64 = 10;
+        const WRITE_LEN: u32 = 64 << 10;
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (hold, output) = ConsoleOutput::stalled();
+        let mut console = Console::new(HostConsole::without_terminal(output, None), event_loop.handle());
+        let seen = Arc::default();
+        let ready = EventFd::new(0).unwrap();
+        ready.write(1).unwrap();
+        let neighbor = Neighbor { ready, console: console.metrics(), seen: Arc::clone(&seen) };
+        event_loop.handle().add(Box::new(neighbor)).unwrap();
+        let mut driver = TestDriver::new(2);
+        let activation = driver.activation(console.features());
+        for _ in 0..WRITES {
+            driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, WRITE_LEN)]);
+        }
+        console.activate(activation).unwrap();
+        for _ in 0..WRITES {
+            driver.wait_used(TRANSMIT);
+        }
+        // The turn after the last write may not have come yet.
+        let turns = (1..WRITES).map(|nth| nth * u64::from(WRITE_LEN)).collect();
+        assert!(seen.lock().is_superset(&turns), "{seen:?}");
+        drop(hold);
     }
 
     #[test]

@@ -78,6 +78,10 @@ impl Worker {
             if !self.give_back(&heads) {
                 return self.watch_output(ops);
             }
+            // The next output would wait for a slow file, and so would others on the event loop.
+            if self.host.lock().output.is_full() {
+                break;
+            }
         }
         self.transmit.come_back();
         self.watch_output(ops);
