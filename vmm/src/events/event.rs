@@ -62,6 +62,15 @@ pub enum Event<'a> {
         /// Name of the volume.
         volume: &'a str,
     },
+    /// The BTT of a volume is damaged, and the volume is therefore shown as a read-only disk.
+    VolumeDamaged {
+        /// Path of the pool.
+        pool: &'a str,
+        /// Name of the volume.
+        volume: &'a str,
+        /// Damaged arena, and the kind of the damage.
+        reason: &'a str,
+    },
     /// A device was added to the running guest.
     DeviceAdded {
         /// What it is called.
@@ -134,6 +143,7 @@ impl Event<'_> {
             Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
             Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
             Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
+            Self::VolumeDamaged { .. } => ("foreshore", "volume-damaged"),
             Self::DeviceAdded { .. } => ("foreshore", "device-added"),
             Self::DeviceRemoved { .. } => ("vm", "device-removed"),
             Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
@@ -166,6 +176,11 @@ impl Event<'_> {
             Self::VolumeReplaced { pool, volume } => {
                 vec![("pool", without_braces(pool)), ("volume", without_braces(volume))]
             }
+            Self::VolumeDamaged { pool, volume, reason } => vec![
+                ("pool", without_braces(pool)),
+                ("volume", without_braces(volume)),
+                ("reason", without_braces(reason)),
+            ],
             Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
             Self::Failed { reason } => vec![("reason", without_braces(reason))],
             Self::MemoryReached { zone, plugged_bytes } => {
@@ -198,7 +213,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 26] = [
+    const ALL: [Event<'_>; 27] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -218,6 +233,7 @@ mod tests {
         Event::WatchdogExpired,
         Event::RestartDelayed { delay_ms: 1000 },
         Event::VolumeReplaced { pool: "p", volume: "v" },
+        Event::VolumeDamaged { pool: "p", volume: "v", reason: "r" },
         Event::DeviceAdded { id: "i", bdf: "b" },
         Event::DeviceRemoved { id: "i", bdf: "b" },
         Event::VcpusResized { vcpus: 4 },

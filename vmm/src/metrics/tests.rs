@@ -31,7 +31,7 @@ use crate::vm::request::{
 };
 use crate::volume::guest_btt::VolumeKey;
 use crate::volume::interface::Chosen;
-use crate::volume::sectors::{SectorError, Sectors};
+use crate::volume::sectors::{BttLoss, SectorError, Sectors};
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
 
@@ -66,7 +66,7 @@ impl PressureSource for FakeGovernor {
 }
 
 /// Sectors of which nobody asks but how they are.
-struct Damaged;
+struct Damaged(BttLoss);
 
 impl Sectors for Damaged {
     fn sector_bytes(&self) -> u32 {
@@ -87,8 +87,8 @@ impl Sectors for Damaged {
     fn read_only_arenas(&self) -> usize {
         2
     }
-    fn is_btt_replaced(&self) -> bool {
-        true
+    fn btt_loss(&self) -> Option<&BttLoss> {
+        Some(&self.0)
     }
     fn flush(&self) -> Result<(), SectorError> {
         unreachable!("{NO_IO}")
@@ -215,7 +215,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
-    let sectors: Arc<dyn Sectors> = Arc::new(Damaged);
+    let sectors: Arc<dyn Sectors> = Arc::new(Damaged(BttLoss::Replaced { reason: String::new() }));
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
     metrics.set_machine(MachineSources {
@@ -364,6 +364,9 @@ fn a_scrape_shows_what_the_sources_say() {
         ),
         format!(
             r#"foreshore_volume_btt_replaced{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk"}} 1.0"#
+        ),
+        format!(
+            r#"foreshore_volume_btt_damaged{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk"}} 0.0"#
         ),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),

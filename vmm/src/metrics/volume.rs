@@ -13,7 +13,7 @@ use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::volume::FirstFailure;
 use crate::volume::guest_btt::GuestBtt;
-use crate::volume::sectors::Sectors;
+use crate::volume::sectors::{BttLoss, Sectors};
 
 /// The counters of a volume's interface.
 #[derive(Clone, Debug)]
@@ -94,9 +94,13 @@ impl VolumeMetrics {
         }
     }
 
-    fn is_btt_replaced(&self) -> Option<bool> {
+    /// 1 if `is_lost` applies to the loss of the BTT, otherwise 0. `None` if the VMM does not
+    /// translate.
+    fn btt_loss(&self, is_lost: impl Fn(&BttLoss) -> bool) -> Option<f64> {
         match &self.counters {
-            VolumeCounters::VirtioBlk { sectors, .. } => Some(sectors.upgrade()?.is_btt_replaced()),
+            VolumeCounters::VirtioBlk { sectors, .. } => {
+                Some(f64::from(u8::from(sectors.upgrade()?.btt_loss().is_some_and(is_lost))))
+            }
             VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
         }
     }
@@ -130,11 +134,15 @@ pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::R
         .filter_map(|volume| Some((volume.labels(), f64::from(volume.read_only_arenas()? as u32))));
     let help = "Arenas of the volume that take no writes, because something about them is wrong.";
     out.gauges(Family("volume_read_only_arenas", help, None), read_only)?;
-    let replaced = volumes
-        .iter()
-        .filter_map(|volume| Some((volume.labels(), f64::from(u8::from(volume.is_btt_replaced()?)))));
+    let lost = |is_lost: fn(&BttLoss) -> bool| {
+        volumes.iter().filter_map(move |volume| Some((volume.labels(), volume.btt_loss(is_lost)?)))
+    };
     let help = "1 when the guest has replaced the volume's BTT, and the disk is read-only.";
+    let replaced = lost(|loss| matches!(loss, BttLoss::Replaced { .. }));
     out.gauges(Family("volume_btt_replaced", help, None), replaced)?;
+    let help = "1 when the end of a damaged arena is unknown, and the disk is read-only.";
+    let damaged = lost(|loss| matches!(loss, BttLoss::Damaged { .. }));
+    out.gauges(Family("volume_btt_damaged", help, None), damaged)?;
     let persists = volumes.iter().map(|volume| (volume.labels(), volume.persists()));
     out.latencies(
         "volume_flush_duration",

@@ -13,10 +13,10 @@ use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
 use tracing::warn;
 
-use super::replaced_btt::ReplacedBtt;
+use super::lost_btt::LostBtt;
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
 use crate::config::Size;
-use crate::volume::sectors::{SectorError, Sectors};
+use crate::volume::sectors::{BttLoss, SectorError, Sectors};
 use crate::volume::{Persist, PersistError};
 
 /// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
@@ -205,14 +205,9 @@ impl PoolVolume for Volume {
 
     fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError> {
         let name = self.info().name.clone();
-        if let Some(reason) = why_replaced(&self) {
-            warn!(
-                volume = name,
-                reason,
-                "The volume is no longer a BTT: the disk shows the bytes that the guest has left, and takes no writes. If no guest \
-                 has replaced the BTT, `pmvol btt repair` restores it; with interface=nvdimm the guest can write"
-            );
-            return Ok(Arc::new(ReplacedBtt::new(*self, reason)));
+        if let Some(loss) = btt_loss(&self) {
+            warn_of_loss(&name, &loss);
+            return Ok(Arc::new(LostBtt::new(*self, loss)));
         }
         let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
         warn_of_read_only(&name, &engine.arenas());
@@ -222,10 +217,33 @@ impl PoolVolume for Volume {
 
 /// Returns why the BTT engine must not serve a volume. `None` if it can, or if reading the media
 /// fails. A guest can cause each of these reasons, so none may prevent the start of the VMM.
-fn why_replaced(volume: &Volume) -> Option<String> {
+fn btt_loss(volume: &Volume) -> Option<BttLoss> {
     match Engine::check_servable(&volume) {
-        Err(err) => (!is_of_media(&err)).then(|| err.to_string()),
-        Ok(()) => is_replaced(volume).then(|| "the first info block was overwritten".to_owned()),
+        Err(err) if is_of_media(&err) => None,
+        // With a first info block, the BTT is still there.
+        Err(err @ EngineError::Ambiguous { .. }) if !is_replaced(volume) => {
+            Some(BttLoss::Damaged { reason: err.to_string() })
+        }
+        Err(err) => Some(BttLoss::Replaced { reason: err.to_string() }),
+        Ok(()) => is_replaced(volume)
+            .then(|| BttLoss::Replaced { reason: "the first info block was overwritten".to_owned() }),
+    }
+}
+
+fn warn_of_loss(volume: &str, loss: &BttLoss) {
+    match loss {
+        BttLoss::Replaced { reason } => warn!(
+            volume,
+            reason,
+            "The volume is no longer a BTT: the disk shows the bytes that the guest has left, and takes no writes. If no guest \
+             has replaced the BTT, `pmvol btt repair` restores it; with interface=nvdimm the guest can write"
+        ),
+        BttLoss::Damaged { reason } => warn!(
+            volume,
+            reason,
+            "The volume's BTT is damaged: the disk shows the bytes of the volume, and takes no writes. `pmvol btt repair` cannot \
+             restore the arena"
+        ),
     }
 }
 
@@ -480,7 +498,7 @@ mod tests {
         file.write_all_at(signature, at as u64).unwrap();
         pool.open_volume("data").unwrap().settle().unwrap();
         let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert!(!sectors.is_btt_replaced());
+        assert_eq!(sectors.btt_loss(), None);
         sectors.write(7, &[1; 4096]).unwrap();
     }
 
@@ -489,7 +507,7 @@ mod tests {
     fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
         let before = fs::read(path).unwrap();
         let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert!(sectors.is_btt_replaced());
+        assert!(matches!(sectors.btt_loss(), Some(BttLoss::Replaced { .. })));
         assert_eq!((sectors.sector_bytes(), sectors.sectors()), (512, 24 * MIB / 512));
         for first in [0, 8, 24 * MIB / 512 - 8] {
             let mut bytes = [0; 4096];
@@ -505,40 +523,81 @@ mod tests {
         assert!(fs::read(path).unwrap() == before, "the guest's bytes are changed");
     }
 
-    /// A volume with bad media is refused, with the advice to export it: no guest has replaced its BTT.
-    #[test]
-    fn media_errors_are_not_the_guests() {
-        let ambiguous = |why| EngineError::Ambiguous { arena: 1, start_bytes: 512 << 30, why };
-        assert!(is_of_media(&ambiguous(InfoError::Media("lost".to_owned()))));
-        for why in [InfoError::Signature, InfoError::Checksum, InfoError::Version(2, 0)] {
-            assert!(!is_of_media(&ambiguous(why)));
+    /// Creates the volume `data` with three arenas. Returns the offsets of their info blocks in the
+    /// pool's file, in pairs.
+    fn create_three_arenas(pool: &LocalPool, path: &Path) -> [[u64; 2]; 3] {
+        let name = "data".to_owned();
+        let size_bytes = 18 * MIB;
+        pool.create_volume(&StoredVolume { name, format: VolumeFormat::Btt, size_bytes }).unwrap();
+        for size_mib in [34, 50] {
+            pool.grow_volume("data", size_mib * MIB).unwrap();
         }
+        let [a, b, c, d, e, f] = info_blocks(path)[..] else { panic!("three arenas") };
+        [[a, b], [c, d], [e, f]]
+    }
+
+    /// Returns the offsets of the info blocks in the pool's file.
+    fn info_blocks(path: &Path) -> Vec<u64> {
+        let bytes = fs::read(path).unwrap();
+        let pages = bytes.chunks(4096).zip((0..).step_by(4096));
+        pages.filter(|(page, _)| page.starts_with(b"BTT_ARENA_INFO\0\0")).map(|(_, at)| at).collect()
+    }
+
+    #[test]
+    fn damage_behind_the_first_arena_is_not_called_replaced_by_the_guest() {
+        let (pool, path, _folder) = pool();
+        let [[first, _], second, [_, third_copy]] = create_three_arenas(&pool, &path);
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        for at in second.into_iter().chain([third_copy]) {
+            file.write_all_at(&[0x55; 4096], at).unwrap();
+        }
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
+        let Some(BttLoss::Damaged { reason }) = sectors.btt_loss() else {
+            panic!("{:?}", sectors.btt_loss());
+        };
+        assert!(reason.contains("arena 1") && reason.contains("pmvol btt export"), "{reason}");
+        assert!(matches!(sectors.write(0, &[1; 4096]), Err(SectorError::ReadOnly(why)) if why == *reason));
+        drop(sectors);
+        // As after `mkfs` on all of the volume: the first arena is known by its copy only.
+        file.write_all_at(&[0x55; 4096], first).unwrap();
+        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
+        assert!(matches!(sectors.btt_loss(), Some(BttLoss::Replaced { .. })));
+    }
+
+    /// The media error is reported at the start, because no guest causes it.
+    #[test]
+    fn volume_with_unreadable_arena_of_unknown_end_is_refused() {
+        let (pool, path, _folder) = pool();
+        let [_, [second, _], _] = create_three_arenas(&pool, &path);
+        let volume = pool.open_volume("data").unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(second).unwrap();
+        let PoolError::Failed(err) = volume.into_sectors().err().unwrap() else {
+            panic!("another error");
+        };
+        let err = err.downcast_ref::<EngineError>();
+        assert!(
+            matches!(err, Some(EngineError::Ambiguous { arena: 1, why: InfoError::Media(_), .. })),
+            "{err:?}"
+        );
     }
 
     #[test]
     fn volume_without_a_whole_info_block_is_a_disk_of_its_bytes() {
         let (pool, path, _folder) = pool();
         create_data(&pool);
-        let bytes = fs::read(&path).unwrap();
-        let infos: Vec<_> = bytes
-            .chunks(4096)
-            .enumerate()
-            .filter(|(_, page)| page.starts_with(b"BTT_ARENA_INFO\0\0"))
-            .map(|(page, _)| page * 4096)
-            .collect();
-        let [first, second] = infos[..] else { panic!("{infos:?}") };
+        let [first, second] = info_blocks(&path)[..] else { panic!("one arena") };
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         // The first is torn: the BTT is damaged, and its copy is used.
-        file.write_all_at(&[0xff; 8], first as u64 + 4088).unwrap();
+        file.write_all_at(&[0xff; 8], first + 4088).unwrap();
         let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert!(!sectors.is_btt_replaced());
+        assert_eq!(sectors.btt_loss(), None);
         drop(sectors);
         // Neither is whole, with and without signatures.
         for (offset, bytes) in [(4088, &[0xff; 4096][..8]), (0, &[0x55; 4096][..])] {
             for at in [first, second] {
-                file.write_all_at(bytes, at as u64 + offset).unwrap();
+                file.write_all_at(bytes, at + offset).unwrap();
             }
-            check_bytes_as_disk(&pool, &path, first - 4096);
+            check_bytes_as_disk(&pool, &path, first as usize - 4096);
         }
     }
 

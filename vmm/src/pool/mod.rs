@@ -3,7 +3,7 @@
 #[cfg(test)]
 pub(crate) mod fake;
 mod local;
-mod replaced_btt;
+mod lost_btt;
 
 use std::fmt::Debug;
 use std::io;

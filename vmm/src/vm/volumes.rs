@@ -29,6 +29,7 @@ use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
 use crate::volume::plan::Step;
+use crate::volume::sectors::BttLoss;
 use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
 
 /// Queues of a volume that is shown as a disk, at most.
@@ -327,14 +328,11 @@ fn attach_virtio_blk(
     let extents = volume.extents().len();
     let sectors = volume.into_sectors().map_err(BuildError::device(flag(config)))?;
     let served = Arc::downgrade(&sectors);
-    let is_replaced = sectors.is_btt_replaced();
-    if is_replaced {
-        events.tell_of_guest(Event::VolumeReplaced {
-            pool: &config.pool.display().to_string(),
-            volume: &config.name,
-        });
+    if let Some(loss) = sectors.btt_loss() {
+        events.tell_of_guest(loss_event(loss, &config.pool.display().to_string(), &config.name));
     }
-    let backend = VolumeDisk::new(sectors, config.readonly || is_replaced);
+    let readonly = config.readonly || sectors.btt_loss().is_some();
+    let backend = VolumeDisk::new(sectors, readonly);
     let failure = backend.failure();
     let shape = DiskShape {
         id: config.name.clone(),
@@ -349,6 +347,13 @@ fn attach_virtio_blk(
     let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), sectors: served };
     Ok((Shown { opened, failure, counters }, disk))
+}
+
+fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {
+    match loss {
+        BttLoss::Replaced { .. } => Event::VolumeReplaced { pool, volume },
+        BttLoss::Damaged { reason } => Event::VolumeDamaged { pool, volume, reason },
+    }
 }
 
 #[cfg(test)]
@@ -370,6 +375,16 @@ mod tests {
         for durability in [Volatile, PageCache, DaxSync] {
             assert_eq!(mapping(true, durability), (Access::Read, false));
         }
+    }
+
+    #[test]
+    fn event_names_the_cause_of_a_lost_btt() {
+        let reason = "arena 1 is missing".to_owned();
+        let replaced = loss_event(&BttLoss::Replaced { reason: reason.clone() }, "p", "v").name();
+        assert_eq!(replaced, ("foreshore", "volume-replaced"));
+        let damaged = BttLoss::Damaged { reason: reason.clone() };
+        let expected = Event::VolumeDamaged { pool: "p", volume: "v", reason: &reason };
+        assert_eq!(loss_event(&damaged, "p", "v"), expected);
     }
 
     const MIB: u64 = 1 << 20;

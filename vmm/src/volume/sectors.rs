@@ -15,6 +15,30 @@ pub enum SectorError {
     Failed(Box<dyn std::error::Error + Send + Sync>),
 }
 
+/// Cause for showing the bytes of a volume, read-only, instead of the sectors of its BTT.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BttLoss {
+    /// Content of the guest in place of the BTT.
+    Replaced {
+        /// Difference from a BTT.
+        reason: String,
+    },
+    /// Damage of an arena behind the first one, whose end is unknown.
+    Damaged {
+        /// Damaged arena, and the kind of the damage.
+        reason: String,
+    },
+}
+
+impl BttLoss {
+    /// Reason why the BTT cannot be served.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Replaced { reason } | Self::Damaged { reason } => reason,
+        }
+    }
+}
+
 /// Sectors that are old or new after a crash, never torn. All calls take any number of threads.
 pub trait Sectors: Send + Sync {
     /// Bytes of one: 512 or 4096.
@@ -35,10 +59,10 @@ pub trait Sectors: Send + Sync {
     /// How many parts of the volume take no writes: something about them is wrong.
     fn read_only_arenas(&self) -> usize;
 
-    /// Returns true if the guest has replaced the volume's BTT. Its bytes are served as they are,
-    /// and take no writes.
-    fn is_btt_replaced(&self) -> bool {
-        false
+    /// Cause for serving the bytes of the volume as they are, without writes. `None` if the BTT is
+    /// served.
+    fn btt_loss(&self) -> Option<&BttLoss> {
+        None
     }
 
     /// Makes everything written durable, as far as the pool's durability class goes.

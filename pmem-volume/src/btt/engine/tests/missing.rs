@@ -66,6 +66,9 @@ fn assert_refused(media: &MemoryMedia) {
     let error = Engine::open(media).unwrap_err();
     assert!(matches!(error, EngineError::Ambiguous { arena: 1, .. }), "{error}");
     assert!(media.to_bytes() == before);
+    let repair = plan_repair(media, GiveUp::Sectors, &mut |_| {}).unwrap();
+    assert!(repair.mendings.is_empty(), "{:?}", repair.mendings);
+    assert!(matches!(repair.after.arenas[1].findings[..], [Finding::NoInfo(_)]));
     let (reader, troubles) = Reader::open_damaged(media).unwrap();
     assert_eq!((reader.sectors(), troubles.len()), (u64::from(info_at(media, START_BYTES).sectors), 1));
     let mut sector = vec![0; 4096];

@@ -1,4 +1,4 @@
-//! A volume whose BTT the guest has replaced, shown as a disk.
+//! A volume whose BTT cannot be served, shown as a disk.
 //!
 //! A guest that translates by itself can write anything to its volume, for example a file system
 //! without a BTT. If the volume is then shown by virtio-blk, the old BTT's copy of its info block
@@ -6,35 +6,38 @@
 //! places of the old map and blocks, which hold the guest's new content. The disk shows the bytes of
 //! the volume, as the guest left them. It takes no writes, because the BTT may have been lost by
 //! accident: then `pmvol btt repair` restores it.
+//!
+//! The bytes are also shown if the end of a damaged arena is unknown, and with it the numbers of
+//! the sectors behind it.
 
 use std::ops::Range;
 
 use pmem_volume::Volume;
 use pmem_volume::btt::ReadAt;
 
-use crate::volume::sectors::{SectorError, Sectors};
+use crate::volume::sectors::{BttLoss, SectorError, Sectors};
 
 /// Logical block of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;
 
 /// Bytes of a volume as sectors that can only be read.
-pub(super) struct ReplacedBtt {
+pub(super) struct LostBtt {
     volume: Volume,
-    reason: String,
+    loss: BttLoss,
 }
 
-impl ReplacedBtt {
-    /// The sectors of `volume`. Writes fail with `reason`.
-    pub(super) fn new(volume: Volume, reason: String) -> Self {
-        Self { volume, reason }
+impl LostBtt {
+    /// The sectors of `volume`. Writes fail with the reason of `loss`.
+    pub(super) fn new(volume: Volume, loss: BttLoss) -> Self {
+        Self { volume, loss }
     }
 
     fn refuse(&self) -> Result<(), SectorError> {
-        Err(SectorError::ReadOnly(self.reason.clone()))
+        Err(SectorError::ReadOnly(self.loss.reason().to_owned()))
     }
 }
 
-impl Sectors for ReplacedBtt {
+impl Sectors for LostBtt {
     fn sector_bytes(&self) -> u32 {
         SECTOR_BYTES
     }
@@ -69,8 +72,8 @@ impl Sectors for ReplacedBtt {
         0
     }
 
-    fn is_btt_replaced(&self) -> bool {
-        true
+    fn btt_loss(&self) -> Option<&BttLoss> {
+        Some(&self.loss)
     }
 
     fn flush(&self) -> Result<(), SectorError> {
