@@ -79,6 +79,9 @@ impl DeviceSizes {
 /// Reason of a request that was withdrawn, because the guest's driver is unsupported.
 pub const DRIVER_LACK: &str = "driver";
 
+/// Reason of a request for whose page descriptors the guest has no DRAM.
+pub const DESCRIPTOR_LACK: &str = "descriptors";
+
 /// What the host could not provide of the size that was requested last: the device has lowered the request to what
 /// can be had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -16,8 +16,8 @@ use super::vhost;
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
-use crate::governor::DRIVER_LACK;
 use crate::governor::task::Agents;
+use crate::governor::{DESCRIPTOR_LACK, DRIVER_LACK};
 use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
@@ -278,7 +278,7 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
             Some(Event::MemoryRefused { zone, reason: DRIVER_LACK, requested_bytes })
         }
         MemEvent::Held { requested_bytes } => {
-            Some(Event::MemoryRefused { zone, reason: "descriptors", requested_bytes })
+            Some(Event::MemoryRefused { zone, reason: DESCRIPTOR_LACK, requested_bytes })
         }
         MemEvent::TargetReached { requested_bytes: plugged_bytes } => {
             Some(Event::MemoryReached { zone, plugged_bytes })

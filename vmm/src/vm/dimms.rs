@@ -4,8 +4,10 @@ use tracing::{info, warn};
 
 use super::machine::KvmMachine;
 use super::request::VmError;
-use crate::acpi::ged::Event;
+use crate::acpi::ged;
 use crate::config::Size;
+use crate::events::Event;
+use crate::governor::DESCRIPTOR_LACK;
 use crate::memory::dimms::DimmError;
 
 /// What counts DIMMs that have come, or not.
@@ -42,12 +44,24 @@ impl KvmMachine {
             return Ok(());
         }
         self.hotplug.count(KIND, "add", "error");
+        let zone = &self.memory.zones()[0].id;
+        self.told.expect_of_zone(zone);
+        self.told.tell_of_guest(Event::MemoryRefused {
+            zone,
+            reason: DESCRIPTOR_LACK,
+            requested_bytes: self.dimm_bytes(),
+        });
         Err(VmError::NoRoomForDescriptors { size_bytes, dimm_bytes, most_bytes })
     }
 
     /// What was there at boot or has come.
     fn dram_bytes(&self) -> u64 {
-        self.memory.zones()[0].boot_bytes + self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes())
+        self.memory.zones()[0].boot_bytes + self.dimm_bytes()
+    }
+
+    /// Size of all DIMMs that were added.
+    fn dimm_bytes(&self) -> u64 {
+        self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes())
     }
 
     fn refuse(&self, size_bytes: u64, err: &DimmError) -> VmError {
@@ -75,7 +89,7 @@ impl KvmMachine {
         self.governor.core().lock().add_dimm(more, now);
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
-        if let Err(err) = self.ged.notify(Event::Memory) {
+        if let Err(err) = self.ged.notify(ged::Event::Memory) {
             warn!(%err, "The guest is not told that memory has come");
         }
         info!(start = dimm.start, bytes = dimm.len, "A DIMM has come");
@@ -89,6 +103,7 @@ mod tests {
 
     use super::*;
     use crate::acpi::dimms::NONE;
+    use crate::events::Seen;
     use crate::memory::slots::SlotTable;
     use crate::memory::slots::fake::FakeSlots;
     use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
@@ -187,10 +202,20 @@ mod tests {
         const MOST_MIB: u64 = 384 * 8;
         let (mut machine, _table) = growing(8192 * MIB);
         machine.resize_dram((65 + 256) * MIB).unwrap();
+        let mut watcher = machine.told.watch();
         let desired_ram = Some((65 + MOST_MIB + 128) * MIB);
         let before = machine.check_resize(&ResizeRequest { desired_ram, ..ResizeRequest::default() });
         let error = machine.resize_dram((65 + MOST_MIB + 128) * MIB).unwrap_err();
         assert_eq!(before.unwrap_err().to_string(), error.to_string());
+        machine.told.end();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let mut refused = Vec::new();
+        while let Some(Seen::Event(told)) = runtime.block_on(watcher.next()) {
+            refused.push((told.event, told.properties.clone().unwrap()));
+        }
+        let properties = [("zone", "dram"), ("reason", "descriptors"), ("requested_bytes", "268435456")];
+        let event = ("memory-refused", properties.map(|(key, value)| (key, value.to_owned())).into());
+        assert_eq!(refused, [event.clone(), event], "one for each request");
         let text = "page descriptors of 2944 MiB more, which take 46 MiB; it has room for those of 2816 MiB";
         assert!(error.to_string().contains(text), "{error}");
         assert_eq!((machine.memory_bytes(), told(&machine), told(&machine)), ((65 + 256) * MIB, 0, NONE));
