@@ -150,7 +150,8 @@ impl Agent {
         }
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
             // Reports soon after a block became kernel memory.
-            self.take_charge |= kernel_blocks.poll(&self.report, self.observed_ms);
+            self.take_charge |=
+                kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
         let total_bytes = self.report.memory.total_bytes;
         let tuned = self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));

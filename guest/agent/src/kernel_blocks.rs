@@ -47,10 +47,10 @@ struct Growth {
 }
 
 impl Growth {
-    fn update(&mut self, report: &RawReport, now_ms: u64) {
+    fn update(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) {
         let kernel = report.kernel.as_ref();
         self.counted.update(kernel, report.counters.allocstall_kernel, now_ms);
-        self.of_zones.update(&report.zones, kernel, now_ms);
+        self.of_zones.update(&report.zones, other_user_pages, kernel, now_ms);
     }
 }
 
@@ -149,9 +149,10 @@ impl KernelBlocks {
     }
 
     /// Requests a block for the kernel if the kernel is short of memory. Returns true if a block
-    /// was converted since the last call. Does not block.
-    pub fn poll(&mut self, report: &RawReport, now_ms: u64) -> bool {
-        self.growth.update(report, now_ms);
+    /// was converted since the last call. Does not block. `other_user_pages` is the result of
+    /// [`parse::zoneinfo`](crate::parse::zoneinfo).
+    pub fn poll(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) -> bool {
+        self.growth.update(report, other_user_pages, now_ms);
         let result = self.results.try_recv().ok();
         self.is_busy &= result.is_none();
         match &result {
@@ -335,12 +336,31 @@ mod tests {
         for tenth in 0..=20 {
             let mut zones = zones(200 - 6 * tenth, 300);
             zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
-            growth.of_zones.update(&zones, Some(&KernelUse::default()), tenth * 100);
+            growth.of_zones.update(&zones, 0, Some(&KernelUse::default()), tenth * 100);
         }
         // Half of a sixteenth of 592 MiB, and 30 MiB.
         assert_eq!(short_node(&zones(48, 300), &blocks(2), &growth, None), Some(0));
         assert_eq!(short_node(&zones(49, 300), &blocks(2), &growth, None), None);
         assert_eq!(short_node(&zones(48, 300), &blocks(2), &Growth::default(), None), None);
+    }
+
+    /// A guest of 6.12 in which a program locks 200 MiB that it has.
+    #[test]
+    fn locked_memory_does_not_make_the_kernel_short_sooner() {
+        let before = include_str!("../tests/data/6.12-filled/zoneinfo");
+        let after = before
+            .replace("nr_zone_active_anon 63763", "nr_zone_active_anon 12563")
+            .replace("nr_zone_unevictable 511", "nr_zone_unevictable 51711");
+        assert_ne!(before, after);
+        let mut growth = Growth::default();
+        let mut report = RawReport { kernel: Some(KernelUse::default()), ..RawReport::default() };
+        for (text, at_ms) in [(before, 0), (&*after, 1_000)] {
+            let locked = crate::parse::zoneinfo(text.as_bytes(), &mut report.zones).expect("parses");
+            growth.update(&report, locked, at_ms);
+        }
+        assert_eq!(growth.of_zones.bytes_within(TURN_MS), 0);
+        growth.update(&report, 511, 1_000);
+        assert_eq!(growth.of_zones.bytes_within(1_000), 200 * MIB, "pages that no counter has");
     }
 
     /// Load that fills the kernel's zones with slabs.
@@ -372,7 +392,7 @@ mod tests {
             let free_mib = 280u64.saturating_sub(so_far(end.reclaimable_mib + end.unreclaimable_mib));
             let mut zones = zones(free_mib, 300);
             zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
-            growth.of_zones.update(&zones, Some(&kernel), second * 1_000);
+            growth.of_zones.update(&zones, 0, Some(&kernel), second * 1_000);
             given = given.or(short_node(&zones, &blocks(2), &growth, None));
         }
         given
@@ -515,13 +535,13 @@ mod tests {
         let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
         let mut now_ms = 1_000;
         while kernel_blocks.exhausted.is_none() {
-            kernel_blocks.poll(&report, now_ms);
+            kernel_blocks.poll(&report, 0, now_ms);
         }
         now_ms += 2 * MAX_BACK_OFF_MS;
-        kernel_blocks.poll(&report, now_ms);
+        kernel_blocks.poll(&report, 0, now_ms);
         assert!(!kernel_blocks.is_busy);
         report.blocks = blocks(3);
-        kernel_blocks.poll(&report, now_ms);
+        kernel_blocks.poll(&report, 0, now_ms);
         assert!(kernel_blocks.is_busy);
     }
 
@@ -546,10 +566,10 @@ mod tests {
         let dir = sysfs();
         let report = RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
         let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
-        let turned = (0..).map(|_| kernel_blocks.poll(&report, 1_000)).position(|turned| turned);
+        let turned = (0..).map(|_| kernel_blocks.poll(&report, 0, 1_000)).position(|turned| turned);
         assert!(turned.is_some_and(|polls| polls > 0));
         assert!(!kernel_blocks.is_busy, "reports show first what it has brought");
-        kernel_blocks.poll(&report, 1_500);
+        kernel_blocks.poll(&report, 0, 1_500);
         assert!(kernel_blocks.is_busy);
     }
 }

@@ -92,6 +92,8 @@ pub struct Proc {
     buffer: Vec<u8>,
     /// When zones were read, and how much memory there was.
     zones_read: Option<(u64, u64)>,
+    /// Locked and compressed pages in the kernel's zones at that time.
+    other_user_pages: u64,
 }
 
 impl Proc {
@@ -110,6 +112,7 @@ impl Proc {
             inodes: Text::open(root.join("sys/fs/inode-nr"), Pieces::One).ok(),
             buffer: vec![0; FIRST_BUFFER_BYTES],
             zones_read: None,
+            other_user_pages: 0,
         })
     }
 
@@ -124,7 +127,8 @@ impl Proc {
             of_bytes == total_bytes && now_ms.saturating_sub(at_ms) < MAX_ZONES_AGE_MS
         });
         if !(are_known && self.fill_free_pages(report)?) {
-            parse::zoneinfo(self.zoneinfo.read(&mut self.buffer)?, &mut report.zones)?;
+            self.other_user_pages =
+                parse::zoneinfo(self.zoneinfo.read(&mut self.buffer)?, &mut report.zones)?;
             self.zones_read = Some((now_ms, total_bytes));
             self.fill_free_blocks(report)?;
         }
@@ -134,6 +138,11 @@ impl Proc {
             None => Stall::default(),
         };
         Ok(())
+    }
+
+    /// Locked and compressed pages in the kernel's zones, as old as the sizes of the zones.
+    pub fn other_user_pages(&self) -> u64 {
+        self.other_user_pages
     }
 
     /// Objects on LRU lists by a file of /proc/sys/fs.

@@ -131,6 +131,10 @@ impl KernelGrowth {
 ///
 /// Linux has no counter for some kernel memory, for example the data of sockets and pipes (mm/vmstat.c).
 ///
+/// Locked pages and compressed pages of programs are not kernel memory, so `mlock` and swapping to
+/// zram or zswap are no growth. Pages of the balloon do count, because the guest's kernel has lost
+/// them for its own allocations.
+///
 /// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that free
 /// memory move pages to these lists and back. So the rate is the average of at least a second.
 #[derive(Clone, Debug, Default)]
@@ -142,8 +146,11 @@ pub struct ZoneGrowth {
 const WINDOW_MS: u64 = 1_000;
 
 impl ZoneGrowth {
-    /// Takes the kernel memory at `now_ms`. Forgets all samples if a zone does not report its user pages.
-    pub fn update(&mut self, zones: &[Zone], kernel: Option<&KernelUse>, now_ms: u64) {
+    /// Takes the kernel memory at `now_ms`. `other_user_pages` is the number of locked and
+    /// compressed pages in the kernel's zones, which [`Zone::user_pages`] does not include.
+    ///
+    /// Forgets all samples if a zone does not report its user pages.
+    pub fn update(&mut self, zones: &[Zone], other_user_pages: u64, kernel: Option<&KernelUse>, now_ms: u64) {
         let used_pages = zones.iter().filter(|zone| zone.serves_kernel()).try_fold(0u64, |sum, zone| {
             let taken = zone.managed_pages.saturating_sub(zone.free_pages);
             Some(sum.saturating_add(taken.saturating_sub(zone.user_pages?)))
@@ -152,7 +159,8 @@ impl ZoneGrowth {
             self.samples.clear();
             return;
         };
-        let bytes = used_pages.saturating_mul(PAGE_BYTES).saturating_sub(kernel.caches_bytes());
+        let kernel_pages = used_pages.saturating_sub(other_user_pages);
+        let bytes = kernel_pages.saturating_mul(PAGE_BYTES).saturating_sub(kernel.caches_bytes());
         self.samples.push_back(Sample { at_ms: now_ms, bytes });
         while self.samples.get(1).is_some_and(|second| now_ms.saturating_sub(second.at_ms) >= WINDOW_MS) {
             self.samples.pop_front();
@@ -319,16 +327,17 @@ mod tests {
         let none = KernelUse::default();
         let mib = |growth: &ZoneGrowth| growth.bytes_within(1_000) >> 20;
         for tenth in 0..=30 {
-            growth.update(&zone_mib(400 - 6 * tenth, 50), Some(&none), tenth * 100);
+            growth.update(&zone_mib(400 - 6 * tenth, 50), 0, Some(&none), tenth * 100);
         }
         assert_eq!(mib(&growth), 60);
         // Programs take memory of the zone.
         for tenth in 31..=50 {
-            growth.update(&zone_mib(220 - 6 * (tenth - 30), 50 + 6 * (tenth - 30)), Some(&none), tenth * 100);
+            let zone = zone_mib(220 - 6 * (tenth - 30), 50 + 6 * (tenth - 30));
+            growth.update(&zone, 0, Some(&none), tenth * 100);
         }
         assert_eq!(mib(&growth), 0);
         // Pages on lists of a CPU for a moment.
-        growth.update(&zone_mib(70, 170), Some(&none), 5_050);
+        growth.update(&zone_mib(70, 170), 0, Some(&none), 5_050);
         assert!(mib(&growth) <= 30, "{}", mib(&growth));
         // Caches that Linux can reclaim.
         let dentries = (30 << 20) / DENTRY_BYTES;
@@ -337,21 +346,39 @@ mod tests {
             unused_dentries: Some(dentries),
             ..KernelUse::default()
         };
-        growth.update(&zone_mib(70, 170), Some(&caches), 5_100);
+        growth.update(&zone_mib(70, 170), 0, Some(&caches), 5_100);
         assert_eq!(mib(&growth), 0);
+    }
+
+    #[test]
+    fn locked_and_compressed_pages_are_no_growth() {
+        let pages = |mib: u64| (mib << 20) / PAGE_BYTES;
+        let growth_mib = |other_user_mib: [u64; 2], zones: [[Zone; 1]; 2]| {
+            let mut growth = ZoneGrowth::default();
+            for (zones, (at_ms, mib)) in zones.iter().zip([0, 1_000].into_iter().zip(other_user_mib)) {
+                growth.update(zones, pages(mib), Some(&KernelUse::default()), at_ms);
+            }
+            growth.bytes_within(1_000) >> 20
+        };
+        let locked = [zone_mib(50, 400), zone_mib(50, 100)];
+        assert_eq!(growth_mib([0, 300], locked), 0);
+        assert_eq!(growth_mib([0, 0], locked), 300, "pages that no counter has");
+        assert_eq!(growth_mib([0, 100], [zone_mib(150, 300), zone_mib(50, 300)]), 0, "taken and locked");
+        let sockets = [zone_mib(350, 50), zone_mib(250, 50)];
+        assert_eq!(growth_mib([20, 50], sockets), 70, "of 100 MiB, 30 MiB are locked");
     }
 
     #[test]
     fn no_growth_is_known_from_one_sample_or_without_user_pages() {
         let mut growth = ZoneGrowth::default();
-        growth.update(&zone_mib(10, 0), Some(&KernelUse::default()), 0);
+        growth.update(&zone_mib(10, 0), 0, Some(&KernelUse::default()), 0);
         assert_eq!(growth.bytes_within(1_000), 0);
         // Growth is not extrapolated before a full second has passed.
-        growth.update(&zone_mib(5, 0), Some(&KernelUse::default()), 10);
+        growth.update(&zone_mib(5, 0), 0, Some(&KernelUse::default()), 10);
         assert_eq!(growth.bytes_within(1_000) >> 20, 5);
         let mut zones = zone_mib(0, 0);
         zones[0].user_pages = None;
-        growth.update(&zones, Some(&KernelUse::default()), 2_000);
+        growth.update(&zones, 0, Some(&KernelUse::default()), 2_000);
         assert_eq!(growth.bytes_within(1_000), 0);
     }
 }

@@ -6,9 +6,11 @@ use super::{ParseError, lines, number, words};
 
 const FILE: &str = "/proc/zoneinfo";
 
-/// Replaces what is in `zones` by every zone that has memory.
-pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
+/// Replaces what is in `zones` by every zone that has memory. Returns the number of locked and
+/// compressed pages in the kernel's zones.
+pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
     zones.clear();
+    let mut other_user_pages = 0;
     let mut zone: Option<Zone> = None;
     for line in lines(text) {
         if line.starts_with(b"Node ") {
@@ -23,7 +25,7 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
         let rest = match line {
             [b' ', b' ', b'p', b'a', rest @ ..] => rest.strip_prefix(b"ges "),
             [b' ', b' ', b' ', b' ', b' ', b' ', b'n', rest @ ..] => {
-                add_user_pages(rest, current)?;
+                add_user_pages(rest, current, &mut other_user_pages)?;
                 continue;
             }
             _ => {
@@ -50,21 +52,26 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
     if zones.is_empty() {
         return Err(ParseError::Missing { file: FILE, field: "zone with memory" });
     }
-    Ok(())
+    Ok(other_user_pages)
 }
 
-/// Counts a line such as `nr_zone_active_file 5`, whose first letter the caller has removed. Locked pages
-/// (`nr_zone_unevictable`) do not count, because Linux cannot swap them out.
-fn add_user_pages(rest: &[u8], zone: &mut Zone) -> Result<(), ParseError> {
-    let Some(rest) = rest.strip_prefix(b"r_zone_") else { return Ok(()) };
+/// Counts a line such as `nr_zone_active_file 5`, whose first letter the caller has removed.
+///
+/// Locked pages (`nr_zone_unevictable`) are not in [`Zone::user_pages`], because Linux cannot swap
+/// them out, and neither is the compressed data of zram and zswap (`nr_zspages`). Both go to
+/// `other_user_pages` if the zone is one of the kernel's.
+fn add_user_pages(rest: &[u8], zone: &mut Zone, other_user_pages: &mut u64) -> Result<(), ParseError> {
     let mut words = words(rest);
-    let is_user =
-        matches!(words.next(), Some(b"inactive_anon" | b"active_anon" | b"inactive_file" | b"active_file"));
-    if is_user {
-        let pages = words.next().and_then(number);
-        let pages = pages.ok_or(ParseError::NotANumber { file: FILE, field: "nr_zone" })?;
-        zone.user_pages = Some(zone.user_pages.unwrap_or(0).saturating_add(pages));
-    }
+    let sum = match words.next() {
+        Some(
+            b"r_zone_inactive_anon" | b"r_zone_active_anon" | b"r_zone_inactive_file" | b"r_zone_active_file",
+        ) => zone.user_pages.get_or_insert(0),
+        Some(b"r_zone_unevictable" | b"r_zspages") if zone.serves_kernel() => other_user_pages,
+        _ => return Ok(()),
+    };
+    let pages = words.next().and_then(number);
+    let pages = pages.ok_or(ParseError::NotANumber { file: FILE, field: "user pages of a zone" })?;
+    *sum = sum.saturating_add(pages);
     Ok(())
 }
 
@@ -158,6 +165,22 @@ mod tests {
             zones.iter().all(|zone| zone.min_pages <= zone.low_pages && zone.low_pages <= zone.high_pages)
         );
         assert!(zones.iter().all(|zone| zone.free_pages > 0 && zone.high_pages > 0));
+    }
+
+    #[test]
+    fn locked_and_compressed_pages_of_the_kernels_zones_are_summed() {
+        let mut zones = Vec::new();
+        let text = include_str!("../../tests/data/6.12-filled/zoneinfo");
+        assert_eq!(zoneinfo(text.as_bytes(), &mut zones).expect("parses"), 511);
+        let of_6_1 = include_bytes!("../../tests/data/6.1-filled/zoneinfo");
+        assert_eq!(zoneinfo(of_6_1, &mut zones).expect("parses"), 511);
+        // 1,000 pages of each in all zones. Of ZONE_DMA and movable zones they do not count.
+        let zspages = text.replace("nr_zspages   0", "nr_zspages   1000");
+        assert_eq!(zoneinfo(zspages.as_bytes(), &mut zones).expect("parses"), 1_511);
+        let locked = text.replace("nr_zone_unevictable 0", "nr_zone_unevictable 1000");
+        assert_eq!(zoneinfo(locked.as_bytes(), &mut zones).expect("parses"), 511);
+        let user_pages: Vec<_> = zones.iter().map(|zone| zone.user_pages).collect();
+        assert_eq!(user_pages, [3_328, 63_763, 32_275, 57_651].map(Some), "locked pages are no user pages");
     }
 
     #[test]
