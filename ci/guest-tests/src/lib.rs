@@ -27,6 +27,7 @@ pub mod host_memory;
 pub mod http;
 pub mod lent;
 pub mod lie;
+pub mod limits;
 pub mod memory_sample;
 pub mod metrics;
 pub mod namespace;

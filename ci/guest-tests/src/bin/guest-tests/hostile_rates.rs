@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::Script;
+use guest_tests::limits::{lack_of_open_files, lack_of_priority};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Pool};
+use guest_tests::{Guest, Pool, skip};
 use serde_json::json;
 
 use crate::firmware;
@@ -32,6 +33,9 @@ const ATTACK: Duration = Duration::from_secs(3);
 const BETWEEN_CALLS: Duration = Duration::from_millis(100);
 /// An API call of an emulated host takes some 10 ms.
 const CALL_LIMIT: Duration = Duration::from_secs(2);
+
+/// Nice value of the governor's thread.
+const GOVERNOR_NICE: i32 = -10;
 
 /// Calls the API for `time` and returns how long the slowest call took.
 fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
@@ -262,8 +266,14 @@ fn agent_connections(guest: &Guest) -> Result<f64> {
 
 fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     const PORT: u32 = 9800;
+    /// The most that a vsock device has at one time.
+    const MOST_SOCKETS: u64 = 1023;
     const RESTART: &str = "killall -KILL foreshore-agent; while pidof foreshore-agent >/dev/null; do :; done; \
                            exec foreshore-agent >/run/agent.log 2>&1";
+    // A vsock device uses at most half of the files that its VMM may have open.
+    if let Some(lack) = lack_of_open_files(2 * MOST_SOCKETS)? {
+        return skip(lack);
+    }
     let guest = Guest::builder().memory("size=384M").pressure("psi").boot()?;
     guest.wait_until("the agent is connected", LIMIT, || Ok(agent_connections(&guest)? >= 1.0))?;
     let before = agent_connections(&guest)?;
@@ -297,6 +307,9 @@ fn flood_of_reports_is_parsed_at_normal_priority() -> Result<()> {
     /// A report of nearly the longest length. A parser finds at its end that it lacks a field.
     const FLOOD: &str = r#"zeros=$(printf '0,%.0s' $(seq 32000)); echo begins;
                            yes "{\"type\":\"report\",\"zeros\":[${zeros}0]}" | guest-tool vsock-send 9746"#;
+    if let Some(lack) = lack_of_priority(GOVERNOR_NICE) {
+        return skip(lack);
+    }
     let guest = Guest::builder().cpus(2).memory("size=384M").pressure("psi");
     let guest = guest.cmdline("foreshore.agent=off").boot()?;
     let sum = |name: &str| Ok::<_, anyhow::Error>(guest.metrics()?.sum(name, &[]) as u64);

@@ -1,0 +1,77 @@
+//! Limits and permissions of this process, which a VMM that it starts inherits.
+
+use std::io;
+use std::thread;
+
+/// Returns the reason why a VMM cannot have `count` files open. The VMM raises its soft limit to
+/// the hard limit by itself.
+pub fn lack_of_open_files(count: u64) -> io::Result<Option<String>> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is a whole rlimit that outlives the call, which writes nothing else.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let hard = limit.rlim_max;
+    let lack = || format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)");
+    Ok((hard < count).then(lack))
+}
+
+/// Returns the reason why a thread of a VMM cannot have the nice value `nice`.
+pub fn lack_of_priority(nice: i32) -> Option<String> {
+    // In a thread that ends at once, because the nice value of a thread is its own.
+    let result = thread::spawn(move || {
+        // SAFETY: no pointers. On Linux 0 is the calling thread.
+        match unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    });
+    let err = result.join().expect("does not panic").err()?;
+    Some(format!("no thread may have the nice value {nice}, which needs CAP_SYS_NICE or RLIMIT_NICE: {err}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_open_files_than_the_hard_limit_are_lacking() {
+        assert_eq!(lack_of_open_files(1).unwrap(), None);
+        // The kernel accepts no limit above fs.nr_open, which has 31 bits.
+        let lack = lack_of_open_files(1 << 31).unwrap().expect("a lack");
+        assert!(lack.contains("and 2147483648 are needed"), "{lack}");
+    }
+
+    #[test]
+    fn priority_is_lacking_if_the_kernel_refuses_it() {
+        assert_eq!(lack_of_priority(19), None);
+        // SAFETY: no pointers. On Linux 0 is the calling thread.
+        assert_ne!(unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }, 19);
+        let lack = thread::spawn(|| {
+            give_up_priority();
+            lack_of_priority(-10)
+        });
+        let lack = lack.join().unwrap().expect("a lack");
+        assert!(lack.contains("nice value -10") && lack.contains("CAP_SYS_NICE"), "{lack}");
+    }
+
+    /// Takes all capabilities from the calling thread, and the permission of RLIMIT_NICE from the
+    /// process. No other test of this program raises a priority.
+    fn give_up_priority() {
+        /// `_LINUX_CAPABILITY_VERSION_3` of linux/capability.h.
+        const VERSION: u32 = 0x2008_0522;
+        let (header, none) = ([VERSION, 0], [0u32; 6]);
+        // SAFETY: a header of two numbers and two sets of three numbers (capset(2)) outlive the
+        // call, which only reads them. 0 is the calling thread.
+        let result = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: `limit` is a whole rlimit that outlives the calls, which access nothing else.
+        let result = unsafe {
+            libc::getrlimit(libc::RLIMIT_NICE, &raw mut limit);
+            limit.rlim_cur = 0;
+            libc::setrlimit(libc::RLIMIT_NICE, &raw const limit)
+        };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+    }
+}
