@@ -3,8 +3,14 @@
 //!
 //! The table covers the formats that libblkid of util-linux recognizes by fixed bytes, and the
 //! common disk images. The RAIDs of JMicron, VIA and Silicon are left out: their two to four bytes
-//! near the end can be in other files. Where a format's own bytes are text that a log is likely to
-//! have, the table requires further bytes of its header.
+//! near the end can be in other files.
+//!
+//! A user's own file can have the bytes of a format by accident. The flags then refuse a file that
+//! they could have emptied, and nothing is lost. The rows keep such accidents rare:
+//!
+//! - Bytes of a name or a magic number of at least 4 bytes (`CD001`, `XFSB`) need no further ones.
+//!   Other text and other data hardly ever have them at just that position.
+//! - Fewer bytes need further ones of the header, which no text has, or a reason (see `short`).
 
 /// Position of a format's bytes in a file or device.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,8 +35,37 @@ pub struct Format {
     further: &'static [(i64, &'static [u8])],
 }
 
+/// Fewest bytes that identify a format without further ones.
+const DISTINCT_BYTES: usize = 4;
+
+/// Format without further bytes.
+///
+/// # Panics
+/// If one of `magics` has fewer than [`DISTINCT_BYTES`] bytes. The compiler calls this for the
+/// table, so such a row does not compile.
 const fn format(name: &'static str, places: &'static [Place], magics: &'static [&'static [u8]]) -> Format {
+    let mut nth = 0;
+    while nth < magics.len() {
+        assert!(magics[nth].len() >= DISTINCT_BYTES, "so few bytes need further ones or a reason");
+        nth += 1;
+    }
     Format { name, places, magics, further: &[] }
+}
+
+/// Format that fewer than [`DISTINCT_BYTES`] bytes identify, for a reason.
+const fn short(
+    name: &'static str,
+    places: &'static [Place],
+    magics: &'static [&'static [u8]],
+    reason: &'static str,
+) -> Format {
+    assert!(!reason.is_empty());
+    Format { name, places, magics, further: &[] }
+}
+
+/// Position that is so many sectors in front of the end.
+const fn last(sectors: u64) -> Place {
+    End { before: sectors * SECTOR, align: SECTOR }
 }
 
 /// Size of a sector of the formats that count in sectors.
@@ -44,7 +79,12 @@ pub(super) const FORMATS: &[Format] = &[
     // Linux fs/xfs/libxfs/xfs_log_format.h, XLOG_HEADER_MAGIC_NUM.
     format("the log of an XFS file system", &[Start(0)], &[b"\xfe\xed\xba\xbe"]),
     // Linux fs/ext4/ext4.h, s_magic.
-    format("an ext2, ext3 or ext4 file system", &[Start(0x438)], &[b"\x53\xef"]),
+    short(
+        "an ext2, ext3 or ext4 file system",
+        &[Start(0x438)],
+        &[b"\x53\xef"],
+        "Text has them only before a full-width character, and damaged superblocks count, too.",
+    ),
     // Linux include/uapi/linux/btrfs_tree.h, BTRFS_MAGIC.
     format("a Btrfs file system", &[Start(0x10040)], &[b"_BHRfS_M"]),
     // Linux include/linux/f2fs_fs.h: two superblocks.
@@ -290,45 +330,29 @@ pub(super) const FORMATS: &[Format] = &[
     ),
     format("a DRBD device", &[Start(0)], &[b"$DRBDmgr=q", b"DRBDdlh*"]),
     // SNIA Common RAID Disk Data Format 4.1, and libblkid superblocks/ddf_raid.c.
-    format(
-        "a member of a firmware RAID",
-        &[End { before: SECTOR, align: SECTOR }, End { before: 257 * SECTOR, align: SECTOR }],
-        &[b"\xde\x11\xde\x11"],
-    ),
+    format("a member of a firmware RAID", &[last(1), last(257)], &[b"\xde\x11\xde\x11"]),
     // libblkid superblocks/isw_raid.c, lsi_raid.c, nvidia_raid.c, adaptec_raid.c,
     // highpoint_raid.c and promise_raid.c.
-    format(
-        "a member of a firmware RAID",
-        &[End { before: 2 * SECTOR, align: SECTOR }],
-        &[b"Intel Raid ISM Cfg Sig. ", b"NVIDIA  "],
-    ),
-    format(
-        "a member of a firmware RAID",
-        &[End { before: SECTOR, align: SECTOR }],
-        &[b"$XIDE$", b"\x37\xfc\x4d\x1e"],
-    ),
-    format(
-        "a member of a firmware RAID",
-        &[End { before: 11 * SECTOR, align: SECTOR }],
-        &[b"\xf3\x16\x78\x5a", b"\xfd\x16\x78\x5a"],
-    ),
+    format("a member of a firmware RAID", &[last(2)], &[b"Intel Raid ISM Cfg Sig. ", b"NVIDIA  "]),
+    format("a member of a firmware RAID", &[last(1)], &[b"$XIDE$", b"\x37\xfc\x4d\x1e"]),
+    format("a member of a firmware RAID", &[last(11)], &[b"\xf3\x16\x78\x5a", b"\xfd\x16\x78\x5a"]),
     format("a member of a firmware RAID", &[Start(0x1220)], &[b"\xf0\x16\x78\x5a", b"\xfd\x16\x78\x5a"]),
     format(
         "a member of a firmware RAID",
         &[
-            End { before: 16 * SECTOR, align: SECTOR },
-            End { before: 63 * SECTOR, align: SECTOR },
-            End { before: 255 * SECTOR, align: SECTOR },
-            End { before: 256 * SECTOR, align: SECTOR },
-            End { before: 399 * SECTOR, align: SECTOR },
-            End { before: 591 * SECTOR, align: SECTOR },
-            End { before: 675 * SECTOR, align: SECTOR },
-            End { before: 735 * SECTOR, align: SECTOR },
-            End { before: 911 * SECTOR, align: SECTOR },
-            End { before: 951 * SECTOR, align: SECTOR },
-            End { before: 974 * SECTOR, align: SECTOR },
-            End { before: 991 * SECTOR, align: SECTOR },
-            End { before: 3087 * SECTOR, align: SECTOR },
+            last(16),
+            last(63),
+            last(255),
+            last(256),
+            last(399),
+            last(591),
+            last(675),
+            last(735),
+            last(911),
+            last(951),
+            last(974),
+            last(991),
+            last(3087),
         ],
         &[b"Promise Technology, Inc."],
     ),
@@ -345,12 +369,7 @@ pub(super) const FORMATS: &[Format] = &[
     // UEFI specification 5.3.2, for sectors of 512 and 4,096 bytes, and the copy in the last sector.
     format(
         "a GPT partition table",
-        &[
-            Start(0x200),
-            Start(0x1000),
-            End { before: SECTOR, align: SECTOR },
-            End { before: 0x1000, align: 0x1000 },
-        ],
+        &[Start(0x200), Start(0x1000), last(1), End { before: 0x1000, align: 0x1000 }],
         &[b"EFI PART"],
     ),
     // Linux block/partitions/mac.c, with the size of a block.
@@ -370,7 +389,12 @@ pub(super) const FORMATS: &[Format] = &[
     // Linux block/partitions/amiga.c: the Rigid Disk Block is in one of the first 16 sectors.
     format("an Amiga partition table", &[Start(0), Start(0x200), Start(0x400), Start(0x800)], &[b"RDSK"]),
     // UEFI specification 5.2.1. FAT and others begin with a boot sector as well.
-    format("a partition table or boot sector", &[Start(0x1fe)], &[b"\x55\xaa"]),
+    short(
+        "a partition table or boot sector",
+        &[Start(0x1fe)],
+        &[b"\x55\xaa"],
+        "They are no UTF-8, and a boot sector has no other fixed bytes.",
+    ),
 ];
 
 const SWAP_PLACES: &[Place] = &[Start(0xff6), Start(0x1ff6), Start(0x3ff6), Start(0x7ff6), Start(0xfff6)];
@@ -389,13 +413,13 @@ pub(super) const IMAGES: &[Format] = &[
     // Microsoft MS-VHDX 2.2.1, and the Virtual Hard Disk Image Format: fixed images have only the
     // footer.
     format("a VHDX image", &[Start(0)], &[b"vhdxfile"]),
-    format("a VHD image", &[Start(0), End { before: SECTOR, align: SECTOR }], &[b"conectix"]),
+    format("a VHD image", &[Start(0), last(1)], &[b"conectix"]),
     // QEMU docs/interop/parallels.txt.
     format("a Parallels image", &[Start(0)], &[b"WithoutFreeSpace", b"WithouFreSpacExt"]),
     // QEMU block/vdi.c, bochs.c and dmg.c.
     format("a VDI image", &[Start(0x40)], &[b"\x7f\x10\xda\xbe"]),
     format("a Bochs image", &[Start(0)], &[b"Bochs Virtual HD Image"]),
-    format("a DMG image", &[End { before: SECTOR, align: SECTOR }], &[b"koly"]),
+    format("a DMG image", &[last(1)], &[b"koly"]),
     // Android system/core/libsparse/sparse_format.h.
     format("an Android sparse image", &[Start(0)], &[b"\x3a\xff\x26\xed"]),
 ];
@@ -497,5 +521,25 @@ impl Format {
             }
         }
         Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "further ones or a reason")]
+    fn row_with_too_few_bytes_is_refused() {
+        format("a short one", &[Start(0)], &[b"XFSB", b"BD\0"]);
+    }
+
+    #[test]
+    fn further_bytes_are_none_that_text_has() {
+        for format in known().filter(|format| !format.further.is_empty()) {
+            let is_text = |bytes: &[u8]| std::str::from_utf8(bytes).is_ok_and(|text| !text.contains('\0'));
+            let further: Vec<_> = format.further.iter().map(|(_, bytes)| *bytes).collect();
+            assert!(!further.iter().all(|bytes| is_text(bytes)), "{}: {further:x?}", format.name);
+        }
     }
 }
