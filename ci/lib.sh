@@ -98,10 +98,23 @@ build_binaries() {
 cargo_in_root() { cd "$ROOT" && run_cargo "$@"; }
 
 as_root() {
+    require_root "$@"
     if [ "$(id -u)" -eq 0 ]; then "$@"
     # A job cannot ask for a password: it would be stopped for reading from the terminal.
-    elif command -v sudo >/dev/null; then sudo ${FORESHORE_IS_JOB:+-n} "$@"
-    else die "needs root for: $* (neither root nor sudo here)"
+    else sudo ${FORESHORE_IS_JOB:+-n} "$@"
+    fi
+}
+
+# require_root COMMAND...: ends the script if as_root has no way to run the command.
+require_root() {
+    [ "$(id -u)" -eq 0 ] || have_command sudo || die "needs root for: $* (neither root nor sudo here)"
+}
+
+# sudo_advice: prints a remedy if sudo would ask a job for a password. sudo remembers the last one for
+# some minutes only, and a job may need root later than that.
+sudo_advice() {
+    if [ "$(id -u)" -ne 0 ] && [ -n "${FORESHORE_IS_JOB:-}" ] && ! sudo -n true 2>/dev/null; then
+        echo ": sudo asks for a password, which no job can give. Run \`sudo -v\`, and then this script again"
     fi
 }
 
@@ -111,13 +124,15 @@ have_command() { command -v "$1" >/dev/null; }
 refresh_package_lists() {
     [ -z "${PACKAGE_LISTS_FRESH:-}" ] || return 0
     say "refreshing the package lists (apt-get update)"
-    as_root apt-get update -qq || die "apt-get update failed"
+    as_root apt-get update -qq || die "apt-get update failed$(sudo_advice)"
     PACKAGE_LISTS_FRESH=1
 }
 
 # install_packages PACKAGE...
 install_packages() {
     say "installing by apt: $*"
+    # Its error would go where the output of the first attempt goes.
+    require_root apt-get install
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 && return
     refresh_package_lists
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null ||
