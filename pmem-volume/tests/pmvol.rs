@@ -4,6 +4,7 @@ mod shell;
 #[path = "shell/umask.rs"]
 mod umask;
 
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use serde_json::Value;
@@ -625,4 +626,20 @@ fn a_full_tmpfs_is_told_with_what_is_needed_and_what_is_free() {
 #[test]
 fn files_are_private_at_every_umask() {
     umask::check(env!("CARGO_BIN_EXE_pmvol"));
+}
+
+#[test]
+fn an_exported_image_is_private_at_every_umask() {
+    for umask in [0o000, 0o022] {
+        let folder = Folder::new();
+        folder.succeed(&["create", "pool", "--size", "64M"]);
+        folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
+        command.current_dir(folder.0.path()).args(["btt", "export", "pool", "v", "--to", "image"]);
+        assert!(umask::set(&mut command, umask).status().unwrap().success());
+        for name in ["pool", "image"] {
+            let mode = std::fs::metadata(folder.path(name)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600, "{name} at umask {umask:03o}");
+        }
+    }
 }

@@ -609,25 +609,3 @@ fn after_an_interrupted_import_each_sector_is_old_or_new() {
         }
     }
 }
-
-#[test]
-fn an_exported_image_is_private_at_every_umask() {
-    use std::os::unix::process::CommandExt;
-    for umask in [0o000, 0o022] {
-        let folder = with_volume();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
-        command.current_dir(folder.0.path()).args(["btt", "export", "pool", "v", "--to", "image"]);
-        // SAFETY: umask() is a system call that takes a number, which may be made between fork and exec.
-        unsafe {
-            command.pre_exec(move || {
-                libc::umask(umask);
-                Ok(())
-            });
-        }
-        assert!(command.status().unwrap().success());
-        for name in ["pool", "image"] {
-            let mode = fs::metadata(folder.path(name)).unwrap().permissions().mode();
-            assert_eq!(mode & 0o777, 0o600, "{name} at umask {umask:03o}");
-        }
-    }
-}

@@ -5,7 +5,6 @@ mod umask;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -27,14 +26,7 @@ impl Vmm {
         command.args(["--api-socket", &path("api"), "--log-file", &path("log"), "-v"]);
         command.args(["--event-monitor", &format!("path={}", path("events"))]);
         command.args(["--metrics", metrics]);
-        // SAFETY: umask() is a system call that takes a number, which may be made between fork and exec.
-        unsafe {
-            command.pre_exec(move || {
-                libc::umask(umask);
-                Ok(())
-            });
-        }
-        let mut vmm = Self(command.spawn().unwrap());
+        let mut vmm = Self(umask::set(&mut command, umask).spawn().unwrap());
         let begin = Instant::now();
         while !folder.join("metrics").exists() {
             assert!(vmm.0.try_wait().unwrap().is_none(), "the VMM has ended");

@@ -18,20 +18,24 @@ pub fn check(program: &str) {
         fill(&writer);
         let mut command = Command::new(program);
         command.arg("--help").stdout(writer);
-        // SAFETY: umask() is a system call that takes a number, which may be made between fork and
-        // exec.
-        unsafe {
-            command.pre_exec(move || {
-                libc::umask(umask);
-                Ok(())
-            });
-        }
-        let mut child = command.spawn().unwrap();
+        let mut child = set(&mut command, umask).spawn().unwrap();
         let found = last_umask(&mut child);
         drop(reader);
         let _ = child.kill();
         child.wait().unwrap();
         assert_eq!(found, "0077", "{program} was started with umask {umask:03o}");
+    }
+}
+
+/// Starts `command` with `umask`.
+pub fn set(command: &mut Command, umask: libc::mode_t) -> &mut Command {
+    // SAFETY: umask() is a system call that takes a number, which may be made between fork and
+    // exec.
+    unsafe {
+        command.pre_exec(move || {
+            libc::umask(umask);
+            Ok(())
+        })
     }
 }
 

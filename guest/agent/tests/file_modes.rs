@@ -1,0 +1,9 @@
+//! Modes of the files that the agent makes.
+
+#[path = "../../../pmem-volume/tests/shell/umask.rs"]
+mod umask;
+
+#[test]
+fn files_are_private_at_every_umask() {
+    umask::check(env!("CARGO_BIN_EXE_foreshore-agent"));
+}
