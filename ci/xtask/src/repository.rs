@@ -1,0 +1,119 @@
+//! Files of the repository, by git.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// Work tree of a git repository.
+pub struct Repository {
+    root: PathBuf,
+}
+
+/// A Rust file that differs from a commit.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ChangedFile {
+    /// Path in the commit. `None` for a new file.
+    pub old: Option<String>,
+    /// Path in the work tree. `None` for a removed file.
+    pub new: Option<String>,
+}
+
+impl Repository {
+    /// The repository that contains the current directory.
+    pub fn here() -> Result<Self> {
+        let top = run(Path::new("."), &["rev-parse", "--show-toplevel"])?;
+        Ok(Self::at(top.trim_end()))
+    }
+
+    pub fn at(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    fn git(&self, arguments: &[&str]) -> Result<String> {
+        run(&self.root, arguments)
+    }
+
+    /// Paths of all tracked files and of files that git does not ignore.
+    pub fn files(&self) -> Result<Vec<String>> {
+        let listed = self.git(&["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
+        let paths = listed.split('\0').filter(|path| !path.is_empty() && self.root.join(path).is_file());
+        Ok(paths.map(str::to_owned).collect())
+    }
+
+    /// Reads a file of the work tree. `None` if it is not text.
+    pub fn read(&self, path: &str) -> Result<Option<String>> {
+        let bytes = fs::read(self.root.join(path)).with_context(|| format!("Cannot read {path}"))?;
+        Ok(String::from_utf8(bytes).ok())
+    }
+
+    /// Reads a file of `commit`.
+    pub fn read_at(&self, commit: &str, path: &str) -> Result<String> {
+        self.git(&["show", &format!("{commit}:{path}")])
+    }
+
+    pub fn exists(&self, path: &Path) -> bool {
+        self.root.join(path).exists()
+    }
+
+    /// Rust files that differ between `base` and the work tree. A renamed file is one entry.
+    pub fn changed_rust_files(&self, base: &str) -> Result<Vec<ChangedFile>> {
+        let listed = self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
+        let mut changed = parse_name_status(&listed)?;
+        let untracked = self.git(&["ls-files", "-z", "--others", "--exclude-standard", "--", "*.rs"])?;
+        let untracked = untracked.split('\0').filter(|path| !path.is_empty());
+        changed.extend(untracked.map(|path| ChangedFile { old: None, new: Some(path.to_owned()) }));
+        Ok(changed)
+    }
+}
+
+fn run(directory: &Path, arguments: &[&str]) -> Result<String> {
+    let output = Command::new("git").arg("-C").arg(directory).args(arguments).output();
+    let output = output.context("Cannot run git")?;
+    ensure!(
+        output.status.success(),
+        "git {}: {}",
+        arguments.join(" "),
+        String::from_utf8_lossy(&output.stderr).trim_end()
+    );
+    String::from_utf8(output.stdout).context("git printed no UTF-8")
+}
+
+/// Parses `git diff --name-status -z`: a status and one path, or two paths after `R`.
+fn parse_name_status(listed: &str) -> Result<Vec<ChangedFile>> {
+    let mut fields = listed.split('\0').filter(|field| !field.is_empty()).map(str::to_owned);
+    let mut changed = Vec::new();
+    while let Some(status) = fields.next() {
+        let mut path = || fields.next().with_context(|| format!("git printed no path after {status}"));
+        changed.push(match status.as_bytes() {
+            [b'A', ..] => ChangedFile { old: None, new: Some(path()?) },
+            [b'D', ..] => ChangedFile { old: Some(path()?), new: None },
+            [b'R', ..] => ChangedFile { old: Some(path()?), new: Some(path()?) },
+            _ => {
+                let path = path()?;
+                ChangedFile { old: Some(path.clone()), new: Some(path) }
+            }
+        });
+    }
+    Ok(changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn renamed_file_is_one_entry() {
+        let changed = parse_name_status("M\0a.rs\0R095\0b.rs\0c.rs\0A\0d.rs\0D\0e.rs\0").unwrap();
+        let pairs: Vec<_> = changed.iter().map(|file| (file.old.as_deref(), file.new.as_deref())).collect();
+        let expected = [
+            (Some("a.rs"), Some("a.rs")),
+            (Some("b.rs"), Some("c.rs")),
+            (None, Some("d.rs")),
+            (Some("e.rs"), None),
+        ];
+        assert_eq!(pairs, expected);
+        parse_name_status("R100\0b.rs\0").unwrap_err();
+    }
+}

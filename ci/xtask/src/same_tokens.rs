@@ -1,0 +1,170 @@
+//! Comparison of Rust files by their tokens.
+//!
+//! Comments and doc attributes do not count. So a commit that claims to change only words can be
+//! checked: the remaining differences are string literals.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Result, anyhow};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+use similar::{Algorithm, DiffTag, capture_diff_slices};
+
+use crate::repository::{ChangedFile, Repository};
+
+/// Tokens printed of each side of a difference.
+const SHOWN_TOKENS: usize = 12;
+
+/// Difference between a file of a commit and of the work tree.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Difference {
+    Added { path: String },
+    Removed { path: String },
+    Changed { path: String, line: usize, old: String, new: String },
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Added { path } => write!(formatter, "{path}: new file"),
+            Self::Removed { path } => write!(formatter, "{path}: removed"),
+            Self::Changed { path, line, old, new } => {
+                write!(formatter, "{path}:{line}:\n  - {old}\n  + {new}")
+            }
+        }
+    }
+}
+
+/// A token with its line.
+struct Token {
+    text: String,
+    line: usize,
+}
+
+/// All differences between the Rust files of `base` and of the work tree.
+pub fn differences(repository: &Repository, base: &str) -> Result<Vec<Difference>> {
+    let mut differences = Vec::new();
+    for file in repository.changed_rust_files(base)? {
+        match file {
+            ChangedFile { old: Some(old), new: Some(new) } => {
+                let old = tokens(&old, &repository.read_at(base, &old)?)?;
+                let text = repository.read(&new)?.ok_or_else(|| anyhow!("{new} is not UTF-8"))?;
+                differences.extend(compare(&new, &old, &tokens(&new, &text)?));
+            }
+            ChangedFile { new: Some(path), .. } => differences.push(Difference::Added { path }),
+            ChangedFile { old: Some(path), .. } => differences.push(Difference::Removed { path }),
+            ChangedFile { .. } => {}
+        }
+    }
+    Ok(differences)
+}
+
+fn compare(path: &str, old: &[Token], new: &[Token]) -> Vec<Difference> {
+    let texts = |tokens: &[Token]| tokens.iter().map(|token| token.text.clone()).collect::<Vec<_>>();
+    let (old_texts, new_texts) = (texts(old), texts(new));
+    let shown = |texts: &[String]| {
+        let more = if texts.len() > SHOWN_TOKENS { " ..." } else { "" };
+        format!("{}{more}", texts[..texts.len().min(SHOWN_TOKENS)].join(" "))
+    };
+    let changes = capture_diff_slices(Algorithm::Myers, &old_texts, &new_texts);
+    let changes = changes.iter().filter(|change| change.tag() != DiffTag::Equal);
+    changes
+        .map(|change| Difference::Changed {
+            path: path.to_owned(),
+            line: new.get(change.new_range().start).or(new.last()).map_or(1, |token| token.line),
+            old: shown(&old_texts[change.old_range()]),
+            new: shown(&new_texts[change.new_range()]),
+        })
+        .collect()
+}
+
+fn tokens(path: &str, text: &str) -> Result<Vec<Token>> {
+    let stream = TokenStream::from_str(text)
+        .map_err(|error| anyhow!("{path}:{}: {error}", error.span().start().line))?;
+    let mut tokens = Vec::new();
+    flatten(stream, &mut tokens);
+    Ok(tokens)
+}
+
+fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
+    let mut trees = stream.into_iter().peekable();
+    while let Some(tree) = trees.next() {
+        let line = tree.span().start().line;
+        match tree {
+            TokenTree::Punct(punct) if punct.as_char() == '#' => {
+                let is_inner = matches!(trees.peek(), Some(TokenTree::Punct(next)) if next.as_char() == '!');
+                let bang = is_inner.then(|| trees.next()).flatten();
+                if trees.next_if(is_doc).is_none() {
+                    tokens.push(Token { text: "#".to_owned(), line });
+                    tokens.extend(bang.map(|_| Token { text: "!".to_owned(), line }));
+                }
+            }
+            TokenTree::Group(group) => {
+                let (open, close) = match group.delimiter() {
+                    Delimiter::Parenthesis => ("(", ")"),
+                    Delimiter::Brace => ("{", "}"),
+                    Delimiter::Bracket => ("[", "]"),
+                    Delimiter::None => ("", ""),
+                };
+                tokens.push(Token { text: open.to_owned(), line });
+                flatten(group.stream(), tokens);
+                let line = group.span_close().start().line;
+                tokens.push(Token { text: close.to_owned(), line });
+            }
+            other => tokens.push(Token { text: other.to_string(), line }),
+        }
+    }
+}
+
+/// Returns true for the brackets of `#[doc = ...]`, which the lexer makes of a doc comment.
+fn is_doc(tree: &TokenTree) -> bool {
+    let TokenTree::Group(group) = tree else { return false };
+    let mut inner = group.stream().into_iter();
+    group.delimiter() == Delimiter::Bracket
+        && matches!(inner.next(), Some(TokenTree::Ident(name)) if name == "doc")
+        && matches!(inner.next(), Some(TokenTree::Punct(sign)) if sign.as_char() == '=')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn differences_of(old: &str, new: &str) -> Vec<Difference> {
+        compare("f.rs", &tokens("f.rs", old).unwrap(), &tokens("f.rs", new).unwrap())
+    }
+
+    #[test]
+    fn comments_and_layout_do_not_count() {
+        let old = "//! A file.\n/// One.\n#[inline]\nfn f(a: u8) -> u8 { a /* here */ + 1 }\n";
+        let new = "//! Another.\n\n#[inline]\n// Plain.\nfn f(\n    a: u8\n) -> u8 {\n    a + 1\n}\n";
+        assert_eq!(differences_of(old, new), []);
+    }
+
+    #[test]
+    fn changed_string_operator_and_attribute_are_found() {
+        let found = differences_of("fn f() {\n g(\"a\")\n}", "fn f() {\n\n g(\"b\")\n}");
+        let expected = Difference::Changed {
+            path: "f.rs".to_owned(),
+            line: 3,
+            old: "\"a\"".to_owned(),
+            new: "\"b\"".to_owned(),
+        };
+        assert_eq!(found, [expected]);
+        for (old, new) in [
+            ("const A: u8 = 1 + 2;", "const A: u8 = 1 - 2;"),
+            ("#[inline] fn f() {}", "fn f() {}"),
+            ("#[doc(hidden)] fn f() {}", "fn f() {}"),
+            ("#![no_std]", "#[no_std]"),
+            ("fn f() {}", "fn f() {} fn g() {}"),
+            ("fn f() {}", ""),
+        ] {
+            assert_eq!(differences_of(old, new).len(), 1, "{old} {new}");
+        }
+    }
+
+    #[test]
+    fn file_that_is_no_rust_is_an_error_with_its_line() {
+        let error = tokens("f.rs", "fn f() {\n  (]\n}").err().unwrap().to_string();
+        assert!(error.starts_with("f.rs:2:"), "{error}");
+    }
+}
