@@ -28,8 +28,8 @@ pub fn even_out() -> Result<()> {
     }
 }
 
-/// What nothing is in: files in the page cache, like the kernel's, stay there.
-fn free_bytes() -> Result<u64> {
+/// Free memory of the host (`MemFree`), without page cache.
+pub fn free_bytes() -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo").context("Cannot read /proc/meminfo")?;
     let value = text.lines().find_map(|line| line.strip_prefix("MemFree:")?.trim().strip_suffix(" kB"));
     let value = value.context("/proc/meminfo has no MemFree")?;

@@ -13,7 +13,8 @@ use balloon::sim::{
 };
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
 use guest_tests::guest::{GuestBuilder, Kernel, Script};
-use guest_tests::runner::this_tests_dir;
+use guest_tests::host_memory::free_bytes;
+use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
@@ -36,6 +37,9 @@ guest_tests::tests![
     missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended),
     processes_fill_kernel_memory_and_nothing_dies: 400 (long),
     small_files_kill_a_guest_whose_kernel_gets_no_blocks: 600 (extended),
+    sockets_kill_their_owner_if_the_kernel_gets_no_blocks: 300 (extended),
+    processes_are_killed_if_the_kernel_gets_no_blocks: 400 (extended),
+    pm_of_7_gib_is_used_by_a_guest_of_512_mib: 900 (extended),
     tmpfs_beyond_dram_is_held_without_an_agent: 300 (long),
 ];
 
@@ -304,21 +308,27 @@ fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
         .pressure(&format!("psi,record={}", this_tests_dir().join("trace").display()))
 }
 
+/// Runs `load` until its goal. Returns `None` if the load ends early.
+fn run_to_goal(guest: &Guest, load: &Load) -> Result<Option<Script>> {
+    let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
+    while let Some(line) = script.next_line() {
+        if line == load.goal {
+            return Ok(Some(script));
+        }
+    }
+    Ok(None)
+}
+
 fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(kernel, &pool).cmdline(agent_args).boot()?;
     let at_rest_mib = kernel_mib(&guest)?;
-    let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
-    loop {
-        match script.next_line() {
-            Some(line) if line == load.goal => break,
-            Some(_) => {}
-            None => bail!(
-                "The load ended early: {}",
-                guest.run("dmesg | grep -v 'KB$' | tail -n 60; cat /run/agent.log")?
-            ),
-        }
-    }
+    let Some(_script) = run_to_goal(&guest, load)? else {
+        bail!(
+            "The load ended early: {}",
+            guest.run("dmesg | grep -v 'KB$' | tail -n 60; cat /run/agent.log")?
+        );
+    };
     let taken_mib = kernel_mib(&guest)?.saturating_sub(at_rest_mib);
     println!("The load takes {taken_mib} MiB of kernel memory");
     ensure!(taken_mib >= load.kernel_mib, "The load takes only {taken_mib} MiB of kernel memory");
@@ -394,6 +404,48 @@ fn processes_fill_kernel_memory_and_nothing_dies() -> Result<()> {
 fn small_files_kill_a_guest_whose_kernel_gets_no_blocks() -> Result<()> {
     let result = is_held(Kernel::V6_12, &FILES, "foreshore.agent_args=--kernel-blocks=off");
     ensure!(result.is_err(), "All files were made without kernel blocks, and nothing was killed");
+    Ok(())
+}
+
+/// Counterpart of a load whose memory is free again once its process is killed.
+fn is_killed_without_kernel_blocks(load: &Load) -> Result<()> {
+    let pool = Pool::create("640M")?;
+    let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool)
+        .cmdline("foreshore.agent_args=--kernel-blocks=off")
+        .boot()?;
+    ensure!(run_to_goal(&guest, load)?.is_none(), "The load reached its goal without kernel blocks");
+    ensure!(vmstat(&guest, "oom_kill")? > 0, "The load ended, but nothing was killed");
+    Ok(())
+}
+
+fn sockets_kill_their_owner_if_the_kernel_gets_no_blocks() -> Result<()> {
+    is_killed_without_kernel_blocks(&SOCKETS)
+}
+
+fn processes_are_killed_if_the_kernel_gets_no_blocks() -> Result<()> {
+    is_killed_without_kernel_blocks(&PROCESSES)
+}
+
+/// The sizes of PM Buddy's evaluation. The host of `ci/test` has less memory than they need, so
+/// run the test with `ci/nested/host --mem 16384`.
+fn pm_of_7_gib_is_used_by_a_guest_of_512_mib() -> Result<()> {
+    const PM_MIB: u64 = 7168;
+    const HOST_MIB: u64 = PM_MIB + 2048;
+    let free_mib = free_bytes()? / MIB;
+    if free_mib < HOST_MIB {
+        return skip(format!("the host has {free_mib} MiB of free memory, and {HOST_MIB} are needed"));
+    }
+    let pool = Pool::create(&format!("{}M", PM_MIB + 64))?;
+    let guest = Guest::builder()
+        .memory("size=512M")
+        .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
+        .pressure("psi")
+        .boot()?;
+    let hogs = hold(&guest, PM_MIB)?;
+    let plugged_bytes = zone(&guest, "pm")?.plugged_bytes;
+    ensure!(plugged_bytes == PM_MIB * MIB, "Only {plugged_bytes} bytes of PM are plugged");
+    nothing_died(&guest)?;
+    drop(hogs);
     Ok(())
 }
 
