@@ -333,7 +333,7 @@ impl Row {
 }
 
 #[test]
-fn every_flag_does_with_every_content_as_the_table_says() {
+fn each_flag_treats_each_content_as_documented() {
     let rows = rows();
     assert_eq!(rows.iter().map(|row| row.flags.len()).sum::<usize>(), 14);
     for row in &rows {

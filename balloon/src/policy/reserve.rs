@@ -202,7 +202,7 @@ mod tests {
 
     /// Linux keeps no more than the movable memory of the node, however much PM the agent counts.
     #[test]
-    fn reserve_is_what_linux_keeps_of_384_mib_beside_24_gib() {
+    fn reserve_equals_that_of_linux_at_384_mib_beside_24_gib() {
         let boot = BootMemory { boot_bytes: 384 * MIB, dram_bytes: 0, pm_bytes: 24 << 30 };
         let movable_bytes = boot.managed_movable_bytes();
         let mut raw = raw_report();

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn most_memory_that_can_be_added_is_what_the_reserve_describes() {
+    fn reserve_describes_the_largest_memory_that_can_be_added() {
         // The part of the reserve that is kept for the kernel's allocations, and the reserve.
         let kept = |boot_mib: u64, pm_bytes: u64| {
             let memory = BootMemory { boot_bytes: boot_mib * MIB, dram_bytes: 0, pm_bytes };

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn caches_are_what_is_on_lru_lists() {
+    fn only_entries_on_lru_lists_count_as_caches() {
         assert_eq!(caches_bytes(&slabs(400, 2_000_000, 0)), 2_000_000 * 192);
         assert_eq!(caches_bytes(&slabs(400, 1_000, 2_000)), 1_000 * 192 + 2_000 * 512);
         assert_eq!(caches_bytes(&slabs(77, 0, 0)), 0, "files of a tmpfs pin their dentries");

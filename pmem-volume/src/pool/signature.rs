@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_smaller_than_what_is_looked_at_is_no_trouble() {
+    fn device_smaller_than_the_probed_range_is_accepted() {
         let device = MemoryMedia::new(4096);
         assert_eq!(found_on(&device).unwrap(), None);
         device.store(4095, &[1]).unwrap();

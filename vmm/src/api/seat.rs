@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn connection_whose_body_does_not_end_is_closed_like_a_silent_one() {
+    fn connection_with_an_endless_body_is_closed_like_a_silent_one() {
         run(async {
             let seats = seats();
             let kept = idle(&seats);

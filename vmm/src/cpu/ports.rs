@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn element_that_nobody_answers_is_reported_and_reads_as_ones() {
+    fn access_without_a_device_is_reported_and_reads_as_ones() {
         let mut data = [0; 4];
         assert!(!read(&Bus::default(), COM1, &mut data, 1));
         assert_eq!(data, [0xff; 4]);

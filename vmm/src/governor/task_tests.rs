@@ -255,7 +255,7 @@ fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
 
 /// A line of a replaced connection must not count as a line of the new agent.
 #[test]
-fn message_of_a_connection_that_is_gone_is_dropped() {
+fn message_of_a_closed_connection_is_dropped() {
     let core = Mutex::new(fixture("psi", false, true).core);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {

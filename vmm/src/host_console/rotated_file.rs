@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn somebody_elses_file_is_not_replaced_and_the_limit_holds() {
+    fn file_of_another_program_is_not_replaced_and_the_limit_holds() {
         for is_link in [false, true] {
             let (folder, path, mut file) = console();
             let other = if is_link { folder.path().join("other") } else { older(&path) };

@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_whose_btt_the_guest_has_replaced_is_served_as_the_guest_left_it() {
+    fn volume_with_a_replaced_btt_is_served_unchanged() {
         let (pool, path, _folder) = pool();
         create_data(&pool);
         let signature = b"BTT_ARENA_INFO\0\0";

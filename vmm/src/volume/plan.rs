@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn remaining_leaves_what_the_zones_may_need() {
+    fn remaining_volume_leaves_the_sizes_of_all_zones() {
         let rest = "name=rest,size=remaining,create=on";
         assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![create("rest", 508 * MIB)]));
         assert_eq!(planned(&[rest], &[], 0), Ok(vec![create("rest", 1020 * MIB)]));
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn existing_volume_grows_by_what_remains_and_never_shrinks() {
+    fn existing_volume_grows_by_the_rest_and_never_shrinks() {
         let found = [stored("rest", VolumeFormat::Btt, 408 * MIB), stored("b", VolumeFormat::Raw, 20 * MIB)];
         let rest = "name=rest,size=remaining";
         assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Grow(488 * MIB)]));

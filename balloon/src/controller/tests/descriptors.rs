@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn grow_is_limited_to_what_free_dram_can_describe() {
+fn grow_is_limited_to_describable_memory() {
     let mut rig = Rig::new(Policy::default());
     rig.describe(2);
     rig.raw.memory.total_bytes = 800 * MIB;

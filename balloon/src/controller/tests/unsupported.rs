@@ -53,7 +53,7 @@ fn other_zones_serve_a_guest_at_once_when_a_driver_is_refused() {
 }
 
 #[test]
-fn an_unsupported_driver_is_not_one_that_may_come() {
+fn unsupported_driver_is_not_awaited() {
     // The only other zone has no driver yet.
     let mut rig = Rig::fixed(64);
     rig.refuse_driver(PM);

@@ -92,7 +92,7 @@ fn thin_pool_has_lost_nothing() {
 }
 
 #[test]
-fn pool_whose_blocks_find_no_room_is_opened_for_reading_only() {
+fn pool_without_room_for_its_blocks_is_opened_read_only() {
     let folder = TempDir::new_in(".").unwrap();
     let path = folder.path().join("pool");
     let free_bytes =

@@ -188,7 +188,7 @@ fn device_reset_drops_a_delayed_request_and_keeps_the_budget() {
 }
 
 #[test]
-fn device_that_goes_with_a_delayed_request_leaves_nothing_behind() {
+fn device_removed_with_a_delayed_request_leaves_nothing_behind() {
     let mut guest = guest(Some(NO_REFILL));
     assert_eq!((guest.plug(0, BLOCKS), guest.unplug(4, 4)), (ACK, ACK));
     post(&mut guest, 0, PLUG, 4, 4);
