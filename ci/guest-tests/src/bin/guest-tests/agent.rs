@@ -15,7 +15,7 @@ use crate::zones::MIB;
 
 guest_tests::tests![
     the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240 (long),
-    an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240 (long),
+    an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240 (extended),
     tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240 (long),
     huge_pages_come_from_pm_as_well: 240 (long),
     huge_pages_come_from_pm_as_well_on_6_1: 240 (extended),

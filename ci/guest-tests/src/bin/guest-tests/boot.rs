@@ -19,7 +19,7 @@ guest_tests::tests![
     a_reboot_from_inside_boots_again_in_the_same_process,
     a_shutdown_by_the_api_ends_the_vmm_with_0,
     the_power_button_ends_a_guest_on_6_12,
-    the_power_button_ends_a_guest_on_6_1(long),
+    the_power_button_ends_a_guest_on_6_1(extended),
 ];
 
 fn boots(kernel: Kernel) -> Result<()> {

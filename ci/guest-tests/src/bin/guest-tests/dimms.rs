@@ -12,7 +12,7 @@ use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, zone};
 
 guest_tests::tests![
     memory_comes_by_acpi_on_6_12: 240,
-    memory_comes_by_acpi_on_6_1: 240 (long),
+    memory_comes_by_acpi_on_6_1: 240 (extended),
     reboots_have_dimms_as_boot_memory: 240 (long),
     twenty_reboots_have_dimms_as_boot_memory: 1500 (extended),
     less_memory_is_there_after_the_next_boot: 180 (extended),

@@ -21,7 +21,7 @@ guest_tests::tests![
     pmem_without_writes_leaves_its_file_alone (long),
     pmem_in_a_directory_survives_a_reboot: 300 (long),
     pmem_devices_come_in_their_order,
-    pmem_may_be_a_devdax_device (long),
+    pmem_may_be_a_devdax_device (extended),
     pmem_that_cannot_be_is_refused,
     pmem_in_use_is_refused,
 ];

@@ -11,7 +11,7 @@ use crate::zones::MIB;
 guest_tests::tests![
     a_grown_volume_is_a_larger_disk_by_nvdimm: 300 (long),
     a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1: 300 (extended),
-    a_grown_volume_is_a_larger_disk_by_virtio_pmem: 300 (long),
+    a_grown_volume_is_a_larger_disk_by_virtio_pmem: 300 (extended),
 ];
 
 /// Files that are acknowledged before the volume grows.
