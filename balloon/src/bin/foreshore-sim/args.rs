@@ -62,7 +62,8 @@ pub(crate) struct Scenario {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
     pub(crate) trace: Option<PathBuf>,
     /// A policy, with its parameters and those of the rules above it (floor, ceiling, cool_down, ...), as `--pressure` takes
-    /// them; may be given again. All of them with their defaults if none is given
+    /// them; may be given again. Without it, all policies are compared: fixed with the largest size,
+    /// amf and dapper with watermark-share=375, the others with their defaults
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", value_parser = parse_policy)]
     pub(crate) policy: Vec<NamedPolicy>,
     /// For how long the guest lives: 1s to 10 years
