@@ -100,6 +100,16 @@ impl Worker {
         }
     }
 
+    /// Serves the requests, except while it is too early to retry a delayed one. One round of the
+    /// loop can have a notification as well as an expired timer, which must not be two attempts.
+    fn serve_unless_early(&mut self) {
+        let delay = self.delayed.as_ref().and_then(|pending| pending.delay);
+        match delay.map(|delay| delay.retry_at.saturating_duration_since(Instant::now())) {
+            Some(wait) if !wait.is_zero() => self.retry_after(wait),
+            _ => self.serve(),
+        }
+    }
+
     fn answer(&mut self, popped: Popped) -> Answer {
         let (head, answer) = match popped {
             Popped::Request(pending) => {
@@ -205,15 +215,11 @@ impl MutEventSubscriber for Worker {
         match events.data() {
             KICK => {
                 self.queue.clear_kick();
-                let delay = self.delayed.as_ref().and_then(|pending| pending.delay);
-                match delay.map(|delay| delay.retry_at.saturating_duration_since(Instant::now())) {
-                    Some(wait) if !wait.is_zero() => self.retry_after(wait),
-                    _ => self.serve(),
-                }
+                self.serve_unless_early();
             }
             BUDGET => {
                 let _ = self.budget_timer.clear();
-                self.serve();
+                self.serve_unless_early();
             }
             _ => {
                 let _ = self.sweep_timer.clear();
