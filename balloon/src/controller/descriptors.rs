@@ -74,7 +74,8 @@ impl DescriptorLimit {
     /// size would allow another section as soon as the last one is plugged, until the guest has no
     /// DRAM left.
     pub fn room_bytes(&self, rules: &Rules, host: &HostView, now: TimeMs) -> u64 {
-        let unreported_bytes = host.boot_bytes.saturating_mul(rules.unreported_multiple);
+        let boot_bytes = host.boot_bytes.saturating_add(balloon_zone_bytes(host));
+        let unreported_bytes = boot_bytes.saturating_mul(rules.unreported_multiple);
         let limit_bytes = match self.reported {
             None => unreported_bytes,
             Some(reported) if now.since(reported.at) < rules.lost_ms => reported.limit_bytes,
@@ -84,6 +85,12 @@ impl DescriptorLimit {
         let added_bytes = sum(host, |zone| zone.requested_bytes.max(zone.plugged_bytes));
         limit_bytes.saturating_sub(added_bytes.saturating_add(self.dimm_bytes))
     }
+}
+
+/// Boot memory that the balloon could hold and leaves to the guest.
+fn balloon_zone_bytes(host: &HostView) -> u64 {
+    let zones = host.zones.iter().filter(|zone| host.balloon == Some(zone.id));
+    zones.fold(0, |sum, zone| sum.saturating_add(zone.plugged_bytes))
 }
 
 /// Sum over the zones whose memory needs new descriptors. The balloon zone is boot memory, which has descriptors

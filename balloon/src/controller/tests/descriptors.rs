@@ -110,6 +110,25 @@ fn unreported_guest_is_limited_to_multiple_of_boot_memory() {
     }
 }
 
+/// The host counts boot memory without the largest balloon. The part that the guest keeps is boot
+/// memory as well.
+#[test]
+fn unreported_limit_counts_boot_memory_outside_the_balloon() {
+    for (in_balloon_mib, boot_mib) in [(0, 384), (100, 284), (288, 96)] {
+        let mut rig = Rig::new(Policy::Off);
+        let balloon = ZoneSizes {
+            requested_bytes: (288 - in_balloon_mib) * MIB,
+            plugged_bytes: (288 - in_balloon_mib) * MIB,
+            ..ZoneSizes::empty(2, Tier::Dram, 288 * MIB)
+        };
+        rig.host.boot_bytes = 96 * MIB;
+        rig.host.zones.push(balloon);
+        rig.host.balloon = Some(balloon.id);
+        let room_bytes = DescriptorLimit::default().room_bytes(&Rules::default(), &rig.host, rig.now);
+        assert_eq!(room_bytes, 8 * boot_mib * MIB, "{in_balloon_mib} MiB in the balloon");
+    }
+}
+
 /// Balloon statistics do not separate the kernel's memory from the rest.
 #[test]
 fn balloon_statistics_do_not_raise_unreported_limit() {
