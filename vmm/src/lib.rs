@@ -10,6 +10,7 @@ pub mod boot;
 pub mod bus;
 pub mod cmos;
 pub mod config;
+pub mod core_dumps;
 pub mod cpu;
 pub mod event_loop;
 pub mod events;

@@ -44,6 +44,9 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
+    if let Err(error) = foreshore::core_dumps::disable() {
+        tracing::warn!(%error, "Core dumps of the VMM are not disabled");
+    }
     if let Err(error) = foreshore::open_files::raise_limit() {
         tracing::warn!(%error, "The limit of open files stays as it is");
     }

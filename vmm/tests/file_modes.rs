@@ -14,6 +14,7 @@ use foreshore::governor::record;
 use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
 use foreshore::unix_socket;
 use foreshore::volume::file::PmemFile;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::TempDir;
 
 /// A VMM without a VM. Dropping it ends it.
@@ -73,6 +74,23 @@ fn programs_deny_others_access_before_anything_else() {
     for program in [env!("CARGO_BIN_EXE_foreshore"), env!("CARGO_BIN_EXE_foreshore-remote")] {
         umask::check(program);
     }
+}
+
+#[test]
+fn vmm_disables_its_core_dumps_and_keeps_the_hard_limit() {
+    let folder = TempDir::new().unwrap();
+    let metrics = folder.path().join("metrics").display().to_string();
+    // The VMM inherits the limit.
+    let hard = getrlimit(Resource::Core).maximum;
+    setrlimit(Resource::Core, Rlimit { current: hard, maximum: hard }).unwrap();
+    let vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics}"));
+    let limit = |pid: u32| {
+        let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max core file size")).unwrap();
+        line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (own, of_vmm) = (limit(std::process::id()), limit(vmm.0.id()));
+    assert_eq!((of_vmm[0].as_str(), &of_vmm[1]), ("0", &own[1]));
 }
 
 /// Creates each kind of file and socket of a VM as a VMM does, but with the umask of this process.
