@@ -40,17 +40,20 @@ pub fn is_at(path: &Path) -> bool {
     Stream::at(path).is_some()
 }
 
-/// Sets the standard stream that `path` leads through to append, if it is a regular file. Returns
-/// false if `path` does not lead through a standard stream.
+/// Sets the standard output and error to append, as far as they are regular files, if `path` leads
+/// through one of them. Returns false if it does not.
+///
+/// Both are set, because each may be the same file: errors and the output of a `tty` console go
+/// there without a flag.
 ///
 /// The flag changes for every process that shares the file description, as after `>>` instead of
 /// `>`. GNU make does the same, so that parallel jobs do not overwrite each other's output.
 pub fn append_at(path: &Path) -> io::Result<bool> {
-    match Stream::at(path) {
-        Some(Stream::Output) => append(stdout().as_fd())?,
-        Some(Stream::Error) => append(stderr().as_fd())?,
-        None => return Ok(false),
+    if !is_at(path) {
+        return Ok(false);
     }
+    append(stdout().as_fd())?;
+    append(stderr().as_fd())?;
     Ok(true)
 }
 
