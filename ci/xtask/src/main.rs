@@ -25,7 +25,7 @@ enum Task {
     /// Compare the tokens of all Rust files with a commit, ignoring comments
     ///
     /// Prints each difference and exits with 1 if there is one. A commit that changes only words
-    /// differs in help texts and descriptions alone.
+    /// differs in string literals alone. Help texts from doc comments are not compared.
     SameTokens {
         /// Commit to compare with
         base: String,

@@ -24,7 +24,7 @@ struct Reference {
     anchor: Option<String>,
 }
 
-/// A name that leads nowhere.
+/// Reference to a missing file or heading.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unresolved {
     file: String,
@@ -50,7 +50,7 @@ impl fmt::Display for Unresolved {
     }
 }
 
-/// All references of the repository's text files that lead nowhere.
+/// References in the repository's text files to missing files and headings.
 pub fn unresolved(repository: &Repository) -> Result<Vec<Unresolved>> {
     let mut texts = BTreeMap::new();
     for path in repository.files()? {
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn mentions_have_their_anchors_and_other_paths_are_none() {
+    fn mentions_include_anchors_and_exclude_other_paths() {
         let line = &text("see (DOCS/a.md#b-c), DOCS/d/e.md. Not Documentation/DOCS/f.md or DOCS/ alone");
         assert_eq!(mentions(line).collect::<Vec<_>>(), [text("DOCS/a.md#b-c"), text("DOCS/d/e.md")]);
     }
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_lead_nowhere_are_found() {
+    fn dangling_references_are_reported() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         fs::create_dir(root.join("docs")).unwrap();

@@ -1,13 +1,13 @@
 //! Comparison of Rust files by their tokens.
 //!
-//! Comments and doc attributes do not count. So a commit that claims to change only words can be
-//! checked: the remaining differences are string literals.
+//! Comments and doc attributes are not compared. For a commit that changes only words, the
+//! differences are string literals. Help texts that clap takes from doc comments are not compared.
 
 use std::fmt;
 use std::str::FromStr;
 
 use anyhow::{Result, anyhow};
-use proc_macro2::{Delimiter, TokenStream, TokenTree};
+use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 use similar::{Algorithm, DiffTag, capture_diff_slices};
 
 use crate::repository::{ChangedFile, Repository};
@@ -88,7 +88,10 @@ fn tokens(path: &str, text: &str) -> Result<Vec<Token>> {
 
 fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     let mut trees = stream.into_iter().peekable();
+    // The operator `&&` is two marks, of which the first is joint. `& &` is not the same.
+    let mut is_joint = false;
     while let Some(tree) = trees.next() {
+        let continues = std::mem::take(&mut is_joint);
         let line = tree.span().start().line;
         match tree {
             TokenTree::Punct(punct) if punct.as_char() == '#' => {
@@ -110,6 +113,13 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
                 flatten(group.stream(), tokens);
                 let line = group.span_close().start().line;
                 tokens.push(Token { text: close.to_owned(), line });
+            }
+            TokenTree::Punct(punct) => {
+                is_joint = punct.spacing() == Spacing::Joint;
+                match tokens.last_mut().filter(|_| continues) {
+                    Some(operator) => operator.text.push(punct.as_char()),
+                    None => tokens.push(Token { text: punct.as_char().to_string(), line }),
+                }
             }
             other => tokens.push(Token { text: other.to_string(), line }),
         }
@@ -152,6 +162,7 @@ mod tests {
         assert_eq!(found, [expected]);
         for (old, new) in [
             ("const A: u8 = 1 + 2;", "const A: u8 = 1 - 2;"),
+            ("const A: bool = B && C;", "const A: bool = B & &C;"),
             ("#[inline] fn f() {}", "fn f() {}"),
             ("#[doc(hidden)] fn f() {}", "fn f() {}"),
             ("#![no_std]", "#[no_std]"),
@@ -163,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_no_rust_is_an_error_with_its_line() {
+    fn invalid_rust_is_reported_with_its_line() {
         let error = tokens("f.rs", "fn f() {\n  (]\n}").err().unwrap().to_string();
         assert!(error.starts_with("f.rs:2:"), "{error}");
     }
