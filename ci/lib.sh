@@ -153,12 +153,12 @@ refresh_package_lists() {
 # install_packages PACKAGE...
 install_packages() {
     say "installing by apt: $*"
-    # Its error would go where the output of the first attempt goes.
+    # Checked here, because the first attempt below discards its errors.
     require_root apt-get install
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 && return
     refresh_package_lists
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null ||
-        die "apt could not install: $*"
+        die "apt could not install: $*$(sudo_advice)"
 }
 
 # download_deb PACKAGE[=VERSION]: leaves the .deb in DEB_CACHE, prints nothing; fails when the mirror lacks it.
