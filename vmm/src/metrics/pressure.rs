@@ -256,6 +256,20 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     )
 }
 
+/// Shows the DRAM blocks that the agent has converted: they move from `movable` to `kernel`.
+fn expose_online_memory(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+    let by_user = report.blocks().nodes.iter().flat_map(|blocks| {
+        let kernel_bytes = blocks.online_bytes.saturating_sub(blocks.movable_online_bytes);
+        [("kernel", kernel_bytes), ("movable", blocks.movable_online_bytes)]
+            .map(|(user, bytes)| (vec![("node", blocks.node.to_string()), ("user", user.to_owned())], bytes))
+    });
+    out.bytes(
+        "guest_online_memory",
+        "Online memory blocks of a node: those that the guest's kernel can use, and movable ones.",
+        by_user,
+    )
+}
+
 fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     let (memory, stall, counters) = (report.memory(), report.stall(), report.counters());
     out.seconds_total(
@@ -283,6 +297,7 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         "The guest's swap.",
         [(one("state", "total"), memory.swap_total_bytes), (one("state", "free"), memory.swap_free_bytes)],
     )?;
+    expose_online_memory(out, report)?;
     let onlining = report.blocks().online_policy;
     let policies = OnlinePolicy::ALL
         .into_iter()

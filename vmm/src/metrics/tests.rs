@@ -115,7 +115,9 @@ fn report() -> Report {
                      "workingset_refault_file": 0, "pgscan_kswapd": 0, "pgscan_direct": 0, "pgsteal_kswapd": 0,
                      "pgsteal_direct": 0, "allocstall": 9, "allocstall_kernel": 8, "numa_miss": 6,
                      "numa_other": 7, "oom_kill": 1},
-        "blocks": {}
+        "blocks": {"block_bytes": 128 << 20, "nodes": [
+            {"node": 0, "online_bytes": 384 << 20, "offline_bytes": 0, "movable_online_bytes": 128 << 20}
+        ]}
     });
     let raw: RawReport = serde_json::from_value(raw).unwrap();
     Report::try_from(raw).unwrap()
@@ -216,6 +218,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
     let sectors: Arc<dyn Sectors> = Arc::new(Damaged(BttLoss::Replaced { reason: String::new() }));
+    let damaged: Arc<dyn Sectors> = Arc::new(Damaged(BttLoss::Damaged { reason: String::new() }));
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
     metrics.set_machine(MachineSources {
@@ -226,6 +229,10 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
             volume(
                 "c",
                 VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors: Arc::downgrade(&sectors) },
+            ),
+            volume(
+                "d",
+                VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors: Arc::downgrade(&damaged) },
             ),
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
@@ -368,6 +375,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(
             r#"foreshore_volume_btt_damaged{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk"}} 0.0"#
         ),
+        format!(
+            r#"foreshore_volume_btt_damaged{{{vm},pool="/pm/pool",volume="d",interface="virtio-blk"}} 1.0"#
+        ),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),
         format!(
@@ -414,6 +424,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_guest_allocation_stalls_total{{{vm},memory="user"}} 1"#),
         format!(r#"foreshore_guest_numa_miss_pages_total{{{vm}}} 6"#),
         format!(r#"foreshore_guest_numa_other_pages_total{{{vm}}} 7"#),
+        format!(r#"foreshore_guest_online_memory_bytes{{{vm},node="0",user="kernel"}} 268435456"#),
+        format!(r#"foreshore_guest_online_memory_bytes{{{vm},node="0",user="movable"}} 134217728"#),
         format!(r#"foreshore_guest_online_policy{{{vm},policy="unknown"}} 1.0"#),
         format!(r#"foreshore_guest_online_policy{{{vm},policy="online_movable"}} 0.0"#),
     ] {
