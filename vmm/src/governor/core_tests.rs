@@ -212,6 +212,25 @@ fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() 
     assert_eq!(f.pm.sizes().plugged_bytes, 64 * MIB);
 }
 
+/// Without reports, the page descriptors of eight times the boot memory have room.
+#[test]
+fn request_without_room_for_its_descriptors_is_reported_once() {
+    let mut f = fixture("off", false, true);
+    f.dram.sizes.lock().region_bytes = 8192 * MIB;
+    let mut now_ms = 0;
+    for round in 1..=2 {
+        f.core.resize("dram", 4096 * MIB, TimeMs(now_ms)).unwrap();
+        for _ in 0..20 {
+            now_ms += 1_000;
+            f.core.tick(TimeMs(now_ms));
+        }
+        assert_eq!(f.dram.sizes().plugged_bytes, 8 * 384 * MIB);
+        assert_eq!(f.dram.sizes().held_bytes, (4096 - 8 * 384) * MIB);
+        assert_eq!(*f.dram.reported_held.lock(), round);
+        f.core.resize("dram", 0, TimeMs(now_ms)).unwrap();
+    }
+}
+
 /// DRAM that its host does not have must not keep the guest from PM, nor its host busy.
 #[test]
 fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() {
