@@ -18,7 +18,7 @@ pub fn lack_of_open_files(count: u64) -> io::Result<Option<String>> {
 
 /// Returns the reason why a thread of a VMM cannot have the nice value `nice`.
 pub fn lack_of_priority(nice: i32) -> Option<String> {
-    // In a thread that ends at once, because the nice value of a thread is its own.
+    // Uses a short-lived thread, because the nice value is per thread.
     let result = thread::spawn(move || {
         // SAFETY: no pointers. On Linux 0 is the calling thread.
         match unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) } {
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_open_files_than_the_hard_limit_are_lacking() {
+    fn open_files_above_the_hard_limit_are_reported() {
         assert_eq!(lack_of_open_files(1).unwrap(), None);
         // The kernel accepts no limit above fs.nr_open, which has 31 bits.
         let lack = lack_of_open_files(1 << 31).unwrap().expect("a lack");
@@ -43,10 +43,12 @@ mod tests {
     }
 
     #[test]
-    fn priority_is_lacking_if_the_kernel_refuses_it() {
-        assert_eq!(lack_of_priority(19), None);
+    fn refused_priority_is_reported() {
         // SAFETY: no pointers. On Linux 0 is the calling thread.
-        assert_ne!(unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }, 19);
+        let priority = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let before = priority();
+        assert_eq!(lack_of_priority(19), None);
+        assert_eq!(priority(), before, "the calling thread keeps its priority");
         let lack = thread::spawn(|| {
             give_up_priority();
             lack_of_priority(-10)
