@@ -132,7 +132,8 @@ impl KernelGrowth {
 /// Linux has no counter for some kernel memory, for example the data of sockets and pipes (mm/vmstat.c).
 ///
 /// Locked pages and compressed pages of programs are not kernel memory, so `mlock` and swapping to
-/// zram or zswap are no growth. Pages of the balloon do count, because the guest's kernel has lost
+/// zram or zswap are not counted as growth. The agent reads them at most once per second, so they may
+/// look like growth until then. Pages of the balloon do count, because the guest's kernel has lost
 /// them for its own allocations.
 ///
 /// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that free

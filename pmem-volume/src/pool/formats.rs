@@ -63,7 +63,7 @@ const fn short(
     Format { name, places, magics, further: &[] }
 }
 
-/// Position that is so many sectors in front of the end.
+/// Position `sectors` sectors before the end.
 const fn last(sectors: u64) -> Place {
     End { before: sectors * SECTOR, align: SECTOR }
 }
@@ -83,7 +83,7 @@ pub(super) const FORMATS: &[Format] = &[
         "an ext2, ext3 or ext4 file system",
         &[Start(0x438)],
         &[b"\x53\xef"],
-        "Text has them only before a full-width character, and damaged superblocks count, too.",
+        "In UTF-8 text they occur only if `S` precedes U+F000 to U+FFFF; damaged superblocks count.",
     ),
     // Linux include/uapi/linux/btrfs_tree.h, BTRFS_MAGIC.
     format("a Btrfs file system", &[Start(0x10040)], &[b"_BHRfS_M"]),
@@ -393,7 +393,7 @@ pub(super) const FORMATS: &[Format] = &[
         "a partition table or boot sector",
         &[Start(0x1fe)],
         &[b"\x55\xaa"],
-        "They are no UTF-8, and a boot sector has no other fixed bytes.",
+        "They are not valid UTF-8, and a boot sector has no other fixed bytes.",
     ),
 ];
 
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn further_bytes_are_none_that_text_has() {
+    fn further_bytes_do_not_occur_in_text() {
         for format in known().filter(|format| !format.further.is_empty()) {
             let is_text = |bytes: &[u8]| std::str::from_utf8(bytes).is_ok_and(|text| !text.contains('\0'));
             let further: Vec<_> = format.further.iter().map(|(_, bytes)| *bytes).collect();

@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(zoneinfo(text.as_bytes(), &mut zones).expect("parses"), 511);
         let of_6_1 = include_bytes!("../../tests/data/6.1-filled/zoneinfo");
         assert_eq!(zoneinfo(of_6_1, &mut zones).expect("parses"), 511);
-        // 1,000 pages of each in all zones. Of ZONE_DMA and movable zones they do not count.
+        // 1,000 pages of each in all zones. Pages of ZONE_DMA and movable zones do not count.
         let zspages = text.replace("nr_zspages   0", "nr_zspages   1000");
         assert_eq!(zoneinfo(zspages.as_bytes(), &mut zones).expect("parses"), 1_511);
         let locked = text.replace("nr_zone_unevictable 0", "nr_zone_unevictable 1000");
