@@ -219,7 +219,15 @@ fn resize_to_sixty_times_dram_completes_with_an_agent() -> Result<()> {
 }
 
 fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
-    let guest = guest_of_24_gib().pressure("off").cmdline("foreshore.agent=off").boot()?;
+    let events = this_tests_dir().join("events");
+    let guest = guest_of_24_gib()
+        .pressure("off")
+        .cmdline("foreshore.agent=off")
+        .argument("--event-monitor", &format!("path={}", events.display()))
+        .boot()?;
+    // A warning at start names the ratio.
+    let log = guest.vmm_log()?;
+    ensure!(log.lines().any(|line| line.contains("WARN") && line.contains("24576 MiB")), "No warning: {log}");
     resize_to_24_gib(&guest)?;
     guest.wait_until("the resize is stuck", RESIZE_LIMIT, || Ok(zone(&guest, "dram")?.state == "stuck"))?;
     let zone = zone(&guest, "dram")?;
@@ -228,6 +236,10 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     ensure!(memory.to_string().contains("descriptors"), "No reason: {memory}");
     let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == ((24_576 - 384 - 8 * 384) * MIB) as f64, "{held} bytes are held back");
+    guest.wait_until("the event is sent", RESIZE_LIMIT, || {
+        let events = fs::read_to_string(&events)?;
+        Ok(events.contains("memory-refused") && events.contains("\"reason\": \"descriptors\""))
+    })?;
     nothing_died(&guest)
 }
 
