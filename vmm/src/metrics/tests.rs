@@ -171,7 +171,7 @@ fn ranges() -> Vec<Arc<GuestRange>> {
 }
 
 /// What is looked at as long as somebody has it.
-type Others = (Arc<dyn PressureSource>, Arc<dyn Sectors>);
+type Others = (Arc<dyn PressureSource>, [Arc<dyn Sectors>; 2]);
 
 /// Metrics with a source of every kind, and what must be kept alive for them.
 fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
@@ -261,7 +261,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
         serial: Some(Arc::new(serial)),
         console: Some(Arc::new(console)),
     });
-    (metrics, pool, (governor, sectors))
+    (metrics, pool, (governor, [sectors, damaged]))
 }
 
 fn text() -> String {
