@@ -32,7 +32,7 @@ params! {
         lost_step_bytes: "lost_step", Bytes, 2 * MIB => 1 << 40, 64 * MIB;
         /// The share of a zone that is lent to a guest which does not online it movable.
         unmovable_permille: "unmovable", Permille, 0 => 1000, 250;
-        /// Upper limit of the plugged memory of a guest whose agent does not report, as a multiple of its boot memory.
+        /// Upper limit of the plugged memory of a guest whose agent does not report, as a multiple of its boot memory without the part in the balloon.
         unreported_multiple: "unreported", Count, 0 => 64, 8;
     }
     and {
