@@ -13,31 +13,14 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
 
 use crate::file_id::{folder_of, links_of};
 
-/// A standard stream that a flag can name as a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stream {
-    Output,
-    Error,
-}
-
-impl Stream {
-    /// The stream that `path` leads through, for example `/dev/stdout` or `/proc/self/fd/2`.
-    fn at(path: &Path) -> Option<Self> {
-        let descriptors = fs::canonicalize("/proc/self/fd").ok()?;
-        links_of(path).find_map(|path| {
-            let stream = match path.file_name()?.to_str()? {
-                "1" => Self::Output,
-                "2" => Self::Error,
-                _ => return None,
-            };
-            fs::canonicalize(folder_of(&path)).is_ok_and(|folder| folder == descriptors).then_some(stream)
-        })
-    }
-}
-
-/// True if `path` leads through the VMM's standard output or error.
+/// True if `path` leads through the VMM's standard output or error, for example `/dev/stdout` or
+/// `/proc/self/fd/2`.
 pub fn is_at(path: &Path) -> bool {
-    Stream::at(path).is_some()
+    let Ok(descriptors) = fs::canonicalize("/proc/self/fd") else { return false };
+    links_of(path).any(|path| {
+        let is_standard = path.file_name().is_some_and(|name| name == "1" || name == "2");
+        is_standard && fs::canonicalize(folder_of(&path)).is_ok_and(|folder| folder == descriptors)
+    })
 }
 
 /// Sets the standard output and error to append, as far as they are regular files, if `path` leads
@@ -76,13 +59,10 @@ mod tests {
         let link = folder.path().join("link");
         symlink("/dev/stderr", &link).unwrap();
         let own = format!("/proc/{}/fd/1", std::process::id());
-        for (paths, stream) in [
-            (["/dev/stdout", "/dev/fd/1", &own], Stream::Output),
-            (["/dev/stderr", "/proc/self/fd/2", link.to_str().unwrap()], Stream::Error),
-        ] {
-            for path in paths {
-                assert_eq!(Stream::at(Path::new(path)), Some(stream), "{path}");
-            }
+        for path in
+            ["/dev/stdout", "/dev/fd/1", &own, "/dev/stderr", "/proc/self/fd/2", link.to_str().unwrap()]
+        {
+            assert!(is_at(Path::new(path)), "{path}");
         }
         for path in ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/3", "/tmp/1", "1", "/"] {
             assert!(!is_at(Path::new(path)), "{path}");
