@@ -29,14 +29,14 @@ fn errors(programs: &[(&str, &str)]) -> Result<String> {
 }
 
 #[test]
-fn user_without_sudo_is_told_that_root_is_needed() -> Result<()> {
+fn missing_sudo_is_reported_as_a_need_for_root() -> Result<()> {
     let errors = errors(&[])?;
     ensure!(errors.contains("needs root for: apt-get install (neither root nor sudo here)"), "{errors}");
     Ok(())
 }
 
 #[test]
-fn job_whose_sudo_has_expired_names_the_remedy() -> Result<()> {
+fn expired_sudo_is_reported_with_the_remedy() -> Result<()> {
     // As sudo does with -n once it has forgotten the password.
     let expired = "#!/bin/sh\n[ \"$1\" = -n ] || exit 0\necho 'sudo: a password is required' >&2\nexit 1\n";
     let errors = errors(&[("sudo", expired)])?;

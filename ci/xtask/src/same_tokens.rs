@@ -88,7 +88,7 @@ fn tokens(path: &str, text: &str) -> Result<Vec<Token>> {
 
 fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     let mut trees = stream.into_iter().peekable();
-    // The operator `&&` is two marks, of which the first is joint. `& &` is not the same.
+    // The lexer splits `&&` into two marks and calls the first one joint. `& &` has no joint mark.
     let mut is_joint = false;
     while let Some(tree) = trees.next() {
         let continues = std::mem::take(&mut is_joint);

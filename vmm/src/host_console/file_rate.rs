@@ -12,8 +12,8 @@ use super::rotated_file::ConsoleFileMetrics;
 use crate::config::DEFAULT_MAX_SIZE;
 use crate::throttle::{ThrottleMetrics, TokenBucket};
 
-/// Output that a console may write without a delay. No boot writes that much, and a log that grows
-/// more slowly than the rate uses none of it, so only a flood is delayed. It is the default size
+/// Output that a console may write without a delay. No boot writes that much, and a log that
+/// averages less than the rate hardly uses it, so only a flood is delayed. It is the default size
 /// limit, so a flood fills one file before it is delayed.
 pub(super) const BURST_BYTES: u64 = DEFAULT_MAX_SIZE;
 
