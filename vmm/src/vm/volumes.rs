@@ -360,11 +360,13 @@ fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use pmem_volume::btt::WriteAt;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::{PmMemoryConfig, test_config};
     use crate::metrics::Metrics;
+    use crate::vm::machine::tests::machine;
 
     #[test]
     fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
@@ -466,5 +468,31 @@ mod tests {
         config.pm_memory[0].size = 66 * MIB;
         assert!(start(&config, true).is_err());
         assert_eq!(names_and_sizes(&path), [("rest".to_owned(), 212)]);
+    }
+
+    #[test]
+    fn serving_a_replaced_btt_sends_an_event() {
+        let (_folder, path) = pool_with(&["data"]);
+        assert!(events_of_served_volume(&path).is_empty());
+        let pool = pmem_volume::Pool::open(&path, pmem_volume::OpenMode::ReadWrite).unwrap();
+        let media = pool.open_volume("data").unwrap();
+        media.write_at(0, &vec![0xff; media.size_bytes() as usize]).unwrap();
+        drop((media, pool));
+        assert_eq!(events_of_served_volume(&path), ["volume-replaced"]);
+    }
+
+    /// Serves the volume `data` by virtio-blk. Returns the names of the events about volumes.
+    fn events_of_served_volume(pool: &Path) -> Vec<&'static str> {
+        let config = config(pool, &["name=data,interface=virtio-blk"]);
+        let mut resources = resources();
+        let steps = resources.open_pools(&config).unwrap();
+        let mut volumes = open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
+        let mut machine = machine();
+        let (fabric, memory) = (&mut machine.fabric, &machine.memory);
+        attach_virtio_blk(&config.pm_volumes[0], volumes.remove(0), 1, &machine.told, fabric, memory)
+            .unwrap();
+        let sent = machine.told.counters().told();
+        let names = sent.into_iter().filter(|(_, count)| *count > 0).map(|((_, name), _)| name);
+        names.filter(|name| name.starts_with("volume-")).collect()
     }
 }
