@@ -30,6 +30,7 @@ use self::present::Present;
 use super::agentless::{Agentless, Teller};
 use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
+use super::held_plan::HeldPlan;
 use super::progress::{Progress, Reminder};
 use super::record::{Recorder, Target};
 use super::{Beside, DeviceSizes, GovernedZone, PoolFree};
@@ -94,6 +95,15 @@ struct Zone {
 }
 
 impl Zone {
+    fn report_held(&self) {
+        sparsely!(
+            warn,
+            zone = self.zone.id,
+            "The guest has no room for the page descriptors of the requested memory; the rest waits"
+        );
+        self.zone.device.report_held();
+    }
+
     /// Bytes by which the device has lowered a plan's request since the last check.
     fn lacks_bytes(&mut self, sizes: DeviceSizes) -> u64 {
         let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
@@ -115,6 +125,7 @@ pub struct Core {
     settings: Settings,
     audit: Audit,
     episode: Episode,
+    held_plan: HeldPlan,
     counters: Counters,
     report_to_plan: LatencyHistogram,
     report_to_online: LatencyHistogram,
@@ -205,6 +216,7 @@ impl Core {
             settings: Settings::with_watermark(0),
             audit: Audit::default(),
             episode: Episode::default(),
+            held_plan: HeldPlan::default(),
             counters,
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
@@ -375,6 +387,7 @@ impl Core {
         let plan = self.controller.step(Event::Report(&report), &host, now);
         self.last_report = Some((now, report));
         self.carry_out(&plan, &host, now);
+        self.report_held_plan(&plan, now);
         if self.controller.has_goals() {
             let host = self.observe(now);
             self.follow_goals(host, now);
@@ -447,12 +460,7 @@ impl Core {
                 continue;
             }
             if zone.progress.is_held_too_long(patience_ms, now) {
-                sparsely!(
-                    warn,
-                    zone = zone.zone.id,
-                    "The guest has no room for the page descriptors of the requested memory; the rest waits"
-                );
-                zone.zone.device.report_held();
+                zone.report_held();
             }
             if let Some(reminder) = zone.progress.remind(patience_ms, now) {
                 if reminder == Reminder::First {
@@ -556,6 +564,21 @@ impl Core {
             Some(total) if to_come > 0 => self.episode.grown(to_come, total, now),
             _ if after < before => self.episode.abandoned(),
             _ => {}
+        }
+    }
+
+    /// Reports a plan that page descriptors have stopped for long. The first zone with room is the one
+    /// that would have grown.
+    fn report_held_plan(&mut self, plan: &Plan, now: TimeMs) {
+        if !self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now) {
+            return;
+        }
+        let has_room = |zone: &&Zone| {
+            let sizes = zone.zone.device.sizes();
+            zone.zone.id != BALLOON_ZONE && sizes.requested_bytes < sizes.region_bytes
+        };
+        if let Some(zone) = self.zones.iter().find(has_room) {
+            zone.report_held();
         }
     }
 

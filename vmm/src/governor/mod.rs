@@ -17,6 +17,7 @@ pub mod core;
 mod episode;
 #[cfg(test)]
 pub(crate) mod fake;
+mod held_plan;
 mod progress;
 pub mod record;
 pub mod task;

@@ -1,0 +1,35 @@
+//! Plans that a lack of room for page descriptors stops. The lack is reported once per size.
+
+use balloon::TimeMs;
+use balloon::plan::{Plan, Reason};
+
+/// The size at which page descriptors have stopped the plans.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HeldPlan {
+    held: Option<Held>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    since: TimeMs,
+    requested_bytes: u64,
+    is_reported: bool,
+}
+
+impl HeldPlan {
+    /// Returns whether page descriptors have stopped the plans at one size for `patience_ms`. True
+    /// once for each such size, because the policy decides anew with each report.
+    pub fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
+        let is_held =
+            !plan.dry_run && [Some(plan.reason), plan.limited_by].contains(&Some(Reason::Descriptors));
+        let requested_bytes = plan.requested_bytes();
+        self.held = self.held.filter(|held| is_held && held.requested_bytes == requested_bytes);
+        if !is_held {
+            return false;
+        }
+        let held = self.held.get_or_insert(Held { since: now, requested_bytes, is_reported: false });
+        let is_news = !held.is_reported && now.since(held.since) >= patience_ms;
+        held.is_reported |= is_news;
+        is_news
+    }
+}
