@@ -6,8 +6,10 @@ use balloon::proto::{Memory, Refusal, Report, Settings};
 use balloon::statistics::{Estimator, Known, Placing, Statistics, correct};
 use balloon::{HostView, TimeMs};
 
-/// How long no report comes of an agent that could be there, before statistics take its place: it may be starting, or be
-/// started again. A connection is no report: who connects and dies, over and over, must not be waited for every time.
+/// Time since the last report of an agent after which statistics take its place. The agent may be
+/// restarting. A connection is no report, because a program that connects and dies in a loop must
+/// not cost a wait each time. Before the first report statistics count at once: a guest without an
+/// agent may run short as soon as it has booted.
 const PATIENCE_MS: u64 = 10_000;
 /// How often statistics are asked for.
 const REST_INTERVAL_MS: u64 = 1_000;
@@ -49,9 +51,8 @@ pub trait BalloonSource: Send + Sync {
 /// Whether statistics are what a guest is sized by, and what has been taken of them.
 pub struct Agentless {
     source: Arc<dyn BalloonSource>,
-    patience_ms: u64,
-    /// When an agent reported last; the start, if none has.
-    reported: TimeMs,
+    /// Time of the last report of an agent.
+    reported: Option<TimeMs>,
     estimator: Estimator,
     placing: Placing,
     asked: Option<TimeMs>,
@@ -61,12 +62,11 @@ pub struct Agentless {
 }
 
 impl Agentless {
-    /// Statistics of `source`. Where no agent can come, nobody waits for one.
-    pub fn new(source: Arc<dyn BalloonSource>, agent_may_come: bool) -> Self {
+    /// Statistics of `source`, before any agent has reported.
+    pub fn new(source: Arc<dyn BalloonSource>) -> Self {
         Self {
             source,
-            patience_ms: if agent_may_come { PATIENCE_MS } else { 0 },
-            reported: TimeMs(0),
+            reported: None,
             estimator: Estimator::default(),
             placing: Placing::default(),
             asked: None,
@@ -89,7 +89,7 @@ impl Agentless {
     /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
     pub fn agent_reported(&mut self, report: Report, memory_bytes: u64, now: TimeMs) -> Report {
         self.is_active = false;
-        self.reported = now;
+        self.reported = Some(now);
         self.estimator.follow(&report, now);
         let driver_life = self.source.sample().map_or(0, |sample| sample.driver_life);
         correct(report, self.known(driver_life, memory_bytes))
@@ -111,7 +111,7 @@ impl Agentless {
         }
         let sample = sample?;
         self.taken = sample.number;
-        if now.since(self.reported) < self.patience_ms {
+        if self.reported.is_some_and(|at| now.since(at) < PATIENCE_MS) {
             return None;
         }
         let known = self.known(sample.driver_life, memory_bytes);

@@ -180,7 +180,7 @@ pub(super) fn start(
         Core::new(&pressure, zones, config.memory.boot_bytes() - balloon_bytes, pool_free, clock.now())
             .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
-        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), config.vsock.is_some()));
+        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone())));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
             // A size that was given is one by hand: it stays until somebody says otherwise.
