@@ -28,6 +28,7 @@ mod hotplug;
 mod hotplug_loop;
 mod interfaces;
 mod kernel_memory;
+mod kernel_memory_agentless;
 mod lost;
 mod memory;
 mod net;
@@ -102,6 +103,7 @@ fn main() {
         dax::TESTS,
         pmem::TESTS,
         kernel_memory::TESTS,
+        kernel_memory_agentless::TESTS,
         lost::TESTS,
         torn::TESTS,
         file_systems::TESTS,
