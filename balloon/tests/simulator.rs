@@ -42,7 +42,7 @@ fn bad_input_is_refused_with_value_and_bound() {
         ),
         (
             &["--workload", "steady,depth=1"],
-            "those of steady are low, high, rate, touches, hot, files, stream\n",
+            "those of steady are low, high, rate, touches, hot, files, stream, kernel\n",
         ),
         (
             &["--plot", "day.png"],

@@ -1,7 +1,7 @@
 //! When the guest's agent reports, and what it says. The pace is the agent's own code.
 
 use foreshore_proto::{
-    Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks, OnlinePolicy,
+    Blocks, Cause, Counters, KernelUse, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks, OnlinePolicy,
     PROTOCOL_VERSION, Pace, RawReport, Report, Settings, Stall, Zone, ZoneKind,
 };
 
@@ -228,6 +228,13 @@ impl Agent {
             swap_total_bytes: swap.size_bytes,
             swap_free_bytes: swap.size_bytes - guest.swapped_bytes(),
         };
+        // The model has no caches of the kernel that Linux reclaims.
+        raw.kernel = Some(KernelUse {
+            slab_unreclaimable_bytes: guest.kernel_bytes(),
+            unused_dentries: Some(0),
+            unused_inodes: Some(0),
+            ..KernelUse::default()
+        });
         self.fill_zones(&mut raw.zones, guest);
         let totals = guest.totals();
         raw.stall = Stall {
@@ -248,8 +255,10 @@ impl Agent {
             pgsteal_kswapd: pages(totals.kswapd_bytes + totals.replaced_bytes),
             pgsteal_direct: pages(totals.direct_bytes),
             allocstall: totals.allocstalls,
+            allocstall_kernel: totals.kernel_allocstalls,
+            numa_miss: pages(totals.foreign_bytes),
+            numa_other: pages(totals.foreign_bytes + totals.demoted_bytes),
             oom_kill: totals.oom_kills,
-            ..Counters::default()
         };
         self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
@@ -264,7 +273,6 @@ impl Agent {
         let free = guest.free_by_zone(&mut self.free);
         let boot = guest.boot();
         zones.clear();
-        // The model's kernel holds no memory except page descriptors.
         let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64, user: u64| Zone {
             protected_pages: Some(0),
             node,
@@ -277,8 +285,8 @@ impl Agent {
             largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
             user_pages: Some(user / PAGE_BYTES),
         };
-        for part in boot.kernel_zones(boot.kernel_bytes() - free.kernel_bytes, guest.descriptor_bytes()) {
-            let (kernel, used_bytes) = (part.zone, part.descriptor_bytes + part.user_bytes);
+        for part in boot.kernel_zones(boot.kernel_bytes() - free.kernel_bytes, guest.kernel_used_bytes()) {
+            let (kernel, used_bytes) = (part.zone, part.pinned_bytes + part.user_bytes);
             let free_bytes = kernel.bytes - used_bytes;
             zones.push(Zone {
                 protected_pages: Some(kernel.kept_bytes / PAGE_BYTES),

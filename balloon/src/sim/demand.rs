@@ -15,6 +15,11 @@ pub struct Segment {
     pub anon_bytes: u64,
     /// How that changes in a second.
     pub anon_bytes_per_s: i64,
+    /// Memory of the kernel at the start of the segment, for example slabs that cannot be
+    /// reclaimed, page tables and stacks. It lies in the kernel's zones and cannot be swapped.
+    pub kernel_bytes: u64,
+    /// Change of `kernel_bytes` per second.
+    pub kernel_bytes_per_s: i64,
     /// Files that are read again and again.
     pub file_bytes: u64,
     /// Files that are read once, in a second.
@@ -28,17 +33,25 @@ pub struct Segment {
 impl Segment {
     /// The anonymous memory wanted at a moment of the segment.
     pub fn anon_bytes_at(&self, now: TimeMs) -> u64 {
-        if self.anon_bytes_per_s == 0 {
-            return self.anon_bytes;
+        self.at_rate(self.anon_bytes, self.anon_bytes_per_s, now)
+    }
+
+    /// The kernel memory wanted at a moment of the segment.
+    pub fn kernel_bytes_at(&self, now: TimeMs) -> u64 {
+        self.at_rate(self.kernel_bytes, self.kernel_bytes_per_s, now)
+    }
+
+    fn at_rate(&self, bytes: u64, bytes_per_s: i64, now: TimeMs) -> u64 {
+        if bytes_per_s == 0 {
+            return bytes;
         }
-        let change = i128::from(self.anon_bytes_per_s) * i128::from(now.since(self.at)) / 1000;
-        let wanted = i128::from(self.anon_bytes) + change;
-        u64::try_from(wanted.max(0)).unwrap_or(u64::MAX)
+        let change = i128::from(bytes_per_s) * i128::from(now.since(self.at)) / 1000;
+        u64::try_from((i128::from(bytes) + change).max(0)).unwrap_or(u64::MAX)
     }
 
     /// Wants the same at every moment, and nothing moves.
     pub fn is_flat(&self) -> bool {
-        self.anon_bytes_per_s == 0 && self.stream_bytes_per_s == 0
+        [self.anon_bytes_per_s, self.kernel_bytes_per_s] == [0, 0] && self.stream_bytes_per_s == 0
     }
 }
 
@@ -105,6 +118,7 @@ impl Demand {
         Arc::make_mut(&mut self.segments).push(Segment {
             at: self.end,
             anon_bytes: last.anon_bytes_at(self.end),
+            kernel_bytes: last.kernel_bytes_at(self.end),
             ..segment
         });
         self.end = self.end + ms;
@@ -125,11 +139,12 @@ impl Demand {
         self.end
     }
 
-    /// The most that is ever wanted, files that are read again included.
+    /// The most that is ever wanted, files that are read again and kernel memory included.
     pub fn peak_bytes(&self) -> u64 {
         let ends = self.segments.iter().enumerate().map(|(index, segment)| {
             let end = self.segments.get(index + 1).map_or(self.end, |next| next.at);
-            segment.anon_bytes.max(segment.anon_bytes_at(end)).saturating_add(segment.file_bytes)
+            let wanted = |at| segment.anon_bytes_at(at).saturating_add(segment.kernel_bytes_at(at));
+            wanted(segment.at).max(wanted(end)).saturating_add(segment.file_bytes)
         });
         ends.max().unwrap_or(0)
     }

@@ -45,6 +45,7 @@ pub enum ReplayError {
 struct Seen {
     at_ms: u64,
     anon_bytes: u64,
+    kernel_bytes: u64,
     /// Files that are read again and again.
     file_bytes: u64,
     /// What of others has been read since the trace began.
@@ -172,8 +173,9 @@ impl Moments {
         let stretch_ms = (last.at_ms + 1).div_ceil(stretches);
         let mut kept = vec![first];
         for stretch in self.seen.chunk_by(|a, b| a.at_ms / stretch_ms == b.at_ms / stretch_ms) {
-            let least = stretch.iter().min_by_key(|seen| seen.anon_bytes);
-            let most = stretch.iter().max_by_key(|seen| seen.anon_bytes);
+            let used_bytes = |seen: &&Seen| seen.anon_bytes.saturating_add(seen.kernel_bytes);
+            let least = stretch.iter().min_by_key(used_bytes);
+            let most = stretch.iter().max_by_key(used_bytes);
             let mut both: Vec<Seen> = least.into_iter().chain(most).copied().collect();
             both.sort_by_key(|seen| seen.at_ms);
             kept.extend(both);
@@ -209,7 +211,7 @@ pub fn replay(
         // What is in the page cache when the trace begins is read in its first moments.
         let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
         let anon_bytes = used.anon_bytes - unwanted.see(at, &used, report);
-        moments.push(Seen { at_ms, anon_bytes, file_bytes, streamed_bytes });
+        moments.push(Seen { at_ms, anon_bytes, kernel_bytes: used.kernel_bytes, file_bytes, streamed_bytes });
     };
     // A report is followed by the sizes of its moment, if they have changed, and by the plan that was made on it.
     let mut last: Option<(TimeMs, Box<Report>)> = None;
@@ -241,13 +243,17 @@ pub fn replay(
         return Err(ReplayError::Short(last_ms));
     }
     let segments = seen.iter().zip(seen.iter().skip(1)).map(|(from, to)| {
-        let change = i128::from(to.anon_bytes) - i128::from(from.anon_bytes);
         let ms = to.at_ms - from.at_ms;
-        let bytes_per_s = change * 1000 / i128::from(ms);
+        let rate = |from: u64, to: u64| {
+            let bytes_per_s = (i128::from(to) - i128::from(from)) * 1000 / i128::from(ms);
+            i64::try_from(bytes_per_s).unwrap_or(0)
+        };
         Segment {
             at: TimeMs(from.at_ms),
             anon_bytes: from.anon_bytes,
-            anon_bytes_per_s: i64::try_from(bytes_per_s).unwrap_or(0),
+            anon_bytes_per_s: rate(from.anon_bytes, to.anon_bytes),
+            kernel_bytes: from.kernel_bytes,
+            kernel_bytes_per_s: rate(from.kernel_bytes, to.kernel_bytes),
             file_bytes: from.file_bytes,
             stream_bytes_per_s: scale(to.streamed_bytes - from.streamed_bytes, 1000, ms),
             touches_per_s,
@@ -275,8 +281,11 @@ pub fn replay(
 
 /// What a report says of its guest's memory.
 struct Used {
-    /// Memory in use that is neither the kernel's own nor page cache, and what is in swap.
+    /// Memory in use that is neither the kernel's own nor page cache, and what is in swap. If the
+    /// report has no kernel memory, that counts as well.
     anon_bytes: u64,
+    /// Slabs, page tables and stacks, without dentries and inodes that Linux can reclaim.
+    kernel_bytes: u64,
     /// Page cache of files, without memory that processes share.
     cached_bytes: u64,
 }
@@ -311,13 +320,22 @@ impl Used {
         // watermarks if that is less (mm/show_mem.c, si_mem_available()). Memory that processes share is not in it.
         let left_out = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
+        let kernel = report.kernel().copied().unwrap_or_default();
+        // MemAvailable includes reclaimable slabs as it includes page cache.
+        let slab_bytes = kernel.slab_reclaimable_bytes;
+        let slab_left_out = (slab_bytes / 2).min(low_bytes);
         let beside_free = memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
+        let beside_free = beside_free.saturating_sub(slab_bytes - slab_left_out);
         let cached_bytes = memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
         let cached_left_out = (cached_bytes / 2).min(low_bytes);
         // Descriptors are used by the kernel.
         let kept = left_out + cached_left_out + descriptors;
+        let kernel_bytes = kernel.total_bytes();
+        let kept = kept.saturating_add(kernel_bytes - slab_bytes).saturating_add(slab_left_out);
         let anon_bytes = (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
-        Used { anon_bytes, cached_bytes }
+        // Reclaim finds the dentries and inodes on LRU lists, as it finds page cache. Other
+        // reclaimable slabs are pinned, so the guest needs them (docs/agent.md).
+        Used { anon_bytes, kernel_bytes: kernel_bytes - kernel.caches_bytes(), cached_bytes }
     }
 }
 
@@ -514,5 +532,42 @@ mod tests {
             Report(4_600, [1408, 908, 400]),
         ]);
         assert_eq!(by_hand, [0; 6]);
+    }
+
+    /// Anonymous and kernel memory, in MiB, that a guest of 1 GiB wants if 500 MiB are available and
+    /// its reports have `kernel`.
+    fn wanted_with(kernel: &str) -> [u64; 2] {
+        let mut text = String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
+        for (at, seq) in [(1_000, 1), (3_000, 2)] {
+            text += &format!(
+                "\n{{\"type\":\"report\",\"at_ms\":{at},\"report\":{{\"version\":1,\"seq\":{seq},\"monotonic_ms\":{at},{kernel}{}",
+                r#""memory":{"total_bytes":1073741824,"free_bytes":314572800,"available_bytes":524288000,"cached_bytes":209715200,"anon_bytes":209715200},"zones":[{"node":0,"kind":"normal","free_pages":76800,"min_pages":500,"low_pages":2560,"high_pages":5120,"managed_pages":262144}]}}"#
+            );
+        }
+        text += "\n";
+        let mut reader = Reader::new(text.as_bytes()).expect("sound");
+        let (setup, _) = replay(&mut reader, &GuestConfig::default(), 0, 0).expect("sound");
+        let first = setup.demand.segments()[0];
+        [first.anon_bytes, first.kernel_bytes].map(|bytes| bytes / MIB)
+    }
+
+    #[test]
+    fn reported_kernel_memory_is_wanted_by_the_kernel_and_not_by_programs() {
+        let kernel = |reclaimable_mib: u64, unused_dentries: u64| {
+            wanted_with(&format!(
+                r#""kernel":{{"slab_unreclaimable_bytes":{},"slab_reclaimable_bytes":{},"page_table_bytes":{},"stack_bytes":{},"unused_dentries":{unused_dentries},"unused_inodes":0}},"#,
+                80 * MIB,
+                reclaimable_mib * MIB,
+                15 * MIB,
+                5 * MIB,
+            ))
+        };
+        // Of 524 MiB that are not available, the watermarks and page cache take 30.
+        let [anon_mib, none] = wanted_with("");
+        assert_eq!((anon_mib, none), (494, 0), "an older agent");
+        assert_eq!(kernel(0, 0), [394, 100]);
+        // Of reclaimable slabs MemAvailable leaves out the low watermark, 10 MiB.
+        assert_eq!(kernel(120, 0), [384, 220], "page cache and files in use pin them");
+        assert_eq!(kernel(120, 120 * MIB / 192), [384, 100], "Linux can reclaim them");
     }
 }

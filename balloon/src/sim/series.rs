@@ -31,7 +31,7 @@ impl From<u64> for Extremes {
 pub struct Point {
     /// When the stretch begins.
     pub at: TimeMs,
-    /// What was used: wanted and there, without page cache.
+    /// What was used: wanted and there, kernel memory included, without page cache.
     pub used_bytes: Extremes,
     /// The guest's memory in all, its boot memory included.
     pub total_bytes: Extremes,
@@ -45,7 +45,7 @@ impl Point {
     fn of(guest: &Guest, at: TimeMs) -> Self {
         Point {
             at,
-            used_bytes: guest.resident_bytes().into(),
+            used_bytes: (guest.resident_bytes() + guest.kernel_bytes()).into(),
             total_bytes: guest.total_bytes().into(),
             available_bytes: guest.available_bytes().into(),
             swapped_bytes: guest.swapped_bytes().into(),

@@ -1,6 +1,7 @@
 //! What holds of every run, and the shape of what the papers report.
 
 mod compared;
+mod kernel;
 
 use proptest::prelude::*;
 
@@ -21,12 +22,16 @@ fn view(dram_bytes: u64, pm_bytes: u64) -> HostView {
 }
 
 fn setup(workload: Workload, duration_ms: u64, seed: u64) -> VmSetup {
+    setup_with(workload, &workload.defaults(), duration_ms, seed)
+}
+
+fn setup_with(workload: Workload, params: &WorkloadParams, duration_ms: u64, seed: u64) -> VmSetup {
     let dram_bytes = 512 * MIB;
     let mut random = Random::new(seed, 0);
     VmSetup {
         guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() },
         host: view(dram_bytes, 1024 * MIB),
-        demand: workload.demand(&workload.defaults(), dram_bytes, duration_ms, &mut random),
+        demand: workload.demand(params, dram_bytes, duration_ms, &mut random),
     }
 }
 
@@ -50,7 +55,15 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     if parts.iter().sum::<u64>() != wanted {
         return Err(format!("{wanted} is wanted, resident, swapped, waiting and killed are {parts:?}"));
     }
-    let used = guest.resident_bytes() + guest.cached_bytes() + guest.descriptor_bytes();
+    let kernel_parts = [guest.kernel_bytes(), guest.kernel_waiting_bytes(), guest.kernel_killed_bytes()];
+    let kernel_wanted = segment.kernel_bytes_at(guest.now());
+    if kernel_parts.iter().sum::<u64>() != kernel_wanted {
+        return Err(format!(
+            "The kernel wants {kernel_wanted}, held, waiting and killed are {kernel_parts:?}"
+        ));
+    }
+    let used =
+        guest.resident_bytes() + guest.cached_bytes() + guest.descriptor_bytes() + guest.kernel_bytes();
     if used > guest.total_bytes() {
         return Err(format!("{used} is used of {}", guest.total_bytes()));
     }
@@ -98,9 +111,11 @@ proptest! {
         plug_delay_ms in 0u64..2_000,
         floor_blocks in 0u64..64,
         pool_mib in 0u64..1024,
+        kernel_permille in prop_oneof![Just(0u64), 0u64..1_000],
         seed: u64,
     ) {
-        let mut setup = setup(workload, 300_000, seed);
+        let params = WorkloadParams { kernel_permille, ..workload.defaults() };
+        let mut setup = setup_with(workload, &params, 300_000, seed);
         setup.guest.swap = SwapDevice::from_name(swap, swap_mib * MIB).expect("listed");
         setup.guest.refused_permille = refused_permille;
         setup.guest.plug_delay_ms = plug_delay_ms;
@@ -128,6 +143,8 @@ fn the_laws_see_what_breaks_them() {
     assert_eq!(laws(&guest, &segment), Ok(()));
     let more = Segment { anon_bytes: 100 * MIB + 4096, ..segment };
     assert!(laws(&guest, &more).is_err_and(|error| error.contains("is wanted")));
+    let more = Segment { kernel_bytes: 4096, ..segment };
+    assert!(laws(&guest, &more).is_err_and(|error| error.contains("The kernel wants")));
 
     let mut asked = guest.clone();
     asked.request([0, 256 * MIB + 1]);

@@ -27,6 +27,8 @@ params! {
         files_permille: "files", Permille, 0 => 100_000, 50;
         /// Files that are read once, in bytes a second.
         stream_bytes_per_s: "stream", Bytes, 0 => 1 << 40, 0;
+        /// Kernel memory, in thousandths of the anonymous memory.
+        kernel_permille: "kernel", Permille, 0 => 10_000, 0;
     }
     order { "low" <= "high"; }
 }
@@ -208,10 +210,15 @@ impl<'a> Track<'a> {
         if ms == 0 {
             return;
         }
+        let kernel_permille = self.params.kernel_permille;
+        let kernel_rate = scale(anon_bytes_per_s.unsigned_abs(), kernel_permille, 1000);
+        let kernel_rate = i64::try_from(kernel_rate).unwrap_or(i64::MAX);
         let segment = Segment {
             at: TimeMs(self.now_ms),
             anon_bytes: self.now_bytes,
             anon_bytes_per_s,
+            kernel_bytes: scale(self.now_bytes, kernel_permille, 1000),
+            kernel_bytes_per_s: anon_bytes_per_s.signum().saturating_mul(kernel_rate),
             file_bytes: self.part(self.params.files_permille),
             stream_bytes_per_s: self.params.stream_bytes_per_s,
             touches_per_s: self.params.touches_per_s,

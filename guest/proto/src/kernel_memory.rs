@@ -190,7 +190,7 @@ impl KernelUse {
     /// again stays on its list until reclaim finds it, so some dentries that count may be in use.
     /// Linux puts an inode on its list when the last dentry of the inode is dropped, so after a
     /// walk of a file system only the dentries count.
-    fn caches_bytes(&self) -> u64 {
+    pub fn caches_bytes(&self) -> u64 {
         let of = |count: Option<u64>, bytes| count.unwrap_or(0).saturating_mul(bytes);
         of(self.unused_dentries, DENTRY_BYTES)
             .saturating_add(of(self.unused_inodes, LEAST_INODE_BYTES))

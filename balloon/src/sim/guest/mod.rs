@@ -3,6 +3,7 @@
 //! It lives from one moment to another in which the same is wanted. Where nothing moves, or everything moves evenly, that
 //! is one step however long it is; while memory is reclaimed, plugged or waited for, it goes in steps of milliseconds.
 
+mod kernel;
 mod paging;
 mod placing;
 #[cfg(test)]
@@ -10,6 +11,7 @@ mod tests;
 
 use foreshore_proto::Measure;
 
+use self::kernel::KernelLoad;
 use self::paging::Budget;
 use self::placing::Placed;
 pub(super) use self::placing::{BootZones, boot_memory};
@@ -143,6 +145,12 @@ pub struct Totals {
     pub direct_bytes: u64,
     /// Allocations that had to reclaim.
     pub allocstalls: u64,
+    /// The part of `allocstalls` for kernel memory.
+    pub kernel_allocstalls: u64,
+    /// User pages that were placed in PM because DRAM had no room.
+    pub foreign_bytes: u64,
+    /// User pages that were moved from DRAM to PM to free memory for the kernel.
+    pub demoted_bytes: u64,
     /// Times that the OOM killer came.
     pub oom_kills: u64,
     /// What it took.
@@ -188,6 +196,7 @@ pub struct Guest {
     kswapd: bool,
     /// Since when nothing could be had for what waits.
     stuck_ms: u64,
+    kernel: KernelLoad,
     totals: Totals,
 }
 
@@ -216,9 +225,11 @@ impl Guest {
             stream_bytes: 0,
             kswapd: false,
             stuck_ms: 0,
+            kernel: KernelLoad::default(),
             totals: Totals::default(),
         };
         guest.boot.adapt(&guest.zones);
+        guest.boot_kernel(segment);
         let room = |guest: &Guest| {
             guest.room_bytes().saturating_sub(guest.marks_bytes(|marks| marks.high)) / PAGE_BYTES * PAGE_BYTES
         };
@@ -337,7 +348,7 @@ impl Guest {
 
     /// MemFree.
     pub fn free_bytes(&self) -> u64 {
-        let used = self.user_bytes() + self.descriptor_bytes() + self.leaving_bytes();
+        let used = self.user_bytes() + self.kernel_used_bytes() + self.leaving_bytes();
         self.total_bytes().saturating_sub(used)
     }
 
@@ -392,8 +403,10 @@ impl Guest {
     /// Everything moves evenly: no reclaim, nothing on its way, nobody waits.
     fn is_even(&self, segment: &Segment) -> bool {
         !self.kswapd
-            && self.waiting_bytes == 0
+            && !self.kernel.kswapd
+            && self.waiting_bytes + self.kernel.waiting_bytes == 0
             && segment.anon_bytes_at(self.now) == self.wanted_bytes()
+            && segment.kernel_bytes_at(self.now) == self.kernel.wanted_bytes()
             && self.missing_hot_bytes(segment) == 0
             && self.missing_file_bytes(segment) == 0
             && !self.is_moving()
@@ -404,16 +417,17 @@ impl Guest {
         if !self.is_even(segment) {
             return 0;
         }
-        let growth = u64::try_from(segment.anon_bytes_per_s).unwrap_or(0);
-        if growth == 0 {
-            return u64::MAX;
-        }
-        if growth > FILL_BYTES_PER_MS * 1000 {
+        let rates = [segment.anon_bytes_per_s, segment.kernel_bytes_per_s];
+        let [anon, kernel] = rates.map(|rate| u64::try_from(rate).unwrap_or(0));
+        if anon.max(kernel) > FILL_BYTES_PER_MS * 1000 {
             return 0;
         }
+        let lasts_ms = |room: u64, rate: u64| room.saturating_mul(1000).checked_div(rate).unwrap_or(u64::MAX);
         let low = self.marks_bytes(|marks| marks.low);
         let room = (self.room_bytes() + self.stream_bytes).saturating_sub(low);
-        room.saturating_mul(1000) / growth
+        let kernel_low = self.boot.kernel_mark(|marks| marks.low) * PAGE_BYTES;
+        let kernel_room = self.kernel_free_bytes().saturating_sub(kernel_low);
+        lasts_ms(room, anon + kernel).min(lasts_ms(kernel_room, kernel))
     }
 
     /// MemFree or MemAvailable.
@@ -427,7 +441,8 @@ impl Guest {
     /// When free or available memory comes down to `bytes` if nothing but the segment moves it; `None`: never, or not before
     /// what is under way has been lived through.
     pub(super) fn falls_to(&self, measure: Measure, bytes: u64, segment: &Segment) -> Option<TimeMs> {
-        let growth = u64::try_from(segment.anon_bytes_per_s).unwrap_or(0);
+        let growth = segment.anon_bytes_per_s.saturating_add(segment.kernel_bytes_per_s);
+        let growth = u64::try_from(growth).unwrap_or(0);
         let there = self.there_bytes(measure);
         let fall = there.checked_sub(bytes).filter(|fall| *fall > 0)?;
         // Files that are read take what is free down to the high watermark, and nothing of what is available.
@@ -450,7 +465,7 @@ impl Guest {
 
     fn step_ms(&self, segment: &Segment) -> u64 {
         match self.even_ms(segment) {
-            0 if self.waiting_bytes == 0 && !self.is_moving() => PAGING_STEP_MS,
+            0 if self.waiting_bytes + self.kernel.waiting_bytes == 0 && !self.is_moving() => PAGING_STEP_MS,
             even_ms => even_ms.max(BUSY_STEP_MS),
         }
     }
@@ -465,6 +480,7 @@ impl Guest {
             let ms = to.since(self.now);
             self.now = to;
             self.stuck_ms = 0;
+            self.kernel.stuck_ms = 0;
             self.count(ms, segment);
         }
         while self.now < to {
@@ -483,9 +499,12 @@ impl Guest {
         } else {
             self.release(wanted_before - wanted);
         }
+        self.want_kernel(segment);
         let mut budget = Budget::new(ms, &self.config.swap);
-        let mut stall_us = self.allocate(ms, &mut budget);
+        let kernel_stall_us = self.allocate_kernel(ms, &mut budget);
+        let mut stall_us = self.allocate(ms, &mut budget).max(kernel_stall_us);
         self.run_kswapd(&mut budget);
+        self.run_kernel_kswapd(&mut budget);
         stall_us += self.touch(ms.saturating_mul(1000).saturating_sub(stall_us), segment, &mut budget);
         self.read_files(ms, segment);
         self.place();
@@ -586,6 +605,8 @@ impl Guest {
     /// What the guest would have to have for all that is wanted to be there.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
         let overhead = self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);
-        segment.anon_bytes_at(self.now) + segment.file_bytes + overhead
+        // The kernel memory that is there is no capacity, so it counts as overhead.
+        let kernel = segment.kernel_bytes_at(self.now).saturating_sub(self.kernel.held_bytes);
+        segment.anon_bytes_at(self.now) + kernel + segment.file_bytes + overhead
     }
 }

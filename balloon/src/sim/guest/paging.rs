@@ -9,7 +9,7 @@ use crate::sim::swap::SwapDevice;
 const DROP_BYTES_PER_MS: u64 = 4 * MIB;
 
 /// The OOM killer comes when nothing could be had for this long: 16 rounds of direct reclaim that find nothing.
-const OOM_MS: u64 = 300;
+pub(super) const OOM_MS: u64 = 300;
 
 /// A page of a file that is not in the page cache is read from a disk, and some behind it.
 const FILE_READ_US: u64 = 180;
@@ -75,14 +75,15 @@ impl Guest {
         crate::units::scale(ms * 1000, wanted - got, wanted)
     }
 
-    /// The OOM killer ends who has most; here, a quarter of all, and what could not be had.
-    fn kill(&mut self) {
+    /// The OOM killer ends who has most; here, a quarter of all, and what could not be had. Kernel
+    /// memory ends with its processes.
+    pub(super) fn kill(&mut self) {
         let taken = self.resident_bytes / 4;
         self.resident_bytes -= taken;
         let killed = taken + std::mem::take(&mut self.waiting_bytes);
         self.killed_bytes += killed;
         self.totals.oom_kills += 1;
-        self.totals.oom_killed_bytes += killed;
+        self.totals.oom_killed_bytes += killed + self.kernel.kill();
         self.stuck_ms = 0;
     }
 
@@ -108,7 +109,7 @@ impl Guest {
     }
 
     /// Page cache goes first, then files that are read again, then anonymous pages.
-    fn reclaim(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
+    pub(super) fn reclaim(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
         let mut freed = self.drop_clean(bytes, budget);
         let swap_free = self.config.swap.size_bytes.saturating_sub(self.swapped_bytes);
         let out = (bytes - freed).min(budget.swap_bytes).min(swap_free).min(self.resident_bytes);
@@ -121,7 +122,7 @@ impl Guest {
         freed
     }
 
-    fn drop_clean(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
+    pub(super) fn drop_clean(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
         let mut freed = 0;
         for cache in [&mut self.stream_bytes, &mut self.file_bytes] {
             let gone = (bytes - freed).min(*cache).min(budget.drop_bytes);

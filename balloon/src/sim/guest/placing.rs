@@ -27,9 +27,9 @@ pub(in crate::sim) struct KernelZone {
 }
 
 impl KernelZone {
-    /// Room for user pages beside `descriptor_bytes` in this zone.
-    fn room_bytes(&self, descriptor_bytes: u64) -> u64 {
-        (self.bytes - self.kept_bytes).saturating_sub(descriptor_bytes)
+    /// Room for user pages beside `pinned_bytes` in this zone.
+    fn room_bytes(&self, pinned_bytes: u64) -> u64 {
+        (self.bytes - self.kept_bytes).saturating_sub(pinned_bytes)
     }
 }
 
@@ -37,7 +37,8 @@ impl KernelZone {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct KernelPart<'a> {
     pub zone: &'a KernelZone,
-    pub descriptor_bytes: u64,
+    /// Memory of the kernel itself, page descriptors included.
+    pub pinned_bytes: u64,
     pub user_bytes: u64,
 }
 
@@ -93,35 +94,30 @@ impl BootZones {
         self.kernel_zones.iter().map(|zone| mark(&zone.marks)).sum()
     }
 
-    /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux allocates
-    /// page descriptors from the highest zone that has free memory, and places user pages down to what
-    /// that zone keeps.
-    pub fn kernel_zones(
-        &self,
-        used_bytes: u64,
-        descriptor_bytes: u64,
-    ) -> impl Iterator<Item = KernelPart<'_>> {
+    /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux
+    /// allocates page descriptors and other memory of the kernel (`pinned_bytes`) from the highest
+    /// zone that has free memory, and places user pages down to what that zone keeps.
+    pub fn kernel_zones(&self, used_bytes: u64, pinned_bytes: u64) -> impl Iterator<Item = KernelPart<'_>> {
         let [low, normal] = &self.kernel_zones;
-        let user_bytes = used_bytes.saturating_sub(descriptor_bytes);
-        let above_descriptor_bytes = descriptor_bytes.min(normal.bytes);
-        let below_descriptor_bytes = descriptor_bytes - above_descriptor_bytes;
-        let rest_bytes = user_bytes.saturating_sub(normal.room_bytes(above_descriptor_bytes));
-        let below_user_bytes = rest_bytes.min(low.bytes.saturating_sub(below_descriptor_bytes));
+        let user_bytes = used_bytes.saturating_sub(pinned_bytes);
+        let above_pinned_bytes = pinned_bytes.min(normal.bytes);
+        let below_pinned_bytes = pinned_bytes - above_pinned_bytes;
+        let rest_bytes = user_bytes.saturating_sub(normal.room_bytes(above_pinned_bytes));
+        let below_user_bytes = rest_bytes.min(low.bytes.saturating_sub(below_pinned_bytes));
         let above = KernelPart {
             zone: normal,
-            descriptor_bytes: above_descriptor_bytes,
+            pinned_bytes: above_pinned_bytes,
             // A reserve that grows moves no page.
             user_bytes: user_bytes - below_user_bytes,
         };
-        let below =
-            KernelPart { zone: low, descriptor_bytes: below_descriptor_bytes, user_bytes: below_user_bytes };
+        let below = KernelPart { zone: low, pinned_bytes: below_pinned_bytes, user_bytes: below_user_bytes };
         [above, below].into_iter().filter(|part| part.zone.bytes > 0)
     }
 
-    /// Room for user pages in the kernel's zones beside the page descriptors.
-    pub fn room_bytes(&self, descriptor_bytes: u64) -> u64 {
-        let parts = self.kernel_zones(descriptor_bytes, descriptor_bytes);
-        parts.map(|part| part.zone.room_bytes(part.descriptor_bytes)).sum()
+    /// Room for user pages in the kernel's zones beside the kernel's own memory.
+    pub fn room_bytes(&self, pinned_bytes: u64) -> u64 {
+        let parts = self.kernel_zones(pinned_bytes, pinned_bytes);
+        parts.map(|part| part.zone.room_bytes(part.pinned_bytes)).sum()
     }
 
     /// Memory of the kernel's zones that MemAvailable leaves out: the reserve and the high watermark, at
@@ -153,6 +149,8 @@ pub(super) struct Placed {
     user_bytes: u64,
     /// Part of `user_bytes` in the kernel's zones of boot memory.
     kernel_zone_bytes: u64,
+    /// Part of `user_bytes` in PM.
+    pub pm_bytes: u64,
 }
 
 /// Free bytes of boot memory.
@@ -165,25 +163,30 @@ pub(in crate::sim) struct BootFree {
 impl Guest {
     /// Total memory that user pages can occupy.
     pub(super) fn capacity_bytes(&self) -> u64 {
-        self.boot.movable_bytes + self.plugged_bytes() + self.kernel_zone_limit_bytes()
+        self.movable_bytes() + self.kernel_zone_limit_bytes()
+    }
+
+    /// Memory of all movable zones.
+    pub(super) fn movable_bytes(&self) -> u64 {
+        self.boot.movable_bytes + self.plugged_bytes()
     }
 
     /// Largest size of user pages in the kernel's zones.
     ///
-    /// New user pages leave the reserve free beside the page descriptors that have been allocated. Descriptors that are allocated
-    /// later take free memory of the reserve, and a reserve that grows later moves no page: the user pages stay. So the reserve is
-    /// refilled when user pages are freed.
+    /// New user pages leave the reserve free beside the kernel memory that has been allocated.
+    /// Kernel memory that is allocated later takes free memory of the reserve, and a reserve that
+    /// grows later moves no page. So the reserve is refilled when user pages are freed.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
-        let left_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes());
-        let room_bytes = self.boot.room_bytes(self.descriptor_bytes());
+        let left_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
+        let room_bytes = self.boot.room_bytes(self.kernel_used_bytes());
         let limit_bytes = room_bytes.min(left_bytes.saturating_sub(next_bytes));
         limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 
     /// User pages that are still in the kernel's zones. Freed pages were in all zones alike.
-    fn held_bytes(&self) -> u64 {
-        let Placed { user_bytes, kernel_zone_bytes } = self.placed;
+    pub(super) fn held_bytes(&self) -> u64 {
+        let Placed { user_bytes, kernel_zone_bytes, .. } = self.placed;
         scale(kernel_zone_bytes, self.user_bytes().min(user_bytes), user_bytes)
     }
 
@@ -197,12 +200,24 @@ impl Guest {
 
     /// Places the user pages.
     pub(super) fn place(&mut self) {
-        let kernel_zone_bytes = self.kernel_zone_user_bytes();
-        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes };
+        let (kernel_zone_bytes, pm_bytes) = (self.kernel_zone_user_bytes(), self.pm_user_bytes());
+        self.totals.foreign_bytes += pm_bytes.saturating_sub(self.placed.pm_bytes);
+        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, pm_bytes };
+    }
+
+    /// Notes that this part of all user pages is in the kernel's zones.
+    pub(super) fn place_in_kernel_zones(&mut self, kernel_zone_bytes: u64) {
+        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, ..self.placed };
+    }
+
+    /// User pages in PM.
+    fn pm_user_bytes(&self) -> u64 {
+        let movable_bytes = self.boot.movable_bytes + self.plugged_of(Tier::Dram);
+        self.user_bytes().saturating_sub(movable_bytes + self.kernel_zone_user_bytes())
     }
 
     pub(super) fn kernel_free_bytes(&self) -> u64 {
-        let used_bytes = self.kernel_zone_user_bytes() + self.descriptor_bytes();
+        let used_bytes = self.kernel_zone_user_bytes() + self.kernel_used_bytes();
         self.boot.kernel_bytes().saturating_sub(used_bytes)
     }
 
@@ -237,7 +252,6 @@ impl Guest {
         if users == 0 {
             return 0;
         }
-        let movable_bytes = self.boot.movable_bytes + self.plugged_of(Tier::Dram);
-        users.saturating_sub(movable_bytes + self.kernel_zone_user_bytes()) * 1000 / users
+        self.pm_user_bytes() * 1000 / users
     }
 }

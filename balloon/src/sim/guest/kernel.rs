@@ -1,0 +1,183 @@
+//! Memory of the guest's kernel. It lies in the kernel's zones, and can neither move nor be swapped.
+
+use super::paging::{Budget, OOM_MS};
+use super::{FILL_BYTES_PER_MS, Guest, PAGE_BYTES};
+use crate::sim::demand::Segment;
+use crate::units::scale;
+
+/// Kernel memory that a segment wants. Page descriptors and the memory that the kernel takes when it
+/// boots do not count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct KernelLoad {
+    /// Allocated part.
+    pub held_bytes: u64,
+    /// Part that tasks wait for.
+    pub waiting_bytes: u64,
+    /// Part that ended with the processes that the OOM killer has ended.
+    pub killed_bytes: u64,
+    /// kswapd frees memory of the kernel's zones.
+    pub kswapd: bool,
+    /// Time in which tasks have waited and got nothing.
+    pub stuck_ms: u64,
+}
+
+impl KernelLoad {
+    pub fn wanted_bytes(&self) -> u64 {
+        self.held_bytes + self.waiting_bytes + self.killed_bytes
+    }
+
+    fn release(&mut self, mut bytes: u64) {
+        for part in [&mut self.waiting_bytes, &mut self.killed_bytes, &mut self.held_bytes] {
+            let gone = bytes.min(*part);
+            *part -= gone;
+            bytes -= gone;
+        }
+        self.stuck_ms = 0;
+    }
+
+    /// Ends a quarter of the allocated memory and all that tasks wait for. Returns the sum.
+    pub fn kill(&mut self) -> u64 {
+        let taken_bytes = self.held_bytes / 4;
+        self.held_bytes -= taken_bytes;
+        let killed_bytes = taken_bytes + std::mem::take(&mut self.waiting_bytes);
+        self.killed_bytes += killed_bytes;
+        self.stuck_ms = 0;
+        killed_bytes
+    }
+}
+
+impl Guest {
+    /// Kernel memory that a segment wants and that is allocated.
+    pub fn kernel_bytes(&self) -> u64 {
+        self.kernel.held_bytes
+    }
+
+    /// Kernel memory that tasks wait for.
+    pub fn kernel_waiting_bytes(&self) -> u64 {
+        self.kernel.waiting_bytes
+    }
+
+    /// Kernel memory of processes that the OOM killer has ended.
+    pub fn kernel_killed_bytes(&self) -> u64 {
+        self.kernel.killed_bytes
+    }
+
+    /// Memory of the kernel's zones that no user page can have: page descriptors of plugged memory,
+    /// and the kernel memory that a segment wants.
+    pub(in crate::sim) fn kernel_used_bytes(&self) -> u64 {
+        self.descriptor_bytes() + self.kernel.held_bytes
+    }
+
+    /// Allocates the kernel memory of the first segment, as far as it fits above the high watermark.
+    pub(super) fn boot_kernel(&mut self, segment: &Segment) {
+        let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
+        let room_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes() + high_bytes);
+        let held_bytes = segment.kernel_bytes.min(room_bytes);
+        self.kernel.held_bytes = held_bytes;
+        self.kernel.waiting_bytes = segment.kernel_bytes - held_bytes;
+    }
+
+    /// Takes the kernel memory that is wanted now.
+    pub(super) fn want_kernel(&mut self, segment: &Segment) {
+        let (wanted_bytes, before_bytes) = (segment.kernel_bytes_at(self.now), self.kernel.wanted_bytes());
+        match wanted_bytes.checked_sub(before_bytes) {
+            Some(more_bytes) => self.kernel.waiting_bytes += more_bytes,
+            None => self.kernel.release(before_bytes - wanted_bytes),
+        }
+    }
+
+    /// Free memory of the kernel's zones above `mark_pages`, where [`Guest::place`] has placed the user pages.
+    fn kernel_room_bytes(&self, mark_pages: u64) -> u64 {
+        let used_bytes = self.kernel_used_bytes() + self.held_bytes() + mark_pages * PAGE_BYTES;
+        self.boot.kernel_bytes().saturating_sub(used_bytes)
+    }
+
+    fn take_kernel(&mut self, bytes: u64) -> u64 {
+        let got_bytes = bytes.min(self.kernel_room_bytes(self.boot.kernel_mark(|marks| marks.min)));
+        self.kernel.held_bytes += got_bytes;
+        self.kernel.waiting_bytes -= got_bytes;
+        got_bytes
+    }
+
+    /// Gives waiting kernel allocations what is free in the kernel's zones, and what can be freed
+    /// there. They may use the reserve that user pages leave. Returns the time that tasks waited.
+    pub(super) fn allocate_kernel(&mut self, ms: u64, budget: &mut Budget) -> u64 {
+        if self.kernel.waiting_bytes == 0 {
+            self.kernel.stuck_ms = 0;
+            return 0;
+        }
+        self.place();
+        let wanted_bytes = self.kernel.waiting_bytes.min(FILL_BYTES_PER_MS.saturating_mul(ms));
+        let mut missing_bytes = wanted_bytes - self.take_kernel(wanted_bytes);
+        self.kernel.kswapd |= self.kernel_room_bytes(self.boot.kernel_mark(|marks| marks.low)) == 0;
+        if missing_bytes > 0 {
+            // kswapd moves pages and drops page cache as fast as the kernel needs their memory.
+            self.move_from_kernel_zones(missing_bytes);
+            missing_bytes -= self.take_kernel(missing_bytes);
+        }
+        if missing_bytes > 0 {
+            let clean_bytes = self.reclaim_kernel_zones(missing_bytes, budget, Guest::drop_clean);
+            self.totals.kswapd_bytes += clean_bytes;
+            missing_bytes -= self.take_kernel(missing_bytes);
+        }
+        if missing_bytes > 0 {
+            self.totals.allocstalls += 1;
+            self.totals.kernel_allocstalls += 1;
+            let direct_bytes = self.reclaim_kernel_zones(missing_bytes, budget, Guest::reclaim);
+            self.totals.direct_bytes += direct_bytes;
+            missing_bytes -= self.take_kernel(missing_bytes);
+        }
+        if missing_bytes < wanted_bytes {
+            self.kernel.stuck_ms = 0;
+        } else {
+            self.kernel.stuck_ms += ms;
+            if self.kernel.stuck_ms >= OOM_MS {
+                self.kill();
+            }
+        }
+        scale(ms * 1000, missing_bytes, wanted_bytes)
+    }
+
+    /// Frees memory of the kernel's zones up to the high watermark.
+    pub(super) fn run_kernel_kswapd(&mut self, budget: &mut Budget) {
+        if !self.kernel.kswapd {
+            return;
+        }
+        self.place();
+        let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
+        let missing_bytes = high_bytes.saturating_sub(self.kernel_room_bytes(0));
+        let moved_bytes = self.move_from_kernel_zones(missing_bytes);
+        let reclaimed_bytes = self.reclaim_kernel_zones(missing_bytes - moved_bytes, budget, Guest::reclaim);
+        self.totals.kswapd_bytes += reclaimed_bytes;
+        let freed_bytes = moved_bytes + reclaimed_bytes;
+        self.kernel.kswapd = freed_bytes < missing_bytes && freed_bytes > 0;
+    }
+
+    /// Moves user pages from the kernel's zones to free movable memory, and returns their size. Linux
+    /// demotes pages of DRAM to PM (`demotion_enabled`) before it drops or swaps any.
+    fn move_from_kernel_zones(&mut self, bytes: u64) -> u64 {
+        let kernel_zone_bytes = self.held_bytes();
+        let marks_pages: u64 = self.plugs.iter().map(|plug| plug.marks.high).sum();
+        let marks_bytes = (marks_pages + self.boot.movable_marks.high) * PAGE_BYTES;
+        let outside_bytes = self.user_bytes() - kernel_zone_bytes;
+        let there_bytes = self.movable_bytes().saturating_sub(outside_bytes);
+        let moved_bytes = bytes.min(kernel_zone_bytes).min(there_bytes.saturating_sub(marks_bytes));
+        self.place_in_kernel_zones(kernel_zone_bytes - moved_bytes);
+        self.placed.pm_bytes += moved_bytes;
+        self.totals.demoted_bytes += moved_bytes;
+        moved_bytes
+    }
+
+    /// Reclaims at most `bytes` of the user pages in the kernel's zones by `reclaim`, and returns their size.
+    fn reclaim_kernel_zones(
+        &mut self,
+        bytes: u64,
+        budget: &mut Budget,
+        reclaim: fn(&mut Guest, u64, &mut Budget) -> u64,
+    ) -> u64 {
+        let kernel_zone_bytes = self.held_bytes();
+        let freed_bytes = reclaim(self, bytes.min(kernel_zone_bytes), budget);
+        self.place_in_kernel_zones(kernel_zone_bytes - freed_bytes);
+        freed_bytes
+    }
+}

@@ -1,0 +1,188 @@
+//! Kernel memory that a load wants.
+
+use foreshore_proto::{Report, Zone, ZoneKind};
+
+use super::*;
+
+/// Kernel memory at rest, and after it has grown for [`GROWTH_MS`].
+const REST_MIB: u64 = 16;
+const REST_MS: u64 = 10_000;
+const GROWTH_MS: u64 = 20_000;
+const END_MS: u64 = 60_000;
+
+/// Guest with 512 MiB of DRAM, and no other. Its kernel wants `kernel_mib` in the end, its programs `anon_mib` all the time.
+fn load(kernel_mib: u64, anon_mib: u64) -> VmSetup {
+    let rest = Segment {
+        anon_bytes: anon_mib * MIB,
+        kernel_bytes: REST_MIB * MIB,
+        hot_permille: 1000,
+        ..Segment::default()
+    };
+    let rate = (kernel_mib - REST_MIB) * MIB * 1000 / GROWTH_MS;
+    let growing = Segment { at: TimeMs(REST_MS), kernel_bytes_per_s: rate as i64, ..rest };
+    let at = TimeMs(REST_MS + GROWTH_MS);
+    let full = Segment { at, kernel_bytes: kernel_mib * MIB, ..rest };
+    VmSetup {
+        guest: GuestConfig { boot_bytes: 512 * MIB, ..GuestConfig::default() },
+        host: HostView { boot_bytes: 512 * MIB, ..HostView::default() },
+        demand: Demand::new(vec![rest, growing, full], TimeMs(END_MS)).expect("in order"),
+    }
+}
+
+/// [`load`] of a guest that has all of 1 GiB of PM from its start.
+fn load_with_pm(kernel_mib: u64, anon_mib: u64) -> VmSetup {
+    let mut setup = load(kernel_mib, anon_mib);
+    let size_bytes = 1024 * MIB;
+    setup.host.zones.push(ZoneSizes {
+        requested_bytes: size_bytes,
+        plugged_bytes: size_bytes,
+        ..ZoneSizes::empty(1, Tier::Pm, size_bytes)
+    });
+    setup
+}
+
+/// The last report, and the first breach of the laws.
+#[derive(Default)]
+struct Seen {
+    lawful: Lawful,
+    last: Option<Report>,
+}
+
+impl Observer for Seen {
+    fn report(&mut self, _: TimeMs, report: &Report) {
+        self.last = Some(report.clone());
+    }
+
+    fn lived(&mut self, guest: &Guest, segment: &Segment) {
+        self.lawful.lived(guest, segment);
+    }
+}
+
+/// Runs a guest whose size stays as it is.
+fn live(setup: VmSetup) -> (Vm, Report) {
+    let mut seen = Seen::default();
+    let governed = Governed { skip: Skip::Nothing, ..governed("off") };
+    let mut vms = run_host(vec![setup], 1024 * MIB, &governed, &mut seen).expect("in range");
+    assert_eq!(seen.lawful.0, None);
+    (vms.remove(0), seen.last.expect("reports"))
+}
+
+fn pages(mib: u64) -> u64 {
+    mib * MIB / 4096
+}
+
+fn kernel_zone(report: &Report) -> Zone {
+    *report.zones().iter().find(|zone| zone.kind == ZoneKind::Dma32).expect("boot memory")
+}
+
+#[test]
+fn kernel_memory_that_fits_is_reported_and_never_available() {
+    let (vm, report) = live(load(200, 50));
+    assert_eq!(vm.guest().kernel_bytes(), 200 * MIB);
+    let kernel = report.kernel().expect("reported");
+    assert_eq!((kernel.slab_unreclaimable_bytes, kernel.total_bytes()), (200 * MIB, 200 * MIB));
+    let counters = report.counters();
+    assert_eq!((counters.allocstall, counters.allocstall_kernel, counters.oom_kill), (0, 0, 0));
+    let zone = kernel_zone(&report);
+    let used_pages = zone.managed_pages - zone.free_pages;
+    assert_eq!(used_pages - zone.user_pages.expect("reported"), pages(200));
+    assert_eq!(report.memory().anon_bytes, 50 * MIB);
+    let (_, small) = live(load(100, 50));
+    let available = |report: &Report| report.memory().available_bytes;
+    assert_eq!(available(&small) - available(&report), 100 * MIB);
+}
+
+#[test]
+fn kernel_memory_larger_than_its_zones_ends_in_a_kill_although_pm_is_free() {
+    let (vm, report) = live(load_with_pm(600, 50));
+    let counters = report.counters();
+    assert!(counters.oom_kill > 0 && counters.allocstall_kernel > 0, "{counters:?}");
+    assert_eq!(counters.pswpout, 0);
+    assert!(report.memory().free_bytes > 1024 * MIB, "{:?}", report.memory());
+    assert!(vm.guest().kernel_killed_bytes() > 0);
+    // The same amount of user pages fits.
+    let (vm, _) = live(load_with_pm(REST_MIB, 600));
+    assert_eq!((vm.guest().totals().oom_kills, vm.guest().resident_bytes()), (0, 600 * MIB));
+}
+
+#[test]
+fn killed_process_returns_its_kernel_memory() {
+    let mut setup = load(100, 600);
+    setup.guest.swap = SwapDevice::from_name("none", 0).expect("listed");
+    let (vm, report) = live(setup);
+    assert_eq!(report.counters().oom_kill, 1);
+    assert_eq!((vm.guest().kernel_killed_bytes(), vm.guest().kernel_bytes()), (4 * MIB, 96 * MIB));
+    assert!(vm.guest().killed_bytes() > 0);
+}
+
+/// The kernel's zone has 432 MiB, and ZONE_MOVABLE of boot memory 48 MiB.
+#[test]
+fn user_pages_leave_the_kernels_zones_for_pm_and_swap_only_without_it() {
+    let (vm, report) = live(load_with_pm(400, 300));
+    let zone = kernel_zone(&report);
+    assert_eq!(zone.managed_pages, pages(432));
+    let totals = vm.guest().totals();
+    assert_eq!((vm.guest().kernel_bytes(), vm.guest().resident_bytes()), (400 * MIB, 300 * MIB));
+    assert_eq!((totals.swapped_out_bytes, totals.kernel_allocstalls), (0, 0));
+    // 252 MiB of the user pages have no room in ZONE_MOVABLE.
+    assert!(totals.demoted_bytes > 150 * MIB, "{totals:?}");
+    let counters = report.counters();
+    assert_eq!(counters.numa_other, counters.numa_miss + totals.demoted_bytes / 4096);
+
+    let (vm, report) = live(load(400, 300));
+    let totals = vm.guest().totals();
+    assert_eq!((vm.guest().kernel_bytes(), totals.oom_kills), (400 * MIB, 0));
+    assert!(vm.guest().swapped_bytes() > 200 * MIB, "{totals:?}");
+    assert_eq!((report.counters().numa_miss, report.counters().numa_other), (0, 0));
+}
+
+#[test]
+fn kernel_memory_uses_the_reserve_that_user_pages_leave() {
+    let free_mib = |setup: VmSetup| kernel_zone(&live(setup).1).free_pages / 256;
+    let kept_mib =
+        kernel_zone(&live(load_with_pm(REST_MIB, 1000)).1).protected_pages.expect("reported") / 256;
+    assert_eq!(free_mib(load_with_pm(REST_MIB, 1000)), kept_mib);
+    let taken_mib = kept_mib - 8;
+    let (vm, report) = live(load_with_pm(REST_MIB + taken_mib, 1000));
+    assert_eq!(kernel_zone(&report).free_pages / 256, 8);
+    assert_eq!(vm.guest().totals().demoted_bytes, 0, "{:?}", vm.guest().totals());
+}
+
+#[test]
+fn user_pages_that_dram_has_no_room_for_count_as_foreign() {
+    let (vm, report) = live(load_with_pm(REST_MIB, 1000));
+    let miss_mib = report.counters().numa_miss / 256;
+    let zone = report.zones().iter().find(|zone| zone.node == 1).expect("PM");
+    assert_eq!(report.counters().numa_miss, zone.user_pages.expect("reported"));
+    assert!((500..700).contains(&miss_mib), "{miss_mib} MiB of {:?}", vm.guest().totals());
+    assert_eq!(report.counters().numa_other, report.counters().numa_miss);
+}
+
+#[test]
+fn workload_with_kernel_memory_needs_it_in_proportion() {
+    let params = WorkloadParams { kernel_permille: 250, ..Workload::Ramp.defaults() };
+    let demand = Workload::Ramp.demand(&params, 512 * MIB, 900_000, &mut Random::new(1, 0));
+    let mut most_mib = 0;
+    for segment in demand.segments() {
+        assert_eq!(segment.kernel_bytes, segment.anon_bytes / 4);
+        assert_eq!(segment.kernel_bytes_per_s, segment.anon_bytes_per_s / 4);
+        most_mib = most_mib.max(segment.kernel_bytes / MIB);
+    }
+    assert_eq!(most_mib, 192);
+}
+
+#[test]
+fn recorded_kernel_memory_is_wanted_again() {
+    let original = load_with_pm(300, 200);
+    let trace = recorded(&original, "off");
+    let (again, _) = replayed(&trace, &original.guest).expect("long enough");
+    for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
+        let wanted_mib = |demand: &Demand| {
+            let segment = demand.segments().iter().rev().find(|segment| segment.at <= at).expect("from 0 on");
+            [segment.kernel_bytes_at(at), segment.anon_bytes_at(at)].map(|bytes| bytes / MIB)
+        };
+        let [first, second] = [&original.demand, &again.demand].map(wanted_mib);
+        let is_near = first.iter().zip(second).all(|(first, second)| first.abs_diff(second) <= 2);
+        assert!(is_near, "{first:?} and {second:?} MiB at {at}");
+    }
+}
