@@ -15,93 +15,15 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use foreshore_proto::{
-    Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes,
-};
+use foreshore_proto::{Blocks, KernelBlockGrowth, KernelBlockPace, RawReport, short_node};
 
 use crate::blocks::{STACK_BYTES, numbered};
 use crate::sys;
 
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
 const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
-/// Part of the usual reserve below which the kernel is short. The whole reserve would be too high a threshold, because
-/// programs that fill DRAM before any memory is plugged leave about that much to the kernel.
-const SHORT_PART: u64 = 2;
-/// Time that a conversion takes. The growth of kernel memory in that time is added to the
-/// threshold, up to a part of DRAM.
-const TURN_MS: u64 = 500;
-const MAX_GROWTH_PART: u64 = 8;
 /// Time limit of a migration, because Linux itself would try forever.
 const OFFLINE_LIMIT_MS: u64 = 10_000;
-/// Pause after a success, so that reports show its effect. After failures the pause doubles from
-/// the second value to the third.
-const PAUSE_MS: u64 = 500;
-const FIRST_BACK_OFF_MS: u64 = 5_000;
-const MAX_BACK_OFF_MS: u64 = 300_000;
-
-/// Growth of kernel memory: of the parts that Linux counts, and of all of it.
-#[derive(Clone, Debug, Default)]
-struct Growth {
-    counted: KernelGrowth,
-    of_zones: ZoneGrowth,
-}
-
-impl Growth {
-    fn update(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) {
-        let kernel = report.kernel.as_ref();
-        self.counted.update(kernel, report.counters.allocstall_kernel, now_ms);
-        self.of_zones.update(&report.zones, other_user_pages, kernel, now_ms);
-    }
-}
-
-/// Returns the node that has to give a block to the kernel. `None` if the kernel has enough memory
-/// that is free or can be reclaimed, or if no node can give a block.
-///
-/// Other movable memory must have room for the pages of the block. The node keeps movable memory of
-/// half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node without movable
-/// memory. Programs would then fill the kernel's new memory.
-fn short_node(zones: &[Zone], blocks: &Blocks, growth: &Growth, except: Option<u32>) -> Option<u32> {
-    let kernel = KernelMemory::of(zones.iter());
-    let least_bytes = kernel_reserve_bytes(kernel.dram_bytes, 0) / SHORT_PART;
-    let growth_bytes = growth.counted.bytes_within(TURN_MS).max(growth.of_zones.bytes_within(TURN_MS));
-    let growth_bytes = growth_bytes.min(kernel.dram_bytes / MAX_GROWTH_PART);
-    let short_bytes = least_bytes.saturating_add(growth_bytes);
-    // Caches count as free, because Linux drops them when the memory is needed, and a converted
-    // block would stay with the kernel.
-    let room_bytes = kernel.room_bytes.saturating_add(growth.counted.caches_bytes());
-    if blocks.block_bytes == 0 || room_bytes >= short_bytes || kernel.movable_free_bytes < blocks.block_bytes
-    {
-        return None;
-    }
-    let of_node = |node: u32| KernelMemory::of(zones.iter().filter(move |zone| zone.node == node));
-    let keeps_enough = |node: u32| {
-        let memory = of_node(node);
-        memory.managed_bytes > 0 && memory.movable_bytes >= blocks.block_bytes.saturating_add(least_bytes)
-    };
-    let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
-    nodes
-        .map(|node| node.node)
-        .filter(|node| Some(*node) != except && keeps_enough(*node))
-        .min_by_key(|node| of_node(*node).room_bytes)
-}
-
-/// No other block is converted before this time.
-#[derive(Debug, Default)]
-struct Pace {
-    not_before_ms: u64,
-    back_off_ms: u64,
-}
-
-impl Pace {
-    fn succeeded(&mut self, now_ms: u64) {
-        *self = Pace { not_before_ms: now_ms.saturating_add(PAUSE_MS), back_off_ms: 0 };
-    }
-
-    fn failed(&mut self, now_ms: u64) {
-        self.back_off_ms = (self.back_off_ms * 2).clamp(FIRST_BACK_OFF_MS, MAX_BACK_OFF_MS);
-        self.not_before_ms = now_ms.saturating_add(self.back_off_ms);
-    }
-}
 
 /// Converts blocks in a thread of its own.
 #[derive(Debug)]
@@ -109,8 +31,8 @@ pub struct KernelBlocks {
     requests: SyncSender<u32>,
     results: Receiver<Result<u32, (u32, io::Error)>>,
     is_busy: bool,
-    pace: Pace,
-    growth: Growth,
+    pace: KernelBlockPace,
+    growth: KernelBlockGrowth,
     exhausted: Option<Exhausted>,
 }
 
@@ -142,8 +64,8 @@ impl KernelBlocks {
             requests,
             results,
             is_busy: false,
-            pace: Pace::default(),
-            growth: Growth::default(),
+            pace: KernelBlockPace::default(),
+            growth: KernelBlockGrowth::default(),
             exhausted: None,
         })
     }
@@ -174,7 +96,7 @@ impl KernelBlocks {
         }
         let except = self.exhausted.as_ref().map(|exhausted| exhausted.node);
         if !self.is_busy
-            && now_ms >= self.pace.not_before_ms
+            && self.pace.is_due(now_ms)
             && let Some(node) = short_node(&report.zones, &report.blocks, &self.growth, except)
         {
             self.is_busy = self.requests.try_send(node).is_ok();
@@ -278,7 +200,7 @@ fn virtio_mem_ranges(iomem: &str) -> Vec<std::ops::Range<u64>> {
 
 #[cfg(test)]
 mod tests {
-    use foreshore_proto::{KernelUse, NodeBlocks, ZoneKind};
+    use foreshore_proto::{KernelUse, NodeBlocks, Zone, ZoneKind};
 
     use super::*;
 
@@ -311,39 +233,6 @@ mod tests {
         Blocks { block_bytes: BLOCK, nodes, ..Blocks::default() }
     }
 
-    /// The node of a kernel whose memory does not grow.
-    fn short(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
-        short_node(zones, blocks, &Growth::default(), None)
-    }
-
-    #[test]
-    fn a_kernel_that_grows_fast_is_short_sooner() {
-        let mut growth = Growth::default();
-        let holds = |mib: u64| KernelUse { page_table_bytes: mib * MIB, ..KernelUse::default() };
-        growth.counted.update(Some(&holds(0)), 0, 0);
-        growth.counted.update(Some(&holds(100)), 0, 1_000);
-        // Half of a sixteenth of 592 MiB, and 50 MiB.
-        assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth, None), Some(0));
-        assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth, None), None);
-        growth.counted.update(Some(&holds(10_000)), 0, 2_000);
-        assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth, None), None, "an eighth of DRAM at most");
-    }
-
-    /// 60 MiB/s in sockets. No kernel counter includes their data.
-    #[test]
-    fn memory_that_no_counter_has_makes_the_kernel_short_sooner() {
-        let mut growth = Growth::default();
-        for tenth in 0..=20 {
-            let mut zones = zones(200 - 6 * tenth, 300);
-            zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
-            growth.of_zones.update(&zones, 0, Some(&KernelUse::default()), tenth * 100);
-        }
-        // Half of a sixteenth of 592 MiB, and 30 MiB.
-        assert_eq!(short_node(&zones(48, 300), &blocks(2), &growth, None), Some(0));
-        assert_eq!(short_node(&zones(49, 300), &blocks(2), &growth, None), None);
-        assert_eq!(short_node(&zones(48, 300), &blocks(2), &Growth::default(), None), None);
-    }
-
     /// A guest of 6.12 in which a program locks 200 MiB that it has.
     #[test]
     fn locked_memory_does_not_make_the_kernel_short_sooner() {
@@ -352,124 +241,15 @@ mod tests {
             .replace("nr_zone_active_anon 63763", "nr_zone_active_anon 12563")
             .replace("nr_zone_unevictable 511", "nr_zone_unevictable 51711");
         assert_ne!(before, after);
-        let mut growth = Growth::default();
+        let mut growth = KernelBlockGrowth::default();
         let mut report = RawReport { kernel: Some(KernelUse::default()), ..RawReport::default() };
         for (text, at_ms) in [(before, 0), (&*after, 1_000)] {
             let locked = crate::parse::zoneinfo(text.as_bytes(), &mut report.zones).expect("parses");
             growth.update(&report, locked, at_ms);
         }
-        assert_eq!(growth.of_zones.bytes_within(TURN_MS), 0);
+        assert_eq!(growth.bytes_within(1_000), 0);
         growth.update(&report, 511, 1_000);
-        assert_eq!(growth.of_zones.bytes_within(1_000), 200 * MIB, "pages that no counter has");
-    }
-
-    /// Load that fills the kernel's zones with slabs.
-    #[derive(Clone, Copy, Default)]
-    struct Slabs {
-        reclaimable_mib: u64,
-        unreclaimable_mib: u64,
-        unused_dentries: u64,
-        allocstalls: u64,
-    }
-
-    /// Simulates one report per second while a load grows to `end`. Returns the node that has to
-    /// give a block.
-    fn node_after_load(end: Slabs) -> Option<u32> {
-        const SECONDS: u64 = 20;
-        let mut growth = Growth::default();
-        let mut given = None;
-        for second in 0..=SECONDS {
-            let so_far = |all: u64| all * second / SECONDS;
-            let kernel = KernelUse {
-                slab_reclaimable_bytes: so_far(end.reclaimable_mib * MIB),
-                slab_unreclaimable_bytes: 20 * MIB + so_far(end.unreclaimable_mib * MIB),
-                unused_dentries: Some(so_far(end.unused_dentries)),
-                unused_inodes: Some(0),
-                ..KernelUse::default()
-            };
-            growth.counted.update(Some(&kernel), so_far(end.allocstalls), second * 1_000);
-            // kswapd keeps the high watermark free.
-            let free_mib = 280u64.saturating_sub(so_far(end.reclaimable_mib + end.unreclaimable_mib));
-            let mut zones = zones(free_mib, 300);
-            zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
-            growth.of_zones.update(&zones, 0, Some(&kernel), second * 1_000);
-            given = given.or(short_node(&zones, &blocks(2), &growth, None));
-        }
-        given
-    }
-
-    /// 2 million dentries. Linux drops those that do not fit.
-    #[test]
-    fn caches_of_a_walk_through_all_files_get_no_block() {
-        const DENTRIES: u64 = 2_000_000;
-        let walk =
-            Slabs { reclaimable_mib: DENTRIES * 192 / MIB, unused_dentries: DENTRIES, ..Slabs::default() };
-        assert_eq!(node_after_load(walk), None);
-        let kept = Slabs { reclaimable_mib: 280, unused_dentries: 280 * MIB / 192, ..walk };
-        assert_eq!(node_after_load(kept), None);
-        let stalled = Slabs { allocstalls: 20, ..walk };
-        assert_eq!(node_after_load(stalled), Some(0), "reclaim does not keep up");
-    }
-
-    /// 400,000 files of a tmpfs, whose inodes and dentries cannot be reclaimed; and 200,000 files
-    /// of an ext4 whose page cache pins their inodes.
-    #[test]
-    fn slabs_that_cannot_be_reclaimed_get_a_block() {
-        let [reclaimable_mib, unreclaimable_mib] = [192, 720].map(|bytes| 400_000 * bytes / MIB);
-        let tmpfs = Slabs { reclaimable_mib, unreclaimable_mib, ..Slabs::default() };
-        assert_eq!(node_after_load(tmpfs), Some(0));
-        assert_eq!(node_after_load(Slabs { unreclaimable_mib: 270, ..Slabs::default() }), Some(0));
-        let ext4 = Slabs { reclaimable_mib: 330, unreclaimable_mib: 30, ..Slabs::default() };
-        assert_eq!(node_after_load(ext4), Some(0));
-    }
-
-    #[test]
-    fn a_kernel_that_is_short_gets_a_block_of_its_node() {
-        // Half of a sixteenth of 592 MiB.
-        assert_eq!(short(&zones(18, 300), &blocks(2)), Some(0));
-        assert_eq!(short(&zones(19, 300), &blocks(2)), None);
-        assert_eq!(short(&zones(0, 127), &blocks(2)), None, "the pages of the block have nowhere to go");
-        assert_eq!(short(&zones(0, 300), &blocks(0)), None, "PM stays movable");
-        assert_eq!(short(&zones(0, 300), &Blocks::default()), None, "a kernel without hotplug");
-        assert_eq!(short(&[], &blocks(2)), None);
-    }
-
-    #[test]
-    fn a_node_keeps_movable_memory_that_its_reserve_is_measured_by() {
-        let mut zones = zones(0, 300);
-        zones[1].managed_pages = (128 + 18) * MIB / PAGE_BYTES;
-        assert_eq!(short(&zones, &blocks(1)), Some(0));
-        zones[1].managed_pages = 128 * MIB / PAGE_BYTES;
-        assert_eq!(short(&zones, &blocks(1)), None);
-    }
-
-    #[test]
-    fn the_node_with_the_least_kernel_memory_gives_the_block() {
-        let zones = [
-            zone(0, ZoneKind::Dma32, 1000, 20),
-            zone(0, ZoneKind::Movable, 1000, 500),
-            zone(1, ZoneKind::Normal, 1000, 5),
-            zone(1, ZoneKind::Movable, 1000, 500),
-        ];
-        let mut blocks = blocks(4);
-        assert_eq!(short(&zones, &blocks), Some(1));
-        blocks.nodes[1].movable_online_bytes = 0;
-        assert_eq!(short(&zones, &blocks), Some(0));
-    }
-
-    #[test]
-    fn failures_are_retried_ever_more_rarely() {
-        let mut pace = Pace::default();
-        let mut pauses = Vec::new();
-        for _ in 0..9 {
-            pace.failed(0);
-            pauses.push(pace.not_before_ms / 1000);
-        }
-        assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 300, 300, 300]);
-        pace.succeeded(1_000);
-        assert_eq!(pace.not_before_ms, 1_500);
-        pace.failed(0);
-        assert_eq!(pace.not_before_ms, 5_000);
+        assert_eq!(growth.bytes_within(1_000), 200 * MIB, "pages that no counter has");
     }
 
     #[test]
@@ -537,7 +317,8 @@ mod tests {
         while kernel_blocks.exhausted.is_none() {
             kernel_blocks.poll(&report, 0, now_ms);
         }
-        now_ms += 2 * MAX_BACK_OFF_MS;
+        // Longer than any pause.
+        now_ms += 600_000;
         kernel_blocks.poll(&report, 0, now_ms);
         assert!(!kernel_blocks.is_busy);
         report.blocks = blocks(3);

@@ -13,6 +13,7 @@
 //! since the guest booted.
 
 mod boot_memory;
+mod kernel_blocks;
 mod kernel_memory;
 mod line;
 mod pace;
@@ -23,6 +24,7 @@ mod verify;
 mod wire;
 
 pub use boot_memory::{BootMemory, LOW_BOOT_BYTES};
+pub use kernel_blocks::{CONVERSION_MS, KernelBlockGrowth, KernelBlockPace, short_node};
 pub use kernel_memory::{KernelGrowth, KernelMemory, ZoneGrowth};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
