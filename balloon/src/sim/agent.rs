@@ -7,8 +7,12 @@ use foreshore_proto::{
 
 use super::demand::Segment;
 use super::guest::{Guest, PAGE_BYTES};
+use super::kernel_blocks::KernelBlocks;
 use crate::TimeMs;
+use crate::units::SECTION_BYTES;
 
+/// Memory block of Linux, as small as x86-64 has them.
+const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
 /// What the pace remembers of a fall is halved by every report in which nothing has fallen.
 const FORGOTTEN_REPORTS: u64 = 64;
 /// The kernel's trigger: tasks waited for so long within such a time.
@@ -33,6 +37,7 @@ pub(super) struct Agent {
     seq: u64,
     free: Vec<u64>,
     stall: StallAverage,
+    kernel_blocks: KernelBlocks,
 }
 
 /// The 10 s average of stall times, as the kernel folds it every 2 s.
@@ -80,6 +85,7 @@ impl Agent {
             seq: 0,
             free: Vec::new(),
             stall: StallAverage::default(),
+            kernel_blocks: KernelBlocks::default(),
         }
     }
 
@@ -102,9 +108,16 @@ impl Agent {
         self.report_due().since(self.reported)
     }
 
-    /// Whether averages stay what they are as long as nothing moves.
+    /// Returns true if averages stay the same as long as nothing moves, and no block is to be
+    /// converted.
     pub fn is_at_rest(&self) -> bool {
-        self.stall.basis_points == 0
+        self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()
+    }
+
+    /// Gives a block of DRAM to the kernel if the last report shows that the kernel is short.
+    pub fn give_kernel_block(&mut self, guest: &mut Guest) {
+        let now_ms = guest.now().0 + BOOTED_MS;
+        self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
     /// When there will be news, if nothing but the segment moves memory; whether anybody looks is another matter.
@@ -205,7 +218,7 @@ impl Agent {
             version: PROTOCOL_VERSION,
             blocks: Blocks {
                 online_policy: OnlinePolicy::OnlineMovable,
-                block_bytes: 128 << 20,
+                block_bytes: MEMORY_BLOCK_BYTES,
                 ..Blocks::default()
             },
             ..RawReport::default()
@@ -215,9 +228,7 @@ impl Agent {
         raw.monotonic_ms = guest.now().0 + BOOTED_MS;
         raw.cause = cause;
         let total_bytes = guest.total_bytes();
-        if raw.memory.total_bytes != total_bytes {
-            fill_blocks(&mut raw.blocks.nodes, guest);
-        }
+        fill_blocks(&mut raw.blocks.nodes, guest);
         let swap = &guest.config().swap;
         raw.memory = Memory {
             total_bytes,
@@ -260,6 +271,7 @@ impl Agent {
             numa_other: pages(totals.foreign_bytes + totals.demoted_bytes),
             oom_kill: totals.oom_kills,
         };
+        self.kernel_blocks.update(&raw, guest);
         self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
         self.looked = self.reported;
@@ -298,11 +310,15 @@ impl Agent {
             let (free, marks) = (free.movable_bytes, boot.movable_marks);
             zones.push(zone(0, ZoneKind::Movable, free, marks, boot.movable_bytes, user_bytes));
         }
-        for (index, sizes) in guest.zones().iter().enumerate().filter(|(_, sizes)| sizes.plugged_bytes > 0) {
+        for (index, sizes) in guest.zones().iter().enumerate() {
+            let movable_bytes = guest.zone_movable_bytes(index);
+            if movable_bytes == 0 {
+                continue;
+            }
             let (free, marks) = (self.free[index], guest.zone_marks(index));
-            let user_bytes = sizes.plugged_bytes.saturating_sub(free);
+            let user_bytes = movable_bytes.saturating_sub(free);
             let node = sizes.guest_numa_node;
-            let plugged = zone(node, ZoneKind::Movable, free, marks, sizes.plugged_bytes, user_bytes);
+            let plugged = zone(node, ZoneKind::Movable, free, marks, movable_bytes, user_bytes);
             // Linux has one ZONE_MOVABLE in a node.
             match zones.iter_mut().find(|zone| zone.node == node && zone.kind == ZoneKind::Movable) {
                 Some(movable) => add(movable, &plugged),
@@ -331,7 +347,8 @@ fn reclaimed_bytes(guest: &Guest) -> u64 {
 fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
     nodes.clear();
     nodes.push(NodeBlocks { online_bytes: guest.config().boot_bytes, ..NodeBlocks::default() });
-    for sizes in guest.zones().iter().filter(|sizes| sizes.plugged_bytes > 0) {
+    let plugged = guest.zones().iter().enumerate().filter(|(_, sizes)| sizes.plugged_bytes > 0);
+    for (index, sizes) in plugged {
         let at = match nodes.iter().position(|node| node.node == sizes.guest_numa_node) {
             Some(at) => at,
             None => {
@@ -339,8 +356,10 @@ fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
                 nodes.len() - 1
             }
         };
-        nodes[at].online_bytes += sizes.plugged_bytes;
-        nodes[at].movable_online_bytes += sizes.plugged_bytes;
+        // A block that is plugged in part is online as a whole.
+        let blocks = |bytes: u64| bytes.next_multiple_of(MEMORY_BLOCK_BYTES);
+        nodes[at].online_bytes += blocks(sizes.plugged_bytes);
+        nodes[at].movable_online_bytes += blocks(guest.zone_movable_bytes(index));
     }
 }
 

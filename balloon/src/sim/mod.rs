@@ -13,6 +13,7 @@ mod agent;
 mod demand;
 mod guest;
 mod host;
+mod kernel_blocks;
 mod outcome;
 mod random;
 mod replay;

@@ -534,8 +534,8 @@ mod tests {
         assert_eq!(by_hand, [0; 6]);
     }
 
-    /// Anonymous and kernel memory, in MiB, that a guest of 1 GiB wants if 500 MiB are available and
-    /// its reports have `kernel`.
+    /// Anonymous and kernel memory, in MiB, that a guest of 1 GiB wants if 500 MiB are available
+    /// and its reports have `kernel`.
     fn wanted_with(kernel: &str) -> [u64; 2] {
         let mut text = String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
         for (at, seq) in [(1_000, 1), (3_000, 2)] {

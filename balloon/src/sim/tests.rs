@@ -67,6 +67,9 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     if used > guest.total_bytes() {
         return Err(format!("{used} is used of {}", guest.total_bytes()));
     }
+    if guest.kernel_used_bytes() > guest.boot().kernel_bytes() {
+        return Err(format!("The kernel holds {} of its zones", guest.kernel_used_bytes()));
+    }
     if guest.swapped_bytes() > guest.config().swap.size_bytes {
         return Err(format!("{} is in swap", guest.swapped_bytes()));
     }

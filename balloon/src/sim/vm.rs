@@ -223,6 +223,7 @@ impl Vm {
 
     fn report(&mut self, cause: Cause, pool: &mut impl Pool, observer: &mut impl Observer) {
         let report = self.agent.report(&self.guest, cause);
+        self.agent.give_kernel_block(&mut self.guest);
         observer.report(self.guest.now(), &report);
         if self.channel != Channel::default() {
             self.rest_since = None;
@@ -318,6 +319,7 @@ mod tests {
         let mut params = workload.defaults();
         // Several of whatever it is in the run.
         params.period_ms = params.period_ms.min(1_800_000);
+        params.kernel_permille = 300 * seed;
         let demand = workload.demand(&params, dram_bytes, 3_600_000, &mut Random::new(seed, 0));
         VmSetup { guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() }, host, demand }
     }

@@ -1,12 +1,15 @@
-//! Memory of the guest's kernel. It lies in the kernel's zones, and can neither move nor be swapped.
+//! Memory of the guest's kernel. It lies in the kernel's zones. It cannot move or be swapped.
+
+use foreshore_proto::CONVERSION_MS;
 
 use super::paging::{Budget, OOM_MS};
-use super::{FILL_BYTES_PER_MS, Guest, PAGE_BYTES};
+use super::{FILL_BYTES_PER_MS, Guest, Marks, PAGE_BYTES};
 use crate::sim::demand::Segment;
 use crate::units::scale;
+use crate::{Tier, TimeMs};
 
-/// Kernel memory that a segment wants. Page descriptors and the memory that the kernel takes when it
-/// boots do not count.
+/// Kernel memory that a segment wants. Page descriptors and the memory that the kernel takes at
+/// boot do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KernelLoad {
     /// Allocated part.
@@ -46,7 +49,56 @@ impl KernelLoad {
     }
 }
 
+/// Block of plugged DRAM whose pages move away. It becomes kernel memory then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Conversion {
+    zone: usize,
+    block_bytes: u64,
+    ends: TimeMs,
+}
+
 impl Guest {
+    /// Begins to convert a block of this size of plugged DRAM in `node` to kernel memory. Returns
+    /// false if the node has no such block.
+    pub(in crate::sim) fn begin_conversion(&mut self, node: u32, block_bytes: u64) -> bool {
+        let has_block = |index: &usize| {
+            let zone = &self.zones[*index];
+            zone.tier == Tier::Dram && zone.guest_numa_node == node && self.zone_movable_bytes(*index) > 0
+        };
+        let zone = (0..self.zones.len()).find(has_block);
+        let ends = self.now + CONVERSION_MS;
+        self.conversion = zone.map(|zone| Conversion { zone, block_bytes, ends });
+        self.conversion.is_some()
+    }
+
+    /// Returns true if a block is being converted.
+    pub(in crate::sim) fn is_converting(&self) -> bool {
+        self.conversion.is_some()
+    }
+
+    /// Plugged DRAM that serves the kernel.
+    pub fn kernel_block_bytes(&self) -> u64 {
+        let zones = self.zones.iter().zip(&self.plugs);
+        zones.map(|(zone, plug)| plug.kernel_bytes(zone.plugged_bytes)).sum()
+    }
+
+    /// Ends a conversion that is due. It fails if the block has been unplugged, or if its pages
+    /// find no room in other movable memory.
+    pub(super) fn convert(&mut self) {
+        let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now) else {
+            return;
+        };
+        self.conversion = None;
+        let Conversion { zone, block_bytes, .. } = conversion;
+        let moved_bytes = self.zone_movable_bytes(zone).min(block_bytes);
+        if moved_bytes == 0 || self.movable_room_bytes() < moved_bytes {
+            return;
+        }
+        self.plugs[zone].kernel_blocks_bytes += block_bytes;
+        self.plugs[zone].marks = Marks::movable(self.zone_movable_bytes(zone));
+        self.adapt_reserve();
+    }
+
     /// Kernel memory that a segment wants and that is allocated.
     pub fn kernel_bytes(&self) -> u64 {
         self.kernel.held_bytes
@@ -68,7 +120,8 @@ impl Guest {
         self.descriptor_bytes() + self.kernel.held_bytes
     }
 
-    /// Allocates the kernel memory of the first segment, as far as it fits above the high watermark.
+    /// Allocates the kernel memory of the first segment, if it fits above the high watermark. The
+    /// rest waits.
     pub(super) fn boot_kernel(&mut self, segment: &Segment) {
         let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
         let room_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes() + high_bytes);
@@ -86,7 +139,8 @@ impl Guest {
         }
     }
 
-    /// Free memory of the kernel's zones above `mark_pages`, where [`Guest::place`] has placed the user pages.
+    /// Free memory of the kernel's zones above `mark_pages`, as [`Guest::place`] has placed the
+    /// user pages.
     fn kernel_room_bytes(&self, mark_pages: u64) -> u64 {
         let used_bytes = self.kernel_used_bytes() + self.held_bytes() + mark_pages * PAGE_BYTES;
         self.boot.kernel_bytes().saturating_sub(used_bytes)
@@ -99,8 +153,9 @@ impl Guest {
         got_bytes
     }
 
-    /// Gives waiting kernel allocations what is free in the kernel's zones, and what can be freed
-    /// there. They may use the reserve that user pages leave. Returns the time that tasks waited.
+    /// Serves waiting kernel allocations from free memory of the kernel's zones, and frees more
+    /// there if needed. They may use the reserve that user pages leave. Returns the time that tasks
+    /// waited.
     pub(super) fn allocate_kernel(&mut self, ms: u64, budget: &mut Budget) -> u64 {
         if self.kernel.waiting_bytes == 0 {
             self.kernel.stuck_ms = 0;
@@ -153,22 +208,28 @@ impl Guest {
         self.kernel.kswapd = freed_bytes < missing_bytes && freed_bytes > 0;
     }
 
-    /// Moves user pages from the kernel's zones to free movable memory, and returns their size. Linux
-    /// demotes pages of DRAM to PM (`demotion_enabled`) before it drops or swaps any.
+    /// Free movable memory.
+    fn movable_room_bytes(&self) -> u64 {
+        let outside_bytes = self.user_bytes() - self.held_bytes();
+        self.movable_bytes().saturating_sub(outside_bytes)
+    }
+
+    /// Moves user pages from the kernel's zones to free movable memory, and returns their size.
+    /// Linux demotes pages of DRAM to PM (`demotion_enabled`) before it drops or swaps any.
     fn move_from_kernel_zones(&mut self, bytes: u64) -> u64 {
         let kernel_zone_bytes = self.held_bytes();
         let marks_pages: u64 = self.plugs.iter().map(|plug| plug.marks.high).sum();
         let marks_bytes = (marks_pages + self.boot.movable_marks.high) * PAGE_BYTES;
-        let outside_bytes = self.user_bytes() - kernel_zone_bytes;
-        let there_bytes = self.movable_bytes().saturating_sub(outside_bytes);
-        let moved_bytes = bytes.min(kernel_zone_bytes).min(there_bytes.saturating_sub(marks_bytes));
+        let room_bytes = self.movable_room_bytes().saturating_sub(marks_bytes);
+        let moved_bytes = bytes.min(kernel_zone_bytes).min(room_bytes);
         self.place_in_kernel_zones(kernel_zone_bytes - moved_bytes);
         self.placed.pm_bytes += moved_bytes;
         self.totals.demoted_bytes += moved_bytes;
         moved_bytes
     }
 
-    /// Reclaims at most `bytes` of the user pages in the kernel's zones by `reclaim`, and returns their size.
+    /// Reclaims at most `bytes` of the user pages in the kernel's zones by `reclaim`, and returns
+    /// their size.
     fn reclaim_kernel_zones(
         &mut self,
         bytes: u64,

@@ -11,7 +11,7 @@ mod tests;
 
 use foreshore_proto::Measure;
 
-use self::kernel::KernelLoad;
+use self::kernel::{Conversion, KernelLoad};
 use self::paging::Budget;
 use self::placing::Placed;
 pub(super) use self::placing::{BootZones, boot_memory};
@@ -123,7 +123,17 @@ struct Plug {
     done_us: u64,
     /// The most that was ever plugged.
     peak_bytes: u64,
+    /// Size of the memory blocks that serve the kernel, the first ones of the zone. The last one
+    /// may be plugged in part.
+    kernel_blocks_bytes: u64,
     marks: Marks,
+}
+
+impl Plug {
+    /// Part of `plugged_bytes` that serves the kernel.
+    fn kernel_bytes(&self, plugged_bytes: u64) -> u64 {
+        self.kernel_blocks_bytes.min(plugged_bytes)
+    }
 }
 
 /// Totals since the guest's start.
@@ -197,6 +207,7 @@ pub struct Guest {
     /// Since when nothing could be had for what waits.
     stuck_ms: u64,
     kernel: KernelLoad,
+    conversion: Option<Conversion>,
     totals: Totals,
 }
 
@@ -208,6 +219,7 @@ impl Guest {
             asked: TimeMs(0),
             done_us: 0,
             peak_bytes: zone.plugged_bytes,
+            kernel_blocks_bytes: 0,
             marks: Marks::movable(zone.plugged_bytes),
         };
         let mut guest = Guest {
@@ -226,9 +238,10 @@ impl Guest {
             kswapd: false,
             stuck_ms: 0,
             kernel: KernelLoad::default(),
+            conversion: None,
             totals: Totals::default(),
         };
-        guest.boot.adapt(&guest.zones);
+        guest.adapt_reserve();
         guest.boot_kernel(segment);
         let room = |guest: &Guest| {
             guest.room_bytes().saturating_sub(guest.marks_bytes(|marks| marks.high)) / PAGE_BYTES * PAGE_BYTES
@@ -295,7 +308,7 @@ impl Guest {
 
     /// MemTotal.
     pub fn total_bytes(&self) -> u64 {
-        self.boot.bytes() + self.plugged_bytes()
+        self.boot.bytes() + self.plugged_bytes() - self.kernel_block_bytes()
     }
 
     /// What is plugged of all zones.
@@ -361,9 +374,10 @@ impl Guest {
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
     }
 
+    /// Plugged memory that cannot leave.
     fn stuck_bytes(&self, zone: &ZoneSizes, plug: &Plug) -> u64 {
         let stuck = plug.peak_bytes / 1000 * self.config.refused_permille;
-        stuck.div_ceil(zone.block_bytes) * zone.block_bytes
+        stuck.div_ceil(zone.block_bytes) * zone.block_bytes + plug.kernel_bytes(zone.plugged_bytes)
     }
 
     /// The host asks for sizes.
@@ -471,7 +485,7 @@ impl Guest {
     }
 
     fn is_moving(&self) -> bool {
-        self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
+        self.conversion.is_some() || self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
     }
 
     /// Lives until `to`, which is in the segment.
@@ -493,6 +507,7 @@ impl Guest {
         let wanted_before = self.wanted_bytes();
         self.now = self.now + ms;
         self.plug(ms, pool);
+        self.convert();
         let wanted = segment.anon_bytes_at(self.now);
         if wanted >= wanted_before {
             self.waiting_bytes += wanted - wanted_before;
@@ -534,13 +549,14 @@ impl Guest {
             } else {
                 self.unplug_zone(index, done_bytes, pool)
             };
+            let marks = Marks::movable(self.zone_movable_bytes(index));
             let plug = &mut self.plugs[index];
             // A block that could not be moved is begun anew.
             plug.done_us = if moved == 0 && done_bytes > 0 { 0 } else { work_us % block_us };
             if moved > 0 {
                 plug.peak_bytes = plug.peak_bytes.max(self.zones[index].plugged_bytes);
-                plug.marks = Marks::movable(self.zones[index].plugged_bytes);
-                self.boot.adapt(&self.zones);
+                plug.marks = marks;
+                self.adapt_reserve();
             }
         }
     }

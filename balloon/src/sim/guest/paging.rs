@@ -75,8 +75,8 @@ impl Guest {
         crate::units::scale(ms * 1000, wanted - got, wanted)
     }
 
-    /// The OOM killer ends who has most; here, a quarter of all, and what could not be had. Kernel
-    /// memory ends with its processes.
+    /// The OOM killer ends the largest process. Here it ends a quarter of all memory, and all that
+    /// waits. Kernel memory ends with its processes.
     pub(super) fn kill(&mut self) {
         let taken = self.resident_bytes / 4;
         self.resident_bytes -= taken;

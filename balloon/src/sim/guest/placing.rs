@@ -42,11 +42,14 @@ pub(in crate::sim) struct KernelPart<'a> {
     pub user_bytes: u64,
 }
 
-/// Zones of boot memory, divided as the VMM's command line divides them.
+/// Zones of boot memory, divided as the VMM's command line divides them. Blocks of plugged DRAM
+/// that serve the kernel count as its ZONE_NORMAL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct BootZones {
     /// Memory that can be plugged.
     hotplug_bytes: u64,
+    /// Plugged DRAM that serves the kernel.
+    block_bytes: u64,
     /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory are
     /// allocated from them.
     kernel_zones: [KernelZone; 2],
@@ -70,6 +73,7 @@ impl BootZones {
             |kind, bytes| KernelZone { kind, bytes, marks: marks.part(bytes, kernel_bytes), kept_bytes: 0 };
         Self {
             hotplug_bytes: memory.hotplug_bytes(),
+            block_bytes: 0,
             kernel_zones: [
                 zone(ZoneKind::Dma32, kernel_bytes - normal_bytes),
                 zone(ZoneKind::Normal, normal_bytes),
@@ -127,11 +131,26 @@ impl BootZones {
         zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
 
-    /// Sets the reserve for the present sizes of `zones`, as the agent of a guest with Linux' default ratios does.
-    pub fn adapt(&mut self, zones: &[ZoneSizes]) {
-        // Node 0 has the boot memory.
-        let plugged = zones.iter().filter(|zone| zone.guest_numa_node == 0).map(|zone| zone.plugged_bytes);
-        let movable_bytes = plugged.fold(self.movable_bytes, u64::saturating_add);
+    /// Sets the size of the blocks of plugged DRAM that serve the kernel. They lie above 4 GiB, in
+    /// ZONE_NORMAL.
+    fn set_kernel_blocks(&mut self, block_bytes: u64) {
+        let before_bytes = std::mem::replace(&mut self.block_bytes, block_bytes);
+        self.kernel_zones[1].bytes = self.kernel_zones[1].bytes - before_bytes + block_bytes;
+        let kernel_bytes = self.kernel_bytes();
+        let marks = Marks::lowmem(kernel_bytes);
+        for zone in &mut self.kernel_zones {
+            zone.marks = marks.part(zone.bytes, kernel_bytes);
+        }
+    }
+
+    /// Sets the reserve for `plugged_bytes` of movable memory in the node of the boot memory, as
+    /// the agent of a guest with Linux' default ratios does. `block_bytes` of plugged DRAM serve
+    /// the kernel.
+    pub fn adapt(&mut self, plugged_bytes: u64, block_bytes: u64) {
+        if self.block_bytes != block_bytes {
+            self.set_kernel_blocks(block_bytes);
+        }
+        let movable_bytes = self.movable_bytes.saturating_add(plugged_bytes);
         let [low, normal] = &mut self.kernel_zones;
         let node = NodeMemory { zones_bytes: [0, low.bytes, normal.bytes], movable_bytes };
         let dram_bytes = node.kernel_bytes().saturating_add(movable_bytes);
@@ -168,7 +187,26 @@ impl Guest {
 
     /// Memory of all movable zones.
     pub(super) fn movable_bytes(&self) -> u64 {
-        self.boot.movable_bytes + self.plugged_bytes()
+        self.boot.movable_bytes + self.plugged_bytes() - self.kernel_block_bytes()
+    }
+
+    /// Memory of the movable zones of DRAM.
+    fn movable_dram_bytes(&self) -> u64 {
+        self.boot.movable_bytes + self.plugged_of(Tier::Dram) - self.kernel_block_bytes()
+    }
+
+    /// Movable memory of a zone that can be plugged.
+    pub(in crate::sim) fn zone_movable_bytes(&self, index: usize) -> u64 {
+        let plugged_bytes = self.zones[index].plugged_bytes;
+        plugged_bytes - self.plugs[index].kernel_bytes(plugged_bytes)
+    }
+
+    /// Sets the kernel's zones and the reserve for the present sizes of all zones.
+    pub(super) fn adapt_reserve(&mut self) {
+        // Node 0 has the boot memory.
+        let of_node = (0..self.zones.len()).filter(|index| self.zones[*index].guest_numa_node == 0);
+        let plugged_bytes = of_node.map(|index| self.zone_movable_bytes(index)).sum();
+        self.boot.adapt(plugged_bytes, self.kernel_block_bytes());
     }
 
     /// Largest size of user pages in the kernel's zones.
@@ -193,7 +231,7 @@ impl Guest {
     /// User pages in the kernel's zones. User pages fill movable DRAM first, then the kernel's zones down to the reserve, and then
     /// PM, which is how Linux' lists of zones are ordered.
     fn kernel_zone_user_bytes(&self) -> u64 {
-        let movable_bytes = self.boot.movable_bytes + self.plugged_of(Tier::Dram);
+        let movable_bytes = self.movable_dram_bytes();
         let rest_bytes = self.user_bytes().saturating_sub(movable_bytes);
         rest_bytes.min(self.kernel_zone_limit_bytes())
     }
@@ -212,7 +250,7 @@ impl Guest {
 
     /// User pages in PM.
     fn pm_user_bytes(&self) -> u64 {
-        let movable_bytes = self.boot.movable_bytes + self.plugged_of(Tier::Dram);
+        let movable_bytes = self.movable_dram_bytes();
         self.user_bytes().saturating_sub(movable_bytes + self.kernel_zone_user_bytes())
     }
 
@@ -230,8 +268,10 @@ impl Guest {
             users -= taken;
             bytes - taken
         };
-        for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Dram) {
-            *free = fill(zone.plugged_bytes);
+        for (index, free) in free.iter_mut().enumerate() {
+            if self.zones[index].tier == Tier::Dram {
+                *free = fill(self.zone_movable_bytes(index));
+            }
         }
         let movable_bytes = fill(self.boot.movable_bytes);
         fill(self.kernel_zone_user_bytes());

@@ -3,6 +3,7 @@
 use foreshore_proto::{Report, Zone, ZoneKind};
 
 use super::*;
+use crate::plan::{Direction, Plan, Reason};
 
 /// Kernel memory at rest, and after it has grown for [`GROWTH_MS`].
 const REST_MIB: u64 = 16;
@@ -10,7 +11,8 @@ const REST_MS: u64 = 10_000;
 const GROWTH_MS: u64 = 20_000;
 const END_MS: u64 = 60_000;
 
-/// Guest with 512 MiB of DRAM, and no other. Its kernel wants `kernel_mib` in the end, its programs `anon_mib` all the time.
+/// Guest with 512 MiB of DRAM, and no other. Its kernel wants `kernel_mib` in the end, its programs
+/// `anon_mib` all the time.
 fn load(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let rest = Segment {
         anon_bytes: anon_mib * MIB,
@@ -185,4 +187,98 @@ fn recorded_kernel_memory_is_wanted_again() {
         let is_near = first.iter().zip(second).all(|(first, second)| first.abs_diff(second) <= 2);
         assert!(is_near, "{first:?} and {second:?} MiB at {at}");
     }
+}
+
+/// Guest with 384 MiB of boot memory to which 256 MiB of DRAM and 512 MiB of PM can be added.
+/// Programs hold `anon_mib`, and the kernel grows to `kernel_mib`.
+fn load_with_dram(kernel_mib: u64, anon_mib: u64) -> VmSetup {
+    let mut setup = load(kernel_mib, anon_mib);
+    let boot_bytes = 384 * MIB;
+    setup.guest = GuestConfig { boot_bytes, ..setup.guest };
+    let zones = vec![ZoneSizes::empty(0, Tier::Dram, 256 * MIB), ZoneSizes::empty(1, Tier::Pm, 512 * MIB)];
+    setup.host = HostView { boot_bytes, zones, ..HostView::default() };
+    setup
+}
+
+/// What `psi` decided, and whether the laws held.
+#[derive(Default)]
+struct Decisions {
+    lawful: Lawful,
+    /// Times and reasons of plans that asked for more.
+    grows: Vec<(TimeMs, Reason)>,
+    /// Converted blocks when the guest was last seen, and the time of each.
+    blocks: Vec<(TimeMs, u64)>,
+    last: Option<Report>,
+}
+
+impl Observer for Decisions {
+    fn report(&mut self, _: TimeMs, report: &Report) {
+        self.last = Some(report.clone());
+    }
+
+    fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) {
+        if plan.direction == Direction::Grow && plan.changes(host).next().is_some() {
+            self.grows.push((at, plan.reason));
+        }
+    }
+
+    fn lived(&mut self, guest: &Guest, segment: &Segment) {
+        self.lawful.lived(guest, segment);
+        let bytes = guest.kernel_block_bytes();
+        if bytes != self.blocks.last().map_or(0, |(_, bytes)| *bytes) {
+            self.blocks.push((guest.now(), bytes));
+        }
+    }
+}
+
+fn decide(setup: VmSetup, policy: &str) -> (Vm, Decisions) {
+    let mut decisions = Decisions::default();
+    let mut vms = run_host(vec![setup], 1024 * MIB, &governed(policy), &mut decisions).expect("in range");
+    assert_eq!(decisions.lawful.0, None);
+    (vms.remove(0), decisions)
+}
+
+#[test]
+fn rule_13_adds_movable_memory_for_the_blocks_that_the_kernel_gets() {
+    let (vm, decisions) = decide(load_with_dram(500, 0), "psi");
+    let guest = vm.guest();
+    assert_eq!((guest.kernel_bytes(), guest.totals().oom_kills), (500 * MIB, 0));
+    assert_eq!(guest.kernel_block_bytes(), 256 * MIB, "all DRAM");
+    let is_for_kernel = |(at, reason): &(TimeMs, Reason)| {
+        *reason == Reason::KernelMemory && decisions.blocks.first().is_some_and(|(first, _)| at < first)
+    };
+    assert!(decisions.grows.iter().any(is_for_kernel), "{:?} {:?}", decisions.grows, decisions.blocks);
+
+    let report = decisions.last.expect("reports");
+    let normal = report.zones().iter().find(|zone| zone.kind == ZoneKind::Normal).expect("blocks");
+    assert_eq!((normal.node, normal.managed_pages), (0, pages(256)));
+    let node = report.blocks().nodes.iter().find(|node| node.node == 0).expect("boot memory");
+    assert_eq!((node.online_bytes, node.movable_online_bytes), (640 * MIB, 0));
+
+    let (vm, decisions) = decide(load_with_dram(500, 0), "off");
+    assert!(vm.guest().totals().oom_kills > 0 && decisions.blocks.is_empty());
+}
+
+#[test]
+fn block_that_is_plugged_in_part_serves_the_kernel_with_the_rest_as_well() {
+    let (_, decisions) = decide(load_with_dram(350, 0), "psi");
+    let sizes: Vec<u64> = decisions.blocks.iter().map(|(_, bytes)| bytes / MIB).collect();
+    assert_eq!(sizes.last(), Some(&128), "{sizes:?}");
+    assert!(sizes[0] < 128 && sizes.is_sorted(), "{sizes:?}");
+}
+
+#[test]
+fn blocks_that_serve_the_kernel_do_not_leave() {
+    let with_end = |mut setup: VmSetup| {
+        let rest = setup.demand.segments()[0];
+        let mut segments = setup.demand.segments().to_vec();
+        segments.push(Segment { at: TimeMs(END_MS), ..rest });
+        setup.demand = Demand::new(segments, TimeMs(END_MS + 3_600_000)).expect("in order");
+        decide(setup, "psi").0
+    };
+    let vm = with_end(load_with_dram(500, 100));
+    assert_eq!(vm.guest().kernel_bytes(), REST_MIB * MIB);
+    let plugged =
+        |vm: &Vm| vm.guest().zones().iter().map(|zone| zone.plugged_bytes / MIB).collect::<Vec<_>>();
+    assert_eq!((plugged(&vm), vm.guest().kernel_block_bytes()), (vec![256, 0], 256 * MIB));
 }

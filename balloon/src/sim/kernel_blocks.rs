@@ -1,0 +1,112 @@
+//! Blocks of DRAM that the agent gives to the kernel. The decision is the agent's own code.
+
+use foreshore_proto::{KernelBlockGrowth, KernelBlockPace, RawReport, short_node};
+
+use super::guest::Guest;
+
+/// Part of the agent that converts blocks.
+#[derive(Clone, Debug, Default)]
+pub(super) struct KernelBlocks {
+    growth: KernelBlockGrowth,
+    pace: KernelBlockPace,
+    /// Node that has to give a block, by the last report.
+    short_node: Option<u32>,
+    /// Memory of converted blocks when the conversion under way began.
+    before_bytes: Option<u64>,
+}
+
+impl KernelBlocks {
+    /// Takes a report, and the result of the last conversion.
+    pub fn update(&mut self, report: &RawReport, guest: &Guest) {
+        let now_ms = report.monotonic_ms;
+        // The model has no locked or compressed pages.
+        self.growth.update(report, 0, now_ms);
+        if let Some(before_bytes) = self.before_bytes.take_if(|_| !guest.is_converting()) {
+            match guest.kernel_block_bytes() > before_bytes {
+                true => self.pace.succeeded(now_ms),
+                false => self.pace.failed(now_ms),
+            }
+        }
+        self.short_node = short_node(&report.zones, &report.blocks, &self.growth, None);
+    }
+
+    /// Begins a conversion if the kernel is short of memory.
+    pub fn begin(&mut self, guest: &mut Guest, block_bytes: u64, now_ms: u64) {
+        let Some(node) = self.short_node.filter(|_| self.before_bytes.is_none()) else { return };
+        if !self.pace.is_due(now_ms) {
+            return;
+        }
+        match guest.begin_conversion(node, block_bytes) {
+            true => self.before_bytes = Some(guest.kernel_block_bytes()),
+            false => self.pace.failed(now_ms),
+        }
+    }
+
+    /// Returns true if nothing is to be converted.
+    pub fn is_at_rest(&self) -> bool {
+        self.short_node.is_none() && self.before_bytes.is_none()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foreshore_proto::Cause;
+
+    use super::super::agent::Agent;
+    use super::super::guest::GuestConfig;
+    use super::super::{HostPool, Segment};
+    use super::*;
+    use crate::{MIB, Tier, ZoneSizes};
+
+    /// Kernel memory that leaves less than half of the usual reserve.
+    const KERNEL_BYTES: u64 = 335 * MIB;
+
+    /// Lives for a second with these anonymous pages. Returns true if the agent begins a conversion
+    /// then.
+    fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
+        let segment =
+            Segment { anon_bytes: anon_mib * MIB, kernel_bytes: KERNEL_BYTES, ..Segment::default() };
+        guest.live(guest.now() + 1_000, &segment, &mut HostPool(0));
+        agent.report(guest, Cause::Rest);
+        let was_converting = guest.is_converting();
+        agent.give_kernel_block(guest);
+        guest.is_converting() && !was_converting
+    }
+
+    /// Guest of 384 MiB with 256 MiB of plugged DRAM, whose kernel is short.
+    fn short_guest() -> Guest {
+        let size_bytes = 256 * MIB;
+        let dram = ZoneSizes {
+            requested_bytes: size_bytes,
+            plugged_bytes: size_bytes,
+            ..ZoneSizes::empty(0, Tier::Dram, size_bytes)
+        };
+        let segment = Segment { kernel_bytes: KERNEL_BYTES, ..Segment::default() };
+        Guest::new(GuestConfig::default(), &[dram], &segment)
+    }
+
+    #[test]
+    fn conversion_whose_pages_find_no_room_fails_and_is_retried_after_a_pause() {
+        let (mut guest, mut agent) = (short_guest(), Agent::new());
+        assert!(begins(&mut guest, &mut agent, 0));
+        // Programs take the room meanwhile.
+        let mut pauses_s = Vec::new();
+        for second in 1..=30 {
+            let is_full = guest.is_converting();
+            if begins(&mut guest, &mut agent, if is_full { 220 } else { 0 }) {
+                pauses_s.push(second);
+            }
+            assert!(is_full || !agent.is_at_rest(), "another attempt follows");
+        }
+        assert_eq!((guest.kernel_block_bytes(), &pauses_s[..]), (0, &[6, 17][..]));
+    }
+
+    #[test]
+    fn a_kernel_that_has_enough_gets_one_block_and_no_more() {
+        let (mut guest, mut agent) = (short_guest(), Agent::new());
+        let begun: Vec<bool> = (0..10).map(|_| begins(&mut guest, &mut agent, 0)).collect();
+        assert_eq!(begun.iter().filter(|is_begun| **is_begun).count(), 1, "{begun:?}");
+        assert!(agent.is_at_rest());
+        assert_eq!((guest.kernel_block_bytes(), guest.total_bytes()), (128 * MIB, (384 - 28 + 256) * MIB));
+    }
+}
