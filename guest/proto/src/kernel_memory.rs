@@ -41,16 +41,22 @@ pub struct KernelMemory {
 impl KernelMemory {
     /// Computes the sums of `zones`. They saturate, because a guest reports the values.
     pub fn of<'a>(zones: impl Iterator<Item = &'a Zone> + Clone) -> Self {
-        let kernel = || zones.clone().filter(|zone| zone.serves_kernel());
-        let in_dram = |zone: &&Zone| kernel().any(|kernel| kernel.node == zone.node);
-        let movable = || zones.clone().filter(|zone| zone.kind == ZoneKind::Movable);
-        KernelMemory {
-            managed_bytes: bytes(kernel(), |zone| zone.managed_pages),
-            room_bytes: bytes(kernel(), |zone| zone.free_pages.saturating_sub(zone.high_pages)),
-            dram_bytes: bytes(zones.clone().filter(in_dram), |zone| zone.managed_pages),
-            movable_bytes: bytes(movable(), |zone| zone.managed_pages),
-            movable_free_bytes: bytes(movable(), |zone| zone.free_pages),
+        let is_dram = |node| zones.clone().any(|zone| zone.node == node && zone.serves_kernel());
+        let mut memory = KernelMemory::default();
+        // One pass, because this is computed for every report.
+        for zone in zones.clone() {
+            if zone.serves_kernel() {
+                add(&mut memory.managed_bytes, zone.managed_pages);
+                add(&mut memory.room_bytes, zone.free_pages.saturating_sub(zone.high_pages));
+            } else if zone.kind == ZoneKind::Movable {
+                add(&mut memory.movable_bytes, zone.managed_pages);
+                add(&mut memory.movable_free_bytes, zone.free_pages);
+            }
+            if is_dram(zone.node) {
+                add(&mut memory.dram_bytes, zone.managed_pages);
+            }
         }
+        memory
     }
 }
 
@@ -205,8 +211,8 @@ impl Zone {
     }
 }
 
-fn bytes<'a>(zones: impl Iterator<Item = &'a Zone>, pages: impl Fn(&Zone) -> u64) -> u64 {
-    zones.fold(0u64, |sum, zone| sum.saturating_add(pages(zone))).saturating_mul(PAGE_BYTES)
+fn add(bytes: &mut u64, pages: u64) {
+    *bytes = bytes.saturating_add(pages.saturating_mul(PAGE_BYTES));
 }
 
 #[cfg(test)]

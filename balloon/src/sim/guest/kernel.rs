@@ -78,8 +78,7 @@ impl Guest {
 
     /// Plugged DRAM that serves the kernel.
     pub fn kernel_block_bytes(&self) -> u64 {
-        let zones = self.zones.iter().zip(&self.plugs);
-        zones.map(|(zone, plug)| plug.kernel_bytes(zone.plugged_bytes)).sum()
+        self.boot.block_bytes()
     }
 
     /// Ends a conversion that is due. It fails if the block has been unplugged, or if its pages

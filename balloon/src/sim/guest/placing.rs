@@ -83,6 +83,11 @@ impl BootZones {
         }
     }
 
+    /// Plugged DRAM that serves the kernel.
+    pub fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
     /// Managed memory of all zones.
     pub fn bytes(&self) -> u64 {
         self.kernel_bytes() + self.movable_bytes
@@ -206,7 +211,9 @@ impl Guest {
         // Node 0 has the boot memory.
         let of_node = (0..self.zones.len()).filter(|index| self.zones[*index].guest_numa_node == 0);
         let plugged_bytes = of_node.map(|index| self.zone_movable_bytes(index)).sum();
-        self.boot.adapt(plugged_bytes, self.kernel_block_bytes());
+        let zones = self.zones.iter().zip(&self.plugs);
+        let block_bytes = zones.map(|(zone, plug)| plug.kernel_bytes(zone.plugged_bytes)).sum();
+        self.boot.adapt(plugged_bytes, block_bytes);
     }
 
     /// Largest size of user pages in the kernel's zones.
@@ -216,8 +223,9 @@ impl Guest {
     /// grows later moves no page. So the reserve is refilled when user pages are freed.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
-        let left_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
-        let room_bytes = self.boot.room_bytes(self.kernel_used_bytes());
+        let used_bytes = self.kernel_used_bytes();
+        let left_bytes = self.boot.kernel_bytes().saturating_sub(used_bytes);
+        let room_bytes = self.boot.room_bytes(used_bytes);
         let limit_bytes = room_bytes.min(left_bytes.saturating_sub(next_bytes));
         limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
@@ -225,7 +233,10 @@ impl Guest {
     /// User pages that are still in the kernel's zones. Freed pages were in all zones alike.
     pub(super) fn held_bytes(&self) -> u64 {
         let Placed { user_bytes, kernel_zone_bytes, .. } = self.placed;
-        scale(kernel_zone_bytes, self.user_bytes().min(user_bytes), user_bytes)
+        match self.user_bytes() {
+            bytes if bytes < user_bytes => scale(kernel_zone_bytes, bytes, user_bytes),
+            _ => kernel_zone_bytes,
+        }
     }
 
     /// User pages in the kernel's zones. User pages fill movable DRAM first, then the kernel's zones down to the reserve, and then
@@ -238,7 +249,8 @@ impl Guest {
 
     /// Places the user pages.
     pub(super) fn place(&mut self) {
-        let (kernel_zone_bytes, pm_bytes) = (self.kernel_zone_user_bytes(), self.pm_user_bytes());
+        let kernel_zone_bytes = self.kernel_zone_user_bytes();
+        let pm_bytes = self.pm_user_bytes(kernel_zone_bytes);
         self.totals.foreign_bytes += pm_bytes.saturating_sub(self.placed.pm_bytes);
         self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, pm_bytes };
     }
@@ -248,10 +260,9 @@ impl Guest {
         self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, ..self.placed };
     }
 
-    /// User pages in PM.
-    fn pm_user_bytes(&self) -> u64 {
-        let movable_bytes = self.movable_dram_bytes();
-        self.user_bytes().saturating_sub(movable_bytes + self.kernel_zone_user_bytes())
+    /// User pages in PM, if `kernel_zone_bytes` are in the kernel's zones.
+    fn pm_user_bytes(&self, kernel_zone_bytes: u64) -> u64 {
+        self.user_bytes().saturating_sub(self.movable_dram_bytes() + kernel_zone_bytes)
     }
 
     pub(super) fn kernel_free_bytes(&self) -> u64 {
@@ -292,6 +303,6 @@ impl Guest {
         if users == 0 {
             return 0;
         }
-        self.pm_user_bytes() * 1000 / users
+        self.pm_user_bytes(self.kernel_zone_user_bytes()) * 1000 / users
     }
 }
