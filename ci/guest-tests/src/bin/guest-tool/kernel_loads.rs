@@ -69,7 +69,8 @@ pub fn fill_sockets(mib: u64) -> Result<()> {
 }
 
 /// Starts `count` processes that map `file` and touch all of it: page tables, stacks and task structures. Prints
-/// `held COUNT`, and keeps the processes until killed.
+/// `held COUNT`, or `killed after INDEX` if one of them is killed before, and keeps the others until
+/// killed.
 pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
@@ -84,8 +85,22 @@ pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
         if (index + 1) % 100 == 0 {
             println!("started {}", index + 1);
         }
+        if is_child_dead() {
+            println!("killed after {index}");
+            park();
+        }
     }
     println!("held {count}");
+    park();
+}
+
+/// Returns whether a child has ended. They end only if they are killed.
+fn is_child_dead() -> bool {
+    // SAFETY: a null pointer makes waitpid return no status.
+    unsafe { libc::waitpid(-1, null_mut(), libc::WNOHANG) > 0 }
+}
+
+fn park() -> ! {
     loop {
         thread::park();
     }
@@ -104,7 +119,5 @@ fn map_and_wait(file: &File, len: usize) -> ! {
         // SAFETY: no arguments that could be wrong.
         unsafe { libc::_exit(1) };
     }
-    loop {
-        thread::park();
-    }
+    park()
 }
