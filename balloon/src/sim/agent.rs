@@ -11,7 +11,7 @@ use super::kernel_blocks::KernelBlocks;
 use crate::TimeMs;
 use crate::units::SECTION_BYTES;
 
-/// Memory block of Linux, as small as x86-64 has them.
+/// Size of a memory block of Linux, the smallest on x86-64.
 const MEMORY_BLOCK_BYTES: u64 = SECTION_BYTES;
 /// What the pace remembers of a fall is halved by every report in which nothing has fallen.
 const FORGOTTEN_REPORTS: u64 = 64;
@@ -108,13 +108,14 @@ impl Agent {
         self.report_due().since(self.reported)
     }
 
-    /// Returns true if averages stay the same as long as nothing moves, and no block is to be
-    /// converted.
+    /// Returns true if averages stay constant while no memory moves, and no conversion is needed or
+    /// under way.
     pub fn is_at_rest(&self) -> bool {
         self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()
     }
 
-    /// Gives a block of DRAM to the kernel if the last report shows that the kernel is short.
+    /// Begins to convert a block of DRAM to kernel memory if the last report shows that the kernel
+    /// is short of memory.
     pub fn give_kernel_block(&mut self, guest: &mut Guest) {
         let now_ms = guest.now().0 + BOOTED_MS;
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
@@ -239,7 +240,7 @@ impl Agent {
             swap_total_bytes: swap.size_bytes,
             swap_free_bytes: swap.size_bytes - guest.swapped_bytes(),
         };
-        // The model has no caches of the kernel that Linux reclaims.
+        // The kernel of the model has no reclaimable caches.
         raw.kernel = Some(KernelUse {
             slab_unreclaimable_bytes: guest.kernel_bytes(),
             unused_dentries: Some(0),
@@ -356,7 +357,7 @@ fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
                 nodes.len() - 1
             }
         };
-        // A block that is plugged in part is online as a whole.
+        // Linux counts a block that is plugged in part as online.
         let blocks = |bytes: u64| bytes.next_multiple_of(MEMORY_BLOCK_BYTES);
         nodes[at].online_bytes += blocks(sizes.plugged_bytes);
         nodes[at].movable_online_bytes += blocks(guest.zone_movable_bytes(index));

@@ -15,8 +15,8 @@ pub struct Segment {
     pub anon_bytes: u64,
     /// How that changes in a second.
     pub anon_bytes_per_s: i64,
-    /// Memory of the kernel at the start of the segment, for example slabs that cannot be
-    /// reclaimed, page tables and stacks. It lies in the kernel's zones and cannot be swapped.
+    /// Kernel memory at the start of the segment, for example slabs that cannot be reclaimed, page
+    /// tables and stacks. It occupies the kernel's zones and cannot be swapped.
     pub kernel_bytes: u64,
     /// Change of `kernel_bytes` per second.
     pub kernel_bytes_per_s: i64,
@@ -36,7 +36,7 @@ impl Segment {
         self.at_rate(self.anon_bytes, self.anon_bytes_per_s, now)
     }
 
-    /// The kernel memory wanted at a moment of the segment.
+    /// Kernel memory wanted at a moment of the segment.
     pub fn kernel_bytes_at(&self, now: TimeMs) -> u64 {
         self.at_rate(self.kernel_bytes, self.kernel_bytes_per_s, now)
     }
@@ -139,7 +139,7 @@ impl Demand {
         self.end
     }
 
-    /// The most that is ever wanted, files that are read again and kernel memory included.
+    /// Peak of the wanted memory, including kernel memory and files that are read again.
     pub fn peak_bytes(&self) -> u64 {
         let ends = self.segments.iter().enumerate().map(|(index, segment)| {
             let end = self.segments.get(index + 1).map_or(self.end, |next| next.at);

@@ -1,4 +1,4 @@
-//! Blocks of DRAM that the agent gives to the kernel. The decision is the agent's own code.
+//! Blocks of DRAM that the agent converts to kernel memory. The agent's own code decides.
 
 use foreshore_proto::{KernelBlockGrowth, KernelBlockPace, RawReport, short_node};
 
@@ -9,14 +9,14 @@ use super::guest::Guest;
 pub(super) struct KernelBlocks {
     growth: KernelBlockGrowth,
     pace: KernelBlockPace,
-    /// Node that has to give a block, by the last report.
+    /// Node that has to give a block, according to the last report.
     short_node: Option<u32>,
-    /// Memory of converted blocks when the conversion under way began.
+    /// Size of the converted blocks when the present conversion began.
     before_bytes: Option<u64>,
 }
 
 impl KernelBlocks {
-    /// Takes a report, and the result of the last conversion.
+    /// Processes a report and the result of the last conversion.
     pub fn update(&mut self, report: &RawReport, guest: &Guest) {
         let now_ms = report.monotonic_ms;
         // The model has no locked or compressed pages.
@@ -42,7 +42,7 @@ impl KernelBlocks {
         }
     }
 
-    /// Returns true if nothing is to be converted.
+    /// Returns true if no conversion is needed or under way.
     pub fn is_at_rest(&self) -> bool {
         self.short_node.is_none() && self.before_bytes.is_none()
     }
@@ -61,8 +61,8 @@ mod tests {
     /// Kernel memory that leaves less than half of the usual reserve.
     const KERNEL_BYTES: u64 = 335 * MIB;
 
-    /// Lives for a second with these anonymous pages. Returns true if the agent begins a conversion
-    /// then.
+    /// Simulates a second in which programs want `anon_mib`. Returns true if the agent begins a
+    /// conversion after it.
     fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
         let segment =
             Segment { anon_bytes: anon_mib * MIB, kernel_bytes: KERNEL_BYTES, ..Segment::default() };
@@ -73,7 +73,7 @@ mod tests {
         guest.is_converting() && !was_converting
     }
 
-    /// Guest of 384 MiB with 256 MiB of plugged DRAM, whose kernel is short.
+    /// Guest of 384 MiB with 256 MiB of plugged DRAM. Its kernel is short of memory.
     fn short_guest() -> Guest {
         let size_bytes = 256 * MIB;
         let dram = ZoneSizes {
@@ -89,7 +89,7 @@ mod tests {
     fn conversion_whose_pages_find_no_room_fails_and_is_retried_after_a_pause() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
         assert!(begins(&mut guest, &mut agent, 0));
-        // Programs take the room meanwhile.
+        // Programs fill the room during each conversion.
         let mut pauses_s = Vec::new();
         for second in 1..=30 {
             let is_full = guest.is_converting();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_has_enough_gets_one_block_and_no_more() {
+    fn kernel_that_has_enough_after_one_block_gets_no_more() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
         let begun: Vec<bool> = (0..10).map(|_| begins(&mut guest, &mut agent, 0)).collect();
         assert_eq!(begun.iter().filter(|is_begun| **is_begun).count(), 1, "{begun:?}");

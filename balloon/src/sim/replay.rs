@@ -281,10 +281,10 @@ pub fn replay(
 
 /// What a report says of its guest's memory.
 struct Used {
-    /// Memory in use that is neither the kernel's own nor page cache, and what is in swap. If the
-    /// report has no kernel memory, that counts as well.
+    /// Memory in use except page cache and the kernel's own memory, plus the memory in swap. It
+    /// includes kernel memory if the report does not show that.
     anon_bytes: u64,
-    /// Slabs, page tables and stacks, without dentries and inodes that Linux can reclaim.
+    /// Slabs, page tables and stacks, without the dentries and inodes that Linux can reclaim.
     kernel_bytes: u64,
     /// Page cache of files, without memory that processes share.
     cached_bytes: u64,
@@ -321,7 +321,7 @@ impl Used {
         let left_out = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
         let kernel = report.kernel().copied().unwrap_or_default();
-        // MemAvailable includes reclaimable slabs as it includes page cache.
+        // MemAvailable includes reclaimable slabs in the same way as page cache.
         let slab_bytes = kernel.slab_reclaimable_bytes;
         let slab_left_out = (slab_bytes / 2).min(low_bytes);
         let beside_free = memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
@@ -333,7 +333,7 @@ impl Used {
         let kernel_bytes = kernel.total_bytes();
         let kept = kept.saturating_add(kernel_bytes - slab_bytes).saturating_add(slab_left_out);
         let anon_bytes = (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
-        // Reclaim finds the dentries and inodes on LRU lists, as it finds page cache. Other
+        // Linux reclaims the dentries and inodes on LRU lists as it reclaims page cache. Other
         // reclaimable slabs are pinned, so the guest needs them (docs/agent.md).
         Used { anon_bytes, kernel_bytes: kernel_bytes - kernel.caches_bytes(), cached_bytes }
     }
@@ -534,8 +534,8 @@ mod tests {
         assert_eq!(by_hand, [0; 6]);
     }
 
-    /// Anonymous and kernel memory, in MiB, that a guest of 1 GiB wants if 500 MiB are available
-    /// and its reports have `kernel`.
+    /// Returns the anonymous and kernel memory, in MiB, that the replay of a guest of 1 GiB wants
+    /// if 500 MiB are available and the reports contain `kernel`.
     fn wanted_with(kernel: &str) -> [u64; 2] {
         let mut text = String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
         for (at, seq) in [(1_000, 1), (3_000, 2)] {
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn reported_kernel_memory_is_wanted_by_the_kernel_and_not_by_programs() {
+    fn reported_kernel_memory_is_demand_of_the_kernel_and_not_of_programs() {
         let kernel = |reclaimable_mib: u64, unused_dentries: u64| {
             wanted_with(&format!(
                 r#""kernel":{{"slab_unreclaimable_bytes":{},"slab_reclaimable_bytes":{},"page_table_bytes":{},"stack_bytes":{},"unused_dentries":{unused_dentries},"unused_inodes":0}},"#,
@@ -562,11 +562,11 @@ mod tests {
                 5 * MIB,
             ))
         };
-        // Of 524 MiB that are not available, the watermarks and page cache take 30.
+        // The watermarks and page cache take 30 of the 524 MiB that are not available.
         let [anon_mib, none] = wanted_with("");
         assert_eq!((anon_mib, none), (494, 0), "an older agent");
         assert_eq!(kernel(0, 0), [394, 100]);
-        // Of reclaimable slabs MemAvailable leaves out the low watermark, 10 MiB.
+        // MemAvailable leaves out 10 MiB of reclaimable slabs, the low watermark.
         assert_eq!(kernel(120, 0), [384, 220], "page cache and files in use pin them");
         assert_eq!(kernel(120, 120 * MIB / 192), [384, 100], "Linux can reclaim them");
     }

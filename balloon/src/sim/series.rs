@@ -31,7 +31,7 @@ impl From<u64> for Extremes {
 pub struct Point {
     /// When the stretch begins.
     pub at: TimeMs,
-    /// What was used: wanted and there, kernel memory included, without page cache.
+    /// Memory in use, including kernel memory, without page cache.
     pub used_bytes: Extremes,
     /// The guest's memory in all, its boot memory included.
     pub total_bytes: Extremes,

@@ -59,7 +59,7 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     let kernel_wanted = segment.kernel_bytes_at(guest.now());
     if kernel_parts.iter().sum::<u64>() != kernel_wanted {
         return Err(format!(
-            "The kernel wants {kernel_wanted}, held, waiting and killed are {kernel_parts:?}"
+            "The kernel wants {kernel_wanted}; held, waiting and killed are {kernel_parts:?}"
         ));
     }
     let used =
@@ -68,7 +68,7 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
         return Err(format!("{used} is used of {}", guest.total_bytes()));
     }
     if guest.kernel_used_bytes() > guest.boot().kernel_bytes() {
-        return Err(format!("The kernel holds {} of its zones", guest.kernel_used_bytes()));
+        return Err(format!("The kernel holds {}, more than its zones have", guest.kernel_used_bytes()));
     }
     if guest.swapped_bytes() > guest.config().swap.size_bytes {
         return Err(format!("{} is in swap", guest.swapped_bytes()));

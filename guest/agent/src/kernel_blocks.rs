@@ -249,7 +249,7 @@ mod tests {
         }
         assert_eq!(growth.bytes_within(1_000), 0);
         growth.update(&report, 511, 1_000);
-        assert_eq!(growth.bytes_within(1_000), 200 * MIB, "pages that no counter has");
+        assert_eq!(growth.bytes_within(1_000), 200 * MIB, "pages that no counter includes");
     }
 
     #[test]

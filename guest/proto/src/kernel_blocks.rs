@@ -1,24 +1,26 @@
 //! Decision to convert a block of plugged DRAM to kernel memory.
 //!
-//! The agent converts the block (docs/agent.md, "Memory for the kernel"). The simulator models it.
+//! The agent carries out the conversion (docs/agent.md, "Memory for the kernel"), and the simulator
+//! models it.
 
 use crate::{Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes};
 
-/// Part of the usual reserve below which the kernel is short. The whole reserve would be too high a
-/// threshold, because programs that fill DRAM before any memory is plugged leave about that much to
-/// the kernel.
+/// Divisor of the usual reserve. The quotient is the threshold of free memory below which the
+/// kernel is short. The whole reserve would be too high a threshold, because programs that fill
+/// DRAM before any memory is plugged leave the kernel about that much.
 const SHORT_PART: u64 = 2;
-/// Time that a conversion takes. The growth of kernel memory in that time is added to the
-/// threshold, up to a part of DRAM.
+/// Time that a conversion takes. The threshold includes the growth of kernel memory in that time.
 pub const CONVERSION_MS: u64 = 500;
+/// Divisor of DRAM. The quotient is the largest growth that the threshold includes.
 const MAX_GROWTH_PART: u64 = 8;
-/// Pause after a success, so that reports show its effect. After failures the pause doubles from
-/// the second value to the third.
+/// Pause after a successful conversion, so that reports show its effect.
 const PAUSE_MS: u64 = 500;
+/// Pause after the first failure. It doubles with each further failure, up to
+/// [`MAX_BACK_OFF_MS`].
 const FIRST_BACK_OFF_MS: u64 = 5_000;
 const MAX_BACK_OFF_MS: u64 = 300_000;
 
-/// Growth of kernel memory: of the parts that Linux counts, and of all of it.
+/// Growth of kernel memory, measured by counters of Linux and by the pages of the kernel's zones.
 #[derive(Clone, Debug, Default)]
 pub struct KernelBlockGrowth {
     counted: KernelGrowth,
@@ -26,7 +28,7 @@ pub struct KernelBlockGrowth {
 }
 
 impl KernelBlockGrowth {
-    /// Takes a report. `other_user_pages` is the number of locked and compressed pages in the
+    /// Processes a report. `other_user_pages` is the number of locked and compressed pages in the
     /// kernel's zones, as in [`ZoneGrowth::update`].
     pub fn update(&mut self, report: &RawReport, other_user_pages: u64, now_ms: u64) {
         let kernel = report.kernel.as_ref();
@@ -34,7 +36,7 @@ impl KernelBlockGrowth {
         self.of_zones.update(&report.zones, other_user_pages, kernel, now_ms);
     }
 
-    /// Growth within `ms` at the present rate, the larger one of the two.
+    /// Growth within `ms` at the larger of the two present rates.
     pub fn bytes_within(&self, ms: u64) -> u64 {
         self.counted.bytes_within(ms).max(self.of_zones.bytes_within(ms))
     }
@@ -44,10 +46,10 @@ impl KernelBlockGrowth {
 /// that is free or can be reclaimed, or if no node can give a block.
 ///
 /// Other movable memory must have room for the pages of the block. The node keeps movable memory of
-/// half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node without movable
-/// memory. Programs would then fill the kernel's new memory.
+/// at least half the reserve, because `vm.lowmem_reserve_ratio` reserves nothing in a node without
+/// movable memory. Programs would then fill the kernel's new memory.
 ///
-/// `except` is a node that has no block to give.
+/// `except` is a node none of whose blocks can be converted.
 pub fn short_node(
     zones: &[Zone],
     blocks: &Blocks,
@@ -77,7 +79,7 @@ pub fn short_node(
         .min_by_key(|node| of_node(*node).room_bytes)
 }
 
-/// Time before which no other block is converted.
+/// Earliest time of the next conversion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelBlockPace {
     not_before_ms: u64,
@@ -90,12 +92,12 @@ impl KernelBlockPace {
         now_ms >= self.not_before_ms
     }
 
-    /// Notes a conversion.
+    /// Records a successful conversion.
     pub fn succeeded(&mut self, now_ms: u64) {
         *self = KernelBlockPace { not_before_ms: now_ms.saturating_add(PAUSE_MS), back_off_ms: 0 };
     }
 
-    /// Notes a conversion that failed. The pause doubles with each further one.
+    /// Records a failed conversion. The pause doubles with each further failure.
     pub fn failed(&mut self, now_ms: u64) {
         self.back_off_ms = (self.back_off_ms * 2).clamp(FIRST_BACK_OFF_MS, MAX_BACK_OFF_MS);
         self.not_before_ms = now_ms.saturating_add(self.back_off_ms);
@@ -137,7 +139,7 @@ mod tests {
         Blocks { block_bytes: BLOCK, nodes, ..Blocks::default() }
     }
 
-    /// The node of a kernel whose memory does not grow.
+    /// Returns the node that gives a block to a kernel whose memory does not grow.
     fn short(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
         short_node(zones, blocks, &KernelBlockGrowth::default(), None)
     }
@@ -157,7 +159,7 @@ mod tests {
 
     /// 60 MiB/s in sockets. No kernel counter includes their data.
     #[test]
-    fn memory_that_no_counter_has_makes_the_kernel_short_sooner() {
+    fn uncounted_kernel_memory_makes_the_kernel_short_sooner() {
         let mut growth = KernelBlockGrowth::default();
         for tenth in 0..=20 {
             let mut zones = zones(200 - 6 * tenth, 300);
@@ -235,14 +237,14 @@ mod tests {
         // Half of a sixteenth of 592 MiB.
         assert_eq!(short(&zones(18, 300), &blocks(2)), Some(0));
         assert_eq!(short(&zones(19, 300), &blocks(2)), None);
-        assert_eq!(short(&zones(0, 127), &blocks(2)), None, "the pages of the block have nowhere to go");
+        assert_eq!(short(&zones(0, 127), &blocks(2)), None, "no room for the pages of the block");
         assert_eq!(short(&zones(0, 300), &blocks(0)), None, "PM stays movable");
         assert_eq!(short(&zones(0, 300), &Blocks::default()), None, "a kernel without hotplug");
         assert_eq!(short(&[], &blocks(2)), None);
     }
 
     #[test]
-    fn a_node_keeps_movable_memory_that_its_reserve_is_measured_by() {
+    fn node_keeps_movable_memory_of_at_least_half_the_reserve() {
         let mut zones = zones(0, 300);
         zones[1].managed_pages = (128 + 18) * MIB / PAGE_BYTES;
         assert_eq!(short(&zones, &blocks(1)), Some(0));
@@ -265,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_retried_ever_more_rarely() {
+    fn pause_doubles_with_each_failure() {
         let mut pace = KernelBlockPace::default();
         let mut pauses = Vec::new();
         for _ in 0..9 {

@@ -6,10 +6,10 @@ use balloon::proto::{Memory, Refusal, Report, Settings};
 use balloon::statistics::{Estimator, Known, Placing, Statistics, correct};
 use balloon::{HostView, TimeMs};
 
-/// Time since the last report of an agent after which statistics take its place. The agent may be
-/// restarting. A connection is no report, because a program that connects and dies in a loop must
-/// not cost a wait each time. Before the first report statistics count at once: a guest without an
-/// agent may run short as soon as it has booted.
+/// Time since the last report of an agent after which the governor uses statistics instead, so that
+/// an agent can restart. A connection does not extend this time, because a program may connect and
+/// die in a loop. Until the first report of an agent the governor uses statistics without a wait,
+/// because a guest without an agent may run short of memory as soon as it has booted.
 const PATIENCE_MS: u64 = 10_000;
 /// How often statistics are asked for.
 const REST_INTERVAL_MS: u64 = 1_000;
@@ -62,7 +62,7 @@ pub struct Agentless {
 }
 
 impl Agentless {
-    /// Statistics of `source`, before any agent has reported.
+    /// Creates the state before any agent has reported. `source` provides the statistics.
     pub fn new(source: Arc<dyn BalloonSource>) -> Self {
         Self {
             source,

@@ -287,9 +287,9 @@ fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
 }
 
 #[test]
-fn statistics_count_until_an_agent_reports_and_after_it_is_gone() {
+fn statistics_are_used_until_an_agent_reports_and_after_it_is_gone() {
     let mut rig = rig(false);
-    // The guest may run short before its agent starts.
+    // The guest may run short of memory before its agent starts.
     rig.wait(2);
     assert!(rig.reports() >= 2);
     assert_eq!(rig.details()["source"], json!("statistics"));

@@ -567,8 +567,8 @@ impl Core {
         }
     }
 
-    /// Reports a plan that page descriptors have stopped for long. The first zone with room is the one
-    /// that would have grown.
+    /// Reports a plan that a lack of room for page descriptors has held back too long. The event is
+    /// for the first zone with room, because that zone would have grown.
     fn report_held_plan(&mut self, plan: &Plan, now: TimeMs) {
         if !self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now) {
             return;

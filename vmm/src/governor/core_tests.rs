@@ -598,7 +598,7 @@ fn what_is_shown_of_decisions_is_not_copied_and_stays_as_it_was() {
     assert_eq!(outcome(view.info()), Outcome::Pending { moved_bytes: 0 });
 }
 
-/// A report of a short guest whose kernel's zones have memory for no page descriptors.
+/// Sends a report of a guest that is short of memory and has no room for page descriptors.
 fn report_without_room(f: &mut Fixture) {
     f.seq += 1;
     let mut line = report(f.seq, 16, [f.dram.sizes().plugged_bytes, f.pm.sizes().plugged_bytes]);
@@ -608,7 +608,7 @@ fn report_without_room(f: &mut Fixture) {
 }
 
 #[test]
-fn a_plan_that_descriptors_stop_is_reported_once_until_it_proceeds() {
+fn plan_held_back_by_descriptors_is_reported_once_until_it_proceeds() {
     let mut f = fixture("psi", false, true);
     let reported = |f: &Fixture| (*f.dram.reported_held.lock(), *f.pm.reported_held.lock());
     f.greet();
@@ -618,7 +618,7 @@ fn a_plan_that_descriptors_stop_is_reported_once_until_it_proceeds() {
     assert_eq!((reported(&f), f.dram.sizes().requested_bytes), ((0, 0), 0));
     (0..2 * reports).for_each(|_| report_without_room(&mut f));
     assert_eq!(reported(&f), (1, 0));
-    // Room for DRAM comes, and then none for PM.
+    // The guest has room for the descriptors of DRAM, and then none for those of PM.
     (0..4).for_each(|_| f.report(20));
     assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
     (0..=reports).for_each(|_| report_without_room(&mut f));
@@ -626,7 +626,7 @@ fn a_plan_that_descriptors_stop_is_reported_once_until_it_proceeds() {
 }
 
 #[test]
-fn a_dry_run_that_descriptors_stop_is_not_reported() {
+fn dry_run_held_back_by_descriptors_is_not_reported() {
     let mut f = fixture("psi", true, true);
     f.greet();
     (0..400).for_each(|_| report_without_room(&mut f));

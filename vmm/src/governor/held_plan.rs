@@ -1,9 +1,9 @@
-//! Plans that a lack of room for page descriptors stops. The lack is reported once per size.
+//! Plans that a lack of room for page descriptors holds back. Each size is reported once.
 
 use balloon::TimeMs;
 use balloon::plan::{Plan, Reason};
 
-/// The size at which page descriptors have stopped the plans.
+/// Requested size at which page descriptors hold back the plans.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HeldPlan {
     held: Option<Held>,
@@ -17,8 +17,8 @@ struct Held {
 }
 
 impl HeldPlan {
-    /// Returns whether page descriptors have stopped the plans at one size for `patience_ms`. True
-    /// once for each such size, because the policy decides anew with each report.
+    /// Returns true if page descriptors have held back the plans at one size for `patience_ms`. It
+    /// returns true once for each such size, because the policy makes a plan with each report.
     pub fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
         let is_held =
             !plan.dry_run && [Some(plan.reason), plan.limited_by].contains(&Some(Reason::Descriptors));

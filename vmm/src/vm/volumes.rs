@@ -481,7 +481,7 @@ mod tests {
         assert_eq!(events_of_served_volume(&path), ["volume-replaced"]);
     }
 
-    /// Serves the volume `data` by virtio-blk. Returns the names of the events about volumes.
+    /// Serves the volume `data` over virtio-blk. Returns the names of the events about volumes.
     fn events_of_served_volume(pool: &Path) -> Vec<&'static str> {
         let config = config(pool, &["name=data,interface=virtio-blk"]);
         let mut resources = resources();

@@ -1,4 +1,4 @@
-//! Memory of the guest's kernel. It lies in the kernel's zones. It cannot move or be swapped.
+//! Memory of the guest's kernel. It occupies the kernel's zones and cannot move or be swapped.
 
 use foreshore_proto::CONVERSION_MS;
 
@@ -8,19 +8,19 @@ use crate::sim::demand::Segment;
 use crate::units::scale;
 use crate::{Tier, TimeMs};
 
-/// Kernel memory that a segment wants. Page descriptors and the memory that the kernel takes at
-/// boot do not count.
+/// Kernel memory that a segment wants. It does not include page descriptors and the memory that the
+/// kernel takes at boot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KernelLoad {
     /// Allocated part.
     pub held_bytes: u64,
     /// Part that tasks wait for.
     pub waiting_bytes: u64,
-    /// Part that ended with the processes that the OOM killer has ended.
+    /// Part that belonged to processes that the OOM killer has ended.
     pub killed_bytes: u64,
-    /// kswapd frees memory of the kernel's zones.
+    /// True while kswapd frees memory of the kernel's zones.
     pub kswapd: bool,
-    /// Time in which tasks have waited and got nothing.
+    /// Time for which tasks have waited and got no memory.
     pub stuck_ms: u64,
 }
 
@@ -38,7 +38,8 @@ impl KernelLoad {
         self.stuck_ms = 0;
     }
 
-    /// Ends a quarter of the allocated memory and all that tasks wait for. Returns the sum.
+    /// Frees a quarter of the allocated memory and drops the requests of all tasks that wait.
+    /// Returns the sum of both.
     pub fn kill(&mut self) -> u64 {
         let taken_bytes = self.held_bytes / 4;
         self.held_bytes -= taken_bytes;
@@ -49,7 +50,7 @@ impl KernelLoad {
     }
 }
 
-/// Block of plugged DRAM whose pages move away. It becomes kernel memory then.
+/// Block of plugged DRAM that becomes kernel memory as soon as its pages have moved away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Conversion {
     zone: usize,
@@ -58,8 +59,8 @@ pub(super) struct Conversion {
 }
 
 impl Guest {
-    /// Begins to convert a block of this size of plugged DRAM in `node` to kernel memory. Returns
-    /// false if the node has no such block.
+    /// Begins to convert `block_bytes` of plugged DRAM in `node` to kernel memory. Returns false if
+    /// the node has no plugged DRAM that can be converted.
     pub(in crate::sim) fn begin_conversion(&mut self, node: u32, block_bytes: u64) -> bool {
         let has_block = |index: &usize| {
             let zone = &self.zones[*index];
@@ -81,8 +82,8 @@ impl Guest {
         self.boot.block_bytes()
     }
 
-    /// Ends a conversion that is due. It fails if the block has been unplugged, or if its pages
-    /// find no room in other movable memory.
+    /// Completes a conversion that is due. The conversion fails if the block has been unplugged, or
+    /// if other movable memory has no room for its pages.
     pub(super) fn convert(&mut self) {
         let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now) else {
             return;
@@ -98,7 +99,7 @@ impl Guest {
         self.adapt_reserve();
     }
 
-    /// Kernel memory that a segment wants and that is allocated.
+    /// Allocated part of the kernel memory that the segment wants.
     pub fn kernel_bytes(&self) -> u64 {
         self.kernel.held_bytes
     }
@@ -113,14 +114,14 @@ impl Guest {
         self.kernel.killed_bytes
     }
 
-    /// Memory of the kernel's zones that no user page can have: page descriptors of plugged memory,
-    /// and the kernel memory that a segment wants.
+    /// Memory of the kernel's zones that user pages cannot use: page descriptors of plugged memory,
+    /// and the allocated kernel memory.
     pub(in crate::sim) fn kernel_used_bytes(&self) -> u64 {
         self.descriptor_bytes() + self.kernel.held_bytes
     }
 
-    /// Allocates the kernel memory of the first segment, if it fits above the high watermark. The
-    /// rest waits.
+    /// Allocates the kernel memory of the first segment down to the high watermark. Tasks wait for
+    /// the rest.
     pub(super) fn boot_kernel(&mut self, segment: &Segment) {
         let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
         let room_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes() + high_bytes);
@@ -129,7 +130,7 @@ impl Guest {
         self.kernel.waiting_bytes = segment.kernel_bytes - held_bytes;
     }
 
-    /// Takes the kernel memory that is wanted now.
+    /// Updates the wanted kernel memory to the present time.
     pub(super) fn want_kernel(&mut self, segment: &Segment) {
         let (wanted_bytes, before_bytes) = (segment.kernel_bytes_at(self.now), self.kernel.wanted_bytes());
         match wanted_bytes.checked_sub(before_bytes) {
@@ -138,8 +139,8 @@ impl Guest {
         }
     }
 
-    /// Free memory of the kernel's zones above `mark_pages`, as [`Guest::place`] has placed the
-    /// user pages.
+    /// Free memory of the kernel's zones above `mark_pages`, with the user pages where
+    /// [`Guest::place`] has placed them.
     fn kernel_room_bytes(&self, mark_pages: u64) -> u64 {
         let used_bytes = self.kernel_used_bytes() + self.held_bytes() + mark_pages * PAGE_BYTES;
         self.boot.kernel_bytes().saturating_sub(used_bytes)
@@ -153,8 +154,8 @@ impl Guest {
     }
 
     /// Serves waiting kernel allocations from free memory of the kernel's zones, and frees more
-    /// there if needed. They may use the reserve that user pages leave. Returns the time that tasks
-    /// waited.
+    /// there if needed. Kernel allocations may use the reserve that user pages leave. Returns the
+    /// time that tasks waited.
     pub(super) fn allocate_kernel(&mut self, ms: u64, budget: &mut Budget) -> u64 {
         if self.kernel.waiting_bytes == 0 {
             self.kernel.stuck_ms = 0;
@@ -214,7 +215,7 @@ impl Guest {
     }
 
     /// Moves user pages from the kernel's zones to free movable memory, and returns their size.
-    /// Linux demotes pages of DRAM to PM (`demotion_enabled`) before it drops or swaps any.
+    /// Linux demotes pages of DRAM to PM (`demotion_enabled`) before it drops or swaps pages.
     fn move_from_kernel_zones(&mut self, bytes: u64) -> u64 {
         let kernel_zone_bytes = self.held_bytes();
         let marks_pages: u64 = self.plugs.iter().map(|plug| plug.marks.high).sum();
@@ -227,7 +228,7 @@ impl Guest {
         moved_bytes
     }
 
-    /// Reclaims at most `bytes` of the user pages in the kernel's zones by `reclaim`, and returns
+    /// Reclaims at most `bytes` of the user pages in the kernel's zones with `reclaim`, and returns
     /// their size.
     fn reclaim_kernel_zones(
         &mut self,

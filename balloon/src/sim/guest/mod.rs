@@ -123,8 +123,8 @@ struct Plug {
     done_us: u64,
     /// The most that was ever plugged.
     peak_bytes: u64,
-    /// Size of the memory blocks that serve the kernel, the first ones of the zone. The last one
-    /// may be plugged in part.
+    /// Size of the memory blocks that serve the kernel. They are the first blocks of the zone, and
+    /// the last of them may be plugged in part.
     kernel_blocks_bytes: u64,
     marks: Marks,
 }
@@ -155,7 +155,7 @@ pub struct Totals {
     pub direct_bytes: u64,
     /// Allocations that had to reclaim.
     pub allocstalls: u64,
-    /// The part of `allocstalls` for kernel memory.
+    /// Part of `allocstalls` for kernel memory.
     pub kernel_allocstalls: u64,
     /// User pages that were placed in PM because DRAM had no room.
     pub foreign_bytes: u64,
@@ -374,7 +374,7 @@ impl Guest {
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
     }
 
-    /// Plugged memory that cannot leave.
+    /// Plugged memory that cannot be unplugged.
     fn stuck_bytes(&self, zone: &ZoneSizes, plug: &Plug) -> u64 {
         let stuck = plug.peak_bytes / 1000 * self.config.refused_permille;
         stuck.div_ceil(zone.block_bytes) * zone.block_bytes + plug.kernel_bytes(zone.plugged_bytes)
@@ -621,7 +621,7 @@ impl Guest {
     /// What the guest would have to have for all that is wanted to be there.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
         let overhead = self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);
-        // The kernel memory that is there is no capacity, so it counts as overhead.
+        // The capacity does not include allocated kernel memory, so this counts as overhead.
         let kernel = segment.kernel_bytes_at(self.now).saturating_sub(self.kernel.held_bytes);
         segment.anon_bytes_at(self.now) + kernel + segment.file_bytes + overhead
     }

@@ -75,8 +75,8 @@ impl Guest {
         crate::units::scale(ms * 1000, wanted - got, wanted)
     }
 
-    /// The OOM killer ends the largest process. Here it ends a quarter of all memory, and all that
-    /// waits. Kernel memory ends with its processes.
+    /// Linux' OOM killer ends the largest process. The model frees a quarter of the resident memory
+    /// and of the kernel memory instead, and drops the requests of all tasks that wait.
     pub(super) fn kill(&mut self) {
         let taken = self.resident_bytes / 4;
         self.resident_bytes -= taken;

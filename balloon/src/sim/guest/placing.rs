@@ -27,7 +27,7 @@ pub(in crate::sim) struct KernelZone {
 }
 
 impl KernelZone {
-    /// Room for user pages beside `pinned_bytes` in this zone.
+    /// Room for user pages in this zone in addition to `pinned_bytes`.
     fn room_bytes(&self, pinned_bytes: u64) -> u64 {
         (self.bytes - self.kept_bytes).saturating_sub(pinned_bytes)
     }
@@ -37,13 +37,13 @@ impl KernelZone {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct KernelPart<'a> {
     pub zone: &'a KernelZone,
-    /// Memory of the kernel itself, page descriptors included.
+    /// Memory of the kernel itself, including page descriptors.
     pub pinned_bytes: u64,
     pub user_bytes: u64,
 }
 
 /// Zones of boot memory, divided as the VMM's command line divides them. Blocks of plugged DRAM
-/// that serve the kernel count as its ZONE_NORMAL.
+/// that serve the kernel count as ZONE_NORMAL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::sim) struct BootZones {
     /// Memory that can be plugged.
@@ -105,7 +105,7 @@ impl BootZones {
 
     /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux
     /// allocates page descriptors and other memory of the kernel (`pinned_bytes`) from the highest
-    /// zone that has free memory, and places user pages down to what that zone keeps.
+    /// zone that has free memory, and places user pages down to the reserve of that zone.
     pub fn kernel_zones(&self, used_bytes: u64, pinned_bytes: u64) -> impl Iterator<Item = KernelPart<'_>> {
         let [low, normal] = &self.kernel_zones;
         let user_bytes = used_bytes.saturating_sub(pinned_bytes);
@@ -123,7 +123,7 @@ impl BootZones {
         [above, below].into_iter().filter(|part| part.zone.bytes > 0)
     }
 
-    /// Room for user pages in the kernel's zones beside the kernel's own memory.
+    /// Room for user pages in the kernel's zones in addition to the kernel's own memory.
     pub fn room_bytes(&self, pinned_bytes: u64) -> u64 {
         let parts = self.kernel_zones(pinned_bytes, pinned_bytes);
         parts.map(|part| part.zone.room_bytes(part.pinned_bytes)).sum()
@@ -136,7 +136,7 @@ impl BootZones {
         zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()
     }
 
-    /// Sets the size of the blocks of plugged DRAM that serve the kernel. They lie above 4 GiB, in
+    /// Sets the size of the blocks of plugged DRAM that serve the kernel. They are above 4 GiB, in
     /// ZONE_NORMAL.
     fn set_kernel_blocks(&mut self, block_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.block_bytes, block_bytes);
@@ -149,8 +149,8 @@ impl BootZones {
     }
 
     /// Sets the reserve for `plugged_bytes` of movable memory in the node of the boot memory, as
-    /// the agent of a guest with Linux' default ratios does. `block_bytes` of plugged DRAM serve
-    /// the kernel.
+    /// the agent of a guest with Linux' default ratios does. `block_bytes` is the size of the
+    /// plugged DRAM that serves the kernel.
     pub fn adapt(&mut self, plugged_bytes: u64, block_bytes: u64) {
         if self.block_bytes != block_bytes {
             self.set_kernel_blocks(block_bytes);
@@ -218,9 +218,9 @@ impl Guest {
 
     /// Largest size of user pages in the kernel's zones.
     ///
-    /// New user pages leave the reserve free beside the kernel memory that has been allocated.
-    /// Kernel memory that is allocated later takes free memory of the reserve, and a reserve that
-    /// grows later moves no page. So the reserve is refilled when user pages are freed.
+    /// New user pages leave the reserve free in addition to the allocated kernel memory. Later
+    /// kernel allocations take free memory of the reserve, and a reserve that grows later moves no
+    /// page. So freed user pages refill the reserve.
     fn kernel_zone_limit_bytes(&self) -> u64 {
         let next_bytes = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
         let used_bytes = self.kernel_used_bytes();
@@ -255,12 +255,12 @@ impl Guest {
         self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, pm_bytes };
     }
 
-    /// Notes that this part of all user pages is in the kernel's zones.
+    /// Records the size of the user pages in the kernel's zones.
     pub(super) fn place_in_kernel_zones(&mut self, kernel_zone_bytes: u64) {
         self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, ..self.placed };
     }
 
-    /// User pages in PM, if `kernel_zone_bytes` are in the kernel's zones.
+    /// User pages in PM if `kernel_zone_bytes` of user pages are in the kernel's zones.
     fn pm_user_bytes(&self, kernel_zone_bytes: u64) -> u64 {
         self.user_bytes().saturating_sub(self.movable_dram_bytes() + kernel_zone_bytes)
     }

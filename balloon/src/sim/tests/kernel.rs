@@ -1,18 +1,18 @@
-//! Kernel memory that a load wants.
+//! Tests of the kernel memory of a load.
 
 use foreshore_proto::{Report, Zone, ZoneKind};
 
 use super::*;
 use crate::plan::{Direction, Plan, Reason};
 
-/// Kernel memory at rest, and after it has grown for [`GROWTH_MS`].
+/// Kernel memory during [`REST_MS`]. It then grows for [`GROWTH_MS`].
 const REST_MIB: u64 = 16;
 const REST_MS: u64 = 10_000;
 const GROWTH_MS: u64 = 20_000;
 const END_MS: u64 = 60_000;
 
-/// Guest with 512 MiB of DRAM, and no other. Its kernel wants `kernel_mib` in the end, its programs
-/// `anon_mib` all the time.
+/// Guest with 512 MiB of DRAM and no other memory. Its kernel wants `kernel_mib` in the end, and
+/// its programs want `anon_mib` all the time.
 fn load(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let rest = Segment {
         anon_bytes: anon_mib * MIB,
@@ -31,7 +31,7 @@ fn load(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     }
 }
 
-/// [`load`] of a guest that has all of 1 GiB of PM from its start.
+/// [`load`] in a guest that has 1 GiB of PM, all of it plugged from the start.
 fn load_with_pm(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let mut setup = load(kernel_mib, anon_mib);
     let size_bytes = 1024 * MIB;
@@ -43,7 +43,7 @@ fn load_with_pm(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     setup
 }
 
-/// The last report, and the first breach of the laws.
+/// Last report, and first violation of the laws.
 #[derive(Default)]
 struct Seen {
     lawful: Lawful,
@@ -60,7 +60,7 @@ impl Observer for Seen {
     }
 }
 
-/// Runs a guest whose size stays as it is.
+/// Runs a guest of constant size.
 fn live(setup: VmSetup) -> (Vm, Report) {
     let mut seen = Seen::default();
     let governed = Governed { skip: Skip::Nothing, ..governed("off") };
@@ -102,7 +102,7 @@ fn kernel_memory_larger_than_its_zones_ends_in_a_kill_although_pm_is_free() {
     assert_eq!(counters.pswpout, 0);
     assert!(report.memory().free_bytes > 1024 * MIB, "{:?}", report.memory());
     assert!(vm.guest().kernel_killed_bytes() > 0);
-    // The same amount of user pages fits.
+    // 600 MiB of user pages fit.
     let (vm, _) = live(load_with_pm(REST_MIB, 600));
     assert_eq!((vm.guest().totals().oom_kills, vm.guest().resident_bytes()), (0, 600 * MIB));
 }
@@ -117,9 +117,9 @@ fn killed_process_returns_its_kernel_memory() {
     assert!(vm.guest().killed_bytes() > 0);
 }
 
-/// The kernel's zone has 432 MiB, and ZONE_MOVABLE of boot memory 48 MiB.
+/// The kernel's zone has 432 MiB, and ZONE_MOVABLE of boot memory has 48 MiB.
 #[test]
-fn user_pages_leave_the_kernels_zones_for_pm_and_swap_only_without_it() {
+fn user_pages_of_the_kernels_zones_move_to_pm_and_to_swap_only_without_pm() {
     let (vm, report) = live(load_with_pm(400, 300));
     let zone = kernel_zone(&report);
     assert_eq!(zone.managed_pages, pages(432));
@@ -151,7 +151,7 @@ fn kernel_memory_uses_the_reserve_that_user_pages_leave() {
 }
 
 #[test]
-fn user_pages_that_dram_has_no_room_for_count_as_foreign() {
+fn user_pages_placed_in_pm_count_as_foreign() {
     let (vm, report) = live(load_with_pm(REST_MIB, 1000));
     let miss_mib = report.counters().numa_miss / 256;
     let zone = report.zones().iter().find(|zone| zone.node == 1).expect("PM");
@@ -161,7 +161,7 @@ fn user_pages_that_dram_has_no_room_for_count_as_foreign() {
 }
 
 #[test]
-fn workload_with_kernel_memory_needs_it_in_proportion() {
+fn kernel_memory_of_a_workload_is_proportional_to_anonymous_memory() {
     let params = WorkloadParams { kernel_permille: 250, ..Workload::Ramp.defaults() };
     let demand = Workload::Ramp.demand(&params, 512 * MIB, 900_000, &mut Random::new(1, 0));
     let mut most_mib = 0;
@@ -174,7 +174,7 @@ fn workload_with_kernel_memory_needs_it_in_proportion() {
 }
 
 #[test]
-fn recorded_kernel_memory_is_wanted_again() {
+fn replay_repeats_recorded_kernel_memory() {
     let original = load_with_pm(300, 200);
     let trace = recorded(&original, "off");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
@@ -189,7 +189,7 @@ fn recorded_kernel_memory_is_wanted_again() {
     }
 }
 
-/// Guest with 384 MiB of boot memory to which 256 MiB of DRAM and 512 MiB of PM can be added.
+/// Guest with 384 MiB of boot memory that can plug 256 MiB of DRAM and 512 MiB of PM.
 /// Programs hold `anon_mib`, and the kernel grows to `kernel_mib`.
 fn load_with_dram(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let mut setup = load(kernel_mib, anon_mib);
@@ -200,13 +200,13 @@ fn load_with_dram(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     setup
 }
 
-/// What `psi` decided, and whether the laws held.
+/// Decisions of the policy, and the first violation of the laws.
 #[derive(Default)]
 struct Decisions {
     lawful: Lawful,
-    /// Times and reasons of plans that asked for more.
+    /// Times and reasons of plans that requested more memory.
     grows: Vec<(TimeMs, Reason)>,
-    /// Converted blocks when the guest was last seen, and the time of each.
+    /// Time of each change of the size of the converted blocks, and the new size.
     blocks: Vec<(TimeMs, u64)>,
     last: Option<Report>,
 }
@@ -260,7 +260,7 @@ fn rule_13_adds_movable_memory_for_the_blocks_that_the_kernel_gets() {
 }
 
 #[test]
-fn block_that_is_plugged_in_part_serves_the_kernel_with_the_rest_as_well() {
+fn rest_of_a_partly_plugged_block_serves_the_kernel_as_well() {
     let (_, decisions) = decide(load_with_dram(350, 0), "psi");
     let sizes: Vec<u64> = decisions.blocks.iter().map(|(_, bytes)| bytes / MIB).collect();
     assert_eq!(sizes.last(), Some(&128), "{sizes:?}");

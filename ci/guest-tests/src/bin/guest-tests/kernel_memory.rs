@@ -217,7 +217,7 @@ fn resize_to_sixty_times_dram_completes_with_an_agent() -> Result<()> {
     let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == 0.0, "{held} bytes are held back");
     let delayed = guest.metrics()?.value("foreshore_memory_throttled_requests_total", &[("zone", "dram")])?;
-    ensure!(delayed == 0.0, "The budget delayed {delayed} requests of a first grow");
+    ensure!(delayed == 0.0, "The plug budget delayed {delayed} requests of the first grow");
     nothing_died(&guest)
 }
 
@@ -414,10 +414,10 @@ fn killed_names(guest: &Guest) -> Result<Vec<String>> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-/// Starts processes until the kernel has no memory for another. Linux ends only such processes, and
-/// the guest lives.
+/// Starts processes until the kernel has no memory for another one. The OOM killer ends only such
+/// processes, and the guest keeps running.
 fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
-    // A list of thousands of processes for each kill would fill the console for minutes.
+    // A list of thousands of processes for each kill would occupy the console for minutes.
     const PROCESSES: &str = "dd if=/dev/zero of=/run/mapped bs=1M count=8 2>/dev/null && \
               for limit in pid_max threads-max; do echo 32768 >/proc/sys/kernel/$limit; done && \
               echo 0 >/proc/sys/vm/oom_dump_tasks && exec guest-tool map-by-processes /run/mapped 20000";

@@ -1,5 +1,5 @@
-//! Tests of loads of kernel memory in guests without an agent. The command line keeps DRAM for the kernel, and the balloon's
-//! statistics ask for PM.
+//! Tests of loads of kernel memory in guests without an agent. The kernel command line reserves
+//! DRAM for the kernel, and the governor plugs PM by the statistics of the virtio balloon.
 
 use anyhow::{Result, bail, ensure};
 use guest_tests::guest::Script;
@@ -82,7 +82,8 @@ fn loads_of_kernel_memory_are_held_without_an_agent() -> Result<()> {
     Ok(())
 }
 
-/// Kernel memory within the reserve: a sixteenth of 384 MiB, and 8 MiB for the descriptors of 512 MiB.
+/// Kernel memory within the reserve, which is a sixteenth of 384 MiB, and 8 MiB for the page
+/// descriptors of 512 MiB.
 const WITHIN_RESERVE: Load =
     Load { command: "exec guest-tool fill-sockets 20", goal: "held 20", kernel_mib: 20 };
 
@@ -94,7 +95,7 @@ fn full_dram_leaves_the_kernel_its_reserve_without_an_agent() -> Result<()> {
     nothing_died(&guest)
 }
 
-/// Counterpart of the test above.
+/// Counterpart of [`full_dram_leaves_the_kernel_its_reserve_without_an_agent`].
 fn kernel_has_no_reserve_without_the_command_line() -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = boot(&pool, "movablecore=0")?;
