@@ -334,7 +334,7 @@ impl Used {
         let kept = kept.saturating_add(kernel_bytes - slab_bytes).saturating_add(slab_left_out);
         let anon_bytes = (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
         // Linux reclaims the dentries and inodes on LRU lists as it reclaims page cache. Other
-        // reclaimable slabs are pinned, so the guest needs them (docs/agent.md).
+        // reclaimable slabs may be pinned, so the guest needs them (docs/agent.md).
         Used { anon_bytes, kernel_bytes: kernel_bytes - kernel.caches_bytes(), cached_bytes }
     }
 }

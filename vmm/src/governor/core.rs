@@ -567,8 +567,8 @@ impl Core {
         }
     }
 
-    /// Reports a plan that a lack of room for page descriptors has held back too long. The event is
-    /// for the first zone with room, because that zone would have grown.
+    /// Reports a plan that a lack of room for page descriptors has held back too long. The event names
+    /// the first zone with room, because a plan is for all zones.
     fn report_held_plan(&mut self, plan: &Plan, now: TimeMs) {
         if !self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now) {
             return;
