@@ -8,8 +8,11 @@ use balloon::{HostView, TimeMs};
 
 /// Time since the last report of an agent after which the governor uses statistics instead, so that
 /// an agent can restart. A connection does not extend this time, because a program may connect and
-/// die in a loop. Until the first report of an agent the governor uses statistics without a wait,
-/// because a guest without an agent may run short of memory as soon as it has booted.
+/// die in a loop.
+///
+/// If no agent has reported under the present kernel, the governor uses statistics at once, because
+/// a guest may run short as soon as it has booted. If the agent decides how plugged memory is
+/// onlined, the governor waits as long for its first report.
 const PATIENCE_MS: u64 = 10_000;
 /// How often statistics are asked for.
 const REST_INTERVAL_MS: u64 = 1_000;
@@ -48,11 +51,29 @@ pub trait BalloonSource: Send + Sync {
     fn is_counted(&self) -> bool;
 }
 
+/// Component that decides how memory is onlined that is plugged before the agent reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Onlining {
+    /// The kernel, by the VMM's command line: all of it as movable.
+    CommandLine,
+    /// The agent. Until it starts, memory may be onlined so that it cannot leave again.
+    Agent,
+}
+
+/// Last report of an agent.
+#[derive(Clone, Copy, Debug)]
+struct Reported {
+    at: TimeMs,
+    /// Life of the balloon driver at that time, if it had sent statistics. In another life the
+    /// kernel is another one, after kexec, or the driver was loaded again.
+    driver_life: Option<u64>,
+}
+
 /// Whether statistics are what a guest is sized by, and what has been taken of them.
 pub struct Agentless {
     source: Arc<dyn BalloonSource>,
-    /// Time of the last report of an agent.
-    reported: Option<TimeMs>,
+    onlining: Onlining,
+    agent: Option<Reported>,
     estimator: Estimator,
     placing: Placing,
     asked: Option<TimeMs>,
@@ -63,10 +84,11 @@ pub struct Agentless {
 
 impl Agentless {
     /// Creates the state before any agent has reported. `source` provides the statistics.
-    pub fn new(source: Arc<dyn BalloonSource>) -> Self {
+    pub fn new(source: Arc<dyn BalloonSource>, onlining: Onlining) -> Self {
         Self {
             source,
-            reported: None,
+            onlining,
+            agent: None,
             estimator: Estimator::default(),
             placing: Placing::default(),
             asked: None,
@@ -89,10 +111,10 @@ impl Agentless {
     /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
     pub fn agent_reported(&mut self, report: Report, memory_bytes: u64, now: TimeMs) -> Report {
         self.is_active = false;
-        self.reported = Some(now);
         self.estimator.follow(&report, now);
-        let driver_life = self.source.sample().map_or(0, |sample| sample.driver_life);
-        correct(report, self.known(driver_life, memory_bytes))
+        let driver_life = self.source.sample().map(|sample| sample.driver_life);
+        self.agent = Some(Reported { at: now, driver_life });
+        correct(report, self.known(driver_life.unwrap_or(0), memory_bytes))
     }
 
     /// Time has passed, or statistics have come: asks for the next ones, and returns a report if they are what the guest is
@@ -111,7 +133,7 @@ impl Agentless {
         }
         let sample = sample?;
         self.taken = sample.number;
-        if self.reported.is_some_and(|at| now.since(at) < PATIENCE_MS) {
+        if self.is_agent_awaited(sample.driver_life, now) {
             return None;
         }
         let known = self.known(sample.driver_life, memory_bytes);
@@ -121,6 +143,15 @@ impl Agentless {
             self.memory = Some(*report.memory());
         }
         Some(result)
+    }
+
+    fn is_agent_awaited(&self, driver_life: u64, now: TimeMs) -> bool {
+        match self.agent {
+            Some(Reported { at, driver_life: life }) => {
+                life.is_none_or(|life| life == driver_life) && now.since(at) < PATIENCE_MS
+            }
+            None => self.onlining == Onlining::Agent && now < TimeMs(PATIENCE_MS),
+        }
     }
 
     /// A report of statistics with what the host knows of where memory lies. An agent's stays as it is, and is learned from.

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use balloon::params::Setting;
+use balloon::proto::{Counters, Stall};
 use balloon::sim::{GuestConfig, replay};
 use balloon::statistics::Tag;
 use balloon::trace::Entry;
@@ -40,6 +41,7 @@ struct State {
     cached: u64,
     statistics: Option<Statistics>,
     number: u64,
+    driver_life: u64,
     asked: u64,
 }
 
@@ -52,6 +54,7 @@ impl FakeGuest {
             cached: 0,
             statistics: None,
             number: 0,
+            driver_life: 1,
             asked: 0,
         };
         Arc::new(Self { state: Mutex::new(state), counted, pm })
@@ -121,7 +124,7 @@ impl BalloonSource for FakeGuest {
     }
     fn sample(&self) -> Option<Sample> {
         let state = self.state.lock();
-        Some(Sample { statistics: state.statistics?, number: state.number, driver_life: 1 })
+        Some(Sample { statistics: state.statistics?, number: state.number, driver_life: state.driver_life })
     }
     fn ballooned_bytes(&self) -> u64 {
         self.state.lock().ballooned
@@ -144,10 +147,10 @@ fn rig(counted: bool) -> Rig {
 }
 
 fn rig_by(config: &PressureConfig, counted: bool) -> Rig {
-    rig_with(config, counted, None)
+    rig_with(config, counted, None, Onlining::CommandLine)
 }
 
-fn rig_with(config: &PressureConfig, counted: bool, pm: Option<Arc<FakeDevice>>) -> Rig {
+fn rig_with(config: &PressureConfig, counted: bool, pm: Option<Arc<FakeDevice>>, onlining: Onlining) -> Rig {
     let guest = FakeGuest::new(counted, pm.clone());
     let zone = GovernedZone {
         id: BALLOON_ZONE.to_owned(),
@@ -165,7 +168,7 @@ fn rig_with(config: &PressureConfig, counted: bool, pm: Option<Arc<FakeDevice>>)
     });
     let zones = [zone].into_iter().chain(pm).collect();
     let core = Core::new(config, zones, BOOT - REGION, Arc::new(|| 1 << 40), TimeMs(0)).unwrap();
-    let core = core.with_statistics(Agentless::new(Arc::clone(&guest) as _));
+    let core = core.with_statistics(Agentless::new(Arc::clone(&guest) as _, onlining));
     Rig { core, guest, now: TimeMs(0), seq: 0 }
 }
 
@@ -198,16 +201,21 @@ impl Rig {
     }
 
     fn agent_reports(&mut self) {
+        self.agent_reports_with(self.now.0, |_| ());
+    }
+
+    fn agent_reports_with(&mut self, uptime_ms: u64, change: impl FnOnce(&mut Value)) {
         self.seq += 1;
         let state = *self.guest.state.lock();
         let (total, available) = (self.guest.total(&state), self.guest.available(&state));
-        let line = json!({
-            "type": "report", "version": 1, "seq": self.seq, "monotonic_ms": self.now.0,
+        let mut line = json!({
+            "type": "report", "version": 1, "seq": self.seq, "monotonic_ms": uptime_ms,
             "memory": {"total_bytes": total, "free_bytes": available, "available_bytes": available},
             "zones": [{"node": 0, "kind": "normal", "free_pages": available / 4096, "min_pages": 500,
                        "low_pages": 700, "high_pages": 900, "managed_pages": total / 4096}],
             "blocks": {"online_policy": "offline", "block_bytes": 128 * MIB, "nodes": []},
         });
+        change(&mut line);
         self.line(&line);
     }
 }
@@ -263,7 +271,7 @@ fn what_an_agents_guest_onlines_is_no_matter_for_a_balloon() {
 fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
     let guest = FakeGuest::new(false, Some(FakeDevice::new(1024 * MIB, true)));
     guest.pm.as_ref().unwrap().request(1024 * MIB);
-    let mut agentless = Agentless::new(Arc::clone(&guest) as _);
+    let mut agentless = Agentless::new(Arc::clone(&guest) as _, Onlining::CommandLine);
     let pm = balloon::ZoneSizes {
         id: balloon::ZoneId(0),
         tier: Tier::Pm,
@@ -310,6 +318,65 @@ fn statistics_are_used_until_an_agent_reports_and_after_it_is_gone() {
     // It comes back, and what it says is taken at once.
     rig.agent_reports();
     assert_eq!(rig.details()["source"], json!("agent"));
+}
+
+#[test]
+fn statistics_wait_for_an_agent_that_onlines_memory() {
+    let config = PressureConfig { policy: "psi".to_owned(), ..PressureConfig::default() };
+    let mut rig = rig_with(&config, false, None, Onlining::Agent);
+    rig.wait(9);
+    assert_eq!(rig.reports(), 0);
+    assert!(rig.guest.state.lock().asked >= 8, "the metrics show them meanwhile");
+    rig.wait(4);
+    assert!(rig.reports() >= 2);
+    assert_eq!(rig.details()["source"], json!("statistics"));
+}
+
+#[test]
+fn statistics_count_at_once_in_a_kernel_that_kexec_has_started() {
+    let mut rig = rig(false);
+    rig.agent_comes();
+    rig.wait(1);
+    rig.agent_reports();
+    rig.core.agent_gone(rig.now);
+    let before = rig.reports();
+    rig.wait(2);
+    assert_eq!(rig.reports(), before, "the agent may be restarting");
+    rig.guest.state.lock().driver_life += 1;
+    rig.wait(2);
+    assert!(rig.reports() > before);
+}
+
+/// The agent's clock and counters began with the guest's kernel, after the VMM's clock.
+#[test]
+fn agent_that_takes_over_from_statistics_changes_no_request() {
+    for uptime_ms in [3_000, 50_000] {
+        let mut rig = rig(false);
+        rig.guest.state.lock().used = 600 * MIB;
+        rig.wait(60);
+        let before = rig.guest.sizes().requested_bytes;
+        assert!(before < REGION, "the guest has given nothing back");
+        rig.agent_comes();
+        for second in 0..8 {
+            rig.agent_reports_with(uptime_ms + second * 1000, |line| {
+                let pages = 100_000;
+                let counters = Counters {
+                    pswpin: pages,
+                    pgmajfault: pages,
+                    workingset_refault_file: pages,
+                    pgscan_direct: pages,
+                    allocstall: pages,
+                    ..Counters::default()
+                };
+                let stall = Stall { some_us: 1_000_000, full_us: 1_000_000, ..Stall::default() };
+                line["counters"] = serde_json::to_value(counters).unwrap();
+                line["stall"] = serde_json::to_value(stall).unwrap();
+            });
+            rig.wait(1);
+            assert_eq!(rig.guest.sizes().requested_bytes, before, "{uptime_ms}, second {second}");
+        }
+        assert_eq!(rig.details()["refused"], json!({}));
+    }
 }
 
 #[test]
@@ -424,7 +491,7 @@ fn pm_that_nobody_counts_goes_back_all_the_same() {
     let mut config = PressureConfig { policy: "pmb".to_owned(), ..PressureConfig::default() };
     config.params.insert("watermark-scale".to_owned(), Setting::from("1"));
     let pm = FakeDevice::new(1024 * MIB, true);
-    let mut rig = rig_with(&config, false, Some(Arc::clone(&pm)));
+    let mut rig = rig_with(&config, false, Some(Arc::clone(&pm)), Onlining::CommandLine);
     rig.wait(5);
     assert_eq!(pm.sizes().plugged_bytes, 0);
     rig.guest.state.lock().used = BOOT - KERNEL + 300 * MIB;

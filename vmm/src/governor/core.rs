@@ -6,6 +6,8 @@ mod agent_tests;
 mod bounds_tests;
 mod goals;
 #[cfg(test)]
+mod held_plan_tests;
+#[cfg(test)]
 mod kexec_tests;
 mod present;
 mod show;
@@ -22,7 +24,7 @@ use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report, Settings};
-use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
+use balloon::{Distances, DriverState, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 use tracing::{info, warn};
 
@@ -435,7 +437,7 @@ impl Core {
         let was_active = agentless.is_active();
         let taken = agentless.tick(&settings, memory_bytes, now);
         if agentless.is_active() && !was_active {
-            info!("No agent reports: the balloon's statistics take its place");
+            info!("Balloon statistics size the guest until its agent reports");
         }
         match taken {
             Some(Ok(report)) => {
@@ -476,6 +478,7 @@ impl Core {
         }
         let plan = self.controller.step(Event::Tick, &host, now);
         self.carry_out(&plan, &host, now);
+        self.report_held_plan(&plan, now);
         self.write_down(&Noted { plan, host, ended: None, has_reported: false }, now);
     }
 
@@ -568,16 +571,19 @@ impl Core {
     }
 
     /// Reports a plan that a lack of room for page descriptors has held back too long. The event names
-    /// the first zone with room, because a plan is for all zones.
+    /// the first zone that could have grown, because a plan is for all zones.
     fn report_held_plan(&mut self, plan: &Plan, now: TimeMs) {
         if !self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now) {
             return;
         }
-        let has_room = |zone: &&Zone| {
+        let could_grow = |(zone, id): &(&Zone, ZoneId)| {
             let sizes = zone.zone.device.sizes();
-            zone.zone.id != BALLOON_ZONE && sizes.requested_bytes < sizes.region_bytes
+            zone.zone.id != BALLOON_ZONE
+                && sizes.requested_bytes < sizes.region_bytes
+                && sizes.driver != DriverState::Unsupported
+                && !self.controller.is_pinned(*id)
         };
-        if let Some(zone) = self.zones.iter().find(has_room) {
+        if let Some((zone, _)) = self.zones.iter().zip((0..).map(ZoneId)).find(could_grow) {
             zone.report_held();
         }
     }

@@ -597,39 +597,3 @@ fn what_is_shown_of_decisions_is_not_copied_and_stays_as_it_was() {
     assert!(matches!(reached, Outcome::Reached { after_ms: 10 }), "{reached:?}");
     assert_eq!(outcome(view.info()), Outcome::Pending { moved_bytes: 0 });
 }
-
-/// Sends a report of a guest that is short of memory and has no room for page descriptors.
-fn report_without_room(f: &mut Fixture) {
-    f.seq += 1;
-    let mut line = report(f.seq, 16, [f.dram.sizes().plugged_bytes, f.pm.sizes().plugged_bytes]);
-    line["zones"][0]["free_pages"] = 900.into();
-    line["memory"]["free_bytes"] = (16 * MIB).into();
-    f.line(&line);
-}
-
-#[test]
-fn plan_held_back_by_descriptors_is_reported_once_until_it_proceeds() {
-    let mut f = fixture("psi", false, true);
-    let reported = |f: &Fixture| (*f.dram.reported_held.lock(), *f.pm.reported_held.lock());
-    f.greet();
-    let patience_ms = f.core.controller.rules().progress_ms;
-    let reports = patience_ms / 50;
-    (0..reports).for_each(|_| report_without_room(&mut f));
-    assert_eq!((reported(&f), f.dram.sizes().requested_bytes), ((0, 0), 0));
-    (0..2 * reports).for_each(|_| report_without_room(&mut f));
-    assert_eq!(reported(&f), (1, 0));
-    // The guest has room for the descriptors of DRAM, and then none for those of PM.
-    (0..4).for_each(|_| f.report(20));
-    assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
-    (0..=reports).for_each(|_| report_without_room(&mut f));
-    assert_eq!(reported(&f), (1, 1));
-}
-
-#[test]
-fn dry_run_held_back_by_descriptors_is_not_reported() {
-    let mut f = fixture("psi", true, true);
-    f.greet();
-    (0..400).for_each(|_| report_without_room(&mut f));
-    let holds = f.core.counters.plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
-    assert_eq!((holds, *f.dram.reported_held.lock()), (1, 0));
-}

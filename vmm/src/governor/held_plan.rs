@@ -17,9 +17,14 @@ struct Held {
 }
 
 impl HeldPlan {
-    /// Returns true if page descriptors have held back the plans at one size for `patience_ms`. It
-    /// returns true once for each such size, because the policy makes a plan with each report.
+    /// Returns whether page descriptors have held back the plans for `patience_ms` at one size. It
+    /// returns true once until the plans proceed, although the policy makes a plan with each report.
+    ///
+    /// A quiet plan decides nothing, so it changes nothing here.
     pub fn is_held_too_long(&mut self, plan: &Plan, patience_ms: u64, now: TimeMs) -> bool {
+        if plan.reason == Reason::Quiet {
+            return false;
+        }
         let is_held =
             !plan.dry_run && [Some(plan.reason), plan.limited_by].contains(&Some(Reason::Descriptors));
         let requested_bytes = plan.requested_bytes();

@@ -10,7 +10,7 @@ use tracing::{debug, error, warn};
 use super::error::BuildError;
 use super::resources::Resources;
 use crate::config::{RECORD_BYTES, Topology, VmConfig};
-use crate::governor::agentless::{Agentless, BalloonSource, Sample};
+use crate::governor::agentless::{Agentless, BalloonSource, Onlining, Sample};
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, Governor};
@@ -180,7 +180,7 @@ pub(super) fn start(
         Core::new(&pressure, zones, config.memory.boot_bytes() - balloon_bytes, pool_free, clock.now())
             .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
-        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone())));
+        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), onlining(config)));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
             // A size that was given is one by hand: it stays until somebody says otherwise.
@@ -229,6 +229,15 @@ fn record(
             Ok(core)
         }
         Err(err) => Err(BuildError::device(format!("--pressure record={}", path.display()))(err)),
+    }
+}
+
+/// Agents come by vsock. A guest with a firmware has a command line of its own.
+fn onlining(config: &VmConfig) -> Onlining {
+    if config.payload.firmware.is_some() && config.vsock.is_some() {
+        Onlining::Agent
+    } else {
+        Onlining::CommandLine
     }
 }
 
