@@ -15,6 +15,7 @@ guest_tests::tests![
     kernel_has_no_reserve_without_the_command_line: 400 (extended),
 ];
 
+/// Boots Linux 6.12 with 384 MiB of DRAM. 512 MiB of PM can be plugged.
 fn boot(pool: &Pool, cmdline: &str) -> Result<Guest> {
     Guest::builder()
         .memory("size=384M")
@@ -28,7 +29,8 @@ fn boot(pool: &Pool, cmdline: &str) -> Result<Guest> {
 /// Fills a tmpfs beyond all DRAM. The load grows slowly, because statistics arrive once per second.
 fn fill_tmpfs(guest: &Guest) -> Result<()> {
     let load = "mkdir /m && mount -t tmpfs -o size=2G t /m && i=0 && while [ $i -lt 56 ]; do \
-                dd if=/dev/zero of=/m/$i bs=1M count=8 2>/dev/null || exit 1; i=$((i+1)); sleep 0.35; done; du -sm /m";
+                dd if=/dev/zero of=/m/$i bs=1M count=8 2>/dev/null || exit 1; \
+                i=$((i+1)); sleep 0.35; done; du -sm /m";
     let written = guest.run_within(LOAD_LIMIT, load)?;
     ensure!(written.starts_with("448"), "Not all was written: {written}");
     Ok(())
