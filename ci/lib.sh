@@ -3,31 +3,20 @@
 # They end with `main "$@"; exit` on one line: bash reads a script while it runs it, and goes on somewhere in one that was edited
 # meanwhile, for an hour perhaps.
 
-# The user's settings change neither images nor what is read from programs' output. bash imports exported functions, which
-# would take the place of programs.
+# The user's settings do not change what is read from programs' output. bash imports exported functions, which would take the
+# place of programs.
 # shellcheck disable=SC2046 # a list
 unset -f $(compgen -A function)
-unset CDPATH MODPROBE_OPTIONS
+unset CDPATH
 umask 022
-# Programs of the distribution. A script that makes images sets PATH to this: a program of the user's does not count.
-# shellcheck disable=SC2034 # those scripts read it
-SYSTEM_PATH=/usr/sbin:/usr/bin:/sbin:/bin
-# An ordinary user's PATH lacks what makes file systems and finds modules. cargo and QEMU may be the user's own.
-USER_PATH=$PATH:/usr/sbin:/sbin
-export PATH=$USER_PATH
-# There is no such file, so mke2fs uses its own defaults instead of /etc/mke2fs.conf.
-export MKE2FS_CONFIG=/nonexistent/mke2fs.conf
+# An ordinary user's PATH lacks what makes file systems and finds modules.
+export PATH=$PATH:/usr/sbin:/sbin
+# What programs print is parsed, and times are written: in one language, whatever the user's.
+export LC_ALL=C.UTF-8
 
 ROOT=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
 CI_DIR=$ROOT/target/ci
-# Packages are the same for every checkout: a machine with several may share them.
-DEB_CACHE=${FORESHORE_DEB_CACHE:-$CI_DIR/debs}
-KERNELS_LOCK=$ROOT/ci/kernels.lock
-TARGET_TRIPLE=x86_64-unknown-linux-gnu
-BIN_DIR=$ROOT/target/$TARGET_TRIPLE/release
-
-# What programs print is parsed, and times are written: in one language, whatever the user's.
-export LC_ALL=C.UTF-8
+BIN_DIR=$ROOT/target/x86_64-unknown-linux-gnu/release
 
 say() { printf '%s: %s\n' "${SAY_AS:-$(basename "$0")}" "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -56,276 +45,20 @@ usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//p}' "$0"; }
 # refuse WHAT...: for a command line that nothing can be made of; before any work is done.
 refuse() { say "$* (--help says what there is)"; exit 2; }
 
-# How often a long build says that it goes on, where nobody sees cargo's own progress.
-BUILD_NEWS_S=30
-
-# run_cargo ARGUMENT...: on a terminal cargo shows how far it is. Elsewhere that would be a line for each of many
-# crates: a line now and then stands for them; warnings and errors come through.
-run_cargo() {
-    if [ -t 2 ]; then cargo "$@"; return; fi
-    # Its bar is the one place where it says of how many steps.
-    CARGO_TERM_COLOR=never CARGO_TERM_PROGRESS_WHEN=always CARGO_TERM_PROGRESS_WIDTH=80 cargo "$@" 2>&1 | cargo_news
-}
-
-# A bar looks so, and the next one, or a line, is written over it: "    Building [===>      ] 3/19: serde(build)   \r".
-CARGO_BAR='Building \[[^]]*\] ([0-9]+)/([0-9]+):'
-
-cargo_news() {
-    local line='' part status=0 crates=0 crate='' steps='' began=$SECONDS said=$SECONDS
-    until [ "$status" = 1 ]; do
-        status=0
-        # Above 128: nothing came, or no whole line. 1: the end.
-        IFS= read -r -t 1 part || status=$?
-        line+=$part
-        # The last of several: what is before it is as long as can be.
-        if [[ $line =~ .*$CARGO_BAR ]]; then steps="${BASH_REMATCH[1]} of ${BASH_REMATCH[2]} steps done, "; fi
-        line=${line##*$'\r'}
-        if [ "$status" -le 1 ]; then
-            case $line in
-                '   Compiling '* | '    Checking '*)
-                    crates=$((crates + 1))
-                    read -r _ crate _ <<<"$line" ;;
-                # The other things cargo says of itself.
-                '' | '    Finished '* | '    Building ['* | '    Updating '* | '  Downloaded '* | ' Downloading '* | '  Executable '*) ;;
-                *) printf '%s\n' "$line" >&2 ;;
-            esac
-            line=''
-        fi
-        if [ $((SECONDS - said)) -ge "$BUILD_NEWS_S" ]; then
-            said=$SECONDS
-            say "cargo is at work: $steps$crates crates begun in $((SECONDS - began)) s${crate:+, the last of them $crate}"
-        fi
-    done
-    [ "$said" = "$began" ] || say "cargo is done: $crates crates in $((SECONDS - began)) s"
-}
+# xtask TASK [ARGUMENT...]: a task that speaks in this script's name.
+xtask() { SAY_AS=$SAY_AS "$ROOT/ci/xtask/run" "$@"; }
 
 # build_programs: the programs, the clients and the guests' images, which contain some of the programs.
 build_programs() {
     begin_step "release build"
-    build_binaries || return
+    as_job xtask build programs || return
     begin_step "release build of the API clients"
-    say "building the API clients of the tests"
-    # Apart: features are those of all that is built at once, and clients want more of hyper than the VMM has.
-    as_job cargo_in_root build --release -p client-tests || { say "the build of the clients failed"; return 1; }
+    as_job xtask build clients || return
     begin_step "guest images"
     as_job_with_root "$ROOT/guest/image/build"
 }
 
-build_binaries() {
-    say "building the programs (cargo build --release)"
-    [ -e "$BIN_DIR/foreshore" ] || say "the first build takes 4 to 7 minutes on two cores, later ones seconds"
-    as_job cargo_in_root build --release --bins || { say "the build failed"; return 1; }
-}
-
-cargo_in_root() { cd "$ROOT" && run_cargo "$@"; }
-
-as_root() {
-    require_root "$@"
-    if [ "$(id -u)" -eq 0 ]; then "$@"
-    # A job cannot ask for a password: it would be stopped for reading from the terminal.
-    else sudo ${FORESHORE_IS_JOB:+-n} "$@"
-    fi
-}
-
-# require_root COMMAND...: ends the script if as_root has no way to run the command.
-require_root() {
-    [ "$(id -u)" -eq 0 ] || have_command sudo || die "needs root for: $* (neither root nor sudo here)"
-}
-
-# sudo_advice: prints a remedy if sudo would ask a job for a password. sudo remembers the last one for
-# some minutes only, and a job may need root later than that.
-sudo_advice() {
-    if [ "$(id -u)" -ne 0 ] && [ -n "${FORESHORE_IS_JOB:-}" ] && ! sudo -n true 2>/dev/null; then
-        echo ": sudo asks for a password, which no job can give. Run \`sudo -v\`, and then this script again"
-    fi
-}
-
 have_command() { command -v "$1" >/dev/null; }
-
-# refresh_package_lists: at most once per run of a script.
-refresh_package_lists() {
-    [ -z "${PACKAGE_LISTS_FRESH:-}" ] || return 0
-    say "refreshing the package lists (apt-get update)"
-    as_root apt-get update -qq || die "apt-get update failed$(sudo_advice)"
-    PACKAGE_LISTS_FRESH=1
-}
-
-# install_packages PACKAGE...
-install_packages() {
-    say "installing by apt: $*"
-    # Checked here, because the first attempt below discards its errors.
-    require_root apt-get install
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 && return
-    refresh_package_lists
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null ||
-        die "apt could not install: $*$(sudo_advice)"
-}
-
-# download_deb PACKAGE[=VERSION]: leaves the .deb in DEB_CACHE, prints nothing; fails when the mirror lacks it.
-download_deb() {
-    mkdir -p "$DEB_CACHE"
-    local attempt
-    for attempt in 1 2; do
-        # The sandbox user cannot write where we can; we verify what arrives ourselves.
-        (cd "$DEB_CACHE" && apt-get download -q -o APT::Sandbox::User=root "$1") >/dev/null 2>&1 && return 0
-        [ "$attempt" = 2 ] || refresh_package_lists
-    done
-    return 1
-}
-
-# deb_file PACKAGE VERSION: the name apt-get download gives (it percent-encodes the epoch's colon).
-deb_file() { printf '%s/%s_%s_amd64.deb' "$DEB_CACHE" "$1" "${2//:/%3a}"; }
-
-# package_tree PACKAGE: prints the directory a Debian package is unpacked in, fetching it if it is not there.
-package_tree() {
-    local package=$1 tree=$CI_DIR/packages/$1 deb
-    if [ ! -d "$tree" ]; then
-        deb=$(cached_deb "$package")
-        if [ -z "$deb" ]; then
-            say "fetching $package"
-            download_deb "$package" || die "the mirror has no package $package"
-            deb=$(cached_deb "$package")
-        fi
-        rm -rf "$tree.new"
-        mkdir -p "$tree.new"
-        dpkg -x "$deb" "$tree.new"
-        mv "$tree.new" "$tree"
-    fi
-    printf '%s' "$tree"
-}
-
-# cached_deb PACKAGE: the newest .deb of it in the cache, or nothing.
-cached_deb() { find "$DEB_CACHE" -maxdepth 1 -name "$1_*.deb" -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 | cut -d' ' -f2-; }
-
-# measured_on: what figures are measured on, in a line: our programs by their commit and, where the host is emulated, by which
-# QEMU: a mended one (ci/nested/mend-qemu) says of itself that it is the other.
-measured_on() {
-    local ours qemu
-    ours="foreshore $(git -C "$ROOT" describe --always --dirty --abbrev=12 2>/dev/null || echo 'of no commit')"
-    if [ "$("$ROOT/ci/nested/host" --which)" = direct ]; then
-        echo "$ours; this machine: $(awk -F ': ' '/^model name/ { print $2; exit }' /proc/cpuinfo), Linux $(uname -r)"
-        return
-    fi
-    qemu=$("$ROOT/ci/nested/mend-qemu")
-    echo "$ours; emulated, Linux $(kernel_field 6.12 version), $("$qemu" --version | head -n 1)$(
-        [ "$qemu" = "$(command -v qemu-system-x86_64)" ] || echo ', mended'), sha256 $(sha256sum <"$qemu" | cut -d ' ' -f 1)"
-}
-
-# kernel_names: the names in the lock, in its order.
-kernel_names() { awk '!/^#/ && NF { print $1 }' "$KERNELS_LOCK"; }
-
-# kernel_field NAME FIELD: package, version or sha256 of a kernel in the lock.
-kernel_field() {
-    local column
-    case $2 in package) column=2 ;; version) column=3 ;; sha256) column=4 ;; *) die "no field $2 in kernels.lock" ;; esac
-    awk -v name="$1" -v column="$column" '!/^#/ && $1 == name { print $column }' "$KERNELS_LOCK"
-}
-
-# kernel_tree NAME, kernel_release NAME, kernel_image NAME: of a kernel that ci/setup has unpacked.
-kernel_tree() { printf '%s/kernels/%s' "$CI_DIR" "$(kernel_field "$1" package)"; }
-kernel_release() { basename "$(echo "$(kernel_tree "$1")"/lib/modules/*)"; }
-kernel_image() { echo "$(kernel_tree "$1")"/boot/vmlinuz-*; }
-
-# inputs_key FILE...: changes when any of the files (or files below the directories) does.
-inputs_key() {
-    find "$@" -type f -printf '%p %s %T@\n' | LC_ALL=C sort | sha256sum | cut -d' ' -f1
-}
-
-# stage_busybox DIR: busybox and a link for each thing it can do.
-stage_busybox() {
-    local applet
-    mkdir -p "$1/bin" "$1/sbin"
-    cp "$(command -v busybox)" "$1/bin/busybox"
-    for applet in $("$1/bin/busybox" --list); do
-        [ "$applet" = busybox ] || ln -sf /bin/busybox "$1/bin/$applet"
-    done
-}
-
-# stage_modules KERNEL DIR MODULE...: the modules and all they need, unpacked, with their indexes. A module that is built into this
-# kernel is left out.
-#
-# kmod's configuration of this machine (/etc/modprobe.d, /etc/depmod.d) does not count. Packages have `install` commands there
-# that take a module's place, ndctl one for libnvdimm.
-stage_modules() {
-    local kernel=$1 dir=$2 release tree path target needed
-    shift 2
-    release=$(kernel_release "$kernel")
-    tree=$(kernel_tree "$kernel")
-    target=$dir/lib/modules/$release
-    mkdir -p "$target"
-    cp "$tree/lib/modules/$release"/modules.{builtin,builtin.modinfo,order} "$target/"
-    needed=$(modprobe -C /dev/null -S "$release" -d "$tree" -a --show-depends "$@") ||
-        die "kernel $kernel lacks a module of: $*"
-    awk '$1 == "insmod" { print $2 }' <<<"$needed" | sort -u | while read -r path; do
-        path=${path#"$tree/lib/modules/$release/"}
-        mkdir -p "$target/$(dirname "$path")"
-        case $path in
-            *.xz) xz -dc "$tree/lib/modules/$release/$path" >"$target/${path%.xz}" ;;
-            *) cp "$tree/lib/modules/$release/$path" "$target/$path" ;;
-        esac
-    done
-    depmod -C /dev/null -b "$dir" "$release"
-}
-
-# merged_root NAME PACKAGE...: prints a directory with the packages unpacked over one another.
-merged_root() {
-    local root=$CI_DIR/roots/$1 package
-    shift
-    if [ "$(cat "$root/packages" 2>/dev/null)" != "$*" ]; then
-        rm -rf "$root"
-        mkdir -p "$root"
-        for package in "$@"; do cp -al "$(package_tree "$package")/." "$root/"; done
-        echo "$*" >"$root/packages"
-    fi
-    printf '%s' "$root"
-}
-
-# stage_programs ROOT DIR PROGRAM...: the programs and every shared object they need, from ROOT alone.
-stage_programs() {
-    local root=$1 dir=$2 loader=lib/x86_64-linux-gnu/ld-linux-x86-64.so.2 libraries object
-    shift 2
-    libraries=$root/lib/x86_64-linux-gnu:$root/usr/lib/x86_64-linux-gnu
-    mkdir -p "$dir/lib64"
-    ln -sf "/$loader" "$dir/lib64/ld-linux-x86-64.so.2"
-    {
-        printf '%s\n' "$loader" "$@"
-        for object in "$@"; do
-            "$root/$loader" --library-path "$libraries" --list "$root/$object" || die "$object lacks a shared object"
-        done | sed -n "s|.* => \($root/[^ ]*\) .*|\1|p" | sed "s|^$root/||"
-    } | sort -u | while read -r object; do
-        mkdir -p "$dir/$(dirname "$object")"
-        # A program of its own takes busybox's place in PATH; busybox's shell still prefers its own mke2fs (say mkfs.ext4).
-        rm -f "$dir/bin/$(basename "$object")"
-        cp -L "$root/$object" "$dir/$object"
-    done
-}
-
-EXT4_PACKAGES="libc6 e2fsprogs libext2fs2 libcom-err2 libblkid1 libuuid1 libss2"
-
-# stage_ext4_programs DIR: to make, check and enlarge file systems.
-stage_ext4_programs() {
-    # shellcheck disable=SC2086 # a list
-    stage_programs "$(merged_root ext4 $EXT4_PACKAGES)" "$1" sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4 \
-        sbin/resize2fs
-}
-
-XFS_PACKAGES="libc6 xfsprogs libblkid1 libuuid1 libinih1 liburcu8"
-
-# stage_xfs_programs DIR: to make file systems.
-stage_xfs_programs() {
-    # shellcheck disable=SC2086 # a list
-    stage_programs "$(merged_root xfs $XFS_PACKAGES)" "$1" sbin/mkfs.xfs
-}
-
-FILE_SYSTEM_PACKAGES="libc6 xfsprogs f2fs-tools btrfs-progs fdisk libblkid1 libuuid1 libinih1 liburcu8 libselinux1
-    libpcre2-8-0 libudev1 zlib1g liblzo2-2 libzstd1 libfdisk1 libsmartcols1 libreadline8 libtinfo6"
-
-# stage_file_system_programs DIR: to make and check all the others, and to partition.
-stage_file_system_programs() {
-    # shellcheck disable=SC2086 # a list
-    stage_programs "$(merged_root file-systems $FILE_SYSTEM_PACKAGES)" "$1" sbin/mkfs.xfs sbin/xfs_repair \
-        sbin/mkfs.f2fs sbin/fsck.f2fs sbin/mkfs.btrfs bin/btrfs sbin/sfdisk
-}
 
 # What one more emulated host has of its own beside its guests' memory: QEMU, and the pages of its disks.
 HOST_OVERHEAD_MIB=1024

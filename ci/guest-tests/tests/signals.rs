@@ -1,4 +1,5 @@
-//! SIGTERM to a script under ci/ or guest/ ends everything that the script has started.
+//! SIGTERM to a script under ci/ ends everything that the script has started. For tasks of xtask its own
+//! tests check that.
 //!
 //! The scripts are copied to a directory of their own. A stub takes the place of each program that takes long.
 
@@ -15,9 +16,9 @@ use guest_tests::{wait_for, wait_until};
 use tempfile::TempDir;
 
 /// Scripts that other scripts run.
-const HELPERS: [&str; 4] = ["ci/setup", "guest/image/build", "ci/nested/build-root", "ci/nested/build-peers"];
-/// Programs that would change the machine or take long, or that a machine may lack.
-const PROGRAMS: [&str; 4] = ["bin/apt-get", "bin/cargo", "bin/gnuplot", "bin/qemu-system-x86_64"];
+const HELPERS: [&str; 3] = ["ci/setup", "guest/image/build", "ci/xtask/run"];
+/// A program that a machine may lack.
+const PROGRAMS: [&str; 1] = ["bin/gnuplot"];
 const LIMIT: Duration = Duration::from_secs(20);
 const DONE: &str = "#!/bin/sh\n";
 /// Starts a process that lasts until a signal ends it, and writes its number to `$STARTED`.
@@ -36,23 +37,11 @@ impl Tree {
             tree.write(stub, DONE)?;
         }
         tree.write(lasting, LASTING)?;
-        for copied in ["ci/lib.sh", "ci/nested/host", script] {
+        for copied in ["ci/lib.sh", script] {
             tree.write(copied, &fs::read_to_string(repository.join(copied))?)?;
         }
-        tree.prefer_stubs()?;
         fs::create_dir(tree.0.path().join("tmp"))?;
-        // There are no kernels.
-        tree.write("ci/kernels.lock", "")?;
         Ok(tree)
-    }
-
-    /// Makes the stubs programs of the distribution.
-    fn prefer_stubs(&self) -> Result<()> {
-        let system_path = "SYSTEM_PATH=/usr/sbin:";
-        let lib = fs::read_to_string(self.0.path().join("ci/lib.sh"))?;
-        ensure!(lib.contains(system_path), "ci/lib.sh has no {system_path}");
-        let stubs = format!("SYSTEM_PATH={}:/usr/sbin:", self.0.path().join("bin").display());
-        self.write("ci/lib.sh", &lib.replace(system_path, &stubs))
     }
 
     fn write(&self, path: &str, text: &str) -> Result<()> {
@@ -63,14 +52,14 @@ impl Tree {
     }
 
     /// Starts a script without a terminal, so that sudo cannot ask for a password.
-    fn start(&self, line: &str, host: &str) -> Result<Child> {
+    fn start(&self, script: &str) -> Result<Child> {
         let path = std::env::var("PATH")?;
         let child = Command::new("setsid")
-            .args(line.split(' '))
+            .arg(script)
             .current_dir(&self.0)
             .env("PATH", format!("{}:{path}", self.0.path().join("bin").display()))
             .env("STARTED", self.0.path().join("started"))
-            .env("FORESHORE_HOST", host)
+            .env("FORESHORE_HOST", "direct")
             .env("TMPDIR", self.0.path().join("tmp"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -117,9 +106,9 @@ fn has_ended(pid: u32) -> Result<()> {
     ended
 }
 
-fn check(line: &str, lasting: &str, host: &str) -> Result<()> {
-    let tree = Tree::new(line.split(' ').next().unwrap_or(line), lasting)?;
-    let mut script = tree.start(line, host)?;
+fn check(script: &str, lasting: &str) -> Result<()> {
+    let tree = Tree::new(script, lasting)?;
+    let mut script = tree.start(script)?;
     let started = tree.started(&mut script).inspect_err(|_| signal(script.id(), libc::SIGKILL))?;
     signal(script.id(), libc::SIGTERM);
     let status = wait_for("the script has ended", LIMIT, || Ok(script.try_wait()?));
@@ -133,42 +122,23 @@ fn check(line: &str, lasting: &str, host: &str) -> Result<()> {
 #[test]
 fn script_that_gets_term_ends_all_its_processes() {
     let cases = [
-        ("ci/nested/host --no-build -- stub", "bin/stub", "direct"),
-        ("ci/nested/host --no-build -- stub", "ci/setup", "direct"),
-        ("ci/nested/host -- stub", "guest/image/build", "direct"),
-        ("ci/nested/host --no-build -- stub", "ci/nested/build-root", "nested"),
-        ("ci/nested/host --no-build --peers -- stub", "ci/nested/build-peers", "nested"),
-        ("ci/setup", "bin/flock", "direct"),
-        ("guest/image/build", "bin/flock", "direct"),
-        ("ci/nested/build-root", "bin/flock", "direct"),
-        ("ci/nested/build-peers", "bin/flock", "direct"),
-        ("ci/test", "ci/setup", "direct"),
-        ("ci/demo", "ci/setup", "direct"),
-        ("ci/demo", "guest/image/build", "direct"),
-        ("ci/bench", "ci/setup", "direct"),
-        ("ci/soak", "ci/setup", "direct"),
+        ("ci/test", "ci/setup"),
+        ("ci/demo", "ci/setup"),
+        ("ci/demo", "ci/xtask/run"),
+        ("ci/demo", "guest/image/build"),
+        ("ci/bench", "ci/setup"),
+        ("ci/bench", "ci/xtask/run"),
+        ("ci/soak", "ci/setup"),
     ];
     // All cases run at the same time, because a script may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {
-        let run = |case: (_, _, _)| (case, scope.spawn(move || check(case.0, case.1, case.2)));
+        let run = |case: (_, _)| (case, scope.spawn(move || check(case.0, case.1)));
         let running = cases.map(run).into_iter();
-        let failure = |((line, lasting, host), checked): (_, ScopedJoinHandle<'_, Result<()>>)| {
+        let failure = |((script, lasting), checked): (_, ScopedJoinHandle<'_, Result<()>>)| {
             let error = checked.join().expect("no check panics").err()?;
-            Some(format!("{line} ({host}), while {lasting} runs: {error:#}"))
+            Some(format!("{script}, while {lasting} runs: {error:#}"))
         };
         running.filter_map(failure).collect()
     });
     assert!(failed.is_empty(), "{}", failed.join("\n"));
-}
-
-#[test]
-fn time_limit_ends_all_processes_of_a_command() {
-    let tree = Tree::new("ci/nested/host", "bin/stub").unwrap();
-    let mut script = tree.start("ci/nested/host --no-build --timeout 3 -- stub", "direct").unwrap();
-    let started = tree.started(&mut script).unwrap();
-    let status = wait_for("the script has ended", LIMIT, || Ok(script.try_wait()?));
-    let ended = has_ended(started);
-    assert_eq!(status.unwrap().code(), Some(124));
-    ended.unwrap();
-    tree.assert_clean().unwrap();
 }

@@ -1,20 +1,43 @@
 //! Tasks of this repository: `cargo xtask --help`.
 
+mod apt;
+mod cargo;
+mod checkout;
+mod host;
+mod images;
+mod jobs;
+mod kernels;
+mod messages;
 mod names_resolve;
+mod programs;
 mod repository;
+mod root;
 mod same_tokens;
+mod setup;
 
+use std::ffi::OsString;
 use std::fmt::Display;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use rustix::fs::Mode;
+use rustix::process::umask;
 
+use crate::apt::Apt;
+use crate::checkout::Checkout;
+use crate::messages::{Refused, say};
 use crate::repository::Repository;
+
+/// Exit code of a command line that makes no sense, as clap's.
+const BAD_COMMAND_LINE: u8 = 2;
+/// Variable with the name of the script that runs a task, for its messages.
+const SPEAKER: &str = "SAY_AS";
 
 /// Checks and tasks of the Foreshore repository
 #[derive(Parser)]
-#[command(name = "cargo xtask")]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Arguments {
     #[command(subcommand)]
     task: Task,
@@ -22,6 +45,40 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
+    /// Bring a Debian 12 machine with Rust and git to where ci/test, ci/demo and ci/bench can run
+    ///
+    /// Installs tools by apt, and fetches the kernels that ci/kernels.lock pins to target/ci. A
+    /// second run has nothing to do.
+    Setup(setup::Arguments),
+    /// Build the guests' initramfs images from Debian packages and our programs
+    ///
+    ///   basic-KERNEL               busybox, the drivers, e2fsprogs, the agent, guest-shell, guest-tool
+    ///   ndctl-KERNEL               basic with Debian's ndctl
+    ///   redis-6.12                 basic with Debian's Redis
+    ///   workloads-6.12             basic with Debian's Redis, SQLite's shell and tcc
+    ///   file-systems-6.12-generic  basic with XFS, F2FS and Btrfs, their tools, and sfdisk
+    ///
+    /// The images are NAME.img under target/ci/guests. Packages are fetched once. An image is built
+    /// again when a program, guest/image or the code that builds images has changed.
+    #[command(verbatim_doc_comment)]
+    Image(images::guests::Arguments),
+    /// Run a command on a KVM host that has our programs and guest images
+    ///
+    /// The command runs on this machine if it has hardware virtualization. Otherwise QEMU emulates
+    /// a machine with AMD SVM in software, a Debian kernel boots in it, and the command runs there.
+    /// Its output is streamed, its exit code is passed on, and its input is empty.
+    /// FORESHORE_HOST=nested|direct overrides the choice.
+    ///
+    /// The command finds our programs in PATH; $GUESTS with vmlinuz-KERNEL and the images; $OUT;
+    /// $FORESHORE_HOST, nested or direct; $FORESHORE_MEASURED_ON, a line that names what figures
+    /// are measured on.
+    ///
+    /// Exit code 124: the command was cut off; 125: the host itself failed; 2: the command line was
+    /// refused.
+    Host(Box<host::Arguments>),
+    /// Build the disk and the initramfs of the emulated host, which `host` does as well
+    #[command(hide = true)]
+    HostDisk,
     /// Compare the tokens of all Rust files with a commit, ignoring comments
     ///
     /// Prints each difference and exits with 1 if there is one. A commit that changes only words
@@ -32,19 +89,115 @@ enum Task {
     },
     /// Check that documents, anchors and included files that other files name exist
     NamesResolve,
+    /// Run cargo in the repository, with few lines of progress where there is no terminal
+    #[command(hide = true)]
+    Cargo {
+        /// Arguments of cargo
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
+    /// Build a part of the workspace
+    #[command(hide = true)]
+    Build {
+        /// Part to build
+        part: cargo::Part,
+    },
+    /// Install packages by apt
+    #[command(hide = true)]
+    Install {
+        /// Names of the packages
+        packages: Vec<String>,
+    },
+    /// Fetch and unpack a package, and print its folder
+    #[command(hide = true)]
+    PackageTree {
+        /// Name of the package
+        package: String,
+    },
+    /// Print a line that names what figures are measured on
+    #[command(hide = true)]
+    MeasuredOn,
 }
 
-fn main() -> Result<ExitCode> {
-    let repository = Repository::here()?;
-    let findings = match Arguments::parse().task {
-        Task::SameTokens { base } => print(same_tokens::differences(&repository, &base)?),
-        Task::NamesResolve => print(names_resolve::unresolved(&repository)?),
-    };
-    Ok(if findings == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+fn main() -> ExitCode {
+    // Files of images and outputs have the same modes for all users.
+    umask(Mode::from(0o022));
+    let result = jobs::end_on_signals().and_then(|()| {
+        checkout::enter_caller_folder()?;
+        let speaker = std::env::var(SPEAKER).unwrap_or_else(|_| "xtask".to_owned());
+        messages::speak_as(&speaker, || run(Arguments::parse().task))
+    });
+    match result {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            say!("{error:#}");
+            ExitCode::from(if error.is::<Refused>() { BAD_COMMAND_LINE } else { 1 })
+        }
+    }
 }
 
-/// Prints `findings` and returns their number.
-fn print(findings: Vec<impl Display>) -> usize {
+/// Runs a task, and returns its exit code.
+fn run(task: Task) -> Result<u8> {
+    let checkout = &Checkout::new()?;
+    match task {
+        Task::Setup(arguments) => setup::set_up(checkout, &arguments)?,
+        Task::Image(arguments) => images::guests::build(checkout, &arguments)?,
+        Task::Host(arguments) => return host::run(checkout, &arguments),
+        Task::HostDisk => images::host::build(checkout)?,
+        Task::SameTokens { base } => {
+            return print(same_tokens::differences(&Repository::at(checkout.root()), &base)?);
+        }
+        Task::NamesResolve => return print(names_resolve::unresolved(&Repository::at(checkout.root()))?),
+        Task::Cargo { arguments } => return Ok(jobs::exit_code(cargo::run(checkout, &arguments)?)),
+        Task::Build { part } => cargo::build(checkout, part)?,
+        Task::Install { packages } => {
+            let packages: Vec<_> = packages.iter().map(String::as_str).collect();
+            Apt::new(checkout).install(&packages)?;
+        }
+        Task::PackageTree { package } => {
+            let folder = Apt::new(checkout).unpacked(&package)?;
+            writeln!(io::stdout(), "{}", folder.display())?;
+        }
+        Task::MeasuredOn => writeln!(io::stdout(), "{}", host::measured_here(checkout)?)?,
+    }
+    Ok(0)
+}
+
+/// Prints `findings`, and returns the exit code for them.
+fn print(findings: Vec<impl Display>) -> Result<u8> {
     findings.iter().for_each(|finding| println!("{finding}"));
-    findings.len()
+    Ok(u8::from(!findings.is_empty()))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn command_lines_of_wrappers_and_scripts_parse() {
+        Arguments::command().debug_assert();
+        for line in [
+            "setup",
+            "setup --update-kernels",
+            "image",
+            "image redis-6.12 basic-6.12",
+            "host --which",
+            "host --no-build --cpus 1 -- sh -c exit",
+            "cargo clippy --workspace --all-targets -- -D warnings",
+            "cargo check --locked --manifest-path vmm/fuzz/Cargo.toml --target-dir target",
+            "build programs",
+            "build clients",
+            "install gnuplot-nox",
+            "package-tree prometheus",
+            "measured-on",
+        ] {
+            let words = ["xtask"].into_iter().chain(line.split(' '));
+            Arguments::try_parse_from(words).unwrap_or_else(|error| panic!("{line}: {error}"));
+        }
+        let words = ["xtask", "cargo", "clippy", "--all-targets", "--", "-D", "warnings"];
+        let Task::Cargo { arguments } = Arguments::parse_from(words).task else { panic!("another task") };
+        assert_eq!(arguments, words[2..]);
+    }
 }

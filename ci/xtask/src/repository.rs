@@ -21,12 +21,6 @@ pub struct ChangedFile {
 }
 
 impl Repository {
-    /// The repository that contains the current directory.
-    pub fn here() -> Result<Self> {
-        let top = run(Path::new("."), &["rev-parse", "--show-toplevel"])?;
-        Ok(Self::at(top.trim_end()))
-    }
-
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }

@@ -1,0 +1,149 @@
+//! Debian packages: installation, downloads, and a cache of `.deb` files.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+
+use crate::checkout::{Checkout, create_folder};
+use crate::jobs;
+use crate::messages::say;
+use crate::programs;
+use crate::root::Root;
+
+const INSTALL: [&str; 7] =
+    ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-y", "-qq", "--no-install-recommends"];
+
+/// apt, with package lists that are refreshed at most once.
+pub struct Apt<'checkout> {
+    checkout: &'checkout Checkout,
+    root: Root,
+    has_fresh_lists: bool,
+}
+
+impl<'checkout> Apt<'checkout> {
+    pub fn new(checkout: &'checkout Checkout) -> Self {
+        Self { checkout, root: Root::new(), has_fresh_lists: false }
+    }
+
+    /// Installs packages.
+    pub fn install(&mut self, packages: &[&str]) -> Result<()> {
+        say!("installing by apt: {}", packages.join(" "));
+        // Checked here, because the first attempt below discards its errors.
+        self.root.require(&["apt-get", "install"])?;
+        let command = [&INSTALL[..], packages].concat();
+        if self.root.run(&command, true)?.success() {
+            return Ok(());
+        }
+        self.refresh_lists()?;
+        if !self.root.run(&command, false)?.success() {
+            bail!("apt could not install: {}{}", packages.join(" "), self.root.advice());
+        }
+        Ok(())
+    }
+
+    /// Refreshes the package lists, unless it already has.
+    pub fn refresh_lists(&mut self) -> Result<()> {
+        if self.has_fresh_lists {
+            return Ok(());
+        }
+        say!("refreshing the package lists (apt-get update)");
+        if !self.root.run(&["apt-get", "update", "-qq"], false)?.success() {
+            bail!("apt-get update failed{}", self.root.advice());
+        }
+        self.has_fresh_lists = true;
+        Ok(())
+    }
+
+    /// Downloads `PACKAGE` or `PACKAGE=VERSION` to the cache. False if the mirror lacks it.
+    pub fn download(&mut self, package: &str) -> Result<bool> {
+        let cache = self.checkout.debs();
+        create_folder(cache)?;
+        for is_last in [false, true] {
+            // apt's sandbox user cannot write to the cache. The caller verifies the file.
+            let mut command = programs::system("apt-get");
+            command.args(["download", "-q", "-o", "APT::Sandbox::User=root", package]).current_dir(cache);
+            let command = command.stdout(Stdio::null()).stderr(Stdio::null());
+            if jobs::status(command)?.success() {
+                return Ok(true);
+            }
+            if !is_last {
+                self.refresh_lists()?;
+            }
+        }
+        Ok(false)
+    }
+
+    /// The folder that a package is unpacked in. Downloads and unpacks it unless it is there.
+    pub fn unpacked(&mut self, package: &str) -> Result<PathBuf> {
+        let tree = self.checkout.ci("packages").join(package);
+        if tree.is_dir() {
+            return Ok(tree);
+        }
+        let cached = match self.newest_cached(package)? {
+            Some(cached) => cached,
+            None => {
+                say!("fetching {package}");
+                if !self.download(package)? {
+                    bail!("the mirror has no package {package}");
+                }
+                self.newest_cached(package)?.with_context(|| format!("apt left no file of {package}"))?
+            }
+        };
+        let new = tree.with_file_name(format!("{package}.new"));
+        unpack(&cached, &new)?;
+        crate::checkout::rename(&new, &tree)?;
+        Ok(tree)
+    }
+
+    /// The newest file of the package in the cache.
+    fn newest_cached(&self, package: &str) -> Result<Option<PathBuf>> {
+        let prefix = format!("{package}_");
+        let is_of_package = |name: &OsStr| {
+            name.to_str().is_some_and(|name| name.starts_with(&prefix) && name.ends_with(".deb"))
+        };
+        let Ok(entries) = fs::read_dir(self.checkout.debs()) else { return Ok(None) };
+        let mut newest = None;
+        for entry in entries {
+            let entry = entry?;
+            if is_of_package(&entry.file_name()) {
+                newest = newest.max(Some((entry.metadata()?.modified()?, entry.path())));
+            }
+        }
+        Ok(newest.map(|(_, path)| path))
+    }
+}
+
+/// Unpacks a `.deb` file to a folder, which replaces one of that name.
+pub fn unpack(deb: &Path, folder: &Path) -> Result<()> {
+    crate::checkout::remove_folder(folder)?;
+    create_folder(folder)?;
+    jobs::run(programs::system("dpkg").arg("-x").arg(deb).arg(folder))
+}
+
+/// SHA-256 of a file in hexadecimal digits.
+pub fn sha256(path: &Path) -> Result<String> {
+    let listed = jobs::output(programs::system("sha256sum").arg("--").arg(path))?;
+    // A file's name with a special character has a backslash in front of the line.
+    let digits = listed.trim_start_matches('\\').split(' ').next();
+    digits.map(str::to_owned).context("sha256sum printed nothing")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::root::tests::{add_expired_sudo, job_of_user};
+
+    #[test]
+    fn expired_sudo_is_reported_with_the_remedy() {
+        let folder = tempfile::tempdir().unwrap();
+        add_expired_sudo(folder.path());
+        let checkout = Checkout::new().unwrap();
+        let mut apt = Apt { checkout: &checkout, root: job_of_user(folder.path()), has_fresh_lists: true };
+        let error = apt.install(&["package"]).unwrap_err().to_string();
+        assert!(error.starts_with("apt could not install: package: sudo asks for a password"), "{error}");
+        assert!(error.contains("`sudo -v`"), "{error}");
+    }
+}

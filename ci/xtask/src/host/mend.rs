@@ -1,0 +1,112 @@
+//! A copy of this machine's QEMU without the one instruction by which it delivers a guest's
+//! interrupt twice.
+//!
+//! VMRUN that injects an interrupt notes its vector as the CPU's exception, delivers it, and leaves
+//! the note (QEMU 7.2, target/i386/tcg/sysemu/svm_helper.c, helper_vmrun: cs->exception_index). The
+//! CPU may next leave its loop before the guest's next exit, for a due timer or for another CPU
+//! (accel/tcg/cpu-exec.c, cpu_handle_interrupt). It then takes the note for an exception: the
+//! interrupt comes again, whether or not the guest has interrupts enabled, and spins for the lock
+//! that the first one holds. Where instructions are counted, every due timer does that.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::qemu;
+use crate::checkout::{Checkout, create_folder, rename, write};
+use crate::messages::{say, speak_as};
+
+/// A byte of a pattern. `None` matches all.
+type Byte = Option<u8>;
+
+/// The store of the note, with a displacement of four bytes.
+const STORE: [Byte; 6] = [Some(0x89), Some(0xb3), None, None, None, None];
+/// An instruction without effect of the same length.
+const NO_OPERATION: [u8; 6] = [0x66, 0x0f, 0x1f, 0x44, 0x00, 0x00];
+/// Instructions after the store: error_code, exception_is_int = 0, exception_next_eip = -1, the
+/// check of the log, and do_interrupt_x86_hardirq(env, vector, 1). `..` stands for any byte.
+const CONTEXT: &str = "c7 83 .. .. .. .. 00 00 00 00 48 c7 83 .. .. .. .. ff ff ff ff f6 05 .. .. .. .. 02 \
+                       0f 85 .. .. .. .. ba 01 00 00 00 48 89 df e8";
+
+/// The QEMU for emulated hosts: a mended copy or, if the instruction is not found exactly once,
+/// this machine's own.
+pub fn mended_qemu(checkout: &Checkout) -> Result<PathBuf> {
+    speak_as("nested", || {
+        let original = qemu::program()?;
+        let folder = checkout.ci("host");
+        create_folder(&folder)?;
+        let mended = folder.join("qemu-system-x86_64");
+        let this_file = checkout.path("ci/xtask/src/host/mend.rs");
+        if is_newer(&mended, &original)? && is_newer(&mended, &this_file)? {
+            return Ok(mended);
+        }
+        let mut program =
+            fs::read(&original).with_context(|| format!("Cannot read {}", original.display()))?;
+        if !mend(&mut program)? {
+            say!(
+                "this QEMU is unknown, and is used without a change: hosts may stand still (docs/testing.md)"
+            );
+            return Ok(original);
+        }
+        let new = folder.join(format!("qemu-system-x86_64.{}", std::process::id()));
+        write(&new, program)?;
+        fs::set_permissions(&new, Permissions::from_mode(0o755))?;
+        rename(&new, &mended)?;
+        Ok(mended)
+    })
+}
+
+/// False if `made` is missing or older than `source`.
+fn is_newer(made: &Path, source: &Path) -> Result<bool> {
+    let Ok(made) = made.metadata() else { return Ok(false) };
+    let source = source.metadata().with_context(|| format!("no {}", source.display()))?;
+    Ok(made.modified()? >= source.modified()?)
+}
+
+/// Replaces the store. False if it does not occur exactly once.
+fn mend(program: &mut [u8]) -> Result<bool> {
+    let context = CONTEXT.split_whitespace().map(parse_byte).collect::<Result<Vec<_>>>()?;
+    let pattern = [&STORE[..], &context].concat();
+    let is_match = |bytes: &[u8]| {
+        bytes.iter().zip(&pattern).all(|(byte, expected)| expected.is_none_or(|expected| *byte == expected))
+    };
+    let mut found = program.windows(pattern.len()).enumerate().filter(|(_, bytes)| is_match(bytes));
+    let (Some((start, _)), None) = (found.next(), found.next()) else { return Ok(false) };
+    program[start..start + NO_OPERATION.len()].copy_from_slice(&NO_OPERATION);
+    Ok(true)
+}
+
+fn parse_byte(text: &str) -> Result<Byte> {
+    Ok(if text == ".." { None } else { Some(u8::from_str_radix(text, 16)?) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The store and its context, with a displacement.
+    fn instructions() -> Vec<u8> {
+        let context = CONTEXT.split_whitespace().map(|text| parse_byte(text).unwrap().unwrap_or(0x77));
+        [0x89, 0xb3, 1, 2, 3, 4].into_iter().chain(context).collect()
+    }
+
+    #[test]
+    fn only_store_is_replaced() {
+        let known = [vec![0x89; 9], instructions(), vec![0; 9]].concat();
+        let mut program = known.clone();
+        assert!(mend(&mut program).unwrap());
+        assert_eq!(program[9..15], NO_OPERATION);
+        assert_eq!((&program[..9], &program[15..]), (&known[..9], &known[15..]));
+    }
+
+    #[test]
+    fn store_that_is_missing_or_ambiguous_is_left() {
+        for known in [vec![0; 99], [instructions(), instructions()].concat()] {
+            let mut program = known.clone();
+            assert!(!mend(&mut program).unwrap());
+            assert_eq!(program, known);
+        }
+    }
+}

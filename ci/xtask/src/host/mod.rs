@@ -1,0 +1,235 @@
+//! A command on a KVM host: this machine, or one that QEMU emulates.
+
+mod beat;
+mod direct;
+mod job;
+mod lasting;
+mod measured;
+mod mend;
+mod nested;
+mod place;
+pub mod qemu;
+mod tail;
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+
+use crate::cargo;
+use crate::checkout::Checkout;
+use crate::messages::{refuse, speak_as};
+use crate::setup;
+use place::Place;
+
+/// Exit code of a command that was cut off.
+pub const CUT_OFF: u8 = 124;
+/// Exit code if the host itself failed.
+const HOST_FAILED: u8 = 125;
+
+#[derive(Args, Clone, Debug)]
+#[command(args_override_self = true)]
+pub struct Arguments {
+    /// Memory of the emulated host
+    #[arg(long = "mem", value_name = "MIB", default_value_t = 4096)]
+    memory_mib: u32,
+    /// CPUs of the emulated host
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    cpus: u32,
+    /// Forward port HOSTPORT of 127.0.0.1 on this machine to PORT of the emulated host; may be
+    /// repeated
+    #[arg(long = "forward", value_name = "HOSTPORT:PORT", value_parser = parse_forward)]
+    forwards: Vec<(u16, u16)>,
+    /// Copy a file to the folder in which the command starts; may be repeated
+    #[arg(long = "put", value_name = "FILE", value_parser = parse_put)]
+    puts: Vec<PathBuf>,
+    /// Bring the files that the command leaves under $OUT back to DIR
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Cut the command off after that time: exit code 124, and the files under $OUT come back
+    #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 1200)]
+    timeout_s: u32,
+    /// Make an ext4 file system with real DAX on /pm (emulated host only)
+    #[arg(long = "nvdimm", value_name = "MIB", conflicts_with = "nvdimm_file")]
+    nvdimm_mib: Option<u32>,
+    /// Add two more empty persistent memories: the block device /dev/pmem1 and the devdax device
+    /// /dev/dax2.0
+    #[arg(long = "pmem-devices", value_name = "MIB", requires = "nvdimm_mib")]
+    pmem_mib: Option<u32>,
+    /// Keep a disk of 512 MiB in a file, ext4 on /disk; it is made if the file is missing (emulated
+    /// host only)
+    #[arg(long, value_name = "FILE")]
+    disk: Option<PathBuf>,
+    /// Keep an NVDIMM of 256 MiB in a file, ext4 with real DAX on /pm; made like the disk (emulated
+    /// host only)
+    #[arg(long, value_name = "FILE")]
+    nvdimm_file: Option<PathBuf>,
+    /// Kill the host so many milliseconds after the command has written LINE
+    ///
+    /// The disks lose all writes that their caches still hold. The exit code is then 0. If the host
+    /// ends before, the exit code is the usual one.
+    #[arg(long, value_name = "LINE:MS", value_parser = parse_power_cut)]
+    power_cut: Option<PowerCut>,
+    /// Add other VMMs to PATH: QEMU, and the programs that FORESHORE_PEERS names
+    #[arg(long)]
+    peers: bool,
+    /// Allocate all memory of the emulated host at once, so that first accesses to pages are not
+    /// slower
+    #[arg(long)]
+    prealloc: bool,
+    /// Let the emulated host's clock count executed instructions, one for each nanosecond
+    ///
+    /// The load of this machine then changes no time. Requires --cpus 1.
+    #[arg(long)]
+    counted: bool,
+    /// Use programs and images as they are
+    #[arg(long)]
+    no_build: bool,
+    /// Print where the command would run, nested or direct, and run nothing
+    #[arg(long)]
+    which: bool,
+    /// Command and its arguments
+    #[arg(last = true, required_unless_present = "which", value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// Time of a power cut: some time after a line of the command's output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PowerCut {
+    line: String,
+    delay: Duration,
+}
+
+fn parse_forward(text: &str) -> Result<(u16, u16)> {
+    let parsed =
+        text.split_once(':').and_then(|(host, guest)| Some((host.parse().ok()?, guest.parse().ok()?)));
+    parsed.ok_or_else(|| anyhow!("not HOSTPORT:PORT"))
+}
+
+fn parse_put(text: &str) -> Result<PathBuf> {
+    let path = PathBuf::from(text);
+    if path.is_file() { Ok(path) } else { Err(anyhow!("no such file")) }
+}
+
+fn parse_power_cut(text: &str) -> Result<PowerCut> {
+    let parsed = text.rsplit_once(':').filter(|(line, _)| !line.is_empty());
+    let parsed = parsed.and_then(|(line, delay)| Some((line.to_owned(), delay.parse().ok()?)));
+    let (line, delay) = parsed.ok_or_else(|| anyhow!("not LINE:MS"))?;
+    Ok(PowerCut { line, delay: Duration::from_millis(delay) })
+}
+
+impl Arguments {
+    /// Refuses combinations that clap cannot express.
+    fn check(&self) -> Result<()> {
+        // Instructions of one thread can be counted. CPUs that take turns in it wait for each
+        // other.
+        if self.counted && self.cpus != 1 {
+            refuse!("--counted requires --cpus 1");
+        }
+        // QEMU's q35 has memory above 4 GiB only once 2816 MiB are below it.
+        for (option, is_given) in
+            [("--nvdimm", self.nvdimm_mib.is_some()), ("--nvdimm-file", self.nvdimm_file.is_some())]
+        {
+            if is_given && self.memory_mib < 3072 {
+                refuse!("{option} requires --mem 3072 or more");
+            }
+        }
+        Ok(())
+    }
+
+    fn timeout(&self) -> Duration {
+        Duration::from_secs(self.timeout_s.into())
+    }
+}
+
+/// A line that names what figures are measured on, wherever commands run.
+pub fn measured_here(checkout: &Checkout) -> Result<String> {
+    measured::measured_on(checkout, place::choose()?.0)
+}
+
+/// Runs the command, and returns its exit code.
+pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+    speak_as("host", || {
+        let (place, reason) = place::choose()?;
+        if arguments.which {
+            writeln!(io::stdout(), "{place}")?;
+            return Ok(0);
+        }
+        arguments.check()?;
+        setup::ensure_set_up(checkout)?;
+        if !arguments.no_build {
+            cargo::build_all(checkout)?;
+        }
+        match place {
+            Place::Direct => direct::run(checkout, arguments, &reason),
+            Place::Nested => nested::run(checkout, arguments, &reason),
+        }
+    })
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use clap::{Parser, error::ErrorKind};
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    pub fn parse(line: &str) -> Result<Arguments, clap::Error> {
+        Line::try_parse_from(["host"].into_iter().chain(line.split(' '))).map(|line| line.arguments)
+    }
+
+    #[test]
+    fn flags_of_the_scripts_parse() {
+        let lines = [
+            "--no-build --peers --mem 6144 --cpus 1 --nvdimm 512 --pmem-devices 320 --timeout 6660 --out d -- a b",
+            "--no-build --peers --prealloc --mem 6144 --cpus 1 --counted --timeout 5400 --out d -- sh -c a",
+            "--no-build --mem 5120 --timeout 840 --out d --forward 1:1 --forward 2:2 -- demo a b c",
+            "--no-build --mem 3072 --out d --disk e --nvdimm-file f --timeout 600 --power-cut l:7 -- soak",
+            "--which",
+        ];
+        for line in lines {
+            let arguments = parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+            arguments.check().unwrap();
+            assert_eq!(arguments.command.is_empty(), arguments.which, "{line}");
+        }
+        assert_eq!(parse(lines[2]).unwrap().forwards, [(1, 1), (2, 2)]);
+    }
+
+    #[test]
+    fn options_after_the_separator_belong_to_the_command() {
+        let arguments = parse("--cpus 1 -- guest-tests --exact --cpus 3").unwrap();
+        assert_eq!(arguments.cpus, 1);
+        assert_eq!(arguments.command, ["guest-tests", "--exact", "--cpus", "3"].map(OsString::from));
+        assert_eq!(parse("guest-tests").unwrap_err().kind(), ErrorKind::UnknownArgument);
+    }
+
+    #[test]
+    fn last_of_two_values_counts() {
+        assert_eq!(parse("--mem 3072 --mem 4096 -- a").unwrap().memory_mib, 4096);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for line in ["--nvdimm 1 --nvdimm-file f -- a", "--pmem-devices 1 -- a", "--mem x -- a", "--cpus 1"] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+        for line in ["--counted -- a", "--nvdimm 1 --mem 3071 -- a", "--nvdimm-file f --mem 1 -- a"] {
+            assert!(parse(line).unwrap().check().is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn line_of_a_power_cut_may_have_colons() {
+        let cut = parse_power_cut("a: b:150").unwrap();
+        assert_eq!(cut, PowerCut { line: "a: b".to_owned(), delay: Duration::from_millis(150) });
+        assert!(parse_power_cut(":150").is_err() && parse_power_cut("a").is_err());
+    }
+}

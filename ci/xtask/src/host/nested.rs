@@ -1,0 +1,357 @@
+//! The command on an emulated host.
+
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::ExitStatus;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rustix::process::Signal;
+
+use super::beat::{self, Beat};
+use super::lasting;
+use super::mend;
+use super::qemu;
+use super::tail::{LineWatch, Tails};
+use super::{Arguments, CUT_OFF, HOST_FAILED, PowerCut, job};
+use crate::checkout::{Checkout, copy, create_folder, read, remove_file, write};
+use crate::images;
+use crate::jobs::{self, GRACE, Job, Scratch};
+use crate::kernels;
+use crate::messages::say;
+use crate::programs;
+
+/// Time that a host may take to end a command that is cut off, and to bring back its files, before
+/// QEMU is ended.
+const END_LIMIT: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(20);
+/// Files of a run that exist from the start, so that they can be followed.
+const OUTPUTS: [&str; 5] = ["stdout", "stderr", "out", "exit", "console.log"];
+/// Lines of the host's console, and of QEMU's own output, that are shown after a failure.
+const LAST_CONSOLE_LINES: usize = 25;
+const LAST_QEMU_LINES: usize = 5;
+/// Part of a warning of QEMU that is always there.
+const USUAL_WARNING: &str = "TCG doesn't support";
+
+/// Boots the host, runs the command, and returns its exit code.
+pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
+    say!("booting the emulated KVM host ({} CPUs, {} MiB): {reason}", host.cpus, host.memory_mib);
+    images::host::build(checkout)?;
+    if host.peers {
+        images::peers::build(checkout)?;
+    }
+    create_folder(&checkout.ci("run"))?;
+    let scratch = Scratch::new(Some(&checkout.ci("run")), "host.")?;
+    let run = scratch.path();
+    prepare(checkout, host, run)?;
+    let end = Boot::start(checkout, host, run)?.wait()?;
+    if let Some(cause) = &end.cause {
+        // `ci/test` reads it, beside a panic that the kernel reports itself.
+        let mut console = fs::File::options().append(true).open(run.join("console.log"))?;
+        writeln!(console, "\nhost: {cause}")?;
+    }
+    if let Some(out) = &host.out {
+        bring_back(run, out, end.cause.is_some())?;
+    }
+    report(host, run, &end)
+}
+
+/// Makes the disks and files of a run.
+fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
+    // Hard links: this run keeps its disks when another task builds new ones.
+    let disks = ["root.ext4", "peers.ext4"];
+    for disk in &disks[..if host.peers { 2 } else { 1 }] {
+        fs::hard_link(checkout.ci("host").join(disk), run.join(disk)).context("Cannot link a disk")?;
+    }
+    OUTPUTS.iter().try_for_each(|output| write(&run.join(output), ""))?;
+    beat::make_pipes(run, "monitor")?;
+    beat::make_pipes(run, "beat")?;
+    if let Some(disk) = &host.disk {
+        lasting::make(disk, lasting::DISK_MIB)?;
+    }
+    if let Some(file) = &host.nvdimm_file {
+        lasting::make(file, lasting::NVDIMM_FILE_MIB)?;
+    }
+    job::make(checkout, host, run)
+}
+
+/// A running host.
+struct Boot<'run> {
+    host: &'run Arguments,
+    run: &'run Path,
+    started: Instant,
+    qemu: Job,
+    tails: Tails,
+    beat: Beat,
+    cutter: Option<Cutter>,
+}
+
+/// End of a boot.
+struct End {
+    status: ExitStatus,
+    /// Set if the command's time was over.
+    is_late: bool,
+    /// Set if QEMU itself had to be ended after that.
+    is_ended: bool,
+    is_power_cut: bool,
+    /// How the host ended before its command did, unless its own kernel powered it off.
+    cause: Option<String>,
+}
+
+impl<'run> Boot<'run> {
+    fn start(checkout: &Checkout, host: &'run Arguments, run: &'run Path) -> Result<Self> {
+        let kernel = kernels::pin(checkout, kernels::DEFAULT)?.image(checkout)?;
+        let files = qemu::Files { kernel: &kernel, initrd: &checkout.ci("host/initrd"), run };
+        let mut command = programs::user(mend::mended_qemu(checkout)?);
+        let log = fs::File::create(run.join("qemu.log"))?;
+        command.args(qemu::arguments(host, &files)).stdout(log.try_clone()?).stderr(log);
+        if std::env::var_os(qemu::MODULES.0).is_none_or(|folder| folder.is_empty()) {
+            command.env(qemu::MODULES.0, qemu::MODULES.1);
+        }
+        let beat = Beat::new(run)?;
+        let cutter = host.power_cut.as_ref().map(|cut| Cutter::new(run, cut)).transpose()?;
+        let mut tails = Tails::new();
+        let started = Instant::now();
+        let qemu = jobs::spawn_killable(&mut command)?;
+        tails.add(&run.join("stdout"), io::stdout())?;
+        tails.add(&run.join("stderr"), io::stderr())?;
+        Ok(Self { host, run, started, qemu, tails, beat, cutter })
+    }
+
+    /// Waits until QEMU has ended, with the host's heartbeat, the time limit and the power cut.
+    fn wait(mut self) -> Result<End> {
+        let timeout = self.host.timeout();
+        let (mut stood_still, mut is_ended) = (false, false);
+        let status = loop {
+            self.beat.ask(self.started.elapsed() >= timeout)?;
+            if let Some(status) = self.wait_for_question()? {
+                break status;
+            }
+            if !self.beat.hears()? {
+                stood_still = true;
+                break self.end_standstill()?;
+            }
+            if self.started.elapsed() >= timeout + END_LIMIT {
+                is_ended = true;
+                break self.end_qemu()?;
+            }
+        };
+        let is_late = self.started.elapsed() >= timeout;
+        self.tails.finish();
+        let is_power_cut = self.cutter.is_some_and(|cutter| cutter.has_cut)
+            && status.signal() == Some(Signal::KILL.as_raw());
+        let has_reported = fs::metadata(self.run.join("exit"))?.len() > 0;
+        let cause = if has_reported || is_power_cut || is_late {
+            None
+        } else if stood_still {
+            Some("the host stood still".to_owned())
+        } else {
+            cause(status, &fs::read_to_string(self.run.join("resets.log")).unwrap_or_default())
+        };
+        Ok(End { status, is_late, is_ended, is_power_cut, cause })
+    }
+
+    /// Waits until the next question is due, or QEMU has ended.
+    fn wait_for_question(&mut self) -> Result<Option<ExitStatus>> {
+        let asked = Instant::now();
+        loop {
+            if let Some(status) = self.qemu.try_wait()? {
+                return Ok(Some(status));
+            }
+            if let Some(cutter) = &mut self.cutter
+                && cutter.is_due()?
+            {
+                self.qemu.signal(Signal::KILL);
+            }
+            if asked.elapsed() >= beat::INTERVAL {
+                return Ok(None);
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    /// Ends a host that stands still, after it has shown its registers and where its kernel is, as
+    /// far as it can.
+    fn end_standstill(&mut self) -> Result<ExitStatus> {
+        let (registers, status) = beat::examine(self.run, &mut self.qemu)?;
+        write(&self.run.join("registers.log"), registers)?;
+        match status {
+            Some(status) => Ok(status),
+            None => self.kill(),
+        }
+    }
+
+    /// Ends QEMU when the host itself has not ended in time.
+    fn end_qemu(&mut self) -> Result<ExitStatus> {
+        self.qemu.signal(Signal::TERM);
+        let asked = Instant::now();
+        while asked.elapsed() < GRACE {
+            if let Some(status) = self.qemu.try_wait()? {
+                return Ok(status);
+            }
+            thread::sleep(POLL);
+        }
+        self.kill()
+    }
+
+    fn kill(&mut self) -> Result<ExitStatus> {
+        self.qemu.signal(Signal::KILL);
+        loop {
+            if let Some(status) = self.qemu.try_wait()? {
+                return Ok(status);
+            }
+            thread::sleep(POLL);
+        }
+    }
+}
+
+/// A power cut that comes some time after a line of the command's output.
+struct Cutter {
+    watch: LineWatch,
+    delay: Duration,
+    /// Time of the cut, once the line has been seen.
+    due: Option<Instant>,
+    has_cut: bool,
+}
+
+impl Cutter {
+    fn new(run: &Path, cut: &PowerCut) -> Result<Self> {
+        let watch = LineWatch::new(&run.join("stdout"), &cut.line)?;
+        Ok(Self { watch, delay: cut.delay, due: None, has_cut: false })
+    }
+
+    /// True once, at the time of the cut.
+    fn is_due(&mut self) -> Result<bool> {
+        if self.due.is_none() && self.watch.sees_line()? {
+            self.due = Some(Instant::now() + self.delay);
+        }
+        let is_due = !self.has_cut && self.due.is_some_and(|due| Instant::now() >= due);
+        self.has_cut |= is_due;
+        Ok(is_due)
+    }
+}
+
+/// How QEMU ended without its guest's doing. No console shows that.
+fn cause(status: ExitStatus, resets: &str) -> Option<String> {
+    if let Some(signal) = status.signal() {
+        Some(format!("QEMU was ended by signal {signal} (9: was memory short?)"))
+    } else if resets.lines().any(|line| line.starts_with("Triple fault")) {
+        Some("a CPU triple-faulted".to_owned())
+    } else {
+        None
+    }
+}
+
+/// Copies the logs of the host and the files of the command to `out`.
+fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
+    create_folder(out)?;
+    copy(&run.join("console.log"), &out.join("host-console.log"))?;
+    // Not those of an earlier host.
+    let registers = out.join("host-registers.log");
+    remove_file(&registers)?;
+    if has_registers {
+        let read = |name: &str| fs::read(run.join(name)).unwrap_or_default();
+        write(&registers, [read("resets.log"), read("registers.log")].concat())?;
+    }
+    if fs::metadata(run.join("out"))?.len() > 0 {
+        // The folder is the user's and keeps its mode: the host's /out is a tmpfs with mode 1777.
+        let mut tar = programs::system("tar");
+        tar.arg("-xf").arg(run.join("out")).args(["--no-overwrite-dir", "-C"]).arg(out);
+        if !jobs::status(&mut tar)?.success() {
+            say!("the files that the command left under $OUT came back incomplete");
+        }
+    }
+    Ok(())
+}
+
+/// Reports how the boot ended, and returns the exit code for it.
+fn report(host: &Arguments, run: &Path, end: &End) -> Result<u8> {
+    if let Some(cut) = host.power_cut.as_ref().filter(|_| end.is_power_cut) {
+        say!("the power was cut {} ms after '{}'", cut.delay.as_millis(), cut.line);
+        return Ok(0);
+    }
+    // A command may have the exit code of a cut-off itself.
+    let code = read(&run.join("exit"))?.trim().parse().ok();
+    match code.filter(|code| *code != CUT_OFF || !end.is_late) {
+        Some(code) => return Ok(code),
+        None if code.is_some() || end.is_ended => {
+            say!("cut off after {} s", host.timeout_s);
+        }
+        None => {
+            let code = jobs::exit_code(end.status);
+            let cause = end.cause.clone().unwrap_or_else(|| format!("QEMU ended with exit code {code}"));
+            say!("the host ended before the command did: {cause}");
+        }
+    }
+    show_last_lines(run)?;
+    Ok(if code.is_some() || end.is_ended { CUT_OFF } else { HOST_FAILED })
+}
+
+fn show_last_lines(run: &Path) -> Result<()> {
+    let read = |name: &str| {
+        let content = fs::read(run.join(name))?;
+        io::Result::Ok(String::from_utf8_lossy(&content).replace('\r', ""))
+    };
+    say!("the host's last lines:");
+    let show = |prefix: &str, lines: &[&str], most: usize| {
+        for line in &lines[lines.len().saturating_sub(most)..] {
+            let _ = writeln!(io::stderr(), "  {prefix}{line}");
+        }
+    };
+    let console = read("console.log")?;
+    show("| ", &console.lines().collect::<Vec<_>>(), LAST_CONSOLE_LINES);
+    let log = read("qemu.log")?;
+    let log: Vec<_> = log.lines().filter(|line| !line.contains(USUAL_WARNING)).collect();
+    show("qemu: ", &log, LAST_QEMU_LINES);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_without_the_guests_doing_have_a_cause() {
+        let killed = ExitStatus::from_raw(Signal::KILL.as_raw());
+        assert_eq!(cause(killed, "").unwrap(), "QEMU was ended by signal 9 (9: was memory short?)");
+        let ended = ExitStatus::from_raw(0);
+        let resets = "CPU Reset (CPU 0)\nEAX=0\nTriple fault\n";
+        assert_eq!(cause(ended, resets).unwrap(), "a CPU triple-faulted");
+        assert_eq!(cause(ended, "CPU Reset (CPU 0)\n"), None);
+    }
+
+    /// The exit code for a boot that left this exit file.
+    fn code(exit: &str, end: &End) -> u8 {
+        let run = tempfile::tempdir().unwrap();
+        for name in ["console.log", "qemu.log"] {
+            fs::write(run.path().join(name), "").unwrap();
+        }
+        fs::write(run.path().join("exit"), exit).unwrap();
+        let host = crate::host::tests::parse("--power-cut a:1 -- a").unwrap();
+        report(&host, run.path(), end).unwrap()
+    }
+
+    #[test]
+    fn exit_codes_tell_cut_offs_and_failed_hosts_from_commands() {
+        let end = |is_late, is_ended, is_power_cut| {
+            let status = ExitStatus::from_raw(0);
+            End { status, is_late, is_ended, is_power_cut, cause: None }
+        };
+        for (exit, is_late, is_ended, is_power_cut, expected) in [
+            ("7\n", false, false, false, 7),
+            ("0\n", true, false, false, 0),
+            ("124\n", false, false, false, 124),
+            ("124\n", true, false, false, CUT_OFF),
+            ("", true, true, false, CUT_OFF),
+            ("", false, false, false, HOST_FAILED),
+            ("", true, false, false, HOST_FAILED),
+            ("", false, false, true, 0),
+        ] {
+            let code = code(exit, &end(is_late, is_ended, is_power_cut));
+            assert_eq!(code, expected, "{exit:?} {is_late} {is_ended} {is_power_cut}");
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Images of the guests, as a table.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+use super::staging::{Stage, lines};
+use super::trees::{EXT4, FILE_SYSTEMS, NDCTL, ProgramSet, REDIS, WORKLOADS};
+use super::{archive, common_inputs, inputs_key, rebuild};
+use crate::apt::Apt;
+use crate::checkout::{Checkout, create_folder, lock, remove_folder, rename};
+use crate::jobs;
+use crate::kernels::{self, Pin};
+use crate::messages::{refuse, say, speak_as};
+use crate::programs;
+
+/// Our programs in each image.
+const OURS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
+
+/// Folders of each image.
+const FOLDERS: &[&str] = &[
+    "bin", "sbin", "dev", "proc", "sys", "tmp", "run", "root", "mnt", "etc", "usr/bin", "usr/sbin",
+    "var/lib", "var/log",
+];
+
+/// Modules that init loads.
+const MODULES: &[&str] = &[
+    "virtio_pci",
+    "virtio_console",
+    "virtio_mem",
+    "virtio_balloon",
+    "virtio_blk",
+    "virtio_pmem",
+    "virtio_rng",
+    "libnvdimm",
+    "nfit",
+    "nd_btt",
+    "nd_pmem",
+    "dax_pmem",
+    "vmw_vsock_virtio_transport",
+    "lzo-rle",
+    "zram",
+    "button",
+    "evdev",
+    "virtio_net",
+];
+/// Modules that init does not load.
+const MODULES_ON_DEMAND: &[&str] = &["device_dax"];
+/// Modules that the kernel loads when something is mounted.
+const FILE_SYSTEM_MODULES: &[&str] = &["ext4", "xfs", "f2fs", "btrfs"];
+
+#[derive(Args)]
+pub struct Arguments {
+    /// Build these images alone, for example redis-6.12
+    images: Vec<String>,
+}
+
+/// Kernels for which there is an image of a flavor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kernels {
+    /// All of the cloud flavor.
+    Cloud,
+    /// All of the generic flavor.
+    Generic,
+    Default,
+}
+
+/// Difference of an image from the basic one.
+struct Flavor {
+    name: &'static str,
+    kernels: Kernels,
+    programs: Option<&'static ProgramSet>,
+    modules: &'static [&'static str],
+}
+
+const FLAVORS: [Flavor; 5] = [
+    Flavor { name: "basic", kernels: Kernels::Cloud, programs: None, modules: &[] },
+    Flavor { name: "ndctl", kernels: Kernels::Cloud, programs: Some(&NDCTL), modules: &[] },
+    Flavor {
+        name: "file-systems",
+        kernels: Kernels::Generic,
+        programs: Some(&FILE_SYSTEMS),
+        modules: FILE_SYSTEM_MODULES,
+    },
+    Flavor { name: "redis", kernels: Kernels::Default, programs: Some(&REDIS), modules: &[] },
+    Flavor { name: "workloads", kernels: Kernels::Default, programs: Some(&WORKLOADS), modules: &[] },
+];
+
+/// An image, named after its flavor and kernel.
+struct Image {
+    flavor: &'static Flavor,
+    kernel: String,
+}
+
+impl Image {
+    fn name(&self) -> String {
+        format!("{}-{}", self.flavor.name, self.kernel)
+    }
+
+    fn build(&self, checkout: &Checkout, apt: &mut Apt<'_>, key: &str) -> Result<()> {
+        let folder = checkout.ci("guests");
+        let name = self.name();
+        let image = folder.join(format!("{name}.img"));
+        let stamp = folder.join(format!("{name}.img.key"));
+        if !image.exists() {
+            crate::checkout::remove_file(&stamp)?;
+        }
+        rebuild(&stamp, key, || {
+            let stage = Stage::new(folder.join(format!("{name}.stage")), FOLDERS)?;
+            self.fill(&stage, checkout, apt)?;
+            pack(&stage, &image)?;
+            remove_folder(stage.folder())
+        })
+    }
+
+    fn fill(&self, stage: &Stage, checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
+        stage.add_busybox()?;
+        let modules = [MODULES, MODULES_ON_DEMAND, self.flavor.modules].concat();
+        stage.add_modules(checkout, &self.kernel, &modules)?;
+        stage.write("etc/modules", &lines(MODULES))?;
+        stage.install(&checkout.path("guest/image/init"), "init")?;
+        // The path that busybox' acpid derives from the button.
+        stage.install(&checkout.path("guest/image/acpi-power"), "etc/acpi/PWRF/00000080")?;
+        stage.add_names("redis:x:100:100::/:/bin/sh\n", "redis:x:100:\n")?;
+        stage.add_programs(checkout, apt, &EXT4)?;
+        for program in built_programs(checkout) {
+            let name = program.file_name().context("no name")?;
+            let mut strip = programs::system("strip");
+            jobs::run(strip.arg("-o").arg(stage.path("usr/bin").join(name)).arg(&program))?;
+        }
+        if !self.flavor.modules.is_empty() {
+            // The kernel runs it to load the file system's module.
+            stage.link("/bin/busybox", "sbin/modprobe")?;
+        }
+        match self.flavor.programs {
+            Some(set) => stage.add_programs(checkout, apt, set),
+            None => Ok(()),
+        }
+    }
+}
+
+/// All images, in the order in which they are built.
+fn images(pins: &[Pin]) -> Vec<Image> {
+    let has = |flavor: &Flavor, pin: &Pin| match flavor.kernels {
+        Kernels::Cloud => !pin.is_generic(),
+        Kernels::Generic => pin.is_generic(),
+        Kernels::Default => pin.name == kernels::DEFAULT,
+    };
+    let of_flavor = |flavor: &'static Flavor| {
+        let pins = pins.iter().filter(|pin| has(flavor, pin));
+        pins.map(move |pin| Image { flavor, kernel: pin.name.clone() })
+    };
+    FLAVORS.iter().flat_map(of_flavor).collect()
+}
+
+fn built_programs(checkout: &Checkout) -> Vec<PathBuf> {
+    let paths = OURS.iter().map(|name| checkout.programs().join(name));
+    paths.filter(|program| programs::is_program(program)).collect()
+}
+
+/// Compresses the stage to an image. Of the formats that all kernels take, LZ4 is the quickest to
+/// unpack.
+fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
+    let new = image.with_extension("img.new");
+    let mut cpio = archive(stage.folder())?;
+    let mut archiver = jobs::spawn(cpio.stdout(Stdio::piped()))?;
+    let archive = archiver.child().stdout.take().context("no pipe")?;
+    let mut lz4 = programs::system("lz4");
+    lz4.args(["-l", "-9", "-q"]).stdin(archive).stdout(File::create(&new)?);
+    let packer = jobs::spawn(&mut lz4)?;
+    // The command holds an end of the pipe. cpio would not notice that lz4 has failed.
+    lz4.stdin(Stdio::null());
+    jobs::check(&cpio, archiver.wait()?)?;
+    let status = packer.wait()?;
+    jobs::check(&lz4, status)?;
+    rename(&new, image)?;
+    let size = image.metadata()?.len();
+    say!("{}: {} KiB", image.file_name().context("no name")?.display(), size / 1024);
+    Ok(())
+}
+
+/// Builds the images that the arguments name, or all.
+pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
+    speak_as("image", || {
+        let mut images = images(&kernels::pins(checkout)?);
+        let known: Vec<_> = images.iter().map(Image::name).collect();
+        if let Some(unknown) = arguments.images.iter().find(|name| !known.contains(name)) {
+            refuse!("no image '{unknown}'; there are: {}", known.join(" "));
+        }
+        if !arguments.images.is_empty() {
+            images.retain(|image| arguments.images.contains(&image.name()));
+        }
+        create_folder(&checkout.ci("guests"))?;
+        let _lock = lock(&checkout.ci("guests.lock"))?;
+        let mut inputs = common_inputs(checkout)?;
+        inputs.push(checkout.path("guest/image"));
+        let ours = built_programs(checkout);
+        for missing in OURS.iter().filter(|name| !ours.iter().any(|program| program.ends_with(name))) {
+            say!("not built yet, left out: {missing}");
+        }
+        inputs.extend(ours);
+        let key = inputs_key(&inputs)?;
+        let mut apt = Apt::new(checkout);
+        images.iter().try_for_each(|image| image.build(checkout, &mut apt, &key))
+    })
+}
+
+/// Builds all images.
+pub fn build_all(checkout: &Checkout) -> Result<()> {
+    build(checkout, &Arguments { images: Vec::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kernel_has_the_images_of_its_flavor() {
+        let pins = kernels::pins(&Checkout::new().unwrap()).unwrap();
+        let names: Vec<_> = images(&pins).iter().map(Image::name).collect();
+        let expected = [
+            "basic-6.12",
+            "basic-6.1",
+            "ndctl-6.12",
+            "ndctl-6.1",
+            "file-systems-6.12-generic",
+            "redis-6.12",
+            "workloads-6.12",
+        ];
+        assert_eq!(names, expected);
+    }
+}

@@ -1,0 +1,126 @@
+//! Disk and initramfs of the emulated host.
+//!
+//! `initrd` has busybox and the driver of the disk. `root.ext4` has tools, modules, our programs,
+//! and kernels and images of the guests.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use super::staging::Stage;
+use super::trees::{EXT4, XFS};
+use super::{archive, common_inputs, inputs_key, make_file_system, rebuild};
+use crate::apt::Apt;
+use crate::checkout::{Checkout, copy, create_folder, lock, remove_folder, rename};
+use crate::jobs;
+use crate::kernels;
+use crate::messages::{say, speak_as};
+use crate::programs;
+
+/// Folders of the disk.
+const FOLDERS: &[&str] = &[
+    "dev", "proc", "sys", "tmp", "run", "var", "out", "root", "mnt", "pm", "disk", "peers", "etc", "guests",
+    "usr/bin", "usr/sbin",
+];
+const MODULES: &[&str] = &[
+    "kvm_amd",
+    "virtio_net",
+    "virtio_rng",
+    "loop",
+    "nd_e820",
+    "nd_pmem",
+    "nd_btt",
+    "dax_pmem",
+    "device_dax",
+    "kmem",
+    "vhost_vsock",
+    "vhost_net",
+    "xfs",
+    "tun",
+    "bridge",
+];
+
+/// Builds the disk and the initramfs unless their inputs are unchanged.
+pub fn build(checkout: &Checkout) -> Result<()> {
+    speak_as("nested", || {
+        let folder = checkout.ci("host");
+        for path in [&checkout.ci("guests"), &checkout.ci("host/extra"), &checkout.programs()] {
+            create_folder(path)?;
+        }
+        let _lock = lock(&folder.join("lock"))?;
+        let mut inputs = common_inputs(checkout)?;
+        inputs.push(checkout.path("ci/nested"));
+        rebuild(&folder.join("initrd.key"), &inputs_key(&inputs)?, || build_initrd(checkout))?;
+        inputs.extend([checkout.ci("guests"), checkout.ci("host/extra")]);
+        inputs.extend(our_programs(checkout)?);
+        rebuild(&folder.join("disk.key"), &inputs_key(&inputs)?, || build_disk(checkout))
+    })
+}
+
+/// The programs of the workspace that exist: a half-built tree still boots.
+fn our_programs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(checkout.programs())? {
+        let path = entry?.path();
+        if path.extension().is_none_or(|extension| extension != "so") && programs::is_program(&path) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+fn build_initrd(checkout: &Checkout) -> Result<()> {
+    say!("building the emulated host's initrd");
+    let folder = checkout.ci("host");
+    let stage = Stage::new(folder.join("initrd.stage"), &["bin", "dev", "root"])?;
+    stage.install(&programs::find_system("busybox")?, "bin/busybox")?;
+    stage.add_modules(checkout, kernels::DEFAULT, &["virtio_blk"])?;
+    stage.install(&checkout.path("ci/nested/init"), "init")?;
+    let new = folder.join("initrd.new");
+    jobs::run(archive(stage.folder())?.stdout(File::create(&new)?))?;
+    rename(&new, &folder.join("initrd"))?;
+    remove_folder(stage.folder())
+}
+
+fn build_disk(checkout: &Checkout) -> Result<()> {
+    say!("building the emulated host's disk");
+    let folder = checkout.ci("host");
+    let stage = Stage::new(folder.join("root.stage"), FOLDERS)?;
+    stage.add_busybox()?;
+    crate::checkout::remove_file(&stage.path("bin/init"))?;
+    stage.install(&checkout.path("ci/nested/root-init"), "sbin/init")?;
+    stage.add_modules(checkout, kernels::DEFAULT, MODULES)?;
+    let mut apt = Apt::new(checkout);
+    stage.add_programs(checkout, &mut apt, &EXT4)?;
+    stage.add_programs(checkout, &mut apt, &XFS)?;
+    stage.add_names("", "")?;
+    for pin in kernels::pins(checkout)? {
+        copy(&pin.image(checkout)?, &stage.path(&format!("guests/vmlinuz-{}", pin.name)))?;
+    }
+    add_guest_images(checkout, &stage)?;
+    for program in our_programs(checkout)? {
+        let name = program.file_name().context("no name")?.to_str().context("a name is not text")?;
+        stage.install(&program, &format!("usr/bin/{name}"))?;
+    }
+    let extra = checkout.ci("host/extra");
+    jobs::run(programs::system("cp").arg("-a").arg(extra.join(".")).arg(stage.folder()))?;
+    // Space for the ext4 metadata, none for writing.
+    make_file_system(stage.folder(), &folder.join("root.ext4"), |used_kib| used_kib * 9 / 8 + 16384)
+}
+
+fn add_guest_images(checkout: &Checkout, stage: &Stage) -> Result<()> {
+    let mut is_empty = true;
+    for entry in fs::read_dir(checkout.ci("guests"))? {
+        let image = entry?.path();
+        if image.extension().is_some_and(|extension| extension == "img") {
+            copy(&image, &stage.path("guests").join(image.file_name().context("no name")?))?;
+            is_empty = false;
+        }
+    }
+    if is_empty {
+        say!("no guest images yet (guest/image/build makes them)");
+    }
+    Ok(())
+}

@@ -1,0 +1,158 @@
+//! Images of the guests and of the emulated host. They depend on no setting and no program of the
+//! user.
+//!
+//! Each has a stamp beside it: the key of the inputs that it was built from.
+
+pub mod guests;
+pub mod host;
+pub mod peers;
+mod staging;
+mod trees;
+
+use std::fs::{self, File};
+use std::io::{Seek, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::checkout::{Checkout, remove_folder, rename, write};
+use crate::jobs;
+use crate::kernels;
+use crate::programs;
+
+/// Inputs of all images: the code that builds them, the kernels and busybox.
+fn common_inputs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
+    let code = checkout.path("ci/xtask/src/images");
+    Ok(vec![code, checkout.path(kernels::LOCK), programs::find_system("busybox")?])
+}
+
+/// A key that changes when one of the files, or a file in one of the folders, changes.
+fn inputs_key(inputs: &[PathBuf]) -> Result<String> {
+    let mut lines = Vec::new();
+    for input in inputs {
+        let input = fs::canonicalize(input).with_context(|| format!("no {}", input.display()))?;
+        add_input(&input, &mut lines)?;
+    }
+    lines.sort();
+    sha256_of(&lines.concat())
+}
+
+fn add_input(input: &Path, lines: &mut Vec<Vec<u8>>) -> Result<()> {
+    let metadata = input.symlink_metadata().with_context(|| format!("Cannot read {}", input.display()))?;
+    if metadata.is_dir() {
+        let entries = fs::read_dir(input).with_context(|| format!("Cannot list {}", input.display()))?;
+        for entry in entries {
+            add_input(&entry?.path(), lines)?;
+        }
+    } else if metadata.is_file() {
+        let (size, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+        let mut line = input.as_os_str().as_bytes().to_owned();
+        line.extend(format!(" {size} {seconds}.{nanoseconds:09}\n").into_bytes());
+        lines.push(line);
+    }
+    Ok(())
+}
+
+fn sha256_of(bytes: &[u8]) -> Result<String> {
+    let listed = jobs::output(programs::system("sha256sum").stdin(file_with(bytes)?))?;
+    listed.split(' ').next().map(str::to_owned).context("sha256sum printed nothing")
+}
+
+/// A temporary file without a name, read from its start.
+fn file_with(bytes: &[u8]) -> Result<File> {
+    let mut file = tempfile::tempfile()?;
+    file.write_all(bytes)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+/// Runs `build` unless the stamp has this key.
+fn rebuild(stamp: &Path, key: &str, build: impl FnOnce() -> Result<()>) -> Result<()> {
+    if fs::read_to_string(stamp).is_ok_and(|built| built.trim_end() == key) {
+        return Ok(());
+    }
+    build()?;
+    write(stamp, format!("{key}\n"))
+}
+
+/// A command that writes the files below `stage` to its output as an archive of root's files.
+fn archive(stage: &Path) -> Result<Command> {
+    let mut names = vec![b".".to_vec()];
+    add_names(stage, b".", &mut names)?;
+    names.sort();
+    let mut list = names.join(&b'\n');
+    list.push(b'\n');
+    let mut cpio = programs::system("cpio");
+    cpio.args(["-o", "-H", "newc", "-R", "0:0", "--quiet"]).current_dir(stage).stdin(file_with(&list)?);
+    Ok(cpio)
+}
+
+fn add_names(folder: &Path, prefix: &[u8], names: &mut Vec<Vec<u8>>) -> Result<()> {
+    for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
+        let entry = entry?;
+        let name = [prefix, b"/", entry.file_name().as_bytes()].concat();
+        if entry.file_type()?.is_dir() {
+            add_names(&entry.path(), &name, names)?;
+        }
+        names.push(name);
+    }
+    Ok(())
+}
+
+/// Makes an ext4 image of the files below `stage`. It is meant to be mounted read-only. Blocks
+/// without data are holes in the file.
+fn make_file_system(stage: &Path, image: &Path, size: impl FnOnce(u64) -> u64) -> Result<()> {
+    let used = jobs::output(programs::system("du").arg("-sk").arg(stage))?;
+    let used_kib: u64 = used.split('\t').next().unwrap_or_default().parse().context("du printed no size")?;
+    let new = image.with_extension("new");
+    crate::checkout::remove_file(&new)?;
+    let mut mke2fs = programs::system("mke2fs");
+    mke2fs.args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-E", "root_owner=0:0", "-d"]);
+    mke2fs.arg(stage).arg(&new).arg(format!("{}k", size(used_kib)));
+    jobs::run(mke2fs.stdout(Stdio::null()))?;
+    rename(&new, image)?;
+    remove_folder(stage)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, SystemTime};
+
+    use super::*;
+
+    #[test]
+    fn key_changes_with_a_time_stamp_a_size_and_a_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        let set_time = |seconds| {
+            let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+            File::options().append(true).open(&file).unwrap().set_modified(time).unwrap();
+        };
+        let key = || inputs_key(&[folder.path().to_owned()]).unwrap();
+        fs::write(&file, "one").unwrap();
+        set_time(1);
+        let first = key();
+        set_time(2);
+        let touched = key();
+        fs::write(&file, "three").unwrap();
+        set_time(2);
+        let longer = key();
+        set_time(1);
+        fs::write(&file, "one").unwrap();
+        set_time(1);
+        assert_eq!(key(), first);
+        fs::rename(&file, folder.path().join("other")).unwrap();
+        let renamed = key();
+        let keys = std::collections::BTreeSet::from([first, touched, longer, renamed]);
+        assert_eq!(keys.len(), 4);
+    }
+
+    #[test]
+    fn missing_input_is_an_error() {
+        let error = inputs_key(&[PathBuf::from("/nonexistent/input")]).unwrap_err();
+        assert!(format!("{error:#}").contains("/nonexistent/input"), "{error:#}");
+    }
+}

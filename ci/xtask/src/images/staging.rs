@@ -1,0 +1,197 @@
+//! Contents of an image: busybox, kernel modules, and programs with their shared objects.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+use super::trees::ProgramSet;
+use crate::apt::Apt;
+use crate::checkout::{Checkout, copy, create_folder, remove_file, write};
+use crate::jobs;
+use crate::kernels;
+use crate::programs;
+
+const LOADER: &str = "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2";
+const LIBRARIES: [&str; 2] = ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"];
+const BUSYBOX: &str = "/bin/busybox";
+
+/// The folder that an image is made of.
+pub struct Stage {
+    folder: PathBuf,
+}
+
+impl Stage {
+    /// An empty stage with these folders.
+    pub fn new(folder: PathBuf, folders: &[&str]) -> Result<Self> {
+        crate::checkout::remove_folder(&folder)?;
+        create_folder(&folder)?;
+        folders.iter().try_for_each(|name| create_folder(&folder.join(name)))?;
+        Ok(Self { folder })
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    pub fn path(&self, path: &str) -> PathBuf {
+        self.folder.join(path)
+    }
+
+    pub fn write(&self, path: &str, content: &str) -> Result<()> {
+        write(&self.path(path), content)
+    }
+
+    /// Copies a program. Its mode does not depend on that of the file, which is the checkout's or
+    /// the build's.
+    pub fn install(&self, program: &Path, path: &str) -> Result<()> {
+        let target = self.path(path);
+        create_folder(target.parent().context("no folder")?)?;
+        copy(program, &target)?;
+        self.make_executable(path)
+    }
+
+    pub fn make_executable(&self, path: &str) -> Result<()> {
+        let mode = Permissions::from_mode(0o755);
+        fs::set_permissions(self.path(path), mode).with_context(|| format!("Cannot change {path}"))
+    }
+
+    /// Makes a symbolic link, in place of one that is there.
+    pub fn link(&self, target: &str, path: &str) -> Result<()> {
+        remove_file(&self.path(path))?;
+        symlink(target, self.path(path)).with_context(|| format!("Cannot link {path}"))
+    }
+
+    /// Adds busybox and a link for each of its applets.
+    pub fn add_busybox(&self) -> Result<()> {
+        let busybox = programs::find_system("busybox")?;
+        create_folder(&self.path("sbin"))?;
+        self.install(&busybox, "bin/busybox")?;
+        let applets = jobs::output(programs::with_path(&busybox, programs::SYSTEM_PATH).arg("--list"))?;
+        for applet in applets.lines().filter(|applet| *applet != "busybox") {
+            self.link(BUSYBOX, &format!("bin/{applet}"))?;
+        }
+        Ok(())
+    }
+
+    /// Adds the files that name the user, the group and the machine. `more_*` are further lines.
+    pub fn add_names(&self, more_users: &str, more_groups: &str) -> Result<()> {
+        self.write("etc/passwd", &format!("root:x:0:0:root:/root:/bin/sh\n{more_users}"))?;
+        self.write("etc/group", &format!("root:x:0:\n{more_groups}"))?;
+        self.write("etc/hosts", "127.0.0.1 localhost\n")
+    }
+
+    /// Adds modules of a kernel and all they need, unpacked, with their indexes. A module that is
+    /// built into the kernel is left out.
+    ///
+    /// kmod's configuration of this machine (/etc/modprobe.d, /etc/depmod.d) does not count:
+    /// packages have `install` commands there that replace a module, for example ndctl one for
+    /// libnvdimm.
+    pub fn add_modules(&self, checkout: &Checkout, kernel: &str, modules: &[&str]) -> Result<()> {
+        let pin = kernels::pin(checkout, kernel)?;
+        let (release, tree) = (pin.release(checkout)?, pin.tree(checkout));
+        let source = tree.join("lib/modules").join(&release);
+        let target = self.path("lib/modules").join(&release);
+        create_folder(&target)?;
+        for index in ["modules.builtin", "modules.builtin.modinfo", "modules.order"] {
+            copy(&source.join(index), &target.join(index))?;
+        }
+        let mut modprobe = programs::system("modprobe");
+        modprobe.args(["-C", "/dev/null", "-S", &release, "-d"]).arg(&tree);
+        let (status, needed) = jobs::attempt(modprobe.args(["-a", "--show-depends"]).args(modules))?;
+        if !status.success() {
+            bail!("kernel {kernel} lacks a module of: {}", modules.join(" "));
+        }
+        for module in module_paths(&needed) {
+            let name = module.strip_prefix(&source).context("modprobe named another folder")?;
+            add_module(&module, &target.join(name))?;
+        }
+        jobs::run(programs::system("depmod").args(["-C", "/dev/null", "-b"]).arg(&self.folder).arg(&release))
+    }
+
+    /// Adds programs of packages, and every shared object that they need, from these packages
+    /// alone.
+    pub fn add_programs(&self, checkout: &Checkout, apt: &mut Apt<'_>, set: &ProgramSet) -> Result<()> {
+        let root = set.merged(checkout, apt)?;
+        create_folder(&self.path("lib64"))?;
+        self.link(&format!("/{LOADER}"), "lib64/ld-linux-x86-64.so.2")?;
+        let libraries = LIBRARIES.map(|folder| root.join(folder).display().to_string()).join(":");
+        let mut objects = BTreeSet::from([PathBuf::from(LOADER)]);
+        for program in set.programs {
+            let mut list = programs::with_path(root.join(LOADER), programs::SYSTEM_PATH);
+            list.args(["--library-path", &libraries, "--list"]).arg(root.join(program));
+            let (status, listed) = jobs::attempt(&mut list)?;
+            if !status.success() {
+                bail!("{program} lacks a shared object");
+            }
+            objects.insert(PathBuf::from(program));
+            let below = shared_objects(&listed).filter_map(|object| object.strip_prefix(&root).ok());
+            objects.extend(below.map(Path::to_owned));
+        }
+        objects.iter().try_for_each(|object| self.add_object(&root, object))
+    }
+
+    fn add_object(&self, root: &Path, object: &Path) -> Result<()> {
+        let target = self.folder.join(object);
+        create_folder(target.parent().context("no folder")?)?;
+        // A program of its own takes busybox's place in PATH. Busybox's shell still prefers its own
+        // mke2fs, so scripts call mkfs.ext4.
+        remove_file(&self.path("bin").join(object.file_name().context("no name")?))?;
+        copy(&root.join(object), &target)
+    }
+}
+
+/// Paths in the output of `modprobe --show-depends`, each once. Built-in modules have none.
+fn module_paths(needed: &str) -> BTreeSet<PathBuf> {
+    let paths = needed.lines().filter_map(|line| line.strip_prefix("insmod ")?.split(' ').next());
+    paths.map(PathBuf::from).collect()
+}
+
+/// Copies a module, unpacked.
+fn add_module(module: &Path, target: &Path) -> Result<()> {
+    create_folder(target.parent().context("no folder")?)?;
+    if module.extension().is_none_or(|extension| extension != "xz") {
+        return copy(module, target);
+    }
+    let unpacked = File::create(target.with_extension(""))?;
+    jobs::run(programs::system("xz").arg("-dc").arg(module).stdout(unpacked))
+}
+
+/// Paths of the shared objects in the output of `ldd` or of the loader's `--list`.
+pub fn shared_objects(listed: &str) -> impl Iterator<Item = &Path> {
+    listed.lines().filter_map(|line| {
+        let (_, path) = line.split_once(" => ")?;
+        let (path, _) = path.split_once(" (0x")?;
+        path.starts_with('/').then(|| Path::new(path))
+    })
+}
+
+/// The modules' names as modprobe of the guest's init reads them.
+pub fn lines(names: &[&str]) -> String {
+    names.iter().map(|name| format!("{name}\n")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_objects_leave_out_the_loader_and_the_vdso() {
+        let listed = "\tlinux-vdso.so.1 (0x00007ffd)\n\
+                      \tlibc.so.6 => /root/lib/libc.so.6 (0x00007f8a)\n\
+                      \tlibodd.so => /root/lib/a (b)/libodd.so (0x00007f8b)\n\
+                      \tlibnone.so => not found\n\
+                      \t/lib64/ld-linux-x86-64.so.2 (0x00007f8c)\n";
+        let found: Vec<_> = shared_objects(listed).collect();
+        assert_eq!(found, [Path::new("/root/lib/libc.so.6"), Path::new("/root/lib/a (b)/libodd.so")]);
+    }
+
+    #[test]
+    fn built_in_and_repeated_modules_have_no_second_path() {
+        let needed = "builtin virtio\ninsmod /m/a.ko.xz \ninsmod /m/b.ko option=1\nbuiltin virtio\ninsmod /m/a.ko.xz\n";
+        let expected = ["/m/a.ko.xz", "/m/b.ko"].map(PathBuf::from);
+        assert_eq!(module_paths(needed), BTreeSet::from(expected));
+    }
+}

@@ -1,0 +1,340 @@
+//! Child processes and temporary folders that end with this process, also after a signal.
+//!
+//! Each job is a process group, which Ctrl-C at a terminal does not reach. On SIGINT, SIGTERM or
+//! SIGHUP a thread ends all groups, removes the temporary folders and ends this process.
+
+use std::fs;
+use std::io::{self, PipeReader, Read};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, test_kill_process_group, waitid,
+    waitpid,
+};
+use tempfile::TempDir;
+
+/// Exit code of a shell for a command that a signal ended, less the signal.
+pub const SIGNAL_BASE: u8 = 128;
+const SIGNALS: [Signal; 3] = [Signal::HUP, Signal::INT, Signal::TERM];
+/// Time until a job that ignores SIGTERM is killed, unless it must not be.
+pub const GRACE: Duration = Duration::from_secs(5);
+/// Time that jobs have to end, together.
+const END_LIMIT: Duration = Duration::from_secs(10);
+const POLL: Duration = Duration::from_millis(20);
+
+static STATE: Mutex<State> = Mutex::new(State { groups: Vec::new(), folders: Vec::new(), is_ending: false });
+
+struct State {
+    groups: Vec<Group>,
+    folders: Vec<PathBuf>,
+    /// Set when a signal has arrived. No job starts afterwards.
+    is_ending: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Group {
+    leader: Pid,
+    is_killable: bool,
+}
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A running child process, which leads a process group.
+pub struct Job {
+    child: Child,
+    leader: Pid,
+}
+
+impl Job {
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    /// Waits until the child has ended.
+    pub fn wait(mut self) -> Result<ExitStatus> {
+        // The process must keep its number until no signal can be sent to it any more.
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        while matches!(waitid(WaitId::Pid(self.leader), options), Err(Errno::INTR)) {}
+        self.reap()
+    }
+
+    /// The status of a child that has ended.
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        match waitid(WaitId::Pid(self.leader), options) {
+            Ok(None) | Err(Errno::INTR) => Ok(None),
+            _ => self.reap().map(Some),
+        }
+    }
+
+    fn reap(&mut self) -> Result<ExitStatus> {
+        let is_ending = {
+            let mut state = state();
+            state.groups.retain(|group| group.leader != self.leader);
+            state.is_ending
+        };
+        let status = self.child.wait();
+        if is_ending {
+            park();
+        }
+        Ok(status?)
+    }
+
+    /// Sends a signal to the whole group.
+    pub fn signal(&self, signal: Signal) {
+        // The group may have ended.
+        let _ = kill_process_group(self.leader, signal);
+    }
+
+    /// Waits for the child until `limit` has passed, and then ends its group. `None` if it did not
+    /// end by itself.
+    pub fn wait_for(mut self, limit: Duration) -> Result<Option<ExitStatus>> {
+        let mut end = Instant::now() + limit;
+        let mut is_late = false;
+        loop {
+            if let Some(status) = self.try_wait()? {
+                return Ok((!is_late).then_some(status));
+            }
+            if Instant::now() >= end {
+                self.signal(if is_late { Signal::KILL } else { Signal::TERM });
+                self.signal(Signal::CONT);
+                is_late = true;
+                end = Instant::now() + GRACE;
+            }
+            thread::sleep(POLL);
+        }
+    }
+}
+
+impl Drop for Job {
+    /// Ends a job that an error has left behind.
+    fn drop(&mut self) {
+        let is_left = |group: &&Group| group.leader == self.leader;
+        let Some(group) = state().groups.iter().find(is_left).copied() else { return };
+        end_groups(&[group]);
+        let _ = self.reap();
+    }
+}
+
+/// Blocks for good: the thread of the signals ends the process.
+fn park() -> ! {
+    loop {
+        thread::park();
+    }
+}
+
+/// Starts a job that gets SIGTERM when this process ends, and no SIGKILL afterwards.
+pub fn spawn(command: &mut Command) -> Result<Job> {
+    start(command, false)
+}
+
+/// Starts a job that is killed if it ignores SIGTERM.
+pub fn spawn_killable(command: &mut Command) -> Result<Job> {
+    start(command, true)
+}
+
+fn start(command: &mut Command, is_killable: bool) -> Result<Job> {
+    let mut state = state();
+    if state.is_ending {
+        drop(state);
+        park();
+    }
+    let child = command.process_group(0).spawn().with_context(|| format!("Cannot run {}", name(command)))?;
+    let leader = Pid::from_child(&child);
+    state.groups.push(Group { leader, is_killable });
+    Ok(Job { child, leader })
+}
+
+/// The program of a command, for messages.
+fn name(command: &Command) -> String {
+    command.get_program().display().to_string()
+}
+
+/// Runs a command as a job, and returns its exit status.
+pub fn status(command: &mut Command) -> Result<ExitStatus> {
+    spawn(command)?.wait()
+}
+
+/// Runs a command as a job. It is an error if it fails.
+pub fn run(command: &mut Command) -> Result<()> {
+    let status = status(command)?;
+    check(command, status)
+}
+
+/// Runs a command as a job, and returns its output. It is an error if it fails.
+pub fn output(command: &mut Command) -> Result<String> {
+    let (status, output) = attempt(command)?;
+    check(command, status)?;
+    Ok(output)
+}
+
+/// Runs a command as a job, and returns its exit status and output.
+pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
+    let mut job = spawn(command.stdout(Stdio::piped()))?;
+    let mut output = String::new();
+    let stdout = job.child.stdout.take().context("no pipe")?;
+    io::BufReader::new(stdout)
+        .read_to_string(&mut output)
+        .with_context(|| format!("Cannot read the output of {}", name(command)))?;
+    Ok((job.wait()?, output))
+}
+
+/// An error unless the command succeeded.
+pub fn check(command: &Command, status: ExitStatus) -> Result<()> {
+    if !status.success() {
+        bail!("{} failed: {status}", name(command));
+    }
+    Ok(())
+}
+
+/// Exit code of a process as a shell reports it.
+pub fn exit_code(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| Some(status.signal()? + i32::from(SIGNAL_BASE)));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
+}
+
+/// A temporary folder, which is removed on drop and when a signal ends this process.
+pub struct Scratch(TempDir);
+
+impl Scratch {
+    /// A folder below `parent` or, without one, where temporary files belong.
+    pub fn new(parent: Option<&Path>, prefix: &str) -> Result<Self> {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(prefix);
+        let mut state = state();
+        if state.is_ending {
+            drop(state);
+            park();
+        }
+        let folder = match parent {
+            Some(parent) => builder.tempdir_in(parent),
+            None => builder.tempdir(),
+        };
+        let folder = folder.context("Cannot create a temporary folder")?;
+        state.folders.push(folder.path().to_owned());
+        Ok(Self(folder))
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        state().folders.retain(|folder| folder != self.0.path());
+    }
+}
+
+/// Starts the thread that ends this process and its jobs on a signal.
+pub fn end_on_signals() -> Result<()> {
+    let (reader, writer) = io::pipe()?;
+    let writer = std::sync::Arc::new(writer);
+    let ignored = ignored_signals()?;
+    for signal in SIGNALS.into_iter().filter(|signal| ignored & 1 << (signal.as_raw() - 1) == 0) {
+        let writer = writer.clone();
+        let byte = [u8::try_from(signal.as_raw())?];
+        let action = move || {
+            let _ = rustix::io::write(&*writer, &byte);
+        };
+        // SAFETY: the handler calls write(2) alone, which signal-safety(7) allows.
+        unsafe { signal_hook_registry::register(signal.as_raw(), action) }?;
+    }
+    thread::spawn(move || wait_for_signal(reader));
+    Ok(())
+}
+
+/// Bit mask of the signals that the parent has ignored, as `nohup` does. They stay ignored.
+fn ignored_signals() -> Result<u64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).context("no SigIgn")?;
+    Ok(u64::from_str_radix(mask.trim(), 16)?)
+}
+
+fn wait_for_signal(mut reader: PipeReader) {
+    let mut signal = [0];
+    if reader.read_exact(&mut signal).is_ok() {
+        end(signal[0]);
+    }
+}
+
+/// Ends all jobs and this process.
+fn end(signal: u8) -> ! {
+    let groups = {
+        let mut state = state();
+        state.is_ending = true;
+        state.groups.clone()
+    };
+    end_groups(&groups);
+    for folder in &state().folders {
+        let _ = fs::remove_dir_all(folder);
+    }
+    std::process::exit(i32::from(SIGNAL_BASE + signal));
+}
+
+/// Ends groups, and waits until they have ended.
+fn end_groups(groups: &[Group]) {
+    for group in groups {
+        let _ = kill_process_group(group.leader, Signal::TERM);
+        // A stopped job ends when it continues.
+        let _ = kill_process_group(group.leader, Signal::CONT);
+    }
+    let started = Instant::now();
+    while groups.iter().any(|group| is_running(*group)) && started.elapsed() < END_LIMIT {
+        if started.elapsed() >= GRACE {
+            for group in groups.iter().filter(|group| group.is_killable) {
+                let _ = kill_process_group(group.leader, Signal::KILL);
+            }
+        }
+        thread::sleep(POLL);
+    }
+}
+
+/// True if the group has a process that is not a zombie of ours.
+fn is_running(group: Group) -> bool {
+    // The main thread may reap it at the same moment.
+    let _ = waitpid(Some(group.leader), WaitOptions::NOHANG);
+    test_kill_process_group(group.leader).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn job_that_an_error_leaves_behind_ends_with_its_group() {
+        let mut command = Command::new("sh");
+        let mut job =
+            spawn(command.args(["-c", "sleep 1000 & echo $!; wait"]).stdout(Stdio::piped())).unwrap();
+        let (mut line, leader) = (String::new(), job.leader);
+        let mut output = io::BufReader::new(job.child().stdout.take().unwrap());
+        io::BufRead::read_line(&mut output, &mut line).unwrap();
+        let failing = move || -> Result<()> {
+            let _job = job;
+            bail!("an error")
+        };
+        failing().unwrap_err();
+        test_kill_process_group(leader).unwrap_err();
+        assert!(state().groups.iter().all(|group| group.leader != leader));
+    }
+
+    #[test]
+    fn job_is_waited_for_or_ended_at_its_limit() {
+        let wait = |script: &str, limit| {
+            let job = spawn(Command::new("sh").args(["-c", script])).unwrap();
+            job.wait_for(limit).unwrap().map(exit_code)
+        };
+        assert_eq!(wait("exit 7", Duration::from_secs(60)), Some(7));
+        assert_eq!(wait("kill -KILL $$", Duration::from_secs(60)), Some(137));
+        assert_eq!(wait("sleep 1000", Duration::ZERO), None);
+    }
+}

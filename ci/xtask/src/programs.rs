@@ -1,0 +1,77 @@
+//! Commands for other programs, in an environment without settings of the user or of cargo.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::checkout::CALLER_FOLDER;
+
+/// Folders of the distribution's programs. Images are made with these alone.
+pub const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+/// No such file exists, so mke2fs uses its own defaults instead of those in /etc/mke2fs.conf.
+const MKE2FS_CONFIG: &str = "/nonexistent/mke2fs.conf";
+/// Variables of the user or of cargo that would change images, other cargo runs or programs'
+/// output.
+const REMOVED: [&str; 7] = [
+    "CDPATH",
+    "MODPROBE_OPTIONS",
+    "CARGO",
+    "CARGO_MANIFEST_DIR",
+    "CARGO_MANIFEST_PATH",
+    // `cargo run` adds the toolchain's libraries.
+    "LD_LIBRARY_PATH",
+    CALLER_FOLDER,
+];
+const REMOVED_PREFIX: &str = "CARGO_PKG_";
+
+/// The user's PATH. An ordinary user's lacks the folders of mke2fs and modprobe.
+pub fn user_path() -> OsString {
+    let mut path = env::var_os("PATH").unwrap_or_default();
+    path.push(":/usr/sbin:/sbin");
+    path
+}
+
+/// A command that runs a program of the distribution, without input.
+pub fn system(name: &str) -> Command {
+    with_path(name, SYSTEM_PATH)
+}
+
+/// A command that runs a program which may be the user's own, without input.
+pub fn user(name: impl AsRef<std::ffi::OsStr>) -> Command {
+    with_path(name, user_path())
+}
+
+/// A command whose program is looked up in `path`, which is also its own PATH.
+pub fn with_path(name: impl AsRef<std::ffi::OsStr>, path: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new(name);
+    for (name, _) in env::vars_os() {
+        let name = name.to_string_lossy();
+        if REMOVED.contains(&&*name) || name.starts_with(REMOVED_PREFIX) {
+            command.env_remove(&*name);
+        }
+    }
+    // Tasks parse the output of programs, so its language must not be the user's.
+    command.env("LC_ALL", "C.UTF-8").env("MKE2FS_CONFIG", MKE2FS_CONFIG).env("PATH", path);
+    command.stdin(Stdio::null());
+    command
+}
+
+/// The program `name` in the folders of `path`.
+pub fn find(name: &str, path: impl AsRef<std::ffi::OsStr>) -> Option<PathBuf> {
+    env::split_paths(&path).map(|folder| folder.join(name)).find(|program| is_program(program))
+}
+
+/// The program `name` of the distribution.
+pub fn find_system(name: &str) -> Result<PathBuf> {
+    find(name, SYSTEM_PATH).with_context(|| format!("{name} is not installed (ci/setup installs it)"))
+}
+
+/// True for an executable file.
+pub fn is_program(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+}

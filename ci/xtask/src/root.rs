@@ -1,0 +1,118 @@
+//! Commands that need root.
+
+use std::env;
+use std::fs::File;
+use std::process::{Command, ExitStatus, Stdio};
+
+use anyhow::{Result, bail};
+
+use crate::jobs;
+use crate::programs::{self, SYSTEM_PATH};
+
+/// Set by scripts that run this program as a job, which cannot ask for a password: it would be
+/// stopped for reading from the terminal.
+const IS_JOB: &str = "FORESHORE_IS_JOB";
+const ADVICE: &str =
+    "sudo asks for a password, which no job can give. Run `sudo -v`, and then this script again";
+
+/// The way in which this user becomes root.
+pub struct Root {
+    is_root: bool,
+    is_job: bool,
+    /// Folders that sudo is looked up in.
+    path: String,
+}
+
+impl Root {
+    pub fn new() -> Self {
+        Self {
+            is_root: rustix::process::geteuid().is_root(),
+            is_job: env::var_os(IS_JOB).is_some_and(|value| !value.is_empty()),
+            path: SYSTEM_PATH.to_owned(),
+        }
+    }
+
+    /// Runs a command as root, through sudo for other users.
+    pub fn run(&self, arguments: &[&str], is_silent: bool) -> Result<ExitStatus> {
+        self.require(arguments)?;
+        let mut command = if self.is_root {
+            let mut command = programs::with_path(arguments[0], &self.path);
+            command.args(&arguments[1..]);
+            command
+        } else {
+            self.sudo(arguments)
+        };
+        command.stdout(Stdio::null());
+        if is_silent {
+            command.stderr(Stdio::null());
+        }
+        if self.asks_for_password() {
+            // In the foreground, where sudo can ask. Ctrl-C ends it there as well.
+            return Ok(command.stdin(Stdio::inherit()).status()?);
+        }
+        jobs::status(&mut command)
+    }
+
+    fn sudo(&self, arguments: &[&str]) -> Command {
+        let mut command = programs::with_path("sudo", &self.path);
+        if !self.asks_for_password() {
+            command.arg("-n");
+        }
+        command.args(arguments);
+        command
+    }
+
+    /// An error if there is no way to run the command as root.
+    pub fn require(&self, arguments: &[&str]) -> Result<()> {
+        if !self.is_root && programs::find("sudo", &self.path).is_none() {
+            bail!("needs root for: {} (neither root nor sudo here)", arguments.join(" "));
+        }
+        Ok(())
+    }
+
+    /// A remedy if sudo would ask a job for a password, else an empty text. sudo remembers the last
+    /// one for some minutes only, and a job may need root later than that.
+    pub fn advice(&self) -> String {
+        if self.is_root || self.remembers_password() { String::new() } else { format!(": {ADVICE}") }
+    }
+
+    /// True if sudo would ask for a password, and there is a terminal to ask at.
+    fn asks_for_password(&self) -> bool {
+        !self.is_root && !self.is_job && File::open("/dev/tty").is_ok() && !self.remembers_password()
+    }
+
+    fn remembers_password(&self) -> bool {
+        let mut command = programs::with_path("sudo", &self.path);
+        let command = command.args(["-n", "true"]).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+
+    use super::*;
+
+    /// A job of a user who is not root, with the programs in `folder`.
+    pub fn job_of_user(folder: &Path) -> Root {
+        Root { is_root: false, is_job: true, path: folder.display().to_string() }
+    }
+
+    /// Adds a sudo as it is with `-n` after it has forgotten the password.
+    pub fn add_expired_sudo(folder: &Path) {
+        let expired = "#!/bin/sh\n[ \"$1\" = -n ] || exit 0\nexit 1\n";
+        let path = folder.join("sudo");
+        fs::write(&path, expired).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    #[test]
+    fn missing_sudo_is_reported_as_a_need_for_root() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = job_of_user(folder.path()).run(&["apt-get", "install"], true).unwrap_err();
+        assert_eq!(error.to_string(), "needs root for: apt-get install (neither root nor sudo here)");
+    }
+}

@@ -1,0 +1,120 @@
+//! Set-up of a machine: tools by apt, components of Rust, and kernels.
+
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::apt::Apt;
+use crate::checkout::{Checkout, create_folder, lock};
+use crate::jobs;
+use crate::kernels;
+use crate::messages::{say, speak_as};
+use crate::programs::{self, SYSTEM_PATH, user_path};
+
+/// A tool and its package.
+type Tool = (&'static str, &'static str);
+
+/// Tools that may be the user's own.
+const USER_TOOLS: [Tool; 3] =
+    [("cc", "gcc"), ("qemu-system-x86_64", "qemu-system-x86"), ("qemu-img", "qemu-utils")];
+/// Tools that must be the distribution's, because images are made with them or scripts expect their
+/// options.
+const SYSTEM_TOOLS: [Tool; 13] = [
+    ("busybox", "busybox-static"),
+    ("cpio", "cpio"),
+    ("zstd", "zstd"),
+    ("xz", "xz-utils"),
+    ("lz4", "lz4"),
+    ("depmod", "kmod"),
+    ("mke2fs", "e2fsprogs"),
+    ("sha256sum", "coreutils"),
+    ("tar", "tar"),
+    ("timeout", "coreutils"),
+    ("awk", "mawk"),
+    ("flock", "util-linux"),
+    ("strip", "binutils"),
+];
+/// File that a static glibc program needs. No command shows that it is missing.
+const STATIC_LIBC: Tool = ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev");
+const BUSYBOX_PACKAGE: &str = "busybox-static";
+
+#[derive(Args)]
+pub struct Arguments {
+    /// Move ci/kernels.lock to the newest kernels that the mirror has
+    #[arg(long)]
+    update_kernels: bool,
+}
+
+/// Installs missing tools, and fetches the pinned kernels.
+pub fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
+    speak_as("setup", || {
+        create_folder(&checkout.ci(""))?;
+        // Two runs at once must not unpack into one another.
+        let _lock = lock(&checkout.ci("setup.lock"))?;
+        let mut apt = Apt::new(checkout);
+        install_tools(&mut apt)?;
+        add_components()?;
+        if arguments.update_kernels {
+            kernels::update(checkout, &mut apt)?;
+        }
+        kernels::pins(checkout)?.iter().try_for_each(|pin| kernels::fetch(checkout, &mut apt, pin))
+    })
+}
+
+/// Sets up without moving the kernels.
+pub fn ensure_set_up(checkout: &Checkout) -> Result<()> {
+    set_up(checkout, &Arguments { update_kernels: false })
+}
+
+fn install_tools(apt: &mut Apt<'_>) -> Result<()> {
+    let missing = missing_packages()?;
+    if missing.is_empty() { Ok(()) } else { apt.install(&missing) }
+}
+
+fn missing_packages() -> Result<Vec<&'static str>> {
+    let user_path = user_path();
+    let is_missing = |(tool, _): &&Tool| programs::find(tool, &user_path).is_none();
+    let mut missing: Vec<_> = USER_TOOLS.iter().filter(is_missing).collect();
+    missing.extend(SYSTEM_TOOLS.iter().filter(|(tool, _)| programs::find(tool, SYSTEM_PATH).is_none()));
+    if !Path::new(STATIC_LIBC.0).exists() {
+        missing.push(&STATIC_LIBC);
+    }
+    let mut packages: Vec<_> = missing.into_iter().map(|(_, package)| *package).collect();
+    if !packages.contains(&BUSYBOX_PACKAGE) && !has_static_busybox()? {
+        packages.push(BUSYBOX_PACKAGE);
+    }
+    Ok(packages)
+}
+
+/// False if busybox comes from another package, whose busybox may be linked dynamically: it would
+/// be useless in an initramfs.
+fn has_static_busybox() -> Result<bool> {
+    let mut query = programs::system("dpkg-query");
+    query.args(["-W", "-f", "${Status}", BUSYBOX_PACKAGE]).stderr(Stdio::null());
+    let (_, status) = jobs::attempt(&mut query)?;
+    Ok(status == "install ok installed")
+}
+
+/// Adds rustfmt and clippy, which a minimal installation of Rust lacks. `ci/xtask/run` checks
+/// Rust's own version, because an older one cannot build this program.
+fn add_components() -> Result<()> {
+    let works = |tool: &str| {
+        let mut command = programs::user("cargo");
+        let command = command.args([tool, "--version"]).stdout(Stdio::null()).stderr(Stdio::null());
+        jobs::status(command).context("cargo does not run").map(|status| status.success())
+    };
+    if works("fmt")? && works("clippy")? {
+        return Ok(());
+    }
+    say!("adding rustfmt and clippy");
+    if programs::find("rustup", user_path()).is_none() {
+        bail!("cargo fmt and cargo clippy are needed, and rustup, which would add them, is not here");
+    }
+    let mut rustup = programs::user("rustup");
+    if !jobs::status(rustup.args(["component", "add", "rustfmt", "clippy"]))?.success() {
+        bail!("rustup could not add rustfmt and clippy");
+    }
+    Ok(())
+}

@@ -1,0 +1,5 @@
+//! The wrappers of the tasks, with copies of the files that they read in a directory of their own.
+
+mod images;
+mod signals;
+mod tree;

@@ -1,0 +1,200 @@
+//! SIGTERM to a task, or its time limit, ends everything that the task has started.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::images::{Builder, Kernel};
+use super::tree::{Tree, missing_tool};
+
+const LIMIT: Duration = Duration::from_secs(20);
+/// Starts a process that lasts until a signal ends it, and writes its number to `$STARTED`.
+const LASTING: &str =
+    "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
+
+/// A QEMU that emulates nothing.
+const LASTING_QEMU: &str = "#!/bin/sh\n[ \"$1\" = --version ] || exec stub\n";
+
+/// A tree for a task, where the command `stub` and others that use it last.
+struct Stubs {
+    tree: Tree,
+    /// The choice of the host.
+    host: &'static str,
+}
+
+impl Stubs {
+    /// `lasting` is the subcommand of cargo.
+    fn new(lasting: &str) -> Result<Self> {
+        let cargo = format!("[ \"$1\" != {lasting} ] || exec stub");
+        let tree = Tree::new(&std::env::temp_dir(), 0o022, &cargo)?;
+        // There are no kernels.
+        tree.write("ci/kernels.lock", "", 0o644)?;
+        Self::add_to(tree, "direct")
+    }
+
+    /// A tree with all that an emulated host needs, apart from QEMU.
+    fn with_qemu(kernel: &Kernel) -> Result<Self> {
+        let stubs = Self::add_to(Builder::new(kernel, 0o022)?.into_tree(), "nested")?;
+        stubs.tree.write("bin/qemu-system-x86_64", LASTING_QEMU, 0o755)?;
+        stubs.tree.write("ci/xtask/src/host/mend.rs", "", 0o644)?;
+        Ok(stubs)
+    }
+
+    fn add_to(tree: Tree, host: &'static str) -> Result<Self> {
+        tree.write("bin/stub", LASTING, 0o755)?;
+        fs::create_dir(tree.path("tmp"))?;
+        Ok(Self { tree, host })
+    }
+
+    /// Starts a wrapper without a terminal at which sudo could ask for a password.
+    fn start(&self, line: &str) -> Result<Child> {
+        self.start_in(self.tree.folder(), line)
+    }
+
+    fn start_in(&self, folder: &Path, line: &str) -> Result<Child> {
+        let child = Command::new("setsid")
+            .args(line.split(' '))
+            .current_dir(folder)
+            .env("PATH", self.tree.user_path()?)
+            .env("STARTED", self.tree.path("started"))
+            .env("FORESHORE_HOST", self.host)
+            .env("TMPDIR", self.tree.path("tmp"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()?;
+        Ok(child)
+    }
+
+    /// The process that the stub has started, once it has.
+    fn started(&self, task: &mut Child) -> Result<Pid> {
+        wait_for("the task runs the stub", || {
+            if let Some(status) = task.try_wait()? {
+                bail!("the task has ended: {status}");
+            }
+            let text = fs::read_to_string(self.tree.path("started")).ok();
+            let number = text.map(|text| text.trim().parse()).transpose()?;
+            Ok(number.and_then(Pid::from_raw))
+        })
+    }
+
+    /// Checks that the task has left no temporary files.
+    fn assert_clean(&self) -> Result<()> {
+        let left = fs::read_dir(self.tree.path("tmp"))?.next().transpose()?;
+        ensure!(left.is_none(), "{left:?} is left");
+        Ok(())
+    }
+}
+
+/// Polls until there is a value.
+fn wait_for<T>(what: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let started = Instant::now();
+    loop {
+        if let Some(value) = value()? {
+            return Ok(value);
+        }
+        ensure!(started.elapsed() < LIMIT, "Waited in vain until {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// True until the process has ended. A zombie has ended.
+fn is_running(process: Pid) -> bool {
+    let stat = fs::read_to_string(Path::new("/proc").join(process.to_string()).join("stat"));
+    stat.is_ok_and(|stat| stat.rsplit(") ").next().is_some_and(|rest| !rest.starts_with(['Z', 'X'])))
+}
+
+/// Checks that a process has ended, or is about to. Ends it if it is not.
+fn has_ended(process: Pid) -> Result<()> {
+    let ended = wait_for("its process has ended", || Ok((!is_running(process)).then_some(())));
+    if ended.is_err() {
+        let _ = kill_process(process, Signal::KILL);
+    }
+    ended
+}
+
+/// Checks a task that gets SIGTERM while the stub runs.
+fn check(stubs: &Stubs, line: &str) -> Result<()> {
+    let mut task = stubs.start(line)?;
+    let started = stubs.started(&mut task).inspect_err(|_| drop(task.kill()))?;
+    kill_process(Pid::from_child(&task), Signal::TERM)?;
+    let status = wait_for("the task has ended", || Ok(task.try_wait()?));
+    has_ended(started)?;
+    let status = status?;
+    ensure!(status.code() == Some(143), "{status}");
+    stubs.assert_clean()
+}
+
+#[test]
+fn task_that_gets_term_ends_all_its_processes() {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let cases = [
+        ("ci/nested/host --no-build -- stub", "no-cargo"),
+        ("ci/nested/host --no-build -- stub", "fmt"),
+        ("ci/nested/host -- stub", "build"),
+        ("ci/setup", "fmt"),
+    ];
+    // All cases run at the same time, because a task may wait until init has reaped its processes.
+    let failed: Vec<_> = thread::scope(|scope| {
+        let run = |case: (_, _)| (case, scope.spawn(move || check(&Stubs::new(case.1)?, case.0)));
+        let running = cases.map(run).into_iter();
+        let failure = |((line, lasting), checked): (_, ScopedJoinHandle<'_, Result<()>>)| {
+            let error = checked.join().expect("no check panics").err()?;
+            Some(format!("{line}, while cargo {lasting} or the command runs: {error:#}"))
+        };
+        running.filter_map(failure).collect()
+    });
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+#[test]
+fn emulated_host_that_gets_term_ends_its_qemu() {
+    let kernel = Kernel::read().unwrap();
+    if let Some(missing) = kernel.missing() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::with_qemu(&kernel).unwrap();
+    check(&stubs, "ci/nested/host --no-build -- true").unwrap();
+    let left = fs::read_dir(stubs.tree.path("target/ci/run")).unwrap().count();
+    assert_eq!(left, 0);
+}
+
+#[test]
+fn time_limit_ends_all_processes_of_a_command() {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::new("no-cargo").unwrap();
+    let mut task = stubs.start("ci/nested/host --no-build --timeout 3 -- stub").unwrap();
+    let started = stubs.started(&mut task).unwrap();
+    let status = wait_for("the task has ended", || Ok(task.try_wait()?));
+    let ended = has_ended(started);
+    assert_eq!(status.unwrap().code(), Some(124));
+    ended.unwrap();
+    stubs.assert_clean().unwrap();
+}
+
+#[test]
+fn exit_code_and_caller_folder_reach_the_command() {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::new("no-cargo").unwrap();
+    // A relative path is the caller's.
+    stubs.tree.write("caller/file", "exit 7\n", 0o644).unwrap();
+    let line = "../ci/nested/host --no-build --put file -- sh file";
+    let mut task = stubs.start_in(&stubs.tree.path("caller"), line).unwrap();
+    assert_eq!(wait_for("the task has ended", || Ok(task.try_wait()?)).unwrap().code(), Some(7));
+    let mut task = stubs.start("ci/nested/host --no-build --put missing -- sh file").unwrap();
+    assert_eq!(wait_for("the task has ended", || Ok(task.try_wait()?)).unwrap().code(), Some(2));
+}
