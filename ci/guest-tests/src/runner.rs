@@ -46,21 +46,33 @@ pub enum Class {
 /// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is well.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
-/// Lists the tests of a module: `tests![boots, reboots]`, with a limit in seconds where the default is too short:
-/// `tests![boots, survives_a_kill: 300]`. One that takes 15 s and more, emulated, or sees on one kernel what another sees
-/// on the other, is left to CI where something shorter sees the like: `tests![survives_four_kills: 300 (long)]`. One that CI can do without, because others see the same, is marked as well:
-/// `tests![survives_everything: 900 (extended)]`.
+/// Table of a module's tests. A row has the name of a test, its limit in seconds if the default is
+/// too short, its class unless it is `usual`, and the call that runs it unless that is a function
+/// of the same name without arguments:
+///
+/// ```ignore
+/// tests![
+///     boots,
+///     survives_a_kill: 300 (long) => survives(Kernel::V6_12, 2),
+///     survives_a_kill_on_6_1: 300 (extended) => survives(Kernel::V6_1, 2),
+/// ]
+/// ```
+///
+/// `long` is for tests of 15 s and more, emulated, and for a kernel on which another test shows
+/// nearly the same. `extended` is for tests that CI does not need, because others show the same.
 #[macro_export]
 macro_rules! tests {
     (@class) => { $crate::runner::Class::Usual };
     (@class long) => { $crate::runner::Class::Long };
     (@class extended) => { $crate::runner::Class::Extended };
-    ($($name:ident $(: $seconds:literal)? $(($class:ident))?),+ $(,)?) => {
+    (@run $name:ident) => { $name };
+    (@run $name:ident $run:expr) => { || $run };
+    ($($name:ident $(: $seconds:literal)? $(($class:ident))? $(=> $run:expr)?),+ $(,)?) => {
         /// The tests of this topic.
         pub const TESTS: &[$crate::runner::Test] = &[$(
             $crate::runner::Test {
                 name: concat!(module_path!(), "::", stringify!($name)),
-                run: $name,
+                run: $crate::tests!(@run $name $($run)?),
                 limit: {
                     let limit = $crate::runner::DEFAULT_LIMIT;
                     $(let limit = { let _ = limit; std::time::Duration::from_secs($seconds) };)?

@@ -17,8 +17,8 @@ guest_tests::tests![
     the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240 (long),
     an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240 (extended),
     tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240 (long),
-    huge_pages_come_from_pm_as_well: 240 (long),
-    huge_pages_come_from_pm_as_well_on_6_1: 240 (extended),
+    huge_pages_come_from_pm_as_well: 240 (long) => huge_pages_come_from_pm(Kernel::V6_12),
+    huge_pages_come_from_pm_as_well_on_6_1: 240 (extended) => huge_pages_come_from_pm(Kernel::V6_1),
     memory_that_nobody_touches_is_reported_and_what_is_touched_is_not: 600 (extended),
 ];
 
@@ -327,14 +327,6 @@ fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
         ensure!(rise(name)? == 0, "{name} rose by {} with PM free", rise(name)?);
     }
     Ok((rise("thp_fault_alloc")?, rise("thp_fault_fallback")?))
-}
-
-fn huge_pages_come_from_pm_as_well() -> Result<()> {
-    huge_pages_come_from_pm(Kernel::V6_12)
-}
-
-fn huge_pages_come_from_pm_as_well_on_6_1() -> Result<()> {
-    huge_pages_come_from_pm(Kernel::V6_1)
 }
 
 fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {

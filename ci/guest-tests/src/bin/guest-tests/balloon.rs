@@ -10,12 +10,18 @@ use serde_json::{Value, json};
 use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
-    a_balloon_saves_a_guest_from_the_oom_killer_on_6_1: 300 (extended),
-    a_balloon_saves_a_guest_from_the_oom_killer_on_6_12: 300,
-    free_pages_go_back_where_they_are_reported_on_6_1: 240 (extended),
-    free_pages_go_back_where_they_are_reported_on_6_12: 240 (long),
-    a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300 (extended),
-    a_guest_without_an_agent_is_sized_by_statistics_on_6_12: 300 (long),
+    a_balloon_saves_a_guest_from_the_oom_killer_on_6_1: 300 (extended) =>
+        takes_gives_and_saves(Kernel::V6_1),
+    a_balloon_saves_a_guest_from_the_oom_killer_on_6_12: 300 =>
+        takes_gives_and_saves(Kernel::V6_12),
+    free_pages_go_back_where_they_are_reported_on_6_1: 240 (extended) =>
+        reports_what_is_free(Kernel::V6_1),
+    free_pages_go_back_where_they_are_reported_on_6_12: 240 (long) =>
+        reports_what_is_free(Kernel::V6_12),
+    a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300 (extended) =>
+        sized_by_statistics(Kernel::V6_1),
+    a_guest_without_an_agent_is_sized_by_statistics_on_6_12: 300 (long) =>
+        sized_by_statistics(Kernel::V6_12),
     a_guest_without_an_agent_is_given_pm: 400 (long),
 ];
 
@@ -72,14 +78,6 @@ fn wait_until_freed(guest: &Guest) -> Result<()> {
     })
 }
 
-fn a_balloon_saves_a_guest_from_the_oom_killer_on_6_1() -> Result<()> {
-    takes_gives_and_saves(Kernel::V6_1)
-}
-
-fn a_balloon_saves_a_guest_from_the_oom_killer_on_6_12() -> Result<()> {
-    takes_gives_and_saves(Kernel::V6_12)
-}
-
 fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     let guest = Guest::builder()
         .kernel(kernel)
@@ -121,14 +119,6 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     let refused = guest.metrics()?.sum("foreshore_balloon_refused_total", &[]);
     ensure!(refused == 0.0, "{refused} pages or requests were refused");
     guest.no_kernel_complaints()
-}
-
-fn free_pages_go_back_where_they_are_reported_on_6_1() -> Result<()> {
-    reports_what_is_free(Kernel::V6_1)
-}
-
-fn free_pages_go_back_where_they_are_reported_on_6_12() -> Result<()> {
-    reports_what_is_free(Kernel::V6_12)
 }
 
 /// Two guests, of which one reports its free pages: what both have freed the host gets back from that one alone, and only
@@ -183,14 +173,6 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     // And it can be had again.
     drop(fill(&reporting, FREED_MIB)?);
     reporting.no_kernel_complaints()
-}
-
-fn a_guest_without_an_agent_is_sized_by_statistics_on_6_1() -> Result<()> {
-    sized_by_statistics(Kernel::V6_1)
-}
-
-fn a_guest_without_an_agent_is_sized_by_statistics_on_6_12() -> Result<()> {
-    sized_by_statistics(Kernel::V6_12)
 }
 
 fn sized_by_statistics(kernel: Kernel) -> Result<()> {

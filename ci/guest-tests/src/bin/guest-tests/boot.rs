@@ -8,8 +8,8 @@ use guest_tests::{Guest, Kernel};
 use crate::zones::mem_total_mib;
 
 guest_tests::tests![
-    debian_6_12_boots_from_its_bzimage,
-    debian_6_1_boots_from_its_bzimage,
+    debian_6_12_boots_from_its_bzimage => boots(Kernel::V6_12),
+    debian_6_1_boots_from_its_bzimage => boots(Kernel::V6_1),
     two_cpus_come_up,
     the_guest_has_the_memory_it_was_given,
     memory_above_4_gib_is_there,
@@ -18,8 +18,8 @@ guest_tests::tests![
     a_power_off_ends_the_vmm_with_0,
     a_reboot_from_inside_boots_again_in_the_same_process,
     a_shutdown_by_the_api_ends_the_vmm_with_0,
-    the_power_button_ends_a_guest_on_6_12,
-    the_power_button_ends_a_guest_on_6_1(extended),
+    the_power_button_ends_a_guest_on_6_12 => the_power_button_ends_a_guest(Kernel::V6_12),
+    the_power_button_ends_a_guest_on_6_1 (extended) => the_power_button_ends_a_guest(Kernel::V6_1),
 ];
 
 fn boots(kernel: Kernel) -> Result<()> {
@@ -27,14 +27,6 @@ fn boots(kernel: Kernel) -> Result<()> {
     let release = guest.run("uname -r")?;
     ensure!(release.starts_with(&format!("{kernel}.")), "The guest runs {release}");
     guest.no_kernel_complaints()
-}
-
-fn debian_6_12_boots_from_its_bzimage() -> Result<()> {
-    boots(Kernel::V6_12)
-}
-
-fn debian_6_1_boots_from_its_bzimage() -> Result<()> {
-    boots(Kernel::V6_1)
 }
 
 fn two_cpus_come_up() -> Result<()> {
@@ -117,12 +109,4 @@ fn the_power_button_ends_a_guest(kernel: Kernel) -> Result<()> {
         ensure!(status.success(), "The VMM ended with {status}");
     }
     Ok(())
-}
-
-fn the_power_button_ends_a_guest_on_6_12() -> Result<()> {
-    the_power_button_ends_a_guest(Kernel::V6_12)
-}
-
-fn the_power_button_ends_a_guest_on_6_1() -> Result<()> {
-    the_power_button_ends_a_guest(Kernel::V6_1)
 }

@@ -21,13 +21,14 @@ guest_tests::tests![
     a_disk_goes_to_and_fro: 300 (long),
     a_disk_of_two_arenas_goes_to_and_fro: 300 (extended),
     a_readonly_volume_is_recovered_before_it_is_shown: 300,
-    linux_replays_a_log_in_every_state_as_we_do: 300 (extended),
-    what_linux_writes_we_read: 300 (extended),
-    what_linux_6_1_writes_we_read: 300 (extended),
-    what_linux_writes_through_virtio_pmem_we_read: 900 (extended),
-    what_we_write_linux_reads: 300 (extended),
-    what_we_write_linux_6_1_reads: 300 (extended),
-    linux_6_1_replays_a_log_in_every_state_as_we_do: 300 (extended),
+    linux_replays_a_log_in_every_state_as_we_do: 300 (extended) => replays(Kernel::V6_12),
+    what_linux_writes_we_read: 300 (extended) => linux_writes(Kernel::V6_12, 2, "nvdimm"),
+    what_linux_6_1_writes_we_read: 300 (extended) => linux_writes(Kernel::V6_1, 2, "nvdimm"),
+    what_linux_writes_through_virtio_pmem_we_read: 900 (extended) =>
+        linux_writes(Kernel::V6_12, 1, "virtio-pmem"),
+    what_we_write_linux_reads: 300 (extended) => we_write(Kernel::V6_12),
+    what_we_write_linux_6_1_reads: 300 (extended) => we_write(Kernel::V6_1),
+    linux_6_1_replays_a_log_in_every_state_as_we_do: 300 (extended) => replays(Kernel::V6_1),
 ];
 
 /// What each side does at least.
@@ -332,14 +333,6 @@ fn a_readonly_volume_is_recovered_before_it_is_shown() -> Result<()> {
     disk.verify(&["flogs:0"])
 }
 
-fn linux_replays_a_log_in_every_state_as_we_do() -> Result<()> {
-    replays(Kernel::V6_12)
-}
-
-fn linux_6_1_replays_a_log_in_every_state_as_we_do() -> Result<()> {
-    replays(Kernel::V6_1)
-}
-
 fn linux_writes(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
@@ -348,18 +341,6 @@ fn linux_writes(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     linux.on_each(|_, node| format!("{} && {}", write(node, &program), check(node, &[&program])))?;
     linux.end(None)?;
     disks.iter().try_for_each(|disk| disk.verify(&[&program]))
-}
-
-fn what_linux_writes_we_read() -> Result<()> {
-    linux_writes(Kernel::V6_12, 2, "nvdimm")
-}
-
-fn what_linux_6_1_writes_we_read() -> Result<()> {
-    linux_writes(Kernel::V6_1, 2, "nvdimm")
-}
-
-fn what_linux_writes_through_virtio_pmem_we_read() -> Result<()> {
-    linux_writes(Kernel::V6_12, 1, "virtio-pmem")
 }
 
 fn we_write(kernel: Kernel) -> Result<()> {
@@ -373,12 +354,4 @@ fn we_write(kernel: Kernel) -> Result<()> {
     let linux = Linux::boot(&pool, &disks, kernel, 2, "nvdimm")?;
     linux.on_each(|_, node| check(node, &[&program]))?;
     linux.end(None)
-}
-
-fn what_we_write_linux_reads() -> Result<()> {
-    we_write(Kernel::V6_12)
-}
-
-fn what_we_write_linux_6_1_reads() -> Result<()> {
-    we_write(Kernel::V6_1)
 }

@@ -15,13 +15,13 @@ use crate::net::{NO_TUN, Net, has_tun};
 
 guest_tests::tests![
     every_call: 300,
-    curl_keeps_its_connection,
+    curl_keeps_its_connection => Client::new("curl").run_and_leave(),
     flintlock_reads_the_counters (long),
-    hypeman_waits_until_memory_has_settled,
+    hypeman_waits_until_memory_has_settled => Client::new("hypeman").run_to_the_end(),
     katas_runtime_in_go_adds_a_disk_and_memory: 240 (long),
     katas_runtime_in_rust_writes_out_every_null: 240,
     libvirt_reboots: 240 (long),
-    virtink_reboots: 240 (long),
+    virtink_reboots: 240 (long) => Client::new("virtink").run_and_leave(),
 ];
 
 /// Until a VMM that was told to end has ended.
@@ -131,10 +131,6 @@ fn every_call() -> Result<()> {
     Client::new("every-call").run_to_the_end()
 }
 
-fn curl_keeps_its_connection() -> Result<()> {
-    Client::new("curl").run_and_leave()
-}
-
 /// It says all by flags, two values to one of them.
 fn flintlock_reads_the_counters() -> Result<()> {
     let disk =
@@ -149,10 +145,6 @@ fn flintlock_reads_the_counters() -> Result<()> {
     ensure!(vmm.api("GET", "vm.info", None)?["state"] == "Created", "The VM is not shut down");
     vmm.api("PUT", "vmm.shutdown", None)?;
     ends(vmm)
-}
-
-fn hypeman_waits_until_memory_has_settled() -> Result<()> {
-    Client::new("hypeman").run_to_the_end()
 }
 
 fn katas_runtime_in_go_adds_a_disk_and_memory() -> Result<()> {
@@ -177,8 +169,4 @@ fn libvirt_reboots() -> Result<()> {
     let said = vmm.console_log()?;
     ensure!(said.matches("foreshore-guest: ready").count() == 2, "By the terminal came:\n{said}");
     ends(vmm)
-}
-
-fn virtink_reboots() -> Result<()> {
-    Client::new("virtink").run_and_leave()
 }

@@ -11,15 +11,17 @@ use guest_tests::{BOOT_LIMIT, Guest, Kernel};
 use serde_json::json;
 
 guest_tests::tests![
-    vcpus_come_run_and_go: 400,
-    vcpus_come_run_and_go_on_6_1: 400 (extended),
-    vcpus_come_and_go_twenty_times: 1200 (extended),
-    vcpus_come_and_go_twenty_times_on_6_1: 1200 (extended),
+    vcpus_come_run_and_go: 400 => come_and_go(Kernel::V6_12, 3),
+    vcpus_come_run_and_go_on_6_1: 400 (extended) => come_and_go(Kernel::V6_1, 3),
+    vcpus_come_and_go_twenty_times: 1200 (extended) => come_and_go(Kernel::V6_12, 20),
+    vcpus_come_and_go_twenty_times_on_6_1: 1200 (extended) => come_and_go(Kernel::V6_1, 20),
     a_guest_that_keeps_its_vcpus_has_them_until_a_reboot: 300 (long),
     a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are: 300 (long),
     a_guest_takes_no_vcpu_that_was_not_to_go: 240 (extended),
-    a_topology_is_seen_as_it_was_asked_for: 300 (long),
-    a_topology_is_seen_as_it_was_asked_for_on_6_1: 300 (extended),
+    a_topology_is_seen_as_it_was_asked_for: 300 (long) =>
+        seen_as(Kernel::V6_12, &[THREADS, PACKAGES]),
+    a_topology_is_seen_as_it_was_asked_for_on_6_1: 300 (extended) =>
+        seen_as(Kernel::V6_1, &[CORES, BOTH]),
     every_topology_is_seen_on_both_kernels: 900 (extended),
     what_comes_has_its_place_in_the_topology: 240,
     a_guest_sees_what_it_may_and_runs_where_it_may: 240,
@@ -116,22 +118,6 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
     let resized = told.matches("vcpus-resized").count();
     ensure!(resized == 2 * rounds as usize + 3, "{resized} resizes are told:\n{told}");
     guest.no_kernel_complaints()
-}
-
-fn vcpus_come_run_and_go() -> Result<()> {
-    come_and_go(Kernel::V6_12, 3)
-}
-
-fn vcpus_come_run_and_go_on_6_1() -> Result<()> {
-    come_and_go(Kernel::V6_1, 3)
-}
-
-fn vcpus_come_and_go_twenty_times() -> Result<()> {
-    come_and_go(Kernel::V6_12, 20)
-}
-
-fn vcpus_come_and_go_twenty_times_on_6_1() -> Result<()> {
-    come_and_go(Kernel::V6_1, 20)
 }
 
 /// Has the guest ignore what it is asked for (drivers/acpi/scan.c, acpi_device_hotplug).
@@ -275,14 +261,6 @@ fn amd_without_topoext(guest: &Guest) -> Result<bool> {
 /// A guest with these vCPUs.
 fn shaped(cpus: u32, flag: &str) -> GuestBuilder {
     Guest::builder().cpus(cpus).without("--cpus").argument("--cpus", flag).memory("size=384M").pressure("off")
-}
-
-fn a_topology_is_seen_as_it_was_asked_for() -> Result<()> {
-    seen_as(Kernel::V6_12, &[THREADS, PACKAGES])
-}
-
-fn a_topology_is_seen_as_it_was_asked_for_on_6_1() -> Result<()> {
-    seen_as(Kernel::V6_1, &[CORES, BOTH])
 }
 
 fn every_topology_is_seen_on_both_kernels() -> Result<()> {

@@ -20,8 +20,8 @@ guest_tests::tests![
     fsdax_reaches_the_pool_on_6_1: 300 (extended),
     fsdax_by_xfs_reaches_the_pool: 300 (extended),
     fsdax_files_survive_a_power_cut: 300 (long),
-    devdax_reaches_the_pool: 300 (long),
-    devdax_reaches_the_pool_on_6_1: 300 (extended),
+    devdax_reaches_the_pool: 300 (long) => devdax_reaches(Kernel::V6_12),
+    devdax_reaches_the_pool_on_6_1: 300 (extended) => devdax_reaches(Kernel::V6_1),
     map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300 (long),
 ];
 
@@ -235,14 +235,6 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     wait_for_devdax(&guest)?;
     guest.run(&format!("guest-tool map-check /dev/dax0.0 0 {HEAP_BYTES} {}", 0x5eed_0000_0000u64))?;
     guest.no_kernel_complaints()
-}
-
-fn devdax_reaches_the_pool() -> Result<()> {
-    devdax_reaches(Kernel::V6_12)
-}
-
-fn devdax_reaches_the_pool_on_6_1() -> Result<()> {
-    devdax_reaches(Kernel::V6_1)
 }
 
 /// Why a raw NVDIMM is refused on such a pool: what the guest's kernel tells a program is durable is not. If that did

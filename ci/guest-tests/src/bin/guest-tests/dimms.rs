@@ -11,10 +11,10 @@ use crate::memory::{WARM_UP, holdings, reboot};
 use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, zone};
 
 guest_tests::tests![
-    memory_comes_by_acpi_on_6_12: 240,
-    memory_comes_by_acpi_on_6_1: 240 (extended),
+    memory_comes_by_acpi_on_6_12: 240 => grows(Kernel::V6_12),
+    memory_comes_by_acpi_on_6_1: 240 (extended) => grows(Kernel::V6_1),
     reboots_have_dimms_as_boot_memory: 240 (long),
-    twenty_reboots_have_dimms_as_boot_memory: 1500 (extended),
+    twenty_reboots_have_dimms_as_boot_memory: 1500 (extended) => are_boot_memory(10),
     less_memory_is_there_after_the_next_boot: 180 (extended),
     what_is_no_dimm_is_refused,
     dimms_stay_where_pm_comes_and_goes: 240,
@@ -78,14 +78,6 @@ fn grows(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn memory_comes_by_acpi_on_6_12() -> Result<()> {
-    grows(Kernel::V6_12)
-}
-
-fn memory_comes_by_acpi_on_6_1() -> Result<()> {
-    grows(Kernel::V6_1)
-}
-
 /// Each round adds a DIMM, which is boot memory after a reboot, and takes it away, which is so after the next.
 fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
@@ -121,10 +113,6 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
 
 fn reboots_have_dimms_as_boot_memory() -> Result<()> {
     are_boot_memory(1)
-}
-
-fn twenty_reboots_have_dimms_as_boot_memory() -> Result<()> {
-    are_boot_memory(10)
 }
 
 fn less_memory_is_there_after_the_next_boot() -> Result<()> {

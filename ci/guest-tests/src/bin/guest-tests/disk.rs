@@ -19,8 +19,8 @@ use crate::btt_cross::{Disk as VolumeDisk, check, seed, write};
 use crate::volume::with_volume;
 
 guest_tests::tests![
-    a_file_system_on_a_disk_is_made_used_and_checked: 240,
-    a_file_system_on_a_disk_holds_on_6_1: 240 (extended),
+    a_file_system_on_a_disk_is_made_used_and_checked: 240 => holds(Kernel::V6_12),
+    a_file_system_on_a_disk_holds_on_6_1: 240 (extended) => holds(Kernel::V6_1),
     a_disk_shows_its_shape_and_several_queues,
     what_a_guest_discards_takes_no_room,
     zeros_are_the_disks_work_and_not_the_guests: 240 (long),
@@ -97,14 +97,6 @@ fn holds(kernel: Kernel) -> Result<()> {
         "Bad requests"
     );
     guest.no_kernel_complaints()
-}
-
-fn a_file_system_on_a_disk_is_made_used_and_checked() -> Result<()> {
-    holds(Kernel::V6_12)
-}
-
-fn a_file_system_on_a_disk_holds_on_6_1() -> Result<()> {
-    holds(Kernel::V6_1)
 }
 
 fn a_disk_shows_its_shape_and_several_queues() -> Result<()> {

@@ -8,9 +8,9 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     each_holds_on_some_interface: 400 (long),
-    all_hold_on_an_nvdimm: 900 (extended),
-    all_hold_on_virtio_blk: 900 (extended),
-    all_hold_on_virtio_pmem: 1200 (extended),
+    all_hold_on_an_nvdimm: 900 (extended) => all_hold_on(NVDIMM, 2),
+    all_hold_on_virtio_blk: 900 (extended) => all_hold_on(VIRTIO_BLK, 2),
+    all_hold_on_virtio_pmem: 1200 (extended) => all_hold_on(VIRTIO_PMEM, 1),
 ];
 
 /// What a guest makes of a volume.
@@ -159,16 +159,4 @@ fn all_hold_on(interface: Interface, cpus: u32) -> Result<()> {
     }
     partition(&guest, &disk)?;
     end(guest, &pool)
-}
-
-fn all_hold_on_an_nvdimm() -> Result<()> {
-    all_hold_on(NVDIMM, 2)
-}
-
-fn all_hold_on_virtio_blk() -> Result<()> {
-    all_hold_on(VIRTIO_BLK, 2)
-}
-
-fn all_hold_on_virtio_pmem() -> Result<()> {
-    all_hold_on(VIRTIO_PMEM, 1)
 }

@@ -16,9 +16,9 @@ use crate::zones::{MIB, zone};
 
 guest_tests::tests![
     buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes: 240,
-    garbage_from_the_rng_driver_is_survived,
+    garbage_from_the_rng_driver_is_survived => garbage_is_survived(&target().boot()?, RNG),
     garbage_from_the_vsock_driver_is_survived (long),
-    garbage_from_the_mem_driver_is_survived,
+    garbage_from_the_mem_driver_is_survived => garbage_is_survived(&target().boot()?, MEM),
     garbage_from_the_pmem_driver_is_survived,
     garbage_from_the_blk_driver_is_survived,
     garbage_from_the_net_driver_is_survived,
@@ -236,14 +236,6 @@ fn garbage_is_survived(guest: &Guest, device: &str) -> Result<()> {
         .start_script(ATTACK_LIMIT, &format!("exec guest-tool hostile-garbage {device} {GARBAGE_CHAINS}"))?;
     garbage_was_taken(&ended_well(attack)?)?;
     still_well(guest)
-}
-
-fn garbage_from_the_rng_driver_is_survived() -> Result<()> {
-    garbage_is_survived(&target().boot()?, RNG)
-}
-
-fn garbage_from_the_mem_driver_is_survived() -> Result<()> {
-    garbage_is_survived(&target().boot()?, MEM)
 }
 
 fn garbage_from_the_pmem_driver_is_survived() -> Result<()> {

@@ -11,15 +11,16 @@ use guest_tests::{BOOT_LIMIT, Guest, Kernel};
 use serde_json::{Value, json};
 
 guest_tests::tests![
-    a_disk_comes_is_used_and_goes: 240,
-    a_disk_comes_is_used_and_goes_on_6_1: 240 (extended),
+    a_disk_comes_is_used_and_goes: 240 => comes_and_goes(Kernel::V6_12),
+    a_disk_comes_is_used_and_goes_on_6_1: 240 (extended) => comes_and_goes(Kernel::V6_1),
     a_disk_goes_while_the_guest_writes: 240,
     a_guest_that_does_not_answer_keeps_its_disk: 240 (extended),
     a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
     what_cannot_be_added_or_removed_is_refused: 240,
     a_disk_that_is_removed_comes_back_as_another_as_soon_as_it_can: 240,
-    a_file_comes_as_pmem_is_used_and_goes: 240,
-    a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240 (extended),
+    a_file_comes_as_pmem_is_used_and_goes: 240 => pmem_comes_and_goes(Kernel::V6_12),
+    a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240 (extended) =>
+        pmem_comes_and_goes(Kernel::V6_1),
     a_vsock_device_goes_and_comes: 240,
     disks_that_come_while_the_guest_boots_are_found: 240,
 ];
@@ -141,14 +142,6 @@ fn comes_and_goes(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn a_disk_comes_is_used_and_goes() -> Result<()> {
-    comes_and_goes(Kernel::V6_12)
-}
-
-fn a_disk_comes_is_used_and_goes_on_6_1() -> Result<()> {
-    comes_and_goes(Kernel::V6_1)
-}
-
 pub fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
     let added = guest.api("PUT", "vm.add-pmem", Some(json!({ "file": path, "id": id })))?;
     ensure!(added["id"] == id, "{added}");
@@ -192,14 +185,6 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
         guest.run_within(IO_LIMIT, "sha256sum -c /tmp/sum")?;
     }
     guest.no_kernel_complaints()
-}
-
-fn a_file_comes_as_pmem_is_used_and_goes() -> Result<()> {
-    pmem_comes_and_goes(Kernel::V6_12)
-}
-
-fn a_file_comes_as_pmem_is_used_and_goes_on_6_1() -> Result<()> {
-    pmem_comes_and_goes(Kernel::V6_1)
 }
 
 /// The tests' own shell is behind it: it answers again when the device is back.

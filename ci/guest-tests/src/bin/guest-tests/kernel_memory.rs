@@ -22,24 +22,33 @@ use serde_json::json;
 use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
-    pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (long),
-    pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (extended),
-    pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1: 600 (extended),
+    pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (long) =>
+        pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_12, &LEAST_AND_MOST),
+    pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (extended) =>
+        pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_12, &BETWEEN),
+    pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1: 600 (extended) =>
+        pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_1, &LEAST_AND_MOST),
     pm_of_many_times_dram_is_used_beside_dram_to_plug: 600 (extended),
     resize_to_sixty_times_dram_completes_with_an_agent: 400 (long),
     resize_without_agent_stops_at_a_multiple_of_boot_memory,
     boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory: 240 (long),
     fixed_size_beyond_descriptors_leaves_the_guest_alive: 300 (long),
-    small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long),
-    small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended),
+    small_files_fill_kernel_memory_and_nothing_dies_on_6_12: 600 (long) =>
+        is_held(Kernel::V6_12, &FILES, ""),
+    small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended) =>
+        is_held(Kernel::V6_1, &FILES, ""),
     boot_memory_around_the_hole_keeps_the_reserve,
     sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies: 600 (extended),
     processes_beyond_dram_are_the_only_ones_to_die: 600 (extended),
-    sockets_fill_kernel_memory_and_nothing_dies: 300 (long),
-    missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended),
-    processes_fill_kernel_memory_and_nothing_dies: 400 (long),
-    small_files_kill_a_guest_whose_kernel_gets_no_blocks: 600 (extended),
-    sockets_kill_their_owner_if_the_kernel_gets_no_blocks: 300 (extended),
+    sockets_fill_kernel_memory_and_nothing_dies: 300 (long) => is_held(Kernel::V6_12, &SOCKETS, ""),
+    missing_files_fill_kernel_memory_and_nothing_dies: 600 (extended) =>
+        is_held(Kernel::V6_12, &MISSING_FILES, ""),
+    processes_fill_kernel_memory_and_nothing_dies: 400 (long) =>
+        is_held(Kernel::V6_12, &PROCESSES, ""),
+    small_files_kill_a_guest_whose_kernel_gets_no_blocks: 600 (extended) =>
+        is_killed_without_blocks(&FILES),
+    sockets_kill_their_owner_if_the_kernel_gets_no_blocks: 300 (extended) =>
+        is_killed_without_blocks(&SOCKETS),
     pm_of_7_gib_is_used_by_a_guest_of_512_mib: 900 (extended),
 ];
 
@@ -166,18 +175,6 @@ fn at_rest(guest: &Guest) -> Result<AtRest> {
     let total_bytes = bytes("total_bytes")?;
     // Available memory would exclude the kernel's reserve once the agent has set it.
     Ok(AtRest { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
-}
-
-fn pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12() -> Result<()> {
-    pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_12, &LEAST_AND_MOST)
-}
-
-fn pm_of_some_times_dram_is_used_as_in_the_simulator_on_6_12() -> Result<()> {
-    pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_12, &BETWEEN)
-}
-
-fn pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_1() -> Result<()> {
-    pm_of_many_times_dram_is_used_as_in_the_simulator(Kernel::V6_1, &LEAST_AND_MOST)
 }
 
 /// DRAM of one block can be plugged as well. The agent cannot convert it, because its node must keep movable memory.
@@ -356,14 +353,6 @@ fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
     nothing_died(&guest)
 }
 
-fn small_files_fill_kernel_memory_and_nothing_dies_on_6_12() -> Result<()> {
-    is_held(Kernel::V6_12, &FILES, "")
-}
-
-fn small_files_fill_kernel_memory_and_nothing_dies_on_6_1() -> Result<()> {
-    is_held(Kernel::V6_1, &FILES, "")
-}
-
 /// 512 MiB of the 3.5 GiB of boot memory are above the hole, and half of those are movable. So
 /// ZONE_DMA32 has to keep a part of the reserve.
 fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
@@ -450,18 +439,6 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
     Ok(())
 }
 
-fn sockets_fill_kernel_memory_and_nothing_dies() -> Result<()> {
-    is_held(Kernel::V6_12, &SOCKETS, "")
-}
-
-fn missing_files_fill_kernel_memory_and_nothing_dies() -> Result<()> {
-    is_held(Kernel::V6_12, &MISSING_FILES, "")
-}
-
-fn processes_fill_kernel_memory_and_nothing_dies() -> Result<()> {
-    is_held(Kernel::V6_12, &PROCESSES, "")
-}
-
 /// Checks the counterpart: without blocks for the kernel, the OOM killer ends `load`. Linux can
 /// reclaim the dentries of missing files, and the tables of 2,000 processes fit into boot memory, so
 /// these two loads have no counterpart.
@@ -474,14 +451,6 @@ fn is_killed_without_blocks(load: &Load) -> Result<()> {
     ensure!(!matches!(result, Ok(Some(_))), "The load reached its goal without kernel blocks");
     ensure!(has_killed(&guest)?, "Nothing was killed");
     Ok(())
-}
-
-fn small_files_kill_a_guest_whose_kernel_gets_no_blocks() -> Result<()> {
-    is_killed_without_blocks(&FILES)
-}
-
-fn sockets_kill_their_owner_if_the_kernel_gets_no_blocks() -> Result<()> {
-    is_killed_without_blocks(&SOCKETS)
 }
 
 /// The sizes of PM Buddy's evaluation. The host of `ci/test` has less memory than they need, so

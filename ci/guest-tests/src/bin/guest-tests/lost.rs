@@ -17,8 +17,9 @@ use crate::volume::IO_LIMIT;
 use crate::zones::{MIB, zone};
 
 guest_tests::tests![
-    a_guest_that_reads_what_was_cut_off_is_paused: 300 (long),
-    a_guest_that_reads_what_was_cut_off_is_paused_on_6_1: 300 (extended),
+    a_guest_that_reads_what_was_cut_off_is_paused: 300 (long) => guest_reads(Kernel::V6_12),
+    a_guest_that_reads_what_was_cut_off_is_paused_on_6_1: 300 (extended) =>
+        guest_reads(Kernel::V6_1),
     a_device_that_writes_to_what_was_cut_off_is_survived,
     a_disk_does_not_get_zeros_for_what_was_cut_off: 300,
     a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it: 300,
@@ -88,14 +89,6 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;
     guest.no_kernel_complaints()?;
     guest.power_off()
-}
-
-fn a_guest_that_reads_what_was_cut_off_is_paused() -> Result<()> {
-    guest_reads(Kernel::V6_12)
-}
-
-fn a_guest_that_reads_what_was_cut_off_is_paused_on_6_1() -> Result<()> {
-    guest_reads(Kernel::V6_1)
 }
 
 /// First address and end of the guest's only virtio-pmem device.

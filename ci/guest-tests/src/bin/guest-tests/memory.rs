@@ -10,13 +10,14 @@ use serde_json::json;
 use crate::zones::{MIB, mem_total_mib, zone};
 
 guest_tests::tests![
-    dram_is_plugged_and_unplugged_on_6_12: 180,
-    dram_is_plugged_and_unplugged_on_6_1: 180,
+    dram_is_plugged_and_unplugged_on_6_12: 180 => grows_and_shrinks(Kernel::V6_12),
+    dram_is_plugged_and_unplugged_on_6_1: 180 => grows_and_shrinks(Kernel::V6_1),
     unplugged_memory_goes_back_to_the_host: 180,
     a_resize_without_a_driver_ends_with_a_reason,
     a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served,
-    plugged_memory_is_asked_for_again_after_reboots: 240,
-    plugged_memory_is_asked_for_again_after_twenty_reboots: 1500 (extended),
+    plugged_memory_is_asked_for_again_after_reboots: 240 => is_asked_for_again(2),
+    plugged_memory_is_asked_for_again_after_twenty_reboots: 1500 (extended) =>
+        is_asked_for_again(20),
 ];
 
 /// What a VMM has after so many reboots, it is to have after many more.
@@ -82,14 +83,6 @@ fn wait_until_metered(guest: &Guest, mib: u64) -> Result<()> {
         let plugged = guest.metrics()?.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])?;
         Ok(plugged == (mib * MIB) as f64)
     })
-}
-
-fn dram_is_plugged_and_unplugged_on_6_12() -> Result<()> {
-    grows_and_shrinks(Kernel::V6_12)
-}
-
-fn dram_is_plugged_and_unplugged_on_6_1() -> Result<()> {
-    grows_and_shrinks(Kernel::V6_1)
 }
 
 fn unplugged_memory_goes_back_to_the_host() -> Result<()> {
@@ -219,12 +212,4 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
     reboot(&guest, 0)?;
     ensure!(zone(&guest, "dram")?.requested_bytes == 0, "It is asked for what was taken back");
     guest.no_kernel_complaints()
-}
-
-fn plugged_memory_is_asked_for_again_after_reboots() -> Result<()> {
-    is_asked_for_again(2)
-}
-
-fn plugged_memory_is_asked_for_again_after_twenty_reboots() -> Result<()> {
-    is_asked_for_again(20)
 }

@@ -21,16 +21,17 @@ use serde_json::{Value, json};
 use crate::api;
 
 guest_tests::tests![
-    a_guest_and_its_host_talk_over_a_tap: 300 (long),
-    a_guest_and_its_host_talk_over_a_tap_on_6_1: 300 (extended),
+    a_guest_and_its_host_talk_over_a_tap: 300 (long) => talks(Kernel::V6_12, 1),
+    a_guest_and_its_host_talk_over_a_tap_on_6_1: 300 (extended) => talks(Kernel::V6_1, 2),
     frames_pass_without_offloads_and_with_small_rings: 300 (extended),
     several_queues_are_used_and_put_aside: 300 (long),
     two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
     a_tap_that_goes_away_is_a_link_that_is_down: 180 (long),
     what_is_no_tap_is_refused: 180,
     given_queues_are_there_from_the_first_boot_to_their_removal: 420 (extended),
-    an_interface_comes_carries_traffic_and_goes: 300,
-    an_interface_comes_carries_traffic_and_goes_on_6_1: 300 (extended),
+    an_interface_comes_carries_traffic_and_goes: 300 => comes_and_goes(Kernel::V6_12, 10),
+    an_interface_comes_carries_traffic_and_goes_on_6_1: 300 (extended) =>
+        comes_and_goes(Kernel::V6_1, 11),
     a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300 (long),
 ];
 
@@ -278,14 +279,6 @@ fn talks(kernel: Kernel, nth: u8) -> Result<()> {
     guest.power_off()
 }
 
-fn a_guest_and_its_host_talk_over_a_tap() -> Result<()> {
-    talks(Kernel::V6_12, 1)
-}
-
-fn a_guest_and_its_host_talk_over_a_tap_on_6_1() -> Result<()> {
-    talks(Kernel::V6_1, 2)
-}
-
 fn frames_pass_without_offloads_and_with_small_rings() -> Result<()> {
     let Some(net) = Net::new(3)? else { return skip(NO_TUN) };
     let options = ",mtu=4000,queue_size=32,offload_csum=off,offload_tso=off,offload_ufo=off";
@@ -522,14 +515,6 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
         ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
     }
     guest.no_kernel_complaints()
-}
-
-fn an_interface_comes_carries_traffic_and_goes() -> Result<()> {
-    comes_and_goes(Kernel::V6_12, 10)
-}
-
-fn an_interface_comes_carries_traffic_and_goes_on_6_1() -> Result<()> {
-    comes_and_goes(Kernel::V6_1, 11)
 }
 
 /// Somebody who sends to a guest without end, and is not answered.

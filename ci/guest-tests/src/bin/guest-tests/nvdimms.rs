@@ -11,8 +11,8 @@ use serde_json::Value;
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    several_nvdimms_are_found_in_their_order_on_6_12: 300,
-    several_nvdimms_are_found_in_their_order_on_6_1: 300 (extended),
+    several_nvdimms_are_found_in_their_order_on_6_12: 300 => found_in_order(Kernel::V6_12),
+    several_nvdimms_are_found_in_their_order_on_6_1: 300 (extended) => found_in_order(Kernel::V6_1),
     a_pool_that_has_failed_is_an_nvdimm_in_critical_health: 300,
     as_many_nvdimms_as_there_may_be_are_found: 600 (extended),
     more_nvdimms_than_there_may_be_are_refused,
@@ -101,14 +101,6 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pool.check().map(drop)
-}
-
-fn several_nvdimms_are_found_in_their_order_on_6_12() -> Result<()> {
-    found_in_order(Kernel::V6_12)
-}
-
-fn several_nvdimms_are_found_in_their_order_on_6_1() -> Result<()> {
-    found_in_order(Kernel::V6_1)
 }
 
 /// `memory::layout::MAX_NVDIMMS` of the VMM.

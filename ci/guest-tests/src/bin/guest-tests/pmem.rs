@@ -16,8 +16,8 @@ use crate::volume::IO_LIMIT;
 use crate::zones::MIB;
 
 guest_tests::tests![
-    pmem_is_flushed_to_its_file: 300,
-    pmem_is_flushed_to_its_file_on_6_1: 300 (extended),
+    pmem_is_flushed_to_its_file: 300 => is_flushed(Kernel::V6_12),
+    pmem_is_flushed_to_its_file_on_6_1: 300 (extended) => is_flushed(Kernel::V6_1),
     pmem_without_writes_leaves_its_file_alone (long),
     pmem_in_a_directory_survives_a_reboot: 300 (long),
     pmem_devices_come_in_their_order,
@@ -69,14 +69,6 @@ fn is_flushed(kernel: Kernel) -> Result<()> {
     guest.kill9()?;
     ensure!(fs::read(&path)?[31 * MIB as usize..].starts_with(b"guest\n"), "It is not in the file");
     Ok(())
-}
-
-fn pmem_is_flushed_to_its_file() -> Result<()> {
-    is_flushed(Kernel::V6_12)
-}
-
-fn pmem_is_flushed_to_its_file_on_6_1() -> Result<()> {
-    is_flushed(Kernel::V6_1)
 }
 
 fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {

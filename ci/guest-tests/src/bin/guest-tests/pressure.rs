@@ -14,8 +14,10 @@ guest_tests::tests![
     a_ramp_is_served_before_kswapd_works: 240 (long),
     without_the_governor_kswapd_works_for_that_ramp: 240 (extended),
     only_who_takes_all_pm_as_well_is_killed: 300 (long),
-    beside_pm_the_kernel_has_dram_of_its_own: 400 (long),
-    beside_pm_the_kernel_of_6_1_has_dram_of_its_own: 400 (extended),
+    beside_pm_the_kernel_has_dram_of_its_own: 400 (long) =>
+        the_kernel_has_dram_of_its_own(Kernel::V6_12),
+    beside_pm_the_kernel_of_6_1_has_dram_of_its_own: 400 (extended) =>
+        the_kernel_has_dram_of_its_own(Kernel::V6_1),
     without_dram_of_its_own_the_kernel_swaps_or_kills: 400 (extended),
     a_silent_agent_is_noticed: 240,
 ];
@@ -221,14 +223,6 @@ fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     guest.run("umount /run/load")?;
     guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 0))?;
     guest.no_kernel_complaints()
-}
-
-fn beside_pm_the_kernel_has_dram_of_its_own() -> Result<()> {
-    the_kernel_has_dram_of_its_own(Kernel::V6_12)
-}
-
-fn beside_pm_the_kernel_of_6_1_has_dram_of_its_own() -> Result<()> {
-    the_kernel_has_dram_of_its_own(Kernel::V6_1)
 }
 
 /// Whether a kernel has said that it ran out of memory: killed somebody, or found nobody left to kill (mm/oom_kill.c).

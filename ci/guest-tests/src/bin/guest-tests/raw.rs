@@ -13,8 +13,8 @@ use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_ki
 use crate::volume_flush::flushes;
 
 guest_tests::tests![
-    raw_holds_with_two_cpus: 300,
-    raw_holds_with_two_cpus_on_6_1: 300 (extended),
+    raw_holds_with_two_cpus: 300 => holds(Kernel::V6_12),
+    raw_holds_with_two_cpus_on_6_1: 300 (extended) => holds(Kernel::V6_1),
     raw_files_survive_a_power_cut: 300 (long),
     raw_flush_failures_are_errors: 300,
     raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long),
@@ -68,14 +68,6 @@ fn holds(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pool.check().map(drop)
-}
-
-fn raw_holds_with_two_cpus() -> Result<()> {
-    holds(Kernel::V6_12)
-}
-
-fn raw_holds_with_two_cpus_on_6_1() -> Result<()> {
-    holds(Kernel::V6_1)
 }
 
 fn raw_files_survive_a_power_cut() -> Result<()> {

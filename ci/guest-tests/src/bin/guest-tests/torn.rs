@@ -11,13 +11,19 @@ use guest_tests::torn::{Format, Interface, Moment, Setup, Until, Victim, run_rou
 use guest_tests::{Disk, Kernel, Pool, torn};
 
 guest_tests::tests![
-    kills_with_an_nvdimm_tear_nothing: 600,
+    kills_with_an_nvdimm_tear_nothing: 600 =>
+        kills(&this_tests_dir(), Setup::new(Interface::Nvdimm)),
     kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600 (long),
-    kills_with_virtio_pmem_tear_nothing: 600 (long),
-    kills_with_virtio_blk_tear_nothing: 600 (long),
+    kills_with_virtio_pmem_tear_nothing: 600 (long) =>
+        kills(&this_tests_dir(), Setup::new(Interface::VirtioPmem)),
+    // Here the BTT is ours, and so is what a kill interrupts.
+    kills_with_virtio_blk_tear_nothing: 600 (long) =>
+        kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
     kills_with_a_raw_device_tear_sectors: 400 (long),
-    power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended),
-    power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended),
+    power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) =>
+        after_power_cut(Setup::new(Interface::Nvdimm))?.all_is_well(),
+    power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended) =>
+        after_power_cut(Setup::new(Interface::VirtioPmem))?.all_is_well(),
     power_cuts_lose_what_a_lie_has_flushed: 300 (extended),
 ];
 
@@ -41,23 +47,10 @@ fn kills(dir: &Path, setup: Setup) -> Result<()> {
     Ok(())
 }
 
-fn kills_with_an_nvdimm_tear_nothing() -> Result<()> {
-    kills(&this_tests_dir(), Setup::new(Interface::Nvdimm))
-}
-
 /// Each flush of the guest is one of the host's file system.
 fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     let disk = Disk::create(128, 256)?;
     kills(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) })
-}
-
-fn kills_with_virtio_pmem_tear_nothing() -> Result<()> {
-    kills(&this_tests_dir(), Setup::new(Interface::VirtioPmem))
-}
-
-/// Here the BTT is ours, and so is what a kill interrupts.
-fn kills_with_virtio_blk_tear_nothing() -> Result<()> {
-    kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk))
 }
 
 /// The same guests and the same kills. Were nothing torn here, the tests above would prove nothing.
@@ -88,14 +81,6 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     let pool = Pool::by_path(&disk.after_power_loss()?.join("pool"));
     torn::victim::check(&pool)?;
     victim.judge_at(pool.path())
-}
-
-fn power_cuts_lose_nothing_that_an_nvdimm_has_flushed() -> Result<()> {
-    after_power_cut(Setup::new(Interface::Nvdimm))?.all_is_well()
-}
-
-fn power_cuts_lose_nothing_that_virtio_pmem_has_flushed() -> Result<()> {
-    after_power_cut(Setup::new(Interface::VirtioPmem))?.all_is_well()
 }
 
 /// Flushes that do nothing lose what they have called durable; otherwise the tests above prove nothing.

@@ -22,8 +22,9 @@ use crate::net::{
 use crate::zones::{MIB, zone};
 
 guest_tests::tests![
-    the_kernel_moves_frames_over_a_pause_and_a_reboot: 420 (long),
-    the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1: 420 (extended),
+    the_kernel_moves_frames_over_a_pause_and_a_reboot: 420 (long) => moves(Kernel::V6_12, 30),
+    the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1: 420 (extended) =>
+        moves(Kernel::V6_1, 31),
     two_pairs_of_the_kernels_follow_their_interrupts: 300 (extended),
     an_interface_of_the_kernels_comes_and_goes: 420 (extended),
     memory_comes_and_goes_under_the_kernels_frames: 480 (long),
@@ -131,14 +132,6 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
     is_moved_by_kernel(&guest, "_net0")?;
     guest.no_kernel_complaints()?;
     guest.power_off()
-}
-
-fn the_kernel_moves_frames_over_a_pause_and_a_reboot() -> Result<()> {
-    moves(Kernel::V6_12, 30)
-}
-
-fn the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1() -> Result<()> {
-    moves(Kernel::V6_1, 31)
 }
 
 fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {

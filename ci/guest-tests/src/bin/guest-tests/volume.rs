@@ -9,11 +9,11 @@ use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Kernel, Pool};
 
 guest_tests::tests![
-    nvdimm_holds_with_one_cpu: 300,
-    nvdimm_holds_with_two_cpus: 300,
-    nvdimm_holds_with_four_cpus: 400,
-    nvdimm_holds_on_6_1: 300,
-    virtio_pmem_holds_with_one_cpu: 300 (long),
+    nvdimm_holds_with_one_cpu: 300 => holds(Kernel::V6_12, 1, "nvdimm"),
+    nvdimm_holds_with_two_cpus: 300 => holds(Kernel::V6_12, 2, "nvdimm"),
+    nvdimm_holds_with_four_cpus: 400 => holds(Kernel::V6_12, 4, "nvdimm"),
+    nvdimm_holds_on_6_1: 300 => holds(Kernel::V6_1, 2, "nvdimm"),
+    virtio_pmem_holds_with_one_cpu: 300 (long) => holds(Kernel::V6_12, 1, "virtio-pmem"),
     virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300,
     acknowledged_files_survive_a_kill: 300,
     a_readonly_volume_takes_no_writes (long),
@@ -87,26 +87,6 @@ fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pool.check().map(drop)
-}
-
-fn nvdimm_holds_with_one_cpu() -> Result<()> {
-    holds(Kernel::V6_12, 1, "nvdimm")
-}
-
-fn nvdimm_holds_with_two_cpus() -> Result<()> {
-    holds(Kernel::V6_12, 2, "nvdimm")
-}
-
-fn nvdimm_holds_with_four_cpus() -> Result<()> {
-    holds(Kernel::V6_12, 4, "nvdimm")
-}
-
-fn nvdimm_holds_on_6_1() -> Result<()> {
-    holds(Kernel::V6_1, 2, "nvdimm")
-}
-
-fn virtio_pmem_holds_with_one_cpu() -> Result<()> {
-    holds(Kernel::V6_12, 1, "virtio-pmem")
 }
 
 /// The guest's own bug, which the refusal of this configuration is about. If it does not show here, the tests above

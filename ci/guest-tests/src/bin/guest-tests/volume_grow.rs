@@ -9,8 +9,9 @@ use crate::volume::{IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_s
 use crate::zones::MIB;
 
 guest_tests::tests![
-    a_grown_volume_is_a_larger_disk_by_nvdimm: 300 (long),
-    a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1: 300 (extended),
+    a_grown_volume_is_a_larger_disk_by_nvdimm: 300 (long) => grows(Kernel::V6_12, "nvdimm"),
+    a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1: 300 (extended) =>
+        grows(Kernel::V6_1, "nvdimm"),
     a_grown_volume_is_a_larger_disk_by_virtio_pmem: 300 (extended),
 ];
 
@@ -18,14 +19,6 @@ guest_tests::tests![
 const FILES: u32 = 20;
 /// A file in the grown file system: more than the volume held before.
 const LARGE_FILE_BLOCKS: u64 = 34 * MIB / 4096;
-
-fn a_grown_volume_is_a_larger_disk_by_nvdimm() -> Result<()> {
-    grows(Kernel::V6_12, "nvdimm")
-}
-
-fn a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1() -> Result<()> {
-    grows(Kernel::V6_1, "nvdimm")
-}
 
 /// A write is four flushes there, and a file system takes many: the disk is written without one.
 fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {

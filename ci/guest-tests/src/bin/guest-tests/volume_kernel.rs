@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
-    the_agent_tells_kernel_and_preemption_on_6_12: 180,
-    the_agent_tells_kernel_and_preemption_on_6_1: 180 (long),
+    the_agent_tells_kernel_and_preemption_on_6_12: 180 => tells(Kernel::V6_12),
+    the_agent_tells_kernel_and_preemption_on_6_1: 180 (long) => tells(Kernel::V6_1),
     an_affected_kernel_is_warned_of_once,
 ];
 
@@ -57,14 +57,6 @@ fn tells(kernel: Kernel) -> Result<()> {
         guest.power_off()?;
     }
     Ok(())
-}
-
-fn the_agent_tells_kernel_and_preemption_on_6_12() -> Result<()> {
-    tells(Kernel::V6_12)
-}
-
-fn the_agent_tells_kernel_and_preemption_on_6_1() -> Result<()> {
-    tells(Kernel::V6_1)
 }
 
 /// In the agent's place: a hello of that kernel, and its end.

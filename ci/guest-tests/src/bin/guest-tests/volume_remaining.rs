@@ -15,8 +15,8 @@ use crate::volume::{IO_LIMIT, wait_for_disk};
 use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
-    remaining_volume_leaves_memory_for_the_guest: 300,
-    remaining_volume_leaves_memory_for_the_guest_on_6_1: 300,
+    remaining_volume_leaves_memory_for_the_guest: 300 => leaves_memory(Kernel::V6_12),
+    remaining_volume_leaves_memory_for_the_guest_on_6_1: 300 => leaves_memory(Kernel::V6_1),
     remaining_volume_leaves_memory_by_other_interfaces: 240 (long),
     failed_start_leaves_nothing_behind,
 ];
@@ -70,14 +70,6 @@ fn leaves_memory(kernel: Kernel) -> Result<()> {
     second.run("guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     second.power_off()?;
     pool.check().map(drop)
-}
-
-fn remaining_volume_leaves_memory_for_the_guest() -> Result<()> {
-    leaves_memory(Kernel::V6_12)
-}
-
-fn remaining_volume_leaves_memory_for_the_guest_on_6_1() -> Result<()> {
-    leaves_memory(Kernel::V6_1)
 }
 
 /// All of the zone can be plugged beside the volume.
