@@ -313,9 +313,10 @@ fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
 /// How often a test runs anew because the emulation broke a guest's kernel.
 const MAX_RERUNS: usize = 2;
 
-/// How many tests of one boot that fail without the emulation's mark run once more. It breaks guests in ways that leave no
-/// mark, too: a triple fault, a vCPU that stands still. What is ours to mend fails again, or in more tests than these.
-const MAX_SECOND_CHANCES: usize = 2;
+/// Limit of suspects in one boot: tests that fail without the emulation's mark and run once more. The
+/// emulation also breaks guests without a mark, by a triple fault or a vCPU that stands still. A
+/// fault of the programs fails again, or in more tests than these.
+const MAX_SUSPECTS: usize = 2;
 
 /// The emulation that trips over a kernel which patches its own text (docs/testing.md) does so in guests as well: with
 /// two CPUs, while they boot. A test in which that shows in a guest's console says nothing; it runs anew, and the
@@ -332,12 +333,12 @@ fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Resu
             _ => return Ok(with_the_reason(verdict, left())),
         };
         let console = broken_console(&test_dir(name));
-        if !reruns.once_more(console.is_some(), &SECOND_CHANCES) {
+        if !reruns.once_more(console.is_some(), &SUSPECTS) {
             return Ok(with_the_reason(verdict, left()));
         }
         match console {
             Some(console) => println!("rerun {name}: the emulation broke a guest's kernel ({console})"),
-            None => println!("rerun {name}: it failed, and runs once more\n{output}"),
+            None => println!("rerun {name}: suspect, it failed without a mark of the emulation\n{output}"),
         }
     }
 }
@@ -346,23 +347,23 @@ fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Resu
 #[derive(Default)]
 struct Reruns {
     broken: usize,
-    had_its_chance: bool,
+    is_suspect: bool,
 }
 
 impl Reruns {
-    /// Whether a test that has failed runs once more. `chances`: how many tests of this boot have had a second chance.
-    fn once_more(&mut self, has_the_mark: bool, chances: &AtomicUsize) -> bool {
+    /// Returns whether a test that has failed runs once more. `suspects` counts those of this boot.
+    fn once_more(&mut self, has_the_mark: bool, suspects: &AtomicUsize) -> bool {
         if has_the_mark {
             self.broken += 1;
             return self.broken <= MAX_RERUNS;
         }
-        !std::mem::replace(&mut self.had_its_chance, true)
-            && chances.fetch_add(1, Ordering::Relaxed) < MAX_SECOND_CHANCES
+        !std::mem::replace(&mut self.is_suspect, true)
+            && suspects.fetch_add(1, Ordering::Relaxed) < MAX_SUSPECTS
     }
 }
 
-/// How many tests of this boot have had one.
-static SECOND_CHANCES: AtomicUsize = AtomicUsize::new(0);
+/// Number of suspects in this boot.
+static SUSPECTS: AtomicUsize = AtomicUsize::new(0);
 
 /// A test that was cut off because the tests before it took too long says so.
 fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
@@ -635,14 +636,14 @@ mod tests {
 
     #[test]
     fn what_fails_twice_without_the_mark_or_in_one_test_too_many_has_failed() {
-        let chances = AtomicUsize::new(0);
+        let suspects = AtomicUsize::new(0);
         let mut marked = Reruns::default();
-        assert_eq!([(); 3].map(|()| marked.once_more(true, &chances)), [true, true, false]);
-        for _ in 0..MAX_SECOND_CHANCES {
+        assert_eq!([(); 3].map(|()| marked.once_more(true, &suspects)), [true, true, false]);
+        for _ in 0..MAX_SUSPECTS {
             let mut test = Reruns::default();
-            assert_eq!([(); 2].map(|()| test.once_more(false, &chances)), [true, false]);
+            assert_eq!([(); 2].map(|()| test.once_more(false, &suspects)), [true, false]);
         }
-        assert!(!Reruns::default().once_more(false, &chances));
+        assert!(!Reruns::default().once_more(false, &suspects));
     }
 
     #[test]
