@@ -16,12 +16,12 @@ use crate::zones::{MIB, zone};
 
 guest_tests::tests![
     buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes: 240,
-    garbage_from_the_rng_driver_is_survived => garbage_is_survived(&target().boot()?, RNG),
+    garbage_from_the_rng_driver_is_survived (long) => garbage_is_survived(&target().boot()?, RNG),
     garbage_from_the_vsock_driver_is_survived (long),
-    garbage_from_the_mem_driver_is_survived => garbage_is_survived(&target().boot()?, MEM),
-    garbage_from_the_pmem_driver_is_survived,
+    garbage_from_the_mem_driver_is_survived (long) => garbage_is_survived(&target().boot()?, MEM),
+    garbage_from_the_pmem_driver_is_survived (long),
     garbage_from_the_blk_driver_is_survived,
-    garbage_from_the_net_driver_is_survived,
+    garbage_from_the_net_driver_is_survived (long),
     garbage_from_the_net_driver_is_survived_by_the_kernel (long),
     frames_in_unplugged_memory_are_survived_by_the_kernel: 240 (long),
     a_touch_of_unplugged_memory_finds_nothing,

@@ -7,7 +7,7 @@ use guest_tests::{Guest, Pool};
 use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, pool_with_volume};
 
 guest_tests::tests![
-    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300,
+    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (long),
     a_second_use_of_a_volume_is_refused: 200 (extended),
 ];
 

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
-    decisions_come_whatever_the_agent_does: 400,
+    decisions_come_whatever_the_agent_does: 400 (long),
     memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (long),
     guest_without_dram_for_descriptors_gets_no_request: 600 (long),
 ];

@@ -11,7 +11,7 @@ use guest_tests::pressure::{About, Config, GuestSize, MIB, Outcome, Watched, Wor
 use crate::zones::vmstat;
 
 guest_tests::tests![
-    a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240,
+    a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240 (long),
     what_is_killed_for_memory_is_the_load: 400 (long),
 ];
 
