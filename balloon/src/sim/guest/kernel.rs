@@ -3,9 +3,10 @@
 use foreshore_proto::CONVERSION_MS;
 
 use super::paging::{Budget, OOM_MS};
+use super::placing::Placed;
 use super::{FILL_BYTES_PER_MS, Guest, Marks, PAGE_BYTES};
 use crate::sim::demand::Segment;
-use crate::units::scale;
+use crate::units::{SECTION_DESCRIPTOR_BYTES, scale};
 use crate::{Tier, TimeMs};
 
 /// Kernel memory that a segment wants. It does not include page descriptors and the memory that the
@@ -94,9 +95,19 @@ impl Guest {
         if moved_bytes == 0 || self.movable_room_bytes() < moved_bytes {
             return;
         }
+        self.move_from_block(moved_bytes);
         self.plugs[zone].kernel_blocks_bytes += block_bytes;
         self.plugs[zone].marks = Marks::movable(self.zone_movable_bytes(zone));
         self.adapt_reserve();
+    }
+
+    /// Moves the pages of a block of `block_bytes` to other movable memory, to DRAM first.
+    fn move_from_block(&mut self, block_bytes: u64) {
+        self.place();
+        let left_bytes = self.movable_dram_bytes() - block_bytes;
+        let pm_bytes = self.placed.movable_dram_bytes().saturating_sub(left_bytes);
+        self.placed.pm_bytes += pm_bytes;
+        self.totals.foreign_bytes += pm_bytes;
     }
 
     /// Allocated part of the kernel memory that the segment wants.
@@ -166,8 +177,8 @@ impl Guest {
         let mut missing_bytes = wanted_bytes - self.take_kernel(wanted_bytes);
         self.kernel.kswapd |= self.kernel_room_bytes(self.boot.kernel_mark(|marks| marks.low)) == 0;
         if missing_bytes > 0 {
-            // kswapd moves pages and drops page cache as fast as the kernel needs their memory.
-            self.move_from_kernel_zones(missing_bytes);
+            // kswapd demotes pages and drops page cache as fast as the kernel needs their memory.
+            self.demote_from_kernel_zones(missing_bytes);
             missing_bytes -= self.take_kernel(missing_bytes);
         }
         if missing_bytes > 0 {
@@ -193,19 +204,26 @@ impl Guest {
         scale(ms * 1000, missing_bytes, wanted_bytes)
     }
 
-    /// Frees memory of the kernel's zones up to the high watermark.
+    /// Frees memory of the kernel's zones: up to the high watermark while kswapd runs, and enough
+    /// for the page descriptors of a section while memory is being plugged.
     pub(super) fn run_kernel_kswapd(&mut self, budget: &mut Budget) {
-        if !self.kernel.kswapd {
+        let bytes = |pages: u64| pages * PAGE_BYTES;
+        let for_kernel =
+            if self.kernel.kswapd { bytes(self.boot.kernel_mark(|marks| marks.high)) } else { 0 };
+        let min_bytes = bytes(self.boot.kernel_mark(|marks| marks.min));
+        let for_plug = if self.is_plugging() { min_bytes + SECTION_DESCRIPTOR_BYTES } else { 0 };
+        let missing_bytes = for_kernel.max(for_plug).saturating_sub(self.kernel_room_bytes(0));
+        if missing_bytes == 0 {
+            self.kernel.kswapd = false;
             return;
         }
         self.place();
-        let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
-        let missing_bytes = high_bytes.saturating_sub(self.kernel_room_bytes(0));
-        let moved_bytes = self.move_from_kernel_zones(missing_bytes);
-        let reclaimed_bytes = self.reclaim_kernel_zones(missing_bytes - moved_bytes, budget, Guest::reclaim);
+        let demoted_bytes = self.demote_from_kernel_zones(missing_bytes);
+        let reclaimed_bytes =
+            self.reclaim_kernel_zones(missing_bytes - demoted_bytes, budget, Guest::reclaim);
         self.totals.kswapd_bytes += reclaimed_bytes;
-        let freed_bytes = moved_bytes + reclaimed_bytes;
-        self.kernel.kswapd = freed_bytes < missing_bytes && freed_bytes > 0;
+        let freed_bytes = demoted_bytes + reclaimed_bytes;
+        self.kernel.kswapd &= freed_bytes < missing_bytes && freed_bytes > 0;
     }
 
     /// Free movable memory.
@@ -214,18 +232,22 @@ impl Guest {
         self.movable_bytes().saturating_sub(outside_bytes)
     }
 
-    /// Moves user pages from the kernel's zones to free movable memory, and returns their size.
-    /// Linux demotes pages of DRAM to PM (`demotion_enabled`) before it drops or swaps pages.
-    fn move_from_kernel_zones(&mut self, bytes: u64) -> u64 {
-        let kernel_zone_bytes = self.held_bytes();
-        let marks_pages: u64 = self.plugs.iter().map(|plug| plug.marks.high).sum();
-        let marks_bytes = (marks_pages + self.boot.movable_marks.high) * PAGE_BYTES;
-        let room_bytes = self.movable_room_bytes().saturating_sub(marks_bytes);
-        let moved_bytes = bytes.min(kernel_zone_bytes).min(room_bytes);
-        self.place_in_kernel_zones(kernel_zone_bytes - moved_bytes);
-        self.placed.pm_bytes += moved_bytes;
-        self.totals.demoted_bytes += moved_bytes;
-        moved_bytes
+    /// Moves user pages from the kernel's zones to free PM, and returns their size. Linux demotes
+    /// pages to a slower node (`demotion_enabled`) before it drops or swaps pages. It moves no page
+    /// to another zone of the same node.
+    fn demote_from_kernel_zones(&mut self, bytes: u64) -> u64 {
+        let held = self.held();
+        let plugs = self.zones.iter().zip(&self.plugs).filter(|(zone, _)| zone.tier == Tier::Pm);
+        let marks_bytes = plugs.map(|(_, plug)| plug.marks.high).sum::<u64>() * PAGE_BYTES;
+        let room_bytes = self.plugged_of(Tier::Pm).saturating_sub(held.pm_bytes + marks_bytes);
+        let demoted_bytes = bytes.min(held.kernel_zone_bytes).min(room_bytes);
+        self.placed = Placed {
+            kernel_zone_bytes: held.kernel_zone_bytes - demoted_bytes,
+            pm_bytes: held.pm_bytes + demoted_bytes,
+            ..held
+        };
+        self.totals.demoted_bytes += demoted_bytes;
+        demoted_bytes
     }
 
     /// Reclaims at most `bytes` of the user pages in the kernel's zones with `reclaim`, and returns
@@ -236,9 +258,10 @@ impl Guest {
         budget: &mut Budget,
         reclaim: fn(&mut Guest, u64, &mut Budget) -> u64,
     ) -> u64 {
-        let kernel_zone_bytes = self.held_bytes();
-        let freed_bytes = reclaim(self, bytes.min(kernel_zone_bytes), budget);
-        self.place_in_kernel_zones(kernel_zone_bytes - freed_bytes);
+        let held = self.held();
+        let freed_bytes = reclaim(self, bytes.min(held.kernel_zone_bytes), budget);
+        let kernel_zone_bytes = held.kernel_zone_bytes - freed_bytes;
+        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, ..held };
         freed_bytes
     }
 }

@@ -111,6 +111,10 @@ impl Guest {
     /// Page cache goes first, then files that are read again, then anonymous pages.
     pub(super) fn reclaim(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
         let mut freed = self.drop_clean(bytes, budget);
+        if self.cached_bytes() > 0 {
+            // The rest follows in the next step. No page is swapped while page cache is left.
+            return freed;
+        }
         let swap_free = self.config.swap.size_bytes.saturating_sub(self.swapped_bytes);
         let out = (bytes - freed).min(budget.swap_bytes).min(swap_free).min(self.resident_bytes);
         let out = out - out % PAGE_BYTES;

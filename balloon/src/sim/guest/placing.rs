@@ -170,11 +170,18 @@ impl BootZones {
 /// User pages when they were last placed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Placed {
-    user_bytes: u64,
+    pub user_bytes: u64,
     /// Part of `user_bytes` in the kernel's zones of boot memory.
-    kernel_zone_bytes: u64,
+    pub kernel_zone_bytes: u64,
     /// Part of `user_bytes` in PM.
     pub pm_bytes: u64,
+}
+
+impl Placed {
+    /// Part in the movable zones of DRAM.
+    pub fn movable_dram_bytes(&self) -> u64 {
+        self.user_bytes.saturating_sub(self.kernel_zone_bytes + self.pm_bytes)
+    }
 }
 
 /// Free bytes of boot memory.
@@ -196,7 +203,7 @@ impl Guest {
     }
 
     /// Memory of the movable zones of DRAM.
-    fn movable_dram_bytes(&self) -> u64 {
+    pub(super) fn movable_dram_bytes(&self) -> u64 {
         self.boot.movable_bytes + self.plugged_of(Tier::Dram) - self.kernel_block_bytes()
     }
 
@@ -230,65 +237,90 @@ impl Guest {
         limit_bytes.max(self.held_bytes().min(left_bytes.saturating_sub(next_bytes)))
     }
 
-    /// User pages that are still in the kernel's zones. Freed pages were in all zones alike.
-    pub(super) fn held_bytes(&self) -> u64 {
-        let Placed { user_bytes, kernel_zone_bytes, .. } = self.placed;
-        match self.user_bytes() {
-            bytes if bytes < user_bytes => scale(kernel_zone_bytes, bytes, user_bytes),
-            _ => kernel_zone_bytes,
+    /// Places of the user pages that have stayed since they were last placed.
+    ///
+    /// Pages of PM are freed first, and then pages of all DRAM alike. If user pages occupy the
+    /// reserve of the kernel's zones, pages of all memory are freed alike.
+    pub(super) fn held(&self) -> Placed {
+        let placed = self.placed;
+        let user_bytes = self.user_bytes();
+        if user_bytes >= placed.user_bytes {
+            return placed;
         }
+        let freed_bytes = placed.user_bytes - user_bytes;
+        let dram_left_bytes = user_bytes - placed.pm_bytes.saturating_sub(freed_bytes);
+        let dram_bytes = placed.user_bytes - placed.pm_bytes;
+        let of_dram_bytes = scale(placed.kernel_zone_bytes, dram_left_bytes, dram_bytes);
+        let of_all_bytes = scale(placed.kernel_zone_bytes, user_bytes, placed.user_bytes);
+        let room_bytes = self.boot.room_bytes(self.kernel_used_bytes());
+        let kernel_zone_bytes = of_all_bytes.max(of_dram_bytes.min(room_bytes));
+        let pm_bytes = (user_bytes - kernel_zone_bytes).saturating_sub(placed.movable_dram_bytes());
+        Placed { user_bytes, kernel_zone_bytes, pm_bytes }
     }
 
-    /// User pages in the kernel's zones. User pages fill movable DRAM first, then the kernel's zones down to the reserve, and then
-    /// PM, which is how Linux' lists of zones are ordered.
-    fn kernel_zone_user_bytes(&self) -> u64 {
-        let movable_bytes = self.movable_dram_bytes();
-        let rest_bytes = self.user_bytes().saturating_sub(movable_bytes);
-        rest_bytes.min(self.kernel_zone_limit_bytes())
+    /// Size of the user pages that are still in the kernel's zones.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.held().kernel_zone_bytes
+    }
+
+    /// Places of all user pages.
+    ///
+    /// New pages fill movable DRAM first, then the kernel's zones down to the reserve, and then PM,
+    /// which is how Linux' lists of zones are ordered. Placed pages stay until they are freed, or
+    /// until their memory is unplugged or serves the kernel. Linux moves no page when memory is
+    /// onlined.
+    pub(super) fn places(&self) -> Placed {
+        let (held, user_bytes) = (self.held(), self.user_bytes());
+        let dram_bytes = self.movable_dram_bytes();
+        // Old pages outside the kernel's zones and PM, and new ones.
+        let rest_bytes = held.movable_dram_bytes() + (user_bytes - held.user_bytes);
+        let movable_bytes = rest_bytes.min(dram_bytes);
+        let above_bytes = rest_bytes - movable_bytes;
+        let limit_bytes = self.kernel_zone_limit_bytes();
+        let new_bytes = above_bytes.min(limit_bytes.saturating_sub(held.kernel_zone_bytes));
+        let kernel_left_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
+        let kernel_zone_bytes = (held.kernel_zone_bytes + new_bytes).min(kernel_left_bytes);
+        // Pages of unplugged PM move to DRAM.
+        let mut homeless_bytes =
+            (user_bytes - movable_bytes - kernel_zone_bytes).saturating_sub(self.plugged_of(Tier::Pm));
+        let to_movable_bytes = homeless_bytes.min(dram_bytes - movable_bytes);
+        homeless_bytes -= to_movable_bytes;
+        let to_kernel_bytes = homeless_bytes.min(limit_bytes.saturating_sub(kernel_zone_bytes));
+        let kernel_zone_bytes = kernel_zone_bytes + to_kernel_bytes;
+        let pm_bytes = user_bytes - movable_bytes - to_movable_bytes - kernel_zone_bytes;
+        Placed { user_bytes, kernel_zone_bytes, pm_bytes }
     }
 
     /// Places the user pages.
     pub(super) fn place(&mut self) {
-        let kernel_zone_bytes = self.kernel_zone_user_bytes();
-        let pm_bytes = self.pm_user_bytes(kernel_zone_bytes);
-        self.totals.foreign_bytes += pm_bytes.saturating_sub(self.placed.pm_bytes);
-        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, pm_bytes };
-    }
-
-    /// Records the size of the user pages in the kernel's zones.
-    pub(super) fn place_in_kernel_zones(&mut self, kernel_zone_bytes: u64) {
-        self.placed = Placed { user_bytes: self.user_bytes(), kernel_zone_bytes, ..self.placed };
-    }
-
-    /// User pages in PM if `kernel_zone_bytes` of user pages are in the kernel's zones.
-    fn pm_user_bytes(&self, kernel_zone_bytes: u64) -> u64 {
-        self.user_bytes().saturating_sub(self.movable_dram_bytes() + kernel_zone_bytes)
+        let places = self.places();
+        self.totals.foreign_bytes += places.pm_bytes.saturating_sub(self.placed.pm_bytes);
+        self.placed = places;
     }
 
     pub(super) fn kernel_free_bytes(&self) -> u64 {
-        let used_bytes = self.kernel_zone_user_bytes() + self.kernel_used_bytes();
+        let used_bytes = self.places().kernel_zone_bytes + self.kernel_used_bytes();
         self.boot.kernel_bytes().saturating_sub(used_bytes)
     }
 
     /// Free bytes of boot memory, and of each zone in `free`.
     pub(in crate::sim) fn free_by_zone(&self, free: &mut [u64]) -> BootFree {
-        let mut users = self.user_bytes();
+        let places = self.places();
         let mut leaving = self.leaving_bytes();
-        let mut fill = |bytes: u64| {
-            let taken = users.min(bytes);
-            users -= taken;
+        let fill = |users: &mut u64, bytes: u64| {
+            let taken = (*users).min(bytes);
+            *users -= taken;
             bytes - taken
         };
+        let (mut dram_users, mut pm_users) = (places.movable_dram_bytes(), places.pm_bytes);
         for (index, free) in free.iter_mut().enumerate() {
-            if self.zones[index].tier == Tier::Dram {
-                *free = fill(self.zone_movable_bytes(index));
-            }
+            let users = match self.zones[index].tier {
+                Tier::Dram => &mut dram_users,
+                Tier::Pm => &mut pm_users,
+            };
+            *free = fill(users, self.zone_movable_bytes(index));
         }
-        let movable_bytes = fill(self.boot.movable_bytes);
-        fill(self.kernel_zone_user_bytes());
-        for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Pm) {
-            *free = fill(zone.plugged_bytes);
-        }
+        let movable_bytes = fill(&mut dram_users, self.boot.movable_bytes);
         for free in free.iter_mut().rev() {
             let gone = leaving.min(*free);
             *free -= gone;
@@ -303,6 +335,6 @@ impl Guest {
         if users == 0 {
             return 0;
         }
-        self.pm_user_bytes(self.kernel_zone_user_bytes()) * 1000 / users
+        self.places().pm_bytes * 1000 / users
     }
 }

@@ -173,3 +173,46 @@ fn reserve_is_refilled_by_a_part_of_the_pages_too() {
     loaded.live(1500);
     assert_eq!(loaded.kernel_free_mib(), KEPT_MIB);
 }
+
+/// Guest of 384 MiB without PM and swap whose programs have 250 MiB. After `plugged_mib` of DRAM
+/// are plugged, the kernel wants 250 MiB.
+fn kernel_load_after(plugged_mib: u64) -> Guest {
+    let dram = ZoneSizes::empty(0, Tier::Dram, 256 * MIB);
+    let swap = SwapDevice::from_name("none", 0).expect("listed");
+    let config = GuestConfig { swap, ..GuestConfig::default() };
+    let programs = Segment { anon_bytes: 250 * MIB, ..Segment::default() };
+    let mut guest = Guest::new(config, &[dram], &programs);
+    guest.request([plugged_mib * MIB]);
+    guest.live(TimeMs(10_000), &programs, &mut HostPool(0));
+    assert_eq!(guest.plugged_bytes(), plugged_mib * MIB);
+    let kernel = Segment { kernel_bytes: 250 * MIB, ..programs };
+    guest.live(TimeMs(20_000), &kernel, &mut HostPool(0));
+    guest
+}
+
+#[test]
+fn plugged_dram_does_not_empty_the_zones_of_the_kernel() {
+    let [without, with] = [0, 256].map(kernel_load_after);
+    assert!(without.totals().oom_kills > 0);
+    assert_eq!(with.totals().oom_kills, without.totals().oom_kills);
+    assert_eq!((with.totals().demoted_bytes, with.kernel_killed_bytes() > 0), (0, true));
+    // New pages go to plugged memory, so the kernel keeps the freed memory of its zones.
+    let mut guest = with;
+    let more = Segment { anon_bytes: 400 * MIB, ..Segment::default() };
+    guest.live(TimeMs(21_000), &Segment::default(), &mut HostPool(0));
+    guest.live(TimeMs(22_000), &more, &mut HostPool(0));
+    assert_eq!((guest.resident_bytes(), guest.totals().oom_kills), (400 * MIB, without.totals().oom_kills));
+}
+
+#[test]
+fn no_page_is_swapped_while_page_cache_is_left() {
+    let segment = Segment { anon_bytes: 100 * MIB, ..Segment::default() };
+    let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
+    guest.stream_bytes = 20 * MIB;
+    let mut reclaim = || {
+        guest.reclaim(12 * MIB, &mut Budget::new(1, &guest.config.swap.clone()));
+        [guest.cached_bytes() / MIB, guest.totals.swapped_out_bytes / PAGE_BYTES]
+    };
+    let seen = [(); 5].map(|()| reclaim());
+    assert_eq!(seen, [[16, 0], [12, 0], [8, 0], [4, 0], [0, 50]]);
+}
