@@ -1,6 +1,6 @@
 //! From lines to verified reports: what one message cannot show by itself.
 
-use foreshore_proto::{AgentMessage, Refusal, Report, decode_agent_message};
+use foreshore_proto::{AgentMessage, Refusal, Report, ZoneKind, decode_agent_message};
 
 use crate::TimeMs;
 
@@ -19,6 +19,13 @@ const RIVAL_MS: u64 = 3_000;
 /// do it.
 pub fn parse_line(line: &[u8]) -> Result<AgentMessage, Refusal> {
     AgentMessage::try_from(decode_agent_message(line)?)
+}
+
+/// Checks if `report` is from an agent. Such reports contain the zones that every x86-64 guest has
+/// below 4 GiB, and the size of memory blocks. Reports made of balloon statistics contain neither.
+pub(crate) fn is_by_agent(report: &Report) -> bool {
+    let is_low = |kind| matches!(kind, ZoneKind::Dma | ZoneKind::Dma32);
+    report.blocks().block_bytes > 0 || report.zones().iter().any(|zone| is_low(zone.kind))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

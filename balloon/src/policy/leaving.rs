@@ -9,6 +9,12 @@ pub(crate) struct Leaving {
 }
 
 impl Leaving {
+    /// Continues with figures of another kind, of which `used_bytes` are used and `leaving_bytes`
+    /// of them are on their way out.
+    pub fn continued(used_bytes: i128, leaving_bytes: u64) -> Self {
+        Leaving { still_bytes: Some(used_bytes - i128::from(leaving_bytes)) }
+    }
+
     /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested, and says how much of it is on
     /// its way out.
     pub fn learn(&mut self, used_bytes: i128, to_go_bytes: u64) -> u64 {

@@ -11,6 +11,7 @@ use super::host::VmSetup;
 use crate::policy::Input;
 use crate::policy::base::Base;
 use crate::policy::leaving::Leaving;
+use crate::report::is_by_agent;
 use crate::trace::{Entry, Header, HostZone, Reader, RecordedPlan, TraceError};
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, MIB, Tier, TimeMs};
@@ -52,10 +53,32 @@ struct Seen {
     streamed_bytes: u64,
 }
 
+/// Kernel memory that a report shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct KernelUsed {
+    /// Slabs, page tables and stacks, without the dentries and inodes that Linux can reclaim.
+    needed_bytes: u64,
+    /// Part of the kernel memory that is not available. Without the kernel memory, a report shows
+    /// it as anonymous memory.
+    used_bytes: u64,
+}
+
+impl Seen {
+    /// Separates kernel memory from anonymous memory, which includes it if the report does not
+    /// contain kernel memory.
+    fn separate(&mut self, kernel: KernelUsed) {
+        let missing_bytes = kernel.used_bytes.saturating_sub(self.anon_bytes);
+        self.anon_bytes = self.anon_bytes.saturating_sub(kernel.used_bytes);
+        self.kernel_bytes = kernel.needed_bytes.saturating_sub(missing_bytes);
+    }
+}
+
 /// What reports show of files, from one to the next.
 #[derive(Debug, Default)]
 struct Files {
     last: Option<(u64, Counters)>,
+    /// Page cache of the last report.
+    cached_bytes: u64,
     /// What was evicted and has not come back. Less than nothing, if it was evicted before the first report.
     gone_bytes: i128,
     /// What came back of late: so much at least is read again.
@@ -69,6 +92,14 @@ struct Files {
 }
 
 impl Files {
+    /// Prepares for reports from another source, the first of which shows `cached_bytes` of page
+    /// cache. Its counters may include years, and it may count page cache in another way, so neither
+    /// difference is a change in the guest.
+    fn change_reporter(&mut self, cached_bytes: u64) {
+        self.last = None;
+        self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
+    }
+
     /// Takes in a report. Every page that comes into the page cache is there, or was evicted; if it was evicted before, it comes
     /// back. The rest was read for the first time. What is dropped because its file goes is not seen: files of that size that are
     /// read later take its place.
@@ -89,6 +120,7 @@ impl Files {
             }
         }
         self.last = Some((at_ms, *counters));
+        self.cached_bytes = cached_bytes;
         let file_bytes = self.again_bytes.min(cached_bytes.saturating_add(self.thrashing_bytes));
         self.risen_bytes += i128::from(file_bytes.saturating_sub(self.file_bytes));
         self.file_bytes = file_bytes;
@@ -102,13 +134,15 @@ struct Unwanted {
     host: HostView,
     base: Base,
     leaving: Leaving,
+    /// Memory on its way out at the last report.
+    leaving_bytes: u64,
 }
 
 impl Unwanted {
     fn new(header: &Header) -> Self {
         let mut host = HostView { boot_bytes: header.boot_bytes, ..HostView::default() };
         host.zones = header.zones.clone();
-        Unwanted { host, base: Base::default(), leaving: Leaving::default() }
+        Unwanted { host, base: Base::default(), leaving: Leaving::default(), leaving_bytes: 0 }
     }
 
     /// The host's sizes are these.
@@ -134,10 +168,23 @@ impl Unwanted {
         self.base.learn(Input { report, host: &self.host, is_carried_out: true }, at);
         let online_bytes = self.base.online_bytes(memory.total_bytes, &self.host);
         let to_go_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
+        let leaving_bytes = self.leaving.learn(Self::other_bytes(used, report), to_go_bytes);
+        self.leaving_bytes = leaving_bytes.min(used.anon_bytes);
+        self.leaving_bytes
+    }
+
+    /// Prepares for reports from another source, whose first report is `report`. It may show other
+    /// memory as used, so only the size of the memory on its way out stays as it was.
+    fn change_reporter(&mut self, used: &Used, report: &Report) {
+        self.leaving = Leaving::continued(Self::other_bytes(used, report), self.leaving_bytes);
+    }
+
+    /// Used memory that is not anonymous.
+    fn other_bytes(used: &Used, report: &Report) -> i128 {
+        let memory = report.memory();
         let swapped_bytes = memory.swap_total_bytes - memory.swap_free_bytes;
         let known_bytes = memory.anon_bytes.saturating_add(swapped_bytes);
-        let other_bytes = i128::from(used.anon_bytes) - i128::from(known_bytes);
-        self.leaving.learn(other_bytes, to_go_bytes).min(used.anon_bytes)
+        i128::from(used.anon_bytes) - i128::from(known_bytes)
     }
 }
 
@@ -145,14 +192,28 @@ impl Unwanted {
 struct Moments {
     seen: Vec<Seen>,
     most: usize,
+    /// Kernel memory of the last report that contained it.
+    kernel: Option<KernelUsed>,
 }
 
 impl Moments {
     fn new(most: usize) -> Self {
-        Moments { seen: Vec::new(), most }
+        Moments { seen: Vec::new(), most, kernel: None }
     }
 
-    fn push(&mut self, seen: Seen) {
+    /// Adds what a report shows, except its kernel memory, which is `kernel`. A report without it
+    /// gets that of the last report with it, or of the first one. So kernel memory that the next
+    /// reporter shows is no growth.
+    fn push(&mut self, mut seen: Seen, kernel: Option<KernelUsed>) {
+        match (kernel, self.kernel) {
+            (Some(first), None) => self.seen.iter_mut().for_each(|seen| seen.separate(first)),
+            (None, Some(last)) => seen.separate(last),
+            _ => {}
+        }
+        if let Some(kernel) = kernel {
+            seen.kernel_bytes = kernel.needed_bytes;
+            self.kernel = Some(kernel);
+        }
         // Of two in a millisecond the later one counts.
         if self.seen.last().is_some_and(|last| last.at_ms == seen.at_ms) {
             self.seen.pop();
@@ -202,16 +263,23 @@ pub fn replay(
     let mut moments = Moments::new(MOST_MOMENTS);
     let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
     let (mut files, mut unwanted) = (Files::default(), Unwanted::new(&header));
+    let mut was_by_agent = None;
     let mut see = |at: TimeMs, report: &Report, unwanted: &mut Unwanted| {
         reports += 1;
         let start = *first.get_or_insert(at);
         let (at_ms, used) = (at.since(start), Used::of(report, &header));
+        let by_agent = is_by_agent(report);
+        if was_by_agent.replace(by_agent).is_some_and(|before| before != by_agent) {
+            files.change_reporter(used.cached_bytes);
+            unwanted.change_reporter(&used, report);
+        }
         files.see(at_ms, used.cached_bytes, report.counters());
         let Files { file_bytes, streamed_bytes, .. } = files;
         // What is in the page cache when the trace begins is read in its first moments.
         let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
         let anon_bytes = used.anon_bytes - unwanted.see(at, &used, report);
-        moments.push(Seen { at_ms, anon_bytes, kernel_bytes: used.kernel_bytes, file_bytes, streamed_bytes });
+        let seen = Seen { at_ms, anon_bytes, kernel_bytes: 0, file_bytes, streamed_bytes };
+        moments.push(seen, used.kernel);
     };
     // A report is followed by the sizes of its moment, if they have changed, and by the plan that was made on it.
     let mut last: Option<(TimeMs, Box<Report>)> = None;
@@ -284,8 +352,8 @@ struct Used {
     /// Memory in use except page cache and the kernel's own memory, plus the memory in swap. It
     /// includes kernel memory if the report does not show that.
     anon_bytes: u64,
-    /// Slabs, page tables and stacks, without the dentries and inodes that Linux can reclaim.
-    kernel_bytes: u64,
+    /// `None` if the report does not contain kernel memory.
+    kernel: Option<KernelUsed>,
     /// Page cache of files, without memory that processes share.
     cached_bytes: u64,
 }
@@ -330,12 +398,16 @@ impl Used {
         let cached_left_out = (cached_bytes / 2).min(low_bytes);
         // Descriptors are used by the kernel.
         let kept = left_out + cached_left_out + descriptors;
-        let kernel_bytes = kernel.total_bytes();
-        let kept = kept.saturating_add(kernel_bytes - slab_bytes).saturating_add(slab_left_out);
+        let used_kernel_bytes = (kernel.total_bytes() - slab_bytes).saturating_add(slab_left_out);
+        let kept = kept.saturating_add(used_kernel_bytes);
         let anon_bytes = (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
         // Linux reclaims the dentries and inodes on LRU lists as it reclaims page cache. Other
         // reclaimable slabs may be pinned, so the guest needs them (docs/agent.md).
-        Used { anon_bytes, kernel_bytes: kernel_bytes - kernel.caches_bytes(), cached_bytes }
+        let kernel = report.kernel().map(|kernel| KernelUsed {
+            needed_bytes: kernel.total_bytes() - kernel.caches_bytes(),
+            used_bytes: used_kernel_bytes,
+        });
+        Used { anon_bytes, kernel, cached_bytes }
     }
 }
 
@@ -346,7 +418,7 @@ mod tests {
     fn pushed(most: usize, seen: impl Iterator<Item = (u64, u64)>) -> Vec<Seen> {
         let mut moments = Moments::new(most);
         for (at_ms, anon_bytes) in seen {
-            moments.push(Seen { at_ms, anon_bytes, ..Seen::default() });
+            moments.push(Seen { at_ms, anon_bytes, ..Seen::default() }, None);
             assert!(moments.seen.len() <= most, "{} of {most}", moments.seen.len());
         }
         moments.seen
@@ -423,7 +495,8 @@ mod tests {
         assert_eq!((seen[1].0, seen[3_600].0 < 16, seen[5 * 3_600 - 1].0), (40, true, 1));
     }
 
-    /// A line of a trace, in MiB: a report's total, what is available and anonymous of it; sizes; a plan.
+    /// Line of a trace, in MiB: total, available and anonymous memory of a report; sizes; a plan. A
+    /// report without anonymous memory is made of balloon statistics.
     enum Line {
         Report(u64, [u64; 3]),
         Sizes(u64, [u64; 2]),
@@ -442,9 +515,10 @@ mod tests {
             text += "\n";
             text += &match line {
                 Report(at, [total, available, anon]) => format!(
-                    r#"{{"type":"report","at_ms":{at},"report":{{"version":1,"seq":{seq},"monotonic_ms":{at},"memory":{{"total_bytes":{},"free_bytes":{free},"available_bytes":{free},"anon_bytes":{}}},"zones":[{{"node":0,"kind":"normal","free_pages":0,"min_pages":0,"low_pages":0,"high_pages":0,"managed_pages":262144}}]}}}}"#,
+                    r#"{{"type":"report","at_ms":{at},"report":{{"version":1,"seq":{seq},"monotonic_ms":{at},"memory":{{"total_bytes":{},"free_bytes":{free},"available_bytes":{free},"anon_bytes":{}}},"zones":[{{"node":0,"kind":"{}","free_pages":0,"min_pages":0,"low_pages":0,"high_pages":0,"managed_pages":262144}}]}}}}"#,
                     mib(total),
                     mib(anon),
+                    if *anon > 0 { "dma32" } else { "normal" },
                     free = mib(available),
                 ),
                 Sizes(at, [requested, plugged]) => format!(
@@ -518,6 +592,20 @@ mod tests {
     }
 
     #[test]
+    fn memory_on_its_way_out_is_not_wanted_when_the_agent_takes_over() {
+        let switching = wanted(&[
+            Report(1_000, [1536, 1036, 0]),
+            Report(4_000, [1536, 1036, 0]),
+            Plan(4_000, 384, false),
+            Report(4_500, [1536, 908, 0]),
+            Report(4_550, [1536, 908, 400]),
+            Report(4_600, [1408, 908, 400]),
+            Sizes(4_610, [384, 384]),
+        ]);
+        assert_eq!(switching, [0; 5]);
+    }
+
+    #[test]
     fn sizes_of_a_reports_moment_come_after_it() {
         // Somebody has asked for less by hand: no plan says so.
         let by_hand = wanted(&[
@@ -534,21 +622,43 @@ mod tests {
         assert_eq!(by_hand, [0; 6]);
     }
 
-    /// Returns the anonymous and kernel memory, in MiB, that the replay of a guest of 1 GiB wants
-    /// if 500 MiB are available and the reports contain `kernel`.
-    fn wanted_with(kernel: &str) -> [u64; 2] {
+    /// Demand that the replay of a guest of 1 GiB finds. 500 MiB are available, 300 of them free.
+    /// Every two seconds, a report contains the next of `parts` in addition.
+    fn demand_of(parts: &[&str]) -> Vec<Segment> {
         let mut text = String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
-        for (at, seq) in [(1_000, 1), (3_000, 2)] {
+        for (part, seq) in parts.iter().zip(1..) {
+            let at = seq * 2_000;
             text += &format!(
-                "\n{{\"type\":\"report\",\"at_ms\":{at},\"report\":{{\"version\":1,\"seq\":{seq},\"monotonic_ms\":{at},{kernel}{}",
+                "\n{{\"type\":\"report\",\"at_ms\":{at},\"report\":{{\"version\":1,\"seq\":{seq},\"monotonic_ms\":{at},{part}{}",
                 r#""memory":{"total_bytes":1073741824,"free_bytes":314572800,"available_bytes":524288000,"cached_bytes":209715200,"anon_bytes":209715200},"zones":[{"node":0,"kind":"normal","free_pages":76800,"min_pages":500,"low_pages":2560,"high_pages":5120,"managed_pages":262144}]}}"#
             );
         }
         text += "\n";
         let mut reader = Reader::new(text.as_bytes()).expect("sound");
         let (setup, _) = replay(&mut reader, &GuestConfig::default(), 0, 0).expect("sound");
-        let first = setup.demand.segments()[0];
+        setup.demand.segments().to_vec()
+    }
+
+    /// Anonymous and kernel memory in MiB of [`demand_of`] reports that contain `kernel`.
+    fn wanted_with(kernel: &str) -> [u64; 2] {
+        let first = demand_of(&[kernel; 2])[0];
         [first.anon_bytes, first.kernel_bytes].map(|bytes| bytes / MIB)
+    }
+
+    #[test]
+    fn counters_and_kernel_memory_of_an_agent_that_takes_over_are_no_change() {
+        let statistics = r#""counters":{"pgsteal_kswapd":1000},"#;
+        // A hundred MiB of unreclaimable slabs, and counters of a year.
+        let agent = r#""counters":{"pgsteal_kswapd":50000000,"workingset_refault_file":40000000},"blocks":{"block_bytes":134217728},"kernel":{"slab_unreclaimable_bytes":104857600,"slab_reclaimable_bytes":0,"page_table_bytes":0,"stack_bytes":0},"#;
+        let demand = demand_of(&[statistics, statistics, agent, agent, statistics, statistics]);
+        let first_stream = demand[0].stream_bytes_per_s;
+        for segment in &demand {
+            let figures = [segment.anon_bytes, segment.kernel_bytes, segment.file_bytes];
+            assert_eq!(figures.map(|bytes| bytes / MIB), [394, 100, 0], "{segment:?}");
+            assert_eq!((segment.anon_bytes_per_s, segment.kernel_bytes_per_s), (0, 0), "{segment:?}");
+        }
+        assert_eq!(first_stream, 100 * MIB, "page cache of the beginning");
+        assert!(demand[1..].iter().all(|segment| segment.stream_bytes_per_s == 0), "{demand:?}");
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! The last reports, and the rates between them.
 
-use foreshore_proto::{Report, ZoneKind};
+use foreshore_proto::Report;
 
 use super::Params;
+use crate::report::is_by_agent;
 use crate::units::PAGE_BYTES;
 
 /// Enough for more than the window at 20 reports a second.
@@ -204,11 +205,4 @@ pub(super) fn unprotected_bytes(report: &Report) -> u64 {
     let pages = report.zones().iter().map(|zone| zone.protected_pages.unwrap_or(0));
     let protected_bytes = pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES);
     report.memory().total_bytes.saturating_sub(protected_bytes)
-}
-
-/// An agent sees the zones that every x86-64 guest has below 4 GiB, and its memory blocks; balloon statistics know of
-/// neither.
-fn is_by_agent(report: &Report) -> bool {
-    let is_low = |kind| matches!(kind, ZoneKind::Dma | ZoneKind::Dma32);
-    report.blocks().block_bytes > 0 || report.zones().iter().any(|zone| is_low(zone.kind))
 }
