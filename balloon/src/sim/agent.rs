@@ -1,4 +1,4 @@
-//! When the guest's agent reports, and what it says. The pace is the agent's own code.
+//! Reports of the simulated guest's agent, and their times. The agent's own code sets the pace.
 
 use foreshore_proto::{
     Blocks, Cause, Counters, KernelUse, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks, OnlinePolicy,
@@ -108,7 +108,7 @@ impl Agent {
         self.report_due().since(self.reported)
     }
 
-    /// Returns true if averages stay constant while no memory moves, and no conversion is needed or
+    /// Returns whether averages stay constant while no memory moves, and no conversion is needed or
     /// under way.
     pub fn is_at_rest(&self) -> bool {
         self.stall.basis_points == 0 && self.kernel_blocks.is_at_rest()

@@ -42,7 +42,7 @@ impl KernelBlocks {
         }
     }
 
-    /// Returns true if no conversion is needed or under way.
+    /// Returns whether no conversion is needed or under way.
     pub fn is_at_rest(&self) -> bool {
         self.short_node.is_none() && self.before_bytes.is_none()
     }
@@ -61,7 +61,7 @@ mod tests {
     /// Kernel memory that leaves less than half of the usual reserve.
     const KERNEL_BYTES: u64 = 335 * MIB;
 
-    /// Simulates a second in which programs want `anon_mib`. Returns true if the agent begins a
+    /// Simulates a second in which programs want `anon_mib`. Returns whether the agent begins a
     /// conversion after it.
     fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
         let segment =

@@ -43,7 +43,7 @@ impl KernelMemory {
     pub fn of<'a>(zones: impl Iterator<Item = &'a Zone> + Clone) -> Self {
         let is_dram = |node| zones.clone().any(|zone| zone.node == node && zone.serves_kernel());
         let mut memory = KernelMemory::default();
-        // One pass, because the sums are computed for every report.
+        // `is_dram` searches all zones again. A guest has only a few.
         for zone in zones.clone() {
             if zone.serves_kernel() {
                 add(&mut memory.managed_bytes, zone.managed_pages);

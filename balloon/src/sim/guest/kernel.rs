@@ -73,7 +73,7 @@ impl Guest {
         self.conversion.is_some()
     }
 
-    /// Returns true if a block is being converted.
+    /// Returns whether a block is being converted.
     pub(in crate::sim) fn is_converting(&self) -> bool {
         self.conversion.is_some()
     }
