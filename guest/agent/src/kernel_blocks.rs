@@ -4,7 +4,8 @@
 //! descriptors. A guest that boots with little DRAM and grows by much runs out of kernel memory
 //! while gigabytes are free. So the agent takes a block offline and onlines it again with
 //! `online_kernel`. Linux first migrates the pages of the block to other blocks
-//! (mm/memory_hotplug.c, offline_pages). The block stays with the kernel until the next boot.
+//! (mm/memory_hotplug.c, offline_pages). The block serves the kernel until the next boot, or until
+//! Linux has unplugged all parts of it (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
 //!
 //! A separate thread converts blocks, because the write to a block's state waits for the migration,
 //! which may take long.
@@ -15,15 +16,13 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use foreshore_proto::{Blocks, KernelBlockGrowth, KernelBlockPace, RawReport, short_node};
+use foreshore_proto::{Blocks, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, RawReport, short_node};
 
 use crate::blocks::{STACK_BYTES, numbered};
 use crate::sys;
 
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
 const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
-/// Time limit of a migration, because Linux itself would try forever.
-const OFFLINE_LIMIT_MS: u64 = 10_000;
 
 /// Converts blocks in a thread of its own.
 #[derive(Debug)]
@@ -79,7 +78,7 @@ impl KernelBlocks {
         self.is_busy &= result.is_none();
         match &result {
             Some(Ok(number)) => {
-                eprintln!("foreshore-agent: Memory block {number} serves the kernel until the next boot");
+                eprintln!("foreshore-agent: Memory block {number} serves the kernel");
                 self.pace.succeeded(now_ms);
             }
             Some(Err((node, error))) => {

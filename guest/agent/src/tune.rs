@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foreshore_proto::Zone;
+use foreshore_proto::{Zone, full_pm_pages};
 
 use crate::record;
 
@@ -39,11 +39,6 @@ const SETTINGS: [Setting; 4] = [
         needs_free_pm: true,
     },
 ];
-
-/// PM counts as full when less than this part of it is free, until twice as much is free. The part
-/// is limited to `MAX_FULL_PAGES`.
-const FULL_PART: u64 = 32;
-const MAX_FULL_PAGES: u64 = (64 << 20) / 4096;
 
 const ENABLED: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const DEFRAG: &str = "sys/kernel/mm/transparent_hugepage/defrag";
@@ -159,7 +154,8 @@ impl Tuning {
         let (free_pages, managed_pages) = pm.fold((0u64, 0u64), |(free, managed), zone| {
             (free.saturating_add(zone.free_pages), managed.saturating_add(zone.managed_pages))
         });
-        let full_pages = (managed_pages / FULL_PART).min(MAX_FULL_PAGES);
+        // Full PM counts as full until twice as much is free.
+        let full_pages = full_pm_pages(managed_pages);
         managed_pages > 0 && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }
     }
 

@@ -11,6 +11,8 @@ use crate::{Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, ker
 const SHORT_PART: u64 = 2;
 /// Time that a conversion takes. The threshold includes the growth of kernel memory in that time.
 pub const CONVERSION_MS: u64 = 500;
+/// Time limit of the migration of a block's pages, because Linux itself would try forever.
+pub const OFFLINE_LIMIT_MS: u64 = 10_000;
 /// Divisor of DRAM. The quotient is the largest growth that the threshold includes.
 const MAX_GROWTH_PART: u64 = 8;
 /// Pause after a successful conversion, so that reports show its effect.

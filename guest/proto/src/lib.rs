@@ -13,6 +13,7 @@
 //! since the guest booted.
 
 mod boot_memory;
+mod demotion;
 mod kernel_blocks;
 mod kernel_memory;
 mod line;
@@ -24,7 +25,8 @@ mod verify;
 mod wire;
 
 pub use boot_memory::{BootMemory, LOW_BOOT_BYTES};
-pub use kernel_blocks::{CONVERSION_MS, KernelBlockGrowth, KernelBlockPace, short_node};
+pub use demotion::full_pm_pages;
+pub use kernel_blocks::{CONVERSION_MS, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, short_node};
 pub use kernel_memory::{KernelGrowth, KernelMemory, ZoneGrowth};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
