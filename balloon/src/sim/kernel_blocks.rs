@@ -56,7 +56,7 @@ mod tests {
     use super::super::guest::GuestConfig;
     use super::super::{HostPool, Segment};
     use super::*;
-    use crate::{MIB, Tier, ZoneSizes};
+    use crate::{MIB, Tier, TimeMs, ZoneSizes};
 
     /// Kernel memory that leaves less than half of the usual reserve.
     const KERNEL_BYTES: u64 = 335 * MIB;
@@ -73,16 +73,21 @@ mod tests {
         guest.is_converting() && !was_converting
     }
 
-    /// Guest of 384 MiB with 256 MiB of plugged DRAM. Its kernel is short of memory.
     fn short_guest() -> Guest {
-        let size_bytes = 256 * MIB;
+        guest_with(0)
+    }
+
+    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone of `other_bytes` to plug. Its
+    /// kernel is short of memory.
+    fn guest_with(other_bytes: u64) -> Guest {
         let dram = ZoneSizes {
-            requested_bytes: size_bytes,
-            plugged_bytes: size_bytes,
-            ..ZoneSizes::empty(0, Tier::Dram, size_bytes)
+            requested_bytes: 256 * MIB,
+            plugged_bytes: 256 * MIB,
+            ..ZoneSizes::empty(0, Tier::Dram, 256 * MIB)
         };
+        let other = ZoneSizes::empty(1, Tier::Dram, other_bytes);
         let segment = Segment { kernel_bytes: KERNEL_BYTES, ..Segment::default() };
-        Guest::new(GuestConfig::default(), &[dram], &segment)
+        Guest::new(GuestConfig::default(), &[dram, other], &segment)
     }
 
     #[test]
@@ -91,14 +96,46 @@ mod tests {
         assert!(begins(&mut guest, &mut agent, 0));
         // Programs fill the room during each conversion.
         let mut pauses_s = Vec::new();
-        for second in 1..=30 {
+        for second in 1..=40 {
             let is_full = guest.is_converting();
             if begins(&mut guest, &mut agent, if is_full { 220 } else { 0 }) {
                 pauses_s.push(second);
             }
             assert!(is_full || !agent.is_at_rest(), "another attempt follows");
         }
-        assert_eq!((guest.kernel_block_bytes(), &pauses_s[..]), (0, &[6, 17][..]));
+        assert_eq!((guest.kernel_block_bytes(), &pauses_s[..]), (0, &[15, 35][..]));
+    }
+
+    #[test]
+    fn conversion_completes_as_soon_as_its_pages_have_room() {
+        let (mut guest, mut agent) = (short_guest(), Agent::new());
+        assert!(begins(&mut guest, &mut agent, 0));
+        for _ in 0..5 {
+            begins(&mut guest, &mut agent, 220);
+            assert!(guest.is_converting());
+        }
+        begins(&mut guest, &mut agent, 0);
+        assert_eq!((guest.kernel_block_bytes(), guest.is_converting()), (128 * MIB, false));
+    }
+
+    #[test]
+    fn no_memory_is_plugged_during_a_conversion() {
+        let (mut guest, mut agent) = (guest_with(128 * MIB), Agent::new());
+        guest.live(
+            TimeMs(1_000),
+            &Segment { kernel_bytes: KERNEL_BYTES, ..Segment::default() },
+            &mut HostPool(0),
+        );
+        guest.request([256 * MIB, 128 * MIB]);
+        assert!(!guest.is_converting() && guest.plugged_bytes() == 256 * MIB);
+        agent.report(&guest, Cause::Rest);
+        agent.give_kernel_block(&mut guest);
+        assert!(guest.is_converting());
+        let segment = Segment { kernel_bytes: KERNEL_BYTES, anon_bytes: 220 * MIB, ..Segment::default() };
+        guest.live(TimeMs(8_000), &segment, &mut HostPool(0));
+        assert_eq!((guest.plugged_bytes(), guest.is_converting()), (256 * MIB, true));
+        guest.live(TimeMs(20_000), &segment, &mut HostPool(0));
+        assert_eq!((guest.plugged_bytes(), guest.is_converting()), (384 * MIB, false));
     }
 
     #[test]

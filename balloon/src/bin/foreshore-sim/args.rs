@@ -105,6 +105,9 @@ pub(crate) struct Scenario {
     /// The part of what was ever plugged of a zone that does not come back, in thousandths
     #[arg(long, value_name = "PERMILLE", default_value = "0", value_parser = bounded(Unit::Permille, 0, 1000))]
     pub(crate) refused: u64,
+    /// Do not demote pages to PM, as kernels before 6.7 do not
+    #[arg(long)]
+    pub(crate) no_demotion: bool,
     /// What a VM's volumes write to PM in a day, for its wear
     #[arg(long, value_name = "SIZE", default_value = "12G", value_parser = bounded(Unit::Bytes, 1 << 20, 1 << 50))]
     pub(crate) storage_writes: u64,

@@ -125,6 +125,7 @@ fn guest(scenario: &Scenario) -> GuestConfig {
         plug_block_us: scenario.plug_block_us,
         unplug_block_us: scenario.unplug_block_us,
         refused_permille: scenario.refused,
+        demotes: !scenario.no_demotion,
         storage_bytes_per_day: scenario.storage_writes,
         endurance: scenario.endurance,
         ..GuestConfig::default()

@@ -1,6 +1,6 @@
 //! Memory of the guest's kernel. It occupies the kernel's zones and cannot move or be swapped.
 
-use foreshore_proto::CONVERSION_MS;
+use foreshore_proto::{CONVERSION_MS, OFFLINE_LIMIT_MS, full_pm_pages};
 
 use super::paging::{Budget, OOM_MS};
 use super::placing::Placed;
@@ -57,6 +57,8 @@ pub(super) struct Conversion {
     zone: usize,
     block_bytes: u64,
     ends: TimeMs,
+    /// Time at which the agent cancels it.
+    limit: TimeMs,
 }
 
 impl Guest {
@@ -68,8 +70,8 @@ impl Guest {
             zone.tier == Tier::Dram && zone.guest_numa_node == node && self.zone_movable_bytes(*index) > 0
         };
         let zone = (0..self.zones.len()).find(has_block);
-        let ends = self.now + CONVERSION_MS;
-        self.conversion = zone.map(|zone| Conversion { zone, block_bytes, ends });
+        let (ends, limit) = (self.now + CONVERSION_MS, self.now + OFFLINE_LIMIT_MS);
+        self.conversion = zone.map(|zone| Conversion { zone, block_bytes, ends, limit });
         self.conversion.is_some()
     }
 
@@ -83,16 +85,27 @@ impl Guest {
         self.boot.block_bytes()
     }
 
-    /// Completes a conversion that is due. The conversion fails if the block has been unplugged, or
-    /// if other movable memory has no room for its pages.
+    /// Returns whether a change of a zone's size waits for a conversion. Linux adds no memory while
+    /// it takes a block offline (mm/memory_hotplug.c, mem_hotplug_begin), and virtio_mem changes
+    /// nothing of the block's device (virtio_mem_memory_notifier_cb).
+    pub(super) fn waits_for_conversion(&self, zone: usize, grows: bool) -> bool {
+        self.conversion.is_some_and(|conversion| grows || conversion.zone == zone)
+    }
+
+    /// Completes a conversion that is due. While other movable memory has no room for the pages of
+    /// the block, Linux tries again, until the agent cancels the conversion.
     pub(super) fn convert(&mut self) {
         let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now) else {
             return;
         };
-        self.conversion = None;
-        let Conversion { zone, block_bytes, .. } = conversion;
+        let Conversion { zone, block_bytes, limit, .. } = conversion;
         let moved_bytes = self.zone_movable_bytes(zone).min(block_bytes);
-        if moved_bytes == 0 || self.movable_room_bytes() < moved_bytes {
+        let has_room = self.movable_room_bytes() >= moved_bytes;
+        if !has_room && self.now < limit {
+            return;
+        }
+        self.conversion = None;
+        if !has_room {
             return;
         }
         self.move_from_block(moved_bytes);
@@ -108,6 +121,27 @@ impl Guest {
         let pm_bytes = self.placed.movable_dram_bytes().saturating_sub(left_bytes);
         self.placed.pm_bytes += pm_bytes;
         self.totals.foreign_bytes += pm_bytes;
+    }
+
+    /// Moves user pages out of blocks that serve the kernel, before `bytes` of the zone are
+    /// unplugged. Linux unplugs movable blocks first, and migrates pages to movable memory if that
+    /// has room (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
+    pub(super) fn move_from_kernel_part(&mut self, zone: usize, bytes: u64) {
+        let kernel_part_bytes = bytes.saturating_sub(self.zone_movable_bytes(zone));
+        if kernel_part_bytes == 0 {
+            return;
+        }
+        self.place();
+        let movable_bytes = self.movable_bytes() - self.zone_movable_bytes(zone);
+        let unpinned_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
+        let moved_bytes = scale(self.placed.kernel_zone_bytes, kernel_part_bytes, unpinned_bytes);
+        let outside_bytes = self.user_bytes() - self.placed.kernel_zone_bytes;
+        let moved_bytes = moved_bytes.min(movable_bytes.saturating_sub(outside_bytes));
+        let dram_bytes = self.movable_dram_bytes() - self.zone_movable_bytes(zone);
+        let to_dram_bytes = moved_bytes.min(dram_bytes.saturating_sub(self.placed.movable_dram_bytes()));
+        self.placed.kernel_zone_bytes -= moved_bytes;
+        self.placed.pm_bytes += moved_bytes - to_dram_bytes;
+        self.totals.foreign_bytes += moved_bytes - to_dram_bytes;
     }
 
     /// Allocated part of the kernel memory that the segment wants.
@@ -233,13 +267,18 @@ impl Guest {
     }
 
     /// Moves user pages from the kernel's zones to free PM, and returns their size. Linux demotes
-    /// pages to a slower node (`demotion_enabled`) before it drops or swaps pages. It moves no page
-    /// to another zone of the same node.
+    /// pages to a slower node (`demotion_enabled`) before it drops or swaps pages, and the agent
+    /// disables that while PM is full. Linux moves no page to another zone of the same node.
     fn demote_from_kernel_zones(&mut self, bytes: u64) -> u64 {
+        if !self.config.demotes {
+            return 0;
+        }
         let held = self.held();
         let plugs = self.zones.iter().zip(&self.plugs).filter(|(zone, _)| zone.tier == Tier::Pm);
-        let marks_bytes = plugs.map(|(_, plug)| plug.marks.high).sum::<u64>() * PAGE_BYTES;
-        let room_bytes = self.plugged_of(Tier::Pm).saturating_sub(held.pm_bytes + marks_bytes);
+        let marks_pages = plugs.map(|(_, plug)| plug.marks.high).sum::<u64>();
+        let pm_bytes = self.plugged_of(Tier::Pm);
+        let kept_bytes = marks_pages.max(full_pm_pages(pm_bytes / PAGE_BYTES)) * PAGE_BYTES;
+        let room_bytes = pm_bytes.saturating_sub(held.pm_bytes + kept_bytes);
         let demoted_bytes = bytes.min(held.kernel_zone_bytes).min(room_bytes);
         self.placed = Placed {
             kernel_zone_bytes: held.kernel_zone_bytes - demoted_bytes,

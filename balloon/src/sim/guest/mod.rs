@@ -47,6 +47,8 @@ pub struct GuestConfig {
     pub unplug_block_us: u64,
     /// This part of what was ever plugged of a zone does not come back, in thousandths: something in it cannot move.
     pub refused_permille: u64,
+    /// Linux can demote pages to PM. Kernels before 6.7, and those without an HMAT, cannot.
+    pub demotes: bool,
     /// The part of touches that are writes, in thousandths.
     pub write_permille: u64,
     /// How much longer an access to PM takes than one to DRAM.
@@ -69,6 +71,7 @@ impl Default for GuestConfig {
             plug_block_us: 1_000,
             unplug_block_us: 1_500,
             refused_permille: 0,
+            demotes: true,
             write_permille,
             pm_slower_ns: PRAM.slower_ns(&DRAM, write_permille),
             storage_bytes_per_day: 12 << 30,
@@ -133,6 +136,13 @@ impl Plug {
     /// Part of `plugged_bytes` that serves the kernel.
     fn kernel_bytes(&self, plugged_bytes: u64) -> u64 {
         self.kernel_blocks_bytes.min(plugged_bytes)
+    }
+
+    /// Forgets the blocks that are not plugged any more. Linux removes them, and they will be
+    /// movable when they are plugged again. The rest of a partly plugged block serves the kernel.
+    fn trim_kernel_blocks(&mut self, plugged_bytes: u64) {
+        let blocks_bytes = plugged_bytes.next_multiple_of(SECTION_BYTES);
+        self.kernel_blocks_bytes = self.kernel_blocks_bytes.min(blocks_bytes);
     }
 }
 
@@ -377,7 +387,10 @@ impl Guest {
     /// Plugged memory that cannot be unplugged.
     fn stuck_bytes(&self, zone: &ZoneSizes, plug: &Plug) -> u64 {
         let stuck = plug.peak_bytes / 1000 * self.config.refused_permille;
-        stuck.div_ceil(zone.block_bytes) * zone.block_bytes + plug.kernel_bytes(zone.plugged_bytes)
+        // Kernel memory in blocks that serve the kernel cannot move, and user pages can.
+        let pinned = self.boot.pinned_block_bytes(self.kernel_used_bytes());
+        let pinned = pinned.min(plug.kernel_bytes(zone.plugged_bytes));
+        [stuck, pinned].map(|bytes| bytes.next_multiple_of(zone.block_bytes)).iter().sum()
     }
 
     /// The host asks for sizes.
@@ -541,6 +554,9 @@ impl Guest {
             let begun = plug.asked + self.config.plug_delay_ms;
             let work_us = plug.done_us + self.now.since(begun).min(ms) * 1000;
             let grows = zone.requested_bytes > zone.plugged_bytes;
+            if self.waits_for_conversion(index, grows) {
+                continue;
+            }
             let per_block = if grows { self.config.plug_block_us } else { self.config.unplug_block_us };
             let block_us = (per_block * zone.block_bytes).div_ceil(BLOCK_BYTES).max(1);
             let done_bytes = (work_us / block_us).saturating_mul(zone.block_bytes);
@@ -592,7 +608,9 @@ impl Guest {
         self.totals.replaced_bytes += clean;
         let bytes = bytes.min(self.room_bytes().saturating_sub(high));
         let bytes = bytes - bytes % zone.block_bytes;
+        self.move_from_kernel_part(index, bytes);
         self.zones[index].plugged_bytes -= bytes;
+        self.plugs[index].trim_kernel_blocks(self.zones[index].plugged_bytes);
         if zone.tier == Tier::Pm {
             pool.give(bytes);
         }

@@ -267,18 +267,53 @@ fn rest_of_a_partly_plugged_block_serves_the_kernel_as_well() {
     assert!(sizes[0] < 128 && sizes.is_sorted(), "{sizes:?}");
 }
 
+/// Sizes of the zones in MiB, an hour after the kernel has freed all but `rest_mib`.
+fn plugged_after_an_hour_with(rest_mib: u64) -> (Vec<u64>, Vm) {
+    let mut setup = load_with_dram(500, 100);
+    let rest = setup.demand.segments()[0];
+    let mut segments = setup.demand.segments().to_vec();
+    segments.push(Segment { at: TimeMs(END_MS), kernel_bytes: rest_mib * MIB, ..rest });
+    setup.demand = Demand::new(segments, TimeMs(END_MS + 3_600_000)).expect("in order");
+    let (vm, decisions) = decide(setup, "psi");
+    assert_eq!(decisions.blocks.iter().map(|(_, bytes)| bytes / MIB).max(), Some(256));
+    (vm.guest().zones().iter().map(|zone| zone.plugged_bytes / MIB).collect(), vm)
+}
+
 #[test]
-fn blocks_that_serve_the_kernel_do_not_leave() {
-    let with_end = |mut setup: VmSetup| {
-        let rest = setup.demand.segments()[0];
-        let mut segments = setup.demand.segments().to_vec();
-        segments.push(Segment { at: TimeMs(END_MS), ..rest });
-        setup.demand = Demand::new(segments, TimeMs(END_MS + 3_600_000)).expect("in order");
-        decide(setup, "psi").0
-    };
-    let vm = with_end(load_with_dram(500, 100));
-    assert_eq!(vm.guest().kernel_bytes(), REST_MIB * MIB);
-    let plugged =
-        |vm: &Vm| vm.guest().zones().iter().map(|zone| zone.plugged_bytes / MIB).collect::<Vec<_>>();
-    assert_eq!((plugged(&vm), vm.guest().kernel_block_bytes()), (vec![256, 0], 256 * MIB));
+fn blocks_that_serve_the_kernel_leave_in_parts_as_far_as_they_are_free() {
+    let (plugged_mib, vm) = plugged_after_an_hour_with(REST_MIB);
+    // The rest of the kernel memory, and page descriptors of the section that is still plugged.
+    let pinned_mib = REST_MIB + 2;
+    assert_eq!((plugged_mib, vm.guest().kernel_block_bytes()), (vec![pinned_mib, 0], pinned_mib * MIB));
+    assert_eq!((vm.guest().resident_bytes(), vm.guest().totals().oom_kills), (100 * MIB, 0));
+    // The rest of a block serves the kernel when it is plugged again, and another block is movable.
+    let mut guest = vm.guest().clone();
+    guest.request([256 * MIB, 0]);
+    let segment = *vm.demand().segments().last().expect("one");
+    guest.live(guest.now() + 10_000, &segment, &mut HostPool(0));
+    assert_eq!((guest.plugged_bytes(), guest.kernel_block_bytes()), (256 * MIB, 128 * MIB));
+    let (plugged_mib, _) = plugged_after_an_hour_with(200);
+    assert_eq!(plugged_mib[0], 200 + 4);
+}
+
+#[test]
+fn guest_that_cannot_demote_swaps_for_its_kernel() {
+    let mut setup = load_with_pm(400, 300);
+    setup.guest.demotes = false;
+    let (vm, _) = live(setup);
+    let totals = vm.guest().totals();
+    assert_eq!((vm.guest().kernel_bytes(), totals.demoted_bytes), (400 * MIB, 0));
+    assert!(totals.swapped_out_bytes > 150 * MIB, "{totals:?}");
+}
+
+#[test]
+fn demotion_ends_when_less_than_a_part_of_pm_is_free() {
+    let mut setup = load_with_pm(400, 1320);
+    setup.guest.swap = SwapDevice::from_name("disk", 1024 * MIB).expect("listed");
+    let (vm, report) = live(setup);
+    let zone = report.zones().iter().find(|zone| zone.node == 1).expect("PM");
+    let full_pages = foreshore_proto::full_pm_pages(zone.managed_pages);
+    let totals = vm.guest().totals();
+    assert!(totals.demoted_bytes > 0 && totals.swapped_out_bytes > 0, "{totals:?}");
+    assert!(zone.free_pages >= full_pages, "{zone:?}, less than {full_pages} free");
 }
