@@ -12,7 +12,6 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 
 use crate::checkout::Checkout;
-use crate::images;
 use crate::jobs;
 use crate::messages::say;
 use crate::programs;
@@ -41,7 +40,7 @@ pub fn build(checkout: &Checkout, part: Part) -> Result<()> {
         Part::Programs => {
             say!("building the programs (cargo build --release)");
             if !checkout.programs().join("foreshore").exists() {
-                say!("the first build takes 4 to 7 minutes on two cores, later ones seconds");
+                say!("the first build takes 4 to 7 minutes on two idle cores, later ones seconds");
             }
             (&["build", "--release", "--bins"], "the build failed")
         }
@@ -57,14 +56,6 @@ pub fn build(checkout: &Checkout, part: Part) -> Result<()> {
         bail!("{failure}");
     }
     Ok(())
-}
-
-/// Builds the programs, the clients, and the images of the guests, which contain some of the
-/// programs.
-pub fn build_all(checkout: &Checkout) -> Result<()> {
-    build(checkout, Part::Programs)?;
-    build(checkout, Part::Clients)?;
-    images::guests::build_all(checkout)
 }
 
 /// Runs cargo in the checkout.

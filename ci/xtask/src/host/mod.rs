@@ -19,8 +19,9 @@ use std::time::Duration;
 use anyhow::{Result, anyhow};
 use clap::Args;
 
-use crate::cargo;
+use crate::cargo::{self, Part};
 use crate::checkout::Checkout;
+use crate::images;
 use crate::messages::{refuse, speak_as};
 use crate::setup;
 use place::Place;
@@ -161,7 +162,8 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         arguments.check()?;
         setup::ensure_set_up(checkout)?;
         if !arguments.no_build {
-            cargo::build_all(checkout)?;
+            cargo::build(checkout, Part::Programs)?;
+            images::guests::build_all(checkout)?;
         }
         match place {
             Place::Direct => direct::run(checkout, arguments, &reason),
