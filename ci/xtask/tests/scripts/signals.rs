@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -12,13 +12,38 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::images::{Builder, Kernel};
 use super::tree::{Tree, missing_tool};
 
-const LIMIT: Duration = Duration::from_secs(20);
+/// Limit of each wait. Only a failure takes that long: builders are slow and busy.
+const LIMIT: Duration = Duration::from_secs(300);
 /// Starts a process that lasts until a signal ends it, and writes its number to `$STARTED`.
 const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
 /// A QEMU that emulates nothing.
 const LASTING_QEMU: &str = "#!/bin/sh\n[ \"$1\" = --version ] || exec stub\n";
+
+/// A running task. On drop it gets SIGTERM, so that it ends before its tree goes.
+struct Task(Child);
+
+impl Task {
+    fn signal(&self, signal: Signal) -> Result<()> {
+        Ok(kill_process(Pid::from_child(&self.0), signal)?)
+    }
+
+    fn wait(&mut self) -> Result<ExitStatus> {
+        wait_for("the task has ended", || Ok(self.0.try_wait()?))
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        if let Ok(None) = self.0.try_wait() {
+            let _ = self.signal(Signal::TERM);
+            if self.wait().is_err() {
+                let _ = self.0.kill();
+            }
+        }
+    }
+}
 
 /// A tree for a task, where the command `stub` and others that use it last.
 struct Stubs {
@@ -37,11 +62,15 @@ impl Stubs {
         Self::add_to(tree, "direct")
     }
 
-    /// A tree with all that an emulated host needs, apart from QEMU.
+    /// A tree with all that an emulated host needs, built, apart from QEMU.
     fn with_qemu(kernel: &Kernel) -> Result<Self> {
         let stubs = Self::add_to(Builder::new(kernel, 0o022)?.into_tree(), "nested")?;
         stubs.tree.write("bin/qemu-system-x86_64", LASTING_QEMU, 0o755)?;
         stubs.tree.write("ci/xtask/src/host/mend.rs", "", 0o644)?;
+        for line in ["ci/setup", "ci/xtask/run host-disk"] {
+            let status = stubs.start(line)?.wait()?;
+            ensure!(status.success(), "{line}: {status}");
+        }
         Ok(stubs)
     }
 
@@ -52,11 +81,11 @@ impl Stubs {
     }
 
     /// Starts a wrapper without a terminal at which sudo could ask for a password.
-    fn start(&self, line: &str) -> Result<Child> {
+    fn start(&self, line: &str) -> Result<Task> {
         self.start_in(self.tree.folder(), line)
     }
 
-    fn start_in(&self, folder: &Path, line: &str) -> Result<Child> {
+    fn start_in(&self, folder: &Path, line: &str) -> Result<Task> {
         let child = Command::new("setsid")
             .args(line.split(' '))
             .current_dir(folder)
@@ -67,13 +96,13 @@ impl Stubs {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;
-        Ok(child)
+        Ok(Task(child))
     }
 
     /// The process that the stub has started, once it has.
-    fn started(&self, task: &mut Child) -> Result<Pid> {
+    fn started(&self, task: &mut Task) -> Result<Pid> {
         wait_for("the task runs the stub", || {
-            if let Some(status) = task.try_wait()? {
+            if let Some(status) = task.0.try_wait()? {
                 bail!("the task has ended: {status}");
             }
             let text = fs::read_to_string(self.tree.path("started")).ok();
@@ -120,9 +149,9 @@ fn has_ended(process: Pid) -> Result<()> {
 /// Checks a task that gets SIGTERM while the stub runs.
 fn check(stubs: &Stubs, line: &str) -> Result<()> {
     let mut task = stubs.start(line)?;
-    let started = stubs.started(&mut task).inspect_err(|_| drop(task.kill()))?;
-    kill_process(Pid::from_child(&task), Signal::TERM)?;
-    let status = wait_for("the task has ended", || Ok(task.try_wait()?));
+    let started = stubs.started(&mut task)?;
+    task.signal(Signal::TERM)?;
+    let status = task.wait();
     has_ended(started)?;
     let status = status?;
     ensure!(status.code() == Some(143), "{status}");
@@ -176,7 +205,7 @@ fn time_limit_ends_all_processes_of_a_command() {
     let stubs = Stubs::new("no-cargo").unwrap();
     let mut task = stubs.start("ci/nested/host --no-build --timeout 3 -- stub").unwrap();
     let started = stubs.started(&mut task).unwrap();
-    let status = wait_for("the task has ended", || Ok(task.try_wait()?));
+    let status = task.wait();
     let ended = has_ended(started);
     assert_eq!(status.unwrap().code(), Some(124));
     ended.unwrap();
@@ -194,7 +223,7 @@ fn exit_code_and_caller_folder_reach_the_command() {
     stubs.tree.write("caller/file", "exit 7\n", 0o644).unwrap();
     let line = "../ci/nested/host --no-build --put file -- sh file";
     let mut task = stubs.start_in(&stubs.tree.path("caller"), line).unwrap();
-    assert_eq!(wait_for("the task has ended", || Ok(task.try_wait()?)).unwrap().code(), Some(7));
+    assert_eq!(task.wait().unwrap().code(), Some(7));
     let mut task = stubs.start("ci/nested/host --no-build --put missing -- sh file").unwrap();
-    assert_eq!(wait_for("the task has ended", || Ok(task.try_wait()?)).unwrap().code(), Some(2));
+    assert_eq!(task.wait().unwrap().code(), Some(2));
 }
