@@ -94,25 +94,6 @@ impl Job {
         // The group may have ended.
         let _ = kill_process_group(self.leader, signal);
     }
-
-    /// Waits for the child until `limit` has passed, and then ends its group. `None` if it did not
-    /// end by itself.
-    pub fn wait_for(mut self, limit: Duration) -> Result<Option<ExitStatus>> {
-        let mut end = Instant::now() + limit;
-        let mut is_late = false;
-        loop {
-            if let Some(status) = self.try_wait()? {
-                return Ok((!is_late).then_some(status));
-            }
-            if Instant::now() >= end {
-                self.signal(if is_late { Signal::KILL } else { Signal::TERM });
-                self.signal(Signal::CONT);
-                is_late = true;
-                end = Instant::now() + GRACE;
-            }
-            thread::sleep(POLL);
-        }
-    }
 }
 
 impl Drop for Job {
@@ -328,13 +309,9 @@ mod tests {
     }
 
     #[test]
-    fn job_is_waited_for_or_ended_at_its_limit() {
-        let wait = |script: &str, limit| {
-            let job = spawn(Command::new("sh").args(["-c", script])).unwrap();
-            job.wait_for(limit).unwrap().map(exit_code)
-        };
-        assert_eq!(wait("exit 7", Duration::from_secs(60)), Some(7));
-        assert_eq!(wait("kill -KILL $$", Duration::from_secs(60)), Some(137));
-        assert_eq!(wait("sleep 1000", Duration::ZERO), None);
+    fn exit_code_of_a_signal_is_that_of_a_shell() {
+        let code = |script: &str| exit_code(status(Command::new("sh").args(["-c", script])).unwrap());
+        assert_eq!(code("exit 7"), 7);
+        assert_eq!(code("kill -KILL $$"), 137);
     }
 }

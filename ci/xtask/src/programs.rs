@@ -61,6 +61,18 @@ pub fn with_path(name: impl AsRef<std::ffi::OsStr>, path: impl AsRef<std::ffi::O
     command
 }
 
+/// A command like that of `with_path`. The program gets the signal if the thread that has started
+/// it ends first, for example because this process is killed. `signal` is a name without SIG.
+pub fn ending_with_this_one(
+    signal: &str,
+    program: &Path,
+    path: impl AsRef<std::ffi::OsStr>,
+) -> Result<Command> {
+    let mut command = with_path(find_system("setpriv")?, path);
+    command.arg("--pdeathsig").arg(signal).arg("--").arg(program);
+    Ok(command)
+}
+
 /// The program `name` in the folders of `path`.
 pub fn find(name: &str, path: impl AsRef<std::ffi::OsStr>) -> Option<PathBuf> {
     env::split_paths(&path).map(|folder| folder.join(name)).find(|program| is_program(program))

@@ -21,7 +21,7 @@ const USER_TOOLS: [Tool; 3] =
     [("cc", "gcc"), ("qemu-system-x86_64", "qemu-system-x86"), ("qemu-img", "qemu-utils")];
 /// Tools that must be the distribution's, because images are made with them or scripts expect their
 /// options.
-const SYSTEM_TOOLS: [Tool; 13] = [
+const SYSTEM_TOOLS: [Tool; 14] = [
     ("busybox", "busybox-static"),
     ("cpio", "cpio"),
     ("zstd", "zstd"),
@@ -34,6 +34,7 @@ const SYSTEM_TOOLS: [Tool; 13] = [
     ("timeout", "coreutils"),
     ("awk", "mawk"),
     ("flock", "util-linux"),
+    ("setpriv", "util-linux"),
     ("strip", "binutils"),
 ];
 /// File that a static glibc program needs. No command shows that it is missing.

@@ -1,24 +1,22 @@
 //! The command on this machine.
 
 use std::env;
-use std::io::ErrorKind;
 use std::os::unix::fs::symlink;
+use std::os::unix::process::ExitStatusExt;
+use std::time::Instant;
 
 use anyhow::{Context, Result};
+use rustix::process::Signal;
 
 use super::job::{MEASURED_ON, copy_puts};
 use super::measured::measured_on;
 use super::place::{PLACE, Place};
 use super::{Arguments, CUT_OFF};
 use crate::checkout::{Checkout, create_folder, remove_file};
-use crate::jobs::{self, Scratch};
+use crate::jobs::{self, GRACE, Scratch};
 use crate::kernels;
 use crate::messages::{refuse, say};
 use crate::programs::{self, user_path};
-
-/// Exit code of a shell for a command that it does not find, and for one that it cannot run.
-const NOT_FOUND: u8 = 127;
-const NOT_RUN: u8 = 126;
 
 /// Runs the command, and returns its exit code.
 pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
@@ -41,21 +39,20 @@ pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     }
     let (program, arguments) = host.command.split_first().context("no command")?;
     let path = env::join_paths([checkout.programs()].into_iter().chain(env::split_paths(&user_path())))?;
-    let mut command = programs::with_path(program, path);
-    command.args(arguments).current_dir(work.path());
+    // timeout ends the whole process group, also if this task is killed.
+    let mut command = programs::ending_with_this_one("TERM", &programs::find_system("timeout")?, path)?;
+    command.args(["-k", &GRACE.as_secs().to_string(), &host.timeout_s.to_string()]);
+    command.arg(program).args(arguments).current_dir(work.path());
     command.env("GUESTS", guests).env("OUT", out).env(PLACE, Place::Direct.to_string());
     command.env(MEASURED_ON, measured_on(checkout, Place::Direct)?);
-    let job = match jobs::spawn_killable(&mut command) {
-        Ok(job) => job,
-        Err(error) => {
-            say!("{error:#}");
-            let cause = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-            return Ok(if cause == Some(ErrorKind::NotFound) { NOT_FOUND } else { NOT_RUN });
-        }
-    };
-    let Some(status) = job.wait_for(host.timeout())? else {
+    let started = Instant::now();
+    let status = jobs::spawn_killable(&mut command)?.wait()?;
+    // With SIGKILL, timeout ends itself as well.
+    let may_be_cut_off =
+        status.code() == Some(CUT_OFF.into()) || status.signal() == Some(Signal::KILL.as_raw());
+    if may_be_cut_off && started.elapsed() >= host.timeout() {
         say!("cut off after {} s", host.timeout_s);
         return Ok(CUT_OFF);
-    };
+    }
     Ok(jobs::exit_code(status))
 }

@@ -51,7 +51,12 @@ pub struct Arguments {
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Cut the command off after that time: exit code 124, and the files under $OUT come back
-    #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 1200)]
+    #[arg(
+        long = "timeout",
+        value_name = "SECONDS",
+        default_value_t = 1200,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     timeout_s: u32,
     /// Make an ext4 file system with real DAX on /pm (emulated host only)
     #[arg(long = "nvdimm", value_name = "MIB", conflicts_with = "nvdimm_file")]
@@ -220,7 +225,13 @@ pub(crate) mod tests {
 
     #[test]
     fn contradictions_are_refused() {
-        for line in ["--nvdimm 1 --nvdimm-file f -- a", "--pmem-devices 1 -- a", "--mem x -- a", "--cpus 1"] {
+        for line in [
+            "--nvdimm 1 --nvdimm-file f -- a",
+            "--pmem-devices 1 -- a",
+            "--mem x -- a",
+            "--timeout 0 -- a",
+            "--cpus 1",
+        ] {
             assert!(parse(line).is_err(), "{line}");
         }
         for line in ["--counted -- a", "--nvdimm 1 --mem 3071 -- a", "--nvdimm-file f --mem 1 -- a"] {

@@ -105,7 +105,9 @@ impl<'run> Boot<'run> {
     fn start(checkout: &Checkout, host: &'run Arguments, run: &'run Path) -> Result<Self> {
         let kernel = kernels::pin(checkout, kernels::DEFAULT)?.image(checkout)?;
         let files = qemu::Files { kernel: &kernel, initrd: &checkout.ci("host/initrd"), run };
-        let mut command = programs::user(mend::mended_qemu(checkout)?);
+        // SIGKILL, because nothing would end a QEMU that ignores another signal.
+        let qemu = mend::mended_qemu(checkout)?;
+        let mut command = programs::ending_with_this_one("KILL", &qemu, programs::user_path())?;
         let log = fs::File::create(run.join("qemu.log"))?;
         command.args(qemu::arguments(host, &files)).stdout(log.try_clone()?).stderr(log);
         if std::env::var_os(qemu::MODULES.0).is_none_or(|folder| folder.is_empty()) {

@@ -1,4 +1,5 @@
-//! SIGTERM to a task, or its time limit, ends everything that the task has started.
+//! SIGTERM to a task, or its time limit, ends everything that the task has started. A task that is
+//! killed leaves no command and no QEMU behind.
 
 use std::fs;
 use std::path::Path;
@@ -18,8 +19,9 @@ const LIMIT: Duration = Duration::from_secs(300);
 const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
-/// A QEMU that emulates nothing.
-const LASTING_QEMU: &str = "#!/bin/sh\n[ \"$1\" = --version ] || exec stub\n";
+/// A QEMU that emulates nothing. It writes its own number to `$STARTED`.
+const LASTING_QEMU: &str = "#!/bin/sh\n[ \"$1\" != --version ] || exit 0\necho $$ >\"$STARTED.new\"\n\
+                            mv \"$STARTED.new\" \"$STARTED\"\nexec sleep 1000\n";
 
 /// A running task. On drop it gets SIGTERM, so that it ends before its tree goes.
 struct Task(Child);
@@ -196,6 +198,36 @@ fn emulated_host_that_gets_term_ends_its_qemu() {
     assert_eq!(left, 0);
 }
 
+/// Checks a task that is killed while the stub runs.
+fn check_killed(stubs: &Stubs, line: &str) -> Result<()> {
+    let mut task = stubs.start(line)?;
+    let started = stubs.started(&mut task)?;
+    task.signal(Signal::KILL)?;
+    task.wait()?;
+    has_ended(started)
+}
+
+#[test]
+fn command_of_a_killed_task_ends() {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::new("no-cargo").unwrap();
+    check_killed(&stubs, "ci/nested/host --no-build -- stub").unwrap();
+}
+
+#[test]
+fn qemu_of_a_killed_task_ends() {
+    let kernel = Kernel::read().unwrap();
+    if let Some(missing) = kernel.missing() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::with_qemu(&kernel).unwrap();
+    check_killed(&stubs, "ci/nested/host --no-build -- true").unwrap();
+}
+
 #[test]
 fn time_limit_ends_all_processes_of_a_command() {
     if let Some(missing) = missing_tool() {
@@ -222,6 +254,9 @@ fn exit_code_and_caller_folder_reach_the_command() {
     // A relative path is the caller's.
     stubs.tree.write("caller/file", "exit 7\n", 0o644).unwrap();
     let line = "../ci/nested/host --no-build --put file -- sh file";
+    let code = |line: &str| stubs.start(line).unwrap().wait().unwrap().code();
+    assert_eq!(code("ci/nested/host --no-build -- missing-command"), Some(127));
+    assert_eq!(code("ci/nested/host --no-build -- sh -c exit\t124"), Some(124));
     let mut task = stubs.start_in(&stubs.tree.path("caller"), line).unwrap();
     assert_eq!(task.wait().unwrap().code(), Some(7));
     let mut task = stubs.start("ci/nested/host --no-build --put missing -- sh file").unwrap();

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 const WRAPPERS: [&str; 4] = ["ci/setup", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// Tools without which `ci/setup` would install packages. The test must install nothing.
-const TOOLS: [&str; 17] = [
+const TOOLS: [&str; 18] = [
     "busybox",
     "cc",
     "cpio",
@@ -25,6 +25,7 @@ const TOOLS: [&str; 17] = [
     "timeout",
     "awk",
     "flock",
+    "setpriv",
     "strip",
     "qemu-img",
     "qemu-system-x86_64",
