@@ -3,6 +3,7 @@
 use std::env;
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -105,6 +106,20 @@ pub fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).with_context(|| format!("Cannot rename {} to {}", from.display(), to.display()))
 }
 
+/// Makes a symbolic link, in place of a file that is there. Other processes find one of the two at
+/// any time.
+pub fn link(target: &Path, path: &Path) -> Result<()> {
+    if fs::read_link(path).is_ok_and(|old| old == target) {
+        return Ok(());
+    }
+    let mut name = path.file_name().context("no name")?.to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let new = path.with_file_name(name);
+    remove_file(&new)?;
+    symlink(target, &new).with_context(|| format!("Cannot link {}", new.display()))?;
+    rename(&new, path)
+}
+
 /// Removes a file if it exists.
 pub fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
@@ -112,5 +127,50 @@ pub fn remove_file(path: &Path) -> Result<()> {
             Err(error).with_context(|| format!("Cannot remove {}", path.display()))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn link_that_is_replaced_is_never_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("link");
+        let targets = [Path::new("one"), Path::new("two")];
+        link(targets[0], &path).unwrap();
+        let is_over = AtomicBool::new(false);
+        let found = thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                while !is_over.load(Ordering::Acquire) {
+                    fs::read_link(&path)?;
+                }
+                fs::read_link(&path)
+            });
+            (1..=2000).for_each(|number| link(targets[number % 2], &path).unwrap());
+            is_over.store(true, Ordering::Release);
+            reader.join().unwrap()
+        });
+        assert_eq!(found.unwrap(), targets[0]);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn link_with_the_same_target_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("link");
+        let inode = || {
+            link(Path::new("target"), &path).unwrap();
+            path.symlink_metadata().unwrap().ino()
+        };
+        let first = inode();
+        // A second name keeps the number from being used again.
+        fs::hard_link(&path, folder.path().join("other")).unwrap();
+        assert_eq!(inode(), first);
     }
 }

@@ -1,7 +1,6 @@
 //! The command on this machine.
 
 use std::env;
-use std::os::unix::fs::symlink;
 use std::os::unix::process::ExitStatusExt;
 use std::time::Instant;
 
@@ -12,7 +11,7 @@ use super::job::{MEASURED_ON, copy_puts};
 use super::measured::measured_on;
 use super::place::{PLACE, Place};
 use super::{Arguments, CUT_OFF};
-use crate::checkout::{Checkout, create_folder, remove_file};
+use crate::checkout::{Checkout, create_folder, link};
 use crate::jobs::{self, GRACE, Scratch};
 use crate::kernels;
 use crate::messages::{refuse, say};
@@ -33,9 +32,7 @@ pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     let guests = checkout.ci("guests");
     create_folder(&guests)?;
     for pin in kernels::pins(checkout)? {
-        let link = guests.join(format!("vmlinuz-{}", pin.name));
-        remove_file(&link)?;
-        symlink(pin.image(checkout)?, &link).with_context(|| format!("Cannot link {}", link.display()))?;
+        link(&pin.image(checkout)?, &guests.join(format!("vmlinuz-{}", pin.name)))?;
     }
     let (program, arguments) = host.command.split_first().context("no command")?;
     let path = env::join_paths([checkout.programs()].into_iter().chain(env::split_paths(&user_path())))?;
