@@ -23,10 +23,14 @@ use crate::jobs;
 use crate::kernels;
 use crate::programs;
 
+/// Code of this program. Other modules set the umask, the environment and the kernels of images.
+const CODE: [&str; 2] = ["ci/xtask/src", "ci/xtask/Cargo.toml"];
+
 /// Inputs of all images: the code that builds them, the kernels and busybox.
 fn common_inputs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
-    let code = checkout.path("ci/xtask/src/images");
-    Ok(vec![code, checkout.path(kernels::LOCK), programs::find_system("busybox")?])
+    let mut inputs: Vec<_> = CODE.iter().map(|code| checkout.path(code)).collect();
+    inputs.extend([checkout.path(kernels::LOCK), programs::find_system("busybox")?]);
+    Ok(inputs)
 }
 
 /// A key that changes when one of the files, or a file in one of the folders, changes.
@@ -148,6 +152,22 @@ mod tests {
         let renamed = key();
         let keys = std::collections::BTreeSet::from([first, touched, longer, renamed]);
         assert_eq!(keys.len(), 4);
+    }
+
+    #[test]
+    fn all_code_of_this_program_is_an_input() {
+        let checkout = Checkout::new().unwrap();
+        if programs::find_system("busybox").is_err() {
+            eprintln!("skipped: busybox is not installed (ci/setup installs it)");
+            return;
+        }
+        let peers = peers::inputs(&checkout, Path::new("/usr/bin/qemu-system-x86_64")).unwrap();
+        for inputs in [common_inputs(&checkout).unwrap(), peers] {
+            for file in ["src/main.rs", "src/programs.rs", "src/images/staging.rs", "Cargo.toml"] {
+                let path = checkout.path("ci/xtask").join(file);
+                assert!(path.is_file() && inputs.iter().any(|input| path.starts_with(input)), "{file}");
+            }
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::staging::{Stage, shared_objects};
-use super::{inputs_key, make_file_system, rebuild};
+use super::{common_inputs, inputs_key, make_file_system, rebuild};
 use crate::checkout::{Checkout, copy, create_folder, lock};
 use crate::host::qemu;
 use crate::jobs;
@@ -39,8 +39,7 @@ pub fn build(checkout: &Checkout) -> Result<()> {
         create_folder(&folder)?;
         let _lock = lock(&folder.join("peers.lock"))?;
         let qemu = qemu::program()?;
-        let mut inputs = vec![checkout.path("ci/xtask/src/images/peers.rs"), qemu.clone()];
-        inputs.extend(named_peers());
+        let inputs = inputs(checkout, &qemu)?;
         let stage = folder.join("peers.stage");
         rebuild(&folder.join("peers.key"), &inputs_key(&inputs)?, || {
             say!("building the disk with the peers");
@@ -49,6 +48,13 @@ pub fn build(checkout: &Checkout) -> Result<()> {
             make_file_system(stage.folder(), &folder.join("peers.ext4"), |used_kib| used_kib * 21 / 20 + 8192)
         })
     })
+}
+
+pub(super) fn inputs(checkout: &Checkout, qemu: &Path) -> Result<Vec<PathBuf>> {
+    let mut inputs = common_inputs(checkout)?;
+    inputs.push(qemu.to_owned());
+    inputs.extend(named_peers());
+    Ok(inputs)
 }
 
 fn named_peers() -> Vec<PathBuf> {

@@ -22,6 +22,8 @@ const SCRIPTS: [&str; 4] =
     ["ci/nested/init", "ci/nested/root-init", "guest/image/init", "guest/image/acpi-power"];
 /// Code that names the packages of the images.
 const PACKAGES: &str = "ci/xtask/src/images/trees.rs";
+/// Some of the code that the images depend on.
+const CODE: [&str; 3] = [PACKAGES, "ci/xtask/src/programs.rs", "ci/xtask/Cargo.toml"];
 const OUR_PROGRAMS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
 /// Programs of the images that come from Debian packages. Here each is the machine's mke2fs.
 const PACKAGED_PROGRAMS: [&str; 6] = ["mke2fs", "mkfs.ext4", "e2fsck", "fsck.ext4", "resize2fs", "mkfs.xfs"];
@@ -112,7 +114,9 @@ impl Builder {
         let tree = Tree::new(Path::new(env!("CARGO_TARGET_TMPDIR")), umask, ":")?;
         SCRIPTS.iter().try_for_each(|script| tree.copy_script(script))?;
         tree.write("ci/kernels.lock", &kernel.lock, 0o644 & !umask)?;
-        tree.copy(&repository().join(PACKAGES), PACKAGES, 0o644 & !umask)?;
+        for file in CODE {
+            tree.copy(&repository().join(file), file, 0o644 & !umask)?;
+        }
         for program in OUR_PROGRAMS {
             let path = format!("target/x86_64-unknown-linux-gnu/release/{program}");
             tree.copy(Path::new("/usr/bin/env"), &path, 0o755 & !umask)?;
