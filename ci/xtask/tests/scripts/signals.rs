@@ -1,7 +1,8 @@
 //! SIGTERM to a task, or its time limit, ends everything that the task has started. A task that is
 //! killed leaves no command and no QEMU behind.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, ScopedJoinHandle};
@@ -11,7 +12,7 @@ use anyhow::{Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::images::{Builder, Kernel};
-use super::tree::{Tree, missing_tool};
+use super::tree::{BUILT, Tree, missing_tool};
 
 /// Limit of each wait. Only a failure takes that long: builders are slow and busy.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -242,6 +243,37 @@ fn time_limit_ends_all_processes_of_a_command() {
     assert_eq!(status.unwrap().code(), Some(124));
     ended.unwrap();
     stubs.assert_clean().unwrap();
+}
+
+/// True if a process waits for a lock of the file.
+fn is_awaited(lock: &File) -> Result<bool> {
+    let suffix = format!(":{}", lock.metadata()?.ino());
+    let is_waiter =
+        |line: &str| line.contains("-> FLOCK") && line.split_whitespace().any(|word| word.ends_with(&suffix));
+    Ok(fs::read_to_string("/proc/locks")?.lines().any(is_waiter))
+}
+
+#[test]
+fn script_without_a_built_xtask_waits_for_another_installation() {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::new("no-cargo").unwrap();
+    stubs.tree.write("Cargo.toml", "rust-version = \"1.0\"\n", 0o644).unwrap();
+    fs::remove_file(stubs.tree.path(BUILT)).unwrap();
+    fs::create_dir_all(stubs.tree.path("target/ci")).unwrap();
+    let lock = File::create(stubs.tree.path("target/ci/setup.lock")).unwrap();
+    lock.lock().unwrap();
+    // This task takes no lock itself.
+    let mut task = stubs.start("ci/nested/host --which").unwrap();
+    let waiting = wait_for("the task waits for the lock", || {
+        ensure!(task.0.try_wait()?.is_none(), "the task has ended");
+        Ok(is_awaited(&lock)?.then_some(()))
+    });
+    waiting.unwrap();
+    drop(lock);
+    assert_eq!(task.wait().unwrap().code(), Some(0));
 }
 
 #[test]

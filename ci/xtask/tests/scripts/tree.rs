@@ -10,6 +10,8 @@ use tempfile::TempDir;
 
 const WRAPPERS: [&str; 4] = ["ci/setup", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
+/// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
+pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
 /// Tools without which `ci/setup` would install packages. The test must install nothing.
 const TOOLS: [&str; 18] = [
     "busybox",
@@ -62,9 +64,8 @@ impl Tree {
              CARGO_MANIFEST_DIR=$PWD/ci/xtask exec {XTASK} \"$@\"\n"
         );
         tree.write("bin/cargo", run, 0o755)?;
-        let built = tree.path("target/xtask/x86_64-unknown-linux-gnu/debug");
-        fs::create_dir_all(&built)?;
-        symlink(XTASK, built.join("xtask"))?;
+        fs::create_dir_all(tree.path(BUILT).parent().context("no folder")?)?;
+        symlink(XTASK, tree.path(BUILT))?;
         Ok(tree)
     }
 
