@@ -1,7 +1,7 @@
-//! Heartbeat of the emulated host: it is asked again and again whether it lives, is told when the
-//! command's time is over, and is ended if it stands still.
+//! Heartbeat of the emulated host: it responds to periodic requests, ends the command on request,
+//! and is ended itself if it stands still.
 //!
-//! The question is an interrupt as well, and keeps the host from standing still: QEMU's SVM changes
+//! Each request is an interrupt as well, and keeps the host from standing still: QEMU's SVM changes
 //! a CPU's word of pending interrupts without a lock (target/i386/tcg/sysemu/svm_helper.c,
 //! do_vmexit), and loses what a timer sets there at the same moment. The interrupt controller still
 //! has it, and delivers it with the next interrupt. On one CPU that took minutes.
@@ -17,15 +17,15 @@ use rustix::fs::{CWD, Mode, OFlags, mkfifoat};
 
 use crate::jobs::Job;
 
-/// Interval of the questions.
+/// Interval of the requests.
 pub const INTERVAL: Duration = Duration::from_millis(250);
-/// Questions without an answer after which the host stands still: 120 s, in which it also has to
+/// Requests without a response after which the host stands still: 120 s, in which it also has to
 /// boot.
-const MOST_SILENT: u32 = 480;
-/// Questions without an answer after which only every so many intervals have one, or the pipe would
-/// fill up.
+pub const MOST_SILENT: u32 = 480;
+/// Requests without a response after which only one in so many intervals has a request. Otherwise,
+/// the pipe would fill up.
 const FREQUENT: u32 = 8;
-/// Time that QEMU's monitor has to answer.
+/// Limit for the response of QEMU's monitor.
 const MONITOR_LIMIT: Duration = Duration::from_secs(5);
 /// Prints the registers of all CPUs and sends an NMI, of which the kernel panics. That ends QEMU.
 const MONITOR_COMMANDS: &[u8] = b"info registers -a\nnmi\n";
@@ -74,49 +74,51 @@ impl Pipes {
     }
 }
 
-/// State of the questions.
+/// State of the requests.
 pub struct Beat {
     pipes: Pipes,
     silent: u32,
-    is_told: bool,
+    most_silent: u32,
+    is_end_requested: bool,
 }
 
 impl Beat {
-    pub fn new(run: &Path) -> Result<Self> {
-        Ok(Self { pipes: Pipes::open(run, "beat")?, silent: 0, is_told: false })
+    /// `most_silent` is the number of requests without a response after which the host stands still.
+    pub fn new(run: &Path, most_silent: u32) -> Result<Self> {
+        Ok(Self { pipes: Pipes::open(run, "beat")?, silent: 0, most_silent, is_end_requested: false })
     }
 
-    /// Asks the host. With `is_over`, also tells it once to end the command.
-    pub fn ask(&mut self, is_over: bool) -> Result<()> {
+    /// Sends a request. With `is_over`, also requests once that the host end the command.
+    pub fn send_request(&mut self, is_over: bool) -> Result<()> {
         if self.silent < FREQUENT || self.silent.is_multiple_of(FREQUENT) {
             self.pipes.send(b"\n")?;
         }
-        if is_over && !self.is_told {
+        if is_over && !self.is_end_requested {
             self.pipes.send(b"end\n")?;
-            self.is_told = true;
+            self.is_end_requested = true;
         }
         Ok(())
     }
 
-    /// Takes the answers, an interval after the question. False if the host stands still.
-    pub fn hears(&mut self) -> Result<bool> {
+    /// Receives the responses, an interval after the request. False if the host stands still.
+    pub fn receive_response(&mut self) -> Result<bool> {
         self.silent = if self.pipes.receive()?.is_empty() { self.silent + 1 } else { 0 };
-        Ok(self.silent < MOST_SILENT)
+        Ok(self.silent < self.most_silent)
     }
 }
 
-/// Asks QEMU for the registers of a host that stands still, and returns the answer. A QEMU that
-/// lives ends after that.
+/// Requests the registers of a host that stands still from QEMU, and returns the response. A QEMU
+/// that lives ends after that.
 pub fn examine(run: &Path, qemu: &mut Job) -> Result<(Vec<u8>, Option<std::process::ExitStatus>)> {
     let mut monitor = Pipes::open(run, "monitor")?;
     monitor.send(MONITOR_COMMANDS)?;
-    let (mut answer, started) = (Vec::new(), Instant::now());
+    let (mut response, started) = (Vec::new(), Instant::now());
     loop {
-        answer.extend(monitor.receive()?);
+        response.extend(monitor.receive()?);
         let status = qemu.try_wait()?;
         if status.is_some() || started.elapsed() >= MONITOR_LIMIT {
-            answer.extend(monitor.receive()?);
-            return Ok((answer, status));
+            response.extend(monitor.receive()?);
+            return Ok((response, status));
         }
         std::thread::sleep(INTERVAL);
     }
@@ -129,7 +131,7 @@ mod tests {
     /// A heartbeat and the pipes as QEMU has them.
     fn beat(folder: &Path) -> (Beat, File, File) {
         make_pipes(folder, "beat").unwrap();
-        let beat = Beat::new(folder).unwrap();
+        let beat = Beat::new(folder, MOST_SILENT).unwrap();
         let open = |end: &str| {
             let flags = OFlags::NONBLOCK.bits().cast_signed();
             let path = folder.join(format!("beat.{end}"));
@@ -146,29 +148,29 @@ mod tests {
     }
 
     #[test]
-    fn silent_host_is_asked_less_often_and_then_stands_still() {
+    fn silent_host_gets_fewer_requests_and_then_stands_still() {
         let folder = tempfile::tempdir().unwrap();
         let (mut beat, mut input, mut output) = beat(folder.path());
         for _ in 0..MOST_SILENT - 1 {
-            beat.ask(false).unwrap();
-            assert!(beat.hears().unwrap());
+            beat.send_request(false).unwrap();
+            assert!(beat.receive_response().unwrap());
         }
-        let questions = u32::try_from(read(&mut input).len()).unwrap();
-        assert_eq!(questions, FREQUENT + (MOST_SILENT - 1) / FREQUENT);
+        let requests = u32::try_from(read(&mut input).len()).unwrap();
+        assert_eq!(requests, FREQUENT + (MOST_SILENT - 1) / FREQUENT);
         output.write_all(b"\n").unwrap();
-        assert!(beat.hears().unwrap());
+        assert!(beat.receive_response().unwrap());
         for _ in 0..MOST_SILENT - 1 {
-            assert!(beat.hears().unwrap());
+            assert!(beat.receive_response().unwrap());
         }
-        assert!(!beat.hears().unwrap());
+        assert!(!beat.receive_response().unwrap());
     }
 
     #[test]
-    fn end_is_told_once() {
+    fn end_is_requested_once() {
         let folder = tempfile::tempdir().unwrap();
         let (mut beat, mut input, _output) = beat(folder.path());
         for is_over in [false, true, true] {
-            beat.ask(is_over).unwrap();
+            beat.send_request(is_over).unwrap();
         }
         assert_eq!(read(&mut input), "\n\nend\n\n");
     }
@@ -178,7 +180,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (mut beat, _input, _output) = beat(folder.path());
         for _ in 0..100_000 {
-            beat.ask(false).unwrap();
+            beat.send_request(false).unwrap();
         }
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::ExitStatus;
+use std::process::{Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -66,9 +66,7 @@ fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     for disk in &disks[..if host.peers { 2 } else { 1 }] {
         fs::hard_link(checkout.ci("host").join(disk), run.join(disk)).context("Cannot link a disk")?;
     }
-    OUTPUTS.iter().try_for_each(|output| write(&run.join(output), ""))?;
-    beat::make_pipes(run, "monitor")?;
-    beat::make_pipes(run, "beat")?;
+    make_outputs(run)?;
     if let Some(disk) = &host.disk {
         lasting::make(disk, lasting::DISK_MIB)?;
     }
@@ -76,6 +74,13 @@ fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
         lasting::make(file, lasting::NVDIMM_FILE_MIB)?;
     }
     job::make(checkout, host, run)
+}
+
+/// Makes the files and pipes that QEMU writes to.
+fn make_outputs(run: &Path) -> Result<()> {
+    OUTPUTS.iter().try_for_each(|output| write(&run.join(output), ""))?;
+    beat::make_pipes(run, "monitor")?;
+    beat::make_pipes(run, "beat")
 }
 
 /// A running host.
@@ -86,6 +91,8 @@ struct Boot<'run> {
     qemu: Job,
     tails: Tails,
     beat: Beat,
+    /// Time that QEMU has to end after the command's time is over.
+    end_limit: Duration,
     cutter: Option<Cutter>,
 }
 
@@ -108,19 +115,25 @@ impl<'run> Boot<'run> {
         // SIGKILL, because nothing would end a QEMU that ignores another signal.
         let qemu = mend::mended_qemu(checkout)?;
         let mut command = programs::ending_with_this_one("KILL", &qemu, programs::user_path())?;
-        let log = fs::File::create(run.join("qemu.log"))?;
-        command.args(qemu::arguments(host, &files)).stdout(log.try_clone()?).stderr(log);
+        command.args(qemu::arguments(host, &files));
         if std::env::var_os(qemu::MODULES.0).is_none_or(|folder| folder.is_empty()) {
             command.env(qemu::MODULES.0, qemu::MODULES.1);
         }
-        let beat = Beat::new(run)?;
+        Self::start_with(&mut command, host, run)
+    }
+
+    /// Starts this QEMU.
+    fn start_with(command: &mut Command, host: &'run Arguments, run: &'run Path) -> Result<Self> {
+        let log = fs::File::create(run.join("qemu.log"))?;
+        command.stdout(log.try_clone()?).stderr(log);
+        let beat = Beat::new(run, beat::MOST_SILENT)?;
         let cutter = host.power_cut.as_ref().map(|cut| Cutter::new(run, cut)).transpose()?;
         let mut tails = Tails::new();
         let started = Instant::now();
-        let qemu = jobs::spawn_killable(&mut command)?;
+        let qemu = jobs::spawn_killable(command)?;
         tails.add(&run.join("stdout"), io::stdout())?;
         tails.add(&run.join("stderr"), io::stderr())?;
-        Ok(Self { host, run, started, qemu, tails, beat, cutter })
+        Ok(Self { host, run, started, qemu, tails, beat, end_limit: END_LIMIT, cutter })
     }
 
     /// Waits until QEMU has ended, with the host's heartbeat, the time limit and the power cut.
@@ -128,15 +141,15 @@ impl<'run> Boot<'run> {
         let timeout = self.host.timeout();
         let (mut stood_still, mut is_ended) = (false, false);
         let status = loop {
-            self.beat.ask(self.started.elapsed() >= timeout)?;
-            if let Some(status) = self.wait_for_question()? {
+            self.beat.send_request(self.started.elapsed() >= timeout)?;
+            if let Some(status) = self.wait_for_interval()? {
                 break status;
             }
-            if !self.beat.hears()? {
+            if !self.beat.receive_response()? {
                 stood_still = true;
                 break self.end_standstill()?;
             }
-            if self.started.elapsed() >= timeout + END_LIMIT {
+            if self.started.elapsed() >= timeout + self.end_limit {
                 is_ended = true;
                 break self.end_qemu()?;
             }
@@ -156,9 +169,9 @@ impl<'run> Boot<'run> {
         Ok(End { status, is_late, is_ended, is_power_cut, cause })
     }
 
-    /// Waits until the next question is due, or QEMU has ended.
-    fn wait_for_question(&mut self) -> Result<Option<ExitStatus>> {
-        let asked = Instant::now();
+    /// Waits until the next request is due, or QEMU has ended.
+    fn wait_for_interval(&mut self) -> Result<Option<ExitStatus>> {
+        let started = Instant::now();
         loop {
             if let Some(status) = self.qemu.try_wait()? {
                 return Ok(Some(status));
@@ -168,7 +181,7 @@ impl<'run> Boot<'run> {
             {
                 self.qemu.signal(Signal::KILL);
             }
-            if asked.elapsed() >= beat::INTERVAL {
+            if started.elapsed() >= beat::INTERVAL {
                 return Ok(None);
             }
             thread::sleep(POLL);
@@ -189,8 +202,8 @@ impl<'run> Boot<'run> {
     /// Ends QEMU when the host itself has not ended in time.
     fn end_qemu(&mut self) -> Result<ExitStatus> {
         self.qemu.signal(Signal::TERM);
-        let asked = Instant::now();
-        while asked.elapsed() < GRACE {
+        let requested = Instant::now();
+        while requested.elapsed() < GRACE {
             if let Some(status) = self.qemu.try_wait()? {
                 return Ok(status);
             }
@@ -337,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_codes_tell_cut_offs_and_failed_hosts_from_commands() {
+    fn cut_offs_and_failed_hosts_have_their_own_exit_codes() {
         let end = |is_late, is_ended, is_power_cut| {
             let status = ExitStatus::from_raw(0);
             End { status, is_late, is_ended, is_power_cut, cause: None }
@@ -355,5 +368,41 @@ mod tests {
             let code = code(exit, &end(is_late, is_ended, is_power_cut));
             assert_eq!(code, expected, "{exit:?} {is_late} {is_ended} {is_power_cut}");
         }
+    }
+
+    /// Runs a shell script in place of QEMU, in the folder of the run. `limit` changes a limit.
+    fn end(run: &Path, host: &Arguments, script: &str, limit: impl FnOnce(&mut Boot<'_>)) -> End {
+        make_outputs(run).unwrap();
+        let mut shell = Command::new("sh");
+        let mut boot = Boot::start_with(shell.args(["-c", script]).current_dir(run), host, run).unwrap();
+        limit(&mut boot);
+        boot.wait().unwrap()
+    }
+
+    #[test]
+    fn host_that_does_not_end_in_time_is_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path();
+        let mut host = crate::host::tests::parse("-- a").unwrap();
+        host.timeout_s = 0;
+        let end = end(run, &host, "exec sleep 1000", |boot| boot.end_limit = Duration::ZERO);
+        assert_eq!(end.status.signal(), Some(Signal::TERM.as_raw()));
+        assert!(end.is_ended && end.cause.is_none());
+        assert_eq!(report(&host, run, &end).unwrap(), CUT_OFF);
+    }
+
+    #[test]
+    fn host_that_stands_still_ends_after_its_registers() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path();
+        let host = crate::host::tests::parse("-- a").unwrap();
+        let script = "read -r command <monitor.in && echo \"output of $command\" >monitor.out";
+        let end = end(run, &host, script, |boot| boot.beat = Beat::new(run, 1).unwrap());
+        assert_eq!(end.cause.as_deref(), Some("the host stood still"));
+        assert_eq!(report(&host, run, &end).unwrap(), HOST_FAILED);
+        let out = run.join("brought-back");
+        bring_back(run, &out, end.cause.is_some()).unwrap();
+        let registers = fs::read_to_string(out.join("host-registers.log")).unwrap();
+        assert_eq!(registers, "output of info registers -a\n");
     }
 }

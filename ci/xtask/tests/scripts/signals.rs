@@ -20,9 +20,17 @@ const LIMIT: Duration = Duration::from_secs(300);
 const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
-/// A QEMU that emulates nothing. It writes its own number to `$STARTED`.
-const LASTING_QEMU: &str = "#!/bin/sh\n[ \"$1\" != --version ] || exit 0\necho $$ >\"$STARTED.new\"\n\
-                            mv \"$STARTED.new\" \"$STARTED\"\nexec sleep 1000\n";
+/// A QEMU that emulates nothing. It writes its own number to `$STARTED`, and a line to the file that
+/// gets the command's output.
+const LASTING_QEMU: &str = r#"#!/bin/sh
+[ "$1" != --version ] || exit 0
+echo $$ >"$STARTED.new"
+mv "$STARTED.new" "$STARTED"
+for argument; do
+    case $argument in file,id=stdout,path=*) echo written >"${argument#*path=}" ;; esac
+done
+exec sleep 1000
+"#;
 
 /// A running task. On drop it gets SIGTERM, so that it ends before its tree goes.
 struct Task(Child);
@@ -227,6 +235,21 @@ fn qemu_of_a_killed_task_ends() {
     }
     let stubs = Stubs::with_qemu(&kernel).unwrap();
     check_killed(&stubs, "ci/nested/host --no-build -- true").unwrap();
+}
+
+#[test]
+fn power_cut_kills_qemu_after_the_line() {
+    let kernel = Kernel::read().unwrap();
+    if let Some(missing) = kernel.missing() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return;
+    }
+    let stubs = Stubs::with_qemu(&kernel).unwrap();
+    let mut task = stubs.start("ci/nested/host --no-build --power-cut written:1 -- true").unwrap();
+    let started = stubs.started(&mut task).unwrap();
+    assert_eq!(task.wait().unwrap().code(), Some(0));
+    // It was the task's child, so nothing is left of it.
+    assert!(!is_running(started));
 }
 
 #[test]
