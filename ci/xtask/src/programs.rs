@@ -17,8 +17,10 @@ pub const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 const MKE2FS_CONFIG: &str = "/nonexistent/mke2fs.conf";
 /// Variables of the user or of cargo that would change images, other cargo runs or programs'
 /// output.
-const REMOVED: [&str; 7] = [
+const REMOVED: [&str; 8] = [
     "CDPATH",
+    // A file that bash runs before a script, for example before ldd.
+    "BASH_ENV",
     "MODPROBE_OPTIONS",
     "CARGO",
     "CARGO_MANIFEST_DIR",
@@ -27,7 +29,8 @@ const REMOVED: [&str; 7] = [
     "LD_LIBRARY_PATH",
     CALLER_FOLDER,
 ];
-const REMOVED_PREFIX: &str = "CARGO_PKG_";
+/// Prefixes of further such variables. Functions that bash exports replace programs in its scripts.
+const REMOVED_PREFIXES: [&str; 2] = ["CARGO_PKG_", "BASH_FUNC_"];
 
 /// The user's PATH. An ordinary user's lacks the folders of mke2fs and modprobe.
 pub fn user_path() -> OsString {
@@ -51,7 +54,7 @@ pub fn with_path(name: impl AsRef<std::ffi::OsStr>, path: impl AsRef<std::ffi::O
     let mut command = Command::new(name);
     for (name, _) in env::vars_os() {
         let name = name.to_string_lossy();
-        if REMOVED.contains(&&*name) || name.starts_with(REMOVED_PREFIX) {
+        if is_removed(&name) {
             command.env_remove(&*name);
         }
     }
@@ -59,6 +62,10 @@ pub fn with_path(name: impl AsRef<std::ffi::OsStr>, path: impl AsRef<std::ffi::O
     command.env("LC_ALL", "C.UTF-8").env("MKE2FS_CONFIG", MKE2FS_CONFIG).env("PATH", path);
     command.stdin(Stdio::null());
     command
+}
+
+fn is_removed(name: &str) -> bool {
+    REMOVED.contains(&name) || REMOVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// A command like that of `with_path`. The program gets the signal if the thread that has started
@@ -86,4 +93,16 @@ pub fn find_system(name: &str) -> Result<PathBuf> {
 /// True for an executable file.
 pub fn is_program(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_of_bash_and_cargo_reach_no_program() {
+        let removed = ["BASH_ENV", "BASH_FUNC_cp%%", "CDPATH", "CARGO_PKG_NAME"];
+        assert!(removed.into_iter().all(is_removed));
+        assert!(!["PATH", "HOME", "BASH", "CARGO_HOME", "CARGO_TARGET_DIR"].into_iter().any(is_removed));
+    }
 }

@@ -21,10 +21,9 @@ const USER_TOOLS: [Tool; 3] =
     [("cc", "gcc"), ("qemu-system-x86_64", "qemu-system-x86"), ("qemu-img", "qemu-utils")];
 /// Tools that must be the distribution's, because images are made with them or scripts expect their
 /// options.
-const SYSTEM_TOOLS: [Tool; 14] = [
+const SYSTEM_TOOLS: [Tool; 13] = [
     ("busybox", "busybox-static"),
     ("cpio", "cpio"),
-    ("zstd", "zstd"),
     ("xz", "xz-utils"),
     ("lz4", "lz4"),
     ("depmod", "kmod"),

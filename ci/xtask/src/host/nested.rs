@@ -104,7 +104,7 @@ struct End {
     /// Set if QEMU itself had to be ended after that.
     is_ended: bool,
     is_power_cut: bool,
-    /// How the host ended before its command did, unless its own kernel powered it off.
+    /// Cause of an end before that of the command, unless the host's own kernel powered it off.
     cause: Option<String>,
 }
 
@@ -249,7 +249,7 @@ impl Cutter {
     }
 }
 
-/// How QEMU ended without its guest's doing. No console shows that.
+/// Cause of an end of QEMU that its guest did not bring about. No console shows it.
 fn cause(status: ExitStatus, resets: &str) -> Option<String> {
     if let Some(signal) = status.signal() {
         Some(format!("QEMU was ended by signal {signal} (9: was memory short?)"))

@@ -9,10 +9,10 @@ use anyhow::Result;
 
 use crate::messages::refuse;
 
-/// Variable that overrides the choice, and tells the command where it runs.
+/// Variable that overrides the choice. The command gets it with the place where it runs.
 pub const PLACE: &str = "FORESHORE_HOST";
 
-/// Where a command runs.
+/// Place where a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// On this machine.

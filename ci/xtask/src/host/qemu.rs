@@ -73,7 +73,7 @@ pub fn arguments(host: &Arguments, files: &Files<'_>) -> Vec<String> {
     list.add(["-kernel", &kernel, "-initrd", &initrd, "-append", &options]);
     let in_run = |name: &str| files.run.join(name).display().to_string();
     list.add(["-serial", &format!("file:{}", in_run("console.log"))]);
-    // The log tells when a CPU has triple-faulted. QEMU treats that as a restart like any other.
+    // The log has the triple faults of CPUs. QEMU treats that as a restart like any other.
     list.add(["-d", "cpu_reset", "-D", &in_run("resets.log")]);
     add_disks(&mut list, host, &in_run);
     add_network(&mut list, host);

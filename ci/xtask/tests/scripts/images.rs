@@ -43,6 +43,8 @@ const IN_NAMESPACE: &str =
 enum Hostile {
     Umask,
     Cdpath,
+    /// A function that bash has exported.
+    Function,
     ModprobeOptions,
     Path,
     /// A busybox of the user's.
@@ -53,9 +55,10 @@ enum Hostile {
     Machine,
 }
 
-const ALL: [Hostile; 8] = [
+const ALL: [Hostile; 9] = [
     Hostile::Umask,
     Hostile::Cdpath,
+    Hostile::Function,
     Hostile::ModprobeOptions,
     Hostile::Path,
     Hostile::Busybox,
@@ -190,8 +193,9 @@ impl Builder {
         command.args(["-c", "umask $0; PATH=$1; shift; exec env \"$@\"", umask, &path]).args(line.split(' '));
         command.current_dir(self.tree.folder());
         let options = format!("--config={}", self.tree.path("hostile/modprobe.d").display());
-        let settings: [(_, _, &dyn AsRef<std::ffi::OsStr>); 5] = [
+        let settings: [(_, _, &dyn AsRef<std::ffi::OsStr>); 6] = [
             (Hostile::Cdpath, "CDPATH", &self.tree.path("hostile/cdpath")),
+            (Hostile::Function, "BASH_FUNC_cp%%", &"() { :; }"),
             (Hostile::ModprobeOptions, "MODPROBE_OPTIONS", &options),
             (Hostile::Language, "LANG", &"de_DE.UTF-8"),
             (Hostile::Language, "LC_ALL", &"de_DE.UTF-8"),

@@ -13,11 +13,10 @@ const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
 pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
 /// Tools without which `ci/setup` would install packages. The test must install nothing.
-const TOOLS: [&str; 18] = [
+const TOOLS: [&str; 17] = [
     "busybox",
     "cc",
     "cpio",
-    "zstd",
     "xz",
     "lz4",
     "depmod",
