@@ -83,7 +83,7 @@ pub struct Beat {
 }
 
 impl Beat {
-    /// `most_silent` is the number of requests without a response after which the host stands still.
+    /// After `most_silent` requests without a response, the host stands still.
     pub fn new(run: &Path, most_silent: u32) -> Result<Self> {
         Ok(Self { pipes: Pipes::open(run, "beat")?, silent: 0, most_silent, is_end_requested: false })
     }

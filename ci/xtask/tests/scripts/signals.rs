@@ -20,8 +20,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
-/// A QEMU that emulates nothing. It writes its own number to `$STARTED`, and a line to the file that
-/// gets the command's output.
+/// A QEMU that emulates nothing. It writes its own number to `$STARTED`, and a line to the file of
+/// the command's output.
 const LASTING_QEMU: &str = r#"#!/bin/sh
 [ "$1" != --version ] || exit 0
 echo $$ >"$STARTED.new"
