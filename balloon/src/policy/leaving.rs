@@ -9,8 +9,8 @@ pub(crate) struct Leaving {
 }
 
 impl Leaving {
-    /// Continues with figures of another kind, of which `used_bytes` are used and `leaving_bytes`
-    /// of them are on their way out.
+    /// State after a change of the reporter. The new reporter counts `used_bytes` as used, and
+    /// `leaving_bytes` of them are about to leave.
     pub fn continued(used_bytes: i128, leaving_bytes: u64) -> Self {
         Leaving { still_bytes: Some(used_bytes - i128::from(leaving_bytes)) }
     }

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn conversion_whose_pages_find_no_room_fails_and_is_retried_after_a_pause() {
+    fn conversion_without_room_for_the_pages_is_retried_after_a_pause() {
         let (mut guest, mut agent) = (short_guest(), Agent::new());
         assert!(begins(&mut guest, &mut agent, 0));
         // Programs fill the room during each conversion.

@@ -92,9 +92,9 @@ struct Files {
 }
 
 impl Files {
-    /// Prepares for reports from another source, the first of which shows `cached_bytes` of page
-    /// cache. Its counters may include years, and it may count page cache in another way, so neither
-    /// difference is a change in the guest.
+    /// Prepares for reports from another source. The first of them shows `cached_bytes` of page cache.
+    /// The new counters started at another time, and the source may count page cache in another way.
+    /// So neither difference is a change in the guest.
     fn change_reporter(&mut self, cached_bytes: u64) {
         self.last = None;
         self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
@@ -201,9 +201,9 @@ impl Moments {
         Moments { seen: Vec::new(), most, kernel: None }
     }
 
-    /// Adds what a report shows, except its kernel memory, which is `kernel`. A report without it
-    /// gets that of the last report with it, or of the first one. So kernel memory that the next
-    /// reporter shows is no growth.
+    /// Adds a report. `seen` excludes kernel memory, and `kernel` is the report's kernel memory. A
+    /// report without that gets the figure of the last report that has it, or else of the first.
+    /// Otherwise kernel memory would seem to grow when the next reporter shows it.
     fn push(&mut self, mut seen: Seen, kernel: Option<KernelUsed>) {
         match (kernel, self.kernel) {
             (Some(first), None) => self.seen.iter_mut().for_each(|seen| seen.separate(first)),

@@ -100,7 +100,7 @@ fn parse(text: &str) -> Result<Vec<Pin>> {
 pub fn fetch(checkout: &Checkout, apt: &mut Apt<'_>, pin: &Pin) -> Result<()> {
     let Pin { name, package, version, .. } = pin;
     let tree = pin.tree(checkout);
-    // The verified hash is the stamp: another pin unpacks anew.
+    // The verified hash is the stamp, so a changed pin causes another unpacking.
     let stamp = tree.join("verified");
     if fs::read_to_string(&stamp).is_ok_and(|verified| verified.trim_end() == pin.sha256) {
         return Ok(());

@@ -88,7 +88,7 @@ impl BootZones {
         self.block_bytes
     }
 
-    /// Part of `pinned_bytes` of the kernel's own memory that lies in blocks of plugged DRAM.
+    /// Kernel memory in blocks of plugged DRAM, if the kernel has `pinned_bytes` in all.
     pub fn pinned_block_bytes(&self, pinned_bytes: u64) -> u64 {
         let normal_bytes = self.kernel_zones[1].bytes;
         pinned_bytes.min(normal_bytes).saturating_sub(normal_bytes - self.block_bytes)

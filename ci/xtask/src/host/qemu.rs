@@ -35,9 +35,9 @@ const KERNEL_OPTIONS: [&str; 11] = [
     "oops=panic",
     "unknown_nmi_panic",
     // QEMU 7.2 with several threads does not always follow a kernel that patches its own text: a
-    // CPU keeps the breakpoint that was there for a moment. So the kernel boots on one CPU, and
-    // patches little once root-init has started the others. A TSC that is trusted causes no switch
-    // either.
+    // CPU may keep executing the temporary breakpoint. So the kernel boots on one CPU, and patches
+    // little once root-init has started the others. A trusted TSC prevents a patch for another
+    // clock source.
     "maxcpus=1",
     "noreplace-smp",
     "tsc=reliable",
@@ -100,7 +100,7 @@ impl List {
 
 fn add_pace(list: &mut List, host: &Arguments) {
     if host.counted {
-        // While nothing is executed, time goes on to the next timer at once.
+        // While all CPUs are idle, the clock jumps to the next timer.
         list.add(["-accel", "tcg,thread=single,tb-size=512", "-icount", "shift=0,sleep=off"]);
     } else {
         list.add(["-accel", "tcg,thread=multi,tb-size=512"]);
@@ -115,8 +115,8 @@ fn add_disks(list: &mut List, host: &Arguments, in_run: &dyn Fn(&str) -> String)
         list.add_disk("peers", "readonly=on,file.locking=off", &in_run("peers.ext4"));
     }
     if let Some(disk) = &host.disk {
-        // A flush reaches the file. What the host has not flushed dies with its page cache, which
-        // is in QEMU's memory.
+        // A flush reaches the file. Unflushed data is in the host's page cache, which is in QEMU's
+        // memory and is lost with it.
         list.add_disk("disk", "cache=writeback", &disk.display().to_string());
     }
 }
