@@ -1,0 +1,219 @@
+//! Sizes in bytes: one syntax, and one set of texts, for flags, parameters and output.
+
+use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Syntax of a size, as errors name it.
+pub const SYNTAX: &str = "bytes, or a number with K, M, G or T";
+
+/// Syntax of a size, as `--help` explains it.
+pub const HELP: &str =
+    "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
+
+/// Digits behind the decimal point that count. A multiple of 2^-40 has no more than 40, so cutting
+/// a number after them does not change its number of whole bytes, in T or in a smaller unit.
+const FRACTION_DIGITS: usize = 40;
+
+/// Unit of a size: 1024 to the power of `power`.
+#[derive(Clone, Copy)]
+struct Unit {
+    letter: char,
+    name: &'static str,
+    power: u32,
+}
+
+/// The units, largest first.
+const UNITS: [Unit; 4] = [
+    Unit { letter: 'T', name: "TiB", power: 4 },
+    Unit { letter: 'G', name: "GiB", power: 3 },
+    Unit { letter: 'M', name: "MiB", power: 2 },
+    Unit { letter: 'K', name: "KiB", power: 1 },
+];
+
+impl Unit {
+    fn bytes(self) -> u64 {
+        1 << (10 * self.power)
+    }
+
+    /// Has `bytes` at most five digits in this unit? Kibibytes are never read at such length.
+    fn is_short(self, bytes: u64) -> bool {
+        bytes / self.bytes() < if self.power > 1 { 64 << 10 } else { 1 << 10 }
+    }
+}
+
+/// Reason for which a text is not a size.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum SizeError {
+    /// Text that is not a number with an optional unit.
+    #[error("{text:?} is not a size: {SYNTAX}")]
+    Malformed {
+        /// The text.
+        text: String,
+    },
+    /// Fraction of a byte.
+    #[error("{text:?} is not a whole number of bytes")]
+    NotWhole {
+        /// The text.
+        text: String,
+    },
+    /// More bytes than can be counted.
+    #[error("{text:?} is more than {most_bytes} bytes")]
+    TooLarge {
+        /// The text.
+        text: String,
+        /// The bound.
+        most_bytes: u64,
+    },
+    /// KB, MB, GB or TB, which are powers of 1000 to some and of 1024 to others.
+    #[error(
+        "{text:?} could be {decimal_bytes} or {binary_bytes} bytes; \
+         use {0}, {0}iB or the number of bytes",
+        without_b(text)
+    )]
+    Ambiguous {
+        /// The text.
+        text: String,
+        /// Whole bytes if the unit is a power of 1000.
+        decimal_bytes: u64,
+        /// Whole bytes if the unit is a power of 1024.
+        binary_bytes: u64,
+    },
+}
+
+/// `64M` of `64mb`.
+fn without_b(text: &str) -> String {
+    text.strip_suffix(['B', 'b']).unwrap_or(text).to_ascii_uppercase()
+}
+
+/// Parses a size and returns its number of bytes.
+///
+/// The units are K, M, G and T in either case, and KiB, MiB, GiB and TiB; all are powers of 1024. The
+/// number may have a fraction if the size is a whole number of bytes.
+pub fn parse(text: &str) -> Result<u64, SizeError> {
+    let malformed = || SizeError::Malformed { text: text.to_owned() };
+    let too_large = || SizeError::TooLarge { text: text.to_owned(), most_bytes: u64::MAX };
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, suffix) = text.split_at(end);
+    let (integer, fraction) = split_number(number).ok_or_else(malformed)?;
+    let unit = match suffix.chars().next() {
+        Some(letter) => Some(find_unit(letter).ok_or_else(malformed)?),
+        None => None,
+    };
+    let integer: u64 = integer.parse().map_err(|_| too_large())?;
+    // Every unit begins with one ASCII letter.
+    let (power, is_ambiguous) = match (unit, suffix.get(1..)) {
+        (None, _) => (0, false),
+        (Some(unit), Some("" | "iB")) => (unit.power, false),
+        (Some(unit), Some("B" | "b")) => (unit.power, true),
+        _ => return Err(malformed()),
+    };
+    let (bytes, is_whole) = scale(integer, fraction, 2, 10 * power);
+    let bytes = u64::try_from(bytes).map_err(|_| too_large())?;
+    if is_ambiguous {
+        let (decimal_bytes, _) = scale(integer, fraction, 10, 3 * power);
+        return Err(SizeError::Ambiguous {
+            text: text.to_owned(),
+            decimal_bytes: u64::try_from(decimal_bytes).map_err(|_| too_large())?,
+            binary_bytes: bytes,
+        });
+    }
+    match is_whole {
+        true => Ok(bytes),
+        false => Err(SizeError::NotWhole { text: text.to_owned() }),
+    }
+}
+
+/// Digits in front of and behind the decimal point. A point has digits on both sides.
+fn split_number(number: &str) -> Option<(&str, &str)> {
+    let (integer, fraction) = match number.split_once('.') {
+        Some((_, "")) => return None,
+        Some(parts) => parts,
+        None => (number, ""),
+    };
+    (!integer.is_empty() && !fraction.contains('.')).then_some((integer, fraction))
+}
+
+fn find_unit(letter: char) -> Option<Unit> {
+    UNITS.into_iter().find(|unit| unit.letter.eq_ignore_ascii_case(&letter))
+}
+
+/// Computes `integer.fraction` times `base` to the power of `exponent`. Returns the whole part, and
+/// `true` if nothing else is left. All arguments are bounded by `T`, so nothing overflows.
+fn scale(integer: u64, fraction: &str, base: u8, exponent: u32) -> (u128, bool) {
+    let (kept, rest) = fraction.split_at(fraction.len().min(FRACTION_DIGITS));
+    let mut digits: Vec<u8> = kept.bytes().map(|digit| digit - b'0').collect();
+    let mut whole = u128::from(integer);
+    for _ in 0..exponent {
+        let mut carry = 0;
+        for digit in digits.iter_mut().rev() {
+            let product = base * *digit + carry;
+            (*digit, carry) = (product % 10, product / 10);
+        }
+        whole = u128::from(base) * whole + u128::from(carry);
+    }
+    let is_whole = digits.iter().all(|digit| *digit == 0) && rest.bytes().all(|digit| digit == b'0');
+    (whole, is_whole)
+}
+
+/// Size in bytes. Displayed in the largest unit that divides it: `512 MiB`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Size(pub u64);
+
+impl Size {
+    /// Text that [`parse`] accepts, in the largest unit that divides the size: `512M`.
+    pub fn compact(self) -> String {
+        match self.unit() {
+            Some(unit) => format!("{}{}", self.0 / unit.bytes(), unit.letter),
+            None => self.0.to_string(),
+        }
+    }
+
+    /// Text of few digits. Exact if a unit divides the size and leaves at most five digits, otherwise
+    /// with one decimal. It is rounded down, so that no more is shown as free than there is.
+    pub fn rounded(self) -> String {
+        let bytes = self.0;
+        let fits = |unit: &Unit| bytes >= unit.bytes();
+        let is_exact = |unit: &Unit| bytes.is_multiple_of(unit.bytes()) && unit.is_short(bytes);
+        if let Some(unit) = UNITS.iter().find(|unit| fits(unit) && is_exact(unit)) {
+            return format!("{} {}", bytes / unit.bytes(), unit.name);
+        }
+        // A few tebibytes are shown in gibibytes: 2047.9 GiB of 2 TiB are free, not 1.9 TiB.
+        let [tib, gib, ..] = UNITS;
+        let unit = UNITS.iter().find(|unit| fits(unit) && (unit.power < tib.power || !gib.is_short(bytes)));
+        match unit {
+            Some(unit) => {
+                let tenths = u128::from(bytes % unit.bytes()) * 10 / u128::from(unit.bytes());
+                format!("{}.{tenths} {}", bytes / unit.bytes(), unit.name)
+            }
+            None => self.to_string(),
+        }
+    }
+
+    /// Largest unit that divides the size. None divides 0.
+    fn unit(self) -> Option<Unit> {
+        UNITS.into_iter().find(|unit| self.0 != 0 && self.0.is_multiple_of(unit.bytes()))
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.unit() {
+            Some(unit) => write!(f, "{} {}", self.0 / unit.bytes(), unit.name),
+            None if self.0 == 0 => f.write_str("0"),
+            None => write!(f, "{} bytes", self.0),
+        }
+    }
+}
+
+impl FromStr for Size {
+    type Err = SizeError;
+
+    fn from_str(text: &str) -> Result<Self, SizeError> {
+        parse(text).map(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests;
