@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use foreshore_types::size::{self, Size, SizeError};
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
@@ -25,7 +26,6 @@ pub enum Unit {
     Count,
 }
 
-const SIZES: [(&str, u64); 4] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)];
 /// `ms` is before `m` and `s`, whose letters it ends and begins with.
 const TIMES: [(&str, u64); 4] = [("ms", 1), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
 
@@ -42,38 +42,39 @@ impl Unit {
     }
 
     /// What a value may look like.
-    pub fn expected(self) -> &'static str {
+    fn expected(self) -> String {
         match self {
-            Unit::Bytes => "a size: bytes, or a number with K, M, G or T",
-            Unit::Blocks => "a multiple of 2M: bytes, or a number with K, M, G or T",
-            Unit::Ms => "a time: a number with ms, s, m or h",
-            Unit::Permille => "a whole number of thousandths",
-            Unit::Count => "a whole number",
+            Unit::Bytes => format!("a size: {}", size::SYNTAX),
+            Unit::Blocks => format!("a multiple of {}: {}", Size(BLOCK_BYTES).compact(), size::SYNTAX),
+            Unit::Ms => "a time: a number with ms, s, m or h".to_owned(),
+            Unit::Permille => "a whole number of thousandths".to_owned(),
+            Unit::Count => "a whole number".to_owned(),
         }
     }
 
     /// Reads a value.
-    pub fn parse(self, text: &str) -> Option<u64> {
+    pub fn parse(self, text: &str) -> Result<u64, ValueError> {
         let value = match self {
-            Unit::Bytes | Unit::Blocks => with_suffix(text, &SIZES).or_else(|| digits(text)),
+            Unit::Bytes | Unit::Blocks => Some(size::parse(text)?),
             // A time without a unit would be taken for seconds by one half of its readers.
             Unit::Ms => with_suffix(text, &TIMES),
             Unit::Permille | Unit::Count => digits(text),
-        }?;
-        self.fits(value).then_some(value)
+        };
+        value.filter(|value| self.fits(*value)).ok_or(ValueError::Unfit(self))
     }
 
     /// A value as it may be written, in the largest unit that divides it.
     pub fn show(self, value: u64) -> String {
-        let units: &[(&str, u64)] = match self {
-            Unit::Bytes | Unit::Blocks => &SIZES,
-            Unit::Ms => &[TIMES[1], TIMES[2], TIMES[3]],
-            Unit::Permille | Unit::Count => &[],
-        };
-        match units.iter().find(|(_, unit)| value != 0 && value.is_multiple_of(*unit)) {
-            Some((suffix, unit)) => format!("{}{suffix}", value / unit),
-            None if self == Unit::Ms => format!("{value}ms"),
-            None => value.to_string(),
+        match self {
+            Unit::Bytes | Unit::Blocks => Size(value).compact(),
+            Unit::Ms => {
+                let mut units = TIMES[1..].iter();
+                match units.find(|(_, unit)| value != 0 && value.is_multiple_of(*unit)) {
+                    Some((suffix, unit)) => format!("{}{suffix}", value / unit),
+                    None => format!("{value}ms"),
+                }
+            }
+            Unit::Permille | Unit::Count => value.to_string(),
         }
     }
 
@@ -93,6 +94,17 @@ fn with_suffix(text: &str, units: &[(&str, u64)]) -> Option<u64> {
         let (number, end) = (text.get(..at)?, text.get(at..)?);
         end.eq_ignore_ascii_case(suffix).then(|| digits(number)?.checked_mul(*unit)).flatten()
     })
+}
+
+/// Reason for which a text is not a value of a unit.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ValueError {
+    /// Not a size.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// Not a time or a number, or a size that is not whole blocks.
+    #[error("must be {}", .0.expected())]
+    Unfit(Unit),
 }
 
 /// One parameter.
@@ -193,6 +205,14 @@ pub enum ParamError {
         /// Its value.
         bound: u64,
     },
+    /// Not a size.
+    #[error("{name}={error}")]
+    NotASize {
+        /// The parameter.
+        name: &'static str,
+        /// Reason.
+        error: SizeError,
+    },
     /// Not a value of its unit.
     #[error("{name} is {setting}, must be {}", .unit.expected())]
     NotAValue {
@@ -244,12 +264,13 @@ pub trait Parameters {
         };
         let param = &table[index];
         let value = match setting {
-            Setting::Number(number) => param.unit.fits(*number).then_some(*number),
-            Setting::Text(text) => param.unit.parse(text),
-        };
-        let Some(value) = value else {
-            let (name, unit) = (param.name, param.unit);
-            return Err(ParamError::NotAValue { name, setting: setting.clone(), unit });
+            Setting::Number(number) => *number,
+            Setting::Text(text) => param.unit.parse(text).map_err(|error| match error {
+                ValueError::Size(error) => ParamError::NotASize { name: param.name, error },
+                ValueError::Unfit(unit) => {
+                    ParamError::NotAValue { name: param.name, setting: setting.clone(), unit }
+                }
+            })?,
         };
         param.check(value)?;
         *self.slot(index) = value;
@@ -404,7 +425,12 @@ mod tests {
             ("period", "25h", "period is 25h, must be 100ms to 24h"),
             ("period", "5", r#"period is "5", must be a time: a number with ms, s, m or h"#),
             ("high", "2T", "high is 2T, must be 4K to 1T"),
-            ("high", "2 M", r#"high is "2 M", must be a size: bytes, or a number with K, M, G or T"#),
+            ("high", "2 M", r#"high="2 M" is not a size: bytes, or a number with K, M, G or T"#),
+            (
+                "high",
+                "64MB",
+                r#"high="64MB" could be 64000000 or 67108864 bytes; use 64M, 64MiB or the number of bytes"#,
+            ),
             ("low", "3M", r#"low is "3M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#),
             ("moon", "1", r#"parameter "moon" is unknown; those of tides are high, low, period, count"#),
         ];
@@ -431,7 +457,7 @@ mod tests {
         let values = [0, 1, 999, 1_000, 1_024, 59_000, 60_000, 90_000, 3_600_000, 2 * MIB, 3 << 40, u64::MAX];
         for unit in [Unit::Bytes, Unit::Blocks, Unit::Ms, Unit::Permille, Unit::Count] {
             for value in values.into_iter().filter(|value| unit.fits(*value)) {
-                assert_eq!(unit.parse(&unit.show(value)), Some(value), "{unit:?} {}", unit.show(value));
+                assert_eq!(unit.parse(&unit.show(value)), Ok(value), "{unit:?} {}", unit.show(value));
             }
         }
         assert_eq!((Unit::Ms.show(90_000), Unit::Bytes.show(3 * MIB)), ("90s".to_owned(), "3M".to_owned()));
@@ -440,11 +466,21 @@ mod tests {
     #[test]
     fn what_is_no_value_is_refused() {
         for text in
-            ["", "-1", "+1", "M", "1MM", "1.5M", "99999999999999999999", "99999999999T", "é", "1é", "ms"]
+            ["", "-1", "+1", "M", "1MM", "1.3M", "99999999999999999999", "99999999999T", "é", "1é", "ms"]
         {
             for unit in [Unit::Bytes, Unit::Blocks, Unit::Ms, Unit::Permille, Unit::Count] {
-                assert_eq!(unit.parse(text), None, "{unit:?} {text:?}");
+                assert!(unit.parse(text).is_err(), "{unit:?} {text:?}");
             }
         }
+    }
+
+    #[test]
+    fn sizes_are_parsed_as_in_all_programs() {
+        for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
+            for unit in [Unit::Bytes, Unit::Blocks] {
+                assert_eq!(unit.parse(text), Ok(64 * MIB), "{unit:?} {text}");
+            }
+        }
+        assert_eq!(Unit::Blocks.parse("1.5M"), Err(ValueError::Unfit(Unit::Blocks)));
     }
 }

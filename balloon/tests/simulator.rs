@@ -22,11 +22,12 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 27] = [
+    let cases: [(&[&str], &str); 28] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
         (&["--dram", "65M"], "'65M' for '--dram <SIZE>': must be a multiple of 2M"),
+        (&["--dram", "64MB"], "\"64MB\" could be 64000000 or 67108864 bytes; use 64M"),
         (&["--vms", "0"], "'0' for '--vms <COUNT>': must be 1 to 1000"),
         (&["--refused", "1001"], "must be 0 to 1000"),
         (&["--storage-writes", "0"], "'0' for '--storage-writes <SIZE>': must be 1M to 1024T"),

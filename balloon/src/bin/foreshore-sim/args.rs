@@ -9,6 +9,7 @@ use balloon::policy::Policy;
 use balloon::sim::{SwapDevice, Workload, WorkloadParams};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use foreshore_types::size;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -22,7 +23,7 @@ Examples:
                                                        rules above the policy, as `--pressure` takes them
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
-Sizes are whole numbers with an optional K, M, G or T (powers of 1024), times have ms, s, m or h.";
+Times have ms, s, m or h.";
 
 pub(crate) const EXIT_STATUS: &str =
     "0: done. 1: it failed, and stderr says why. 2: the command line is wrong.";
@@ -32,7 +33,7 @@ pub(crate) const EXIT_STATUS: &str =
 /// For each policy: how long tasks waited for memory, what was swapped, how much memory was held that nobody needed,
 /// how often the guest was resized, energy and wear. docs/simulator.md says what the model knows and what it leaves out.
 #[derive(Parser)]
-#[command(name = "foreshore-sim", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+#[command(name = "foreshore-sim", version, after_help = format!("{EXAMPLES}\n{}", size::HELP), args_conflicts_with_subcommands = true)]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
@@ -151,7 +152,7 @@ pub(crate) struct NamedPolicy {
 /// clap names the flag and quotes the value.
 fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64> {
     clap::builder::StringValueParser::new().try_map(move |text| {
-        let value = unit.parse(&text).ok_or_else(|| format!("must be {}", unit.expected()))?;
+        let value = unit.parse(&text).map_err(|error| error.to_string())?;
         if (low..=high).contains(&value) {
             return Ok(value);
         }

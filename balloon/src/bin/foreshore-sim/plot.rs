@@ -6,6 +6,7 @@ use std::fmt::Write;
 
 use balloon::MIB;
 use balloon::sim::{Extremes, Point};
+use foreshore_types::size::Size;
 
 /// A line of the plot: what it is, its colour, and what of a point it shows. Colours that are told apart by those who do not
 /// see red and green as others do (Okabe and Ito). Later ones are drawn over earlier ones, which shine through.
@@ -82,7 +83,7 @@ fn panel(out: &mut String, label: &str, points: &[Point], y: u64, duration_ms: u
     for bytes in ticks(most_bytes, size_step(most_bytes)) {
         let at = up(bytes, most_bytes);
         let _ = writeln!(out, "<path d=\"M0 {at}H{PLOT_WIDTH}\" stroke=\"#dddddd\"/>");
-        let _ = writeln!(out, "<text x=\"-6\" y=\"{}\" text-anchor=\"end\">{}</text>", at + 4.0, size(bytes));
+        let _ = writeln!(out, "<text x=\"-6\" y=\"{}\" text-anchor=\"end\">{}</text>", at + 4.0, Size(bytes));
     }
     for ms in ticks(duration_ms, time_step(duration_ms)) {
         let at = along(ms, duration_ms);
@@ -151,14 +152,6 @@ fn size_step(most_bytes: u64) -> u64 {
     (most_bytes / 4).max(1).next_power_of_two()
 }
 
-fn size(bytes: u64) -> String {
-    match bytes / MIB {
-        0 => "0".to_owned(),
-        mib if mib.is_multiple_of(1024) => format!("{} GiB", mib / 1024),
-        mib => format!("{mib} MiB"),
-    }
-}
-
 fn time(ms: u64) -> String {
     match ms / 1000 {
         0 => "0".to_owned(),
@@ -193,7 +186,6 @@ mod tests {
             let marks = ticks(mib * MIB, size_step(mib * MIB)).count();
             assert!((3..=5).contains(&marks), "{marks} for {mib}");
         }
-        assert_eq!([0, 512, 2048].map(|mib| size(mib * MIB)), ["0", "512 MiB", "2 GiB"]);
         assert_eq!([5_000, 120_000, 7_200_000].map(time), ["5 s", "2 min", "2 h"]);
     }
 
