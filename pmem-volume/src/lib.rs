@@ -11,7 +11,6 @@ pub mod file_mode;
 pub mod media;
 pub mod pool;
 pub mod progress;
-pub mod size;
 #[cfg(test)]
 mod test_image;
 pub mod unnamed_file;

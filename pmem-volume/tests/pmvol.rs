@@ -7,6 +7,7 @@ mod umask;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
+use foreshore_types::size::Size;
 use serde_json::Value;
 use shell::{Folder, overwrite};
 
@@ -89,6 +90,18 @@ fn a_volume_is_split_into_several_with_names() {
     refused("a b=20M", &["a b", "' '"]);
     refused("system=20M", &["\"system\" exists"]);
     folder.fail(&["volume", "split", "pool", "home"], &["--into"]);
+}
+
+#[test]
+fn sizes_are_parsed_as_in_all_programs() {
+    let folder = Folder::new();
+    for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
+        folder.succeed(&["create", text, "--size", text]);
+        assert_eq!(folder.json(&["info", text, "--json"])["total_bytes"].as_u64(), Some(64 << 20), "{text}");
+    }
+    let both = ["--size", "64000000", "67108864", "64MiB"];
+    folder.fail(&["create", "pool", "--size", "64MB"], &both);
+    folder.fail(&["volume", "create", "64MiB", "data", "--size", "64MB"], &both);
 }
 
 #[test]
@@ -468,7 +481,7 @@ fn json_says_what_the_text_says() {
     let sizes = ["total", "free", "longest_free_run", "memory", "volume", "scrubbing", "retired", "metadata"];
     for name in sizes.iter().chain(&["strg", "lendable"]) {
         let bytes = json[format!("{name}_bytes")].as_u64().unwrap();
-        assert!(text.contains(&pmem_volume::size::display(bytes)), "{name}: {text}");
+        assert!(text.contains(&Size(bytes).rounded()), "{name}: {text}");
     }
     assert_eq!(
         (&json["volumes"], &json["format_version"], &json["in_use_by"]),

@@ -16,7 +16,7 @@ use super::layout::{
 use super::{ReadAt, WriteAt};
 use crate::CHUNK_BYTES;
 use crate::media::MediaError;
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// Zeros are written in pieces of this many bytes.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -43,7 +43,7 @@ pub enum ExtendError {
     /// No room for an arena.
     #[error(
         "volume size {size_bytes} ({}) leaves too little for a further arena of the BTT, which needs 16 MiB; the least that does is {} ({})",
-        display(*size_bytes), least_bytes, display(*least_bytes)
+        Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
     )]
     TooLittle {
         /// The size asked for.

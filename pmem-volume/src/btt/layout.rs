@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 use super::WriteAt;
 use crate::CHUNK_BYTES;
 use crate::media::MediaError;
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// First bytes of an info block.
 pub(super) const SIGNATURE: [u8; 16] = *b"BTT_ARENA_INFO\0\0";
@@ -108,7 +108,7 @@ pub enum GeometryError {
     /// No room for an arena.
     #[error(
         "volume size {size_bytes} ({}) is too small for a BTT, which needs at least {}",
-        display(*size_bytes), display(MIN_VOLUME_BYTES)
+        Size(*size_bytes).rounded(), Size(MIN_VOLUME_BYTES).rounded()
     )]
     TooSmall {
         /// Size of the volume.

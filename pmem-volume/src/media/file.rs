@@ -20,7 +20,7 @@ use super::zeroing::{self, is_unsupported, write_zeros};
 use super::{Durability, Media, MediaError, Pending, assert_inside, coalesce, holes, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// Between two reports of progress a slow disk needs less than a second.
 const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
@@ -62,7 +62,7 @@ pub struct FileMedia {
 #[derive(Debug, Error)]
 #[error(
     "all of a pool is mapped at once, and a process has addresses for {} of it",
-    display(MAX_MAPPED_BYTES)
+    Size(MAX_MAPPED_BYTES).rounded()
 )]
 struct TooLarge;
 

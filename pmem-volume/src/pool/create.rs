@@ -26,8 +26,8 @@ use crate::CHUNK_BYTES;
 use crate::file_mode::PRIVATE_MODE;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
 use crate::progress::{OnProgress, unheard};
-use crate::size::display;
 use crate::unnamed_file::{NamingError, Taken, Unnamed, folder_of};
+use foreshore_types::size::Size;
 
 /// What a new pool is to be.
 #[derive(Default)]
@@ -213,7 +213,11 @@ pub(super) fn plan(
         return size("pool size", size_bytes, "is not a multiple of 2 MiB".to_owned());
     }
     if !(MIN_POOL_BYTES..=MAX_POOL_BYTES).contains(&size_bytes) {
-        let rule = format!("is not between {} and {}", display(MIN_POOL_BYTES), display(MAX_POOL_BYTES));
+        let rule = format!(
+            "is not between {} and {}",
+            Size(MIN_POOL_BYTES).rounded(),
+            Size(MAX_POOL_BYTES).rounded()
+        );
         return size("pool size", size_bytes, rule);
     }
     if !strg_bytes.is_multiple_of(CHUNK_BYTES) {
@@ -222,8 +226,10 @@ pub(super) fn plan(
     let superblock = Superblock::new(uuid, created_unix_s, (size_bytes / CHUNK_BYTES) as u32, strg_bytes);
     let usable_bytes = size_bytes - u64::from(superblock.metadata_chunks()) * CHUNK_BYTES;
     if strg_bytes > usable_bytes {
-        let rule =
-            format!("is more than the {} that the pool can hold besides its own data", display(usable_bytes));
+        let rule = format!(
+            "is more than the {} that the pool can hold besides its own data",
+            Size(usable_bytes).rounded()
+        );
         return size("STRG size", strg_bytes, rule);
     }
     Ok(superblock)

@@ -13,7 +13,7 @@ use super::superblock::SuperblockError;
 use super::volume_record::NameError;
 use crate::btt;
 use crate::media::MediaError;
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// An operation on a pool failed.
 ///
@@ -73,7 +73,7 @@ pub enum PoolError {
     /// A devdax device that maps in larger pieces than chunks.
     #[error(
         "pool {path}: it is a devdax device that maps in pages of {} only, and a pool lends pieces of 2 MiB; make its namespace anew with `ndctl create-namespace --mode devdax --align 2M`",
-        display(*align_bytes)
+        Size(*align_bytes).rounded()
     )]
     DaxAlign {
         /// The pool.
@@ -139,8 +139,8 @@ pub enum PoolError {
     /// The pool would be larger than the device.
     #[error(
         "pool {path}: {} are needed and the device has {}; choose a smaller size, or none for all of the device",
-        display(*needed_bytes),
-        display(*device_bytes)
+        Size(*needed_bytes).rounded(),
+        Size(*device_bytes).rounded()
     )]
     DeviceTooSmall {
         /// The pool.
@@ -161,7 +161,7 @@ pub enum PoolError {
     /// A pool has all of its device already.
     #[error(
         "pool {path}: it has all of the device, and the device has not grown ({}); enlarge that first",
-        display(*device_bytes)
+        Size(*device_bytes).rounded()
     )]
     DeviceNotGrown {
         /// The pool.
@@ -253,7 +253,7 @@ pub enum PoolError {
     /// The file is shorter than the pool.
     #[error(
         "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes} ({}): it was cut short; nothing was changed. Restore the pool from a copy; or, to save what is left, make it {} again (a file: `truncate -s {pool_bytes} {path}`), then `pmvol check`",
-        display(*pool_bytes), display(*pool_bytes)
+        Size(*pool_bytes).rounded(), Size(*pool_bytes).rounded()
     )]
     Truncated {
         /// The pool.
@@ -296,7 +296,7 @@ pub enum PoolError {
         count: usize,
     },
     /// A size off the grid or out of bounds.
-    #[error("{what} {value} ({}) {rule}", display(*value))]
+    #[error("{what} {value} ({}) {rule}", Size(*value).rounded())]
     Size {
         /// Which size.
         what: &'static str,
@@ -308,8 +308,8 @@ pub enum PoolError {
     /// The file system has no room for the pool.
     #[error(
         "pool {path}: {} are needed and the file system has {} free; make room there, or choose a smaller size or another file system",
-        display(*needed_bytes),
-        display(*free_bytes)
+        Size(*needed_bytes).rounded(),
+        Size(*free_bytes).rounded()
     )]
     FileSystemFull {
         /// The pool.
@@ -325,7 +325,7 @@ pub enum PoolError {
         "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a \
          store there would end its user; the file system has {} free: make room there, or copy the pool to where \
          there is room ({source})",
-        display(*lacking_bytes), display(*size_bytes), display(*free_bytes)
+        Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded(), Size(*free_bytes).rounded()
     )]
     BlocksLost {
         /// The pool.
@@ -343,7 +343,7 @@ pub enum PoolError {
     #[error(
         "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy, and the file system cannot give \
          them back; copy the pool with `cp --sparse=never --reflink=never`, and use the copy",
-        display(*lacking_bytes), display(*size_bytes)
+        Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded()
     )]
     BlocksNotTaken {
         /// The pool.
@@ -489,14 +489,14 @@ fn version_advice(version: u32, supported: u32) -> &'static str {
 fn reserved_text(reserved_bytes: u64) -> String {
     match reserved_bytes {
         0 => String::new(),
-        bytes => format!(", of which {} are kept for volumes (STRG)", display(bytes)),
+        bytes => format!(", of which {} are kept for volumes (STRG)", Size(bytes).rounded()),
     }
 }
 
 fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
     match requested_bytes {
         0 => "nothing is free".to_owned(),
-        bytes => format!("{} asked for, {} free", display(bytes), display(free_bytes)),
+        bytes => format!("{} asked for, {} free", Size(bytes).rounded(), Size(free_bytes).rounded()),
     }
 }
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 use thiserror::Error;
 
 use super::chunk::ChunkId;
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -49,7 +49,7 @@ pub enum Finding {
         copy: usize,
     },
     /// A crash came while the pool was made larger.
-    #[error("growing the pool to {} did not finish; the next open cuts the file to the pool's size", display(*to_bytes))]
+    #[error("growing the pool to {} did not finish; the next open cuts the file to the pool's size", Size(*to_bytes).rounded())]
     GrowthUnfinished {
         /// How large it was to be.
         to_bytes: u64,
@@ -178,7 +178,7 @@ pub enum Finding {
         "the file has lost blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, \
          `fallocate --dig-holes` or `cp --reflink`; the next program that opens the pool for writing takes new ones if the \
          file system has room",
-        display(*hole_bytes), display(*shared_bytes)
+        Size(*hole_bytes).rounded(), Size(*shared_bytes).rounded()
     )]
     BlocksLost {
         /// Bytes in holes.

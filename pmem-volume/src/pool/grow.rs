@@ -15,7 +15,7 @@ use super::{Backing, MAX_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 use crate::progress::{OnProgress, unheard};
-use crate::size::display;
+use foreshore_types::size::Size;
 
 impl Pool {
     /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless it is thin. If there
@@ -163,11 +163,11 @@ pub(super) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, Pool
     if size_bytes <= old_bytes {
         return refuse(format!(
             "is not more than the {} that the pool has, and a pool only grows",
-            display(old_bytes)
+            Size(old_bytes).rounded()
         ));
     }
     if size_bytes > MAX_POOL_BYTES {
-        return refuse(format!("is more than {}, the largest pool", display(MAX_POOL_BYTES)));
+        return refuse(format!("is more than {}, the largest pool", Size(MAX_POOL_BYTES).rounded()));
     }
     let chunks = (size_bytes / CHUNK_BYTES) as u32;
     // Two updates: what is announced, and what is published.
@@ -181,7 +181,7 @@ pub(super) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, Pool
     if old_bytes + table_bytes > size_bytes {
         return refuse(format!(
             "leaves no room for the larger chunk table, which takes {} of what is new",
-            display(table_bytes)
+            Size(table_bytes).rounded()
         ));
     }
     let moved = Superblock { chunk_table_offset: old_bytes, ..grown };

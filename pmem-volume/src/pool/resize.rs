@@ -9,7 +9,7 @@ use super::volume_record::{VolumeFormat, VolumeRecord};
 use super::{Pool, PoolError, State, mirrored};
 use crate::CHUNK_BYTES;
 use crate::btt;
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// May a volume lose what lies behind its new end?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,11 +83,11 @@ impl Pool {
             (std::cmp::Ordering::Less, VolumeFormat::Btt) => refuse(format!(
                 "is less than the {} that the volume has, and a BTT cannot shrink: its map and log lie at its end, \
                  and a sector may lie anywhere; copy what is in it to a smaller volume",
-                display(has_bytes)
+                Size(has_bytes).rounded()
             )),
             (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => refuse(format!(
                 "is less than the {} that the volume has: what lies behind it would be erased, so it has to be asked for (--shrink)",
-                display(has_bytes)
+                Size(has_bytes).rounded()
             )),
             (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
             (std::cmp::Ordering::Greater, _) => {

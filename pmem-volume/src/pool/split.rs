@@ -25,7 +25,7 @@ use crate::CHUNK_BYTES;
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
 use crate::progress::{OnProgress, Progress, Task, unheard};
-use crate::size::display;
+use foreshore_types::size::Size;
 
 /// What becomes of a BTT volume's content. A raw volume's bytes stay, each in its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub enum SplitError {
     /// The parts are not what there is.
     #[error(
         "its parts have {parts_bytes} bytes ({}) together, and it has {volume_bytes} ({}); one of them may have the rest",
-        display(*parts_bytes), display(*volume_bytes)
+        Size(*parts_bytes).rounded(), Size(*volume_bytes).rounded()
     )]
     Sum {
         /// Of all parts.
@@ -71,7 +71,7 @@ pub enum SplitError {
         volume_bytes: u64,
     },
     /// Nothing is left for the part that is to have the rest.
-    #[error("nothing is left for {name:?}: the other parts have {parts_bytes} bytes ({})", display(*parts_bytes))]
+    #[error("nothing is left for {name:?}: the other parts have {parts_bytes} bytes ({})", Size(*parts_bytes).rounded())]
     NoRest {
         /// Its name.
         name: String,

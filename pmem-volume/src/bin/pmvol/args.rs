@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::builder::TypedValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use pmem_volume::{VolumeFormat, VolumeSize, size};
+use foreshore_types::size::{self, SizeError};
+use pmem_volume::{VolumeFormat, VolumeSize};
 
 use super::btt::BttCommand;
 
@@ -27,9 +28,10 @@ Examples:
   pmvol check /pm/pool                            exit code 1 if anything is damaged
   pmvol repair /pm/pool --dry-run
   pmvol scrub /pm/pool                            erases what a VM that was killed has left
+";
 
-Sizes are whole numbers with an optional K, M, G or T (powers of 1024; 4MiB and 4m are 4M too, but not 4MB, 1.5G or +4M), in
-multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT 18 MiB, one without 2 MiB.";
+const BOUNDS: &str = "\
+Sizes of pools and volumes are multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT 18 MiB, one without 2 MiB.";
 
 /// What manual pages say of how a command ends.
 pub(crate) const EXIT_STATUS: &str = "\
@@ -39,7 +41,7 @@ not be looked at, because it is in use for instance.";
 
 /// Pools of persistent memory and the volumes in them.
 #[derive(Parser)]
-#[command(name = "pmvol", version, after_help = EXAMPLES)]
+#[command(name = "pmvol", version, after_help = format!("{EXAMPLES}\n{}\n{BOUNDS}", size::HELP))]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -62,10 +64,10 @@ Examples:
         /// The file to make, or the device
         pool: PathBuf,
         /// Size of the pool, a multiple of 2M and at least 8M; of a device, all of it if nothing is said
-        #[arg(long, value_name = "SIZE", value_parser = parse_size())]
+        #[arg(long, value_name = "SIZE", value_parser = size::parse)]
         size: Option<u64>,
         /// How much of it is kept for volumes and never lent as memory. Fixed from then on
-        #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size())]
+        #[arg(long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
         strg: u64,
         /// Let a file on a disk take blocks only for what is used
         ///
@@ -91,7 +93,7 @@ Examples:
         /// The pool
         pool: PathBuf,
         /// Size that it gets, a multiple of 2M; of a device, all of it if nothing is said
-        #[arg(long, value_name = "SIZE", value_parser = parse_size())]
+        #[arg(long, value_name = "SIZE", value_parser = size::parse)]
         size: Option<u64>,
         /// Take more of a device even if there is something on it, which is erased
         #[arg(long)]
@@ -340,11 +342,7 @@ pub(crate) fn volume_name() -> impl TypedValueParser<Value = String> {
     clap::builder::OsStringValueParser::new().try_map(text)
 }
 
-fn parse_size() -> impl TypedValueParser<Value = u64> {
-    clap::builder::StringValueParser::new().try_map(|text| size::parse(&text))
-}
-
-fn parse_volume_size(text: &str) -> Result<VolumeSize, size::SizeError> {
+fn parse_volume_size(text: &str) -> Result<VolumeSize, SizeError> {
     if text == "remaining" { Ok(VolumeSize::Remaining) } else { size::parse(text).map(VolumeSize::Bytes) }
 }
 

@@ -4,9 +4,9 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use anyhow::Context;
+use foreshore_types::size::Size;
 use pmem_volume::btt;
 use pmem_volume::pool::{CheckReport, Finding, FreeSpace, RepairReport, Severity, VolumeCheck};
-use pmem_volume::size::display;
 use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
 use serde::Serialize;
 
@@ -127,7 +127,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "durability   {} ({})", info.durability.name(), report.durability_meaning)?;
     writeln!(out, "thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" })?;
     if report.lost_blocks_bytes > 0 {
-        let lost = display(report.lost_blocks_bytes);
+        let lost = Size(report.lost_blocks_bytes).rounded();
         writeln!(
             out,
             "lost blocks  {lost} (a sparse copy or a clone; allocated again when the pool is opened for writing)"
@@ -137,25 +137,33 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         writeln!(out, "file system  {file_system} (copy-on-write: a store may find it full)")?;
     }
     writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"))?;
-    writeln!(out, "total        {}", display(info.total_bytes))?;
+    writeln!(out, "total        {}", Size(info.total_bytes).rounded())?;
     writeln!(
         out,
         "  free       {}, the largest piece {}",
-        display(info.free_bytes),
-        display(report.free_space.longest_free_run_bytes)
+        Size(info.free_bytes).rounded(),
+        Size(report.free_space.longest_free_run_bytes).rounded()
     )?;
-    writeln!(out, "  memory     {}", display(info.memory_bytes))?;
-    writeln!(out, "  volumes    {} in {}", display(info.volume_bytes), info.volumes)?;
-    writeln!(out, "  scrubbing  {}", display(info.scrubbing_bytes))?;
+    writeln!(out, "  memory     {}", Size(info.memory_bytes).rounded())?;
+    writeln!(out, "  volumes    {} in {}", Size(info.volume_bytes).rounded(), info.volumes)?;
+    writeln!(out, "  scrubbing  {}", Size(info.scrubbing_bytes).rounded())?;
     if info.damaged_bytes > 0 {
-        writeln!(out, "  damaged    {} (nobody can say whose; kept as it is)", display(info.damaged_bytes))?;
+        writeln!(
+            out,
+            "  damaged    {} (nobody can say whose; kept as it is)",
+            Size(info.damaged_bytes).rounded()
+        )?;
     }
-    writeln!(out, "  retired    {}", display(info.retired_bytes))?;
-    writeln!(out, "  metadata   {}", display(info.metadata_bytes))?;
-    writeln!(out, "STRG         {} (reserved for volumes, never lent as memory)", display(info.strg_bytes))?;
-    writeln!(out, "lendable     {}", display(info.lendable_bytes))?;
+    writeln!(out, "  retired    {}", Size(info.retired_bytes).rounded())?;
+    writeln!(out, "  metadata   {}", Size(info.metadata_bytes).rounded())?;
+    writeln!(
+        out,
+        "STRG         {} (reserved for volumes, never lent as memory)",
+        Size(info.strg_bytes).rounded()
+    )?;
+    writeln!(out, "lendable     {}", Size(info.lendable_bytes).rounded())?;
     if report.waiting_bytes > 0 {
-        writeln!(out, "to be erased {}{}", display(report.waiting_bytes), who_erases(report))?;
+        writeln!(out, "to be erased {}{}", Size(report.waiting_bytes).rounded(), who_erases(report))?;
     }
     Ok(())
 }
@@ -200,7 +208,7 @@ pub(crate) fn note_waiting(pool: &Pool) {
 fn waiting(path: &Path, waiting_bytes: u64) -> String {
     format!(
         "{} wait to be erased before they are used again; `pmvol scrub {}` does it now",
-        display(waiting_bytes),
+        Size(waiting_bytes).rounded(),
         path.display()
     )
 }
@@ -208,7 +216,7 @@ fn waiting(path: &Path, waiting_bytes: u64) -> String {
 pub(crate) fn scrubbed(out: Out<'_>, path: &Path, erased_bytes: u64) -> io::Result<()> {
     match erased_bytes {
         0 => writeln!(out, "pool {}: nothing to erase", path.display()),
-        bytes => writeln!(out, "pool {}: {} erased", path.display(), display(bytes)),
+        bytes => writeln!(out, "pool {}: {} erased", path.display(), Size(bytes).rounded()),
     }
 }
 
@@ -217,8 +225,8 @@ pub(crate) fn pool_made(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Resul
         out,
         "pool {} made: {}, {} free, durability {}",
         path.display(),
-        display(info.total_bytes),
-        display(info.free_bytes),
+        Size(info.total_bytes).rounded(),
+        Size(info.free_bytes).rounded(),
         info.durability.name()
     )
 }
@@ -228,8 +236,8 @@ pub(crate) fn pool_grown(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Resu
         out,
         "pool {} grown: {}, {} free",
         path.display(),
-        display(info.total_bytes),
-        display(info.free_bytes)
+        Size(info.total_bytes).rounded(),
+        Size(info.free_bytes).rounded()
     )
 }
 
@@ -238,7 +246,7 @@ pub(crate) fn volume_made(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()> {
         out,
         "volume {} made: {}, {}",
         volume.name,
-        display(volume.size_bytes),
+        Size(volume.size_bytes).rounded(),
         format_name(volume.format)
     )
 }
@@ -248,7 +256,7 @@ pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()
         out,
         "volume {} resized: {}, {}, in {} piece(s)",
         volume.name,
-        display(volume.size_bytes),
+        Size(volume.size_bytes).rounded(),
         format_name(volume.format),
         volume.extents
     )
@@ -267,7 +275,7 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeInfo]) -> io::Result<()> {
             out,
             "{:width$}  {:>10}  {:6}  {:>7}  {}",
             volume.name,
-            display(volume.size_bytes),
+            Size(volume.size_bytes).rounded(),
             format_name(volume.format),
             volume.extents,
             volume.uuid
@@ -324,7 +332,7 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
         writeln!(
             out,
             "of {} nobody can say whose they are; they stay as they are",
-            display(report.damaged_bytes)
+            Size(report.damaged_bytes).rounded()
         )?;
     }
     let waiting_bytes = report.waiting_bytes();

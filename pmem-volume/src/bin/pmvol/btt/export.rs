@@ -6,9 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
+use foreshore_types::size::Size;
 use pmem_volume::btt::{Lost, ReadAt, Reader, Trouble};
 use pmem_volume::progress::{OnProgress, Progress, Task};
-use pmem_volume::size::display;
 
 use super::args::{ImageFormat, Place};
 use super::image::{check_place, converted, name, nameless, require_qemu_img};
@@ -52,8 +52,8 @@ pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool)
             "{} exported to {}: {}, of which {} are data",
             place.name(),
             to.display(),
-            display(content.len_bytes()),
-            display(data_bytes)
+            Size(content.len_bytes()).rounded(),
+            Size(data_bytes).rounded()
         )
     })?;
     // Also with trouble alone: a damaged log may have had writes that are not in the map.

@@ -9,9 +9,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
+use foreshore_types::size::Size;
 use pmem_volume::btt::{self, Engine, ReadAt, WriteAt};
 use pmem_volume::progress::{OnProgress, Progress, Task};
-use pmem_volume::size::display;
 
 use super::args::{ImageFormat, Place};
 use super::export::is_zero;
@@ -57,9 +57,9 @@ pub(super) fn import(
             "{} imported to {}: {}, of which {} are data",
             from.display(),
             place.name(),
-            display(image_bytes),
+            Size(image_bytes).rounded(),
             // The last sector is filled up.
-            display(data_bytes.min(image_bytes))
+            Size(data_bytes.min(image_bytes)).rounded()
         )
     })?;
     Ok(Outcome::Done)
@@ -105,9 +105,9 @@ impl<'a> Source<'a> {
                 "{}: the image has {} bytes ({}), and {} has room for {room_bytes} ({})",
                 self.path.display(),
                 self.len_bytes,
-                display(self.len_bytes),
+                Size(self.len_bytes).rounded(),
                 place.name(),
-                display(room_bytes)
+                Size(room_bytes).rounded()
             );
         }
         Ok(())

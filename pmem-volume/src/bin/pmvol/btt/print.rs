@@ -2,10 +2,10 @@
 
 use std::io;
 
+use foreshore_types::size::Size;
 use pmem_volume::btt::{self, ArenaInfo, InfoSource, ReadAt};
 use pmem_volume::media::MediaError;
 use pmem_volume::pool::RepairReport;
-use pmem_volume::size::display;
 use serde::Serialize;
 
 use super::args::Place;
@@ -127,13 +127,13 @@ impl ArenaLine {
 
 pub(super) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     let bytes = report.sectors * u64::from(report.sector_bytes);
-    writeln!(out, "{}: {}, BTT version 1.1", report.name, display(report.size_bytes))?;
+    writeln!(out, "{}: {}, BTT version 1.1", report.name, Size(report.size_bytes).rounded())?;
     writeln!(
         out,
         "sectors      {} of {} bytes ({}), in {} arena(s)",
         report.sectors,
         report.sector_bytes,
-        display(bytes),
+        Size(bytes).rounded(),
         report.arenas.len()
     )?;
     for arena in &report.arenas {
