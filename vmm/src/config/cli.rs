@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgAction, Parser};
+use foreshore_types::size;
 use thiserror::Error;
 
 use super::error::ConfigError;
@@ -90,7 +91,7 @@ pub enum CliError {
 pub const COMPATIBLE_WITH: &str = "54.0.0";
 
 const EXAMPLES: &str = "\
-Sizes are in bytes, or take one of K, M, G, T (powers of 1024). Flags follow Cloud Hypervisor's syntax.
+Flags follow Cloud Hypervisor's syntax.
 
 Examples:
   A guest on DRAM alone, its console on this terminal:
@@ -107,7 +108,7 @@ Examples:
 
 /// A virtual machine monitor whose guest takes memory and storage from one pool of persistent memory.
 #[derive(Debug, Parser)]
-#[command(name = "foreshore", after_help = EXAMPLES, disable_version_flag = true, args_override_self = false)]
+#[command(name = "foreshore", after_help = format!("{}\n{EXAMPLES}", size::HELP), disable_version_flag = true, args_override_self = false)]
 struct Flags {
     /// Kernel to boot: an ELF file with a PVH note, or a bzImage
     #[arg(long, value_name = "PATH", help_heading = "Guest")]

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use balloon::ParamError;
+use foreshore_types::size::SizeError;
 use thiserror::Error;
 
 use crate::volume::interface::InterfaceError;
@@ -88,6 +89,16 @@ pub enum ConfigError {
         value: String,
         /// What could have been.
         expected: String,
+    },
+    /// A size that cannot be parsed.
+    #[error("{flag}: {key}={error}")]
+    NotASize {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+        /// Reason.
+        error: SizeError,
     },
     /// A quote or bracket without its partner.
     #[error("{flag}: {text:?} has a {what} that is not closed")]

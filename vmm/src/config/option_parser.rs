@@ -5,8 +5,9 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use foreshore_types::size;
+
 use super::error::ConfigError;
-use super::size;
 
 /// A key of Cloud Hypervisor that foreshore refuses, unless it asks for what is the case anyway.
 #[derive(Debug)]
@@ -139,7 +140,9 @@ impl Options {
 
     /// A size in bytes.
     pub fn size(&self, key: &'static str) -> Result<Option<u64>, ConfigError> {
-        self.read(key, "a size: bytes, or a number with K, M, G or T", size::parse)
+        let Some(text) = self.text(key) else { return Ok(None) };
+        let bytes = size::parse(text);
+        bytes.map(Some).map_err(|error| ConfigError::NotASize { flag: self.flag, key, error })
     }
 
     /// A whole number from 0 to the largest that `T` has.
@@ -269,11 +272,23 @@ mod tests {
     }
 
     #[test]
+    fn sizes_are_parsed_as_in_all_programs() {
+        for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
+            let options = SYNTAX.parse(&format!("size={text}")).unwrap();
+            assert_eq!(options.size("size").unwrap(), Some(64 << 20), "{text}");
+        }
+    }
+
+    #[test]
     fn values_that_cannot_be_read_are_named() {
         let options = SYNTAX.parse("size=4Q,count=256,shared=maybe,path=").unwrap();
         assert_eq!(
             options.size("size").unwrap_err().to_string(),
             r#"--thing: size="4Q" is not a size: bytes, or a number with K, M, G or T"#
+        );
+        assert_eq!(
+            SYNTAX.parse("size=64MB").unwrap().size("size").unwrap_err().to_string(),
+            r#"--thing: size="64MB" could be 64000000 or 67108864 bytes; use 64M, 64MiB or the number of bytes"#
         );
         assert_eq!(
             options.number::<u8>("count").unwrap_err().to_string(),

@@ -15,13 +15,14 @@ use balloon::DriverState;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody};
-use foreshore::config::{COMPATIBLE_WITH, parse_size, usage_line};
+use foreshore::config::{COMPATIBLE_WITH, usage_line};
 use foreshore::vm::request::{PoolInfo, PoolStatus, ResizeDiskRequest, ResizeStatus, ZoneInfo};
+use foreshore_types::size;
 use serde_json::Value;
 
 use self::devices::Device;
 use self::pressure::Pressure;
-use self::table::{mib, table};
+use self::table::{size_cell, table};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -37,7 +38,7 @@ Examples:
 
 /// Talks to a running foreshore.
 #[derive(Debug, Parser)]
-#[command(name = "foreshore-remote", after_help = EXAMPLES, disable_help_subcommand = true, version = VERSION.as_str())]
+#[command(name = "foreshore-remote", after_help = format!("{EXAMPLES}\n\n{}", size::HELP), disable_help_subcommand = true, version = VERSION.as_str())]
 struct Flags {
     /// The VMM's API socket
     #[arg(long, value_name = "PATH")]
@@ -109,13 +110,13 @@ enum Verb {
         /// Which: what its flag, or the answer to its adding, calls it
         id: String,
     },
-    /// Change the VM's size; sizes take K, M, G or T
+    /// Change the VM's size
     Resize(Resize),
     /// Let the vCPUs of a paused VM go on
     Resume,
-    /// Give a disk another size; sizes take K, M, G or T
+    /// Give a disk another size
     ResizeDisk(ResizeDisk),
-    /// Give a memory zone another size; sizes take K, M, G or T
+    /// Give a memory zone another size
     ResizeZone(ResizeZone),
     /// End the VM, keep the VMM
     Shutdown,
@@ -184,10 +185,10 @@ struct Resize {
     #[arg(long)]
     cpus: Option<u8>,
     /// DRAM, boot memory included
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
     /// Balloon
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     balloon: Option<u64>,
 }
 
@@ -197,7 +198,7 @@ struct ResizeDisk {
     #[arg(long, value_name = "ID")]
     disk: String,
     /// Its new size
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: u64,
 }
 
@@ -207,12 +208,8 @@ struct ResizeZone {
     #[arg(long, value_name = "ID")]
     id: String,
     /// Its new size, boot memory included
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: u64,
-}
-
-fn size(text: &str) -> Result<u64, String> {
-    parse_size(text).ok_or_else(|| "not a size: bytes, or a number with K, M, G or T".to_owned())
 }
 
 /// Command line that is refused; the exit code is 2, as with clap.
@@ -362,7 +359,7 @@ fn shown(answer: &[u8], to_a_terminal: bool) -> anyhow::Result<String> {
     }
 }
 
-/// Zones in columns, sizes in MiB.
+/// Zones in columns.
 fn zones_table(zones: &[ZoneInfo]) -> String {
     let header =
         ["ZONE", "NODE", "BOOT", "HOTPLUG", "REQUESTED", "PLUGGED", "ONLINE", "RESIDENT", "DRIVER", "STATUS"];
@@ -370,12 +367,12 @@ fn zones_table(zones: &[ZoneInfo]) -> String {
         [
             zone.id.clone(),
             zone.guest_numa_node.to_string(),
-            mib(zone.boot_bytes),
-            mib(zone.hotplug_bytes),
-            mib(zone.requested_bytes),
-            mib(zone.plugged_bytes),
-            zone.online_bytes.map_or_else(|| "-".to_owned(), mib),
-            mib(zone.resident_bytes),
+            size_cell(zone.boot_bytes),
+            size_cell(zone.hotplug_bytes),
+            size_cell(zone.requested_bytes),
+            size_cell(zone.plugged_bytes),
+            zone.online_bytes.map_or_else(|| "-".to_owned(), size_cell),
+            size_cell(zone.resident_bytes),
             zone.driver.map_or("-", DriverState::label).to_owned(),
             status(&zone.status),
         ]
@@ -392,7 +389,7 @@ fn status(status: &ResizeStatus) -> String {
     }
 }
 
-/// Pools in columns, sizes in MiB. What is retired or the pool's own is what is missing in a row.
+/// Pools in columns. What is retired or the pool's own is what is missing in a row.
 fn pools_table(pools: &[PoolInfo]) -> String {
     let header = [
         "POOL",
@@ -410,13 +407,13 @@ fn pools_table(pools: &[PoolInfo]) -> String {
         [
             pool.path.clone(),
             pool.durability.clone(),
-            mib(pool.total_bytes),
-            mib(pool.free_bytes),
-            mib(pool.memory_bytes),
-            format!("{} in {}", mib(pool.volume_bytes), pool.volumes),
-            mib(pool.scrubbing_bytes),
-            mib(pool.strg_bytes),
-            mib(pool.lendable_bytes),
+            size_cell(pool.total_bytes),
+            size_cell(pool.free_bytes),
+            size_cell(pool.memory_bytes),
+            format!("{} in {}", size_cell(pool.volume_bytes), pool.volumes),
+            size_cell(pool.scrubbing_bytes),
+            size_cell(pool.strg_bytes),
+            size_cell(pool.lendable_bytes),
             match &pool.status {
                 PoolStatus::Ok => "ok".to_owned(),
                 PoolStatus::ReadOnly(reason) => format!("read-only: {reason}"),
@@ -484,9 +481,9 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  unsupported 
             status,
         };
         let expected = "\
-POOL      DURABILITY     TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  LENDABLE  STATUS
-/pm/pool  page-cache  1024 MiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  ok
-/pm/pool  page-cache  1024 MiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  read-only: no room
+POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  LENDABLE  STATUS
+/pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  ok
+/pm/pool  page-cache  1 GiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  read-only: no room
 ";
         let pools = [PoolStatus::Ok, PoolStatus::ReadOnly("no room".to_owned())].map(pool);
         assert_eq!(pools_table(&pools), expected);
@@ -497,6 +494,10 @@ POOL      DURABILITY     TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STR
     fn sizes_take_units() {
         let Verb::Resize(resize) = verb(&["resize", "--memory", "1G", "--cpus", "2"]) else { panic!() };
         assert_eq!((resize.memory, resize.cpus, resize.balloon), (Some(1 << 30), Some(2), None));
+        for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
+            let Verb::Resize(resize) = verb(&["resize", "--balloon", text]) else { panic!() };
+            assert_eq!(resize.balloon, Some(64 << 20), "{text}");
+        }
     }
 
     #[test]

@@ -11,9 +11,10 @@ use foreshore::api::Client;
 use foreshore::config::{FIXED_SIZE, ParamSettings};
 use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
 use foreshore::vm::request::{PressureChange, PressureInfo};
+use foreshore_types::size;
 
-use crate::table::{mib, table};
-use crate::{put, size, text_of};
+use crate::table::{size_cell, table};
+use crate::{put, text_of};
 
 /// So many decisions are shown with the state, unless another number is asked for.
 const SHOWN: u64 = 10;
@@ -73,7 +74,7 @@ struct Choice {
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
     /// With --policy fixed: the hotplugged memory to keep
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
 }
 
@@ -262,9 +263,9 @@ fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
             decision.times.to_string(),
             decision.policy.clone(),
             decision.direction.clone(),
-            decision.available_bytes.map_or_else(|| "-".to_owned(), mib),
-            mib(decision.asked_bytes),
-            mib(decision.requested_bytes),
+            decision.available_bytes.map_or_else(|| "-".to_owned(), size_cell),
+            size_cell(decision.asked_bytes),
+            size_cell(decision.requested_bytes),
             why,
             outcome(&decision.outcome),
         ]
@@ -273,7 +274,7 @@ fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
 }
 
 fn outcome(outcome: &Outcome) -> String {
-    let bytes = |bytes: &u64| mib(*bytes);
+    let bytes = |bytes: &u64| size_cell(*bytes);
     match outcome {
         Outcome::None => "-".to_owned(),
         Outcome::DryRun => "dry run".to_owned(),
@@ -449,7 +450,7 @@ ZONE  DRIVER  PINNED
 pm    yes     yes
 
 DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED                          WHY  OUTCOME
-       6     2 h     12     amf  hold          -    0 MiB    128 MiB                       enough  -
+       6     2 h     12     amf  hold          -        0    128 MiB                       enough  -
        7  61.2 s      1     psi  grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
 ";
         assert_eq!(show(&info), expected);

@@ -1,5 +1,7 @@
 //! Columns for a terminal.
 
+use foreshore_types::size::Size;
+
 /// Rows under a header. Columns are as wide as they must be; the last one is words, and as long as it wants to be.
 /// `left` tells how many of the first columns begin at the left; the others are numbers.
 pub fn table<const N: usize>(
@@ -25,7 +27,7 @@ pub fn table<const N: usize>(
     text
 }
 
-/// A size in MiB.
-pub fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes >> 20)
+/// Cell of a size in bytes.
+pub fn size_cell(bytes: u64) -> String {
+    Size(bytes).rounded()
 }
