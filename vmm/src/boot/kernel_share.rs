@@ -1,6 +1,7 @@
 //! Division of the boot memory of a VM between the guest's kernel and its programs.
 
 use balloon::proto::{BootMemory, descriptor_bytes};
+use foreshore_types::size::Size;
 
 use crate::memory::layout::LOW_RAM_END;
 use crate::memory::zone::{Growth, Tier, ZoneSpec};
@@ -15,9 +16,9 @@ pub struct KernelShare(BootMemory);
 /// Boot memory has no room for the page descriptors of all memory that can be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{} MiB can be added to {} MiB of boot memory; their page descriptors take {} MiB of DRAM, and boot memory has room \
-     for those of about {} MiB: when programs fill DRAM, the guest will get no more unless DRAM is added first",
-    .hotplug_bytes / MIB, .boot_bytes / MIB, descriptor_bytes(*.hotplug_bytes) / MIB, .most_bytes / MIB
+    "{} can be added to {} of boot memory; their page descriptors take {} of DRAM, and boot memory has room \
+     for those of about {}: when programs fill DRAM, the guest will get no more unless DRAM is added first",
+    Size(*hotplug_bytes), Size(*boot_bytes), Size(descriptor_bytes(*hotplug_bytes)), Size(*most_bytes).rounded()
 )]
 pub struct RatioTooHigh {
     /// Memory that can be added.

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use foreshore_types::size::Size;
 use thiserror::Error;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion};
 
@@ -21,7 +22,6 @@ use super::populate::populate;
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
-use crate::config::Size;
 use crate::pool::{Extent, PmPool};
 
 /// The unit of plugging: the pool's chunk, and the host's and guest's huge page.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use foreshore_types::size::Size;
 use thiserror::Error;
 use vm_memory::GuestAddress;
 
@@ -11,7 +12,6 @@ use super::layout::{GuestRange, LINUX_LARGEST_BLOCK_BYTES, linux_block_bytes};
 use super::slots::{SlotError, Slots};
 use super::view::GuestView;
 use super::zone::ZoneSpec;
-use crate::config::Size;
 
 /// As many as the guest has devices for. They are all there in the tables, without memory.
 pub const MAX_DIMMS: usize = 64;

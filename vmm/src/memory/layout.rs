@@ -13,10 +13,11 @@
 //! | 0xfec0_0000, 0xfee0_0000 | I/O APIC, local APIC |
 //! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB or to Linux's memory block |
 
+use foreshore_types::size::Size;
 use thiserror::Error;
 use vm_memory::GuestAddress;
 
-use crate::config::{PAGE_BYTES, Size, UNIT_BYTES};
+use crate::config::{PAGE_BYTES, UNIT_BYTES};
 use crate::memory::zone::{Growth, ZoneSpec};
 
 /// Bytes in a MiB.

@@ -20,13 +20,13 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use foreshore_types::size::Size;
 use parking_lot::Mutex;
 use pmem_volume::media::{OnPageLost, TooManyRanges};
 use thiserror::Error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::backing::Reservation;
-use crate::config::Size;
 use crate::cpu::brake::Brake;
 
 /// What was copied from guest memory may be zeros, and what was copied to it be lost.

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
+use foreshore_types::size::Size;
 use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas, is_replaced};
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
@@ -15,7 +16,6 @@ use tracing::warn;
 
 use super::lost_btt::LostBtt;
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
-use crate::config::Size;
 use crate::volume::sectors::{BttLoss, SectorError, Sectors};
 use crate::volume::{Persist, PersistError};
 

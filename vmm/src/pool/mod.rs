@@ -11,11 +11,12 @@ use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use foreshore_types::size::Size;
 pub use local::LocalPool;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::{Size, VolumeFormat};
+use crate::config::VolumeFormat;
 use crate::volume::Persist;
 use crate::volume::sectors::Sectors;
 

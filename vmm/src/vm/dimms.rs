@@ -1,11 +1,11 @@
 //! DRAM that grows by ACPI.
 
+use foreshore_types::size::Size;
 use tracing::{info, warn};
 
 use super::machine::KvmMachine;
 use super::request::VmError;
 use crate::acpi::ged;
-use crate::config::Size;
 use crate::events::Event;
 use crate::governor::DESCRIPTOR_LACK;
 use crate::memory::dimms::DimmError;

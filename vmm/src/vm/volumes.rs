@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use foreshore_types::size::Size;
 use pmem_volume::Durability;
 use tracing::{info, warn};
 
@@ -13,7 +14,7 @@ use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::zones;
 use crate::acpi::Nvdimm;
-use crate::config::{PmVolumeConfig, Size, VmConfig, VolumeFormat};
+use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
 use crate::events::{Event, Events};
 use crate::memory::backing::Access;
 use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};

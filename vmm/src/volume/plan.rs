@@ -10,11 +10,12 @@
 //! The reserve for volumes (STRG) is never lent as memory, so the zones must fit into
 //! `usable - max(STRG, all volumes)`.
 
+use foreshore_types::size::Size;
 use pmem_volume::CHUNK_BYTES;
 use pmem_volume::btt::MIN_VOLUME_BYTES;
 use thiserror::Error;
 
-use crate::config::{PmVolumeConfig, Size, VolumeFormat, VolumeSize};
+use crate::config::{PmVolumeConfig, VolumeFormat, VolumeSize};
 use crate::pool::{PoolInfo, StoredVolume};
 
 /// Change that a volume needs before it is opened.

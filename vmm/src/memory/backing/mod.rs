@@ -13,6 +13,7 @@ use std::fmt::Debug;
 use std::io;
 use std::ops::Range;
 
+use foreshore_types::size::Size;
 use thiserror::Error;
 
 pub use dram::DramBacking;
@@ -25,7 +26,6 @@ pub use segments::MappingBudget;
 pub use source::{DramError, DramSource};
 pub use zone_file::{ZoneFile, ZoneFileError};
 
-use crate::config::Size;
 use crate::pool::PoolError;
 
 /// Why a run of blocks has no memory behind it now. All of it is the host's affair: the guest is told BUSY.

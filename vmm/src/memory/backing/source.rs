@@ -9,12 +9,12 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
 use std::sync::Arc;
 
+use foreshore_types::size::Size;
 use thiserror::Error;
 use tracing::warn;
 
 use super::zone_file::ZoneFile;
 use super::{Access, BackingError, Reservation};
-use crate::config::Size;
 use crate::memory::populate::populate;
 use crate::memory::zone::{HostMemory, HostPages};
 

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
+use foreshore_types::size::Size;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::mark::Mark;
 use pmem_volume::pool::signature::content_lost_to;
@@ -15,7 +16,6 @@ use tracing::warn;
 
 use super::Access;
 use super::source::punch_hole;
-use crate::config::Size;
 use crate::file_mark;
 
 /// Why a file cannot be a zone's memory.

@@ -228,7 +228,10 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
         .boot()?;
     // A warning at start names the ratio.
     let log = guest.vmm_log()?;
-    ensure!(log.lines().any(|line| line.contains("WARN") && line.contains("24576 MiB")), "No warning: {log}");
+    ensure!(
+        log.lines().any(|line| line.contains("WARN") && line.contains("24 GiB can be added")),
+        "No warning: {log}"
+    );
     resize_to_24_gib(&guest)?;
     guest.wait_until("the resize is stuck", RESIZE_LIMIT, || Ok(zone(&guest, "dram")?.state == "stuck"))?;
     let zone = zone(&guest, "dram")?;
