@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::metrics::{Expose, Exposition, Family, and, one};
 use parking_lot::RwLock;
 use thiserror::Error;
 
@@ -126,6 +127,28 @@ impl Bus {
                 false
             }
         }
+    }
+}
+
+/// Address space with its counters.
+#[derive(Debug)]
+pub struct AddressSpaceMetrics {
+    /// Name of the address space.
+    pub space: &'static str,
+    /// Its counters.
+    pub counters: Arc<BusMetrics>,
+}
+
+impl Expose for AddressSpaceMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let accesses =
+            [("read", &self.counters.unanswered_reads), ("write", &self.counters.unanswered_writes)];
+        let samples = accesses.map(|(direction, counter)| {
+            let labels = and(&one("space", self.space), "direction", direction);
+            (labels, counter.load(Ordering::Relaxed))
+        });
+        let help = "Accesses of the guest that no device answers.";
+        out.counters(Family("vcpu_unanswered_accesses", help, None), samples);
     }
 }
 

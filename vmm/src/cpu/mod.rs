@@ -2,6 +2,7 @@
 
 pub mod brake;
 pub mod cpuid;
+pub mod metrics;
 pub mod placement;
 pub mod plug;
 mod ports;

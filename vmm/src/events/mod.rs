@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::metrics::{Expose, Exposition, Family, and, one};
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{Notify, broadcast};
@@ -112,6 +113,20 @@ impl EventCounters {
 
     fn add_lost(&self, count: u64) {
         self.lost.fetch_add(count, Ordering::Relaxed);
+    }
+}
+
+impl Expose for EventCounters {
+    fn expose(&self, out: &mut Exposition) {
+        let told = self
+            .told()
+            .into_iter()
+            .map(|((source, event), count)| (and(&one("source", source), "event", event), count));
+        out.counters(Family("events", "Events that were told.", None), told);
+        let lost = Family("events_lost", "Events that somebody who watches was too slow for.", None);
+        out.counters(lost, [(vec![], self.lost())]);
+        let help = "Events that a guest caused too often to be told at once.";
+        out.counters(Family("events_withheld", help, None), [(vec![], self.withheld())]);
     }
 }
 

@@ -18,6 +18,7 @@ mod episode;
 #[cfg(test)]
 pub(crate) mod fake;
 mod held_plan;
+pub mod metrics;
 mod progress;
 pub mod record;
 pub mod task;

@@ -4,14 +4,13 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::warn;
 
 use super::file_rate::FileThrottle;
-use super::rotated_file::{ConsoleFileMetrics, RotatedFile, adopt_newer, id_of};
+use super::rotated_file::{ConsoleFileSource, RotatedFile, adopt_newer, id_of};
 use super::{ConsoleError, ConsoleOutput, Lines, Port};
 use crate::config::FileLimits;
 use crate::output_file::{admit, lock};
@@ -103,9 +102,11 @@ impl ConsoleFiles {
         ConsoleOutput::to_rotated(limited, throttle)
     }
 
-    /// Counters of the files that consoles write, by the label of the console.
-    pub fn metrics(&self) -> Vec<(&'static str, Arc<ConsoleFileMetrics>)> {
-        self.limited.iter().map(|(port, file)| (port.label(), file.metrics())).collect()
+    /// Counters of the files that consoles write.
+    pub fn metrics(&self) -> impl Iterator<Item = ConsoleFileSource> {
+        self.limited
+            .iter()
+            .map(|(port, file)| ConsoleFileSource { device: port.label(), counters: file.metrics() })
     }
 
     /// The VM has been built, and may write from now on.
@@ -295,7 +296,7 @@ mod tests {
                 let mut files = files(start);
                 let ports = [Port::Serial, Port::Console];
                 let outputs = ports.map(|port| files.output(port, &path, LIMITED).unwrap());
-                let metrics = files.metrics();
+                let metrics = files.metrics().collect::<Vec<_>>();
                 files.begin().unwrap();
                 for mut output in outputs {
                     (0..30).for_each(|_| assert_eq!(output.send(&[b'x'; 100]).len, 0));
@@ -303,7 +304,8 @@ mod tests {
                 let sizes = fs::read_dir(folder.path()).unwrap();
                 let sum: u64 = sizes.map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
                 assert!(sum > 1000 && sum <= 2000, "{sum}");
-                let rotations = metrics.iter().map(|(_, file)| file.rotations.load(Ordering::Relaxed)).sum();
+                let rotations =
+                    metrics.iter().map(|file| file.counters.rotations.load(Ordering::Relaxed)).sum();
                 assert!((5..=6_u64).contains(&rotations), "{rotations}");
             }
         }

@@ -24,8 +24,10 @@ use tracing::warn;
 
 use crate::file_id::link_target;
 use crate::log::sparsely;
+use crate::metrics::{Expose, Exposition, Family, one};
 use crate::output_file::admit;
 use crate::throttle::ThrottleMetrics;
+use prometheus_client::registry::Unit;
 
 /// Added to the name of a file that has reached its limit.
 const OLDER: &str = ".1";
@@ -322,6 +324,38 @@ fn create_like(path: &Path, other: &Metadata) -> Result<File, KeepError> {
     }
     admit(&file, path).map_err(|err| failed("flock")(err.into()))?;
     Ok(file)
+}
+
+/// File of a console with its counters.
+#[derive(Debug)]
+pub struct ConsoleFileSource {
+    /// Name of the console.
+    pub device: &'static str,
+    /// The counters.
+    pub counters: Arc<ConsoleFileMetrics>,
+}
+
+impl Expose for ConsoleFileSource {
+    fn expose(&self, out: &mut Exposition) {
+        let get = |counter: &AtomicU64| [(one("device", self.device), counter.load(Ordering::Relaxed))];
+        out.counters(
+            Family("console_file_rotations", "Times that a console's file has reached its limit.", None),
+            get(&self.counters.rotations),
+        );
+        out.counters(
+            Family(
+                "console_file_discarded",
+                "Earlier output that was removed because a console's file reached its limit.",
+                Some(Unit::Bytes),
+            ),
+            get(&self.counters.discarded_bytes),
+        );
+        out.seconds_total(
+            "console_file_throttled",
+            "Time by which the rate limit of a console's file delayed its output.",
+            [(one("device", self.device), self.counters.throttled.delay().as_secs_f64())],
+        );
+    }
 }
 
 #[cfg(test)]

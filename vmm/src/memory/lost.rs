@@ -14,6 +14,7 @@
 //!
 //! What is gone stays gone, though the file may be made as long again: the bytes were the guest's memory.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -28,6 +29,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::backing::Reservation;
 use crate::cpu::brake::Brake;
+use crate::metrics::{Expose, Exposition, Family, one};
 
 /// What was copied from guest memory may be zeros, and what was copied to it be lost.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
@@ -141,6 +143,18 @@ type Watched = (Arc<GuestRange>, Option<Arc<File>>);
 pub struct LostMemory {
     alarm: Arc<Alarm>,
     ranges: Mutex<Vec<Watched>>,
+}
+
+impl Expose for LostMemory {
+    fn expose(&self, out: &mut Exposition) {
+        // A zone has several parts, and one name.
+        let mut lost = BTreeMap::new();
+        for (range, _) in &*self.ranges.lock() {
+            *lost.entry(range.name().to_owned()).or_insert(false) |= range.loss().is_some();
+        }
+        let lost = lost.into_iter().map(|(name, is_lost)| (one("memory", &name), is_lost));
+        out.flags(Family("memory_lost", "1 when memory that the guest has is gone.", None), lost);
+    }
 }
 
 impl LostMemory {

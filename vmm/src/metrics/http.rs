@@ -1,36 +1,44 @@
-//! The servers of the API and of these metrics.
+//! Servers of the API and of these metrics.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::expose::{Exposer, Family, one};
+use super::exposition::{Expose, Exposition, Family, and, one};
 use crate::api::ConnectionCounters;
 
-/// A server's name, and its counters.
-pub(super) type NamedServer = (&'static str, Arc<ConnectionCounters>);
+/// Server with its counters.
+pub(super) struct Server {
+    pub(super) name: &'static str,
+    pub(super) counters: Arc<ConnectionCounters>,
+}
 
-pub(super) fn expose(
-    out: &mut Exposer<'_>,
-    servers: &[NamedServer],
-    refused_hosts: &AtomicU64,
-) -> fmt::Result {
-    let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    out.counters(
-        Family("http_connections", "Connections that a server has accepted.", None),
-        servers.iter().map(|(server, counters)| (one("server", server), get(&counters.accepted))),
-    )?;
-    let closed = servers.iter().flat_map(|(server, counters)| {
-        [("silent", &counters.silent), ("idle", &counters.idle), ("timeout", &counters.timed_out)].map(
-            |(reason, counter)| {
-                (vec![("server", (*server).to_owned()), ("reason", reason.to_owned())], get(counter))
-            },
-        )
-    });
-    out.counters(
-        Family("http_closed_connections", "Connections closed to make room, or after a time-out.", None),
-        closed,
-    )?;
-    let refused = Family("metrics_refused_hosts", "Scrapes refused because of their Host header.", None);
-    out.counters(refused, [(Vec::new(), get(refused_hosts))])
+impl Expose for Server {
+    fn expose(&self, out: &mut Exposition) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let labels = one("server", self.name);
+        let closed = [
+            ("silent", &self.counters.silent),
+            ("idle", &self.counters.idle),
+            ("timeout", &self.counters.timed_out),
+        ];
+        let closed = closed.map(|(reason, counter)| (and(&labels, "reason", reason), get(counter)));
+        out.counters(
+            Family("http_connections", "Connections that a server has accepted.", None),
+            [(labels, get(&self.counters.accepted))],
+        );
+        out.counters(
+            Family("http_closed_connections", "Connections closed to make room, or after a time-out.", None),
+            closed,
+        );
+    }
+}
+
+/// Scrapes refused because of their `Host` header.
+pub(super) struct RefusedHosts(pub(super) Arc<AtomicU64>);
+
+impl Expose for RefusedHosts {
+    fn expose(&self, out: &mut Exposition) {
+        let family = Family("metrics_refused_hosts", "Scrapes refused because of their Host header.", None);
+        out.counters(family, [(vec![], self.0.load(Ordering::Relaxed))]);
+    }
 }

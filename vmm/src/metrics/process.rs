@@ -1,45 +1,33 @@
 //! The VMM's own process.
 
-use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::expose::{Exposer, Family};
-use crate::events::EventCounters;
-use crate::vm::owner::RestartMetrics;
+use super::exposition::{Expose, Exposition, Family, one};
 
-pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Result {
-    let version = vec![("version", env!("CARGO_PKG_VERSION").to_owned())];
-    out.gauges(Family("build_info", "The version that runs; always 1.", None), [(version, 1.0)])?;
-    // Without /proc there is nothing to tell, and the other metrics still count.
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let samples = resident(&status).into_iter().map(|(kind, bytes)| (vec![("kind", kind.to_owned())], bytes));
-    out.bytes("process_resident", "The VMM's resident memory, that of the guest included.", samples)?;
-    let told = events.told().into_iter().map(|((source, event), count)| {
-        (vec![("source", source.to_owned()), ("event", event.to_owned())], count)
-    });
-    out.counters(Family("events", "Events that were told.", None), told)?;
-    let lost = Family("events_lost", "Events that somebody who watches was too slow for.", None);
-    out.counters(lost, [(Vec::new(), events.lost())])?;
-    let withheld =
-        Family("events_withheld", "Events that a guest caused too often to be told at once.", None);
-    out.counters(withheld, [(Vec::new(), events.withheld())])
+/// Version and resident memory of the process.
+pub(super) struct Process;
+
+impl Expose for Process {
+    fn expose(&self, out: &mut Exposition) {
+        let version = one("version", env!("CARGO_PKG_VERSION"));
+        out.gauges(Family("build_info", "Version of the VMM; always 1.", None), [(version, 1.0)]);
+        // Without /proc, the other metrics are still exposed.
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let samples = resident(&status).into_iter().map(|(kind, bytes)| (one("kind", kind), bytes));
+        out.bytes("process_resident", "Resident memory of the VMM, including guest memory.", samples);
+    }
 }
 
-/// Restarts of the guest that had to wait.
-pub(super) fn expose_restarts(out: &mut Exposer<'_>, restarts: &RestartMetrics) -> fmt::Result {
-    let delayed = Family("delayed_restarts", "Restarts of the guest that were delayed.", None);
-    out.counters(delayed, [(Vec::new(), restarts.delayed())])?;
-    let delay = [(Vec::new(), restarts.delay().as_secs_f64())];
-    out.seconds_total(
-        "restart_delay",
-        "Delays imposed on restarts of the guest; a client may end one early.",
-        delay,
-    )
-}
+/// A system call filter that was requested and is not installed.
+pub(super) struct MissingSeccomp(pub(super) Arc<AtomicBool>);
 
-/// A filter that was requested and is not installed.
-pub(super) fn expose_missing_seccomp(out: &mut Exposer<'_>, is_missing: bool) -> fmt::Result {
-    let help = "1 if --seccomp asks for a system call filter; none is installed, because there is none yet.";
-    out.gauges(Family("seccomp_missing", help, None), [(Vec::new(), f64::from(u8::from(is_missing)))])
+impl Expose for MissingSeccomp {
+    fn expose(&self, out: &mut Exposition) {
+        let help =
+            "1 if --seccomp asks for a system call filter; none is installed, because there is none yet.";
+        out.flags(Family("seccomp_missing", help, None), [(vec![], self.0.load(Ordering::Relaxed))]);
+    }
 }
 
 /// Resident memory by kind, from the text of proc_pid_status(5).

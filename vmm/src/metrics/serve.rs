@@ -13,6 +13,7 @@ use super::Metrics;
 use super::format::Format;
 use super::host_check::check_host;
 use crate::vm::request::{VmHandle, VmRequest};
+use crate::vm::zone_metrics::ZoneMetrics;
 
 const INDEX: &str = "<!doctype html><title>Foreshore</title><p><a href=\"/metrics\">Metrics</a>\n";
 
@@ -49,7 +50,7 @@ async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>, headers: 
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
     // A VM that is shut down has no zones; the VMM's own metrics go on.
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
-    match metrics.encode(zones) {
+    match metrics.encode(&ZoneMetrics(zones)) {
         Ok(text) => {
             let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
             (headers, format.convert(text)).into_response()

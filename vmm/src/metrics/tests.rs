@@ -15,22 +15,36 @@ use tokio::net::{TcpStream, UnixStream};
 
 use super::*;
 use crate::api::{Limits, Server, Socket};
+use crate::bus::{AddressSpaceMetrics, BusMetrics};
 use crate::config::MetricsAddress;
+use crate::cpu::metrics::VcpuMetrics;
 use crate::events::{Event, Events};
+use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
+use crate::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use crate::memory::backing::{MappingBudget, Reservation};
-use crate::memory::lost::{GuestRange, LossFlag, LostMemory};
+use crate::memory::lost::{LossFlag, LostMemory};
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::fake::FakePool;
-use crate::pool::{CHUNK_BYTES, PmPool};
-use crate::virtio::block::{BlockMetrics, Kind};
-use crate::virtio::mem::{FailureReason, MemMetrics};
-use crate::virtio::pmem::metrics::PmemMetrics;
+use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
+use crate::serial::SerialMetrics;
+use crate::virtio::balloon::BalloonMetrics;
+use crate::virtio::block::{BlockMetrics, DiskMetrics, Kind};
+use crate::virtio::console::ConsoleMetrics;
+use crate::virtio::mem::{FailureReason, MemMetrics, PlugMetrics};
+use crate::virtio::net::NetDeviceMetrics;
+use crate::virtio::pmem::metrics::{PmemFileMetrics, PmemMetrics};
+use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
+use crate::virtio::watchdog::WatchdogMetrics;
+use crate::vm::hotplug_metrics::HotplugMetrics;
+use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{
-    AgentState, GovernedZoneInfo, RecordingInfo, RecordingState, ResizeStatus, VmHandle, VmRequest,
+    AgentState, GovernedZoneInfo, RecordingInfo, RecordingState, ResizeStatus, VmHandle, VmRequest, ZoneInfo,
 };
-use crate::volume::guest_btt::VolumeKey;
+use crate::vm::zone_metrics::ZoneMetrics;
+use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::Chosen;
+use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::sectors::{BttLoss, SectorError, Sectors};
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
@@ -159,24 +173,32 @@ fn hotplug() -> Arc<HotplugMetrics> {
 }
 
 /// Two parts of boot memory, one of which is lost, and a part of something else.
-fn ranges() -> Vec<Arc<GuestRange>> {
+fn lost_memory() -> LostMemory {
     let lost = LostMemory::new(Arc::default(), LossFlag::default()).unwrap();
     for name in ["--memory", "--memory", "--pmem file=/img"] {
         let reservation = Reservation::new(4096, 4096).unwrap();
         lost.watch(name.to_owned(), &reservation).unwrap();
     }
-    let ranges = lost.ranges();
-    ranges[1].page_lost();
-    ranges
+    lost.ranges()[1].page_lost();
+    lost
 }
 
-/// What is looked at as long as somebody has it.
+/// Sources that are not kept alive by their metrics.
 type Others = (Arc<dyn PressureSource>, [Arc<dyn Sectors>; 2]);
 
 /// Metrics with a source of every kind, and what must be kept alive for them.
-fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
+struct Everything {
+    metrics: Metrics,
+    registrations: Vec<Registration>,
+    pool: Arc<dyn PmPool>,
+    others: Others,
+}
+
+fn everything() -> Everything {
     let metrics = Metrics::new("vm \"1\"", told());
-    metrics.restarts().count(Duration::from_millis(2500));
+    let restarts = Arc::<RestartMetrics>::default();
+    restarts.count(Duration::from_millis(2500));
+    metrics.add(restarts);
     metrics.add_server("api", Arc::default());
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
@@ -221,52 +243,50 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let damaged: Arc<dyn Sectors> = Arc::new(Damaged(BttLoss::Damaged { reason: String::new() }));
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
-    metrics.set_machine(MachineSources {
-        pressure: Some(Arc::downgrade(&governor)),
-        pools: vec![PoolMetrics::new("/pm/pool".to_owned(), &pool)],
-        volumes: vec![
-            volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem))),
-            volume(
-                "c",
-                VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors: Arc::downgrade(&sectors) },
-            ),
-            volume(
-                "d",
-                VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors: Arc::downgrade(&damaged) },
-            ),
-            volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
-        ],
-        net: vec![NetDeviceMetrics { net: "_net0".to_owned(), counters: Arc::default() }],
-        disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: disk }],
-        pmem: vec![PmemFileMetrics {
-            name: "_pmem0".to_owned(),
-            file: "/img".to_owned(),
-            size_bytes: 1 << 30,
-            durability: None,
-            failed: Arc::new(true.into()),
-            counters: Arc::default(),
-        }],
-        ranges: ranges(),
-        guest_btt: Arc::new(GuestBtt::new(vec![(translated, Chosen::Nvdimm)], 1)),
-        plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
-        mappings: Some(Arc::new(MappingBudget::new(57_339))),
-        hotplug: Some(hotplug()),
-        console_files: vec![("serial", Arc::new(console_file))],
-        vcpus: Some(vcpus()),
-        buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
-        vsock: Some(Arc::new(vsock)),
-        rng: Some(Arc::default()),
-        balloon: Some(Arc::new(balloon)),
-        watchdog: Some(Arc::new(watchdog)),
-        serial: Some(Arc::new(serial)),
-        console: Some(Arc::new(console)),
-    });
-    (metrics, pool, (governor, [sectors, damaged]))
+    let on_disk = |sectors| VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors };
+    let ports = AddressSpaceMetrics { space: "port", counters: Arc::new(ports) };
+    let pmem_file = PmemFileMetrics {
+        name: "_pmem0".to_owned(),
+        file: "/img".to_owned(),
+        size_bytes: 1 << 30,
+        durability: None,
+        failed: Arc::new(true.into()),
+        counters: Arc::default(),
+    };
+    let sources: Vec<Arc<dyn Expose>> = vec![
+        Arc::new(PressureMetrics(Arc::downgrade(&governor))),
+        Arc::new(PoolMetrics::new("/pm/pool".to_owned(), &pool)),
+        Arc::new(volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem)))),
+        Arc::new(volume("c", on_disk(Arc::downgrade(&sectors)))),
+        Arc::new(volume("d", on_disk(Arc::downgrade(&damaged)))),
+        Arc::new(volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default())))),
+        Arc::new(NetDeviceMetrics { net: "_net0".to_owned(), counters: Arc::default() }),
+        Arc::new(DiskMetrics { disk: "_disk0".to_owned(), counters: Arc::clone(&disk) }),
+        Arc::new(pmem_file),
+        Arc::new(lost_memory()),
+        Arc::new(GuestBtt::new(vec![(translated, Chosen::Nvdimm)], 1)),
+        Arc::new(PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }),
+        Arc::new(MappingBudget::new(57_339)),
+        hotplug(),
+        Arc::new(ConsoleFileSource { device: "serial", counters: Arc::new(console_file) }),
+        vcpus(),
+        Arc::new(ports),
+        Arc::new(AddressSpaceMetrics { space: "mmio", counters: Arc::default() }),
+        Arc::new(vsock),
+        Arc::<RngMetrics>::default(),
+        Arc::new(balloon),
+        Arc::new(watchdog),
+        Arc::new(serial),
+        Arc::new(console),
+    ];
+    let registrations = sources.into_iter().map(|source| metrics.register(source)).collect();
+    Everything { metrics, registrations, pool, others: (governor, [sectors, damaged]) }
 }
 
 fn text() -> String {
-    let (metrics, _pool, _others) = everything();
-    metrics.encode(vec![zone("dram", Some(32 << 20)), zone("pm", None)]).unwrap()
+    let everything = everything();
+    let zones = vec![zone("dram", Some(32 << 20)), zone("pm", None)];
+    everything.metrics.encode(&ZoneMetrics(zones)).unwrap()
 }
 
 /// Name to type and label names, as exposed.
@@ -436,14 +456,34 @@ fn a_scrape_shows_what_the_sources_say() {
 }
 
 #[test]
-fn what_has_gone_with_the_vm_is_not_shown() {
-    let (metrics, pool, others) = everything();
+fn sources_of_an_ended_vm_are_not_exposed() {
+    let Everything { metrics, registrations, pool, others } = everything();
+    let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
     drop((pool, others));
-    let text = metrics.encode(Vec::new()).unwrap();
+    let text = encode();
     assert!(!text.contains("foreshore_pool_bytes") && !text.contains("foreshore_pressure_"), "{text}");
-    assert!(text.contains("foreshore_build_info"));
-    metrics.set_machine(MachineSources { pressure: Some(Weak::<FakeGovernor>::new()), ..Default::default() });
-    assert!(!metrics.encode(Vec::new()).unwrap().contains("foreshore_volume"));
+    assert!(text.contains("foreshore_volume_size_bytes"));
+    drop(registrations);
+    let text = encode();
+    assert!(!text.contains("foreshore_volume") && text.contains("foreshore_build_info"), "{text}");
+}
+
+#[test]
+fn family_of_two_sources_is_exposed_once() {
+    let metrics = Metrics::new("a", Arc::default());
+    let disk = |id: &str| {
+        let source = DiskMetrics { disk: id.to_owned(), counters: Arc::default() };
+        metrics.register(Arc::new(source))
+    };
+    let (_first, second) = (disk("first"), disk("second"));
+    let count = |pattern: &str| {
+        let text = metrics.encode(&ZoneMetrics::default()).unwrap();
+        text.lines().filter(|line| line.starts_with(pattern)).count()
+    };
+    assert_eq!(count("# TYPE foreshore_disk_size_bytes "), 1);
+    assert_eq!(count("foreshore_disk_size_bytes{"), 2);
+    drop(second);
+    assert_eq!(count("foreshore_disk_size_bytes{"), 1);
 }
 
 /// The rules of `promtool check metrics` (prometheus/util/testutil/promlint).
@@ -486,8 +526,8 @@ fn lint(text: &str) -> Vec<String> {
 
 #[test]
 fn promtools_rules_are_kept() {
-    let (metrics, _pool, _others) = everything();
-    let open = metrics.encode(vec![zone("dram", None)]).unwrap();
+    let everything = everything();
+    let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
     let text = super::format::Format::Prometheus.convert(open.clone());
     assert_eq!(lint(&text), Vec::<String>::new());
     // OpenMetrics names counters otherwise, so promtool refuses it.
@@ -497,9 +537,10 @@ fn promtools_rules_are_kept() {
 #[test]
 fn missing_seccomp_filter_is_a_metric() {
     let metrics = Metrics::new("a", Arc::default());
-    assert!(metrics.encode(Vec::new()).unwrap().contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
+    let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
+    assert!(encode().contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
     metrics.set_seccomp_missing();
-    assert!(metrics.encode(Vec::new()).unwrap().contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
+    assert!(encode().contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
 }
 
 /// Asks for `path` over a unix socket; the answer's bytes.
@@ -567,8 +608,8 @@ fn every_reason_is_there_from_the_start() {
     let governor = Arc::new(JustStarted(core.into()));
     let metrics = Metrics::new("a", Arc::default());
     let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;
-    metrics.set_machine(MachineSources { pressure: Some(source), ..Default::default() });
-    let text = metrics.encode(Vec::new()).unwrap();
+    let _registration = metrics.register(Arc::new(PressureMetrics(source)));
+    let text = metrics.encode(&ZoneMetrics::default()).unwrap();
     let has = |text: &str, line: String| assert!(text.lines().any(|shown| shown == line), "{line} in {text}");
     let plans = |text: &str, policy: &str| {
         for direction in balloon::plan::Direction::ALL.map(|direction| direction.label()) {
@@ -586,7 +627,7 @@ fn every_reason_is_there_from_the_start() {
     // Those of another policy come with it, and those of the first stay.
     let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
     governor.0.lock().change(&change).unwrap();
-    let text = metrics.encode(Vec::new()).unwrap();
+    let text = metrics.encode(&ZoneMetrics::default()).unwrap();
     plans(&text, "psi");
     plans(&text, "amf");
 }
@@ -604,7 +645,8 @@ fn metrics_are_served_over_http() {
             }
         });
         let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
-        let (metrics, _pool, _others) = everything();
+        let Everything { metrics, registrations: _registrations, pool: _pool, others: _others } =
+            everything();
         let server = Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");

@@ -4,6 +4,7 @@
 pub(crate) mod fake;
 mod local;
 mod lost_btt;
+mod metrics;
 
 use std::fmt::Debug;
 use std::io;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 
 use foreshore_types::size::Size;
 pub use local::LocalPool;
+pub use metrics::PoolMetrics;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 

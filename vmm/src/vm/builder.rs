@@ -27,6 +27,7 @@ use crate::acpi::hotplug_cpus::CpuRegisters;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest, KernelShare, Pluggable, PvhEntry};
+use crate::bus::AddressSpaceMetrics;
 use crate::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
 use crate::config::{ConsoleMode, CpusConfig, Topology, VcpuPlace, VmConfig};
 use crate::cpu::CpuError;
@@ -37,6 +38,7 @@ use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
 use crate::event_loop::EventLoop;
 use crate::governor::Beside;
+use crate::governor::metrics::PressureMetrics;
 use crate::host_console::ConsoleFiles;
 use crate::memory::backing::resident::resident_bytes;
 use crate::memory::dimms::Dimms;
@@ -45,12 +47,9 @@ use crate::memory::layout::{
 };
 use crate::memory::slots::{self, SlotTable};
 use crate::memory::{self, Memory, MemoryOptions};
-use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
+use crate::metrics::Expose;
 use crate::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
 use crate::pool::Durability;
-use crate::virtio::balloon::BalloonHandle;
-use crate::virtio::block::BlockHandle;
-use crate::virtio::mem::MemHandle;
 use crate::virtio::vsock::IN_PROCESS_BACKLOG;
 use crate::volume::interface::Payload;
 
@@ -82,24 +81,29 @@ pub fn build(
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
     let vm = &hypervisor.vm;
     let told = resources.events().clone();
-    let mut fabric =
-        Fabric::new(Arc::clone(vm) as _, Arc::clone(vm) as _, config.cpus.max_vcpus, &memory, told)?;
+    let mut fabric = Fabric::new(
+        Arc::clone(vm) as _,
+        Arc::clone(vm) as _,
+        config.cpus.max_vcpus,
+        &memory,
+        told,
+        Arc::clone(resources.metrics()),
+    )?;
     config.disks.iter().filter_map(|disk| disk.pci_device_id).for_each(|slot| fabric.pci.reserve(slot));
     lost::watch_zones(config, resources, &memory, &fabric.lost)?;
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let cpu_registers = cpu_registers(config, events);
     let (ged, page) = add_platform(&fabric, Arc::clone(&cpu_registers), events)?;
     let mut files = ConsoleFiles::new(resources.file_start(), resources.lines().clone());
-    let serial = devices::attach_serial(config, &mut files, &fabric, &device_loop.handle())?;
-    let console = devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
-    let rng = devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
-    let watchdog =
-        devices::attach_watchdog(config, &mut fabric, &memory, &device_loop.handle(), resources, events)?;
+    devices::attach_serial(config, &mut files, &mut fabric, &device_loop.handle())?;
+    devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
+    devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
+    devices::attach_watchdog(config, &mut fabric, &memory, &device_loop.handle(), resources, events)?;
     // A vsock device may come later: the governor listens in any case.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     let attach_vsock =
         |vsock| devices::attach_vsock(vsock, &mut fabric, &memory, &device_loop.handle(), &agents);
-    let vsock_metrics = config.vsock.as_ref().map(attach_vsock).transpose()?;
+    config.vsock.as_ref().map(attach_vsock).transpose()?;
     let plugged = Arc::new(Notify::new());
     let signals =
         devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
@@ -112,7 +116,7 @@ pub fn build(
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let with = (&*resources, &steps[..], &mut created);
     let volumes = volumes::attach(config, payload, with, &mut memory, &mut fabric, events)?;
-    let (pmem_metrics, pmem) = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
+    let pmem = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
     let lost_loop = lost::watch(&fabric.lost, events)?;
     if config.payload.firmware.is_some() {
         add_for_firmware(&fabric)?;
@@ -145,32 +149,26 @@ pub fn build(
         &volumes.guest_btt,
     )?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
-    let console_files = files.metrics();
+    let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
     let hotplug = hotplug::metrics(&fabric.virtio);
-    resources.metrics().set_machine(MachineSources {
-        hotplug: Some(Arc::clone(&hotplug)),
-        vcpus: Some(vcpus.metrics()),
-        pressure: Some(Arc::downgrade(&governor.pressure_source())),
-        pools: resources.pool_metrics(),
-        volumes: volumes.metrics,
-        pmem: pmem_metrics,
-        ranges: fabric.lost.ranges(),
-        guest_btt: Arc::clone(&volumes.guest_btt),
-        buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
-        vsock: vsock_metrics,
-        rng: Some(rng),
-        watchdog,
-        balloon: balloon.as_ref().map(BalloonHandle::metrics),
-        serial,
-        console,
-        console_files,
-        disks: disks.iter().map(disk_metrics).collect(),
-        net: nets.clone(),
-        plugs: zones.iter().map(plug_metrics).collect(),
-        mappings: Some(Arc::clone(memory.mapping_budget())),
-    });
+    let lost = Arc::clone(&fabric.lost);
+    let spaces = [("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())];
+    let sources: [Arc<dyn Expose>; 6] = [
+        Arc::clone(&hotplug) as _,
+        vcpus.metrics(),
+        Arc::new(PressureMetrics(Arc::downgrade(&governor.pressure_source()))),
+        lost,
+        Arc::clone(&volumes.guest_btt) as _,
+        Arc::clone(memory.mapping_budget()) as _,
+    ];
+    sources.into_iter().for_each(|source| fabric.expose(source));
+    resources.pool_metrics().for_each(|pool| fabric.expose(Arc::new(pool)));
+    console_files.into_iter().for_each(|file| fabric.expose(Arc::new(file)));
+    for (space, counters) in spaces {
+        fabric.expose(Arc::new(AddressSpaceMetrics { space, counters }));
+    }
     resources.machine_built();
     fabric.work.add(&[device_loop.handle(), memory_loop.handle()]);
     let host_ranges = memory.host_ranges().to_vec();
@@ -187,7 +185,6 @@ pub fn build(
         ged,
         page,
         hotplug,
-        metrics: Arc::clone(resources.metrics()),
         told: resources.events().clone(),
         zones,
         dimms,
@@ -204,15 +201,6 @@ pub fn build(
         guest_btt: volumes.guest_btt,
         memory,
     })
-}
-
-fn plug_metrics(handle: &MemHandle) -> PlugMetrics {
-    let zone = handle.zone();
-    PlugMetrics { zone: zone.id.clone(), tier: zone.tier.as_str().to_owned(), counters: handle.metrics() }
-}
-
-fn disk_metrics(disk: &BlockHandle) -> DiskMetrics {
-    DiskMetrics { disk: disk.id().to_owned(), counters: disk.metrics() }
 }
 
 fn build_memory(

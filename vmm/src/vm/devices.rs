@@ -22,19 +22,20 @@ use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
-use crate::metrics::NetDeviceMetrics;
-use crate::serial::{Serial, SerialMetrics};
+use crate::serial::Serial;
 use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
-use crate::virtio::block::{Block, BlockHandle, DiskShape};
-use crate::virtio::console::{Console, ConsoleMetrics};
-use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
+use crate::virtio::block::{Block, BlockHandle, DiskMetrics, DiskShape};
+use crate::virtio::console::Console;
+use crate::virtio::mem::{
+    MemDevice, MemEvent, MemHandle, MemObserver, PlugBudgets, PlugMetrics, UNSUPPORTED_DRIVER,
+};
 use crate::virtio::net::tap::{HostInterface, Tap};
 use crate::virtio::net::vhost::probe;
-use crate::virtio::net::{Net, NetShape};
-use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
-use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockMetrics, VsockPorts};
-use crate::virtio::watchdog::{Watchdog, WatchdogMetrics};
+use crate::virtio::net::{Net, NetDeviceMetrics, NetShape};
+use crate::virtio::rng::{EntropySource, Rng};
+use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockPorts};
+use crate::virtio::watchdog::Watchdog;
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -43,21 +44,21 @@ const SERIAL_LEN: u64 = 8;
 pub(super) fn attach_serial(
     config: &VmConfig,
     files: &mut ConsoleFiles,
-    fabric: &Fabric,
+    fabric: &mut Fabric,
     event_loop: &EventLoopHandle,
-) -> Result<Option<Arc<SerialMetrics>>, BuildError> {
+) -> Result<(), BuildError> {
     let console =
         HostConsole::open(Port::Serial, &config.serial, files).map_err(BuildError::device("--serial"))?;
-    let Some(mut console) = console else { return Ok(None) };
+    let Some(mut console) = console else { return Ok(()) };
     if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
         // There is one keyboard, and it is the console's.
         console.input = None;
     }
     let serial =
         Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop).map_err(BuildError::device("--serial"))?;
-    let metrics = serial.metrics();
+    fabric.expose(serial.metrics());
     fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
-    Ok(Some(metrics))
+    Ok(())
 }
 
 /// Entropy.
@@ -66,12 +67,11 @@ pub(super) fn attach_rng(
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
-) -> Result<Arc<RngMetrics>, BuildError> {
+) -> Result<(), BuildError> {
     let source = EntropySource::open(&config.rng.src).map_err(BuildError::device("--rng"))?;
     let rng = Rng::new(source, event_loop.clone());
     let metrics = rng.metrics();
-    fabric.attach(Box::new(rng), memory)?;
-    Ok(metrics)
+    fabric.attach(Box::new(rng), Some(metrics), memory)
 }
 
 /// hvc0.
@@ -81,14 +81,13 @@ pub(super) fn attach_console(
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
-) -> Result<Option<Arc<ConsoleMetrics>>, BuildError> {
+) -> Result<(), BuildError> {
     let console =
         HostConsole::open(Port::Console, &config.console, files).map_err(BuildError::device("--console"))?;
-    let Some(console) = console else { return Ok(None) };
+    let Some(console) = console else { return Ok(()) };
     let console = Console::new(console, event_loop.clone());
     let metrics = console.metrics();
-    fabric.attach(Box::new(console), memory)?;
-    Ok(Some(metrics))
+    fabric.attach(Box::new(console), Some(metrics), memory)
 }
 
 /// A watchdog, if there is to be one. A guest that it gives up is restarted as if it had asked for it.
@@ -99,9 +98,9 @@ pub(super) fn attach_watchdog(
     event_loop: &EventLoopHandle,
     resources: &Resources,
     events: &EventSender,
-) -> Result<Option<Arc<WatchdogMetrics>>, BuildError> {
+) -> Result<(), BuildError> {
     if !config.watchdog {
-        return Ok(None);
+        return Ok(());
     }
     let (told, events) = (resources.events().clone(), events.clone());
     let on_silence = Arc::new(move || {
@@ -110,8 +109,7 @@ pub(super) fn attach_watchdog(
     });
     let watchdog = Watchdog::new(on_silence, event_loop.clone());
     let metrics = watchdog.metrics();
-    fabric.attach(Box::new(watchdog), memory)?;
-    Ok(Some(metrics))
+    fabric.attach(Box::new(watchdog), Some(metrics), memory)
 }
 
 /// Sockets between guest and host; the agent's port ends in this process.
@@ -121,7 +119,7 @@ pub(super) fn attach_vsock(
     memory: &Memory,
     event_loop: &EventLoopHandle,
     agents: &Agents,
-) -> Result<Arc<VsockMetrics>, BuildError> {
+) -> Result<(), BuildError> {
     let mut ports = VsockPorts::new();
     // Reports move memory: they are believed of the agent, not of every process in the guest.
     ports
@@ -131,8 +129,8 @@ pub(super) fn attach_vsock(
         .map_err(BuildError::device("--vsock"))?;
     let metrics = device.metrics();
     let id = vsock.id.as_deref().expect("a VM's devices have ids");
-    fabric.attach_removable(id, "vsock", Box::new(device), memory)?;
-    Ok(metrics)
+    fabric.attach_removable(id, "vsock", Box::new(device), metrics, memory)?;
+    Ok(())
 }
 
 /// Image files and block devices, each with threads of its own.
@@ -167,7 +165,8 @@ pub(super) fn attach_disk(
     };
     let device = Block::new(shape, Box::new(image))?;
     let handle = device.handle();
-    fabric.attach_removable_at(config.pci_device_id, &id, "disk", Box::new(device), memory)?;
+    let source = Arc::new(DiskMetrics { disk: id.clone(), counters: handle.metrics() });
+    fabric.attach_removable_at(config.pci_device_id, &id, "disk", Box::new(device), source, memory)?;
     Ok(handle)
 }
 
@@ -205,7 +204,7 @@ pub(super) fn attach_net(
     let device = if by_kernel { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
     let device = device.map_err(BuildError::device(flag()))?;
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
-    fabric.attach_removable(&id, "net", Box::new(device), memory)?;
+    fabric.attach_removable(&id, "net", Box::new(device), Arc::new(metrics.clone()), memory)?;
     Ok(metrics)
 }
 
@@ -231,7 +230,7 @@ pub(super) fn attach_balloon(
     let (device, handle) =
         Balloon::new(balloon.id_or_default(), options, memory, event_loop.clone(), observer)
             .map_err(BuildError::device("--balloon"))?;
-    fabric.attach(Box::new(device), memory)?;
+    fabric.attach(Box::new(device), Some(handle.metrics()), memory)?;
     Ok(Some(handle))
 }
 
@@ -300,7 +299,13 @@ pub(super) fn attach_memory(
         let budget = budgets.of(&part.spec, Instant::now());
         let (device, handle) =
             MemDevice::new(part, memory.view().clone(), event_loop.clone(), signals.observer(), budget);
-        fabric.attach(Box::new(device), memory)?;
+        let zone = handle.zone();
+        let source = PlugMetrics {
+            zone: zone.id.clone(),
+            tier: zone.tier.as_str().to_owned(),
+            counters: handle.metrics(),
+        };
+        fabric.attach(Box::new(device), Some(Arc::new(source)), memory)?;
         handles.push(handle);
     }
     Ok(handles)

@@ -17,6 +17,7 @@ use crate::interrupt::router::MsiRouter;
 use crate::memory::Memory;
 use crate::memory::layout::{ECAM_LEN, ECAM_START};
 use crate::memory::lost::LostMemory;
+use crate::metrics::{Expose, Metrics, Registration};
 use crate::pci::RootBus;
 use crate::virtio::VirtioDevice;
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
@@ -42,6 +43,9 @@ pub(super) struct Fabric {
     /// The threads of devices.
     pub(super) work: Arc<DeviceWork>,
     pub(super) teller: Teller,
+    pub(super) metrics: Arc<Metrics>,
+    /// Sources of metrics that exist as long as the machine.
+    exposed: Vec<Registration>,
 }
 
 /// A device on the PCI bus.
@@ -56,6 +60,8 @@ pub(super) struct Attached {
     pub(super) removable: Option<&'static str>,
     /// The guest was asked to let it go.
     pub(super) is_leaving: bool,
+    /// Its counters, in the exposition until the guest has let it go.
+    pub(super) metrics: Option<Registration>,
 }
 
 impl Fabric {
@@ -66,6 +72,7 @@ impl Fabric {
         vcpus: u8,
         memory: &Memory,
         events: Events,
+        metrics: Arc<Metrics>,
     ) -> Result<Self, BuildError> {
         let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
         let pci = RootBus::new(&mmio);
@@ -87,17 +94,26 @@ impl Fabric {
             virtio: Vec::new(),
             work: DeviceWork::new(Vec::new()),
             teller: Teller::new(events),
+            metrics,
+            exposed: Vec::new(),
         })
     }
 
-    /// Puts a virtio device on the PCI bus, for as long as the VM lives.
+    /// Adds a source of metrics for as long as the machine exists.
+    pub(super) fn expose(&mut self, source: Arc<dyn Expose>) {
+        self.exposed.push(self.metrics.register(source));
+    }
+
+    /// Puts a virtio device on the PCI bus, for as long as the VM lives. `source` has its counters,
+    /// unless something else exposes them.
     pub(super) fn attach(
         &mut self,
         device: Box<dyn VirtioDevice>,
+        source: Option<Arc<dyn Expose>>,
         memory: &Memory,
     ) -> Result<(), BuildError> {
         let id = device.name().to_owned();
-        self.put(None, id, None, device, memory).map(drop)
+        self.put(None, id, None, device, source, memory).map(drop)
     }
 
     /// Puts one on the bus that may be removed again, called `id` by the API and `kind` in metrics. Returns its slot.
@@ -106,9 +122,10 @@ impl Fabric {
         id: &str,
         kind: &'static str,
         device: Box<dyn VirtioDevice>,
+        source: Arc<dyn Expose>,
         memory: &Memory,
     ) -> Result<u8, BuildError> {
-        self.attach_removable_at(None, id, kind, device, memory)
+        self.attach_removable_at(None, id, kind, device, source, memory)
     }
 
     /// The same in a slot that was asked for.
@@ -118,9 +135,10 @@ impl Fabric {
         id: &str,
         kind: &'static str,
         device: Box<dyn VirtioDevice>,
+        source: Arc<dyn Expose>,
         memory: &Memory,
     ) -> Result<u8, BuildError> {
-        self.put(slot, id.to_owned(), Some(kind), device, memory)
+        self.put(slot, id.to_owned(), Some(kind), device, Some(source), memory)
     }
 
     fn put(
@@ -129,6 +147,7 @@ impl Fabric {
         id: String,
         removable: Option<&'static str>,
         device: Box<dyn VirtioDevice>,
+        source: Option<Arc<dyn Expose>>,
         memory: &Memory,
     ) -> Result<u8, BuildError> {
         // Who removes a device would get another one. Configurations with two are refused, and so is what is added.
@@ -140,7 +159,8 @@ impl Fabric {
         let device = VirtioPciDevice::new(device, view, &self.router, events)?;
         let slot = self.pci.add(slot, Arc::clone(&device) as _)?;
         self.work.add(&loops);
-        self.virtio.push(Attached { id, slot, device, loops, removable, is_leaving: false });
+        let metrics = source.map(|source| self.metrics.register(source));
+        self.virtio.push(Attached { id, slot, device, loops, removable, is_leaving: false, metrics });
         Ok(slot)
     }
 

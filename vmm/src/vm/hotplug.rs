@@ -29,13 +29,13 @@ use tracing::{error, info, warn};
 
 use super::error::BuildError;
 use super::fabric::Attached;
+use super::hotplug_metrics::HotplugMetrics;
 use super::machine::KvmMachine;
 use super::request::{PciDeviceInfo, VmError};
 use super::{devices, lost, pmem};
 use crate::acpi::ged;
 use crate::config::{DeviceConfig, NetConfig, PmemConfig};
 use crate::events::{Event, Events};
-use crate::metrics::{DiskMetrics, HotplugMetrics};
 
 /// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host without end.
 const END_LIMIT: Duration = Duration::from_secs(2);
@@ -151,17 +151,13 @@ impl KvmMachine {
         match device {
             DeviceConfig::Disk(disk) => {
                 let disk = devices::attach_disk(disk, &mut self.fabric, &self.memory)?;
-                let sample = DiskMetrics { disk: disk.id().to_owned(), counters: disk.metrics() };
-                self.metrics.change_machine(|sources| sources.disks.push(sample));
                 self.disks.push(disk);
             }
             DeviceConfig::Net(config) => self.attach_net(config)?,
             DeviceConfig::Pmem(config) => self.attach_pmem(config)?,
             DeviceConfig::Vsock(config) => {
                 let event_loop = self.loops[0].handle();
-                let counters =
-                    devices::attach_vsock(config, &mut self.fabric, &self.memory, &event_loop, &self.agents)?;
-                self.metrics.change_machine(|sources| sources.vsock = Some(counters));
+                devices::attach_vsock(config, &mut self.fabric, &self.memory, &event_loop, &self.agents)?;
             }
         }
         let attached = self.fabric.virtio.last().expect("what was attached");
@@ -173,7 +169,6 @@ impl KvmMachine {
         let tap = self.taps.add(config)?;
         let attached = devices::attach_net(config, &tap, &mut self.fabric, &self.memory);
         let sample = attached.inspect_err(|_| self.taps.remove(config.id.as_deref().unwrap_or_default()))?;
-        self.metrics.change_machine(|sources| sources.net.push(sample.clone()));
         self.nets.push(sample);
         Ok(())
     }
@@ -182,7 +177,7 @@ impl KvmMachine {
         let had_files = self.fabric.lost.has_files();
         let file = self.pmem_files.add(config)?;
         let result = pmem::attach_file(config, &file, &mut self.memory, &mut self.fabric);
-        let (sample, attached) = match result {
+        let attached = match result {
             Ok(attached) => attached,
             Err(err) => {
                 self.pmem_files.remove(config.id.as_deref().unwrap_or_default());
@@ -197,11 +192,6 @@ impl KvmMachine {
             }
         }
         self.pmem.push(attached);
-        let ranges = self.fabric.lost.ranges();
-        self.metrics.change_machine(|sources| {
-            sources.pmem.push(sample);
-            sources.ranges = ranges;
-        });
         Ok(())
     }
 
@@ -210,11 +200,6 @@ impl KvmMachine {
         for attached in self.pmem.extract_if(.., |attached| attached.id == id).collect::<Vec<_>>() {
             pmem::detach(&attached, &mut self.memory, &self.fabric);
             self.pmem_files.remove(id);
-            let ranges = self.fabric.lost.ranges();
-            self.metrics.change_machine(|sources| {
-                sources.pmem.retain(|file| file.name != id);
-                sources.ranges = ranges;
-            });
         }
     }
 
@@ -247,23 +232,19 @@ impl KvmMachine {
         let gone = self.fabric.virtio.extract_if(.., |attached| {
             attached.slot == slot && attached.is_leaving && !pci.has(slot, &*attached.device)
         });
-        for attached in gone.collect::<Vec<_>>() {
+        for mut attached in gone.collect::<Vec<_>>() {
+            attached.metrics = None;
             let (id, kind) = (&attached.id, attached.removable.unwrap_or("device"));
             self.hotplug.count(kind, "remove", "ok");
             self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
             match kind {
-                "disk" => {
-                    self.disks.retain(|disk| disk.id() != id);
-                    self.metrics.change_machine(|sources| sources.disks.retain(|disk| disk.disk != *id));
-                }
+                "disk" => self.disks.retain(|disk| disk.id() != id),
                 "net" => {
                     self.nets.retain(|net| net.net != *id);
                     self.taps.remove(id);
-                    self.metrics.change_machine(|sources| sources.net.retain(|net| net.net != *id));
                 }
                 "pmem" => self.detach_pmem(id),
-                // There is one at most, and its counters are these: `add` waits for this one to go.
-                _ => self.metrics.change_machine(|sources| sources.vsock = None),
+                _ => {}
             }
             self.fabric.work.remove(&attached.loops);
             self.leaving.end(kind, attached, self.told.clone());
@@ -296,6 +277,7 @@ mod tests {
     use crate::config::{DiskConfig, VsockConfig};
     use crate::vm::machine::tests::machine;
     use crate::vm::resources::PmemFiles;
+    use crate::vm::zone_metrics::ZoneMetrics;
 
     struct Rig {
         folder: TempDir,
@@ -413,7 +395,7 @@ mod tests {
         assert_eq!(rig.machine.fabric.pci.used() - 1, 1, "the guest has not seen it");
         rig.eject(1);
         rig.machine.add("second", &second).unwrap();
-        let metrics = rig.machine.metrics.encode(Vec::new()).unwrap();
+        let metrics = rig.machine.fabric.metrics.encode(&ZoneMetrics::default()).unwrap();
         assert!(metrics.contains("foreshore_vsock_"), "{metrics}");
     }
 

@@ -12,6 +12,7 @@ use super::clock::GuestClock;
 use super::counters::{self, Counters};
 use super::fabric::{Attached, Fabric};
 use super::hotplug::{Leaving, bdf};
+use super::hotplug_metrics::HotplugMetrics;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pmem::AttachedPmem;
 use super::pools::OpenPool;
@@ -35,11 +36,11 @@ use crate::host_console::{Lines, Port};
 use crate::memory::Memory;
 use crate::memory::dimms::Dimms;
 use crate::memory::zone::{Growth, Tier, ZoneSpec};
-use crate::metrics::{HotplugMetrics, MachineSources, Metrics, NetDeviceMetrics};
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
 use crate::virtio::mem::MemHandle;
+use crate::virtio::net::NetDeviceMetrics;
 use crate::volume::guest_btt::GuestBtt;
 use crate::volume::kernel_gate::GuestKernel;
 
@@ -61,7 +62,6 @@ pub struct KvmMachine {
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) page: Arc<HotplugPage>,
     pub(super) hotplug: Arc<HotplugMetrics>,
-    pub(super) metrics: Arc<Metrics>,
     pub(super) told: Events,
     pub(super) zones: Vec<MemHandle>,
     pub(super) dimms: Option<Dimms>,
@@ -406,12 +406,7 @@ impl MachineFactory for KvmFactory {
         self.resources.keep(config);
     }
 
-    fn forget(&mut self) {
-        self.resources.metrics().set_machine(MachineSources::default());
-    }
-
     fn release(&mut self) {
-        self.forget();
         self.resources = self.resources.anew();
     }
 }
@@ -427,6 +422,7 @@ pub(super) mod tests {
     use crate::interrupt::testing::FakeController;
     use crate::memory::slots::fake::FakeSlots;
     use crate::memory::{MemoryOptions, build};
+    use crate::metrics::Metrics;
     use crate::virtio::transport::pci::IoEvents;
     use vmm_sys_util::eventfd::EventFd;
 
@@ -462,7 +458,8 @@ pub(super) mod tests {
         let core = fixture("psi", false, true).core;
         let told = Events::start();
         let (io_events, interrupts) = (Arc::new(NoIoEvents), FakeController::new());
-        let fabric = Fabric::new(io_events, interrupts, 0, &memory, told.clone()).unwrap();
+        let metrics = Arc::new(Metrics::new("vm", told.counters()));
+        let fabric = Fabric::new(io_events, interrupts, 0, &memory, told.clone(), metrics).unwrap();
         fabric.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {
             vcpus: Vcpus::none(),
@@ -477,7 +474,6 @@ pub(super) mod tests {
             ged: Arc::new(GenericEventDevice::new(|_| Ok(()))),
             page: Arc::new(HotplugPage::new(|_| ())),
             hotplug: Arc::default(),
-            metrics: Arc::new(Metrics::new("vm", told.counters())),
             told,
             zones: Vec::new(),
             dimms: None,

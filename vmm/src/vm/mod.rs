@@ -13,6 +13,7 @@ pub mod error;
 mod fabric;
 mod governing;
 mod hotplug;
+pub(crate) mod hotplug_metrics;
 pub mod kvm;
 mod lost;
 mod machine;
@@ -31,6 +32,7 @@ mod vcpus;
 mod vhost;
 mod volumes;
 mod work;
+pub mod zone_metrics;
 mod zones;
 
 pub use self::named_twice::{NamedTwice, check_launch};

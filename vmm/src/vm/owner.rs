@@ -99,8 +99,6 @@ pub trait MachineFactory {
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
     /// Closes what was kept for the next machine and this configuration has not any more; there is no machine.
     fn keep(&mut self, config: &VmConfig);
-    /// Shows nothing more of the last machine, which has ended; its VM is there.
-    fn forget(&mut self);
     /// Closes what outlives machines: there is no VM any more.
     fn release(&mut self);
 }
@@ -605,7 +603,6 @@ impl<F: MachineFactory> Owner<F> {
 
     /// What follows the end of a machine whose VM is kept.
     fn has_shut_down(&mut self) {
-        self.factory.forget();
         self.told.end_machine();
         self.told.tell(Event::VmShutdown);
     }

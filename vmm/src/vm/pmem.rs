@@ -9,9 +9,9 @@ use crate::config::PmemConfig;
 use crate::log::sparsely;
 use crate::memory::lost::GuestRange;
 use crate::memory::{MappedRange, Memory};
-use crate::metrics::PmemFileMetrics;
 use crate::pool::Extent;
 use crate::virtio::pmem::device::Pmem;
+use crate::virtio::pmem::metrics::PmemFileMetrics;
 use crate::volume::Persist;
 use crate::volume::file::PmemFile;
 
@@ -29,7 +29,7 @@ pub(super) fn attach(
     files: &PmemFiles,
     memory: &mut Memory,
     fabric: &mut Fabric,
-) -> Result<(Vec<PmemFileMetrics>, Vec<AttachedPmem>), BuildError> {
+) -> Result<Vec<AttachedPmem>, BuildError> {
     let files = files.list();
     files.iter().map(|(config, file)| attach_file(config, file, memory, fabric)).collect()
 }
@@ -40,7 +40,7 @@ pub(super) fn attach_file(
     file: &Arc<PmemFile>,
     memory: &mut Memory,
     fabric: &mut Fabric,
-) -> Result<(PmemFileMetrics, AttachedPmem), BuildError> {
+) -> Result<AttachedPmem, BuildError> {
     let extent = Extent { offset: 0, len: file.len_bytes() };
     let range = memory
         .add_file_range(file.file(), &[extent], file.access())
@@ -56,7 +56,7 @@ pub(super) fn attach_file(
     let id = config.id.clone().expect("a VM's devices have ids");
     let attached = AttachedPmem { id, range, watched };
     match show(config, file, &attached, memory, fabric) {
-        Ok(metrics) => Ok((metrics, attached)),
+        Ok(()) => Ok(attached),
         Err(err) => {
             detach(&attached, memory, fabric);
             Err(err)
@@ -70,7 +70,7 @@ fn show(
     attached: &AttachedPmem,
     memory: &Memory,
     fabric: &mut Fabric,
-) -> Result<PmemFileMetrics, BuildError> {
+) -> Result<(), BuildError> {
     let (id, guest) = (&attached.id, attached.range.guest);
     let backing = Arc::clone(file) as Arc<dyn Persist>;
     let device = Pmem::raw(format!("pmem-{id}"), guest.start, guest.len, backing)?;
@@ -82,8 +82,8 @@ fn show(
         failed: file.failure(),
         counters: device.metrics(),
     };
-    fabric.attach_removable(id, "pmem", Box::new(device), memory)?;
-    Ok(metrics)
+    fabric.attach_removable(id, "pmem", Box::new(device), Arc::new(metrics), memory)?;
+    Ok(())
 }
 
 /// Takes a file out of guest memory again; its device is not on the bus any more.

@@ -19,7 +19,8 @@ use crate::events::Events;
 use crate::file_id::{FileId, is_same};
 use crate::host_console::{FileStart, Lines};
 use crate::memory::lost::cut_to_bytes;
-use crate::metrics::{Metrics, PoolMetrics};
+use crate::metrics::Metrics;
+use crate::pool::PoolMetrics;
 use crate::pool::{LocalPool, PmPool};
 use crate::virtio::mem::PlugBudgets;
 use crate::volume::file::PmemFile;
@@ -169,9 +170,9 @@ impl Resources {
         self.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
     }
 
-    /// All pools, for metrics.
-    pub fn pool_metrics(&self) -> Vec<PoolMetrics> {
-        self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool)).collect()
+    /// Pools as sources of metrics.
+    pub fn pool_metrics(&self) -> impl Iterator<Item = PoolMetrics> {
+        self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool))
     }
 
     /// Where metrics are served from.

@@ -8,6 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
 
 use super::machine::KvmFactory;
+use super::owner::RestartMetrics;
 use super::owner::{self, Owner};
 use super::request::{VmHandle, VmRequest};
 use super::resources::Resources;
@@ -93,7 +94,8 @@ fn serve(
         }
         tokio::spawn(end_on_signals(handle)?);
         tokio::spawn(events.clone().tell_what_was_withheld());
-        let restarts = metrics.restarts();
+        let restarts = Arc::<RestartMetrics>::default();
+        metrics.add(Arc::clone(&restarts) as _);
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
         let owner = Owner::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
         let result = owner.run(launch.config, requests).await;

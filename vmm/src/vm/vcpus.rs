@@ -16,10 +16,10 @@ use super::request::VmError;
 use crate::acpi::ged;
 use crate::acpi::hotplug_cpus::CpuRegisters;
 use crate::cpu::CpuError;
+use crate::cpu::metrics::VcpuMetrics;
 use crate::cpu::plug::{Pending, Step};
 use crate::cpu::run::{Pausing, Vcpu};
 use crate::events::Event;
-use crate::metrics::VcpuMetrics;
 
 /// What is in metrics of vCPUs that come and go.
 const KIND: &str = "vcpu";

@@ -20,7 +20,6 @@ use crate::memory::backing::Access;
 use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use crate::memory::lost::LostMemory;
 use crate::memory::{MappedRange, Memory};
-use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
 use crate::nvdimm::health::{self, Health, HealthRegisters};
 use crate::pool::{PmPool, PoolError, PoolVolume};
@@ -29,6 +28,7 @@ use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
+use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::plan::Step;
 use crate::volume::sectors::BttLoss;
 use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
@@ -43,7 +43,6 @@ const QUEUE_SIZE: u16 = 128;
 pub(super) struct Attached {
     /// For the firmware tables, in the order of their flush hint pages.
     pub(super) nvdimms: Vec<Nvdimm>,
-    pub(super) metrics: Vec<VolumeMetrics>,
     pub(super) volumes: Vec<AttachedVolume>,
     /// Of those that the guest translates.
     pub(super) guest_btt: Arc<GuestBtt>,
@@ -104,13 +103,13 @@ pub(super) fn attach(
             }
         };
         let Shown { opened, failure, counters } = shown;
-        attached.metrics.push(VolumeMetrics {
+        fabric.expose(Arc::new(VolumeMetrics {
             pool: volume.pool.display().to_string(),
             volume: volume.name.clone(),
             size_bytes: opened.size_bytes,
             failure: failure.clone(),
             counters,
-        });
+        }));
         attached.volumes.push(AttachedVolume::new(volume, chosen, pool, opened, failure));
     }
     if !healths.is_empty() {
@@ -313,7 +312,7 @@ fn attach_virtio_pmem(
         VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,
     };
     let counters = VolumeCounters::VirtioPmem(device.metrics());
-    fabric.attach(Box::new(device), memory)?;
+    fabric.attach(Box::new(device), None, memory)?;
     Ok(counters)
 }
 
@@ -343,7 +342,7 @@ fn attach_virtio_blk(
     };
     let device = Block::new(shape, Box::new(backend))?;
     let disk = device.handle();
-    fabric.attach(Box::new(device), memory)?;
+    fabric.attach(Box::new(device), None, memory)?;
     // The device has the volume.
     let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), sectors: served };

@@ -10,6 +10,7 @@ use tracing::{info, warn};
 
 use super::interface::Chosen;
 use super::kernel_gate::{GuestKernel, Verdict, judge};
+use crate::metrics::{Expose, Exposition, Family, one};
 
 /// Which volume: names are a pool's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,6 +99,14 @@ impl GuestBtt {
     pub fn verdicts_total(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = self.verdicts.iter().map(|count| count.load(Ordering::Relaxed));
         Verdict::LABELS.into_iter().zip(counts).filter(|_| !self.volumes.is_empty())
+    }
+}
+
+impl Expose for GuestBtt {
+    fn expose(&self, out: &mut Exposition) {
+        let verdicts = self.verdicts_total().map(|(verdict, count)| (one("verdict", verdict), count));
+        let help = "Hellos of agents, by what is thought of the BTT driver of the kernel that they name.";
+        out.counters(Family("guest_btt_verdicts", help, None), verdicts);
     }
 }
 

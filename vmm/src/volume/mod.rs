@@ -5,6 +5,7 @@ pub mod file;
 pub mod guest_btt;
 pub mod interface;
 pub mod kernel_gate;
+pub mod metrics;
 pub mod plan;
 pub mod sectors;
 mod watched;

@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use super::{BALLOON_ZONE, Core, Zone};
 use crate::governor::agentless::Agentless;
 use crate::governor::audit::{AuditedZone, Entry};
+use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
-use crate::metrics::{PressureSample, PressureZone};
 use crate::vm::request::{AgentState, GovernedZoneInfo, PressureInfo, RecordingInfo, ResizeStatus};
 
 /// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{fs, io};
 
 use super::BackingError;
+use crate::metrics::{Expose, Exposition, Family};
 
 /// What lies behind a segment of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +116,15 @@ impl Segments {
 pub struct MappingBudget {
     limit: usize,
     used: AtomicUsize,
+}
+
+impl Expose for MappingBudget {
+    fn expose(&self, out: &mut Exposition) {
+        let used = Family("memory_mappings", "Mappings of the process that guest memory takes.", None);
+        out.gauges(used, [(vec![], self.used() as f64)]);
+        let limit = Family("memory_mappings_limit", "The most that it may take.", None);
+        out.gauges(limit, [(vec![], self.limit() as f64)]);
+    }
 }
 
 impl MappingBudget {

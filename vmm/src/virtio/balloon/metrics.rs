@@ -4,6 +4,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use balloon::statistics::Tag;
 
+use prometheus_client::registry::Unit;
+
+use crate::metrics::{Expose, Exposition, Family, one};
+
 /// Why pages are not given back to the host, or statistics not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
@@ -101,6 +105,61 @@ impl BalloonMetrics {
     /// The last value of a statistic.
     pub fn statistic(&self, tag: Tag) -> Option<u64> {
         Some(self.values[tag as usize].load(Ordering::Relaxed)).filter(|value| *value != ABSENT)
+    }
+}
+
+fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
+impl Expose for BalloonMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        out.bytes(
+            "balloon_target",
+            "What the guest is asked to have in its balloon.",
+            [(vec![], get(&self.target_bytes))],
+        );
+        out.bytes("balloon_actual", "What it says is in it.", [(vec![], get(&self.actual_bytes))]);
+        out.counters(
+            Family("balloon_given_back", "Memory that went back to the host.", Some(Unit::Bytes)),
+            [
+                (one("by", "inflate"), get(&self.inflated_bytes)),
+                (one("by", "report"), get(&self.reported_bytes)),
+            ],
+        );
+        out.counters(
+            Family("balloon_deflated", "Memory that the guest took out of the balloon.", Some(Unit::Bytes)),
+            [(vec![], get(&self.deflated_bytes))],
+        );
+        out.counters(
+            Family(
+                "balloon_oom_deflated",
+                "What of that it took unasked, because it had nothing else left.",
+                Some(Unit::Bytes),
+            ),
+            [(vec![], get(&self.oom_deflated_bytes))],
+        );
+        out.counters(
+            Family("balloon_refused", "Pages and requests that were not taken.", None),
+            Refusal::ALL.map(|reason| (one("reason", reason.as_str()), self.refused(reason))),
+        );
+        out.counters(
+            Family("balloon_discard_failures", "Calls by which the host should have taken pages.", None),
+            [(vec![], get(&self.discard_failures))],
+        );
+        out.counters(
+            Family("balloon_statistics", "Sets of statistics that came.", None),
+            [(vec![], get(&self.statistics))],
+        );
+        let told = |bytes: bool| {
+            let tags = Tag::ALL.into_iter().filter(move |tag| tag.is_bytes() == bytes);
+            tags.filter_map(|tag| Some((one("statistic", tag.label()), self.statistic(tag)?)))
+        };
+        out.bytes("balloon_guest", "What the guest's kernel says of its memory.", told(true));
+        out.gauges(
+            Family("balloon_guest_events", "What the guest's kernel has counted since it booted.", None),
+            told(false).map(|(labels, value)| (labels, value as f64)),
+        );
     }
 }
 

@@ -1,10 +1,13 @@
 //! What a disk counts.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use prometheus_client::registry::Unit;
+
 use super::request::Operation;
-use crate::metrics::LatencyHistogram;
+use crate::metrics::{Expose, Exposition, Family, Labels, LatencyHistogram, and, one};
 
 /// Kinds of requests, as metrics name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,6 +160,58 @@ impl BlockMetrics {
     /// Requests answered with an error, because memory or media failed.
     pub fn failed(&self, kind: Kind) -> u64 {
         self.failed[kind as usize].load(Ordering::Relaxed)
+    }
+}
+
+/// Disk with its counters.
+#[derive(Clone, Debug)]
+pub struct DiskMetrics {
+    /// Id of the disk.
+    pub disk: String,
+    /// Its counters.
+    pub counters: Arc<BlockMetrics>,
+}
+
+impl Expose for DiskMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let (labels, counters) = (one("disk", &self.disk), &self.counters);
+        let get = |counter: &AtomicU64| [(labels.clone(), counter.load(Ordering::Relaxed))];
+        let is_set = |flag: &AtomicBool| [(labels.clone(), flag.load(Ordering::Relaxed))];
+        out.bytes("disk_size", "The disk's size as the guest sees it.", get(&counters.size_bytes));
+        counters.expose_operations(out, "disk_operations", &labels);
+        counters.expose_bytes(out, "disk", &labels);
+        out.latencies(
+            "disk_flush_duration",
+            "Time to make the disk durable.",
+            [(labels.clone(), counters.flushes.sample())],
+        );
+        let bad = Family("disk_bad_requests", "Requests that the disk refuses.", None);
+        out.counters(bad, get(&counters.bad_requests));
+        let broken = Family("disk_broken_queues", "Queues whose ring made no sense, until a reset.", None);
+        out.counters(broken, get(&counters.broken_queues));
+        let by_ring = Family("disk_io_uring", "1 when io_uring carries requests out, 0 for calls.", None);
+        out.flags(by_ring, is_set(&counters.io_uring));
+        let failed = Family("disk_failed", "1 when a flush has failed: nothing is written any more.", None);
+        out.flags(failed, is_set(&counters.read_only));
+    }
+}
+
+impl BlockMetrics {
+    /// Adds the requests by operation and result to the family `name`.
+    pub fn expose_operations(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
+        let samples = Kind::ALL.into_iter().flat_map(|kind| {
+            let labels = and(labels, "operation", kind.as_str());
+            [("ok", self.done(kind)), ("error", self.failed(kind))]
+                .map(|(result, count)| (and(&labels, "result", result), count))
+        });
+        out.counters(Family(name, "Requests of the guest that were carried out or tried.", None), samples);
+    }
+
+    /// Adds the bytes read and written to the family `name`.
+    pub fn expose_bytes(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
+        let samples = [("read", &self.read_bytes), ("write", &self.written_bytes)]
+            .map(|(operation, bytes)| (and(labels, "operation", operation), bytes.load(Ordering::Relaxed)));
+        out.counters(Family(name, "Bytes that the guest has read and written.", Some(Unit::Bytes)), samples);
     }
 }
 

@@ -18,5 +18,5 @@ pub mod state;
 mod tests;
 
 pub use self::device::{Block, BlockHandle};
-pub use self::metrics::{BlockMetrics, Kind};
+pub use self::metrics::{BlockMetrics, DiskMetrics, Kind};
 pub use self::state::DiskShape;

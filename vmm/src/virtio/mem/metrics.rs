@@ -1,10 +1,13 @@
 //! What a virtio-mem device counts: plain atomics, which the registry reads.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use prometheus_client::registry::Unit;
+
 use crate::memory::backing::BackingError;
-use crate::metrics::LatencyHistogram;
+use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, one};
 use crate::throttle::ThrottleMetrics;
 
 /// Requests that were carried out.
@@ -122,6 +125,76 @@ impl MemMetrics {
     /// Unplugs after which memory could not be scrubbed: it stays out of use until it can.
     pub fn scrub_failures(&self) -> u64 {
         self.scrub_failures.load(Ordering::Relaxed)
+    }
+}
+
+/// Device of a zone with its counters.
+#[derive(Clone, Debug)]
+pub struct PlugMetrics {
+    /// Id of the zone.
+    pub zone: String,
+    /// Name of its tier.
+    pub tier: String,
+    /// The device's counters.
+    pub counters: Arc<MemMetrics>,
+}
+
+impl PlugMetrics {
+    /// Requests that failed, by reason: the host's, or the driver's own fault.
+    fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let counters = &self.counters;
+        let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));
+        let driver = [
+            ("more-than-requested", counters.nacks()),
+            ("invalid", counters.errors()),
+            ("malformed", counters.malformed()),
+        ];
+        host.into_iter().chain(driver)
+    }
+}
+
+impl Expose for PlugMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let (labels, counters) = (and(&one("zone", &self.zone), "tier", &self.tier), &self.counters);
+        out.latencies(
+            "memory_plug_duration",
+            "Time that the VMM took to carry out a request to plug.",
+            [(labels.clone(), counters.plug.latency().sample())],
+        );
+        out.latencies(
+            "memory_unplug_duration",
+            "Time that the VMM took to carry out a request to unplug.",
+            [(labels.clone(), counters.unplug.latency().sample())],
+        );
+        out.counters(
+            Family("memory_plug", "Bytes plugged so far.", Some(Unit::Bytes)),
+            [(labels.clone(), counters.plug.bytes())],
+        );
+        out.counters(
+            Family("memory_unplug", "Bytes unplugged so far.", Some(Unit::Bytes)),
+            [(labels.clone(), counters.unplug.bytes())],
+        );
+        out.counters(
+            Family("memory_refused_requests", "Requests of the guest that were not carried out.", None),
+            self.refused().map(|(reason, count)| (and(&labels, "reason", reason), count)),
+        );
+        out.counters(
+            Family(
+                "memory_throttled_requests",
+                "Requests of the guest that exceeded the zone's budget.",
+                None,
+            ),
+            [(labels.clone(), counters.throttled.requests())],
+        );
+        out.seconds_total(
+            "memory_throttled",
+            "Time by which these requests were delayed.",
+            [(labels.clone(), counters.throttled.delay().as_secs_f64())],
+        );
+        out.counters(
+            Family("memory_scrub_failures", "Unplugs after which memory could not be scrubbed.", None),
+            [(labels, counters.scrub_failures())],
+        );
     }
 }
 

@@ -20,5 +20,5 @@ mod tests;
 pub use budget::{PlugBudget, PlugBudgets};
 pub use device::MemDevice;
 pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError, UNSUPPORTED_DRIVER};
-pub use metrics::{FailureReason, MemMetrics, OperationMetrics};
+pub use metrics::{FailureReason, MemMetrics, OperationMetrics, PlugMetrics};
 pub use state::Shortfall;

@@ -4,7 +4,10 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
+use prometheus_client::registry::Unit;
+
 use super::tap::HostInterface;
+use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
 
 /// Where a frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,6 +153,61 @@ impl NetMetrics {
     /// Frames that were dropped.
     pub fn drops(&self, direction: Direction, reason: DropReason) -> u64 {
         self.dropped[direction as usize][reason as usize].load(Ordering::Relaxed)
+    }
+}
+
+/// Network interface with its counters.
+#[derive(Clone, Debug)]
+pub struct NetDeviceMetrics {
+    /// Id of the interface.
+    pub net: String,
+    /// Its counters.
+    pub counters: Arc<NetMetrics>,
+}
+
+impl NetDeviceMetrics {
+    /// Frames and bytes by direction. The kernel does not count all of those that it moves itself.
+    fn expose_traffic(&self, out: &mut Exposition, labels: &Labels) {
+        let known = Direction::ALL.into_iter().filter_map(|direction| {
+            let labels = and(labels, "direction", direction.as_str());
+            Some((labels, self.counters.traffic(direction)?))
+        });
+        for (labels, traffic) in known {
+            let frames = Family("net_frames", "Frames that have passed.", None);
+            out.counters(frames, [(labels.clone(), traffic.frames)]);
+            let bytes = Family("net", "Bytes of these frames.", Some(Unit::Bytes));
+            out.counters(bytes, [(labels, traffic.bytes)]);
+        }
+    }
+
+    fn expose_drops(&self, out: &mut Exposition, labels: &Labels) {
+        let drops = Direction::ALL.into_iter().flat_map(|direction| {
+            let labels = and(labels, "direction", direction.as_str());
+            DropReason::ALL.map(|reason| {
+                (and(&labels, "reason", reason.as_str()), self.counters.drops(direction, reason))
+            })
+        });
+        out.counters(Family("net_dropped_frames", "Frames that were dropped.", None), drops);
+    }
+}
+
+impl Expose for NetDeviceMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let labels = one("net", &self.net);
+        let is_left_to_kernel = self.counters.is_left_to_kernel();
+        let backend = if is_left_to_kernel { "vhost" } else { "vmm" };
+        let family = Family("net_backend", "Who moves frames: 1 for each interface.", None);
+        out.gauges(family, [(and(&labels, "backend", backend), 1.0)]);
+        self.expose_traffic(out, &labels);
+        // The kernel counts no frame that it drops on the way to the guest.
+        if !is_left_to_kernel {
+            self.expose_drops(out, &labels);
+        }
+        let get = |counter: &AtomicU64| [(labels.clone(), counter.load(Ordering::Relaxed))];
+        let bad = Family("net_bad_requests", "Requests that are no frame, or no place for one.", None);
+        out.counters(bad, get(&self.counters.bad_requests));
+        let broken = Family("net_broken_queues", "Queues whose ring made no sense, until a reset.", None);
+        out.counters(broken, get(&self.counters.broken_queues));
     }
 }
 

@@ -16,5 +16,5 @@ mod used;
 pub mod vhost;
 
 pub use device::Net;
-pub use metrics::NetMetrics;
+pub use metrics::{NetDeviceMetrics, NetMetrics};
 pub use state::NetShape;

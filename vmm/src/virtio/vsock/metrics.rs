@@ -2,6 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use prometheus_client::registry::Unit;
+
+use crate::metrics::{Expose, Exposition, Family, one};
+
 /// A number that only grows.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
@@ -68,4 +72,51 @@ pub struct VsockMetrics {
     pub bad_buffers_total: Counter,
     /// Queues given up until the next reset, because their rings make no sense.
     pub broken_queues_total: Counter,
+}
+
+impl Expose for VsockMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        out.gauges(
+            Family("vsock_open_connections", "Connections that are open on the host's side.", None),
+            [(vec![], self.connections.get() as f64)],
+        );
+        out.counters(
+            Family("vsock_connections", "Connections on which both sides agreed.", None),
+            [(vec![], self.connections_total.get())],
+        );
+        out.counters(
+            Family("vsock_failed_connections", "Connections that were refused or ended by the VMM.", None),
+            [
+                (one("reason", "rejected"), self.rejected_total.get()),
+                (one("reason", "expired"), self.expired_total.get()),
+                (one("reason", "violation"), self.violations_total.get()),
+            ],
+        );
+        out.counters(
+            Family("vsock_packets", "Packets, good or bad.", None),
+            [
+                (one("direction", "from-guest"), self.packets_from_guest_total.get()),
+                (one("direction", "to-guest"), self.packets_to_guest_total.get()),
+            ],
+        );
+        out.counters(
+            Family("vsock", "Payload.", Some(Unit::Bytes)),
+            [
+                (one("direction", "from-guest"), self.bytes_from_guest_total.get()),
+                (one("direction", "to-guest"), self.bytes_to_guest_total.get()),
+            ],
+        );
+        out.counters(
+            Family("vsock_resets", "Resets given to the guest.", None),
+            [(vec![], self.resets_total.get())],
+        );
+        out.counters(
+            Family("vsock_bad_input", "What the guest sent and the device could not use.", None),
+            [
+                (one("kind", "packet"), self.dropped_total.get()),
+                (one("kind", "buffer"), self.bad_buffers_total.get()),
+                (one("kind", "queue"), self.broken_queues_total.get()),
+            ],
+        );
+    }
 }

@@ -9,6 +9,7 @@ use super::{Flow, MachineEvent, MachineFactory, Owner, RunError, VmError, VmStat
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::log::sparsely;
+use crate::metrics::{Expose, Exposition, Family};
 use crate::vm::state::{self, Restart, RestartGuard, Verb};
 
 /// Counters of delayed restarts. A restart does not reset them.
@@ -33,6 +34,18 @@ impl RestartMetrics {
     /// Sum of the delays of these restarts.
     pub fn delay(&self) -> Duration {
         Duration::from_millis(self.delay_ms.load(Ordering::Relaxed))
+    }
+}
+
+impl Expose for RestartMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let delayed = Family("delayed_restarts", "Restarts of the guest that were delayed.", None);
+        out.counters(delayed, [(vec![], self.delayed())]);
+        out.seconds_total(
+            "restart_delay",
+            "Delays imposed on restarts of the guest; a client may end one early.",
+            [(vec![], self.delay().as_secs_f64())],
+        );
     }
 }
 

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Weak;
 use std::time::Duration;
 
 use balloon::plan::{Direction, Reason};
 use balloon::proto::{OnlinePolicy, Refusal, Report, Zone};
 use prometheus_client::registry::Unit;
 
-use super::expose::{Exposer, Family, Labels, one};
-use super::latency::LatencySample;
+use crate::metrics::{Expose, Exposition, Family, LatencySample, and, one};
 use crate::vm::request::{AgentState, GovernedZoneInfo, RecordingInfo, RecordingState};
 
 /// The page size of x86-64, in which the guest counts.
@@ -71,62 +71,66 @@ pub trait PressureSource: fmt::Debug + Send + Sync {
     fn sample(&self) -> PressureSample;
 }
 
-pub(super) fn expose(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
-    expose_governor(out, sample)?;
-    if let Some(recording) = &sample.recording {
-        expose_recording(out, recording)?;
-    }
-    expose_agent(out, sample)?;
-    match &sample.report {
-        Some((age, report)) => {
-            let family = Family("pressure_report_age", "Age of the last report.", Some(Unit::Seconds));
-            out.gauges(family, [(vec![], age.as_secs_f64())])?;
-            expose_watermarks(out, report)?;
-            expose_guest(out, report)
+/// A governor, as long as it runs.
+#[derive(Debug)]
+pub struct PressureMetrics(pub Weak<dyn PressureSource>);
+
+impl Expose for PressureMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let Some(sample) = self.0.upgrade().map(|source| source.sample()) else { return };
+        expose_governor(out, &sample);
+        if let Some(recording) = &sample.recording {
+            expose_recording(out, recording);
         }
-        None => Ok(()),
+        expose_agent(out, &sample);
+        if let Some((age, report)) = &sample.report {
+            let family = Family("pressure_report_age", "Age of the last report.", Some(Unit::Seconds));
+            out.gauges(family, [(vec![], age.as_secs_f64())]);
+            expose_watermarks(out, report);
+            expose_guest(out, report);
+        }
     }
 }
 
-fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
-    expose_plans(out, sample)?;
+fn expose_governor(out: &mut Exposition, sample: &PressureSample) {
+    expose_plans(out, sample);
     out.counters(
         Family("pressure_decisions", "Decisions that said something new.", None),
         [(vec![], sample.decisions_total)],
-    )?;
-    let dry_run = yes_or_no(sample.dry_run);
-    out.gauges(Family("pressure_dry_run", "1 when plans are not carried out.", None), [(vec![], dry_run)])?;
-    let paused = yes_or_no(sample.paused);
-    out.gauges(Family("pressure_paused", "1 when nothing is decided.", None), [(vec![], paused)])?;
+    );
+    let dry_run = Family("pressure_dry_run", "1 when plans are not carried out.", None);
+    out.flags(dry_run, [(vec![], sample.dry_run)]);
+    let paused = Family("pressure_paused", "1 when nothing is decided.", None);
+    out.flags(paused, [(vec![], sample.paused)]);
     let zones = |shown: fn(&GovernedZoneInfo) -> bool| {
-        sample.zones.iter().map(move |PressureZone { tier, zone }| {
-            let labels: Labels = vec![("zone", zone.id.clone()), ("tier", (*tier).to_owned())];
-            (labels, yes_or_no(shown(zone)))
-        })
+        sample
+            .zones
+            .iter()
+            .map(move |PressureZone { tier, zone }| (and(&one("zone", &zone.id), "tier", tier), shown(zone)))
     };
     let pinned = "1 when the zone was sized by hand, and is left alone.";
-    out.gauges(Family("pressure_pinned", pinned, None), zones(|zone| zone.pinned))?;
+    out.flags(Family("pressure_pinned", pinned, None), zones(|zone| zone.pinned));
     let driver = "1 when the guest's driver of the zone's device is up.";
-    out.gauges(Family("pressure_driver_ready", driver, None), zones(|zone| zone.driver_ready))?;
+    out.flags(Family("pressure_driver_ready", driver, None), zones(|zone| zone.driver_ready));
     out.counters(
         Family("pressure_reminders", "Reminders sent to a guest that made no progress.", None),
         [(vec![], sample.reminders_total)],
-    )?;
+    );
     out.latencies(
         "pressure_report_to_plan",
         "From a line of the agent to the devices being asked for what was decided.",
         [(vec![], sample.report_to_plan.clone())],
-    )?;
+    );
     out.latencies(
         "pressure_report_to_online",
         "From the first report under pressure to the memory being online.",
         [(vec![], sample.report_to_online.clone())],
-    )
+    );
 }
 
 /// Every reason is there from the start, whichever way a plan goes: who counts what has been added since a scrape has to
 /// have seen the 0, or the first plan of a kind is lost.
-fn expose_plans(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
+fn expose_plans(out: &mut Exposition, sample: &PressureSample) {
     let of_policy = |policy: &'static str| {
         let reasons = move |direction: Direction| {
             Reason::ALL.iter().map(move |reason| (policy, direction.label(), reason.label()))
@@ -139,63 +143,55 @@ fn expose_plans(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
         let count = sample.plans_total.get(&plan).copied().unwrap_or(0);
         (labels.map(|(name, value)| (name, value.to_owned())).to_vec(), count)
     });
-    out.counters(Family("pressure_plans", "Plans of the governor.", None), plans)
+    out.counters(Family("pressure_plans", "Plans of the governor.", None), plans);
 }
 
-fn expose_recording(out: &mut Exposer<'_>, recording: &RecordingInfo) -> fmt::Result {
-    let goes_on = yes_or_no(recording.status == RecordingState::Recording);
+fn expose_recording(out: &mut Exposition, recording: &RecordingInfo) {
+    let goes_on = recording.status == RecordingState::Recording;
     let help = "1 while reports are recorded, 0 when the recording has ended.";
-    out.gauges(Family("pressure_recording", help, None), [(vec![], goes_on)])?;
+    out.flags(Family("pressure_recording", help, None), [(vec![], goes_on)]);
     out.counters(
         Family("pressure_recorded", "What has been recorded.", Some(Unit::Bytes)),
         [(vec![], recording.written_bytes)],
-    )?;
+    );
     out.counters(
         Family("pressure_recording_lost_lines", "Lines that could not be recorded in time.", None),
         [(vec![], recording.lost_lines)],
-    )
+    );
 }
 
-fn yes_or_no(yes: bool) -> f64 {
-    if yes { 1.0 } else { 0.0 }
-}
-
-fn expose_agent(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
-    let connected = yes_or_no(sample.agent_connected);
-    out.gauges(
-        Family("pressure_agent_connected", "1 when an agent is connected.", None),
-        [(vec![], connected)],
-    )?;
-    let states = AgentState::ALL
-        .into_iter()
-        .map(|state| (one("state", state.label()), yes_or_no(sample.agent == Some(state))));
-    out.gauges(Family("pressure_agent_state", "1 for how the agent is.", None), states)?;
+fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
+    let connected = Family("pressure_agent_connected", "1 when an agent is connected.", None);
+    out.flags(connected, [(vec![], sample.agent_connected)]);
+    let states =
+        AgentState::ALL.into_iter().map(|state| (one("state", state.label()), sample.agent == Some(state)));
+    out.flags(Family("pressure_agent_state", "1 for how the agent is.", None), states);
     out.counters(
         Family("pressure_agent_connections", "Connections of agents.", None),
         [(vec![], sample.connections_total)],
-    )?;
+    );
     out.counters(
         Family("pressure_agent", "What agents have sent.", Some(Unit::Bytes)),
         [(vec![], sample.agent_bytes_total)],
-    )?;
+    );
     out.counters(
         Family("pressure_reports", "Reports that were taken.", None),
         [(vec![], sample.reports_total)],
-    )?;
+    );
     // Every reason is there from the start: an alert on one must not need its first occurrence.
     let refused = Refusal::LABELS.into_iter().map(|reason| {
         let count = sample.refused_total.get(reason).copied().unwrap_or(0);
         (vec![("reason", reason.to_owned())], count)
     });
-    out.counters(Family("pressure_refused_reports", "Lines of the agent that were refused.", None), refused)?;
+    out.counters(Family("pressure_refused_reports", "Lines of the agent that were refused.", None), refused);
     out.bytes(
         "pressure_report_watermark",
         "Memory under which the agent reports faster: available, or free if the policy decides by that.",
         [(vec![], sample.watermark_bytes)],
-    )
+    );
 }
 
-fn expose_watermarks(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+fn expose_watermarks(out: &mut Exposition, report: &Report) {
     type PagesOf = fn(&Zone) -> u64;
     let marks: [(&str, PagesOf); 3] =
         [("min", |zone| zone.min_pages), ("low", |zone| zone.low_pages), ("high", |zone| zone.high_pages)];
@@ -204,11 +200,11 @@ fn expose_watermarks(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         let pages = report.zones().iter().fold(0u64, |sum, zone| sum.saturating_add(pages(zone)));
         (one("watermark", mark), pages.saturating_mul(PAGE_BYTES))
     });
-    out.bytes("pressure_watermark", "The guest's zone watermarks, all zones together.", samples)
+    out.bytes("pressure_watermark", "The guest's zone watermarks, all zones together.", samples);
 }
 
 /// Missing for guests without an agent or with an older one.
-fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+fn expose_kernel(out: &mut Exposition, report: &Report) {
     let uses = report.kernel().map(|kernel| {
         [
             ("slab_unreclaimable", kernel.slab_unreclaimable_bytes),
@@ -218,7 +214,7 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         ]
     });
     let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
-    out.bytes("guest_kernel_memory", "Memory that the guest's kernel holds for itself.", samples)?;
+    out.bytes("guest_kernel_memory", "Memory that the guest's kernel holds for itself.", samples);
     let caches = report
         .kernel()
         .map(|kernel| [("unused_dentries", kernel.unused_dentries), ("unused_inodes", kernel.unused_inodes)]);
@@ -227,7 +223,7 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     out.gauges(
         Family("guest_kernel_caches", "Dentries and inodes that the guest's kernel can reclaim.", None),
         samples,
-    )?;
+    );
     // Agents that report no kernel memory do not report these counters either.
     let counters = report.kernel().map(|_| report.counters());
     let stalls = counters.map(|counters| {
@@ -237,15 +233,15 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
     out.counters(
         Family("guest_allocation_stalls", "Allocations that had to reclaim memory first.", None),
         stalls.into_iter().flatten().map(|(memory, count)| (one("memory", memory), count)),
-    )?;
+    );
     out.counters(
         Family("guest_numa_miss_pages", "Pages allocated on another node than the requested one.", None),
         counters.into_iter().map(|counters| (vec![], counters.numa_miss)),
-    )?;
+    );
     out.counters(
         Family("guest_numa_other_pages", "Pages allocated on another node than the task's.", None),
         counters.into_iter().map(|counters| (vec![], counters.numa_other)),
-    )?;
+    );
     let in_kernel_zones = report.zones().iter().filter(|zone| zone.serves_kernel());
     let user_pages = in_kernel_zones.filter_map(|zone| zone.user_pages);
     let user_bytes = user_pages.reduce(u64::saturating_add).map(|pages| pages.saturating_mul(PAGE_BYTES));
@@ -253,11 +249,11 @@ fn expose_kernel(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         "guest_user_memory_in_kernel_zones",
         "Memory of programs and page cache in zones that the kernel could use itself.",
         user_bytes.into_iter().map(|bytes| (vec![], bytes)),
-    )
+    );
 }
 
 /// Shows the DRAM blocks that the agent has converted: they move from `movable` to `kernel`.
-fn expose_online_memory(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+fn expose_online_memory(out: &mut Exposition, report: &Report) {
     let by_user = report.blocks().nodes.iter().flat_map(|blocks| {
         let kernel_bytes = blocks.online_bytes.saturating_sub(blocks.movable_online_bytes);
         [("kernel", kernel_bytes), ("movable", blocks.movable_online_bytes)]
@@ -267,10 +263,10 @@ fn expose_online_memory(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         "guest_online_memory",
         "Online memory blocks of a node: those that the guest's kernel can use, and movable ones.",
         by_user,
-    )
+    );
 }
 
-fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+fn expose_guest(out: &mut Exposition, report: &Report) {
     let (memory, stall, counters) = (report.memory(), report.stall(), report.counters());
     out.seconds_total(
         "pressure_stall",
@@ -279,7 +275,7 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
             (one("kind", "some"), stall.some_us as f64 / 1e6),
             (one("kind", "full"), stall.full_us as f64 / 1e6),
         ],
-    )?;
+    );
     out.bytes(
         "guest_memory",
         "The guest's memory as it sees it.",
@@ -290,28 +286,27 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
             (one("state", "anonymous"), memory.anon_bytes),
             (one("state", "cached"), memory.cached_bytes),
         ],
-    )?;
-    expose_kernel(out, report)?;
+    );
+    expose_kernel(out, report);
     out.bytes(
         "guest_swap",
         "The guest's swap.",
         [(one("state", "total"), memory.swap_total_bytes), (one("state", "free"), memory.swap_free_bytes)],
-    )?;
-    expose_online_memory(out, report)?;
+    );
+    expose_online_memory(out, report);
     let onlining = report.blocks().online_policy;
-    let policies = OnlinePolicy::ALL
-        .into_iter()
-        .map(|policy| (one("policy", policy.label()), yes_or_no(policy == onlining)));
-    out.gauges(
+    let policies =
+        OnlinePolicy::ALL.into_iter().map(|policy| (one("policy", policy.label()), policy == onlining));
+    out.flags(
         Family("guest_online_policy", "1 for what the guest does with memory that is plugged.", None),
         policies,
-    )?;
+    );
     out.counters(
         Family("guest_swapped_pages", "Pages that the guest has swapped.", None),
         [(one("direction", "in"), counters.pswpin), (one("direction", "out"), counters.pswpout)],
-    )?;
+    );
     out.counters(
         Family("guest_oom_kills", "Processes that the guest has killed for want of memory.", None),
         [(vec![], counters.oom_kill)],
-    )
+    );
 }

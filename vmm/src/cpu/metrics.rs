@@ -1,0 +1,25 @@
+//! Numbers of vCPUs.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::metrics::{Expose, Exposition, Family, one};
+
+/// Numbers of vCPUs by state.
+#[derive(Debug, Default)]
+pub struct VcpuMetrics {
+    /// vCPUs that the guest has or was given.
+    pub present: AtomicU64,
+    /// vCPUs that the guest was asked to let go, and has not.
+    pub leaving: AtomicU64,
+    /// vCPUs that the guest has let go. They wait until it gets them again.
+    pub parked: AtomicU64,
+}
+
+impl Expose for VcpuMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let states = [("present", &self.present), ("leaving", &self.leaving), ("parked", &self.parked)];
+        let samples =
+            states.map(|(state, gauge)| (one("state", state), gauge.load(Ordering::Relaxed) as f64));
+        out.gauges(Family("vcpus", "vCPUs.", None), samples);
+    }
+}

@@ -1,0 +1,144 @@
+//! Volumes: what the guest does with a mapped volume is not seen by the VMM, except its flushes. One that is shown as a
+//! disk is seen with all that is done to it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use super::FirstFailure;
+use super::sectors::{BttLoss, Sectors};
+use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and};
+use crate::nvdimm::FlushHintMetrics;
+use crate::virtio::block::{BlockMetrics, Kind};
+use crate::virtio::pmem::metrics::PmemMetrics;
+
+/// The counters of a volume's interface.
+#[derive(Clone, Debug)]
+pub enum VolumeCounters {
+    /// A virtio-pmem device's.
+    VirtioPmem(Arc<PmemMetrics>),
+    /// An NVDIMM's flush hint page's.
+    Nvdimm(Arc<FlushHintMetrics>),
+    /// A virtio-blk device's.
+    VirtioBlk {
+        /// The device's.
+        disk: Arc<BlockMetrics>,
+        /// What it serves, as long as that is open.
+        sectors: Weak<dyn Sectors>,
+    },
+}
+
+/// A volume and its counters.
+#[derive(Clone, Debug)]
+pub struct VolumeMetrics {
+    /// The pool's name: its path.
+    pub pool: String,
+    /// The volume's name.
+    pub volume: String,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Whether a flush of it has failed.
+    pub failure: FirstFailure,
+    /// Its counters.
+    pub counters: VolumeCounters,
+}
+
+impl VolumeMetrics {
+    fn labels(&self) -> Labels {
+        let interface = match self.counters {
+            VolumeCounters::VirtioPmem(_) => "virtio-pmem",
+            VolumeCounters::Nvdimm(_) => "nvdimm",
+            VolumeCounters::VirtioBlk { .. } => "virtio-blk",
+        };
+        vec![
+            ("pool", self.pool.clone()),
+            ("volume", self.volume.clone()),
+            ("interface", interface.to_owned()),
+        ]
+    }
+
+    fn flushes(&self) -> [(&'static str, u64); 2] {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (done, failed) = match &self.counters {
+            VolumeCounters::VirtioPmem(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
+            VolumeCounters::Nvdimm(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
+            VolumeCounters::VirtioBlk { disk, .. } => (disk.done(Kind::Flush), disk.failed(Kind::Flush)),
+        };
+        [("ok", done), ("error", failed)]
+    }
+
+    fn persists(&self) -> LatencySample {
+        match &self.counters {
+            VolumeCounters::VirtioPmem(counters) => counters.persists.sample(),
+            VolumeCounters::Nvdimm(counters) => counters.persists.sample(),
+            VolumeCounters::VirtioBlk { disk, .. } => disk.flushes.sample(),
+        }
+    }
+
+    /// Where the VMM translates: elsewhere the guest knows, and nobody else.
+    fn read_only_arenas(&self) -> Option<usize> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { sectors, .. } => Some(sectors.upgrade()?.read_only_arenas()),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
+    /// Returns whether `is_lost` applies to the loss of the BTT. `None` if the VMM does not
+    /// translate.
+    fn btt_loss(&self, is_lost: impl Fn(&BttLoss) -> bool) -> Option<bool> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { sectors, .. } => {
+                Some(sectors.upgrade()?.btt_loss().is_some_and(is_lost))
+            }
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
+    fn bad_requests(&self) -> Option<u64> {
+        match &self.counters {
+            VolumeCounters::VirtioPmem(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
+            VolumeCounters::VirtioBlk { disk, .. } => Some(disk.bad_requests.load(Ordering::Relaxed)),
+            VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+}
+
+impl Expose for VolumeMetrics {
+    fn expose(&self, out: &mut Exposition) {
+        let labels = self.labels();
+        let help = "The volume's size as the guest sees it.";
+        out.bytes("volume_size", help, [(labels.clone(), self.size_bytes)]);
+        let flushes = self.flushes().map(|(result, count)| (and(&labels, "result", result), count));
+        out.counters(Family("volume_flushes", "Flushes that the guest has asked for.", None), flushes);
+        let failed = Family("volume_failed", "1 when a flush of a volume has failed.", None);
+        out.flags(failed, [(labels.clone(), self.failure.reason().is_some())]);
+        out.latencies(
+            "volume_flush_duration",
+            "Time to make the volume durable; waiting flushes share one.",
+            [(labels.clone(), self.persists())],
+        );
+        let bad = Family("volume_bad_requests", "Requests that the device refuses.", None);
+        out.counters(bad, self.bad_requests().map(|count| (labels.clone(), count)));
+        self.expose_translation(out, &labels);
+        if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {
+            disk.expose_operations(out, "volume_operations", &labels);
+            disk.expose_bytes(out, "volume", &labels);
+        }
+    }
+}
+
+impl VolumeMetrics {
+    /// State of the BTT, if the VMM translates.
+    fn expose_translation(&self, out: &mut Exposition, labels: &Labels) {
+        let with = |value| (labels.clone(), value);
+        let help = "Arenas of the volume that take no writes, because something about them is wrong.";
+        let read_only = self.read_only_arenas().map(|arenas| with(arenas as f64));
+        out.gauges(Family("volume_read_only_arenas", help, None), read_only);
+        let with = |is_lost| (labels.clone(), is_lost);
+        let help = "1 when the guest has replaced the volume's BTT, and the disk is read-only.";
+        let replaced = self.btt_loss(|loss| matches!(loss, BttLoss::Replaced { .. }));
+        out.flags(Family("volume_btt_replaced", help, None), replaced.map(with));
+        let help = "1 when the end of a damaged arena is unknown, and the disk is read-only.";
+        let damaged = self.btt_loss(|loss| matches!(loss, BttLoss::Damaged { .. }));
+        out.flags(Family("volume_btt_damaged", help, None), damaged.map(with));
+    }
+}
