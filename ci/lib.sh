@@ -21,25 +21,6 @@ BIN_DIR=$ROOT/target/x86_64-unknown-linux-gnu/release
 say() { printf '%s: %s\n' "${SAY_AS:-$(basename "$0")}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# Steps of this run, and the second in which each began.
-step_names=() step_starts=()
-
-# begin_step NAME: ends the step before, for print_step_times.
-begin_step() {
-    step_names+=("$1")
-    step_starts+=("$SECONDS")
-}
-
-# print_step_times: a line per step with its seconds, and the sum.
-print_step_times() {
-    local i end
-    for i in "${!step_names[@]}"; do
-        end=${step_starts[i + 1]:-$SECONDS}
-        printf '  %5d s  %s\n' $((end - step_starts[i])) "${step_names[i]}"
-    done
-    printf '  %5d s  in all\n' "$SECONDS"
-}
-
 # usage: the comment at the head of the script that runs.
 usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//p}' "$0"; }
 # refuse WHAT...: for a command line that nothing can be made of; before any work is done.
@@ -50,11 +31,8 @@ xtask() { SAY_AS=$SAY_AS "$ROOT/ci/xtask/run" "$@"; }
 
 # build_programs: the programs, the clients and the guests' images, which contain some of the programs.
 build_programs() {
-    begin_step "release build"
     as_job xtask build programs || return
-    begin_step "release build of the API clients"
     as_job xtask build clients || return
-    begin_step "guest images"
     as_job_with_root "$ROOT/guest/image/build"
 }
 

@@ -122,7 +122,6 @@ fn check(script: &str, lasting: &str) -> Result<()> {
 #[test]
 fn script_that_gets_term_ends_all_its_processes() {
     let cases = [
-        ("ci/test", "ci/setup"),
         ("ci/demo", "ci/setup"),
         ("ci/demo", "ci/xtask/run"),
         ("ci/demo", "guest/image/build"),

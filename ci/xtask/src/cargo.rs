@@ -1,9 +1,9 @@
 //! Runs of cargo. On a terminal cargo shows its own progress. Elsewhere that would be a line for
 //! each of many crates, so a line now and then stands for them.
 
-use std::ffi::OsString;
+use std::ffi::OsStr;
 use std::io::{self, IsTerminal, PipeReader, Read, Write};
-use std::process::ExitStatus;
+use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -51,17 +51,21 @@ pub fn build(checkout: &Checkout, part: Part) -> Result<()> {
             (&["build", "--release", "-p", "client-tests"], "the build of the clients failed")
         }
     };
-    let arguments: Vec<_> = arguments.iter().map(OsString::from).collect();
-    if !run(checkout, &arguments)?.success() {
+    if !run(command(checkout, arguments))?.success() {
         bail!("{failure}");
     }
     Ok(())
 }
 
-/// Runs cargo in the checkout.
-pub fn run(checkout: &Checkout, arguments: &[OsString]) -> Result<ExitStatus> {
+/// A command that runs cargo in the checkout.
+pub fn command(checkout: &Checkout, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
     let mut cargo = programs::user("cargo");
     cargo.args(arguments).current_dir(checkout.root());
+    cargo
+}
+
+/// Runs a command of cargo, and reports its progress.
+pub fn run(mut cargo: Command) -> Result<ExitStatus> {
     if io::stderr().is_terminal() {
         return jobs::status(&mut cargo);
     }

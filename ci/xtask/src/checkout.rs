@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 /// Variable with the folder that `ci/xtask/run` was called from.
 pub const CALLER_FOLDER: &str = "FORESHORE_CALLER_FOLDER";
 /// Variable with the folder of this package, which `cargo run` sets.
-const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
+pub const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
 
 /// A checkout of the repository.
 pub struct Checkout {

@@ -169,6 +169,30 @@ pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
     Ok((job.wait()?, output))
 }
 
+/// Runs a command as a job, passes its output and errors on as they come, and returns its exit
+/// status.
+pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
+    let (reader, writer) = io::pipe()?;
+    let job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
+    // The command holds ends of the pipe.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    drain(reader, receive).with_context(|| format!("Output of {}", name(command)))?;
+    job.wait()
+}
+
+/// Passes the content of a pipe on until it is closed.
+fn drain(mut reader: impl Read, mut receive: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let mut buffer = [0; 8192];
+    loop {
+        match reader.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(len) => receive(&buffer[..len])?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
 /// An error unless the command succeeded.
 pub fn check(command: &Command, status: ExitStatus) -> Result<()> {
     if !status.success() {
@@ -306,6 +330,18 @@ mod tests {
         failing().unwrap_err();
         test_kill_process_group(leader).unwrap_err();
         assert!(state().groups.iter().all(|group| group.leader != leader));
+    }
+
+    #[test]
+    fn output_and_errors_are_streamed_in_their_order() {
+        let mut command = Command::new("sh");
+        let mut streamed = Vec::new();
+        let status = stream(command.args(["-c", "echo a; echo b >&2; printf c; exit 3"]), |bytes| {
+            streamed.extend_from_slice(bytes);
+            Ok(())
+        });
+        assert_eq!(status.unwrap().code(), Some(3));
+        assert_eq!(streamed, b"a\nb\nc");
     }
 
     #[test]

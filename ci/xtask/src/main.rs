@@ -14,6 +14,7 @@ mod repository;
 mod root;
 mod same_tokens;
 mod setup;
+mod test;
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -76,6 +77,16 @@ enum Task {
     /// Exit code 124: the command was cut off; 125: the host itself failed; 2: the command line was
     /// refused.
     Host(Box<host::Arguments>),
+    /// Run all tests: formatting, lints, fuzz targets, names of documents, unit tests, release build,
+    /// guest tests on KVM hosts, power cuts
+    ///
+    /// Without options, long and extended guest tests are left out. The last line is "N passed, N
+    /// failed", with ", N skipped" if tests were skipped. The exit code is 0 only if nothing failed.
+    /// Guest tests that fail leave their logs under target/ci/guest-tests.
+    ///
+    /// The kernel of an emulated host may die of a fault of the emulation (docs/testing.md). Tests
+    /// without a verdict then run in a new boot. A test that has failed stays failed.
+    Test(test::Arguments),
     /// Build the disk and the initramfs of the emulated host, which `host` does as well
     #[command(hide = true)]
     HostDisk,
@@ -148,7 +159,11 @@ fn run(task: Task) -> Result<u8> {
             return print(same_tokens::differences(&Repository::at(checkout.root()), &base)?);
         }
         Task::NamesResolve => return print(names_resolve::unresolved(&Repository::at(checkout.root()))?),
-        Task::Cargo { arguments } => return Ok(jobs::exit_code(cargo::run(checkout, &arguments)?)),
+        Task::Cargo { arguments } => {
+            let status = cargo::run(cargo::command(checkout, arguments))?;
+            return Ok(jobs::exit_code(status));
+        }
+        Task::Test(arguments) => return test::run(checkout, &arguments),
         Task::Build { part } => cargo::build(checkout, part)?,
         Task::Install { packages } => {
             let packages: Vec<_> = packages.iter().map(String::as_str).collect();
@@ -189,6 +204,12 @@ mod tests {
             "cargo check --locked --manifest-path vmm/fuzz/Cargo.toml --target-dir target",
             "build programs",
             "build clients",
+            "test",
+            "test --long",
+            "test --all",
+            "test --guest",
+            "test --guest --long",
+            "test --guest --exact readme::a boot::b",
             "install gnuplot-nox",
             "package-tree prometheus",
             "measured-on",

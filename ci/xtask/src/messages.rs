@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::Result;
+use anyhow::{Error, Result};
 
 /// Name of the task that works now.
 static NAME: Mutex<String> = Mutex::new(String::new());
@@ -47,6 +47,56 @@ pub fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     Ok(result)
 }
 
+/// Runs a part of a task that others follow. Reports an error of it, and returns `None` then.
+pub fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
+    let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let report = |error: Error| {
+        print(&format!("{error:#}"));
+        replace(&name);
+    };
+    work().map_err(report).ok()
+}
+
+/// Writes to standard output at once. It may be closed.
+pub fn write_output(bytes: &[u8]) {
+    let mut output = io::stdout().lock();
+    let _ = output.write_all(bytes).and_then(|()| output.flush());
+}
+
+/// Output of a program in lines, of which the last may be incomplete.
+#[derive(Default)]
+pub struct Lines(Vec<u8>);
+
+impl Lines {
+    /// Takes output, and returns the lines that are complete now, with their ends.
+    pub fn feed(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
+        self.0.extend_from_slice(bytes);
+        let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') else { return Vec::new() };
+        let rest = self.0.split_off(end + 1);
+        let complete = std::mem::replace(&mut self.0, rest);
+        complete.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_owned).collect()
+    }
+
+    /// The last line, with an end, unless it is empty.
+    pub fn finish(&mut self) -> Vec<Vec<u8>> {
+        if self.0.is_empty() { Vec::new() } else { self.feed(b"\n") }
+    }
+}
+
 fn replace(name: &str) -> String {
     std::mem::replace(&mut *NAME.lock().unwrap_or_else(PoisonError::into_inner), name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_whole_and_the_last_one_is_not_lost() {
+        let mut lines = Lines::default();
+        assert!(lines.feed(b"on").is_empty());
+        assert_eq!(lines.feed(b"e\n\ntwo\nthr"), [&b"one\n"[..], b"\n", b"two\n"]);
+        assert_eq!(lines.finish(), [b"thr\n"]);
+        assert!(lines.finish().is_empty());
+    }
 }

@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::checkout::CALLER_FOLDER;
+use crate::checkout::{CALLER_FOLDER, Checkout, PACKAGE_FOLDER};
+use crate::root::IS_JOB;
 
 /// Folders of the distribution's programs. Images are made with these alone.
 pub const SYSTEM_PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
@@ -23,7 +24,7 @@ const REMOVED: [&str; 8] = [
     "BASH_ENV",
     "MODPROBE_OPTIONS",
     "CARGO",
-    "CARGO_MANIFEST_DIR",
+    PACKAGE_FOLDER,
     "CARGO_MANIFEST_PATH",
     // `cargo run` adds the toolchain's libraries.
     "LD_LIBRARY_PATH",
@@ -77,6 +78,22 @@ pub fn ending_with_this_one(
 ) -> Result<Command> {
     let mut command = with_path(find_system("setpriv")?, path);
     command.arg("--pdeathsig").arg(signal).arg("--").arg(program);
+    Ok(command)
+}
+
+/// A command for a script or program that may run tasks itself.
+pub fn job(program: &Path) -> Command {
+    let mut command = user(program);
+    command.env(IS_JOB, "yes");
+    command
+}
+
+/// A command that runs another task of this program. The task ends if this process is killed.
+pub fn task(checkout: &Checkout, name: &str) -> Result<Command> {
+    // This path names the same program even if cargo has built another one since.
+    let program = format!("/proc/{}/exe", std::process::id());
+    let mut command = ending_with_this_one("TERM", Path::new(&program), user_path())?;
+    command.arg(name).env(PACKAGE_FOLDER, checkout.path("ci/xtask")).env(IS_JOB, "yes");
     Ok(command)
 }
 

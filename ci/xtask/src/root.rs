@@ -9,9 +9,9 @@ use anyhow::{Result, bail};
 use crate::jobs;
 use crate::programs::{self, SYSTEM_PATH};
 
-/// Set by scripts that run this program as a job, which cannot ask for a password: it would be
+/// Set by scripts and tasks that run this program as a job, which cannot ask for a password: it would be
 /// stopped for reading from the terminal.
-const IS_JOB: &str = "FORESHORE_IS_JOB";
+pub const IS_JOB: &str = "FORESHORE_IS_JOB";
 const ADVICE: &str =
     "sudo asks for a password, which no job can give. Run `sudo -v`, and then this script again";
 

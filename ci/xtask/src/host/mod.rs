@@ -1,7 +1,9 @@
 //! A command on a KVM host: this machine, or one that QEMU emulates.
 
 mod beat;
+pub mod capacity;
 mod direct;
+pub mod ends;
 mod job;
 mod lasting;
 mod measured;
@@ -29,7 +31,7 @@ use place::Place;
 /// Exit code of a command that was cut off.
 pub const CUT_OFF: u8 = 124;
 /// Exit code if the host itself failed.
-const HOST_FAILED: u8 = 125;
+pub const HOST_FAILED: u8 = 125;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
@@ -149,6 +151,11 @@ impl Arguments {
     fn timeout(&self) -> Duration {
         Duration::from_secs(self.timeout_s.into())
     }
+}
+
+/// True if commands run on this machine itself.
+pub fn is_direct() -> Result<bool> {
+    Ok(place::choose()?.0 == Place::Direct)
 }
 
 /// A line that names what figures are measured on, wherever commands run.

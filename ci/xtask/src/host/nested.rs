@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use rustix::process::Signal;
 
 use super::beat::{self, Beat};
+use super::ends;
 use super::lasting;
 use super::mend;
 use super::qemu;
@@ -49,9 +50,9 @@ pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     prepare(checkout, host, run)?;
     let end = Boot::start(checkout, host, run)?.wait()?;
     if let Some(cause) = &end.cause {
-        // `ci/test` reads it, beside a panic that the kernel reports itself.
+        // `xtask test` reads it, beside a panic that the kernel reports itself.
         let mut console = fs::File::options().append(true).open(run.join("console.log"))?;
-        writeln!(console, "\nhost: {cause}")?;
+        writeln!(console, "\n{}{cause}", ends::CAUSE)?;
     }
     if let Some(out) = &host.out {
         bring_back(run, out, end.cause.is_some())?;
@@ -162,7 +163,7 @@ impl<'run> Boot<'run> {
         let cause = if has_reported || is_power_cut || is_late {
             None
         } else if stood_still {
-            Some("the host stood still".to_owned())
+            Some(ends::STOOD_STILL.to_owned())
         } else {
             cause(status, &fs::read_to_string(self.run.join("resets.log")).unwrap_or_default())
         };
@@ -252,9 +253,9 @@ impl Cutter {
 /// Cause of an end of QEMU that its guest did not bring about. No console shows it.
 fn cause(status: ExitStatus, resets: &str) -> Option<String> {
     if let Some(signal) = status.signal() {
-        Some(format!("QEMU was ended by signal {signal} (9: was memory short?)"))
+        Some(format!("{} {signal} (9: was memory short?)", ends::ENDED_BY_SIGNAL))
     } else if resets.lines().any(|line| line.starts_with("Triple fault")) {
-        Some("a CPU triple-faulted".to_owned())
+        Some(ends::TRIPLE_FAULT.to_owned())
     } else {
         None
     }
@@ -263,9 +264,9 @@ fn cause(status: ExitStatus, resets: &str) -> Option<String> {
 /// Copies the logs of the host and the files of the command to `out`.
 fn bring_back(run: &Path, out: &Path, has_registers: bool) -> Result<()> {
     create_folder(out)?;
-    copy(&run.join("console.log"), &out.join("host-console.log"))?;
+    copy(&run.join("console.log"), &out.join(ends::CONSOLE))?;
     // Not those of an earlier host.
-    let registers = out.join("host-registers.log");
+    let registers = out.join(ends::REGISTERS);
     remove_file(&registers)?;
     if has_registers {
         let read = |name: &str| fs::read(run.join(name)).unwrap_or_default();

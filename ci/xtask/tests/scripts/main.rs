@@ -2,4 +2,5 @@
 
 mod images;
 mod signals;
+mod test_task;
 mod tree;

@@ -20,6 +20,9 @@ const LIMIT: Duration = Duration::from_secs(300);
 const LASTING: &str =
     "#!/bin/sh\nsleep 1000 &\necho $! >\"$STARTED.new\"\nmv \"$STARTED.new\" \"$STARTED\"\nwait\n";
 
+/// Lists a guest test, which lasts.
+const GUEST_TESTS: &str = "#!/bin/sh\n[ \"$1\" != --list ] || exec echo a::one\nexec stub\n";
+
 /// A QEMU that emulates nothing. It writes its own number to `$STARTED`, and a line to the file of
 /// the command's output.
 const LASTING_QEMU: &str = r#"#!/bin/sh
@@ -68,8 +71,7 @@ impl Stubs {
     fn new(lasting: &str) -> Result<Self> {
         let cargo = format!("[ \"$1\" != {lasting} ] || exec stub");
         let tree = Tree::new(&std::env::temp_dir(), 0o022, &cargo)?;
-        // There are no kernels.
-        tree.write("ci/kernels.lock", "", 0o644)?;
+        tree.add_guest_tests(GUEST_TESTS)?;
         Self::add_to(tree, "direct")
     }
 
@@ -180,6 +182,11 @@ fn task_that_gets_term_ends_all_its_processes() {
         ("ci/nested/host --no-build -- stub", "fmt"),
         ("ci/nested/host -- stub", "build"),
         ("ci/setup", "fmt"),
+        ("ci/test", "fmt"),
+        ("ci/test", "clippy"),
+        ("ci/test", "test"),
+        ("ci/test --guest", "build"),
+        ("ci/test --guest", "no-cargo"),
     ];
     // All cases run at the same time, because a task may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {
@@ -222,8 +229,10 @@ fn command_of_a_killed_task_ends() {
         eprintln!("skipped: {missing} is not there (ci/setup does that)");
         return;
     }
-    let stubs = Stubs::new("no-cargo").unwrap();
-    check_killed(&stubs, "ci/nested/host --no-build -- stub").unwrap();
+    for line in ["ci/nested/host --no-build -- stub", "ci/test --guest"] {
+        let stubs = Stubs::new("no-cargo").unwrap();
+        check_killed(&stubs, line).unwrap_or_else(|error| panic!("{line}: {error:#}"));
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
-const WRAPPERS: [&str; 4] = ["ci/setup", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
+const WRAPPERS: [&str; 5] = ["ci/setup", "ci/test", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
 pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
@@ -86,6 +86,15 @@ impl Tree {
         fs::create_dir_all(path.parent().context("no folder")?)?;
         fs::write(&path, content)?;
         Ok(fs::set_permissions(&path, Permissions::from_mode(mode))?)
+    }
+
+    /// Makes what a tree has for a run of `ci/test` without kernels and images: `program` as the
+    /// program with the guest tests.
+    pub fn add_guest_tests(&self, program: &str) -> Result<()> {
+        self.write("ci/kernels.lock", "", 0o644)?;
+        self.write("ci/xtask/Cargo.toml", "", 0o644)?;
+        fs::create_dir_all(self.path("ci/xtask/src"))?;
+        self.write("target/x86_64-unknown-linux-gnu/release/guest-tests", program, 0o755)
     }
 
     pub fn copy(&self, from: &Path, to: &str, mode: u32) -> Result<()> {

@@ -1,0 +1,122 @@
+//! Exit codes and logs of `host`, for tasks that run it.
+
+use std::fs;
+use std::path::Path;
+
+use rustix::process::Signal;
+
+use super::{CUT_OFF, HOST_FAILED};
+use crate::jobs::SIGNAL_BASE;
+
+/// Console of the emulated host in the folder of `--out`.
+pub const CONSOLE: &str = "host-console.log";
+/// Registers of a host that stood still or triple-faulted.
+pub const REGISTERS: &str = "host-registers.log";
+
+const PANIC: &str = "Kernel panic - not syncing";
+/// A host without memory was killed by what ran in it, which is a result.
+const RESULTS: [&str; 2] = [": Out of memory", ": System is deadlocked"];
+/// Start of the line that `host` appends to the console when QEMU ends before the command.
+pub const CAUSE: &str = "host: ";
+pub const TRIPLE_FAULT: &str = "a CPU triple-faulted";
+pub const ENDED_BY_SIGNAL: &str = "QEMU was ended by signal";
+pub const STOOD_STILL: &str = "the host stood still";
+
+/// True if the kernel or the QEMU of an emulated host, not the command, ended the boot that has
+/// left its console in `folder`.
+pub fn has_host_died(code: u8, folder: &Path) -> bool {
+    let console = fs::read(folder.join(CONSOLE));
+    console.is_ok_and(|console| is_death(code, &String::from_utf8_lossy(&console)))
+}
+
+fn is_death(code: u8, console: &str) -> bool {
+    let is_result = |line: &str| {
+        line.split(PANIC).skip(1).any(|rest| RESULTS.iter().any(|result| rest.starts_with(result)))
+    };
+    let is_cause = |line: &str| {
+        let cause = line.strip_prefix(CAUSE);
+        let causes = [TRIPLE_FAULT, ENDED_BY_SIGNAL, STOOD_STILL];
+        cause.is_some_and(|cause| causes.iter().any(|start| cause.starts_with(start)))
+    };
+    code == HOST_FAILED
+        && console.lines().any(|line| line.contains(PANIC) || is_cause(line))
+        && !console.lines().any(is_result)
+}
+
+/// Meaning of an exit code of `host`.
+pub fn meaning(code: u8) -> String {
+    match code {
+        CUT_OFF => "time limit reached".to_owned(),
+        HOST_FAILED => "the host failed".to_owned(),
+        _ => match code.checked_sub(SIGNAL_BASE).and_then(signal_name) {
+            Some(name) => name.to_owned(),
+            None => format!("exit code {code}"),
+        },
+    }
+}
+
+fn signal_name(number: u8) -> Option<&'static str> {
+    let names = [
+        (Signal::HUP, "SIGHUP"),
+        (Signal::INT, "SIGINT"),
+        (Signal::QUIT, "SIGQUIT"),
+        (Signal::ILL, "SIGILL"),
+        (Signal::ABORT, "SIGABRT"),
+        (Signal::BUS, "SIGBUS"),
+        (Signal::FPE, "SIGFPE"),
+        (Signal::KILL, "SIGKILL"),
+        (Signal::SEGV, "SIGSEGV"),
+        (Signal::PIPE, "SIGPIPE"),
+        (Signal::TERM, "SIGTERM"),
+    ];
+    let is_it = |(signal, _): &&(Signal, _)| signal.as_raw() == i32::from(number);
+    names.iter().find(is_it).map(|(_, name)| *name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_has_died_of_a_panic_or_of_its_emulator() {
+        for console in [
+            "[  9.1] Oops: int3: 0000 [#1] SMP\r\n[  9.2] Kernel panic - not syncing: Fatal exception\r\n",
+            "[  9.1] Kernel panic - not syncing: NMI: Not continuing",
+            "[  1.0] foreshore-host: ready\n\nhost: a CPU triple-faulted\n",
+            "\nhost: QEMU was ended by signal 9 (9: was memory short?)\n",
+            "\nhost: the host stood still\n",
+        ] {
+            assert!(is_death(HOST_FAILED, console), "{console}");
+            assert!(!is_death(1, console) && !is_death(CUT_OFF, console), "{console}");
+        }
+    }
+
+    #[test]
+    fn host_without_memory_and_other_ends_are_results() {
+        for console in [
+            "[  9.2] Kernel panic - not syncing: Out of memory: compulsory panic_on_oom is enabled",
+            "[  9.2] Kernel panic - not syncing: System is deadlocked on memory\n\nhost: a CPU triple-faulted\n",
+            "a line that ends with host: the host stood still\n",
+            "",
+        ] {
+            assert!(!is_death(HOST_FAILED, console), "{console}");
+        }
+        assert!(!has_host_died(HOST_FAILED, Path::new("/nonexistent")));
+    }
+
+    #[test]
+    fn exit_codes_have_meanings() {
+        let expected = [
+            (124, "time limit reached"),
+            (125, "the host failed"),
+            (137, "SIGKILL"),
+            (143, "SIGTERM"),
+            (1, "exit code 1"),
+            (128, "exit code 128"),
+            (255, "exit code 255"),
+        ];
+        for (code, text) in expected {
+            assert_eq!(meaning(code), text);
+        }
+    }
+}

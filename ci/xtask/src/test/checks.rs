@@ -1,0 +1,98 @@
+//! Checks with one verdict each: formatting, lints, fuzz targets, names of documents, power cuts.
+
+use anyhow::Result;
+
+use super::report::Report;
+use crate::cargo;
+use crate::checkout::Checkout;
+use crate::host;
+use crate::jobs;
+use crate::messages::{attempt, say};
+use crate::names_resolve;
+use crate::programs;
+use crate::repository::Repository;
+
+/// Packages with fuzz targets, which are workspaces of their own.
+const FUZZED: [&str; 2] = ["pmem-volume", "vmm"];
+/// Number of power cuts. `ci/soak` makes more.
+const POWER_CUTS: &str = "2";
+
+/// Runs all checks apart from power cuts.
+pub fn run(checkout: &Checkout, report: &mut Report) {
+    check(report, "formatting (cargo fmt)", || {
+        let status = jobs::status(&mut cargo::command(checkout, ["fmt", "--all", "--check"]))?;
+        Ok(status.success())
+    });
+    check(report, "lints (cargo clippy)", || {
+        let arguments = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+        Ok(cargo::run(cargo::command(checkout, arguments))?.success())
+    });
+    check(report, "fuzz targets (cargo check)", || compile_fuzz_targets(checkout));
+    check(report, "names of documents and headings (cargo xtask names-resolve)", || {
+        let unresolved = names_resolve::unresolved(&Repository::at(checkout.root()))?;
+        Ok(crate::print(unresolved)? == 0)
+    });
+}
+
+/// Runs a check, which counts only if it fails. True if it has passed.
+fn check(report: &mut Report, name: &str, work: impl FnOnce() -> Result<bool>) -> bool {
+    report.begin_step(name);
+    say!("{name}");
+    let has_passed = attempt(work).unwrap_or(false);
+    if !has_passed {
+        say!("{name}: FAILED");
+        report.add_failure(name);
+    }
+    has_passed
+}
+
+/// Compiles the fuzz targets, which no other step builds.
+fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
+    for package in FUZZED {
+        let manifest = format!("{package}/fuzz/Cargo.toml");
+        let arguments = ["check", "--locked", "--manifest-path", &manifest, "--target-dir", "target"];
+        let mut cargo = cargo::command(checkout, arguments);
+        // Nothing is linked, so libFuzzer, which is C++, is left out: its build script takes a path
+        // as a library that is built already.
+        cargo.env("CUSTOM_LIBFUZZER_PATH", "/nonexistent/libfuzzer.a");
+        // The profile of our workspace, so that both share what the lints have checked.
+        cargo.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
+        if !cargo::run(cargo)?.success() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Cuts the power of emulated hosts, unless commands run on this machine itself.
+pub fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
+    if host::is_direct()? {
+        say!("power cuts: skipped, the host is this machine");
+        report.add_skipped(1);
+        return Ok(());
+    }
+    let has_passed = check(report, "power cuts (ci/soak --only power)", || {
+        let mut soak = programs::job(&checkout.path("ci/soak"));
+        soak.args(["--no-build", "--only", "power", "--rounds", POWER_CUTS]).current_dir(checkout.root());
+        Ok(jobs::status(&mut soak)?.success())
+    });
+    report.add_passed(usize::from(has_passed));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::bail;
+
+    use super::*;
+
+    #[test]
+    fn check_that_cannot_run_has_failed() {
+        let mut report = Report::new();
+        assert!(check(&mut report, "one", || Ok(true)));
+        assert!(!report.has_failed());
+        assert!(!check(&mut report, "two", || Ok(false)));
+        assert!(!check(&mut report, "three", || bail!("no cargo")));
+        assert_eq!(report.last_line(), "0 passed, 2 failed");
+    }
+}

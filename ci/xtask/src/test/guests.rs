@@ -1,0 +1,206 @@
+//! Guest tests: several hosts with one CPU each share them.
+//!
+//! With more CPUs the emulation breaks kernels (docs/testing.md).
+
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::Arguments;
+use super::lanes::{self, Host, Log};
+use super::report::{Guests, Report};
+use super::shares::{self, Kept};
+use super::verdicts::{Tally, failure_blocks};
+use crate::cargo::{self, Part};
+use crate::checkout::{Checkout, create_folder, remove_file, remove_folder, rename, write};
+use crate::host::{capacity, ends};
+use crate::images;
+use crate::jobs;
+use crate::messages::{attempt, print, refuse, say, write_output};
+use crate::programs;
+
+const HOST_CPUS: u64 = 1;
+const HOST_MIB: u64 = 6144;
+/// Real DAX for tests. XFS needs 300 MiB.
+const HOST_NVDIMM_MIB: u64 = 512;
+/// Two devices for tests.
+const HOST_PMEM_MIB: u64 = 320;
+/// Time of each host beside its part: boots, and shares of uneven length.
+const UNEVEN_S: u64 = 600;
+/// A runner ends by itself, with the logs of the test that it cuts off. The host's own limit is for
+/// a runner that does not.
+const RUNNER_END_S: u64 = 60;
+const FOLDER: &str = "guest-tests";
+const LOG: &str = "guest-tests.log";
+
+/// Builds the programs, runs the chosen tests, and adds their results to the report.
+pub fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
+    say!("guest tests");
+    // Not those of an earlier run, if this build fails.
+    remove_folder(&checkout.ci(FOLDER))?;
+    remove_file(&checkout.ci(LOG))?;
+    if attempt(|| build(checkout, report)).is_none() {
+        report.add_failure("build of the guest tests");
+        return Ok(());
+    }
+    report.begin_step("guest tests");
+    let started = Instant::now();
+    let tests = list(checkout, arguments)?;
+    let hosts = capacity::hosts_at_once(HOST_MIB + HOST_NVDIMM_MIB + 2 * HOST_PMEM_MIB)?;
+    let shares = shares::divide(&tests, hosts);
+    let hosts = shares.first.len();
+    let seconds = arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S;
+    let lanes = Lanes { checkout, started, seconds, kept: Mutex::new(shares.kept) };
+    lanes.create_logs(hosts)?;
+    lanes.run(shares.first);
+    let (log, boots) = lanes.collect(hosts)?;
+    let tally = Tally::of(&log, &tests);
+    let folder = format!("target/ci/{FOLDER}");
+    let boots = boots + tally.host_deaths;
+    report.add_guests(Guests { tally, folder, boots, blocks: failure_blocks(&log) }, tests.len());
+    Ok(())
+}
+
+/// Builds the programs, the clients, and the guests' images, which contain some of the programs.
+fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
+    report.begin_step("release build");
+    cargo::build(checkout, Part::Programs)?;
+    report.begin_step("release build of the API clients");
+    cargo::build(checkout, Part::Clients)?;
+    report.begin_step("guest images");
+    images::guests::build_all(checkout)
+}
+
+/// Names of the chosen tests. A filter without a match refuses the command line, before any boot.
+fn list(checkout: &Checkout, arguments: &Arguments) -> Result<Vec<String>> {
+    let mut program = programs::user(checkout.programs().join("guest-tests"));
+    let (status, listed) = jobs::attempt(program.arg("--list").args(arguments.choice()))?;
+    if !status.success() {
+        refuse!("the guest tests were refused");
+    }
+    Ok(listed.lines().map(str::to_owned).collect())
+}
+
+/// Hosts that run at the same time.
+struct Lanes<'run> {
+    checkout: &'run Checkout,
+    started: Instant,
+    /// Time of each lane.
+    seconds: u64,
+    kept: Mutex<Kept>,
+}
+
+impl Lanes<'_> {
+    /// Folder of a boot of a lane's host. Both numbers count from 1.
+    fn folder(&self, lane: usize, boot: usize) -> PathBuf {
+        let suffix = if boot > 1 { format!("-{boot}") } else { String::new() };
+        self.checkout.ci(FOLDER).join(format!("host-{lane}{suffix}"))
+    }
+
+    /// Makes the first logs of all lanes, so that they can be followed from the start.
+    fn create_logs(&self, hosts: usize) -> Result<()> {
+        (1..=hosts).try_for_each(|lane| {
+            create_folder(&self.folder(lane, 1))?;
+            write(&self.folder(lane, 1).join("log"), "")
+        })
+    }
+
+    /// Runs all lanes. Tests of a lane that fails itself have no verdict.
+    fn run(&self, shares: Vec<Vec<String>>) {
+        thread::scope(|scope| {
+            for (index, share) in shares.into_iter().enumerate() {
+                let lane = index + 1;
+                scope.spawn(move || {
+                    if let Err(error) = self.run_lane(lane, share) {
+                        print(&format!("lane {lane}: {error:#}"));
+                    }
+                });
+            }
+        });
+    }
+
+    /// Runs a share, and then others as long as some are left.
+    fn run_lane(&self, lane: usize, mut share: Vec<String>) -> Result<()> {
+        for boot in 1.. {
+            if share.is_empty() {
+                break;
+            }
+            let folder = self.folder(lane, boot);
+            create_folder(&folder)?;
+            let mut log = Log::create(&folder.join("log"), lane, write_output)?;
+            lanes::run_share(&share, &mut EmulatedHost { lanes: self, folder: &folder }, &mut log)?;
+            // A host that does not boot, or has no time left, must not take what others may run.
+            let is_over = log.has_failure_without_verdict();
+            log.finish();
+            if is_over {
+                break;
+            }
+            share = self.kept.lock().unwrap_or_else(PoisonError::into_inner).next_share();
+        }
+        Ok(())
+    }
+
+    /// Joins the logs of all lanes, and counts them.
+    fn collect(&self, hosts: usize) -> Result<(String, usize)> {
+        let boots =
+            |lane| (1..).map(move |boot| self.folder(lane, boot)).take_while(|folder| folder.exists());
+        let folders: Vec<_> = (1..=hosts).flat_map(boots).collect();
+        let mut log = Vec::new();
+        for folder in &folders {
+            let path = folder.join("log");
+            log.extend(std::fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?);
+        }
+        write(&self.checkout.ci(LOG), &log)?;
+        Ok((String::from_utf8_lossy(&log).into_owned(), folders.len()))
+    }
+
+    /// Seconds that a lane has left.
+    fn seconds_left(&self) -> u64 {
+        self.seconds.saturating_sub(self.started.elapsed().as_secs()).max(1)
+    }
+}
+
+/// A host in a process of its own.
+struct EmulatedHost<'lane> {
+    lanes: &'lane Lanes<'lane>,
+    folder: &'lane PathBuf,
+}
+
+impl<O: FnMut(&[u8])> Host<O> for EmulatedHost<'_> {
+    fn boot(&mut self, tests: &[String], log: &mut Log<O>) -> Result<u8> {
+        let left = self.lanes.seconds_left();
+        let mut command = programs::task(self.lanes.checkout, "host")?;
+        command.args(["--no-build", "--peers"]);
+        for (option, value) in [
+            ("--mem", HOST_MIB),
+            ("--cpus", HOST_CPUS),
+            ("--nvdimm", HOST_NVDIMM_MIB),
+            ("--pmem-devices", HOST_PMEM_MIB),
+            ("--timeout", left + RUNNER_END_S),
+        ] {
+            command.arg(option).arg(value.to_string());
+        }
+        command.arg("--out").arg(self.folder).args(["--", "guest-tests", "--within", &left.to_string()]);
+        command.arg("--exact").args(tests).current_dir(self.lanes.checkout.root());
+        let status = jobs::stream(&mut command, |bytes| log.add(bytes))?;
+        Ok(jobs::exit_code(status))
+    }
+
+    fn has_died(&self, code: u8) -> bool {
+        ends::has_host_died(code, self.folder)
+    }
+
+    fn keep_logs(&mut self, death: usize) -> Result<()> {
+        for name in [ends::CONSOLE, ends::REGISTERS] {
+            let path = self.folder.join(name);
+            if path.exists() {
+                let (stem, extension) = name.split_once('.').context("no extension")?;
+                rename(&path, &self.folder.join(format!("{stem}-{death}.{extension}")))?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,266 @@
+//! A lane: guest tests one after another on one emulated host, and on another if the emulation has
+//! broken that one.
+//!
+//! At the end the lane's log has a verdict of each test.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::verdicts::{
+    HOST_DEATH, NO_VERDICT, THE_HOST, failure, has_failure, has_failure_without_verdict, without_verdict,
+};
+use crate::host::ends;
+use crate::messages::Lines;
+
+/// Limit of boots for one share. A boot takes seconds, and only the test in which a host has died
+/// runs twice.
+const MAX_BOOTS: usize = 5;
+
+/// Log of a lane. Its lines also go to an output, with the lane's number in front.
+pub struct Log<O> {
+    file: File,
+    text: Vec<u8>,
+    lines: Lines,
+    lane: usize,
+    output: O,
+}
+
+impl<O: FnMut(&[u8])> Log<O> {
+    pub fn create(path: &Path, lane: usize, output: O) -> Result<Self> {
+        let file = File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
+        Ok(Self { file, text: Vec::new(), lines: Lines::default(), lane, output })
+    }
+
+    pub fn add(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).context("Cannot write the log")?;
+        self.text.extend_from_slice(bytes);
+        let lines = self.lines.feed(bytes);
+        self.show(lines);
+        Ok(())
+    }
+
+    /// Adds a line of this task. The output before it may have ended in the middle of a line.
+    fn add_line(&mut self, line: &str) -> Result<()> {
+        if self.text.last().is_some_and(|byte| *byte != b'\n') {
+            self.add(b"\n")?;
+        }
+        self.add(format!("{line}\n").as_bytes())
+    }
+
+    /// Shows the last line even if it has no end.
+    pub fn finish(mut self) {
+        let lines = self.lines.finish();
+        self.show(lines);
+    }
+
+    fn show(&mut self, lines: Vec<Vec<u8>>) {
+        let prefix = format!("{}| ", self.lane).into_bytes();
+        lines.into_iter().for_each(|line| (self.output)(&[&prefix[..], &line].concat()));
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.text).into_owned()
+    }
+
+    /// True if a test ended without a verdict of the runner's.
+    pub fn has_failure_without_verdict(&self) -> bool {
+        has_failure_without_verdict(&self.text())
+    }
+}
+
+/// Boots of a host.
+pub trait Host<O> {
+    /// Boots a host that runs these tests, adds all output to the log, and returns the exit code.
+    fn boot(&mut self, tests: &[String], log: &mut Log<O>) -> Result<u8>;
+
+    /// True if the emulation has ended the last boot, whose exit code this is.
+    fn has_died(&self, code: u8) -> bool;
+
+    /// Keeps the logs of the host that has died under the number of its death.
+    fn keep_logs(&mut self, death: usize) -> Result<()>;
+}
+
+/// Runs tests until all have a verdict.
+pub fn run_share<O: FnMut(&[u8])>(tests: &[String], host: &mut impl Host<O>, log: &mut Log<O>) -> Result<()> {
+    let mut code = host.boot(tests, log)?;
+    let mut left = without_verdict(&log.text(), tests);
+    let (mut deaths, mut interrupted) = (0, None);
+    while !left.is_empty() && host.has_died(code) {
+        deaths += 1;
+        host.keep_logs(deaths)?;
+        let test = left[0].clone();
+        log.add_line(&format!("{HOST_DEATH} the host in {test}: {} tests have no verdict yet", left.len()))?;
+        if interrupted.replace(test.clone()) == Some(test) {
+            // A second death in the same test is no accident.
+            log.add_line(&failure(&left.remove(0), "the emulated host died in it twice"))?;
+        }
+        if left.is_empty() || deaths >= MAX_BOOTS {
+            break;
+        }
+        code = host.boot(&left, log)?;
+        left = without_verdict(&log.text(), tests);
+    }
+    // After the last verdict, a host has nothing to lose.
+    let code = if host.has_died(code) && left.is_empty() { 0 } else { code };
+    close(log, &left, code)
+}
+
+/// Adds the failures that no test has reported: of a host, of a time limit, of a runner that aborts.
+fn close<O: FnMut(&[u8])>(log: &mut Log<O>, left: &[String], code: u8) -> Result<()> {
+    let meaning = ends::meaning(code);
+    for test in left {
+        log.add_line(&failure(test, &format!("{NO_VERDICT}: {meaning}")))?;
+    }
+    if code != 0 && !has_failure(&log.text()) {
+        let reason = format!("every test has passed, but not the run: {meaning}");
+        log.add_line(&failure(THE_HOST, &reason))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+    use crate::host::HOST_FAILED;
+
+    /// Output and end of a boot.
+    struct Boot {
+        output: &'static str,
+        code: u8,
+        has_died: bool,
+    }
+
+    fn ended(output: &'static str, code: u8) -> Boot {
+        Boot { output, code, has_died: false }
+    }
+
+    fn died(output: &'static str) -> Boot {
+        Boot { output, code: HOST_FAILED, has_died: true }
+    }
+
+    /// A host whose boots are known beforehand.
+    struct Script {
+        boots: VecDeque<Boot>,
+        has_died: bool,
+        /// Tests of each boot.
+        tests: Vec<String>,
+        kept: Vec<usize>,
+    }
+
+    impl<O: FnMut(&[u8])> Host<O> for Script {
+        fn boot(&mut self, tests: &[String], log: &mut Log<O>) -> Result<u8> {
+            self.tests.push(tests.join(" "));
+            let boot = self.boots.pop_front().context("no such boot")?;
+            log.add(boot.output.as_bytes())?;
+            self.has_died = boot.has_died;
+            Ok(boot.code)
+        }
+
+        fn has_died(&self, _: u8) -> bool {
+            self.has_died
+        }
+
+        fn keep_logs(&mut self, death: usize) -> Result<()> {
+            self.kept.push(death);
+            self.has_died = false;
+            Ok(())
+        }
+    }
+
+    struct Outcome {
+        host: Script,
+        log: String,
+        shown: String,
+    }
+
+    fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> Outcome {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let tests: Vec<_> = tests.split(' ').map(str::to_owned).collect();
+        let boots = boots.into_iter().collect();
+        let mut host = Script { boots, has_died: false, tests: Vec::new(), kept: Vec::new() };
+        let mut shown = Vec::new();
+        let mut log = Log::create(&path, 2, |line: &[u8]| shown.extend_from_slice(line)).unwrap();
+        run_share(&tests, &mut host, &mut log).unwrap();
+        log.finish();
+        assert!(host.boots.is_empty());
+        let log = std::fs::read_to_string(&path).unwrap();
+        Outcome { host, log, shown: String::from_utf8(shown).unwrap() }
+    }
+
+    #[test]
+    fn all_verdicts_of_one_boot_stand_as_they_are() {
+        let output = "test a ... ok (1.0 s)\ntest b ... FAILED (1.0 s)\n  | no\n\n";
+        let outcome = run("a b", [ended(output, 1)]);
+        assert_eq!(outcome.log, output);
+        assert_eq!(outcome.shown, "2| test a ... ok (1.0 s)\n2| test b ... FAILED (1.0 s)\n2|   | no\n2| \n");
+    }
+
+    #[test]
+    fn tests_without_a_verdict_run_in_a_new_boot_after_a_death() {
+        let outcome = run(
+            "a b c",
+            [died("test a ... ok (1.0 s)\ntes"), ended("test b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n", 0)],
+        );
+        assert_eq!(outcome.host.tests, ["a b c", "b c"]);
+        assert_eq!(outcome.host.kept, [1]);
+        let death = "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
+        assert!(outcome.log.contains(death) && !outcome.log.contains("FAILED"), "{}", outcome.log);
+        assert!(outcome.shown.contains("\n2| tes\n2| THE EMULATION BROKE"), "{}", outcome.shown);
+    }
+
+    #[test]
+    fn second_death_in_the_same_test_is_its_failure() {
+        let outcome = run("a b", [died(""), died(""), ended("test b ... ok (1.0 s)\n", 0)]);
+        assert_eq!(outcome.host.tests, ["a b", "a b", "b"]);
+        assert!(outcome.log.contains("test a ... FAILED (the emulated host died in it twice)\n"));
+        assert!(!outcome.log.contains("no verdict:"), "{}", outcome.log);
+        let outcome = run("a", [died(""), died("")]);
+        assert!(outcome.log.ends_with("test a ... FAILED (the emulated host died in it twice)\n"));
+    }
+
+    #[test]
+    fn boots_have_a_limit() {
+        let verdicts = ["test a ... ok\n", "test b ... ok\n", "test c ... ok\n", "test d ... ok\n", ""];
+        let outcome = run("a b c d e f", verdicts.map(died));
+        assert_eq!(outcome.host.tests.len(), MAX_BOOTS);
+        // The host died twice in `e`.
+        assert!(outcome.log.contains("test e ... FAILED (the emulated host died in it twice)\n"));
+        assert!(
+            outcome.log.ends_with("test f ... FAILED (no verdict: the host failed)\n"),
+            "{}",
+            outcome.log
+        );
+    }
+
+    #[test]
+    fn host_that_fails_in_another_way_is_a_failure_of_each_test_left() {
+        let outcome = run("a b c", [ended("test a ... ok (1.0 s)\n", 124)]);
+        assert_eq!(outcome.host.tests.len(), 1);
+        let expected = "test a ... ok (1.0 s)\n\
+                        test b ... FAILED (no verdict: time limit reached)\n\
+                        test c ... FAILED (no verdict: time limit reached)\n";
+        assert_eq!(outcome.log, expected);
+    }
+
+    #[test]
+    fn end_that_no_test_explains_is_a_failure_of_the_host() {
+        let outcome = run("a", [ended("test a ... ok (1.0 s)\n", 137)]);
+        let expected = "test the-host ... FAILED (every test has passed, but not the run: SIGKILL)\n";
+        assert!(outcome.log.ends_with(expected), "{}", outcome.log);
+        let outcome = run("a", [ended("test a ... FAILED (1.0 s)\n", 1)]);
+        assert!(!outcome.log.contains(THE_HOST));
+    }
+
+    #[test]
+    fn death_after_the_last_verdict_is_no_failure() {
+        let outcome = run("a", [died("test a ... ok (1.0 s)\n")]);
+        assert_eq!(outcome.log, "test a ... ok (1.0 s)\n");
+        assert!(outcome.host.kept.is_empty());
+    }
+}

@@ -1,0 +1,120 @@
+//! All tests, the same here and in CI.
+
+mod checks;
+mod guests;
+mod lanes;
+mod report;
+mod shares;
+mod unit;
+mod verdicts;
+
+use anyhow::Result;
+use clap::Args;
+use clap::builder::NonEmptyStringValueParser;
+
+use crate::checkout::Checkout;
+use crate::messages::{say, speak_as};
+use crate::setup;
+use report::Report;
+
+/// Time of all guest tests on one host.
+const GUEST_TESTS_S: u64 = 6000;
+const ALL_GUEST_TESTS_S: u64 = 12_000;
+
+#[derive(Args, Clone, Debug)]
+#[command(args_override_self = true)]
+pub struct Arguments {
+    /// Run long guest tests as well, as CI does
+    #[arg(long)]
+    long: bool,
+    /// Run long and extended guest tests as well
+    #[arg(long)]
+    all: bool,
+    /// Run guest tests alone
+    #[arg(long)]
+    guest: bool,
+    /// Take each FILTER as the whole name of a test
+    #[arg(long, requires = "guest")]
+    exact: bool,
+    /// Run the guest tests whose names contain a filter, of any class
+    ///
+    /// Each filter must match a test.
+    #[arg(requires = "guest", value_name = "FILTER", value_parser = NonEmptyStringValueParser::new())]
+    filters: Vec<String>,
+}
+
+impl Arguments {
+    /// The same choice for the program `guest-tests`.
+    fn choice(&self) -> Vec<&str> {
+        let flags = [("--long", self.long), ("--all", self.all), ("--exact", self.exact)];
+        let flags = flags.into_iter().filter_map(|(flag, is_set)| is_set.then_some(flag));
+        flags.chain(self.filters.iter().map(String::as_str)).collect()
+    }
+
+    fn guest_tests_s(&self) -> u64 {
+        if self.all { ALL_GUEST_TESTS_S } else { GUEST_TESTS_S }
+    }
+}
+
+/// Runs the tests, and returns the exit code.
+pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+    speak_as("test", || {
+        let mut report = Report::new();
+        report.begin_step("set-up");
+        setup::ensure_set_up(checkout)?;
+        if arguments.guest {
+            guests::run(checkout, arguments, &mut report)?;
+        } else {
+            run_all(checkout, arguments, &mut report)?;
+        }
+        report.print();
+        Ok(u8::from(report.has_failed()))
+    })
+}
+
+fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
+    if !checkout.path("target/debug").is_dir() {
+        say!(
+            "the first run builds everything three times, for lints, tests and guests: up to 40 minutes on \
+             two cores"
+        );
+    }
+    checks::run(checkout, report);
+    unit::run(checkout, report)?;
+    guests::run(checkout, arguments, report)?;
+    checks::cut_power(checkout, report)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn parse(line: &[&str]) -> Result<Arguments, clap::Error> {
+        Line::try_parse_from(["test"].iter().chain(line)).map(|line| line.arguments)
+    }
+
+    #[test]
+    fn filters_and_their_flag_require_guest_tests_alone() {
+        for line in [&["boot::"][..], &["--exact"], &["--long", "boot::"], &["--guest", ""], &["--quick"]] {
+            parse(line).unwrap_err();
+        }
+        parse(&["--guest", "boot::", "readme::"]).unwrap();
+    }
+
+    #[test]
+    fn choice_reaches_the_program_of_the_guest_tests() {
+        let choice = |line: &[&str]| parse(line).unwrap().choice().join(" ");
+        assert_eq!(choice(&[]), "");
+        assert_eq!(choice(&["--long", "--long"]), "--long");
+        assert_eq!(choice(&["--guest", "--all", "--exact", "a::b", "c::d"]), "--all --exact a::b c::d");
+        assert_eq!(parse(&["--all"]).unwrap().guest_tests_s(), 2 * GUEST_TESTS_S);
+    }
+}

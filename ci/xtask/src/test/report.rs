@@ -1,0 +1,253 @@
+//! Results of a run, and the text that reports them at the end.
+
+use std::io::{self, Write};
+use std::time::Instant;
+
+use super::verdicts::Tally;
+use crate::messages::{say, write_output};
+
+/// Limit of suspects in a run: tests that failed without a mark of the emulation, ran once more and
+/// passed.
+const MAX_SUSPECTS: usize = 2;
+/// Number of the longest guest tests that are listed.
+const LONGEST_TESTS: usize = 20;
+
+/// Results of a run.
+pub struct Report {
+    started: Instant,
+    /// Steps and the seconds of the run in which they began.
+    steps: Vec<(String, u64)>,
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    /// Names of tests, checks and conditions that have failed.
+    failures: Vec<String>,
+    crash_images: u64,
+    guests: Option<Guests>,
+}
+
+/// Results of the guest tests.
+pub struct Guests {
+    pub tally: Tally,
+    /// Folder of the logs, relative to the checkout.
+    pub folder: String,
+    /// Number of boots of hosts.
+    pub boots: usize,
+    /// Output of failed and suspect tests.
+    pub blocks: Vec<String>,
+}
+
+impl Report {
+    pub fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            steps: Vec::new(),
+            passed: 0,
+            failed: 0,
+            skipped: 0,
+            failures: Vec::new(),
+            crash_images: 0,
+            guests: None,
+        }
+    }
+
+    /// Ends the previous step.
+    pub fn begin_step(&mut self, name: &str) {
+        self.steps.push((name.to_owned(), self.started.elapsed().as_secs()));
+    }
+
+    pub fn add_passed(&mut self, count: usize) {
+        self.passed += count;
+    }
+
+    pub fn add_skipped(&mut self, count: usize) {
+        self.skipped += count;
+    }
+
+    pub fn add_failure(&mut self, name: &str) {
+        self.add_failures(1, [name.to_owned()]);
+    }
+
+    /// Adds failures, of which not all may have names.
+    pub fn add_failures(&mut self, count: usize, names: impl IntoIterator<Item = String>) {
+        self.failed += count;
+        self.failures.extend(names);
+    }
+
+    pub fn set_crash_images(&mut self, count: u64) {
+        self.crash_images = count;
+    }
+
+    /// Adds the results of `count` guest tests.
+    pub fn add_guests(&mut self, guests: Guests, count: usize) {
+        let tally = &guests.tally;
+        self.passed += tally.passed;
+        self.skipped += tally.skipped;
+        self.add_failures(tally.failed.len(), tally.failed.iter().cloned());
+        if tally.unjudged > 0 {
+            say!("guest tests: {} verdicts of {count} tests", count - tally.unjudged);
+        }
+        let suspects = tally.suspects.len();
+        if suspects > MAX_SUSPECTS {
+            let failure = format!("guest tests: {suspects} suspects, at most {MAX_SUSPECTS} are allowed");
+            say!("{failure}, FAILED");
+            self.add_failure(&failure);
+        }
+        self.guests = Some(guests);
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.failed > 0
+    }
+
+    /// Prints the report. The last line is on standard output, all others are messages.
+    pub fn print(&self) {
+        if let Some(guests) = &self.guests {
+            guests.notes().iter().for_each(|note| say!("{note}"));
+        }
+        say!("time of each step:");
+        let mut text = format_steps(&self.steps, self.started.elapsed().as_secs());
+        if let Some(guests) = &self.guests {
+            text.push_str(&guests.times());
+        }
+        print(&text);
+        if self.crash_images > 0 {
+            say!("crash images (pools and BTTs) opened and held against the oracle: {}", self.crash_images);
+        }
+        if let Some(guests) = self.guests.as_ref().filter(|guests| !guests.blocks.is_empty()) {
+            say!("output of failed and suspect guest tests (all of it: {}/host-*/log):", guests.folder);
+            print(&guests.blocks.concat());
+        }
+        if !self.failures.is_empty() {
+            say!("FAILED:");
+            print(&self.failures.iter().map(|name| format!("  {name}\n")).collect::<String>());
+        }
+        write_output(format!("{}\n", self.last_line()).as_bytes());
+    }
+
+    pub fn last_line(&self) -> String {
+        let line = format!("{} passed, {} failed", self.passed, self.failed);
+        if self.skipped > 0 { format!("{line}, {} skipped", self.skipped) } else { line }
+    }
+}
+
+/// Standard error may be closed.
+fn print(text: &str) {
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// A line with the seconds of each step, and one with all `seconds`.
+fn format_steps(steps: &[(String, u64)], seconds: u64) -> String {
+    let ends = steps.iter().skip(1).map(|(_, start)| *start).chain([seconds]);
+    let lines = steps.iter().zip(ends).map(|((name, start), end)| format!("  {:5} s  {name}\n", end - start));
+    lines.chain([format!("  {seconds:5} s  in all\n")]).collect()
+}
+
+impl Guests {
+    /// Remarks about reruns, suspects and hosts that have died.
+    fn notes(&self) -> Vec<String> {
+        let (tally, folder) = (&self.tally, &self.folder);
+        let mut notes = Vec::new();
+        if tally.reruns > 0 {
+            notes.push(format!(
+                "tests run anew because the emulation broke a guest's kernel, or because they failed once \
+                 (docs/testing.md): {}",
+                tally.reruns
+            ));
+        }
+        if !tally.suspects.is_empty() {
+            let suspects = tally.suspects.join(" ");
+            notes.push(format!(
+                "suspects, which failed once without a mark of the emulation (logs: {folder}): {suspects}"
+            ));
+        }
+        if tally.host_deaths > 0 {
+            notes.push(format!(
+                "emulated hosts that the emulation broke (docs/testing.md): {}\n  (their logs: \
+                 {folder}/host-*/host-*-*.log)",
+                tally.host_deaths
+            ));
+        }
+        notes
+    }
+
+    /// The time of all tests and those of the longest ones.
+    fn times(&self) -> String {
+        let times = &self.tally.times;
+        let seconds: f64 = times.iter().map(|(seconds, _)| seconds).sum();
+        let longest = times.iter().take(LONGEST_TESTS);
+        let longest: String = longest.map(|(seconds, name)| format!("  {seconds:7.1} s  {name}\n")).collect();
+        let (count, boots) = (times.len(), self.boots);
+        format!(
+            "guest tests: {} s in {count} tests on {boots} boots of hosts; the longest:\n{longest}",
+            seconds.floor()
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::verdicts::tests::LOG;
+    use super::*;
+
+    fn guests(log: &str, tests: &[&str]) -> Guests {
+        let tests: Vec<_> = tests.iter().map(|name| (*name).to_owned()).collect();
+        Guests {
+            tally: Tally::of(log, &tests),
+            folder: "target/ci/guest-tests".to_owned(),
+            boots: 2,
+            blocks: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn steps_add_up_to_the_whole_time() {
+        let steps = [("set-up".to_owned(), 0), ("lints (cargo clippy)".to_owned(), 7)];
+        let expected = "      7 s  set-up\n   1193 s  lints (cargo clippy)\n   1200 s  in all\n";
+        assert_eq!(format_steps(&steps, 1200), expected);
+    }
+
+    #[test]
+    fn last_line_has_skipped_tests_only_if_there_are_some() {
+        let mut report = Report::new();
+        report.add_passed(3);
+        assert_eq!(report.last_line(), "3 passed, 0 failed");
+        report.add_skipped(2);
+        assert_eq!(report.last_line(), "3 passed, 0 failed, 2 skipped");
+        assert!(!report.has_failed());
+    }
+
+    #[test]
+    fn guest_tests_without_a_verdict_have_failed() {
+        let mut report = Report::new();
+        report.add_guests(guests(LOG, &["balloon::free", "late::one", "late::two"]), 3);
+        assert_eq!(report.last_line(), "4 passed, 3 failed, 1 skipped");
+        assert_eq!(report.failures, ["balloon::free", "late::one", "late::two"]);
+    }
+
+    #[test]
+    fn too_many_suspects_fail_the_run() {
+        let log = |count: usize| {
+            let rerun =
+                |number| format!("rerun a::{number}: suspect, it failed\ntest a::{number} ... ok (1.0 s)\n");
+            (0..count).map(rerun).collect::<String>()
+        };
+        for (count, failed) in [(MAX_SUSPECTS, 0), (MAX_SUSPECTS + 1, 1)] {
+            let mut report = Report::new();
+            report.add_guests(guests(&log(count), &[]), 0);
+            assert_eq!(report.last_line(), format!("{count} passed, {failed} failed"));
+        }
+    }
+
+    #[test]
+    fn remarks_name_reruns_suspects_and_dead_hosts() {
+        let guests = guests(LOG, &[]);
+        let notes = guests.notes();
+        assert!(notes[0].ends_with("(docs/testing.md): 2"), "{notes:?}");
+        assert!(notes[1].ends_with("(logs: target/ci/guest-tests): boot::a_reset_reboots"), "{notes:?}");
+        assert!(notes[2].contains("(docs/testing.md): 1\n"), "{notes:?}");
+        let times = guests.times();
+        let head = "guest tests: 171 s in 5 tests on 2 boots of hosts; the longest:\n    100.1 s  hotplug::a";
+        assert!(times.starts_with(head), "{times}");
+    }
+}

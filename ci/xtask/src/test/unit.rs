@@ -1,0 +1,299 @@
+//! Unit tests, and results that are read from the output of `cargo test`.
+
+use std::fs::File;
+use std::io::Write;
+
+use anyhow::{Context, Result};
+
+use super::report::Report;
+use crate::cargo;
+use crate::checkout::{Checkout, create_folder};
+use crate::jobs;
+use crate::messages::{Lines, attempt, say, write_output};
+use crate::root::IS_JOB;
+
+/// The API clients are tested apart. They need more features of hyper (Cargo.toml), which would
+/// otherwise be tested with the VMM although the VMM ships without them.
+const PACKAGES: [&[&str]; 2] = [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
+/// Number of images that the simulator of media must have opened (docs/testing.md).
+const LEAST_CRASH_IMAGES: u64 = 100_000;
+
+/// Runs the unit tests, and adds their results to the report.
+pub fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
+    say!("unit tests");
+    create_folder(&checkout.ci(""))?;
+    let path = checkout.ci("unit-tests.log");
+    let file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
+    let mut log = Log { file, text: Vec::new() };
+    let mut has_passed = true;
+    for packages in PACKAGES {
+        let names = packages.join(" ");
+        report.begin_step(&format!("build of the unit tests ({names})"));
+        // Apart from the run, so that progress and the cause of a failure are clear.
+        let build = ["test"].into_iter().chain(packages.iter().copied()).chain(["--no-run"]);
+        let is_built = attempt(|| Ok(cargo::run(cargo::command(checkout, build))?.success()));
+        if is_built != Some(true) {
+            say!("unit tests: they do not build, FAILED");
+            report.add_failure("unit tests: they do not build");
+            return Ok(());
+        }
+        report.begin_step(&format!("unit tests ({names})"));
+        has_passed &= attempt(|| log.run_tests(checkout, packages)).unwrap_or(false);
+    }
+    add_results(report, &Results::parse(&String::from_utf8_lossy(&log.text)), has_passed);
+    Ok(())
+}
+
+fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
+    if !results.skipped.is_empty() {
+        say!("unit tests that skipped themselves, or a part:");
+        results.skipped.iter().for_each(|skipped| eprintln!("  {skipped}"));
+    }
+    report.add_passed(results.passed.saturating_sub(results.skipped.len()));
+    report.add_skipped(results.ignored + results.skipped.len());
+    report.set_crash_images(results.crash_images);
+    if results.crash_images < LEAST_CRASH_IMAGES {
+        let opened = results.crash_images;
+        let failure =
+            format!("crash images (pools and BTTs): only {opened} were opened and not {LEAST_CRASH_IMAGES}");
+        say!("{failure}, FAILED");
+        report.add_failure(&failure);
+    }
+    // A test program that aborts, or a documentation test that does not build, has no result line.
+    let failed = if has_passed { results.failed } else { results.failed.max(1) };
+    report.add_failures(failed, results.failures.clone());
+    if failed > results.failures.len() {
+        report.add_failures(0, ["unit tests (target/ci/unit-tests.log)".to_owned()]);
+    }
+}
+
+/// The log, which also has the output of tests that passed.
+struct Log {
+    file: File,
+    text: Vec<u8>,
+}
+
+impl Log {
+    /// Runs the tests of these packages. True if all have passed.
+    fn run_tests(&mut self, checkout: &Checkout, packages: &[&str]) -> Result<bool> {
+        let mut cargo = cargo::command(checkout, ["test"]);
+        cargo.args(packages).args(["--no-fail-fast", "--quiet", "--", "--show-output"]);
+        // Tests make file systems as they do without this task.
+        cargo.env_remove("MKE2FS_CONFIG").env(IS_JOB, "yes");
+        let (mut lines, mut filter) = (Lines::default(), Filter::default());
+        let mut show = |lines: Vec<Vec<u8>>| {
+            lines.iter().filter(|line| filter.passes(line)).for_each(|line| write_output(line));
+        };
+        let status = jobs::stream(&mut cargo, |bytes| {
+            self.file.write_all(bytes)?;
+            self.text.extend_from_slice(bytes);
+            show(lines.feed(bytes));
+            Ok(())
+        })?;
+        show(lines.finish());
+        Ok(status.success())
+    }
+}
+
+/// Choice of the lines that are shown: not the output of tests that passed.
+#[derive(Default)]
+struct Filter {
+    is_hiding: bool,
+}
+
+impl Filter {
+    fn passes(&mut self, line: &[u8]) -> bool {
+        let line = line.strip_suffix(b"\n").unwrap_or(line);
+        if let Some(section) = Section::of(line) {
+            self.is_hiding = section == Section::Successes;
+        }
+        let is_noise = line.iter().all(|byte| *byte == b'.') || is_start(line);
+        !self.is_hiding && !is_noise
+    }
+}
+
+/// True for `running 12 tests`.
+fn is_start(line: &[u8]) -> bool {
+    let rest = line.strip_prefix(b"running ").unwrap_or_default();
+    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+    digits > 0 && rest[digits..].starts_with(b" test")
+}
+
+/// A part of the output of a test program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Section {
+    Successes,
+    Failures,
+    Result,
+}
+
+impl Section {
+    /// The section that begins with this line.
+    fn of(line: &[u8]) -> Option<Self> {
+        match line {
+            b"successes:" => Some(Self::Successes),
+            b"failures:" => Some(Self::Failures),
+            _ => line.starts_with(RESULT.as_bytes()).then_some(Self::Result),
+        }
+    }
+}
+
+const RESULT: &str = "test result:";
+
+/// Results of all test programs.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Results {
+    passed: usize,
+    failed: usize,
+    ignored: usize,
+    failures: Vec<String>,
+    /// `NAME: REASON` of each test that passed although it skipped itself or a part.
+    skipped: Vec<String>,
+    crash_images: u64,
+}
+
+impl Results {
+    fn parse(log: &str) -> Self {
+        let mut results = Self::default();
+        let (mut section, mut name) = (None, None);
+        for line in log.lines() {
+            if let Some(begun) = Section::of(line.as_bytes()) {
+                (section, name) = (Some(begun), None);
+            }
+            if let Some(counts) = line.strip_prefix(RESULT) {
+                results.add_counts(counts);
+            } else if let Some(count) = line.strip_prefix("crash images opened: ") {
+                results.crash_images += count.trim().parse::<u64>().unwrap_or(0);
+            } else if let Some(test) = heading(line) {
+                name = Some(test);
+            } else if let (Some(Section::Successes), Some(reason)) = (section, line.strip_prefix("skipped: "))
+            {
+                // The first reason of a test stands for all.
+                results.skipped.extend(name.take().map(|name| format!("{name}: {reason}")));
+            } else if let (Some(Section::Failures), None, Some(test)) =
+                (section, name, line.strip_prefix("    "))
+            {
+                // The list follows the output of the tests under a heading of its own.
+                results.failures.push(test.to_owned());
+            }
+        }
+        results
+    }
+
+    /// Adds the numbers of ` ok. 5 passed; 0 failed; 1 ignored; ...`.
+    fn add_counts(&mut self, counts: &str) {
+        let words: Vec<_> = counts.split_whitespace().collect();
+        for pair in words.windows(2) {
+            let count = pair[0].parse().unwrap_or(0);
+            match pair[1] {
+                "passed;" => self.passed += count,
+                "failed;" => self.failed += count,
+                "ignored;" => self.ignored += count,
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The test of a line `---- NAME stdout ----`.
+fn heading(line: &str) -> Option<&str> {
+    line.strip_prefix("---- ")?.strip_suffix(" stdout ----")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOG: &str = "
+running 1320 tests
+....................................................................................... 1218/1320
+F..............
+successes:
+
+---- acpi::tests::tables_can_be_dumped stdout ----
+skipped: FORESHORE_ACPI_DUMP names no directory
+skipped: and one more
+
+---- crash_each stdout ----
+crash images opened: 675807
+
+---- runner::tests::a_test_says_what_it_is stdout ----
+    an indented line
+
+successes:
+    acpi::tests::tables_can_be_dumped
+
+failures:
+
+---- boot::kernel::tests::kernels_load stdout ----
+skipped: this one has failed
+    an indented line
+
+failures:
+    boot::kernel::tests::kernels_load
+    vmm/src/lib.rs - Machine (line 12)
+
+test result: FAILED. 1318 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; finished in 3.55s
+
+skipped: no test
+running 1 test
+.
+test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
+error: test failed, to rerun pass `-p foreshore --lib`
+";
+
+    #[test]
+    fn results_are_read() {
+        let results = Results::parse(LOG);
+        assert_eq!((results.passed, results.failed, results.ignored), (1319, 2, 1));
+        assert_eq!(
+            results.skipped,
+            ["acpi::tests::tables_can_be_dumped: FORESHORE_ACPI_DUMP names no directory"]
+        );
+        assert_eq!(
+            results.failures,
+            ["boot::kernel::tests::kernels_load", "vmm/src/lib.rs - Machine (line 12)"]
+        );
+        assert_eq!(results.crash_images, 675_807);
+    }
+
+    #[test]
+    fn output_of_tests_that_passed_is_hidden() {
+        let mut filter = Filter::default();
+        let shown: Vec<_> = LOG.lines().filter(|line| filter.passes(line.as_bytes())).collect();
+        let expected = "\
+....................................................................................... 1218/1320
+F..............
+failures:
+---- boot::kernel::tests::kernels_load stdout ----
+skipped: this one has failed
+    an indented line
+failures:
+    boot::kernel::tests::kernels_load
+    vmm/src/lib.rs - Machine (line 12)
+test result: FAILED. 1318 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; finished in 3.55s
+skipped: no test
+test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
+error: test failed, to rerun pass `-p foreshore --lib`";
+        assert_eq!(shown.join("\n"), expected);
+    }
+
+    fn report(results: &Results, has_passed: bool) -> String {
+        let mut report = Report::new();
+        add_results(&mut report, results, has_passed);
+        report.last_line()
+    }
+
+    #[test]
+    fn skipped_tests_do_not_count_as_passed() {
+        assert_eq!(report(&Results::parse(LOG), false), "1318 passed, 2 failed, 2 skipped");
+    }
+
+    #[test]
+    fn too_few_crash_images_and_an_abort_without_result_are_failures() {
+        let results = |crash_images| Results { passed: 5, crash_images, ..Results::default() };
+        assert_eq!(report(&results(LEAST_CRASH_IMAGES), true), "5 passed, 0 failed");
+        assert_eq!(report(&results(LEAST_CRASH_IMAGES - 1), true), "5 passed, 1 failed");
+        assert_eq!(report(&results(LEAST_CRASH_IMAGES), false), "5 passed, 1 failed");
+    }
+}
