@@ -38,23 +38,6 @@ build_programs() {
 
 have_command() { command -v "$1" >/dev/null; }
 
-# What one more emulated host has of its own beside its guests' memory: QEMU, and the pages of its disks.
-HOST_OVERHEAD_MIB=1024
-MAX_HOSTS=4
-
-# hosts_at_once MIB: how many emulated hosts with one CPU and so much memory each this machine can run at once. Where
-# guests run on the machine itself, that is the one host.
-hosts_at_once() {
-    local hosts room way
-    way=$("$ROOT/ci/nested/host" --which) || exit
-    hosts=$(nproc)
-    room=$(awk -v each=$(($1 + HOST_OVERHEAD_MIB)) '/^MemAvailable:/ { print int($2 / 1024 / each) }' /proc/meminfo)
-    [ "$hosts" -le "$room" ] || hosts=$room
-    [ "$hosts" -le "$MAX_HOSTS" ] || hosts=$MAX_HOSTS
-    if [ "$hosts" -lt 1 ] || [ "$way" = direct ]; then hosts=1; fi
-    echo "$hosts"
-}
-
 # in_background COMMAND...: a job that is a process group of its own, which Ctrl-C does not reach: end_jobs ends it, and the
 # hosts in it. (A guest test on this machine itself is a group of its own again, and ends with its runner.)
 in_background() {
@@ -64,11 +47,6 @@ in_background() {
     set -m
     FORESHORE_IS_JOB=yes "$@" </dev/null &
     set +m
-}
-
-wait_for_jobs() {
-    wait
-    trap - INT TERM HUP
 }
 
 # how_ended STATUS: prints what an exit status of ci/nested/host means.

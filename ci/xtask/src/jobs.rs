@@ -180,6 +180,26 @@ pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -
     job.wait()
 }
 
+/// Runs a command as a job, passes its output on to one receiver and its errors to another, and
+/// returns its exit status.
+pub fn stream_apart(
+    command: &mut Command,
+    receive: impl FnMut(&[u8]) -> Result<()>,
+    receive_errors: impl FnMut(&[u8]) -> Result<()> + Send,
+) -> Result<ExitStatus> {
+    let mut job = spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+    let output = job.child.stdout.take().context("no pipe")?;
+    let errors = job.child.stderr.take().context("no pipe")?;
+    let drained = thread::scope(|scope| {
+        let errors = scope.spawn(|| drain(errors, receive_errors));
+        let drained = drain(output, receive);
+        let Ok(errors) = errors.join() else { bail!("the receiver of the errors has panicked") };
+        drained.and(errors)
+    });
+    drained.with_context(|| format!("Output of {}", name(command)))?;
+    job.wait()
+}
+
 /// Passes the content of a pipe on until it is closed.
 fn drain(mut reader: impl Read, mut receive: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let mut buffer = [0; 8192];
@@ -342,6 +362,23 @@ mod tests {
         });
         assert_eq!(status.unwrap().code(), Some(3));
         assert_eq!(streamed, b"a\nb\nc");
+    }
+
+    #[test]
+    fn errors_that_fill_a_pipe_do_not_block_the_output() {
+        let script = "head -c 300000 /dev/zero >&2; echo done";
+        let (mut output, mut errors) = (Vec::new(), 0);
+        let add = |bytes: &[u8]| {
+            output.extend_from_slice(bytes);
+            Ok(())
+        };
+        let count = |bytes: &[u8]| {
+            errors += bytes.len();
+            Ok(())
+        };
+        let status = stream_apart(Command::new("sh").args(["-c", script]), add, count).unwrap();
+        assert!(status.success());
+        assert_eq!((output.as_slice(), errors), (&b"done\n"[..], 300_000));
     }
 
     #[test]

@@ -10,10 +10,12 @@ mod kernels;
 mod messages;
 mod names_resolve;
 mod programs;
+mod random;
 mod repository;
 mod root;
 mod same_tokens;
 mod setup;
+mod soak;
 mod test;
 
 use std::ffi::OsString;
@@ -87,6 +89,15 @@ enum Task {
     /// The kernel of an emulated host may die of a fault of the emulation (docs/testing.md). Tests
     /// without a verdict then run in a new boot. A test that has failed stays failed.
     Test(test::Arguments),
+    /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
+    ///
+    /// docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small)
+    /// have the conditions. Each part prints its seed. The end is a table, which
+    /// target/soak/table has as it grows. The exit code is 0 only if all conditions held. Logs and
+    /// pools of failures are under target/soak. Pressure leaves tables, time series and plots in
+    /// target/soak/pressure. Times that psi does not meet are reported, but do not count for the exit
+    /// code.
+    Soak(soak::Arguments),
     /// Build the disk and the initramfs of the emulated host, which `host` does as well
     #[command(hide = true)]
     HostDisk,
@@ -163,6 +174,7 @@ fn run(task: Task) -> Result<u8> {
             let status = cargo::run(cargo::command(checkout, arguments))?;
             return Ok(jobs::exit_code(status));
         }
+        Task::Soak(arguments) => return soak::run(checkout, &arguments),
         Task::Test(arguments) => return test::run(checkout, &arguments),
         Task::Build { part } => cargo::build(checkout, part)?,
         Task::Install { packages } => {
@@ -210,6 +222,7 @@ mod tests {
             "test --guest",
             "test --guest --long",
             "test --guest --exact readme::a boot::b",
+            "soak --no-build --only power --rounds 2",
             "install gnuplot-nox",
             "package-tree prometheus",
             "measured-on",

@@ -81,13 +81,6 @@ pub fn ending_with_this_one(
     Ok(command)
 }
 
-/// A command for a script or program that may run tasks itself.
-pub fn job(program: &Path) -> Command {
-    let mut command = user(program);
-    command.env(IS_JOB, "yes");
-    command
-}
-
 /// A command that runs another task of this program. The task ends if this process is killed.
 pub fn task(checkout: &Checkout, name: &str) -> Result<Command> {
     // This path names the same program even if cargo has built another one since.

@@ -1,4 +1,4 @@
-//! Number of emulated hosts that this machine can run at the same time.
+//! Number of emulated hosts that this machine can run at the same time, and its load.
 
 use std::thread;
 
@@ -20,6 +20,12 @@ pub fn hosts_at_once(memory_mib: u64) -> Result<usize> {
         Place::Direct => 1,
         Place::Nested => count(cpus, available_mib, memory_mib),
     })
+}
+
+/// Load of this machine over 1, 5 and 15 minutes.
+pub fn load() -> Result<String> {
+    let load = read("/proc/loadavg".as_ref())?;
+    Ok(load.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
 }
 
 /// MemAvailable of /proc/meminfo in MiB.

@@ -11,6 +11,7 @@ mod mend;
 mod nested;
 mod place;
 pub mod qemu;
+pub mod reruns;
 mod tail;
 
 use std::ffi::OsString;

@@ -72,7 +72,7 @@ pub fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     let has_passed = check(report, "power cuts (ci/soak --only power)", || {
-        let mut soak = programs::job(&checkout.path("ci/soak"));
+        let mut soak = programs::task(checkout, "soak")?;
         soak.args(["--no-build", "--only", "power", "--rounds", POWER_CUTS]).current_dir(checkout.root());
         Ok(jobs::status(&mut soak)?.success())
     });

@@ -2,5 +2,6 @@
 
 mod images;
 mod signals;
+mod soak_task;
 mod test_task;
 mod tree;

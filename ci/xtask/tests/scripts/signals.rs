@@ -71,7 +71,8 @@ impl Stubs {
     fn new(lasting: &str) -> Result<Self> {
         let cargo = format!("[ \"$1\" != {lasting} ] || exec stub");
         let tree = Tree::new(&std::env::temp_dir(), 0o022, &cargo)?;
-        tree.add_guest_tests(GUEST_TESTS)?;
+        tree.add_program("guest-tests", GUEST_TESTS)?;
+        tree.add_program("soak", "#!/bin/sh\nexec stub\n")?;
         Self::add_to(tree, "direct")
     }
 
@@ -187,6 +188,8 @@ fn task_that_gets_term_ends_all_its_processes() {
         ("ci/test", "test"),
         ("ci/test --guest", "build"),
         ("ci/test --guest", "no-cargo"),
+        ("ci/soak", "fmt"),
+        ("ci/soak --only kills", "no-cargo"),
     ];
     // All cases run at the same time, because a task may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {

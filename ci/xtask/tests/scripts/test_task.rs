@@ -37,7 +37,7 @@ struct Fakes(Tree);
 impl Fakes {
     fn new(cargo: &str) -> Result<Self> {
         let tree = Tree::new(&std::env::temp_dir(), 0o022, cargo)?;
-        tree.add_guest_tests(GUEST_TESTS)?;
+        tree.add_program("guest-tests", GUEST_TESTS)?;
         tree.write(".gitignore", "/target\n/bin\n", 0o644)?;
         let status = Command::new("git").args(["init", "--quiet"]).arg(tree.folder()).status()?;
         ensure!(status.success(), "git init: {status}");

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
-const WRAPPERS: [&str; 5] = ["ci/setup", "ci/test", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
+const WRAPPERS: [&str; 6] =
+    ["ci/setup", "ci/soak", "ci/test", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
 pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
@@ -88,13 +89,13 @@ impl Tree {
         Ok(fs::set_permissions(&path, Permissions::from_mode(mode))?)
     }
 
-    /// Makes what a tree has for a run of `ci/test` without kernels and images: `program` as the
-    /// program with the guest tests.
-    pub fn add_guest_tests(&self, program: &str) -> Result<()> {
+    /// Makes a stand-in for one of our programs, and the files without which no task can run it.
+    /// There are no kernels and images.
+    pub fn add_program(&self, name: &str, code: &str) -> Result<()> {
         self.write("ci/kernels.lock", "", 0o644)?;
         self.write("ci/xtask/Cargo.toml", "", 0o644)?;
         fs::create_dir_all(self.path("ci/xtask/src"))?;
-        self.write("target/x86_64-unknown-linux-gnu/release/guest-tests", program, 0o755)
+        self.write(&format!("target/x86_64-unknown-linux-gnu/release/{name}"), code, 0o755)
     }
 
     pub fn copy(&self, from: &Path, to: &str, mode: u32) -> Result<()> {

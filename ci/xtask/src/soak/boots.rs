@@ -1,0 +1,167 @@
+//! Boots of emulated hosts whose output is kept, one after another or in lanes.
+
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use anyhow::{Context, Result};
+
+use crate::checkout::{Checkout, create_folder};
+use crate::host::reruns::{self, End};
+use crate::jobs;
+use crate::messages::{self, Lines, say, write_output};
+use crate::programs;
+
+/// File with the output of the command in the folder of a boot.
+const OUTPUT: &str = "said";
+/// Starts of lines about acknowledged flushes. They are thousands, and for the file alone.
+const FLUSHES: [&str; 2] = ["disk flushed ", "dax flushed "];
+
+/// Boots that leave their logs in one folder.
+pub struct Boots<'run> {
+    pub checkout: &'run Checkout,
+    pub folder: PathBuf,
+    pub memory_mib: u32,
+    /// Start of each line that is shown, for boots at the same time.
+    pub prefix: String,
+}
+
+impl Boots<'_> {
+    /// Boots the host, and returns the exit code of the command after `--`.
+    pub fn boot(&self, arguments: &[String]) -> Result<u8> {
+        create_folder(&self.folder)?;
+        let path = self.folder.join(OUTPUT);
+        let mut file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
+        let mut command = programs::task(self.checkout, "host")?;
+        command.args(["--no-build", "--mem", &self.memory_mib.to_string(), "--out"]).arg(&self.folder);
+        command.args(arguments).current_dir(self.checkout.root());
+        let (mut lines, mut errors) = (Lines::default(), Lines::default());
+        let receive = |bytes: &[u8]| {
+            file.write_all(bytes)?;
+            self.show(lines.feed(bytes));
+            Ok(())
+        };
+        let receive_errors = |bytes: &[u8]| {
+            self.show_errors(errors.feed(bytes));
+            Ok(())
+        };
+        let status = jobs::stream_apart(&mut command, receive, receive_errors)?;
+        self.show(lines.finish());
+        self.show_errors(errors.finish());
+        Ok(jobs::exit_code(status))
+    }
+
+    /// Runs a command that boots the host, again where the emulation broke a kernel.
+    pub fn run(&self, command: impl FnMut() -> Result<u8>) -> Result<End> {
+        reruns::run(self.checkout, &self.folder, |note| self.note(note), command)
+    }
+
+    fn note(&self, text: &str) {
+        if self.prefix.is_empty() {
+            say!("{text}");
+        } else {
+            write_output(format!("{}soak: {text}\n", self.prefix).as_bytes());
+        }
+    }
+
+    fn show(&self, lines: Vec<Vec<u8>>) {
+        let is_flush = |line: &Vec<u8>| FLUSHES.iter().any(|flush| line.starts_with(flush.as_bytes()));
+        for line in lines.iter().filter(|line| !is_flush(line)) {
+            write_output(&[self.prefix.as_bytes(), line].concat());
+        }
+    }
+
+    fn show_errors(&self, lines: Vec<Vec<u8>>) {
+        if !self.prefix.is_empty() {
+            return self.show(lines);
+        }
+        for line in lines {
+            // Standard error may be closed.
+            let _ = io::stderr().lock().write_all(&line);
+        }
+    }
+
+    /// The output of the last boot.
+    pub fn output(&self) -> Result<String> {
+        output_in(&self.folder)
+    }
+}
+
+/// The output of the last boot that left its logs in this folder.
+pub fn output_in(folder: &Path) -> Result<String> {
+    let path = folder.join(OUTPUT);
+    let output = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
+    Ok(String::from_utf8_lossy(&output).into_owned())
+}
+
+/// The complete lines about acknowledged flushes. A power cut may have cut off the last line.
+pub fn flushes(output: &str) -> String {
+    let is_flush = |line: &&str| line.ends_with('\n') && FLUSHES.iter().any(|flush| line.starts_with(flush));
+    output.split_inclusive('\n').filter(is_flush).collect()
+}
+
+/// Runs `work` for all items, several at the same time. Returns the results of those that have
+/// begun, in their order. After a result that `is_last` accepts, none begins.
+pub fn in_lanes<T: Send, R: Send>(
+    lanes: usize,
+    items: Vec<T>,
+    work: impl Fn(&T) -> Result<R> + Sync,
+    is_last: impl Fn(Option<&R>) -> bool + Sync,
+) -> Vec<(T, Option<R>)> {
+    let queue = Mutex::new(items.into_iter().enumerate().collect::<VecDeque<_>>());
+    let results = Mutex::new(Vec::new());
+    let lock = || queue.lock().unwrap_or_else(PoisonError::into_inner);
+    let lane = || {
+        loop {
+            let Some((index, item)) = lock().pop_front() else { return };
+            let result = work(&item).map_err(|error| messages::print(&format!("{error:#}"))).ok();
+            if is_last(result.as_ref()) {
+                lock().clear();
+            }
+            results.lock().unwrap_or_else(PoisonError::into_inner).push((index, item, result));
+        }
+    };
+    thread::scope(|scope| (0..lanes).for_each(|_| drop(scope.spawn(lane))));
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by_key(|(index, _, _)| *index);
+    results.into_iter().map(|(_, item, result)| (item, result)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use anyhow::bail;
+
+    use super::*;
+
+    #[test]
+    fn flushes_are_complete_lines() {
+        let output =
+            "disk: page-cache by nvdimm\ndisk flushed 1 2\nall guests write\ndax flushed 3\ndisk flushed 4";
+        assert_eq!(flushes(output), "disk flushed 1 2\ndax flushed 3\n");
+    }
+
+    #[test]
+    fn items_run_at_the_same_time_and_results_keep_their_order() {
+        // Each of two items waits for the other.
+        let both = Barrier::new(2);
+        let work = |item: &u32| {
+            both.wait();
+            Ok(item * 2)
+        };
+        let results = in_lanes(2, (0..20).collect(), work, |_| false);
+        assert_eq!(results, (0..20).map(|item| (item, Some(item * 2))).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn nothing_begins_after_a_failure() {
+        let work = |item: &u32| if *item == 3 { bail!("three") } else { Ok(()) };
+        let results = in_lanes(1, (0..20).collect(), work, |result| result.is_none());
+        assert_eq!(results.len(), 4);
+        assert_eq!(results[3], (3, None));
+    }
+}

@@ -1,0 +1,144 @@
+//! Kills of guests that write, in batches: hosts with one CPU each, as many at once as this machine
+//! can run.
+
+use anyhow::{Result, bail};
+
+use super::boots::{Boots, in_lanes, output_in};
+use super::{FOLDER, Soak};
+use crate::checkout::remove_folder;
+use crate::host::capacity;
+
+/// Kills in one boot of the host. If the host dies, no more than these run again.
+const BATCH: u32 = 25;
+/// Guests of a batch at the same time. Each has a seed of its own.
+const SEEDS_OF_BATCH: u32 = 2;
+pub const HOST_MIB: u32 = 3072;
+/// Limit of an emulated kill. 7 to 12 s are usual; 37 s were seen where 15 processes shared 2 CPUs.
+const KILL_S: u32 = 90;
+const BOOT_S: u32 = 120;
+/// Until a sector is torn.
+const RAW_ROUNDS: u32 = 6;
+
+#[derive(Debug, PartialEq, Eq)]
+struct Batch {
+    seed: u32,
+    rounds: u32,
+}
+
+/// Batches with seeds from `first_seed` on.
+fn batches(first_seed: u32, rounds: u32) -> Vec<Batch> {
+    let batch = |index| Batch {
+        seed: first_seed.wrapping_add(index * SEEDS_OF_BATCH),
+        rounds: BATCH.min(rounds - index * BATCH),
+    };
+    (0..rounds.div_ceil(BATCH)).map(batch).collect()
+}
+
+impl Soak<'_> {
+    /// Kills guests on volumes, of which no sector may be torn or lost.
+    pub fn kill(&mut self, interface: &str, kernel: &str) -> Result<()> {
+        self.kill_guests(interface, kernel, self.arguments.rounds(200), None)
+    }
+
+    /// Kills guests on a raw volume, of which a sector must be torn.
+    pub fn kill_raw(&mut self, kernel: &str) -> Result<()> {
+        self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, Some("raw"))
+    }
+
+    fn kill_guests(
+        &mut self,
+        interface: &str,
+        kernel: &str,
+        rounds: u32,
+        format: Option<&str>,
+    ) -> Result<()> {
+        let suffix =
+            |separator: &str| format.map(|format| format!("{separator}{format}")).unwrap_or_default();
+        let name = format!("{interface} on {kernel}{}", suffix(", "));
+        let folder = self.checkout.path(FOLDER).join(format!("{interface}-{kernel}{}", suffix("-")));
+        remove_folder(&folder)?;
+        let hosts = capacity::hosts_at_once(HOST_MIB.into())?;
+        let run = |batch: &Batch| {
+            let boots = Boots {
+                checkout: self.checkout,
+                folder: folder.join(batch.seed.to_string()),
+                memory_mib: HOST_MIB,
+                prefix: format!("{interface} {kernel} {}| ", batch.seed),
+            };
+            let end = boots.run(|| boots.boot(&arguments(interface, kernel, batch, format)))?;
+            if end.code == 0 { Ok(()) } else { bail!("{name}, seed {}: exit code {}", batch.seed, end.code) }
+        };
+        // What is running ends. Nothing else begins after a failure.
+        let results = in_lanes(hosts, batches(self.seed, rounds), run, |result| result.is_none());
+        let seed = self.seed.to_string();
+        let folder_of = |batch: &Batch| folder.join(batch.seed.to_string());
+        let failed = results.iter().filter(|(_, result)| result.is_none());
+        let failed: Vec<_> = failed.map(|(batch, _)| folder_of(batch)).collect();
+        if !failed.is_empty() {
+            return self.table.add_failure(&name, &seed, &failed);
+        }
+        let outputs = results.iter().map(|(batch, _)| output_in(&folder_of(batch)));
+        self.table.add(&name, &seed, &sum_up(&outputs.collect::<Result<Vec<_>>>()?.concat()))
+    }
+}
+
+/// Arguments of `host` for a batch.
+fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>) -> Vec<String> {
+    let timeout = (batch.rounds * KILL_S + BOOT_S).to_string();
+    let (rounds, seed) = (batch.rounds.to_string(), batch.seed.to_string());
+    let host = ["--cpus", "1", "--timeout", &timeout, "--", "env", "FORESHORE_TEST_DIR=/out/soak"];
+    let soak = ["soak", "kills", interface, kernel, &rounds, &seed];
+    host.into_iter().chain(soak).chain(format).map(str::to_owned).collect()
+}
+
+/// Adds the tallies that `soak` prints at the end of each boot: `SETUP, seed N: 25 kills, 200 looks`.
+fn sum_up(output: &str) -> String {
+    let mut sums: Vec<(u64, String)> = Vec::new();
+    for (setup, tally) in output.lines().filter_map(|line| line.split_once(": ")) {
+        let seed = setup.rsplit_once(", seed ").map(|(_, seed)| seed.parse::<u64>());
+        if !matches!(seed, Some(Ok(_))) {
+            continue;
+        }
+        for (index, part) in tally.split([',', ';']).enumerate() {
+            let (count, text) = part.trim_start().split_once(' ').unwrap_or_default();
+            let count: u64 = count.parse().unwrap_or(0);
+            match sums.get_mut(index) {
+                Some((sum, _)) => *sum += count,
+                None => sums.push((count, text.to_owned())),
+            }
+        }
+    }
+    sums.iter().map(|(sum, text)| format!("{sum} {text}")).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_have_seeds_of_their_own() {
+        let batch = |seed, rounds| Batch { seed, rounds };
+        assert_eq!(batches(7, 60), [batch(7, 25), batch(9, 25), batch(11, 10)]);
+        assert_eq!(batches(7, 25), [batch(7, 25)]);
+        assert!(batches(7, 0).is_empty());
+    }
+
+    #[test]
+    fn batch_is_a_command_on_a_host_with_one_cpu() {
+        let line = arguments("nvdimm", "6.1", &Batch { seed: 7, rounds: 2 }, Some("raw")).join(" ");
+        let expected =
+            "--cpus 1 --timeout 300 -- env FORESHORE_TEST_DIR=/out/soak soak kills nvdimm 6.1 2 7 raw";
+        assert_eq!(line, expected);
+    }
+
+    #[test]
+    fn tallies_of_all_boots_are_added() {
+        let output = "\
+kill 3: 5 looks
+virtio-blk on 6.12, seed 6100: 25 kills, 200 looks; 10 flushes acknowledged
+virtio-blk on 6.12, seed 6102: 5 kills, 40 looks; 1 flushes acknowledged
+";
+        assert_eq!(sum_up(output), "30 kills, 240 looks, 11 flushes acknowledged");
+        assert_eq!(sum_up(""), "");
+    }
+}

@@ -1,0 +1,230 @@
+//! Tests that take hours: kills of guests that write, power cuts of their host, and workloads in too
+//! little DRAM.
+//!
+//! docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small) have
+//! the conditions.
+
+mod boots;
+mod kills;
+mod power;
+mod pressure;
+mod table;
+
+use anyhow::Result;
+use clap::builder::PossibleValuesParser;
+use clap::{Args, ValueEnum};
+
+use crate::cargo::{self, Part as Programs};
+use crate::checkout::{Checkout, create_folder};
+use crate::host;
+use crate::images;
+use crate::messages::{say, speak_as};
+use crate::random;
+use crate::setup;
+use table::Table;
+
+/// Folder of all files of this task.
+const FOLDER: &str = "target/soak";
+const INTERFACES: [&str; 3] = ["nvdimm", "virtio-pmem", "virtio-blk"];
+/// The cloud flavors. The generic one has the same drivers.
+const KERNELS: [&str; 2] = ["6.12", "6.1"];
+const WORKLOADS: [&str; 5] = ["touch", "bfs", "redis", "sqlite", "compile"];
+const CONFIGS: &str = "psi,amf,dapper,pmb,memorage,fixed,swap-virtio-blk,swap-pmem,zram";
+/// Bound of a seed that is chosen by chance. It is short enough to type.
+const SEEDS: u32 = 1_000_000;
+
+#[derive(Args, Clone, Debug)]
+#[command(args_override_self = true)]
+pub struct Arguments {
+    /// Run one part, not all of them; may be repeated
+    #[arg(long = "only", value_name = "PART")]
+    parts: Vec<Part>,
+    /// Kill guests with this interface alone
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(INTERFACES))]
+    interface: Option<String>,
+    /// Kill guests with this kernel alone
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(KERNELS))]
+    kernel: Option<String>,
+    /// Run these workloads under pressure, and not all of them
+    #[arg(
+        long = "workload",
+        value_name = "NAMES",
+        value_delimiter = ',',
+        value_parser = PossibleValuesParser::new(WORKLOADS)
+    )]
+    workloads: Vec<String>,
+    /// Run these configurations under pressure beside all-dram: psi and the other policies,
+    /// swap-virtio-blk, swap-pmem, zram
+    #[arg(long = "config", value_name = "NAMES", value_delimiter = ',', default_value = CONFIGS)]
+    configs: Vec<String>,
+    /// DRAM under pressure in percent of the size that the workload needs
+    #[arg(long, value_name = "SHARES", value_delimiter = ',', default_value = "75,50")]
+    dram: Vec<String>,
+    /// Number of workloads at the same time under pressure; counted times do not depend on it
+    #[arg(
+        long, value_name = "N", default_value_t = 1,
+        value_parser = clap::value_parser!(u16).range(1..)
+    )]
+    lanes: u16,
+    /// Clock of the emulated host under pressure; counted: one nanosecond for each of its
+    /// instructions
+    #[arg(long, value_name = "NAME", default_value = "counted")]
+    clock: Clock,
+    /// Number of kills for each interface and kernel (200), of power cuts (20), and of runs of each
+    /// workload (1)
+    #[arg(long, value_name = "N")]
+    rounds: Option<u32>,
+    /// Seed of an earlier run, for the same schedule
+    #[arg(long, value_name = "N")]
+    seed: Option<u32>,
+    /// Use programs and images as they are
+    #[arg(long)]
+    no_build: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Kills: no sector is torn or lost
+    Kills,
+    /// Kills on a raw volume: a sector is torn, or kills prove nothing
+    Raw,
+    /// Power cuts: nothing that was flushed is lost
+    Power,
+    /// Power cuts with flushes that do nothing: something is lost, or power cuts prove nothing
+    Lies,
+    /// Workloads in too little DRAM, with swap and under each policy
+    Pressure,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Clock {
+    Counted,
+    Real,
+}
+
+impl Arguments {
+    fn parts(&self) -> Vec<Part> {
+        if self.parts.is_empty() {
+            vec![Part::Raw, Part::Lies, Part::Power, Part::Pressure, Part::Kills]
+        } else {
+            self.parts.clone()
+        }
+    }
+
+    fn workloads(&self) -> Vec<&str> {
+        if self.workloads.is_empty() {
+            WORKLOADS.to_vec()
+        } else {
+            self.workloads.iter().map(String::as_str).collect()
+        }
+    }
+
+    fn rounds(&self, usual: u32) -> u32 {
+        self.rounds.unwrap_or(usual)
+    }
+}
+
+/// The choice of an option, or all values.
+fn chosen<'a>(choice: Option<&'a String>, all: &[&'a str]) -> Vec<&'a str> {
+    choice.map_or_else(|| all.to_vec(), |name| vec![name.as_str()])
+}
+
+/// A run of this task.
+struct Soak<'run> {
+    checkout: &'run Checkout,
+    arguments: &'run Arguments,
+    seed: u32,
+    measured_on: String,
+    table: Table,
+}
+
+/// Runs the chosen parts, and returns the exit code.
+pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+    speak_as("soak", || {
+        create_folder(&checkout.path(FOLDER))?;
+        setup::ensure_set_up(checkout)?;
+        if !arguments.no_build {
+            cargo::build(checkout, Programs::Programs)?;
+            cargo::build(checkout, Programs::Clients)?;
+            images::guests::build_all(checkout)?;
+        }
+        let seed = arguments.seed.map_or_else(|| random::from_kernel(SEEDS), Ok)?;
+        say!("seed {seed}");
+        let measured_on = host::measured_here(checkout)?;
+        let table = Table::create(checkout, &checkout.path(FOLDER).join("table"), &measured_on)?;
+        let mut soak = Soak { checkout, arguments, seed, measured_on, table };
+        arguments.parts().into_iter().try_for_each(|part| soak.run_part(part))?;
+        soak.table.print()?;
+        Ok(u8::from(soak.table.has_failed()))
+    })
+}
+
+impl Soak<'_> {
+    fn run_part(&mut self, part: Part) -> Result<()> {
+        let arguments = self.arguments;
+        let kernels = chosen(arguments.kernel.as_ref(), &KERNELS);
+        match part {
+            Part::Raw => kernels.iter().try_for_each(|kernel| self.kill_raw(kernel)),
+            Part::Lies => self.cut_power(&power::LIES, 1),
+            Part::Power => self.cut_power(&power::POWER, arguments.rounds(20)),
+            Part::Pressure => self.run_pressure(),
+            Part::Kills => kernels.iter().try_for_each(|kernel| {
+                let interfaces = chosen(arguments.interface.as_ref(), &INTERFACES);
+                interfaces.iter().try_for_each(|interface| self.kill(interface, kernel))
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    pub fn parse(line: &str) -> Result<Arguments, clap::Error> {
+        let words = line.split(' ').filter(|word| !word.is_empty());
+        Line::try_parse_from(["soak"].into_iter().chain(words)).map(|line| line.arguments)
+    }
+
+    #[test]
+    fn unknown_names_and_numbers_are_refused() {
+        for line in [
+            "--only cuts",
+            "--interface nvme",
+            "--kernel 6.11",
+            "--workload touch,tuch",
+            "--clock fast",
+            "--rounds x",
+            "--seed",
+            "--lanes 0",
+            "kills",
+        ] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn parts_run_in_the_order_of_the_command_line() {
+        let arguments = parse("--only power --only kills --kernel 6.1 --rounds 7 --no-build").unwrap();
+        assert_eq!(arguments.parts(), [Part::Power, Part::Kills]);
+        assert_eq!((arguments.rounds(200), arguments.no_build), (7, true));
+        assert_eq!(chosen(arguments.kernel.as_ref(), &KERNELS), ["6.1"]);
+        assert_eq!(chosen(arguments.interface.as_ref(), &INTERFACES), INTERFACES);
+    }
+
+    #[test]
+    fn all_parts_run_without_a_choice() {
+        let arguments = parse("").unwrap();
+        assert_eq!(arguments.parts().len(), Part::value_variants().len());
+        assert_eq!((arguments.workloads().len(), arguments.configs.len()), (5, 9));
+        assert_eq!((arguments.dram.join(" "), arguments.clock), ("75 50".to_owned(), Clock::Counted));
+        assert_eq!(parse("--workload bfs,redis").unwrap().workloads(), ["bfs", "redis"]);
+    }
+}

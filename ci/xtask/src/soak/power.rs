@@ -1,0 +1,163 @@
+//! Power cuts: boots that write until they are cut, and one that looks at the result.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::boots::{Boots, flushes};
+use super::kills::HOST_MIB;
+use super::{FOLDER, Soak};
+use crate::checkout::{create_folder, read, remove_file, remove_folder, rename, write};
+use crate::jobs;
+use crate::messages::attempt;
+use crate::programs;
+use crate::random::Random;
+
+/// Line of the program `soak` after which the power is cut.
+const CUT_LINE: &str = "all guests write";
+/// Bound of the time between that line and the cut.
+const MAX_CUT_MS: u32 = 1500;
+const TIMEOUT_S: &str = "600";
+/// Disk and NVDIMM of the host.
+const DISKS: [&str; 2] = ["disk", "nvdimm"];
+/// File with the lines about all flushes that were acknowledged before.
+const HEARD: &str = "heard";
+
+/// Tasks of the program `soak` in boots that are cut, and in the last one.
+pub struct Tasks {
+    name: &'static str,
+    write: &'static str,
+    look: &'static str,
+}
+
+pub const POWER: Tasks = Tasks { name: "power", write: "write", look: "look" };
+pub const LIES: Tasks = Tasks { name: "lies", write: "write-and-lie", look: "look-for-losses" };
+
+impl Soak<'_> {
+    /// Cuts the power so often, and adds a row for all.
+    pub fn cut_power(&mut self, tasks: &Tasks, cuts: u32) -> Result<()> {
+        let folder = self.checkout.path(FOLDER).join(tasks.name);
+        remove_folder(&folder)?;
+        create_folder(&folder)?;
+        write(&folder.join(HEARD), "")?;
+        let seed = self.seed.to_string();
+        let mut random = Random::new(self.seed);
+        for cut in 1..=cuts {
+            let delay = Some(random.next() % MAX_CUT_MS);
+            if !self.boot_and_cut(&folder, tasks.write, cut, delay) {
+                return self.table.add_failure(tasks.name, &seed, &[folder]);
+            }
+        }
+        if !self.boot_and_cut(&folder, tasks.look, cuts + 1, None) {
+            return self.table.add_failure(tasks.name, &seed, &[folder]);
+        }
+        let heard = read(&folder.join(HEARD))?.lines().count();
+        let (torn, lost) = losses(&outputs(&folder.join("boots"))?);
+        let result = format!("{cuts} power cuts, {heard} flushes acknowledged; {torn} torn, {lost} lost");
+        self.table.add(tasks.name, &seed, &result)?;
+        DISKS.iter().try_for_each(|disk| remove_file(&folder.join(disk)))
+    }
+
+    /// Boots with the disks of the boot before, until the power is cut. False after a failure.
+    fn boot_and_cut(&self, folder: &Path, task: &str, boot: u32, delay_ms: Option<u32>) -> bool {
+        let seed = self.seed.wrapping_add(boot).to_string();
+        let boots = Boots {
+            checkout: self.checkout,
+            folder: folder.join("boots").join(&seed),
+            memory_mib: HOST_MIB,
+            prefix: String::new(),
+        };
+        let run = || {
+            let arguments = arguments(folder, task, &seed, delay_ms);
+            let end = boots.run(|| boot_on_copies(&boots, folder, &arguments))?;
+            if end.code == 0 {
+                let mut heard = File::options().append(true).open(folder.join(HEARD))?;
+                heard.write_all(flushes(&boots.output()?).as_bytes())?;
+            }
+            Ok(end.code == 0)
+        };
+        attempt(run).unwrap_or(false)
+    }
+}
+
+fn now(folder: &Path, disk: &str) -> String {
+    folder.join(format!("{disk}.now")).display().to_string()
+}
+
+/// Arguments of `host` for a boot.
+fn arguments(folder: &Path, task: &str, seed: &str, delay_ms: Option<u32>) -> Vec<String> {
+    let (disk, nvdimm) = (now(folder, DISKS[0]), now(folder, DISKS[1]));
+    let heard = folder.join(HEARD).display().to_string();
+    let host = ["--disk", &disk, "--nvdimm-file", &nvdimm, "--timeout", TIMEOUT_S, "--put", &heard];
+    let cut = delay_ms.map(|delay| ["--power-cut".to_owned(), format!("{CUT_LINE}:{delay}")]);
+    let soak = ["--", "env", "FORESHORE_TEST_DIR=/out/soak", "soak", "power", task, seed, HEARD];
+    let (host, soak) = (host.map(str::to_owned), soak.map(str::to_owned));
+    host.into_iter().chain(cut.into_iter().flatten()).chain(soak).collect()
+}
+
+/// Boots on copies of the disks. They take the place of the disks after a success. So a boot after
+/// one that the emulation broke begins with the same disks: the flushes of that one do not count.
+fn boot_on_copies(boots: &Boots<'_>, folder: &Path, arguments: &[String]) -> Result<u8> {
+    for disk in DISKS {
+        remove_file(now(folder, disk).as_ref())?;
+        let original = folder.join(disk);
+        if original.exists() {
+            let mut copy = programs::system("cp");
+            jobs::run(copy.arg("--sparse=always").arg(original).arg(now(folder, disk)))?;
+        }
+    }
+    let code = boots.boot(arguments)?;
+    if code == 0 {
+        DISKS.iter().try_for_each(|disk| rename(now(folder, disk).as_ref(), &folder.join(disk)))?;
+    }
+    Ok(code)
+}
+
+/// The output of all boots.
+fn outputs(folder: &Path) -> Result<String> {
+    let mut outputs = String::new();
+    for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
+        outputs.push_str(&super::boots::output_in(&entry?.path())?);
+        // A power cut may have cut off the last line.
+        outputs.push('\n');
+    }
+    Ok(outputs)
+}
+
+/// Sums of lines `disk: ... 0 torn, 0 lost`.
+fn losses(output: &str) -> (u64, u64) {
+    let places = output.lines().filter(|line| line.starts_with("disk: ") || line.starts_with("dax: "));
+    let counts = |line: &str| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let [.., torn, "torn,", lost, "lost"] = words[..] else { return None };
+        Some((torn.parse::<u64>().ok()?, lost.parse::<u64>().ok()?))
+    };
+    places.filter_map(counts).fold((0, 0), |sums, counts| (sums.0 + counts.0, sums.1 + counts.1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_of_all_places_are_added() {
+        let output = "\
+disk: page-cache by nvdimm
+disk: 64 sectors, 2 newer than acknowledged, 1 before their map entry; 0 torn, 3 lost
+dax: 64 sectors, 0 newer than acknowledged, 0 before their map entry; 2 torn, 1 lost
+disk: 64 sectors, 2 newer than acknowledged, 1 before their map entry; 0 to
+";
+        assert_eq!(losses(output), (2, 4));
+    }
+
+    #[test]
+    fn power_is_cut_after_the_line_unless_the_boot_only_looks() {
+        let line = |delay| arguments(Path::new("/s"), "write", "8", delay).join("|");
+        let disks = "--disk|/s/disk.now|--nvdimm-file|/s/nvdimm.now|--timeout|600|--put|/s/heard|";
+        let soak = "--|env|FORESHORE_TEST_DIR=/out/soak|soak|power|write|8|heard";
+        assert_eq!(line(Some(70)), format!("{disks}--power-cut|all guests write:70|{soak}"));
+        assert_eq!(line(None), format!("{disks}{soak}"));
+    }
+}

@@ -1,0 +1,241 @@
+//! Workloads in guests with too little DRAM.
+//!
+//! Hosts have one CPU each. A boot runs one workload or, where instructions are counted, one
+//! workload with one share of DRAM and one configuration. Counted times are the same in every boot,
+//! and so less is lost with a boot that stands still.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use super::boots::{Boots, in_lanes, output_in};
+use super::{Arguments, Clock, FOLDER, Soak};
+use crate::apt::Apt;
+use crate::checkout::{create_folder, remove_folder, write};
+use crate::host::CUT_OFF;
+use crate::host::capacity::load;
+use crate::jobs;
+use crate::messages::{say, write_output};
+use crate::programs::{self, user_path};
+
+const HOST_MIB: u32 = 4096;
+/// Limit of a run in real time, with boots, and with runs that are cut off after four minutes.
+const REAL_RUN_S: u32 = 330;
+const MAX_REAL_RUNS: u32 = 30;
+/// Limit of a run in counted time, and of its boots: a QEMU that could not be mended may stand still
+/// (ci/xtask/src/host/mend.rs).
+const COUNTED_RUN_S: u32 = 180;
+const MAX_BOOTS: usize = 5;
+/// The same for a guest that swaps. Its CPU never rests until it is cut off after three minutes of
+/// counted time, on a machine with other work. A standstill looks alike, so it runs once.
+const COUNTED_SWAP_S: u32 = 3600;
+const SWAPS: [&str; 2] = ["zram", "swap-"];
+/// Runs on the host. Logs of guests and VMMs may show the reason of a failure.
+const SCRIPT: &str =
+    r#"soak pressure "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
+const TABLE: &str = "table.md";
+
+/// A boot.
+#[derive(Debug, PartialEq, Eq)]
+struct Run {
+    workload: String,
+    folder: PathBuf,
+    configs: String,
+    dram: String,
+}
+
+/// All boots, in folders below `folder`.
+fn runs(arguments: &Arguments, folder: &Path) -> Vec<Run> {
+    let mut runs = Vec::new();
+    for workload in arguments.workloads() {
+        let (folder, workload) = (folder.join(workload), workload.to_owned());
+        if arguments.clock == Clock::Real {
+            let (configs, dram) = (arguments.configs.join(","), arguments.dram.join(","));
+            runs.push(Run { workload, folder, configs, dram });
+            continue;
+        }
+        for dram in &arguments.dram {
+            let run = |configs: &String| Run {
+                workload: workload.clone(),
+                folder: folder.join(format!("{dram}-{configs}")),
+                configs: configs.clone(),
+                dram: dram.clone(),
+            };
+            runs.extend(arguments.configs.iter().map(run));
+        }
+    }
+    runs
+}
+
+impl Run {
+    /// Limit of the time in seconds, and of the boots if they stand still.
+    fn limits(&self, clock: Clock, rounds: u32) -> (u32, usize) {
+        let is_swap = SWAPS.iter().any(|swap| self.configs.starts_with(swap));
+        match clock {
+            Clock::Real => (REAL_RUN_S * MAX_REAL_RUNS * rounds, 1),
+            Clock::Counted if is_swap => (COUNTED_SWAP_S * rounds, 1),
+            Clock::Counted => (2 * COUNTED_RUN_S * rounds, MAX_BOOTS),
+        }
+    }
+
+    /// Arguments of `host`.
+    fn arguments(&self, clock: Clock, rounds: u32) -> Vec<String> {
+        let (limit, rounds) = (self.limits(clock, rounds).0.to_string(), rounds.to_string());
+        let counted = (clock == Clock::Counted).then_some("--counted");
+        let host = ["--cpus", "1", "--prealloc", "--timeout", &limit];
+        let command = ["--", "env", "FORESHORE_TEST_DIR=/tmp/soak", "sh", "-c", SCRIPT, "soak"];
+        let choice = ["--workload", &self.workload, "--config", &self.configs, "--dram", &self.dram];
+        let all = host.into_iter().chain(counted).chain(command).chain(choice);
+        all.chain(["--rounds", &rounds]).map(str::to_owned).collect()
+    }
+}
+
+impl Soak<'_> {
+    /// Runs the workloads, and adds a row for each.
+    pub fn run_pressure(&mut self) -> Result<()> {
+        let folder = self.checkout.path(FOLDER).join("pressure");
+        remove_folder(&folder)?;
+        create_folder(&folder)?;
+        if programs::find("gnuplot", user_path()).is_none() {
+            Apt::new(self.checkout).install(&["gnuplot-nox"])?;
+        }
+        let lanes = self.arguments.lanes.into();
+        let run = |run: &Run| self.run_on_hosts(run);
+        let results = in_lanes(lanes, runs(self.arguments, &folder), run, |_| false);
+        for workload in self.arguments.workloads() {
+            let of_workload = results.iter().filter(|(run, _)| run.workload == workload);
+            let mut boots: Vec<_> =
+                of_workload.map(|(run, held)| (run.folder.clone(), *held == Some(true))).collect();
+            boots.sort();
+            self.sum_up(workload, &folder.join(workload), &boots)?;
+        }
+        let load = load()?;
+        say!("the tables, time series and plots are in {FOLDER}/pressure; load of this machine: {load}");
+        Ok(())
+    }
+
+    /// Runs a workload, again if the emulation stands still. True if its conditions held.
+    fn run_on_hosts(&self, run: &Run) -> Result<bool> {
+        let (clock, rounds) = (self.arguments.clock, self.arguments.rounds(1));
+        let boots = Boots {
+            checkout: self.checkout,
+            folder: run.folder.clone(),
+            memory_mib: HOST_MIB,
+            prefix: String::new(),
+        };
+        let arguments = run.arguments(clock, rounds);
+        let (_, max_boots) = run.limits(clock, rounds);
+        let mut boot = 1;
+        let code = loop {
+            let code = boots.run(|| boots.boot(&arguments))?.code;
+            if code != CUT_OFF || boot >= max_boots {
+                break code;
+            }
+            boot += 1;
+            let name = format!("{} {} {}", run.workload, run.dram, run.configs);
+            say!("THE EMULATION STOOD STILL with {name}: anew, {boot} of at most {max_boots}");
+        };
+        plot(&run.folder)?;
+        Ok(code == 0)
+    }
+
+    /// Prints the table and the verdicts of all boots of a workload.
+    fn sum_up(&mut self, workload: &str, folder: &Path, boots: &[(PathBuf, bool)]) -> Result<()> {
+        let is_real = self.arguments.clock == Clock::Real;
+        let tables: String =
+            boots.iter().filter_map(|(folder, _)| fs::read_to_string(folder.join(TABLE)).ok()).collect();
+        let table = if is_real { tables } else { join_tables(&tables) };
+        let counted = if is_real { "" } else { "; instructions counted" };
+        let table = format!("{table}\nMeasured on: {}{counted}.\n", self.measured_on);
+        create_folder(folder)?;
+        write(&folder.join(TABLE), &table)?;
+        let outputs: String = boots.iter().filter_map(|(folder, _)| output_in(folder).ok()).collect();
+        let is_verdict = |line: &&str| line.starts_with(MET) || line.starts_with(NOT_MET);
+        let verdicts: Vec<_> = outputs.lines().filter(is_verdict).collect();
+        let shown: String = verdicts.iter().map(|verdict| format!("{verdict}\n")).collect();
+        write_output(format!("{table}{shown}").as_bytes());
+        let name = format!("{workload} under pressure");
+        let failed = boots.iter().filter(|(_, held)| !held).map(|(folder, _)| folder.clone());
+        let failed: Vec<_> = failed.collect();
+        if !failed.is_empty() {
+            return self.table.add_failure(&name, "-", &failed);
+        }
+        let met = verdicts.iter().filter(|verdict| verdict.starts_with(MET)).count();
+        let result = format!("targets met: {met}, times not met: {}", verdicts.len() - met);
+        self.table.add(&name, "-", &result)
+    }
+}
+
+const MET: &str = "met: ";
+const NOT_MET: &str = "NOT MET: ";
+
+/// Joins the tables of several boots. All have the same head and nearly the same row of DRAM alone,
+/// of which the first are enough.
+fn join_tables(tables: &str) -> String {
+    let repeats = |line: &str| {
+        line.starts_with("| workload ") || line.starts_with("|---") || line.contains("| all-dram |")
+    };
+    let lines = tables.lines().enumerate().filter(|(index, line)| *index < 3 || !repeats(line));
+    lines.map(|(_, line)| format!("{line}\n")).collect()
+}
+
+/// Draws the plots of a boot.
+fn plot(folder: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(folder) else { return Ok(()) };
+    let mut plots: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    plots.retain(|path| path.extension().is_some_and(|extension| extension == "gnuplot"));
+    plots.sort();
+    for plot in plots {
+        let mut gnuplot = programs::user("gnuplot");
+        if !jobs::status(gnuplot.arg(&plot).current_dir(folder))?.success() {
+            say!("no picture of {}", plot.display());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::parse;
+    use super::*;
+
+    #[test]
+    fn counted_boots_run_one_configuration_each() {
+        let arguments = parse("--workload bfs,redis --config psi,zram --dram 75,50").unwrap();
+        let runs = runs(&arguments, Path::new("/p"));
+        assert_eq!(runs.len(), 8);
+        assert_eq!(runs[1].folder, Path::new("/p/bfs/75-zram"));
+        assert_eq!(runs[0].limits(Clock::Counted, 2), (720, MAX_BOOTS));
+        assert_eq!(runs[1].limits(Clock::Counted, 2), (7200, 1));
+        let line = runs[6].arguments(Clock::Counted, 1).join("|");
+        let expected =
+            "--cpus|1|--prealloc|--timeout|360|--counted|--|env|FORESHORE_TEST_DIR=/tmp/soak|sh|-c|";
+        assert!(line.starts_with(expected), "{line}");
+        assert!(line.ends_with("|soak|--workload|redis|--config|psi|--dram|50|--rounds|1"), "{line}");
+    }
+
+    #[test]
+    fn boots_in_real_time_run_a_workload_each() {
+        let arguments = parse("--workload bfs --clock real --config psi,zram").unwrap();
+        let runs = runs(&arguments, Path::new("/p"));
+        let expected = Run {
+            workload: "bfs".to_owned(),
+            folder: "/p/bfs".into(),
+            configs: "psi,zram".to_owned(),
+            dram: "75,50".to_owned(),
+        };
+        assert_eq!(runs, [expected]);
+        assert_eq!(runs[0].limits(Clock::Real, 1), (9900, 1));
+        assert!(!runs[0].arguments(Clock::Real, 1).contains(&"--counted".to_owned()));
+    }
+
+    #[test]
+    fn joined_table_has_one_head() {
+        let table = |config: &str| {
+            format!("| workload | config |\n|---|---|\n| bfs | all-dram |\n| bfs | {config} |\n")
+        };
+        let joined = join_tables(&(table("psi") + &table("zram")));
+        assert_eq!(joined, table("psi") + "| bfs | zram |\n");
+    }
+}

@@ -1,0 +1,64 @@
+//! `ci/soak` with a stub of the program that kills guests, which runs on this machine itself.
+
+use std::fs;
+use std::process::{Command, Output, Stdio};
+
+use super::tree::{Tree, missing_tool};
+
+/// Prints the tally of a batch. Fails with the seed `$BAD`.
+const SOAK: &str = r#"#!/bin/sh
+[ "$1" = kills ] || exit 1
+echo "$2 on $3, seed $5: $4 kills, 10 looks; 3 flushes acknowledged"
+[ "$5" != "$BAD" ]
+"#;
+
+fn run(tree: &Tree, line: &str, bad_seed: &str) -> Output {
+    let mut command = Command::new("setsid");
+    command.arg("ci/soak").args(line.split(' ')).current_dir(tree.folder()).stdin(Stdio::null());
+    command.env("PATH", tree.user_path().unwrap()).env("FORESHORE_HOST", "direct").env("BAD", bad_seed);
+    command.output().unwrap()
+}
+
+fn tree() -> Option<Tree> {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return None;
+    }
+    let tree = Tree::new(&std::env::temp_dir(), 0o022, ":").unwrap();
+    tree.add_program("soak", SOAK).unwrap();
+    Some(tree)
+}
+
+#[test]
+fn tallies_of_all_kills_are_a_row_of_the_table() {
+    let Some(tree) = tree() else { return };
+    let output =
+        run(&tree, "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 60 --seed 7", "");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    let row = "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(stdout.contains("nvdimm 6.1 9| nvdimm on 6.1, seed 9: 25 kills"), "{stdout}");
+    assert!(stdout.contains("\nmeasured on: ") && stdout.ends_with(row), "{stdout}");
+    assert!(fs::read_to_string(tree.path("target/soak/table")).unwrap().ends_with(row));
+}
+
+#[test]
+fn no_kills_begin_after_a_failure() {
+    let Some(tree) = tree() else { return };
+    let output =
+        run(&tree, "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 75 --seed 7", "9");
+    assert_eq!(output.status.code(), Some(1));
+    let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/9\n";
+    assert!(String::from_utf8_lossy(&output.stdout).ends_with(row));
+    assert!(!tree.path("target/soak/nvdimm-6.1/11").exists());
+}
+
+#[test]
+fn bad_command_lines_of_a_soak_are_refused_before_any_work() {
+    let Some(tree) = tree() else { return };
+    for line in ["--only cuts", "--rounds x", "kills"] {
+        assert_eq!(run(&tree, line, "").status.code(), Some(2), "{line}");
+        assert!(!tree.path("target/soak").exists(), "{line}");
+    }
+}
