@@ -17,6 +17,7 @@ pub mod vsock;
 pub mod watchdog;
 mod worker;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -24,6 +25,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
+use self::block::BlockHandle;
 use crate::event_loop::EventLoopHandle;
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
@@ -66,6 +68,26 @@ pub enum ActivateError {
     /// A file descriptor cannot be made or duplicated.
     #[error("The device cannot set its files up")]
     Io(#[from] std::io::Error),
+}
+
+/// Counters of a device by Cloud Hypervisor's names. Clients read them as signed numbers, so none
+/// is above what 63 bits hold.
+pub type DeviceCounters = BTreeMap<&'static str, u64>;
+
+/// Collects counters, each at most what a signed number holds.
+fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
+    counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
+}
+
+/// Device as the API uses it while the guest does.
+pub trait DeviceHandle: Send {
+    /// Its counters for `vm.counters`.
+    fn counters(&self) -> DeviceCounters;
+
+    /// The disk, if it is one, to be resized.
+    fn as_disk(&self) -> Option<&BlockHandle> {
+        None
+    }
 }
 
 /// The front of a virtio device: what the transport needs to show it.

@@ -111,12 +111,12 @@ pub fn build(
     let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals, budgets)?;
     let dimms = memory.take_dimms();
     let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
-    let disks = devices::attach_disks(config, &mut fabric, &memory)?;
-    let nets = devices::attach_nets(resources.taps(), &mut fabric, &memory)?;
+    devices::attach_disks(config, &mut fabric, &memory)?;
+    devices::attach_nets(resources.taps(), &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let with = (&*resources, &steps[..], &mut created);
     let volumes = volumes::attach(config, payload, with, &mut memory, &mut fabric, events)?;
-    let pmem = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
+    pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
     let lost_loop = lost::watch(&fabric.lost, events)?;
     if config.payload.firmware.is_some() {
         add_for_firmware(&fabric)?;
@@ -189,11 +189,8 @@ pub fn build(
         zones,
         dimms,
         balloon,
-        pmem,
         pmem_files: resources.pmem().clone(),
         lines: resources.lines().clone(),
-        disks: disks.into_iter().chain(volumes.disks).collect(),
-        nets,
         taps: resources.taps().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,

@@ -7,6 +7,7 @@ use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
 use tracing::info;
 
+use super::attached_device::NewDevice;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::owner::{EventSender, MachineEvent};
@@ -25,7 +26,7 @@ use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
 use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
-use crate::virtio::block::{Block, BlockHandle, DiskMetrics, DiskShape};
+use crate::virtio::block::{Block, DiskMetrics, DiskShape};
 use crate::virtio::console::Console;
 use crate::virtio::mem::{
     MemDevice, MemEvent, MemHandle, MemObserver, PlugBudgets, PlugMetrics, UNSUPPORTED_DRIVER,
@@ -71,7 +72,7 @@ pub(super) fn attach_rng(
     let source = EntropySource::open(&config.rng.src).map_err(BuildError::device("--rng"))?;
     let rng = Rng::new(source, event_loop.clone());
     let metrics = rng.metrics();
-    fabric.attach(Box::new(rng), Some(metrics), memory)
+    fabric.attach(NewDevice::fixed(rng).exposing(metrics), memory).map(drop)
 }
 
 /// hvc0.
@@ -87,7 +88,7 @@ pub(super) fn attach_console(
     let Some(console) = console else { return Ok(()) };
     let console = Console::new(console, event_loop.clone());
     let metrics = console.metrics();
-    fabric.attach(Box::new(console), Some(metrics), memory)
+    fabric.attach(NewDevice::fixed(console).exposing(metrics), memory).map(drop)
 }
 
 /// A watchdog, if there is to be one. A guest that it gives up is restarted as if it had asked for it.
@@ -109,7 +110,7 @@ pub(super) fn attach_watchdog(
     });
     let watchdog = Watchdog::new(on_silence, event_loop.clone());
     let metrics = watchdog.metrics();
-    fabric.attach(Box::new(watchdog), Some(metrics), memory)
+    fabric.attach(NewDevice::fixed(watchdog).exposing(metrics), memory).map(drop)
 }
 
 /// Sockets between guest and host; the agent's port ends in this process.
@@ -119,7 +120,7 @@ pub(super) fn attach_vsock(
     memory: &Memory,
     event_loop: &EventLoopHandle,
     agents: &Agents,
-) -> Result<(), BuildError> {
+) -> Result<u8, BuildError> {
     let mut ports = VsockPorts::new();
     // Reports move memory: they are believed of the agent, not of every process in the guest.
     ports
@@ -129,8 +130,7 @@ pub(super) fn attach_vsock(
         .map_err(BuildError::device("--vsock"))?;
     let metrics = device.metrics();
     let id = vsock.id.as_deref().expect("a VM's devices have ids");
-    fabric.attach_removable(id, "vsock", Box::new(device), metrics, memory)?;
-    Ok(())
+    fabric.attach(NewDevice::removable(id, "vsock", device).exposing(metrics), memory)
 }
 
 /// Image files and block devices, each with threads of its own.
@@ -138,8 +138,8 @@ pub(super) fn attach_disks(
     config: &VmConfig,
     fabric: &mut Fabric,
     memory: &Memory,
-) -> Result<Vec<BlockHandle>, BuildError> {
-    config.disks.iter().map(|disk| attach_disk(disk, fabric, memory)).collect()
+) -> Result<(), BuildError> {
+    config.disks.iter().try_for_each(|disk| attach_disk(disk, fabric, memory).map(drop))
 }
 
 /// An image file or block device that has an id (`VmConfig::name_devices`).
@@ -147,7 +147,7 @@ pub(super) fn attach_disk(
     config: &DiskConfig,
     fabric: &mut Fabric,
     memory: &Memory,
-) -> Result<BlockHandle, BuildError> {
+) -> Result<u8, BuildError> {
     let options = ImageOptions {
         readonly: config.readonly,
         direct: config.direct,
@@ -166,26 +166,23 @@ pub(super) fn attach_disk(
     let device = Block::new(shape, Box::new(image))?;
     let handle = device.handle();
     let source = Arc::new(DiskMetrics { disk: id.clone(), counters: handle.metrics() });
-    fabric.attach_removable_at(config.pci_device_id, &id, "disk", Box::new(device), source, memory)?;
-    Ok(handle)
+    let new = NewDevice::removable(&id, "disk", device).at(config.pci_device_id);
+    fabric.attach(new.exposing(source).with_handle(handle), memory)
 }
 
 /// Network interfaces. Resources keep the host's side of them.
-pub(super) fn attach_nets(
-    taps: &Taps,
-    fabric: &mut Fabric,
-    memory: &Memory,
-) -> Result<Vec<NetDeviceMetrics>, BuildError> {
-    taps.list().iter().map(|(config, tap)| attach_net(config, tap, fabric, memory)).collect()
+pub(super) fn attach_nets(taps: &Taps, fabric: &mut Fabric, memory: &Memory) -> Result<(), BuildError> {
+    taps.list().iter().try_for_each(|(config, tap)| attach_net(config, tap, taps, fabric, memory).map(drop))
 }
 
 /// One, with threads of its own.
 pub(super) fn attach_net(
     config: &NetConfig,
     tap: &Arc<Tap>,
+    taps: &Taps,
     fabric: &mut Fabric,
     memory: &Memory,
-) -> Result<NetDeviceMetrics, BuildError> {
+) -> Result<u8, BuildError> {
     let id = config.id.clone().expect("a VM's devices have ids");
     info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
     let shape = NetShape {
@@ -204,8 +201,9 @@ pub(super) fn attach_net(
     let device = if by_kernel { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
     let device = device.map_err(BuildError::device(flag()))?;
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
-    fabric.attach_removable(&id, "net", Box::new(device), Arc::new(metrics.clone()), memory)?;
-    Ok(metrics)
+    let (source, taps) = (Arc::new(metrics.clone()), taps.clone());
+    let new = NewDevice::removable(&id, "net", device).exposing(source).with_handle(metrics);
+    fabric.attach(new.undone_by(move |_| taps.remove(&id)), memory)
 }
 
 /// A balloon. `plugged` is notified when something changes.
@@ -230,7 +228,7 @@ pub(super) fn attach_balloon(
     let (device, handle) =
         Balloon::new(balloon.id_or_default(), options, memory, event_loop.clone(), observer)
             .map_err(BuildError::device("--balloon"))?;
-    fabric.attach(Box::new(device), Some(handle.metrics()), memory)?;
+    fabric.attach(NewDevice::fixed(device).exposing(handle.metrics()), memory)?;
     Ok(Some(handle))
 }
 
@@ -305,7 +303,7 @@ pub(super) fn attach_memory(
             tier: zone.tier.as_str().to_owned(),
             counters: handle.metrics(),
         };
-        fabric.attach(Box::new(device), Some(Arc::new(source)), memory)?;
+        fabric.attach(NewDevice::fixed(device).exposing(Arc::new(source)), memory)?;
         handles.push(handle);
     }
     Ok(handles)

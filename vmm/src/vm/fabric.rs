@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::attached_device::{AttachedDevice, Belongings, NewDevice};
 use super::error::BuildError;
 use super::told::Teller;
 use super::work::DeviceWork;
 use crate::bus::Bus;
 use crate::cpu::brake::Brake;
-use crate::event_loop::EventLoopHandle;
 use crate::events::Events;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
@@ -19,7 +19,6 @@ use crate::memory::layout::{ECAM_LEN, ECAM_START};
 use crate::memory::lost::LostMemory;
 use crate::metrics::{Expose, Metrics, Registration};
 use crate::pci::RootBus;
-use crate::virtio::VirtioDevice;
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
 
 /// The legacy way into PCI configuration space: address and data, 4 ports each.
@@ -39,29 +38,13 @@ pub(super) struct Fabric {
     /// For memory that may be lost.
     pub(super) lost: Arc<LostMemory>,
     /// Everything on the PCI bus, to be stopped when the VM ends.
-    pub(super) virtio: Vec<Attached>,
+    pub(super) virtio: Vec<AttachedDevice>,
     /// The threads of devices.
     pub(super) work: Arc<DeviceWork>,
     pub(super) teller: Teller,
     pub(super) metrics: Arc<Metrics>,
     /// Sources of metrics that exist as long as the machine.
     exposed: Vec<Registration>,
-}
-
-/// A device on the PCI bus.
-pub(super) struct Attached {
-    /// What the API calls it.
-    pub(super) id: String,
-    pub(super) slot: u8,
-    pub(super) device: Arc<VirtioPciDevice>,
-    /// Threads of its own.
-    pub(super) loops: Vec<EventLoopHandle>,
-    /// What it is in metrics, if it can be removed.
-    pub(super) removable: Option<&'static str>,
-    /// The guest was asked to let it go.
-    pub(super) is_leaving: bool,
-    /// Its counters, in the exposition until the guest has let it go.
-    pub(super) metrics: Option<Registration>,
 }
 
 impl Fabric {
@@ -104,63 +87,28 @@ impl Fabric {
         self.exposed.push(self.metrics.register(source));
     }
 
-    /// Puts a virtio device on the PCI bus, for as long as the VM lives. `source` has its counters,
-    /// unless something else exposes them.
-    pub(super) fn attach(
-        &mut self,
-        device: Box<dyn VirtioDevice>,
-        source: Option<Arc<dyn Expose>>,
-        memory: &Memory,
-    ) -> Result<(), BuildError> {
-        let id = device.name().to_owned();
-        self.put(None, id, None, device, source, memory).map(drop)
-    }
-
-    /// Puts one on the bus that may be removed again, called `id` by the API and `kind` in metrics. Returns its slot.
-    pub(super) fn attach_removable(
-        &mut self,
-        id: &str,
-        kind: &'static str,
-        device: Box<dyn VirtioDevice>,
-        source: Arc<dyn Expose>,
-        memory: &Memory,
-    ) -> Result<u8, BuildError> {
-        self.attach_removable_at(None, id, kind, device, source, memory)
-    }
-
-    /// The same in a slot that was asked for.
-    pub(super) fn attach_removable_at(
-        &mut self,
-        slot: Option<u8>,
-        id: &str,
-        kind: &'static str,
-        device: Box<dyn VirtioDevice>,
-        source: Arc<dyn Expose>,
-        memory: &Memory,
-    ) -> Result<u8, BuildError> {
-        self.put(slot, id.to_owned(), Some(kind), device, Some(source), memory)
-    }
-
-    fn put(
-        &mut self,
-        slot: Option<u8>,
-        id: String,
-        removable: Option<&'static str>,
-        device: Box<dyn VirtioDevice>,
-        source: Option<Arc<dyn Expose>>,
-        memory: &Memory,
-    ) -> Result<u8, BuildError> {
-        // Who removes a device would get another one. Configurations with two are refused, and so is what is added.
-        assert!(self.virtio.iter().all(|attached| attached.id != id), "two devices are called {id}");
-        let view = memory.view().clone();
-        let events = Arc::clone(&self.io_events);
+    /// Puts a virtio device on the PCI bus and returns its slot.
+    pub(super) fn attach(&mut self, new: NewDevice, memory: &Memory) -> Result<u8, BuildError> {
+        let NewDevice { id, device, slot, removable, source, handle, undo } = new;
+        // Configurations with two devices of one id are refused, and so is an added device whose id
+        // is taken. Otherwise a removal could reach another device.
+        assert!(self.virtio.iter().all(|attached| attached.id != id), "two devices have the id {id}");
         let loops = device.loops();
-        let device = self.teller.wrap(&id, device);
-        let device = VirtioPciDevice::new(device, view, &self.router, events)?;
+        let (view, events) = (memory.view().clone(), Arc::clone(&self.io_events));
+        let device = VirtioPciDevice::new(self.teller.wrap(&id, device), view, &self.router, events)?;
         let slot = self.pci.add(slot, Arc::clone(&device) as _)?;
         self.work.add(&loops);
-        let metrics = source.map(|source| self.metrics.register(source));
-        self.virtio.push(Attached { id, slot, device, loops, removable, is_leaving: false, metrics });
+        let _registration = source.map(|source| self.metrics.register(source));
+        let belongings = Some(Belongings { handle, _registration, undo });
+        self.virtio.push(AttachedDevice {
+            id,
+            slot,
+            device,
+            loops,
+            removable,
+            is_leaving: false,
+            belongings,
+        });
         Ok(slot)
     }
 

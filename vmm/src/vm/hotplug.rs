@@ -27,14 +27,14 @@ use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
 
+use super::attached_device::AttachedDevice;
 use super::error::BuildError;
-use super::fabric::Attached;
 use super::hotplug_metrics::HotplugMetrics;
 use super::machine::KvmMachine;
 use super::request::{PciDeviceInfo, VmError};
 use super::{devices, lost, pmem};
 use crate::acpi::ged;
-use crate::config::{DeviceConfig, NetConfig, PmemConfig};
+use crate::config::DeviceConfig;
 use crate::events::{Event, Events};
 
 /// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host without end.
@@ -58,13 +58,13 @@ struct Ending {
 
 impl Leaving {
     /// Ends `device` elsewhere, and then tells of it.
-    fn end(&mut self, kind: &'static str, device: Attached, told: Events) {
+    fn end(&mut self, kind: &'static str, device: AttachedDevice, told: Events) {
         self.0.retain(|ending| !ending.thread.is_finished());
         let id = device.id.clone();
         let (over, is_over) = mpsc::channel();
         let end = move || {
             let _over: mpsc::Sender<()> = over;
-            let Attached { id, slot, device, .. } = device;
+            let AttachedDevice { id, slot, device, .. } = device;
             device.stop();
             drop(device);
             let bdf = bdf(slot);
@@ -148,59 +148,33 @@ impl KvmMachine {
 
     /// Steps 2 to 4. Returns the slot.
     fn attach(&mut self, device: &DeviceConfig) -> Result<u8, BuildError> {
-        match device {
-            DeviceConfig::Disk(disk) => {
-                let disk = devices::attach_disk(disk, &mut self.fabric, &self.memory)?;
-                self.disks.push(disk);
-            }
-            DeviceConfig::Net(config) => self.attach_net(config)?,
-            DeviceConfig::Pmem(config) => self.attach_pmem(config)?,
-            DeviceConfig::Vsock(config) => {
-                let event_loop = self.loops[0].handle();
-                devices::attach_vsock(config, &mut self.fabric, &self.memory, &event_loop, &self.agents)?;
-            }
-        }
-        let attached = self.fabric.virtio.last().expect("what was attached");
-        self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
-        Ok(attached.slot)
-    }
-
-    fn attach_net(&mut self, config: &NetConfig) -> Result<(), BuildError> {
-        let tap = self.taps.add(config)?;
-        let attached = devices::attach_net(config, &tap, &mut self.fabric, &self.memory);
-        let sample = attached.inspect_err(|_| self.taps.remove(config.id.as_deref().unwrap_or_default()))?;
-        self.nets.push(sample);
-        Ok(())
-    }
-
-    fn attach_pmem(&mut self, config: &PmemConfig) -> Result<(), BuildError> {
         let had_files = self.fabric.lost.has_files();
-        let file = self.pmem_files.add(config)?;
-        let result = pmem::attach_file(config, &file, &mut self.memory, &mut self.fabric);
-        let attached = match result {
-            Ok(attached) => attached,
-            Err(err) => {
-                self.pmem_files.remove(config.id.as_deref().unwrap_or_default());
-                return Err(err);
+        let (fabric, memory) = (&mut self.fabric, &mut self.memory);
+        let slot = match device {
+            DeviceConfig::Disk(config) => devices::attach_disk(config, fabric, memory),
+            DeviceConfig::Net(config) => {
+                let tap = self.taps.add(config)?;
+                devices::attach_net(config, &tap, &self.taps, fabric, memory)
+                    .inspect_err(|_| self.taps.remove(config.id.as_deref().unwrap_or_default()))
             }
-        };
-        if !had_files {
-            // Without files it does not look at any.
+            DeviceConfig::Pmem(config) => {
+                let file = self.pmem_files.add(config)?;
+                pmem::attach_file(config, &file, &self.pmem_files, memory, fabric)
+                    .inspect_err(|_| self.pmem_files.remove(config.id.as_deref().unwrap_or_default()))
+            }
+            DeviceConfig::Vsock(config) => {
+                devices::attach_vsock(config, fabric, memory, &self.loops[0].handle(), &self.agents)
+            }
+        }?;
+        if !had_files && self.fabric.lost.has_files() {
+            // Without files, nothing looks at them.
             match lost::watch(&self.fabric.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(%err, "A file that is cut short is not noticed at once"),
             }
         }
-        self.pmem.push(attached);
-        Ok(())
-    }
-
-    /// Nothing is left of a file in guest memory; it is closed when its device has ended.
-    fn detach_pmem(&mut self, id: &str) {
-        for attached in self.pmem.extract_if(.., |attached| attached.id == id).collect::<Vec<_>>() {
-            pmem::detach(&attached, &mut self.memory, &self.fabric);
-            self.pmem_files.remove(id);
-        }
+        self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
+        Ok(slot)
     }
 
     /// Step 1 of removing.
@@ -233,19 +207,10 @@ impl KvmMachine {
             attached.slot == slot && attached.is_leaving && !pci.has(slot, &*attached.device)
         });
         for mut attached in gone.collect::<Vec<_>>() {
-            attached.metrics = None;
-            let (id, kind) = (&attached.id, attached.removable.unwrap_or("device"));
+            let kind = attached.removable.unwrap_or("device");
             self.hotplug.count(kind, "remove", "ok");
             self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
-            match kind {
-                "disk" => self.disks.retain(|disk| disk.id() != id),
-                "net" => {
-                    self.nets.retain(|net| net.net != *id);
-                    self.taps.remove(id);
-                }
-                "pmem" => self.detach_pmem(id),
-                _ => {}
-            }
+            attached.detach(&mut self.memory);
             self.fabric.work.remove(&attached.loops);
             self.leaving.end(kind, attached, self.told.clone());
         }
@@ -260,7 +225,7 @@ impl KvmMachine {
 }
 
 /// Counters of a machine that has these devices.
-pub(super) fn metrics(devices: &[Attached]) -> Arc<HotplugMetrics> {
+pub(super) fn metrics(devices: &[AttachedDevice]) -> Arc<HotplugMetrics> {
     let metrics = HotplugMetrics::default();
     metrics.devices.store(devices.len() as u64, Ordering::Relaxed);
     Arc::new(metrics)
@@ -274,7 +239,7 @@ mod tests {
 
     use super::*;
     use crate::acpi::hotplug::{PCI_DOWN, PCI_UP};
-    use crate::config::{DiskConfig, VsockConfig};
+    use crate::config::{DiskConfig, PmemConfig, VsockConfig};
     use crate::vm::machine::tests::machine;
     use crate::vm::resources::PmemFiles;
     use crate::vm::zone_metrics::ZoneMetrics;
@@ -310,10 +275,18 @@ mod tests {
             self.machine.page.slots(|slots| slots.read(offset))
         }
 
+        fn disks(&self) -> Vec<&str> {
+            let disk = |attached: &'_ AttachedDevice| {
+                attached.handle().and_then(|handle| handle.as_disk()).is_some()
+            };
+            let disks = self.machine.fabric.virtio.iter().filter(|attached| disk(attached));
+            disks.map(|attached| attached.id.as_str()).collect()
+        }
+
         /// Devices on the bus, disks, and what is waited for.
         fn counts(&self) -> (usize, usize, u64) {
             let pending = self.machine.hotplug.pending.load(Ordering::Relaxed);
-            (self.machine.fabric.pci.used() - 1, self.machine.disks.len(), pending)
+            (self.machine.fabric.pci.used() - 1, self.disks().len(), pending)
         }
     }
 
@@ -352,7 +325,7 @@ mod tests {
             rig.eject(1);
             rig.machine.leaving.wait();
             assert_eq!((rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()), before);
-            assert!(rig.machine.pmem_files.list().is_empty() && rig.machine.pmem.is_empty());
+            assert!(rig.machine.pmem_files.list().is_empty());
         }
         // On a bus that is full nothing of it is left either.
         for nth in 0..31 {
@@ -415,7 +388,7 @@ mod tests {
         rig.machine.ask_to_let_go("b").unwrap();
         rig.machine.let_go(1);
         rig.machine.let_go(1);
-        assert_eq!(rig.machine.disks.iter().map(|disk| disk.id()).collect::<Vec<_>>(), ["b"]);
+        assert_eq!(rig.disks(), ["b"]);
         assert_eq!(rig.counts(), (1, 1, 1));
         rig.eject(1);
         assert_eq!(rig.counts(), (0, 0, 0));

@@ -7,17 +7,16 @@ use foreshore_types::size::Size;
 use tracing::warn;
 
 use super::attached::AttachedVolume;
+use super::attached_device::AttachedDevice;
 use super::builder;
 use super::clock::GuestClock;
-use super::counters::{self, Counters};
-use super::fabric::{Attached, Fabric};
+use super::fabric::Fabric;
 use super::hotplug::{Leaving, bdf};
 use super::hotplug_metrics::HotplugMetrics;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
-use super::pmem::AttachedPmem;
 use super::pools::OpenPool;
 use super::request::{
-    BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest,
     ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
@@ -40,7 +39,6 @@ use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
 use crate::virtio::mem::MemHandle;
-use crate::virtio::net::NetDeviceMetrics;
 use crate::volume::guest_btt::GuestBtt;
 use crate::volume::kernel_gate::GuestKernel;
 
@@ -66,10 +64,7 @@ pub struct KvmMachine {
     pub(super) zones: Vec<MemHandle>,
     pub(super) dimms: Option<Dimms>,
     pub(super) balloon: Option<BalloonHandle>,
-    pub(super) disks: Vec<BlockHandle>,
-    pub(super) nets: Vec<NetDeviceMetrics>,
     pub(super) taps: Taps,
-    pub(super) pmem: Vec<AttachedPmem>,
     pub(super) pmem_files: PmemFiles,
     pub(super) lines: Lines,
     pub(super) resident: Arc<Resident>,
@@ -145,9 +140,8 @@ impl Machine for KvmMachine {
     }
 
     fn counters(&self) -> Counters {
-        let disks = self.disks.iter().map(|disk| (disk.id().to_owned(), counters::of_disk(&disk.metrics())));
-        let nets = self.nets.iter().map(|net| (net.net.clone(), counters::of_net(&net.counters)));
-        disks.chain(nets).collect()
+        let counters = |attached: &AttachedDevice| Some((attached.id.clone(), attached.handle()?.counters()));
+        self.fabric.virtio.iter().filter_map(counters).collect()
     }
 
     fn balloon(&self) -> Option<BalloonInfo> {
@@ -218,8 +212,9 @@ impl Machine for KvmMachine {
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let ResizeDiskRequest { id, desired_size } = resize;
-        let Some(disk) = self.disks.iter().find(|disk| disk.id() == id) else {
-            let known = self.disks.iter().map(BlockHandle::id).collect::<Vec<_>>();
+        let disks = || self.fabric.virtio.iter().filter_map(|attached| attached.handle()?.as_disk());
+        let Some(disk) = disks().find(|disk| disk.id() == id) else {
+            let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(VmError::NoSuchDisk { id: id.clone(), known });
         };
@@ -230,7 +225,8 @@ impl Machine for KvmMachine {
     }
 
     fn devices(&self) -> Vec<PciDeviceInfo> {
-        let info = |attached: &Attached| PciDeviceInfo { id: attached.id.clone(), bdf: bdf(attached.slot) };
+        let info =
+            |attached: &AttachedDevice| PciDeviceInfo { id: attached.id.clone(), bdf: bdf(attached.slot) };
         self.fabric.virtio.iter().map(info).collect()
     }
 
@@ -478,10 +474,7 @@ pub(super) mod tests {
             zones: Vec::new(),
             dimms: None,
             balloon: None,
-            disks: Vec::new(),
-            nets: Vec::new(),
             taps: Taps::default(),
-            pmem: Vec::new(),
             pmem_files: PmemFiles::default(),
             lines: Lines::default(),
             resident: Resident::new(|| Ok(Vec::new())),

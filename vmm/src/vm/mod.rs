@@ -1,10 +1,10 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
 mod attached;
+mod attached_device;
 mod builder;
 mod cached;
 mod clock;
-pub mod counters;
 mod created_volumes;
 pub mod decision;
 mod devices;

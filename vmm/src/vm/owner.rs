@@ -20,11 +20,10 @@ use tokio::time::Instant;
 use tracing::{error, info};
 
 pub use self::restart::RestartMetrics;
-use super::counters::Counters;
 use super::request::{
-    BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
-    ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, check_vcpus,
-    device_tree, hotplugged,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, Requests,
+    ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo,
+    ZoneInfo, check_vcpus, device_tree, hotplugged,
 };
 use super::state::{self, RestartGuard, Verb};
 use super::{named_twice, taps};

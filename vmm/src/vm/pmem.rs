@@ -2,45 +2,38 @@
 
 use std::sync::Arc;
 
+use super::attached_device::NewDevice;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::resources::PmemFiles;
 use crate::config::PmemConfig;
 use crate::log::sparsely;
-use crate::memory::lost::GuestRange;
-use crate::memory::{MappedRange, Memory};
+use crate::memory::lost::{GuestRange, LostMemory};
+use crate::memory::{MappedRange, Memory, layout};
 use crate::pool::Extent;
 use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
 use crate::volume::Persist;
 use crate::volume::file::PmemFile;
 
-/// A file that the guest has in its memory.
-pub(super) struct AttachedPmem {
-    /// What the API calls it.
-    pub(super) id: String,
-    range: MappedRange,
-    watched: Arc<GuestRange>,
-}
-
 /// A virtio-pmem device for each file, in their order: the guest numbers them so, behind the volumes. Resources keep the
 /// files as long as the VM has them.
-pub(super) fn attach(
-    files: &PmemFiles,
-    memory: &mut Memory,
-    fabric: &mut Fabric,
-) -> Result<Vec<AttachedPmem>, BuildError> {
-    let files = files.list();
-    files.iter().map(|(config, file)| attach_file(config, file, memory, fabric)).collect()
+pub(super) fn attach(files: &PmemFiles, memory: &mut Memory, fabric: &mut Fabric) -> Result<(), BuildError> {
+    files
+        .list()
+        .iter()
+        .try_for_each(|(config, file)| attach_file(config, file, files, memory, fabric).map(drop))
 }
 
-/// One of them, which has an id (`VmConfig::name_devices`). Of one that cannot be attached nothing is left.
+/// Attaches one file, which has an id (`VmConfig::name_devices`), and returns the device's slot. If
+/// that fails, nothing of the file is left in guest memory.
 pub(super) fn attach_file(
     config: &PmemConfig,
     file: &Arc<PmemFile>,
+    files: &PmemFiles,
     memory: &mut Memory,
     fabric: &mut Fabric,
-) -> Result<AttachedPmem, BuildError> {
+) -> Result<u8, BuildError> {
     let extent = Extent { offset: 0, len: file.len_bytes() };
     let range = memory
         .add_file_range(file.file(), &[extent], file.access())
@@ -53,43 +46,51 @@ pub(super) fn attach_file(
             return Err(err);
         }
     };
-    let id = config.id.clone().expect("a VM's devices have ids");
-    let attached = AttachedPmem { id, range, watched };
-    match show(config, file, &attached, memory, fabric) {
-        Ok(()) => Ok(attached),
-        Err(err) => {
-            detach(&attached, memory, fabric);
-            Err(err)
-        }
+    let mapped = MappedFile { range, watched, lost: Arc::clone(&fabric.lost) };
+    let attached = new_device(config, file, mapped.range.guest).and_then(|new| {
+        let (id, files, mapped) = (new.id.clone(), files.clone(), mapped.clone());
+        let undo = move |memory: &mut Memory| {
+            mapped.unmap(memory);
+            files.remove(&id);
+        };
+        fabric.attach(new.undone_by(undo), memory)
+    });
+    attached.inspect_err(|_| mapped.unmap(memory))
+}
+
+/// File in guest memory.
+#[derive(Clone)]
+struct MappedFile {
+    range: MappedRange,
+    watched: Arc<GuestRange>,
+    lost: Arc<LostMemory>,
+}
+
+impl MappedFile {
+    /// Takes the file out of guest memory. Its device is not on the bus.
+    fn unmap(&self, memory: &mut Memory) {
+        self.lost.forget(&self.watched);
+        hide(&self.range, memory);
     }
 }
 
-fn show(
+fn new_device(
     config: &PmemConfig,
     file: &Arc<PmemFile>,
-    attached: &AttachedPmem,
-    memory: &Memory,
-    fabric: &mut Fabric,
-) -> Result<(), BuildError> {
-    let (id, guest) = (&attached.id, attached.range.guest);
+    guest: layout::GuestRange,
+) -> Result<NewDevice, BuildError> {
+    let id = config.id.as_deref().expect("a VM's devices have ids");
     let backing = Arc::clone(file) as Arc<dyn Persist>;
     let device = Pmem::raw(format!("pmem-{id}"), guest.start, guest.len, backing)?;
-    let metrics = PmemFileMetrics {
-        name: id.clone(),
+    let source = Arc::new(PmemFileMetrics {
+        name: id.to_owned(),
         file: config.file.display().to_string(),
         size_bytes: file.len_bytes(),
         durability: file.durability(),
         failed: file.failure(),
         counters: device.metrics(),
-    };
-    fabric.attach_removable(id, "pmem", Box::new(device), Arc::new(metrics), memory)?;
-    Ok(())
-}
-
-/// Takes a file out of guest memory again; its device is not on the bus any more.
-pub(super) fn detach(attached: &AttachedPmem, memory: &mut Memory, fabric: &Fabric) {
-    fabric.lost.forget(&attached.watched);
-    hide(&attached.range, memory);
+    });
+    Ok(NewDevice::removable(id, "pmem", device).exposing(source))
 }
 
 fn hide(range: &MappedRange, memory: &mut Memory) {

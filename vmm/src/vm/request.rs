@@ -14,11 +14,14 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::counters::Counters;
 use super::decision::DecisionInfo;
 use crate::config::{ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
+use crate::virtio::DeviceCounters;
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
+
+/// Counters of each device that has some, by its id.
+pub type Counters = BTreeMap<String, DeviceCounters>;
 
 /// Where a VM is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -7,6 +7,7 @@ use pmem_volume::Durability;
 use tracing::{info, warn};
 
 use super::attached::{AttachedVolume, Opened};
+use super::attached_device::NewDevice;
 use super::created_volumes::CreatedVolumes;
 use super::error::BuildError;
 use super::fabric::Fabric;
@@ -24,7 +25,7 @@ use crate::nvdimm::FlushHint;
 use crate::nvdimm::health::{self, Health, HealthRegisters};
 use crate::pool::{PmPool, PoolError, PoolVolume};
 use crate::virtio::block::backend::volume::VolumeDisk;
-use crate::virtio::block::{Block, BlockHandle, DiskShape};
+use crate::virtio::block::{Block, DiskShape};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
@@ -46,8 +47,6 @@ pub(super) struct Attached {
     pub(super) volumes: Vec<AttachedVolume>,
     /// Of those that the guest translates.
     pub(super) guest_btt: Arc<GuestBtt>,
-    /// Those that are shown as disks.
-    pub(super) disks: Vec<BlockHandle>,
 }
 
 /// A volume that is open and mapped.
@@ -78,16 +77,8 @@ pub(super) fn attach(
         let pool = resources.pool(&volume.pool);
         let shown = match chosen {
             Chosen::VirtioBlk => {
-                let (shown, disk) = attach_virtio_blk(
-                    volume,
-                    opened,
-                    config.cpus.boot_vcpus,
-                    resources.events(),
-                    fabric,
-                    memory,
-                )?;
-                attached.disks.push(disk);
-                shown
+                let (vcpus, events) = (config.cpus.boot_vcpus, resources.events());
+                attach_virtio_blk(volume, opened, vcpus, events, fabric, memory)?
             }
             Chosen::Nvdimm => {
                 let mapped = map(volume, opened, resources, memory, &fabric.lost)?;
@@ -312,7 +303,7 @@ fn attach_virtio_pmem(
         VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,
     };
     let counters = VolumeCounters::VirtioPmem(device.metrics());
-    fabric.attach(Box::new(device), None, memory)?;
+    fabric.attach(NewDevice::fixed(device), memory)?;
     Ok(counters)
 }
 
@@ -324,7 +315,7 @@ fn attach_virtio_blk(
     events: &Events,
     fabric: &mut Fabric,
     memory: &Memory,
-) -> Result<(Shown, BlockHandle), BuildError> {
+) -> Result<Shown, BuildError> {
     let extents = volume.extents().len();
     let sectors = volume.into_sectors().map_err(BuildError::device(flag(config)))?;
     let served = Arc::downgrade(&sectors);
@@ -342,11 +333,11 @@ fn attach_virtio_blk(
     };
     let device = Block::new(shape, Box::new(backend))?;
     let disk = device.handle();
-    fabric.attach(Box::new(device), None, memory)?;
+    fabric.attach(NewDevice::fixed(device).with_handle(disk.clone()), memory)?;
     // The device has the volume.
     let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), sectors: served };
-    Ok((Shown { opened, failure, counters }, disk))
+    Ok(Shown { opened, failure, counters })
 }
 
 fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {

@@ -9,7 +9,7 @@ use crate::api::body::{JsonBody, MAX_CONFIG_BYTES};
 use crate::api::error::ApiError;
 use crate::api::wire::VolumesAnswer;
 use crate::config::VmConfig;
-use crate::vm::counters::Counters;
+use crate::vm::request::Counters;
 use crate::vm::request::{VmHandle, VmInfo, VmRequest};
 
 /// Validates what it is given; whether files are there is found out by `vm.boot`.

@@ -12,7 +12,9 @@ use super::metrics::BlockMetrics;
 use super::state::{Disk, DiskShape};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::virtio::worker::WorkerSlot;
-use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::virtio::{
+    ActivateError, Activation, DeviceCounters, DeviceHandle, VirtioDevice, read_config_bytes,
+};
 
 /// A virtio-blk device.
 pub struct Block {
@@ -83,6 +85,16 @@ impl BlockHandle {
     /// What it counts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(self.disk.metrics())
+    }
+}
+
+impl DeviceHandle for BlockHandle {
+    fn counters(&self) -> DeviceCounters {
+        self.disk.metrics().counters()
+    }
+
+    fn as_disk(&self) -> Option<&BlockHandle> {
+        Some(self)
     }
 }
 

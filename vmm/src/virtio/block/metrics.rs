@@ -8,6 +8,7 @@ use prometheus_client::registry::Unit;
 
 use super::request::Operation;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencyHistogram, and, one};
+use crate::virtio::{DeviceCounters, signed};
 
 /// Kinds of requests, as metrics name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,6 +198,25 @@ impl Expose for DiskMetrics {
 }
 
 impl BlockMetrics {
+    /// Counters for `vm.counters`. Latencies are in microseconds, and 0 before the first request.
+    pub fn counters(&self) -> DeviceCounters {
+        let [read_least, read_most, read_mean] = self.reads.least_most_mean_us();
+        let [write_least, write_most, write_mean] = self.writes.least_most_mean_us();
+        let counters = [
+            ("read_bytes", self.read_bytes.load(Ordering::Relaxed)),
+            ("read_ops", self.done(Kind::Read)),
+            ("read_latency_min", read_least),
+            ("read_latency_max", read_most),
+            ("read_latency_avg", read_mean),
+            ("write_bytes", self.written_bytes.load(Ordering::Relaxed)),
+            ("write_ops", self.done(Kind::Write)),
+            ("write_latency_min", write_least),
+            ("write_latency_max", write_most),
+            ("write_latency_avg", write_mean),
+        ];
+        signed(counters)
+    }
+
     /// Adds the requests by operation and result to the family `name`.
     pub fn expose_operations(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
         let samples = Kind::ALL.into_iter().flat_map(|kind| {
@@ -229,5 +249,18 @@ mod tests {
         metrics.took(Kind::Flush, Duration::from_secs(1));
         assert_eq!(metrics.reads.least_most_mean_us(), [10, 50, 30]);
         assert_eq!(metrics.writes.least_most_mean_us(), [0; 3]);
+    }
+
+    #[test]
+    fn disk_has_ten_counters_that_fit_a_signed_number() {
+        let metrics = BlockMetrics::default();
+        assert!(metrics.counters().values().all(|value| *value == 0));
+        metrics.finished(Kind::Write, true);
+        metrics.transferred(Kind::Write, u64::MAX);
+        metrics.took(Kind::Write, Duration::from_micros(7));
+        let counters = metrics.counters();
+        assert_eq!(counters.len(), 10);
+        assert_eq!((counters["write_ops"], counters["write_latency_min"], counters["read_ops"]), (1, 7, 0));
+        assert_eq!(counters["write_bytes"], i64::MAX as u64);
     }
 }

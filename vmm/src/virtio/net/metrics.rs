@@ -8,6 +8,7 @@ use prometheus_client::registry::Unit;
 
 use super::tap::HostInterface;
 use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
+use crate::virtio::{DeviceCounters, DeviceHandle, signed};
 
 /// Where a frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,6 +192,24 @@ impl NetDeviceMetrics {
     }
 }
 
+impl DeviceHandle for NetDeviceMetrics {
+    /// Traffic as the guest sees it.
+    fn counters(&self) -> DeviceCounters {
+        let names = [
+            (Direction::ToGuest, ["rx_bytes", "rx_frames"]),
+            (Direction::FromGuest, ["tx_bytes", "tx_frames"]),
+        ];
+        let mut counters = DeviceCounters::new();
+        for (direction, [bytes, frames]) in names {
+            // Unknown for an interface that the kernel serves in another network namespace.
+            if let Some(traffic) = self.counters.traffic(direction) {
+                counters.extend(signed([(bytes, traffic.bytes), (frames, traffic.frames)]));
+            }
+        }
+        counters
+    }
+}
+
 impl Expose for NetDeviceMetrics {
     fn expose(&self, out: &mut Exposition) {
         let labels = one("net", &self.net);
@@ -237,5 +256,16 @@ mod tests {
         drop(host);
         assert_eq!(metrics.traffic(Direction::FromGuest), None);
         assert!(metrics.is_left_to_kernel());
+    }
+
+    #[test]
+    fn rx_counters_are_what_the_guest_receives() {
+        let metrics = Arc::<NetMetrics>::default();
+        metrics.passed(Direction::ToGuest, 100);
+        metrics.passed(Direction::FromGuest, 60);
+        metrics.passed(Direction::FromGuest, 60);
+        let expected = [("rx_bytes", 100), ("rx_frames", 1), ("tx_bytes", 120), ("tx_frames", 2)];
+        let device = NetDeviceMetrics { net: "a".to_owned(), counters: metrics };
+        assert_eq!(DeviceHandle::counters(&device), expected.into());
     }
 }
