@@ -125,8 +125,6 @@ fn script_that_gets_term_ends_all_its_processes() {
         ("ci/demo", "ci/setup"),
         ("ci/demo", "ci/xtask/run"),
         ("ci/demo", "guest/image/build"),
-        ("ci/bench", "ci/setup"),
-        ("ci/bench", "ci/xtask/run"),
     ];
     // All cases run at the same time, because a script may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {

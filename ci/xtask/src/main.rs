@@ -1,6 +1,7 @@
 //! Tasks of this repository: `cargo xtask --help`.
 
 mod apt;
+mod bench;
 mod cargo;
 mod checkout;
 mod host;
@@ -89,6 +90,14 @@ enum Task {
     /// The kernel of an emulated host may die of a fault of the emulation (docs/testing.md). Tests
     /// without a verdict then run in a new boot. A test that has failed stays failed.
     Test(test::Arguments),
+    /// Measure foreshore beside Debian's QEMU, by turns in one boot of the host, with the same kernel
+    /// and guest
+    ///
+    /// FORESHORE_BENCH_VMM=PATH adds a VMM with Cloud Hypervisor's flags and API (a static program).
+    /// Prints a table, and leaves it with all samples in target/bench. No figure makes it fail. Where
+    /// the emulation breaks a kernel (docs/testing.md), all of it runs again, twice at most, and the
+    /// output reports that.
+    Bench(bench::Arguments),
     /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
     ///
     /// docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small)
@@ -174,6 +183,7 @@ fn run(task: Task) -> Result<u8> {
             let status = cargo::run(cargo::command(checkout, arguments))?;
             return Ok(jobs::exit_code(status));
         }
+        Task::Bench(arguments) => return bench::run(checkout, &arguments),
         Task::Soak(arguments) => return soak::run(checkout, &arguments),
         Task::Test(arguments) => return test::run(checkout, &arguments),
         Task::Build { part } => cargo::build(checkout, part)?,
@@ -222,6 +232,7 @@ mod tests {
             "test --guest",
             "test --guest --long",
             "test --guest --exact readme::a boot::b",
+            "bench --rounds 7 --only boot,plug",
             "soak --no-build --only power --rounds 2",
             "install gnuplot-nox",
             "package-tree prometheus",

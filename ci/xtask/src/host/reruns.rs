@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 
 use super::ends;
 use crate::checkout::{Checkout, create_folder, rename};
+use crate::messages::say;
 
 /// Limit of runs of one command.
 const MAX_RUNS: usize = 3;
@@ -23,6 +24,18 @@ pub struct End {
     pub code: u8,
     /// Number of runs in which the emulation broke a kernel.
     pub broken: usize,
+}
+
+impl End {
+    /// Reports at the end of a task that runs were repeated, where it is not overlooked.
+    pub fn note(&self) {
+        if self.broken > 0 {
+            say!(
+                "runs that said nothing, because the emulation broke a kernel (docs/testing.md): {}",
+                self.broken
+            );
+        }
+    }
 }
 
 /// Runs a command that boots the host and leaves its logs in `folder`. It runs again where the

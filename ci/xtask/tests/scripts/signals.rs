@@ -188,6 +188,8 @@ fn task_that_gets_term_ends_all_its_processes() {
         ("ci/test", "test"),
         ("ci/test --guest", "build"),
         ("ci/test --guest", "no-cargo"),
+        ("ci/bench", "fmt"),
+        ("ci/bench", "build"),
         ("ci/soak", "fmt"),
         ("ci/soak --only kills", "no-cargo"),
     ];

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
-const WRAPPERS: [&str; 6] =
-    ["ci/setup", "ci/soak", "ci/test", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
+const WRAPPERS: [&str; 7] =
+    ["ci/bench", "ci/setup", "ci/soak", "ci/test", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
 pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";

@@ -1,0 +1,231 @@
+//! Measurements of foreshore beside Debian's QEMU, in one boot of the host.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use clap::builder::PossibleValuesParser;
+use clap::{Args, ValueEnum};
+
+use crate::cargo::{self, Part};
+use crate::checkout::{Checkout, create_folder, remove_file, remove_folder};
+use crate::host::capacity::load;
+use crate::host::{ends, reruns};
+use crate::images;
+use crate::jobs;
+use crate::messages::{print, refuse, say, speak_as};
+use crate::programs::{self, user_path};
+use crate::setup;
+
+const FOLDER: &str = "target/bench";
+const MEASUREMENTS: [&str; 11] =
+    ["peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream"];
+/// The measurement whose guests have one CPU. Two CPUs would wait for each other on the one that can
+/// be counted.
+const COUNTABLE: &str = "agent";
+/// Variable with the path of a VMM that is measured as well.
+const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
+const PEERS: &str = "FORESHORE_PEERS";
+/// Runs on the host. Logs of guests and VMMs may show the reason of a failure.
+const SCRIPT: &str = r#"bench "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
+
+#[derive(Args, Clone, Debug)]
+#[command(args_override_self = true)]
+pub struct Arguments {
+    /// Number of rounds (5)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..1_000_000))]
+    rounds: Option<u32>,
+    /// Measure these alone; peers: boot, plug, disk, net and api, which every VMM has
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        value_parser = PossibleValuesParser::new(MEASUREMENTS)
+    )]
+    only: Vec<String>,
+    /// Clock of the emulated host; counted: one nanosecond for each of its instructions, with --only
+    /// agent
+    #[arg(long, value_name = "NAME", default_value = "real")]
+    clock: Clock,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Clock {
+    Real,
+    Counted,
+}
+
+impl Arguments {
+    /// Refuses a combination that clap cannot express.
+    fn check(&self) -> Result<()> {
+        if self.clock == Clock::Counted && self.only != [COUNTABLE] {
+            refuse!("--clock counted requires --only {COUNTABLE}");
+        }
+        Ok(())
+    }
+
+    /// Arguments of `host`.
+    fn of_host(&self) -> Vec<String> {
+        let mut arguments = words("--no-build --peers --prealloc --mem 6144");
+        if self.clock == Clock::Counted {
+            arguments.extend(words("--cpus 1 --counted"));
+        }
+        arguments.extend(words("--timeout 5400 --out"));
+        arguments
+    }
+
+    /// The command on the host.
+    fn command(&self) -> Vec<String> {
+        let mut command = ["--", "sh", "-c", SCRIPT, "bench"].map(str::to_owned).to_vec();
+        if let Some(rounds) = self.rounds {
+            command.extend(["--rounds".to_owned(), rounds.to_string()]);
+        }
+        if !self.only.is_empty() {
+            command.extend(["--only".to_owned(), self.only.join(",")]);
+        }
+        command
+    }
+}
+
+fn words(line: &str) -> Vec<String> {
+    line.split(' ').map(str::to_owned).collect()
+}
+
+/// Measures, and returns the exit code.
+pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+    speak_as("bench", || {
+        arguments.check()?;
+        let other_vmm = other_vmm()?;
+        let folder = checkout.path(FOLDER);
+        empty(&folder)?;
+        setup::ensure_set_up(checkout)?;
+        cargo::build(checkout, Part::Programs)?;
+        cargo::build(checkout, Part::Clients)?;
+        images::guests::build_all(checkout)?;
+        let before = load()?;
+        let end = reruns::run(checkout, &folder, print, || {
+            let mut host = programs::task(checkout, "host")?;
+            host.args(arguments.of_host()).arg(&folder).args(arguments.command());
+            host.env("FORESHORE_TEST_DIR", "/tmp/foreshore-bench").current_dir(checkout.root());
+            if let Some(vmm) = &other_vmm {
+                add_vmm(&mut host, vmm)?;
+            }
+            Ok(jobs::exit_code(jobs::status(&mut host)?))
+        })?;
+        end.note();
+        if end.code == 0 {
+            let after = load()?;
+            say!(
+                "load of this machine before: {before}, after: {after} (figures count when nothing else ran)"
+            );
+        } else {
+            say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(end.code));
+        }
+        Ok(end.code)
+    })
+}
+
+/// Removes what an earlier run has left, because it is not evidence of this one.
+fn empty(folder: &Path) -> Result<()> {
+    create_folder(folder)?;
+    for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if !(name.starts_with("broken-") || name.starts_with("bench.") || name.ends_with(".log")) {
+            continue;
+        }
+        if path.is_dir() { remove_folder(&path)? } else { remove_file(&path)? }
+    }
+    Ok(())
+}
+
+/// The path of another VMM, if one is given.
+fn other_vmm() -> Result<Option<PathBuf>> {
+    let Some(path) = env::var_os(OTHER_VMM).filter(|path| !path.is_empty()).map(PathBuf::from) else {
+        return Ok(None);
+    };
+    if !programs::is_program(&path) {
+        refuse!("{OTHER_VMM}: {} is not a program", path.display());
+    }
+    Ok(Some(path.canonicalize()?))
+}
+
+/// Has the host offer another VMM to the program `bench`.
+fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
+    let (folder, name) = (vmm.parent().context("no folder")?, vmm.file_name().context("no name")?);
+    let peers = env::var_os(PEERS).filter(|peers| !peers.is_empty());
+    let peers = peers.iter().flat_map(env::split_paths);
+    host.env(PEERS, env::join_paths([vmm.to_owned()].into_iter().chain(peers))?);
+    let path = user_path();
+    let path = env::split_paths(&path).chain([folder.to_owned()]);
+    host.env("PATH", env::join_paths(path)?).env("FORESHORE_TEST_BENCH_VMM", name);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn parse(line: &str) -> Result<Arguments, clap::Error> {
+        let words = line.split(' ').filter(|word| !word.is_empty());
+        Line::try_parse_from(["bench"].into_iter().chain(words)).map(|line| line.arguments)
+    }
+
+    #[test]
+    fn unknown_measurements_and_numbers_are_refused() {
+        for line in ["--rounds 0", "--rounds x", "--only boot,", "--only boots", "--clock fast", "boot"] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+        for line in ["--clock counted", "--clock counted --only agent,boot"] {
+            assert!(parse(line).unwrap().check().is_err(), "{line}");
+        }
+        parse("--clock counted --only agent").unwrap().check().unwrap();
+    }
+
+    #[test]
+    fn choice_reaches_the_program_and_the_clock_the_host() {
+        let arguments = parse("--rounds 7 --only boot,plug").unwrap();
+        assert_eq!(arguments.command()[4..].join(" "), "bench --rounds 7 --only boot,plug");
+        assert!(!arguments.of_host().contains(&"--counted".to_owned()));
+        let counted = parse("--clock counted --only agent").unwrap().of_host().join(" ");
+        assert!(counted.contains(" --cpus 1 --counted "), "{counted}");
+    }
+
+    #[test]
+    fn results_of_an_earlier_run_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("broken-1")).unwrap();
+        for name in ["vm0.vmm.log", "bench.json", "notes"] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        empty(folder.path()).unwrap();
+        let left: Vec<_> =
+            fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["notes"]);
+    }
+
+    #[test]
+    fn other_vmm_is_a_peer_and_in_the_path() {
+        let mut host = Command::new("host");
+        add_vmm(&mut host, Path::new("/vmms/other")).unwrap();
+        let value = |name: &str| {
+            let found = host.get_envs().find(|(key, _)| *key == OsStr::new(name));
+            found.and_then(|(_, value)| value).unwrap().to_str().unwrap().to_owned()
+        };
+        assert!(value(PEERS).starts_with("/vmms/other"));
+        assert!(value("PATH").ends_with(":/vmms"));
+        assert_eq!(value("FORESHORE_TEST_BENCH_VMM"), "other");
+    }
+}

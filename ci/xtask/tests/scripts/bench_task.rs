@@ -1,0 +1,63 @@
+//! `ci/bench` with a stub of the program that measures, which runs on this machine itself.
+
+use std::process::{Command, Output, Stdio};
+
+use super::tree::{Tree, missing_tool};
+
+/// Prints its arguments and the name of another VMM, leaves a log, and ends with `$CODE`.
+const BENCH: &str = r#"#!/bin/sh
+echo "measured: $* $FORESHORE_TEST_BENCH_VMM"
+echo words >"$OUT/vm0.vmm.log"
+exit "$CODE"
+"#;
+
+fn tree() -> Option<Tree> {
+    if let Some(missing) = missing_tool() {
+        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+        return None;
+    }
+    let tree = Tree::new(&std::env::temp_dir(), 0o022, ":").unwrap();
+    tree.add_program("bench", BENCH).unwrap();
+    Some(tree)
+}
+
+fn run(tree: &Tree, line: &str, code: u8, other_vmm: &str) -> Output {
+    let mut command = Command::new("setsid");
+    command.arg("ci/bench").args(line.split(' ')).current_dir(tree.folder()).stdin(Stdio::null());
+    command.env("PATH", tree.user_path().unwrap()).env("FORESHORE_HOST", "direct");
+    command.env("CODE", code.to_string()).env("FORESHORE_BENCH_VMM", other_vmm);
+    command.output().unwrap()
+}
+
+#[test]
+fn choice_and_another_vmm_reach_the_program_that_measures() {
+    let Some(tree) = tree() else { return };
+    tree.write("other-vmm", "", 0o755).unwrap();
+    let output = run(&tree, "--rounds 2 --only boot,plug", 0, "other-vmm");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert_eq!(stdout, "measured: --rounds 2 --only boot,plug other-vmm\n");
+    assert!(stderr.contains("bench: load of this machine before: "), "{stderr}");
+}
+
+#[test]
+fn failed_measurement_leaves_its_logs_and_its_exit_code() {
+    let Some(tree) = tree() else { return };
+    tree.write("target/bench/earlier.log", "", 0o644).unwrap();
+    let output = run(&tree, "--rounds 2", 3, "");
+    assert_eq!(output.status.code(), Some(3));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.ends_with("bench: FAILED (exit code 3): the logs are in target/bench\n"), "{stderr}");
+    assert!(tree.path("target/bench/vm0.vmm.log").exists());
+    assert!(!tree.path("target/bench/earlier.log").exists());
+}
+
+#[test]
+fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
+    let Some(tree) = tree() else { return };
+    for (line, other_vmm) in [("--only boots", ""), ("--clock counted", ""), ("--rounds 1", "missing")] {
+        let output = run(&tree, line, 0, other_vmm);
+        assert_eq!(output.status.code(), Some(2), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(!tree.path("target/bench").exists(), "{line}");
+    }
+}
