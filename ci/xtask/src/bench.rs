@@ -22,8 +22,8 @@ use crate::setup;
 const FOLDER: &str = "target/bench";
 const MEASUREMENTS: [&str; 11] =
     ["peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream"];
-/// The measurement whose guests have one CPU. Two CPUs would wait for each other on the one that can
-/// be counted.
+/// The measurement whose guests have one CPU. Two CPUs would wait for each other on the one that
+/// can be counted.
 const COUNTABLE: &str = "agent";
 /// Variable with the path of a VMM that is measured as well.
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
@@ -45,8 +45,8 @@ pub struct Arguments {
         value_parser = PossibleValuesParser::new(MEASUREMENTS)
     )]
     only: Vec<String>,
-    /// Clock of the emulated host; counted: one nanosecond for each of its instructions, with --only
-    /// agent
+    /// Clock of the emulated host; counted: one nanosecond for each of its instructions, with
+    /// --only agent
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
 }

@@ -180,6 +180,15 @@ pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -
     job.wait()
 }
 
+/// Runs a command as a job, passes its output on as it comes, and returns its exit status. Errors
+/// go where those of this process go.
+pub fn stream_output(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
+    let mut job = spawn(command.stdout(Stdio::piped()))?;
+    let output = job.child.stdout.take().context("no pipe")?;
+    drain(output, receive).with_context(|| format!("Output of {}", name(command)))?;
+    job.wait()
+}
+
 /// Runs a command as a job, passes its output on to one receiver and its errors to another, and
 /// returns its exit status.
 pub fn stream_apart(

@@ -4,6 +4,7 @@ mod apt;
 mod bench;
 mod cargo;
 mod checkout;
+mod demo;
 mod host;
 mod images;
 mod jobs;
@@ -80,32 +81,42 @@ enum Task {
     /// Exit code 124: the command was cut off; 125: the host itself failed; 2: the command line was
     /// refused.
     Host(Box<host::Arguments>),
-    /// Run all tests: formatting, lints, fuzz targets, names of documents, unit tests, release build,
-    /// guest tests on KVM hosts, power cuts
+    /// Run all tests: formatting, lints, fuzz targets, names of documents, unit tests, release
+    /// build, guest tests on KVM hosts, power cuts
     ///
     /// Without options, long and extended guest tests are left out. The last line is "N passed, N
-    /// failed", with ", N skipped" if tests were skipped. The exit code is 0 only if nothing failed.
-    /// Guest tests that fail leave their logs under target/ci/guest-tests.
+    /// failed", with ", N skipped" if tests were skipped. The exit code is 0 only if nothing
+    /// failed. Guest tests that fail leave their logs under target/ci/guest-tests.
     ///
     /// The kernel of an emulated host may die of a fault of the emulation (docs/testing.md). Tests
     /// without a verdict then run in a new boot. A test that has failed stays failed.
     Test(test::Arguments),
-    /// Measure foreshore beside Debian's QEMU, by turns in one boot of the host, with the same kernel
-    /// and guest
+    /// Show the purpose of Foreshore in five phases with a line for each claim, and in a picture
     ///
-    /// FORESHORE_BENCH_VMM=PATH adds a VMM with Cloud Hypervisor's flags and API (a static program).
-    /// Prints a table, and leaves it with all samples in target/bench. No figure makes it fail. Where
-    /// the emulation breaks a kernel (docs/testing.md), all of it runs again, twice at most, and the
-    /// output reports that.
+    /// Starts from an unprepared Debian 12 with Rust and git. The exit code is 0 only if all claims
+    /// were seen to hold.
+    ///
+    /// Leaves target/demo: timeline.svg, timeline.png and timeline.csv with the data of Prometheus,
+    /// the guests' consoles, the VMMs' logs, the list of acknowledged files, and all output
+    /// (demo.log). Where the emulation breaks a kernel (docs/testing.md), the demo runs again,
+    /// twice at most, and reports that.
+    Demo(demo::Arguments),
+    /// Measure foreshore beside Debian's QEMU, by turns in one boot of the host, with the same
+    /// kernel and guest
+    ///
+    /// FORESHORE_BENCH_VMM=PATH adds a VMM with Cloud Hypervisor's flags and API (a static
+    /// program). Prints a table, and leaves it with all samples in target/bench. No figure makes it
+    /// fail. Where the emulation breaks a kernel (docs/testing.md), all of it runs again, twice at
+    /// most, and the output reports that.
     Bench(bench::Arguments),
     /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
     ///
     /// docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small)
-    /// have the conditions. Each part prints its seed. The end is a table, which
-    /// target/soak/table has as it grows. The exit code is 0 only if all conditions held. Logs and
-    /// pools of failures are under target/soak. Pressure leaves tables, time series and plots in
-    /// target/soak/pressure. Times that psi does not meet are reported, but do not count for the exit
-    /// code.
+    /// have the conditions. Each part prints its seed. The end is a table, which target/soak/table
+    /// has as it grows. The exit code is 0 only if all conditions held. Logs and pools of failures
+    /// are under target/soak. Pressure leaves tables, time series and plots in
+    /// target/soak/pressure. Times that psi does not meet are reported, but do not count for the
+    /// exit code.
     Soak(soak::Arguments),
     /// Build the disk and the initramfs of the emulated host, which `host` does as well
     #[command(hide = true)]
@@ -183,6 +194,7 @@ fn run(task: Task) -> Result<u8> {
             let status = cargo::run(cargo::command(checkout, arguments))?;
             return Ok(jobs::exit_code(status));
         }
+        Task::Demo(arguments) => return demo::run(checkout, &arguments),
         Task::Bench(arguments) => return bench::run(checkout, &arguments),
         Task::Soak(arguments) => return soak::run(checkout, &arguments),
         Task::Test(arguments) => return test::run(checkout, &arguments),
@@ -232,6 +244,7 @@ mod tests {
             "test --guest",
             "test --guest --long",
             "test --guest --exact readme::a boot::b",
+            "demo --no-build --within 900",
             "bench --rounds 7 --only boot,plug",
             "soak --no-build --only power --rounds 2",
             "install gnuplot-nox",

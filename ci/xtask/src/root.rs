@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use crate::jobs;
 use crate::programs::{self, SYSTEM_PATH};
 
-/// Set by scripts and tasks that run this program as a job, which cannot ask for a password: it would be
+/// Set by tasks that run this program as a job, which cannot ask for a password: it would be
 /// stopped for reading from the terminal.
 pub const IS_JOB: &str = "FORESHORE_IS_JOB";
 const ADVICE: &str =

@@ -21,7 +21,7 @@ const USER_TOOLS: [Tool; 3] =
     [("cc", "gcc"), ("qemu-system-x86_64", "qemu-system-x86"), ("qemu-img", "qemu-utils")];
 /// Tools that must be the distribution's, because images are made with them or scripts expect their
 /// options.
-const SYSTEM_TOOLS: [Tool; 13] = [
+const SYSTEM_TOOLS: [Tool; 12] = [
     ("busybox", "busybox-static"),
     ("cpio", "cpio"),
     ("xz", "xz-utils"),
@@ -31,7 +31,6 @@ const SYSTEM_TOOLS: [Tool; 13] = [
     ("sha256sum", "coreutils"),
     ("tar", "tar"),
     ("timeout", "coreutils"),
-    ("awk", "mawk"),
     ("flock", "util-linux"),
     ("setpriv", "util-linux"),
     ("strip", "binutils"),

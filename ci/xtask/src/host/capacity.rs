@@ -11,8 +11,7 @@ use crate::checkout::read;
 const OVERHEAD_MIB: u64 = 1024;
 const MAX_HOSTS: usize = 4;
 
-/// Number of hosts with one CPU and so much memory each. Where commands run on this machine itself,
-/// that is the one host.
+/// Number of hosts with one CPU and `memory_mib` each. One if commands run on this machine itself.
 pub fn hosts_at_once(memory_mib: u64) -> Result<usize> {
     let available_mib = parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
     let cpus = thread::available_parallelism()?.get();

@@ -207,6 +207,11 @@ pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     })
 }
 
+/// Builds the images of these names.
+pub fn build_named(checkout: &Checkout, names: &[&str]) -> Result<()> {
+    build(checkout, &Arguments { images: names.iter().map(|name| (*name).to_owned()).collect() })
+}
+
 /// Builds all images.
 pub fn build_all(checkout: &Checkout) -> Result<()> {
     build(checkout, &Arguments { images: Vec::new() })

@@ -35,12 +35,12 @@ fn batches(first_seed: u32, rounds: u32) -> Vec<Batch> {
 }
 
 impl Soak<'_> {
-    /// Kills guests on volumes, of which no sector may be torn or lost.
+    /// Kills guests on volumes. No sector may be torn or lost.
     pub fn kill(&mut self, interface: &str, kernel: &str) -> Result<()> {
         self.kill_guests(interface, kernel, self.arguments.rounds(200), None)
     }
 
-    /// Kills guests on a raw volume, of which a sector must be torn.
+    /// Kills guests on a raw volume. A sector must be torn.
     pub fn kill_raw(&mut self, kernel: &str) -> Result<()> {
         self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, Some("raw"))
     }
@@ -68,7 +68,7 @@ impl Soak<'_> {
             let end = boots.run(|| boots.boot(&arguments(interface, kernel, batch, format)))?;
             if end.code == 0 { Ok(()) } else { bail!("{name}, seed {}: exit code {}", batch.seed, end.code) }
         };
-        // What is running ends. Nothing else begins after a failure.
+        // Running batches finish. No other begins after a failure.
         let results = in_lanes(hosts, batches(self.seed, rounds), run, |result| result.is_none());
         let seed = self.seed.to_string();
         let folder_of = |batch: &Batch| folder.join(batch.seed.to_string());
@@ -91,7 +91,8 @@ fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>)
     host.into_iter().chain(soak).chain(format).map(str::to_owned).collect()
 }
 
-/// Adds the tallies that `soak` prints at the end of each boot: `SETUP, seed N: 25 kills, 200 looks`.
+/// Adds the tallies that `soak` prints at the end of each boot: `SETUP, seed N: 25 kills, 200
+/// looks`.
 fn sum_up(output: &str) -> String {
     let mut sums: Vec<(u64, String)> = Vec::new();
     for (setup, tally) in output.lines().filter_map(|line| line.split_once(": ")) {

@@ -1,5 +1,5 @@
-//! Tests that take hours: kills of guests that write, power cuts of their host, and workloads in too
-//! little DRAM.
+//! Tests that take hours: kills of guests that write, power cuts of their host, and workloads in
+//! too little DRAM.
 //!
 //! docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small) have
 //! the conditions.

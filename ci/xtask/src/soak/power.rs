@@ -97,8 +97,8 @@ fn arguments(folder: &Path, task: &str, seed: &str, delay_ms: Option<u32>) -> Ve
     host.into_iter().chain(cut.into_iter().flatten()).chain(soak).collect()
 }
 
-/// Boots on copies of the disks. They take the place of the disks after a success. So a boot after
-/// one that the emulation broke begins with the same disks: the flushes of that one do not count.
+/// Boots on copies of the disks, which replace the disks after a success. A boot that the emulation
+/// broke leaves the disks as they were, because its flushes do not count.
 fn boot_on_copies(boots: &Boots<'_>, folder: &Path, arguments: &[String]) -> Result<u8> {
     for disk in DISKS {
         remove_file(now(folder, disk).as_ref())?;

@@ -23,8 +23,8 @@ const HOST_MIB: u32 = 4096;
 /// Limit of a run in real time, with boots, and with runs that are cut off after four minutes.
 const REAL_RUN_S: u32 = 330;
 const MAX_REAL_RUNS: u32 = 30;
-/// Limit of a run in counted time, and of its boots: a QEMU that could not be mended may stand still
-/// (ci/xtask/src/host/mend.rs).
+/// Limit of a run in counted time, and of its boots: a QEMU that could not be mended may stand
+/// still (ci/xtask/src/host/mend.rs).
 const COUNTED_RUN_S: u32 = 180;
 const MAX_BOOTS: usize = 5;
 /// The same for a guest that swaps. Its CPU never rests until it is cut off after three minutes of
@@ -170,8 +170,8 @@ impl Soak<'_> {
 const MET: &str = "met: ";
 const NOT_MET: &str = "NOT MET: ";
 
-/// Joins the tables of several boots. All have the same head and nearly the same row of DRAM alone,
-/// of which the first are enough.
+/// Joins the tables of several boots. Keeps the first head and the first row of DRAM alone, which
+/// is nearly the same in all.
 fn join_tables(tables: &str) -> String {
     let repeats = |line: &str| {
         line.starts_with("| workload ") || line.starts_with("|---") || line.contains("| all-dram |")

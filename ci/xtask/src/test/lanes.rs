@@ -108,7 +108,8 @@ pub fn run_share<O: FnMut(&[u8])>(tests: &[String], host: &mut impl Host<O>, log
     close(log, &left, code)
 }
 
-/// Adds the failures that no test has reported: of a host, of a time limit, of a runner that aborts.
+/// Adds the failures that no test has reported: of a host, of a time limit, of a runner that
+/// aborts.
 fn close<O: FnMut(&[u8])>(log: &mut Log<O>, left: &[String], code: u8) -> Result<()> {
     let meaning = ends::meaning(code);
     for test in left {

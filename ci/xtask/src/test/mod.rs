@@ -44,7 +44,7 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    /// The same choice for the program `guest-tests`.
+    /// Arguments of the program `guest-tests` for the same choice.
     fn choice(&self) -> Vec<&str> {
         let flags = [("--long", self.long), ("--all", self.all), ("--exact", self.exact)];
         let flags = flags.into_iter().filter_map(|(flag, is_set)| is_set.then_some(flag));

@@ -68,7 +68,7 @@ impl Report {
         self.add_failures(1, [name.to_owned()]);
     }
 
-    /// Adds failures, of which not all may have names.
+    /// Adds `count` failures. Some may lack a name.
     pub fn add_failures(&mut self, count: usize, names: impl IntoIterator<Item = String>) {
         self.failed += count;
         self.failures.extend(names);

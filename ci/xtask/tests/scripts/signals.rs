@@ -12,7 +12,7 @@ use anyhow::{Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::images::{Builder, Kernel};
-use super::tree::{BUILT, Tree, missing_tool};
+use super::tree::{BUILT, PROMETHEUS, Tree, missing_tool};
 
 /// Limit of each wait. Only a failure takes that long: builders are slow and busy.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -73,6 +73,7 @@ impl Stubs {
         let tree = Tree::new(&std::env::temp_dir(), 0o022, &cargo)?;
         tree.add_program("guest-tests", GUEST_TESTS)?;
         tree.add_program("soak", "#!/bin/sh\nexec stub\n")?;
+        tree.write(PROMETHEUS, "#!/bin/sh\nexec stub\n", 0o755)?;
         Self::add_to(tree, "direct")
     }
 
@@ -189,6 +190,8 @@ fn task_that_gets_term_ends_all_its_processes() {
         ("ci/test --guest", "build"),
         ("ci/test --guest", "no-cargo"),
         ("ci/bench", "fmt"),
+        ("ci/demo", "build"),
+        ("ci/demo --no-build", "no-cargo"),
         ("ci/bench", "build"),
         ("ci/soak", "fmt"),
         ("ci/soak --only kills", "no-cargo"),

@@ -8,13 +8,23 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
-const WRAPPERS: [&str; 7] =
-    ["ci/bench", "ci/setup", "ci/soak", "ci/test", "ci/nested/host", "ci/xtask/run", "guest/image/build"];
+const WRAPPERS: [&str; 8] = [
+    "ci/bench",
+    "ci/demo",
+    "ci/setup",
+    "ci/soak",
+    "ci/test",
+    "ci/nested/host",
+    "ci/xtask/run",
+    "guest/image/build",
+];
 const XTASK: &str = env!("CARGO_BIN_EXE_xtask");
 /// A built xtask. `ci/xtask/run` looks for a compiler unless it exists.
 pub const BUILT: &str = "target/xtask/x86_64-unknown-linux-gnu/debug/xtask";
+/// A program of a package that is unpacked already.
+pub const PROMETHEUS: &str = "target/ci/packages/prometheus/usr/bin/prometheus";
 /// Tools without which `ci/setup` would install packages. The test must install nothing.
-const TOOLS: [&str; 17] = [
+const TOOLS: [&str; 16] = [
     "busybox",
     "cc",
     "cpio",
@@ -25,7 +35,6 @@ const TOOLS: [&str; 17] = [
     "sha256sum",
     "tar",
     "timeout",
-    "awk",
     "flock",
     "setpriv",
     "strip",
@@ -64,6 +73,8 @@ impl Tree {
              CARGO_MANIFEST_DIR=$PWD/ci/xtask exec {XTASK} \"$@\"\n"
         );
         tree.write("bin/cargo", run, 0o755)?;
+        // `ci/demo` would install it.
+        tree.write("bin/gnuplot", "#!/bin/sh\n", 0o755)?;
         fs::create_dir_all(tree.path(BUILT).parent().context("no folder")?)?;
         symlink(XTASK, tree.path(BUILT))?;
         Ok(tree)

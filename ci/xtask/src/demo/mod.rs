@@ -1,0 +1,243 @@
+//! The demonstration: five phases with a line for each claim that is seen, and a picture.
+
+mod narrator;
+mod picture;
+mod prometheus;
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+use crate::apt::Apt;
+use crate::cargo::{self, Part};
+use crate::checkout::{Checkout, create_folder, read, remove_folder};
+use crate::host::{self, ends, reruns};
+use crate::images::guests;
+use crate::jobs::{self, Scratch};
+use crate::messages::{attempt, print, say, speak_as};
+use crate::programs::{self, user_path};
+use crate::random;
+use crate::setup;
+use narrator::Narrator;
+use prometheus::Prometheus;
+
+const FOLDER: &str = "target/demo";
+/// The demo boots the first. The other is for the commands in README.md.
+const IMAGES: [&str; 2] = ["redis-6.12", "basic-6.12"];
+/// Time for a demo to end by itself, with the logs of its VMs, before the host cuts it off.
+const END_S: u32 = 60;
+const HOST_MIB: &str = "5120";
+/// With two CPUs, the emulation breaks one in twenty boots of a guest that has two itself, now and
+/// then without a mark: a vCPU spins, and an NMI does not reach it (docs/testing.md).
+const HOST_CPUS: &str = "1";
+/// Ports below those that the kernel gives to connections.
+const FIRST_PORT: u32 = 20_000;
+const PORTS: u32 = 12_000;
+/// Folder of pools, and their size. The blocks of a pool on tmpfs show how much is returned.
+const POOLS: &str = "/dev/shm";
+const POOLS_MIB: u64 = 2048;
+/// Variable with the folder of pools and logs.
+const TEST_FOLDER: &str = "FORESHORE_TEST_DIR";
+/// Part of a line about a claim that does not hold.
+const NOT_SEEN: &str = "NOT SEEN";
+
+#[derive(Args, Clone, Debug)]
+#[command(args_override_self = true)]
+pub struct Arguments {
+    /// Use programs and images as they are
+    #[arg(long)]
+    no_build: bool,
+    /// Cut the demo off after that time; set-up and builds do not count
+    ///
+    /// Emulated, it takes 4 to 8 minutes. The limits of its single steps grow with this one.
+    #[arg(
+        long = "within", value_name = "SECONDS", default_value_t = 780,
+        value_parser = clap::value_parser!(u32).range(1..1_000_000)
+    )]
+    limit_s: u32,
+}
+
+/// Runs the demo, and returns the exit code.
+pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
+    speak_as("demo", || {
+        prepare(checkout, arguments)?;
+        let folder = checkout.path(FOLDER);
+        remove_folder(&folder)?;
+        create_folder(&folder)?;
+        let demo = Demo::new(checkout, arguments.limit_s, folder)?;
+        let prometheus = Prometheus::start(checkout, &demo.folder, demo.metrics_ports)?;
+        say!("Prometheus scrapes both VMs every second");
+        demo.show(&prometheus)
+    })
+}
+
+fn prepare(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
+    say!("setting up");
+    setup::ensure_set_up(checkout)?;
+    if programs::find("gnuplot", user_path()).is_none() {
+        Apt::new(checkout).install(&["gnuplot-nox"])?;
+    }
+    if !arguments.no_build {
+        cargo::build(checkout, Part::Programs)?;
+        guests::build_named(checkout, &IMAGES)?;
+    }
+    Ok(())
+}
+
+/// A port on which nothing listens.
+fn free_port() -> Result<u16> {
+    loop {
+        let port = u16::try_from(FIRST_PORT + random::from_kernel(PORTS)?)?;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return Ok(port);
+        }
+    }
+}
+
+/// A run of the demo.
+struct Demo<'run> {
+    checkout: &'run Checkout,
+    limit_s: u32,
+    folder: PathBuf,
+    /// Ports of the two VMs.
+    metrics_ports: [u16; 2],
+    /// Address on the host that the VMs listen on.
+    listen: &'static str,
+    pools: Pools,
+}
+
+/// Folder of pools and logs on the host.
+enum Pools {
+    Nested(&'static str),
+    /// On this machine, removed at the end.
+    Direct(Scratch),
+}
+
+impl<'run> Demo<'run> {
+    fn new(checkout: &'run Checkout, limit_s: u32, folder: PathBuf) -> Result<Self> {
+        let metrics_ports = [free_port()?, free_port()?];
+        let (listen, pools) = if host::is_direct()? {
+            let room = rustix::fs::statvfs(POOLS)?;
+            if (room.f_bavail * room.f_frsize) >> 20 < POOLS_MIB {
+                bail!("the pools need {POOLS_MIB} MiB in {POOLS}");
+            }
+            let pools = Scratch::new(Some(POOLS.as_ref()), "foreshore-demo.")?;
+            ("127.0.0.1", Pools::Direct(pools))
+        } else {
+            ("0.0.0.0", Pools::Nested("/dev/shm/foreshore-demo"))
+        };
+        Ok(Self { checkout, limit_s, folder, metrics_ports, listen, pools })
+    }
+
+    /// Shows all phases, and returns the exit code.
+    fn show(&self, prometheus: &Prometheus) -> Result<u8> {
+        let mut narrator = Narrator::new(&self.folder);
+        let end = reruns::run(self.checkout, &self.folder, print, || self.run_on_host(&mut narrator))?;
+        let mut code = end.code;
+        if code == 0 {
+            let is_drawn = attempt(|| self.draw(prometheus, &mut narrator)).unwrap_or(false);
+            code = u8::from(!is_drawn);
+        }
+        end.note();
+        if code != 0 {
+            self.report_failure(code, prometheus, &narrator)?;
+        }
+        Ok(code)
+    }
+
+    /// Phases 1 to 4, on the host.
+    fn run_on_host(&self, narrator: &mut Narrator) -> Result<u8> {
+        narrator.begin();
+        let mut host = programs::task(self.checkout, "host")?;
+        let timeout = (self.limit_s + END_S).to_string();
+        host.args(["--no-build", "--mem", HOST_MIB, "--cpus", HOST_CPUS, "--timeout", &timeout, "--out"]);
+        host.arg(&self.folder);
+        for port in self.metrics_ports {
+            host.arg("--forward").arg(format!("{port}:{port}"));
+        }
+        host.args(["--", "demo"]);
+        host.args(self.metrics_ports.map(|port| format!("{}:{port}", self.listen)));
+        host.arg(self.limit_s.to_string()).current_dir(self.checkout.root());
+        match &self.pools {
+            Pools::Nested(folder) => host.env(TEST_FOLDER, folder),
+            Pools::Direct(folder) => host.env(TEST_FOLDER, folder.path()),
+        };
+        let status = jobs::stream_output(&mut host, |bytes| narrator.add(bytes))?;
+        narrator.finish()?;
+        Ok(jobs::exit_code(status))
+    }
+
+    /// Phase 5. True if there is a picture, and all of it was seen.
+    fn draw(&self, prometheus: &Prometheus, narrator: &mut Narrator) -> Result<bool> {
+        let Some(zero) = narrator.zero() else { bail!("the demo printed nothing") };
+        let picture = picture::Picture { checkout: self.checkout, folder: &self.folder, zero };
+        let is_drawn = picture.draw(prometheus.port(), &[], |bytes| narrator.add(bytes))?;
+        if is_drawn {
+            narrator.add(SEEN.as_bytes())?;
+        }
+        narrator.finish()?;
+        Ok(is_drawn)
+    }
+
+    /// Reports the failure. The picture of a demo that failed shows how far it came.
+    fn report_failure(&self, code: u8, prometheus: &Prometheus, narrator: &Narrator) -> Result<()> {
+        if let Some(zero) = narrator.zero() {
+            let picture = picture::Picture { checkout: self.checkout, folder: &self.folder, zero };
+            let show = |bytes: &[u8]| {
+                crate::messages::write_output(bytes);
+                Ok(())
+            };
+            if attempt(|| picture.draw(prometheus.port(), &["unjudged"], show)) != Some(true) {
+                say!("there is no picture");
+            }
+        }
+        let log = self.folder.join(narrator::LOG);
+        if log.exists() && read(&log)?.contains(NOT_SEEN) {
+            say!("FAILED: {NOT_SEEN} above names what was missing; the logs are in {FOLDER}");
+        } else {
+            say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(code));
+        }
+        Ok(())
+    }
+}
+
+/// Lines after a picture on which all was seen.
+const SEEN: &str = "\
+== all of it was seen
+  the picture: target/demo/timeline.svg and timeline.png; its numbers: timeline.csv
+  beside them: this log (demo.log), and by VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
+  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/demo.md says what they are
+";
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    #[test]
+    fn limit_is_a_number_of_seconds() {
+        let parse = |line: &str| Line::try_parse_from(line.split(' ')).map(|line| line.arguments);
+        for line in ["demo --within 0", "demo --within 1000000", "demo --within", "demo --within x", "demo x"]
+        {
+            assert!(parse(line).is_err(), "{line}");
+        }
+        assert_eq!(parse("demo --no-build --within 900").unwrap().limit_s, 900);
+        assert_eq!(parse("demo").unwrap().limit_s, 780);
+    }
+
+    #[test]
+    fn port_is_free_and_in_the_range() {
+        let port = free_port().unwrap();
+        assert!((FIRST_PORT..FIRST_PORT + PORTS).contains(&port.into()));
+        TcpListener::bind(("127.0.0.1", port)).unwrap();
+    }
+}
