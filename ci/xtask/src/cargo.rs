@@ -9,7 +9,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use clap::ValueEnum;
 
 use crate::checkout::Checkout;
 use crate::jobs;
@@ -26,11 +25,11 @@ const CRATE_STARTS: [&str; 2] = ["   Compiling ", "    Checking "];
 const BAR: &str = "Building [";
 
 /// Programs that are built together.
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy)]
 pub enum Part {
-    /// The programs, in release mode
+    /// The programs, in release mode.
     Programs,
-    /// The API clients of the tests
+    /// The API clients of the tests.
     Clients,
 }
 

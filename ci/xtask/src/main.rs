@@ -20,9 +20,7 @@ mod setup;
 mod soak;
 mod test;
 
-use std::ffi::OsString;
 use std::fmt::Display;
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -30,15 +28,12 @@ use clap::{Parser, Subcommand};
 use rustix::fs::Mode;
 use rustix::process::umask;
 
-use crate::apt::Apt;
 use crate::checkout::Checkout;
 use crate::messages::{Refused, say};
 use crate::repository::Repository;
 
 /// Exit code of a command line that makes no sense, as clap's.
 const BAD_COMMAND_LINE: u8 = 2;
-/// Variable with the name of the script that runs a task, for its messages.
-const SPEAKER: &str = "SAY_AS";
 
 /// Checks and tasks of the Foreshore repository
 #[derive(Parser)]
@@ -131,34 +126,6 @@ enum Task {
     },
     /// Check that documents, anchors and included files that other files name exist
     NamesResolve,
-    /// Run cargo in the repository, with few lines of progress where there is no terminal
-    #[command(hide = true)]
-    Cargo {
-        /// Arguments of cargo
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<OsString>,
-    },
-    /// Build a part of the workspace
-    #[command(hide = true)]
-    Build {
-        /// Part to build
-        part: cargo::Part,
-    },
-    /// Install packages by apt
-    #[command(hide = true)]
-    Install {
-        /// Names of the packages
-        packages: Vec<String>,
-    },
-    /// Fetch and unpack a package, and print its folder
-    #[command(hide = true)]
-    PackageTree {
-        /// Name of the package
-        package: String,
-    },
-    /// Print a line that names what figures are measured on
-    #[command(hide = true)]
-    MeasuredOn,
 }
 
 fn main() -> ExitCode {
@@ -166,8 +133,7 @@ fn main() -> ExitCode {
     umask(Mode::from(0o022));
     let result = jobs::end_on_signals().and_then(|()| {
         checkout::enter_caller_folder()?;
-        let speaker = std::env::var(SPEAKER).unwrap_or_else(|_| "xtask".to_owned());
-        messages::speak_as(&speaker, || run(Arguments::parse().task))
+        messages::speak_as("xtask", || run(Arguments::parse().task))
     });
     match result {
         Ok(code) => ExitCode::from(code),
@@ -190,24 +156,10 @@ fn run(task: Task) -> Result<u8> {
             return print(same_tokens::differences(&Repository::at(checkout.root()), &base)?);
         }
         Task::NamesResolve => return print(names_resolve::unresolved(&Repository::at(checkout.root()))?),
-        Task::Cargo { arguments } => {
-            let status = cargo::run(cargo::command(checkout, arguments))?;
-            return Ok(jobs::exit_code(status));
-        }
         Task::Demo(arguments) => return demo::run(checkout, &arguments),
         Task::Bench(arguments) => return bench::run(checkout, &arguments),
         Task::Soak(arguments) => return soak::run(checkout, &arguments),
         Task::Test(arguments) => return test::run(checkout, &arguments),
-        Task::Build { part } => cargo::build(checkout, part)?,
-        Task::Install { packages } => {
-            let packages: Vec<_> = packages.iter().map(String::as_str).collect();
-            Apt::new(checkout).install(&packages)?;
-        }
-        Task::PackageTree { package } => {
-            let folder = Apt::new(checkout).unpacked(&package)?;
-            writeln!(io::stdout(), "{}", folder.display())?;
-        }
-        Task::MeasuredOn => writeln!(io::stdout(), "{}", host::measured_here(checkout)?)?,
     }
     Ok(0)
 }
@@ -234,10 +186,6 @@ mod tests {
             "image redis-6.12 basic-6.12",
             "host --which",
             "host --no-build --cpus 1 -- sh -c exit",
-            "cargo clippy --workspace --all-targets -- -D warnings",
-            "cargo check --locked --manifest-path vmm/fuzz/Cargo.toml --target-dir target",
-            "build programs",
-            "build clients",
             "test",
             "test --long",
             "test --all",
@@ -247,15 +195,9 @@ mod tests {
             "demo --no-build --within 900",
             "bench --rounds 7 --only boot,plug",
             "soak --no-build --only power --rounds 2",
-            "install gnuplot-nox",
-            "package-tree prometheus",
-            "measured-on",
         ] {
             let words = ["xtask"].into_iter().chain(line.split(' '));
             Arguments::try_parse_from(words).unwrap_or_else(|error| panic!("{line}: {error}"));
         }
-        let words = ["xtask", "cargo", "clippy", "--all-targets", "--", "-D", "warnings"];
-        let Task::Cargo { arguments } = Arguments::parse_from(words).task else { panic!("another task") };
-        assert_eq!(arguments, words[2..]);
     }
 }
