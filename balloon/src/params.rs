@@ -134,6 +134,11 @@ pub enum Setting {
     Text(String),
 }
 
+impl Setting {
+    /// Completes "must be" in an error about JSON.
+    pub const EXPECTED: &'static str = r#"a whole number, or a text such as "512M" or "2s""#;
+}
+
 impl<'de> Deserialize<'de> for Setting {
     /// As `#[serde(untagged)]` would, but that an error says what was there as well.
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
@@ -143,7 +148,7 @@ impl<'de> Deserialize<'de> for Setting {
             type Value = Setting;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(r#"a whole number, or a text such as "512M" or "2s""#)
+                f.write_str(Setting::EXPECTED)
             }
 
             fn visit_u64<E>(self, number: u64) -> Result<Setting, E> {

@@ -386,7 +386,7 @@ fn rotation_replaces_output_of_a_vmm_alone() {
     }
 }
 
-/// Flags of `--help` that take a path, as the table writes them.
+/// Flags of `-h` that take a path, as the table writes them.
 fn flags_with_paths(help: &str) -> Vec<String> {
     let (help, _) = help.split_once("\nExamples:").expect("examples");
     let mut flags = Vec::new();
@@ -408,7 +408,7 @@ fn flags_with_paths(help: &str) -> Vec<String> {
 
 #[test]
 fn every_flag_that_takes_a_path_is_in_the_table() {
-    let output = Command::new(env!("CARGO_BIN_EXE_foreshore")).arg("--help").output().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_foreshore")).arg("-h").output().unwrap();
     let of_help = flags_with_paths(&String::from_utf8(output.stdout).unwrap());
     // `file= shared=on` and `file= shared=off` are one flag.
     let two_words = |flag: &String| flag.split(' ').take(2).collect::<Vec<_>>().join(" ");

@@ -6,11 +6,10 @@ use std::time::Duration;
 use axum::body::{Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
-use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
 use super::error::ApiError;
-use crate::config::{Unknown, read_json};
+use crate::config::{JsonValue, read_body};
 
 /// The largest body of a call about something that there is.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
@@ -24,7 +23,7 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// asked for.
 pub(super) struct JsonBody<T, const MOST: usize = MAX_BODY_BYTES>(pub T);
 
-impl<S: Send + Sync, T: DeserializeOwned, const MOST: usize> FromRequest<S> for JsonBody<T, MOST> {
+impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBody<T, MOST> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
@@ -41,9 +40,8 @@ impl<S: Send + Sync, T: DeserializeOwned, const MOST: usize> FromRequest<S> for 
                 reason: format!("it did not end within {} s", BODY_TIMEOUT.as_secs()),
             })?
             .map_err(|error| ApiError::Body { status: error.status(), reason: error.body_text() })?;
-        let mut unknown = Unknown::default();
-        let value = parse(&bytes, &mut unknown)?;
-        if let Some(warning) = unknown.told() {
+        let (value, warnings) = parse(&bytes)?;
+        for warning in warnings {
             tracing::warn!(call, "{warning}");
         }
         Ok(Self(value))
@@ -66,12 +64,10 @@ impl<S: Send + Sync> FromRequest<S> for PassedOver {
     }
 }
 
-/// Takes an object apart. serde also reads a list as a struct, field by field, which no call means.
-fn parse<T: DeserializeOwned>(bytes: &[u8], unknown: &mut Unknown) -> Result<T, ApiError> {
+/// Reads an object, and returns it with warnings about it.
+fn parse<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), ApiError> {
     match bytes.trim_ascii_start().first() {
-        Some(b'{') => {
-            read_json(bytes, |name| unknown.add("", &name)).map_err(|error| ApiError::Json(error.to_string()))
-        }
+        Some(b'{') => Ok(read_body(bytes)?),
         Some(_) => Err(ApiError::Json("it is not a JSON object".to_owned())),
         None => Err(ApiError::Json("it is empty".to_owned())),
     }
@@ -84,17 +80,12 @@ mod tests {
     use super::*;
     use crate::api::wire::ResizeBody;
 
-    fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
-        super::parse(bytes, &mut Unknown::default())
-    }
-
     #[test]
-    fn what_nobody_knows_is_told() {
-        let mut unknown = Unknown::default();
-        let body: ResizeBody =
-            super::parse(br#"{"desired_memory": {"x": 1}, "desired_ram": 4096}"#, &mut unknown).unwrap();
+    fn unknown_fields_are_ignored_with_a_warning() {
+        let body = br#"{"desired_memory": {"x": 1}, "desired_ram": 4096}"#;
+        let (body, warnings) = parse::<ResizeBody>(body).unwrap();
         assert_eq!(body.desired_ram, Some(4096));
-        assert_eq!(unknown.told().as_deref(), Some("What nobody knows is passed over: desired_memory"));
+        assert_eq!(warnings, ["Ignored unknown field: desired_memory"]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{ConfigError, check_pages};
+use crate::config::{ConfigError, check_pages, section};
 use crate::vm::request::{PoolInfo, ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
 
 /// The answer to `vmm.ping`.
@@ -27,18 +27,14 @@ impl PingAnswer {
     }
 }
 
-/// The body of `vm.resize`. Fields that this version does not know are passed over, as Cloud Hypervisor does.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub struct ResizeBody {
-    /// vCPUs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub desired_vcpus: Option<u8>,
-    /// DRAM in bytes, boot part included.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub desired_ram: Option<u64>,
-    /// Balloon in bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub desired_balloon: Option<u64>,
+section! {
+    /// Body of `vm.resize`.
+    #[derive(Default)]
+    pub struct ResizeBody: "vm.resize" {
+        desired_vcpus: Option<u8> => "vCPUs",
+        desired_ram: Option<u64> => "DRAM in bytes, boot part included",
+        desired_balloon: Option<u64> => "Balloon in bytes",
+    }
 }
 
 impl TryFrom<ResizeBody> for ResizeRequest {
@@ -53,13 +49,12 @@ impl TryFrom<ResizeBody> for ResizeRequest {
     }
 }
 
-/// The body of `vm.resize-zone`.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct ResizeZoneBody {
-    /// Which zone.
-    pub id: String,
-    /// Its size in bytes, boot part included.
-    pub desired_ram: u64,
+section! {
+    /// Body of `vm.resize-zone`.
+    pub struct ResizeZoneBody: "vm.resize-zone" {
+        id: String => "Zone",
+        desired_ram: u64 => "Size in bytes, boot part included",
+    }
 }
 
 impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
@@ -75,11 +70,11 @@ impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
     }
 }
 
-/// The body of `vm.remove-device`.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct RemoveDeviceBody {
-    /// Which device.
-    pub id: String,
+section! {
+    /// Body of `vm.remove-device`.
+    pub struct RemoveDeviceBody: "vm.remove-device" {
+        id: String => "Device",
+    }
 }
 
 /// The answer to `vm.memory`.

@@ -1,19 +1,10 @@
-//! `--balloon size=,deflate_on_oom=,free_page_reporting=,statistics=,floor=,id=`.
-
-use serde::{Deserialize, Serialize};
+//! `--balloon`.
 
 use super::error::ConfigError;
+use super::keys::section;
 use super::name;
-use super::option_parser::Syntax;
 use super::refused;
 use super::size::{PAGE_BYTES, Size, UNIT_BYTES};
-
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--balloon",
-    keys: &["size", "deflate_on_oom", "free_page_reporting", "statistics", "floor", "id"],
-    words: &[],
-    refused: &[refused::PCI, refused::SLOT],
-};
 
 /// What Cloud Hypervisor calls the one that there is.
 const ID: &str = "__balloon";
@@ -24,47 +15,23 @@ const MIN_FLOOR_BYTES: u64 = 64 << 20;
 /// The most that a balloon's driver can be asked for: pages, in 32 bits.
 const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
-/// `--balloon size=,...`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BalloonConfig {
-    /// What is in it from the start, and stays so until somebody says otherwise; 0: what the policy wants.
-    #[serde(default)]
-    pub size: u64,
-    /// The guest may take memory out of it when it has nothing else left.
-    #[serde(default)]
-    pub deflate_on_oom: bool,
-    /// The guest reports pages that are free, and the host has them meanwhile.
-    #[serde(default)]
-    pub free_page_reporting: bool,
-    /// The guest is asked for statistics, which take the agent's place where there is none.
-    #[serde(default = "default_statistics")]
-    pub statistics: bool,
-    /// Boot memory that the guest keeps whatever is asked for; a quarter of it, and at least 64 MiB, if it is not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub floor: Option<u64>,
-    /// Its name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<String>,
-}
-
-fn default_statistics() -> bool {
-    true
+section! {
+    /// Balloon in boot memory.
+    pub struct BalloonConfig: "--balloon" "A balloon in boot memory" {
+        size: u64 = 0 => "Size that stays until a resize; 0 leaves it to the policy",
+        deflate_on_oom: bool = false => "Let the guest deflate it when it runs out of memory",
+        free_page_reporting: bool = false
+            => "Return pages that the guest reports as free to the host meanwhile",
+        statistics: bool = true
+            => "Request statistics, which replace the agent where there is none",
+        floor: Option<u64>
+            => "Boot memory that the guest keeps, instead of a quarter and at least 64M",
+        id: Option<String> => "Name, instead of __balloon",
+    }
+    refused &[refused::PCI, refused::SLOT];
 }
 
 impl BalloonConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self {
-            size: options.size("size")?.unwrap_or(0),
-            deflate_on_oom: options.switch("deflate_on_oom")?.unwrap_or(false),
-            free_page_reporting: options.switch("free_page_reporting")?.unwrap_or(false),
-            statistics: options.switch("statistics")?.unwrap_or_else(default_statistics),
-            floor: options.size("floor")?,
-            id: options.text("id").map(str::to_owned),
-        })
-    }
-
     /// Its name.
     pub fn id_or_default(&self) -> &str {
         self.id.as_deref().unwrap_or(ID)
@@ -80,7 +47,7 @@ impl BalloonConfig {
 
     /// Sizes in whole blocks, and a balloon that leaves the guest what it keeps.
     pub fn validate(&self, boot_bytes: u64) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         for (key, bytes) in [("size", self.size), ("floor", self.floor.unwrap_or(0))] {
             if !bytes.is_multiple_of(UNIT_BYTES) {
                 let (value, unit) = (Size(bytes), Size(UNIT_BYTES));

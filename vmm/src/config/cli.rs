@@ -3,18 +3,17 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-#[cfg(test)]
-use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{ArgAction, Parser};
+use clap::{ArgAction, CommandFactory, FromArgMatches, Parser};
 use foreshore_types::size;
 use thiserror::Error;
 
 use super::error::ConfigError;
+use super::keys::Table;
 use super::{
     ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, EventMonitor, MemoryConfig,
     MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig,
-    PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
+    PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, console, foreign, pressure,
 };
 use crate::vm::owner::AtGuestShutdown;
 
@@ -122,58 +121,42 @@ struct Flags {
     /// Kernel command line
     #[arg(long, value_name = "TEXT", help_heading = "Guest")]
     cmdline: Option<String>,
-    /// boot=N,max=N: vCPUs at boot, and at most [default: boot=1]
     #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
     cpus: Option<String>,
 
-    /// num_pci_segments=N: accepted for Cloud Hypervisor's sake; there is one
     #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
     platform: Option<String>,
 
-    /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S,plug_bandwidth=S,shared=on|off,hugepages=on|off,hugepage_size=S,prefault=on|off,reserve=on|off,mergeable=on|off,thp=on|off: DRAM; with virtio-mem the guest may plug plug_bandwidth bytes per second again after an unplug, 0 for no bound [default: size=512M,thp=on,plug_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     memory: Option<String>,
-    /// size=S,deflate_on_oom=on|off,free_page_reporting=on|off,statistics=on|off,floor=S,id=ID: a balloon in boot memory; the guest keeps floor [default: size=0,statistics=on, floor a quarter of boot memory]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     balloon: Option<String>,
-    /// id=ID,size=S,host_numa_node=N,hotplug_size=S,hotplugged_size=S,plug_bandwidth=S,file=PATH and the switches of --memory: zones of DRAM, with --memory size=0
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     memory_zone: Vec<String>,
-    /// guest_numa_id=N,cpus=N-N:N,distances=N@D:N@D,memory_zones=ID:ID: nodes of the guest
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     numa: Vec<String>,
-    /// pool=PATH,size=S,id=ID,guest_numa_node=N,near=N,read_latency=NS,write_latency=NS,bandwidth=S,scrub_bandwidth=S,plug_bandwidth=S: persistent memory that may be plugged as memory, in a node of its own that is near to another; what the guest is told of it, in nanoseconds and bytes per second; erasing what comes back takes at most so many bytes per second, or 0 for no bound; plug_bandwidth as in --memory [default: id=pm,read_latency=305,write_latency=90,bandwidth=6600M,scrub_bandwidth=1G,plug_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_memory: Vec<String>,
-    /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool; remaining leaves what --pm-memory may need
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
-    /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off,pci_device_id=SLOT,guest_block_size=512|4096: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     disk: Vec<String>,
-    /// file=PATH,size=S,discard_writes=on|off,id=NAME: files and devices as persistent memory, /dev/pmem0 and on; size in a directory, in which a file is made
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pmem: Vec<String>,
-    /// policy=psi|amf|dapper|pmb|memorage|fixed|off,size=S,dry_run=on|off,record=FILE,record_size=S,PARAMETER=VALUE: what resizes memory (parameters: docs/policy.md) [default: policy=psi; without this flag, psi with --pm-memory and otherwise off]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pressure: Option<String>,
 
-    /// tap=NAME,ip=ADDRESS,mask=MASK,mac=MAC,host_mac=MAC,mtu=N,fd=[N,N],num_queues=N,queue_size=N,id=ID,offload_tso=on|off,offload_ufo=on|off,offload_csum=on|off,vhost=off|on|auto: network interfaces, each a tap of the host: one that is there, one that is made with ip, mask and host_mac, or one that is given opened [default: num_queues=2,queue_size=256, offloads on, a random mac]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Devices")]
     net: Vec<String>,
-    /// off|null|tty|pty|file=PATH[,max_size=S][,max_rate=S]|socket=PATH: COM1, ttyS0 [default: null]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     serial: Option<String>,
-    /// off|null|tty|pty|file=PATH[,max_size=S][,max_rate=S]|socket=PATH: virtio-console, hvc0 [default: tty]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     console: Option<String>,
     /// A virtio watchdog: a guest that pings it and stops for 20 s is restarted
     #[arg(long, help_heading = "Devices")]
     watchdog: bool,
-    /// src=PATH: entropy [default: src=/dev/urandom]
     #[arg(long, value_name = "OPTIONS", num_args = 0..=1, default_missing_value = "", help_heading = "Devices")]
     rng: Option<String>,
-    /// cid=N,socket=PATH: sockets between guest and host, which the agent needs
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
     vsock: Option<String>,
 
@@ -186,6 +169,9 @@ struct Flags {
     /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
     #[arg(long, value_name = "TARGET", help_heading = "Control")]
     event_monitor: Option<String>,
+    /// off: accepted for Cloud Hypervisor's sake; there is no debug console
+    #[arg(long, value_name = "MODE", hide = true)]
+    debug_console: Option<String>,
     /// Keep the VMM when the guest switches itself off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
@@ -206,9 +192,40 @@ struct Flags {
     version: bool,
 }
 
+/// Tables of the flags that have one.
+pub(super) const TABLES: [Table; 16] = [
+    Table::of::<CpusConfig>(),
+    Table::of::<PlatformConfig>(),
+    Table::of::<MemoryConfig>(),
+    Table::of::<BalloonConfig>(),
+    Table::of::<MemoryZoneConfig>(),
+    Table::of::<NumaConfig>(),
+    Table::of::<PmMemoryConfig>(),
+    Table::of::<PmVolumeConfig>(),
+    Table::of::<DiskConfig>(),
+    Table::of::<PmemConfig>(),
+    pressure::TABLE,
+    Table::of::<NetConfig>(),
+    console::SERIAL,
+    console::CONSOLE,
+    Table::of::<RngConfig>(),
+    Table::of::<VsockConfig>(),
+];
+
+/// The command line, with the help that the tables give.
+pub(super) fn command() -> clap::Command {
+    Flags::command().mut_args(|arg| {
+        match TABLES.iter().find(|table| arg.get_long() == table.flag.strip_prefix("--")) {
+            Some(table) => arg.help(table.line()).long_help(table.listing()),
+            None => arg,
+        }
+    })
+}
+
 /// Reads and validates a command line, whose first word is the program's name.
 pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Command, CliError> {
-    let flags = match Flags::try_parse_from(args) {
+    let matches = command().try_get_matches_from(args);
+    let flags = match matches.and_then(|matches| Flags::from_arg_matches(&matches)) {
         Ok(flags) if flags.version => {
             return Ok(Command::Print(version()));
         }
@@ -218,6 +235,11 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         }
         Err(error) => return Err(usage_error(&error)),
     };
+    if let Some(text) = &flags.debug_console
+        && let Some(why) = foreign::debug_console(text)
+    {
+        return Err(CliError::Foreign { flag: "--debug-console".to_owned(), why });
+    }
     let mut warnings = Vec::new();
     let missing_seccomp = missing_seccomp(flags.seccomp.as_deref())?;
     if flags.log_format.is_some() {
@@ -694,7 +716,8 @@ mod tests {
     fn every_flag_of_cloud_hypervisor_is_known() {
         let ours = Flags::command();
         for flag in CLOUD_HYPERVISORS {
-            let is_ours = ours.get_arguments().any(|argument| argument.get_long() == Some(&flag[2..]));
+            let mut shown = ours.get_arguments().filter(|argument| !argument.is_hide_set());
+            let is_ours = shown.any(|argument| argument.get_long() == Some(&flag[2..]));
             let is_refused = foreign::reason(flag).is_some();
             assert!(
                 (is_ours || flag == "--help") != is_refused,
@@ -719,6 +742,12 @@ mod tests {
             "--fs is not supported by foreshore: virtio-fs is not implemented"
         );
         assert!(error(&["--tpm"]).starts_with("--tpm is not supported"));
+        for off in ["off", "Off", "off,iobase=233"] {
+            assert_eq!(launch(&["--debug-console", off]), launch(&[]));
+        }
+        for on in ["tty", "file=/off", ""] {
+            assert!(error(&["--debug-console", on]).starts_with("--debug-console is not supported"), "{on}");
+        }
     }
 
     #[test]

@@ -3,63 +3,53 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
-use super::option_parser::{Refused, Syntax};
+use super::keys::{FlagValue, Options, Refused, Section, Table, section, words};
 use super::refused;
 use super::size::{MAX_BYTES, Size};
 use super::socket;
 
-const REFUSED: &[&[Refused]] = &[
-    refused::PCI,
-    refused::SLOT,
-    &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }],
-];
-const WORDS: &[&str] = &["off", "null", "tty", "pty"];
-const MAX_SIZE: &str = "max_size";
-const MAX_RATE: &str = "max_rate";
-const KEYS: &[&str] = &["file", "socket", MAX_SIZE, MAX_RATE];
-pub(super) const SERIAL: Syntax = Syntax { flag: "--serial", keys: KEYS, words: WORDS, refused: REFUSED };
-pub(super) const CONSOLE: Syntax = Syntax { flag: "--console", keys: KEYS, words: WORDS, refused: REFUSED };
+const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }];
 
-/// Where a console's bytes go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ConsoleMode {
-    /// The device is not there.
-    #[default]
-    Off,
-    /// Output is thrown away.
-    Null,
-    /// Standard input and output.
-    Tty,
-    /// A pseudo terminal of its own.
-    Pty,
-    /// Output to a file.
-    File,
-    /// Whoever connects to a socket.
-    Socket,
+pub(super) const SERIAL: Table =
+    Table::of::<ConsoleConfig>().named("--serial", "COM1, ttyS0 [default: null]");
+pub(super) const CONSOLE: Table = Table::of::<ConsoleConfig>();
+
+words! {
+    /// Destination of a console's output.
+    #[derive(Default)]
+    pub enum ConsoleMode {
+        /// There is no device.
+        #[default]
+        Off = "Off" "off",
+        /// Output is discarded.
+        Null = "Null" "null",
+        /// Standard input and output.
+        Tty = "Tty" "tty",
+        /// A pseudo terminal.
+        Pty = "Pty" "pty",
+        /// A file, for output.
+        File = "File" "file",
+        /// A socket that clients connect to.
+        Socket = "Socket" "socket",
+    }
 }
 
-/// `--serial`, `--console`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ConsoleConfig {
-    /// Where it goes.
-    pub mode: ConsoleMode,
-    /// The file, with [`ConsoleMode::File`]. With [`ConsoleMode::Pty`], where the terminal is, which nobody can choose: what was
-    /// shown may be given again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub file: Option<PathBuf>,
-    /// The socket, with [`ConsoleMode::Socket`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub socket: Option<PathBuf>,
-    /// Largest size of the file, in bytes. 0 is no limit; [`DEFAULT_MAX_SIZE`] if not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_size: Option<u64>,
-    /// Largest rate at which the file grows after a burst, in bytes per second. 0 is no limit;
-    /// [`DEFAULT_MAX_RATE`] if not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_rate: Option<u64>,
+section! {
+    /// Console: the serial port or virtio-console.
+    #[derive(Default)]
+    pub struct ConsoleConfig: "--console" "virtio-console, hvc0 [default: tty]" {
+        mode (json_only): ConsoleMode => "Destination",
+        file: Option<PathBuf>
+            => "File for the output; of a pseudo terminal its path, which vm.info shows",
+        socket: Option<PathBuf> => "Unix socket that clients connect to",
+        max_size: Option<u64> => "Largest size of the file, instead of 64M; 0 is no limit",
+        max_rate: Option<u64>
+            => "Largest growth of the file per second after a burst, instead of 1M; 0 is no limit",
+    }
+    words &["off", "null", "tty", "pty"];
+    refused &[refused::PCI, refused::SLOT, REFUSED];
+    parse own;
 }
 
 /// Limits of a console's file. `None` is no limit.
@@ -106,18 +96,18 @@ impl ConsoleConfig {
         Self::parse(&CONSOLE, text)
     }
 
-    fn parse(syntax: &'static Syntax, text: &str) -> Result<Self, ConfigError> {
-        let options = syntax.parse(text)?;
-        let (file, socket) = (options.path("file")?, options.path("socket")?);
-        let max_size = options.size(MAX_SIZE)?;
-        let max_rate = options.size(MAX_RATE)?;
-        let words = WORDS.iter().filter(|word| options.has(word)).map(|word| mode_of(word));
-        let paths = [file.as_ref().map(|_| ConsoleMode::File), socket.as_ref().map(|_| ConsoleMode::Socket)];
-        let mut modes = words.chain(paths.into_iter().flatten());
+    fn parse(table: &Table, text: &str) -> Result<Self, ConfigError> {
+        let options = Options::parse(table, &[], text)?;
+        let mut console = Self::from_options(&options)?;
+        let words = options.words().iter().filter_map(|word| ConsoleMode::read(word));
+        let file = console.file.as_ref().map(|_| ConsoleMode::File);
+        let socket = console.socket.as_ref().map(|_| ConsoleMode::Socket);
+        let mut modes = words.chain(file).chain(socket);
         match (modes.next(), modes.next()) {
-            (Some(mode), None) => Ok(Self { mode, file, socket, max_size, max_rate }),
-            _ => Err(one_of(syntax.flag, text)),
+            (Some(mode), None) => console.mode = mode,
+            _ => return Err(one_of(table.flag, text)),
         }
+        Ok(console)
     }
 
     /// A file or a socket where there must be one, and only there.
@@ -129,8 +119,8 @@ impl ConsoleConfig {
             let reason = format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
             return Err(ConfigError::Conflict { flag, reason });
         }
-        self.check_file_limit(flag, MAX_SIZE, self.max_size, LEAST_MAX_SIZE)?;
-        self.check_file_limit(flag, MAX_RATE, self.max_rate, LEAST_MAX_RATE)?;
+        self.check_file_limit(flag, "max_size", self.max_size, LEAST_MAX_SIZE)?;
+        self.check_file_limit(flag, "max_rate", self.max_rate, LEAST_MAX_RATE)?;
         self.socket.as_ref().map_or(Ok(()), |path| socket::check_path(flag, path))
     }
 }
@@ -164,15 +154,6 @@ impl ConsoleConfig {
             return Err(ConfigError::TooLarge { flag, key, value, most: Size(MAX_BYTES), because: "" });
         }
         Ok(())
-    }
-}
-
-fn mode_of(word: &str) -> ConsoleMode {
-    match word {
-        "null" => ConsoleMode::Null,
-        "tty" => ConsoleMode::Tty,
-        "pty" => ConsoleMode::Pty,
-        _ => ConsoleMode::Off,
     }
 }
 
@@ -275,7 +256,7 @@ mod tests {
         for text in ["off,tty", "tty,file=/log", "pty,socket=/s", "file=/log,socket=/s"] {
             assert_eq!(error(text), format!("--console: {text:?} is not one of {modes}"));
         }
-        assert!(error("file=").contains("is not a path"));
+        assert_eq!(error("file="), format!("--console: \"file=\" is not one of {modes}"));
         assert!(
             error("loud").contains("the keys are off, null, tty, pty, file=, socket=, max_size=, max_rate=")
         );

@@ -2,7 +2,9 @@
 //! for as many as a machine has room for, and hours for as many as fit in a request's body.
 
 use super::error::ConfigError;
-use super::{VmConfig, disk, memory_zone, net, numa, pm_memory, pm_volume, pmem};
+use super::{
+    DiskConfig, MemoryZoneConfig, NetConfig, NumaConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, VmConfig,
+};
 use crate::memory::layout::PCI_SLOTS;
 
 /// Of what has no slot on the PCI bus. A VM has less room for all of it; how much there is, is seen when it is built.
@@ -23,17 +25,17 @@ impl VmConfig {
     pub(super) fn check_counts(&self) -> Result<(), ConfigError> {
         let number = "their number";
         for (flag, count) in [
-            (pm_volume::SYNTAX.flag, self.pm_volumes.len()),
-            (pm_memory::SYNTAX.flag, self.pm_memory.len()),
-            (memory_zone::SYNTAX.flag, self.memory.zones.len()),
-            (numa::FLAG, self.numa.len()),
+            (PmVolumeConfig::FLAG, self.pm_volumes.len()),
+            (PmMemoryConfig::FLAG, self.pm_memory.len()),
+            (MemoryZoneConfig::FLAG, self.memory.zones.len()),
+            (NumaConfig::FLAG, self.numa.len()),
         ] {
             check(flag, number, count, MOST)?;
         }
         let on_the_bus = [
-            (disk::SYNTAX.flag, self.disks.len()),
-            (net::SYNTAX.flag, self.net.len()),
-            (pmem::SYNTAX.flag, self.pmem.len()),
+            (DiskConfig::FLAG, self.disks.len()),
+            (NetConfig::FLAG, self.net.len()),
+            (PmemConfig::FLAG, self.pmem.len()),
         ];
         for (flag, count) in on_the_bus {
             check(flag, number, count, MOST_SLOTS)?;
@@ -48,7 +50,7 @@ impl VmConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DiskConfig, NetConfig, NumaConfig, PmVolumeConfig, VsockConfig, test_config};
+    use crate::config::{VsockConfig, test_config};
 
     fn refused(config: &VmConfig) -> String {
         config.validate().unwrap_err().to_string()

@@ -2,22 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
-use super::option_parser::{OFF, Options, Refused, Syntax};
+use super::keys::{
+    FlagValue, Item, OFF, Refused, digits, items, range as digit_range, section, unbracketed, words,
+};
 
 const REFUSED: &[Refused] = &[
     Refused { key: "kvm_hyperv", neutral: OFF, why: "guests are Linux" },
     Refused { key: "profile", neutral: &["host", "Host"], why: "the guest has the host's CPU features" },
 ];
-
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--cpus",
-    keys: &["boot", "max", "topology", "max_phys_bits", "affinity", "features", "nested", "core_scheduling"],
-    words: &[],
-    refused: &[REFUSED],
-};
 
 /// The most vCPUs that APIC ids of 8 bits can name: 255 is broadcast.
 pub const MAX_VCPUS: u8 = 254;
@@ -30,106 +23,127 @@ const DEFAULT_PHYS_BITS: u8 = 46;
 /// The host's CPUs that a set of them can name (`CPU_SETSIZE`).
 const MAX_HOST_CPUS: usize = 1024;
 
-/// `--cpus`, in JSON as Cloud Hypervisor writes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CpusConfig {
-    /// vCPUs at boot.
-    pub boot_vcpus: u8,
-    /// vCPUs that may ever be.
-    pub max_vcpus: u8,
-    /// How they are grouped. Without it each NUMA node with vCPUs is a package, and every vCPU a core.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub topology: Option<CpuTopology>,
-    /// The most bits that a guest-physical address has; fewer if the host has fewer.
-    #[serde(default = "default_phys_bits")]
-    pub max_phys_bits: u8,
-    /// Which CPUs of the host each vCPU may run on. One that is not named runs where the VMM does.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub affinity: Option<Vec<CpuAffinity>>,
-    /// Features that a guest has only if it asks.
-    #[serde(default)]
-    pub features: CpuFeatures,
-    /// Whether the guest may run guests itself.
-    #[serde(default = "yes")]
-    pub nested: bool,
-    /// With whom vCPUs share a core of the host.
-    #[serde(default)]
-    pub core_scheduling: CoreScheduling,
+section! {
+    /// vCPUs.
+    pub struct CpusConfig: "--cpus" "vCPUs" {
+        boot_vcpus (flag "boot" json_required): u8 = 1 => "vCPUs at boot",
+        max_vcpus (flag "max" derived json_required): u8 = boot_vcpus
+            => "Most vCPUs at any time, instead of those at boot",
+        topology: Option<CpuTopology>
+            => "Threads per core, cores per die, dies per package and packages; else a package per node",
+        max_phys_bits: u8 = DEFAULT_PHYS_BITS => "Most bits of a guest-physical address",
+        affinity: Option<Vec<CpuAffinity>>
+            => "CPUs of the host that vCPUs may run on, instead of the VMM's",
+        features: CpuFeatures = CpuFeatures::default()
+            => "Features that the guest does not have otherwise",
+        nested: bool = true => "Let the guest run guests",
+        core_scheduling: CoreScheduling = CoreScheduling::Vm
+            => "vCPUs that share a core of the host",
+    }
+    refused &[REFUSED];
 }
 
-/// A number of units at each level, the smallest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CpuTopology {
-    /// Threads in a core.
-    pub threads_per_core: u16,
-    /// Cores in a die.
-    pub cores_per_die: u16,
-    /// Dies in a package.
-    pub dies_per_package: u16,
-    /// Packages.
-    pub packages: u16,
+section! {
+    /// Number of units at each level, the smallest first.
+    #[derive(Copy)]
+    pub struct CpuTopology: "--cpus" {
+        threads_per_core: u16 => "Threads in a core",
+        cores_per_die: u16 => "Cores in a die",
+        dies_per_package: u16 => "Dies in a package",
+        packages: u16 => "Packages",
+    }
 }
 
-/// Where a vCPU may run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CpuAffinity {
-    /// Which vCPU.
-    pub vcpu: u8,
-    /// CPUs of the host.
-    pub host_cpus: Vec<usize>,
+section! {
+    /// CPUs of the host that a vCPU may run on.
+    pub struct CpuAffinity: "--cpus" {
+        vcpu: u8 => "vCPU",
+        host_cpus (shown json_required): Vec<usize> => "CPUs of the host",
+    }
 }
 
-/// Features that a guest has only if it asks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CpuFeatures {
-    /// Intel's matrix extensions.
-    #[serde(default)]
-    pub amx: bool,
+section! {
+    /// Features that the guest does not have otherwise.
+    #[derive(Copy, Default)]
+    pub struct CpuFeatures: "--cpus" {
+        amx: bool = false => "Intel's matrix extensions",
+    }
 }
 
-/// With whom vCPUs share a core of the host, where it has threads.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum CoreScheduling {
-    /// With vCPUs of their VM.
-    #[default]
-    Vm,
-    /// With nobody.
-    Vcpu,
-    /// With whoever comes.
-    Off,
-}
-
-fn default_phys_bits() -> u8 {
-    DEFAULT_PHYS_BITS
-}
-
-fn yes() -> bool {
-    true
+words! {
+    /// vCPUs that share a core of the host, where it has threads.
+    #[derive(Default)]
+    pub enum CoreScheduling {
+        /// vCPUs of the same VM.
+        #[default]
+        Vm = "Vm" "vm",
+        /// None.
+        Vcpu = "Vcpu" "vcpu",
+        /// Any task.
+        Off = "Off" "off",
+    }
 }
 
 impl Default for CpusConfig {
     fn default() -> Self {
-        Self {
-            boot_vcpus: 1,
-            max_vcpus: 1,
-            topology: None,
-            max_phys_bits: DEFAULT_PHYS_BITS,
-            affinity: None,
-            features: CpuFeatures::default(),
-            nested: true,
-            core_scheduling: CoreScheduling::default(),
-        }
+        Self::parse("").expect("no key is required")
     }
 }
 
-impl CpuTopology {
-    /// `T:C:D:P`.
-    fn parse(text: &str) -> Option<Self> {
+impl FlagValue for CpuTopology {
+    fn syntax() -> String {
+        "N:N:N:N".to_owned()
+    }
+
+    fn expected() -> String {
+        "threads per core:cores per die:dies per package:packages".to_owned()
+    }
+
+    fn read(text: &str) -> Option<Self> {
         let numbers: Vec<u16> = text.split(':').map(digits).collect::<Option<_>>()?;
         let [threads_per_core, cores_per_die, dies_per_package, packages] = *numbers else { return None };
         Some(Self { threads_per_core, cores_per_die, dies_per_package, packages })
     }
+}
 
+impl FlagValue for CpuFeatures {
+    fn syntax() -> String {
+        "amx".to_owned()
+    }
+
+    fn expected() -> String {
+        Self::syntax()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let mut features = Self::default();
+        for name in items(text)? {
+            match name {
+                "amx" => features.amx = true,
+                _ => return None,
+            }
+        }
+        Some(features)
+    }
+}
+
+impl Item for CpuAffinity {
+    const SYNTAX: &'static str = "[N@[N-N,N],N@[N]]";
+    const EXPECTED: &'static str = "[vCPU@[CPUs of the host],...]";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        let (vcpu, host_cpus) = text.split_once('@')?;
+        let mut cpus = Vec::new();
+        for part in unbracketed(host_cpus).split(',') {
+            let (first, last) = digit_range::<usize>(part.trim())?;
+            // More than a host has is refused later, by its number.
+            cpus.extend((first..=last).take(MAX_HOST_CPUS + 1));
+        }
+        Some(vec![Self { vcpu: digits(vcpu)?, host_cpus: cpus }])
+    }
+}
+
+impl CpuTopology {
     /// Each level has a unit at least, threads are few, and all together are the vCPUs that may ever be.
     fn validate(&self, max_vcpus: u8) -> Result<(), ConfigError> {
         let levels = [
@@ -141,98 +155,19 @@ impl CpuTopology {
         for (key, value, most) in levels {
             if !(1..=most).contains(&value) {
                 let (value, most) = (value.into(), most.into());
-                return Err(ConfigError::OutOfRange { flag: SYNTAX.flag, key, value, least: 1, most });
+                return Err(ConfigError::OutOfRange { flag: CpusConfig::FLAG, key, value, least: 1, most });
             }
         }
         let product: u64 = levels.iter().map(|(_, value, _)| u64::from(*value)).product();
         if product != u64::from(max_vcpus) {
             let reason = format!("topology has {product} vCPUs, and must have as many as max: {max_vcpus}");
-            return Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+            return Err(ConfigError::Conflict { flag: CpusConfig::FLAG, reason });
         }
         Ok(())
     }
 }
 
-fn digits<T: std::str::FromStr>(text: &str) -> Option<T> {
-    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
-}
-
-/// What stands between brackets.
-fn bracketed(text: &str) -> Option<&str> {
-    text.strip_prefix('[')?.strip_suffix(']')
-}
-
-/// `[v@[a-b,c],...]`.
-fn affinity(text: &str) -> Option<Vec<CpuAffinity>> {
-    let mut list = Vec::new();
-    let mut rest = bracketed(text)?;
-    while !rest.is_empty() {
-        let (vcpu, cpus) = rest.split_once('@')?;
-        let (cpus, behind) = cpus.split_once(']')?;
-        list.push(CpuAffinity { vcpu: digits(vcpu)?, host_cpus: host_cpus(cpus.strip_prefix('[')?)? });
-        rest = match behind.strip_prefix(',') {
-            Some(more) if !more.is_empty() => more,
-            None if behind.is_empty() => "",
-            _ => return None,
-        };
-    }
-    Some(list)
-}
-
-/// `a-b,c`. What is beyond any host's is kept small: it is refused by its number later.
-fn host_cpus(text: &str) -> Option<Vec<usize>> {
-    let mut cpus = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (usize, usize) = (digits(first)?, digits(last)?);
-        if first > last {
-            return None;
-        }
-        cpus.extend((first..=last).take(MAX_HOST_CPUS + 1));
-    }
-    Some(cpus)
-}
-
-impl CoreScheduling {
-    fn parse(text: &str) -> Option<Self> {
-        match text {
-            "vm" => Some(Self::Vm),
-            "vcpu" => Some(Self::Vcpu),
-            "off" => Some(Self::Off),
-            _ => None,
-        }
-    }
-}
-
-fn features(options: &Options) -> Result<CpuFeatures, ConfigError> {
-    let read = |text: &str| match text {
-        "amx" => Some(CpuFeatures { amx: true }),
-        _ => None,
-    };
-    Ok(options.read("features", "amx", read)?.unwrap_or_default())
-}
-
 impl CpusConfig {
-    /// Reads the flag's value; `max` is `boot` when it is not given.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        let boot_vcpus = options.number("boot")?.unwrap_or(1);
-        let shape = "threads per core:cores per die:dies per package:packages";
-        let places = "[vCPU@[CPUs of the host],...]";
-        Ok(Self {
-            boot_vcpus,
-            max_vcpus: options.number("max")?.unwrap_or(boot_vcpus),
-            topology: options.read("topology", shape, CpuTopology::parse)?,
-            max_phys_bits: options.number("max_phys_bits")?.unwrap_or(DEFAULT_PHYS_BITS),
-            affinity: options.read("affinity", places, affinity)?,
-            features: features(&options)?,
-            nested: options.switch("nested")?.unwrap_or(true),
-            core_scheduling: options
-                .read("core_scheduling", "vm, vcpu or off", CoreScheduling::parse)?
-                .unwrap_or_default(),
-        })
-    }
-
     /// At least one, and not more at boot than ever; and that what is said of them is about them.
     pub fn validate(&self) -> Result<(), ConfigError> {
         range("boot", self.boot_vcpus, 1, MAX_VCPUS)?;
@@ -246,7 +181,7 @@ impl CpusConfig {
             range("affinity's vCPU", affinity.vcpu, 0, self.max_vcpus - 1)?;
             if !named.insert(affinity.vcpu) {
                 let reason = format!("affinity names vCPU {} twice", affinity.vcpu);
-                return Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+                return Err(ConfigError::Conflict { flag: CpusConfig::FLAG, reason });
             }
             affinity.validate()?;
         }
@@ -265,12 +200,12 @@ fn range(key: &'static str, value: u8, least: u8, most: u8) -> Result<(), Config
         return Ok(());
     }
     let (value, least, most) = (u64::from(value), u64::from(least), u64::from(most));
-    Err(ConfigError::OutOfRange { flag: SYNTAX.flag, key, value, least, most })
+    Err(ConfigError::OutOfRange { flag: CpusConfig::FLAG, key, value, least, most })
 }
 
 impl CpuAffinity {
     fn validate(&self) -> Result<(), ConfigError> {
-        let (flag, most) = (SYNTAX.flag, MAX_HOST_CPUS as u64 - 1);
+        let (flag, most) = (CpusConfig::FLAG, MAX_HOST_CPUS as u64 - 1);
         if self.host_cpus.is_empty() {
             let reason = format!("affinity leaves vCPU {} no CPU of the host", self.vcpu);
             return Err(ConfigError::Conflict { flag, reason });
@@ -331,7 +266,7 @@ mod tests {
         assert_eq!(wrong("2:3:1:1"), "--cpus: topology has 6 vCPUs, and must have as many as max: 8");
         assert_eq!(wrong("4:2:1:1"), "--cpus: topology's threads per core is 4, and must be 1 to 2");
         assert_eq!(wrong("1:0:1:8"), "--cpus: topology's cores per die is 0, and must be 1 to 254");
-        for text in ["2:2:2", "2:2:2:1:1", "2:2:2:x", "", "2:2:2:-1", "2:2:2:65536"] {
+        for text in ["2:2:2", "2:2:2:1:1", "2:2:2:x", "2:2:2:-1", "2:2:2:65536"] {
             assert!(wrong(text).contains("is not threads per core:cores per die"), "{text}");
         }
         // No product is too large to be told.
@@ -344,7 +279,12 @@ mod tests {
         let cpus = read("boot=2,affinity=[0@[0-3,5],1@[4]]").unwrap();
         assert_eq!((cpus.host_cpus(0), cpus.host_cpus(1)), (&[0, 1, 2, 3, 5][..], &[4][..]));
         assert!(read("boot=2,affinity=[1@[4]]").unwrap().host_cpus(0).is_empty());
-        for text in ["0@[1]", "[0]", "[0@1]", "[0@[3-1]]", "[0@[1],]", "[0@[1]1@[2]]", "[x@[1]]", "[0@[]]"] {
+        for text in ["[0@0,1@1-2]", "[0@[0], 1@[1,2]]"] {
+            let cpus = read(&format!("boot=2,affinity={text}")).unwrap();
+            assert_eq!((cpus.host_cpus(0), cpus.host_cpus(1)), (&[0][..], &[1, 2][..]), "{text}");
+        }
+        assert_eq!(read("boot=2,affinity=1@[4]"), read("boot=2,affinity=[1@[4]]"));
+        for text in ["[0]", "[0@[3-1]]", "[0@[1],]", "[0@[1]1@[2]]", "[x@[1]]", "[0@[]]"] {
             let told = error(&format!("boot=2,affinity={text}"));
             assert!(told.contains("is not [vCPU@[CPUs of the host],...]"), "{text}: {told}");
         }
@@ -362,6 +302,7 @@ mod tests {
         assert_eq!(cpus.core_scheduling, CoreScheduling::Vcpu);
         assert_eq!(error("boot=1,max_phys_bits=35"), "--cpus: max_phys_bits is 35, and must be 36 to 52");
         assert!(error("boot=1,max_phys_bits=53").contains("36 to 52"));
+        assert!(read("features=[amx]").unwrap().features.amx && !read("features=").unwrap().features.amx);
         assert!(error("boot=1,core_scheduling=both").contains("is not vm, vcpu or off"));
         assert!(error("boot=1,features=avx").contains("is not amx"));
         assert!(error("boot=1,kvm_hyperv=on").contains("guests are Linux"));

@@ -3,16 +3,13 @@
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
-use super::field;
-use super::json::{self, JsonError};
-use super::option_parser::Syntax;
+use super::keys::{JsonError, Object, Walk};
 use super::{
-    DRAM_ZONE, DiskConfig, GivenFd, MacAddress, NetConfig, PmemConfig, VmConfig, VsockConfig, balloon, disk,
-    memory_zone, net, pm_memory, pmem, unknown, vsock,
+    BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig, PmMemoryConfig,
+    PmemConfig, VmConfig, VsockConfig,
 };
 use crate::memory::zone::device_id;
 
@@ -35,32 +32,25 @@ type Warned = (DeviceConfig, Vec<String>);
 impl DeviceConfig {
     /// Reads a disk.
     pub fn disk(json: Map<String, Value>) -> Result<Warned, JsonError> {
-        read(("disk", &disk::SYNTAX), json, Self::Disk)
+        read(json, Self::Disk)
     }
 
-    /// Reads a network interface, to which `fds` came, which are its queues. Numbers in JSON say nothing of what has come.
-    pub fn net(mut json: Map<String, Value>, fds: Vec<OwnedFd>) -> Result<Warned, JsonError> {
-        let passed_over = NetConfig::pass_over_fds(&mut json);
-        if !fds.is_empty() {
-            json.remove("fds");
-        }
-        let with_queues = |mut net: NetConfig| {
+    /// Reads a network interface, whose queues are `fds`. Numbers in JSON do not name them.
+    pub fn net(json: Map<String, Value>, fds: Vec<OwnedFd>) -> Result<Warned, JsonError> {
+        read(json, |mut net: NetConfig| {
             net.fds = fds.into_iter().map(GivenFd::from).collect();
             Self::Net(net)
-        };
-        let (net, mut warnings) = read(("net", &net::SYNTAX), json, with_queues)?;
-        warnings.extend(passed_over.map(str::to_owned));
-        Ok((net, warnings))
+        })
     }
 
     /// Reads a file or device that is persistent memory.
     pub fn pmem(json: Map<String, Value>) -> Result<Warned, JsonError> {
-        read(("pmem", &pmem::SYNTAX), json, Self::Pmem)
+        read(json, Self::Pmem)
     }
 
     /// Reads a vsock device.
     pub fn vsock(json: Map<String, Value>) -> Result<Warned, JsonError> {
-        read(("vsock", &vsock::SYNTAX), json, Self::Vsock)
+        read(json, Self::Vsock)
     }
 
     /// What it is, in one word.
@@ -75,10 +65,10 @@ impl DeviceConfig {
 
     fn flag(&self) -> &'static str {
         match self {
-            Self::Disk(_) => disk::SYNTAX.flag,
-            Self::Net(_) => net::SYNTAX.flag,
-            Self::Pmem(_) => pmem::SYNTAX.flag,
-            Self::Vsock(_) => vsock::SYNTAX.flag,
+            Self::Disk(_) => DiskConfig::FLAG,
+            Self::Net(_) => NetConfig::FLAG,
+            Self::Pmem(_) => PmemConfig::FLAG,
+            Self::Vsock(_) => VsockConfig::FLAG,
         }
     }
 
@@ -95,16 +85,14 @@ impl DeviceConfig {
 /// Devices that there is one of at most.
 const FIXED: [&str; 3] = ["__console", "__rng", "__watchdog"];
 
-/// One device as the API takes it, by the rules of a whole configuration.
-fn read<T: DeserializeOwned>(
-    (section, syntax): (&str, &Syntax),
-    mut json: Map<String, Value>,
+/// Reads a device by the rules of a whole configuration.
+fn read<T: Object>(
+    json: Map<String, Value>,
     device: impl FnOnce(T) -> DeviceConfig,
 ) -> Result<Warned, JsonError> {
-    json::strip_nulls(&mut json);
-    json::check_section(syntax, &json)?;
-    let unknown = unknown::warning_of_device(section, syntax, &json);
-    Ok((device(field::read(Value::Object(json))?), unknown.into_iter().collect()))
+    let mut walk = Walk::default();
+    let config = walk.object(Value::Object(json))?;
+    Ok((device(config), walk.into_warnings()))
 }
 
 /// The first of `_disk0`, `_disk1` and so on that nothing is called.
@@ -138,15 +126,13 @@ impl VmConfig {
     /// Devices and zones of memory that are called something, each with its flag.
     fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let by = |flag| move |id| (flag, id);
-        (self.disks.iter().filter_map(|disk| disk.id.as_deref()).map(by(disk::SYNTAX.flag)))
-            .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()).map(by(pmem::SYNTAX.flag)))
-            .chain(self.net.iter().filter_map(|net| net.id.as_deref()).map(by(net::SYNTAX.flag)))
-            .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()).map(by(vsock::SYNTAX.flag)))
-            .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()).map(by(balloon::SYNTAX.flag)))
-            .chain(self.memory.zones.iter().map(|zone| &*zone.id).map(by(memory_zone::SYNTAX.flag)))
-            .chain(
-                self.pm_memory.iter().filter_map(|zone| zone.id.as_deref()).map(by(pm_memory::SYNTAX.flag)),
-            )
+        (self.disks.iter().filter_map(|disk| disk.id.as_deref()).map(by(DiskConfig::FLAG)))
+            .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()).map(by(PmemConfig::FLAG)))
+            .chain(self.net.iter().filter_map(|net| net.id.as_deref()).map(by(NetConfig::FLAG)))
+            .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()).map(by(VsockConfig::FLAG)))
+            .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()).map(by(BalloonConfig::FLAG)))
+            .chain(self.memory.zones.iter().map(|zone| &*zone.id).map(by(MemoryZoneConfig::FLAG)))
+            .chain(self.pm_memory.iter().filter_map(|zone| zone.id.as_deref()).map(by(PmMemoryConfig::FLAG)))
     }
 
     /// What devices are called that are not named by whoever wants them: those of memory by their zones.
@@ -234,7 +220,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::config::{BalloonConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, test_config};
+    use crate::config::{PmVolumeConfig, test_config};
 
     fn disk(text: &str) -> DeviceConfig {
         DeviceConfig::Disk(DiskConfig::parse(text).unwrap())
@@ -378,7 +364,7 @@ mod tests {
             json!({"path": "/d", "readonly": true, "image_type": "Raw", "vhost_user": false, "serial": null});
         assert_eq!(read(json).unwrap(), (disk("path=/d,readonly=on,image_type=raw"), Vec::new()));
         let (_, warnings) = read(json!({"path": "/d", "read_only": true})).unwrap();
-        assert_eq!(warnings, ["What nobody knows is passed over: disk.read_only"]);
+        assert_eq!(warnings, ["Ignored unknown field: read_only"]);
         let error = |json| read(json).unwrap_err().to_string();
         assert!(
             error(json!({"path": "/d", "iommu": true})).starts_with("--disk: iommu=true is not supported")

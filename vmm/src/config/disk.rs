@@ -1,12 +1,10 @@
-//! `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=,guest_block_size=`.
+//! `--disk`.
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
+use super::keys::{OFF, Refused, section, words};
 use super::name;
-use super::option_parser::{OFF, Refused, Syntax};
 use super::refused;
 use crate::memory::layout::PCI_SLOTS;
 use crate::virtio::block::serial::serial_number;
@@ -47,60 +45,26 @@ const REFUSED: &[Refused] = &[
     },
 ];
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--disk",
-    keys: &[
-        "path",
-        "readonly",
-        "direct",
-        "num_queues",
-        "queue_size",
-        "serial",
-        "id",
-        "image_type",
-        "sparse",
-        "pci_device_id",
-        "guest_block_size",
-    ],
-    words: &[],
-    refused: &[refused::PCI, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED],
-};
-
-/// What an image file is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ImageType {
-    /// A raw one, unless it begins as images of other types do.
-    #[default]
-    #[serde(alias = "unknown")]
-    Unknown,
-    /// The disk's bytes, whatever it begins with.
-    #[serde(alias = "raw")]
-    Raw,
-    /// Not served.
-    #[serde(alias = "qcow2")]
-    Qcow2,
-    /// Not served.
-    #[serde(alias = "vhd")]
-    FixedVhd,
-    /// Not served.
-    #[serde(alias = "vhdx")]
-    Vhdx,
+words! {
+    /// Type of an image file.
+    #[derive(Default)]
+    pub enum ImageType {
+        /// Raw, unless it begins as images of other types do.
+        #[default]
+        Unknown = "Unknown" "unknown" hidden,
+        /// The disk's bytes, whatever they begin with.
+        Raw = "Raw" "raw",
+        /// Not served.
+        Qcow2 = "Qcow2" "qcow2" hidden,
+        /// Not served.
+        FixedVhd = "FixedVhd" "vhd" "fixed-vhd" hidden,
+        /// Not served.
+        Vhdx = "Vhdx" "vhdx" hidden,
+    }
 }
 
 impl ImageType {
-    /// The words of the command line.
-    fn parse(text: &str) -> Option<Self> {
-        Some(match text.to_ascii_lowercase().as_str() {
-            "unknown" => Self::Unknown,
-            "raw" => Self::Raw,
-            "qcow2" => Self::Qcow2,
-            "vhd" | "fixed-vhd" | "fixedvhd" => Self::FixedVhd,
-            "vhdx" => Self::Vhdx,
-            _ => return None,
-        })
-    }
-
-    /// What is called so elsewhere and not served here.
+    /// Name of a type that is not served.
     fn foreign_name(self) -> Option<&'static str> {
         match self {
             Self::Unknown | Self::Raw => None,
@@ -111,80 +75,30 @@ impl ImageType {
     }
 }
 
-/// `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=,guest_block_size=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DiskConfig {
-    /// An image file or a block device.
-    pub path: PathBuf,
-    /// The guest must not write.
-    #[serde(default)]
-    pub readonly: bool,
-    /// Past the host's page cache.
-    #[serde(default)]
-    pub direct: bool,
-    /// Queues, at most one for each vCPU.
-    #[serde(default = "DiskConfig::default_num_queues")]
-    pub num_queues: u16,
-    /// Descriptors of each queue.
-    #[serde(default = "DiskConfig::default_queue_size")]
-    pub queue_size: u16,
-    /// What the guest reads as its serial number; its id otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub serial: Option<String>,
-    /// What the API and the metrics call it; `_disk0` and so on otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<String>,
-    /// Given, nothing is guessed from what the file begins with.
-    #[serde(default)]
-    pub image_type: ImageType,
-    /// What the guest discards is given back to the file system.
-    #[serde(default = "DiskConfig::default_sparse")]
-    pub sparse: bool,
-    /// Its slot on the PCI bus; a free one otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pci_device_id: Option<u8>,
-    /// Size of the guest's logical blocks, 512 or 4096. By default 512 for a file, and the device's own size for a
-    /// device.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub guest_block_size: Option<u32>,
+section! {
+    /// Disk.
+    pub struct DiskConfig: "--disk" "Raw image files and block devices as virtio-blk disks" {
+        path: PathBuf => "Image file or block device",
+        readonly: bool = false => "Refuse writes of the guest",
+        direct: bool = false => "Bypass the host's page cache",
+        num_queues: u16 = 1 => "Queues, at most one for each vCPU",
+        queue_size: u16 = 128 => "Descriptors of each queue",
+        serial: Option<String> => "Serial number for the guest, instead of the id",
+        id: Option<String> => "Name in the API and in metrics, instead of _disk0 and so on",
+        image_type: ImageType = ImageType::Unknown
+            => "Type of the file, instead of a guess from its first bytes",
+        sparse: bool = true => "Return discarded blocks to the file system",
+        pci_device_id (syntax ("SLOT")): Option<u8> => "Slot on the PCI bus, instead of a free one",
+        guest_block_size (syntax ("512|4096")): Option<u32>
+            => "Logical block size of the guest, instead of 512 for a file and the device's own",
+    }
+    refused &[refused::PCI, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED];
 }
 
 impl DiskConfig {
-    fn default_num_queues() -> u16 {
-        1
-    }
-
-    fn default_queue_size() -> u16 {
-        128
-    }
-
-    fn default_sparse() -> bool {
-        true
-    }
-
-    /// Reads one of the flag's values.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        let image_type = options.read("image_type", "raw, or a type that is refused", ImageType::parse)?;
-        let words = |key| options.read(key, "a name", |text| (!text.is_empty()).then(|| text.to_owned()));
-        Ok(Self {
-            path: options.required("path", options.path("path")?)?,
-            readonly: options.switch("readonly")?.unwrap_or(false),
-            direct: options.switch("direct")?.unwrap_or(false),
-            num_queues: options.number("num_queues")?.unwrap_or_else(Self::default_num_queues),
-            queue_size: options.number("queue_size")?.unwrap_or_else(Self::default_queue_size),
-            serial: words("serial")?,
-            id: words("id")?,
-            image_type: image_type.unwrap_or_default(),
-            sparse: options.switch("sparse")?.unwrap_or_else(Self::default_sparse),
-            pci_device_id: options.number("pci_device_id")?,
-            guest_block_size: options.number("guest_block_size")?,
-        })
-    }
-
     /// Queues that `vcpus` can use, of a size that virtio has, and a serial number that fits.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         let in_range = |key, value: u16, least: u16, most: u16| match (least..=most).contains(&value) {
             true => Ok(()),
             false => Err(ConfigError::OutOfRange {

@@ -1,7 +1,10 @@
 //! Flags of Cloud Hypervisor that foreshore does not have, so that each is refused with a reason rather than as
 //! a typing error.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
+
+use super::error::ConfigError;
+use super::keys::asks_for_nothing;
 
 /// Flag and reason.
 const FLAGS: &[(&str, &str)] = &[
@@ -58,17 +61,32 @@ pub(super) fn reason(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(name, _)| *name == flag).map(|(_, reason)| *reason)
 }
 
-/// Whether a section says in its own way that there is nothing. Cloud Hypervisor writes its debug console out in every
-/// configuration that it shows, with a port, and off.
-pub(super) fn is_off(name: &str, section: &Value) -> bool {
+/// Reason why a value of `--debug-console` is refused, unless it is off.
+pub(super) fn debug_console(value: &str) -> Option<&'static str> {
+    let is_off = value.split(',').any(|part| part.trim().eq_ignore_ascii_case("off"));
+    reason("--debug-console").filter(|_| !is_off)
+}
+
+/// Returns true for a debug console that is off. Cloud Hypervisor shows it in every configuration,
+/// with a port.
+fn is_off(name: &str, section: &Value) -> bool {
     let mode = (name == "debug_console").then(|| section.get("mode")?.as_str()).flatten();
     mode.is_some_and(|mode| mode.eq_ignore_ascii_case("off"))
 }
 
-/// The flag that fills the section `name` of a configuration, and why it is refused, if foreshore has none like it.
-pub(super) fn section(name: &str) -> Option<(&'static str, &'static str)> {
-    let (_, flag) = SECTIONS.iter().find(|(section, _)| *section == name)?;
-    Some((flag, reason(flag).expect("every section's flag has a reason")))
+/// Takes the sections of Cloud Hypervisor that foreshore does not have out of a configuration.
+/// Refuses those that ask for something, with the reason of their flag.
+pub(super) fn take_sections(config: &mut Map<String, Value>) -> Result<(), ConfigError> {
+    for (name, flag) in SECTIONS {
+        if let Some(section) = config.remove(*name)
+            && !asks_for_nothing(&section, &[])
+            && !is_off(name, &section)
+        {
+            let why = reason(flag).expect("every section's flag has a reason");
+            return Err(ConfigError::ForeignSection { flag, why });
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -78,8 +96,11 @@ mod tests {
     #[test]
     fn every_section_has_the_reason_of_its_flag() {
         for (name, flag) in SECTIONS {
-            assert_eq!(section(name), Some((*flag, reason(flag).unwrap())));
+            let mut config = Map::from_iter([((*name).to_owned(), Value::from(1))]);
+            let refused = ConfigError::ForeignSection { flag, why: reason(flag).unwrap() };
+            assert_eq!(take_sections(&mut config), Err(refused));
         }
-        assert_eq!(section("memory"), None);
+        let mut config = Map::from_iter([("memory".to_owned(), Value::from(1))]);
+        assert_eq!((take_sections(&mut config), config.len()), (Ok(()), 1));
     }
 }

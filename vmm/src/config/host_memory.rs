@@ -1,51 +1,28 @@
-//! What `--memory` and `--memory-zone` say alike: of what on the host their memory is.
-
-use serde::{Deserialize, Serialize};
+//! Keys that `--memory` and `--memory-zone` have in common: the host's memory that backs the
+//! guest's.
 
 use super::error::ConfigError;
-use super::option_parser::Options;
+use super::keys::section;
 use super::size::{Size, UNIT_BYTES};
 
 /// A file system on which one page would be larger than this is not known.
 const MAX_PAGE_BYTES: u64 = 1 << 40;
 
-/// `shared=,mergeable=,hugepages=,hugepage_size=,prefault=,reserve=`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HostMemoryConfig {
-    /// Other processes can map it.
-    #[serde(default)]
-    pub shared: bool,
-    /// The host may keep pages of the same content once.
-    #[serde(default)]
-    pub mergeable: bool,
-    /// It is of huge pages that the host has set aside.
-    #[serde(default)]
-    pub hugepages: bool,
-    /// How large they are; the host's usual ones if that is not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hugepage_size: Option<u64>,
-    /// The host finds all its pages before the guest runs.
-    #[serde(default)]
-    pub prefault: bool,
-    /// The host counts all of it as taken at once.
-    #[serde(default)]
-    pub reserve: bool,
+section! {
+    /// Memory of the host that backs memory of the guest.
+    #[derive(Default)]
+    pub struct HostMemoryConfig: "--memory" "Host memory" {
+        shared: bool = false => "Let other processes map it",
+        mergeable: bool = false => "Let the host merge pages of the same content",
+        hugepages: bool = false => "Use huge pages that the host has reserved",
+        hugepage_size: Option<u64> => "Size of the huge pages, instead of the host's default",
+        prefault: bool = false => "Allocate all pages before the guest runs",
+        reserve: bool = false => "Reserve all of it on the host at once",
+    }
+    parse none;
 }
 
 impl HostMemoryConfig {
-    /// Reads its keys among a flag's.
-    pub(super) fn read(options: &Options) -> Result<Self, ConfigError> {
-        let switch = |key| options.switch(key).map(Option::unwrap_or_default);
-        Ok(Self {
-            shared: switch("shared")?,
-            mergeable: switch("mergeable")?,
-            hugepages: switch("hugepages")?,
-            hugepage_size: options.size("hugepage_size")?,
-            prefault: switch("prefault")?,
-            reserve: switch("reserve")?,
-        })
-    }
-
     /// The first of its switches that is on.
     pub(super) fn first_on(&self) -> Option<&'static str> {
         let switches = [

@@ -1,54 +1,14 @@
 //! A VM's configuration as the API takes it, in JSON.
 //!
-//! Field names are Cloud Hypervisor's. What a client says that foreshore has nothing for is refused with the reason,
-//! as the same flag is, unless it asks for what is the case anyway: clients write out defaults. Names that neither knows
-//! are passed over, as Cloud Hypervisor does, but in sections that are ours alone.
+//! Field names are Cloud Hypervisor's. What foreshore does not support is refused with the reason,
+//! as the same flag is, unless its value asks for nothing: clients write out defaults. Unknown
+//! fields are ignored with a warning, as in Cloud Hypervisor, but refused in sections that are
+//! foreshore's alone.
 
 use serde_json::{Map, Value};
-use thiserror::Error;
 
-use super::error::ConfigError;
-use super::field::{self, FieldError};
-use super::option_parser::Syntax;
-use super::{
-    NetConfig, VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload,
-    platform, pm_memory, pm_volume, pmem, pressure, rng, unknown, vsock,
-};
-
-/// Sections, with what the flag of the same meaning takes.
-pub(super) const SECTIONS: [(&str, &Syntax); 12] = [
-    ("payload", &payload::SYNTAX),
-    ("cpus", &cpus::SYNTAX),
-    ("memory", &memory::SYNTAX),
-    ("balloon", &balloon::SYNTAX),
-    ("disks", &disk::SYNTAX),
-    ("net", &net::SYNTAX),
-    ("serial", &console::SERIAL),
-    ("console", &console::CONSOLE),
-    ("rng", &rng::SYNTAX),
-    ("vsock", &vsock::SYNTAX),
-    ("pmem", &pmem::SYNTAX),
-    ("platform", &platform::SYNTAX),
-];
-
-/// Sections that Cloud Hypervisor does not have: their flags and keys. No client knows more of them than we do, so that a key
-/// which nobody knows is a mistake.
-pub(super) const OURS: [(&str, &str, &[&str]); 3] = [
-    ("pm_memory", pm_memory::SYNTAX.flag, pm_memory::SYNTAX.keys),
-    ("pm_volumes", pm_volume::SYNTAX.flag, pm_volume::SYNTAX.keys),
-    ("pressure", pressure::FLAG, &pressure::FIELDS),
-];
-
-/// Why a configuration in JSON is refused.
-#[derive(Debug, Error)]
-pub enum JsonError {
-    /// A field of it is missing, or is not what it has to be.
-    #[error(transparent)]
-    Field(#[from] FieldError),
-    /// It has something that is not supported, or is no valid configuration.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-}
+use super::keys::{JsonError, JsonValue, Walk};
+use super::{ConsoleConfig, PmMemoryConfig, VmConfig, foreign};
 
 impl VmConfig {
     /// Reads and validates a configuration.
@@ -56,119 +16,71 @@ impl VmConfig {
         Self::from_json_warned(json).map(|(config, _)| config)
     }
 
-    /// The same, with what is to be known about it, also of what it has no more.
+    /// Reads and validates a configuration, and returns it with warnings, also about fields that
+    /// were ignored.
     pub fn from_json_warned(mut json: Map<String, Value>) -> Result<(Self, Vec<String>), JsonError> {
-        strip_nulls(&mut json);
-        let nets = json.get_mut("net").and_then(Value::as_array_mut).into_iter().flatten();
-        let passed_over: Vec<_> =
-            nets.filter_map(Value::as_object_mut).filter_map(NetConfig::pass_over_fds).collect();
-        check(&json)?;
-        let unknown = unknown::warning(&json);
-        let config: Self = field::read(Value::Object(json))?;
+        foreign::take_sections(&mut json)?;
+        let mut walk = Walk::default();
+        let config: Self = walk.object(Value::Object(json))?;
         config.validate()?;
         let mut warnings = config.warnings();
-        warnings.extend(unknown);
-        // Once, however many interfaces have some.
-        warnings.extend(passed_over.first().map(|&warning| warning.to_owned()));
+        warnings.extend(walk.into_warnings());
         Ok((config, warnings))
     }
 }
 
-/// A field that is null is as good as left out.
-pub(super) fn strip_nulls(fields: &mut Map<String, Value>) {
-    fields.retain(|_, value| !value.is_null());
-    fields.values_mut().for_each(strip_nulls_within);
+/// Reads the serial port, whose keys are those of `--console`.
+pub(super) fn serial(json: Value, walk: &mut Walk) -> Result<ConsoleConfig, JsonError> {
+    walk.named("--serial", |walk| ConsoleConfig::from_json(json, walk))
 }
 
-fn strip_nulls_within(value: &mut Value) {
-    match value {
-        Value::Object(fields) => strip_nulls(fields),
-        Value::Array(values) => values.iter_mut().for_each(strip_nulls_within),
-        _ => {}
+/// Reads zones of PM. Clients that know of one send it without a list around it.
+pub(super) fn one_or_many(json: Value, walk: &mut Walk) -> Result<Vec<PmMemoryConfig>, JsonError> {
+    match json {
+        Value::Object(_) => PmMemoryConfig::from_json(json, walk).map(|zone| vec![zone]),
+        Value::Array(_) => Vec::from_json(json, walk),
+        _ => Err(walk.wrong(&json, "an object, or a list of objects")),
     }
 }
 
-fn check(config: &Map<String, Value>) -> Result<(), ConfigError> {
-    for (name, value) in config {
-        if let Some((flag, why)) = foreign::section(name)
-            && !asks_for_nothing(value, &[])
-            && !foreign::is_off(name, value)
-        {
-            return Err(ConfigError::ForeignSection { flag, why });
-        }
-    }
-    for (name, syntax) in SECTIONS {
-        objects(config.get(name)).try_for_each(|section| check_section(syntax, section))?;
-    }
-    for (name, flag, keys) in OURS {
-        objects(config.get(name)).try_for_each(|section| check_keys(flag, keys, section))?;
-    }
-    let zones = objects(config.get("memory").and_then(|memory| memory.get("zones")));
-    zones.into_iter().try_for_each(|zone| check_section(&memory_zone::SYNTAX, zone))?;
-    objects(config.get("numa")).try_for_each(|node| check_section(&numa::SYNTAX, node))
-}
-
-/// A section's object, or all of them.
-fn objects(section: Option<&Value>) -> impl Iterator<Item = &Map<String, Value>> {
-    let (one, many) = match section {
-        Some(Value::Object(object)) => (Some(object), &[][..]),
-        Some(Value::Array(list)) => (None, &list[..]),
-        _ => (None, &[][..]),
-    };
-    one.into_iter().chain(many.iter().filter_map(Value::as_object))
-}
-
-pub(super) fn check_section(syntax: &Syntax, section: &Map<String, Value>) -> Result<(), ConfigError> {
-    for refused in syntax.refused() {
-        if let Some(value) = section.get(refused.key)
-            && !asks_for_nothing(value, refused.neutral)
-        {
-            return Err(ConfigError::Unsupported {
-                flag: syntax.flag,
-                key: refused.key,
-                value: format!("={value}"),
-                why: refused.why,
-            });
-        }
-    }
-    Ok(())
-}
-
-fn check_keys(flag: &'static str, keys: &[&str], section: &Map<String, Value>) -> Result<(), ConfigError> {
-    match section.keys().find(|key| !keys.contains(&&***key)) {
-        Some(key) => Err(ConfigError::UnknownKey { flag, key: key.clone(), known: keys.join(", ") }),
-        None => Ok(()),
-    }
-}
-
-/// Whether a value is one of the `neutral` ones, or has nothing in it; without neutral ones, whether it is a switch that is off.
-fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
-    match value {
-        Value::Null => true,
-        Value::Array(values) => values.is_empty(),
-        Value::Object(fields) => fields.values().all(|value| asks_for_nothing(value, &[])),
-        Value::String(text) => neutral.iter().any(|neutral| neutral.eq_ignore_ascii_case(text)),
-        Value::Bool(false) if neutral.is_empty() => true,
-        Value::Bool(_) | Value::Number(_) => neutral.contains(&&*value.to_string()),
-    }
-}
-
-/// Every section with the names of its fields, those among them that are refused.
+/// Names of all fields of every section, those that are refused included.
 #[cfg(test)]
 pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
-    let theirs = SECTIONS.iter().map(|(section, syntax)| (*section, unknown::keys(section, syntax)));
-    theirs.chain(OURS.iter().map(|(section, _, keys)| (*section, keys.to_vec()))).collect()
+    use super::keys::Object;
+    use super::*;
+
+    fn of<T: Object>(section: &'static str) -> (&'static str, Vec<&'static str>) {
+        let refused = T::REFUSED.iter().copied().flatten().map(|refused| refused.key);
+        (section, T::names().into_iter().chain(refused).collect())
+    }
+
+    vec![
+        of::<PayloadConfig>("payload"),
+        of::<CpusConfig>("cpus"),
+        of::<MemoryConfig>("memory"),
+        of::<BalloonConfig>("balloon"),
+        of::<DiskConfig>("disks"),
+        of::<NetConfig>("net"),
+        of::<ConsoleConfig>("serial"),
+        of::<ConsoleConfig>("console"),
+        of::<RngConfig>("rng"),
+        of::<VsockConfig>("vsock"),
+        of::<PmemConfig>("pmem"),
+        of::<PlatformConfig>("platform"),
+        of::<PmMemoryConfig>("pm_memory"),
+        of::<PmVolumeConfig>("pm_volumes"),
+        of::<PressureConfig>("pressure"),
+    ]
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
-    use crate::config::{ConsoleMode, HotplugMethod, PmMemoryConfig, PmVolumeConfig, PressureConfig};
+    use crate::config::keys::Object;
+    use crate::config::{ConsoleMode, DiskConfig, HotplugMethod, MemoryConfig, test_config};
 
     fn read(json: Value) -> Result<VmConfig, JsonError> {
         let Value::Object(fields) = json else { panic!("{json} is no object") };
@@ -288,19 +200,32 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_our_own_sections_are_their_fields() {
-        let all = "id=a,guest_numa_node=1,near=0,read_latency=1,write_latency=1,bandwidth=1G,scrub_bandwidth=0,plug_bandwidth=0";
-        let zone = PmMemoryConfig::parse(&format!("pool=/p,size=2M,{all}")).unwrap();
-        let all = "format=btt,interface=auto,create=on,readonly=off,force=off";
-        let volume = PmVolumeConfig::parse(&format!("pool=/p,name=a,size=2M,{all}")).unwrap();
-        let all = "policy=fixed,size=0,idle=1s,cool_down=1s,record=/r,record_size=1M";
-        let pressure = PressureConfig::parse(all).unwrap();
-        let shown = json!({"pm_memory": zone, "pm_volumes": volume, "pressure": pressure});
-        for (section, _, keys) in OURS {
-            let fields: BTreeSet<_> =
-                shown[section].as_object().unwrap().keys().map(String::as_str).collect();
-            assert_eq!(keys.iter().copied().collect::<BTreeSet<_>>(), fields, "{section}");
-        }
+    fn unknown_fields_are_named_by_their_path() {
+        let config = json!({
+            "payload": {"kernel": "/k", "initrd": "/i"},
+            "cpus": {"boot": 1, "boot_vcpus": 1, "max_vcpus": 1, "features": {"avx": true}},
+            "memory": {"size": 0, "hotplug_methd": "VirtioMem", "zones": [{"id": "a", "size": 4096, "fle": "/f"}]},
+            "disks": [{"path": "/a"}, {"path": "/b", "read_only": true}],
+            "numa": [{"guest_numa_id": 0, "cpu": [0]}],
+        });
+        let mut walk = Walk::default();
+        let read = walk.object::<VmConfig>(config);
+        read.unwrap();
+        let warnings = walk.into_warnings();
+        let names = "cpus.boot, cpus.features.avx, disks[1].read_only, memory.hotplug_methd, memory.zones[0].fle, \
+                     numa[0].cpu, payload.initrd";
+        let mut named: Vec<_> =
+            warnings[0].strip_prefix("Ignored unknown fields: ").unwrap().split(", ").collect();
+        named.sort_unstable();
+        assert_eq!(named, names.split(", ").collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn configuration_that_is_shown_has_no_unknown_field() {
+        let mut config = test_config();
+        config.disks = vec![DiskConfig::parse("path=/d,readonly=on").unwrap()];
+        let Value::Object(shown) = serde_json::to_value(&config).unwrap() else { panic!() };
+        assert_eq!(VmConfig::from_json_warned(shown).unwrap(), (config, Vec::new()));
     }
 
     #[test]
@@ -322,11 +247,11 @@ mod tests {
             ),
             (
                 json!({"memory": {"size": 4096, "shared": "on"}}),
-                r#"memory: shared is "on", and must be true or false"#.to_owned(),
+                r#"memory.shared is "on", and must be true or false"#.to_owned(),
             ),
             (
                 json!({"memory": {"size": 0, "zones": [{"id": "a", "size": 4096, "prefault": 1}]}}),
-                "memory.zones[0]: prefault is 1, and must be true or false".to_owned(),
+                "memory.zones[0].prefault is 1, and must be true or false".to_owned(),
             ),
             (
                 json!({"disks": [{"path": "/a"}, {"path": 7}]}),
@@ -334,7 +259,7 @@ mod tests {
             ),
             (
                 json!({"serial": {"mode": "Loud"}}),
-                r#"serial.mode is "Loud", and must be one of Off, Null, Tty, Pty, File, Socket"#.to_owned(),
+                r#"serial.mode is "Loud", and must be Off, Null, Tty, Pty, File or Socket"#.to_owned(),
             ),
             (
                 json!({"pm_memory": 7}),
@@ -371,8 +296,8 @@ mod tests {
             "[a-z/]{0,8}".prop_map(Value::from),
         ];
         let name = prop_oneof![
-            prop::sample::select(SECTIONS.map(|(name, _)| name.to_owned()).to_vec()),
-            prop::sample::select(memory::SYNTAX.keys).prop_map(str::to_owned),
+            prop::sample::select(VmConfig::names()).prop_map(str::to_owned),
+            prop::sample::select(MemoryConfig::names()).prop_map(str::to_owned),
             prop::sample::select(vec!["zones", "numa", "net", "boot_vcpus", "kernel", "pm_memory", "x"])
                 .prop_map(str::to_owned),
         ];

@@ -1,114 +1,46 @@
-//! `--memory size=,shared=,hugepages=,hotplug_method=,hotplug_size=,...`.
-
-use serde::{Deserialize, Serialize};
+//! `--memory`.
 
 use super::error::ConfigError;
-use super::field;
 use super::host_memory::HostMemoryConfig;
+use super::keys::{section, words};
 use super::memory_zone::{MemoryZoneConfig, check_hotplug, check_plug_bandwidth};
-use super::option_parser::Syntax;
-use super::plug_bandwidth;
 use super::size::{self, Size, UNIT_BYTES};
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--memory",
-    keys: &[
-        "size",
-        "mergeable",
-        "shared",
-        "hugepages",
-        "hugepage_size",
-        "prefault",
-        "reserve",
-        "thp",
-        "hotplug_method",
-        "hotplug_size",
-        "hotplugged_size",
-        plug_bandwidth::KEY,
-    ],
-    words: &[],
-    refused: &[],
-};
-
-/// How DRAM grows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum HotplugMethod {
-    /// ACPI memory devices.
-    #[default]
-    Acpi,
-    /// A virtio-mem device.
-    VirtioMem,
+words! {
+    /// Method by which DRAM grows.
+    #[derive(Default)]
+    pub enum HotplugMethod {
+        /// ACPI memory devices.
+        #[default]
+        Acpi = "Acpi" "acpi",
+        /// A virtio-mem device.
+        VirtioMem = "VirtioMem" "virtio-mem",
+    }
 }
 
-/// `--memory size=,shared=,hugepages=,hotplug_method=,hotplug_size=,...`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MemoryConfig {
-    /// Boot memory; 0 with zones.
-    pub size: u64,
-    /// Of what on the host it is.
-    #[serde(flatten, deserialize_with = "field::flattened")]
-    pub host: HostMemoryConfig,
-    /// The host is asked for transparent huge pages.
-    #[serde(default = "default_thp")]
-    pub thp: bool,
-    /// How it grows.
-    #[serde(default)]
-    pub hotplug_method: HotplugMethod,
-    /// By how much it may grow.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hotplug_size: Option<u64>,
-    /// How much of that is requested at boot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hotplugged_size: Option<u64>,
-    /// Bytes per second that may be plugged again after an unplug. 0: no bound.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub plug_bandwidth: Option<u64>,
-    /// Zones with sizes of their own, instead of those above.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub zones: Vec<MemoryZoneConfig>,
-}
-
-fn default_thp() -> bool {
-    true
+section! {
+    /// DRAM.
+    pub struct MemoryConfig: "--memory" "DRAM" {
+        size (json_required): u64 = 512 << 20 => "Boot memory; 0 with zones",
+        host (flatten): HostMemoryConfig => "Memory of the host that backs it",
+        thp: bool = true => "Ask the host for transparent huge pages",
+        hotplug_method: HotplugMethod = HotplugMethod::Acpi => "Method by which it grows",
+        hotplug_size: Option<u64> => "Memory that may be added",
+        hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
+        plug_bandwidth: Option<u64>
+            => "Bytes per second for plugging after an unplug, instead of 1G; 0 is no limit",
+        zones (json_only): Vec<MemoryZoneConfig>
+            => "Zones with sizes of their own, instead of those above",
+    }
 }
 
 impl Default for MemoryConfig {
     fn default() -> Self {
-        Self {
-            size: 512 << 20,
-            host: HostMemoryConfig::default(),
-            thp: default_thp(),
-            hotplug_method: HotplugMethod::Acpi,
-            hotplug_size: None,
-            hotplugged_size: None,
-            plug_bandwidth: None,
-            zones: Vec::new(),
-        }
+        Self::parse("").expect("no key is required")
     }
 }
 
 impl MemoryConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        let method = options.read("hotplug_method", "acpi or virtio-mem", |text| match text {
-            "acpi" => Some(HotplugMethod::Acpi),
-            "virtio-mem" => Some(HotplugMethod::VirtioMem),
-            _ => None,
-        })?;
-        let default = Self::default();
-        Ok(Self {
-            size: options.size("size")?.unwrap_or(default.size),
-            host: HostMemoryConfig::read(&options)?,
-            thp: options.switch("thp")?.unwrap_or(default.thp),
-            hotplug_method: method.unwrap_or_default(),
-            hotplug_size: options.size("hotplug_size")?,
-            hotplugged_size: options.size("hotplugged_size")?,
-            plug_bandwidth: options.size(plug_bandwidth::KEY)?,
-            zones: Vec::new(),
-        })
-    }
-
     /// All boot memory.
     pub fn boot_bytes(&self) -> u64 {
         self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
@@ -116,7 +48,7 @@ impl MemoryConfig {
 
     /// Sizes within their bounds, a way to grow if it shall grow, and memory that there can be.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         if self.zones.is_empty() {
             size::check_pages(flag, "size", self.size)?;
         } else {
@@ -138,7 +70,7 @@ impl MemoryConfig {
 
     /// ACPI adds memory to `--memory` alone, and as it is asked for.
     fn check_dimms(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         if let Some(zone) = self.zones.iter().find(|zone| zone.hotplug_size.is_some()) {
             let reason = format!(
                 "hotplug_size of --memory-zone id={} needs hotplug_method=virtio-mem: ACPI adds memory to no zone",
@@ -170,7 +102,7 @@ impl MemoryConfig {
 
     /// What is said here would be of no zone.
     fn check_zones(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         let sizes = [
             ("size", self.size),
             ("hotplug_size", self.hotplug_size.unwrap_or(0)),
@@ -210,7 +142,7 @@ impl MemoryConfig {
                     Size(page_bytes),
                     Size(UNIT_BYTES)
                 );
-                Err(ConfigError::Conflict { flag: SYNTAX.flag, reason })
+                Err(ConfigError::Conflict { flag: Self::FLAG, reason })
             }
             _ => Ok(()),
         }

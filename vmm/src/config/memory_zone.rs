@@ -1,84 +1,36 @@
-//! `--memory-zone id=,size=,file=,shared=,...`.
+//! `--memory-zone`.
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
-use super::field;
 use super::host_memory::HostMemoryConfig;
+use super::keys::section;
 use super::name;
-use super::option_parser::Syntax;
 use super::plug_bandwidth;
 use super::size::{self, Size};
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--memory-zone",
-    keys: &[
-        "id",
-        "size",
-        "file",
-        "shared",
-        "hugepages",
-        "hugepage_size",
-        "host_numa_node",
-        "hotplug_size",
-        "hotplugged_size",
-        plug_bandwidth::KEY,
-        "mergeable",
-        "prefault",
-        "reserve",
-    ],
-    words: &[],
-    refused: &[],
-};
-
-/// `--memory-zone id=,size=,file=,shared=,...`: a zone of DRAM.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MemoryZoneConfig {
-    /// Its name.
-    pub id: String,
-    /// Its boot memory.
-    pub size: u64,
-    /// What its boot memory is of: a file, or a directory in which one without a name is made.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub file: Option<PathBuf>,
-    /// Of what on the host it is.
-    #[serde(flatten, deserialize_with = "field::flattened")]
-    pub host: HostMemoryConfig,
-    /// The host's node from which all its memory comes; wherever the host likes otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host_numa_node: Option<u32>,
-    /// By how much it may grow.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hotplug_size: Option<u64>,
-    /// How much of that is requested at boot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hotplugged_size: Option<u64>,
-    /// Bytes per second that may be plugged again after an unplug. 0: no bound.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub plug_bandwidth: Option<u64>,
+section! {
+    /// Zone of DRAM.
+    #[derive(Default)]
+    pub struct MemoryZoneConfig: "--memory-zone" "Zones of DRAM, with --memory size=0" {
+        id: String => "Name",
+        size: u64 => "Boot memory",
+        file: Option<PathBuf>
+            => "File of the boot memory, or a directory in which one without a name is made",
+        host (flatten): HostMemoryConfig => "Memory of the host that backs it",
+        host_numa_node: Option<u32>
+            => "Node of the host that all its memory comes from, instead of any",
+        hotplug_size: Option<u64> => "Memory that may be added",
+        hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
+        plug_bandwidth: Option<u64>
+            => "Bytes per second for plugging after an unplug, instead of 1G; 0 is no limit",
+    }
 }
 
 impl MemoryZoneConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self {
-            id: options.required("id", options.text("id").map(str::to_owned))?,
-            size: options.required("size", options.size("size")?)?,
-            file: options.path("file")?,
-            host: HostMemoryConfig::read(&options)?,
-            host_numa_node: options.number("host_numa_node")?,
-            hotplug_size: options.size("hotplug_size")?,
-            hotplugged_size: options.size("hotplugged_size")?,
-            plug_bandwidth: options.size(plug_bandwidth::KEY)?,
-        })
-    }
-
     /// A name, sizes within their bounds, and memory that there can be.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         name::check(flag, "id", &self.id)?;
         size::check_pages(flag, "size", self.size)?;
         check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?;
@@ -185,7 +137,7 @@ mod tests {
             "--memory-zone: hotplugged_size is 4 MiB, and must be at most 2 MiB, which is hotplug_size"
         );
         assert!(error("id=__a,size=2M").contains("without '__' in front"));
-        assert!(error("id=a,size=2M,host_numa_node=-1").contains("a whole number of 32 bits"));
+        assert!(error("id=a,size=2M,host_numa_node=-1").contains("a whole number from 0 to 4294967295"));
     }
 
     #[test]

@@ -13,16 +13,15 @@ mod cpus;
 mod devices;
 mod disk;
 mod error;
-mod field;
 mod foreign;
 mod host_memory;
 mod json;
+pub(crate) mod keys;
 mod memory;
 mod memory_zone;
 mod name;
 mod net;
 mod numa;
-mod option_parser;
 mod packages;
 mod payload;
 mod platform;
@@ -36,15 +35,9 @@ mod rng;
 mod size;
 mod socket;
 mod topology;
-mod unknown;
 mod vsock;
 
-use std::fmt;
-
-use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
-use serde::de::{MapAccess, SeqAccess, Visitor};
-use serde::{Deserialize, Deserializer, Serialize};
-
+use self::json::{one_or_many, serial as serial_from_json};
 use crate::file_id::is_same;
 use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Chosen, Payload, check_ids, choose};
@@ -56,11 +49,11 @@ pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, Cpus
 pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
-pub use self::field::{FieldError, read_bytes as read_json};
 pub use self::host_memory::HostMemoryConfig;
-pub use self::json::JsonError;
 #[cfg(test)]
 pub(crate) use self::json::fields;
+pub use self::keys::{FieldError, JsonError};
+pub(crate) use self::keys::{JsonValue, read_body, section};
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
 pub use self::net::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
@@ -79,91 +72,31 @@ pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages, parse as parse_size};
 pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress, SocketAccess};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
-pub use self::unknown::Unknown;
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
 use crate::memory::layout::{BootMemory, linux_block_bytes};
 
-/// Everything about one VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VmConfig {
-    /// What to boot.
-    pub payload: PayloadConfig,
-    /// vCPUs.
-    #[serde(default)]
-    pub cpus: CpusConfig,
-    /// DRAM.
-    #[serde(default)]
-    pub memory: MemoryConfig,
-    /// Memory that the guest gives back without hotplug.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub balloon: Option<BalloonConfig>,
-    /// Disks.
-    #[serde(default)]
-    pub disks: Vec<DiskConfig>,
-    /// Network interfaces.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub net: Vec<NetConfig>,
-    /// COM1.
-    #[serde(default = "ConsoleConfig::default_serial")]
-    pub serial: ConsoleConfig,
-    /// virtio-console, hvc0.
-    #[serde(default = "ConsoleConfig::default_console")]
-    pub console: ConsoleConfig,
-    /// Entropy source.
-    #[serde(default)]
-    pub rng: RngConfig,
-    /// A watchdog.
-    #[serde(default)]
-    pub watchdog: bool,
-    /// Sockets between guest and host.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vsock: Option<VsockConfig>,
-    /// What the machine is like as a whole.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub platform: Option<PlatformConfig>,
-    /// The guest's nodes; one, and one for each zone of PM, if there are none.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub numa: Vec<NumaConfig>,
-    /// Zones of PM. One may stand alone, not in a list.
-    #[serde(default, deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
-    pub pm_memory: Vec<PmMemoryConfig>,
-    /// Volumes of PM pools.
-    #[serde(default)]
-    pub pm_volumes: Vec<PmVolumeConfig>,
-    /// Files and devices as persistent memory.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub pmem: Vec<PmemConfig>,
-    /// What the governor does, if anybody has said so; [`VmConfig::governing`] is what it does in any case.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pressure: Option<PressureConfig>,
-}
-
-/// Clients that know of one zone of PM send it without a list around it.
-fn one_or_many<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<PmMemoryConfig>, D::Error> {
-    // As `#[serde(untagged)]` would, but that an error is of the field that is wrong.
-    struct OneOrMany;
-
-    impl<'de> Visitor<'de> for OneOrMany {
-        type Value = Vec<PmMemoryConfig>;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("an object, or a list of objects")
-        }
-
-        fn visit_unit<E>(self) -> Result<Self::Value, E> {
-            Ok(Vec::new())
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, one: A) -> Result<Self::Value, A::Error> {
-            PmMemoryConfig::deserialize(MapAccessDeserializer::new(one)).map(|zone| vec![zone])
-        }
-
-        fn visit_seq<A: SeqAccess<'de>>(self, many: A) -> Result<Self::Value, A::Error> {
-            Vec::deserialize(SeqAccessDeserializer::new(many))
-        }
+section! {
+    /// A VM.
+    pub struct VmConfig: "vm.create" {
+        payload: PayloadConfig => "Guest software to boot",
+        cpus: CpusConfig = CpusConfig::default() => "vCPUs",
+        memory: MemoryConfig = MemoryConfig::default() => "DRAM",
+        balloon: Option<BalloonConfig> => "Memory that the guest returns without hotplug",
+        disks (shown): Vec<DiskConfig> => "Disks",
+        net: Vec<NetConfig> => "Network interfaces",
+        serial (with serial_from_json): ConsoleConfig = ConsoleConfig::default_serial() => "COM1",
+        console: ConsoleConfig = ConsoleConfig::default_console() => "virtio-console, hvc0",
+        rng: RngConfig = RngConfig::default() => "Entropy source",
+        watchdog: bool = false => "Watchdog",
+        vsock: Option<VsockConfig> => "Sockets between guest and host",
+        platform: Option<PlatformConfig> => "Machine as a whole",
+        numa: Vec<NumaConfig> => "Nodes of the guest, instead of one and one for each zone of PM",
+        pm_memory (with one_or_many): Vec<PmMemoryConfig> => "Zones of PM",
+        pm_volumes (shown): Vec<PmVolumeConfig> => "Volumes of PM pools",
+        pmem: Vec<PmemConfig> => "Files and devices as persistent memory",
+        pressure: Option<PressureConfig>
+            => "Governor, instead of the default of [`VmConfig::governing`]",
     }
-
-    from.deserialize_any(OneOrMany)
 }
 
 impl VmConfig {
@@ -406,7 +339,7 @@ mod tests {
         assert_eq!(zones(json).unwrap(), std::slice::from_ref(&zone));
         assert_eq!(zones(&format!("[{json}, {json}]")).unwrap(), [zone.clone(), zone]);
         assert_eq!(zones("null").unwrap(), []);
-        assert!(zones("7").unwrap_err().to_string().contains("expected an object, or a list of objects"));
+        assert!(zones("7").unwrap_err().to_string().contains("must be an object, or a list of objects"));
     }
 
     #[test]

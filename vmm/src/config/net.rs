@@ -1,5 +1,4 @@
-//! `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=,
-//! vhost=`.
+//! `--net`.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -7,46 +6,24 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize, Serializer};
-use serde_json::{Map, Value};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
 use thiserror::Error;
 
 use super::error::ConfigError;
+use super::keys::{Item, JsonError, JsonValue, Refused, Walk, digits, section, text_value, words};
 use super::name;
-use super::option_parser::{Options, Refused, Syntax};
 use super::refused;
 use crate::virtio::transport::pci::layout::QUEUES_MAX;
 
-const REFUSED: &[Refused] = &[
-    Refused { key: "vhost_mode", neutral: &["client", "Client"], why: refused::NO_VHOST_USER },
-    // In JSON a list of numbers has been passed over before this is looked at.
-    Refused {
-        key: "fds",
-        neutral: &[],
-        why: "file descriptors do not travel in JSON; send them beside vm.add-net, or give --net fd=",
-    },
-];
+const REFUSED: &[Refused] =
+    &[Refused { key: "vhost_mode", neutral: &["client"], why: refused::NO_VHOST_USER }];
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--net",
-    keys: &[
-        "tap",
-        "ip",
-        "mask",
-        "mac",
-        "host_mac",
-        "mtu",
-        "fd",
-        "num_queues",
-        "queue_size",
-        "id",
-        "offload_tso",
-        "offload_ufo",
-        "offload_csum",
-        "vhost",
-    ],
-    words: &[],
-    refused: &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED],
+/// `fds` in JSON, unless it is a list of numbers, which are ignored.
+const FDS: Refused = Refused {
+    key: "fds",
+    neutral: &[],
+    why: "file descriptors do not travel in JSON; send them beside vm.add-net, or give --net fd=",
 };
 
 /// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of a frame and two more,
@@ -59,35 +36,21 @@ const IPV6_BITS: u32 = 128;
 /// Bytes of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
 
-/// Descriptors in JSON have not come with it.
-const FDS_PASSED_OVER: &str = "--net: fds in JSON are numbers that name nothing here, and are passed over: the interface is made or found by tap; \
-     descriptors come beside vm.add-net, as SCM_RIGHTS";
+/// Warning about descriptors in JSON.
+const FDS_IGNORED: &str = "--net: fds in JSON are numbers that name nothing here, and are ignored: \
+     the interface is made or found by tap; descriptors come beside vm.add-net, as SCM_RIGHTS";
 
-/// Whether the host's kernel moves frames, without this process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum VhostMode {
-    /// This process does.
-    #[default]
-    Off,
-    /// The kernel does, or there is no device.
-    On,
-    /// The kernel, if it can.
-    Auto,
-}
-
-impl VhostMode {
-    fn parse(text: &str) -> Option<Self> {
-        match text {
-            "off" => Some(Self::Off),
-            "on" => Some(Self::On),
-            "auto" => Some(Self::Auto),
-            _ => None,
-        }
-    }
-
-    fn is_off(&self) -> bool {
-        *self == Self::Off
+words! {
+    /// Use of vhost-net, with which the host's kernel moves frames.
+    #[derive(Default)]
+    pub enum VhostMode {
+        /// This process moves them.
+        #[default]
+        Off = "off" "off",
+        /// The kernel moves them, or there is no device.
+        On = "on" "on",
+        /// The kernel moves them if it can.
+        Auto = "auto" "auto",
     }
 }
 
@@ -121,8 +84,7 @@ fn prefix_len(mask: Ipv6Addr) -> Option<u8> {
 }
 
 /// An Ethernet address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MacAddress([u8; 6]);
 
 /// What is no Ethernet address.
@@ -170,19 +132,14 @@ impl fmt::Display for MacAddress {
     }
 }
 
-impl TryFrom<String> for MacAddress {
-    type Error = BadMacAddress;
-
-    fn try_from(text: String) -> Result<Self, BadMacAddress> {
-        text.parse()
+impl Serialize for MacAddress {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
     }
 }
 
-impl From<MacAddress> for String {
-    fn from(address: MacAddress) -> Self {
-        address.to_string()
-    }
-}
+text_value!(MacAddress, "MAC", "six bytes in hexadecimal with colons between them");
+text_value!(IpAddr, "ADDRESS", "an IPv4 or IPv6 address");
 
 /// A queue of a tap interface that somebody else has opened. Nothing of it is in JSON but that there is one: a number says nothing
 /// outside of this process.
@@ -231,113 +188,68 @@ impl Serialize for GivenFd {
     }
 }
 
-/// `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=,
-/// vhost=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NetConfig {
-    /// The host's interface; `vmtap0` and so on otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tap: Option<String>,
-    /// The host's address on it, if the interface is made here.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ip: Option<IpAddr>,
-    /// And the network's mask, of the same family; an IPv6 one is a prefix.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mask: Option<IpAddr>,
-    /// The guest's Ethernet address; one is drawn for a VM that is created without.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mac: Option<MacAddress>,
-    /// The host's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host_mac: Option<MacAddress>,
-    /// The longest frame's payload; what the interface has otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mtu: Option<u16>,
-    /// Queues of a tap interface that somebody else has opened.
-    #[serde(skip_deserializing, skip_serializing_if = "Vec::is_empty")]
-    pub fds: Vec<GivenFd>,
-    /// Queues, two for each pair.
-    #[serde(default = "NetConfig::default_num_queues")]
-    pub num_queues: u16,
-    /// Descriptors of each queue.
-    #[serde(default = "NetConfig::default_queue_size")]
-    pub queue_size: u16,
-    /// What the API and the metrics call it; `_net0` and so on otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<String>,
-    /// TCP segments may be longer than frames.
-    #[serde(default = "NetConfig::default_offload")]
-    pub offload_tso: bool,
-    /// So may UDP datagrams.
-    #[serde(default = "NetConfig::default_offload")]
-    pub offload_ufo: bool,
-    /// Checksums may be left to the other side; without it neither of the two above is offered.
-    #[serde(default = "NetConfig::default_offload")]
-    pub offload_csum: bool,
-    /// Who moves frames: a key of ours.
-    #[serde(default, skip_serializing_if = "VhostMode::is_off")]
-    pub vhost: VhostMode,
+impl JsonValue for GivenFd {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        Err(walk.wrong(&json, "a descriptor beside the request"))
+    }
+}
+
+impl Item for GivenFd {
+    const SYNTAX: &'static str = "[N,N]";
+    const EXPECTED: &'static str = "a descriptor, or several as [3,4]";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        digits(text).map(|number| vec![Self::named(number)])
+    }
+}
+
+section! {
+    /// Network interface.
+    pub struct NetConfig: "--net"
+        "Network interfaces, each a tap of the host that exists, is made, or is passed open" {
+        tap: Option<String> => "Interface of the host, instead of vmtap0 and so on",
+        ip: Option<IpAddr> => "Address of the host on an interface that is made",
+        mask (syntax ("MASK")): Option<IpAddr>
+            => "Mask of its network, of the same family; an IPv6 one is a prefix",
+        mac: Option<MacAddress> => "Ethernet address of the guest, instead of a random one",
+        host_mac: Option<MacAddress> => "Ethernet address of the host",
+        mtu: Option<u16> => "Largest payload of a frame, instead of the interface's",
+        fds (flag "fd" with fds_from_json): Vec<GivenFd> => "Queues of a tap that is passed open",
+        num_queues: u16 = 2 => "Queues, two for each pair",
+        queue_size: u16 = 256 => "Descriptors of each queue",
+        id: Option<String> => "Name in the API and in metrics, instead of _net0 and so on",
+        offload_tso: bool = true => "Let TCP segments be longer than frames",
+        offload_ufo: bool = true => "Let UDP datagrams be longer than frames",
+        offload_csum: bool = true => "Leave checksums to the other side, which the two above need",
+        vhost (skip_default): VhostMode = VhostMode::Off => "Let the host's kernel move frames",
+    }
+    refused &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED];
+}
+
+/// Ignores numbers of descriptors, with a warning: they name no file of this process. `vm.info`
+/// shows -1 in their place, and clients send what they were shown. Cloud Hypervisor ignores them as
+/// well.
+fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError> {
+    let is_number = |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
+    match &json {
+        Value::Array(numbers) if numbers.iter().all(is_number) => {
+            if !numbers.is_empty() {
+                walk.warn(FDS_IGNORED);
+            }
+            Ok(Vec::new())
+        }
+        _ if FDS.is_neutral_json(&json) => Ok(Vec::new()),
+        _ => Err(FDS.error(NetConfig::FLAG, format!("={json}")).into()),
+    }
 }
 
 impl NetConfig {
-    fn default_num_queues() -> u16 {
-        2
-    }
-
-    fn default_queue_size() -> u16 {
-        256
-    }
-
-    fn default_offload() -> bool {
-        true
-    }
-
-    /// Reads one of the flag's values. A key without a value asks for its default, as in Cloud Hypervisor, whose manual has
-    /// `tap=,mac=,ip=,mask=`.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?.without_empty();
-        let word = |key| options.read(key, "a name", |text| Some(text.to_owned()));
-        let offload = |key| {
-            let given = options.switch(key)?;
-            Ok::<_, ConfigError>(given.unwrap_or_else(Self::default_offload))
-        };
-        Ok(Self {
-            tap: word("tap")?,
-            ip: address(&options, "ip")?,
-            mask: address(&options, "mask")?,
-            mac: mac(&options, "mac")?,
-            host_mac: mac(&options, "host_mac")?,
-            mtu: options.number("mtu")?,
-            fds: options.read("fd", "a descriptor, or several as [3,4]", descriptors)?.unwrap_or_default(),
-            num_queues: options.number("num_queues")?.unwrap_or_else(Self::default_num_queues),
-            queue_size: options.number("queue_size")?.unwrap_or_else(Self::default_queue_size),
-            id: word("id")?,
-            offload_tso: offload("offload_tso")?,
-            offload_ufo: offload("offload_ufo")?,
-            offload_csum: offload("offload_csum")?,
-            vhost: options.read("vhost", "off, on or auto", VhostMode::parse)?.unwrap_or_default(),
-        })
-    }
-
     /// As many pairs of queues as a device has room for beside its control queue. Each may have a descriptor of its own.
     pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;
 
-    /// Takes the numbers of descriptors out of an interface in JSON; a warning, if there were any. They say nothing of this process's
-    /// files: `vm.info` shows -1 in their place, and clients write out what they were shown. Cloud Hypervisor passes them over as
-    /// well. What is no list of numbers stays, and is refused.
-    pub(super) fn pass_over_fds(net: &mut Map<String, Value>) -> Option<&'static str> {
-        let is_number = |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
-        let numbers = net.get("fds")?.as_array()?;
-        if numbers.is_empty() || !numbers.iter().all(is_number) {
-            return None;
-        }
-        net.remove("fds");
-        Some(FDS_PASSED_OVER)
-    }
-
     /// Queues that `vcpus` can use, and an interface that can be made or found.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         let in_range = |key, value: u16, least: u16, most: u16| match (least..=most).contains(&value) {
             true => Ok(()),
             false => Err(ConfigError::OutOfRange {
@@ -397,7 +309,7 @@ impl NetConfig {
             return Ok(());
         }
         Err(ConfigError::BadValue {
-            flag: SYNTAX.flag,
+            flag: Self::FLAG,
             key: "tap".to_owned(),
             value: tap.clone(),
             expected: format!("the name of an interface, at most {MAX_TAP_BYTES} bytes"),
@@ -406,7 +318,7 @@ impl NetConfig {
 
     fn check_descriptors(&self) -> Result<(), ConfigError> {
         let fds = &self.fds;
-        let conflict = |reason: String| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+        let conflict = |reason: String| Err(ConfigError::Conflict { flag: Self::FLAG, reason });
         if fds.is_empty() {
             return Ok(());
         }
@@ -445,24 +357,10 @@ impl NetConfig {
     }
 }
 
-fn address(options: &Options, key: &'static str) -> Result<Option<IpAddr>, ConfigError> {
-    options.read(key, "an IPv4 or IPv6 address", |text| text.parse().ok())
-}
-
-fn mac(options: &Options, key: &'static str) -> Result<Option<MacAddress>, ConfigError> {
-    options.read(key, "six bytes in hexadecimal with colons between them", |text| text.parse().ok())
-}
-
-/// One number, or several within brackets.
-fn descriptors(text: &str) -> Option<Vec<GivenFd>> {
-    let list = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
-    list.split(',').map(|fd| fd.parse().ok().filter(|fd| *fd >= 0).map(GivenFd::named)).collect()
-}
-
 /// Interfaces and descriptors are each one device's.
 pub(super) fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
     nets.iter().try_for_each(|net| net.validate(vcpus))?;
-    let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+    let conflict = |reason| Err(ConfigError::Conflict { flag: NetConfig::FLAG, reason });
     for (nth, net) in nets.iter().enumerate() {
         let earlier = &nets[..nth];
         if let Some(tap) = &net.tap
@@ -482,6 +380,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::config::keys::read_body;
 
     fn error(text: &str) -> String {
         NetConfig::parse(text).and_then(|net| net.validate(4)).unwrap_err().to_string()
@@ -595,24 +494,24 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_descriptors_in_json_are_passed_over_and_nothing_else_is() {
-        let pass_over = |fds: Value| {
-            let Value::Object(mut net) = serde_json::json!({"id": "n", "fds": fds}) else { panic!() };
-            let warned = NetConfig::pass_over_fds(&mut net).is_some();
-            (warned, net.contains_key("fds"), net["id"] == "n")
+    fn only_numbers_of_descriptors_in_json_are_ignored() {
+        let read = |fds: Value| {
+            let body = serde_json::json!({"id": "n", "fds": fds}).to_string();
+            read_body::<NetConfig>(body.as_bytes()).map(|(net, warnings)| (net.fds.len(), warnings.len()))
         };
         for numbers in [serde_json::json!([-1]), serde_json::json!([3, -1, 2_147_483_647])] {
-            assert_eq!(pass_over(numbers), (true, false, true));
+            assert_eq!(read(numbers), Ok((0, 1)));
         }
-        for others in [
-            Value::Null,
-            serde_json::json!([]),
+        for nothing in [Value::Null, serde_json::json!([])] {
+            assert_eq!(read(nothing), Ok((0, 0)));
+        }
+        for other in [
             serde_json::json!(3),
             serde_json::json!(["3"]),
             serde_json::json!([3, 0.5]),
             serde_json::json!([2_147_483_648_u64]),
         ] {
-            assert_eq!(pass_over(others), (false, true, true));
+            assert!(read(other).unwrap_err().to_string().contains("do not travel in JSON"));
         }
     }
 
@@ -623,7 +522,8 @@ mod tests {
         let net = NetConfig::parse("fd=[3,7],num_queues=4").unwrap();
         assert_eq!(numbers(&net), [3, 7]);
         assert!(net.validate(2).is_ok());
-        for text in ["fd=[3,", "fd=-1", "fd=[]", "fd=x", "fd=[3,,4]"] {
+        assert!(numbers(&NetConfig::parse("fd=[]").unwrap()).is_empty());
+        for text in ["fd=[3,", "fd=-1", "fd=x", "fd=[3,,4]"] {
             assert!(NetConfig::parse(text).is_err(), "{text}");
         }
     }

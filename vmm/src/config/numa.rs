@@ -1,24 +1,15 @@
-//! `--numa guest_numa_id=,cpus=,distances=,memory_zones=`.
-
-use serde::{Deserialize, Serialize};
+//! `--numa`.
 
 use super::error::{ConfigError, bounds};
-use super::option_parser::{Refused, Syntax};
+use super::keys::{Item, Refused, digits, range, section};
 
-pub(super) const FLAG: &str = "--numa";
+pub(super) const FLAG: &str = NumaConfig::FLAG;
 
 const REFUSED: &[Refused] = &[
     Refused { key: "sgx_epc_sections", neutral: &[], why: "SGX is not implemented" },
     Refused { key: "pci_segments", neutral: &["0", "[0]"], why: "there is one PCI segment, 0" },
     Refused { key: "device_id", neutral: &[], why: "there is no device passthrough" },
 ];
-
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: FLAG,
-    keys: &["guest_numa_id", "cpus", "distances", "memory_zones"],
-    words: &[],
-    refused: &[REFUSED],
-};
 
 /// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their number.
 pub const MAX_NODE: u32 = 63;
@@ -27,49 +18,57 @@ pub const LOCAL_DISTANCE: u8 = 10;
 /// The largest distance: 255 means that there is no way at all.
 pub const MAX_DISTANCE: u8 = 254;
 
-/// How far another node is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NumaDistance {
-    /// The other node.
-    pub destination: u32,
-    /// As in SLIT: 10 is the node itself.
-    pub distance: u8,
+section! {
+    /// Distance to another node.
+    #[derive(Copy)]
+    pub struct NumaDistance: "--numa" {
+        destination: u32 => "Other node",
+        distance: u8 => "Distance as in SLIT: 10 is the node itself",
+    }
 }
 
-/// `--numa guest_numa_id=,cpus=,distances=,memory_zones=`: a node of the guest.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NumaConfig {
-    /// Its number.
-    pub guest_numa_id: u32,
-    /// Its vCPUs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpus: Option<Vec<u8>>,
-    /// How far other nodes are.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub distances: Option<Vec<NumaDistance>>,
-    /// Its zones of DRAM.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory_zones: Option<Vec<String>>,
+section! {
+    /// Node of the guest.
+    #[derive(Default)]
+    pub struct NumaConfig: "--numa" "Nodes of the guest" {
+        guest_numa_id: u32 => "Number of the node",
+        cpus: Option<Vec<u8>> => "Its vCPUs",
+        distances: Option<Vec<NumaDistance>> => "Distances to other nodes, as in SLIT",
+        memory_zones: Option<Vec<String>> => "Its zones of DRAM",
+    }
+    refused &[REFUSED];
+}
+
+impl Item for u8 {
+    const SYNTAX: &'static str = "[N-N,N]";
+    const EXPECTED: &'static str = "a list of vCPUs, as 0-2:5 or [0-2,5]";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        let (first, last) = range(text)?;
+        Some((first..=last).collect())
+    }
+}
+
+impl Item for NumaDistance {
+    const SYNTAX: &'static str = "[N@D,N@D]";
+    const EXPECTED: &'static str = "a list of nodes and distances, as 1@20:2@28";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        let (destination, distance) = text.split_once('@')?;
+        Some(vec![Self { destination: digits(destination)?, distance: digits(distance)? }])
+    }
+}
+
+impl Item for String {
+    const SYNTAX: &'static str = "[ID,ID]";
+    const EXPECTED: &'static str = "a list of zones, as mem0:mem1";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        (!text.is_empty()).then(|| vec![text.to_owned()])
+    }
 }
 
 impl NumaConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self {
-            guest_numa_id: options.required("guest_numa_id", options.number("guest_numa_id")?)?,
-            cpus: options.read("cpus", "a list of vCPUs, as 0-2:5 or [0-2,5]", |text| {
-                Some(items(text).map(range).collect::<Option<Vec<_>>>()?.concat())
-            })?,
-            distances: options.read("distances", "a list of nodes and distances, as 1@20:2@28", |text| {
-                items(text).map(distance).collect()
-            })?,
-            memory_zones: options.read("memory_zones", "a list of zones, as mem0:mem1", |text| {
-                items(text).map(|item| (!item.is_empty()).then(|| item.to_owned())).collect()
-            })?,
-        })
-    }
-
     /// Numbers within their bounds. What several nodes must be together is [`Topology`](super::Topology)'s.
     pub fn validate(&self) -> Result<(), ConfigError> {
         check_node("guest_numa_id", self.guest_numa_id)?;
@@ -112,28 +111,6 @@ pub(super) fn check_node(key: &'static str, node: u32) -> Result<(), ConfigError
     Err(ConfigError::OutOfRange { flag: FLAG, key, value, least, most })
 }
 
-/// The items of Cloud Hypervisor's lists: `a:b`, and in newer versions `[a,b]`.
-fn items(text: &str) -> impl Iterator<Item = &str> {
-    text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text).split([':', ','])
-}
-
-fn number<T: std::str::FromStr>(text: &str) -> Option<T> {
-    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
-}
-
-/// `3` or `0-2`.
-fn range(text: &str) -> Option<Vec<u8>> {
-    let (first, last) = text.split_once('-').unwrap_or((text, text));
-    let (first, last): (u8, u8) = (number(first)?, number(last)?);
-    (first <= last).then(|| (first..=last).collect())
-}
-
-/// `1@20`.
-fn distance(text: &str) -> Option<NumaDistance> {
-    let (destination, distance) = text.split_once('@')?;
-    Some(NumaDistance { destination: number(destination)?, distance: number(distance)? })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,14 +144,14 @@ mod tests {
     #[test]
     fn what_is_no_list_is_refused() {
         assert_eq!(error("cpus=0"), "--numa: guest_numa_id= is missing");
-        for cpus in ["", "a", "3-1", "0-", "256", "1::2", "+1"] {
+        for cpus in ["a", "3-1", "0-", "256", "1::2", "+1"] {
             let expected = format!("--numa: cpus={cpus:?} is not a list of vCPUs, as 0-2:5 or [0-2,5]");
             assert_eq!(error(&format!("guest_numa_id=0,cpus={cpus}")), expected);
         }
         for distances in ["1", "1@", "@20", "1@256", "1@20:"] {
             assert!(error(&format!("guest_numa_id=0,distances={distances}")).contains("as 1@20:2@28"));
         }
-        assert!(error("guest_numa_id=0,memory_zones=").contains("a list of zones"));
+        assert!(error("guest_numa_id=0,memory_zones=a::b").contains("a list of zones"));
     }
 
     #[test]

@@ -2,12 +2,10 @@
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::keys::{OFF, Refused, section};
 
-/// What the API's section may have beside the fields below; on the command line each is a flag of its own.
+/// Fields of the section in JSON that have flags of their own on the command line.
 const REFUSED: &[Refused] = &[
     Refused { key: "fw_cfg_config", neutral: &[], why: "there is no firmware configuration device" },
     Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
@@ -15,31 +13,19 @@ const REFUSED: &[Refused] = &[
     Refused { key: "svsm", neutral: OFF, why: "confidential guests are not supported" },
 ];
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "payload",
-    keys: &["firmware", "kernel", "initramfs", "cmdline"],
-    words: &[],
-    refused: &[REFUSED],
-};
-
 /// The longest command line that Linux takes on x86 (COMMAND_LINE_SIZE), its end mark included.
 pub const MAX_CMDLINE_BYTES: usize = 2048;
 
-/// `--firmware` or `--kernel`, `--initramfs`, `--cmdline`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PayloadConfig {
-    /// An ELF file with a PVH note that finds by itself what to boot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub firmware: Option<PathBuf>,
-    /// An ELF kernel with a PVH note, or a bzImage.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kernel: Option<PathBuf>,
-    /// Initial RAM file system.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub initramfs: Option<PathBuf>,
-    /// Kernel command line, as the user wrote it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cmdline: Option<String>,
+section! {
+    /// Guest software to boot. On the command line each key is a flag.
+    #[derive(Default)]
+    pub struct PayloadConfig: "payload" {
+        firmware: Option<PathBuf> => "ELF file with a PVH note that finds what to boot by itself",
+        kernel: Option<PathBuf> => "ELF kernel with a PVH note, or a bzImage",
+        initramfs: Option<PathBuf> => "Initial RAM file system",
+        cmdline: Option<String> => "Kernel command line",
+    }
+    refused &[REFUSED];
 }
 
 impl PayloadConfig {

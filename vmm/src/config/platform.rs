@@ -1,9 +1,7 @@
-//! `--platform num_pci_segments=`.
-
-use serde::{Deserialize, Serialize};
+//! `--platform`.
 
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::keys::{OFF, Refused, section};
 
 const IOMMU: &str = "there is no virtual IOMMU";
 const PASSTHROUGH: &str = "there is no device passthrough";
@@ -33,38 +31,27 @@ const REFUSED: &[Refused] = &[
     Refused { key: "sev_snp", neutral: OFF, why: CONFIDENTIAL },
 ];
 
-pub(super) const SYNTAX: Syntax =
-    Syntax { flag: "--platform", keys: &["num_pci_segments"], words: &[], refused: &[REFUSED] };
-
-/// So many Cloud Hypervisor takes.
+/// Most segments in Cloud Hypervisor.
 const MAX_SEGMENTS: u16 = 96;
 
-/// `--platform num_pci_segments=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlatformConfig {
-    /// How many PCI segments a client would like. There is one; Kata Containers asks for two, and puts what it adds into the first.
-    #[serde(default = "one_segment")]
-    pub num_pci_segments: u16,
-}
-
-fn one_segment() -> u16 {
-    1
+section! {
+    /// Machine as a whole. Kata Containers asks for two segments, and puts added devices into the
+    /// first.
+    pub struct PlatformConfig: "--platform"
+        "Accepted for Cloud Hypervisor's sake; there is one PCI segment" {
+        num_pci_segments: u16 = 1 => "PCI segments, of which there is one",
+    }
+    refused &[REFUSED];
 }
 
 impl PlatformConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self { num_pci_segments: options.number("num_pci_segments")?.unwrap_or_else(one_segment) })
-    }
-
     /// A number that Cloud Hypervisor would take.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if (1..=MAX_SEGMENTS).contains(&self.num_pci_segments) {
             return Ok(());
         }
         Err(ConfigError::OutOfRange {
-            flag: SYNTAX.flag,
+            flag: Self::FLAG,
             key: "num_pci_segments",
             value: self.num_pci_segments.into(),
             least: 1,

@@ -5,8 +5,6 @@ use std::num::NonZeroU64;
 use super::error::ConfigError;
 use super::size::Size;
 
-pub(super) const KEY: &str = "plug_bandwidth";
-
 /// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is plugged again has
 /// to be erased again.
 pub const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
@@ -25,7 +23,7 @@ pub(super) fn check(flag: &'static str, configured: Option<u64>) -> Result<(), C
     match configured {
         Some(value @ 1..MIN_PLUG_BANDWIDTH) => Err(ConfigError::BadValue {
             flag,
-            key: KEY.to_owned(),
+            key: "plug_bandwidth".to_owned(),
             value: value.to_string(),
             expected: format!("0, for no bound, or at least {} per second", Size(MIN_PLUG_BANDWIDTH)),
         }),

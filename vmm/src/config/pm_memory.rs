@@ -1,36 +1,17 @@
-//! `--pm-memory pool=,size=,id=,guest_numa_node=,near=,read_latency=,write_latency=,bandwidth=,scrub_bandwidth=,plug_bandwidth=`.
+//! `--pm-memory`.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
-use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::keys::section;
 use super::name;
 use super::numa::MAX_NODE;
-use super::option_parser::Syntax;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 use super::size::{self, Size};
 use crate::file_id::is_same;
-
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--pm-memory",
-    keys: &[
-        "pool",
-        "size",
-        "id",
-        "guest_numa_node",
-        "near",
-        "read_latency",
-        "write_latency",
-        "bandwidth",
-        "scrub_bandwidth",
-        plug_bandwidth::KEY,
-    ],
-    words: &[],
-    refused: &[],
-};
 
 /// Node 0 is DRAM's.
 pub const MIN_PM_NODE: u32 = 1;
@@ -50,77 +31,29 @@ const BANDWIDTH: u64 = 6600 << 20;
 /// The lowest bound of erasing: a chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = size::UNIT_BYTES;
 
-/// `--pm-memory`: a zone of PM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PmMemoryConfig {
-    /// The pool.
-    pub pool: PathBuf,
-    /// The most that may be plugged.
-    pub size: u64,
-    /// The zone's name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<String>,
-    /// Its node in the guest; the next that is free if there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub guest_numa_node: Option<u32>,
-    /// The node whose vCPUs it is local to; the nearest if there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub near: Option<u32>,
-    /// Nanoseconds until a load has its data, from the node that is near.
-    #[serde(default = "default_read_latency")]
-    pub read_latency: u32,
-    /// Nanoseconds that a store takes, from there.
-    #[serde(default = "default_write_latency")]
-    pub write_latency: u32,
-    /// Bytes per second, from there.
-    #[serde(default = "default_bandwidth")]
-    pub bandwidth: u64,
-    /// Bytes per second that erasing what is given back to the pool takes of the media's bandwidth at most. 0: no bound.
-    #[serde(default = "default_scrub_bandwidth")]
-    pub scrub_bandwidth: u64,
-    /// Bytes per second that may be plugged again after an unplug. 0: no bound.
-    #[serde(default = "default_plug_bandwidth")]
-    pub plug_bandwidth: u64,
-}
-
-fn default_read_latency() -> u32 {
-    READ_LATENCY_NS
-}
-
-fn default_write_latency() -> u32 {
-    WRITE_LATENCY_NS
-}
-
-fn default_bandwidth() -> u64 {
-    BANDWIDTH
-}
-
-fn default_scrub_bandwidth() -> u64 {
-    DEFAULT_SCRUB_BYTES_PER_S.get()
-}
-
-fn default_plug_bandwidth() -> u64 {
-    DEFAULT_PLUG_BANDWIDTH
+section! {
+    /// Zone of persistent memory.
+    pub struct PmMemoryConfig: "--pm-memory"
+        "Persistent memory that may be plugged as memory, in a node of its own" {
+        pool: PathBuf => "Pool",
+        size: u64 => "Most that may be plugged",
+        id: Option<String> => "Name, instead of pm, pm1 and so on",
+        guest_numa_node: Option<u32> => "Node in the guest, instead of the next free one",
+        near: Option<u32> => "Node whose vCPUs it is local to, instead of the nearest",
+        read_latency (syntax ("NS")): u32 = READ_LATENCY_NS
+            => "Nanoseconds of a load from the near node, as the guest is told",
+        write_latency (syntax ("NS")): u32 = WRITE_LATENCY_NS
+            => "Nanoseconds of a store from the near node, as the guest is told",
+        bandwidth: u64 = BANDWIDTH => "Bytes per second from the near node, as the guest is told",
+        scrub_bandwidth: u64 = DEFAULT_SCRUB_BYTES_PER_S.get()
+            => "Most bytes per second for erasing what returns to the pool; 0 is no limit",
+        plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
+            => "Bytes per second for plugging after an unplug; 0 is no limit",
+    }
+    strict true;
 }
 
 impl PmMemoryConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self {
-            pool: options.required("pool", options.path("pool")?)?,
-            size: options.required("size", options.size("size")?)?,
-            id: options.text("id").map(str::to_owned),
-            guest_numa_node: options.number("guest_numa_node")?,
-            near: options.number("near")?,
-            read_latency: options.number("read_latency")?.unwrap_or_else(default_read_latency),
-            write_latency: options.number("write_latency")?.unwrap_or_else(default_write_latency),
-            bandwidth: options.size("bandwidth")?.unwrap_or_else(default_bandwidth),
-            scrub_bandwidth: options.size("scrub_bandwidth")?.unwrap_or_else(default_scrub_bandwidth),
-            plug_bandwidth: options.size(plug_bandwidth::KEY)?.unwrap_or_else(default_plug_bandwidth),
-        })
-    }
-
     /// Its name, or what the `nth` zone of PM is called without one: `pm`, `pm1`, `pm2`.
     pub fn id_or_default(&self, nth: usize) -> String {
         let number = if nth == 0 { String::new() } else { nth.to_string() };
@@ -134,7 +67,7 @@ impl PmMemoryConfig {
 
     /// Sizes and figures within their bounds, a node that is not the first, and a bound that lets chunks through.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         size::check(flag, "size", self.size)?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         if (1..MIN_SCRUB_BANDWIDTH).contains(&self.scrub_bandwidth) {
@@ -173,7 +106,7 @@ impl PmMemoryConfig {
 pub(super) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
     zones.iter().try_for_each(PmMemoryConfig::validate)?;
     let Some((first, others)) = zones.split_first() else { return Ok(()) };
-    let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+    let conflict = |reason| Err(ConfigError::Conflict { flag: PmMemoryConfig::FLAG, reason });
     if let Some(other) = others.iter().find(|other| !is_same(&other.pool, &first.pool)) {
         return conflict(format!(
             "zones of pool {:?} and of pool {:?}: all must be of one pool",
@@ -303,7 +236,6 @@ mod tests {
             error("pool=/p,size=2M,bandwidth=1T"),
             "--pm-memory: bandwidth is 1 TiB, and must be at most 655340 MiB"
         );
-        assert!(error("pool=/p,size=2M,id=").contains("is not a name"));
         assert!(error("pool=/p,size=3G,hugepages=on").contains("unknown key"));
     }
 }

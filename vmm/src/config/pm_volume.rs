@@ -1,55 +1,47 @@
-//! `--pm-volume pool=,name=,size=,format=,interface=,create=,readonly=,force=`.
+//! `--pm-volume`.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use pmem_volume::pool::VolumeName;
-use serde::de::{self, Unexpected, Visitor};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
 
 use super::error::ConfigError;
-use super::option_parser::Syntax;
+use super::keys::{FlagValue, JsonError, JsonValue, Walk, Words, section, words};
 use super::size;
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--pm-volume",
-    keys: &["pool", "name", "size", "format", "interface", "create", "readonly", "force"],
-    words: &[],
-    refused: &[],
-};
-
-/// How a volume is shown to the guest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VolumeInterface {
-    /// The safest that the guest can use.
-    #[default]
-    Auto,
-    /// An NVDIMM, by ACPI NFIT.
-    Nvdimm,
-    /// A virtio-pmem device.
-    VirtioPmem,
-    /// A virtio-blk disk, whose sectors the VMM translates.
-    VirtioBlk,
+words! {
+    /// Interface of a volume to the guest.
+    #[derive(Default)]
+    pub enum VolumeInterface {
+        /// The safest that the guest can use.
+        #[default]
+        Auto = "auto" "auto",
+        /// An NVDIMM, by ACPI NFIT.
+        Nvdimm = "nvdimm" "nvdimm",
+        /// A virtio-pmem device.
+        VirtioPmem = "virtio-pmem" "virtio-pmem",
+        /// A virtio-blk disk, whose sectors the VMM translates.
+        VirtioBlk = "virtio-blk" "virtio-blk",
+    }
 }
 
-/// What a volume's bytes are to the guest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VolumeFormat {
-    /// A Block Translation Table: a disk whose sectors do not tear.
-    #[default]
-    Btt,
-    /// Nothing but bytes, which programs in the guest may map (DAX). Sectors may tear.
-    Raw,
+words! {
+    /// Format of a volume's bytes.
+    #[derive(Default)]
+    pub enum VolumeFormat {
+        /// A Block Translation Table: a disk whose sectors do not tear.
+        #[default]
+        Btt = "btt" "btt",
+        /// Bytes that programs in the guest may map (DAX). Sectors may tear.
+        Raw = "raw" "raw",
+    }
 }
 
 impl fmt::Display for VolumeFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Btt => "btt",
-            Self::Raw => "raw",
-        })
+        f.write_str(self.word().flag)
     }
 }
 
@@ -86,11 +78,8 @@ pub enum VolumeSize {
 /// As the flag and JSON call it.
 const REMAINING: &str = "remaining";
 
-impl VolumeSize {
-    fn is_existing(&self) -> bool {
-        *self == Self::Existing
-    }
-}
+/// Completes "must be" in an error about JSON.
+const BYTES_OR_REMAINING: &str = "a whole number of bytes, or \"remaining\"";
 
 impl Serialize for VolumeSize {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
@@ -102,102 +91,63 @@ impl Serialize for VolumeSize {
     }
 }
 
-impl<'de> Deserialize<'de> for VolumeSize {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct BytesOrWord;
-
-        impl Visitor<'_> for BytesOrWord {
-            type Value = VolumeSize;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "a whole number of bytes, or {REMAINING:?}")
-            }
-
-            fn visit_unit<E>(self) -> Result<VolumeSize, E> {
-                Ok(VolumeSize::Existing)
-            }
-
-            fn visit_u64<E>(self, bytes: u64) -> Result<VolumeSize, E> {
-                Ok(VolumeSize::Bytes(bytes))
-            }
-
-            fn visit_str<E: de::Error>(self, word: &str) -> Result<VolumeSize, E> {
-                match word {
-                    REMAINING => Ok(VolumeSize::Remaining),
-                    _ => Err(E::invalid_value(Unexpected::Str(word), &self)),
-                }
-            }
+impl JsonValue for VolumeSize {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        match (&json, json.as_u64()) {
+            (_, Some(bytes)) => Ok(Self::Bytes(bytes)),
+            (Value::String(word), _) if word == REMAINING => Ok(Self::Remaining),
+            _ => Err(walk.wrong(&json, BYTES_OR_REMAINING)),
         }
+    }
 
-        from.deserialize_any(BytesOrWord)
+    fn absent() -> Option<Self> {
+        Some(Self::Existing)
+    }
+
+    fn is_absent(&self) -> bool {
+        *self == Self::Existing
     }
 }
 
-/// `--pm-volume pool=,name=,size=,format=,interface=,create=,readonly=,force=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PmVolumeConfig {
-    /// The pool.
-    pub pool: PathBuf,
-    /// The volume's name in it.
-    pub name: String,
-    /// Size of the volume. A size other than that of the existing volume is an error, unless it is `remaining`.
-    #[serde(default, skip_serializing_if = "VolumeSize::is_existing")]
-    pub size: VolumeSize,
-    /// Its format: another one than the volume has is an error, since who maps raw bytes must know that they tear.
-    #[serde(default)]
-    pub format: VolumeFormat,
-    /// How it is shown.
-    #[serde(default)]
-    pub interface: VolumeInterface,
-    /// Make it when it is missing.
-    #[serde(default)]
-    pub create: bool,
-    /// The guest must not write.
-    #[serde(default)]
-    pub readonly: bool,
-    /// Take an interface that is known to be unsafe.
-    #[serde(default)]
-    pub force: bool,
+impl FlagValue for VolumeSize {
+    fn syntax() -> String {
+        format!("{}|{REMAINING}", u64::syntax())
+    }
+
+    fn expected() -> String {
+        u64::expected()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        match text {
+            REMAINING => Some(Self::Remaining),
+            _ => u64::read(text).map(Self::Bytes),
+        }
+    }
+}
+
+section! {
+    /// Volume of a pool.
+    pub struct PmVolumeConfig: "--pm-volume"
+        "Volumes of a pool; remaining leaves what --pm-memory may need" {
+        pool: PathBuf => "Pool",
+        name: String => "Name of the volume in the pool",
+        size: VolumeSize
+            => "Size; other than that of an existing volume it is an error, unless it is remaining",
+        format: VolumeFormat = VolumeFormat::Btt
+            => "Format; other than that of an existing volume it is an error",
+        interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
+        create: bool = false => "Create the volume if it is missing",
+        readonly: bool = false => "Refuse writes of the guest",
+        force: bool = false => "Attach it although the interface is unsafe, or the volume damaged",
+    }
+    strict true;
 }
 
 impl PmVolumeConfig {
-    /// Reads one of the flag's values.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        let size = match options.text("size") {
-            None => VolumeSize::Existing,
-            Some(REMAINING) => VolumeSize::Remaining,
-            Some(_) => VolumeSize::Bytes(options.required("size", options.size("size")?)?),
-        };
-        let interface =
-            options.read("interface", "auto, nvdimm, virtio-pmem or virtio-blk", |text| match text {
-                "auto" => Some(VolumeInterface::Auto),
-                "nvdimm" => Some(VolumeInterface::Nvdimm),
-                "virtio-pmem" => Some(VolumeInterface::VirtioPmem),
-                "virtio-blk" => Some(VolumeInterface::VirtioBlk),
-                _ => None,
-            })?;
-        let format = options.read("format", "btt or raw", |text| match text {
-            "btt" => Some(VolumeFormat::Btt),
-            "raw" => Some(VolumeFormat::Raw),
-            _ => None,
-        })?;
-        let name = options.read("name", "a name", |text| Some(text.to_owned()))?;
-        Ok(Self {
-            pool: options.required("pool", options.path("pool")?)?,
-            name: options.required("name", name)?,
-            size,
-            format: format.unwrap_or_default(),
-            interface: interface.unwrap_or_default(),
-            create: options.switch("create")?.unwrap_or(false),
-            readonly: options.switch("readonly")?.unwrap_or(false),
-            force: options.switch("force")?.unwrap_or(false),
-        })
-    }
-
     /// A name that a pool can hold, a size within its bounds, and no wish that contradicts another.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         let name = self.name.parse::<VolumeName>();
         name.map_err(|error| ConfigError::Conflict { flag, reason: error.to_string() })?;
         if let VolumeSize::Bytes(bytes) = self.size {
@@ -237,10 +187,7 @@ mod tests {
         for wrong in [r#""2M""#, "-1", "1.5", "[]"] {
             let json = format!(r#"{{"pool": "/p", "name": "a", "size": {wrong}}}"#);
             let error = serde_json::from_str::<PmVolumeConfig>(&json).unwrap_err().to_string();
-            assert!(
-                error.contains(r#"expected a whole number of bytes, or "remaining""#),
-                "{wrong}: {error}"
-            );
+            assert!(error.contains("must be a whole number of bytes, or \"remaining\""), "{wrong}: {error}");
         }
     }
 
@@ -289,7 +236,7 @@ mod tests {
         assert!(error("pool=/p,name=a,size=rest").contains(r#"size="rest" is not a size"#));
         assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm, virtio-pmem or virtio-blk"));
         assert!(error("pool=/p,name=a/b").starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#));
-        assert_eq!(error("pool=/p,name="), "--pm-volume: a volume's name may not be empty");
+        assert_eq!(error("pool=/p,name="), "--pm-volume: name= is missing");
         assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).ends_with("65 bytes; at most 64 fit"));
         assert_eq!(error("pool=/p,name=a,format=qcow2"), r#"--pm-volume: format="qcow2" is not btt or raw"#);
         assert_eq!(error("pool=/p,name=a,format=raw,format=btt"), "--pm-volume: format is given twice");

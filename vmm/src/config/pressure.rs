@@ -1,39 +1,29 @@
-//! `--pressure policy=,size=,dry_run=,record=,record_size=`, and the parameters of the policy and of the rules above it by name.
+//! `--pressure`, and the parameters of the policy and of the rules above it by name.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::LazyLock;
 
 use balloon::controller::Rules;
 use balloon::params::{ParamError, Setting};
 use balloon::policy::{Policy, fixed};
-use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::Syntax;
+use super::keys::{Options, Section, Table, section};
 use super::size::Size;
 
-pub(super) const FLAG: &str = "--pressure";
+const FLAG: &str = PressureConfig::FLAG;
 
-/// Those that are no parameters.
-const OWN_KEYS: [&str; 5] = ["policy", "size", "dry_run", "record", "record_size"];
-
-/// What the section is made of in JSON, where parameters have places of their own.
-pub(super) const FIELDS: [&str; 8] =
-    ["policy", "size", "params", "rules", "dry_run", "paused", "record", "record_size"];
-
-/// Every key, parameters of every policy included: whether one belongs to the policy is checked when that is known.
-static KEYS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
-    let mut keys = OWN_KEYS.to_vec();
+/// Parameters of every policy and of the rules: whether one belongs to the policy is checked when
+/// that is known.
+fn parameters() -> Vec<&'static str> {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);
-    for param in tables.flatten() {
-        if !keys.contains(&param.name) {
-            keys.push(param.name);
-        }
-    }
-    keys
-});
+    let mut names: Vec<_> =
+        tables.flatten().map(|param| param.name).filter(|name| *name != FIXED_SIZE).collect();
+    names.sort_unstable();
+    names.dedup();
+    names
+}
 
 /// Of the keys that an error about an unknown one lists: those that the policy in `text` takes.
 fn of_policy(error: ConfigError, text: &str) -> ConfigError {
@@ -43,7 +33,7 @@ fn of_policy(error: ConfigError, text: &str) -> ConfigError {
         named.map_or_else(|| Some(Policy::default()), |name| Policy::from_name(name.trim_matches('"')));
     let own = named.as_ref().map_or(&[][..], Policy::table).iter().map(|param| param.name);
     let rules = Rules::TABLE.iter().map(|param| param.name);
-    let keys = OWN_KEYS.into_iter().filter(|key| *key != FIXED_SIZE).chain(own).chain(rules);
+    let keys = TABLE.names().filter(|key| *key != FIXED_SIZE).chain(own).chain(rules);
     let known = keys.map(|key| format!("{key}=")).collect::<Vec<_>>().join(", ");
     ConfigError::UnknownKey { flag, key, known }
 }
@@ -61,69 +51,45 @@ const MOST_RECORD_BYTES: u64 = 1 << 40;
 /// The policies by name.
 pub const POLICIES: &[&str] = &Policy::NAMES;
 
-/// `--pressure policy=,...`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PressureConfig {
-    /// The policy's name, one of [`POLICIES`].
-    pub policy: String,
-    /// With policy `fixed`, and only with it: the hotplugged memory to keep in bytes, all zones together.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub size: Option<u64>,
-    /// Parameters of the policy that are not the default.
-    #[serde(default, skip_serializing_if = "ParamSettings::is_empty")]
-    pub params: ParamSettings,
-    /// Parameters of the rules above every policy that are not the default.
-    #[serde(default, skip_serializing_if = "ParamSettings::is_empty")]
-    pub rules: ParamSettings,
-    /// Decide, say so, and do nothing.
-    #[serde(default)]
-    pub dry_run: bool,
-    /// Decide nothing. Not in the flag: set by `vm.pressure`, and kept over reboots.
-    #[serde(default)]
-    pub paused: bool,
-    /// Where what is reported and decided is recorded.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub record: Option<PathBuf>,
-    /// How long a recording may become; [`RECORD_BYTES`] if it is not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub record_size: Option<u64>,
+section! {
+    /// Governor of the guest's memory.
+    pub struct PressureConfig: "--pressure"
+        "What resizes memory, also PARAMETER=VALUE (docs/policy.md); without it, psi with --pm-memory, else off" {
+        policy (json_required syntax (POLICIES.join("|"))): String = "psi".to_owned() => "Policy",
+        size: Option<u64> => "With policy fixed: hotplugged memory to keep, all zones together",
+        params (json_only): ParamSettings => "Parameters of the policy that are not the default",
+        rules (json_only): ParamSettings
+            => "Parameters of the rules above every policy that are not the default",
+        dry_run: bool = false => "Decide and report, and resize nothing",
+        paused (json_only): bool = false
+            => "Decide nothing; set by vm.pressure and kept over reboots",
+        record (syntax ("FILE")): Option<PathBuf>
+            => "File that reports and decisions are recorded in",
+        record_size: Option<u64> => "Largest size of the recording, instead of 1G",
+    }
+    strict true;
+    parse own;
 }
+
+/// Table of the flag.
+pub(super) const TABLE: Table = Table::of::<PressureConfig>();
 
 impl Default for PressureConfig {
     fn default() -> Self {
-        Self {
-            policy: "psi".to_owned(),
-            size: None,
-            params: ParamSettings::new(),
-            rules: ParamSettings::new(),
-            dry_run: false,
-            paused: false,
-            record: None,
-            record_size: None,
-        }
+        Self::from_options(&Options::none(FLAG)).expect("no key is required")
     }
 }
 
 impl PressureConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let syntax = Syntax { flag: FLAG, keys: KEYS.as_slice(), words: &[], refused: &[] };
-        let options = syntax.parse(text).map_err(|error| of_policy(error, text))?;
-        let default = Self::default();
-        let settings = options.given().filter(|(key, _)| !OWN_KEYS.contains(key));
+        let parameters = parameters();
+        let options = Options::parse(&TABLE, &parameters, text).map_err(|error| of_policy(error, text))?;
+        let settings = options.given().filter(|(key, _)| parameters.contains(key));
         let settings = settings.map(|(key, value)| (key.to_owned(), Setting::from(value)));
         let (rules, params) =
             settings.partition(|(key, _)| Rules::TABLE.iter().any(|param| param.name == key));
-        Ok(Self {
-            policy: options.text("policy").map_or(default.policy, str::to_owned),
-            size: options.size("size")?,
-            params,
-            rules,
-            dry_run: options.switch("dry_run")?.unwrap_or(false),
-            paused: false,
-            record: options.path("record")?,
-            record_size: options.size("record_size")?,
-        })
+        Ok(Self { params, rules, ..Self::from_options(&options)? })
     }
 
     /// A policy that exists, a size where that policy takes one, and parameters that it has, within their bounds.
@@ -322,7 +288,7 @@ mod tests {
             let error = PressureConfig::parse(text).unwrap().validate().unwrap_err().to_string();
             assert!(error.starts_with("--pressure: record_size="), "{error}");
         }
-        assert!(PressureConfig::parse("record=").is_err());
+        assert_eq!(PressureConfig::parse("record=,idle="), Ok(PressureConfig::default()));
     }
 
     #[test]

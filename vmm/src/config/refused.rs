@@ -1,6 +1,6 @@
 //! Keys that several flags refuse for the same reason.
 
-use super::option_parser::{OFF, Refused};
+use super::keys::{OFF, Refused};
 
 /// Of what sits on the PCI bus.
 pub(super) const PCI: &[Refused] = &[

@@ -1,11 +1,8 @@
-//! `--rng src=`.
+//! `--rng`.
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
-use super::error::ConfigError;
-use super::option_parser::{Refused, Syntax};
+use super::keys::{Refused, section};
 use super::refused;
 
 const REFUSED: &[Refused] = &[Refused {
@@ -14,27 +11,17 @@ const REFUSED: &[Refused] = &[Refused {
     why: "it is neither removed nor counted, and needs no name",
 }];
 
-pub(super) const SYNTAX: Syntax =
-    Syntax { flag: "--rng", keys: &["src"], words: &[], refused: &[refused::PCI, refused::SLOT, REFUSED] };
-
-/// `--rng src=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RngConfig {
-    /// Where entropy comes from.
-    pub src: PathBuf,
+section! {
+    /// Entropy source.
+    pub struct RngConfig: "--rng" "Entropy" {
+        src (json_required): PathBuf = "/dev/urandom".into() => "File that entropy is read from",
+    }
+    refused &[refused::PCI, refused::SLOT, REFUSED];
 }
 
 impl Default for RngConfig {
     fn default() -> Self {
-        Self { src: "/dev/urandom".into() }
-    }
-}
-
-impl RngConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let src = SYNTAX.parse(text)?.path("src")?;
-        Ok(src.map_or_else(Self::default, |src| Self { src }))
+        Self::parse("").expect("no key is required")
     }
 }
 

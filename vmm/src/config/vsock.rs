@@ -1,57 +1,36 @@
-//! `--vsock cid=,socket=,id=`.
+//! `--vsock`.
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::ConfigError;
-use super::option_parser::Syntax;
+use super::keys::section;
 use super::refused;
 use super::{name, socket};
-
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--vsock",
-    keys: &["cid", "socket", "id"],
-    words: &[],
-    refused: &[refused::PCI, refused::SLOT],
-};
 
 /// The first context id that a guest may have (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).
 pub const MIN_CID: u32 = 3;
 /// The last one: the next is `VMADDR_CID_ANY`.
 pub const MAX_CID: u32 = u32::MAX - 1;
 
-/// `--vsock cid=,socket=,id=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VsockConfig {
-    /// The guest's context id, 3 and up.
-    pub cid: u32,
-    /// The unix socket of the host's side.
-    pub socket: PathBuf,
-    /// What the API calls it; `_vsock0` otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<String>,
+section! {
+    /// Sockets between guest and host.
+    pub struct VsockConfig: "--vsock" "Sockets between guest and host, which the agent needs" {
+        cid: u32 => "Context id of the guest, 3 and up",
+        socket: PathBuf => "Unix socket on the host",
+        id: Option<String> => "Name in the API, instead of _vsock0",
+    }
+    refused &[refused::PCI, refused::SLOT];
 }
 
 impl VsockConfig {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
-        Ok(Self {
-            cid: options.required("cid", options.number("cid")?)?,
-            socket: options.required("socket", options.path("socket")?)?,
-            id: options.text("id").map(str::to_owned),
-        })
-    }
-
     /// A context id that a guest may have, and a path that fits into an address.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if !(MIN_CID..=MAX_CID).contains(&self.cid) {
             let (value, least, most) = (u64::from(self.cid), u64::from(MIN_CID), u64::from(MAX_CID));
-            return Err(ConfigError::OutOfRange { flag: SYNTAX.flag, key: "cid", value, least, most });
+            return Err(ConfigError::OutOfRange { flag: Self::FLAG, key: "cid", value, least, most });
         }
-        self.id.as_ref().map_or(Ok(()), |id| name::check(SYNTAX.flag, "id", id))?;
-        socket::check_path(SYNTAX.flag, &self.socket)
+        self.id.as_ref().map_or(Ok(()), |id| name::check(Self::FLAG, "id", id))?;
+        socket::check_path(Self::FLAG, &self.socket)
     }
 }
 

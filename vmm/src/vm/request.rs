@@ -15,7 +15,9 @@ use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::decision::DecisionInfo;
-use crate::config::{ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
+use crate::config::{
+    ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig, section,
+};
 use crate::virtio::DeviceCounters;
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
@@ -216,13 +218,12 @@ impl ResizeZoneRequest {
     }
 }
 
-/// `vm.resize-disk`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ResizeDiskRequest {
-    /// Which disk.
-    pub id: String,
-    /// Its size in bytes.
-    pub desired_size: u64,
+section! {
+    /// `vm.resize-disk`.
+    pub struct ResizeDiskRequest: "vm.resize-disk" {
+        id: String => "Disk",
+        desired_size: u64 => "Size in bytes",
+    }
 }
 
 /// `vm.memory`: one zone's four sizes, in bytes, and how its last resize goes.
@@ -453,26 +454,24 @@ pub enum RecordingState {
     Failed(String),
 }
 
-/// `vm.pressure`, as it may be set: what is `None` stays as it is.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PressureChange {
-    /// Another policy.
-    pub policy: Option<String>,
-    /// With policy `fixed`, or while that is in force: the hotplugged memory to keep in bytes.
-    pub size: Option<u64>,
-    /// Decide only.
-    pub dry_run: Option<bool>,
-    /// Decide nothing, or decide again; pins stay as they are.
-    pub pause: Option<bool>,
-    /// Give pinned zones back to the governor, and have it decide again.
-    pub resume: Option<bool>,
-    /// With `resume`: only this zone, and a governor that is paused stays so.
-    pub zone: Option<String>,
-    /// Parameters of the policy: with `policy` all others are the default, without it they stay.
-    pub params: Option<ParamSettings>,
-    /// Parameters of the rules above every policy; all others stay.
-    pub rules: Option<ParamSettings>,
+section! {
+    /// `vm.pressure`, as it may be set: what is `None` stays as it is.
+    #[derive(Default)]
+    pub struct PressureChange: "vm.pressure" {
+        policy: Option<String> => "Another policy",
+        size: Option<u64>
+            => "Hotplugged memory to keep in bytes, with policy `fixed` or while it is in force",
+        dry_run: Option<bool> => "Decide only",
+        pause: Option<bool> => "Decide nothing, or decide again; pins stay as they are",
+        resume: Option<bool> => "Give pinned zones back to the governor, and have it decide again",
+        zone: Option<String>
+            => "With `resume`: only this zone, and a governor that is paused stays so",
+        params: Option<ParamSettings>
+            => "Parameters of the policy; with `policy` all others get their defaults, else they stay",
+        rules: Option<ParamSettings>
+            => "Parameters of the rules above every policy; all others stay",
+    }
+    strict true;
 }
 
 impl PressureChange {

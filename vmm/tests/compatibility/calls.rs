@@ -111,7 +111,7 @@ impl Api {
     }
 
     /// One request on a connection of its own: the status, and the body if its length was said. Events have none, and never end.
-    async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
+    pub async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
         let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
         let len = body.len();
         let head =

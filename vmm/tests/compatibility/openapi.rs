@@ -149,14 +149,20 @@ fn what_takes_no_other_keys_says_so() {
         object["another"] = json!(1);
         object
     };
-    for (schema, section) in
-        [("PmMemoryConfig", "pm_memory"), ("PmVolumeConfig", "pm_volumes"), ("PressureConfig", "pressure")]
-    {
-        let config = json!({"payload": {"kernel": "/k"}, section: with_another(schema)});
+    for (section, schema, value) in [
+        ("pm_memory", "PmMemoryConfig", json!([with_another("PmMemoryConfig")])),
+        ("pm_volumes", "PmVolumeConfig", json!([with_another("PmVolumeConfig")])),
+        ("pressure", "PressureConfig", with_another("PressureConfig")),
+    ] {
+        let config = json!({"payload": {"kernel": "/k"}, section: value});
         let error = VmConfig::from_json(config.as_object().unwrap().clone()).unwrap_err().to_string();
         assert!(error.contains(r#": unknown key "another"; the keys are "#), "{schema}: {error}");
     }
-    assert!(serde_json::from_value::<PressureChange>(with_another("PressureChange")).is_err());
+    Api::run(async |api| {
+        let body = with_another("PressureChange").to_string();
+        let (status, answer) = api.exchange("PUT", "vm.pressure", &body).await;
+        assert!(status == 400 && answer.contains("unknown key"), "{answer}");
+    });
 }
 
 /// Of what is Cloud Hypervisor's, the description has what we add, and all of it.

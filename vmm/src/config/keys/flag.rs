@@ -1,0 +1,290 @@
+//! Flags in Cloud Hypervisor's syntax: `key=value,key=value`, some keys without a value.
+//!
+//! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate,
+//! quotes are removed, values are trimmed, and a key whose value is empty is not given.
+
+use std::path::PathBuf;
+
+use super::super::error::ConfigError;
+use super::super::size;
+use super::list::digits;
+use super::{JsonValue, Refused, Table};
+
+/// A value as a flag has it.
+pub(crate) trait FlagValue: JsonValue {
+    /// Form of the value in the help.
+    fn syntax() -> String;
+
+    /// Completes "is not" in an error.
+    fn expected() -> String;
+
+    /// Reads the value, which is trimmed.
+    fn read(text: &str) -> Option<Self>;
+
+    /// Value as a default in the help.
+    fn show(&self) -> Option<String> {
+        None
+    }
+}
+
+impl<T: FlagValue> FlagValue for Option<T> {
+    fn syntax() -> String {
+        T::syntax()
+    }
+
+    fn expected() -> String {
+        T::expected()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        T::read(text).map(Some)
+    }
+
+    fn show(&self) -> Option<String> {
+        self.as_ref()?.show()
+    }
+}
+
+impl FlagValue for bool {
+    fn syntax() -> String {
+        "on|off".to_owned()
+    }
+
+    fn expected() -> String {
+        "on or off".to_owned()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let is = |words: &[&str]| words.iter().any(|word| word.eq_ignore_ascii_case(text));
+        is(ON).then_some(true).or_else(|| is(OFF).then_some(false))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(if *self { ON[0] } else { OFF[0] }.to_owned())
+    }
+}
+
+/// Values of a switch that is off.
+pub(crate) const OFF: &[&str] = &["off", "false"];
+/// Values of a switch that is on.
+pub(crate) const ON: &[&str] = &["on", "true"];
+
+macro_rules! number_value {
+    ($($Number:ty)*) => { $(
+        impl FlagValue for $Number {
+            fn syntax() -> String {
+                "N".to_owned()
+            }
+
+            fn expected() -> String {
+                format!("a whole number from 0 to {}", <$Number>::MAX)
+            }
+
+            fn read(text: &str) -> Option<Self> {
+                digits(text)
+            }
+
+            fn show(&self) -> Option<String> {
+                Some(self.to_string())
+            }
+        }
+    )* };
+}
+
+number_value!(u8 u16 u32);
+
+/// A size in bytes: keys that count something have fewer bits.
+impl FlagValue for u64 {
+    fn syntax() -> String {
+        "SIZE".to_owned()
+    }
+
+    fn expected() -> String {
+        "a size: bytes, or a number with K, M, G or T".to_owned()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        size::parse(text)
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(balloon::params::Unit::Bytes.show(*self))
+    }
+}
+
+impl FlagValue for PathBuf {
+    fn syntax() -> String {
+        "PATH".to_owned()
+    }
+
+    fn expected() -> String {
+        "a path".to_owned()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| Self::from(text))
+    }
+
+    fn show(&self) -> Option<String> {
+        self.as_path().to_str().map(str::to_owned)
+    }
+}
+
+impl FlagValue for String {
+    fn syntax() -> String {
+        "NAME".to_owned()
+    }
+
+    fn expected() -> String {
+        "a name".to_owned()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        Some(text.to_owned())
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(self.clone())
+    }
+}
+
+/// Keys and values of a flag.
+#[derive(Debug)]
+pub(crate) struct Options {
+    flag: &'static str,
+    given: Vec<(&'static str, String)>,
+    words: Vec<&'static str>,
+}
+
+impl Options {
+    /// Takes a flag's value apart. `more` are keys that no table has.
+    pub fn parse(table: &Table, more: &[&'static str], text: &str) -> Result<Self, ConfigError> {
+        let flag = table.flag;
+        let keys: Vec<_> = table.names().chain(more.iter().copied()).collect();
+        let mut options = Self::none(flag);
+        let mut seen = Vec::new();
+        let parts = match text.trim() {
+            "" => Vec::new(),
+            text => split(text, &[',']).map_err(|what| {
+                let text = text.to_owned();
+                ConfigError::Unbalanced { flag, text, what }
+            })?,
+        };
+        for part in parts {
+            let (key, value) = match part.split_once('=') {
+                Some((key, value)) => (key.trim(), Some(value.trim())),
+                None => (part.trim(), None),
+            };
+            if let Some(refused) = Refused::find(table.refused, key) {
+                if value.is_some_and(|value| refused.is_neutral_text(value)) {
+                    continue;
+                }
+                let value = value.map_or_else(String::new, |value| format!("={}", value.escape_debug()));
+                return Err(refused.error(flag, value));
+            }
+            let known: &[_] = if value.is_some() { &keys } else { table.words };
+            let Some(key) = known.iter().copied().find(|known| *known == key) else {
+                return Err(unknown(flag, key, value.is_some(), table.words, &keys));
+            };
+            if seen.contains(&key) {
+                return Err(ConfigError::Duplicate { flag, key: key.to_owned() });
+            }
+            seen.push(key);
+            match value {
+                None => options.words.push(key),
+                Some("") => {}
+                Some(value) => options.given.push((key, unquoted(value))),
+            }
+        }
+        Ok(options)
+    }
+
+    /// A flag without any key.
+    pub fn none(flag: &'static str) -> Self {
+        Self { flag, given: Vec::new(), words: Vec::new() }
+    }
+
+    /// Keys without a value that were given.
+    pub fn words(&self) -> &[&'static str] {
+        &self.words
+    }
+
+    /// Keys with a value that were given, and the values.
+    pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.given.iter().map(|(key, value)| (*key, value.as_str()))
+    }
+
+    /// Value of a key, if it was given.
+    pub fn take<T: FlagValue>(&self, key: &'static str) -> Result<Option<T>, ConfigError> {
+        let Some((_, value)) = self.given().find(|(given, _)| *given == key) else { return Ok(None) };
+        T::read(value).map(Some).ok_or_else(|| ConfigError::BadValue {
+            flag: self.flag,
+            key: key.to_owned(),
+            value: value.to_owned(),
+            expected: T::expected(),
+        })
+    }
+
+    /// Value of a key that was not given and has no default.
+    pub fn absent<T: JsonValue>(&self, key: &'static str) -> Result<T, ConfigError> {
+        T::absent().ok_or(ConfigError::Missing { flag: self.flag, key })
+    }
+}
+
+/// Tells a known key without its value, or with one too many, from an unknown one.
+fn unknown(
+    flag: &'static str,
+    key: &str,
+    has_value: bool,
+    words: &[&'static str],
+    keys: &[&'static str],
+) -> ConfigError {
+    let key = key.to_owned();
+    if !has_value && keys.contains(&&*key) {
+        return ConfigError::BadValue { flag, key, value: String::new(), expected: "a value".to_owned() };
+    }
+    let keys = keys.iter().map(|key| format!("{key}="));
+    let known: Vec<_> = words.iter().map(|&word| word.to_owned()).chain(keys).collect();
+    ConfigError::UnknownKey { flag, key, known: known.join(", ") }
+}
+
+/// Splits at separators that are in neither quotes nor brackets. Names what is not closed.
+pub(super) fn split<'a>(text: &'a str, separators: &[char]) -> Result<Vec<&'a str>, &'static str> {
+    let (mut parts, mut start, mut depth, mut quoted) = (Vec::new(), 0, 0u32, false);
+    for (at, c) in text.char_indices() {
+        match c {
+            '"' => quoted = !quoted,
+            _ if quoted => {}
+            '[' => depth += 1,
+            ']' => depth = depth.checked_sub(1).ok_or("bracket")?,
+            _ if depth == 0 && separators.contains(&c) => {
+                parts.push(&text[start..at]);
+                start = at + c.len_utf8();
+            }
+            _ => {}
+        }
+    }
+    parts.push(&text[start..]);
+    match (quoted, depth) {
+        (true, _) => Err("quote"),
+        (false, 0) => Ok(parts),
+        (false, _) => Err("bracket"),
+    }
+}
+
+/// Removes quotes. Two in a row within quotes are one that stays.
+fn unquoted(value: &str) -> String {
+    let (mut text, mut quoted, mut previous) = (String::new(), false, None);
+    for c in value.chars() {
+        if c == '"' {
+            if previous == Some('"') && !quoted {
+                text.push(c);
+            }
+            quoted = !quoted;
+        } else {
+            text.push(c);
+        }
+        previous = Some(c);
+    }
+    text
+}

@@ -1,0 +1,55 @@
+//! Help of a flag, from its table.
+
+use std::fmt::Write;
+
+use super::flag::OFF;
+use super::{Key, Table};
+
+impl Table {
+    /// One line with every key: `path=PATH,readonly=on|off: about [default: ...]`.
+    pub fn line(&self) -> String {
+        let keys = (self.keys)();
+        let pairs = keys.iter().map(Key::form);
+        let words = self.words.join("|");
+        let forms: Vec<_> = Some(words).filter(|words| !words.is_empty()).into_iter().chain(pairs).collect();
+        let default = |key: &Key| {
+            let default = key.default.as_deref().filter(|default| !OFF.contains(default))?;
+            Some(format!("{}={default}", key.name))
+        };
+        let defaults: Vec<_> = keys.iter().filter_map(default).collect();
+        let defaults = match &*defaults {
+            [] => String::new(),
+            all => format!(" [default: {}]", all.join(",")),
+        };
+        format!("{}: {}{defaults}", forms.join(","), self.about)
+    }
+
+    /// What the flag is for, and every key on a line of its own.
+    pub fn listing(&self) -> String {
+        let mut text = self.about.to_owned();
+        if !self.words.is_empty() {
+            write!(text, "\n  {}", self.words.join("|")).expect("a string");
+        }
+        for key in (self.keys)() {
+            let default =
+                key.default.as_ref().map_or_else(String::new, |default| format!(" [default: {default}]"));
+            write!(text, "\n  {}: {}{default}", key.form(), key.about).expect("a string");
+        }
+        text
+    }
+}
+
+impl Key {
+    fn form(&self) -> String {
+        format!("{}={}", self.name, (self.syntax)())
+    }
+}
+
+/// `a`, `a or b`, `a, b or c`.
+pub(crate) fn one_of(words: &[&str]) -> String {
+    match words {
+        [] => String::new(),
+        [one] => (*one).to_owned(),
+        [some @ .., last] => format!("{} or {last}", some.join(", ")),
+    }
+}

@@ -1,0 +1,397 @@
+//! JSON into sections, with errors that name the field, its value and what it must be.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use balloon::params::Setting;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::ser::SerializeMap;
+use serde_json::{Map, Number, Value};
+use thiserror::Error;
+
+use super::super::error::ConfigError;
+use super::{Refused, Unknown};
+
+/// Why a value in JSON is refused. One line.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum FieldError {
+    /// Text that is no JSON, or has a key twice.
+    #[error("{0}")]
+    Syntax(String),
+    /// A field that must be there.
+    #[error("{path} is missing")]
+    Missing {
+        /// Field.
+        path: String,
+    },
+    /// A value of the wrong kind, or outside the range of its type.
+    #[error("{} is {value}, and must be {expected}", if .path.is_empty() { "it" } else { .path })]
+    Wrong {
+        /// Field; empty for the whole body.
+        path: String,
+        /// Value.
+        value: String,
+        /// What it must be.
+        expected: String,
+    },
+}
+
+/// Why a body in JSON is refused.
+#[derive(Debug, PartialEq, Eq, Error)]
+pub enum JsonError {
+    /// A field is missing, or has the wrong value.
+    #[error(transparent)]
+    Field(#[from] FieldError),
+    /// A field is not supported, or the configuration is not valid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+}
+
+/// A value as JSON has it.
+pub(crate) trait JsonValue: Sized {
+    /// Reads the value, which is not null.
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError>;
+
+    /// Value of a key that is not given; `None` if it must be.
+    fn absent() -> Option<Self> {
+        None
+    }
+
+    /// Returns true if the key is left out of what is shown.
+    fn is_absent(&self) -> bool {
+        false
+    }
+}
+
+/// An object with a table of keys.
+pub(crate) trait Object: JsonValue {
+    /// Flag or call, as it is named in errors.
+    const FLAG: &'static str;
+    /// Unknown keys are refused rather than ignored.
+    const STRICT: bool = false;
+    /// Keys that are refused unless their value asks for nothing.
+    const REFUSED: &'static [&'static [Refused]] = &[];
+
+    /// Names of all keys.
+    fn names() -> Vec<&'static str>;
+
+    /// Takes the keys out of an object.
+    fn take(object: &mut Map<String, Value>, walk: &mut Walk) -> Result<Self, JsonError>;
+
+    /// Writes the keys into an object.
+    fn write<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error>;
+}
+
+/// The way to the value that is read, and what was noticed on it.
+#[derive(Debug, Default)]
+pub(crate) struct Walk {
+    path: String,
+    flag: Option<&'static str>,
+    is_answer: bool,
+    unknown: Unknown,
+    warnings: Vec<String>,
+}
+
+impl Walk {
+    /// Walk over what a VMM has answered. A newer one may answer more than is known here.
+    pub fn of_answer() -> Self {
+        Self { is_answer: true, ..Self::default() }
+    }
+
+    /// Reads an object at the current path.
+    pub fn object<T: Object>(&mut self, json: Value) -> Result<T, JsonError> {
+        let Value::Object(mut object) = json else { return Err(self.wrong(&json, "an object")) };
+        if !self.is_answer {
+            self.check::<T>(&object)?;
+        }
+        T::take(&mut object, self)
+    }
+
+    fn check<T: Object>(&mut self, object: &Map<String, Value>) -> Result<(), ConfigError> {
+        let (names, flag) = (T::names(), self.flag.unwrap_or(T::FLAG));
+        for (key, value) in object {
+            if value.is_null() || names.contains(&&**key) {
+                continue;
+            }
+            match Refused::find(T::REFUSED, key) {
+                Some(refused) if refused.is_neutral_json(value) => {}
+                Some(refused) => return Err(refused.error(flag, format!("={value}"))),
+                None if T::STRICT => {
+                    let known = names.join(", ");
+                    return Err(ConfigError::UnknownKey { flag, key: key.clone(), known });
+                }
+                None => self.unknown.add(&self.path, key),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a key out of an object. Null is not given.
+    pub fn take<T: JsonValue>(
+        &mut self,
+        object: &mut Map<String, Value>,
+        name: &'static str,
+    ) -> Result<Option<T>, JsonError> {
+        self.take_with(object, name, T::from_json)
+    }
+
+    /// Takes a key out of an object and reads it with `read`.
+    pub fn take_with<T>(
+        &mut self,
+        object: &mut Map<String, Value>,
+        name: &'static str,
+        read: impl FnOnce(Value, &mut Self) -> Result<T, JsonError>,
+    ) -> Result<Option<T>, JsonError> {
+        match object.remove(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(json) => self.within(Step::Key(name), |walk| read(json, walk)).map(Some),
+        }
+    }
+
+    fn within<T>(
+        &mut self,
+        step: Step<'_>,
+        read: impl FnOnce(&mut Self) -> Result<T, JsonError>,
+    ) -> Result<T, JsonError> {
+        let length = self.path.len();
+        self.path = step.after(&self.path);
+        let value = read(self)?;
+        self.path.truncate(length);
+        Ok(value)
+    }
+
+    /// Reads with another flag in errors than the type's.
+    pub fn named<T>(&mut self, flag: &'static str, read: impl FnOnce(&mut Self) -> T) -> T {
+        let before = self.flag.replace(flag);
+        let value = read(self);
+        self.flag = before;
+        value
+    }
+
+    /// Adds a warning, once.
+    pub fn warn(&mut self, warning: &str) {
+        if !self.warnings.iter().any(|other| other == warning) {
+            self.warnings.push(warning.to_owned());
+        }
+    }
+
+    /// Warnings, those about unknown fields first.
+    pub fn into_warnings(self) -> Vec<String> {
+        self.unknown.warning().into_iter().chain(self.warnings).collect()
+    }
+
+    /// Error for a value at the current path.
+    pub fn wrong(&self, json: &Value, expected: impl Into<String>) -> JsonError {
+        let value = match json {
+            Value::Array(_) => "a list".to_owned(),
+            Value::Object(_) => "an object".to_owned(),
+            Value::String(text) => format!("{text:?}"),
+            Value::Null | Value::Bool(_) | Value::Number(_) => json.to_string(),
+        };
+        FieldError::Wrong { path: self.path.clone(), value, expected: expected.into() }.into()
+    }
+
+    /// Value of a key that is not given and has no default.
+    pub fn absent<T: JsonValue>(&self, name: &'static str) -> Result<T, JsonError> {
+        T::absent().ok_or_else(|| self.missing(name))
+    }
+
+    /// Error for a key that must be given.
+    pub fn missing(&self, name: &'static str) -> JsonError {
+        FieldError::Missing { path: Step::Key(name).after(&self.path) }.into()
+    }
+}
+
+/// One step of a path.
+enum Step<'a> {
+    Key(&'a str),
+    Index(usize),
+}
+
+impl Step<'_> {
+    fn after(&self, path: &str) -> String {
+        match self {
+            // A client may write anything, and an error is one line.
+            Self::Key(key) if path.is_empty() => key.escape_debug().to_string(),
+            Self::Key(key) => format!("{path}.{}", key.escape_debug()),
+            Self::Index(index) => format!("{path}[{index}]"),
+        }
+    }
+}
+
+impl<T: JsonValue> JsonValue for Option<T> {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        T::from_json(json, walk).map(Some)
+    }
+
+    fn absent() -> Option<Self> {
+        Some(None)
+    }
+
+    fn is_absent(&self) -> bool {
+        self.is_none()
+    }
+}
+
+impl<T: JsonValue> JsonValue for Vec<T> {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        let Value::Array(list) = json else { return Err(walk.wrong(&json, "a list")) };
+        let items = list.into_iter().enumerate();
+        items.map(|(nth, item)| walk.within(Step::Index(nth), |walk| T::from_json(item, walk))).collect()
+    }
+
+    fn absent() -> Option<Self> {
+        Some(Self::new())
+    }
+
+    fn is_absent(&self) -> bool {
+        self.is_empty()
+    }
+}
+
+impl JsonValue for bool {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        json.as_bool().ok_or_else(|| walk.wrong(&json, "true or false"))
+    }
+}
+
+macro_rules! number_value {
+    ($($Number:ty)*) => { $(
+        impl JsonValue for $Number {
+            fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+                let number = json.as_u64().and_then(|number| Self::try_from(number).ok());
+                number.ok_or_else(|| walk.wrong(&json, format!("a whole number from 0 to {}", Self::MAX)))
+            }
+        }
+    )* };
+}
+
+number_value!(u8 u16 u32 u64 usize);
+
+impl JsonValue for String {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        match json {
+            Value::String(text) => Ok(text),
+            other => Err(walk.wrong(&other, "a string")),
+        }
+    }
+}
+
+impl JsonValue for PathBuf {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        match json {
+            Value::String(text) => Ok(text.into()),
+            other => Err(walk.wrong(&other, "a path")),
+        }
+    }
+}
+
+impl JsonValue for Setting {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        Self::deserialize(&json).map_err(|_| walk.wrong(&json, Self::EXPECTED))
+    }
+}
+
+impl<T: JsonValue> JsonValue for BTreeMap<String, T> {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        let Value::Object(object) = json else { return Err(walk.wrong(&json, "an object")) };
+        let given = object.into_iter().filter(|(_, json)| !json.is_null());
+        given
+            .map(|(key, json)| {
+                let value = walk.within(Step::Key(&key), |walk| T::from_json(json, walk))?;
+                Ok((key, value))
+            })
+            .collect()
+    }
+
+    fn absent() -> Option<Self> {
+        Some(Self::new())
+    }
+
+    fn is_absent(&self) -> bool {
+        self.is_empty()
+    }
+}
+
+/// An object that is read later.
+impl JsonValue for Map<String, Value> {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        match json {
+            Value::Object(object) => Ok(object),
+            other => Err(walk.wrong(&other, "an object")),
+        }
+    }
+}
+
+/// Reads a body, and returns it with warnings about it.
+pub(crate) fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonError> {
+    let body: Body = serde_json::from_slice(bytes).map_err(|error| FieldError::Syntax(error.to_string()))?;
+    let mut walk = Walk::default();
+    let value = T::from_json(body.0, &mut walk)?;
+    Ok((value, walk.into_warnings()))
+}
+
+/// JSON in which no object has a key twice: `Value` would keep the last one.
+struct Body(Value);
+
+impl<'de> Deserialize<'de> for Body {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(BodyVisitor).map(Self)
+    }
+}
+
+struct BodyVisitor;
+
+impl<'de> Visitor<'de> for BodyVisitor {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(Number::from_f64(value).map_or(Value::Null, Value::Number))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(Body(value)) = from.next_element()? {
+            list.push(value);
+        }
+        Ok(Value::Array(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Value, A::Error> {
+        let mut object = Map::new();
+        while let Some(key) = from.next_key::<String>()? {
+            if object.contains_key(&key) {
+                return Err(A::Error::custom(format_args!("{} is given twice", key.escape_debug())));
+            }
+            let Body(value) = from.next_value()?;
+            object.insert(key, value);
+        }
+        Ok(Value::Object(object))
+    }
+}

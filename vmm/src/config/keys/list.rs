@@ -1,0 +1,60 @@
+//! Lists in a flag: `[a,b]`, `a:b` as in older versions of Cloud Hypervisor, or one item alone.
+
+use std::str::FromStr;
+
+use super::JsonValue;
+use super::flag::{FlagValue, split};
+
+/// What a list may consist of.
+pub(crate) trait Item: JsonValue {
+    /// Form of a list in the help.
+    const SYNTAX: &'static str;
+    /// Completes "is not" in an error.
+    const EXPECTED: &'static str;
+
+    /// Reads an item: one value, or several of a range.
+    fn read_item(text: &str) -> Option<Vec<Self>>;
+}
+
+impl<T: Item> FlagValue for Vec<T> {
+    fn syntax() -> String {
+        T::SYNTAX.to_owned()
+    }
+
+    fn expected() -> String {
+        T::EXPECTED.to_owned()
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let mut values = Vec::new();
+        for item in items(text)? {
+            values.extend(T::read_item(item)?);
+        }
+        Some(values)
+    }
+}
+
+/// Text between the brackets of a list; the whole text without brackets.
+pub(crate) fn unbracketed(text: &str) -> &str {
+    text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text)
+}
+
+/// Items of a list. `None` if brackets in it are not balanced.
+pub(crate) fn items(text: &str) -> Option<Vec<&str>> {
+    match unbracketed(text) {
+        "" => Some(Vec::new()),
+        inner => split(inner, &[',', ':']).ok().map(|items| items.into_iter().map(str::trim).collect()),
+    }
+}
+
+/// Reads a number without a sign.
+pub(crate) fn digits<T: FromStr>(text: &str) -> Option<T> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
+}
+
+/// Reads `3` or `0-2`.
+pub(crate) fn range<T: FromStr + PartialOrd + Copy>(text: &str) -> Option<(T, T)> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let (first, last) = (digits(first)?, digits(last)?);
+    (first <= last).then_some((first, last))
+}

@@ -1,0 +1,381 @@
+//! The tables' grammar.
+
+/// Makes a section from its table: a struct, its flag, its JSON.
+///
+/// ```text
+/// section! {
+///     /// Documentation of the struct.
+///     pub struct DiskConfig: "--disk" "about, for the help" {
+///         path: PathBuf => "about, also the field's documentation",
+///         readonly: bool = false => "a key with a default",
+///         fds (flag "fd"): Vec<GivenFd> => "a key that the flag calls otherwise",
+///     }
+///     refused &[refused::PCI];
+/// }
+/// ```
+///
+/// `words` are keys of the flag without a value, and `refused` are tables of refused keys. With
+/// `strict true` unknown keys in JSON are refused. `parse own` is for a section that reads its flag
+/// itself, `parse none` for one that is only part of others. Without the text after the flag there is
+/// no flag, and the object is in JSON alone.
+///
+/// A key without a default must be given, unless its type has an absent value, as `Option` has. A
+/// default may use the keys above it. Options of a key, in parentheses:
+///
+/// | option | |
+/// |---|---|
+/// | `flag "name"` | name in the flag |
+/// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
+/// | `derived` | the default follows from other keys, and is not in the help |
+/// | `json_only` | no key of the flag, where it has its type's default |
+/// | `json_required` | must be given in JSON, although it has a default in the flag |
+/// | `with function` | function that reads the value in JSON |
+/// | `shown` | in JSON even if it is absent |
+/// | `skip_default` | left out of JSON if it has its default |
+/// | `flatten` | a section whose keys are among these |
+macro_rules! section {
+    // Options are looked through from the first to the last.
+    (@flag_name [flag $name:literal $($rest:tt)*] $field:ident) => { $name };
+    (@flag_name [$other:tt $($rest:tt)*] $field:ident) => {
+        section!(@flag_name [$($rest)*] $field)
+    };
+    (@flag_name [] $field:ident) => { stringify!($field) };
+
+    (@syntax [syntax ($form:expr) $($rest:tt)*] $ty:ty) => { || String::from($form) };
+    (@syntax [$other:tt $($rest:tt)*] $ty:ty) => { section!(@syntax [$($rest)*] $ty) };
+    (@syntax [] $ty:ty) => { <$ty as $crate::config::keys::FlagValue>::syntax };
+
+    // Into the table.
+    (@key [json_only $($rest:tt)*] $($more:tt)*) => { Vec::new() };
+    (@key [flatten $($rest:tt)*] $all:tt $field:ident, $ty:ty, $about:literal) => {
+        <$ty as $crate::config::keys::Section>::keys()
+    };
+    (
+        @key [derived $($rest:tt)*]
+            $all:tt $field:ident, $ty:ty, $about:literal, $default:expr
+    ) => {
+        section!(@key [] $all $field, $ty, $about)
+    };
+    (@key [$other:tt $($rest:tt)*] $($more:tt)*) => { section!(@key [$($rest)*] $($more)*) };
+    (@key [] $all:tt $field:ident, $ty:ty, $about:literal $(, $default:expr)?) => {
+        vec![$crate::config::keys::Key {
+            name: section!(@flag_name $all $field),
+            syntax: section!(@syntax $all $ty),
+            default: section!(@shown $ty $(, $default)?),
+            about: $about,
+        }]
+    };
+    (@shown $ty:ty) => { None };
+    (@shown $ty:ty, $default:expr) => {{
+        let default: $ty = $default;
+        $crate::config::keys::FlagValue::show(&default)
+    }};
+
+    // From the flag.
+    (
+        @read [json_only $($rest:tt)*]
+            $all:tt $options:ident $field:ident, $ty:ty $(, $default:expr)?
+    ) => {
+        <$ty>::default()
+    };
+    (@read [flatten $($rest:tt)*] $all:tt $options:ident $field:ident, $ty:ty) => {
+        <$ty as $crate::config::keys::Section>::from_options($options)?
+    };
+    (@read [$other:tt $($rest:tt)*] $all:tt $options:ident $($more:tt)*) => {
+        section!(@read [$($rest)*] $all $options $($more)*)
+    };
+    (@read [] $all:tt $options:ident $field:ident, $ty:ty) => {
+        match $options.take(section!(@flag_name $all $field))? {
+            Some(value) => value,
+            None => $options.absent(section!(@flag_name $all $field))?,
+        }
+    };
+    (@read [] $all:tt $options:ident $field:ident, $ty:ty, $default:expr) => {
+        match $options.take(section!(@flag_name $all $field))? {
+            Some(value) => value,
+            None => $default,
+        }
+    };
+
+    // From JSON.
+    (@take [flatten $($rest:tt)*] $object:ident $walk:ident $field:ident, $ty:ty) => {
+        <$ty as $crate::config::keys::Object>::take($object, $walk)?
+    };
+    (
+        @take [with $read:ident $($rest:tt)*]
+            $object:ident $walk:ident $field:ident, $ty:ty $(, $default:expr)?
+    ) => {
+        match $walk.take_with($object, stringify!($field), $read)? {
+            Some(value) => value,
+            None => section!(@absent $walk $field $(, $default)?),
+        }
+    };
+    (
+        @take [json_required $($rest:tt)*]
+            $object:ident $walk:ident $field:ident, $ty:ty $(, $default:expr)?
+    ) => {
+        $walk.take($object, stringify!($field))?.ok_or_else(|| $walk.missing(stringify!($field)))?
+    };
+    (@take [$other:tt $($rest:tt)*] $object:ident $walk:ident $($more:tt)*) => {
+        section!(@take [$($rest)*] $object $walk $($more)*)
+    };
+    (@take [] $object:ident $walk:ident $field:ident, $ty:ty $(, $default:expr)?) => {
+        match $walk.take($object, stringify!($field))? {
+            Some(value) => value,
+            None => section!(@absent $walk $field $(, $default)?),
+        }
+    };
+    (@absent $walk:ident $field:ident, $default:expr) => { $default };
+    (@absent $walk:ident $field:ident) => { $walk.absent(stringify!($field))? };
+
+    // Into JSON.
+    (@write [flatten $($rest:tt)*] $map:ident $this:ident $field:ident, $ty:ty) => {
+        $crate::config::keys::Object::write(&$this.$field, $map)?
+    };
+    (
+        @write [shown $($rest:tt)*]
+            $map:ident $this:ident $field:ident, $ty:ty $(, $default:expr)?
+    ) => {
+        $map.serialize_entry(stringify!($field), &$this.$field)?
+    };
+    (
+        @write [skip_default $($rest:tt)*]
+            $map:ident $this:ident $field:ident, $ty:ty, $default:expr
+    ) => {
+        if $this.$field != $default {
+            $map.serialize_entry(stringify!($field), &$this.$field)?;
+        }
+    };
+    (@write [$other:tt $($rest:tt)*] $map:ident $this:ident $($more:tt)*) => {
+        section!(@write [$($rest)*] $map $this $($more)*)
+    };
+    (@write [] $map:ident $this:ident $field:ident, $ty:ty $(, $default:expr)?) => {
+        if !$crate::config::keys::JsonValue::is_absent(&$this.$field) {
+            $map.serialize_entry(stringify!($field), &$this.$field)?;
+        }
+    };
+
+    (@name [flatten $($rest:tt)*] $field:ident, $ty:ty) => {
+        <$ty as $crate::config::keys::Object>::names()
+    };
+    (@name [$other:tt $($rest:tt)*] $($more:tt)*) => { section!(@name [$($rest)*] $($more)*) };
+    (@name [] $field:ident, $ty:ty) => { vec![stringify!($field)] };
+
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $Name:ident: $flag:literal $($about:literal)? {
+            $($field:ident $(($($option:tt)+))?: $ty:ty $(= $default:expr)? => $key_about:literal,)*
+        }
+        $(words $words:expr;)?
+        $(refused $refused:expr;)?
+        $(strict $strict:literal;)?
+        $(parse $by:ident;)?
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        $vis struct $Name {
+            $(#[doc = concat!($key_about, ".")] pub $field: $ty,)*
+        }
+
+        impl $Name {
+            /// Name of the section in errors: its flag, or its call.
+            #[allow(dead_code, reason = "not every section is named outside of its table")]
+            pub(crate) const FLAG: &'static str = $flag;
+        }
+
+        impl $crate::config::keys::Object for $Name {
+            const FLAG: &'static str = $flag;
+            $(const REFUSED: &'static [&'static [$crate::config::keys::Refused]] = $refused;)?
+            $(const STRICT: bool = $strict;)?
+
+            fn names() -> Vec<&'static str> {
+                [$(section!(@name [$($($option)+)?] $field, $ty)),*].concat()
+            }
+
+            fn take(
+                object: &mut serde_json::Map<String, serde_json::Value>,
+                walk: &mut $crate::config::keys::Walk,
+            ) -> Result<Self, $crate::config::keys::JsonError> {
+                $(
+                    let $field: $ty =
+                        section!(@take [$($($option)+)?] object walk $field, $ty $(, $default)?);
+                )*
+                Ok(Self { $($field),* })
+            }
+
+            fn write<M: serde::ser::SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
+                let this = self;
+                $(section!(@write [$($($option)+)?] map this $field, $ty $(, $default)?);)*
+                Ok(())
+            }
+        }
+
+        impl $crate::config::keys::JsonValue for $Name {
+            fn from_json(
+                json: serde_json::Value,
+                walk: &mut $crate::config::keys::Walk,
+            ) -> Result<Self, $crate::config::keys::JsonError> {
+                walk.object(json)
+            }
+        }
+
+        impl serde::Serialize for $Name {
+            fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                let mut map = to.serialize_map(None)?;
+                $crate::config::keys::Object::write(self, &mut map)?;
+                serde::ser::SerializeMap::end(map)
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $Name {
+            fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+                let json = <serde_json::Value as serde::Deserialize>::deserialize(from)?;
+                let read = $crate::config::keys::Walk::of_answer().object(json);
+                read.map_err(serde::de::Error::custom)
+            }
+        }
+
+        section!(@section $Name [$($about)?] [$($words)?] [$($by)?] {
+            $($field [$($($option)+)?] $ty [$($default)?] $key_about)*
+        });
+    };
+
+    (@section $Name:ident [] $words:tt $by:tt $fields:tt) => {};
+    (@section $Name:ident [$about:literal] [$($words:expr)?] $by:tt {
+        $($field:ident $options:tt $ty:ty [$($default:expr)?] $key_about:literal)*
+    }) => {
+        impl $crate::config::keys::Section for $Name {
+            const ABOUT: &'static str = $about;
+            $(const WORDS: &'static [&'static str] = $words;)?
+
+            fn keys() -> Vec<$crate::config::keys::Key> {
+                [$(section!(@key $options $options $field, $ty, $key_about $(, $default)?)),*].concat()
+            }
+
+            fn from_options(
+                options: &$crate::config::keys::Options,
+            ) -> Result<Self, $crate::config::ConfigError> {
+                $(
+                    let $field: $ty =
+                        section!(@read $options $options options $field, $ty $(, $default)?);
+                )*
+                Ok(Self { $($field),* })
+            }
+        }
+
+        section!(@parse $Name $by);
+    };
+    (@parse $Name:ident []) => {
+        impl $Name {
+            /// Reads the flag's value.
+            pub fn parse(text: &str) -> Result<Self, $crate::config::ConfigError> {
+                use $crate::config::keys::{Options, Section, Table};
+
+                Self::from_options(&Options::parse(&Table::of::<Self>(), &[], text)?)
+            }
+        }
+    };
+    (@parse $Name:ident [$by:ident]) => {};
+}
+
+/// Makes an enum of option words. Each variant has its name in JSON, its word in the flag, and other
+/// names that are read.
+///
+/// A variant that ends with `hidden` is read but not named in the help and in errors.
+macro_rules! words {
+    (
+        $(#[$meta:meta])*
+        $vis:vis enum $Name:ident {
+            $(
+                $(#[$variant_meta:meta])*
+                $Variant:ident = $json:literal $word:literal $($alias:literal)* $($hidden:ident)?,
+            )*
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        $vis enum $Name {
+            $($(#[$variant_meta])* $Variant,)*
+        }
+
+        impl $crate::config::keys::Words for $Name {
+            const WORDS: &'static [$crate::config::keys::Word<Self>] = &[$(
+                $crate::config::keys::Word {
+                    value: Self::$Variant,
+                    json: $json,
+                    flag: $word,
+                    others: &[$($alias),*],
+                    is_shown: words!(@shown $($hidden)?),
+                },
+            )*];
+        }
+
+        impl $crate::config::keys::JsonValue for $Name {
+            fn from_json(
+                json: serde_json::Value,
+                walk: &mut $crate::config::keys::Walk,
+            ) -> Result<Self, $crate::config::keys::JsonError> {
+                <Self as $crate::config::keys::Words>::word_from_json(&json, walk)
+            }
+        }
+
+        impl $crate::config::keys::FlagValue for $Name {
+            fn syntax() -> String {
+                <Self as $crate::config::keys::Words>::flag_words().join("|")
+            }
+
+            fn expected() -> String {
+                $crate::config::keys::one_of(&<Self as $crate::config::keys::Words>::flag_words())
+            }
+
+            fn read(text: &str) -> Option<Self> {
+                <Self as $crate::config::keys::Words>::find(|name| name.eq_ignore_ascii_case(text))
+            }
+
+            fn show(&self) -> Option<String> {
+                let word = $crate::config::keys::Words::word(*self);
+                word.is_shown.then(|| word.flag.to_owned())
+            }
+        }
+
+        impl serde::Serialize for $Name {
+            fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str($crate::config::keys::Words::word(*self).json)
+            }
+        }
+    };
+    (@shown) => { true };
+    (@shown hidden) => { false };
+}
+
+/// Makes values of types that are a string in JSON and are read with `FromStr` there and in the
+/// flag.
+macro_rules! text_value {
+    ($Type:ty, $form:literal, $expected:literal) => {
+        impl $crate::config::keys::JsonValue for $Type {
+            fn from_json(
+                json: serde_json::Value,
+                walk: &mut $crate::config::keys::Walk,
+            ) -> Result<Self, $crate::config::keys::JsonError> {
+                let read = json.as_str().and_then(|text| text.parse().ok());
+                read.ok_or_else(|| walk.wrong(&json, $expected))
+            }
+        }
+
+        impl $crate::config::keys::FlagValue for $Type {
+            fn syntax() -> String {
+                $form.to_owned()
+            }
+
+            fn expected() -> String {
+                $expected.to_owned()
+            }
+
+            fn read(text: &str) -> Option<Self> {
+                text.parse().ok()
+            }
+        }
+    };
+}
+
+pub(crate) use {section, text_value, words};

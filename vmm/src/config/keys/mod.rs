@@ -1,0 +1,89 @@
+//! Configuration keys: one table per section, from which the struct, the flag, JSON, the help and
+//! the errors all come.
+//!
+//! [`section`] makes a section from its table, [`words`] an enum of option words. A key's type says
+//! how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`] takes a
+//! flag's value apart, [`Walk`] reads JSON and keeps the path of the field that it reads.
+
+mod flag;
+mod help;
+mod json;
+mod list;
+mod macros;
+mod refused;
+mod unknown;
+mod word;
+
+pub(crate) use self::flag::{FlagValue, OFF, Options};
+pub(crate) use self::help::one_of;
+pub use self::json::{FieldError, JsonError};
+pub(crate) use self::json::{JsonValue, Object, Walk, read_body};
+pub(crate) use self::list::{Item, digits, items, range, unbracketed};
+pub(crate) use self::macros::{section, text_value, words};
+pub(crate) use self::refused::{Refused, asks_for_nothing};
+pub(crate) use self::unknown::Unknown;
+pub(crate) use self::word::{Word, Words};
+
+use super::error::ConfigError;
+
+/// One key of a flag.
+#[derive(Clone, Debug)]
+pub(crate) struct Key {
+    /// Name.
+    pub name: &'static str,
+    /// Form of its value.
+    pub syntax: fn() -> String,
+    /// Default as the flag would give it.
+    pub default: Option<String>,
+    /// Description.
+    pub about: &'static str,
+}
+
+/// A section that a flag fills.
+pub(crate) trait Section: Object {
+    /// Description for the help.
+    const ABOUT: &'static str;
+    /// Keys of the flag without a value.
+    const WORDS: &'static [&'static str] = &[];
+
+    /// Every key of the flag that has a value.
+    fn keys() -> Vec<Key>;
+
+    /// Reads the keys among a flag's.
+    fn from_options(options: &Options) -> Result<Self, ConfigError>;
+}
+
+/// A section's table, without its type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Table {
+    /// Flag, as it is named in errors.
+    pub flag: &'static str,
+    /// Description for the help.
+    pub about: &'static str,
+    /// Every key that has a value.
+    pub keys: fn() -> Vec<Key>,
+    /// Keys without a value.
+    pub words: &'static [&'static str],
+    /// Keys that are refused unless their value asks for nothing.
+    pub refused: &'static [&'static [Refused]],
+}
+
+impl Table {
+    /// Table of a section.
+    pub const fn of<T: Section>() -> Self {
+        Self { flag: T::FLAG, about: T::ABOUT, keys: T::keys, words: T::WORDS, refused: T::REFUSED }
+    }
+
+    /// Table of another flag with the same keys.
+    pub const fn named(self, flag: &'static str, about: &'static str) -> Self {
+        Self { flag, about, ..self }
+    }
+
+    /// Names of the keys that have a value.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> + use<> {
+        (self.keys)().into_iter().map(|key| key.name)
+    }
+}
+
+#[cfg(test)]
+mod tests;

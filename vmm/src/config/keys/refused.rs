@@ -1,0 +1,52 @@
+//! Keys of Cloud Hypervisor that foreshore refuses, unless their value asks for nothing.
+
+use serde_json::Value;
+
+use super::super::error::ConfigError;
+
+/// A refused key.
+#[derive(Debug)]
+pub(crate) struct Refused {
+    /// Name in the flag and in JSON.
+    pub key: &'static str,
+    /// Values that ask for nothing, in any case of letters.
+    pub neutral: &'static [&'static str],
+    /// Reason.
+    pub why: &'static str,
+}
+
+impl Refused {
+    /// Finds a key in the tables of a section.
+    pub fn find(tables: &'static [&'static [Self]], key: &str) -> Option<&'static Self> {
+        tables.iter().copied().flatten().find(|refused| refused.key == key)
+    }
+
+    /// Returns true if the value of a flag's key asks for nothing. A value that is empty is not
+    /// given.
+    pub fn is_neutral_text(&self, value: &str) -> bool {
+        value.is_empty() || self.neutral.iter().any(|neutral| neutral.eq_ignore_ascii_case(value))
+    }
+
+    /// Returns true if a value in JSON asks for nothing.
+    pub fn is_neutral_json(&self, value: &Value) -> bool {
+        asks_for_nothing(value, self.neutral)
+    }
+
+    /// Error for a value, which begins with a `=` unless the key stands alone.
+    pub fn error(&self, flag: &'static str, value: String) -> ConfigError {
+        ConfigError::Unsupported { flag, key: self.key, value, why: self.why }
+    }
+}
+
+/// Returns true for `neutral` values and for empty ones. Without neutral values, `false` asks for
+/// nothing too.
+pub(crate) fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(values) => values.is_empty(),
+        Value::Object(fields) => fields.values().all(|value| asks_for_nothing(value, &[])),
+        Value::String(text) => neutral.iter().any(|neutral| neutral.eq_ignore_ascii_case(text)),
+        Value::Bool(false) if neutral.is_empty() => true,
+        Value::Bool(_) | Value::Number(_) => neutral.contains(&&*value.to_string()),
+    }
+}

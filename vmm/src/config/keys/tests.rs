@@ -1,0 +1,275 @@
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+
+words! {
+    /// Kind of a thing.
+    #[derive(Default)]
+    pub enum Kind {
+        /// As it grew.
+        #[default]
+        Raw = "Raw" "raw" "uncooked",
+        /// Heated.
+        WellDone = "WellDone" "well-done",
+        /// Known elsewhere.
+        Foreign = "Foreign" "foreign" hidden,
+    }
+}
+
+section! {
+    /// Part of a thing.
+    #[derive(Default)]
+    pub struct Inner: "--thing" "part" {
+        shared: bool = false => "Let others use it",
+    }
+    parse none;
+}
+
+section! {
+    /// Thing.
+    pub struct Thing: "--thing" "things of every kind" {
+        path: PathBuf => "Place",
+        size: u64 = 4 << 20 => "Size",
+        count_max (flag "count"): u8 = 1 => "Number",
+        kind: Kind = Kind::Raw => "Kind",
+        list: Option<Vec<u8>> => "Numbers",
+        inner (flatten): Inner => "Part",
+        parts (json_only): Vec<Part> => "Parts",
+    }
+    words &["tty"];
+    refused &[&[Refused { key: "hugepages", neutral: OFF, why: "there are none" }]];
+}
+
+section! {
+    /// Part that is in JSON alone.
+    pub struct Part: "--thing" {
+        name: String => "Name",
+        width (json_required): u16 = 0 => "Width",
+        on (shown): Option<bool> => "Switch",
+    }
+    strict true;
+}
+
+use std::path::PathBuf;
+
+fn thing(text: &str) -> Thing {
+    Thing::parse(text).unwrap()
+}
+
+fn error(text: &str) -> String {
+    Thing::parse(text).unwrap_err().to_string()
+}
+
+#[test]
+fn flag_is_read_with_defaults() {
+    let read = thing("path=/a=b,size=8M,count=7,kind=well-done,shared=on,list=[1,3-5]");
+    assert_eq!((&*read.path.to_string_lossy(), read.size, read.count_max), ("/a=b", 8 << 20, 7));
+    assert_eq!((read.kind, read.inner.shared, read.list), (Kind::WellDone, true, Some(vec![1, 3, 4, 5])));
+    let least = thing("path=/a");
+    assert_eq!((least.size, least.count_max, least.kind, least.list), (4 << 20, 1, Kind::Raw, None));
+    assert!(!least.inner.shared && least.parts.is_empty());
+    assert_eq!(Options::parse(&Table::of::<Thing>(), &[], "tty,path=/a").unwrap().words(), ["tty"]);
+}
+
+/// As Cloud Hypervisor's parser does.
+#[test]
+fn values_are_trimmed_and_an_empty_one_is_not_given() {
+    assert_eq!(thing(" path=/a , size= 8M ,count= "), thing("path=/a,size=8M"));
+    assert_eq!(thing("path=/a,size=,kind=,list=,shared="), thing("path=/a"));
+    assert_eq!(error("path=,size=1M"), "--thing: path= is missing");
+    assert_eq!(error("path=\"\""), r#"--thing: path="" is not a path"#);
+    assert_eq!(error("size"), r#"--thing: size="" is not a value"#);
+    assert_eq!(Options::parse(&Table::of::<Thing>(), &[], " ").unwrap().given().count(), 0);
+}
+
+#[test]
+fn words_and_switches_are_read_in_any_case() {
+    for (text, shared) in [("on", true), ("On", true), ("TRUE", true), ("off", false), ("False", false)] {
+        assert_eq!(thing(&format!("path=/a,shared={text}")).inner.shared, shared);
+    }
+    for text in ["well-done", "Well-Done", "WellDone", "WELLDONE"] {
+        assert_eq!(thing(&format!("path=/a,kind={text}")).kind, Kind::WellDone);
+    }
+    assert_eq!(thing("path=/a,kind=Uncooked").kind, Kind::Raw);
+    assert_eq!(thing("path=/a,kind=foreign").kind, Kind::Foreign);
+    assert_eq!(error("path=/a,kind=rare"), r#"--thing: kind="rare" is not raw or well-done"#);
+    assert_eq!(error("path=/a,shared=maybe"), r#"--thing: shared="maybe" is not on or off"#);
+}
+
+#[test]
+fn lists_may_be_without_brackets() {
+    let list = |text: &str| thing(&format!("path=/a,list={text}")).list;
+    assert_eq!(list("3"), Some(vec![3]));
+    assert_eq!(list("0-2"), Some(vec![0, 1, 2]));
+    assert_eq!(list("[0-2, 5]"), Some(vec![0, 1, 2, 5]));
+    assert_eq!(list("0-2:5"), Some(vec![0, 1, 2, 5]));
+    assert_eq!(list("[]"), Some(Vec::new()));
+    for text in ["a", "3-1", "0-", "256", "1::2", "[1,]", "+1"] {
+        let expected = format!("--thing: list={text:?} is not a list of vCPUs");
+        assert!(error(&format!("path=/a,list={text}")).starts_with(&expected), "{text}");
+    }
+}
+
+#[test]
+fn quotes_keep_commas_and_are_removed() {
+    assert_eq!(thing(r#"path="/a,b",count=1"#).path, PathBuf::from("/a,b"));
+    assert_eq!(thing(r#"path=/a","b"#).path, PathBuf::from("/a,b"));
+    assert_eq!(thing(r#"path="/a""b""#).path, PathBuf::from(r#"/a"b"#));
+}
+
+#[test]
+fn unknown_keys_are_named_with_the_known_ones() {
+    let known = "tty, path=, size=, count=, kind=, list=, shared=";
+    assert_eq!(error("sise=4M"), format!(r#"--thing: unknown key "sise"; the keys are {known}"#));
+    assert!(error("tty=1").contains(r#"unknown key "tty""#));
+    assert!(error("path=/a,").contains(r#"unknown key """#));
+    assert!(error("count_max=1").contains(r#"unknown key "count_max""#));
+}
+
+#[test]
+fn key_is_given_once() {
+    assert_eq!(error("size=1,size=1"), "--thing: size is given twice");
+    assert_eq!(error("size=,size=1"), "--thing: size is given twice");
+}
+
+#[test]
+fn refused_keys_are_taken_if_they_ask_for_nothing() {
+    for text in ["off", "OFF", "false", "", " off"] {
+        assert_eq!(thing(&format!("path=/a,hugepages={text}")), thing("path=/a"));
+    }
+    let refused = "--thing: hugepages=on is not supported by foreshore: there are none";
+    assert_eq!(error("path=/a,hugepages=on"), refused);
+    assert_eq!(error("hugepages"), "--thing: hugepages is not supported by foreshore: there are none");
+    assert!(!error("hugepages=a\nb").contains('\n'));
+}
+
+#[test]
+fn unreadable_values_are_named() {
+    let expected = r#"--thing: size="4Q" is not a size: bytes, or a number with K, M, G or T"#;
+    assert_eq!(error("path=/a,size=4Q"), expected);
+    assert_eq!(error("path=/a,count=256"), r#"--thing: count="256" is not a whole number from 0 to 255"#);
+    assert_eq!(error("list=[1,2"), r#"--thing: "list=[1,2" has a bracket that is not closed"#);
+    assert!(error("list=1]").contains("bracket"));
+    assert!(error(r#"path="a"#).contains("quote"));
+}
+
+fn read(json: Value) -> Result<(Thing, Vec<String>), JsonError> {
+    read_body(json.to_string().as_bytes())
+}
+
+fn json_error(json: Value) -> String {
+    read(json).unwrap_err().to_string()
+}
+
+#[test]
+fn json_is_read_and_shown() {
+    let json = json!({"path": "/a", "size": 7, "count_max": 2, "kind": "WellDone", "list": [1], "shared": true,
+                      "parts": [{"name": "n", "width": 3, "on": null}]});
+    let (read_thing, warnings) = read(json.clone()).unwrap();
+    assert_eq!((warnings, serde_json::to_value(&read_thing).unwrap()), (Vec::new(), json.clone()));
+    assert_eq!(serde_json::from_value::<Thing>(json).unwrap(), read_thing);
+    let least = read(json!({"path": "/a", "size": null, "hugepages": false, "parts": null, "other": null}));
+    assert_eq!(least.unwrap(), (thing("path=/a"), Vec::new()));
+    let shown = r#"{"path":"/a","size":4194304,"count_max":1,"kind":"Raw","shared":false}"#;
+    assert_eq!(serde_json::to_string(&thing("path=/a")).unwrap(), shown, "in the order of the table");
+}
+
+#[test]
+fn json_errors_name_field_value_and_bound() {
+    let with = |key: &str, value: Value| json!({"path": "/a", key: value});
+    for (json, expected) in [
+        (json!({}), "path is missing"),
+        (json!({"path": 7}), "path is 7, and must be a path"),
+        (json!({"path": ["a"]}), "path is a list, and must be a path"),
+        (with("count_max", json!(256)), "count_max is 256, and must be a whole number from 0 to 255"),
+        (with("count_max", json!(-1)), "count_max is -1, and must be a whole number from 0 to 255"),
+        (with("count_max", json!(0.5)), "count_max is 0.5, and must be a whole number from 0 to 255"),
+        (with("count_max", json!("a")), r#"count_max is "a", and must be a whole number from 0 to 255"#),
+        (with("kind", json!("Rare")), r#"kind is "Rare", and must be Raw or WellDone"#),
+        (with("kind", json!(1)), "kind is 1, and must be Raw or WellDone"),
+        (with("shared", json!("on")), r#"shared is "on", and must be true or false"#),
+        (with("parts", json!({"a": 1})), "parts is an object, and must be a list"),
+        (with("parts", json!([true])), "parts[0] is true, and must be an object"),
+        (with("parts", json!([[]])), "parts[0] is a list, and must be an object"),
+        (with("parts", json!([{"name": "a", "width": 1}, {"width": 1}])), "parts[1].name is missing"),
+        (with("parts", json!([{"name": "a"}])), "parts[0].width is missing"),
+        (
+            with("parts", json!([{"nam\n": 1}])),
+            r#"--thing: unknown key "nam\n"; the keys are name, width, on"#,
+        ),
+        (
+            with("hugepages", json!(true)),
+            "--thing: hugepages=true is not supported by foreshore: there are none",
+        ),
+        (json!(7), "it is 7, and must be an object"),
+    ] {
+        assert_eq!(json_error(json), expected);
+    }
+}
+
+/// A client reads what a newer VMM answers.
+#[test]
+fn unknown_fields_of_an_answer_are_ignored() {
+    let part = serde_json::from_value::<Part>(json!({"name": "a", "width": 1, "later": 1})).unwrap();
+    assert_eq!(part, Part { name: "a".to_owned(), width: 1, on: None });
+    assert!(serde_json::from_value::<Part>(json!({"name": "a"})).is_err());
+}
+
+#[test]
+fn text_that_is_not_json_is_answered_with_the_place() {
+    let error = |text: &str| read_body::<Part>(text.as_bytes()).unwrap_err().to_string();
+    assert_eq!(error(r#"{"name": }"#), "expected value at line 1 column 10");
+    assert_eq!(error(r#"{"name": "a""#), "EOF while parsing an object at line 1 column 12");
+    assert_eq!(error("{}{}"), "trailing characters at line 1 column 3");
+    let twice = error(r#"{"name": "a", "name": "b", "width": 1}"#);
+    assert!(twice.starts_with("name is given twice at line 1 column "), "{twice}");
+    assert!(error("[{\"a\nb\": 1}]").starts_with("control character"));
+}
+
+#[test]
+fn unknown_fields_are_ignored_with_one_warning() {
+    let warnings = |json| read(json).unwrap().1;
+    assert_eq!(warnings(json!({"path": "/a", "count": 1})), ["Ignored unknown field: count"]);
+    let many: serde_json::Map<_, _> = (0..10_000)
+        .map(|nth| (format!("k{nth}"), json!(0)))
+        .chain([("path".to_owned(), json!("/a"))])
+        .collect();
+    let [warning] = &warnings(Value::Object(many))[..] else { panic!() };
+    assert!(
+        warning.starts_with("Ignored unknown fields: k0, ") && warning.ends_with(" and 9992 more"),
+        "{warning}"
+    );
+    let long = warnings(json!({"path": "/a", "x".repeat(100_000): 0}));
+    assert!(long[0].len() < 128, "{}", long[0].len());
+    assert_eq!(warnings(json!({"path": "/a", "a\nb": 1})), [r"Ignored unknown field: a\nb"]);
+}
+
+#[test]
+fn help_has_every_key_with_form_and_default() {
+    let table = Table::of::<Thing>();
+    let line = "tty,path=PATH,size=SIZE,count=N,kind=raw|well-done,list=[N-N,N],shared=on|off: things of every kind \
+                [default: size=4M,count=1,kind=raw]";
+    assert_eq!(table.line(), line);
+    let listing = table.listing();
+    assert!(
+        listing.starts_with(
+            "things of every kind\n  tty\n  path=PATH: Place\n  size=SIZE: Size [default: 4M]\n"
+        )
+    );
+    assert!(listing.ends_with("\n  shared=on|off: Let others use it [default: off]"), "{listing}");
+}
+
+proptest! {
+    #[test]
+    fn no_text_panics_and_every_error_is_one_line(text in ".*") {
+        if let Err(error) = Thing::parse(&text) {
+            prop_assert_eq!(error.to_string().lines().count(), 1);
+        }
+    }
+
+    #[test]
+    fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = read_body::<Thing>(&bytes);
+    }
+}

@@ -1,0 +1,41 @@
+//! Unknown fields in JSON.
+//!
+//! They are ignored, as Cloud Hypervisor does, so that clients of a later version keep working
+//! (docs/decisions/0019). A mistyped field is ignored as well, and a setting is silently missing:
+//! the warning names the fields.
+
+/// Most fields that a warning names: a client may send as many as a body has room for.
+const MOST_NAMES: usize = 8;
+/// Most characters of a name in a warning.
+const MOST_CHARS: usize = 64;
+
+/// Names of unknown fields.
+#[derive(Debug, Default)]
+pub(crate) struct Unknown {
+    names: Vec<String>,
+    count: usize,
+}
+
+impl Unknown {
+    /// Adds a field of the object at `path`, which is empty for the whole body.
+    pub fn add(&mut self, path: &str, key: &str) {
+        self.count += 1;
+        if self.names.len() < MOST_NAMES {
+            let dot = if path.is_empty() { "" } else { "." };
+            // A client may write anything, and a warning is one line.
+            let key: String = key.chars().take(MOST_CHARS).collect();
+            self.names.push(format!("{path}{dot}{}", key.escape_debug()));
+        }
+    }
+
+    /// Warning in one line, if there are any.
+    pub fn warning(&self) -> Option<String> {
+        let more = match self.count - self.names.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let fields = if self.count == 1 { "field" } else { "fields" };
+        let names = self.names.join(", ");
+        (self.count > 0).then(|| format!("Ignored unknown {fields}: {names}{more}"))
+    }
+}
