@@ -34,6 +34,8 @@ mod refused;
 mod rng;
 mod size;
 mod socket;
+#[cfg(test)]
+mod tables_tests;
 mod topology;
 mod vsock;
 

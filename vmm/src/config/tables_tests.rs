@@ -1,0 +1,161 @@
+//! The tables against the places that name keys: help, parser, docs/openapi.json and
+//! docs/compatibility.md.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::cli::{TABLES, command};
+use super::keys::{Key, Options, Table};
+use super::{ConfigError, json};
+
+type Names = BTreeSet<String>;
+
+fn names<'a>(names: impl IntoIterator<Item = &'a str>) -> Names {
+    names.into_iter().map(str::to_owned).collect()
+}
+
+/// Keys of a flag as its table has them: `off`, `file=`.
+fn table_keys(table: &Table) -> Names {
+    let keys = (table.keys)().into_iter().map(|key: Key| format!("{}=", key.name));
+    keys.chain(table.words.iter().map(|&word| word.to_owned())).collect()
+}
+
+/// Paragraph of a flag in the help.
+fn help_of<'a>(help: &'a str, flag: &str) -> &'a str {
+    let begin = help.find(&format!("      {flag} ")).unwrap_or_else(|| panic!("{flag} is not in the help"));
+    let paragraph = &help[begin + flag.len()..];
+    paragraph.find("\n\n").map_or(paragraph, |end| &paragraph[..end])
+}
+
+#[test]
+fn long_help_lists_the_keys_that_the_parser_takes() {
+    let help = command().render_long_help().to_string();
+    for table in TABLES {
+        let lines: Vec<_> = help_of(&help, table.flag).lines().skip(2).map(str::trim).collect();
+        let keys = lines.iter().filter_map(|line| Some(format!("{}=", line.split_once('=')?.0)));
+        let words = table.words.join("|");
+        let words_line = lines.iter().filter(|line| **line == words && !words.is_empty());
+        let listed: Names =
+            keys.chain(words_line.flat_map(|line| line.split('|')).map(str::to_owned)).collect();
+        let parsed = match Options::parse(&table, &[], "no such key=1") {
+            Err(ConfigError::UnknownKey { known, .. }) => names(known.split(", ")),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(listed, parsed, "{}", table.flag);
+        assert_eq!(parsed, table_keys(&table), "{}", table.flag);
+    }
+}
+
+#[test]
+fn short_help_has_every_key_in_one_line() {
+    let help = command().render_help().to_string();
+    for table in TABLES {
+        let line =
+            help.lines().find(|line| line.trim_start().starts_with(&format!("{} ", table.flag))).unwrap();
+        for key in table_keys(&table) {
+            let has = line.split([' ', ',', '|']).any(|part| part == key || part.starts_with(&key));
+            assert!(has, "{} {key}: {line}", table.flag);
+        }
+    }
+}
+
+#[test]
+fn schemas_of_foreshores_own_sections_have_their_keys() {
+    let document: Value = serde_json::from_str(include_str!("../../../docs/openapi.json")).unwrap();
+    let fields = json::fields();
+    for (schema, section) in
+        [("PmMemoryConfig", "pm_memory"), ("PmVolumeConfig", "pm_volumes"), ("PressureConfig", "pressure")]
+    {
+        let properties = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
+        let (_, fields) = fields.iter().find(|(name, _)| *name == section).unwrap();
+        assert_eq!(names(properties.keys().map(String::as_str)), names(fields.iter().copied()), "{schema}");
+    }
+}
+
+/// Rows of a table of the compatibility page: name and verdict.
+fn rows(title: &str) -> Vec<(&'static str, &'static str)> {
+    let page = include_str!("../../../docs/compatibility.md");
+    let (_, tables) = page.split_once(&format!("## {title}\n")).unwrap();
+    let table = tables.split("\n## ").next().unwrap();
+    let row = |line: &'static str| line.strip_prefix("| `")?.split_once("` | ");
+    let rows = table.lines().filter_map(row);
+    rows.map(|(name, rest)| (name, rest.split(" |").next().unwrap())).collect()
+}
+
+#[test]
+fn keys_of_the_compatibility_page_are_in_the_tables() {
+    let mut seen = 0;
+    for (name, verdict) in rows("Flags and their keys") {
+        let Some((flag, key)) = name.split_once(' ') else { continue };
+        let Some(table) = TABLES.iter().find(|table| table.flag == flag) else { continue };
+        let refused = table.refused.iter().copied().flatten().map(|refused| refused.key);
+        let known = table.names().chain(refused).chain(table.words.iter().copied());
+        let is_known = known.into_iter().any(|known| known == key);
+        assert_eq!(is_known, verdict != "not there", "{name}");
+        seen += 1;
+    }
+    assert!(seen > 100, "{seen}");
+}
+
+#[test]
+fn fields_of_the_compatibility_page_are_in_the_tables() {
+    let schema = |section| match section {
+        "disks" => "DiskConfig.",
+        "cpus" => "CpusConfig.",
+        "payload" => "PayloadConfig.",
+        "memory" => "MemoryConfig.",
+        "net" => "NetConfig.",
+        "serial" => "SerialConfig.",
+        "console" => "ConsoleConfig.",
+        "rng" => "RngConfig.",
+        "balloon" => "BalloonConfig.",
+        "vsock" => "VsockConfig.",
+        "pmem" => "PmemConfig.",
+        "platform" => "PlatformConfig.",
+        own => panic!("{own} has no schema in Cloud Hypervisor's description"),
+    };
+    let rows = rows("Fields");
+    for (section, known) in json::fields() {
+        if ["pm_memory", "pm_volumes", "pressure"].contains(&section) {
+            continue;
+        }
+        let fields: Vec<_> = rows.iter().filter_map(|(name, _)| name.strip_prefix(schema(section))).collect();
+        assert!(!fields.is_empty(), "{section}");
+        for field in fields {
+            assert!(known.contains(&field), "{section}.{field}");
+        }
+    }
+}
+
+/// Pages of docs/ that are written by hand.
+fn pages() -> Vec<String> {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let files = std::fs::read_dir(docs).unwrap().map(|entry| entry.unwrap().path());
+    let is_page = |path: &std::path::PathBuf| {
+        let is_generated = path.file_name().is_some_and(|name| name == "compatibility.md");
+        !is_generated && path.extension().is_some_and(|extension| extension == "md")
+    };
+    files.filter(is_page).map(|path| std::fs::read_to_string(path).unwrap()).collect()
+}
+
+/// Returns true if a page has `word` in code: between backticks, or in a block.
+fn has_in_code(page: &str, word: &str) -> bool {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    let has = |code: &str| code.split(|c| !is_part(c)).any(|part| part == word);
+    page.lines().any(|line| match line.strip_prefix("    ") {
+        Some(code) => has(code),
+        None => line.split('`').skip(1).step_by(2).any(has),
+    })
+}
+
+#[test]
+fn every_key_is_documented() {
+    let pages = pages();
+    for table in TABLES {
+        for name in table.names() {
+            assert!(pages.iter().any(|page| has_in_code(page, name)), "{} {name}", table.flag);
+        }
+    }
+}
