@@ -25,7 +25,7 @@ section! {
         statistics: bool = true
             => "Request statistics, which replace the agent where there is none",
         floor: Option<u64>
-            => "Boot memory that the guest keeps, instead of a quarter and at least 64M",
+            => "Boot memory that the guest keeps, instead of a quarter of it",
         id: Option<String> => "Name, instead of __balloon",
     }
     refused &[refused::PCI, refused::SLOT];

@@ -12,7 +12,7 @@ use super::socket;
 const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }];
 
 pub(super) const SERIAL: Table =
-    Table::of::<ConsoleConfig>().named("--serial", "COM1, ttyS0 [default: null]");
+    Table::of::<ConsoleConfig>().named("--serial", "COM1, ttyS0; null if not given");
 pub(super) const CONSOLE: Table = Table::of::<ConsoleConfig>();
 
 words! {
@@ -38,14 +38,15 @@ words! {
 section! {
     /// Console: the serial port or virtio-console.
     #[derive(Default)]
-    pub struct ConsoleConfig: "--console" "virtio-console, hvc0 [default: tty]" {
+    pub struct ConsoleConfig: "--console" "virtio-console, hvc0; tty if not given" {
         mode (json_only): ConsoleMode => "Destination",
         file: Option<PathBuf>
             => "File for the output; of a pseudo terminal its path, which vm.info shows",
         socket: Option<PathBuf> => "Unix socket that clients connect to",
-        max_size: Option<u64> => "Largest size of the file, instead of 64M; 0 is no limit",
-        max_rate: Option<u64>
-            => "Largest growth of the file per second after a burst, instead of 1M; 0 is no limit",
+        max_size (usually (DEFAULT_MAX_SIZE)): Option<u64>
+            => "Largest size of the file; 0 is no limit",
+        max_rate (usually (DEFAULT_MAX_RATE)): Option<u64>
+            => "Largest growth of the file per second after a burst; 0 is no limit",
     }
     words &["off", "null", "tty", "pty"];
     refused &[refused::PCI, refused::SLOT, REFUSED];

@@ -89,7 +89,7 @@ section! {
             => "Type of the file, instead of a guess from its first bytes",
         sparse: bool = true => "Return discarded blocks to the file system",
         pci_device_id (syntax ("SLOT")): Option<u8> => "Slot on the PCI bus, instead of a free one",
-        guest_block_size (syntax ("512|4096")): Option<u32>
+        guest_block_size (syntax (GUEST_BLOCK_SIZES.map(|size| size.to_string()).join("|"))): Option<u32>
             => "Logical block size of the guest, instead of 512 for a file and the device's own",
     }
     refused &[refused::PCI, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED];

@@ -4,6 +4,7 @@ use super::error::ConfigError;
 use super::host_memory::HostMemoryConfig;
 use super::keys::{section, words};
 use super::memory_zone::{MemoryZoneConfig, check_hotplug, check_plug_bandwidth};
+use super::plug_bandwidth::DEFAULT_PLUG_BANDWIDTH;
 use super::size::{self, Size, UNIT_BYTES};
 
 words! {
@@ -27,8 +28,8 @@ section! {
         hotplug_method: HotplugMethod = HotplugMethod::Acpi => "Method by which it grows",
         hotplug_size: Option<u64> => "Memory that may be added",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
-        plug_bandwidth: Option<u64>
-            => "Bytes per second for plugging after an unplug, instead of 1G; 0 is no limit",
+        plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
+            => "Bytes per second for plugging after an unplug; 0 is no limit",
         zones (json_only): Vec<MemoryZoneConfig>
             => "Zones with sizes of their own, instead of those above",
     }

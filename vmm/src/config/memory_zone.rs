@@ -6,7 +6,7 @@ use super::error::ConfigError;
 use super::host_memory::HostMemoryConfig;
 use super::keys::section;
 use super::name;
-use super::plug_bandwidth;
+use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 use super::size::{self, Size};
 
 section! {
@@ -22,8 +22,8 @@ section! {
             => "Node of the host that all its memory comes from, instead of any",
         hotplug_size: Option<u64> => "Memory that may be added",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
-        plug_bandwidth: Option<u64>
-            => "Bytes per second for plugging after an unplug, instead of 1G; 0 is no limit",
+        plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
+            => "Bytes per second for plugging after an unplug; 0 is no limit",
     }
 }
 

@@ -1,9 +1,12 @@
-//! What a VM shall be: one file per flag and API section, each with a plain struct and a pure `validate()`.
+//! Configuration of a VM: one file per flag and API section, each with its table of keys and a pure
+//! `validate()`.
 //!
-//! Field names are those of Cloud Hypervisor's API; sizes are in bytes. Three steps lead from text to a VM that
-//! may be built: a flag's text is parsed into its section, each section is validated alone, and
-//! [`VmConfig::validate`] checks them against each other. None of them touches the machine: whether a file
-//! exists, or a pool has room, is found out by who opens it.
+//! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key is one line in the
+//! table of its section: the struct, the flag, JSON, the help and the errors follow (`keys`).
+//!
+//! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
+//! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None
+//! of them touches the machine: files are found missing, and pools full, by the code that opens them.
 
 mod balloon;
 mod cli;

@@ -65,7 +65,7 @@ section! {
             => "Decide nothing; set by vm.pressure and kept over reboots",
         record (syntax ("FILE")): Option<PathBuf>
             => "File that reports and decisions are recorded in",
-        record_size: Option<u64> => "Largest size of the recording, instead of 1G",
+        record_size (usually (RECORD_BYTES)): Option<u64> => "Largest size of the recording",
     }
     strict true;
     parse own;

@@ -26,6 +26,7 @@
 /// |---|---|
 /// | `flag "name"` | name in the flag |
 /// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
+/// | `usually (value)` | default in the help of a key whose absence is kept, an `Option` |
 /// | `derived` | the default follows from other keys, and is not in the help |
 /// | `json_only` | no key of the flag, where it has its type's default |
 /// | `json_required` | must be given in JSON, although it has a default in the flag |
@@ -61,12 +62,18 @@ macro_rules! section {
         vec![$crate::config::keys::Key {
             name: section!(@flag_name $all $field),
             syntax: section!(@syntax $all $ty),
-            default: section!(@shown $ty $(, $default)?),
+            default: section!(@default $all $ty $(, $default)?),
             about: $about,
         }]
     };
-    (@shown $ty:ty) => { None };
-    (@shown $ty:ty, $default:expr) => {{
+    (@default [usually ($usual:expr) $($rest:tt)*] $ty:ty) => {
+        $crate::config::keys::FlagValue::show(&$usual)
+    };
+    (@default [$other:tt $($rest:tt)*] $($more:tt)*) => {
+        section!(@default [$($rest)*] $($more)*)
+    };
+    (@default [] $ty:ty) => { None };
+    (@default [] $ty:ty, $default:expr) => {{
         let default: $ty = $default;
         $crate::config::keys::FlagValue::show(&default)
     }};
