@@ -26,12 +26,13 @@ const MAX_HOST_CPUS: usize = 1024;
 section! {
     /// vCPUs.
     pub struct CpusConfig: "--cpus" "vCPUs" {
-        boot_vcpus (flag "boot" json_required): u8 = 1 => "vCPUs at boot",
+        boot_vcpus (flag "boot" range (1..=MAX_VCPUS) json_required): u8 = 1 => "vCPUs at boot",
         max_vcpus (flag "max" derived json_required): u8 = boot_vcpus
             => "Most vCPUs at any time, instead of those at boot",
         topology: Option<CpuTopology>
             => "Threads per core, cores per die, dies per package and packages; else a package per node",
-        max_phys_bits: u8 = DEFAULT_PHYS_BITS => "Most bits of a guest-physical address",
+        max_phys_bits (range (PHYS_BITS)): u8 = DEFAULT_PHYS_BITS
+            => "Most bits of a guest-physical address",
         affinity: Option<Vec<CpuAffinity>>
             => "CPUs of the host that vCPUs may run on, instead of the VMM's",
         features: CpuFeatures = CpuFeatures::default()
@@ -170,9 +171,8 @@ impl CpuTopology {
 impl CpusConfig {
     /// At least one, and not more at boot than ever; and that what is said of them is about them.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        range("boot", self.boot_vcpus, 1, MAX_VCPUS)?;
+        self.check_ranges()?;
         range("max", self.max_vcpus, self.boot_vcpus, MAX_VCPUS)?;
-        range("max_phys_bits", self.max_phys_bits, *PHYS_BITS.start(), *PHYS_BITS.end())?;
         if let Some(topology) = &self.topology {
             topology.validate(self.max_vcpus)?;
         }

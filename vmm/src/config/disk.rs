@@ -1,5 +1,6 @@
 //! `--disk`.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::error::ConfigError;
@@ -10,7 +11,7 @@ use crate::memory::layout::PCI_SLOTS;
 use crate::virtio::block::serial::serial_number;
 
 /// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.
-const QUEUE_SIZES: (u16, u16) = (4, 1024);
+const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;
 /// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
@@ -82,13 +83,14 @@ section! {
         readonly: bool = false => "Refuse writes of the guest",
         direct: bool = false => "Bypass the host's page cache",
         num_queues: u16 = 1 => "Queues, at most one for each vCPU",
-        queue_size: u16 = 128 => "Descriptors of each queue",
+        queue_size (range (QUEUE_SIZES)): u16 = 128 => "Descriptors of each queue",
         serial: Option<String> => "Serial number for the guest, instead of the id",
         id: Option<String> => "Name in the API and in metrics, instead of _disk0 and so on",
         image_type: ImageType = ImageType::Unknown
             => "Type of the file, instead of a guess from its first bytes",
         sparse: bool = true => "Return discarded blocks to the file system",
-        pci_device_id (syntax ("SLOT")): Option<u8> => "Slot on the PCI bus, instead of a free one",
+        pci_device_id (syntax ("SLOT") range (1..=PCI_SLOTS - 1)): Option<u8>
+            => "Slot on the PCI bus, instead of a free one",
         guest_block_size (syntax (GUEST_BLOCK_SIZES.map(|size| size.to_string()).join("|"))): Option<u32>
             => "Logical block size of the guest, instead of 512 for a file and the device's own",
     }
@@ -99,16 +101,6 @@ impl DiskConfig {
     /// Queues that `vcpus` can use, of a size that virtio has, and a serial number that fits.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
-        let in_range = |key, value: u16, least: u16, most: u16| match (least..=most).contains(&value) {
-            true => Ok(()),
-            false => Err(ConfigError::OutOfRange {
-                flag,
-                key,
-                value: value.into(),
-                least: least.into(),
-                most: most.into(),
-            }),
-        };
         // One more would never be used.
         if !(1..=u16::from(vcpus)).contains(&self.num_queues) {
             return Err(ConfigError::QueueCount {
@@ -119,13 +111,10 @@ impl DiskConfig {
                 why: format!("one for each vCPU at most, and --cpus has {vcpus}"),
             });
         }
-        in_range("queue_size", self.queue_size, QUEUE_SIZES.0, QUEUE_SIZES.1)?;
+        self.check_ranges()?;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
         if !self.queue_size.is_power_of_two() {
             return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
-        }
-        if let Some(slot) = self.pci_device_id {
-            in_range("pci_device_id", slot.into(), 1, (PCI_SLOTS - 1).into())?;
         }
         if let Some(size) = self.guest_block_size
             && !GUEST_BLOCK_SIZES.contains(&size)

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -28,7 +29,7 @@ const FDS: Refused = Refused {
 
 /// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of a frame and two more,
 /// 19, and would never start a smaller one again; virtio has no larger one.
-const QUEUE_SIZES: (u16, u16) = (32, 1 << 15);
+const QUEUE_SIZES: RangeInclusive<u16> = 32..=1 << 15;
 /// What IPv6 needs, as in Cloud Hypervisor.
 const MIN_MTU: u16 = 1280;
 /// Bits of an IPv6 address.
@@ -213,10 +214,11 @@ section! {
             => "Mask of its network, of the same family; an IPv6 one is a prefix",
         mac: Option<MacAddress> => "Ethernet address of the guest, instead of a random one",
         host_mac: Option<MacAddress> => "Ethernet address of the host",
-        mtu: Option<u16> => "Largest payload of a frame, instead of the interface's",
+        mtu (range (MIN_MTU..=u16::MAX)): Option<u16>
+            => "Largest payload of a frame, instead of the interface's",
         fds (flag "fd" with fds_from_json): Vec<GivenFd> => "Queues of a tap that is passed open",
         num_queues: u16 = 2 => "Queues, two for each pair",
-        queue_size: u16 = 256 => "Descriptors of each queue",
+        queue_size (range (QUEUE_SIZES)): u16 = 256 => "Descriptors of each queue",
         id: Option<String> => "Name in the API and in metrics, instead of _net0 and so on",
         offload_tso: bool = true => "Let TCP segments be longer than frames",
         offload_ufo: bool = true => "Let UDP datagrams be longer than frames",
@@ -250,16 +252,6 @@ impl NetConfig {
     /// Queues that `vcpus` can use, and an interface that can be made or found.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
-        let in_range = |key, value: u16, least: u16, most: u16| match (least..=most).contains(&value) {
-            true => Ok(()),
-            false => Err(ConfigError::OutOfRange {
-                flag,
-                key,
-                value: value.into(),
-                least: least.into(),
-                most: most.into(),
-            }),
-        };
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
         let most = 2 * u16::from(vcpus).min(Self::MAX_PAIRS);
         if !(2..=most).contains(&self.num_queues) {
@@ -277,11 +269,10 @@ impl NetConfig {
         if !self.num_queues.is_multiple_of(2) {
             return conflict(format!("num_queues is {}, and there are two for each pair", self.num_queues));
         }
-        in_range("queue_size", self.queue_size, QUEUE_SIZES.0, QUEUE_SIZES.1)?;
+        self.check_ranges()?;
         if !self.queue_size.is_power_of_two() {
             return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
         }
-        self.mtu.map_or(Ok(()), |mtu| in_range("mtu", mtu, MIN_MTU, u16::MAX))?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         for (key, mac) in [("mac", self.mac), ("host_mac", self.host_mac)] {
             if let Some(mac) = mac.filter(|mac| !mac.is_of_one_station()) {

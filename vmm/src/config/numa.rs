@@ -31,7 +31,7 @@ section! {
     /// Node of the guest.
     #[derive(Default)]
     pub struct NumaConfig: "--numa" "Nodes of the guest" {
-        guest_numa_id: u32 => "Number of the node",
+        guest_numa_id (range (0..=MAX_NODE)): u32 => "Number of the node",
         cpus: Option<Vec<u8>> => "Its vCPUs",
         distances: Option<Vec<NumaDistance>> => "Distances to other nodes, as in SLIT",
         memory_zones: Option<Vec<String>> => "Its zones of DRAM",
@@ -71,7 +71,7 @@ impl Item for String {
 impl NumaConfig {
     /// Numbers within their bounds. What several nodes must be together is [`Topology`](super::Topology)'s.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        check_node("guest_numa_id", self.guest_numa_id)?;
+        self.check_ranges()?;
         for NumaDistance { destination, distance } in self.distances() {
             let is_self = *destination == self.guest_numa_id;
             let (least, most) =

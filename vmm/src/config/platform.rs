@@ -39,7 +39,8 @@ section! {
     /// first.
     pub struct PlatformConfig: "--platform"
         "Accepted for Cloud Hypervisor's sake; there is one PCI segment" {
-        num_pci_segments: u16 = 1 => "PCI segments, of which there is one",
+        num_pci_segments (range (1..=MAX_SEGMENTS)): u16 = 1
+            => "PCI segments, of which there is one",
     }
     refused &[REFUSED];
 }
@@ -47,16 +48,7 @@ section! {
 impl PlatformConfig {
     /// A number that Cloud Hypervisor would take.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        if (1..=MAX_SEGMENTS).contains(&self.num_pci_segments) {
-            return Ok(());
-        }
-        Err(ConfigError::OutOfRange {
-            flag: Self::FLAG,
-            key: "num_pci_segments",
-            value: self.num_pci_segments.into(),
-            least: 1,
-            most: MAX_SEGMENTS.into(),
-        })
+        self.check_ranges()
     }
 
     /// Whether it asks for what is not there, and does without.

@@ -38,13 +38,16 @@ section! {
         pool: PathBuf => "Pool",
         size: u64 => "Most that may be plugged",
         id: Option<String> => "Name, instead of pm, pm1 and so on",
-        guest_numa_node: Option<u32> => "Node in the guest, instead of the next free one",
-        near: Option<u32> => "Node whose vCPUs it is local to, instead of the nearest",
-        read_latency (syntax ("NS")): u32 = READ_LATENCY_NS
+        guest_numa_node (range (MIN_PM_NODE..=MAX_NODE)): Option<u32>
+            => "Node in the guest, instead of the next free one",
+        near (range (0..=MAX_NODE)): Option<u32>
+            => "Node whose vCPUs it is local to, instead of the nearest",
+        read_latency (syntax ("NS") range (1..=MAX_LATENCY_NS)): u32 = READ_LATENCY_NS
             => "Nanoseconds of a load from the near node, as the guest is told",
-        write_latency (syntax ("NS")): u32 = WRITE_LATENCY_NS
+        write_latency (syntax ("NS") range (1..=MAX_LATENCY_NS)): u32 = WRITE_LATENCY_NS
             => "Nanoseconds of a store from the near node, as the guest is told",
-        bandwidth: u64 = BANDWIDTH => "Bytes per second from the near node, as the guest is told",
+        bandwidth (range (MIN_BANDWIDTH..=MAX_BANDWIDTH)): u64 = BANDWIDTH
+            => "Bytes per second from the near node, as the guest is told",
         scrub_bandwidth: u64 = DEFAULT_SCRUB_BYTES_PER_S.get()
             => "Most bytes per second for erasing what returns to the pool; 0 is no limit",
         plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
@@ -79,26 +82,7 @@ impl PmMemoryConfig {
             });
         }
         plug_bandwidth::check(flag, Some(self.plug_bandwidth))?;
-        if self.bandwidth < MIN_BANDWIDTH {
-            let (value, least) = (Size(self.bandwidth), Size(MIN_BANDWIDTH));
-            return Err(ConfigError::TooSmall { flag, key: "bandwidth", value, least });
-        }
-        if self.bandwidth > MAX_BANDWIDTH {
-            let (value, most) = (Size(self.bandwidth), Size(MAX_BANDWIDTH));
-            return Err(ConfigError::TooLarge { flag, key: "bandwidth", value, most, because: "" });
-        }
-        for (key, value, least, most) in [
-            ("guest_numa_node", self.guest_numa_node.unwrap_or(MIN_PM_NODE), MIN_PM_NODE, MAX_NODE),
-            ("near", self.near.unwrap_or(0), 0, MAX_NODE),
-            ("read_latency", self.read_latency, 1, MAX_LATENCY_NS),
-            ("write_latency", self.write_latency, 1, MAX_LATENCY_NS),
-        ] {
-            if !(least..=most).contains(&value) {
-                let [value, least, most] = [value, least, most].map(u64::from);
-                return Err(ConfigError::OutOfRange { flag, key, value, least, most });
-            }
-        }
-        Ok(())
+        self.check_ranges()
     }
 }
 

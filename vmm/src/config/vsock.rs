@@ -15,7 +15,7 @@ pub const MAX_CID: u32 = u32::MAX - 1;
 section! {
     /// Sockets between guest and host.
     pub struct VsockConfig: "--vsock" "Sockets between guest and host, which the agent needs" {
-        cid: u32 => "Context id of the guest, 3 and up",
+        cid (range (MIN_CID..=MAX_CID)): u32 => "Context id of the guest",
         socket: PathBuf => "Unix socket on the host",
         id: Option<String> => "Name in the API, instead of _vsock0",
     }
@@ -25,10 +25,7 @@ section! {
 impl VsockConfig {
     /// A context id that a guest may have, and a path that fits into an address.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        if !(MIN_CID..=MAX_CID).contains(&self.cid) {
-            let (value, least, most) = (u64::from(self.cid), u64::from(MIN_CID), u64::from(MAX_CID));
-            return Err(ConfigError::OutOfRange { flag: Self::FLAG, key: "cid", value, least, most });
-        }
+        self.check_ranges()?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(Self::FLAG, "id", id))?;
         socket::check_path(Self::FLAG, &self.socket)
     }

@@ -33,13 +33,20 @@ impl Table {
         for key in (self.keys)() {
             let default =
                 key.default.as_ref().map_or_else(String::new, |default| format!(" [default: {default}]"));
-            write!(text, "\n  {}: {}{default}", key.form(), key.about).expect("a string");
+            write!(text, "\n  {}: {}{default}", key.form(), key.description()).expect("a string");
         }
         text
     }
 }
 
 impl Key {
+    fn description(&self) -> String {
+        match &self.range {
+            Some(range) => format!("{} ({range})", self.about),
+            None => self.about.to_owned(),
+        }
+    }
+
     fn form(&self) -> String {
         format!("{}={}", self.name, (self.syntax)())
     }

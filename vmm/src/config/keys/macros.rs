@@ -26,6 +26,7 @@
 /// |---|---|
 /// | `flag "name"` | name in the flag |
 /// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
+/// | `range (LEAST..=MOST)` | bounds of a number or a size |
 /// | `usually (value)` | default in the help of a key whose absence is kept, an `Option` |
 /// | `derived` | the default follows from other keys, and is not in the help |
 /// | `json_only` | no key of the flag, where it has its type's default |
@@ -63,9 +64,25 @@ macro_rules! section {
             name: section!(@flag_name $all $field),
             syntax: section!(@syntax $all $ty),
             default: section!(@default $all $ty $(, $default)?),
+            range: section!(@range $all $ty),
             about: $about,
         }]
     };
+    (@range [range ($range:expr) $($rest:tt)*] $ty:ty) => {
+        Some($crate::config::keys::range_text::<$ty, _>(&$range))
+    };
+    (@range [$other:tt $($rest:tt)*] $ty:ty) => { section!(@range [$($rest)*] $ty) };
+    (@range [] $ty:ty) => { None };
+    (@check [range ($range:expr) $($rest:tt)*] $all:tt $this:ident $field:ident) => {
+        $crate::config::keys::check_range(
+            Self::FLAG,
+            section!(@flag_name $all $field),
+            &$this.$field,
+            &$range,
+        )?
+    };
+    (@check [$other:tt $($rest:tt)*] $($more:tt)*) => { section!(@check [$($rest)*] $($more)*) };
+    (@check [] $($more:tt)*) => {};
     (@default [usually ($usual:expr) $($rest:tt)*] $ty:ty) => {
         $crate::config::keys::FlagValue::show(&$usual)
     };
@@ -267,6 +284,17 @@ macro_rules! section {
                         section!(@read $options $options options $field, $ty $(, $default)?);
                 )*
                 Ok(Self { $($field),* })
+            }
+        }
+
+        impl $Name {
+            /// Checks the bounds of all keys.
+            #[allow(dead_code, reason = "not every section has keys with bounds")]
+            fn check_ranges(&self) -> Result<(), $crate::config::ConfigError> {
+                let this = self;
+                $(section!(@check $options $options this $field);)*
+                let _ = this;
+                Ok(())
             }
         }
 

@@ -5,6 +5,7 @@
 //! how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`] takes a
 //! flag's value apart, [`Walk`] reads JSON and keeps the path of the field that it reads.
 
+mod bounds;
 mod flag;
 mod help;
 mod json;
@@ -14,6 +15,7 @@ mod refused;
 mod unknown;
 mod word;
 
+pub(crate) use self::bounds::{check_range, range_text};
 pub(crate) use self::flag::{FlagValue, OFF, Options};
 pub(crate) use self::help::one_of;
 pub use self::json::{FieldError, JsonError};
@@ -35,6 +37,8 @@ pub(crate) struct Key {
     pub syntax: fn() -> String,
     /// Default as the flag would give it.
     pub default: Option<String>,
+    /// Bounds.
+    pub range: Option<String>,
     /// Description.
     pub about: &'static str,
 }

@@ -30,10 +30,11 @@ section! {
     /// Thing.
     pub struct Thing: "--thing" "things of every kind" {
         path: PathBuf => "Place",
-        size: u64 = 4 << 20 => "Size",
-        count_max (flag "count"): u8 = 1 => "Number",
+        size (range (7..=8 << 20)): u64 = 4 << 20 => "Size",
+        count_max (flag "count" range (1..=9)): u8 = 1 => "Number",
         kind: Kind = Kind::Raw => "Kind",
         list: Option<Vec<u8>> => "Numbers",
+        limit (usually (3_u8)): Option<u8> => "Limit",
         inner (flatten): Inner => "Part",
         parts (json_only): Vec<Part> => "Parts",
     }
@@ -119,8 +120,18 @@ fn quotes_keep_commas_and_are_removed() {
 }
 
 #[test]
+fn numbers_and_sizes_have_bounds() {
+    let checked = |text: &str| thing(text).check_ranges().map_err(|error| error.to_string());
+    assert_eq!(checked("path=/a,count=9,size=7"), Ok(()));
+    let error = |text: &str| checked(text).unwrap_err();
+    assert_eq!(error("path=/a,count=10"), "--thing: count is 10, and must be 1 to 9");
+    assert_eq!(error("path=/a,size=6"), "--thing: size is 6 bytes, and must be at least 7 bytes");
+    assert_eq!(error("path=/a,size=9M"), "--thing: size is 9 MiB, and must be at most 8 MiB");
+}
+
+#[test]
 fn unknown_keys_are_named_with_the_known_ones() {
-    let known = "tty, path=, size=, count=, kind=, list=, shared=";
+    let known = "tty, path=, size=, count=, kind=, list=, limit=, shared=";
     assert_eq!(error("sise=4M"), format!(r#"--thing: unknown key "sise"; the keys are {known}"#));
     assert!(error("tty=1").contains(r#"unknown key "tty""#));
     assert!(error("path=/a,").contains(r#"unknown key """#));
@@ -248,16 +259,18 @@ fn unknown_fields_are_ignored_with_one_warning() {
 #[test]
 fn help_has_every_key_with_form_and_default() {
     let table = Table::of::<Thing>();
-    let line = "tty,path=PATH,size=SIZE,count=N,kind=raw|well-done,list=[N-N,N],shared=on|off: things of every kind \
-                [default: size=4M,count=1,kind=raw]";
+    let line = "tty,path=PATH,size=SIZE,count=N,kind=raw|well-done,list=[N-N,N],limit=N,shared=on|off: things of every kind \
+                [default: size=4M,count=1,kind=raw,limit=3]";
     assert_eq!(table.line(), line);
     let listing = table.listing();
+    assert!(listing.starts_with(
+        "things of every kind\n  tty\n  path=PATH: Place\n  size=SIZE: Size (7 to 8M) [default: 4M]\n"
+    ));
     assert!(
-        listing.starts_with(
-            "things of every kind\n  tty\n  path=PATH: Place\n  size=SIZE: Size [default: 4M]\n"
-        )
+        listing
+            .ends_with("\n  limit=N: Limit [default: 3]\n  shared=on|off: Let others use it [default: off]"),
+        "{listing}"
     );
-    assert!(listing.ends_with("\n  shared=on|off: Let others use it [default: off]"), "{listing}");
 }
 
 proptest! {
