@@ -6,19 +6,13 @@ use super::super::error::ConfigError;
 use super::super::size::Size;
 use super::FlagValue;
 
-/// A number or a size.
-pub(crate) trait Number: Copy + PartialOrd + FlagValue {
-    /// Error for a value that is not from `least` to `most`.
-    fn error(flag: &'static str, key: &'static str, value: Self, least: Self, most: Self) -> ConfigError;
-}
-
-/// A key that has a number, or may have one.
+/// A key that has a number or a size, or may have one.
 pub(crate) trait Numeric<T> {
-    /// The number.
+    /// Its value.
     fn number(&self) -> Option<T>;
 }
 
-macro_rules! numbers {
+macro_rules! numeric {
     ($($Number:ty)*) => { $(
         impl Numeric<$Number> for $Number {
             fn number(&self) -> Option<$Number> {
@@ -34,54 +28,33 @@ macro_rules! numbers {
     )* };
 }
 
-macro_rules! counts {
-    ($($Count:ty)*) => { $(
-        impl Number for $Count {
-            fn error(
-                flag: &'static str,
-                key: &'static str,
-                value: Self,
-                least: Self,
-                most: Self,
-            ) -> ConfigError {
-                let [value, least, most] = [value, least, most].map(u64::from);
-                ConfigError::OutOfRange { flag, key, value, least, most }
-            }
-        }
-    )* };
-}
+numeric!(u8 u16 u32 u64);
 
-numbers!(u8 u16 u32 u64);
-counts!(u8 u16 u32);
-
-impl Number for u64 {
-    fn error(flag: &'static str, key: &'static str, value: u64, least: u64, most: u64) -> ConfigError {
-        let is_small = value < least;
-        let [value, least, most] = [value, least, most].map(Size);
-        match is_small {
-            true => ConfigError::TooSmall { flag, key, value, least },
-            false => ConfigError::TooLarge { flag, key, value, most, because: "" },
-        }
-    }
-}
-
-/// Checks a value against its bounds, if it is given.
-pub(crate) fn check_range<T: Number>(
+/// Checks a value against its bounds, if it is given. A `u64` is a size, as in [`FlagValue`].
+pub(crate) fn check_range<T: Copy + Into<u64>>(
     flag: &'static str,
     key: &'static str,
     value: &impl Numeric<T>,
     range: &RangeInclusive<T>,
 ) -> Result<(), ConfigError> {
-    match value.number() {
-        Some(value) if !range.contains(&value) => {
-            Err(T::error(flag, key, value, *range.start(), *range.end()))
+    let Some(value) = value.number() else { return Ok(()) };
+    let is_size = size_of::<T>() == size_of::<u64>();
+    let [value, least, most] = [value, *range.start(), *range.end()].map(Into::into);
+    match value {
+        _ if (least..=most).contains(&value) => Ok(()),
+        _ if !is_size => Err(ConfigError::OutOfRange { flag, key, value, least, most }),
+        _ if value < least => {
+            Err(ConfigError::TooSmall { flag, key, value: Size(value), least: Size(least) })
         }
-        _ => Ok(()),
+        _ => {
+            let (value, most) = (Size(value), Size(most));
+            Err(ConfigError::TooLarge { flag, key, value, most, because: "" })
+        }
     }
 }
 
 /// Bounds in the help, of a key of type `V`.
-pub(crate) fn range_text<V: Numeric<T>, T: Number>(range: &RangeInclusive<T>) -> String {
+pub(crate) fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> String {
     let [least, most] = [range.start(), range.end()].map(|bound| bound.show().unwrap_or_default());
     format!("{least} to {most}")
 }
