@@ -24,7 +24,7 @@ impl Table {
         format!("{}: {}{defaults}", forms.join(","), self.about)
     }
 
-    /// What the flag is for, and every key on a line of its own.
+    /// Description of the flag, and every key on a line of its own.
     pub fn listing(&self) -> String {
         let mut text = self.about.to_owned();
         if !self.words.is_empty() {

@@ -17,7 +17,7 @@ use super::{Refused, Unknown};
 /// Why a value in JSON is refused. One line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FieldError {
-    /// Text that is no JSON, or has a key twice.
+    /// Text that is not JSON, or that has a key twice.
     #[error("{0}")]
     Syntax(String),
     /// A field that must be there.
@@ -33,7 +33,7 @@ pub enum FieldError {
         path: String,
         /// Value.
         value: String,
-        /// What it must be.
+        /// Form or range of the right values.
         expected: String,
     },
 }
@@ -84,7 +84,7 @@ pub(crate) trait Object: JsonValue {
     fn write<M: SerializeMap>(&self, map: &mut M) -> Result<(), M::Error>;
 }
 
-/// The way to the value that is read, and what was noticed on it.
+/// Path to the value that is read, and warnings collected on the way.
 #[derive(Debug, Default)]
 pub(crate) struct Walk {
     path: String,

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use super::JsonValue;
 use super::flag::{FlagValue, split};
 
-/// What a list may consist of.
+/// Element of a list.
 pub(crate) trait Item: JsonValue {
     /// Form of a list in the help.
     const SYNTAX: &'static str;
