@@ -74,7 +74,7 @@ pub use self::pressure::{
     rules_as_well,
 };
 pub use self::rng::RngConfig;
-pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages, parse as parse_size};
+pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages};
 pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress, SocketAccess};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};

@@ -124,6 +124,10 @@ impl FlagValue for VolumeSize {
             _ => u64::read(text).map(Self::Bytes),
         }
     }
+
+    fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
+        u64::error(flag, key, text)
+    }
 }
 
 section! {

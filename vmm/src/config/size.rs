@@ -17,11 +17,6 @@ pub const PAGE_BYTES: u64 = 4 * KIB;
 /// guest has is only known when the VM is built, and what is too large for those is refused then.
 pub const MAX_BYTES: u64 = 1 << 52;
 
-/// Parses a size. Returns `None` where [`foreshore_types::size::parse`] returns the reason.
-pub fn parse(text: &str) -> Option<u64> {
-    foreshore_types::size::parse(text).ok()
-}
-
 /// Checks a size of memory: not nothing, whole units, at most [`MAX_BYTES`].
 pub fn check(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, UNIT_BYTES)

@@ -5,8 +5,9 @@
 
 use std::path::PathBuf;
 
+use foreshore_types::size::{self, Size};
+
 use super::super::error::ConfigError;
-use super::super::size;
 use super::list::digits;
 use super::{JsonValue, Refused, Table};
 
@@ -20,6 +21,12 @@ pub(crate) trait FlagValue: JsonValue {
 
     /// Reads the value, which is trimmed.
     fn read(text: &str) -> Option<Self>;
+
+    /// Error for a value that cannot be read.
+    fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
+        let (key, value, expected) = (key.to_owned(), text.to_owned(), Self::expected());
+        ConfigError::BadValue { flag, key, value, expected }
+    }
 
     /// Value as a default in the help.
     fn show(&self) -> Option<String> {
@@ -38,6 +45,10 @@ impl<T: FlagValue> FlagValue for Option<T> {
 
     fn read(text: &str) -> Option<Self> {
         T::read(text).map(Some)
+    }
+
+    fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
+        T::error(flag, key, text)
     }
 
     fn show(&self) -> Option<String> {
@@ -100,15 +111,21 @@ impl FlagValue for u64 {
     }
 
     fn expected() -> String {
-        "a size: bytes, or a number with K, M, G or T".to_owned()
+        format!("a size: {}", size::SYNTAX)
     }
 
     fn read(text: &str) -> Option<Self> {
-        size::parse(text)
+        size::parse(text).ok()
+    }
+
+    /// Names the reason, for example both readings of `64MB`.
+    fn error(flag: &'static str, key: &'static str, text: &str) -> ConfigError {
+        let error = size::parse(text).expect_err("a text that cannot be read");
+        ConfigError::NotASize { flag, key, error }
     }
 
     fn show(&self) -> Option<String> {
-        Some(balloon::params::Unit::Bytes.show(*self))
+        Some(Size(*self).compact())
     }
 }
 
@@ -217,12 +234,7 @@ impl Options {
     /// Value of a key, if it was given.
     pub fn take<T: FlagValue>(&self, key: &'static str) -> Result<Option<T>, ConfigError> {
         let Some((_, value)) = self.given().find(|(given, _)| *given == key) else { return Ok(None) };
-        T::read(value).map(Some).ok_or_else(|| ConfigError::BadValue {
-            flag: self.flag,
-            key: key.to_owned(),
-            value: value.to_owned(),
-            expected: T::expected(),
-        })
+        T::read(value).map(Some).ok_or_else(|| T::error(self.flag, key, value))
     }
 
     /// Value of a key that was not given and has no default.
