@@ -30,6 +30,7 @@ pub mod open_files;
 pub mod output_file;
 pub mod pci;
 pub mod pool;
+pub mod pvpanic;
 pub mod serial;
 pub mod standard_stream;
 pub mod throttle;

@@ -155,6 +155,9 @@ struct Flags {
     /// A virtio watchdog: a guest that pings it and stops for 20 s is restarted
     #[arg(long, help_heading = "Devices")]
     watchdog: bool,
+    /// A pvpanic device: an event is sent if the guest's kernel panics
+    #[arg(long, help_heading = "Devices")]
+    pvpanic: bool,
     #[arg(long, value_name = "OPTIONS", num_args = 0..=1, default_missing_value = "", help_heading = "Devices")]
     rng: Option<String>,
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
@@ -312,12 +315,14 @@ impl Flags {
             vsock,
             platform,
             watchdog,
+            pvpanic,
             ..
         } = self;
         let paths = [firmware, kernel, initramfs].into_iter().any(Option::is_some);
         let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock, platform];
         let lists = [memory_zone, numa, pm_memory, pm_volume, disk, net, pmem];
         *watchdog
+            || *pvpanic
             || paths
             || texts.into_iter().any(Option::is_some)
             || lists.into_iter().any(|list| !list.is_empty())
@@ -350,6 +355,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
         watchdog: flags.watchdog,
+        pvpanic: flags.pvpanic,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
         platform: flags.platform.as_deref().map(PlatformConfig::parse).transpose()?,
         pm_memory: flags

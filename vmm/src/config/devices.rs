@@ -83,7 +83,7 @@ impl DeviceConfig {
 }
 
 /// Devices that there is one of at most.
-const FIXED: [&str; 3] = ["__console", "__rng", "__watchdog"];
+const FIXED: [&str; 4] = ["__console", "__rng", "__watchdog", "__pvpanic"];
 
 /// Reads a device by the rules of a whole configuration.
 fn read<T: Object>(

@@ -148,7 +148,7 @@ mod tests {
             (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
             (json!({"net": [{"vhost_user": true}]}), "--net: vhost_user=true is not supported"),
             (json!({"net": [{"fds": ["3"]}]}), "--net: fds=[\"3\"] is not supported"),
-            (json!({"pvpanic": true}), "--pvpanic is not supported by foreshore: "),
+            (json!({"tpm": {"socket": "/s"}}), "--tpm is not supported by foreshore: "),
             (json!({"platform": {"num_pci_segments": 2, "uuid": "x"}}), "--platform: uuid="),
             (
                 json!({"memory": {"size": 536870912, "shared": true, "mergeable": true}}),

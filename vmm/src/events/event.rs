@@ -50,6 +50,11 @@ pub enum Event<'a> {
     },
     /// The guest has not pinged its watchdog for too long, and is restarted.
     WatchdogExpired,
+    /// The guest's kernel has reported a panic.
+    GuestPanic {
+        /// Name of the report.
+        event: &'a str,
+    },
     /// The guest restarts repeatedly, and its next start is delayed.
     RestartDelayed {
         /// The delay.
@@ -141,6 +146,7 @@ impl Event<'_> {
             Self::DeviceActivated { .. } => ("virtio-device", "activated"),
             Self::DeviceReset { .. } => ("virtio-device", "reset"),
             Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
+            Self::GuestPanic { .. } => ("guest", "panic"),
             Self::RestartDelayed { .. } => ("foreshore", "restart-delayed"),
             Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
             Self::VolumeDamaged { .. } => ("foreshore", "volume-damaged"),
@@ -172,6 +178,7 @@ impl Event<'_> {
             Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
+            Self::GuestPanic { event } => vec![("event", (*event).to_owned())],
             Self::RestartDelayed { delay_ms } => vec![("delay_ms", delay_ms.to_string())],
             Self::VolumeReplaced { pool, volume } => {
                 vec![("pool", without_braces(pool)), ("volume", without_braces(volume))]
@@ -213,7 +220,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 27] = [
+    const ALL: [Event<'_>; 28] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -231,6 +238,7 @@ mod tests {
         Event::DeviceActivated { id: "i" },
         Event::DeviceReset { id: "i" },
         Event::WatchdogExpired,
+        Event::GuestPanic { event: "panic" },
         Event::RestartDelayed { delay_ms: 1000 },
         Event::VolumeReplaced { pool: "p", volume: "v" },
         Event::VolumeDamaged { pool: "p", volume: "v", reason: "r" },

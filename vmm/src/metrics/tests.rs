@@ -26,6 +26,7 @@ use crate::memory::lost::{LossFlag, LostMemory};
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
+use crate::pvpanic::PvPanicMetrics;
 use crate::serial::SerialMetrics;
 use crate::virtio::balloon::BalloonMetrics;
 use crate::virtio::block::{BlockMetrics, DiskMetrics, Kind};
@@ -278,6 +279,7 @@ fn everything() -> Everything {
         Arc::new(watchdog),
         Arc::new(serial),
         Arc::new(console),
+        Arc::<PvPanicMetrics>::default(),
     ];
     let registrations = sources.into_iter().map(|source| metrics.register(source)).collect();
     Everything { metrics, registrations, pool, others: (governor, [sectors, damaged]) }

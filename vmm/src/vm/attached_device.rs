@@ -5,16 +5,24 @@ use std::sync::Arc;
 use crate::event_loop::EventLoopHandle;
 use crate::memory::Memory;
 use crate::metrics::{Expose, Registration};
-use crate::virtio::transport::pci::VirtioPciDevice;
+use crate::pci::PciDevice;
 use crate::virtio::{DeviceHandle, VirtioDevice};
 
 /// Undoes what was done for a device that the guest has let go of.
 type Undo = Box<dyn FnOnce(&mut Memory) + Send>;
 
+/// Function of a device.
+pub(super) enum Function {
+    /// Virtio device, which the PCI transport shows to the guest.
+    Virtio(Box<dyn VirtioDevice>),
+    /// Device that is a PCI function itself.
+    Pci(Arc<dyn PciDevice>),
+}
+
 /// Device that is not on the bus yet.
 pub(super) struct NewDevice {
     pub(super) id: String,
-    pub(super) device: Box<dyn VirtioDevice>,
+    pub(super) function: Function,
     pub(super) slot: Option<u8>,
     pub(super) removable: Option<&'static str>,
     pub(super) source: Option<Arc<dyn Expose>>,
@@ -25,9 +33,16 @@ pub(super) struct NewDevice {
 impl NewDevice {
     /// Device that stays as long as the machine and has its own name as id.
     pub(super) fn fixed(device: impl VirtioDevice + 'static) -> Self {
-        let id = device.name().to_owned();
-        let device = Box::new(device);
-        Self { id, device, slot: None, removable: None, source: None, handle: None, undo: None }
+        Self::new(device.name().to_owned(), Function::Virtio(Box::new(device)))
+    }
+
+    /// PCI function that stays as long as the machine.
+    pub(super) fn pci(id: &str, device: impl PciDevice + 'static) -> Self {
+        Self::new(id.to_owned(), Function::Pci(Arc::new(device)))
+    }
+
+    fn new(id: String, function: Function) -> Self {
+        Self { id, function, slot: None, removable: None, source: None, handle: None, undo: None }
     }
 
     /// Device that can be removed. Metrics and events name its `kind`.
@@ -62,7 +77,7 @@ pub(super) struct AttachedDevice {
     /// Id on the API.
     pub(super) id: String,
     pub(super) slot: u8,
-    pub(super) device: Arc<VirtioPciDevice>,
+    pub(super) device: Arc<dyn PciDevice>,
     /// Its own threads.
     pub(super) loops: Vec<EventLoopHandle>,
     /// Its kind in metrics, if it can be removed.

@@ -99,6 +99,7 @@ pub fn build(
     devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
     devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
     devices::attach_watchdog(config, &mut fabric, &memory, &device_loop.handle(), resources, events)?;
+    devices::attach_pvpanic(config, &mut fabric, &memory, resources.events())?;
     // A vsock device may come later: the governor listens in any case.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     let attach_vsock =

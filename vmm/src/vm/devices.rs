@@ -23,6 +23,7 @@ use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
+use crate::pvpanic::PvPanic;
 use crate::serial::Serial;
 use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
@@ -111,6 +112,24 @@ pub(super) fn attach_watchdog(
     let watchdog = Watchdog::new(on_silence, event_loop.clone());
     let metrics = watchdog.metrics();
     fabric.attach(NewDevice::fixed(watchdog).exposing(metrics), memory).map(drop)
+}
+
+/// Attaches a pvpanic device, if the configuration has one.
+pub(super) fn attach_pvpanic(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+    events: &Events,
+) -> Result<(), BuildError> {
+    if !config.pvpanic {
+        return Ok(());
+    }
+    let events = events.clone();
+    let device = PvPanic::new(move |report| {
+        events.tell_of_guest(Event::GuestPanic { event: report.label() });
+    });
+    let metrics = device.metrics();
+    fabric.attach(NewDevice::pci("__pvpanic", device).exposing(metrics), memory).map(drop)
 }
 
 /// Sockets between guest and host; the agent's port ends in this process.

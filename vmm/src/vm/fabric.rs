@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::attached_device::{AttachedDevice, Belongings, NewDevice};
+use super::attached_device::{AttachedDevice, Belongings, Function, NewDevice};
 use super::error::BuildError;
 use super::told::Teller;
 use super::work::DeviceWork;
@@ -18,7 +18,7 @@ use crate::memory::Memory;
 use crate::memory::layout::{ECAM_LEN, ECAM_START};
 use crate::memory::lost::LostMemory;
 use crate::metrics::{Expose, Metrics, Registration};
-use crate::pci::RootBus;
+use crate::pci::{PciDevice, RootBus};
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
 
 /// The legacy way into PCI configuration space: address and data, 4 ports each.
@@ -87,16 +87,22 @@ impl Fabric {
         self.exposed.push(self.metrics.register(source));
     }
 
-    /// Puts a virtio device on the PCI bus and returns its slot.
+    /// Puts a device on the PCI bus and returns its slot.
     pub(super) fn attach(&mut self, new: NewDevice, memory: &Memory) -> Result<u8, BuildError> {
-        let NewDevice { id, device, slot, removable, source, handle, undo } = new;
+        let NewDevice { id, function, slot, removable, source, handle, undo } = new;
         // Configurations with two devices of one id are refused, and so is an added device whose id
         // is taken. Otherwise a removal could reach another device.
         assert!(self.virtio.iter().all(|attached| attached.id != id), "two devices have the id {id}");
-        let loops = device.loops();
-        let (view, events) = (memory.view().clone(), Arc::clone(&self.io_events));
-        let device = VirtioPciDevice::new(self.teller.wrap(&id, device), view, &self.router, events)?;
-        let slot = self.pci.add(slot, Arc::clone(&device) as _)?;
+        let (device, loops) = match function {
+            Function::Pci(device) => (device, Vec::new()),
+            Function::Virtio(device) => {
+                let (loops, device) = (device.loops(), self.teller.wrap(&id, device));
+                let (view, events) = (memory.view().clone(), Arc::clone(&self.io_events));
+                let device = VirtioPciDevice::new(device, view, &self.router, events)?;
+                (device as Arc<dyn PciDevice>, loops)
+            }
+        };
+        let slot = self.pci.add(slot, Arc::clone(&device))?;
         self.work.add(&loops);
         let _registration = source.map(|source| self.metrics.register(source));
         let belongings = Some(Belongings { handle, _registration, undo });

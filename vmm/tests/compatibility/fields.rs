@@ -190,7 +190,10 @@ const PAGES: &[(&str, &[&str])] = &[
     ("SerialConfig", &["consoles"]),
     (
         "VmConfig",
-        &["balloon", "boot", "consoles", "cpus", "disks", "memory", "net", "pmem", "vsock", "watchdog"],
+        &[
+            "balloon", "boot", "consoles", "cpus", "disks", "memory", "net", "pmem", "pvpanic", "vsock",
+            "watchdog",
+        ],
     ),
     ("VsockConfig", &["vsock"]),
 ];

@@ -48,7 +48,7 @@ const MODULES: &[&str] = &[
     "virtio_net",
 ];
 /// Modules that init does not load.
-const MODULES_ON_DEMAND: &[&str] = &["device_dax"];
+const MODULES_ON_DEMAND: &[&str] = &["device_dax", "pvpanic-pci"];
 /// Modules that the kernel loads when something is mounted.
 const FILE_SYSTEM_MODULES: &[&str] = &["ext4", "xfs", "f2fs", "btrfs"];
 

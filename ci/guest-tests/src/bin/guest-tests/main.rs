@@ -39,6 +39,7 @@ mod policies;
 mod pool_places;
 mod pressure;
 mod pressure_reliability;
+mod pvpanic;
 mod raw;
 mod readme;
 mod too_small;
@@ -97,6 +98,7 @@ fn main() {
         volume_remaining::TESTS,
         volume_tool::TESTS,
         pool_places::TESTS,
+        pvpanic::TESTS,
         raw::TESTS,
         interfaces::TESTS,
         btt_cross::TESTS,

@@ -121,12 +121,6 @@ impl VirtioPciDevice {
         let inner = Mutex::new(Inner { config, capabilities, registers, backend });
         Ok(Arc::new(Self { interrupt, inner }))
     }
-
-    /// Stops the device as a reset by its driver does, for when the VM ends.
-    pub fn stop(&self) {
-        let inner = &mut *self.inner.lock();
-        inner.registers.reset(&mut inner.backend);
-    }
 }
 
 impl Drop for VirtioPciDevice {
@@ -182,6 +176,12 @@ impl PciDevice for VirtioPciDevice {
 
     fn bar_moved(&self, _bar: u8, base: Option<u64>) {
         self.inner.lock().backend.notifications.set_bar_base(base);
+    }
+
+    /// Stops the device as a reset by its driver does.
+    fn stop(&self) {
+        let inner = &mut *self.inner.lock();
+        inner.registers.reset(&mut inner.backend);
     }
 }
 
