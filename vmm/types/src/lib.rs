@@ -1,4 +1,6 @@
-//! Types that all programs of Foreshore share. The crate depends on no other crate of the workspace.
+//! Types that all programs of Foreshore share.
+//!
+//! The crate depends on no other crate of the workspace.
 
 #![forbid(unsafe_code)]
 

@@ -89,8 +89,8 @@ fn without_b(text: &str) -> String {
 
 /// Parses a size and returns its number of bytes.
 ///
-/// The units are K, M, G and T in either case, and KiB, MiB, GiB and TiB; all are powers of 1024. The
-/// number may have a fraction if the size is a whole number of bytes.
+/// The units are K, M, G and T in either case, and KiB, MiB, GiB and TiB; all are powers of 1024.
+/// The number may have a fraction if the size is a whole number of bytes.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
     let malformed = || SizeError::Malformed { text: text.to_owned() };
     let too_large = || SizeError::TooLarge { text: text.to_owned(), most_bytes: u64::MAX };
@@ -170,8 +170,9 @@ impl Size {
         }
     }
 
-    /// Text of few digits. Exact if a unit divides the size and leaves at most five digits, otherwise
-    /// with one decimal. It is rounded down, so that no more is shown as free than there is.
+    /// Text of few digits. Exact if a unit divides the size and leaves at most five digits,
+    /// otherwise with one decimal. It is rounded down, so that no more is shown as free than there
+    /// is.
     pub fn rounded(self) -> String {
         let bytes = self.0;
         let fits = |unit: &Unit| bytes >= unit.bytes();

@@ -31,7 +31,8 @@ Examples:
 ";
 
 const BOUNDS: &str = "\
-Sizes of pools and volumes are multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT 18 MiB, one without 2 MiB.";
+Sizes of pools and volumes are multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT
+18 MiB, one without 2 MiB.";
 
 /// What manual pages say of how a command ends.
 pub(crate) const EXIT_STATUS: &str = "\

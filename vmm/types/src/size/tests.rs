@@ -219,7 +219,7 @@ proptest! {
 
     #[test]
     fn fractions_agree_with_wide_integers(
-        integer in any::<u32>(), fraction in 0u64..1_000_000_000, power in 0u32..=4, is_short: bool
+        integer in 0u32..1 << 24, fraction in 0u64..1_000_000_000, power in 0u32..=4, is_short: bool
     ) {
         let digits = if is_short { format!("{:09}", fraction / 1_000_000 * 1_000_000) } else { format!("{fraction:09}") };
         let nanos = u128::from(integer) * 1_000_000_000 + digits.parse::<u128>().unwrap();
