@@ -9,12 +9,15 @@
 
 mod pages;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use self::pages::Pages;
 use super::{Durability, Media, MediaError, assert_inside};
+
+/// Samples are drawn up to this many times their number, because some are drawn twice.
+const DRAWS: usize = 4;
 
 /// Sparse media: words that are not listed are zero.
 #[derive(Clone)]
@@ -33,6 +36,16 @@ struct State {
     pending: BTreeMap<u64, Vec<u64>>,
     points: Vec<CrashPoint>,
     recording: bool,
+    /// Digest of an image. Neither durable words nor pending stores are kept of it until its own
+    /// crashes are recorded.
+    untracked: Option<u128>,
+}
+
+/// Equal for images of equal content and length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Digest {
+    file_bytes: u64,
+    content: u128,
 }
 
 /// Everything that decides what a crash at this moment would leave.
@@ -91,9 +104,21 @@ impl Simulator {
         self.state.lock().unwrap()
     }
 
-    /// From now on, crash points are kept.
+    /// From now on, crash points are kept. Recording of an image begins before anything is stored
+    /// to it.
     pub(crate) fn record(&self) {
-        self.state().recording = true;
+        let mut state = self.state();
+        if let Some(digest) = state.untracked.take() {
+            assert_eq!(digest, state.visible.digest(), "stores to an image were not tracked");
+            state.durable = state.visible.clone();
+        }
+        state.recording = true;
+    }
+
+    /// Digest of what is visible.
+    pub(crate) fn digest(&self) -> Digest {
+        let state = self.state();
+        Digest { file_bytes: state.file_bytes, content: state.visible.digest() }
     }
 
     /// The crash points since recording began, and one for now. Recording ends.
@@ -108,6 +133,7 @@ impl Simulator {
     /// that is stored later.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
+        assert!(state.untracked.is_none(), "an image does not know what is durable");
         let pending = state.pending.range(range.start / 8 * 8..range.end);
         pending.map(|(at, values)| (*at, *values.last().expect("something was stored"))).collect()
     }
@@ -134,7 +160,9 @@ impl Simulator {
 impl State {
     fn store(&mut self, at: u64, word: u64) {
         self.visible.store(at, word);
-        self.pending.entry(at).or_default().push(word);
+        if self.untracked.is_none() {
+            self.pending.entry(at).or_default().push(word);
+        }
     }
 
     fn take_point(&mut self) {
@@ -171,7 +199,7 @@ impl State {
 
 impl CrashPoint {
     /// Images that a crash may leave: all of them if there are no more than `bound`, else the two extremes, those in
-    /// which one word alone is lost or kept, and samples, `bound` in all.
+    /// which one word alone is lost or kept, and samples, `bound` in all, all of different picks.
     pub(crate) fn images(&self, bound: usize, random: &mut Random) -> Vec<Simulator> {
         let choices: Vec<usize> = self.pending.iter().map(|(_, values)| values.len() + 1).collect();
         let total =
@@ -182,7 +210,11 @@ impl CrashPoint {
         let none = vec![0; choices.len()];
         let all: Vec<usize> = choices.iter().map(|n| n - 1).collect();
         let mut picks = vec![none.clone(), all.clone()];
-        for _ in 0..bound.saturating_sub(2) {
+        let mut known: HashSet<Vec<usize>> = picks.iter().cloned().collect();
+        for _ in 0..DRAWS * bound {
+            if picks.len() >= bound {
+                break;
+            }
             let one = random.below(choices.len() as u64) as usize;
             let mut pick = match random.below(4) {
                 0 => none.clone(),
@@ -190,7 +222,9 @@ impl CrashPoint {
                 _ => choices.iter().map(|n| random.below(*n as u64) as usize).collect(),
             };
             pick[one] = random.below(choices[one] as u64) as usize;
-            picks.push(pick);
+            if known.insert(pick.clone()) {
+                picks.push(pick);
+            }
         }
         picks.iter().map(|pick| self.image(pick)).collect()
     }
@@ -209,14 +243,14 @@ impl CrashPoint {
 
     /// The image in which word i has its pick-th value: 0 is the durable one, n the n-th store.
     fn image(&self, pick: &[usize]) -> Simulator {
-        let mut durable = self.durable.clone();
+        let mut visible = self.durable.clone();
         for ((at, values), pick) in self.pending.iter().zip(pick) {
             if let Some(stored) = pick.checked_sub(1) {
-                durable.store(*at, values[stored]);
+                visible.store(*at, values[stored]);
             }
         }
-        let visible = durable.clone();
-        let state = State { file_bytes: self.file_bytes, durable, visible, ..State::default() };
+        let untracked = Some(visible.digest());
+        let state = State { file_bytes: self.file_bytes, visible, untracked, ..State::default() };
         Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
     }
 }
@@ -356,6 +390,16 @@ mod tests {
     }
 
     #[test]
+    #[should_panic(expected = "were not tracked")]
+    fn an_image_is_not_recorded_after_a_store() {
+        let media = Simulator::new(64);
+        media.record();
+        let image = media.take_points()[0].images(1, &mut Random::new(1)).pop().unwrap();
+        image.store_word(0, 1).unwrap();
+        image.record();
+    }
+
+    #[test]
     fn more_images_than_the_bound_are_sampled_with_both_extremes() {
         let media = Simulator::new(1024);
         media.record();
@@ -364,5 +408,7 @@ mod tests {
         let kept: Vec<_> = images.iter().map(|image| image.dirty_words(0..1024)).collect();
         assert_eq!(kept.len(), 20);
         assert_eq!(kept[..2], [0, 100]);
+        let different: HashSet<_> = images.iter().map(Simulator::digest).collect();
+        assert_eq!(different.len(), 20);
     }
 }

@@ -1,6 +1,7 @@
 //! Sparse words, in pages that copies share: a crash image is a copy that differs in a few words.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -11,6 +12,7 @@ const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
 #[derive(Clone, Default)]
 pub(super) struct Pages {
     pages: BTreeMap<u64, Arc<[u64; PAGE_WORDS]>>,
+    digest: u128,
 }
 
 impl Pages {
@@ -19,12 +21,17 @@ impl Pages {
     }
 
     pub(super) fn store(&mut self, at: u64, word: u64) {
-        let number = at / PAGE_BYTES;
-        if word == 0 && !self.pages.contains_key(&number) {
-            return;
-        }
-        let page = self.pages.entry(number).or_insert_with(|| Arc::new([0; PAGE_WORDS]));
-        Arc::make_mut(page)[word_in_page(at)] = word;
+        let page = match self.pages.entry(at / PAGE_BYTES) {
+            Entry::Vacant(_) if word == 0 => return,
+            entry => entry.or_insert_with(|| Arc::new([0; PAGE_WORDS])),
+        };
+        let old = std::mem::replace(&mut Arc::make_mut(page)[word_in_page(at)], word);
+        self.digest ^= digest_of(at, old) ^ digest_of(at, word);
+    }
+
+    /// Equal for equal content. Different content has the same digest with a probability of 2^-128.
+    pub(super) fn digest(&self) -> u128 {
+        self.digest
     }
 
     pub(super) fn read(&self, offset_bytes: u64, into: &mut [u8]) {
@@ -58,6 +65,24 @@ impl Pages {
         behind.into_iter().for_each(|at| self.store(at, 0));
         self.pages.split_off(&offset_bytes.div_ceil(PAGE_BYTES));
     }
+}
+
+/// Share of a word in the digest, which is the sum of all without carries. Zero has none.
+fn digest_of(at: u64, word: u64) -> u128 {
+    if word == 0 {
+        return 0;
+    }
+    let low = mixed(word ^ mixed(at));
+    let high = mixed(word ^ mixed(!at));
+    u128::from(high) << 64 | u128::from(low)
+}
+
+/// The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
+fn mixed(number: u64) -> u64 {
+    let number = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let number = (number ^ number >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let number = (number ^ number >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    number ^ number >> 31
 }
 
 fn word_in_page(at: u64) -> usize {
@@ -97,6 +122,33 @@ mod tests {
             }
         }
         assert_eq!(pages.words(at(1)..at(3)).count(), 2);
+    }
+
+    #[test]
+    fn digests_are_equal_for_equal_content_alone() {
+        let pages = |words: &[(u64, u64)]| {
+            let mut pages = Pages::default();
+            words.iter().for_each(|(at, word)| pages.store(*at, *word));
+            pages.digest()
+        };
+        let digest = pages(&[(8, 1), (PAGE_BYTES, 2)]);
+        assert_eq!(digest, pages(&[(PAGE_BYTES, 2), (8, 1)]));
+        assert_eq!(digest, pages(&[(8, 5), (16, 3), (PAGE_BYTES, 2), (8, 1), (16, 0)]));
+        for other in [
+            &[(8, 1)][..],
+            &[(8, 2), (PAGE_BYTES, 1)],
+            &[(16, 1), (PAGE_BYTES, 2)],
+            &[(8, 1), (PAGE_BYTES, 2), (24, 1)],
+            &[(1, 8), (PAGE_BYTES, 2)],
+        ] {
+            assert_ne!(digest, pages(other), "{other:?}");
+        }
+        let mut cut = Pages::default();
+        [(8, 1), (PAGE_BYTES, 2), (PAGE_BYTES + 8, 3), (3 * PAGE_BYTES, 4)]
+            .iter()
+            .for_each(|(at, word)| cut.store(*at, *word));
+        cut.cut(PAGE_BYTES + 8);
+        assert_eq!(digest, cut.digest());
     }
 
     #[test]
