@@ -248,7 +248,7 @@ impl ArenaReport {
         named: &mut BlockSet,
         reached: &mut dyn FnMut(u64),
     ) -> bool {
-        let mut bytes = vec![0u8; MAP_PIECE as usize * MAP_ENTRY_BYTES as usize];
+        let mut bytes = vec![0u8; MAP_PIECE.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
         let (mut first, mut is_whole) = (0, true);
         while first < info.sectors {
             let count = MAP_PIECE.min(info.sectors - first);

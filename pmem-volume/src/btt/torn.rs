@@ -39,14 +39,11 @@ pub(super) struct Suspect {
 /// Is this what is left of storing the entry of a written sector with block `new` over one with block `old`? An entry
 /// that is wholly the one or the other is not.
 pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
-    let after = (new | MAP_ERROR | MAP_ZERO).to_le_bytes();
-    let before = [MAP_ERROR | MAP_ZERO, MAP_ERROR, MAP_ZERO].map(|kind| (old | kind).to_le_bytes());
-    let is_torn = |before: [u8; 4]| {
-        (1..4).any(|stored| {
-            let mut torn = before;
-            torn[..stored].copy_from_slice(&after[..stored]);
-            entry.to_le_bytes() == torn
-        })
+    let after = new | MAP_ERROR | MAP_ZERO;
+    let before = [MAP_ERROR | MAP_ZERO, MAP_ERROR, MAP_ZERO].map(|kind| old | kind);
+    // Entries are little-endian: their low bytes are stored first.
+    let is_torn = |before: u32| {
+        [0xff, 0xffff, 0xff_ffff].iter().any(|stored| entry == after & stored | before & !stored)
     };
     ![old, new].contains(&(entry & MAP_BLOCK)) && before.into_iter().any(is_torn)
 }
@@ -84,6 +81,8 @@ pub(super) fn torn(
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     const WRITTEN: u32 = MAP_ERROR | MAP_ZERO;
@@ -97,6 +96,26 @@ mod tests {
         // A sector that was discarded or in error before.
         assert!(looks_torn(MAP_ZERO | 0x1_0203, 0x1_aabb, 0x2_0203));
         assert!(looks_torn(MAP_ERROR | 0x1_0203, 0x1_aabb, 0x2_0203));
+    }
+
+    proptest! {
+        #[test]
+        fn torn_entries_are_found_after_every_byte(
+            old in 0..MAP_BLOCK, new in 0..MAP_BLOCK, stored in 1usize..4, kind in 0usize..3
+        ) {
+            let kind = [WRITTEN, MAP_ZERO, MAP_ERROR][kind];
+            let mut torn = (old | kind).to_le_bytes();
+            torn[..stored].copy_from_slice(&(new | WRITTEN).to_le_bytes()[..stored]);
+            let entry = u32::from_le_bytes(torn);
+            let is_whole = [old, new].contains(&(entry & MAP_BLOCK));
+            prop_assert_eq!(looks_torn(entry, old, new), !is_whole);
+        }
+
+        #[test]
+        fn an_entry_without_the_first_new_byte_is_not_torn(entry: u32, old in 0..MAP_BLOCK, new in 0..MAP_BLOCK) {
+            prop_assume!(entry & 0xff != new & 0xff);
+            prop_assert!(!looks_torn(entry, old, new));
+        }
     }
 
     #[test]
