@@ -6,7 +6,9 @@
 //! 3. Free chunks read as zeros. Everything else is free, or is once it has been erased.
 //! 4. A check of what is left finds nothing.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
 
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
@@ -133,18 +135,33 @@ pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<Pool>, name: &str) {
     }
 }
 
+/// Words that are not zero in each chunk of a new BTT volume.
+fn fresh_words(size_bytes: u64, uuid: Uuid) -> Vec<usize> {
+    let fresh = Simulator::new(size_bytes);
+    btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid).unwrap().format(&fresh).unwrap();
+    let starts = (0..size_bytes).step_by(CHUNK_BYTES as usize);
+    starts.map(|start| fresh.dirty_words(start..start + CHUNK_BYTES)).collect()
+}
+
+/// By the volume's size and identity.
+type FreshWords = HashMap<(u64, Uuid), Rc<[usize]>>;
+
+thread_local! {
+    /// [`fresh_words`], because the same volume is new in thousands of images.
+    static FRESH_WORDS: RefCell<FreshWords> = RefCell::default();
+}
+
 /// Has a BTT volume the bytes of a new one, and nothing else?
 pub(super) fn verify_fresh(image: &Simulator, volume: &Volume) -> Result<(), String> {
     let info = volume.info();
-    let fresh = Simulator::new(info.size_bytes);
-    btt::Layout::new(info.size_bytes, btt::SECTOR_BYTES, info.uuid).unwrap().format(&fresh).unwrap();
+    let fresh = FRESH_WORDS.with_borrow_mut(|known| {
+        let entry = known.entry((info.size_bytes, info.uuid));
+        Rc::clone(entry.or_insert_with(|| fresh_words(info.size_bytes, info.uuid).into()))
+    });
     let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
     for (index, chunk) in places {
-        let start = u64::from(index) * CHUNK_BYTES;
-        let (found, expected) = (
-            image.dirty_words(Extent::chunk(chunk).run().byte_range()),
-            fresh.dirty_words(start..start + CHUNK_BYTES),
-        );
+        let expected = fresh[index as usize];
+        let found = image.dirty_words(Extent::chunk(chunk).run().byte_range());
         if found != expected {
             return Err(format!(
                 "chunk {index} of the new BTT {} has {found} words and not {expected}: old content",
@@ -196,11 +213,6 @@ fn verify_content(
                 }
             }
         }
-        match volume.check_btt() {
-            Ok(Some(report)) if !report.is_clean() => return Err(format!("BTT of {name}: {report:?}")),
-            Err(error) => return Err(error.to_string()),
-            Ok(_) => {}
-        }
     }
     verify_space(image, &pool)
 }
@@ -240,8 +252,16 @@ pub(super) fn verify_space(image: &Simulator, pool: &Arc<Pool>) -> Result<(), St
     if info.free_bytes != free {
         return Err(format!("{} bytes are free and {free} should be", info.free_bytes));
     }
-    let findings = pool.check().map_err(|error| error.to_string())?.pool;
-    if findings.is_empty() { Ok(()) } else { Err(format!("check finds {findings:?}")) }
+    let report = pool.check().map_err(|error| error.to_string())?;
+    for VolumeCheck { name, btt, unusable } in &report.volumes {
+        if let Some(btt) = btt.as_ref().filter(|btt| !btt.is_clean()) {
+            return Err(format!("BTT of {name}: {btt:?}"));
+        }
+        if let Some(reason) = unusable {
+            return Err(format!("{name} is unusable: {reason}"));
+        }
+    }
+    if report.pool.is_empty() { Ok(()) } else { Err(format!("check finds {:?}", report.pool)) }
 }
 
 /// Opens every image of every point; images are counted.
