@@ -16,7 +16,7 @@ use crate::root::IS_JOB;
 /// otherwise be tested with the VMM although the VMM ships without them.
 const PACKAGES: [&[&str]; 2] = [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
 /// Number of images that the simulator of media must have opened (docs/testing.md).
-const LEAST_CRASH_IMAGES: u64 = 100_000;
+const LEAST_CRASH_IMAGES: u64 = 300_000;
 
 /// Runs the unit tests, and adds their results to the report.
 pub fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {

@@ -1,11 +1,12 @@
 //! Crash images by the hundred thousand: they are opened, counted, and found again by their numbers.
 
 use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::media::simulator::{CrashPoint, Digest, Random, Simulator};
 
 /// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints it. A test that
 /// knows no seeds or no steps takes any number there.
@@ -92,6 +93,7 @@ pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
 }
 
 static IMAGES: AtomicUsize = AtomicUsize::new(0);
+static EQUAL_IMAGES: AtomicUsize = AtomicUsize::new(0);
 
 /// Adds to the total, which the test program prints as it ends, past the test harness that keeps what passing tests
 /// print to itself.
@@ -105,7 +107,9 @@ pub(crate) fn say_images(count: usize) {
 }
 
 extern "C" fn print_total() {
-    let _ = writeln!(std::io::stderr(), "\ncrash images opened: {}", IMAGES.load(Ordering::Relaxed));
+    let [images, equal] = [&IMAGES, &EQUAL_IMAGES].map(|count| count.load(Ordering::Relaxed));
+    let _ = writeln!(std::io::stderr(), "\ncrash images equal to one that was opened: {equal}");
+    let _ = writeln!(std::io::stderr(), "crash images opened: {images}");
 }
 
 /// Every so many images, a crash comes in their recovery as well.
@@ -113,56 +117,96 @@ const RECOVERIES: usize = 16;
 /// Images of each point of such a recovery.
 const RECOVERY_BOUND: usize = 8;
 
-/// Opens every image of every point, up to `bound` of each, and returns how many. An error names point and image; the
-/// same `random` gives the same images, whatever is done with them.
+/// Opens every image of every point, up to `bound` of each. Returns the number of different ones. An
+/// error names point and image; the same `random` gives the same images, whatever is done with them.
 pub(crate) fn verify_each(
     points: &[CrashPoint],
     bound: usize,
     random: &mut Random,
     verify: &dyn Fn(&Simulator) -> Result<(), String>,
 ) -> Result<usize, String> {
-    let replay = Replay::from_environment();
-    let mut count = 0;
-    for (place, point) in points.iter().enumerate() {
-        let mut of_point = Random::new(random.below(u64::from(u32::MAX)));
-        if replay.point.is_some_and(|only| only != place) {
-            continue;
-        }
-        for (number, image) in point.images(bound, &mut of_point).into_iter().enumerate() {
-            if replay.image.is_some_and(|only| only != number) {
-                continue;
-            }
-            let failed = |error| format!("point {place}, image {number}: {error}");
-            count += 1;
-            let again = number % RECOVERIES == 0;
-            if again {
-                image.record();
-            }
-            verify(&image).map_err(failed)?;
-            if again {
-                count += verify_recovery(&image, number, verify).map_err(failed)?;
-            }
-        }
-    }
-    Ok(count)
+    Opened::default().verify_each(points, bound, random, verify)
 }
 
-fn verify_recovery(
-    recovered: &Simulator,
-    seed: usize,
-    verify: &dyn Fn(&Simulator) -> Result<(), String>,
-) -> Result<usize, String> {
-    let mut count = 0;
-    for (place, point) in recovered.take_points().iter().enumerate() {
-        let images = point.images(RECOVERY_BOUND, &mut Random::new((seed + place) as u64));
-        for (number, image) in images.iter().enumerate() {
-            count += 1;
-            verify(image).map_err(|error| {
-                format!("after a crash in recovery (point {place}, image {number}): {error}")
-            })?;
+/// Images that were opened, by content. Many images of a crash point are images of the next one
+/// too. Equal images have the same result under the same oracle, so only one of them is opened.
+#[derive(Default)]
+pub(crate) struct Opened {
+    /// `true`: crashes in the recovery were verified as well.
+    images: HashMap<Digest, bool>,
+}
+
+impl Opened {
+    /// [`verify_each`] without images that were opened before. `verify` must be the same oracle
+    /// each time.
+    pub(crate) fn verify_each(
+        &mut self,
+        points: &[CrashPoint],
+        bound: usize,
+        random: &mut Random,
+        verify: &dyn Fn(&Simulator) -> Result<(), String>,
+    ) -> Result<usize, String> {
+        let replay = Replay::from_environment();
+        let before = self.images.len();
+        for (place, point) in points.iter().enumerate() {
+            let mut of_point = Random::new(random.below(u64::from(u32::MAX)));
+            if replay.point.is_some_and(|only| only != place) {
+                continue;
+            }
+            for (number, image) in point.images(bound, &mut of_point).into_iter().enumerate() {
+                if replay.image.is_some_and(|only| only != number) {
+                    continue;
+                }
+                let failed = |error| format!("point {place}, image {number}: {error}");
+                let again = number % RECOVERIES == 0;
+                if !self.is_wanted(&image, again) {
+                    continue;
+                }
+                if again {
+                    image.record();
+                }
+                verify(&image).map_err(failed)?;
+                if again {
+                    self.verify_recovery(&image, number, verify).map_err(failed)?;
+                }
+            }
         }
+        Ok(self.images.len() - before)
     }
-    Ok(count)
+
+    fn verify_recovery(
+        &mut self,
+        recovered: &Simulator,
+        seed: usize,
+        verify: &dyn Fn(&Simulator) -> Result<(), String>,
+    ) -> Result<(), String> {
+        for (place, point) in recovered.take_points().iter().enumerate() {
+            let images = point.images(RECOVERY_BOUND, &mut Random::new((seed + place) as u64));
+            for (number, image) in images.iter().enumerate() {
+                if self.is_wanted(image, false) {
+                    verify(image).map_err(|error| {
+                        format!("after a crash in recovery (point {place}, image {number}): {error}")
+                    })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes an image. Returns `false` if an equal one was verified as thoroughly.
+    fn is_wanted(&mut self, image: &Simulator, with_recovery: bool) -> bool {
+        let digest = image.digest();
+        let is_wanted = match self.images.get(&digest) {
+            None => true,
+            Some(recovered) => with_recovery && !recovered,
+        };
+        if is_wanted {
+            self.images.insert(digest, with_recovery);
+        } else {
+            EQUAL_IMAGES.fetch_add(1, Ordering::Relaxed);
+        }
+        is_wanted
+    }
 }
 
 #[test]
@@ -173,6 +217,31 @@ fn a_replay_is_read_as_far_as_it_goes() {
     assert_eq!(Replay::parse("7"), replay(Some(7), None, None, None));
     assert_eq!(Replay::parse("7,3"), replay(Some(7), Some(3), None, None));
     assert_eq!(Replay::parse("7, 3, 0, 12"), replay(Some(7), Some(3), Some(0), Some(12)));
+}
+
+#[test]
+fn equal_images_are_verified_once_and_counted_once() {
+    use crate::media::Media;
+    let media = Simulator::new(4096);
+    media.record();
+    for word in 0..4 {
+        media.store_word(word * 8, word + 1).unwrap();
+        // A crash point at which nothing becomes durable: the next one has all of its images.
+        media.persist(&[]).unwrap();
+    }
+    let (points, calls) = (media.take_points(), RefCell::new(Vec::new()));
+    assert_eq!(points.len(), 5);
+    let verify = |image: &Simulator| {
+        calls.borrow_mut().push(image.digest());
+        Ok(())
+    };
+    let mut opened = Opened::default();
+    let verify_points = |opened: &mut Opened| opened.verify_each(&points, 100, &mut Random::new(1), &verify);
+    assert_eq!(verify_points(&mut opened).unwrap(), 16);
+    let seen: HashSet<Digest> = calls.borrow().iter().copied().collect();
+    assert_eq!((calls.take().len(), seen.len()), (16, 16));
+    assert_eq!((verify_points(&mut opened).unwrap(), calls.take().len()), (0, 0));
+    assert_eq!(verify_points(&mut Opened::default()).unwrap(), 16);
 }
 
 /// Images of a number of stores, and the one that `replay` finds again.

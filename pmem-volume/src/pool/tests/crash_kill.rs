@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use super::campaign::{say_images, verify_each};
-use super::crash::{fill_volume, new_pool_with, open, verify, verify_marked, volumes_of};
+use super::campaign::{Opened, say_images, verify_each};
+use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, verify_marked, volumes_of};
 use super::crash_each::{OPERATIONS, Operation, Start, between, bytes};
 use super::repair::entry;
 use super::*;
@@ -26,6 +26,8 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
     let after = volumes_of(&open(&start.media).unwrap());
     let between = between(what, &before).unwrap_or_else(|| before.clone());
     let mut images = 0;
+    // By the volumes that are right.
+    let mut verified: BTreeMap<Volumes, Opened> = BTreeMap::new();
     for (number, kill) in kills.iter().enumerate() {
         let media = kill.killed();
         media.record();
@@ -40,7 +42,10 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
         let made = volumes_of(&pool);
         let allowed = [&before, &after, &between, &made];
         let judge = |image: &Simulator| verify_marked(image, &allowed, &start.marks.borrow());
-        images += verify_each(&media.take_points(), BOUND, &mut Random::new(number as u64), &judge)
+        images += verified
+            .entry(made.clone())
+            .or_default()
+            .verify_each(&media.take_points(), BOUND, &mut Random::new(number as u64), &judge)
             .unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
     }
     images

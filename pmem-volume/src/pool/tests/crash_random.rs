@@ -267,5 +267,5 @@ fn random_operations_survive_a_crash_at_every_persist() {
             world.fill_new();
         }
     }
-    replay.count(images, 2000 * seeds(SEEDS).count());
+    replay.count(images, 6000 * seeds(SEEDS).count());
 }

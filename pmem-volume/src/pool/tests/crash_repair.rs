@@ -33,7 +33,7 @@ fn survives_crashes(
         verify(image, &[&volumes])
     };
     let images = verify_each(&points, 512, &mut Random::new(8), &judge).unwrap();
-    Replay::from_environment().count(images, 10);
+    Replay::from_environment().count(images, 6);
     assert_eq!(volumes_of(&open(&media).unwrap()), volumes);
     mendings.len()
 }
@@ -160,6 +160,6 @@ fn a_crash_in_the_repair_of_random_damage_changes_nothing_of_its_outcome() {
                 .unwrap_or_else(|error| panic!("{}", replay_as("0", seed as usize, &error)));
         }
     }
-    replay.count(images, 2000);
+    replay.count(images, 950);
     assert!(mended > 50 && left > 20, "{mended} mended and {left} left: one of them is hardly tried");
 }

@@ -213,7 +213,7 @@ fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
         }
     };
     let images = verify_each(&points, 200, &mut Random::new(6), &judge).unwrap();
-    Replay::from_environment().count(images, 300);
+    Replay::from_environment().count(images, 220);
 }
 
 #[test]

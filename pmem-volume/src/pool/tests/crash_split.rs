@@ -103,7 +103,7 @@ fn a_raw_volume_is_split_whole_or_not_at_all() {
     assert_eq!(volumes_of(&pool), after_raw());
     assert_states_add_up(&pool.info());
     let images = verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
-    Replay::from_environment().count(images, 1000);
+    Replay::from_environment().count(images, 730);
     // They are volumes like any other.
     pool.delete_volume("b").unwrap();
     pool.resize_volume("c", VolumeSize::Bytes(4 * CHUNK_BYTES), Shrink::Refuse).unwrap();

@@ -105,19 +105,19 @@ pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, Stri
 #[test]
 fn a_driver_that_takes_the_map_for_durable_goes_on_where_a_settled_engine_ended() {
     let images: usize = seeds(12).map(|seed| hand_over_at_random(seed, Wrong::Nothing).unwrap()).sum();
-    Replay::from_environment().count(images, 1000);
+    Replay::from_environment().count(images, 1800);
 }
 
 #[test]
 fn interleaved_exchanges_and_discards_survive_a_crash_at_every_persist() {
     let images: usize = seeds(24).map(|seed| crash_at_random(seed, Wrong::Nothing).unwrap()).sum();
-    Replay::from_environment().count(images, 20_000);
+    Replay::from_environment().count(images, 31_000);
 }
 
 #[test]
 fn a_killed_engine_and_a_loss_of_power_after_it_are_survived() {
     let images: usize = seeds(12).map(|seed| kill_at_random(seed, Wrong::Nothing).unwrap()).sum();
-    Replay::from_environment().count(images, 10_000);
+    Replay::from_environment().count(images, 21_000);
 }
 
 /// Every order in which two exchanges can take their steps, and every image of each, as far as there are a thousand.
