@@ -147,7 +147,7 @@ impl Expose for AddressSpaceMetrics {
             let labels = and(&one("space", self.space), "direction", direction);
             (labels, counter.load(Ordering::Relaxed))
         });
-        let help = "Accesses of the guest that no device answers.";
+        let help = "Accesses of the guest to addresses without a device.";
         out.counters(Family("vcpu_unanswered_accesses", help, None), samples);
     }
 }

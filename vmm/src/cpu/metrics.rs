@@ -7,11 +7,11 @@ use crate::metrics::{Expose, Exposition, Family, one};
 /// Numbers of vCPUs by state.
 #[derive(Debug, Default)]
 pub struct VcpuMetrics {
-    /// vCPUs that the guest has or was given.
+    /// vCPUs that the guest has, or that were added for it.
     pub present: AtomicU64,
-    /// vCPUs that the guest was asked to let go, and has not.
+    /// vCPUs that the guest was requested to eject and has not ejected yet.
     pub leaving: AtomicU64,
-    /// vCPUs that the guest has let go. They wait until it gets them again.
+    /// vCPUs that the guest has ejected. Their threads wait until they are added again.
     pub parked: AtomicU64,
 }
 
@@ -20,6 +20,6 @@ impl Expose for VcpuMetrics {
         let states = [("present", &self.present), ("leaving", &self.leaving), ("parked", &self.parked)];
         let samples =
             states.map(|(state, gauge)| (one("state", state), gauge.load(Ordering::Relaxed) as f64));
-        out.gauges(Family("vcpus", "vCPUs.", None), samples);
+        out.gauges(Family("vcpus", "vCPUs by state.", None), samples);
     }
 }

@@ -122,10 +122,10 @@ impl Expose for EventCounters {
             .told()
             .into_iter()
             .map(|((source, event), count)| (and(&one("source", source), "event", event), count));
-        out.counters(Family("events", "Events that were told.", None), told);
-        let lost = Family("events_lost", "Events that somebody who watches was too slow for.", None);
+        out.counters(Family("events", "Events that were sent.", None), told);
+        let lost = Family("events_lost", "Events lost because a watcher read them too slowly.", None);
         out.counters(lost, [(vec![], self.lost())]);
-        let help = "Events that a guest caused too often to be told at once.";
+        let help = "Events that were withheld at first, because the guest caused them too often.";
         out.counters(Family("events_withheld", help, None), [(vec![], self.withheld())]);
     }
 }

@@ -1,4 +1,4 @@
-//! What the guest says of its memory, and what the governor makes of it.
+//! Metrics of the governor and of the reports that it receives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -20,9 +20,9 @@ const PAGE_BYTES: u64 = 4096;
 pub struct PressureSample {
     /// Plans by policy, direction and reason.
     pub plans_total: BTreeMap<(&'static str, &'static str, &'static str), u64>,
-    /// The policies that there have been.
+    /// Policies that the VM has had.
     pub policies: BTreeSet<&'static str>,
-    /// Reports that were taken.
+    /// Reports that were accepted.
     pub reports_total: u64,
     /// Lines of the agent that were refused, by [`Refusal::label`].
     pub refused_total: BTreeMap<&'static str, u64>,
@@ -32,46 +32,46 @@ pub struct PressureSample {
     pub agent_bytes_total: u64,
     /// Reminders sent to a guest that made no progress.
     pub reminders_total: u64,
-    /// Whether an agent is connected.
+    /// An agent is connected.
     pub agent_connected: bool,
-    /// How the agent is.
+    /// State of the agent.
     pub agent: Option<AgentState>,
-    /// The zones that are governed.
+    /// Governed zones.
     pub zones: Vec<PressureZone>,
     /// Decisions so far; also the number of the last one.
     pub decisions_total: u64,
-    /// How the recording goes, if there is one.
+    /// State of the recording, if there is one.
     pub recording: Option<RecordingInfo>,
-    /// Nothing is decided.
+    /// The governor is paused and makes no decisions.
     pub paused: bool,
-    /// Decided only, not carried out.
+    /// Plans are not carried out.
     pub dry_run: bool,
-    /// Under so much memory, available or free, the agent reports faster; 0 before the first plan.
+    /// Available or free memory below which the agent reports faster; 0 before the first plan.
     pub watermark_bytes: u64,
     /// The last report, and its age.
     pub report: Option<(Duration, Report)>,
-    /// From a line of the agent to the devices being asked for what was decided.
+    /// Time from a report of the agent to the resulting requests to devices.
     pub report_to_plan: LatencySample,
-    /// From the first report under pressure to the memory being online.
+    /// Time from the report that led to a grow until the memory is online.
     pub report_to_online: LatencySample,
 }
 
-/// A zone that is governed.
+/// Governed zone.
 #[derive(Clone, Debug)]
 pub struct PressureZone {
-    /// Its tier's name.
+    /// Name of its tier.
     pub tier: &'static str,
-    /// What `vm.pressure` shows of it.
+    /// State of the zone in `vm.pressure`.
     pub zone: GovernedZoneInfo,
 }
 
-/// Something that governs.
+/// Source of governor samples.
 pub trait PressureSource: fmt::Debug + Send + Sync {
-    /// The state now.
+    /// Returns the current state.
     fn sample(&self) -> PressureSample;
 }
 
-/// A governor, as long as it runs.
+/// Metrics of a governor. They end with it.
 #[derive(Debug)]
 pub struct PressureMetrics(pub Weak<dyn PressureSource>);
 
@@ -84,7 +84,11 @@ impl Expose for PressureMetrics {
         }
         expose_agent(out, &sample);
         if let Some((age, report)) = &sample.report {
-            let family = Family("pressure_report_age", "Age of the last report.", Some(Unit::Seconds));
+            let family = Family(
+                "pressure_report_age",
+                "Age of the last report, without the time in which the VM was paused or its host slept.",
+                Some(Unit::Seconds),
+            );
             out.gauges(family, [(vec![], age.as_secs_f64())]);
             expose_watermarks(out, report);
             expose_guest(out, report);
@@ -95,12 +99,12 @@ impl Expose for PressureMetrics {
 fn expose_governor(out: &mut Exposition, sample: &PressureSample) {
     expose_plans(out, sample);
     out.counters(
-        Family("pressure_decisions", "Decisions that said something new.", None),
+        Family("pressure_decisions", "Decisions of the governor, repetitions left out.", None),
         [(vec![], sample.decisions_total)],
     );
     let dry_run = Family("pressure_dry_run", "1 when plans are not carried out.", None);
     out.flags(dry_run, [(vec![], sample.dry_run)]);
-    let paused = Family("pressure_paused", "1 when nothing is decided.", None);
+    let paused = Family("pressure_paused", "1 when the governor is paused and makes no decisions.", None);
     out.flags(paused, [(vec![], sample.paused)]);
     let zones = |shown: fn(&GovernedZoneInfo) -> bool| {
         sample
@@ -108,9 +112,9 @@ fn expose_governor(out: &mut Exposition, sample: &PressureSample) {
             .iter()
             .map(move |PressureZone { tier, zone }| (and(&one("zone", &zone.id), "tier", tier), shown(zone)))
     };
-    let pinned = "1 when the zone was sized by hand, and is left alone.";
+    let pinned = "1 when the zone was resized manually; the governor does not resize it until resumed.";
     out.flags(Family("pressure_pinned", pinned, None), zones(|zone| zone.pinned));
-    let driver = "1 when the guest's driver of the zone's device is up.";
+    let driver = "1 when the guest's driver for the zone's device is ready.";
     out.flags(Family("pressure_driver_ready", driver, None), zones(|zone| zone.driver_ready));
     out.counters(
         Family("pressure_reminders", "Reminders sent to a guest that made no progress.", None),
@@ -118,18 +122,18 @@ fn expose_governor(out: &mut Exposition, sample: &PressureSample) {
     );
     out.latencies(
         "pressure_report_to_plan",
-        "From a line of the agent to the devices being asked for what was decided.",
+        "Time from a report of the agent to the resulting requests to devices.",
         [(vec![], sample.report_to_plan.clone())],
     );
     out.latencies(
         "pressure_report_to_online",
-        "From the first report under pressure to the memory being online.",
+        "Time from the report that led to a grow until the memory is online.",
         [(vec![], sample.report_to_online.clone())],
     );
 }
 
-/// Every reason is there from the start, whichever way a plan goes: who counts what has been added since a scrape has to
-/// have seen the 0, or the first plan of a kind is lost.
+/// Exposes every direction and reason from the start, at 0. Otherwise `increase()` would miss the
+/// first plan of a kind, because it needs a sample before the increment.
 fn expose_plans(out: &mut Exposition, sample: &PressureSample) {
     let of_policy = |policy: &'static str| {
         let reasons = move |direction: Direction| {
@@ -151,11 +155,15 @@ fn expose_recording(out: &mut Exposition, recording: &RecordingInfo) {
     let help = "1 while reports are recorded, 0 when the recording has ended.";
     out.flags(Family("pressure_recording", help, None), [(vec![], goes_on)]);
     out.counters(
-        Family("pressure_recorded", "What has been recorded.", Some(Unit::Bytes)),
+        Family("pressure_recorded", "Size of the recording.", Some(Unit::Bytes)),
         [(vec![], recording.written_bytes)],
     );
     out.counters(
-        Family("pressure_recording_lost_lines", "Lines that could not be recorded in time.", None),
+        Family(
+            "pressure_recording_lost_lines",
+            "Lines missing in the recording, because its file was too slow.",
+            None,
+        ),
         [(vec![], recording.lost_lines)],
     );
 }
@@ -165,20 +173,23 @@ fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
     out.flags(connected, [(vec![], sample.agent_connected)]);
     let states =
         AgentState::ALL.into_iter().map(|state| (one("state", state.label()), sample.agent == Some(state)));
-    out.flags(Family("pressure_agent_state", "1 for how the agent is.", None), states);
+    out.flags(
+        Family("pressure_agent_state", "1 for the state of the agent, 0 for all others.", None),
+        states,
+    );
     out.counters(
         Family("pressure_agent_connections", "Connections of agents.", None),
         [(vec![], sample.connections_total)],
     );
     out.counters(
-        Family("pressure_agent", "What agents have sent.", Some(Unit::Bytes)),
+        Family("pressure_agent", "Bytes that agents have sent.", Some(Unit::Bytes)),
         [(vec![], sample.agent_bytes_total)],
     );
     out.counters(
-        Family("pressure_reports", "Reports that were taken.", None),
+        Family("pressure_reports", "Reports that were accepted.", None),
         [(vec![], sample.reports_total)],
     );
-    // Every reason is there from the start: an alert on one must not need its first occurrence.
+    // Every reason is exposed from the start, so that an alert does not miss its first occurrence.
     let refused = Refusal::LABELS.into_iter().map(|reason| {
         let count = sample.refused_total.get(reason).copied().unwrap_or(0);
         (vec![("reason", reason.to_owned())], count)
@@ -186,7 +197,7 @@ fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
     out.counters(Family("pressure_refused_reports", "Lines of the agent that were refused.", None), refused);
     out.bytes(
         "pressure_report_watermark",
-        "Memory under which the agent reports faster: available, or free if the policy decides by that.",
+        "Memory below which the agent reports faster: available, or free if the policy uses that.",
         [(vec![], sample.watermark_bytes)],
     );
 }
@@ -196,14 +207,19 @@ fn expose_watermarks(out: &mut Exposition, report: &Report) {
     let marks: [(&str, PagesOf); 3] =
         [("min", |zone| zone.min_pages), ("low", |zone| zone.low_pages), ("high", |zone| zone.high_pages)];
     let samples = marks.map(|(mark, pages)| {
-        // Each is bounded by the protocol, and there are few: the sum cannot overflow, but it is a guest's.
+        // The protocol bounds each value and their number, so the sum cannot overflow. It saturates
+        // nevertheless, because the guest provides the values.
         let pages = report.zones().iter().fold(0u64, |sum, zone| sum.saturating_add(pages(zone)));
         (one("watermark", mark), pages.saturating_mul(PAGE_BYTES))
     });
-    out.bytes("pressure_watermark", "The guest's zone watermarks, all zones together.", samples);
+    out.bytes(
+        "pressure_watermark",
+        "Watermarks of the guest kernel, summed over all its memory zones.",
+        samples,
+    );
 }
 
-/// Missing for guests without an agent or with an older one.
+/// Exposes kernel memory. An older agent does not report it.
 fn expose_kernel(out: &mut Exposition, report: &Report) {
     let uses = report.kernel().map(|kernel| {
         [
@@ -214,14 +230,18 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
         ]
     });
     let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
-    out.bytes("guest_kernel_memory", "Memory that the guest's kernel holds for itself.", samples);
+    out.bytes("guest_kernel_memory", "Memory that the guest's kernel uses itself.", samples);
     let caches = report
         .kernel()
         .map(|kernel| [("unused_dentries", kernel.unused_dentries), ("unused_inodes", kernel.unused_inodes)]);
     let caches = caches.into_iter().flatten();
     let samples = caches.filter_map(|(kind, count)| Some((one("kind", kind), count? as f64)));
     out.gauges(
-        Family("guest_kernel_caches", "Dentries and inodes that the guest's kernel can reclaim.", None),
+        Family(
+            "guest_kernel_caches",
+            "Unused dentries and inodes, which the guest's kernel can reclaim.",
+            None,
+        ),
         samples,
     );
     // Agents that report no kernel memory do not report these counters either.
@@ -278,7 +298,7 @@ fn expose_guest(out: &mut Exposition, report: &Report) {
     );
     out.bytes(
         "guest_memory",
-        "The guest's memory as it sees it.",
+        "Memory of the guest, as its kernel counts it.",
         [
             (one("state", "total"), memory.total_bytes),
             (one("state", "free"), memory.free_bytes),
@@ -290,7 +310,7 @@ fn expose_guest(out: &mut Exposition, report: &Report) {
     expose_kernel(out, report);
     out.bytes(
         "guest_swap",
-        "The guest's swap.",
+        "Swap space of the guest.",
         [(one("state", "total"), memory.swap_total_bytes), (one("state", "free"), memory.swap_free_bytes)],
     );
     expose_online_memory(out, report);
@@ -298,15 +318,19 @@ fn expose_guest(out: &mut Exposition, report: &Report) {
     let policies =
         OnlinePolicy::ALL.into_iter().map(|policy| (one("policy", policy.label()), policy == onlining));
     out.flags(
-        Family("guest_online_policy", "1 for what the guest does with memory that is plugged.", None),
+        Family(
+            "guest_online_policy",
+            "1 for the guest's policy for onlining plugged memory, 0 for all others.",
+            None,
+        ),
         policies,
     );
     out.counters(
-        Family("guest_swapped_pages", "Pages that the guest has swapped.", None),
+        Family("guest_swapped_pages", "Pages that the guest has swapped in and out.", None),
         [(one("direction", "in"), counters.pswpin), (one("direction", "out"), counters.pswpout)],
     );
     out.counters(
-        Family("guest_oom_kills", "Processes that the guest has killed for want of memory.", None),
+        Family("guest_oom_kills", "Processes killed by the guest's OOM killer.", None),
         [(vec![], counters.oom_kill)],
     );
 }

@@ -339,7 +339,7 @@ impl Expose for ConsoleFileSource {
     fn expose(&self, out: &mut Exposition) {
         let get = |counter: &AtomicU64| [(one("device", self.device), counter.load(Ordering::Relaxed))];
         out.counters(
-            Family("console_file_rotations", "Times that a console's file has reached its limit.", None),
+            Family("console_file_rotations", "Times that a console's file has reached its size limit.", None),
             get(&self.counters.rotations),
         );
         out.counters(

@@ -147,13 +147,13 @@ pub struct LostMemory {
 
 impl Expose for LostMemory {
     fn expose(&self, out: &mut Exposition) {
-        // A zone has several parts, and one name.
+        // A zone has several ranges with the same name.
         let mut lost = BTreeMap::new();
         for (range, _) in &*self.ranges.lock() {
             *lost.entry(range.name().to_owned()).or_insert(false) |= range.loss().is_some();
         }
         let lost = lost.into_iter().map(|(name, is_lost)| (one("memory", &name), is_lost));
-        out.flags(Family("memory_lost", "1 when memory that the guest has is gone.", None), lost);
+        out.flags(Family("memory_lost", "1 when memory of the guest is lost.", None), lost);
     }
 }
 

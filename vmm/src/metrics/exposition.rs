@@ -22,7 +22,7 @@ pub trait Expose: Send + Sync {
 /// Label names with values.
 pub type Labels = Vec<(&'static str, String)>;
 
-/// Returns one label.
+/// Returns a set with one label.
 pub fn one(name: &'static str, value: &str) -> Labels {
     vec![(name, value.to_owned())]
 }

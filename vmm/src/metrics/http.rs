@@ -1,4 +1,4 @@
-//! Servers of the API and of these metrics.
+//! Metrics of the HTTP servers: the API and the metrics themselves.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,11 +23,15 @@ impl Expose for Server {
         ];
         let closed = closed.map(|(reason, counter)| (and(&labels, "reason", reason), get(counter)));
         out.counters(
-            Family("http_connections", "Connections that a server has accepted.", None),
+            Family("http_connections", "Connections accepted by the server.", None),
             [(labels, get(&self.counters.accepted))],
         );
         out.counters(
-            Family("http_closed_connections", "Connections closed to make room, or after a time-out.", None),
+            Family(
+                "http_closed_connections",
+                "Connections closed by the server to make room or after a timeout.",
+                None,
+            ),
             closed,
         );
     }

@@ -1,9 +1,9 @@
 //! Metrics: the registry of their sources, and their exposition in OpenMetrics text.
 //!
 //! Devices and other sources count in plain atomics or in their own state. Each implements
-//! [`Expose`] beside its counters and is registered by the code that attaches it. A scrape asks each
-//! source once, so nothing is counted twice, and costly values, such as the resident bytes of a
-//! zone, are computed only then. docs/metrics.md lists every metric; a test compares.
+//! [`Expose`] beside its counters, and the code that attaches it registers it. A scrape reads each
+//! source once, so that nothing is counted twice. Costly values, such as the resident bytes of a
+//! zone, are computed only then. docs/metrics.md lists every metric, and a test compares the two.
 
 mod exposition;
 mod format;
@@ -31,7 +31,7 @@ pub use self::serve::router;
 use crate::api::ConnectionCounters;
 use crate::events::EventCounters;
 
-/// Sources that are registered, by the order of their registration.
+/// Registered sources, in the order of their registration.
 #[derive(Default)]
 struct Sources {
     registered: Mutex<BTreeMap<u64, Arc<dyn Expose>>>,
@@ -71,7 +71,7 @@ impl Drop for Registration {
     }
 }
 
-/// Every metric of the VMM.
+/// All metrics of the VMM.
 #[derive(Debug)]
 pub struct Metrics {
     vm: String,
@@ -81,7 +81,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Creates the metrics of the process and of `events`, labelled with the name of the VM.
+    /// Creates the metrics of the process and of `events`, labeled with the name of the VM.
     pub fn new(vm: &str, events: Arc<EventCounters>) -> Self {
         let metrics = Self {
             vm: vm.to_owned(),
@@ -101,7 +101,7 @@ impl Metrics {
         &self.vm
     }
 
-    /// Adds a source that exists as long as the process.
+    /// Adds a source for the lifetime of the process.
     pub fn add(&self, source: Arc<dyn Expose>) {
         self.sources.add(source);
     }
@@ -111,7 +111,7 @@ impl Metrics {
         Registration { id: self.sources.add(source), sources: Arc::clone(&self.sources) }
     }
 
-    /// Records that `--seccomp` asks for a system call filter, which does not exist yet.
+    /// Records that `--seccomp` requests a system call filter, which does not exist yet.
     pub fn set_seccomp_missing(&self) {
         self.is_seccomp_missing.store(true, Ordering::Relaxed);
     }
@@ -126,7 +126,7 @@ impl Metrics {
         self.refused_hosts.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Encodes all sources in OpenMetrics text. `once` is a source of this scrape only.
+    /// Encodes all sources in OpenMetrics text. `once` is another source, for this scrape only.
     pub fn encode(&self, once: &dyn Expose) -> Result<String, fmt::Error> {
         let mut exposition = Exposition::default();
         once.expose(&mut exposition);

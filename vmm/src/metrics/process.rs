@@ -24,8 +24,7 @@ pub(super) struct MissingSeccomp(pub(super) Arc<AtomicBool>);
 
 impl Expose for MissingSeccomp {
     fn expose(&self, out: &mut Exposition) {
-        let help =
-            "1 if --seccomp asks for a system call filter; none is installed, because there is none yet.";
+        let help = "1 if --seccomp requests a system call filter, which Foreshore does not have yet.";
         out.flags(Family("seccomp_missing", help, None), [(vec![], self.0.load(Ordering::Relaxed))]);
     }
 }

@@ -1,4 +1,4 @@
-//! Pools: whose their bytes are.
+//! Metrics of pools.
 
 use std::sync::{Arc, Weak};
 
@@ -7,23 +7,23 @@ use prometheus_client::registry::Unit;
 use super::{PmPool, PoolInfo};
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
-/// A pool that is open. It is not held open by being counted.
+/// Metrics of an open pool. They do not keep it open.
 #[derive(Clone, Debug)]
 pub struct PoolMetrics {
-    /// The pool's name: its path.
+    /// Path of the pool, which is its name.
     pub pool: String,
     /// The pool.
     pub source: Weak<dyn PmPool>,
 }
 
 impl PoolMetrics {
-    /// The metrics of `source`, which is at `pool`.
+    /// Creates the metrics of `source`, whose path is `pool`.
     pub fn new(pool: String, source: &Arc<dyn PmPool>) -> Self {
         Self { pool, source: Arc::downgrade(source) }
     }
 }
 
-/// The pool without its own data, by state.
+/// Bytes of the pool by state, without its metadata.
 fn states(info: &PoolInfo) -> [(&'static str, u64); 5] {
     [
         ("free-storage", info.free_storage_bytes),
@@ -40,15 +40,16 @@ impl Expose for PoolMetrics {
         let Some(source) = self.source.upgrade() else { return };
         let (labels, info) = (one("pool", &self.pool), source.info());
         let with = |value| [(labels.clone(), value)];
-        let family = Family("pool_info", "What a completed flush of a pool survives; always 1.", None);
+        let family = Family("pool_info", "Durability of completed flushes of the pool; always 1.", None);
         out.gauges(family, [(and(&labels, "durability", source.durability().name()), 1.0)]);
-        let failed = Family("pool_failed", "1 when a write to a pool has failed.", None);
+        let failed =
+            Family("pool_failed", "1 when a write to the pool has failed and it is read-only.", None);
         out.flags(failed, [(labels.clone(), info.failed)]);
         let states = states(&info).map(|(state, bytes)| (and(&labels, "state", state), bytes));
-        out.bytes("pool", "Bytes of a pool, by what they are used for.", states);
-        let help = "What a pool lends if it is asked for, erased or not.";
+        out.bytes("pool", "Bytes of the pool by state, without metadata and damaged chunks.", states);
+        let help = "Bytes that the pool can lend as memory, including those that must be erased first.";
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
-        let scrubbed = Family("pool_scrubbed", "Bytes of a pool erased so far.", Some(Unit::Bytes));
+        let scrubbed = Family("pool_scrubbed", "Bytes erased since the pool was opened.", Some(Unit::Bytes));
         out.counters(scrubbed, with(info.scrubbed_bytes));
     }
 }

@@ -1,11 +1,11 @@
-//! Counters of a pvpanic device.
+//! Metrics of a pvpanic device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::GuestPanic;
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// Counters of a pvpanic device. They only grow.
+/// Counters of a pvpanic device.
 #[derive(Debug, Default)]
 pub struct PvPanicMetrics {
     reports: [AtomicU64; GuestPanic::ALL.len()],
@@ -26,6 +26,6 @@ impl PvPanicMetrics {
 impl Expose for PvPanicMetrics {
     fn expose(&self, out: &mut Exposition) {
         let samples = GuestPanic::ALL.map(|report| (one("event", report.label()), self.reports(report)));
-        out.counters(Family("guest_panics", "Panics that the guest's kernel has reported.", None), samples);
+        out.counters(Family("guest_panics", "Panics reported by the guest's kernel.", None), samples);
     }
 }

@@ -1,4 +1,4 @@
-//! Devices that come and go.
+//! Metrics of devices that are added to and removed from a running guest.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,21 +7,21 @@ use parking_lot::Mutex;
 
 use crate::metrics::{Expose, Exposition, Family};
 
-/// Kind, action, result.
+/// Kind, action and result.
 type What = (&'static str, &'static str, &'static str);
 
-/// Counters of the PCI bus.
+/// Counts of devices on the PCI bus, and of hotplug actions.
 #[derive(Debug, Default)]
 pub struct HotplugMetrics {
-    /// Devices that are on the bus.
+    /// Virtio devices on the bus.
     pub devices: AtomicU64,
-    /// Devices that the guest was asked to let go, and has not.
+    /// Devices that the guest was requested to eject and has not ejected yet.
     pub pending: AtomicU64,
     done: Mutex<BTreeMap<What, u64>>,
 }
 
 impl HotplugMetrics {
-    /// Counts one.
+    /// Counts an action.
     pub fn count(&self, kind: &'static str, action: &'static str, result: &'static str) {
         *self.done.lock().entry((kind, action, result)).or_default() += 1;
     }
@@ -31,13 +31,16 @@ impl Expose for HotplugMetrics {
     fn expose(&self, out: &mut Exposition) {
         let gauge = |counter: &AtomicU64| [(vec![], counter.load(Ordering::Relaxed) as f64)];
         out.gauges(Family("pci_devices", "Virtio devices on the PCI bus.", None), gauge(&self.devices));
-        let help = "Devices that the guest was asked to let go, and has not.";
+        let help = "Devices that the guest was requested to eject and has not ejected yet.";
         out.gauges(Family("hotplug_pending", help, None), gauge(&self.pending));
         let done = self.done.lock().clone();
         let samples = done.into_iter().map(|((kind, action, result), count)| {
             let labels = [("kind", kind), ("action", action), ("result", result)];
             (labels.map(|(name, value)| (name, value.to_owned())).to_vec(), count)
         });
-        out.counters(Family("hotplug", "Devices added to the running guest, and removed.", None), samples);
+        out.counters(
+            Family("hotplug", "Devices added to and removed from the running guest.", None),
+            samples,
+        );
     }
 }

@@ -1,11 +1,11 @@
-//! Sizes of zones, which are never the same for long.
+//! Sizes and states of zones, read at each scrape.
 
 use balloon::DriverState;
 
 use super::request::{ResizeStatus, ZoneInfo};
 use crate::metrics::{Expose, Exposition, Family, Labels, and, one};
 
-/// Zones as they are at a scrape.
+/// State of all zones at a scrape.
 #[derive(Debug, Default)]
 pub struct ZoneMetrics(pub Vec<ZoneInfo>);
 
@@ -20,20 +20,24 @@ impl Expose for ZoneMetrics {
 fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
     type SizeOf = fn(&ZoneInfo) -> Option<u64>;
     let sizes: [(&str, &str, SizeOf); 8] = [
-        ("memory_boot", "Memory that is there from boot on.", |zone| Some(zone.boot_bytes)),
-        ("memory_hotplug", "The most that can be plugged.", |zone| Some(zone.hotplug_bytes)),
-        ("memory_requested", "What the guest is asked to have plugged.", |zone| Some(zone.requested_bytes)),
+        ("memory_boot", "Memory of the zone at boot.", |zone| Some(zone.boot_bytes)),
+        ("memory_hotplug", "Upper limit of the plugged size.", |zone| Some(zone.hotplug_bytes)),
+        ("memory_requested", "Plugged size requested from the guest.", |zone| Some(zone.requested_bytes)),
         (
             "memory_held",
-            "Requested size that waits until the guest has DRAM for its page descriptors.",
+            "Part of the requested size that waits until the guest has DRAM for its page descriptors.",
             |zone| Some(zone.held_bytes),
         ),
-        ("memory_plugged", "What the guest has plugged.", |zone| Some(zone.plugged_bytes)),
-        ("memory_descriptor", "Guest DRAM that page descriptors of plugged memory take, at least.", |zone| {
+        ("memory_plugged", "Memory that the guest has plugged.", |zone| Some(zone.plugged_bytes)),
+        ("memory_descriptor", "Least guest DRAM that page descriptors of the plugged memory take.", |zone| {
             Some(zone.descriptor_bytes)
         }),
-        ("memory_online", "What is plugged and online, as the agent says.", |zone| zone.online_bytes),
-        ("memory_resident", "What is in the host's memory.", |zone| Some(zone.resident_bytes)),
+        ("memory_online", "Online memory in the zone's address range, as reported by the agent.", |zone| {
+            zone.online_bytes
+        }),
+        ("memory_resident", "Host memory that backs the zone; for pm, memory of the pool.", |zone| {
+            Some(zone.resident_bytes)
+        }),
     ];
     for (name, help, size) in sizes {
         out.bytes(name, help, zones.iter().filter_map(|zone| Some((labels_of(zone), size(zone)?))));
@@ -41,7 +45,8 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
 }
 
 fn expose_statuses(out: &mut Exposition, zones: &[ZoneInfo]) {
-    let family = Family("memory_resize_status", "1 for how the last resize goes, 0 for the rest.", None);
+    let family =
+        Family("memory_resize_status", "1 for the status of the last resize, 0 for all others.", None);
     let statuses = zones.iter().flat_map(|zone| {
         let current = match zone.status {
             ResizeStatus::Reached => "reached",
@@ -56,8 +61,11 @@ fn expose_statuses(out: &mut Exposition, zones: &[ZoneInfo]) {
 }
 
 fn expose_drivers(out: &mut Exposition, zones: &[ZoneInfo]) {
-    let family =
-        Family("memory_driver_state", "1 for the state of the guest's driver, 0 for the rest.", None);
+    let family = Family(
+        "memory_driver_state",
+        "1 for the state of the guest's virtio-mem driver, 0 for all others.",
+        None,
+    );
     let states = zones.iter().filter_map(|zone| Some((zone, zone.driver?))).flat_map(|(zone, current)| {
         DriverState::ALL.map(|state| (and(&labels_of(zone), "state", state.label()), state == current))
     });

@@ -105,7 +105,7 @@ impl GuestBtt {
 impl Expose for GuestBtt {
     fn expose(&self, out: &mut Exposition) {
         let verdicts = self.verdicts_total().map(|(verdict, count)| (one("verdict", verdict), count));
-        let help = "Hellos of agents, by what is thought of the BTT driver of the kernel that they name.";
+        let help = "Connections of agents, by the verdict on the BTT driver of the guest's kernel.";
         out.counters(Family("guest_btt_verdicts", help, None), verdicts);
     }
 }

@@ -1,5 +1,7 @@
-//! Volumes: what the guest does with a mapped volume is not seen by the VMM, except its flushes. One that is shown as a
-//! disk is seen with all that is done to it.
+//! Metrics of volumes.
+//!
+//! The guest accesses a mapped volume without the VMM, which sees only flushes. All requests to a
+//! volume with interface virtio-blk go through the VMM.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -11,32 +13,32 @@ use crate::nvdimm::FlushHintMetrics;
 use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
 
-/// The counters of a volume's interface.
+/// Counters of a volume's interface.
 #[derive(Clone, Debug)]
 pub enum VolumeCounters {
-    /// A virtio-pmem device's.
+    /// virtio-pmem device.
     VirtioPmem(Arc<PmemMetrics>),
-    /// An NVDIMM's flush hint page's.
+    /// Flush hint page of an NVDIMM.
     Nvdimm(Arc<FlushHintMetrics>),
-    /// A virtio-blk device's.
+    /// virtio-blk device.
     VirtioBlk {
-        /// The device's.
+        /// Counters of the device.
         disk: Arc<BlockMetrics>,
-        /// What it serves, as long as that is open.
+        /// Sectors that the device serves, while they are open.
         sectors: Weak<dyn Sectors>,
     },
 }
 
-/// A volume and its counters.
+/// Volume with its counters.
 #[derive(Clone, Debug)]
 pub struct VolumeMetrics {
-    /// The pool's name: its path.
+    /// Path of the pool, which is its name.
     pub pool: String,
-    /// The volume's name.
+    /// Name of the volume.
     pub volume: String,
     /// Its size.
     pub size_bytes: u64,
-    /// Whether a flush of it has failed.
+    /// First failure of a flush.
     pub failure: FirstFailure,
     /// Its counters.
     pub counters: VolumeCounters,
@@ -74,7 +76,7 @@ impl VolumeMetrics {
         }
     }
 
-    /// Where the VMM translates: elsewhere the guest knows, and nobody else.
+    /// Returns the number of read-only arenas. `None` if the VMM does not translate sectors.
     fn read_only_arenas(&self) -> Option<usize> {
         match &self.counters {
             VolumeCounters::VirtioBlk { sectors, .. } => Some(sectors.upgrade()?.read_only_arenas()),
@@ -105,18 +107,18 @@ impl VolumeMetrics {
 impl Expose for VolumeMetrics {
     fn expose(&self, out: &mut Exposition) {
         let labels = self.labels();
-        let help = "The volume's size as the guest sees it.";
+        let help = "Size of the volume as the guest sees it.";
         out.bytes("volume_size", help, [(labels.clone(), self.size_bytes)]);
         let flushes = self.flushes().map(|(result, count)| (and(&labels, "result", result), count));
-        out.counters(Family("volume_flushes", "Flushes that the guest has asked for.", None), flushes);
-        let failed = Family("volume_failed", "1 when a flush of a volume has failed.", None);
+        out.counters(Family("volume_flushes", "Flushes requested by the guest.", None), flushes);
+        let failed = Family("volume_failed", "1 when a flush of the volume has failed.", None);
         out.flags(failed, [(labels.clone(), self.failure.reason().is_some())]);
         out.latencies(
             "volume_flush_duration",
-            "Time to make the volume durable; waiting flushes share one.",
+            "Time to make the volume durable; waiting flushes share one call.",
             [(labels.clone(), self.persists())],
         );
-        let bad = Family("volume_bad_requests", "Requests that the device refuses.", None);
+        let bad = Family("volume_bad_requests", "Requests that the device has refused.", None);
         out.counters(bad, self.bad_requests().map(|count| (labels.clone(), count)));
         self.expose_translation(out, &labels);
         if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {
@@ -127,10 +129,10 @@ impl Expose for VolumeMetrics {
 }
 
 impl VolumeMetrics {
-    /// State of the BTT, if the VMM translates.
+    /// Exposes the state of the BTT if the VMM translates sectors.
     fn expose_translation(&self, out: &mut Exposition, labels: &Labels) {
         let with = |value| (labels.clone(), value);
-        let help = "Arenas of the volume that take no writes, because something about them is wrong.";
+        let help = "Arenas of the volume that are read-only because of an error.";
         let read_only = self.read_only_arenas().map(|arenas| with(arenas as f64));
         out.gauges(Family("volume_read_only_arenas", help, None), read_only);
         let with = |is_lost| (labels.clone(), is_lost);

@@ -120,9 +120,10 @@ pub struct MappingBudget {
 
 impl Expose for MappingBudget {
     fn expose(&self, out: &mut Exposition) {
-        let used = Family("memory_mappings", "Mappings of the process that guest memory takes.", None);
+        let used = Family("memory_mappings", "Mappings of the process that guest memory uses.", None);
         out.gauges(used, [(vec![], self.used() as f64)]);
-        let limit = Family("memory_mappings_limit", "The most that it may take.", None);
+        let limit =
+            Family("memory_mappings_limit", "Upper limit of the mappings that guest memory may use.", None);
         out.gauges(limit, [(vec![], self.limit() as f64)]);
     }
 }

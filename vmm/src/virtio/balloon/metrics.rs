@@ -1,4 +1,4 @@
-//! What a balloon counts: plain atomics, which the registry reads.
+//! Metrics of a balloon.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -116,48 +116,56 @@ impl Expose for BalloonMetrics {
     fn expose(&self, out: &mut Exposition) {
         out.bytes(
             "balloon_target",
-            "What the guest is asked to have in its balloon.",
+            "Balloon size requested from the guest.",
             [(vec![], get(&self.target_bytes))],
         );
-        out.bytes("balloon_actual", "What it says is in it.", [(vec![], get(&self.actual_bytes))]);
+        out.bytes(
+            "balloon_actual",
+            "Balloon size reported by the guest driver.",
+            [(vec![], get(&self.actual_bytes))],
+        );
         out.counters(
-            Family("balloon_given_back", "Memory that went back to the host.", Some(Unit::Bytes)),
+            Family("balloon_given_back", "Memory returned to the host.", Some(Unit::Bytes)),
             [
                 (one("by", "inflate"), get(&self.inflated_bytes)),
                 (one("by", "report"), get(&self.reported_bytes)),
             ],
         );
         out.counters(
-            Family("balloon_deflated", "Memory that the guest took out of the balloon.", Some(Unit::Bytes)),
+            Family(
+                "balloon_deflated",
+                "Memory that the guest has taken out of the balloon.",
+                Some(Unit::Bytes),
+            ),
             [(vec![], get(&self.deflated_bytes))],
         );
         out.counters(
             Family(
                 "balloon_oom_deflated",
-                "What of that it took unasked, because it had nothing else left.",
+                "Part of the deflated memory that the guest took when it ran out of memory.",
                 Some(Unit::Bytes),
             ),
             [(vec![], get(&self.oom_deflated_bytes))],
         );
         out.counters(
-            Family("balloon_refused", "Pages and requests that were not taken.", None),
+            Family("balloon_refused", "Pages and requests that were refused.", None),
             Refusal::ALL.map(|reason| (one("reason", reason.as_str()), self.refused(reason))),
         );
         out.counters(
-            Family("balloon_discard_failures", "Calls by which the host should have taken pages.", None),
+            Family("balloon_discard_failures", "Failed calls to return pages to the host's kernel.", None),
             [(vec![], get(&self.discard_failures))],
         );
         out.counters(
-            Family("balloon_statistics", "Sets of statistics that came.", None),
+            Family("balloon_statistics", "Sets of statistics received from the guest.", None),
             [(vec![], get(&self.statistics))],
         );
         let told = |bytes: bool| {
             let tags = Tag::ALL.into_iter().filter(move |tag| tag.is_bytes() == bytes);
             tags.filter_map(|tag| Some((one("statistic", tag.label()), self.statistic(tag)?)))
         };
-        out.bytes("balloon_guest", "What the guest's kernel says of its memory.", told(true));
+        out.bytes("balloon_guest", "Memory statistics in bytes reported by the guest's kernel.", told(true));
         out.gauges(
-            Family("balloon_guest_events", "What the guest's kernel has counted since it booted.", None),
+            Family("balloon_guest_events", "Events counted by the guest's kernel since its boot.", None),
             told(false).map(|(labels, value)| (labels, value as f64)),
         );
     }

@@ -1,4 +1,4 @@
-//! What a disk counts.
+//! Metrics of a disk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -109,7 +109,7 @@ pub struct BlockMetrics {
     pub read_bytes: AtomicU64,
     /// Bytes that the guest has written.
     pub written_bytes: AtomicU64,
-    /// Chains that are no request, or one that the disk refuses.
+    /// Buffer chains that are not a request, and requests that the disk refuses.
     pub bad_requests: AtomicU64,
     /// Queues whose ring the driver has made nonsense of; each is served again after a reset.
     pub broken_queues: AtomicU64,
@@ -178,7 +178,7 @@ impl Expose for DiskMetrics {
         let (labels, counters) = (one("disk", &self.disk), &self.counters);
         let get = |counter: &AtomicU64| [(labels.clone(), counter.load(Ordering::Relaxed))];
         let is_set = |flag: &AtomicBool| [(labels.clone(), flag.load(Ordering::Relaxed))];
-        out.bytes("disk_size", "The disk's size as the guest sees it.", get(&counters.size_bytes));
+        out.bytes("disk_size", "Size of the disk as the guest sees it.", get(&counters.size_bytes));
         counters.expose_operations(out, "disk_operations", &labels);
         counters.expose_bytes(out, "disk", &labels);
         out.latencies(
@@ -186,19 +186,24 @@ impl Expose for DiskMetrics {
             "Time to make the disk durable.",
             [(labels.clone(), counters.flushes.sample())],
         );
-        let bad = Family("disk_bad_requests", "Requests that the disk refuses.", None);
+        let bad = Family("disk_bad_requests", "Requests that the disk has refused.", None);
         out.counters(bad, get(&counters.bad_requests));
-        let broken = Family("disk_broken_queues", "Queues whose ring made no sense, until a reset.", None);
+        let broken = Family(
+            "disk_broken_queues",
+            "Queues stopped until a reset because their rings were invalid.",
+            None,
+        );
         out.counters(broken, get(&counters.broken_queues));
-        let by_ring = Family("disk_io_uring", "1 when io_uring carries requests out, 0 for calls.", None);
+        let by_ring =
+            Family("disk_io_uring", "1 when io_uring executes requests, 0 when system calls do.", None);
         out.flags(by_ring, is_set(&counters.io_uring));
-        let failed = Family("disk_failed", "1 when a flush has failed: nothing is written any more.", None);
+        let failed = Family("disk_failed", "1 when a flush has failed; all writes fail since then.", None);
         out.flags(failed, is_set(&counters.read_only));
     }
 }
 
 impl BlockMetrics {
-    /// Counters for `vm.counters`. Latencies are in microseconds, and 0 before the first request.
+    /// Returns the counters for `vm.counters`. Latencies are in microseconds, 0 before a request.
     pub fn counters(&self) -> DeviceCounters {
         let [read_least, read_most, read_mean] = self.reads.least_most_mean_us();
         let [write_least, write_most, write_mean] = self.writes.least_most_mean_us();
@@ -217,21 +222,21 @@ impl BlockMetrics {
         signed(counters)
     }
 
-    /// Adds the requests by operation and result to the family `name`.
+    /// Adds the numbers of requests, by operation and result, to the family `name`.
     pub fn expose_operations(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
         let samples = Kind::ALL.into_iter().flat_map(|kind| {
             let labels = and(labels, "operation", kind.as_str());
             [("ok", self.done(kind)), ("error", self.failed(kind))]
                 .map(|(result, count)| (and(&labels, "result", result), count))
         });
-        out.counters(Family(name, "Requests of the guest that were carried out or tried.", None), samples);
+        out.counters(Family(name, "Completed and failed requests of the guest.", None), samples);
     }
 
     /// Adds the bytes read and written to the family `name`.
     pub fn expose_bytes(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
         let samples = [("read", &self.read_bytes), ("write", &self.written_bytes)]
             .map(|(operation, bytes)| (and(labels, "operation", operation), bytes.load(Ordering::Relaxed)));
-        out.counters(Family(name, "Bytes that the guest has read and written.", Some(Unit::Bytes)), samples);
+        out.counters(Family(name, "Bytes read and written by the guest.", Some(Unit::Bytes)), samples);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a virtio-console device counts.
+//! Metrics of a virtio-console device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,16 +6,16 @@ use prometheus_client::registry::Unit;
 
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// Counters of one device; they only grow.
+/// Counters of a virtio-console device.
 #[derive(Debug, Default)]
 pub struct ConsoleMetrics {
     /// Bytes that the guest has sent.
     pub output_bytes: AtomicU64,
-    /// Bytes that could not be written where they should go, or that were too many for one buffer chain.
+    /// Bytes of output that were lost, or that exceeded the limit of one buffer chain.
     pub lost_bytes: AtomicU64,
-    /// Bytes that the guest has been given.
+    /// Bytes that the guest has received.
     pub input_bytes: AtomicU64,
-    /// Chains without a buffer that the device can use.
+    /// Buffer chains without a buffer that the device can use.
     pub bad_requests: AtomicU64,
 }
 
@@ -26,14 +26,14 @@ fn get(counter: &AtomicU64) -> u64 {
 impl Expose for ConsoleMetrics {
     fn expose(&self, out: &mut Exposition) {
         out.counters(
-            Family("console", "Bytes of hvc0.", Some(Unit::Bytes)),
+            Family("console", "Bytes sent and received by the guest on hvc0.", Some(Unit::Bytes)),
             [
                 (one("direction", "from-guest"), get(&self.output_bytes)),
                 (one("direction", "to-guest"), get(&self.input_bytes)),
             ],
         );
         out.counters(
-            Family("console_lost", "Output of hvc0 that could not be written.", Some(Unit::Bytes)),
+            Family("console_lost", "Output of hvc0 that was lost.", Some(Unit::Bytes)),
             [(vec![], get(&self.lost_bytes))],
         );
         out.counters(

@@ -140,7 +140,7 @@ pub struct PlugMetrics {
 }
 
 impl PlugMetrics {
-    /// Requests that failed, by reason: the host's, or the driver's own fault.
+    /// Returns the numbers of failed requests by reason: the host's reasons and the driver's errors.
     fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counters = &self.counters;
         let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));
@@ -158,41 +158,45 @@ impl Expose for PlugMetrics {
         let (labels, counters) = (and(&one("zone", &self.zone), "tier", &self.tier), &self.counters);
         out.latencies(
             "memory_plug_duration",
-            "Time that the VMM took to carry out a request to plug.",
+            "Time that the VMM takes for a plug request.",
             [(labels.clone(), counters.plug.latency().sample())],
         );
         out.latencies(
             "memory_unplug_duration",
-            "Time that the VMM took to carry out a request to unplug.",
+            "Time that the VMM takes for an unplug request.",
             [(labels.clone(), counters.unplug.latency().sample())],
         );
         out.counters(
-            Family("memory_plug", "Bytes plugged so far.", Some(Unit::Bytes)),
+            Family("memory_plug", "Bytes plugged.", Some(Unit::Bytes)),
             [(labels.clone(), counters.plug.bytes())],
         );
         out.counters(
-            Family("memory_unplug", "Bytes unplugged so far.", Some(Unit::Bytes)),
+            Family("memory_unplug", "Bytes unplugged.", Some(Unit::Bytes)),
             [(labels.clone(), counters.unplug.bytes())],
         );
         out.counters(
-            Family("memory_refused_requests", "Requests of the guest that were not carried out.", None),
+            Family("memory_refused_requests", "Requests of the guest's driver that were refused.", None),
             self.refused().map(|(reason, count)| (and(&labels, "reason", reason), count)),
         );
         out.counters(
             Family(
                 "memory_throttled_requests",
-                "Requests of the guest that exceeded the zone's budget.",
+                "Requests of the guest's driver delayed because they exceeded the zone's budget.",
                 None,
             ),
             [(labels.clone(), counters.throttled.requests())],
         );
         out.seconds_total(
             "memory_throttled",
-            "Time by which these requests were delayed.",
+            "Time by which throttled requests were delayed.",
             [(labels.clone(), counters.throttled.delay().as_secs_f64())],
         );
         out.counters(
-            Family("memory_scrub_failures", "Unplugs after which memory could not be scrubbed.", None),
+            Family(
+                "memory_scrub_failures",
+                "Unplugs whose memory could not be returned to the host or the pool.",
+                None,
+            ),
             [(labels, counters.scrub_failures())],
         );
     }

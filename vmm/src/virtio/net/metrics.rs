@@ -1,4 +1,4 @@
-//! What a network interface counts.
+//! Metrics of a network interface.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -93,7 +93,7 @@ pub struct NetMetrics {
     frames: [AtomicU64; 2],
     bytes: [AtomicU64; 2],
     dropped: [[AtomicU64; DropReason::ALL.len()]; 2],
-    /// Chains that are no frame, or no place for one.
+    /// Buffer chains that are not a valid frame, receive buffer or control command.
     pub bad_requests: AtomicU64,
     /// Queues whose ring the driver has made nonsense of; each is served again after a reset.
     pub broken_queues: AtomicU64,
@@ -167,16 +167,16 @@ pub struct NetDeviceMetrics {
 }
 
 impl NetDeviceMetrics {
-    /// Frames and bytes by direction. The kernel does not count all of those that it moves itself.
+    /// Exposes frames and bytes by direction, as far as they are known.
     fn expose_traffic(&self, out: &mut Exposition, labels: &Labels) {
         let known = Direction::ALL.into_iter().filter_map(|direction| {
             let labels = and(labels, "direction", direction.as_str());
             Some((labels, self.counters.traffic(direction)?))
         });
         for (labels, traffic) in known {
-            let frames = Family("net_frames", "Frames that have passed.", None);
+            let frames = Family("net_frames", "Frames transferred.", None);
             out.counters(frames, [(labels.clone(), traffic.frames)]);
-            let bytes = Family("net", "Bytes of these frames.", Some(Unit::Bytes));
+            let bytes = Family("net", "Bytes of the transferred frames.", Some(Unit::Bytes));
             out.counters(bytes, [(labels, traffic.bytes)]);
         }
     }
@@ -188,12 +188,12 @@ impl NetDeviceMetrics {
                 (and(&labels, "reason", reason.as_str()), self.counters.drops(direction, reason))
             })
         });
-        out.counters(Family("net_dropped_frames", "Frames that were dropped.", None), drops);
+        out.counters(Family("net_dropped_frames", "Dropped frames.", None), drops);
     }
 }
 
 impl DeviceHandle for NetDeviceMetrics {
-    /// Traffic as the guest sees it.
+    /// Returns the traffic from the guest's point of view.
     fn counters(&self) -> DeviceCounters {
         let names = [
             (Direction::ToGuest, ["rx_bytes", "rx_frames"]),
@@ -201,7 +201,7 @@ impl DeviceHandle for NetDeviceMetrics {
         ];
         let mut counters = DeviceCounters::new();
         for (direction, [bytes, frames]) in names {
-            // Unknown for an interface that the kernel serves in another network namespace.
+            // Unknown if vhost-net moves the frames of a tap that was passed open.
             if let Some(traffic) = self.counters.traffic(direction) {
                 counters.extend(signed([(bytes, traffic.bytes), (frames, traffic.frames)]));
             }
@@ -215,7 +215,8 @@ impl Expose for NetDeviceMetrics {
         let labels = one("net", &self.net);
         let is_left_to_kernel = self.counters.is_left_to_kernel();
         let backend = if is_left_to_kernel { "vhost" } else { "vmm" };
-        let family = Family("net_backend", "Who moves frames: 1 for each interface.", None);
+        let family =
+            Family("net_backend", "Backend that transfers the frames of the interface; always 1.", None);
         out.gauges(family, [(and(&labels, "backend", backend), 1.0)]);
         self.expose_traffic(out, &labels);
         // The kernel counts no frame that it drops on the way to the guest.
@@ -223,9 +224,17 @@ impl Expose for NetDeviceMetrics {
             self.expose_drops(out, &labels);
         }
         let get = |counter: &AtomicU64| [(labels.clone(), counter.load(Ordering::Relaxed))];
-        let bad = Family("net_bad_requests", "Requests that are no frame, or no place for one.", None);
+        let bad = Family(
+            "net_bad_requests",
+            "Buffer chains that are not a valid frame, receive buffer or control command.",
+            None,
+        );
         out.counters(bad, get(&self.counters.bad_requests));
-        let broken = Family("net_broken_queues", "Queues whose ring made no sense, until a reset.", None);
+        let broken = Family(
+            "net_broken_queues",
+            "Queues stopped until a reset because their rings were invalid.",
+            None,
+        );
         out.counters(broken, get(&self.counters.broken_queues));
     }
 }

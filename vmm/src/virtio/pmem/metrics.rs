@@ -1,4 +1,4 @@
-//! What a virtio-pmem device counts.
+//! Metrics of a virtio-pmem device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,20 +7,20 @@ use pmem_volume::Durability;
 
 use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, one};
 
-/// Counters of one device; they only grow.
+/// Counters of a virtio-pmem device.
 #[derive(Debug, Default)]
 pub struct PmemMetrics {
     /// Flush requests answered with success.
     pub flushes: AtomicU64,
     /// Flush requests answered with an error, because the backing could not be made durable.
     pub flush_failures: AtomicU64,
-    /// Requests that are no flush, or whose buffers are not those of a request.
+    /// Requests of another type than flush, or with invalid buffers.
     pub bad_requests: AtomicU64,
-    /// Calls that made the backing durable: several requests that wait together share one.
+    /// Durations of the calls that make the backing durable. Waiting requests share one call.
     pub persists: LatencyHistogram,
 }
 
-/// Device of `--pmem` with its counters. The VMM sees the guest's flushes only.
+/// Device of `--pmem` with its counters. The VMM sees only the guest's flushes.
 #[derive(Clone, Debug)]
 pub struct PmemFileMetrics {
     /// Id of the device.
@@ -29,7 +29,7 @@ pub struct PmemFileMetrics {
     pub file: String,
     /// Size that the guest sees.
     pub size_bytes: u64,
-    /// What a flush survives; `None` where writes are discarded.
+    /// Durability of a completed flush; `None` if writes are discarded.
     pub durability: Option<Durability>,
     /// Set once a flush of the file has failed. All later ones fail as well.
     pub failed: Arc<AtomicBool>,
@@ -43,21 +43,29 @@ impl Expose for PmemFileMetrics {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let durability = self.durability.map_or("discarded", Durability::name);
         let info = and(&and(&labels, "file", &self.file), "durability", durability);
-        let family = Family("pmem_info", "Files that the guest has as persistent memory; always 1.", None);
+        let family = Family("pmem_info", "Files that are persistent memory of the guest; always 1.", None);
         out.gauges(family, [(info, 1.0)]);
-        let help = "How much of the file the guest sees.";
+        let help = "Size of the file as the guest sees it.";
         out.bytes("pmem_size", help, [(labels.clone(), self.size_bytes)]);
         let flushes = [("ok", &counters.flushes), ("error", &counters.flush_failures)]
             .map(|(result, counter)| (and(&labels, "result", result), get(counter)));
-        out.counters(Family("pmem_flushes", "Flushes that the guest has asked for.", None), flushes);
-        let failed = Family("pmem_failed", "1 when a flush of the file has failed.", None);
+        out.counters(Family("pmem_flushes", "Flushes requested by the guest.", None), flushes);
+        let failed = Family(
+            "pmem_failed",
+            "1 when a flush of the file has failed; all later flushes fail as well.",
+            None,
+        );
         out.flags(failed, [(labels.clone(), self.failed.load(Ordering::Relaxed))]);
         out.latencies(
             "pmem_flush_duration",
-            "Time to make the file durable; waiting flushes share one.",
+            "Time to make the file durable; waiting flushes share one call.",
             [(labels.clone(), counters.persists.sample())],
         );
-        let bad = Family("pmem_bad_requests", "Requests that are no flush.", None);
+        let bad = Family(
+            "pmem_bad_requests",
+            "Requests of another type than flush, or with invalid buffers.",
+            None,
+        );
         out.counters(bad, [(labels, get(&counters.bad_requests))]);
     }
 }

@@ -1,4 +1,4 @@
-//! What a virtio-rng device counts.
+//! Metrics of a virtio-rng device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,16 +6,16 @@ use prometheus_client::registry::Unit;
 
 use crate::metrics::{Expose, Exposition, Family};
 
-/// Counters of one device; they only grow.
+/// Counters of a virtio-rng device.
 #[derive(Debug, Default)]
 pub struct RngMetrics {
     /// Requests answered with entropy.
     pub requests: AtomicU64,
-    /// Bytes of it.
+    /// Bytes of entropy provided to the guest.
     pub bytes: AtomicU64,
-    /// Requests without a buffer that can be written.
+    /// Requests without a writable buffer.
     pub bad_requests: AtomicU64,
-    /// Times the source failed or ended; from then on the kernel is asked instead.
+    /// Failures or ends of the source. The device reads from the kernel afterward.
     pub source_failures: AtomicU64,
 }
 
@@ -30,15 +30,19 @@ impl Expose for RngMetrics {
             [(vec![], get(&self.requests))],
         );
         out.counters(
-            Family("rng", "Entropy given to the guest.", Some(Unit::Bytes)),
+            Family("rng", "Entropy provided to the guest.", Some(Unit::Bytes)),
             [(vec![], get(&self.bytes))],
         );
         out.counters(
-            Family("rng_bad_requests", "Requests without a buffer that can be written.", None),
+            Family("rng_bad_requests", "Requests without a writable buffer.", None),
             [(vec![], get(&self.bad_requests))],
         );
         out.counters(
-            Family("rng_source_failures", "Times that the source failed or ended.", None),
+            Family(
+                "rng_source_failures",
+                "Failures or ends of the entropy source; the device reads from the kernel afterward.",
+                None,
+            ),
             [(vec![], get(&self.source_failures))],
         );
     }

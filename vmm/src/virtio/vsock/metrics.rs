@@ -1,4 +1,4 @@
-//! What a vsock device counts. The registry reads it; nothing here knows how metrics are exposed.
+//! Metrics of a vsock device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use prometheus_client::registry::Unit;
 
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// A number that only grows.
+/// Counter.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -21,71 +21,71 @@ impl Counter {
         self.add(1);
     }
 
-    /// The count.
+    /// Returns the count.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// A number that goes up and down.
+/// Gauge: a number that rises and falls.
 #[derive(Debug, Default)]
 pub struct Gauge(AtomicU64);
 
 impl Gauge {
-    /// Sets it.
+    /// Sets the value.
     pub fn set(&self, value: u64) {
         self.0.store(value, Ordering::Relaxed);
     }
 
-    /// Its value.
+    /// Returns the value.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// The metrics of one device, kept over its resets.
+/// Metrics of one device, kept over its resets.
 #[derive(Debug, Default)]
 pub struct VsockMetrics {
-    /// Sockets that are open on the host's side now, whatever their state.
+    /// Sockets that are open on the host, in any state.
     pub connections: Gauge,
-    /// Connections on which both sides agreed.
+    /// Established connections.
     pub connections_total: Counter,
-    /// Connections refused: nobody listens, no room, or not asked for in the right words.
+    /// Connections refused: no listener, no room, or a malformed request.
     pub rejected_total: Counter,
-    /// Connections ended because one side's silence lasted too long.
+    /// Connections that timed out.
     pub expired_total: Counter,
-    /// Connections ended because the guest broke the protocol.
+    /// Connections ended because the guest violated the protocol.
     pub violations_total: Counter,
-    /// Packets taken from the guest, good or bad.
+    /// Packets received from the guest, including invalid ones.
     pub packets_from_guest_total: Counter,
-    /// Packets given to the guest.
+    /// Packets sent to the guest.
     pub packets_to_guest_total: Counter,
-    /// Payload taken from the guest.
+    /// Bytes of payload received from the guest.
     pub bytes_from_guest_total: Counter,
-    /// Payload given to the guest.
+    /// Bytes of payload sent to the guest.
     pub bytes_to_guest_total: Counter,
-    /// Resets given to the guest.
+    /// Resets sent to the guest.
     pub resets_total: Counter,
-    /// Packets ignored: wrong addresses, or too many resets owed already.
+    /// Packets ignored: wrong addresses, or too many resets are pending.
     pub dropped_total: Counter,
-    /// Buffers that the device could not use: too short, too many pieces, or not in memory.
+    /// Buffers that the device cannot use: too short, too many pieces, or outside guest memory.
     pub bad_buffers_total: Counter,
-    /// Queues given up until the next reset, because their rings make no sense.
+    /// Queues that are stopped until the next reset, because their rings are invalid.
     pub broken_queues_total: Counter,
 }
 
 impl Expose for VsockMetrics {
     fn expose(&self, out: &mut Exposition) {
         out.gauges(
-            Family("vsock_open_connections", "Connections that are open on the host's side.", None),
+            Family("vsock_open_connections", "Open connections on the host.", None),
             [(vec![], self.connections.get() as f64)],
         );
         out.counters(
-            Family("vsock_connections", "Connections on which both sides agreed.", None),
+            Family("vsock_connections", "Established connections.", None),
             [(vec![], self.connections_total.get())],
         );
         out.counters(
-            Family("vsock_failed_connections", "Connections that were refused or ended by the VMM.", None),
+            Family("vsock_failed_connections", "Connections refused or ended by the VMM.", None),
             [
                 (one("reason", "rejected"), self.rejected_total.get()),
                 (one("reason", "expired"), self.expired_total.get()),
@@ -93,25 +93,25 @@ impl Expose for VsockMetrics {
             ],
         );
         out.counters(
-            Family("vsock_packets", "Packets, good or bad.", None),
+            Family("vsock_packets", "Packets, including invalid ones.", None),
             [
                 (one("direction", "from-guest"), self.packets_from_guest_total.get()),
                 (one("direction", "to-guest"), self.packets_to_guest_total.get()),
             ],
         );
         out.counters(
-            Family("vsock", "Payload.", Some(Unit::Bytes)),
+            Family("vsock", "Bytes of payload.", Some(Unit::Bytes)),
             [
                 (one("direction", "from-guest"), self.bytes_from_guest_total.get()),
                 (one("direction", "to-guest"), self.bytes_to_guest_total.get()),
             ],
         );
         out.counters(
-            Family("vsock_resets", "Resets given to the guest.", None),
+            Family("vsock_resets", "Resets sent to the guest.", None),
             [(vec![], self.resets_total.get())],
         );
         out.counters(
-            Family("vsock_bad_input", "What the guest sent and the device could not use.", None),
+            Family("vsock_bad_input", "Invalid packets, buffers and queues of the guest.", None),
             [
                 (one("kind", "packet"), self.dropped_total.get()),
                 (one("kind", "buffer"), self.bad_buffers_total.get()),

@@ -1,15 +1,15 @@
-//! What a watchdog counts.
+//! Metrics of a watchdog.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::metrics::{Expose, Exposition, Family};
 
-/// Counters of one device; they only grow.
+/// Counters of a watchdog.
 #[derive(Debug, Default)]
 pub struct WatchdogMetrics {
-    /// Pings of the guest.
+    /// Pings received from the guest.
     pub pings: AtomicU64,
-    /// Requests without a byte that can be written.
+    /// Requests without a writable byte.
     pub bad_requests: AtomicU64,
 }
 
@@ -19,9 +19,12 @@ fn get(counter: &AtomicU64) -> u64 {
 
 impl Expose for WatchdogMetrics {
     fn expose(&self, out: &mut Exposition) {
-        out.counters(Family("watchdog_pings", "Pings of the guest.", None), [(vec![], get(&self.pings))]);
         out.counters(
-            Family("watchdog_bad_requests", "Requests without a byte that can be written.", None),
+            Family("watchdog_pings", "Pings received from the guest.", None),
+            [(vec![], get(&self.pings))],
+        );
+        out.counters(
+            Family("watchdog_bad_requests", "Requests without a writable byte.", None),
             [(vec![], get(&self.bad_requests))],
         );
     }
