@@ -22,8 +22,8 @@ use crate::setup;
 const FOLDER: &str = "target/bench";
 const MEASUREMENTS: [&str; 11] =
     ["peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream"];
-/// The measurement whose guests have one CPU. Two CPUs would wait for each other on the one that
-/// can be counted.
+/// The measurement whose guests have one CPU. A host with a counted clock has only one CPU, and
+/// there two CPUs of a guest would wait for each other.
 const COUNTABLE: &str = "agent";
 /// Variable with the path of a VMM that is measured as well.
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
@@ -37,7 +37,7 @@ pub struct Arguments {
     /// Number of rounds (5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     rounds: Option<u32>,
-    /// Measure these alone; peers: boot, plug, disk, net and api, which every VMM has
+    /// Measure only these; peers: boot, plug, disk, net and api, for which every VMM is measured
     #[arg(
         long,
         value_name = "NAMES",
@@ -45,8 +45,8 @@ pub struct Arguments {
         value_parser = PossibleValuesParser::new(MEASUREMENTS)
     )]
     only: Vec<String>,
-    /// Clock of the emulated host; counted: one nanosecond for each of its instructions, with
-    /// --only agent
+    /// Clock of the emulated host; counted: each instruction takes one nanosecond; requires --only
+    /// agent
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
 }
@@ -117,9 +117,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         end.note();
         if end.code == 0 {
             let after = load()?;
-            say!(
-                "load of this machine before: {before}, after: {after} (figures count when nothing else ran)"
-            );
+            say!("load of this machine before: {before}, after: {after} (valid only if nothing else ran)");
         } else {
             say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(end.code));
         }
@@ -127,7 +125,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     })
 }
 
-/// Removes what an earlier run has left, because it is not evidence of this one.
+/// Removes the results of an earlier run, because they are not evidence of this one.
 fn empty(folder: &Path) -> Result<()> {
     create_folder(folder)?;
     for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
@@ -152,7 +150,7 @@ fn other_vmm() -> Result<Option<PathBuf>> {
     Ok(Some(path.canonicalize()?))
 }
 
-/// Has the host offer another VMM to the program `bench`.
+/// Makes another VMM available to the program `bench` on the host.
 fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
     let (folder, name) = (vmm.parent().context("no folder")?, vmm.file_name().context("no name")?);
     let peers = env::var_os(PEERS).filter(|peers| !peers.is_empty());

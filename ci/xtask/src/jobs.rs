@@ -169,8 +169,7 @@ pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
     Ok((job.wait()?, output))
 }
 
-/// Runs a command as a job, passes its output and errors on as they come, and returns its exit
-/// status.
+/// Runs a command as a job, forwards its output and errors at once, and returns its exit status.
 pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
     let (reader, writer) = io::pipe()?;
     let job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
@@ -180,8 +179,8 @@ pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -
     job.wait()
 }
 
-/// Runs a command as a job, passes its output on as it comes, and returns its exit status. Errors
-/// go where those of this process go.
+/// Runs a command as a job, forwards its output at once, and returns its exit status. It has the
+/// standard error of this process.
 pub fn stream_output(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
     let mut job = spawn(command.stdout(Stdio::piped()))?;
     let output = job.child.stdout.take().context("no pipe")?;
@@ -189,7 +188,7 @@ pub fn stream_output(command: &mut Command, receive: impl FnMut(&[u8]) -> Result
     job.wait()
 }
 
-/// Runs a command as a job, passes its output on to one receiver and its errors to another, and
+/// Runs a command as a job, forwards its output to one receiver and its errors to another, and
 /// returns its exit status.
 pub fn stream_apart(
     command: &mut Command,
@@ -209,7 +208,7 @@ pub fn stream_apart(
     job.wait()
 }
 
-/// Passes the content of a pipe on until it is closed.
+/// Forwards the content of a pipe until it is closed.
 fn drain(mut reader: impl Read, mut receive: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let mut buffer = [0; 8192];
     loop {

@@ -47,7 +47,7 @@ pub fn speak_as<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     Ok(result)
 }
 
-/// Runs a part of a task that others follow. Reports an error of it, and returns `None` then.
+/// Runs a part of a task. Reports an error and returns `None`, so that later parts still run.
 pub fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
     let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let report = |error: Error| {
@@ -63,12 +63,12 @@ pub fn write_output(bytes: &[u8]) {
     let _ = output.write_all(bytes).and_then(|()| output.flush());
 }
 
-/// Output of a program in lines, of which the last may be incomplete.
+/// Output of a program in lines. The last line may be incomplete.
 #[derive(Default)]
 pub struct Lines(Vec<u8>);
 
 impl Lines {
-    /// Takes output, and returns the lines that are complete now, with their ends.
+    /// Adds output and returns the lines that it completes, with their newlines.
     pub fn feed(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
         self.0.extend_from_slice(bytes);
         let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') else { return Vec::new() };
@@ -77,7 +77,7 @@ impl Lines {
         complete.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_owned).collect()
     }
 
-    /// The last line, with an end, unless it is empty.
+    /// Returns the last line with a newline, unless it is empty.
     pub fn finish(&mut self) -> Vec<Vec<u8>> {
         if self.0.is_empty() { Vec::new() } else { self.feed(b"\n") }
     }

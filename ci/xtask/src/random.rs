@@ -16,7 +16,7 @@ impl Random {
         Self { state: seed % 32768, last: 0 }
     }
 
-    /// The next number below 32768.
+    /// Returns the next number, which is below 32768.
     pub fn next(&mut self) -> u32 {
         loop {
             self.state = minimal_standard(self.state);
@@ -36,7 +36,7 @@ fn minimal_standard(state: u32) -> u32 {
     u32::try_from(next).expect("the modulus has 31 bits")
 }
 
-/// A number below `bound` by chance.
+/// Returns a random number below `bound`.
 pub fn from_kernel(bound: u32) -> Result<u32> {
     let mut bytes = [0; 4];
     let read = File::open("/dev/urandom").and_then(|mut device| device.read_exact(&mut bytes));

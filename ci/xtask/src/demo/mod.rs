@@ -1,4 +1,4 @@
-//! The demonstration: five phases with a line for each claim that is seen, and a picture.
+//! The demonstration: five phases with a line for each claim, and a picture.
 
 mod narrator;
 mod picture;
@@ -29,8 +29,8 @@ const IMAGES: [&str; 2] = ["redis-6.12", "basic-6.12"];
 /// Time for a demo to end by itself, with the logs of its VMs, before the host cuts it off.
 const END_S: u32 = 60;
 const HOST_MIB: &str = "5120";
-/// With two CPUs, the emulation breaks one in twenty boots of a guest that has two itself, now and
-/// then without a mark: a vCPU spins, and an NMI does not reach it (docs/testing.md).
+/// On a host with two CPUs, the emulation breaks 1 in 20 boots of a guest with two CPUs. Some of
+/// them leave no mark: a vCPU spins, and an NMI does not reach it (docs/testing.md).
 const HOST_CPUS: &str = "1";
 /// Ports below those that the kernel gives to connections.
 const FIRST_PORT: u32 = 20_000;
@@ -46,12 +46,12 @@ const NOT_SEEN: &str = "NOT SEEN";
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
 pub struct Arguments {
-    /// Use programs and images as they are
+    /// Do not build programs and images
     #[arg(long)]
     no_build: bool,
-    /// Cut the demo off after that time; set-up and builds do not count
+    /// Time limit of the demo, without set-up and builds
     ///
-    /// Emulated, it takes 4 to 8 minutes. The limits of its single steps grow with this one.
+    /// The demo takes 4 to 8 minutes on an emulated host. The limits of its steps grow with this.
     #[arg(
         long = "within", value_name = "SECONDS", default_value_t = 780,
         value_parser = clap::value_parser!(u32).range(1..1_000_000)
@@ -169,7 +169,7 @@ impl<'run> Demo<'run> {
         Ok(jobs::exit_code(status))
     }
 
-    /// Phase 5. True if there is a picture, and all of it was seen.
+    /// Runs phase 5. Returns true if the picture shows all claims.
     fn draw(&self, prometheus: &Prometheus, narrator: &mut Narrator) -> Result<bool> {
         let Some(zero) = narrator.zero() else { bail!("the demo printed nothing") };
         let picture = picture::Picture { checkout: self.checkout, folder: &self.folder, zero };
@@ -181,7 +181,7 @@ impl<'run> Demo<'run> {
         Ok(is_drawn)
     }
 
-    /// Reports the failure. The picture of a demo that failed shows how far it came.
+    /// Reports a failure. Its picture shows how far the demo came.
     fn report_failure(&self, code: u8, prometheus: &Prometheus, narrator: &Narrator) -> Result<()> {
         if let Some(zero) = narrator.zero() {
             let picture = picture::Picture { checkout: self.checkout, folder: &self.folder, zero };
@@ -190,12 +190,12 @@ impl<'run> Demo<'run> {
                 Ok(())
             };
             if attempt(|| picture.draw(prometheus.port(), &["unjudged"], show)) != Some(true) {
-                say!("there is no picture");
+                say!("the picture cannot be drawn");
             }
         }
         let log = self.folder.join(narrator::LOG);
         if log.exists() && read(&log)?.contains(NOT_SEEN) {
-            say!("FAILED: {NOT_SEEN} above names what was missing; the logs are in {FOLDER}");
+            say!("FAILED: {NOT_SEEN} above marks the claims that failed; the logs are in {FOLDER}");
         } else {
             say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(code));
         }
@@ -203,12 +203,12 @@ impl<'run> Demo<'run> {
     }
 }
 
-/// Lines after a picture on which all was seen.
+/// Lines after the picture of a demo in which all claims hold.
 const SEEN: &str = "\
-== all of it was seen
+== all claims were seen to hold
   the picture: target/demo/timeline.svg and timeline.png; its numbers: timeline.csv
   beside them: this log (demo.log), and by VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
-  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/demo.md says what they are
+  the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/demo.md describes them
 ";
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ const EVENTS_HEAD: &str = "time_s,elapsed_s,event\n";
 /// Start of a line about an event, which the picture has.
 const EVENT: &str = "* ";
 
-/// Passes lines on, each with its time.
+/// Forwards lines, each with its time.
 pub struct Narrator {
     folder: PathBuf,
     lines: Lines,
@@ -42,7 +42,7 @@ impl Narrator {
         self.pass(lines)
     }
 
-    /// Passes the last line on even if it has no end.
+    /// Forwards the last line even if it lacks a newline.
     pub fn finish(&mut self) -> Result<()> {
         let lines = self.lines.finish();
         self.pass(lines)

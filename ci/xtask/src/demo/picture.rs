@@ -1,4 +1,4 @@
-//! The picture of what Prometheus has seen.
+//! The picture of the metrics that Prometheus has collected.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::jobs;
 use crate::programs;
 
 const FORMATS: [&str; 2] = ["svg", "png"];
-/// gnuplot gives all its pictures its own name.
+/// Title that gnuplot gives to every picture.
 const GNUPLOT_TITLE: &str = "<title>Gnuplot</title>";
 const TITLE: &str = "<title>Foreshore: a guest's memory grows into PM and back</title>";
 
@@ -23,7 +23,8 @@ pub struct Picture<'demo> {
 }
 
 impl Picture<'_> {
-    /// Draws the picture, and shows the output of the programs. True if it holds what it should.
+    /// Draws the picture and shows the output of the programs. Returns true if all of them succeed.
+    /// `demo-timeline` fails if the data do not show a claim.
     pub fn draw(
         &self,
         port: u16,

@@ -17,7 +17,7 @@ use crate::programs;
 
 const REQUEST: &[u8] = b"GET /-/ready HTTP/1.0\r\n\r\n";
 const POLL: Duration = Duration::from_millis(100);
-/// Lines of its log that are shown after its early end.
+/// Number of lines of its log that are shown if it ends early.
 const LAST_LINES: usize = 3;
 
 /// A running Prometheus, which ends on drop.

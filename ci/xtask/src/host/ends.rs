@@ -14,7 +14,7 @@ pub const CONSOLE: &str = "host-console.log";
 pub const REGISTERS: &str = "host-registers.log";
 
 const PANIC: &str = "Kernel panic - not syncing";
-/// A host without memory was killed by what ran in it, which is a result.
+/// A host that runs out of memory was killed by its workload, which is a result.
 const RESULTS: [&str; 2] = [": Out of memory", ": System is deadlocked"];
 /// Start of the line that `host` appends to the console when QEMU ends before the command.
 pub const CAUSE: &str = "host: ";

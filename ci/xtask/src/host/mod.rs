@@ -94,7 +94,7 @@ pub struct Arguments {
     /// The load of this machine then changes no time. Requires --cpus 1.
     #[arg(long)]
     counted: bool,
-    /// Use programs and images as they are
+    /// Do not build programs and images
     #[arg(long)]
     no_build: bool,
     /// Print where the command would run, nested or direct, and run nothing

@@ -1,4 +1,4 @@
-//! Reruns of commands on an emulated host where the emulation has broken a kernel.
+//! Reruns of commands on an emulated host after the emulation has broken a kernel.
 //!
 //! The failure of such a command proves nothing (docs/testing.md).
 
@@ -18,7 +18,7 @@ const MAX_RUNS: usize = 3;
 const MARKS: [&str; 2] = ["Oops: int3", " exc_debug_kernel+"];
 const CONSOLE_SUFFIX: &str = ".console.log";
 
-/// End of a command after its reruns.
+/// Result of a command after its reruns.
 #[derive(Debug, PartialEq, Eq)]
 pub struct End {
     pub code: u8,
@@ -27,18 +27,18 @@ pub struct End {
 }
 
 impl End {
-    /// Reports at the end of a task that runs were repeated, where it is not overlooked.
+    /// Reports the number of repeated runs. At the end of a task it is not overlooked.
     pub fn note(&self) {
         if self.broken > 0 {
             say!(
-                "runs that said nothing, because the emulation broke a kernel (docs/testing.md): {}",
+                "runs without a result, because the emulation broke a kernel (docs/testing.md): {}",
                 self.broken
             );
         }
     }
 }
 
-/// Runs a command that boots the host and leaves its logs in `folder`. It runs again where the
+/// Runs a command that boots the host and leaves its logs in `folder`. It runs again if the
 /// emulation broke a kernel. Logs of such a run are moved to `folder/broken-N`.
 pub fn run(
     checkout: &Checkout,
@@ -52,7 +52,7 @@ pub fn run(
         let kernel = if code == 0 { None } else { broken_kernel(code, folder)? };
         let Some(kernel) = kernel else { return Ok(End { code, broken }) };
         broken += 1;
-        note(&format!("THE EMULATION BROKE {kernel}: this run says nothing (docs/testing.md)"));
+        note(&format!("THE EMULATION BROKE {kernel}: this run proves nothing (docs/testing.md)"));
         if broken >= MAX_RUNS {
             note(&format!("that was run {broken} of at most {MAX_RUNS}"));
             return Ok(End { code, broken });
@@ -64,7 +64,7 @@ pub fn run(
     }
 }
 
-/// The kernel that the emulation broke, if a failed run has left a sign of that.
+/// Returns the kernel that the emulation broke, if a failed run has left a sign of that.
 fn broken_kernel(code: u8, folder: &Path) -> Result<Option<String>> {
     if ends::has_host_died(code, folder) {
         return Ok(Some("the host's kernel".to_owned()));

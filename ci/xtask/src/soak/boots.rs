@@ -17,7 +17,7 @@ use crate::programs;
 
 /// File with the output of the command in the folder of a boot.
 const OUTPUT: &str = "said";
-/// Starts of lines about acknowledged flushes. They are thousands, and for the file alone.
+/// Starts of lines about acknowledged flushes. There are thousands, so only the file has them.
 const FLUSHES: [&str; 2] = ["disk flushed ", "dax flushed "];
 
 /// Boots that leave their logs in one folder.
@@ -54,7 +54,7 @@ impl Boots<'_> {
         Ok(jobs::exit_code(status))
     }
 
-    /// Runs a command that boots the host, again where the emulation broke a kernel.
+    /// Runs a command that boots the host, and again if the emulation broke a kernel.
     pub fn run(&self, command: impl FnMut() -> Result<u8>) -> Result<End> {
         reruns::run(self.checkout, &self.folder, |note| self.note(note), command)
     }
@@ -103,8 +103,8 @@ pub fn flushes(output: &str) -> String {
     output.split_inclusive('\n').filter(is_flush).collect()
 }
 
-/// Runs `work` for all items, several at the same time. Returns the results of those that have
-/// begun, in their order. After a result that `is_last` accepts, none begins.
+/// Runs `work` for all items, several at the same time, and returns the results in the order of the
+/// items. After a result that `is_last` accepts, no further item begins.
 pub fn in_lanes<T: Send, R: Send>(
     lanes: usize,
     items: Vec<T>,

@@ -8,15 +8,15 @@ use super::{FOLDER, Soak};
 use crate::checkout::remove_folder;
 use crate::host::capacity;
 
-/// Kills in one boot of the host. If the host dies, no more than these run again.
+/// Kills in one boot of the host. If the host dies, only these run again.
 const BATCH: u32 = 25;
 /// Guests of a batch at the same time. Each has a seed of its own.
 const SEEDS_OF_BATCH: u32 = 2;
 pub const HOST_MIB: u32 = 3072;
-/// Limit of an emulated kill. 7 to 12 s are usual; 37 s were seen where 15 processes shared 2 CPUs.
+/// Limit of an emulated kill. It usually takes 7 to 12 s; 15 processes on 2 CPUs took 37 s.
 const KILL_S: u32 = 90;
 const BOOT_S: u32 = 120;
-/// Until a sector is torn.
+/// Upper limit of kills until a sector is torn.
 const RAW_ROUNDS: u32 = 6;
 
 #[derive(Debug, PartialEq, Eq)]

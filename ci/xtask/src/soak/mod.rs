@@ -1,8 +1,8 @@
 //! Tests that take hours: kills of guests that write, power cuts of their host, and workloads in
 //! too little DRAM.
 //!
-//! docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small) have
-//! the conditions.
+//! docs/testing.md (Torn sectors, for real) and docs/benchmarks.md (Guests that are too small)
+//! describe the conditions.
 
 mod boots;
 mod kills;
@@ -30,22 +30,22 @@ const INTERFACES: [&str; 3] = ["nvdimm", "virtio-pmem", "virtio-blk"];
 const KERNELS: [&str; 2] = ["6.12", "6.1"];
 const WORKLOADS: [&str; 5] = ["touch", "bfs", "redis", "sqlite", "compile"];
 const CONFIGS: &str = "psi,amf,dapper,pmb,memorage,fixed,swap-virtio-blk,swap-pmem,zram";
-/// Bound of a seed that is chosen by chance. It is short enough to type.
+/// Bound of a random seed. Numbers below it are short enough to type.
 const SEEDS: u32 = 1_000_000;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
 pub struct Arguments {
-    /// Run one part, not all of them; may be repeated
+    /// Run only this part; may be repeated
     #[arg(long = "only", value_name = "PART")]
     parts: Vec<Part>,
-    /// Kill guests with this interface alone
+    /// Kill only guests with this interface
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(INTERFACES))]
     interface: Option<String>,
-    /// Kill guests with this kernel alone
+    /// Kill only guests with this kernel
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(KERNELS))]
     kernel: Option<String>,
-    /// Run these workloads under pressure, and not all of them
+    /// Run only these workloads under pressure
     #[arg(
         long = "workload",
         value_name = "NAMES",
@@ -53,7 +53,7 @@ pub struct Arguments {
         value_parser = PossibleValuesParser::new(WORKLOADS)
     )]
     workloads: Vec<String>,
-    /// Run these configurations under pressure beside all-dram: psi and the other policies,
+    /// Run these configurations under pressure in addition to all-dram: psi and the other policies,
     /// swap-virtio-blk, swap-pmem, zram
     #[arg(long = "config", value_name = "NAMES", value_delimiter = ',', default_value = CONFIGS)]
     configs: Vec<String>,
@@ -66,8 +66,7 @@ pub struct Arguments {
         value_parser = clap::value_parser!(u16).range(1..)
     )]
     lanes: u16,
-    /// Clock of the emulated host under pressure; counted: one nanosecond for each of its
-    /// instructions
+    /// Clock of the emulated host under pressure; counted: each instruction takes one nanosecond
     #[arg(long, value_name = "NAME", default_value = "counted")]
     clock: Clock,
     /// Number of kills for each interface and kernel (200), of power cuts (20), and of runs of each
@@ -77,7 +76,7 @@ pub struct Arguments {
     /// Seed of an earlier run, for the same schedule
     #[arg(long, value_name = "N")]
     seed: Option<u32>,
-    /// Use programs and images as they are
+    /// Do not build programs and images
     #[arg(long)]
     no_build: bool,
 }
@@ -86,11 +85,11 @@ pub struct Arguments {
 enum Part {
     /// Kills: no sector is torn or lost
     Kills,
-    /// Kills on a raw volume: a sector is torn, or kills prove nothing
+    /// Kills on a raw volume: a sector must be torn, otherwise kills prove nothing
     Raw,
     /// Power cuts: nothing that was flushed is lost
     Power,
-    /// Power cuts with flushes that do nothing: something is lost, or power cuts prove nothing
+    /// Power cuts with flushes that do nothing: data must be lost, otherwise cuts prove nothing
     Lies,
     /// Workloads in too little DRAM, with swap and under each policy
     Pressure,

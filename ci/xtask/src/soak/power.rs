@@ -1,4 +1,4 @@
-//! Power cuts: boots that write until they are cut, and one that looks at the result.
+//! Power cuts: boots that write until the power is cut, and a last one that verifies the result.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -36,7 +36,7 @@ pub const POWER: Tasks = Tasks { name: "power", write: "write", look: "look" };
 pub const LIES: Tasks = Tasks { name: "lies", write: "write-and-lie", look: "look-for-losses" };
 
 impl Soak<'_> {
-    /// Cuts the power so often, and adds a row for all.
+    /// Cuts the power `cuts` times and adds one row.
     pub fn cut_power(&mut self, tasks: &Tasks, cuts: u32) -> Result<()> {
         let folder = self.checkout.path(FOLDER).join(tasks.name);
         remove_folder(&folder)?;
@@ -60,7 +60,7 @@ impl Soak<'_> {
         DISKS.iter().try_for_each(|disk| remove_file(&folder.join(disk)))
     }
 
-    /// Boots with the disks of the boot before, until the power is cut. False after a failure.
+    /// Boots with the disks of the previous boot until the power is cut. Returns false on failure.
     fn boot_and_cut(&self, folder: &Path, task: &str, boot: u32, delay_ms: Option<u32>) -> bool {
         let seed = self.seed.wrapping_add(boot).to_string();
         let boots = Boots {

@@ -2,7 +2,7 @@
 //!
 //! Hosts have one CPU each. A boot runs one workload or, where instructions are counted, one
 //! workload with one share of DRAM and one configuration. Counted times are the same in every boot,
-//! and so less is lost with a boot that stands still.
+//! so the runs need not share one, and a boot that stands still costs only its own run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,15 +20,15 @@ use crate::messages::{say, write_output};
 use crate::programs::{self, user_path};
 
 const HOST_MIB: u32 = 4096;
-/// Limit of a run in real time, with boots, and with runs that are cut off after four minutes.
+/// Limit of a run in real time, boots included. A run itself is cut off after 4 minutes.
 const REAL_RUN_S: u32 = 330;
 const MAX_REAL_RUNS: u32 = 30;
-/// Limit of a run in counted time, and of its boots: a QEMU that could not be mended may stand
-/// still (ci/xtask/src/host/mend.rs).
+/// Limits of a run in counted time, and of its boots: a QEMU that was not patched may stand still
+/// (ci/xtask/src/host/mend.rs).
 const COUNTED_RUN_S: u32 = 180;
 const MAX_BOOTS: usize = 5;
-/// The same for a guest that swaps. Its CPU never rests until it is cut off after three minutes of
-/// counted time, on a machine with other work. A standstill looks alike, so it runs once.
+/// Limit for a guest that swaps. Its CPU never idles until it is cut off after 3 minutes of counted
+/// time, on a machine with other work. A standstill cannot be distinguished, so it runs once.
 const COUNTED_SWAP_S: u32 = 3600;
 const SWAPS: [&str; 2] = ["zram", "swap-"];
 /// Runs on the host. Logs of guests and VMMs may show the reason of a failure.
@@ -115,7 +115,7 @@ impl Soak<'_> {
         Ok(())
     }
 
-    /// Runs a workload, again if the emulation stands still. True if its conditions held.
+    /// Runs a workload, again if the emulation stands still. Returns true if its conditions hold.
     fn run_on_hosts(&self, run: &Run) -> Result<bool> {
         let (clock, rounds) = (self.arguments.clock, self.arguments.rounds(1));
         let boots = Boots {
@@ -134,7 +134,7 @@ impl Soak<'_> {
             }
             boot += 1;
             let name = format!("{} {} {}", run.workload, run.dram, run.configs);
-            say!("THE EMULATION STOOD STILL with {name}: anew, {boot} of at most {max_boots}");
+            say!("THE EMULATION STOOD STILL with {name}: boot {boot} of at most {max_boots} begins");
         };
         plot(&run.folder)?;
         Ok(code == 0)
@@ -170,8 +170,8 @@ impl Soak<'_> {
 const MET: &str = "met: ";
 const NOT_MET: &str = "NOT MET: ";
 
-/// Joins the tables of several boots. Keeps the first head and the first row of DRAM alone, which
-/// is nearly the same in all.
+/// Joins the tables of several boots. Keeps only the first head and the first row of all-dram,
+/// which is nearly the same in all tables.
 fn join_tables(tables: &str) -> String {
     let repeats = |line: &str| {
         line.starts_with("| workload ") || line.starts_with("|---") || line.contains("| all-dram |")
@@ -189,7 +189,7 @@ fn plot(folder: &Path) -> Result<()> {
     for plot in plots {
         let mut gnuplot = programs::user("gnuplot");
         if !jobs::status(gnuplot.arg(&plot).current_dir(folder))?.success() {
-            say!("no picture of {}", plot.display());
+            say!("cannot draw {}", plot.display());
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The table of all results, which a file has as it grows.
+//! The table of all results, which is written to a file row by row.
 
 use std::fs::File;
 use std::io::Write;

@@ -34,7 +34,7 @@ pub fn run(checkout: &Checkout, report: &mut Report) {
     });
 }
 
-/// Runs a check, which counts only if it fails. True if it has passed.
+/// Runs a check, which counts only if it fails. Returns true if it has passed.
 fn check(report: &mut Report, name: &str, work: impl FnOnce() -> Result<bool>) -> bool {
     report.begin_step(name);
     say!("{name}");
@@ -55,7 +55,7 @@ fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
         // Nothing is linked, so libFuzzer, which is C++, is left out: its build script takes a path
         // as a library that is built already.
         cargo.env("CUSTOM_LIBFUZZER_PATH", "/nonexistent/libfuzzer.a");
-        // The profile of our workspace, so that both share what the lints have checked.
+        // With the profile of our workspace, both share the artifacts of the lints.
         cargo.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
         if !cargo::run(cargo)?.success() {
             return Ok(false);

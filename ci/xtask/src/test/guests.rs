@@ -30,8 +30,8 @@ const HOST_NVDIMM_MIB: u64 = 512;
 const HOST_PMEM_MIB: u64 = 320;
 /// Time of each host beside its part: boots, and shares of uneven length.
 const UNEVEN_S: u64 = 600;
-/// A runner ends by itself, with the logs of the test that it cuts off. The host's own limit is for
-/// a runner that does not.
+/// Time for a runner to end by itself and to keep the logs of the test that it cuts off. Otherwise
+/// the host's own limit ends it.
 const RUNNER_END_S: u64 = 60;
 const FOLDER: &str = "guest-tests";
 const LOG: &str = "guest-tests.log";
@@ -39,7 +39,7 @@ const LOG: &str = "guest-tests.log";
 /// Builds the programs, runs the chosen tests, and adds their results to the report.
 pub fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     say!("guest tests");
-    // Not those of an earlier run, if this build fails.
+    // If this build fails, no logs of an earlier run may remain.
     remove_folder(&checkout.ci(FOLDER))?;
     remove_file(&checkout.ci(LOG))?;
     if attempt(|| build(checkout, report)).is_none() {
@@ -100,7 +100,7 @@ impl Lanes<'_> {
         self.checkout.ci(FOLDER).join(format!("host-{lane}{suffix}"))
     }
 
-    /// Makes the first logs of all lanes, so that they can be followed from the start.
+    /// Creates the first logs of all lanes, so that they can be followed from the start.
     fn create_logs(&self, hosts: usize) -> Result<()> {
         (1..=hosts).try_for_each(|lane| {
             create_folder(&self.folder(lane, 1))?;
@@ -132,7 +132,7 @@ impl Lanes<'_> {
             create_folder(&folder)?;
             let mut log = Log::create(&folder.join("log"), lane, write_output)?;
             lanes::run_share(&share, &mut EmulatedHost { lanes: self, folder: &folder }, &mut log)?;
-            // A host that does not boot, or has no time left, must not take what others may run.
+            // A host that does not boot, or has no time left, must not take tests from others.
             let is_over = log.has_failure_without_verdict();
             log.finish();
             if is_over {

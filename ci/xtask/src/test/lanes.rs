@@ -50,7 +50,7 @@ impl<O: FnMut(&[u8])> Log<O> {
         self.add(format!("{line}\n").as_bytes())
     }
 
-    /// Shows the last line even if it has no end.
+    /// Shows the last line even if it lacks a newline.
     pub fn finish(mut self) {
         let lines = self.lines.finish();
         self.show(lines);
@@ -103,7 +103,7 @@ pub fn run_share<O: FnMut(&[u8])>(tests: &[String], host: &mut impl Host<O>, log
         code = host.boot(&left, log)?;
         left = without_verdict(&log.text(), tests);
     }
-    // After the last verdict, a host has nothing to lose.
+    // After the last verdict, the death of a host loses nothing.
     let code = if host.has_died(code) && left.is_empty() { 0 } else { code };
     close(log, &left, code)
 }
@@ -116,7 +116,7 @@ fn close<O: FnMut(&[u8])>(log: &mut Log<O>, left: &[String], code: u8) -> Result
         log.add_line(&failure(test, &format!("{NO_VERDICT}: {meaning}")))?;
     }
     if code != 0 && !has_failure(&log.text()) {
-        let reason = format!("every test has passed, but not the run: {meaning}");
+        let reason = format!("every test has passed, but the run has failed: {meaning}");
         log.add_line(&failure(THE_HOST, &reason))?;
     }
     Ok(())
@@ -252,7 +252,7 @@ mod tests {
     #[test]
     fn end_that_no_test_explains_is_a_failure_of_the_host() {
         let outcome = run("a", [ended("test a ... ok (1.0 s)\n", 137)]);
-        let expected = "test the-host ... FAILED (every test has passed, but not the run: SIGKILL)\n";
+        let expected = "test the-host ... FAILED (every test has passed, but the run has failed: SIGKILL)\n";
         assert!(outcome.log.ends_with(expected), "{}", outcome.log);
         let outcome = run("a", [ended("test a ... FAILED (1.0 s)\n", 1)]);
         assert!(!outcome.log.contains(THE_HOST));

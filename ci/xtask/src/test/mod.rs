@@ -30,7 +30,7 @@ pub struct Arguments {
     /// Run long and extended guest tests as well
     #[arg(long)]
     all: bool,
-    /// Run guest tests alone
+    /// Run only guest tests
     #[arg(long)]
     guest: bool,
     /// Take each FILTER as the whole name of a test

@@ -112,7 +112,7 @@ impl Report {
         }
         print(&text);
         if self.crash_images > 0 {
-            say!("crash images (pools and BTTs) opened and held against the oracle: {}", self.crash_images);
+            say!("crash images (pools and BTTs) verified by the oracle: {}", self.crash_images);
         }
         if let Some(guests) = self.guests.as_ref().filter(|guests| !guests.blocks.is_empty()) {
             say!("output of failed and suspect guest tests (all of it: {}/host-*/log):", guests.folder);
@@ -150,7 +150,7 @@ impl Guests {
         let mut notes = Vec::new();
         if tally.reruns > 0 {
             notes.push(format!(
-                "tests run anew because the emulation broke a guest's kernel, or because they failed once \
+                "tests run again because the emulation broke a guest's kernel, or because they failed once \
                  (docs/testing.md): {}",
                 tally.reruns
             ));

@@ -1,7 +1,7 @@
 //! Shares of the guest tests for hosts that run at the same time.
 //!
-//! The time of a test is not known beforehand: it may run again, and a host may stand still for
-//! minutes. So hosts share most of the tests before they boot, and return for the rest.
+//! The time of a test is unknown beforehand, because it may run again, and a host may stand still
+//! for minutes. So hosts share most of the tests before they boot, and return for the rest.
 
 use std::collections::VecDeque;
 
@@ -40,7 +40,7 @@ pub fn divide(tests: &[String], hosts: usize) -> Shares {
 }
 
 impl Kept {
-    /// Takes half of what would be one host's part of the rest.
+    /// Takes half of one host's equal part of the rest.
     pub fn next_share(&mut self) -> Vec<String> {
         let count = (self.tests.len() / (2 * self.hosts)).max(LEAST_SHARE).min(self.tests.len());
         self.tests.drain(..count).collect()

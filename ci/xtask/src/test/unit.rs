@@ -74,11 +74,11 @@ struct Log {
 }
 
 impl Log {
-    /// Runs the tests of these packages. True if all have passed.
+    /// Runs the tests of these packages. Returns true if all have passed.
     fn run_tests(&mut self, checkout: &Checkout, packages: &[&str]) -> Result<bool> {
         let mut cargo = cargo::command(checkout, ["test"]);
         cargo.args(packages).args(["--no-fail-fast", "--quiet", "--", "--show-output"]);
-        // Tests make file systems as they do without this task.
+        // Tests must make file systems with the same options as without this task.
         cargo.env_remove("MKE2FS_CONFIG").env(IS_JOB, "yes");
         let (mut lines, mut filter) = (Lines::default(), Filter::default());
         let mut show = |lines: Vec<Vec<u8>>| {
@@ -95,7 +95,7 @@ impl Log {
     }
 }
 
-/// Choice of the lines that are shown: not the output of tests that passed.
+/// Filter of the shown lines. It hides the output of tests that passed.
 #[derive(Default)]
 struct Filter {
     is_hiding: bool,

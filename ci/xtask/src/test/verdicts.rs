@@ -255,7 +255,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
         let log =
             "test a ... FAIL\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... o";
         assert_eq!(without_verdict(log, &tests), ["b", "c"]);
-        // All of a name must be the same.
+        // The whole name must match.
         assert_eq!(without_verdict("test ab ... ok (1.0 s)", &tests), tests);
     }
 

@@ -21,7 +21,7 @@ fn run(tree: &Tree, line: &str) -> Output {
 }
 
 #[test]
-fn prometheus_that_ends_is_reported_with_its_last_words() {
+fn early_end_of_prometheus_is_reported_with_its_last_lines() {
     let Some(tree) = tree() else { return };
     tree.write(PROMETHEUS, "#!/bin/sh\necho early\necho the port is taken >&2\nexit 1\n", 0o755).unwrap();
     let output = run(&tree, "--no-build");

@@ -252,7 +252,10 @@ fn without_dram_of_its_own_the_kernel_swaps_or_kills() -> Result<()> {
     match write_to_memory(&guest, 700) {
         Ok(held) => {
             let counts = signs_of_shortage(&guest)?;
-            ensure!(!held || counts.iter().any(|(_, count)| *count > 0), "All was held without effort");
+            ensure!(
+                !held || counts.iter().any(|(_, count)| *count > 0),
+                "The load fit without a sign of a shortage"
+            );
         }
         // At worst it panics, and there is nobody left to ask.
         Err(error) => ensure!(has_run_out(&guest.console_log()?), "It has not run out of memory: {error:#}"),
