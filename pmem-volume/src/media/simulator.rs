@@ -36,12 +36,12 @@ struct State {
     pending: BTreeMap<u64, Vec<u64>>,
     points: Vec<CrashPoint>,
     recording: bool,
-    /// Digest of an image. Neither durable words nor pending stores are kept of it until its own
-    /// crashes are recorded.
+    /// Digest of an image whose own crashes are not recorded yet. Until then it has neither durable
+    /// words nor pending stores.
     untracked: Option<u128>,
 }
 
-/// Equal for images of equal content and length.
+/// Digest of an image's content and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Digest {
     file_bytes: u64,
@@ -104,8 +104,7 @@ impl Simulator {
         self.state.lock().unwrap()
     }
 
-    /// From now on, crash points are kept. Recording of an image begins before anything is stored
-    /// to it.
+    /// Starts to record crash points. The recording of an image must start before any store to it.
     pub(crate) fn record(&self) {
         let mut state = self.state();
         if let Some(digest) = state.untracked.take() {
@@ -115,7 +114,7 @@ impl Simulator {
         state.recording = true;
     }
 
-    /// Digest of what is visible.
+    /// Returns the digest of the visible content.
     pub(crate) fn digest(&self) -> Digest {
         let state = self.state();
         Digest { file_bytes: state.file_bytes, content: state.visible.digest() }
@@ -133,7 +132,7 @@ impl Simulator {
     /// that is stored later.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
-        assert!(state.untracked.is_none(), "an image does not know what is durable");
+        assert!(state.untracked.is_none(), "durable words of an image are not tracked before its recording");
         let pending = state.pending.range(range.start / 8 * 8..range.end);
         pending.map(|(at, values)| (*at, *values.last().expect("something was stored"))).collect()
     }
@@ -198,8 +197,8 @@ impl State {
 }
 
 impl CrashPoint {
-    /// Images that a crash may leave: all of them if there are no more than `bound`, else the two extremes, those in
-    /// which one word alone is lost or kept, and samples, `bound` in all, all of different picks.
+    /// Returns images that a crash may leave, at most `bound`. If there are more, these are the two
+    /// extremes, the images in which exactly one word is lost or kept, and distinct samples.
     pub(crate) fn images(&self, bound: usize, random: &mut Random) -> Vec<Simulator> {
         let choices: Vec<usize> = self.pending.iter().map(|(_, values)| values.len() + 1).collect();
         let total =

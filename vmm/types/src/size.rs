@@ -12,7 +12,7 @@ pub const SYNTAX: &str = "bytes, or a number with K, M, G or T";
 pub const HELP: &str =
     "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
 
-/// Digits behind the decimal point that count. A multiple of 2^-40 has no more than 40, so cutting
+/// Significant digits behind the decimal point. A multiple of 2^-40 has no more than 40, so cutting
 /// a number after them does not change its number of whole bytes, in T or in a smaller unit.
 const FRACTION_DIGITS: usize = 40;
 
@@ -37,7 +37,7 @@ impl Unit {
         1 << (10 * self.power)
     }
 
-    /// Has `bytes` at most five digits in this unit? Kibibytes are never read at such length.
+    /// Returns true if `bytes` is short in this unit: fewer than 65,536 units, or 1,024 KiB.
     fn is_short(self, bytes: u64) -> bool {
         bytes / self.bytes() < if self.power > 1 { 64 << 10 } else { 1 << 10 }
     }
@@ -171,8 +171,8 @@ impl Size {
     }
 
     /// Text of few digits. Exact if a unit divides the size and leaves at most five digits,
-    /// otherwise with one decimal. It is rounded down, so that no more is shown as free than there
-    /// is.
+    /// otherwise with one decimal. It is rounded down, so that it never shows more free space than
+    /// there is.
     pub fn rounded(self) -> String {
         let bytes = self.0;
         let fits = |unit: &Unit| bytes >= unit.bytes();

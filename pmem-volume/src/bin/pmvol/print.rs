@@ -148,11 +148,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "  volumes    {} in {}", Size(info.volume_bytes).rounded(), info.volumes)?;
     writeln!(out, "  scrubbing  {}", Size(info.scrubbing_bytes).rounded())?;
     if info.damaged_bytes > 0 {
-        writeln!(
-            out,
-            "  damaged    {} (nobody can say whose; kept as it is)",
-            Size(info.damaged_bytes).rounded()
-        )?;
+        writeln!(out, "  damaged    {} (owner unknown; kept as it is)", Size(info.damaged_bytes).rounded())?;
     }
     writeln!(out, "  retired    {}", Size(info.retired_bytes).rounded())?;
     writeln!(out, "  metadata   {}", Size(info.metadata_bytes).rounded())?;

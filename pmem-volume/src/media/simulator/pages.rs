@@ -29,7 +29,8 @@ impl Pages {
         self.digest ^= digest_of(at, old) ^ digest_of(at, word);
     }
 
-    /// Equal for equal content. Different content has the same digest with a probability of 2^-128.
+    /// Returns the digest of the content. The probability that different contents have the same
+    /// digest is 2^-128.
     pub(super) fn digest(&self) -> u128 {
         self.digest
     }
@@ -67,7 +68,7 @@ impl Pages {
     }
 }
 
-/// Share of a word in the digest, which is the sum of all without carries. Zero has none.
+/// Contribution of a word to the digest, which is the XOR of all contributions. Zero adds nothing.
 fn digest_of(at: u64, word: u64) -> u128 {
     if word == 0 {
         return 0;
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn digests_are_equal_for_equal_content_alone() {
+    fn digests_are_equal_only_for_equal_content() {
         let pages = |words: &[(u64, u64)]| {
             let mut pages = Pages::default();
             words.iter().for_each(|(at, word)| pages.store(*at, *word));

@@ -112,13 +112,13 @@ extern "C" fn print_total() {
     let _ = writeln!(std::io::stderr(), "crash images opened: {images}");
 }
 
-/// Every so many images, a crash comes in their recovery as well.
+/// Interval of the images that crash in their recovery as well.
 const RECOVERIES: usize = 16;
 /// Images of each point of such a recovery.
 const RECOVERY_BOUND: usize = 8;
 
-/// Opens every image of every point, up to `bound` of each. Returns the number of different ones. An
-/// error names point and image; the same `random` gives the same images, whatever is done with them.
+/// Opens the images of every point, at most `bound` of each. Returns the number of different ones.
+/// An error names point and image. The same `random` always yields the same images.
 pub(crate) fn verify_each(
     points: &[CrashPoint],
     bound: usize,
@@ -132,13 +132,13 @@ pub(crate) fn verify_each(
 /// too. Equal images have the same result under the same oracle, so only one of them is opened.
 #[derive(Default)]
 pub(crate) struct Opened {
-    /// `true`: crashes in the recovery were verified as well.
+    /// True if crashes in the recovery were verified as well.
     images: HashMap<Digest, bool>,
 }
 
 impl Opened {
-    /// [`verify_each`] without images that were opened before. `verify` must be the same oracle
-    /// each time.
+    /// Does the same as [`verify_each`], but skips images that were opened before. `verify` must be
+    /// the same oracle each time.
     pub(crate) fn verify_each(
         &mut self,
         points: &[CrashPoint],
@@ -193,7 +193,7 @@ impl Opened {
         Ok(())
     }
 
-    /// Notes an image. Returns `false` if an equal one was verified as thoroughly.
+    /// Records an image. Returns false if an equal one was verified as thoroughly.
     fn is_wanted(&mut self, image: &Simulator, with_recovery: bool) -> bool {
         let digest = image.digest();
         let is_wanted = match self.images.get(&digest) {

@@ -143,11 +143,11 @@ fn fresh_words(size_bytes: u64, uuid: Uuid) -> Vec<usize> {
     starts.map(|start| fresh.dirty_words(start..start + CHUNK_BYTES)).collect()
 }
 
-/// By the volume's size and identity.
+/// [`fresh_words`] by the volume's size and UUID.
 type FreshWords = HashMap<(u64, Uuid), Rc<[usize]>>;
 
 thread_local! {
-    /// [`fresh_words`], because the same volume is new in thousands of images.
+    /// Cache of [`fresh_words`], because thousands of images contain the same new volume.
     static FRESH_WORDS: RefCell<FreshWords> = RefCell::default();
 }
 

@@ -26,7 +26,7 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
     let after = volumes_of(&open(&start.media).unwrap());
     let between = between(what, &before).unwrap_or_else(|| before.clone());
     let mut images = 0;
-    // By the volumes that are right.
+    // Verified images by the volumes that they must contain.
     let mut verified: BTreeMap<Volumes, Opened> = BTreeMap::new();
     for (number, kill) in kills.iter().enumerate() {
         let media = kill.killed();

@@ -163,7 +163,7 @@ fn rounded_text_is_exact_where_it_is_short() {
 }
 
 #[test]
-fn rounded_text_shows_no_more_than_there_is() {
+fn rounded_text_is_never_larger_than_the_size() {
     let texts = [
         (1025, "1.0 KiB"),
         (5 * MIB + 5 * KIB, "5.0 MiB"),
