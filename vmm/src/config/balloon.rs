@@ -17,13 +17,13 @@ const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
 section! {
     /// Balloon in boot memory.
-    pub struct BalloonConfig: "--balloon" "A balloon in boot memory" {
+    pub struct BalloonConfig: "--balloon" "Balloon in boot memory" {
         size: u64 = 0 => "Size that stays until a resize; 0 leaves it to the policy",
         deflate_on_oom: bool = false => "Let the guest deflate it when it runs out of memory",
         free_page_reporting: bool = false
-            => "Return pages that the guest reports as free to the host meanwhile",
+            => "Return pages to the host while the guest reports them as free",
         statistics: bool = true
-            => "Request statistics, which replace the agent where there is none",
+            => "Request statistics, which the governor uses if there is no agent",
         floor: Option<u64>
             => "Boot memory that the guest keeps, instead of a quarter of it",
         id: Option<String> => "Name, instead of __balloon",

@@ -172,19 +172,19 @@ struct Flags {
     /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
     #[arg(long, value_name = "TARGET", help_heading = "Control")]
     event_monitor: Option<String>,
-    /// off: accepted for Cloud Hypervisor's sake; there is no debug console
+    /// off: accepted for compatibility with Cloud Hypervisor; there is no debug console
     #[arg(long, value_name = "MODE", hide = true)]
     debug_console: Option<String>,
     /// Keep the VMM when the guest switches itself off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
-    /// true|false|log|errno: accepted for Cloud Hypervisor's sake; there is no filter yet
+    /// true|false|log|errno: accepted for compatibility; there is no filter yet
     #[arg(long, value_name = "MODE", help_heading = "Control")]
     seccomp: Option<String>,
     /// Log to a file [default: standard error]
     #[arg(long, value_name = "PATH", help_heading = "Control")]
     log_file: Option<PathBuf>,
-    /// Accepted for Cloud Hypervisor's sake; lines have one format
+    /// Accepted for compatibility with Cloud Hypervisor; lines have one format
     #[arg(long, value_name = "FORMAT", help_heading = "Control")]
     log_format: Option<String>,
     /// Log more: -v information, -vv debugging, -vvv everything
@@ -195,7 +195,7 @@ struct Flags {
     version: bool,
 }
 
-/// Tables of the flags that have one.
+/// Tables of all flags with keys.
 pub(super) const TABLES: [Table; 16] = [
     Table::of::<CpusConfig>(),
     Table::of::<PlatformConfig>(),
@@ -215,7 +215,7 @@ pub(super) const TABLES: [Table; 16] = [
     Table::of::<VsockConfig>(),
 ];
 
-/// The command line, with the help that the tables give.
+/// Returns the command line with help from the tables.
 pub(super) fn command() -> clap::Command {
     Flags::command().mut_args(|arg| {
         match TABLES.iter().find(|table| arg.get_long() == table.flag.strip_prefix("--")) {

@@ -9,7 +9,7 @@ use super::refused;
 use super::size::{MAX_BYTES, Size};
 use super::socket;
 
-const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }];
+const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "its id is fixed" }];
 
 pub(super) const SERIAL: Table =
     Table::of::<ConsoleConfig>().named("--serial", "COM1, ttyS0; null if not given");
@@ -41,7 +41,7 @@ section! {
     pub struct ConsoleConfig: "--console" "virtio-console, hvc0; tty if not given" {
         mode (json_only): ConsoleMode => "Destination",
         file: Option<PathBuf>
-            => "File for the output; of a pseudo terminal its path, which vm.info shows",
+            => "File for the output; for a pseudo terminal its path, which vm.info shows",
         socket: Option<PathBuf> => "Unix socket that clients connect to",
         max_size (usually (DEFAULT_MAX_SIZE)): Option<u64>
             => "Largest size of the file; 0 is no limit",

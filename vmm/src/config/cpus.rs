@@ -28,18 +28,18 @@ section! {
     pub struct CpusConfig: "--cpus" "vCPUs" {
         boot_vcpus (flag "boot" range (1..=MAX_VCPUS) json_required): u8 = 1 => "vCPUs at boot",
         max_vcpus (flag "max" derived json_required): u8 = boot_vcpus
-            => "Most vCPUs at any time, instead of those at boot",
+            => "Upper limit of vCPUs, instead of those at boot",
         topology: Option<CpuTopology>
             => "Threads per core, cores per die, dies per package and packages; else a package per node",
         max_phys_bits (range (PHYS_BITS)): u8 = DEFAULT_PHYS_BITS
-            => "Most bits of a guest-physical address",
+            => "Upper limit of the width of guest-physical addresses in bits",
         affinity: Option<Vec<CpuAffinity>>
-            => "CPUs of the host that vCPUs may run on, instead of the VMM's",
+            => "Host CPUs that each vCPU may run on, instead of those of the VMM",
         features: CpuFeatures = CpuFeatures::default()
-            => "Features that the guest does not have otherwise",
+            => "CPU features that are off by default",
         nested: bool = true => "Let the guest run guests",
         core_scheduling: CoreScheduling = CoreScheduling::Vm
-            => "vCPUs that share a core of the host",
+            => "Tasks that may share a host core with a vCPU",
     }
     refused &[REFUSED];
 }
@@ -64,7 +64,7 @@ section! {
 }
 
 section! {
-    /// Features that the guest does not have otherwise.
+    /// CPU features that are off by default.
     #[derive(Copy, Default)]
     pub struct CpuFeatures: "--cpus" {
         amx: bool = false => "Intel's matrix extensions",
@@ -72,10 +72,10 @@ section! {
 }
 
 words! {
-    /// vCPUs that share a core of the host, where it has threads.
+    /// Tasks that may share a host core with a vCPU, if the core has several threads.
     #[derive(Default)]
     pub enum CoreScheduling {
-        /// vCPUs of the same VM.
+        /// Other vCPUs of the VM.
         #[default]
         Vm = "Vm" "vm",
         /// None.
@@ -137,7 +137,7 @@ impl Item for CpuAffinity {
         let mut cpus = Vec::new();
         for part in unbracketed(host_cpus).split(',') {
             let (first, last) = digit_range::<usize>(part.trim())?;
-            // More than a host has is refused later, by its number.
+            // `validate` refuses CPUs beyond the limit.
             cpus.extend((first..=last).take(MAX_HOST_CPUS + 1));
         }
         Some(vec![Self { vcpu: digits(vcpu)?, host_cpus: cpus }])

@@ -50,10 +50,10 @@ words! {
     /// Type of an image file.
     #[derive(Default)]
     pub enum ImageType {
-        /// Raw, unless it begins as images of other types do.
+        /// Raw, unless the first bytes are those of another type.
         #[default]
         Unknown = "Unknown" "unknown" hidden,
-        /// The disk's bytes, whatever they begin with.
+        /// Raw, whatever the first bytes are.
         Raw = "Raw" "raw",
         /// Not served.
         Qcow2 = "Qcow2" "qcow2" hidden,
@@ -87,7 +87,7 @@ section! {
         serial: Option<String> => "Serial number for the guest, instead of the id",
         id: Option<String> => "Name in the API and in metrics, instead of _disk0 and so on",
         image_type: ImageType = ImageType::Unknown
-            => "Type of the file, instead of a guess from its first bytes",
+            => "Type of the file, instead of detection by its first bytes",
         sparse: bool = true => "Return discarded blocks to the file system",
         pci_device_id (syntax ("SLOT") range (1..=PCI_SLOTS - 1)): Option<u8>
             => "Slot on the PCI bus, instead of a free one",

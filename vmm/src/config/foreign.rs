@@ -59,7 +59,7 @@ pub(super) fn reason(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(name, _)| *name == flag).map(|(_, reason)| *reason)
 }
 
-/// Reason why a value of `--debug-console` is refused, unless it is off.
+/// Returns the reason why a value of `--debug-console` is refused, unless it is off.
 pub(super) fn debug_console(value: &str) -> Option<&'static str> {
     let is_off = value.split(',').any(|part| part.trim().eq_ignore_ascii_case("off"));
     reason("--debug-console").filter(|_| !is_off)
@@ -72,8 +72,8 @@ fn is_off(name: &str, section: &Value) -> bool {
     mode.is_some_and(|mode| mode.eq_ignore_ascii_case("off"))
 }
 
-/// Takes the sections of Cloud Hypervisor that foreshore does not have out of a configuration.
-/// Refuses those that ask for something, with the reason of their flag.
+/// Removes sections that only Cloud Hypervisor has from a configuration. Refuses a section that
+/// requests something, with the reason of its flag.
 pub(super) fn take_sections(config: &mut Map<String, Value>) -> Result<(), ConfigError> {
     for (name, flag) in SECTIONS {
         if let Some(section) = config.remove(*name)

@@ -1,9 +1,8 @@
 //! A VM's configuration as the API takes it, in JSON.
 //!
-//! Field names are Cloud Hypervisor's. What foreshore does not support is refused with the reason,
-//! as the same flag is, unless its value asks for nothing: clients write out defaults. Unknown
-//! fields are ignored with a warning, as in Cloud Hypervisor, but refused in sections that are
-//! foreshore's alone.
+//! Field names are Cloud Hypervisor's. Unsupported fields are refused with the reason, like the
+//! flag, unless the value is neutral, because clients write out defaults. Unknown fields are
+//! ignored with a warning, as in Cloud Hypervisor, but refused in sections that only foreshore has.
 
 use serde_json::{Map, Value};
 
@@ -16,8 +15,8 @@ impl VmConfig {
         Self::from_json_warned(json).map(|(config, _)| config)
     }
 
-    /// Reads and validates a configuration, and returns it with warnings, also about fields that
-    /// were ignored.
+    /// Reads and validates a configuration, and returns it with warnings, including those about
+    /// ignored fields.
     pub fn from_json_warned(mut json: Map<String, Value>) -> Result<(Self, Vec<String>), JsonError> {
         foreign::take_sections(&mut json)?;
         let mut walk = Walk::default();
@@ -34,7 +33,7 @@ pub(super) fn serial(json: Value, walk: &mut Walk) -> Result<ConsoleConfig, Json
     walk.named("--serial", |walk| ConsoleConfig::from_json(json, walk))
 }
 
-/// Reads zones of PM. Clients that know of one send it without a list around it.
+/// Reads zones of PM. Clients that support only one zone send an object instead of a list.
 pub(super) fn one_or_many(json: Value, walk: &mut Walk) -> Result<Vec<PmMemoryConfig>, JsonError> {
     match json {
         Value::Object(_) => PmMemoryConfig::from_json(json, walk).map(|zone| vec![zone]),
@@ -43,7 +42,7 @@ pub(super) fn one_or_many(json: Value, walk: &mut Walk) -> Result<Vec<PmMemoryCo
     }
 }
 
-/// Names of all fields of every section, those that are refused included.
+/// Returns the names of all fields of every section, including refused ones.
 #[cfg(test)]
 pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
     use super::keys::Object;

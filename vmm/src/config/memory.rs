@@ -8,7 +8,7 @@ use super::plug_bandwidth::DEFAULT_PLUG_BANDWIDTH;
 use super::size::{self, Size, UNIT_BYTES};
 
 words! {
-    /// Method by which DRAM grows.
+    /// Method of DRAM hotplug.
     #[derive(Default)]
     pub enum HotplugMethod {
         /// ACPI memory devices.
@@ -24,12 +24,12 @@ section! {
     pub struct MemoryConfig: "--memory" "DRAM" {
         size (json_required): u64 = 512 << 20 => "Boot memory; 0 with zones",
         host (flatten): HostMemoryConfig => "Memory of the host that backs it",
-        thp: bool = true => "Ask the host for transparent huge pages",
-        hotplug_method: HotplugMethod = HotplugMethod::Acpi => "Method by which it grows",
+        thp: bool = true => "Request transparent huge pages from the host",
+        hotplug_method: HotplugMethod = HotplugMethod::Acpi => "Method of DRAM hotplug",
         hotplug_size: Option<u64> => "Memory that may be added",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
         plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
-            => "Bytes per second for plugging after an unplug; 0 is no limit",
+            => "Upper limit of bytes per second plugged after an unplug; 0 is no limit",
         zones (json_only): Vec<MemoryZoneConfig>
             => "Zones with sizes of their own, instead of those above",
     }

@@ -16,14 +16,14 @@ section! {
         id: String => "Name",
         size: u64 => "Boot memory",
         file: Option<PathBuf>
-            => "File of the boot memory, or a directory in which one without a name is made",
+            => "File for the boot memory, or a directory for a file without a name",
         host (flatten): HostMemoryConfig => "Memory of the host that backs it",
         host_numa_node: Option<u32>
-            => "Node of the host that all its memory comes from, instead of any",
+            => "Host node for all memory of the zone, instead of any",
         hotplug_size: Option<u64> => "Memory that may be added",
         hotplugged_size: Option<u64> => "Part of hotplug_size that is requested at boot",
         plug_bandwidth (usually (DEFAULT_PLUG_BANDWIDTH)): Option<u64>
-            => "Bytes per second for plugging after an unplug; 0 is no limit",
+            => "Upper limit of bytes per second plugged after an unplug; 0 is no limit",
     }
 }
 

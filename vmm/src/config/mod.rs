@@ -6,7 +6,7 @@
 //!
 //! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
 //! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None
-//! of them touches the machine: files are found missing, and pools full, by the code that opens them.
+//! of them accesses the host: the code that opens files and pools detects missing and full ones.
 
 mod balloon;
 mod cli;

@@ -24,7 +24,7 @@ const REFUSED: &[Refused] =
 const FDS: Refused = Refused {
     key: "fds",
     neutral: &[],
-    why: "file descriptors do not travel in JSON; send them beside vm.add-net, or give --net fd=",
+    why: "file descriptors do not travel in JSON; send them beside vm.add-net, or use --net fd=",
 };
 
 /// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of a frame and two more,
@@ -38,19 +38,19 @@ const IPV6_BITS: u32 = 128;
 const MAX_TAP_BYTES: usize = 15;
 
 /// Warning about descriptors in JSON.
-const FDS_IGNORED: &str = "--net: fds in JSON are numbers that name nothing here, and are ignored: \
-     the interface is made or found by tap; descriptors come beside vm.add-net, as SCM_RIGHTS";
+const FDS_IGNORED: &str = "--net: fds in JSON are ignored, because they name no file of this process: \
+     the interface is made or found by tap; send descriptors beside vm.add-net, as SCM_RIGHTS";
 
 words! {
-    /// Use of vhost-net, with which the host's kernel moves frames.
+    /// Use of vhost-net, with which the host's kernel transfers frames.
     #[derive(Default)]
     pub enum VhostMode {
-        /// This process moves them.
+        /// This process transfers frames.
         #[default]
         Off = "off" "off",
-        /// The kernel moves them, or there is no device.
+        /// The kernel transfers frames. If it cannot, the device is refused.
         On = "on" "on",
-        /// The kernel moves them if it can.
+        /// The kernel transfers frames if it can.
         Auto = "auto" "auto",
     }
 }
@@ -222,14 +222,14 @@ section! {
         id: Option<String> => "Name in the API and in metrics, instead of _net0 and so on",
         offload_tso: bool = true => "Let TCP segments be longer than frames",
         offload_ufo: bool = true => "Let UDP datagrams be longer than frames",
-        offload_csum: bool = true => "Leave checksums to the other side, which the two above need",
-        vhost (skip_default): VhostMode = VhostMode::Off => "Let the host's kernel move frames",
+        offload_csum: bool = true => "Leave checksums to the other side; required by the two above",
+        vhost (skip_default): VhostMode = VhostMode::Off => "Let the host's kernel transfer frames",
     }
     refused &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED];
 }
 
-/// Ignores numbers of descriptors, with a warning: they name no file of this process. `vm.info`
-/// shows -1 in their place, and clients send what they were shown. Cloud Hypervisor ignores them as
+/// Ignores numbers of descriptors with a warning, because they name no file of this process.
+/// `vm.info` shows -1 in their place, and clients send that back. Cloud Hypervisor ignores them as
 /// well.
 fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError> {
     let is_number = |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());

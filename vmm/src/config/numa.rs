@@ -23,7 +23,7 @@ section! {
     #[derive(Copy)]
     pub struct NumaDistance: "--numa" {
         destination: u32 => "Other node",
-        distance: u8 => "Distance as in SLIT: 10 is the node itself",
+        distance: u8 => "Distance as in SLIT, where 10 is the node itself",
     }
 }
 

@@ -20,7 +20,7 @@ section! {
     /// Guest software to boot. On the command line each key is a flag.
     #[derive(Default)]
     pub struct PayloadConfig: "payload" {
-        firmware: Option<PathBuf> => "ELF file with a PVH note that finds what to boot by itself",
+        firmware: Option<PathBuf> => "ELF file with a PVH note that boots from a disk",
         kernel: Option<PathBuf> => "ELF kernel with a PVH note, or a bzImage",
         initramfs: Option<PathBuf> => "Initial RAM file system",
         cmdline: Option<String> => "Kernel command line",

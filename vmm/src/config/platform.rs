@@ -31,16 +31,15 @@ const REFUSED: &[Refused] = &[
     Refused { key: "sev_snp", neutral: OFF, why: CONFIDENTIAL },
 ];
 
-/// Most segments in Cloud Hypervisor.
+/// Upper limit of segments in Cloud Hypervisor.
 const MAX_SEGMENTS: u16 = 96;
 
 section! {
-    /// Machine as a whole. Kata Containers asks for two segments, and puts added devices into the
-    /// first.
+    /// Machine as a whole. Kata Containers requests two segments, and adds devices to the first.
     pub struct PlatformConfig: "--platform"
-        "Accepted for Cloud Hypervisor's sake; there is one PCI segment" {
+        "Accepted for compatibility with Cloud Hypervisor; there is one PCI segment" {
         num_pci_segments (range (1..=MAX_SEGMENTS)): u16 = 1
-            => "PCI segments, of which there is one",
+            => "PCI segments; any number results in one",
     }
     refused &[REFUSED];
 }

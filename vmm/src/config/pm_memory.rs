@@ -36,22 +36,22 @@ section! {
     pub struct PmMemoryConfig: "--pm-memory"
         "Persistent memory that may be plugged as memory, in a node of its own" {
         pool: PathBuf => "Pool",
-        size: u64 => "Most that may be plugged",
+        size: u64 => "Upper limit of the plugged size",
         id: Option<String> => "Name, instead of pm, pm1 and so on",
         guest_numa_node (range (MIN_PM_NODE..=MAX_NODE)): Option<u32>
             => "Node in the guest, instead of the next free one",
         near (range (0..=MAX_NODE)): Option<u32>
-            => "Node whose vCPUs it is local to, instead of the nearest",
+            => "Node whose vCPUs the zone is local to, instead of the nearest",
         read_latency (syntax ("NS") range (1..=MAX_LATENCY_NS)): u32 = READ_LATENCY_NS
-            => "Nanoseconds of a load from the near node, as the guest is told",
+            => "Load latency from the near node in nanoseconds, as reported to the guest",
         write_latency (syntax ("NS") range (1..=MAX_LATENCY_NS)): u32 = WRITE_LATENCY_NS
-            => "Nanoseconds of a store from the near node, as the guest is told",
+            => "Store latency from the near node in nanoseconds, as reported to the guest",
         bandwidth (range (MIN_BANDWIDTH..=MAX_BANDWIDTH)): u64 = BANDWIDTH
-            => "Bytes per second from the near node, as the guest is told",
+            => "Bandwidth from the near node in bytes per second, as reported to the guest",
         scrub_bandwidth: u64 = DEFAULT_SCRUB_BYTES_PER_S.get()
-            => "Most bytes per second for erasing what returns to the pool; 0 is no limit",
+            => "Upper limit of bytes per second erased after a return to the pool; 0 is no limit",
         plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
-            => "Bytes per second for plugging after an unplug; 0 is no limit",
+            => "Upper limit of bytes per second plugged after an unplug; 0 is no limit",
     }
     strict true;
 }

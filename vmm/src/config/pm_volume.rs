@@ -15,14 +15,14 @@ words! {
     /// Interface of a volume to the guest.
     #[derive(Default)]
     pub enum VolumeInterface {
-        /// The safest that the guest can use.
+        /// The safest interface that the guest can use.
         #[default]
         Auto = "auto" "auto",
         /// An NVDIMM, by ACPI NFIT.
         Nvdimm = "nvdimm" "nvdimm",
         /// A virtio-pmem device.
         VirtioPmem = "virtio-pmem" "virtio-pmem",
-        /// A virtio-blk disk, whose sectors the VMM translates.
+        /// A virtio-blk disk. The VMM translates its sectors.
         VirtioBlk = "virtio-blk" "virtio-blk",
     }
 }
@@ -133,17 +133,17 @@ impl FlagValue for VolumeSize {
 section! {
     /// Volume of a pool.
     pub struct PmVolumeConfig: "--pm-volume"
-        "Volumes of a pool; remaining leaves what --pm-memory may need" {
+        "Volumes of a pool; size=remaining leaves enough for --pm-memory" {
         pool: PathBuf => "Pool",
         name: String => "Name of the volume in the pool",
         size: VolumeSize
-            => "Size; other than that of an existing volume it is an error, unless it is remaining",
+            => "Size; unless it is remaining, it must be that of an existing volume",
         format: VolumeFormat = VolumeFormat::Btt
-            => "Format; other than that of an existing volume it is an error",
+            => "Format; it must be that of an existing volume",
         interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
         create: bool = false => "Create the volume if it is missing",
         readonly: bool = false => "Refuse writes of the guest",
-        force: bool = false => "Attach it although the interface is unsafe, or the volume damaged",
+        force: bool = false => "Attach it even if the interface is unsafe or the volume damaged",
     }
     strict true;
 }

@@ -10,7 +10,7 @@ use super::{name, size};
 section! {
     /// File or device that is persistent memory of the guest.
     pub struct PmemConfig: "--pmem" "Files and devices as persistent memory, /dev/pmem0 and on" {
-        file: PathBuf => "File or device, or a directory in which a file without a name is made",
+        file: PathBuf => "File or device, or a directory for a file without a name",
         size: Option<u64> => "Size for the guest, instead of the whole file; needed in a directory",
         discard_writes: bool = false => "Discard writes of the guest",
         id: Option<String> => "Name in the API and in metrics, instead of _pmem0 and so on",

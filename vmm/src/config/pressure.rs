@@ -13,8 +13,8 @@ use super::size::Size;
 
 const FLAG: &str = PressureConfig::FLAG;
 
-/// Parameters of every policy and of the rules: whether one belongs to the policy is checked when
-/// that is known.
+/// Returns the names of the parameters of all policies and of the rules. The check against the
+/// chosen policy follows later.
 fn parameters() -> Vec<&'static str> {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
     let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);
@@ -54,17 +54,17 @@ pub const POLICIES: &[&str] = &Policy::NAMES;
 section! {
     /// Governor of the guest's memory.
     pub struct PressureConfig: "--pressure"
-        "What resizes memory, also PARAMETER=VALUE (docs/policy.md); without it, psi with --pm-memory, else off" {
+        "Governor of memory, also PARAMETER=VALUE (docs/policy.md); without it, psi with --pm-memory, else off" {
         policy (json_required syntax (POLICIES.join("|"))): String = "psi".to_owned() => "Policy",
-        size: Option<u64> => "With policy fixed: hotplugged memory to keep, all zones together",
+        size: Option<u64> => "With policy fixed: hotplugged memory of all zones together",
         params (json_only): ParamSettings => "Parameters of the policy that are not the default",
         rules (json_only): ParamSettings
             => "Parameters of the rules above every policy that are not the default",
-        dry_run: bool = false => "Decide and report, and resize nothing",
+        dry_run: bool = false => "Decide and report, but resize nothing",
         paused (json_only): bool = false
-            => "Decide nothing; set by vm.pressure and kept over reboots",
+            => "Pause decisions; set by vm.pressure and kept over reboots",
         record (syntax ("FILE")): Option<PathBuf>
-            => "File that reports and decisions are recorded in",
+            => "File to record reports and decisions in",
         record_size (usually (RECORD_BYTES)): Option<u64> => "Largest size of the recording",
     }
     strict true;

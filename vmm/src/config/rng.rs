@@ -14,7 +14,7 @@ const REFUSED: &[Refused] = &[Refused {
 section! {
     /// Entropy source.
     pub struct RngConfig: "--rng" "Entropy" {
-        src (json_required): PathBuf = "/dev/urandom".into() => "File that entropy is read from",
+        src (json_required): PathBuf = "/dev/urandom".into() => "File to read entropy from",
     }
     refused &[refused::PCI, refused::SLOT, REFUSED];
 }

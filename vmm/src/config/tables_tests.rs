@@ -129,7 +129,7 @@ fn fields_of_the_compatibility_page_are_in_the_tables() {
     }
 }
 
-/// Pages of docs/ that are written by hand.
+/// Pages of docs/ that are not generated.
 fn pages() -> Vec<String> {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
     let files = std::fs::read_dir(docs).unwrap().map(|entry| entry.unwrap().path());

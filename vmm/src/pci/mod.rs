@@ -31,6 +31,6 @@ pub trait PciDevice: Send + Sync {
     /// BAR `bar` can now be reached at `base`, or no longer.
     fn bar_moved(&self, _bar: u8, _base: Option<u64>) {}
 
-    /// Stops the function, because the VM ends or the guest has let go of it.
+    /// Stops the function, because the VM ends or the guest has ejected it.
     fn stop(&self) {}
 }

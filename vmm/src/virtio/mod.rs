@@ -70,21 +70,21 @@ pub enum ActivateError {
     Io(#[from] std::io::Error),
 }
 
-/// Counters of a device by Cloud Hypervisor's names. Clients read them as signed numbers, so none
-/// is above what 63 bits hold.
+/// Counters of a device by Cloud Hypervisor's names. Each is at most `i64::MAX`, because clients
+/// read them as signed numbers.
 pub type DeviceCounters = BTreeMap<&'static str, u64>;
 
-/// Collects counters, each at most what a signed number holds.
+/// Collects counters and limits each to `i64::MAX`.
 fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
     counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
 }
 
-/// Device as the API uses it while the guest does.
+/// Interface of an attached device for the API.
 pub trait DeviceHandle: Send {
-    /// Its counters for `vm.counters`.
+    /// Returns the counters for `vm.counters`.
     fn counters(&self) -> DeviceCounters;
 
-    /// The disk, if it is one, to be resized.
+    /// Returns the disk to resize, if the device is a disk.
     fn as_disk(&self) -> Option<&BlockHandle> {
         None
     }

@@ -1,4 +1,4 @@
-//! Devices on the PCI bus, each with everything that the machine has to do for it.
+//! Devices on the PCI bus, each with its resources.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::metrics::{Expose, Registration};
 use crate::pci::PciDevice;
 use crate::virtio::{DeviceHandle, VirtioDevice};
 
-/// Undoes what was done for a device that the guest has let go of.
+/// Cleans up after a device that the guest has ejected.
 type Undo = Box<dyn FnOnce(&mut Memory) + Send>;
 
 /// Function of a device.
@@ -31,12 +31,12 @@ pub(super) struct NewDevice {
 }
 
 impl NewDevice {
-    /// Device that stays as long as the machine and has its own name as id.
+    /// Creates a device that exists as long as the machine and has its name as id.
     pub(super) fn fixed(device: impl VirtioDevice + 'static) -> Self {
         Self::new(device.name().to_owned(), Function::Virtio(Box::new(device)))
     }
 
-    /// PCI function that stays as long as the machine.
+    /// Creates a PCI function that exists as long as the machine.
     pub(super) fn pci(id: &str, device: impl PciDevice + 'static) -> Self {
         Self::new(id.to_owned(), Function::Pci(Arc::new(device)))
     }
@@ -45,7 +45,7 @@ impl NewDevice {
         Self { id, function, slot: None, removable: None, source: None, handle: None, undo: None }
     }
 
-    /// Device that can be removed. Metrics and events name its `kind`.
+    /// Creates a device that can be removed. Metrics and events name its `kind`.
     pub(super) fn removable(id: &str, kind: &'static str, device: impl VirtioDevice + 'static) -> Self {
         Self { id: id.to_owned(), removable: Some(kind), ..Self::fixed(device) }
     }
@@ -65,8 +65,8 @@ impl NewDevice {
         Self { handle: Some(Box::new(handle)), ..self }
     }
 
-    /// Runs `undo` once the guest has let go of the device. If it cannot be attached, the caller
-    /// cleans up: the files of a configuration stay open for the next attempt to boot.
+    /// Runs `undo` once the guest has ejected the device. If it cannot be attached, the caller
+    /// cleans up, because the files of a configuration stay open for the next attempt to boot.
     pub(super) fn undone_by(self, undo: impl FnOnce(&mut Memory) + Send + 'static) -> Self {
         Self { undo: Some(Box::new(undo)), ..self }
     }
@@ -74,7 +74,7 @@ impl NewDevice {
 
 /// Device on the PCI bus.
 pub(super) struct AttachedDevice {
-    /// Id on the API.
+    /// Id in the API.
     pub(super) id: String,
     pub(super) slot: u8,
     pub(super) device: Arc<dyn PciDevice>,
@@ -82,13 +82,13 @@ pub(super) struct AttachedDevice {
     pub(super) loops: Vec<EventLoopHandle>,
     /// Its kind in metrics, if it can be removed.
     pub(super) removable: Option<&'static str>,
-    /// The guest was asked to let go of it.
+    /// The guest was requested to eject it.
     pub(super) is_leaving: bool,
-    /// What the guest loses with it. `None` once the guest has let go of it.
+    /// Resources of the device. `None` once the guest has ejected it.
     pub(super) belongings: Option<Belongings>,
 }
 
-/// What exists for a device as long as the guest has it.
+/// Resources of a device, which exist while the guest has it.
 pub(super) struct Belongings {
     pub(super) handle: Option<Box<dyn DeviceHandle>>,
     /// Removes the counters from the exposition when it is dropped.
@@ -102,7 +102,7 @@ impl AttachedDevice {
         self.belongings.as_ref()?.handle.as_deref()
     }
 
-    /// Removes everything that exists for the device beside the device itself.
+    /// Releases the resources of the device.
     pub(super) fn detach(&mut self, memory: &mut Memory) {
         if let Some(undo) = self.belongings.take().and_then(|belongings| belongings.undo) {
             undo(memory);

@@ -167,7 +167,7 @@ impl KvmMachine {
             }
         }?;
         if !had_files && self.fabric.lost.has_files() {
-            // Without files, nothing looks at them.
+            // The watch starts with the first file.
             match lost::watch(&self.fabric.lost, &self.events) {
                 Ok(watcher) => self.lost_loop = watcher,
                 Err(err) => warn!(%err, "A file that is cut short is not noticed at once"),

@@ -455,19 +455,19 @@ pub enum RecordingState {
 }
 
 section! {
-    /// `vm.pressure`, as it may be set: what is `None` stays as it is.
+    /// Change of the governor by `vm.pressure`. A field that is `None` stays unchanged.
     #[derive(Default)]
     pub struct PressureChange: "vm.pressure" {
         policy: Option<String> => "Another policy",
         size: Option<u64>
             => "Hotplugged memory to keep in bytes, with policy `fixed` or while it is in force",
         dry_run: Option<bool> => "Decide only",
-        pause: Option<bool> => "Decide nothing, or decide again; pins stay as they are",
-        resume: Option<bool> => "Give pinned zones back to the governor, and have it decide again",
+        pause: Option<bool> => "Pause or resume decisions; pins stay unchanged",
+        resume: Option<bool> => "Return pinned zones to the governor, and resume decisions",
         zone: Option<String>
-            => "With `resume`: only this zone, and a governor that is paused stays so",
+            => "With `resume`: only this zone; a paused governor stays paused",
         params: Option<ParamSettings>
-            => "Parameters of the policy; with `policy` all others get their defaults, else they stay",
+            => "Parameters of the policy; all others stay, or get their defaults with `policy`",
         rules: Option<ParamSettings>
             => "Parameters of the rules above every policy; all others stay",
     }

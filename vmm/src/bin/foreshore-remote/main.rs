@@ -110,13 +110,13 @@ enum Verb {
         /// Which: what its flag, or the answer to its adding, calls it
         id: String,
     },
-    /// Change the VM's size
+    /// Resize the VM
     Resize(Resize),
     /// Let the vCPUs of a paused VM go on
     Resume,
-    /// Give a disk another size
+    /// Resize a disk
     ResizeDisk(ResizeDisk),
-    /// Give a memory zone another size
+    /// Resize a memory zone
     ResizeZone(ResizeZone),
     /// End the VM, keep the VMM
     Shutdown,
@@ -389,7 +389,7 @@ fn status(status: &ResizeStatus) -> String {
     }
 }
 
-/// Pools in columns. What is retired or the pool's own is what is missing in a row.
+/// Pools in columns. Retired bytes and metadata have no column, so a row may not sum to its total.
 fn pools_table(pools: &[PoolInfo]) -> String {
     let header = [
         "POOL",

@@ -6,7 +6,7 @@ use super::super::error::ConfigError;
 use super::super::size::Size;
 use super::FlagValue;
 
-/// A key that has a number or a size, or may have one.
+/// Value that is a number or a size, or an option of one.
 pub(crate) trait Numeric<T> {
     /// Its value.
     fn number(&self) -> Option<T>;

@@ -174,7 +174,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Takes a flag's value apart. `more` are keys that no table has.
+    /// Splits a flag's value into keys and values. `more` are accepted keys outside the table.
     pub fn parse(table: &Table, more: &[&'static str], text: &str) -> Result<Self, ConfigError> {
         let flag = table.flag;
         let keys: Vec<_> = table.names().chain(more.iter().copied()).collect();
@@ -216,7 +216,7 @@ impl Options {
         Ok(options)
     }
 
-    /// A flag without any key.
+    /// Returns a flag without any key.
     pub fn none(flag: &'static str) -> Self {
         Self { flag, given: Vec::new(), words: Vec::new() }
     }
@@ -243,7 +243,7 @@ impl Options {
     }
 }
 
-/// Tells a known key without its value, or with one too many, from an unknown one.
+/// Returns the error for a key that is unknown, or that lacks a value or must not have one.
 fn unknown(
     flag: &'static str,
     key: &str,
@@ -260,7 +260,7 @@ fn unknown(
     ConfigError::UnknownKey { flag, key, known: known.join(", ") }
 }
 
-/// Splits at separators that are in neither quotes nor brackets. Names what is not closed.
+/// Splits at separators outside quotes and brackets. The error names the one that is not closed.
 pub(super) fn split<'a>(text: &'a str, separators: &[char]) -> Result<Vec<&'a str>, &'static str> {
     let (mut parts, mut start, mut depth, mut quoted) = (Vec::new(), 0, 0u32, false);
     for (at, c) in text.char_indices() {
@@ -284,7 +284,7 @@ pub(super) fn split<'a>(text: &'a str, separators: &[char]) -> Result<Vec<&'a st
     }
 }
 
-/// Removes quotes. Two in a row within quotes are one that stays.
+/// Removes quotes. Two quotes in a row within quotes stand for one quote.
 fn unquoted(value: &str) -> String {
     let (mut text, mut quoted, mut previous) = (String::new(), false, None);
     for c in value.chars() {

@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::super::error::ConfigError;
 use super::{Refused, Unknown};
 
-/// Why a value in JSON is refused. One line.
+/// Error about a value in JSON. The text is one line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FieldError {
     /// Text that is not JSON, or that has a key twice.
@@ -38,7 +38,7 @@ pub enum FieldError {
     },
 }
 
-/// Why a body in JSON is refused.
+/// Error about a body in JSON.
 #[derive(Debug, PartialEq, Eq, Error)]
 pub enum JsonError {
     /// A field is missing, or has the wrong value.
@@ -59,7 +59,7 @@ pub(crate) trait JsonValue: Sized {
         None
     }
 
-    /// Returns true if the key is left out of what is shown.
+    /// Returns true if the key is left out of JSON that is written.
     fn is_absent(&self) -> bool {
         false
     }
@@ -71,7 +71,7 @@ pub(crate) trait Object: JsonValue {
     const FLAG: &'static str;
     /// Unknown keys are refused rather than ignored.
     const STRICT: bool = false;
-    /// Keys that are refused unless their value asks for nothing.
+    /// Keys that are refused unless their value is neutral.
     const REFUSED: &'static [&'static [Refused]] = &[];
 
     /// Names of all keys.
@@ -95,7 +95,7 @@ pub(crate) struct Walk {
 }
 
 impl Walk {
-    /// Walk over what a VMM has answered. A newer one may answer more than is known here.
+    /// Creates a walk over the answer of a VMM. A newer VMM may send unknown fields.
     pub fn of_answer() -> Self {
         Self { is_answer: true, ..Self::default() }
     }
@@ -128,7 +128,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Takes a key out of an object. Null is not given.
+    /// Takes a key out of an object. A null key counts as not given.
     pub fn take<T: JsonValue>(
         &mut self,
         object: &mut Map<String, Value>,
@@ -162,7 +162,7 @@ impl Walk {
         Ok(value)
     }
 
-    /// Reads with another flag in errors than the type's.
+    /// Reads with `flag` in errors, instead of the type's.
     pub fn named<T>(&mut self, flag: &'static str, read: impl FnOnce(&mut Self) -> T) -> T {
         let before = self.flag.replace(flag);
         let value = read(self);
@@ -213,7 +213,7 @@ enum Step<'a> {
 impl Step<'_> {
     fn after(&self, path: &str) -> String {
         match self {
-            // A client may write anything, and an error is one line.
+            // Clients may send any characters, but an error must be one line.
             Self::Key(key) if path.is_empty() => key.escape_debug().to_string(),
             Self::Key(key) => format!("{path}.{}", key.escape_debug()),
             Self::Index(index) => format!("{path}[{index}]"),

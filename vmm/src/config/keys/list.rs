@@ -1,4 +1,4 @@
-//! Lists in a flag: `[a,b]`, `a:b` as in older versions of Cloud Hypervisor, or one item alone.
+//! Lists in a flag: `[a,b]`, `a:b` as in older versions of Cloud Hypervisor, or a single item.
 
 use std::str::FromStr;
 

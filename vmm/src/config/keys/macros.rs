@@ -8,7 +8,7 @@
 ///     pub struct DiskConfig: "--disk" "about, for the help" {
 ///         path: PathBuf => "about, also the field's documentation",
 ///         readonly: bool = false => "a key with a default",
-///         fds (flag "fd"): Vec<GivenFd> => "a key that the flag calls otherwise",
+///         fds (flag "fd"): Vec<GivenFd> => "a key with another name in the flag",
 ///     }
 ///     refused &[refused::PCI];
 /// }
@@ -17,7 +17,7 @@
 /// `words` are keys of the flag without a value, and `refused` are tables of refused keys. With
 /// `strict true` unknown keys in JSON are refused. `parse own` is for a section that reads its flag
 /// itself, `parse none` for one that is only part of others. Without the text after the flag there is
-/// no flag, and the object is in JSON alone.
+/// no flag, and the object is only in JSON.
 ///
 /// A key without a default must be given, unless its type has an absent value, as `Option` has. A
 /// default may use the keys above it. Options of a key, in parentheses:

@@ -1,9 +1,9 @@
 //! Configuration keys: one table per section, from which the struct, the flag, JSON, the help and
 //! the errors all come.
 //!
-//! [`section`] makes a section from its table, [`words`] an enum of option words. A key's type says
-//! how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`] takes a
-//! flag's value apart, [`Walk`] reads JSON and keeps the path of the field that it reads.
+//! [`section`] makes a section from its table, [`words`] an enum of option words. A key's type
+//! defines how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`]
+//! splits a flag's value, [`Walk`] reads JSON and keeps the path of the field that it reads.
 
 mod bounds;
 mod flag;
@@ -35,7 +35,7 @@ pub(crate) struct Key {
     pub name: &'static str,
     /// Form of its value.
     pub syntax: fn() -> String,
-    /// Default as the flag would give it.
+    /// Default in the syntax of the flag.
     pub default: Option<String>,
     /// Bounds.
     pub range: Option<String>,
@@ -68,7 +68,7 @@ pub(crate) struct Table {
     pub keys: fn() -> Vec<Key>,
     /// Keys without a value.
     pub words: &'static [&'static str],
-    /// Keys that are refused unless their value asks for nothing.
+    /// Keys that are refused unless their value is neutral.
     pub refused: &'static [&'static [Refused]],
 }
 

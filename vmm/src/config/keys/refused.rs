@@ -1,4 +1,4 @@
-//! Keys of Cloud Hypervisor that foreshore refuses, unless their value asks for nothing.
+//! Keys of Cloud Hypervisor that foreshore refuses, unless their value is neutral.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use super::super::error::ConfigError;
 pub(crate) struct Refused {
     /// Name in the flag and in JSON.
     pub key: &'static str,
-    /// Values that ask for nothing, in any case of letters.
+    /// Values that request nothing, in any case.
     pub neutral: &'static [&'static str],
     /// Reason.
     pub why: &'static str,
@@ -21,25 +21,24 @@ impl Refused {
         tables.iter().copied().flatten().find(|refused| refused.key == key)
     }
 
-    /// Returns true if the value of a flag's key asks for nothing. A value that is empty is not
-    /// given.
+    /// Returns true if the value of a flag's key is neutral. An empty value counts as not given.
     pub fn is_neutral_text(&self, value: &str) -> bool {
         value.is_empty() || self.neutral.iter().any(|neutral| neutral.eq_ignore_ascii_case(value))
     }
 
-    /// Returns true if a value in JSON asks for nothing.
+    /// Returns true if a value in JSON is neutral.
     pub fn is_neutral_json(&self, value: &Value) -> bool {
         asks_for_nothing(value, self.neutral)
     }
 
-    /// Error for a value, which begins with a `=` unless the key stands alone.
+    /// Returns the error for a value. It begins with `=` unless the key has no value.
     pub fn error(&self, flag: &'static str, value: String) -> ConfigError {
         ConfigError::Unsupported { flag, key: self.key, value, why: self.why }
     }
 }
 
-/// Returns true for `neutral` values and for empty ones. Without neutral values, `false` asks for
-/// nothing too.
+/// Returns true for `neutral` values and empty ones. If there are no neutral values, `false` is
+/// neutral as well.
 pub(crate) fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
     match value {
         Value::Null => true,

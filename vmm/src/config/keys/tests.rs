@@ -43,7 +43,7 @@ section! {
 }
 
 section! {
-    /// Part that is in JSON alone.
+    /// Part that is only in JSON.
     pub struct Part: "--thing" {
         name: String => "Name",
         width (json_required): u16 = 0 => "Width",
@@ -152,7 +152,7 @@ fn key_is_given_once() {
 }
 
 #[test]
-fn refused_keys_are_taken_if_they_ask_for_nothing() {
+fn refused_keys_are_accepted_with_a_neutral_value() {
     for text in ["off", "OFF", "false", "", " off"] {
         assert_eq!(thing(&format!("path=/a,hugepages={text}")), thing("path=/a"));
     }
@@ -229,7 +229,7 @@ fn json_errors_name_field_value_and_bound() {
     }
 }
 
-/// A client reads what a newer VMM answers.
+/// A client must read the answers of a newer VMM.
 #[test]
 fn unknown_fields_of_an_answer_are_ignored() {
     let part = serde_json::from_value::<Part>(json!({"name": "a", "width": 1, "later": 1})).unwrap();
@@ -238,7 +238,7 @@ fn unknown_fields_of_an_answer_are_ignored() {
 }
 
 #[test]
-fn text_that_is_not_json_is_answered_with_the_place() {
+fn error_about_invalid_json_has_its_position() {
     let error = |text: &str| read_body::<Part>(text.as_bytes()).unwrap_err().to_string();
     assert_eq!(error(r#"{"name": }"#), "expected value at line 1 column 10");
     assert_eq!(error(r#"{"name": "a""#), "EOF while parsing an object at line 1 column 12");

@@ -1,12 +1,11 @@
 //! Unknown fields in JSON.
 //!
-//! They are ignored, as Cloud Hypervisor does, so that clients of a later version keep working
-//! (docs/decisions/0019). A mistyped field is ignored as well, and a setting is silently missing:
-//! the warning names the fields.
+//! They are ignored, as in Cloud Hypervisor, so that clients of a later version keep working
+//! (docs/decisions/0019). A mistyped field is ignored as well, so the warning names the fields.
 
-/// Most fields that a warning names: a client may send as many as a body has room for.
+/// Upper limit of fields in a warning, because a client may send thousands.
 const MOST_NAMES: usize = 8;
-/// Most characters of a name in a warning.
+/// Upper limit of characters of a name in a warning.
 const MOST_CHARS: usize = 64;
 
 /// Names of unknown fields.
@@ -22,7 +21,7 @@ impl Unknown {
         self.count += 1;
         if self.names.len() < MOST_NAMES {
             let dot = if path.is_empty() { "" } else { "." };
-            // A client may write anything, and a warning is one line.
+            // Clients may send any characters, but a warning must be one line.
             let key: String = key.chars().take(MOST_CHARS).collect();
             self.names.push(format!("{path}{dot}{}", key.escape_debug()));
         }
