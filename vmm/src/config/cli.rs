@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{ArgAction, CommandFactory, FromArgMatches, Parser};
+use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser};
 use foreshore_types::size;
 use thiserror::Error;
 
@@ -109,6 +109,44 @@ Examples:
 #[derive(Debug, Parser)]
 #[command(name = "foreshore", after_help = format!("{}\n{EXAMPLES}", size::HELP), disable_version_flag = true, args_override_self = false)]
 struct Flags {
+    #[command(flatten)]
+    vm: Option<VmFlags>,
+
+    /// PATH|path=PATH[,mode=M][,group=G]|fd=N: REST API; users who may connect [default: mode=0600]
+    #[arg(long, value_name = "SOCKET", help_heading = "Control")]
+    api_socket: Option<String>,
+    /// [ADDRESS:]PORT[,host=NAME]...|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, DNS names and users that may connect, and the VM's name in them [default: ADDRESS=127.0.0.1, mode=0600, the API socket's name]
+    #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
+    metrics: Option<String>,
+    /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
+    #[arg(long, value_name = "TARGET", help_heading = "Control")]
+    event_monitor: Option<String>,
+    /// off: accepted for compatibility with Cloud Hypervisor; there is no debug console
+    #[arg(long, value_name = "MODE", hide = true)]
+    debug_console: Option<String>,
+    /// Keep the VMM when the guest switches itself off
+    #[arg(long, help_heading = "Control")]
+    no_shutdown: bool,
+    /// true|false|log|errno: accepted for compatibility; there is no filter yet
+    #[arg(long, value_name = "MODE", help_heading = "Control")]
+    seccomp: Option<String>,
+    /// Log to a file [default: standard error]
+    #[arg(long, value_name = "PATH", help_heading = "Control")]
+    log_file: Option<PathBuf>,
+    /// Accepted for compatibility with Cloud Hypervisor; lines have one format
+    #[arg(long, value_name = "FORMAT", help_heading = "Control")]
+    log_format: Option<String>,
+    /// Log more: -v information, -vv debugging, -vvv everything
+    #[arg(short, action = ArgAction::Count, help_heading = "Control")]
+    v: u8,
+    /// Print the version
+    #[arg(short = 'V', long, help_heading = "Control")]
+    version: bool,
+}
+
+/// Flags about the VM. The other flags are about the VMM.
+#[derive(Debug, Default, Args)]
+struct VmFlags {
     /// Kernel to boot: an ELF file with a PVH note, or a bzImage
     #[arg(long, value_name = "PATH", help_heading = "Guest")]
     kernel: Option<PathBuf>,
@@ -162,37 +200,6 @@ struct Flags {
     rng: Option<String>,
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
     vsock: Option<String>,
-
-    /// PATH|path=PATH[,mode=M][,group=G]|fd=N: REST API; users who may connect [default: mode=0600]
-    #[arg(long, value_name = "SOCKET", help_heading = "Control")]
-    api_socket: Option<String>,
-    /// [ADDRESS:]PORT[,host=NAME]...|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, DNS names and users that may connect, and the VM's name in them [default: ADDRESS=127.0.0.1, mode=0600, the API socket's name]
-    #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
-    metrics: Option<String>,
-    /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
-    #[arg(long, value_name = "TARGET", help_heading = "Control")]
-    event_monitor: Option<String>,
-    /// off: accepted for compatibility with Cloud Hypervisor; there is no debug console
-    #[arg(long, value_name = "MODE", hide = true)]
-    debug_console: Option<String>,
-    /// Keep the VMM when the guest switches itself off
-    #[arg(long, help_heading = "Control")]
-    no_shutdown: bool,
-    /// true|false|log|errno: accepted for compatibility; there is no filter yet
-    #[arg(long, value_name = "MODE", help_heading = "Control")]
-    seccomp: Option<String>,
-    /// Log to a file [default: standard error]
-    #[arg(long, value_name = "PATH", help_heading = "Control")]
-    log_file: Option<PathBuf>,
-    /// Accepted for compatibility with Cloud Hypervisor; lines have one format
-    #[arg(long, value_name = "FORMAT", help_heading = "Control")]
-    log_format: Option<String>,
-    /// Log more: -v information, -vv debugging, -vvv everything
-    #[arg(short, action = ArgAction::Count, help_heading = "Control")]
-    v: u8,
-    /// Print the version
-    #[arg(short = 'V', long, help_heading = "Control")]
-    version: bool,
 }
 
 /// Tables of all flags with keys.
@@ -264,9 +271,9 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     let vm_name = vm_name.unwrap_or_else(|| default_name(api_socket.as_ref()));
     let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
     let at_guest_shutdown = if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
-    let config = match api_socket {
-        Some(_) if !flags.says_something_of_a_vm() => None,
-        _ => Some(vm_config(flags)?),
+    let config = match (&api_socket, flags.vm) {
+        (Some(_), None) => None,
+        (_, vm) => Some(vm_config(vm.unwrap_or_default())?),
     };
     check_descriptors(config.as_ref(), api_socket.as_ref(), event_monitor.as_ref())?;
     if let Some(config) = &config {
@@ -287,55 +294,13 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     Ok(Command::Launch(Box::new(launch)))
 }
 
-impl Flags {
-    /// Whether any flag is about the VM, and not about the VMM alone.
-    fn says_something_of_a_vm(&self) -> bool {
-        let Self {
-            firmware,
-            kernel,
-            initramfs,
-            cmdline,
-            cpus,
-            memory,
-            balloon,
-            memory_zone,
-            numa,
-            pm_memory,
-            ..
-        } = self;
-        let Self {
-            pm_volume,
-            disk,
-            net,
-            pmem,
-            pressure,
-            serial,
-            console,
-            rng,
-            vsock,
-            platform,
-            watchdog,
-            pvpanic,
-            ..
-        } = self;
-        let paths = [firmware, kernel, initramfs].into_iter().any(Option::is_some);
-        let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock, platform];
-        let lists = [memory_zone, numa, pm_memory, pm_volume, disk, net, pmem];
-        *watchdog
-            || *pvpanic
-            || paths
-            || texts.into_iter().any(Option::is_some)
-            || lists.into_iter().any(|list| !list.is_empty())
-    }
-}
-
 /// libvirt takes a program for Cloud Hypervisor, and what it may ask of it from the number, by how the first line begins.
 fn version() -> String {
     let ours = env!("CARGO_PKG_VERSION");
     format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
 }
 
-fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
+fn vm_config(flags: VmFlags) -> Result<VmConfig, ConfigError> {
     let serial = flags.serial.as_deref().map(ConsoleConfig::parse_serial).transpose()?;
     let console = flags.console.as_deref().map(ConsoleConfig::parse_console).transpose()?;
     Ok(VmConfig {
