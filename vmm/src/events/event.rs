@@ -167,6 +167,7 @@ impl Event<'_> {
             Self::MemoryReached { zone, .. }
             | Self::MemoryRefused { zone, .. }
             | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
+            Self::GuestPanic { .. } => Source::Panics,
             _ => Source::Vm,
         }
     }

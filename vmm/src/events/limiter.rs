@@ -15,6 +15,8 @@ pub enum Source {
     Vm,
     /// A device, by its id, whose driver comes and goes.
     Device(String),
+    /// Panics that the guest reports. It can report them without a restart.
+    Panics,
     /// A zone of memory, by its id, that has what was requested, or cannot have it. What was told last is not told again.
     Zone(String),
 }
@@ -134,7 +136,7 @@ impl<E: Clone + PartialEq> Limiter<E> {
     /// one's are is news; but what was told has been told.
     pub fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
-            if *source != Source::Vm {
+            if !matches!(source, Source::Vm | Source::Panics) {
                 (account.last, account.withheld, account.is_asked) = (None, None, false);
             }
         }

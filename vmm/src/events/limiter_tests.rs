@@ -214,7 +214,7 @@ fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<
             }
             Step::EndMachine => {
                 rule.end_machine();
-                if *source != Source::Vm {
+                if !matches!(source, Source::Vm | Source::Panics) {
                     (seen, happened) = (None, None);
                 }
             }
@@ -260,4 +260,15 @@ fn limiters_that_are_wrong_are_found_out() {
     }
     let wrong = check(&mut ForgetsTheLast(Limiter::new(BOUNDS)), &zone(), &flaps[..5]).unwrap_err();
     assert_eq!(wrong, "Some(0) has happened, and Some(1) is known");
+}
+
+#[test]
+fn panics_neither_withhold_restarts_nor_are_replaced_by_them() {
+    let (mut limiter, now) = (Limiter::new(Bounds::USUAL), Instant::now());
+    let told = (0..1000).filter(|nth| limiter.hear(Source::Panics, nth, now) == Verdict::Tell).count();
+    assert_eq!(told, Bounds::USUAL.burst as usize);
+    assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Tell);
+    // A machine that has ended has panicked all the same.
+    limiter.end_machine();
+    assert_eq!(limiter.release_of(&Source::Panics), Some(999));
 }
