@@ -30,7 +30,8 @@ impl HotplugMetrics {
 impl Expose for HotplugMetrics {
     fn expose(&self, out: &mut Exposition) {
         let gauge = |counter: &AtomicU64| [(vec![], counter.load(Ordering::Relaxed) as f64)];
-        out.gauges(Family("pci_devices", "Virtio devices on the PCI bus.", None), gauge(&self.devices));
+        let help = "Devices on the PCI bus, without the host bridge.";
+        out.gauges(Family("pci_devices", help, None), gauge(&self.devices));
         let help = "Devices that the guest was requested to eject and has not ejected yet.";
         out.gauges(Family("hotplug_pending", help, None), gauge(&self.pending));
         let done = self.done.lock().clone();
