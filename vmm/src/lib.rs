@@ -12,6 +12,7 @@ pub mod cmos;
 pub mod config;
 pub mod core_dumps;
 pub mod cpu;
+pub mod device;
 pub mod event_loop;
 pub mod events;
 pub mod file_id;

@@ -7,3 +7,17 @@ mod metrics;
 
 pub use self::device::{GuestPanic, PvPanic};
 pub use self::metrics::PvPanicMetrics;
+use crate::device::{DeviceContext, NewDevice};
+use crate::events::Event;
+
+/// Builds the device of `--pvpanic`.
+pub fn build(is_given: bool, context: &DeviceContext) -> Option<NewDevice> {
+    let events = context.events.clone();
+    is_given.then(|| {
+        let device = PvPanic::new(move |report| {
+            events.tell_of_guest(Event::GuestPanic { event: report.label() });
+        });
+        let metrics = device.metrics();
+        NewDevice::pci("__pvpanic", device).exposing(metrics)
+    })
+}

@@ -1,76 +1,13 @@
-//! Devices on the PCI bus, each with its resources.
+//! Devices on the PCI bus.
 
 use std::sync::Arc;
 
+use crate::device::Undo;
 use crate::event_loop::EventLoopHandle;
 use crate::memory::Memory;
-use crate::metrics::{Expose, Registration};
+use crate::metrics::Registration;
 use crate::pci::PciDevice;
-use crate::virtio::{DeviceHandle, VirtioDevice};
-
-/// Cleans up after a device that the guest has ejected.
-type Undo = Box<dyn FnOnce(&mut Memory) + Send>;
-
-/// Function of a device.
-pub(super) enum Function {
-    /// Virtio device, which the PCI transport shows to the guest.
-    Virtio(Box<dyn VirtioDevice>),
-    /// Device that is a PCI function itself.
-    Pci(Arc<dyn PciDevice>),
-}
-
-/// Device that is not on the bus yet.
-pub(super) struct NewDevice {
-    pub(super) id: String,
-    pub(super) function: Function,
-    pub(super) slot: Option<u8>,
-    pub(super) removable: Option<&'static str>,
-    pub(super) source: Option<Arc<dyn Expose>>,
-    pub(super) handle: Option<Box<dyn DeviceHandle>>,
-    pub(super) undo: Option<Undo>,
-}
-
-impl NewDevice {
-    /// Creates a device that exists as long as the machine and has its name as id.
-    pub(super) fn fixed(device: impl VirtioDevice + 'static) -> Self {
-        Self::new(device.name().to_owned(), Function::Virtio(Box::new(device)))
-    }
-
-    /// Creates a PCI function that exists as long as the machine.
-    pub(super) fn pci(id: &str, device: impl PciDevice + 'static) -> Self {
-        Self::new(id.to_owned(), Function::Pci(Arc::new(device)))
-    }
-
-    fn new(id: String, function: Function) -> Self {
-        Self { id, function, slot: None, removable: None, source: None, handle: None, undo: None }
-    }
-
-    /// Creates a device that can be removed. Metrics and events name its `kind`.
-    pub(super) fn removable(id: &str, kind: &'static str, device: impl VirtioDevice + 'static) -> Self {
-        Self { id: id.to_owned(), removable: Some(kind), ..Self::fixed(device) }
-    }
-
-    /// Requests a slot instead of the first free one.
-    pub(super) fn at(self, slot: Option<u8>) -> Self {
-        Self { slot, ..self }
-    }
-
-    /// Exposes the counters of `source` while the guest has the device.
-    pub(super) fn exposing(self, source: Arc<dyn Expose>) -> Self {
-        Self { source: Some(source), ..self }
-    }
-
-    /// Lets the API use the device.
-    pub(super) fn with_handle(self, handle: impl DeviceHandle + 'static) -> Self {
-        Self { handle: Some(Box::new(handle)), ..self }
-    }
-
-    /// Runs `undo` once the guest has ejected the device. If it cannot be attached, the caller
-    /// cleans up, because the files of a configuration stay open for the next attempt to boot.
-    pub(super) fn undone_by(self, undo: impl FnOnce(&mut Memory) + Send + 'static) -> Self {
-        Self { undo: Some(Box::new(undo)), ..self }
-    }
-}
+use crate::virtio::DeviceHandle;
 
 /// Device on the PCI bus.
 pub(super) struct AttachedDevice {

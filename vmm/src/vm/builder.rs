@@ -36,6 +36,7 @@ use crate::cpu::placement::Cores;
 use crate::cpu::plug::Plug;
 use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
+use crate::device::DeviceContext;
 use crate::event_loop::EventLoop;
 use crate::governor::Beside;
 use crate::governor::metrics::PressureMetrics;
@@ -96,10 +97,13 @@ pub fn build(
     let (ged, page) = add_platform(&fabric, Arc::clone(&cpu_registers), events)?;
     let mut files = ConsoleFiles::new(resources.file_start(), resources.lines().clone());
     devices::attach_serial(config, &mut files, &mut fabric, &device_loop.handle())?;
-    devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
-    devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
-    devices::attach_watchdog(config, &mut fabric, &memory, &device_loop.handle(), resources, events)?;
-    devices::attach_pvpanic(config, &mut fabric, &memory, resources.events())?;
+    let sender = events.clone();
+    let context = DeviceContext {
+        event_loop: device_loop.handle(),
+        events: resources.events().clone(),
+        reset_guest: Arc::new(move || sender.send(MachineEvent::GuestReset)),
+    };
+    devices::attach_fixed(config, &mut files, &mut fabric, &memory, &context)?;
     // A vsock device may come later: the governor listens in any case.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     let attach_vsock =
@@ -153,7 +157,7 @@ pub fn build(
     let console_files: Vec<_> = files.metrics().collect();
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     created.keep();
-    let hotplug = hotplug::metrics(&fabric.virtio);
+    let hotplug = hotplug::metrics(&fabric.devices);
     let lost = Arc::clone(&fabric.lost);
     let spaces = [("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())];
     let sources: [Arc<dyn Expose>; 6] = [

@@ -7,14 +7,12 @@ use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
 use tracing::info;
 
-use super::attached_device::NewDevice;
 use super::error::BuildError;
 use super::fabric::Fabric;
-use super::owner::{EventSender, MachineEvent};
-use super::resources::Resources;
 use super::taps::Taps;
 use super::vhost;
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
+use crate::device::{DeviceContext, NewDevice};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
 use crate::governor::task::Agents;
@@ -23,21 +21,19 @@ use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
-use crate::pvpanic::PvPanic;
+use crate::pvpanic;
 use crate::serial::Serial;
 use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, DiskMetrics, DiskShape};
-use crate::virtio::console::Console;
 use crate::virtio::mem::{
     MemDevice, MemEvent, MemHandle, MemObserver, PlugBudgets, PlugMetrics, UNSUPPORTED_DRIVER,
 };
 use crate::virtio::net::tap::{HostInterface, Tap};
 use crate::virtio::net::vhost::probe;
 use crate::virtio::net::{Net, NetDeviceMetrics, NetShape};
-use crate::virtio::rng::{EntropySource, Rng};
 use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockPorts};
-use crate::virtio::watchdog::Watchdog;
+use crate::virtio::{console, rng, watchdog};
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -63,73 +59,35 @@ pub(super) fn attach_serial(
     Ok(())
 }
 
-/// Entropy.
-pub(super) fn attach_rng(
-    config: &VmConfig,
-    fabric: &mut Fabric,
-    memory: &Memory,
-    event_loop: &EventLoopHandle,
-) -> Result<(), BuildError> {
-    let source = EntropySource::open(&config.rng.src).map_err(BuildError::device("--rng"))?;
-    let rng = Rng::new(source, event_loop.clone());
-    let metrics = rng.metrics();
-    fabric.attach(NewDevice::fixed(rng).exposing(metrics), memory).map(drop)
-}
+/// Builds a device that stays as long as the machine, if the configuration has it.
+type Build = fn(&VmConfig, &mut ConsoleFiles, &DeviceContext) -> Result<Option<NewDevice>, BuildError>;
 
-/// hvc0.
-pub(super) fn attach_console(
+/// Devices that need a configuration and the machine's context only, in the order of their slots.
+const FIXED: [Build; 4] = [
+    |config, files, context| {
+        let console = HostConsole::open(Port::Console, &config.console, files);
+        let console = console.map_err(BuildError::device("--console"))?;
+        Ok(console.map(|console| console::build(console, context)))
+    },
+    |config, _, context| rng::build(&config.rng, context).map(Some).map_err(BuildError::device("--rng")),
+    |config, _, context| Ok(watchdog::build(config.watchdog, context)),
+    |config, _, context| Ok(pvpanic::build(config.pvpanic, context)),
+];
+
+/// Attaches the devices that stay as long as the machine.
+pub(super) fn attach_fixed(
     config: &VmConfig,
     files: &mut ConsoleFiles,
     fabric: &mut Fabric,
     memory: &Memory,
-    event_loop: &EventLoopHandle,
+    context: &DeviceContext,
 ) -> Result<(), BuildError> {
-    let console =
-        HostConsole::open(Port::Console, &config.console, files).map_err(BuildError::device("--console"))?;
-    let Some(console) = console else { return Ok(()) };
-    let console = Console::new(console, event_loop.clone());
-    let metrics = console.metrics();
-    fabric.attach(NewDevice::fixed(console).exposing(metrics), memory).map(drop)
-}
-
-/// A watchdog, if there is to be one. A guest that it gives up is restarted as if it had asked for it.
-pub(super) fn attach_watchdog(
-    config: &VmConfig,
-    fabric: &mut Fabric,
-    memory: &Memory,
-    event_loop: &EventLoopHandle,
-    resources: &Resources,
-    events: &EventSender,
-) -> Result<(), BuildError> {
-    if !config.watchdog {
-        return Ok(());
+    for build in FIXED {
+        if let Some(new) = build(config, files, context)? {
+            fabric.attach(new, memory)?;
+        }
     }
-    let (told, events) = (resources.events().clone(), events.clone());
-    let on_silence = Arc::new(move || {
-        told.tell_of_guest(Event::WatchdogExpired);
-        events.send(MachineEvent::GuestReset);
-    });
-    let watchdog = Watchdog::new(on_silence, event_loop.clone());
-    let metrics = watchdog.metrics();
-    fabric.attach(NewDevice::fixed(watchdog).exposing(metrics), memory).map(drop)
-}
-
-/// Attaches a pvpanic device, if the configuration has one.
-pub(super) fn attach_pvpanic(
-    config: &VmConfig,
-    fabric: &mut Fabric,
-    memory: &Memory,
-    events: &Events,
-) -> Result<(), BuildError> {
-    if !config.pvpanic {
-        return Ok(());
-    }
-    let events = events.clone();
-    let device = PvPanic::new(move |report| {
-        events.tell_of_guest(Event::GuestPanic { event: report.label() });
-    });
-    let metrics = device.metrics();
-    fabric.attach(NewDevice::pci("__pvpanic", device).exposing(metrics), memory).map(drop)
+    Ok(())
 }
 
 /// Sockets between guest and host; the agent's port ends in this process.

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::attached_device::{AttachedDevice, Belongings, Function, NewDevice};
+use super::attached_device::{AttachedDevice, Belongings};
 use super::error::BuildError;
 use super::told::Teller;
 use super::work::DeviceWork;
 use crate::bus::Bus;
 use crate::cpu::brake::Brake;
+use crate::device::{Function, NewDevice};
 use crate::events::Events;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
@@ -38,7 +39,7 @@ pub(super) struct Fabric {
     /// For memory that may be lost.
     pub(super) lost: Arc<LostMemory>,
     /// Everything on the PCI bus, to be stopped when the VM ends.
-    pub(super) virtio: Vec<AttachedDevice>,
+    pub(super) devices: Vec<AttachedDevice>,
     /// The threads of devices.
     pub(super) work: Arc<DeviceWork>,
     pub(super) teller: Teller,
@@ -74,7 +75,7 @@ impl Fabric {
             router,
             brake,
             lost: Arc::new(lost),
-            virtio: Vec::new(),
+            devices: Vec::new(),
             work: DeviceWork::new(Vec::new()),
             teller: Teller::new(events),
             metrics,
@@ -92,7 +93,7 @@ impl Fabric {
         let NewDevice { id, function, slot, removable, source, handle, undo } = new;
         // Configurations with two devices of one id are refused, and so is an added device whose id
         // is taken. Otherwise a removal could reach another device.
-        assert!(self.virtio.iter().all(|attached| attached.id != id), "two devices have the id {id}");
+        assert!(self.devices.iter().all(|attached| attached.id != id), "two devices have the id {id}");
         let (device, loops) = match function {
             Function::Pci(device) => (device, Vec::new()),
             Function::Virtio(device) => {
@@ -106,7 +107,7 @@ impl Fabric {
         self.work.add(&loops);
         let _registration = source.map(|source| self.metrics.register(source));
         let belongings = Some(Belongings { handle, _registration, undo });
-        self.virtio.push(AttachedDevice {
+        self.devices.push(AttachedDevice {
             id,
             slot,
             device,

@@ -104,7 +104,7 @@ impl Leaving {
 impl KvmMachine {
     /// Steps 2 to 5 of adding.
     pub(super) fn add(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
-        if self.fabric.virtio.iter().any(|attached| attached.id == id) {
+        if self.fabric.devices.iter().any(|attached| attached.id == id) {
             // One that was asked to go, and has not gone yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
@@ -131,7 +131,7 @@ impl KvmMachine {
 
     /// Devices of a kind that the guest was asked to let go, and has not; empty if there are none.
     fn being_asked(&self, kind: &str) -> String {
-        let attached = self.fabric.virtio.iter().filter(|attached| attached.removable == Some(kind));
+        let attached = self.fabric.devices.iter().filter(|attached| attached.removable == Some(kind));
         let leaving: Vec<_> =
             attached.filter(|attached| attached.is_leaving).map(|attached| attached.id.as_str()).collect();
         leaving.join(", ")
@@ -173,13 +173,13 @@ impl KvmMachine {
                 Err(err) => warn!(%err, "A file that is cut short is not noticed at once"),
             }
         }
-        self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
+        self.hotplug.devices.store(self.fabric.devices.len() as u64, Ordering::Relaxed);
         Ok(slot)
     }
 
     /// Step 1 of removing.
     pub(super) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
-        let Some(attached) = self.fabric.virtio.iter_mut().find(|attached| attached.id == id) else {
+        let Some(attached) = self.fabric.devices.iter_mut().find(|attached| attached.id == id) else {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
         };
         let Some(kind) = attached.removable else {
@@ -203,7 +203,7 @@ impl KvmMachine {
     pub(super) fn let_go(&mut self, slot: u8) {
         // Another device may be in the slot by now, and may have been asked to go as well.
         let pci = Arc::clone(&self.fabric.pci);
-        let gone = self.fabric.virtio.extract_if(.., |attached| {
+        let gone = self.fabric.devices.extract_if(.., |attached| {
             attached.slot == slot && attached.is_leaving && !pci.has(slot, &*attached.device)
         });
         for mut attached in gone.collect::<Vec<_>>() {
@@ -214,7 +214,7 @@ impl KvmMachine {
             self.fabric.work.remove(&attached.loops);
             self.leaving.end(kind, attached, self.told.clone());
         }
-        self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
+        self.hotplug.devices.store(self.fabric.devices.len() as u64, Ordering::Relaxed);
     }
 
     fn tell_slots(&self) {
@@ -279,7 +279,7 @@ mod tests {
             let disk = |attached: &'_ AttachedDevice| {
                 attached.handle().and_then(|handle| handle.as_disk()).is_some()
             };
-            let disks = self.machine.fabric.virtio.iter().filter(|attached| disk(attached));
+            let disks = self.machine.fabric.devices.iter().filter(|attached| disk(attached));
             disks.map(|attached| attached.id.as_str()).collect()
         }
 

@@ -85,7 +85,7 @@ impl Drop for KvmMachine {
         self.fabric.teller.fall_silent();
         self.fabric.work.dismiss();
         self.vcpus.end();
-        for attached in &self.fabric.virtio {
+        for attached in &self.fabric.devices {
             attached.device.stop();
         }
         self.leaving.wait();
@@ -141,7 +141,7 @@ impl Machine for KvmMachine {
 
     fn counters(&self) -> Counters {
         let counters = |attached: &AttachedDevice| Some((attached.id.clone(), attached.handle()?.counters()));
-        self.fabric.virtio.iter().filter_map(counters).collect()
+        self.fabric.devices.iter().filter_map(counters).collect()
     }
 
     fn balloon(&self) -> Option<BalloonInfo> {
@@ -212,7 +212,7 @@ impl Machine for KvmMachine {
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let ResizeDiskRequest { id, desired_size } = resize;
-        let disks = || self.fabric.virtio.iter().filter_map(|attached| attached.handle()?.as_disk());
+        let disks = || self.fabric.devices.iter().filter_map(|attached| attached.handle()?.as_disk());
         let Some(disk) = disks().find(|disk| disk.id() == id) else {
             let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
@@ -227,7 +227,7 @@ impl Machine for KvmMachine {
     fn devices(&self) -> Vec<PciDeviceInfo> {
         let info =
             |attached: &AttachedDevice| PciDeviceInfo { id: attached.id.clone(), bdf: bdf(attached.slot) };
-        self.fabric.virtio.iter().map(info).collect()
+        self.fabric.devices.iter().map(info).collect()
     }
 
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::attached_device::NewDevice;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::resources::PmemFiles;
 use crate::config::PmemConfig;
+use crate::device::NewDevice;
 use crate::log::sparsely;
 use crate::memory::lost::{GuestRange, LostMemory};
 use crate::memory::{MappedRange, Memory, layout};

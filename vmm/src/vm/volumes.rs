@@ -7,7 +7,6 @@ use pmem_volume::Durability;
 use tracing::{info, warn};
 
 use super::attached::{AttachedVolume, Opened};
-use super::attached_device::NewDevice;
 use super::created_volumes::CreatedVolumes;
 use super::error::BuildError;
 use super::fabric::Fabric;
@@ -16,6 +15,7 @@ use super::resources::Resources;
 use super::zones;
 use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
+use crate::device::NewDevice;
 use crate::events::{Event, Events};
 use crate::memory::backing::Access;
 use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};

@@ -8,3 +8,13 @@ mod source;
 pub use device::Rng;
 pub use metrics::RngMetrics;
 pub use source::{EntropySource, SourceError};
+
+use crate::config::RngConfig;
+use crate::device::{DeviceContext, NewDevice};
+
+/// Builds the device of `--rng`.
+pub fn build(config: &RngConfig, context: &DeviceContext) -> Result<NewDevice, SourceError> {
+    let device = Rng::new(EntropySource::open(&config.src)?, context.event_loop.clone());
+    let metrics = device.metrics();
+    Ok(NewDevice::fixed(device).exposing(metrics))
+}
