@@ -4,9 +4,10 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use foreshore_types::size;
 use serde_json::Value;
 
-use super::cli::{TABLES, command};
+use super::cli::{TABLES, command, parse_command_line};
 use super::keys::{Key, Options, Table};
 use super::{ConfigError, json};
 
@@ -27,6 +28,51 @@ fn help_of<'a>(help: &'a str, flag: &str) -> &'a str {
     let begin = help.find(&format!("      {flag} ")).unwrap_or_else(|| panic!("{flag} is not in the help"));
     let paragraph = &help[begin + flag.len()..];
     paragraph.find("\n\n").map_or(paragraph, |end| &paragraph[..end])
+}
+
+/// Values of the keys that a flag needs.
+fn needed(flag: &str) -> &'static [(&'static str, &'static str)] {
+    match flag {
+        "--memory-zone" => &[("id", "a"), ("size", "1G")],
+        "--numa" => &[("guest_numa_id", "0")],
+        "--pm-memory" => &[("pool", "/p"), ("size", "2M")],
+        "--pm-volume" => &[("pool", "/p"), ("name", "a")],
+        "--disk" => &[("path", "/d")],
+        "--pmem" | "--serial" | "--console" => &[("file", "/f")],
+        "--vsock" => &[("cid", "3"), ("socket", "/s")],
+        _ => &[],
+    }
+}
+
+/// Error of a command line with `key=value` in `flag`, if it is about that key.
+fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
+    let others = needed(flag).iter().filter(|(other, _)| *other != key);
+    let pairs: Vec<_> = others.chain([&(key, value)]).map(|(key, value)| format!("{key}={value}")).collect();
+    let zones_alone: &[_] = if flag == "--memory-zone" { &["--memory", "size=0"] } else { &[] };
+    let pairs = pairs.join(",");
+    let args = [&["foreshore", "--kernel", "/k"], zones_alone, &[flag, &*pairs]].concat();
+    let error = parse_command_line(args.into_iter().map(Into::into)).err()?.to_string();
+    let is_about_key = error.strip_prefix(&format!("{flag}: {key}"))?.starts_with(['=', ' ']);
+    is_about_key.then_some(error)
+}
+
+#[test]
+fn bounds_in_the_help_are_enforced() {
+    let mut seen = 0;
+    for table in TABLES {
+        for Key { name, range, .. } in (table.keys)() {
+            let Some(range) = range else { continue };
+            let (least, most) = range.split_once(" to ").unwrap();
+            let [least, most] = [least, most].map(|bound| size::parse(bound).unwrap());
+            let outside = least.checked_sub(1).into_iter().chain(most.checked_add(1));
+            for value in outside {
+                let error = refusal(table.flag, name, &value.to_string());
+                assert!(error.is_some(), "{} {name}={value}", table.flag);
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen > 10, "{seen}");
 }
 
 #[test]

@@ -26,7 +26,7 @@
 /// |---|---|
 /// | `flag "name"` | name in the flag |
 /// | `syntax ("FORM")` | form of the value in the help, instead of the type's |
-/// | `range (LEAST..=MOST)` | bounds of a number or a size |
+/// | `range (LEAST..=MOST)` | bounds of a number or a size, which `check_ranges` checks |
 /// | `usually (value)` | default in the help of a key whose absence is kept, an `Option` |
 /// | `derived` | the default follows from other keys, and is not in the help |
 /// | `json_only` | no key of the flag, where it has its type's default |
@@ -73,16 +73,42 @@ macro_rules! section {
     };
     (@range [$other:tt $($rest:tt)*] $ty:ty) => { section!(@range [$($rest)*] $ty) };
     (@range [] $ty:ty) => { None };
-    (@check [range ($range:expr) $($rest:tt)*] $all:tt $this:ident $field:ident) => {
-        $crate::config::keys::check_range(
-            Self::FLAG,
-            section!(@flag_name $all $field),
-            &$this.$field,
-            &$range,
-        )?
+
+    // Keys with bounds are collected. A section that has some and does not check them has a method
+    // that is never used, which the compiler reports.
+    (
+        @ranges $Name:ident [$($found:tt)*]
+            {$field:ident [range ($range:expr) $($rest:tt)*] $all:tt} $($more:tt)*
+    ) => {
+        section!(@ranges $Name [$($found)* {$field $all ($range)}] $($more)*);
     };
-    (@check [$other:tt $($rest:tt)*] $($more:tt)*) => { section!(@check [$($rest)*] $($more)*) };
-    (@check [] $($more:tt)*) => {};
+    (
+        @ranges $Name:ident $found:tt
+            {$field:ident [$other:tt $($rest:tt)*] $all:tt} $($more:tt)*
+    ) => {
+        section!(@ranges $Name $found {$field [$($rest)*] $all} $($more)*);
+    };
+    (@ranges $Name:ident $found:tt {$field:ident [] $all:tt} $($more:tt)*) => {
+        section!(@ranges $Name $found $($more)*);
+    };
+    (@ranges $Name:ident []) => {};
+    (@ranges $Name:ident [$({$field:ident $all:tt ($range:expr)})+]) => {
+        impl $Name {
+            /// Checks the bounds of all keys.
+            fn check_ranges(&self) -> Result<(), $crate::config::ConfigError> {
+                $(
+                    $crate::config::keys::check_range(
+                        Self::FLAG,
+                        section!(@flag_name $all $field),
+                        &self.$field,
+                        &$range,
+                    )?;
+                )+
+                Ok(())
+            }
+        }
+    };
+
     (@default [usually ($usual:expr) $($rest:tt)*] $ty:ty) => {
         $crate::config::keys::FlagValue::show(&$usual)
     };
@@ -259,6 +285,7 @@ macro_rules! section {
             }
         }
 
+        section!(@ranges $Name [] $({$field [$($($option)+)?] [$($($option)+)?]})*);
         section!(@section $Name [$($about)?] [$($words)?] [$($by)?] {
             $($field [$($($option)+)?] $ty [$($default)?] $key_about)*
         });
@@ -284,17 +311,6 @@ macro_rules! section {
                         section!(@read $options $options options $field, $ty $(, $default)?);
                 )*
                 Ok(Self { $($field),* })
-            }
-        }
-
-        impl $Name {
-            /// Checks the bounds of all keys.
-            #[allow(dead_code, reason = "not every section has keys with bounds")]
-            fn check_ranges(&self) -> Result<(), $crate::config::ConfigError> {
-                let this = self;
-                $(section!(@check $options $options this $field);)*
-                let _ = this;
-                Ok(())
             }
         }
 
