@@ -85,7 +85,7 @@ fn values_are_trimmed_and_an_empty_one_is_not_given() {
 }
 
 #[test]
-fn words_and_switches_are_read_in_any_case() {
+fn option_words_and_switches_are_read_in_any_case_after_a_key() {
     for (text, shared) in [("on", true), ("On", true), ("TRUE", true), ("off", false), ("False", false)] {
         assert_eq!(thing(&format!("path=/a,shared={text}")).inner.shared, shared);
     }
@@ -94,6 +94,8 @@ fn words_and_switches_are_read_in_any_case() {
     }
     assert_eq!(thing("path=/a,kind=Uncooked").kind, Kind::Raw);
     assert_eq!(thing("path=/a,kind=foreign").kind, Kind::Foreign);
+    assert!(error("TTY,path=/a").starts_with(r#"--thing: unknown key "TTY""#), "words without a value");
+    assert!(error("Path=/a").starts_with(r#"--thing: unknown key "Path""#), "keys");
     assert_eq!(error("path=/a,kind=rare"), r#"--thing: kind="rare" is not raw or well-done"#);
     assert_eq!(error("path=/a,shared=maybe"), r#"--thing: shared="maybe" is not on or off"#);
 }
