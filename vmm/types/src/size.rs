@@ -37,9 +37,9 @@ impl Unit {
         1 << (10 * self.power)
     }
 
-    /// Returns true if `bytes` is short in this unit: fewer than 65,536 units, or 1,024 KiB.
+    /// Returns true if `bytes` is short in this unit: at most five digits, or less than 1,024 KiB.
     fn is_short(self, bytes: u64) -> bool {
-        bytes / self.bytes() < if self.power > 1 { 64 << 10 } else { 1 << 10 }
+        bytes / self.bytes() < if self.power > 1 { 100_000 } else { 1 << 10 }
     }
 }
 

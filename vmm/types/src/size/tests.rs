@@ -152,8 +152,14 @@ fn rounded_text_is_exact_where_it_is_short() {
         (12, "12 bytes"),
         (3 * KIB, "3 KiB"),
         (6 * MIB, "6 MiB"),
+        (MIB - KIB, "1023 KiB"),
+        (MIB + KIB, "1.0 MiB"),
         (4 * GIB - 4 * MIB, "4092 MiB"),
         (4 * GIB, "4 GiB"),
+        (99_999 * MIB, "99999 MiB"),
+        (100_001 * MIB, "97.6 GiB"),
+        (99_999 * GIB, "99999 GiB"),
+        (100_001 * GIB, "97.6 TiB"),
         (1536 * GIB, "1536 GiB"),
         (512 * TIB, "512 TiB"),
     ];
@@ -169,6 +175,8 @@ fn rounded_text_is_never_larger_than_the_size() {
         (5 * MIB + 5 * KIB, "5.0 MiB"),
         (TIB - 10 * MIB, "1023.9 GiB"),
         (2 * TIB - 18 * MIB, "2047.9 GiB"),
+        (100_000 * GIB - MIB, "99999.9 GiB"),
+        (100_000 * GIB + MIB, "97.6 TiB"),
         (100 * TIB - 1, "99.9 TiB"),
         (u64::MAX, "16777215.9 TiB"),
     ];
