@@ -52,15 +52,15 @@ words! {
     pub enum ImageType {
         /// Raw, unless the first bytes are those of another type.
         #[default]
-        Unknown = "Unknown" "unknown" hidden,
+        Unknown = "Unknown" ("unknown") "unknown" hidden,
         /// Raw, whatever the first bytes are.
-        Raw = "Raw" "raw",
+        Raw = "Raw" ("raw") "raw",
         /// Not served.
-        Qcow2 = "Qcow2" "qcow2" hidden,
+        Qcow2 = "Qcow2" ("qcow2") "qcow2" hidden,
         /// Not served.
-        FixedVhd = "FixedVhd" "vhd" "fixed-vhd" hidden,
+        FixedVhd = "FixedVhd" ("vhd") "vhd" "fixed-vhd" hidden,
         /// Not served.
-        Vhdx = "Vhdx" "vhdx" hidden,
+        Vhdx = "Vhdx" ("vhdx") "vhdx" hidden,
     }
 }
 

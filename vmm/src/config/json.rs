@@ -199,6 +199,34 @@ mod tests {
     }
 
     #[test]
+    fn words_of_flags_are_refused_in_json() {
+        let memory = |word: &str| with(json!({"memory": {"size": 512 << 20, "hotplug_method": word}}));
+        let console = |word: &str| with(json!({"console": {"mode": word}}));
+        let scheduling =
+            |word: &str| with(json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "core_scheduling": word}}));
+        let image = |word: &str| with(json!({"disks": [{"path": "/d", "image_type": word}]}));
+        for (config, expected) in [
+            (memory("virtio-mem"), "memory.hotplug_method is \"virtio-mem\", and must be Acpi or VirtioMem"),
+            (memory("acpi"), "memory.hotplug_method is \"acpi\", and must be Acpi or VirtioMem"),
+            (scheduling("vcpu"), "cpus.core_scheduling is \"vcpu\", and must be Vm, Vcpu or Off"),
+            (console("off"), "console.mode is \"off\", and must be Off, Null, Tty, Pty, File or Socket"),
+            (image("fixed-vhd"), "disks[0].image_type is \"fixed-vhd\", and must be Raw"),
+            (image("RAW"), "disks[0].image_type is \"RAW\", and must be Raw"),
+        ] {
+            assert_eq!(error(config), expected);
+        }
+        for config in
+            [memory("VirtioMem"), scheduling("Vcpu"), console("Off"), image("raw"), image("unknown")]
+        {
+            assert!(read(config.clone()).is_ok(), "{config}");
+        }
+        for (word, name) in [("qcow2", "qcow2"), ("vhd", "vhd"), ("vhdx", "vhdx"), ("FixedVhd", "vhd")] {
+            let refused = format!("--disk: image_type={name} is not supported by foreshore");
+            assert!(error(image(word)).starts_with(&refused), "{word}");
+        }
+    }
+
+    #[test]
     fn unknown_fields_are_named_by_their_path() {
         let config = json!({
             "payload": {"kernel": "/k", "initrd": "/i"},

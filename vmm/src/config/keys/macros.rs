@@ -329,8 +329,12 @@ macro_rules! section {
     (@parse $Name:ident [$by:ident]) => {};
 }
 
-/// Makes an enum of option words. Each variant has its name in JSON, its word in the flag, and other
-/// names that are read.
+/// Makes an enum of option words. Each variant has its name in JSON, in parentheses other names that
+/// JSON may have, its word in the flag, and other words that the flag may have:
+///
+/// ```text
+/// FixedVhd = "FixedVhd" ("vhd") "vhd" "fixed-vhd" hidden,
+/// ```
 ///
 /// A variant that ends with `hidden` is read but not named in the help and in errors.
 macro_rules! words {
@@ -339,7 +343,8 @@ macro_rules! words {
         $vis:vis enum $Name:ident {
             $(
                 $(#[$variant_meta:meta])*
-                $Variant:ident = $json:literal $word:literal $($alias:literal)* $($hidden:ident)?,
+                $Variant:ident = $json:literal $(($($json_alias:literal)+))?
+                    $word:literal $($alias:literal)* $($hidden:ident)?,
             )*
         }
     ) => {
@@ -354,8 +359,9 @@ macro_rules! words {
                 $crate::config::keys::Word {
                     value: Self::$Variant,
                     json: $json,
+                    json_aliases: &[$($($json_alias),+)?],
                     flag: $word,
-                    others: &[$($alias),*],
+                    flag_aliases: &[$($alias),*],
                     is_shown: words!(@shown $($hidden)?),
                 },
             )*];
@@ -380,7 +386,7 @@ macro_rules! words {
             }
 
             fn read(text: &str) -> Option<Self> {
-                <Self as $crate::config::keys::Words>::find(|name| name.eq_ignore_ascii_case(text))
+                <Self as $crate::config::keys::Words>::word_from_flag(text)
             }
 
             fn show(&self) -> Option<String> {

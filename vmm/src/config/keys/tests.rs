@@ -9,7 +9,7 @@ words! {
     pub enum Kind {
         /// As it grew.
         #[default]
-        Raw = "Raw" "raw" "uncooked",
+        Raw = "Raw" ("RAW") "raw" "uncooked",
         /// Heated.
         WellDone = "WellDone" "well-done",
         /// Known elsewhere.
@@ -192,6 +192,8 @@ fn json_is_read_and_shown() {
     let (read_thing, warnings) = read(json.clone()).unwrap();
     assert_eq!((warnings, serde_json::to_value(&read_thing).unwrap()), (Vec::new(), json.clone()));
     assert_eq!(serde_json::from_value::<Thing>(json).unwrap(), read_thing);
+    let alias = read(json!({"path": "/a", "kind": "RAW"})).unwrap().0;
+    assert_eq!(serde_json::to_value(alias.kind).unwrap(), "Raw");
     let least = read(json!({"path": "/a", "size": null, "hugepages": false, "parts": null, "other": null}));
     assert_eq!(least.unwrap(), (thing("path=/a"), Vec::new()));
     let shown = r#"{"path":"/a","size":4194304,"count_max":1,"kind":"Raw","shared":false}"#;
@@ -210,6 +212,9 @@ fn json_errors_name_field_value_and_bound() {
         (with("count_max", json!(0.5)), "count_max is 0.5, and must be a whole number from 0 to 255"),
         (with("count_max", json!("a")), r#"count_max is "a", and must be a whole number from 0 to 255"#),
         (with("kind", json!("Rare")), r#"kind is "Rare", and must be Raw or WellDone"#),
+        (with("kind", json!("raw")), r#"kind is "raw", and must be Raw or WellDone"#),
+        (with("kind", json!("uncooked")), r#"kind is "uncooked", and must be Raw or WellDone"#),
+        (with("kind", json!("well-done")), r#"kind is "well-done", and must be Raw or WellDone"#),
         (with("kind", json!(1)), "kind is 1, and must be Raw or WellDone"),
         (with("shared", json!("on")), r#"shared is "on", and must be true or false"#),
         (with("parts", json!({"a": 1})), "parts is an object, and must be a list"),

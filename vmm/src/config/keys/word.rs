@@ -11,15 +11,17 @@ pub(crate) struct Word<T: 'static> {
     pub value: T,
     /// Name in JSON.
     pub json: &'static str,
+    /// Other names that JSON may have.
+    pub json_aliases: &'static [&'static str],
     /// Word in the flag.
     pub flag: &'static str,
-    /// Other names that are read.
-    pub others: &'static [&'static str],
+    /// Other words that the flag may have, beside the name in JSON.
+    pub flag_aliases: &'static [&'static str],
     /// The help and errors name it.
     pub is_shown: bool,
 }
 
-/// An enum of option words. In JSON names are exact; a flag has them in any case of letters.
+/// An enum of option words. In JSON names are exact; a flag also has words, in any case of letters.
 pub(crate) trait Words: Copy + PartialEq + 'static {
     /// Names of every variant.
     const WORDS: &'static [Word<Self>];
@@ -29,10 +31,12 @@ pub(crate) trait Words: Copy + PartialEq + 'static {
         Self::WORDS.iter().find(|word| word.value == self).expect("every variant has a word")
     }
 
-    /// Variant with a name for which `is` returns true.
-    fn find(is: impl Fn(&str) -> bool) -> Option<Self> {
-        let has =
-            |word: &&Word<Self>| is(word.json) || is(word.flag) || word.others.iter().any(|name| is(name));
+    /// Reads a word of the flag.
+    fn word_from_flag(text: &str) -> Option<Self> {
+        let has = |word: &&Word<Self>| {
+            let mut names = [word.flag, word.json].into_iter().chain(word.flag_aliases.iter().copied());
+            names.any(|name| name.eq_ignore_ascii_case(text))
+        };
         Self::WORDS.iter().find(has).map(|word| word.value)
     }
 
@@ -43,8 +47,9 @@ pub(crate) trait Words: Copy + PartialEq + 'static {
 
     /// Reads a name in JSON.
     fn word_from_json(json: &Value, walk: &Walk) -> Result<Self, JsonError> {
-        let found = json.as_str().and_then(|text| Self::find(|name| name == text));
-        found.ok_or_else(|| {
+        let has = |word: &&Word<Self>| word.json == json || word.json_aliases.iter().any(|name| name == json);
+        let found = Self::WORDS.iter().find(has);
+        found.map(|word| word.value).ok_or_else(|| {
             let shown = Self::WORDS.iter().filter(|word| word.is_shown).map(|word| word.json);
             walk.wrong(json, one_of(&shown.collect::<Vec<_>>()))
         })
