@@ -203,6 +203,12 @@ fn pages() -> Vec<String> {
     files.filter(is_page).map(|path| std::fs::read_to_string(path).unwrap()).collect()
 }
 
+/// Returns true if a page names `flag`, and not only a longer one.
+fn names_flag(page: &str, flag: &str) -> bool {
+    let is_end = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || "-_".contains(c));
+    page.match_indices(flag).any(|(at, _)| is_end(&page[at + flag.len()..]))
+}
+
 /// Returns true if a page has `word` in code: between backticks, or in a block.
 fn has_in_code(page: &str, word: &str) -> bool {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
@@ -214,11 +220,18 @@ fn has_in_code(page: &str, word: &str) -> bool {
 }
 
 #[test]
-fn every_key_is_documented() {
+fn page_that_names_a_longer_flag_does_not_name_the_flag() {
+    assert!(names_flag("`--memory-zone id=a` and `--memory`", "--memory"));
+    assert!(!names_flag("`--memory-zone id=a`, `--memory_x`", "--memory"));
+}
+
+#[test]
+fn every_key_is_documented_on_a_page_that_names_its_flag() {
     let pages = pages();
     for table in TABLES {
         for name in table.names() {
-            assert!(pages.iter().any(|page| has_in_code(page, name)), "{} {name}", table.flag);
+            let is_documented = |page: &String| names_flag(page, table.flag) && has_in_code(page, name);
+            assert!(pages.iter().any(is_documented), "{} {name}", table.flag);
         }
     }
 }
