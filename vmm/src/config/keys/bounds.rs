@@ -30,19 +30,18 @@ macro_rules! numeric {
 
 numeric!(u8 u16 u32 u64);
 
-/// Checks a value against its bounds, if it is given. A `u64` is a size, as in [`FlagValue`].
-pub(crate) fn check_range<T: Copy + Into<u64>>(
+/// Checks a value against its bounds, if it is given.
+pub(crate) fn check_range<T: FlagValue + Copy + Into<u64>>(
     flag: &'static str,
     key: &'static str,
     value: &impl Numeric<T>,
     range: &RangeInclusive<T>,
 ) -> Result<(), ConfigError> {
     let Some(value) = value.number() else { return Ok(()) };
-    let is_size = size_of::<T>() == size_of::<u64>();
     let [value, least, most] = [value, *range.start(), *range.end()].map(Into::into);
     match value {
         _ if (least..=most).contains(&value) => Ok(()),
-        _ if !is_size => Err(ConfigError::OutOfRange { flag, key, value, least, most }),
+        _ if !T::IS_SIZE => Err(ConfigError::OutOfRange { flag, key, value, least, most }),
         _ if value < least => {
             Err(ConfigError::TooSmall { flag, key, value: Size(value), least: Size(least) })
         }
@@ -57,4 +56,48 @@ pub(crate) fn check_range<T: Copy + Into<u64>>(
 pub(crate) fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> String {
     let [least, most] = [range.start(), range.end()].map(|bound| bound.show().unwrap_or_default());
     format!("{least} to {most}")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::ParseIntError;
+    use std::str::FromStr;
+
+    use super::super::text_value;
+    use super::*;
+
+    /// Number of 64 bits that is not a size.
+    #[derive(Clone, Copy)]
+    struct Count(u64);
+
+    text_value!(Count, "N", "a whole number");
+
+    impl FromStr for Count {
+        type Err = ParseIntError;
+
+        fn from_str(text: &str) -> Result<Self, ParseIntError> {
+            text.parse().map(Self)
+        }
+    }
+
+    impl From<Count> for u64 {
+        fn from(count: Count) -> Self {
+            count.0
+        }
+    }
+
+    impl Numeric<Self> for Count {
+        fn number(&self) -> Option<Self> {
+            Some(*self)
+        }
+    }
+
+    #[test]
+    fn only_sizes_have_units_in_errors() {
+        let error = |checked: Result<(), ConfigError>| checked.unwrap_err().to_string();
+        let count = check_range("--a", "b", &Count(4096), &(Count(1)..=Count(8)));
+        assert_eq!(error(count), "--a: b is 4096, and must be 1 to 8");
+        let size = check_range("--a", "b", &4096_u64, &(1..=8));
+        assert_eq!(error(size), "--a: b is 4 KiB, and must be at most 8 bytes");
+    }
 }

@@ -13,6 +13,9 @@ use super::{JsonValue, Refused, Table};
 
 /// A value as a flag has it.
 pub(crate) trait FlagValue: JsonValue {
+    /// The value is a size in bytes, and errors about its bounds have units.
+    const IS_SIZE: bool = false;
+
     /// Form of the value in the help.
     fn syntax() -> String;
 
@@ -104,8 +107,10 @@ macro_rules! number_value {
 
 number_value!(u8 u16 u32);
 
-/// A size in bytes: keys that count something have fewer bits.
+/// A size in bytes. Keys that count something have types of fewer bits.
 impl FlagValue for u64 {
+    const IS_SIZE: bool = true;
+
     fn syntax() -> String {
         "SIZE".to_owned()
     }
