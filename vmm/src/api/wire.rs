@@ -29,12 +29,12 @@ impl PingAnswer {
 
 section! {
     /// Body of `vm.resize`.
-    #[derive(Default)]
     pub struct ResizeBody: "vm.resize" {
         desired_vcpus: Option<u8> => "vCPUs",
         desired_ram: Option<u64> => "DRAM in bytes, boot part included",
         desired_balloon: Option<u64> => "Balloon in bytes",
     }
+    defaults true;
 }
 
 impl TryFrom<ResizeBody> for ResizeRequest {

@@ -17,10 +17,8 @@ pub(super) const CONSOLE: Table = Table::of::<ConsoleConfig>();
 
 words! {
     /// Destination of a console's output.
-    #[derive(Default)]
     pub enum ConsoleMode {
         /// There is no device.
-        #[default]
         Off = "Off" "off",
         /// Output is discarded.
         Null = "Null" "null",
@@ -37,9 +35,8 @@ words! {
 
 section! {
     /// Console: the serial port or virtio-console.
-    #[derive(Default)]
     pub struct ConsoleConfig: "--console" "virtio-console, hvc0; tty if not given" {
-        mode (json_only): ConsoleMode => "Destination",
+        mode (json_only json_required): ConsoleMode = ConsoleMode::Off => "Destination",
         file: Option<PathBuf>
             => "File for the output; for a pseudo terminal its path, which vm.info shows",
         socket: Option<PathBuf> => "Unix socket that clients connect to",
@@ -50,6 +47,7 @@ section! {
     }
     words &["off", "null", "tty", "pty"];
     refused &[refused::PCI, refused::SLOT, REFUSED];
+    defaults true;
     parse own;
 }
 

@@ -42,6 +42,7 @@ section! {
             => "Tasks that may share a host core with a vCPU",
     }
     refused &[REFUSED];
+    defaults true;
 }
 
 section! {
@@ -65,29 +66,22 @@ section! {
 
 section! {
     /// CPU features that are off by default.
-    #[derive(Copy, Default)]
+    #[derive(Copy)]
     pub struct CpuFeatures: "--cpus" {
         amx: bool = false => "Intel's matrix extensions",
     }
+    defaults true;
 }
 
 words! {
     /// Tasks that may share a host core with a vCPU, if the core has several threads.
-    #[derive(Default)]
     pub enum CoreScheduling {
         /// Other vCPUs of the VM.
-        #[default]
         Vm = "Vm" "vm",
         /// None.
         Vcpu = "Vcpu" "vcpu",
         /// Any task.
         Off = "Off" "off",
-    }
-}
-
-impl Default for CpusConfig {
-    fn default() -> Self {
-        Self::parse("").expect("no key is required")
     }
 }
 

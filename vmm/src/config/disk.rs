@@ -48,10 +48,8 @@ const REFUSED: &[Refused] = &[
 
 words! {
     /// Type of an image file.
-    #[derive(Default)]
     pub enum ImageType {
         /// Raw, unless the first bytes are those of another type.
-        #[default]
         Unknown = "Unknown" ("unknown") "unknown" hidden,
         /// Raw, whatever the first bytes are.
         Raw = "Raw" ("raw") "raw",

@@ -10,7 +10,6 @@ const MAX_PAGE_BYTES: u64 = 1 << 40;
 
 section! {
     /// Memory of the host that backs memory of the guest.
-    #[derive(Default)]
     pub struct HostMemoryConfig: "--memory" "Host memory" {
         shared: bool = false => "Let other processes map it",
         mergeable: bool = false => "Let the host merge pages of the same content",
@@ -19,6 +18,7 @@ section! {
         prefault: bool = false => "Allocate all pages before the guest runs",
         reserve: bool = false => "Reserve all of it on the host at once",
     }
+    defaults true;
     parse none;
 }
 

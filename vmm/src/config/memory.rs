@@ -9,10 +9,8 @@ use super::size::{self, Size, UNIT_BYTES};
 
 words! {
     /// Method of DRAM hotplug.
-    #[derive(Default)]
     pub enum HotplugMethod {
         /// ACPI memory devices.
-        #[default]
         Acpi = "Acpi" "acpi",
         /// A virtio-mem device.
         VirtioMem = "VirtioMem" "virtio-mem",
@@ -33,12 +31,7 @@ section! {
         zones (json_only): Vec<MemoryZoneConfig>
             => "Zones with sizes of their own, instead of those above",
     }
-}
-
-impl Default for MemoryConfig {
-    fn default() -> Self {
-        Self::parse("").expect("no key is required")
-    }
+    defaults true;
 }
 
 impl MemoryConfig {

@@ -11,7 +11,6 @@ use super::size::{self, Size};
 
 section! {
     /// Zone of DRAM.
-    #[derive(Default)]
     pub struct MemoryZoneConfig: "--memory-zone" "Zones of DRAM, with --memory size=0" {
         id: String => "Name",
         size: u64 => "Boot memory",

@@ -438,8 +438,8 @@ mod tests {
                 c.pm_memory =
                     vec![PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() }]
             },
-            |c| c.numa = vec![NumaConfig { guest_numa_id: 64, ..NumaConfig::default() }],
-            |c| c.numa = vec![NumaConfig { guest_numa_id: 1, ..NumaConfig::default() }],
+            |c| c.numa = vec![NumaConfig::parse("guest_numa_id=64").unwrap()],
+            |c| c.numa = vec![NumaConfig::parse("guest_numa_id=1").unwrap()],
             |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
             |c| c.disks = vec![DiskConfig::parse("path=/d,num_queues=2").unwrap()],
             |c| c.net = vec![NetConfig::parse("num_queues=4").unwrap()],

@@ -43,10 +43,8 @@ const FDS_IGNORED: &str = "--net: fds in JSON are ignored, because they name no 
 
 words! {
     /// Use of vhost-net, with which the host's kernel transfers frames.
-    #[derive(Default)]
     pub enum VhostMode {
         /// This process transfers frames.
-        #[default]
         Off = "off" "off",
         /// The kernel transfers frames. If it cannot, the device is refused.
         On = "on" "on",

@@ -29,7 +29,6 @@ section! {
 
 section! {
     /// Node of the guest.
-    #[derive(Default)]
     pub struct NumaConfig: "--numa" "Nodes of the guest" {
         guest_numa_id (range (0..=MAX_NODE)): u32 => "Number of the node",
         cpus: Option<Vec<u8>> => "Its vCPUs",

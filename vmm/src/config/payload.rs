@@ -18,7 +18,6 @@ pub const MAX_CMDLINE_BYTES: usize = 2048;
 
 section! {
     /// Guest software to boot. On the command line each key is a flag.
-    #[derive(Default)]
     pub struct PayloadConfig: "payload" {
         firmware: Option<PathBuf> => "ELF file with a PVH note that boots from a disk",
         kernel: Option<PathBuf> => "ELF kernel with a PVH note, or a bzImage",
@@ -26,6 +25,7 @@ section! {
         cmdline: Option<String> => "Kernel command line",
     }
     refused &[REFUSED];
+    defaults true;
 }
 
 impl PayloadConfig {

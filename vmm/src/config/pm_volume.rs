@@ -13,10 +13,8 @@ use super::size;
 
 words! {
     /// Interface of a volume to the guest.
-    #[derive(Default)]
     pub enum VolumeInterface {
         /// The safest interface that the guest can use.
-        #[default]
         Auto = "auto" "auto",
         /// An NVDIMM, by ACPI NFIT.
         Nvdimm = "nvdimm" "nvdimm",
@@ -29,10 +27,8 @@ words! {
 
 words! {
     /// Format of a volume's bytes.
-    #[derive(Default)]
     pub enum VolumeFormat {
         /// A Block Translation Table: a disk whose sectors do not tear.
-        #[default]
         Btt = "btt" "btt",
         /// Bytes that programs in the guest may map (DAX). Sectors may tear.
         Raw = "raw" "raw",
@@ -64,10 +60,9 @@ impl From<VolumeFormat> for pmem_volume::VolumeFormat {
 }
 
 /// How large a volume shall be. In JSON bytes, or `"remaining"`, as the flag has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
     /// What it is.
-    #[default]
     Existing,
     /// So many bytes.
     Bytes(u64),

@@ -68,17 +68,12 @@ section! {
         record_size (usually (RECORD_BYTES)): Option<u64> => "Largest size of the recording",
     }
     strict true;
+    defaults true;
     parse own;
 }
 
 /// Table of the flag.
 pub(super) const TABLE: Table = Table::of::<PressureConfig>();
-
-impl Default for PressureConfig {
-    fn default() -> Self {
-        Self::from_options(&Options::none(FLAG)).expect("no key is required")
-    }
-}
 
 impl PressureConfig {
     /// Reads the flag's value.

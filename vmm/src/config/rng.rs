@@ -17,12 +17,7 @@ section! {
         src (json_required): PathBuf = "/dev/urandom".into() => "File to read entropy from",
     }
     refused &[refused::PCI, refused::SLOT, REFUSED];
-}
-
-impl Default for RngConfig {
-    fn default() -> Self {
-        Self::parse("").expect("no key is required")
-    }
+    defaults true;
 }
 
 #[cfg(test)]

@@ -170,11 +170,12 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     let whole = || MemoryZoneConfig {
         id: DRAM_ZONE.to_owned(),
         size: memory.size,
+        file: None,
         host: memory.host.clone(),
+        host_numa_node: None,
         hotplug_size: memory.hotplug_size,
         hotplugged_size: memory.hotplugged_size,
         plug_bandwidth: memory.plug_bandwidth,
-        ..MemoryZoneConfig::default()
     };
     let zones = if memory.zones.is_empty() { vec![whole()] } else { memory.zones.clone() };
     let mut places: BTreeMap<&str, u32> = BTreeMap::new();

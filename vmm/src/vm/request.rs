@@ -456,7 +456,6 @@ pub enum RecordingState {
 
 section! {
     /// Change of the governor by `vm.pressure`. A field that is `None` stays unchanged.
-    #[derive(Default)]
     pub struct PressureChange: "vm.pressure" {
         policy: Option<String> => "Another policy",
         size: Option<u64>
@@ -472,6 +471,7 @@ section! {
             => "Parameters of the rules above every policy; all others stay",
     }
     strict true;
+    defaults true;
 }
 
 impl PressureChange {

@@ -183,7 +183,7 @@ impl Options {
     pub fn parse(table: &Table, more: &[&'static str], text: &str) -> Result<Self, ConfigError> {
         let flag = table.flag;
         let keys: Vec<_> = table.names().chain(more.iter().copied()).collect();
-        let mut options = Self::none(flag);
+        let mut options = Self { flag, given: Vec::new(), words: Vec::new() };
         let mut seen = Vec::new();
         let parts = match text.trim() {
             "" => Vec::new(),
@@ -219,11 +219,6 @@ impl Options {
             }
         }
         Ok(options)
-    }
-
-    /// Returns a flag without any key.
-    pub fn none(flag: &'static str) -> Self {
-        Self { flag, given: Vec::new(), words: Vec::new() }
     }
 
     /// Keys without a value that were given.

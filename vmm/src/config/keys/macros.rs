@@ -15,12 +15,14 @@
 /// ```
 ///
 /// `words` are keys of the flag without a value, and `refused` are tables of refused keys. With
-/// `strict true` unknown keys in JSON are refused. `parse own` is for a section that reads its flag
-/// itself, `parse none` for one that is only part of others. Without the text after the flag there is
-/// no flag, and the object is only in JSON.
+/// `strict true` unknown keys in JSON are refused. With `defaults true` the section has a `Default`,
+/// with the defaults of the table. `parse own` is for a section that reads its flag itself, `parse
+/// none` for one that is only part of others. Without the text after the flag there is no flag, and
+/// the object is only in JSON.
 ///
 /// A key without a default must be given, unless its type has an absent value, as `Option` has. A
-/// default may use the keys above it. Options of a key, in parentheses:
+/// section with such a key has no `Default`. A default may use the keys above it. Options of a key, in
+/// parentheses:
 ///
 /// | option | |
 /// |---|---|
@@ -29,7 +31,7 @@
 /// | `range (LEAST..=MOST)` | bounds of a number or a size, which `check_ranges` checks |
 /// | `usually (value)` | default in the help of a key whose absence is kept, an `Option` |
 /// | `derived` | the default follows from other keys, and is not in the help |
-/// | `json_only` | no key of the flag, where it has its type's default |
+/// | `json_only` | no key of the flag, where it has its default |
 /// | `json_required` | must be given in JSON, although it has a default in the flag |
 /// | `with function` | function that reads the value in JSON |
 /// | `shown` | in JSON even if it is absent |
@@ -124,9 +126,12 @@ macro_rules! section {
     // From the flag.
     (
         @read [json_only $($rest:tt)*]
-            $all:tt $options:ident $field:ident, $ty:ty $(, $default:expr)?
+            $all:tt $options:ident $field:ident, $ty:ty, $default:expr
     ) => {
-        <$ty>::default()
+        $default
+    };
+    (@read [json_only $($rest:tt)*] $all:tt $options:ident $field:ident, $ty:ty) => {
+        $options.absent(stringify!($field))?
     };
     (@read [flatten $($rest:tt)*] $all:tt $options:ident $field:ident, $ty:ty) => {
         <$ty as $crate::config::keys::Section>::from_options($options)?
@@ -145,6 +150,28 @@ macro_rules! section {
             Some(value) => value,
             None => $default,
         }
+    };
+
+    // Without any key given.
+    (@impl_default $Name:ident [] $fields:tt) => {};
+    (@impl_default $Name:ident [true] {
+        $($field:ident $options:tt $ty:ty [$($default:expr)?])*
+    }) => {
+        impl Default for $Name {
+            fn default() -> Self {
+                $(let $field: $ty = section!(@without $options $field, $ty $(, $default)?);)*
+                Self { $($field),* }
+            }
+        }
+    };
+    (@without [flatten $($rest:tt)*] $field:ident, $ty:ty) => { <$ty>::default() };
+    (@without [$other:tt $($rest:tt)*] $($more:tt)*) => {
+        section!(@without [$($rest)*] $($more)*)
+    };
+    (@without [] $field:ident, $ty:ty, $default:expr) => { $default };
+    (@without [] $field:ident, $ty:ty) => {
+        <$ty as $crate::config::keys::JsonValue>::absent()
+            .expect(concat!(stringify!($field), " has a default"))
     };
 
     // From JSON.
@@ -219,6 +246,7 @@ macro_rules! section {
         $(words $words:expr;)?
         $(refused $refused:expr;)?
         $(strict $strict:literal;)?
+        $(defaults $defaults:tt;)?
         $(parse $by:ident;)?
     ) => {
         $(#[$meta])*
@@ -286,6 +314,9 @@ macro_rules! section {
         }
 
         section!(@ranges $Name [] $({$field [$($($option)+)?] [$($($option)+)?]})*);
+        section!(@impl_default $Name [$($defaults)?] {
+            $($field [$($($option)+)?] $ty [$($default)?])*
+        });
         section!(@section $Name [$($about)?] [$($words)?] [$($by)?] {
             $($field [$($($option)+)?] $ty [$($default)?] $key_about)*
         });

@@ -5,10 +5,8 @@ use super::*;
 
 words! {
     /// Kind of a thing.
-    #[derive(Default)]
     pub enum Kind {
         /// As it grew.
-        #[default]
         Raw = "Raw" ("RAW") "raw" "uncooked",
         /// Heated.
         WellDone = "WellDone" "well-done",
@@ -19,10 +17,10 @@ words! {
 
 section! {
     /// Part of a thing.
-    #[derive(Default)]
     pub struct Inner: "--thing" "part" {
         shared: bool = false => "Let others use it",
     }
+    defaults true;
     parse none;
 }
 
@@ -52,6 +50,19 @@ section! {
     strict true;
 }
 
+section! {
+    /// Section of which no key must be given.
+    pub struct Whole: "--whole" "things that may be left out" {
+        count: u8 = 3 => "Number",
+        most (derived): u8 = count => "Largest number",
+        kind (json_only): Kind = Kind::WellDone => "Kind",
+        list (json_only): Vec<u8> => "Numbers",
+        path: Option<PathBuf> => "Place",
+        inner (flatten): Inner => "Part",
+    }
+    defaults true;
+}
+
 use std::path::PathBuf;
 
 fn thing(text: &str) -> Thing {
@@ -71,6 +82,21 @@ fn flag_is_read_with_defaults() {
     assert_eq!((least.size, least.count_max, least.kind, least.list), (4 << 20, 1, Kind::Raw, None));
     assert!(!least.inner.shared && least.parts.is_empty());
     assert_eq!(Options::parse(&Table::of::<Thing>(), &[], "tty,path=/a").unwrap().words(), ["tty"]);
+}
+
+#[test]
+fn defaults_are_those_of_the_table_everywhere() {
+    let expected = Whole {
+        count: 3,
+        most: 3,
+        kind: Kind::WellDone,
+        list: Vec::new(),
+        path: None,
+        inner: Inner { shared: false },
+    };
+    assert_eq!(Whole::default(), expected);
+    assert_eq!(Whole::parse("").unwrap(), expected);
+    assert_eq!(read_body::<Whole>(b"{}").unwrap().0, expected);
 }
 
 /// As Cloud Hypervisor's parser does.
