@@ -1,9 +1,9 @@
 //! Configuration of a VM: one file per flag and API section, each with its table of keys and a pure
 //! `validate()`.
 //!
-//! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key of a section is one
-//! line in its table: the struct, the flag, JSON, the help and the errors follow (`keys`). A new flag,
-//! such as `--pvpanic`, is a field of [`VmConfig`] and of the flags in `cli`.
+//! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key of a section is
+//! one line in its table: the struct, the flag, JSON, the help and the errors follow (`keys`). A new
+//! flag, such as `--pvpanic`, is a field of [`VmConfig`] and of the flags in `cli`.
 //!
 //! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
 //! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None

@@ -56,7 +56,8 @@ fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
     is_about_key.then_some(error)
 }
 
-/// Values that are no word or number, no path, no list, no name, and too long. Each type refuses one.
+/// Values that are no word or number, no path, no list, no name, and too long. Each type refuses
+/// one.
 fn unreadable() -> [String; 5] {
     ["!", "\"\"", "a::b", "__a", &"x".repeat(1 << 10)].map(str::to_owned)
 }
@@ -66,7 +67,7 @@ fn unreadable() -> [String; 5] {
 #[test]
 fn unreadable_value_of_every_key_is_refused_with_its_name() {
     for table in TABLES {
-        // An error about a volume's name quotes the name alone. The flag is refused without this key.
+        // An error about a volume's name quotes the name alone. The key is required.
         for name in table.names().filter(|name| (table.flag, *name) != ("--pm-volume", "name")) {
             let mut errors = unreadable().into_iter().map(|value| refusal(table.flag, name, &value));
             assert!(errors.any(|error| error.is_some()), "{} {name}", table.flag);

@@ -15,14 +15,14 @@
 /// ```
 ///
 /// `words` are keys of the flag without a value, and `refused` are tables of refused keys. With
-/// `strict true` unknown keys in JSON are refused. With `defaults true` the section has a `Default`,
+/// `strict true` unknown keys in JSON are refused. With `defaults true` the section has a `Default`
 /// with the defaults of the table. `parse own` is for a section that reads its flag itself, `parse
 /// none` for one that is only part of others. Without the text after the flag there is no flag, and
 /// the object is only in JSON.
 ///
 /// A key without a default must be given, unless its type has an absent value, as `Option` has. A
-/// section with such a key has no `Default`. A default may use the keys above it. Options of a key, in
-/// parentheses:
+/// section with such a key has no `Default`. A default may use the keys above it. Options of a key,
+/// in parentheses:
 ///
 /// | option | |
 /// |---|---|
@@ -360,8 +360,8 @@ macro_rules! section {
     (@parse $Name:ident [$by:ident]) => {};
 }
 
-/// Makes an enum of option words. Each variant has its name in JSON, in parentheses other names that
-/// JSON may have, its word in the flag, and other words that the flag may have:
+/// Makes an enum of option words. Each variant has its name in JSON, in parentheses other names
+/// that JSON may have, its word in the flag, and other words that the flag may have:
 ///
 /// ```text
 /// FixedVhd = "FixedVhd" ("vhd") "vhd" "fixed-vhd" hidden,
