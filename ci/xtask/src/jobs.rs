@@ -76,6 +76,16 @@ impl Job {
         }
     }
 
+    /// The group, unless the child has been waited for.
+    fn group(&self) -> Option<Group> {
+        state().groups.iter().find(|group| group.leader == self.leader).copied()
+    }
+
+    /// Ends the group if `result` is an error.
+    fn end_on_error(&self, result: Result<()>) -> Result<()> {
+        result.inspect_err(|_| end_groups(self.group().as_slice()))
+    }
+
     fn reap(&mut self) -> Result<ExitStatus> {
         let is_ending = {
             let mut state = state();
@@ -99,8 +109,7 @@ impl Job {
 impl Drop for Job {
     /// Ends a job that an error has left behind.
     fn drop(&mut self) {
-        let is_left = |group: &&Group| group.leader == self.leader;
-        let Some(group) = state().groups.iter().find(is_left).copied() else { return };
+        let Some(group) = self.group() else { return };
         end_groups(&[group]);
         let _ = self.reap();
     }
@@ -189,7 +198,8 @@ pub fn stream_output(command: &mut Command, receive: impl FnMut(&[u8]) -> Result
 }
 
 /// Runs a command as a job, forwards its output to one receiver and its errors to another, and
-/// returns its exit status.
+/// returns its exit status. An error of a receiver ends the job, whose other pipe would otherwise
+/// stay open.
 pub fn stream_apart(
     command: &mut Command,
     receive: impl FnMut(&[u8]) -> Result<()>,
@@ -199,8 +209,8 @@ pub fn stream_apart(
     let output = job.child.stdout.take().context("no pipe")?;
     let errors = job.child.stderr.take().context("no pipe")?;
     let drained = thread::scope(|scope| {
-        let errors = scope.spawn(|| drain(errors, receive_errors));
-        let drained = drain(output, receive);
+        let errors = scope.spawn(|| job.end_on_error(drain(errors, receive_errors)));
+        let drained = job.end_on_error(drain(output, receive));
         let Ok(errors) = errors.join() else { bail!("the receiver of the errors has panicked") };
         drained.and(errors)
     });
@@ -387,6 +397,27 @@ mod tests {
         let status = stream_apart(Command::new("sh").args(["-c", script]), add, count).unwrap();
         assert!(status.success());
         assert_eq!((output.as_slice(), errors), (&b"done\n"[..], 300_000));
+    }
+
+    #[test]
+    fn receiver_that_fails_ends_the_job_before_its_other_pipe_closes() {
+        let fail = |_: &[u8]| -> Result<()> { bail!("disk full") };
+        for (first, second) in [("echo first", "echo late >&2"), ("echo first >&2", "echo late")] {
+            let mut late = Vec::new();
+            let keep = |bytes: &[u8]| {
+                late.extend_from_slice(bytes);
+                Ok(())
+            };
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("{first}; sleep 20; {second}")]);
+            let result = if second.ends_with(">&2") {
+                stream_apart(&mut command, fail, keep)
+            } else {
+                stream_apart(&mut command, keep, fail)
+            };
+            assert_eq!(result.unwrap_err().root_cause().to_string(), "disk full");
+            assert!(late.is_empty(), "{first}");
+        }
     }
 
     #[test]
