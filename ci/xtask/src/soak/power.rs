@@ -11,7 +11,7 @@ use super::kills::HOST_MIB;
 use super::{FOLDER, Soak};
 use crate::checkout::{create_folder, read, remove_file, remove_folder, rename, write};
 use crate::jobs;
-use crate::messages::attempt;
+use crate::messages::{attempt, say};
 use crate::programs;
 use crate::random::Random;
 
@@ -54,7 +54,10 @@ impl Soak<'_> {
             return self.table.add_failure(tasks.name, &seed, &[folder]);
         }
         let heard = read(&folder.join(HEARD))?.lines().count();
-        let (torn, lost) = losses(&outputs(&folder.join("boots"))?);
+        let Some((torn, lost)) = losses(&outputs(&folder.join("boots"))?, cuts) else {
+            say!("{}: not all boots print their torn and lost sectors", tasks.name);
+            return self.table.add_failure(tasks.name, &seed, &[folder]);
+        };
         let result = format!("{cuts} power cuts, {heard} flushes acknowledged; {torn} torn, {lost} lost");
         self.table.add(tasks.name, &seed, &result)?;
         DISKS.iter().try_for_each(|disk| remove_file(&folder.join(disk)))
@@ -126,30 +129,44 @@ fn outputs(folder: &Path) -> Result<String> {
     Ok(outputs)
 }
 
-/// Sums of lines `disk: ... 0 torn, 0 lost`.
-fn losses(output: &str) -> (u64, u64) {
-    let places = output.lines().filter(|line| line.starts_with("disk: ") || line.starts_with("dax: "));
-    let counts = |line: &str| {
-        let words: Vec<_> = line.split_whitespace().collect();
-        let [.., torn, "torn,", lost, "lost"] = words[..] else { return None };
-        Some((torn.parse::<u64>().ok()?, lost.parse::<u64>().ok()?))
+/// Adds the lines `disk: ... 0 torn, 0 lost`. Returns `None` unless both places have one after each
+/// cut.
+fn losses(output: &str, cuts: u32) -> Option<(u64, u64)> {
+    let losses_in = |place: &str| {
+        let counts = |line: &str| {
+            let words: Vec<_> = line.strip_prefix(place)?.split_whitespace().collect();
+            let [.., torn, "torn,", lost, "lost"] = words[..] else { return None };
+            Some((torn.parse::<u64>().ok()?, lost.parse::<u64>().ok()?))
+        };
+        let losses: Vec<_> = output.lines().filter_map(counts).collect();
+        (u32::try_from(losses.len()) == Ok(cuts)).then_some(losses)
     };
-    places.filter_map(counts).fold((0, 0), |sums, counts| (sums.0 + counts.0, sums.1 + counts.1))
+    let losses = [losses_in("disk: ")?, losses_in("dax: ")?].concat();
+    Some(losses.iter().fold((0, 0), |sums, counts| (sums.0 + counts.0, sums.1 + counts.1)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn losses_of_all_places_are_added() {
-        let output = "\
+    const OUTPUT: &str = "\
 disk: page-cache by nvdimm
 disk: 64 sectors, 2 newer than acknowledged, 1 before their map entry; 0 torn, 3 lost
 dax: 64 sectors, 0 newer than acknowledged, 0 before their map entry; 2 torn, 1 lost
-disk: 64 sectors, 2 newer than acknowledged, 1 before their map entry; 0 to
 ";
-        assert_eq!(losses(output), (2, 4));
+
+    #[test]
+    fn losses_of_all_places_are_added() {
+        assert_eq!(losses(OUTPUT, 1), Some((2, 4)));
+        assert_eq!(losses(&OUTPUT.repeat(2), 2), Some((4, 8)));
+    }
+
+    #[test]
+    fn losses_of_each_cut_must_be_readable() {
+        assert_eq!(losses("", 1), None);
+        assert_eq!(losses(OUTPUT, 2), None);
+        let cut_off = OUTPUT.replace("3 lost", "3 lo");
+        assert_eq!(losses(&cut_off, 1), None);
     }
 
     #[test]

@@ -7,12 +7,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::boots::{Boots, in_lanes, output_in};
 use super::{Arguments, Clock, FOLDER, Soak};
 use crate::apt::Apt;
-use crate::checkout::{create_folder, remove_folder, write};
+use crate::checkout::{create_folder, read, remove_folder, write};
 use crate::host::CUT_OFF;
 use crate::host::capacity::load;
 use crate::jobs;
@@ -137,6 +137,9 @@ impl Soak<'_> {
             say!("THE EMULATION STOOD STILL with {name}: boot {boot} of at most {max_boots} begins");
         };
         plot(&run.folder)?;
+        if code == 0 && !has_result(&run.configs, &read(&run.folder.join(TABLE))?, &boots.output()?) {
+            bail!("{} {} {}: no result", run.workload, run.dram, run.configs);
+        }
         Ok(code == 0)
     }
 
@@ -151,7 +154,6 @@ impl Soak<'_> {
         create_folder(folder)?;
         write(&folder.join(TABLE), &table)?;
         let outputs: String = boots.iter().filter_map(|(folder, _)| output_in(folder).ok()).collect();
-        let is_verdict = |line: &&str| line.starts_with(MET) || line.starts_with(NOT_MET);
         let verdicts: Vec<_> = outputs.lines().filter(is_verdict).collect();
         let shown: String = verdicts.iter().map(|verdict| format!("{verdict}\n")).collect();
         write_output(format!("{table}{shown}").as_bytes());
@@ -170,13 +172,27 @@ impl Soak<'_> {
 const MET: &str = "met: ";
 const NOT_MET: &str = "NOT MET: ";
 
+fn is_verdict(line: &&str) -> bool {
+    line.starts_with(MET) || line.starts_with(NOT_MET)
+}
+
+/// Returns true if the table of a boot has rows and, with psi, its output has verdicts. Other
+/// configurations have a verdict only if a result is wrong.
+fn has_result(configs: &str, table: &str, output: &str) -> bool {
+    let is_judged = configs.split(',').any(|config| config == "psi");
+    table.lines().count() > HEAD_LINES && (!is_judged || output.lines().any(|line| is_verdict(&line)))
+}
+
+/// Lines of a table above its rows.
+const HEAD_LINES: usize = 2;
+
 /// Joins the tables of several boots. Keeps only the first head and the first row of all-dram,
 /// which is nearly the same in all tables.
 fn join_tables(tables: &str) -> String {
     let repeats = |line: &str| {
         line.starts_with("| workload ") || line.starts_with("|---") || line.contains("| all-dram |")
     };
-    let lines = tables.lines().enumerate().filter(|(index, line)| *index < 3 || !repeats(line));
+    let lines = tables.lines().enumerate().filter(|(index, line)| *index <= HEAD_LINES || !repeats(line));
     lines.map(|(_, line)| format!("{line}\n")).collect()
 }
 
@@ -197,6 +213,7 @@ fn plot(folder: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::MAX_ROUNDS;
     use super::super::tests::parse;
     use super::*;
 
@@ -228,6 +245,27 @@ mod tests {
         assert_eq!(runs, [expected]);
         assert_eq!(runs[0].limits(Clock::Real, 1), (9900, 1));
         assert!(!runs[0].arguments(Clock::Real, 1).contains(&"--counted".to_owned()));
+    }
+
+    #[test]
+    fn limits_of_the_most_rounds_do_not_overflow() {
+        let limits = |clock, config: &str| {
+            let line = format!("--workload bfs --dram 75 --config {config}");
+            runs(&parse(&line).unwrap(), Path::new("/p"))[0].limits(clock, MAX_ROUNDS).0
+        };
+        assert_eq!(limits(Clock::Real, "psi"), 990_000_000);
+        assert_eq!(limits(Clock::Counted, "zram"), 360_000_000);
+        assert_eq!(limits(Clock::Counted, "psi"), 36_000_000);
+    }
+
+    #[test]
+    fn result_has_rows_and_verdicts_of_psi() {
+        let head = "| workload | config |\n|---|---|\n";
+        let table = format!("{head}| bfs | psi |\n");
+        assert!(has_result("psi,zram", &table, "met: bfs at 75 % with psi: no swap\n"));
+        assert!(has_result("zram", &table, ""));
+        assert!(!has_result("psi", &table, "psi\n"));
+        assert!(!has_result("zram", head, ""));
     }
 
     #[test]

@@ -5,18 +5,18 @@ use std::process::{Command, Output, Stdio};
 
 use super::tree::{Tree, missing_tool};
 
-/// Prints the tally of a batch. Fails with the seed `$BAD`.
+/// Prints the tally of a batch, but none with the seed `$MUTE`. Fails with the seed `$BAD`.
 const SOAK: &str = r#"#!/bin/sh
 [ "$1" = kills ] || exit 1
-echo "$2 on $3, seed $5: $4 kills, 10 looks; 3 flushes acknowledged"
+[ "$5" = "$MUTE" ] || echo "$2 on $3, seed $5: $4 kills, 10 looks; 3 flushes acknowledged"
 [ "$5" != "$BAD" ]
 "#;
 
-fn run(tree: &Tree, line: &str, bad_seed: &str) -> Output {
+fn run(tree: &Tree, line: &str, seeds: &[(&str, &str)]) -> Output {
     let mut command = Command::new("setsid");
     command.arg("ci/soak").args(line.split(' ')).current_dir(tree.folder()).stdin(Stdio::null());
-    command.env("PATH", tree.user_path().unwrap()).env("FORESHORE_HOST", "direct").env("BAD", bad_seed);
-    command.output().unwrap()
+    command.env("PATH", tree.user_path().unwrap()).env("FORESHORE_HOST", "direct");
+    command.envs(seeds.iter().copied()).output().unwrap()
 }
 
 fn tree() -> Option<Tree> {
@@ -33,7 +33,7 @@ fn tree() -> Option<Tree> {
 fn tallies_of_all_kills_are_a_row_of_the_table() {
     let Some(tree) = tree() else { return };
     let output =
-        run(&tree, "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 60 --seed 7", "");
+        run(&tree, "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 60 --seed 7", &[]);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{stderr}");
     let row = "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
@@ -46,8 +46,11 @@ fn tallies_of_all_kills_are_a_row_of_the_table() {
 #[test]
 fn no_kills_begin_after_a_failure() {
     let Some(tree) = tree() else { return };
-    let output =
-        run(&tree, "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 75 --seed 7", "9");
+    let output = run(
+        &tree,
+        "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 75 --seed 7",
+        &[("BAD", "9")],
+    );
     assert_eq!(output.status.code(), Some(1));
     let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/9\n";
     assert!(String::from_utf8_lossy(&output.stdout).ends_with(row));
@@ -55,10 +58,24 @@ fn no_kills_begin_after_a_failure() {
 }
 
 #[test]
+fn kills_without_a_tally_have_failed() {
+    let Some(tree) = tree() else { return };
+    let output = run(
+        &tree,
+        "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 60 --seed 7",
+        &[("MUTE", "11")],
+    );
+    assert_eq!(output.status.code(), Some(1));
+    let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/11\n";
+    assert!(String::from_utf8_lossy(&output.stdout).ends_with(row));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("nvdimm on 6.1, seed 11: no tally\n"));
+}
+
+#[test]
 fn bad_command_lines_of_a_soak_are_refused_before_any_work() {
     let Some(tree) = tree() else { return };
-    for line in ["--only cuts", "--rounds x", "kills"] {
-        assert_eq!(run(&tree, line, "").status.code(), Some(2), "{line}");
+    for line in ["--only cuts", "--rounds x", "--rounds 0", "kills"] {
+        assert_eq!(run(&tree, line, &[]).status.code(), Some(2), "{line}");
         assert!(!tree.path("target/soak").exists(), "{line}");
     }
 }
