@@ -26,7 +26,7 @@ const UNIT_TESTS: &str = r"case $* in
         echo 'successes:'
         echo '---- hidden stdout ----'
         echo 'skipped: no disk'
-        echo 'crash images opened: 50000'
+        echo 'crash images opened: 150000'
         echo 'test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured' ;;
 esac";
 const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 s)\n  | the reason\n\n\
@@ -144,13 +144,13 @@ fn all_parts_of_a_run_are_counted() {
 
 #[test]
 fn check_that_fails_does_not_end_the_run() {
-    let cargo = format!("[ \"$1\" != clippy ] || exit 1\n{}", UNIT_TESTS.replace("50000", "49999"));
+    let cargo = format!("[ \"$1\" != clippy ] || exit 1\n{}", UNIT_TESTS.replace("150000", "149999"));
     let Some(fakes) = fakes(&cargo) else { return };
     let output = fakes.run(&[], VERDICTS, 1).unwrap();
     let stderr = text(&output.stderr);
     assert!(text(&output.stdout).ends_with("\n5 passed, 3 failed, 6 skipped\n"), "{}", text(&output.stdout));
     assert!(stderr.contains("test: lints (cargo clippy): FAILED\n"), "{stderr}");
     let failed =
-        "test: FAILED:\n  lints (cargo clippy)\n  crash images (pools and BTTs): only 99998 were opened";
+        "test: FAILED:\n  lints (cargo clippy)\n  crash images (pools and BTTs): only 299998 were opened";
     assert!(stderr.contains(failed), "{stderr}");
 }
