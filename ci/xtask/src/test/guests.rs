@@ -14,6 +14,7 @@ use super::lanes::{self, Host, Log};
 use super::report::{Guests, Report};
 use super::shares::{self, Kept};
 use super::verdicts::{Tally, failure_blocks};
+use crate::BAD_COMMAND_LINE;
 use crate::cargo::{self, Part};
 use crate::checkout::{Checkout, create_folder, remove_file, remove_folder, rename, write};
 use crate::host::{capacity, ends};
@@ -78,9 +79,10 @@ fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
 fn list(checkout: &Checkout, arguments: &Arguments) -> Result<Vec<String>> {
     let mut program = programs::user(checkout.programs().join("guest-tests"));
     let (status, listed) = jobs::attempt(program.arg("--list").args(arguments.choice()))?;
-    if !status.success() {
+    if status.code() == Some(BAD_COMMAND_LINE.into()) && !arguments.filters.is_empty() {
         refuse!("the guest tests were refused");
     }
+    jobs::check(&program, status)?;
     Ok(listed.lines().map(str::to_owned).collect())
 }
 

@@ -13,7 +13,7 @@ use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 
 use crate::checkout::Checkout;
-use crate::messages::{say, speak_as};
+use crate::messages::{Refused, attempt, say, speak_as};
 use crate::setup;
 use report::Report;
 
@@ -63,7 +63,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         report.begin_step("set-up");
         setup::ensure_set_up(checkout)?;
         if arguments.guest {
-            guests::run(checkout, arguments, &mut report)?;
+            run_guest_tests(checkout, arguments, &mut report)?;
         } else {
             run_all(checkout, arguments, &mut report)?;
         }
@@ -80,13 +80,36 @@ fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> R
         );
     }
     checks::run(checkout, report);
-    unit::run(checkout, report)?;
-    guests::run(checkout, arguments, report)?;
-    checks::cut_power(checkout, report)
+    run_part(report, "unit tests", |report| unit::run(checkout, report));
+    run_guest_tests(checkout, arguments, report)?;
+    run_part(report, "power cuts", |report| checks::cut_power(checkout, report));
+    Ok(())
+}
+
+/// Runs the guest tests. Returns an error if they refuse the filters of the command line.
+fn run_guest_tests(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
+    let mut refused = Ok(());
+    run_part(report, "guest tests", |report| match guests::run(checkout, arguments, report) {
+        Err(error) if error.is::<Refused>() => {
+            refused = Err(error);
+            Ok(())
+        }
+        result => result,
+    });
+    refused
+}
+
+/// Runs a part. Its error is a failure in the report, which keeps the results of other parts.
+fn run_part(report: &mut Report, name: &str, part: impl FnOnce(&mut Report) -> Result<()>) {
+    if attempt(|| part(report)).is_none() {
+        say!("{name}: FAILED");
+        report.add_failure(name);
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use anyhow::bail;
     use clap::Parser;
 
     use super::*;
@@ -116,5 +139,17 @@ mod tests {
         assert_eq!(choice(&["--long", "--long"]), "--long");
         assert_eq!(choice(&["--guest", "--all", "--exact", "a::b", "c::d"]), "--all --exact a::b c::d");
         assert_eq!(parse(&["--all"]).unwrap().guest_tests_s(), 2 * GUEST_TESTS_S);
+    }
+
+    #[test]
+    fn part_that_ends_with_an_error_has_failed_and_keeps_earlier_results() {
+        let mut report = Report::new();
+        report.add_passed(3);
+        run_part(&mut report, "one", |_| bail!("no memory"));
+        run_part(&mut report, "two", |report| {
+            report.add_passed(1);
+            Ok(())
+        });
+        assert_eq!(report.last_line(), "4 passed, 1 failed");
     }
 }

@@ -8,10 +8,12 @@ use anyhow::{Context, Result, ensure};
 
 use super::tree::{Tree, missing_tool};
 
-/// Lists three tests. A run of them prints `$VERDICTS`, and ends with `$CODE`.
+/// Lists three tests, but aborts if `$CODE` is 134. A run of them prints `$VERDICTS`, and ends with
+/// `$CODE`.
 const GUEST_TESTS: &str = r#"#!/bin/sh
 if [ "$1" = --list ]; then
-    case $* in *NOSUCH*) echo "no test matches" >&2; exit 1 ;; esac
+    case $* in *NOSUCH*) echo "no test matches" >&2; exit 2 ;; esac
+    [ "$CODE" != 134 ] || exit 134
     printf 'a::one\na::two\na::three\n'
     exit
 fi
@@ -153,4 +155,18 @@ fn check_that_fails_does_not_end_the_run() {
     let failed =
         "test: FAILED:\n  lints (cargo clippy)\n  crash images (pools and BTTs): only 299998 were opened";
     assert!(stderr.contains(failed), "{stderr}");
+}
+
+#[test]
+fn guest_tests_that_cannot_be_listed_leave_the_results_of_unit_tests() {
+    let Some(fakes) = fakes(UNIT_TESTS) else { return };
+    let output = fakes.run(&[], "", 134).unwrap();
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(text(&output.stdout).ends_with("\n4 passed, 1 failed, 5 skipped\n"), "{}", text(&output.stdout));
+    assert!(stderr.contains("guest-tests failed: exit status: 134\n"), "{stderr}");
+    assert!(stderr.ends_with("test: FAILED:\n  guest tests\n"), "{stderr}");
+    let output = fakes.run(&["--guest", "a::"], "", 134).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stdout).ends_with("0 passed, 1 failed\n"), "{}", text(&output.stdout));
 }
