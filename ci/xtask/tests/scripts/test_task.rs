@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use super::tree::{Tree, missing_tool};
 
 /// Lists three tests, but aborts if `$CODE` is 134. A run of them prints `$VERDICTS`, and ends with
-/// `$CODE`.
+/// `$CODE`. Its log is lost if that is 135.
 const GUEST_TESTS: &str = r#"#!/bin/sh
 if [ "$1" = --list ]; then
     case $* in *NOSUCH*) echo "no test matches" >&2; exit 2 ;; esac
@@ -18,6 +18,7 @@ if [ "$1" = --list ]; then
     exit
 fi
 echo "$@" >"$OUT/arguments"
+[ "$CODE" != 135 ] || rm "$OUT/log"
 printf "$VERDICTS"
 exit "$CODE"
 "#;
@@ -169,4 +170,16 @@ fn guest_tests_that_cannot_be_listed_leave_the_results_of_unit_tests() {
     let output = fakes.run(&["--guest", "a::"], "", 134).unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stdout).ends_with("0 passed, 1 failed\n"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn guest_tests_whose_log_is_lost_have_failed() {
+    let Some(fakes) = fakes(":") else { return };
+    let output = fakes.run(&["--guest"], VERDICTS, 135).unwrap();
+    assert!(text(&output.stdout).ends_with("\n0 passed, 3 failed\n"), "{}", text(&output.stdout));
+    let stderr = text(&output.stderr);
+    assert!(
+        stderr.contains("Cannot read ") && stderr.ends_with("  a::one\n  a::two\n  a::three\n"),
+        "{stderr}"
+    );
 }
