@@ -15,7 +15,8 @@ use crate::root::IS_JOB;
 /// The API clients are tested apart. They need more features of hyper (Cargo.toml), which would
 /// otherwise be tested with the VMM although the VMM ships without them.
 const PACKAGES: [&[&str]; 2] = [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
-/// Number of images that the simulator of media must have opened (docs/testing.md).
+/// Number of images that the simulator of media must have opened. They are different within one
+/// operation or crash point (docs/testing.md).
 const LEAST_CRASH_IMAGES: u64 = 300_000;
 
 /// Runs the unit tests, and adds their results to the report.

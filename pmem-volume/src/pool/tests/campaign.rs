@@ -117,8 +117,9 @@ const RECOVERIES: usize = 16;
 /// Images of each point of such a recovery.
 const RECOVERY_BOUND: usize = 8;
 
-/// Opens the images of every point, at most `bound` of each. Returns the number of different ones.
-/// An error names point and image. The same `random` always yields the same images.
+/// Opens the images of every point, at most `bound` of each. Returns the number of images that are
+/// different within these points. An error names point and image. The same `random` always yields
+/// the same images.
 pub(crate) fn verify_each(
     points: &[CrashPoint],
     bound: usize,

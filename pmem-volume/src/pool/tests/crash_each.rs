@@ -54,8 +54,8 @@ pub(super) fn bytes(chunks: u64) -> VolumeSize {
 
 pub(super) type Operation = fn(&Start);
 
-/// Operations, each with its least number of different images. With fewer, the simulator would miss
-/// some of them.
+/// Operations, each with its least number of images that are different within that operation. With
+/// fewer, the simulator would miss some of them.
 pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("lend", |s| fill_memory(&s.media, &s.pool.alloc_memory(5 * CHUNK_BYTES).unwrap()), 2200),
     ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 480),

@@ -14,7 +14,8 @@ const BOUND: usize = 48;
 /// Crash points of one case have numbers from here on, where a seed has several cases.
 const POINTS: usize = 256;
 
-/// Opens every image of every point. They are numbered from `first_step` on.
+/// Opens every image of every point, which are numbered from `first_step` on. Returns the number of
+/// images that are different within one crash point.
 fn verify(
     points: &[(CrashPoint, Oracle)],
     bound: usize,
