@@ -18,7 +18,7 @@ guest_tests::tests![
         the_kernel_has_dram_of_its_own(Kernel::V6_12),
     beside_pm_the_kernel_of_6_1_has_dram_of_its_own: 400 (extended) =>
         the_kernel_has_dram_of_its_own(Kernel::V6_1),
-    without_dram_of_its_own_the_kernel_swaps_or_kills: 400 (extended),
+    without_dram_of_its_own_the_kernel_is_short_of_memory: 400 (extended),
     a_silent_agent_is_noticed: 240,
 ];
 
@@ -246,7 +246,7 @@ fn has_run_out(console: &str) -> bool {
 }
 
 /// The counterpart: if that load does well without, the tests above show nothing.
-fn without_dram_of_its_own_the_kernel_swaps_or_kills() -> Result<()> {
+fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;
     match write_to_memory(&guest, 700) {
