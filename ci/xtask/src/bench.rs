@@ -166,19 +166,10 @@ fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
 mod tests {
     use std::ffi::OsStr;
 
-    use clap::Parser;
-
     use super::*;
 
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
-
     fn parse(line: &str) -> Result<Arguments, clap::Error> {
-        let words = line.split(' ').filter(|word| !word.is_empty());
-        Line::try_parse_from(["bench"].into_iter().chain(words)).map(|line| line.arguments)
+        crate::tests::parse(line)
     }
 
     #[test]

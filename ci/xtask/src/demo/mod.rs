@@ -213,25 +213,17 @@ const SEEN: &str = "\
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
+    use crate::tests::parse;
 
     #[test]
     fn limit_is_a_number_of_seconds() {
-        let parse = |line: &str| Line::try_parse_from(line.split(' ')).map(|line| line.arguments);
-        for line in ["demo --within 0", "demo --within 1000000", "demo --within", "demo --within x", "demo x"]
-        {
-            assert!(parse(line).is_err(), "{line}");
+        let limit = |line: &str| parse::<Arguments>(line).map(|arguments| arguments.limit_s);
+        for line in ["--within 0", "--within 1000000", "--within", "--within x", "x"] {
+            assert!(limit(line).is_err(), "{line}");
         }
-        assert_eq!(parse("demo --no-build --within 900").unwrap().limit_s, 900);
-        assert_eq!(parse("demo").unwrap().limit_s, 780);
+        assert_eq!(limit("--no-build --within 900").unwrap(), 900);
+        assert_eq!(limit("").unwrap(), 780);
     }
 
     #[test]

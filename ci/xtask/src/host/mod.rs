@@ -187,18 +187,12 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use clap::{Parser, error::ErrorKind};
+    use clap::error::ErrorKind;
 
     use super::*;
 
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
-
     pub fn parse(line: &str) -> Result<Arguments, clap::Error> {
-        Line::try_parse_from(["host"].into_iter().chain(line.split(' '))).map(|line| line.arguments)
+        crate::tests::parse(line)
     }
 
     #[test]

@@ -182,19 +182,10 @@ impl Soak<'_> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
 
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
-
     pub fn parse(line: &str) -> Result<Arguments, clap::Error> {
-        let words = line.split(' ').filter(|word| !word.is_empty());
-        Line::try_parse_from(["soak"].into_iter().chain(words)).map(|line| line.arguments)
+        crate::tests::parse(line)
     }
 
     #[test]

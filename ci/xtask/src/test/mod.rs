@@ -110,35 +110,28 @@ fn run_part(report: &mut Report, name: &str, part: impl FnOnce(&mut Report) -> R
 #[cfg(test)]
 mod tests {
     use anyhow::bail;
-    use clap::Parser;
 
     use super::*;
 
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
-
-    fn parse(line: &[&str]) -> Result<Arguments, clap::Error> {
-        Line::try_parse_from(["test"].iter().chain(line)).map(|line| line.arguments)
+    fn parse(line: &str) -> Result<Arguments, clap::Error> {
+        crate::tests::parse(line)
     }
 
     #[test]
     fn filters_and_their_flag_require_guest_tests_alone() {
-        for line in [&["boot::"][..], &["--exact"], &["--long", "boot::"], &["--guest", ""], &["--quick"]] {
+        for line in ["boot::", "--exact", "--long boot::", "--quick"] {
             parse(line).unwrap_err();
         }
-        parse(&["--guest", "boot::", "readme::"]).unwrap();
+        parse("--guest boot:: readme::").unwrap();
     }
 
     #[test]
     fn choice_reaches_the_program_of_the_guest_tests() {
-        let choice = |line: &[&str]| parse(line).unwrap().choice().join(" ");
-        assert_eq!(choice(&[]), "");
-        assert_eq!(choice(&["--long", "--long"]), "--long");
-        assert_eq!(choice(&["--guest", "--all", "--exact", "a::b", "c::d"]), "--all --exact a::b c::d");
-        assert_eq!(parse(&["--all"]).unwrap().guest_tests_s(), 2 * GUEST_TESTS_S);
+        let choice = |line: &str| parse(line).unwrap().choice().join(" ");
+        assert_eq!(choice(""), "");
+        assert_eq!(choice("--long --long"), "--long");
+        assert_eq!(choice("--guest --all --exact a::b c::d"), "--all --exact a::b c::d");
+        assert_eq!(parse("--all").unwrap().guest_tests_s(), 2 * GUEST_TESTS_S);
     }
 
     #[test]
