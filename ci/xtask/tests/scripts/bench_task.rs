@@ -1,8 +1,8 @@
 //! `ci/bench` with a stub of the program that measures, which runs on this machine itself.
 
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 
-use super::tree::{Tree, missing_tool};
+use super::tree::Tree;
 
 /// Prints its arguments and the name of another VMM, leaves a log, and ends with `$CODE`.
 const BENCH: &str = r#"#!/bin/sh
@@ -12,21 +12,14 @@ exit "$CODE"
 "#;
 
 fn tree() -> Option<Tree> {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
-        return None;
-    }
-    let tree = Tree::new(&std::env::temp_dir(), 0o022, ":").unwrap();
+    let tree = Tree::with_tools(":")?;
     tree.add_program("bench", BENCH).unwrap();
     Some(tree)
 }
 
 fn run(tree: &Tree, line: &str, code: u8, other_vmm: &str) -> Output {
-    let mut command = Command::new("setsid");
-    command.arg("ci/bench").args(line.split(' ')).current_dir(tree.folder()).stdin(Stdio::null());
-    command.env("PATH", tree.user_path().unwrap()).env("FORESHORE_HOST", "direct");
-    command.env("CODE", code.to_string()).env("FORESHORE_BENCH_VMM", other_vmm);
-    command.output().unwrap()
+    let mut command = tree.command(&format!("ci/bench {line}")).unwrap();
+    command.env("CODE", code.to_string()).env("FORESHORE_BENCH_VMM", other_vmm).output().unwrap()
 }
 
 #[test]

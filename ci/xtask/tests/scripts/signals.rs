@@ -4,7 +4,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use anyhow::{Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::images::{Builder, Kernel};
-use super::tree::{BUILT, PROMETHEUS, Tree, missing_tool};
+use super::tree::{BUILT, PROMETHEUS, Tree, is_skipped, missing_tool};
 
 /// Limit of each wait. Only a failure takes that long: builders are slow and busy.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -95,23 +95,14 @@ impl Stubs {
         Ok(Self { tree, host })
     }
 
-    /// Starts a wrapper without a terminal at which sudo could ask for a password.
     fn start(&self, line: &str) -> Result<Task> {
         self.start_in(self.tree.folder(), line)
     }
 
     fn start_in(&self, folder: &Path, line: &str) -> Result<Task> {
-        let child = Command::new("setsid")
-            .args(line.split(' '))
-            .current_dir(folder)
-            .env("PATH", self.tree.user_path()?)
-            .env("STARTED", self.tree.path("started"))
-            .env("FORESHORE_HOST", self.host)
-            .env("TMPDIR", self.tree.path("tmp"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()?;
-        Ok(Task(child))
+        let mut command = self.tree.command_in(folder, line, self.host)?;
+        command.env("STARTED", self.tree.path("started")).env("TMPDIR", self.tree.path("tmp"));
+        Ok(Task(command.stdout(Stdio::null()).spawn()?))
     }
 
     /// The process that the stub has started, once it has.
@@ -175,8 +166,7 @@ fn check(stubs: &Stubs, line: &str) -> Result<()> {
 
 #[test]
 fn task_that_gets_term_ends_all_its_processes() {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(missing_tool()) {
         return;
     }
     let cases = [
@@ -212,8 +202,7 @@ fn task_that_gets_term_ends_all_its_processes() {
 #[test]
 fn emulated_host_that_gets_term_ends_its_qemu() {
     let kernel = Kernel::read().unwrap();
-    if let Some(missing) = kernel.missing() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(kernel.missing()) {
         return;
     }
     let stubs = Stubs::with_qemu(&kernel).unwrap();
@@ -233,8 +222,7 @@ fn check_killed(stubs: &Stubs, line: &str) -> Result<()> {
 
 #[test]
 fn command_of_a_killed_task_ends() {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(missing_tool()) {
         return;
     }
     for line in ["ci/nested/host --no-build -- stub", "ci/test --guest"] {
@@ -246,8 +234,7 @@ fn command_of_a_killed_task_ends() {
 #[test]
 fn qemu_of_a_killed_task_ends() {
     let kernel = Kernel::read().unwrap();
-    if let Some(missing) = kernel.missing() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(kernel.missing()) {
         return;
     }
     let stubs = Stubs::with_qemu(&kernel).unwrap();
@@ -257,8 +244,7 @@ fn qemu_of_a_killed_task_ends() {
 #[test]
 fn power_cut_kills_qemu_after_the_line() {
     let kernel = Kernel::read().unwrap();
-    if let Some(missing) = kernel.missing() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(kernel.missing()) {
         return;
     }
     let stubs = Stubs::with_qemu(&kernel).unwrap();
@@ -271,8 +257,7 @@ fn power_cut_kills_qemu_after_the_line() {
 
 #[test]
 fn time_limit_ends_all_processes_of_a_command() {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(missing_tool()) {
         return;
     }
     let stubs = Stubs::new("no-cargo").unwrap();
@@ -295,8 +280,7 @@ fn is_awaited(lock: &File) -> Result<bool> {
 
 #[test]
 fn script_without_a_built_xtask_waits_for_another_installation() {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(missing_tool()) {
         return;
     }
     let stubs = Stubs::new("no-cargo").unwrap();
@@ -318,8 +302,7 @@ fn script_without_a_built_xtask_waits_for_another_installation() {
 
 #[test]
 fn exit_code_and_caller_folder_reach_the_command() {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
+    if is_skipped(missing_tool()) {
         return;
     }
     let stubs = Stubs::new("no-cargo").unwrap();

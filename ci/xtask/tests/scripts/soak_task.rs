@@ -1,9 +1,9 @@
 //! `ci/soak` with a stub of the program that kills guests, which runs on this machine itself.
 
 use std::fs;
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 
-use super::tree::{Tree, missing_tool};
+use super::tree::Tree;
 
 /// Prints the tally of a batch, but none with the seed `$MUTE`. Fails with the seed `$BAD`.
 const SOAK: &str = r#"#!/bin/sh
@@ -13,18 +13,12 @@ const SOAK: &str = r#"#!/bin/sh
 "#;
 
 fn run(tree: &Tree, line: &str, seeds: &[(&str, &str)]) -> Output {
-    let mut command = Command::new("setsid");
-    command.arg("ci/soak").args(line.split(' ')).current_dir(tree.folder()).stdin(Stdio::null());
-    command.env("PATH", tree.user_path().unwrap()).env("FORESHORE_HOST", "direct");
+    let mut command = tree.command(&format!("ci/soak {line}")).unwrap();
     command.envs(seeds.iter().copied()).output().unwrap()
 }
 
 fn tree() -> Option<Tree> {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
-        return None;
-    }
-    let tree = Tree::new(&std::env::temp_dir(), 0o022, ":").unwrap();
+    let tree = Tree::with_tools(":")?;
     tree.add_program("soak", SOAK).unwrap();
     Some(tree)
 }
@@ -69,13 +63,4 @@ fn kills_without_a_tally_have_failed() {
     let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/11\n";
     assert!(String::from_utf8_lossy(&output.stdout).ends_with(row));
     assert!(String::from_utf8_lossy(&output.stderr).contains("nvdimm on 6.1, seed 11: no tally\n"));
-}
-
-#[test]
-fn bad_command_lines_of_a_soak_are_refused_before_any_work() {
-    let Some(tree) = tree() else { return };
-    for line in ["--only cuts", "--rounds x", "--rounds 0", "kills"] {
-        assert_eq!(run(&tree, line, &[]).status.code(), Some(2), "{line}");
-        assert!(!tree.path("target/soak").exists(), "{line}");
-    }
 }

@@ -2,11 +2,11 @@
 //! itself.
 
 use std::fs;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
 
-use super::tree::{Tree, missing_tool};
+use super::tree::Tree;
 
 /// Lists three tests, but aborts if `$CODE` is 134. A run of them prints `$VERDICTS`, and ends with
 /// `$CODE`. Its log is lost if that is 135.
@@ -38,8 +38,7 @@ const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 
 struct Fakes(Tree);
 
 impl Fakes {
-    fn new(cargo: &str) -> Result<Self> {
-        let tree = Tree::new(&std::env::temp_dir(), 0o022, cargo)?;
+    fn new(tree: Tree) -> Result<Self> {
         tree.add_program("guest-tests", GUEST_TESTS)?;
         tree.write(".gitignore", "/target\n/bin\n", 0o644)?;
         let status = Command::new("git").args(["init", "--quiet"]).arg(tree.folder()).status()?;
@@ -49,10 +48,8 @@ impl Fakes {
 
     /// Runs `ci/test`. The guest tests print `verdicts` and end with `code`.
     fn run(&self, arguments: &[&str], verdicts: &str, code: u8) -> Result<Output> {
-        let mut command = Command::new("setsid");
-        command.arg("ci/test").args(arguments).current_dir(self.0.folder());
-        command.env("PATH", self.0.user_path()?).env("FORESHORE_HOST", "direct");
-        command.env("VERDICTS", verdicts).env("CODE", code.to_string()).stdin(Stdio::null());
+        let mut command = self.0.command("ci/test")?;
+        command.args(arguments).env("VERDICTS", verdicts).env("CODE", code.to_string());
         command.output().context("ci/test does not run")
     }
 
@@ -68,11 +65,7 @@ fn text(bytes: &[u8]) -> String {
 
 /// The fakes, unless a tool is missing.
 fn fakes(cargo: &str) -> Option<Fakes> {
-    if let Some(missing) = missing_tool() {
-        eprintln!("skipped: {missing} is not there (ci/setup does that)");
-        return None;
-    }
-    Some(Fakes::new(cargo).unwrap())
+    Tree::with_tools(cargo).map(|tree| Fakes::new(tree).unwrap())
 }
 
 #[test]

@@ -1,9 +1,11 @@
 //! Copies of the wrappers, for which a stub of cargo runs this build of xtask.
 
 use std::env;
+use std::fmt::Display;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 use tempfile::TempDir;
@@ -56,6 +58,11 @@ pub fn missing_tool() -> Option<&'static str> {
     TOOLS.into_iter().find(is_missing).or_else(|| (!Path::new(LIBC).exists()).then_some(LIBC))
 }
 
+/// True if something is missing, which the test reports.
+pub fn is_skipped(missing: Option<impl Display>) -> bool {
+    missing.inspect(|missing| eprintln!("skipped: {missing} is not there (ci/setup does that)")).is_some()
+}
+
 /// A directory with copies of the wrappers.
 pub struct Tree {
     folder: TempDir,
@@ -78,6 +85,11 @@ impl Tree {
         fs::create_dir_all(tree.path(BUILT).parent().context("no folder")?)?;
         symlink(XTASK, tree.path(BUILT))?;
         Ok(tree)
+    }
+
+    /// A tree in the folder of temporary files, unless a tool is missing.
+    pub fn with_tools(cargo: &str) -> Option<Self> {
+        (!is_skipped(missing_tool())).then(|| Self::new(&env::temp_dir(), 0o022, cargo).unwrap())
     }
 
     pub fn folder(&self) -> &Path {
@@ -112,6 +124,20 @@ impl Tree {
     pub fn copy(&self, from: &Path, to: &str, mode: u32) -> Result<()> {
         let content = fs::read(from).with_context(|| format!("Cannot read {}", from.display()))?;
         self.write(to, content, mode)
+    }
+
+    /// A command that runs a wrapper from `folder`, without a terminal at which sudo could ask for a
+    /// password. `host` is the choice of the host.
+    pub fn command_in(&self, folder: &Path, line: &str, host: &str) -> Result<Command> {
+        let mut command = Command::new("setsid");
+        command.args(line.split(' ')).current_dir(folder).stdin(Stdio::null());
+        command.env("PATH", self.user_path()?).env("FORESHORE_HOST", host);
+        Ok(command)
+    }
+
+    /// A command that runs a wrapper on this machine itself.
+    pub fn command(&self, line: &str) -> Result<Command> {
+        self.command_in(self.folder(), line, "direct")
     }
 
     /// PATH of a user, with the stubs in front.
