@@ -1,7 +1,7 @@
 //! Debian packages: installation, downloads, and a cache of `.deb` files.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -125,10 +125,13 @@ pub fn unpack(deb: &Path, folder: &Path) -> Result<()> {
 
 /// SHA-256 of a file in hexadecimal digits.
 pub fn sha256(path: &Path) -> Result<String> {
-    let listed = jobs::output(programs::system("sha256sum").arg("--").arg(path))?;
-    // A file's name with a special character has a backslash in front of the line.
-    let digits = listed.trim_start_matches('\\').split(' ').next();
-    digits.map(str::to_owned).context("sha256sum printed nothing")
+    sha256_of(File::open(path).with_context(|| format!("Cannot open {}", path.display()))?)
+}
+
+/// SHA-256 of the rest of a file.
+pub fn sha256_of(file: File) -> Result<String> {
+    let listed = jobs::output(programs::system("sha256sum").stdin(file))?;
+    listed.split(' ').next().map(str::to_owned).context("sha256sum printed nothing")
 }
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ pub fn run(mut cargo: Command) -> Result<ExitStatus> {
     // The bar alone has the number of steps.
     cargo.env("CARGO_TERM_COLOR", "never").env("CARGO_TERM_PROGRESS_WHEN", "always");
     cargo.env("CARGO_TERM_PROGRESS_WIDTH", "80").stdout(writer.try_clone()?).stderr(writer);
-    let job = jobs::spawn(&mut cargo)?;
+    let mut job = jobs::spawn(&mut cargo)?;
     // The command holds ends of the pipe.
     drop(cargo);
     report(reader);

@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
@@ -77,12 +77,7 @@ pub fn create_folder(path: &Path) -> Result<()> {
 
 /// Removes the folder and all below, if it exists.
 pub fn remove_folder(path: &Path) -> Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("Cannot remove {}", path.display()))
-        }
-        _ => Ok(()),
-    }
+    check_removed(fs::remove_dir_all(path), path)
 }
 
 /// Copies a file and its mode.
@@ -122,11 +117,13 @@ pub fn link(target: &Path, path: &Path) -> Result<()> {
 
 /// Removes a file if it exists.
 pub fn remove_file(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("Cannot remove {}", path.display()))
-        }
-        _ => Ok(()),
+    check_removed(fs::remove_file(path), path)
+}
+
+fn check_removed(removed: io::Result<()>, path: &Path) -> Result<()> {
+    match removed {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed.with_context(|| format!("Cannot remove {}", path.display())),
     }
 }
 

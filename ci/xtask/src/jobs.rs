@@ -60,7 +60,7 @@ impl Job {
     }
 
     /// Waits until the child has ended.
-    pub fn wait(mut self) -> Result<ExitStatus> {
+    pub fn wait(&mut self) -> Result<ExitStatus> {
         // The process must keep its number until no signal can be sent to it any more.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while matches!(waitid(WaitId::Pid(self.leader), options), Err(Errno::INTR)) {}
@@ -181,7 +181,7 @@ pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
 /// Runs a command as a job, forwards its output and errors at once, and returns its exit status.
 pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
     let (reader, writer) = io::pipe()?;
-    let job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
+    let mut job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
     // The command holds ends of the pipe.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     drain(reader, receive).with_context(|| format!("Output of {}", name(command)))?;

@@ -26,7 +26,11 @@ impl Repository {
     }
 
     fn git(&self, arguments: &[&str]) -> Result<String> {
-        run(&self.root, arguments)
+        let output = Command::new("git").arg("-C").arg(&self.root).args(arguments).output();
+        let output = output.context("Cannot run git")?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "git {}: {}", arguments.join(" "), errors.trim_end());
+        String::from_utf8(output.stdout).context("git printed no UTF-8")
     }
 
     /// Paths of all tracked files and of files that git does not ignore.
@@ -60,18 +64,6 @@ impl Repository {
         changed.extend(untracked.map(|path| ChangedFile { old: None, new: Some(path.to_owned()) }));
         Ok(changed)
     }
-}
-
-fn run(directory: &Path, arguments: &[&str]) -> Result<String> {
-    let output = Command::new("git").arg("-C").arg(directory).args(arguments).output();
-    let output = output.context("Cannot run git")?;
-    ensure!(
-        output.status.success(),
-        "git {}: {}",
-        arguments.join(" "),
-        String::from_utf8_lossy(&output.stderr).trim_end()
-    );
-    String::from_utf8(output.stdout).context("git printed no UTF-8")
 }
 
 /// Parses `git diff --name-status -z`: a status and one path, or two paths after `R`.

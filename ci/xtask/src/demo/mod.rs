@@ -172,8 +172,7 @@ impl<'run> Demo<'run> {
     /// Runs phase 5. Returns true if the picture shows all claims.
     fn draw(&self, prometheus: &Prometheus, narrator: &mut Narrator) -> Result<bool> {
         let Some(zero) = narrator.zero() else { bail!("the demo printed nothing") };
-        let picture = picture::Picture { checkout: self.checkout, folder: &self.folder, zero };
-        let is_drawn = picture.draw(prometheus.port(), &[], |bytes| narrator.add(bytes))?;
+        let is_drawn = picture::draw(self, prometheus, zero, &[], |bytes| narrator.add(bytes))?;
         if is_drawn {
             narrator.add(SEEN.as_bytes())?;
         }
@@ -184,12 +183,11 @@ impl<'run> Demo<'run> {
     /// Reports a failure. Its picture shows how far the demo came.
     fn report_failure(&self, code: u8, prometheus: &Prometheus, narrator: &Narrator) -> Result<()> {
         if let Some(zero) = narrator.zero() {
-            let picture = picture::Picture { checkout: self.checkout, folder: &self.folder, zero };
             let show = |bytes: &[u8]| {
                 crate::messages::write_output(bytes);
                 Ok(())
             };
-            if attempt(|| picture.draw(prometheus.port(), &["unjudged"], show)) != Some(true) {
+            if attempt(|| picture::draw(self, prometheus, zero, &["unjudged"], show)) != Some(true) {
                 say!("the picture cannot be drawn");
             }
         }

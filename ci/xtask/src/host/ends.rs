@@ -1,9 +1,9 @@
 //! Exit codes and logs of `host`, for tasks that run it.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-
-use rustix::process::Signal;
+use std::process::ExitStatus;
 
 use super::{CUT_OFF, HOST_FAILED};
 use crate::jobs::SIGNAL_BASE;
@@ -48,29 +48,11 @@ pub fn meaning(code: u8) -> String {
     match code {
         CUT_OFF => "time limit reached".to_owned(),
         HOST_FAILED => "the host failed".to_owned(),
-        _ => match code.checked_sub(SIGNAL_BASE).and_then(signal_name) {
-            Some(name) => name.to_owned(),
-            None => format!("exit code {code}"),
-        },
+        _ => {
+            let status = ExitStatus::from_raw(code.saturating_sub(SIGNAL_BASE).into());
+            if status.signal().is_some() { status.to_string() } else { format!("exit code {code}") }
+        }
     }
-}
-
-fn signal_name(number: u8) -> Option<&'static str> {
-    let names = [
-        (Signal::HUP, "SIGHUP"),
-        (Signal::INT, "SIGINT"),
-        (Signal::QUIT, "SIGQUIT"),
-        (Signal::ILL, "SIGILL"),
-        (Signal::ABORT, "SIGABRT"),
-        (Signal::BUS, "SIGBUS"),
-        (Signal::FPE, "SIGFPE"),
-        (Signal::KILL, "SIGKILL"),
-        (Signal::SEGV, "SIGSEGV"),
-        (Signal::PIPE, "SIGPIPE"),
-        (Signal::TERM, "SIGTERM"),
-    ];
-    let is_it = |(signal, _): &&(Signal, _)| signal.as_raw() == i32::from(number);
-    names.iter().find(is_it).map(|(_, name)| *name)
 }
 
 #[cfg(test)]
@@ -109,8 +91,8 @@ mod tests {
         let expected = [
             (124, "time limit reached"),
             (125, "the host failed"),
-            (137, "SIGKILL"),
-            (143, "SIGTERM"),
+            (137, "signal: 9 (SIGKILL)"),
+            (143, "signal: 15 (SIGTERM)"),
             (1, "exit code 1"),
             (128, "exit code 128"),
             (255, "exit code 255"),

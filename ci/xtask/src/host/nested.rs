@@ -215,12 +215,7 @@ impl<'run> Boot<'run> {
 
     fn kill(&mut self) -> Result<ExitStatus> {
         self.qemu.signal(Signal::KILL);
-        loop {
-            if let Some(status) = self.qemu.try_wait()? {
-                return Ok(status);
-            }
-            thread::sleep(POLL);
-        }
+        self.qemu.wait()
     }
 }
 

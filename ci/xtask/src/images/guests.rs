@@ -169,7 +169,7 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     let archive = archiver.child().stdout.take().context("no pipe")?;
     let mut lz4 = programs::system("lz4");
     lz4.args(["-l", "-9", "-q"]).stdin(archive).stdout(File::create(&new)?);
-    let packer = jobs::spawn(&mut lz4)?;
+    let mut packer = jobs::spawn(&mut lz4)?;
     // The command holds an end of the pipe. cpio would not notice that lz4 has failed.
     lz4.stdin(Stdio::null());
     jobs::check(&cpio, archiver.wait()?)?;

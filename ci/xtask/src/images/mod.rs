@@ -18,6 +18,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
+use crate::apt::sha256_of;
 use crate::checkout::{Checkout, remove_folder, rename, write};
 use crate::jobs;
 use crate::kernels;
@@ -41,7 +42,7 @@ fn inputs_key(inputs: &[PathBuf]) -> Result<String> {
         add_input(&input, &mut lines)?;
     }
     lines.sort();
-    sha256_of(&lines.concat())
+    sha256_of(file_with(&lines.concat())?)
 }
 
 fn add_input(input: &Path, lines: &mut Vec<Vec<u8>>) -> Result<()> {
@@ -58,11 +59,6 @@ fn add_input(input: &Path, lines: &mut Vec<Vec<u8>>) -> Result<()> {
         lines.push(line);
     }
     Ok(())
-}
-
-fn sha256_of(bytes: &[u8]) -> Result<String> {
-    let listed = jobs::output(programs::system("sha256sum").stdin(file_with(bytes)?))?;
-    listed.split(' ').next().map(str::to_owned).context("sha256sum printed nothing")
 }
 
 /// A temporary file without a name, read from its start.

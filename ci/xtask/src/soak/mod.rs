@@ -39,7 +39,10 @@ const SEEDS: u32 = 1_000_000;
 #[command(args_override_self = true)]
 pub struct Arguments {
     /// Run only this part; may be repeated
-    #[arg(long = "only", value_name = "PART")]
+    #[arg(
+        long = "only", value_name = "PART", value_enum, hide_default_value = true,
+        default_values_t = [Part::Raw, Part::Lies, Part::Power, Part::Pressure, Part::Kills]
+    )]
     parts: Vec<Part>,
     /// Kill only guests with this interface
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(INTERFACES))]
@@ -52,6 +55,8 @@ pub struct Arguments {
         long = "workload",
         value_name = "NAMES",
         value_delimiter = ',',
+        default_values = WORKLOADS,
+        hide_default_value = true,
         value_parser = PossibleValuesParser::new(WORKLOADS)
     )]
     workloads: Vec<String>,
@@ -107,22 +112,6 @@ enum Clock {
 }
 
 impl Arguments {
-    fn parts(&self) -> Vec<Part> {
-        if self.parts.is_empty() {
-            vec![Part::Raw, Part::Lies, Part::Power, Part::Pressure, Part::Kills]
-        } else {
-            self.parts.clone()
-        }
-    }
-
-    fn workloads(&self) -> Vec<&str> {
-        if self.workloads.is_empty() {
-            WORKLOADS.to_vec()
-        } else {
-            self.workloads.iter().map(String::as_str).collect()
-        }
-    }
-
     fn rounds(&self, usual: u32) -> u32 {
         self.rounds.unwrap_or(usual)
     }
@@ -157,7 +146,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let measured_on = host::measured_here(checkout)?;
         let table = Table::create(checkout, &checkout.path(FOLDER).join("table"), &measured_on)?;
         let mut soak = Soak { checkout, arguments, seed, measured_on, table };
-        arguments.parts().into_iter().try_for_each(|part| soak.run_part(part))?;
+        arguments.parts.iter().try_for_each(|part| soak.run_part(*part))?;
         soak.table.print()?;
         Ok(u8::from(soak.table.has_failed()))
     })
@@ -211,7 +200,7 @@ mod tests {
     #[test]
     fn parts_run_in_the_order_of_the_command_line() {
         let arguments = parse("--only power --only kills --kernel 6.1 --rounds 7 --no-build").unwrap();
-        assert_eq!(arguments.parts(), [Part::Power, Part::Kills]);
+        assert_eq!(arguments.parts, [Part::Power, Part::Kills]);
         assert_eq!((arguments.rounds(200), arguments.no_build), (7, true));
         assert_eq!(chosen(arguments.kernel.as_ref(), &KERNELS), ["6.1"]);
         assert_eq!(chosen(arguments.interface.as_ref(), &INTERFACES), INTERFACES);
@@ -220,9 +209,9 @@ mod tests {
     #[test]
     fn all_parts_run_without_a_choice() {
         let arguments = parse("").unwrap();
-        assert_eq!(arguments.parts().len(), Part::value_variants().len());
-        assert_eq!((arguments.workloads().len(), arguments.configs.len()), (5, 9));
+        assert_eq!(arguments.parts.len(), Part::value_variants().len());
+        assert_eq!((arguments.workloads.len(), arguments.configs.len()), (5, 9));
         assert_eq!((arguments.dram.join(" "), arguments.clock), ("75 50".to_owned(), Clock::Counted));
-        assert_eq!(parse("--workload bfs,redis").unwrap().workloads(), ["bfs", "redis"]);
+        assert_eq!(parse("--workload bfs,redis").unwrap().workloads, ["bfs", "redis"]);
     }
 }

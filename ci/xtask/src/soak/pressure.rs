@@ -48,7 +48,7 @@ struct Run {
 /// All boots, in folders below `folder`.
 fn runs(arguments: &Arguments, folder: &Path) -> Vec<Run> {
     let mut runs = Vec::new();
-    for workload in arguments.workloads() {
+    for workload in &arguments.workloads {
         let (folder, workload) = (folder.join(workload), workload.to_owned());
         if arguments.clock == Clock::Real {
             let (configs, dram) = (arguments.configs.join(","), arguments.dram.join(","));
@@ -103,8 +103,8 @@ impl Soak<'_> {
         let lanes = self.arguments.lanes.into();
         let run = |run: &Run| self.run_on_hosts(run);
         let results = in_lanes(lanes, runs(self.arguments, &folder), run, |_| false);
-        for workload in self.arguments.workloads() {
-            let of_workload = results.iter().filter(|(run, _)| run.workload == workload);
+        for workload in &self.arguments.workloads {
+            let of_workload = results.iter().filter(|(run, _)| run.workload == *workload);
             let mut boots: Vec<_> =
                 of_workload.map(|(run, held)| (run.folder.clone(), *held == Some(true))).collect();
             boots.sort();

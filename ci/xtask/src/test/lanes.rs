@@ -252,7 +252,8 @@ mod tests {
     #[test]
     fn end_that_no_test_explains_is_a_failure_of_the_host() {
         let outcome = run("a", [ended("test a ... ok (1.0 s)\n", 137)]);
-        let expected = "test the-host ... FAILED (every test has passed, but the run has failed: SIGKILL)\n";
+        let expected = "test the-host ... FAILED (every test has passed, but the run has failed: \
+                        signal: 9 (SIGKILL))\n";
         assert!(outcome.log.ends_with(expected), "{}", outcome.log);
         let outcome = run("a", [ended("test a ... FAILED (1.0 s)\n", 1)]);
         assert!(!outcome.log.contains(THE_HOST));

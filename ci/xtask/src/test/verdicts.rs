@@ -234,7 +234,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
             ("test boot::boots ... ok (8.5 s)", verdict("boot::boots", Verdict::Passed, Some(8.5))),
             ("test boot::boots ... skipped: no (2 s) disk", verdict("boot::boots", Verdict::Skipped, None)),
             ("test boot::boots ... FAILED (0.1 s)", verdict("boot::boots", Verdict::Failed, Some(0.1))),
-            ("test a ... FAILED (no verdict: SIGKILL)", verdict("a", Verdict::Failed, None)),
+            ("test a ... FAILED (no verdict: signal: 9 (SIGKILL))", verdict("a", Verdict::Failed, None)),
             ("rerun a: suspect, it failed", Some(Event::Rerun { name: "a", is_suspect: true })),
             ("rerun a: the emulation broke a", Some(Event::Rerun { name: "a", is_suspect: false })),
             ("guest tests: 3 passed, 0 failed, 0 skipped", Some(Event::RunnerEnd)),
