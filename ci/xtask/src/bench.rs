@@ -1,7 +1,6 @@
 //! Measurements of foreshore beside Debian's QEMU, in one boot of the host.
 
 use std::env;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,7 +9,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
 use crate::cargo::{self, Part};
-use crate::checkout::{Checkout, create_folder, remove_file, remove_folder};
+use crate::checkout::{Checkout, create_folder, list, remove_file, remove_folder};
 use crate::host::capacity::load;
 use crate::host::{ends, reruns};
 use crate::images;
@@ -128,8 +127,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
 /// Removes the results of an earlier run, because they are not evidence of this one.
 fn empty(folder: &Path) -> Result<()> {
     create_folder(folder)?;
-    for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
-        let path = entry?.path();
+    for path in list(folder)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if !(name.starts_with("broken-") || name.starts_with("bench.") || name.ends_with(".log")) {
             continue;
@@ -165,6 +163,7 @@ fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use std::ffi::OsStr;
+    use std::fs;
 
     use super::*;
 

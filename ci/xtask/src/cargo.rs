@@ -2,7 +2,7 @@
 //! each of many crates, so a line now and then stands for them.
 
 use std::ffi::OsStr;
-use std::io::{self, IsTerminal, PipeReader, Read, Write};
+use std::io::{self, IsTerminal, PipeReader, Read};
 use std::process::{Command, ExitStatus};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 
 use crate::checkout::Checkout;
 use crate::jobs;
-use crate::messages::say;
+use crate::messages::{say, write_errors};
 use crate::programs;
 
 /// Interval of the lines about a long build.
@@ -94,8 +94,7 @@ fn report(mut reader: PipeReader) {
     let mut next_report = started + REPORT_INTERVAL;
     loop {
         match receiver.recv_timeout(next_report.saturating_duration_since(Instant::now())) {
-            // Standard error may be closed.
-            Ok(bytes) => drop(io::stderr().write_all(&progress.feed(&bytes))),
+            Ok(bytes) => write_errors(&progress.feed(&bytes)),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => break,
         }
@@ -104,7 +103,7 @@ fn report(mut reader: PipeReader) {
             next_report += REPORT_INTERVAL;
         }
     }
-    let _ = io::stderr().write_all(&progress.take_line());
+    write_errors(&progress.take_line());
     if started + REPORT_INTERVAL < next_report {
         say!("cargo is done: {} crates in {} s", progress.crates, started.elapsed().as_secs());
     }

@@ -80,6 +80,14 @@ pub fn remove_folder(path: &Path) -> Result<()> {
     check_removed(fs::remove_dir_all(path), path)
 }
 
+/// Paths of the entries of a folder, in their order.
+pub fn list(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
+    let mut paths: Vec<_> = entries.with_context(|| format!("Cannot list {}", folder.display()))?;
+    paths.sort();
+    Ok(paths)
+}
+
 /// Copies a file and its mode.
 pub fn copy(from: &Path, to: &Path) -> Result<()> {
     fs::copy(from, to).with_context(|| format!("Cannot copy {} to {}", from.display(), to.display()))?;

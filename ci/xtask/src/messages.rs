@@ -33,10 +33,10 @@ macro_rules! refuse {
 }
 pub(crate) use refuse;
 
-/// Prints `message` with the name of the task. Standard error may be closed.
+/// Prints `message` with the name of the task.
 pub fn print(message: &str) {
     let name = NAME.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let _ = writeln!(io::stderr().lock(), "{name}: {message}");
+    write_errors(format!("{name}: {message}\n").as_bytes());
 }
 
 /// Runs `work` under the name `name`. After an error the name stays, for the error's message.
@@ -61,6 +61,11 @@ pub fn attempt<T>(work: impl FnOnce() -> Result<T>) -> Option<T> {
 pub fn write_output(bytes: &[u8]) {
     let mut output = io::stdout().lock();
     let _ = output.write_all(bytes).and_then(|()| output.flush());
+}
+
+/// Writes to standard error. It may be closed.
+pub fn write_errors(bytes: &[u8]) {
+    let _ = io::stderr().lock().write_all(bytes);
 }
 
 /// Output of a program in lines. The last line may be incomplete.

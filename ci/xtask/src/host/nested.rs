@@ -22,7 +22,7 @@ use crate::checkout::{Checkout, copy, create_folder, read, remove_file, write};
 use crate::images;
 use crate::jobs::{self, GRACE, Job, Scratch};
 use crate::kernels;
-use crate::messages::say;
+use crate::messages::{say, write_errors};
 use crate::programs;
 
 /// Time that a host may take to end a command that is cut off, and to bring back its files, before
@@ -309,7 +309,7 @@ fn show_last_lines(run: &Path) -> Result<()> {
     say!("the host's last lines:");
     let show = |prefix: &str, lines: &[&str], most: usize| {
         for line in &lines[lines.len().saturating_sub(most)..] {
-            let _ = writeln!(io::stderr(), "  {prefix}{line}");
+            write_errors(format!("  {prefix}{line}\n").as_bytes());
         }
     };
     let console = read("console.log")?;

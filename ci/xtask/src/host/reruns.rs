@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::ends;
-use crate::checkout::{Checkout, create_folder, rename};
+use crate::checkout::{Checkout, create_folder, list, rename};
 use crate::messages::say;
 
 /// Limit of runs of one command.
@@ -72,13 +72,12 @@ fn broken_kernel(code: u8, folder: &Path) -> Result<Option<String>> {
     if !folder.join(ends::CONSOLE).exists() {
         return Ok(None);
     }
-    let mut names: Vec<_> = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        names.extend(entry?.file_name().into_string().ok().filter(|name| name.ends_with(CONSOLE_SUFFIX)));
-    }
-    names.sort();
-    for name in names {
-        let console = fs::read(folder.join(&name)).with_context(|| format!("Cannot read {name}"))?;
+    for path in list(folder)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if !name.ends_with(CONSOLE_SUFFIX) {
+            continue;
+        }
+        let console = fs::read(&path).with_context(|| format!("Cannot read {name}"))?;
         let console = String::from_utf8_lossy(&console);
         if MARKS.iter().any(|mark| console.contains(mark)) {
             return Ok(Some(format!("a guest's kernel ({name})")));

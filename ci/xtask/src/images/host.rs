@@ -3,7 +3,7 @@
 //! `initrd` has busybox and the driver of the disk. `root.ext4` has tools, modules, our programs,
 //! and kernels and images of the guests.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -12,7 +12,7 @@ use super::staging::Stage;
 use super::trees::{EXT4, XFS};
 use super::{archive, common_inputs, inputs_key, make_file_system, rebuild};
 use crate::apt::Apt;
-use crate::checkout::{Checkout, copy, create_folder, lock, remove_folder, rename};
+use crate::checkout::{Checkout, copy, create_folder, list, lock, remove_folder, rename};
 use crate::jobs;
 use crate::kernels;
 use crate::messages::{say, speak_as};
@@ -60,14 +60,8 @@ pub fn build(checkout: &Checkout) -> Result<()> {
 
 /// The programs of the workspace that exist: a half-built tree still boots.
 fn our_programs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
-    let mut paths = Vec::new();
-    for entry in fs::read_dir(checkout.programs())? {
-        let path = entry?.path();
-        if path.extension().is_none_or(|extension| extension != "so") && programs::is_program(&path) {
-            paths.push(path);
-        }
-    }
-    paths.sort();
+    let mut paths = list(&checkout.programs())?;
+    paths.retain(|path| path.extension().is_none_or(|end| end != "so") && programs::is_program(path));
     Ok(paths)
 }
 
@@ -111,16 +105,12 @@ fn build_disk(checkout: &Checkout) -> Result<()> {
 }
 
 fn add_guest_images(checkout: &Checkout, stage: &Stage) -> Result<()> {
-    let mut is_empty = true;
-    for entry in fs::read_dir(checkout.ci("guests"))? {
-        let image = entry?.path();
-        if image.extension().is_some_and(|extension| extension == "img") {
-            copy(&image, &stage.path("guests").join(image.file_name().context("no name")?))?;
-            is_empty = false;
-        }
-    }
-    if is_empty {
+    let mut images = list(&checkout.ci("guests"))?;
+    images.retain(|path| path.extension().is_some_and(|extension| extension == "img"));
+    if images.is_empty() {
         say!("no guest images yet (guest/image/build makes them)");
     }
-    Ok(())
+    let add =
+        |image: &PathBuf| copy(image, &stage.path("guests").join(image.file_name().context("no name")?));
+    images.iter().try_for_each(add)
 }

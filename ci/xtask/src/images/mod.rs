@@ -19,7 +19,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result};
 
 use crate::apt::sha256_of;
-use crate::checkout::{Checkout, remove_folder, rename, write};
+use crate::checkout::{Checkout, list, remove_folder, rename, write};
 use crate::jobs;
 use crate::kernels;
 use crate::programs;
@@ -48,10 +48,7 @@ fn inputs_key(inputs: &[PathBuf]) -> Result<String> {
 fn add_input(input: &Path, lines: &mut Vec<Vec<u8>>) -> Result<()> {
     let metadata = input.symlink_metadata().with_context(|| format!("Cannot read {}", input.display()))?;
     if metadata.is_dir() {
-        let entries = fs::read_dir(input).with_context(|| format!("Cannot list {}", input.display()))?;
-        for entry in entries {
-            add_input(&entry?.path(), lines)?;
-        }
+        list(input)?.iter().try_for_each(|path| add_input(path, lines))?;
     } else if metadata.is_file() {
         let (size, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
         let mut line = input.as_os_str().as_bytes().to_owned();

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use crate::checkout::{Checkout, create_folder};
 use crate::host::reruns::{self, End};
 use crate::jobs;
-use crate::messages::{self, Lines, say, write_output};
+use crate::messages::{self, Lines, say, write_errors, write_output};
 use crate::programs;
 
 /// File with the output of the command in the folder of a boot.
@@ -78,10 +78,7 @@ impl Boots<'_> {
         if !self.prefix.is_empty() {
             return self.show(lines);
         }
-        for line in lines {
-            // Standard error may be closed.
-            let _ = io::stderr().lock().write_all(&line);
-        }
+        lines.iter().for_each(|line| write_errors(line));
     }
 
     /// The output of the last boot.

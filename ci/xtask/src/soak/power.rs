@@ -1,15 +1,15 @@
 //! Power cuts: boots that write until the power is cut, and a last one that verifies the result.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
-use super::boots::{Boots, flushes};
+use super::boots::{Boots, flushes, output_in};
 use super::kills::HOST_MIB;
 use super::{FOLDER, Soak};
-use crate::checkout::{create_folder, read, remove_file, remove_folder, rename, write};
+use crate::checkout::{create_folder, list, read, remove_file, remove_folder, rename, write};
 use crate::jobs;
 use crate::messages::{attempt, say};
 use crate::programs;
@@ -121,8 +121,8 @@ fn boot_on_copies(boots: &Boots<'_>, folder: &Path, arguments: &[String]) -> Res
 /// The output of all boots.
 fn outputs(folder: &Path) -> Result<String> {
     let mut outputs = String::new();
-    for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
-        outputs.push_str(&super::boots::output_in(&entry?.path())?);
+    for boot in list(folder)? {
+        outputs.push_str(&output_in(&boot)?);
         // A power cut may have cut off the last line.
         outputs.push('\n');
     }

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use super::boots::{Boots, in_lanes, output_in};
 use super::{Arguments, Clock, FOLDER, Soak};
 use crate::apt::Apt;
-use crate::checkout::{create_folder, read, remove_folder, write};
+use crate::checkout::{create_folder, list, read, remove_folder, write};
 use crate::host::CUT_OFF;
 use crate::host::capacity::load;
 use crate::jobs;
@@ -198,10 +198,8 @@ fn join_tables(tables: &str) -> String {
 
 /// Draws the plots of a boot.
 fn plot(folder: &Path) -> Result<()> {
-    let Ok(entries) = fs::read_dir(folder) else { return Ok(()) };
-    let mut plots: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    let mut plots = list(folder).unwrap_or_default();
     plots.retain(|path| path.extension().is_some_and(|extension| extension == "gnuplot"));
-    plots.sort();
     for plot in plots {
         let mut gnuplot = programs::user("gnuplot");
         if !jobs::status(gnuplot.arg(&plot).current_dir(folder))?.success() {

@@ -1,10 +1,9 @@
 //! Results of a run, and the text that reports them at the end.
 
-use std::io::{self, Write};
 use std::time::Instant;
 
 use super::verdicts::Tally;
-use crate::messages::{say, write_output};
+use crate::messages::{say, write_errors, write_output};
 
 /// Limit of suspects in a run: tests that failed without a mark of the emulation, ran once more and
 /// passed.
@@ -110,17 +109,17 @@ impl Report {
         if let Some(guests) = &self.guests {
             text.push_str(&guests.times());
         }
-        print(&text);
+        write_errors(text.as_bytes());
         if self.crash_images > 0 {
             say!("crash images (pools and BTTs) verified by the oracle: {}", self.crash_images);
         }
         if let Some(guests) = self.guests.as_ref().filter(|guests| !guests.blocks.is_empty()) {
             say!("output of failed and suspect guest tests (all of it: {}/host-*/log):", guests.folder);
-            print(&guests.blocks.concat());
+            write_errors(guests.blocks.concat().as_bytes());
         }
         if !self.failures.is_empty() {
             say!("FAILED:");
-            print(&self.failures.iter().map(|name| format!("  {name}\n")).collect::<String>());
+            self.failures.iter().for_each(|name| write_errors(format!("  {name}\n").as_bytes()));
         }
         write_output(format!("{}\n", self.last_line()).as_bytes());
     }
@@ -129,11 +128,6 @@ impl Report {
         let line = format!("{} passed, {} failed", self.passed, self.failed);
         if self.skipped > 0 { format!("{line}, {} skipped", self.skipped) } else { line }
     }
-}
-
-/// Standard error may be closed.
-fn print(text: &str) {
-    let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
 /// A line with the seconds of each step, and one with all `seconds`.
