@@ -65,14 +65,10 @@ impl Arguments {
         Ok(())
     }
 
-    /// Arguments of `host`.
-    fn of_host(&self) -> Vec<String> {
-        let mut arguments = words("--no-build --peers --prealloc --mem 6144");
-        if self.clock == Clock::Counted {
-            arguments.extend(words("--cpus 1 --counted"));
-        }
-        arguments.extend(words("--timeout 5400 --out"));
-        arguments
+    /// Arguments of `host`, with spaces between them.
+    fn of_host(&self) -> String {
+        let counted = if self.clock == Clock::Counted { " --cpus 1 --counted" } else { "" };
+        format!("--no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out")
     }
 
     /// The command on the host.
@@ -86,10 +82,6 @@ impl Arguments {
         }
         command
     }
-}
-
-fn words(line: &str) -> Vec<String> {
-    line.split(' ').map(str::to_owned).collect()
 }
 
 /// Measures, and returns the exit code.
@@ -106,7 +98,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let before = load()?;
         let end = reruns::run(checkout, &folder, print, || {
             let mut host = programs::task(checkout, "host")?;
-            host.args(arguments.of_host()).arg(&folder).args(arguments.command());
+            host.args(arguments.of_host().split(' ')).arg(&folder).args(arguments.command());
             host.env("FORESHORE_TEST_DIR", "/tmp/foreshore-bench").current_dir(checkout.root());
             if let Some(vmm) = &other_vmm {
                 add_vmm(&mut host, vmm)?;
@@ -186,8 +178,8 @@ mod tests {
     fn choice_reaches_the_program_and_the_clock_the_host() {
         let arguments = parse("--rounds 7 --only boot,plug").unwrap();
         assert_eq!(arguments.command()[4..].join(" "), "bench --rounds 7 --only boot,plug");
-        assert!(!arguments.of_host().contains(&"--counted".to_owned()));
-        let counted = parse("--clock counted --only agent").unwrap().of_host().join(" ");
+        assert!(!arguments.of_host().contains("--counted"));
+        let counted = parse("--clock counted --only agent").unwrap().of_host();
         assert!(counted.contains(" --cpus 1 --counted "), "{counted}");
     }
 

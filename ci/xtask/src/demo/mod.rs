@@ -105,30 +105,26 @@ struct Demo<'run> {
     metrics_ports: [u16; 2],
     /// Address on the host that the VMs listen on.
     listen: &'static str,
-    pools: Pools,
-}
-
-/// Folder of pools and logs on the host.
-enum Pools {
-    Nested(&'static str),
-    /// On this machine, removed at the end.
-    Direct(Scratch),
+    /// Folder of pools and logs on the host.
+    pools: PathBuf,
+    /// The same folder on this machine, removed at the end.
+    _scratch: Option<Scratch>,
 }
 
 impl<'run> Demo<'run> {
     fn new(checkout: &'run Checkout, limit_s: u32, folder: PathBuf) -> Result<Self> {
         let metrics_ports = [free_port()?, free_port()?];
-        let (listen, pools) = if host::is_direct()? {
+        let (listen, pools, scratch) = if host::is_direct()? {
             let room = rustix::fs::statvfs(POOLS)?;
             if (room.f_bavail * room.f_frsize) >> 20 < POOLS_MIB {
                 bail!("the pools need {POOLS_MIB} MiB in {POOLS}");
             }
-            let pools = Scratch::new(Some(POOLS.as_ref()), "foreshore-demo.")?;
-            ("127.0.0.1", Pools::Direct(pools))
+            let scratch = Scratch::new(Some(POOLS.as_ref()), "foreshore-demo.")?;
+            ("127.0.0.1", scratch.path().to_owned(), Some(scratch))
         } else {
-            ("0.0.0.0", Pools::Nested("/dev/shm/foreshore-demo"))
+            ("0.0.0.0", "/dev/shm/foreshore-demo".into(), None)
         };
-        Ok(Self { checkout, limit_s, folder, metrics_ports, listen, pools })
+        Ok(Self { checkout, limit_s, folder, metrics_ports, listen, pools, _scratch: scratch })
     }
 
     /// Shows all phases, and returns the exit code.
@@ -160,10 +156,7 @@ impl<'run> Demo<'run> {
         host.args(["--", "demo"]);
         host.args(self.metrics_ports.map(|port| format!("{}:{port}", self.listen)));
         host.arg(self.limit_s.to_string()).current_dir(self.checkout.root());
-        match &self.pools {
-            Pools::Nested(folder) => host.env(TEST_FOLDER, folder),
-            Pools::Direct(folder) => host.env(TEST_FOLDER, folder.path()),
-        };
+        host.env(TEST_FOLDER, &self.pools);
         let status = jobs::stream_output(&mut host, |bytes| narrator.add(bytes))?;
         narrator.finish()?;
         Ok(jobs::exit_code(status))

@@ -129,17 +129,11 @@ pub fn examine(run: &Path, qemu: &mut Job) -> Result<(Vec<u8>, Option<std::proce
 mod tests {
     use super::*;
 
-    /// A heartbeat and the pipes as QEMU has them.
+    /// A heartbeat, and its pipes as QEMU has them.
     fn beat(folder: &Path) -> (Beat, File, File) {
         make_pipes(folder, "beat").unwrap();
-        let beat = Beat::new(folder, MOST_SILENT).unwrap();
-        let open = |end: &str| {
-            let flags = OFlags::NONBLOCK.bits().cast_signed();
-            let path = folder.join(format!("beat.{end}"));
-            File::options().read(true).write(true).custom_flags(flags).open(path).unwrap()
-        };
-        let (input, output) = (open("in"), open("out"));
-        (beat, input, output)
+        let Pipes { to_qemu, from_qemu } = Pipes::open(folder, "beat").unwrap();
+        (Beat::new(folder, MOST_SILENT).unwrap(), to_qemu, from_qemu)
     }
 
     fn read(input: &mut File) -> String {

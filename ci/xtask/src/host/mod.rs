@@ -196,23 +196,6 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn flags_of_the_scripts_parse() {
-        let lines = [
-            "--no-build --peers --mem 6144 --cpus 1 --nvdimm 512 --pmem-devices 320 --timeout 6660 --out d -- a b",
-            "--no-build --peers --prealloc --mem 6144 --cpus 1 --counted --timeout 5400 --out d -- sh -c a",
-            "--no-build --mem 5120 --timeout 840 --out d --forward 1:1 --forward 2:2 -- demo a b c",
-            "--no-build --mem 3072 --out d --disk e --nvdimm-file f --timeout 600 --power-cut l:7 -- soak",
-            "--which",
-        ];
-        for line in lines {
-            let arguments = parse(line).unwrap_or_else(|error| panic!("{line}: {error}"));
-            arguments.check().unwrap();
-            assert_eq!(arguments.command.is_empty(), arguments.which, "{line}");
-        }
-        assert_eq!(parse(lines[2]).unwrap().forwards, [(1, 1), (2, 2)]);
-    }
-
-    #[test]
     fn options_after_the_separator_belong_to_the_command() {
         let arguments = parse("--cpus 1 -- guest-tests --exact --cpus 3").unwrap();
         assert_eq!(arguments.cpus, 1);

@@ -221,13 +221,13 @@ mod tests {
 
     #[test]
     fn plain_host_has_two_disks_and_its_memory() {
-        let line = line("--cpus 1 --forward 80:8080");
+        let line = line("--cpus 1 --forward 80:8080 --forward 1:2");
         for part in [
             "-accel tcg,thread=multi,tb-size=512",
             "-smp 1",
             "maxcpus=1 noreplace-smp tsc=reliable -serial file:/run/host.1/console.log",
             "id=job,format=raw,readonly=on,file=/run/host.1/job.tar",
-            "user,id=net0,hostfwd=tcp:127.0.0.1:80-:8080",
+            "user,id=net0,hostfwd=tcp:127.0.0.1:80-:8080,hostfwd=tcp:127.0.0.1:1-:2",
             "chardev=beat,name=beat,nr=5",
             "-m 4096 -M q35",
         ] {

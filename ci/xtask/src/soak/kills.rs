@@ -141,6 +141,7 @@ mod tests {
         let expected =
             "--cpus 1 --timeout 300 -- env FORESHORE_TEST_DIR=/out/soak soak kills nvdimm 6.1 2 7 raw";
         assert_eq!(line, expected);
+        crate::host::tests::parse(&line).unwrap();
     }
 
     #[test]

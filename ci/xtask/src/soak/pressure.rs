@@ -223,7 +223,9 @@ mod tests {
         assert_eq!(runs[1].folder, Path::new("/p/bfs/75-zram"));
         assert_eq!(runs[0].limits(Clock::Counted, 2), (720, MAX_BOOTS));
         assert_eq!(runs[1].limits(Clock::Counted, 2), (7200, 1));
-        let line = runs[6].arguments(Clock::Counted, 1).join("|");
+        let arguments = runs[6].arguments(Clock::Counted, 1);
+        crate::host::tests::parse(&arguments.join(" ")).unwrap();
+        let line = arguments.join("|");
         let expected =
             "--cpus|1|--prealloc|--timeout|360|--counted|--|env|FORESHORE_TEST_DIR=/tmp/soak|sh|-c|";
         assert!(line.starts_with(expected), "{line}");
