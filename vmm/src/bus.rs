@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::metrics::{Expose, Exposition, Family, and, one};
 use parking_lot::RwLock;
 use thiserror::Error;
+
+use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// Something that answers accesses of vCPUs.
 ///

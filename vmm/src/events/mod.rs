@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::metrics::{Expose, Exposition, Family, and, one};
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{Notify, broadcast};
@@ -21,6 +20,7 @@ use tokio::sync::{Notify, broadcast};
 pub use self::event::Event;
 use self::limiter::{Bounds, Limiter, Source, Verdict};
 pub use self::monitor::{Monitor, MonitorError};
+use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// So many events may wait for a watcher. A boot tells some twenty.
 const QUEUED: usize = 1024;

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use pmem_volume::pool::lock::{LockKind, try_lock};
 use pmem_volume::pool::mark::Mark;
+use prometheus_client::registry::Unit;
 use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use tracing::warn;
@@ -27,7 +28,6 @@ use crate::log::sparsely;
 use crate::metrics::{Expose, Exposition, Family, one};
 use crate::output_file::admit;
 use crate::throttle::ThrottleMetrics;
-use prometheus_client::registry::Unit;
 
 /// Added to the name of a file that has reached its limit.
 const OLDER: &str = ".1";

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -340,6 +341,34 @@ fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
             (name, (kind, labels.map(str::to_owned).collect()))
         })
         .collect()
+}
+
+/// Names of the types in `folder` that implement `Expose`.
+fn types_that_expose(folder: &Path) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            names.extend(types_that_expose(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let source = std::fs::read_to_string(&path).unwrap();
+            let name =
+                |line: &str| Some(line.strip_prefix("impl Expose for ")?.strip_suffix(" {")?.to_owned());
+            names.extend(source.lines().filter_map(name));
+        }
+    }
+    names
+}
+
+#[test]
+fn every_source_is_compared_with_the_document() {
+    // `Metrics::new` and `Metrics::add_server` add these.
+    let own = ["EventCounters", "MissingSeccomp", "Process", "RefusedHosts", "Server"];
+    let names = types_that_expose(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+    let code: Vec<_> = include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
+    let is_made = |name: &str| own.contains(&name) || code.iter().any(|line| line.contains(name));
+    let missing: Vec<_> = names.iter().filter(|name| !is_made(name)).collect();
+    assert!(names.len() > 20 && missing.is_empty(), "{missing:?} of {names:?}");
 }
 
 #[test]
