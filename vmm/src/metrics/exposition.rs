@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
@@ -30,6 +31,11 @@ pub fn one(name: &'static str, value: &str) -> Labels {
 /// Returns `labels` with one more.
 pub fn and(labels: &Labels, name: &'static str, value: &str) -> Labels {
     labels.iter().cloned().chain([(name, value.to_owned())]).collect()
+}
+
+/// Reads a counter.
+pub fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
 }
 
 /// Family of metrics: its name without prefix, unit and `_total`, its description and its unit.

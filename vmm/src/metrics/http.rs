@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::exposition::{Expose, Exposition, Family, and, one};
+use super::exposition::{Expose, Exposition, Family, and, get, one};
 use crate::api::ConnectionCounters;
 
 /// Server with its counters.
@@ -14,7 +14,6 @@ pub(super) struct Server {
 
 impl Expose for Server {
     fn expose(&self, out: &mut Exposition) {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let labels = one("server", self.name);
         let closed = [
             ("silent", &self.counters.silent),

@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;
 
-pub use self::exposition::{Expose, Exposition, Family, Labels, and, one};
+pub use self::exposition::{Expose, Exposition, Family, Labels, and, get, one};
 pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
 pub use self::serve::router;
 use crate::api::ConnectionCounters;

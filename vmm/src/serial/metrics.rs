@@ -1,10 +1,10 @@
 //! Metrics of the serial port.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use prometheus_client::registry::Unit;
 
-use crate::metrics::{Expose, Exposition, Family, one};
+use crate::metrics::{Expose, Exposition, Family, get, one};
 
 /// Counters of the serial port.
 #[derive(Debug, Default)]
@@ -15,10 +15,6 @@ pub struct SerialMetrics {
     pub lost_bytes: AtomicU64,
     /// Bytes that the guest has received.
     pub input_bytes: AtomicU64,
-}
-
-fn get(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
 }
 
 impl Expose for SerialMetrics {

@@ -3,12 +3,12 @@
 //! The guest accesses a mapped volume without the VMM, which sees only flushes. All requests to a
 //! volume with interface virtio-blk go through the VMM.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::FirstFailure;
 use super::sectors::{BttLoss, Sectors};
-use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and};
+use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
 use crate::nvdimm::FlushHintMetrics;
 use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
@@ -59,7 +59,6 @@ impl VolumeMetrics {
     }
 
     fn flushes(&self) -> [(&'static str, u64); 2] {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (done, failed) = match &self.counters {
             VolumeCounters::VirtioPmem(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
             VolumeCounters::Nvdimm(counters) => (get(&counters.flushes), get(&counters.flush_failures)),

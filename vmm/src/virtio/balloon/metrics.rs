@@ -6,7 +6,7 @@ use balloon::statistics::Tag;
 
 use prometheus_client::registry::Unit;
 
-use crate::metrics::{Expose, Exposition, Family, one};
+use crate::metrics::{Expose, Exposition, Family, get, one};
 
 /// Why pages are not given back to the host, or statistics not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,10 +106,6 @@ impl BalloonMetrics {
     pub fn statistic(&self, tag: Tag) -> Option<u64> {
         Some(self.values[tag as usize].load(Ordering::Relaxed)).filter(|value| *value != ABSENT)
     }
-}
-
-fn get(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
 }
 
 impl Expose for BalloonMetrics {

@@ -1,10 +1,10 @@
 //! Metrics of a virtio-console device.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use prometheus_client::registry::Unit;
 
-use crate::metrics::{Expose, Exposition, Family, one};
+use crate::metrics::{Expose, Exposition, Family, get, one};
 
 /// Counters of a virtio-console device.
 #[derive(Debug, Default)]
@@ -17,10 +17,6 @@ pub struct ConsoleMetrics {
     pub input_bytes: AtomicU64,
     /// Buffer chains without a buffer that the device can use.
     pub bad_requests: AtomicU64,
-}
-
-fn get(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
 }
 
 impl Expose for ConsoleMetrics {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pmem_volume::Durability;
 
-use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, one};
+use crate::metrics::{Expose, Exposition, Family, LatencyHistogram, and, get, one};
 
 /// Counters of a virtio-pmem device.
 #[derive(Debug, Default)]
@@ -40,7 +40,6 @@ pub struct PmemFileMetrics {
 impl Expose for PmemFileMetrics {
     fn expose(&self, out: &mut Exposition) {
         let (labels, counters) = (one("pmem", &self.name), &self.counters);
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let durability = self.durability.map_or("discarded", Durability::name);
         let info = and(&and(&labels, "file", &self.file), "durability", durability);
         let family = Family("pmem_info", "Files that are persistent memory of the guest; always 1.", None);

@@ -1,10 +1,10 @@
 //! Metrics of a virtio-rng device.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use prometheus_client::registry::Unit;
 
-use crate::metrics::{Expose, Exposition, Family};
+use crate::metrics::{Expose, Exposition, Family, get};
 
 /// Counters of a virtio-rng device.
 #[derive(Debug, Default)]
@@ -17,10 +17,6 @@ pub struct RngMetrics {
     pub bad_requests: AtomicU64,
     /// Failures or ends of the source. The device reads from the kernel afterward.
     pub source_failures: AtomicU64,
-}
-
-fn get(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
 }
 
 impl Expose for RngMetrics {

@@ -1,8 +1,8 @@
 //! Metrics of a watchdog.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
-use crate::metrics::{Expose, Exposition, Family};
+use crate::metrics::{Expose, Exposition, Family, get};
 
 /// Counters of a watchdog.
 #[derive(Debug, Default)]
@@ -11,10 +11,6 @@ pub struct WatchdogMetrics {
     pub pings: AtomicU64,
     /// Requests without a writable byte.
     pub bad_requests: AtomicU64,
-}
-
-fn get(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
 }
 
 impl Expose for WatchdogMetrics {
