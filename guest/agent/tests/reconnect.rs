@@ -116,7 +116,9 @@ impl Vmm {
         let mut line = String::new();
         while self.0.read_line(&mut line).is_ok() {
             let message = decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from);
-            let Ok(AgentMessage::Report(report)) = message else { panic!("{line} is no report") };
+            let Ok(AgentMessage::Report(report)) = message else {
+                panic!("expected a report, received {line}")
+            };
             seq = report.seq();
             line.clear();
         }

@@ -107,7 +107,7 @@ struct Demo<'run> {
     listen: &'static str,
     /// Folder of pools and logs on the host.
     pools: PathBuf,
-    /// The same folder on this machine, removed at the end.
+    /// Folder of pools and logs if the host is this machine. It is removed at the end.
     _scratch: Option<Scratch>,
 }
 

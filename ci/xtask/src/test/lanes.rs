@@ -94,7 +94,7 @@ pub fn run_share<O: FnMut(&[u8])>(tests: &[String], host: &mut impl Host<O>, log
         let test = left[0].clone();
         log.add_line(&format!("{HOST_DEATH} the host in {test}: {} tests have no verdict yet", left.len()))?;
         if interrupted.replace(test.clone()) == Some(test) {
-            // A second death in the same test is no accident.
+            // The test is the cause if a host dies in it twice.
             log.add_line(&failure(&left.remove(0), "the emulated host died in it twice"))?;
         }
         if left.is_empty() || deaths >= MAX_BOOTS {

@@ -272,7 +272,7 @@ guest tests: 3 passed, 1 failed, 1 skipped
     }
 
     #[test]
-    fn failures_and_those_without_verdict_are_told_apart() {
+    fn tests_without_verdict_are_counted_beside_failures() {
         assert!(has_failure(LOG) && !has_failure_without_verdict(LOG));
         let line = failure("boot::boots", &format!("{NO_VERDICT}: the host failed"));
         assert_eq!(line, "test boot::boots ... FAILED (no verdict: the host failed)");

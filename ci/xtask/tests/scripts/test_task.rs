@@ -22,7 +22,7 @@ echo "$@" >"$OUT/arguments"
 printf "$VERDICTS"
 exit "$CODE"
 "#;
-/// Output of unit tests, of which one skips itself.
+/// Output of unit tests. One of them skips itself.
 const UNIT_TESTS: &str = r"case $* in
     *--no-run*) ;;
     test*)
@@ -166,7 +166,7 @@ fn guest_tests_that_cannot_be_listed_leave_the_results_of_unit_tests() {
 }
 
 #[test]
-fn guest_tests_whose_log_is_lost_have_failed() {
+fn guest_tests_without_log_fail() {
     let Some(fakes) = fakes(":") else { return };
     let output = fakes.run(&["--guest"], VERDICTS, 135).unwrap();
     assert!(text(&output.stdout).ends_with("\n0 passed, 3 failed\n"), "{}", text(&output.stdout));
