@@ -67,7 +67,9 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        self.sources.registered.lock().remove(&self.id);
+        // The last owner of a source may close files, which is not for the lock.
+        let source = self.sources.registered.lock().remove(&self.id);
+        drop(source);
     }
 }
 
