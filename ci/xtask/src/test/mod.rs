@@ -8,11 +8,14 @@ mod shares;
 mod unit;
 mod verdicts;
 
-use anyhow::Result;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
+use rustix::fs::statvfs;
 
-use crate::checkout::Checkout;
+use crate::checkout::{Checkout, create_folder};
 use crate::messages::{Refused, attempt, say, speak_as};
 use crate::setup;
 use report::Report;
@@ -20,6 +23,8 @@ use report::Report;
 /// Time of all guest tests on one host.
 const GUEST_TESTS_S: u64 = 6000;
 const ALL_GUEST_TESTS_S: u64 = 12_000;
+/// Disk space that the first run needs, mostly for its three builds.
+const FIRST_RUN_BYTES: u64 = 10_000_000_000;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
@@ -74,6 +79,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
 
 fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     if !checkout.path("target/debug").is_dir() {
+        check_space(&checkout.ci(""))?;
         say!(
             "the first run builds everything three times, for lints, tests and guests: up to 40 minutes on \
              two cores"
@@ -84,6 +90,27 @@ fn run_all(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> R
     run_guest_tests(checkout, arguments, report)?;
     run_part(report, "power cuts", |report| checks::cut_power(checkout, report));
     Ok(())
+}
+
+/// Refuses a first run that would fail for disk space after half an hour.
+fn check_space(folder: &Path) -> Result<()> {
+    create_folder(folder)?;
+    let space = statvfs(folder).with_context(|| format!("Cannot look at {}", folder.display()))?;
+    let available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    if available_bytes < FIRST_RUN_BYTES {
+        bail!(lacking_space(folder, available_bytes));
+    }
+    Ok(())
+}
+
+fn lacking_space(folder: &Path, available_bytes: u64) -> String {
+    let gigabytes = |bytes: u64| bytes / 1_000_000_000;
+    format!(
+        "the first run needs {} GB of disk space in {}, and {} GB are free",
+        gigabytes(FIRST_RUN_BYTES),
+        folder.display(),
+        gigabytes(available_bytes)
+    )
 }
 
 /// Runs the guest tests. Returns an error if they refuse the filters of the command line.
@@ -132,6 +159,12 @@ mod tests {
         assert_eq!(choice("--long --long"), "--long");
         assert_eq!(choice("--guest --all --exact a::b c::d"), "--all --exact a::b c::d");
         assert_eq!(parse("--all").unwrap().guest_tests_s(), 2 * GUEST_TESTS_S);
+    }
+
+    #[test]
+    fn lack_of_disk_space_names_the_folder_and_both_sizes() {
+        let text = lacking_space(Path::new("/target/ci"), 2_560_000_000);
+        assert_eq!(text, "the first run needs 10 GB of disk space in /target/ci, and 2 GB are free");
     }
 
     #[test]
