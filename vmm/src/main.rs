@@ -50,7 +50,7 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     if let Err(error) = foreshore::open_files::raise_limit() {
         tracing::warn!(%error, "The limit of open files stays as it is");
     }
-    Ok(foreshore::vm::run(launch)?)
+    Ok(foreshore::run::run(launch)?)
 }
 
 /// Says why, in one line, whatever the causes have to say.

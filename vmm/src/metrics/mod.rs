@@ -6,20 +6,13 @@
 //! zone, are computed only then. docs/metrics.md lists every metric, and a test compares the two.
 
 mod exposition;
-mod format;
-mod host_check;
-mod http;
 mod latency;
-mod process;
-mod serve;
-#[cfg(test)]
-mod tests;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use prometheus_client::encoding::text;
@@ -27,9 +20,6 @@ use prometheus_client::registry::Registry;
 
 pub use self::exposition::{Expose, Exposition, Family, Labels, and, get, one};
 pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
-pub use self::serve::router;
-use crate::api::ConnectionCounters;
-use crate::events::EventCounters;
 
 /// Registered sources, in the order of their registration.
 #[derive(Default)]
@@ -78,24 +68,12 @@ impl Drop for Registration {
 pub struct Metrics {
     vm: String,
     sources: Arc<Sources>,
-    is_seccomp_missing: Arc<AtomicBool>,
-    refused_hosts: Arc<AtomicU64>,
 }
 
 impl Metrics {
-    /// Creates the metrics of the process and of `events`, labeled with the name of the VM.
-    pub fn new(vm: &str, events: Arc<EventCounters>) -> Self {
-        let metrics = Self {
-            vm: vm.to_owned(),
-            sources: Arc::default(),
-            is_seccomp_missing: Arc::default(),
-            refused_hosts: Arc::default(),
-        };
-        metrics.add(events);
-        metrics.add(Arc::new(process::Process));
-        metrics.add(Arc::new(process::MissingSeccomp(Arc::clone(&metrics.is_seccomp_missing))));
-        metrics.add(Arc::new(http::RefusedHosts(Arc::clone(&metrics.refused_hosts))));
-        metrics
+    /// Creates metrics without a source, labeled with the name of the VM.
+    pub fn new(vm: &str) -> Self {
+        Self { vm: vm.to_owned(), sources: Arc::default() }
     }
 
     /// Name of the VM.
@@ -111,21 +89,6 @@ impl Metrics {
     /// Adds a source until its registration is dropped.
     pub fn register(&self, source: Arc<dyn Expose>) -> Registration {
         Registration { id: self.sources.add(source), sources: Arc::clone(&self.sources) }
-    }
-
-    /// Records that `--seccomp` requests a system call filter, which does not exist yet.
-    pub fn set_seccomp_missing(&self) {
-        self.is_seccomp_missing.store(true, Ordering::Relaxed);
-    }
-
-    /// Adds the counters of the server called `name`.
-    pub fn add_server(&self, name: &'static str, counters: Arc<ConnectionCounters>) {
-        self.add(Arc::new(http::Server { name, counters }));
-    }
-
-    /// Counts a scrape that was refused because of its `Host` header.
-    fn count_refused_host(&self) {
-        self.refused_hosts.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Encodes all sources in OpenMetrics text. `once` is another source, for this scrape only.

@@ -454,7 +454,7 @@ pub(super) mod tests {
         let core = fixture("psi", false, true).core;
         let told = Events::start();
         let (io_events, interrupts) = (Arc::new(NoIoEvents), FakeController::new());
-        let metrics = Arc::new(Metrics::new("vm", told.counters()));
+        let metrics = Arc::new(Metrics::new("vm"));
         let fabric = Fabric::new(io_events, interrupts, 0, &memory, told.clone(), metrics).unwrap();
         fabric.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {

@@ -16,17 +16,16 @@ mod hotplug;
 pub(crate) mod hotplug_metrics;
 pub mod kvm;
 mod lost;
-mod machine;
+pub(crate) mod machine;
 mod named_twice;
 pub mod owner;
 mod pmem;
 mod pools;
 pub mod request;
 mod resident;
-mod resources;
-mod run;
+pub(crate) mod resources;
 pub mod state;
-mod taps;
+pub(crate) mod taps;
 mod told;
 mod vcpus;
 mod vhost;
@@ -36,7 +35,6 @@ pub mod zone_metrics;
 mod zones;
 
 pub use self::named_twice::{NamedTwice, check_launch};
-pub use self::run::{RunError, run};
 
 /// An error and all its causes in one line.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {

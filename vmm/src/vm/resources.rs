@@ -290,7 +290,7 @@ mod tests {
 
     fn resources() -> Resources {
         let events = Events::start();
-        Resources::new(Arc::new(Metrics::new("vm", events.counters())), events)
+        Resources::new(Arc::new(Metrics::new("vm")), events)
     }
 
     fn pm_zone(pool: &Path, size: u64) -> PmMemoryConfig {

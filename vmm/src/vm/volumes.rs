@@ -396,7 +396,7 @@ mod tests {
 
     fn resources() -> Resources {
         let events = Events::start();
-        Resources::new(Arc::new(Metrics::new("vm", events.counters())), events)
+        Resources::new(Arc::new(Metrics::new("vm")), events)
     }
 
     fn config(pool: &Path, volumes: &[&str]) -> VmConfig {

@@ -1,18 +1,25 @@
-//! Metrics of the HTTP servers: the API and the metrics themselves.
+//! Metrics of an HTTP server.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::exposition::{Expose, Exposition, Family, and, get, one};
-use crate::api::ConnectionCounters;
+use super::ConnectionCounters;
+use crate::metrics::{Expose, Exposition, Family, and, get, one};
 
 /// Server with its counters.
-pub(super) struct Server {
-    pub(super) name: &'static str,
-    pub(super) counters: Arc<ConnectionCounters>,
+#[derive(Debug)]
+pub struct ServerMetrics {
+    name: &'static str,
+    counters: Arc<ConnectionCounters>,
 }
 
-impl Expose for Server {
+impl ServerMetrics {
+    /// Creates the metrics of the server called `name`.
+    pub fn new(name: &'static str, counters: Arc<ConnectionCounters>) -> Self {
+        Self { name, counters }
+    }
+}
+
+impl Expose for ServerMetrics {
     fn expose(&self, out: &mut Exposition) {
         let labels = one("server", self.name);
         let closed = [
@@ -33,15 +40,5 @@ impl Expose for Server {
             ),
             closed,
         );
-    }
-}
-
-/// Scrapes refused because of their `Host` header.
-pub(super) struct RefusedHosts(pub(super) Arc<AtomicU64>);
-
-impl Expose for RefusedHosts {
-    fn expose(&self, out: &mut Exposition) {
-        let family = Family("metrics_refused_hosts", "Scrapes refused because of their Host header.", None);
-        out.counters(family, [(vec![], self.0.load(Ordering::Relaxed))]);
     }
 }

@@ -15,15 +15,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 
 use super::*;
-use crate::api::{Limits, Server, Socket};
+use crate::api::{Limits, Server, ServerMetrics, Socket};
 use crate::bus::{AddressSpaceMetrics, BusMetrics};
 use crate::config::MetricsAddress;
 use crate::cpu::metrics::VcpuMetrics;
-use crate::events::{Event, Events};
+use crate::events::{Event, EventCounters, Events};
 use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
 use crate::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use crate::memory::backing::{MappingBudget, Reservation};
 use crate::memory::lost::{LossFlag, LostMemory};
+use crate::metrics::Registration;
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
@@ -197,11 +198,15 @@ struct Everything {
 }
 
 fn everything() -> Everything {
-    let metrics = Metrics::new("vm \"1\"", told());
+    let metrics = Metrics::new("vm \"1\"");
+    metrics.add(told());
+    metrics.add(Arc::new(ProcessMetrics));
+    metrics.add(Arc::new(MissingSeccomp(false)));
+    metrics.add(Arc::new(RefusedHosts::default()));
     let restarts = Arc::<RestartMetrics>::default();
     restarts.count(Duration::from_millis(2500));
     metrics.add(restarts);
-    metrics.add_server("api", Arc::default());
+    metrics.add(Arc::new(ServerMetrics::new("api", Arc::default())));
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     let again = pool.alloc_memory(CHUNK_BYTES).unwrap();
@@ -322,14 +327,14 @@ fn label_names(sample: &str) -> Vec<String> {
         .collect()
 }
 
-/// The same, from the rows of the document's tables: name, type, labels.
-/// Of one event.
+/// Counters of one event.
 fn told() -> Arc<EventCounters> {
     let events = Events::start();
     events.tell(Event::VmBooted);
     events.counters()
 }
 
+/// Metrics in the document's tables: name, type, labels.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     DOC.lines()
         .filter_map(|line| line.strip_prefix("| `foreshore_"))
@@ -362,11 +367,9 @@ fn types_that_expose(folder: &Path) -> BTreeSet<String> {
 
 #[test]
 fn every_source_is_compared_with_the_document() {
-    // `Metrics::new` and `Metrics::add_server` add these.
-    let own = ["EventCounters", "MissingSeccomp", "Process", "RefusedHosts", "Server"];
     let names = types_that_expose(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
     let code: Vec<_> = include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
-    let is_made = |name: &str| own.contains(&name) || code.iter().any(|line| line.contains(name));
+    let is_made = |name: &str| name == "EventCounters" || code.iter().any(|line| line.contains(name));
     let missing: Vec<_> = names.iter().filter(|name| !is_made(name)).collect();
     assert!(names.len() > 20 && missing.is_empty(), "{missing:?} of {names:?}");
 }
@@ -501,7 +504,7 @@ fn sources_of_an_ended_vm_are_not_exposed() {
 
 #[test]
 fn family_of_two_sources_is_exposed_once() {
-    let metrics = Metrics::new("a", Arc::default());
+    let metrics = Metrics::new("a");
     let disk = |id: &str| {
         let source = DiskMetrics { disk: id.to_owned(), counters: Arc::default() };
         metrics.register(Arc::new(source))
@@ -559,7 +562,7 @@ fn lint(text: &str) -> Vec<String> {
 fn promtools_rules_are_kept() {
     let everything = everything();
     let open = everything.metrics.encode(&ZoneMetrics(vec![zone("dram", None)])).unwrap();
-    let text = super::format::Format::Prometheus.convert(open.clone());
+    let text = Format::Prometheus.convert(open.clone());
     assert_eq!(lint(&text), Vec::<String>::new());
     // OpenMetrics names counters otherwise, so promtool refuses it.
     assert!(lint(&open).iter().any(|problem| problem.contains("_total")));
@@ -567,11 +570,9 @@ fn promtools_rules_are_kept() {
 
 #[test]
 fn missing_seccomp_filter_is_a_metric() {
-    let metrics = Metrics::new("a", Arc::default());
-    let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
-    assert!(encode().contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
-    metrics.set_seccomp_missing();
-    assert!(encode().contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
+    let encode = |is_missing| Metrics::new("a").encode(&MissingSeccomp(is_missing)).unwrap();
+    assert!(encode(false).contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
+    assert!(encode(true).contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
 }
 
 /// Asks for `path` over a unix socket; the answer's bytes.
@@ -593,12 +594,12 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
         let (address, _) = MetricsAddress::parse_named("127.0.0.1:0,host=vm1.example.org").unwrap();
         let socket = Socket::for_metrics(&address).unwrap();
         let tcp = socket.tcp_address().unwrap();
-        let metrics = Arc::new(Metrics::new("a", Arc::default()));
+        let metrics = Arc::new(Metrics::new("a"));
         // Without an owner there are no zones.
         let (vm, _) = VmHandle::channel();
         let router = router(Arc::clone(&metrics), vm, address.host_names());
         let server = Server::start(socket, router, Limits::METRICS).unwrap();
-        metrics.add_server("metrics", server.counters());
+        metrics.add(Arc::new(ServerMetrics::new("metrics", server.counters())));
         let get = async |host: &str| {
             let mut stream = TcpStream::connect(tcp).await.unwrap();
             let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
@@ -637,7 +638,7 @@ fn every_reason_is_there_from_the_start() {
     use crate::vm::request::PressureChange;
     let core = crate::governor::fake::fixture("psi", false, true).core;
     let governor = Arc::new(JustStarted(core.into()));
-    let metrics = Metrics::new("a", Arc::default());
+    let metrics = Metrics::new("a");
     let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;
     let _registration = metrics.register(Arc::new(PressureMetrics(source)));
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();

@@ -1,14 +1,12 @@
 //! The VMM's own process.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use super::exposition::{Expose, Exposition, Family, one};
+use crate::metrics::{Expose, Exposition, Family, one};
 
 /// Version and resident memory of the process.
-pub(super) struct Process;
+#[derive(Debug)]
+pub struct ProcessMetrics;
 
-impl Expose for Process {
+impl Expose for ProcessMetrics {
     fn expose(&self, out: &mut Exposition) {
         let version = one("version", env!("CARGO_PKG_VERSION"));
         out.gauges(Family("build_info", "Version of the VMM; always 1.", None), [(version, 1.0)]);
@@ -19,13 +17,14 @@ impl Expose for Process {
     }
 }
 
-/// A system call filter that was requested and is not installed.
-pub(super) struct MissingSeccomp(pub(super) Arc<AtomicBool>);
+/// True if `--seccomp` requests a system call filter, which does not exist yet.
+#[derive(Debug)]
+pub struct MissingSeccomp(pub bool);
 
 impl Expose for MissingSeccomp {
     fn expose(&self, out: &mut Exposition) {
         let help = "1 if --seccomp requests a system call filter, which Foreshore does not have yet.";
-        out.flags(Family("seccomp_missing", help, None), [(vec![], self.0.load(Ordering::Relaxed))]);
+        out.flags(Family("seccomp_missing", help, None), [(vec![], self.0)]);
     }
 }
 

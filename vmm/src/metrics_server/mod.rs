@@ -1,6 +1,13 @@
-//! The page that a Prometheus scrapes.
+//! The page that Prometheus scrapes, and the metrics of the process.
+
+mod format;
+mod host_check;
+mod process;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::Router;
 use axum::extract::{Request, State};
@@ -9,9 +16,10 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 
-use super::Metrics;
-use super::format::Format;
-use super::host_check::check_host;
+use self::format::Format;
+use self::host_check::check_host;
+pub use self::process::{MissingSeccomp, ProcessMetrics};
+use crate::metrics::{Expose, Exposition, Family, Metrics};
 use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::zone_metrics::ZoneMetrics;
 
@@ -26,20 +34,22 @@ pub fn router(metrics: Arc<Metrics>, vm: VmHandle, host_names: Option<Vec<String
         .route("/metrics", get(scrape))
         .fallback(async || (StatusCode::NOT_FOUND, "There is /metrics, and nothing else.\n"))
         .with_state((Arc::clone(&metrics), vm));
+    let refused_hosts = Arc::<RefusedHosts>::default();
+    metrics.add(Arc::clone(&refused_hosts) as _);
     let Some(names) = host_names else { return router };
-    let guard = (metrics, Arc::<[String]>::from(names));
+    let guard = (refused_hosts, Arc::<[String]>::from(names));
     router.layer(from_fn_with_state(guard, check_request))
 }
 
 async fn check_request(
-    State((metrics, names)): State<(Arc<Metrics>, Arc<[String]>)>,
+    State((refused_hosts, names)): State<(Arc<RefusedHosts>, Arc<[String]>)>,
     request: Request,
     next: Next,
 ) -> Response {
     match check_host(request.version(), request.uri(), request.headers(), &names) {
         Ok(()) => next.run(request).await,
         Err(refused) => {
-            metrics.count_refused_host();
+            refused_hosts.0.fetch_add(1, Ordering::Relaxed);
             refused.into_response()
         }
     }
@@ -59,5 +69,16 @@ async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>, headers: 
             tracing::warn!(%error, "Metrics cannot be written");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
+    }
+}
+
+/// Scrapes refused because of their `Host` header.
+#[derive(Debug, Default)]
+struct RefusedHosts(AtomicU64);
+
+impl Expose for RefusedHosts {
+    fn expose(&self, out: &mut Exposition) {
+        let family = Family("metrics_refused_hosts", "Scrapes refused because of their Host header.", None);
+        out.counters(family, [(vec![], self.0.load(Ordering::Relaxed))]);
     }
 }

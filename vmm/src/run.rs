@@ -7,17 +7,17 @@ use thiserror::Error;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
 
-use super::machine::KvmFactory;
-use super::owner::RestartMetrics;
-use super::owner::{self, Owner};
-use super::request::{VmHandle, VmRequest};
-use super::resources::Resources;
-use super::taps;
-use crate::api::{self, Limits, Server, Socket, SocketError};
+use crate::api::{self, Limits, Server, ServerMetrics, Socket, SocketError};
 use crate::config::{Launch, MetricsAddress};
 use crate::events::{Event, Events, Monitor, MonitorError};
-use crate::metrics::{self, Metrics};
+use crate::metrics::Metrics;
+use crate::metrics_server::{self, MissingSeccomp, ProcessMetrics};
 use crate::virtio::net::tap::TapError;
+use crate::vm::machine::KvmFactory;
+use crate::vm::owner::{self, Owner, RestartMetrics};
+use crate::vm::request::{VmHandle, VmRequest};
+use crate::vm::resources::Resources;
+use crate::vm::taps;
 
 /// Why a run did not end well.
 #[derive(Debug, Error)]
@@ -77,20 +77,21 @@ fn serve(
             }
             None => None,
         };
-        let metrics = Arc::new(Metrics::new(&launch.vm_name, events.counters()));
-        if launch.missing_seccomp.is_some() {
-            metrics.set_seccomp_missing();
-        }
+        let metrics = Arc::new(Metrics::new(&launch.vm_name));
+        metrics.add(events.counters());
+        metrics.add(Arc::new(ProcessMetrics));
+        metrics.add(Arc::new(MissingSeccomp(launch.missing_seccomp.is_some())));
         let exposition = match metrics_socket {
             Some(socket) => {
                 let names = launch.metrics.as_ref().and_then(MetricsAddress::host_names);
-                let router = metrics::router(Arc::clone(&metrics), handle.clone(), names);
+                let router = metrics_server::router(Arc::clone(&metrics), handle.clone(), names);
                 Some(Server::start(socket, router, Limits::METRICS)?)
             }
             None => None,
         };
         for (name, server) in [("api", &server), ("metrics", &exposition)] {
-            server.iter().for_each(|server| metrics.add_server(name, server.counters()));
+            let Some(server) = server else { continue };
+            metrics.add(Arc::new(ServerMetrics::new(name, server.counters())));
         }
         tokio::spawn(end_on_signals(handle)?);
         tokio::spawn(events.clone().tell_what_was_withheld());
