@@ -13,6 +13,8 @@
 //! [`Controller`](controller::Controller) stands above every policy: it splits that over the zones, and decides how
 //! fast, in which order, within which bounds, and what to do when the guest does not follow.
 
+#![deny(missing_docs)]
+
 mod host;
 mod report;
 mod units;

@@ -6,6 +6,8 @@
 //!
 //! Nothing but [`media`] touches persistent memory. Nothing here knows of KVM.
 
+#![deny(missing_docs)]
+
 pub mod btt;
 pub mod file_mode;
 pub mod media;

@@ -12,6 +12,8 @@
 //! Sizes are in bytes or pages as the name says; durations in the unit that the name ends in; counters are totals
 //! since the guest booted.
 
+#![deny(missing_docs)]
+
 mod boot_memory;
 mod demotion;
 mod kernel_blocks;
