@@ -6,10 +6,10 @@ use std::time::Duration;
 use axum::body::{Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
+use foreshore_config::{JsonValue, read_body};
 use tokio::time::timeout;
 
 use super::error::ApiError;
-use crate::config::{JsonValue, read_body};
 
 /// The largest body of a call about something that there is.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;

@@ -3,9 +3,9 @@
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use foreshore_config::{ConfigError, JsonError};
 use thiserror::Error;
 
-use crate::config::{ConfigError, JsonError};
 use crate::vm::request::VmError;
 
 /// Why a request fails.

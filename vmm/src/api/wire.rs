@@ -1,8 +1,9 @@
 //! What goes over the wire where it differs from what the VM's owner is asked and answers.
 
+use foreshore_config::size::check_pages;
+use foreshore_config::{ConfigError, section};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{ConfigError, check_pages, section};
 use crate::vm::request::{PoolInfo, ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
 
 /// The answer to `vmm.ping`.

@@ -1,10 +1,11 @@
 //! `--balloon`.
 
-use super::error::ConfigError;
-use super::keys::section;
+use foreshore_config::{ConfigError, section};
+use foreshore_types::size::Size;
+use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
+
 use super::name;
 use super::refused;
-use super::size::{PAGE_BYTES, Size, UNIT_BYTES};
 
 /// What Cloud Hypervisor calls the one that there is.
 const ID: &str = "__balloon";

@@ -5,11 +5,10 @@ use std::path::PathBuf;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser};
+use foreshore_config::{ConfigError, Table};
 use foreshore_types::size;
 use thiserror::Error;
 
-use super::error::ConfigError;
-use super::keys::Table;
 use super::{
     ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, EventMonitor, MemoryConfig,
     MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig,

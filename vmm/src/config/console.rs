@@ -3,10 +3,11 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use super::error::ConfigError;
-use super::keys::{FlagValue, Options, Refused, Section, Table, section, words};
+use foreshore_config::size::MAX_BYTES;
+use foreshore_config::{ConfigError, FlagValue, Options, Refused, Section, Table, section, words};
+use foreshore_types::size::Size;
+
 use super::refused;
-use super::size::{MAX_BYTES, Size};
 use super::socket;
 
 const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "its id is fixed" }];

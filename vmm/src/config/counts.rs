@@ -1,7 +1,8 @@
 //! How many of everything a configuration may have. Looked at first: other checks hold each against all others, which takes no time
 //! for as many as a machine has room for, and hours for as many as fit in a request's body.
 
-use super::error::ConfigError;
+use foreshore_config::ConfigError;
+
 use super::{
     DiskConfig, MemoryZoneConfig, NetConfig, NumaConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, VmConfig,
 };

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::error::ConfigError;
-use super::keys::{
-    FlagValue, Item, OFF, Refused, digits, items, range as digit_range, section, unbracketed, words,
+use foreshore_config::{
+    ConfigError, FlagValue, Item, OFF, Refused, digits, items, range as digit_range, section, unbracketed,
+    words,
 };
 
 const REFUSED: &[Refused] = &[

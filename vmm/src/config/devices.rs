@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 
+use foreshore_config::{ConfigError, JsonError, Object, Walk};
 use serde_json::{Map, Value};
 
-use super::error::ConfigError;
-use super::keys::{JsonError, Object, Walk};
 use super::{
     BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig, PmMemoryConfig,
     PmemConfig, VmConfig, VsockConfig,

@@ -3,8 +3,8 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use super::error::ConfigError;
-use super::keys::{OFF, Refused, section, words};
+use foreshore_config::{ConfigError, OFF, Refused, section, words};
+
 use super::name;
 use super::refused;
 use crate::memory::layout::PCI_SLOTS;

@@ -1,10 +1,8 @@
 //! Flags of Cloud Hypervisor that foreshore does not have, so that each is refused with a reason rather than as
 //! a typing error.
 
+use foreshore_config::{ConfigError, asks_for_nothing};
 use serde_json::{Map, Value};
-
-use super::error::ConfigError;
-use super::keys::asks_for_nothing;
 
 /// Flag and reason.
 const FLAGS: &[(&str, &str)] = &[

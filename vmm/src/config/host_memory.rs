@@ -1,9 +1,9 @@
 //! Keys that `--memory` and `--memory-zone` have in common: the host's memory that backs the
 //! guest's.
 
-use super::error::ConfigError;
-use super::keys::section;
-use super::size::{Size, UNIT_BYTES};
+use foreshore_config::{ConfigError, section};
+use foreshore_types::UNIT_BYTES;
+use foreshore_types::size::Size;
 
 /// A file system on which one page would be larger than this is not known.
 const MAX_PAGE_BYTES: u64 = 1 << 40;

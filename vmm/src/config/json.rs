@@ -4,9 +4,9 @@
 //! flag, unless the value is neutral, because clients write out defaults. Unknown fields are
 //! ignored with a warning, as in Cloud Hypervisor, but refused in sections that only foreshore has.
 
+use foreshore_config::{JsonError, JsonValue, Walk};
 use serde_json::{Map, Value};
 
-use super::keys::{JsonError, JsonValue, Walk};
 use super::{ConsoleConfig, PmMemoryConfig, VmConfig, foreign};
 
 impl VmConfig {
@@ -45,8 +45,8 @@ pub(super) fn one_or_many(json: Value, walk: &mut Walk) -> Result<Vec<PmMemoryCo
 /// Returns the names of all fields of every section, including refused ones.
 #[cfg(test)]
 pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
-    use super::keys::Object;
     use super::*;
+    use foreshore_config::Object;
 
     fn of<T: Object>(section: &'static str) -> (&'static str, Vec<&'static str>) {
         let refused = T::REFUSED.iter().copied().flatten().map(|refused| refused.key);
@@ -78,8 +78,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::config::keys::Object;
     use crate::config::{ConsoleMode, DiskConfig, HotplugMethod, MemoryConfig, test_config};
+    use foreshore_config::Object;
 
     fn read(json: Value) -> Result<VmConfig, JsonError> {
         let Value::Object(fields) = json else { panic!("{json} is no object") };

@@ -1,11 +1,12 @@
 //! `--memory`.
 
-use super::error::ConfigError;
+use foreshore_config::{ConfigError, section, size, words};
+use foreshore_types::UNIT_BYTES;
+use foreshore_types::size::Size;
+
 use super::host_memory::HostMemoryConfig;
-use super::keys::{section, words};
 use super::memory_zone::{MemoryZoneConfig, check_hotplug, check_plug_bandwidth};
 use super::plug_bandwidth::DEFAULT_PLUG_BANDWIDTH;
-use super::size::{self, Size, UNIT_BYTES};
 
 words! {
     /// Method of DRAM hotplug.

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use super::error::ConfigError;
+use foreshore_config::{ConfigError, section, size};
+use foreshore_types::size::Size;
+
 use super::host_memory::HostMemoryConfig;
-use super::keys::section;
 use super::name;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
-use super::size::{self, Size};
 
 section! {
     /// Zone of DRAM.

@@ -2,7 +2,7 @@
 //! `validate()`.
 //!
 //! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key of a section is
-//! one line in its table: the struct, the flag, JSON, the help and the errors follow (`keys`). A new
+//! one line in its table: the struct, the flag, JSON, the help and the errors follow (crate foreshore_config). A new
 //! flag, such as `--pvpanic`, is a field of [`VmConfig`] and of the flags in `cli`.
 //!
 //! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
@@ -16,11 +16,9 @@ mod counts;
 mod cpus;
 mod devices;
 mod disk;
-mod error;
 mod foreign;
 mod host_memory;
 mod json;
-pub(crate) mod keys;
 mod memory;
 mod memory_zone;
 mod name;
@@ -36,12 +34,14 @@ mod pmem;
 mod pressure;
 mod refused;
 mod rng;
-mod size;
 mod socket;
 #[cfg(test)]
 mod tables_tests;
 mod topology;
 mod vsock;
+
+use foreshore_config::{ConfigError, SectionError, section};
+use foreshore_types::size::Size;
 
 use self::json::{one_or_many, serial as serial_from_json};
 use crate::file_id::is_same;
@@ -54,12 +54,9 @@ pub use self::console::{ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits
 pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
 pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};
-pub use self::error::ConfigError;
 pub use self::host_memory::HostMemoryConfig;
 #[cfg(test)]
 pub(crate) use self::json::fields;
-pub use self::keys::{FieldError, JsonError};
-pub(crate) use self::keys::{JsonValue, read_body, section};
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
 pub use self::net::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
@@ -75,7 +72,6 @@ pub use self::pressure::{
     rules_as_well,
 };
 pub use self::rng::RngConfig;
-pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages};
 pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress, SocketAccess};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
@@ -171,9 +167,9 @@ impl VmConfig {
                 return Err(ConfigError::Conflict { flag, reason });
             }
             // Of the payload nothing is known yet; whether `auto` finds something for it is seen when it is loaded.
-            choose(volume, self.cpus.max_vcpus, Payload::Linux)?;
+            choose(volume, self.cpus.max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
-        Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())?)
+        Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes()).map_err(SectionError::new)?)
     }
 
     /// Volumes with what is chosen for them if the payload is Linux.

@@ -1,6 +1,6 @@
 //! Names of devices. They appear in logs, as labels of metrics and in the API, and never in a path.
 
-use super::error::ConfigError;
+use foreshore_config::ConfigError;
 
 /// Devices that there is one of are called so.
 const OURS: &str = "__";

@@ -7,12 +7,13 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use foreshore_config::{
+    ConfigError, Item, JsonError, JsonValue, Refused, Walk, digits, section, text_value, words,
+};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use thiserror::Error;
 
-use super::error::ConfigError;
-use super::keys::{Item, JsonError, JsonValue, Refused, Walk, digits, section, text_value, words};
 use super::name;
 use super::refused;
 use crate::virtio::transport::pci::layout::QUEUES_MAX;
@@ -138,7 +139,6 @@ impl Serialize for MacAddress {
 }
 
 text_value!(MacAddress, "MAC", "six bytes in hexadecimal with colons between them");
-text_value!(IpAddr, "ADDRESS", "an IPv4 or IPv6 address");
 
 /// A queue of a tap interface that somebody else has opened. Nothing of it is in JSON but that there is one: a number says nothing
 /// outside of this process.
@@ -369,7 +369,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::keys::read_body;
+    use foreshore_config::read_body;
 
     fn error(text: &str) -> String {
         NetConfig::parse(text).and_then(|net| net.validate(4)).unwrap_err().to_string()

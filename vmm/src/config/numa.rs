@@ -1,7 +1,6 @@
 //! `--numa`.
 
-use super::error::{ConfigError, bounds};
-use super::keys::{Item, Refused, digits, range, section};
+use foreshore_config::{ConfigError, Item, Refused, bounds, digits, section};
 
 pub(super) const FLAG: &str = NumaConfig::FLAG;
 
@@ -38,16 +37,6 @@ section! {
     refused &[REFUSED];
 }
 
-impl Item for u8 {
-    const SYNTAX: &'static str = "[N-N,N]";
-    const EXPECTED: &'static str = "a list of vCPUs, as 0-2:5 or [0-2,5]";
-
-    fn read_item(text: &str) -> Option<Vec<Self>> {
-        let (first, last) = range(text)?;
-        Some((first..=last).collect())
-    }
-}
-
 impl Item for NumaDistance {
     const SYNTAX: &'static str = "[N@D,N@D]";
     const EXPECTED: &'static str = "a list of nodes and distances, as 1@20:2@28";
@@ -55,15 +44,6 @@ impl Item for NumaDistance {
     fn read_item(text: &str) -> Option<Vec<Self>> {
         let (destination, distance) = text.split_once('@')?;
         Some(vec![Self { destination: digits(destination)?, distance: digits(distance)? }])
-    }
-}
-
-impl Item for String {
-    const SYNTAX: &'static str = "[ID,ID]";
-    const EXPECTED: &'static str = "a list of zones, as mem0:mem1";
-
-    fn read_item(text: &str) -> Option<Vec<Self>> {
-        (!text.is_empty()).then(|| vec![text.to_owned()])
     }
 }
 
@@ -144,13 +124,13 @@ mod tests {
     fn what_is_no_list_is_refused() {
         assert_eq!(error("cpus=0"), "--numa: guest_numa_id= is missing");
         for cpus in ["a", "3-1", "0-", "256", "1::2", "+1"] {
-            let expected = format!("--numa: cpus={cpus:?} is not a list of vCPUs, as 0-2:5 or [0-2,5]");
+            let expected = format!("--numa: cpus={cpus:?} is not a list of numbers, as 0-2:5 or [0-2,5]");
             assert_eq!(error(&format!("guest_numa_id=0,cpus={cpus}")), expected);
         }
         for distances in ["1", "1@", "@20", "1@256", "1@20:"] {
             assert!(error(&format!("guest_numa_id=0,distances={distances}")).contains("as 1@20:2@28"));
         }
-        assert!(error("guest_numa_id=0,memory_zones=a::b").contains("a list of zones"));
+        assert!(error("guest_numa_id=0,memory_zones=a::b").contains("a list of ids"));
     }
 
     #[test]

@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::error::ConfigError;
-use super::keys::{OFF, Refused, section};
+use foreshore_config::{ConfigError, OFF, Refused, section};
 
 /// Fields of the section in JSON that have flags of their own on the command line.
 const REFUSED: &[Refused] = &[

@@ -1,7 +1,6 @@
 //! `--platform`.
 
-use super::error::ConfigError;
-use super::keys::{OFF, Refused, section};
+use foreshore_config::{ConfigError, OFF, Refused, section};
 
 const IOMMU: &str = "there is no virtual IOMMU";
 const PASSTHROUGH: &str = "there is no device passthrough";

@@ -2,8 +2,8 @@
 
 use std::num::NonZeroU64;
 
-use super::error::ConfigError;
-use super::size::Size;
+use foreshore_config::ConfigError;
+use foreshore_types::size::Size;
 
 /// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is plugged again has
 /// to be erased again.

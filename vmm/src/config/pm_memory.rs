@@ -3,14 +3,14 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
+use foreshore_config::{ConfigError, section, size};
+use foreshore_types::UNIT_BYTES;
+use foreshore_types::size::Size;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 
-use super::error::ConfigError;
-use super::keys::section;
 use super::name;
 use super::numa::MAX_NODE;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
-use super::size::{self, Size};
 use crate::file_id::is_same;
 
 /// Node 0 is DRAM's.
@@ -29,7 +29,7 @@ const WRITE_LATENCY_NS: u32 = 90;
 const BANDWIDTH: u64 = 6600 << 20;
 
 /// The lowest bound of erasing: a chunk per second.
-const MIN_SCRUB_BANDWIDTH: u64 = size::UNIT_BYTES;
+const MIN_SCRUB_BANDWIDTH: u64 = UNIT_BYTES;
 
 section! {
     /// Zone of persistent memory.

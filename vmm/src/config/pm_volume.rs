@@ -3,13 +3,10 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use foreshore_config::{ConfigError, FlagValue, JsonError, JsonValue, Walk, Words, section, size, words};
 use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
-
-use super::error::ConfigError;
-use super::keys::{FlagValue, JsonError, JsonValue, Walk, Words, section, words};
-use super::size;
 
 words! {
     /// Interface of a volume to the guest.

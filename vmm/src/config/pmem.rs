@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::error::ConfigError;
-use super::keys::section;
-use super::refused;
-use super::{name, size};
+use foreshore_config::{ConfigError, section, size};
+
+use super::{name, refused};
 
 section! {
     /// File or device that is persistent memory of the guest.

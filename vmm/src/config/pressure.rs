@@ -1,15 +1,18 @@
 //! `--pressure`, and the parameters of the policy and of the rules above it by name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map};
+use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 
 use balloon::controller::Rules;
 use balloon::params::{ParamError, Setting};
 use balloon::policy::{Policy, fixed};
-
-use super::error::ConfigError;
-use super::keys::{Options, Section, Table, section};
-use super::size::Size;
+use foreshore_config::{
+    ConfigError, JsonError, JsonValue, Options, Section, SectionError, Table, Walk, section,
+};
+use foreshore_types::size::Size;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 const FLAG: &str = PressureConfig::FLAG;
 
@@ -38,8 +41,64 @@ fn of_policy(error: ConfigError, text: &str) -> ConfigError {
     ConfigError::UnknownKey { flag, key, known }
 }
 
-/// Parameters as they were given.
-pub type ParamSettings = BTreeMap<String, Setting>;
+/// Parameters by name, as they were given.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct ParamSettings(BTreeMap<String, Setting>);
+
+impl Deref for ParamSettings {
+    type Target = BTreeMap<String, Setting>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl DerefMut for ParamSettings {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
+}
+
+impl IntoIterator for ParamSettings {
+    type Item = (String, Setting);
+    type IntoIter = btree_map::IntoIter<String, Setting>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<'a> IntoIterator for &'a ParamSettings {
+    type Item = (&'a String, &'a Setting);
+    type IntoIter = btree_map::Iter<'a, String, Setting>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter()
+    }
+}
+
+impl<S: Into<String>, const N: usize> From<[(S, Setting); N]> for ParamSettings {
+    fn from(settings: [(S, Setting); N]) -> Self {
+        Self(settings.into_iter().map(|(name, setting)| (name.into(), setting)).collect())
+    }
+}
+
+impl JsonValue for ParamSettings {
+    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
+        let read = |json: Value, walk: &mut Walk| {
+            Setting::deserialize(&json).map_err(|_| walk.wrong(&json, Setting::EXPECTED))
+        };
+        walk.entries(json, read).map(Self)
+    }
+
+    fn absent() -> Option<Self> {
+        Some(Self::default())
+    }
+
+    fn is_absent(&self) -> bool {
+        self.is_empty()
+    }
+}
 
 /// How long a recording becomes, unless something else is said: days of a guest at rest.
 pub const RECORD_BYTES: u64 = 1 << 30;
@@ -84,6 +143,7 @@ impl PressureConfig {
         let settings = settings.map(|(key, value)| (key.to_owned(), Setting::from(value)));
         let (rules, params) =
             settings.partition(|(key, _)| Rules::TABLE.iter().any(|param| param.name == key));
+        let (params, rules) = (ParamSettings(params), ParamSettings(rules));
         Ok(Self { params, rules, ..Self::from_options(&options)? })
     }
 
@@ -105,14 +165,14 @@ impl PressureConfig {
         let settings = size.iter().map(|(name, size)| (name.as_str(), size));
         let params = self.params.iter().map(|(name, setting)| (name.as_str(), setting));
         let policy = policy.with(settings.chain(params));
-        policy.map_err(|error| ConfigError::Parameter { flag, error: rules_as_well(error) })
+        policy.map_err(|error| parameter(flag, rules_as_well(error)))
     }
 
     /// The rules above it. `flag` is who asks.
     pub fn rules(&self, flag: &'static str) -> Result<Rules, ConfigError> {
         let rules = Rules { dry_run: self.dry_run, ..Rules::default() };
         let settings = self.rules.iter().map(|(name, setting)| (name.as_str(), setting));
-        rules.with(settings).map_err(|error| ConfigError::Parameter { flag, error })
+        rules.with(settings).map_err(|error| parameter(flag, error))
     }
 
     fn check_recording(&self) -> Result<(), ConfigError> {
@@ -125,6 +185,10 @@ impl PressureConfig {
         let (key, value) = ("record_size".to_owned(), Size(bytes).to_string());
         Err(ConfigError::BadValue { flag: FLAG, key, value, expected: expected.to_owned() })
     }
+}
+
+fn parameter(flag: &'static str, error: ParamError) -> ConfigError {
+    ConfigError::Parameter { flag, error: SectionError::new(error) }
 }
 
 /// The parameter of `fixed` that is a key of its own as well.
@@ -163,7 +227,7 @@ pub fn check_fixed_size(flag: &'static str, policy: &str, size: Option<u64>) -> 
         return Err(ConfigError::BadValue { flag, key, value, expected });
     }
     let fixed = Policy::Fixed(fixed::Params::default()).with([(FIXED_SIZE, &Setting::Number(bytes))]);
-    fixed.map(drop).map_err(|error| ConfigError::Parameter { flag, error })
+    fixed.map(drop).map_err(|error| parameter(flag, error))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Keys that several flags refuse for the same reason.
 
-use super::keys::{OFF, Refused};
+use foreshore_config::{OFF, Refused};
 
 /// Of what sits on the PCI bus.
 pub(super) const PCI: &[Refused] = &[

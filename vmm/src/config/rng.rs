@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use super::keys::{Refused, section};
+use foreshore_config::{Refused, section};
+
 use super::refused;
 
 const REFUSED: &[Refused] = &[Refused {

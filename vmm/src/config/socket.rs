@@ -6,9 +6,8 @@ use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use foreshore_config::ConfigError;
 use pmem_volume::file_mode::PRIVATE_MODE;
-
-use super::error::ConfigError;
 
 /// The longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;

@@ -4,11 +4,11 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use foreshore_config::{Key, Options, Table};
 use foreshore_types::size;
 use serde_json::Value;
 
 use super::cli::{TABLES, command, parse_command_line};
-use super::keys::{Key, Options, Table};
 use super::{ConfigError, json};
 
 type Names = BTreeSet<String>;

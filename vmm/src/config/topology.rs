@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::error::ConfigError;
+use foreshore_config::ConfigError;
+
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
 use super::packages::{self, VcpuPlace};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig, plug_bandwidth};

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use super::error::ConfigError;
-use super::keys::section;
+use foreshore_config::{ConfigError, section};
+
 use super::refused;
 use super::{name, socket};
 

@@ -14,10 +14,10 @@
 //! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB or to Linux's memory block |
 
 use foreshore_types::size::Size;
+use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 use thiserror::Error;
 use vm_memory::GuestAddress;
 
-use crate::config::{PAGE_BYTES, UNIT_BYTES};
 use crate::memory::zone::{Growth, ZoneSpec};
 
 /// Bytes in a MiB.

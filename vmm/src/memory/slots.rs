@@ -8,6 +8,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use foreshore_types::PAGE_BYTES;
 use foreshore_types::size::Size;
 use kvm_bindings::{
     KVM_CAP_DISABLE_QUIRKS2, KVM_MEM_READONLY, KVM_X86_QUIRK_SLOT_ZAP_ALL, kvm_enable_cap,
@@ -20,7 +21,6 @@ use tracing::error;
 
 use super::backing::{Access, Reservation};
 use super::layout::{GuestRange, MIB};
-use crate::config::PAGE_BYTES;
 
 /// Bytes of a slot of a hotplug part.
 pub const HOTPLUG_SLOT_BYTES: u64 = 128 * MIB;

@@ -4,10 +4,10 @@ use std::fmt;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
+use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 use serde::{Deserialize, Serialize};
 
 use super::layout::GIB;
-use crate::config::{PAGE_BYTES, UNIT_BYTES};
 
 /// What a zone's memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use balloon::proto::descriptor_bytes;
+use foreshore_types::UNIT_BYTES;
 use foreshore_types::size::Size;
 use tracing::warn;
 
@@ -25,7 +26,7 @@ use super::taps::{self, Taps};
 use super::vcpus::Vcpus;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
-use crate::config::{ConsoleMode, DRAM_ZONE, DeviceConfig, UNIT_BYTES, VmConfig};
+use crate::config::{ConsoleMode, DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::Pausing;
 use crate::event_loop::EventLoop;
 use crate::events::Events;

@@ -9,15 +9,14 @@ use std::path::PathBuf;
 
 use balloon::DriverState;
 use balloon::proto::descriptor_bytes;
+use foreshore_config::{ConfigError, section};
 use foreshore_types::size::Size;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::decision::DecisionInfo;
-use crate::config::{
-    ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig, section,
-};
+use crate::config::{DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
 use crate::virtio::DeviceCounters;
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::volume::kernel_gate::{GuestKernel, Verdict};

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use foreshore_types::UNIT_BYTES;
 use foreshore_types::size::Size;
 use pmem_volume::Durability;
 use pmem_volume::file_mode::PRIVATE_MODE;
@@ -17,7 +18,7 @@ use pmem_volume::pool::claim::{ClaimError, claim};
 use thiserror::Error;
 
 use super::{Persist, PersistError};
-use crate::config::{PmemConfig, UNIT_BYTES};
+use crate::config::PmemConfig;
 use crate::guest_file::{self, GuestAccess, GuestFileError};
 use crate::memory::backing::Access;
 use crate::memory::lost::cut_to_bytes;

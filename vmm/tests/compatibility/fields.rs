@@ -1,6 +1,7 @@
 //! Fields of a configuration, tried on the parser of JSON.
 
-use foreshore::config::{JsonError, VmConfig};
+use foreshore::config::VmConfig;
+use foreshore_config::JsonError;
 use serde_json::{Map, Value, json};
 
 use crate::calls::Json;

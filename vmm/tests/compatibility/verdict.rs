@@ -1,6 +1,7 @@
 //! What comes of trying something of Cloud Hypervisor.
 
-use foreshore::config::{CliError, ConfigError, JsonError};
+use foreshore::config::CliError;
+use foreshore_config::{ConfigError, JsonError};
 
 /// How far foreshore has it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,3 +5,9 @@
 #![forbid(unsafe_code)]
 
 pub mod size;
+
+/// Unit of memory that is plugged and unplugged: a block of virtio-mem and a chunk of a pool.
+pub const UNIT_BYTES: u64 = 2 << 20;
+
+/// Unit of memory that is there from boot on or that ACPI adds: a page.
+pub const PAGE_BYTES: u64 = 4 << 10;

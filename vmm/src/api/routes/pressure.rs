@@ -3,10 +3,11 @@
 use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, Uri};
+use foreshore_config::ConfigError;
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
-use crate::config::{ConfigError, FIXED_SIZE, check_fixed_size, check_policy};
+use crate::config::{FIXED_SIZE, check_fixed_size, check_policy};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
 use crate::vm::request::{PressureChange, PressureInfo, VmHandle, VmRequest};
 

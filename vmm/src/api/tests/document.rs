@@ -1,11 +1,11 @@
 //! docs/api.md against what is answered: examples, fields, and the names of states.
 
+use foreshore_config::Object;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::*;
 use crate::api::PoolsAnswer;
-use crate::config::keys::Object;
 use crate::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };

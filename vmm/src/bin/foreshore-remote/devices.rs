@@ -3,7 +3,8 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use foreshore::api::Client;
-use foreshore::config::{ConfigError, DiskConfig, GivenFd, NetConfig, PmemConfig, VsockConfig};
+use foreshore::config::{DiskConfig, GivenFd, NetConfig, PmemConfig, VsockConfig};
+use foreshore_config::ConfigError;
 use serde::Serialize;
 use serde_json::json;
 

@@ -1,7 +1,5 @@
 //! Events about plans that a lack of room for page descriptors holds back.
 
-use std::collections::BTreeMap;
-
 use balloon::DriverState;
 use balloon::params::Setting;
 
@@ -52,11 +50,11 @@ fn dry_run_held_back_by_descriptors_is_not_reported() {
 #[test]
 fn fixed_size_that_descriptors_hold_back_is_reported_without_reports() {
     let mut f = fixture("psi", false, true);
-    let rules = BTreeMap::from([("unreported".to_owned(), Setting::Number(1))]);
+    let rules = [("unreported", Setting::Number(1))];
     let change = PressureChange {
         policy: Some("fixed".to_owned()),
         size: Some(1024 * MIB),
-        rules: Some(rules),
+        rules: Some(rules.into()),
         ..Default::default()
     };
     f.core.change(&change).unwrap();

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use balloon::params::Setting;
 
 use super::*;
-use crate::config::{PressureConfig, test_config};
+use crate::config::{ParamSettings, PressureConfig, test_config};
 use crate::events::{Seen, Watcher};
 use crate::vm::request::VmHandle;
 
@@ -380,9 +380,9 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         assert!(change(magic).await.is_err());
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         vm.handle.ask(VmRequest::Boot).await.unwrap();
-        let rules = BTreeMap::from([("cool_down".to_owned(), Setting::from("2s"))]);
+        let rules = ParamSettings::from([("cool_down", Setting::from("2s"))]);
         let params = [("reclaim", 40), ("watermark-scale", 64)];
-        let params = params.map(|(name, value)| (name.to_owned(), Setting::Number(value)));
+        let params = params.map(|(name, value)| (name, Setting::Number(value)));
         let none = PressureConfig { rules, dry_run: true, ..PressureConfig::default() };
         let amf = PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
         let off = PressureConfig { policy: "off".to_owned(), ..none };

@@ -6,7 +6,7 @@ use super::{JsonError, Walk, one_of};
 
 /// A variant's names.
 #[derive(Debug)]
-pub(crate) struct Word<T: 'static> {
+pub struct Word<T: 'static> {
     /// Variant.
     pub value: T,
     /// Name in JSON.
@@ -22,7 +22,7 @@ pub(crate) struct Word<T: 'static> {
 }
 
 /// An enum of option words. In JSON names are exact; a flag also has words, in any case of letters.
-pub(crate) trait Words: Copy + PartialEq + 'static {
+pub trait Words: Copy + PartialEq + 'static {
     /// Names of every variant.
     const WORDS: &'static [Word<Self>];
 

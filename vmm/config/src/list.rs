@@ -6,7 +6,7 @@ use super::JsonValue;
 use super::flag::{FlagValue, split};
 
 /// Element of a list.
-pub(crate) trait Item: JsonValue {
+pub trait Item: JsonValue {
     /// Form of a list in the help.
     const SYNTAX: &'static str;
     /// Completes "is not" in an error.
@@ -34,13 +34,32 @@ impl<T: Item> FlagValue for Vec<T> {
     }
 }
 
+impl Item for u8 {
+    const SYNTAX: &'static str = "[N-N,N]";
+    const EXPECTED: &'static str = "a list of numbers, as 0-2:5 or [0-2,5]";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        let (first, last) = range(text)?;
+        Some((first..=last).collect())
+    }
+}
+
+impl Item for String {
+    const SYNTAX: &'static str = "[ID,ID]";
+    const EXPECTED: &'static str = "a list of ids, as mem0:mem1";
+
+    fn read_item(text: &str) -> Option<Vec<Self>> {
+        (!text.is_empty()).then(|| vec![text.to_owned()])
+    }
+}
+
 /// Text between the brackets of a list; the whole text without brackets.
-pub(crate) fn unbracketed(text: &str) -> &str {
+pub fn unbracketed(text: &str) -> &str {
     text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text)
 }
 
 /// Items of a list. `None` if brackets in it are not balanced.
-pub(crate) fn items(text: &str) -> Option<Vec<&str>> {
+pub fn items(text: &str) -> Option<Vec<&str>> {
     match unbracketed(text) {
         "" => Some(Vec::new()),
         inner => split(inner, &[',', ':']).ok().map(|items| items.into_iter().map(str::trim).collect()),
@@ -48,12 +67,12 @@ pub(crate) fn items(text: &str) -> Option<Vec<&str>> {
 }
 
 /// Reads a number without a sign.
-pub(crate) fn digits<T: FromStr>(text: &str) -> Option<T> {
+pub fn digits<T: FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
 
 /// Reads `3` or `0-2`.
-pub(crate) fn range<T: FromStr + PartialOrd + Copy>(text: &str) -> Option<(T, T)> {
+pub fn range<T: FromStr + PartialOrd + Copy>(text: &str) -> Option<(T, T)> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let (first, last) = (digits(first)?, digits(last)?);
     (first <= last).then_some((first, last))

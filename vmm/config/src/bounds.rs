@@ -2,12 +2,12 @@
 
 use std::ops::RangeInclusive;
 
-use super::super::error::ConfigError;
-use super::super::size::Size;
 use super::FlagValue;
+use crate::error::ConfigError;
+use foreshore_types::size::Size;
 
 /// Value that is a number or a size, or an option of one.
-pub(crate) trait Numeric<T> {
+pub trait Numeric<T> {
     /// Its value.
     fn number(&self) -> Option<T>;
 }
@@ -31,7 +31,7 @@ macro_rules! numeric {
 numeric!(u8 u16 u32 u64);
 
 /// Checks a value against its bounds, if it is given.
-pub(crate) fn check_range<T: FlagValue + Copy + Into<u64>>(
+pub fn check_range<T: FlagValue + Copy + Into<u64>>(
     flag: &'static str,
     key: &'static str,
     value: &impl Numeric<T>,
@@ -53,7 +53,7 @@ pub(crate) fn check_range<T: FlagValue + Copy + Into<u64>>(
 }
 
 /// Bounds in the help, of a key of type `V`.
-pub(crate) fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> String {
+pub fn range_text<V: Numeric<T>, T: FlagValue>(range: &RangeInclusive<T>) -> String {
     let [least, most] = [range.start(), range.end()].map(|bound| bound.show().unwrap_or_default());
     format!("{least} to {most}")
 }
@@ -63,8 +63,8 @@ mod tests {
     use std::num::ParseIntError;
     use std::str::FromStr;
 
-    use super::super::text_value;
     use super::*;
+    use crate::text_value;
 
     /// Number of 64 bits that is not a size.
     #[derive(Clone, Copy)]

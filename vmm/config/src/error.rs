@@ -1,21 +1,50 @@
-//! What can be wrong with a configuration.
+//! Errors about a configuration.
 
+use std::error::Error as StdError;
 use std::fmt;
+use std::sync::Arc;
 
-use balloon::ParamError;
-use foreshore_types::size::SizeError;
+use foreshore_types::size::{Size, SizeError};
 use thiserror::Error;
 
-use crate::volume::interface::InterfaceError;
+/// Error of a rule that one section alone has. Two are equal if their texts are.
+#[derive(Clone, Debug)]
+pub struct SectionError(Arc<dyn StdError + Send + Sync>);
 
-use super::size::Size;
+impl SectionError {
+    /// Wraps an error whose text names the flag, the value and the bound.
+    pub fn new(error: impl StdError + Send + Sync + 'static) -> Self {
+        Self(Arc::new(error))
+    }
+}
 
-/// Why a flag is refused. Every message is one line, and names the flag, the value and the bound.
-#[derive(Debug, Error, PartialEq, Eq)]
+impl fmt::Display for SectionError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(out)
+    }
+}
+
+impl StdError for SectionError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source()
+    }
+}
+
+impl PartialEq for SectionError {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for SectionError {}
+
+/// Error about a configuration. Every message is one line and names the flag, the value and the
+/// bound.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
-    /// A volume that would not be safe.
+    /// A rule of one section.
     #[error(transparent)]
-    Interface(#[from] InterfaceError),
+    Section(#[from] SectionError),
     /// A key that nobody knows.
     #[error("{flag}: unknown key {key:?}; the keys are {known}")]
     UnknownKey {
@@ -68,7 +97,7 @@ pub enum ConfigError {
         /// The flag.
         flag: &'static str,
         /// What is wrong.
-        error: ParamError,
+        error: SectionError,
     },
     /// A flag that must be there.
     #[error("{flag} is missing: {why}")]
@@ -207,6 +236,6 @@ pub enum ConfigError {
 }
 
 /// From the one bound to the other; the one number that is left where they are the same.
-pub(super) fn bounds<T: PartialEq + fmt::Display>(least: T, most: T) -> String {
+pub fn bounds<T: PartialEq + fmt::Display>(least: T, most: T) -> String {
     if least == most { least.to_string() } else { format!("{least} to {most}") }
 }

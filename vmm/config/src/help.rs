@@ -53,7 +53,7 @@ impl Key {
 }
 
 /// `a`, `a or b`, `a, b or c`.
-pub(crate) fn one_of(words: &[&str]) -> String {
+pub fn one_of(words: &[&str]) -> String {
     match words {
         [] => String::new(),
         [one] => (*one).to_owned(),

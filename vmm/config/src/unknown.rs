@@ -10,7 +10,7 @@ const MOST_CHARS: usize = 64;
 
 /// Names of unknown fields.
 #[derive(Debug, Default)]
-pub(crate) struct Unknown {
+pub struct Unknown {
     names: Vec<String>,
     count: usize,
 }

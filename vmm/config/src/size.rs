@@ -1,33 +1,25 @@
 //! Bounds that the sizes of a configuration share.
 
-pub use foreshore_types::size::Size;
+use foreshore_types::size::Size;
+use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
-use super::error::ConfigError;
+use crate::error::ConfigError;
 
-const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
-
-/// The unit of memory that comes and goes: virtio-mem's block and the pool's chunk.
-pub const UNIT_BYTES: u64 = 2 * MIB;
-
-/// The unit of memory that is there from boot on, or that ACPI adds: a page.
-pub const PAGE_BYTES: u64 = 4 * KIB;
-
-/// The most that one flag may ask for: all that 52 bits reach, the most that x86-64 has for physical addresses. How many a
-/// guest has is only known when the VM is built, and what is too large for those is refused then.
+/// Largest size of a flag: the most physical address bits of x86-64 are 52. A guest may have fewer,
+/// which is checked when the VM is built.
 pub const MAX_BYTES: u64 = 1 << 52;
 
-/// Checks a size of memory: not nothing, whole units, at most [`MAX_BYTES`].
+/// Checks a size of memory: whole units, at least one, at most [`MAX_BYTES`].
 pub fn check(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, UNIT_BYTES)
 }
 
-/// The same of memory that need not come and go: whole pages.
+/// Checks a size of memory that is never plugged or unplugged: whole pages.
 pub fn check_pages(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     check_in(flag, key, bytes, PAGE_BYTES)
 }
 
-/// The same in whole units of `unit_bytes`.
+/// Checks a size in whole units of `unit_bytes`.
 pub fn check_in(
     flag: &'static str,
     key: &'static str,

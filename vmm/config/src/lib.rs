@@ -1,36 +1,42 @@
-//! Configuration keys: one table per section, from which the struct, the flag, JSON, the help and
+//! Configuration keys of Foreshore: one table per section, from which the struct, the flag, JSON, the help and
 //! the errors all come.
 //!
 //! [`section`] makes a section from its table, [`words`] an enum of option words. A key's type
 //! defines how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`]
 //! splits a flag's value, [`Walk`] reads JSON and keeps the path of the field that it reads.
 
+#![forbid(unsafe_code)]
+
 mod bounds;
+mod error;
 mod flag;
 mod help;
 mod json;
 mod list;
 mod macros;
 mod refused;
+pub mod size;
 mod unknown;
 mod word;
 
-pub(crate) use self::bounds::{check_range, range_text};
-pub(crate) use self::flag::{FlagValue, OFF, Options};
-pub(crate) use self::help::one_of;
-pub use self::json::{FieldError, JsonError};
-pub(crate) use self::json::{JsonValue, Object, Walk, read_body};
-pub(crate) use self::list::{Item, digits, items, range, unbracketed};
-pub(crate) use self::macros::{section, text_value, words};
-pub(crate) use self::refused::{Refused, asks_for_nothing};
-pub(crate) use self::unknown::Unknown;
-pub(crate) use self::word::{Word, Words};
+// The macros name them, whatever their callers depend on.
+#[doc(hidden)]
+pub use {serde, serde_json};
 
-use super::error::ConfigError;
+pub use self::bounds::{check_range, range_text};
+pub use self::error::{ConfigError, SectionError, bounds};
+pub use self::flag::{FlagValue, OFF, Options};
+pub use self::help::one_of;
+pub use self::json::{FieldError, JsonError};
+pub use self::json::{JsonValue, Object, Walk, read_body};
+pub use self::list::{Item, digits, items, range, unbracketed};
+pub use self::refused::{Refused, asks_for_nothing};
+pub use self::unknown::Unknown;
+pub use self::word::{Word, Words};
 
 /// One key of a flag.
 #[derive(Clone, Debug)]
-pub(crate) struct Key {
+pub struct Key {
     /// Name.
     pub name: &'static str,
     /// Form of its value.
@@ -44,7 +50,7 @@ pub(crate) struct Key {
 }
 
 /// A section that a flag fills.
-pub(crate) trait Section: Object {
+pub trait Section: Object {
     /// Description for the help.
     const ABOUT: &'static str;
     /// Keys of the flag without a value.
@@ -59,7 +65,7 @@ pub(crate) trait Section: Object {
 
 /// A section's table, without its type.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Table {
+pub struct Table {
     /// Flag, as it is named in errors.
     pub flag: &'static str,
     /// Description for the help.

@@ -2,11 +2,11 @@
 
 use serde_json::Value;
 
-use super::super::error::ConfigError;
+use crate::error::ConfigError;
 
 /// A refused key.
 #[derive(Debug)]
-pub(crate) struct Refused {
+pub struct Refused {
     /// Name in the flag and in JSON.
     pub key: &'static str,
     /// Values that request nothing, in any case.
@@ -39,7 +39,7 @@ impl Refused {
 
 /// Returns true for `neutral` values and empty ones. If there are no neutral values, `false` is
 /// neutral as well.
-pub(crate) fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
+pub fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
     match value {
         Value::Null => true,
         Value::Array(values) => values.is_empty(),

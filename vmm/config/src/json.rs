@@ -4,15 +4,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
-use balloon::params::Setting;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde_json::{Map, Number, Value};
 use thiserror::Error;
 
-use super::super::error::ConfigError;
 use super::{Refused, Unknown};
+use crate::error::ConfigError;
 
 /// Error about a value in JSON. The text is one line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -50,7 +49,7 @@ pub enum JsonError {
 }
 
 /// A value as JSON has it.
-pub(crate) trait JsonValue: Sized {
+pub trait JsonValue: Sized {
     /// Reads the value, which is not null.
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError>;
 
@@ -66,7 +65,7 @@ pub(crate) trait JsonValue: Sized {
 }
 
 /// An object with a table of keys.
-pub(crate) trait Object: JsonValue {
+pub trait Object: JsonValue {
     /// Flag or call, as it is named in errors.
     const FLAG: &'static str;
     /// Unknown keys are refused rather than ignored.
@@ -86,7 +85,7 @@ pub(crate) trait Object: JsonValue {
 
 /// Path to the value that is read, and warnings collected on the way.
 #[derive(Debug, Default)]
-pub(crate) struct Walk {
+pub struct Walk {
     path: String,
     flag: Option<&'static str>,
     is_answer: bool,
@@ -98,6 +97,22 @@ impl Walk {
     /// Creates a walk over the answer of a VMM. A newer VMM may send unknown fields.
     pub fn of_answer() -> Self {
         Self { is_answer: true, ..Self::default() }
+    }
+
+    /// Reads the values of an object whose keys are names. Null counts as not given.
+    pub fn entries<T>(
+        &mut self,
+        json: Value,
+        read: impl Fn(Value, &mut Self) -> Result<T, JsonError>,
+    ) -> Result<BTreeMap<String, T>, JsonError> {
+        let Value::Object(object) = json else { return Err(self.wrong(&json, "an object")) };
+        let given = object.into_iter().filter(|(_, json)| !json.is_null());
+        given
+            .map(|(key, json)| {
+                let value = self.within(Step::Key(&key), |walk| read(json, walk))?;
+                Ok((key, value))
+            })
+            .collect()
     }
 
     /// Reads an object at the current path.
@@ -288,33 +303,6 @@ impl JsonValue for PathBuf {
     }
 }
 
-impl JsonValue for Setting {
-    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
-        Self::deserialize(&json).map_err(|_| walk.wrong(&json, Self::EXPECTED))
-    }
-}
-
-impl<T: JsonValue> JsonValue for BTreeMap<String, T> {
-    fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
-        let Value::Object(object) = json else { return Err(walk.wrong(&json, "an object")) };
-        let given = object.into_iter().filter(|(_, json)| !json.is_null());
-        given
-            .map(|(key, json)| {
-                let value = walk.within(Step::Key(&key), |walk| T::from_json(json, walk))?;
-                Ok((key, value))
-            })
-            .collect()
-    }
-
-    fn absent() -> Option<Self> {
-        Some(Self::new())
-    }
-
-    fn is_absent(&self) -> bool {
-        self.is_empty()
-    }
-}
-
 /// An object that is read later.
 impl JsonValue for Map<String, Value> {
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
@@ -326,7 +314,7 @@ impl JsonValue for Map<String, Value> {
 }
 
 /// Reads a body, and returns it with warnings about it.
-pub(crate) fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonError> {
+pub fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonError> {
     let body: Body = serde_json::from_slice(bytes).map_err(|error| FieldError::Syntax(error.to_string()))?;
     let mut walk = Walk::default();
     let value = T::from_json(body.0, &mut walk)?;

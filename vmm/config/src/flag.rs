@@ -3,16 +3,17 @@
 //! As in Cloud Hypervisor's parser, a comma within double quotes or brackets does not separate,
 //! quotes are removed, values are trimmed, and a key whose value is empty is not given.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use foreshore_types::size::{self, Size};
 
-use super::super::error::ConfigError;
 use super::list::digits;
 use super::{JsonValue, Refused, Table};
+use crate::error::ConfigError;
 
 /// A value as a flag has it.
-pub(crate) trait FlagValue: JsonValue {
+pub trait FlagValue: JsonValue {
     /// The value is a size in bytes, and errors about its bounds have units.
     const IS_SIZE: bool = false;
 
@@ -79,9 +80,9 @@ impl FlagValue for bool {
 }
 
 /// Values of a switch that is off.
-pub(crate) const OFF: &[&str] = &["off", "false"];
+pub const OFF: &[&str] = &["off", "false"];
 /// Values of a switch that is on.
-pub(crate) const ON: &[&str] = &["on", "true"];
+pub const ON: &[&str] = &["on", "true"];
 
 macro_rules! number_value {
     ($($Number:ty)*) => { $(
@@ -172,7 +173,7 @@ impl FlagValue for String {
 
 /// Keys and values of a flag.
 #[derive(Debug)]
-pub(crate) struct Options {
+pub struct Options {
     flag: &'static str,
     given: Vec<(&'static str, String)>,
     words: Vec<&'static str>,
@@ -300,3 +301,5 @@ fn unquoted(value: &str) -> String {
     }
     text
 }
+
+crate::text_value!(IpAddr, "ADDRESS", "an IPv4 or IPv6 address");

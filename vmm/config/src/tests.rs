@@ -135,7 +135,7 @@ fn lists_may_be_without_brackets() {
     assert_eq!(list("0-2:5"), Some(vec![0, 1, 2, 5]));
     assert_eq!(list("[]"), Some(Vec::new()));
     for text in ["a", "3-1", "0-", "256", "1::2", "[1,]", "+1"] {
-        let expected = format!("--thing: list={text:?} is not a list of vCPUs");
+        let expected = format!("--thing: list={text:?} is not a list of numbers");
         assert!(error(&format!("path=/a,list={text}")).starts_with(&expected), "{text}");
     }
 }

@@ -37,43 +37,44 @@
 /// | `shown` | in JSON even if it is absent |
 /// | `skip_default` | left out of JSON if it has its default |
 /// | `flatten` | a section whose keys are among these |
+#[macro_export]
 macro_rules! section {
     // Options are looked through from the first to the last.
     (@flag_name [flag $name:literal $($rest:tt)*] $field:ident) => { $name };
     (@flag_name [$other:tt $($rest:tt)*] $field:ident) => {
-        section!(@flag_name [$($rest)*] $field)
+        $crate::section!(@flag_name [$($rest)*] $field)
     };
     (@flag_name [] $field:ident) => { stringify!($field) };
 
     (@syntax [syntax ($form:expr) $($rest:tt)*] $ty:ty) => { || String::from($form) };
-    (@syntax [$other:tt $($rest:tt)*] $ty:ty) => { section!(@syntax [$($rest)*] $ty) };
-    (@syntax [] $ty:ty) => { <$ty as $crate::config::keys::FlagValue>::syntax };
+    (@syntax [$other:tt $($rest:tt)*] $ty:ty) => { $crate::section!(@syntax [$($rest)*] $ty) };
+    (@syntax [] $ty:ty) => { <$ty as $crate::FlagValue>::syntax };
 
     // Into the table.
     (@key [json_only $($rest:tt)*] $($more:tt)*) => { Vec::new() };
     (@key [flatten $($rest:tt)*] $all:tt $field:ident, $ty:ty, $about:literal) => {
-        <$ty as $crate::config::keys::Section>::keys()
+        <$ty as $crate::Section>::keys()
     };
     (
         @key [derived $($rest:tt)*]
             $all:tt $field:ident, $ty:ty, $about:literal, $default:expr
     ) => {
-        section!(@key [] $all $field, $ty, $about)
+        $crate::section!(@key [] $all $field, $ty, $about)
     };
-    (@key [$other:tt $($rest:tt)*] $($more:tt)*) => { section!(@key [$($rest)*] $($more)*) };
+    (@key [$other:tt $($rest:tt)*] $($more:tt)*) => { $crate::section!(@key [$($rest)*] $($more)*) };
     (@key [] $all:tt $field:ident, $ty:ty, $about:literal $(, $default:expr)?) => {
-        vec![$crate::config::keys::Key {
-            name: section!(@flag_name $all $field),
-            syntax: section!(@syntax $all $ty),
-            default: section!(@default $all $ty $(, $default)?),
-            range: section!(@range $all $ty),
+        vec![$crate::Key {
+            name: $crate::section!(@flag_name $all $field),
+            syntax: $crate::section!(@syntax $all $ty),
+            default: $crate::section!(@default $all $ty $(, $default)?),
+            range: $crate::section!(@range $all $ty),
             about: $about,
         }]
     };
     (@range [range ($range:expr) $($rest:tt)*] $ty:ty) => {
-        Some($crate::config::keys::range_text::<$ty, _>(&$range))
+        Some($crate::range_text::<$ty, _>(&$range))
     };
-    (@range [$other:tt $($rest:tt)*] $ty:ty) => { section!(@range [$($rest)*] $ty) };
+    (@range [$other:tt $($rest:tt)*] $ty:ty) => { $crate::section!(@range [$($rest)*] $ty) };
     (@range [] $ty:ty) => { None };
 
     // Keys with bounds are collected. A section that has some and does not check them has a method
@@ -82,26 +83,26 @@ macro_rules! section {
         @ranges $Name:ident [$($found:tt)*]
             {$field:ident [range ($range:expr) $($rest:tt)*] $all:tt} $($more:tt)*
     ) => {
-        section!(@ranges $Name [$($found)* {$field $all ($range)}] $($more)*);
+        $crate::section!(@ranges $Name [$($found)* {$field $all ($range)}] $($more)*);
     };
     (
         @ranges $Name:ident $found:tt
             {$field:ident [$other:tt $($rest:tt)*] $all:tt} $($more:tt)*
     ) => {
-        section!(@ranges $Name $found {$field [$($rest)*] $all} $($more)*);
+        $crate::section!(@ranges $Name $found {$field [$($rest)*] $all} $($more)*);
     };
     (@ranges $Name:ident $found:tt {$field:ident [] $all:tt} $($more:tt)*) => {
-        section!(@ranges $Name $found $($more)*);
+        $crate::section!(@ranges $Name $found $($more)*);
     };
     (@ranges $Name:ident []) => {};
     (@ranges $Name:ident [$({$field:ident $all:tt ($range:expr)})+]) => {
         impl $Name {
             /// Checks the bounds of all keys.
-            fn check_ranges(&self) -> Result<(), $crate::config::ConfigError> {
+            fn check_ranges(&self) -> Result<(), $crate::ConfigError> {
                 $(
-                    $crate::config::keys::check_range(
+                    $crate::check_range(
                         Self::FLAG,
-                        section!(@flag_name $all $field),
+                        $crate::section!(@flag_name $all $field),
                         &self.$field,
                         &$range,
                     )?;
@@ -112,15 +113,15 @@ macro_rules! section {
     };
 
     (@default [usually ($usual:expr) $($rest:tt)*] $ty:ty) => {
-        $crate::config::keys::FlagValue::show(&$usual)
+        $crate::FlagValue::show(&$usual)
     };
     (@default [$other:tt $($rest:tt)*] $($more:tt)*) => {
-        section!(@default [$($rest)*] $($more)*)
+        $crate::section!(@default [$($rest)*] $($more)*)
     };
     (@default [] $ty:ty) => { None };
     (@default [] $ty:ty, $default:expr) => {{
         let default: $ty = $default;
-        $crate::config::keys::FlagValue::show(&default)
+        $crate::FlagValue::show(&default)
     }};
 
     // From the flag.
@@ -134,19 +135,19 @@ macro_rules! section {
         $options.absent(stringify!($field))?
     };
     (@read [flatten $($rest:tt)*] $all:tt $options:ident $field:ident, $ty:ty) => {
-        <$ty as $crate::config::keys::Section>::from_options($options)?
+        <$ty as $crate::Section>::from_options($options)?
     };
     (@read [$other:tt $($rest:tt)*] $all:tt $options:ident $($more:tt)*) => {
-        section!(@read [$($rest)*] $all $options $($more)*)
+        $crate::section!(@read [$($rest)*] $all $options $($more)*)
     };
     (@read [] $all:tt $options:ident $field:ident, $ty:ty) => {
-        match $options.take(section!(@flag_name $all $field))? {
+        match $options.take($crate::section!(@flag_name $all $field))? {
             Some(value) => value,
-            None => $options.absent(section!(@flag_name $all $field))?,
+            None => $options.absent($crate::section!(@flag_name $all $field))?,
         }
     };
     (@read [] $all:tt $options:ident $field:ident, $ty:ty, $default:expr) => {
-        match $options.take(section!(@flag_name $all $field))? {
+        match $options.take($crate::section!(@flag_name $all $field))? {
             Some(value) => value,
             None => $default,
         }
@@ -159,24 +160,24 @@ macro_rules! section {
     }) => {
         impl Default for $Name {
             fn default() -> Self {
-                $(let $field: $ty = section!(@without $options $field, $ty $(, $default)?);)*
+                $(let $field: $ty = $crate::section!(@without $options $field, $ty $(, $default)?);)*
                 Self { $($field),* }
             }
         }
     };
     (@without [flatten $($rest:tt)*] $field:ident, $ty:ty) => { <$ty>::default() };
     (@without [$other:tt $($rest:tt)*] $($more:tt)*) => {
-        section!(@without [$($rest)*] $($more)*)
+        $crate::section!(@without [$($rest)*] $($more)*)
     };
     (@without [] $field:ident, $ty:ty, $default:expr) => { $default };
     (@without [] $field:ident, $ty:ty) => {
-        <$ty as $crate::config::keys::JsonValue>::absent()
+        <$ty as $crate::JsonValue>::absent()
             .expect(concat!(stringify!($field), " has a default"))
     };
 
     // From JSON.
     (@take [flatten $($rest:tt)*] $object:ident $walk:ident $field:ident, $ty:ty) => {
-        <$ty as $crate::config::keys::Object>::take($object, $walk)?
+        <$ty as $crate::Object>::take($object, $walk)?
     };
     (
         @take [with $read:ident $($rest:tt)*]
@@ -184,7 +185,7 @@ macro_rules! section {
     ) => {
         match $walk.take_with($object, stringify!($field), $read)? {
             Some(value) => value,
-            None => section!(@absent $walk $field $(, $default)?),
+            None => $crate::section!(@absent $walk $field $(, $default)?),
         }
     };
     (
@@ -194,12 +195,12 @@ macro_rules! section {
         $walk.take($object, stringify!($field))?.ok_or_else(|| $walk.missing(stringify!($field)))?
     };
     (@take [$other:tt $($rest:tt)*] $object:ident $walk:ident $($more:tt)*) => {
-        section!(@take [$($rest)*] $object $walk $($more)*)
+        $crate::section!(@take [$($rest)*] $object $walk $($more)*)
     };
     (@take [] $object:ident $walk:ident $field:ident, $ty:ty $(, $default:expr)?) => {
         match $walk.take($object, stringify!($field))? {
             Some(value) => value,
-            None => section!(@absent $walk $field $(, $default)?),
+            None => $crate::section!(@absent $walk $field $(, $default)?),
         }
     };
     (@absent $walk:ident $field:ident, $default:expr) => { $default };
@@ -207,7 +208,7 @@ macro_rules! section {
 
     // Into JSON.
     (@write [flatten $($rest:tt)*] $map:ident $this:ident $field:ident, $ty:ty) => {
-        $crate::config::keys::Object::write(&$this.$field, $map)?
+        $crate::Object::write(&$this.$field, $map)?
     };
     (
         @write [shown $($rest:tt)*]
@@ -224,18 +225,18 @@ macro_rules! section {
         }
     };
     (@write [$other:tt $($rest:tt)*] $map:ident $this:ident $($more:tt)*) => {
-        section!(@write [$($rest)*] $map $this $($more)*)
+        $crate::section!(@write [$($rest)*] $map $this $($more)*)
     };
     (@write [] $map:ident $this:ident $field:ident, $ty:ty $(, $default:expr)?) => {
-        if !$crate::config::keys::JsonValue::is_absent(&$this.$field) {
+        if !$crate::JsonValue::is_absent(&$this.$field) {
             $map.serialize_entry(stringify!($field), &$this.$field)?;
         }
     };
 
     (@name [flatten $($rest:tt)*] $field:ident, $ty:ty) => {
-        <$ty as $crate::config::keys::Object>::names()
+        <$ty as $crate::Object>::names()
     };
-    (@name [$other:tt $($rest:tt)*] $($more:tt)*) => { section!(@name [$($rest)*] $($more)*) };
+    (@name [$other:tt $($rest:tt)*] $($more:tt)*) => { $crate::section!(@name [$($rest)*] $($more)*) };
     (@name [] $field:ident, $ty:ty) => { vec![stringify!($field)] };
 
     (
@@ -258,66 +259,66 @@ macro_rules! section {
         impl $Name {
             /// Name of the section in errors: its flag, or its call.
             #[allow(dead_code, reason = "not every section is named outside of its table")]
-            pub(crate) const FLAG: &'static str = $flag;
+            pub const FLAG: &'static str = $flag;
         }
 
-        impl $crate::config::keys::Object for $Name {
+        impl $crate::Object for $Name {
             const FLAG: &'static str = $flag;
-            $(const REFUSED: &'static [&'static [$crate::config::keys::Refused]] = $refused;)?
+            $(const REFUSED: &'static [&'static [$crate::Refused]] = $refused;)?
             $(const STRICT: bool = $strict;)?
 
             fn names() -> Vec<&'static str> {
-                [$(section!(@name [$($($option)+)?] $field, $ty)),*].concat()
+                [$($crate::section!(@name [$($($option)+)?] $field, $ty)),*].concat()
             }
 
             fn take(
-                object: &mut serde_json::Map<String, serde_json::Value>,
-                walk: &mut $crate::config::keys::Walk,
-            ) -> Result<Self, $crate::config::keys::JsonError> {
+                object: &mut $crate::serde_json::Map<String, $crate::serde_json::Value>,
+                walk: &mut $crate::Walk,
+            ) -> Result<Self, $crate::JsonError> {
                 $(
                     let $field: $ty =
-                        section!(@take [$($($option)+)?] object walk $field, $ty $(, $default)?);
+                        $crate::section!(@take [$($($option)+)?] object walk $field, $ty $(, $default)?);
                 )*
                 Ok(Self { $($field),* })
             }
 
-            fn write<M: serde::ser::SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
+            fn write<M: $crate::serde::ser::SerializeMap>(&self, map: &mut M) -> Result<(), M::Error> {
                 let this = self;
-                $(section!(@write [$($($option)+)?] map this $field, $ty $(, $default)?);)*
+                $($crate::section!(@write [$($($option)+)?] map this $field, $ty $(, $default)?);)*
                 Ok(())
             }
         }
 
-        impl $crate::config::keys::JsonValue for $Name {
+        impl $crate::JsonValue for $Name {
             fn from_json(
-                json: serde_json::Value,
-                walk: &mut $crate::config::keys::Walk,
-            ) -> Result<Self, $crate::config::keys::JsonError> {
+                json: $crate::serde_json::Value,
+                walk: &mut $crate::Walk,
+            ) -> Result<Self, $crate::JsonError> {
                 walk.object(json)
             }
         }
 
-        impl serde::Serialize for $Name {
-            fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        impl $crate::serde::Serialize for $Name {
+            fn serialize<S: $crate::serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
                 let mut map = to.serialize_map(None)?;
-                $crate::config::keys::Object::write(self, &mut map)?;
-                serde::ser::SerializeMap::end(map)
+                $crate::Object::write(self, &mut map)?;
+                $crate::serde::ser::SerializeMap::end(map)
             }
         }
 
-        impl<'de> serde::Deserialize<'de> for $Name {
-            fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-                let json = <serde_json::Value as serde::Deserialize>::deserialize(from)?;
-                let read = $crate::config::keys::Walk::of_answer().object(json);
-                read.map_err(serde::de::Error::custom)
+        impl<'de> $crate::serde::Deserialize<'de> for $Name {
+            fn deserialize<D: $crate::serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+                let json = <$crate::serde_json::Value as $crate::serde::Deserialize>::deserialize(from)?;
+                let read = $crate::Walk::of_answer().object(json);
+                read.map_err($crate::serde::de::Error::custom)
             }
         }
 
-        section!(@ranges $Name [] $({$field [$($($option)+)?] [$($($option)+)?]})*);
-        section!(@impl_default $Name [$($defaults)?] {
+        $crate::section!(@ranges $Name [] $({$field [$($($option)+)?] [$($($option)+)?]})*);
+        $crate::section!(@impl_default $Name [$($defaults)?] {
             $($field [$($($option)+)?] $ty [$($default)?])*
         });
-        section!(@section $Name [$($about)?] [$($words)?] [$($by)?] {
+        $crate::section!(@section $Name [$($about)?] [$($words)?] [$($by)?] {
             $($field [$($($option)+)?] $ty [$($default)?] $key_about)*
         });
     };
@@ -326,32 +327,32 @@ macro_rules! section {
     (@section $Name:ident [$about:literal] [$($words:expr)?] $by:tt {
         $($field:ident $options:tt $ty:ty [$($default:expr)?] $key_about:literal)*
     }) => {
-        impl $crate::config::keys::Section for $Name {
+        impl $crate::Section for $Name {
             const ABOUT: &'static str = $about;
             $(const WORDS: &'static [&'static str] = $words;)?
 
-            fn keys() -> Vec<$crate::config::keys::Key> {
-                [$(section!(@key $options $options $field, $ty, $key_about $(, $default)?)),*].concat()
+            fn keys() -> Vec<$crate::Key> {
+                [$($crate::section!(@key $options $options $field, $ty, $key_about $(, $default)?)),*].concat()
             }
 
             fn from_options(
-                options: &$crate::config::keys::Options,
-            ) -> Result<Self, $crate::config::ConfigError> {
+                options: &$crate::Options,
+            ) -> Result<Self, $crate::ConfigError> {
                 $(
                     let $field: $ty =
-                        section!(@read $options $options options $field, $ty $(, $default)?);
+                        $crate::section!(@read $options $options options $field, $ty $(, $default)?);
                 )*
                 Ok(Self { $($field),* })
             }
         }
 
-        section!(@parse $Name $by);
+        $crate::section!(@parse $Name $by);
     };
     (@parse $Name:ident []) => {
         impl $Name {
             /// Reads the flag's value.
-            pub fn parse(text: &str) -> Result<Self, $crate::config::ConfigError> {
-                use $crate::config::keys::{Options, Section, Table};
+            pub fn parse(text: &str) -> Result<Self, $crate::ConfigError> {
+                use $crate::{Options, Section, Table};
 
                 Self::from_options(&Options::parse(&Table::of::<Self>(), &[], text)?)
             }
@@ -368,6 +369,7 @@ macro_rules! section {
 /// ```
 ///
 /// A variant that ends with `hidden` is read but not named in the help and in errors.
+#[macro_export]
 macro_rules! words {
     (
         $(#[$meta:meta])*
@@ -385,50 +387,50 @@ macro_rules! words {
             $($(#[$variant_meta])* $Variant,)*
         }
 
-        impl $crate::config::keys::Words for $Name {
-            const WORDS: &'static [$crate::config::keys::Word<Self>] = &[$(
-                $crate::config::keys::Word {
+        impl $crate::Words for $Name {
+            const WORDS: &'static [$crate::Word<Self>] = &[$(
+                $crate::Word {
                     value: Self::$Variant,
                     json: $json,
                     json_aliases: &[$($($json_alias),+)?],
                     flag: $word,
                     flag_aliases: &[$($alias),*],
-                    is_shown: words!(@shown $($hidden)?),
+                    is_shown: $crate::words!(@shown $($hidden)?),
                 },
             )*];
         }
 
-        impl $crate::config::keys::JsonValue for $Name {
+        impl $crate::JsonValue for $Name {
             fn from_json(
-                json: serde_json::Value,
-                walk: &mut $crate::config::keys::Walk,
-            ) -> Result<Self, $crate::config::keys::JsonError> {
-                <Self as $crate::config::keys::Words>::word_from_json(&json, walk)
+                json: $crate::serde_json::Value,
+                walk: &mut $crate::Walk,
+            ) -> Result<Self, $crate::JsonError> {
+                <Self as $crate::Words>::word_from_json(&json, walk)
             }
         }
 
-        impl $crate::config::keys::FlagValue for $Name {
+        impl $crate::FlagValue for $Name {
             fn syntax() -> String {
-                <Self as $crate::config::keys::Words>::flag_words().join("|")
+                <Self as $crate::Words>::flag_words().join("|")
             }
 
             fn expected() -> String {
-                $crate::config::keys::one_of(&<Self as $crate::config::keys::Words>::flag_words())
+                $crate::one_of(&<Self as $crate::Words>::flag_words())
             }
 
             fn read(text: &str) -> Option<Self> {
-                <Self as $crate::config::keys::Words>::word_from_flag(text)
+                <Self as $crate::Words>::word_from_flag(text)
             }
 
             fn show(&self) -> Option<String> {
-                let word = $crate::config::keys::Words::word(*self);
+                let word = $crate::Words::word(*self);
                 word.is_shown.then(|| word.flag.to_owned())
             }
         }
 
-        impl serde::Serialize for $Name {
-            fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-                to.serialize_str($crate::config::keys::Words::word(*self).json)
+        impl $crate::serde::Serialize for $Name {
+            fn serialize<S: $crate::serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str($crate::Words::word(*self).json)
             }
         }
     };
@@ -438,19 +440,20 @@ macro_rules! words {
 
 /// Makes values of types that are a string in JSON and are read with `FromStr` there and in the
 /// flag.
+#[macro_export]
 macro_rules! text_value {
     ($Type:ty, $form:literal, $expected:literal) => {
-        impl $crate::config::keys::JsonValue for $Type {
+        impl $crate::JsonValue for $Type {
             fn from_json(
-                json: serde_json::Value,
-                walk: &mut $crate::config::keys::Walk,
-            ) -> Result<Self, $crate::config::keys::JsonError> {
+                json: $crate::serde_json::Value,
+                walk: &mut $crate::Walk,
+            ) -> Result<Self, $crate::JsonError> {
                 let read = json.as_str().and_then(|text| text.parse().ok());
                 read.ok_or_else(|| walk.wrong(&json, $expected))
             }
         }
 
-        impl $crate::config::keys::FlagValue for $Type {
+        impl $crate::FlagValue for $Type {
             fn syntax() -> String {
                 $form.to_owned()
             }
@@ -465,5 +468,3 @@ macro_rules! text_value {
         }
     };
 }
-
-pub(crate) use {section, text_value, words};
