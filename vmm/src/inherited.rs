@@ -4,7 +4,8 @@ use std::os::fd::RawFd;
 
 use thiserror::Error;
 
-use crate::config::{ApiSocket, EventMonitor, Launch};
+use crate::config::{ApiSocket, Launch};
+use crate::events::EventMonitor;
 
 /// A flag names a descriptor that was not handed over.
 #[derive(Debug, Error)]

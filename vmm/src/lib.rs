@@ -7,6 +7,7 @@
 pub mod acpi;
 pub mod api;
 pub mod boot;
+pub mod brake;
 pub mod bus;
 pub mod cmos;
 pub mod config;

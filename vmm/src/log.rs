@@ -11,7 +11,6 @@ use pmem_volume::file_mode::PRIVATE_MODE;
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
 
-use crate::config::LogConfig;
 use crate::output_file::admit;
 use crate::standard_stream;
 
@@ -27,6 +26,15 @@ pub enum LogError {
         #[source]
         source: io::Error,
     },
+}
+
+/// `--log-file` and `-v`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LogConfig {
+    /// A file; standard error if there is none.
+    pub file: Option<PathBuf>,
+    /// How many times `-v` was given: warnings, then information, debugging, everything.
+    pub verbosity: u8,
 }
 
 /// Sends log lines where `config` says, from now on. To be called once.

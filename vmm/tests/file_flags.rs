@@ -10,12 +10,12 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
 
-use foreshore::config::{ConsoleConfig, EventMonitor, PmemConfig, SocketAccess};
-use foreshore::events::{Events, Monitor};
+use foreshore::config::{ConsoleConfig, PmemConfig};
+use foreshore::events::{EventMonitor, Events, Monitor};
 use foreshore::governor::record;
 use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
 use foreshore::memory::backing::ZoneFile;
-use foreshore::unix_socket;
+use foreshore::unix_socket::{self, SocketAccess};
 use foreshore::virtio::block::backend::image::{ImageOptions, RawImage};
 use foreshore::volume::file::PmemFile;
 use pmem_volume::Pool;

@@ -9,10 +9,10 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use foreshore::config::{ConsoleConfig, PmemConfig, SocketAccess};
+use foreshore::config::{ConsoleConfig, PmemConfig};
 use foreshore::governor::record;
 use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
-use foreshore::unix_socket;
+use foreshore::unix_socket::{self, SocketAccess};
 use foreshore::volume::file::PmemFile;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::TempDir;

@@ -4,6 +4,7 @@
 //! quotes are removed, values are trimmed, and a key whose value is empty is not given.
 
 use std::net::IpAddr;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use foreshore_types::size::{self, Size};
@@ -300,6 +301,20 @@ fn unquoted(value: &str) -> String {
         previous = Some(c);
     }
     text
+}
+
+/// Last descriptor of the standard streams.
+const STANDARD_ERROR: RawFd = 2;
+
+/// Reads the number of an inherited descriptor.
+pub fn inherited_fd(flag: &'static str, number: &str) -> Result<RawFd, ConfigError> {
+    let fd = number.parse().ok().filter(|fd| *fd > STANDARD_ERROR);
+    fd.ok_or_else(|| ConfigError::BadValue {
+        flag,
+        key: "fd".to_owned(),
+        value: number.to_owned(),
+        expected: "the number of an inherited file descriptor, 3 and up".to_owned(),
+    })
 }
 
 crate::text_value!(IpAddr, "ADDRESS", "an IPv4 or IPv6 address");

@@ -14,6 +14,7 @@ mod help;
 mod json;
 mod list;
 mod macros;
+pub mod name;
 mod refused;
 pub mod size;
 mod unknown;
@@ -25,7 +26,7 @@ pub use {serde, serde_json};
 
 pub use self::bounds::{check_range, range_text};
 pub use self::error::{ConfigError, SectionError, bounds};
-pub use self::flag::{FlagValue, OFF, Options};
+pub use self::flag::{FlagValue, OFF, Options, inherited_fd};
 pub use self::help::one_of;
 pub use self::json::{FieldError, JsonError};
 pub use self::json::{JsonValue, Object, Walk, read_body};

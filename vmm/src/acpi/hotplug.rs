@@ -170,7 +170,7 @@ mod tests {
 
     use super::*;
     use crate::acpi::hotplug_cpus::{CPU_SELECT, CPU_STATUS};
-    use crate::cpu::plug::Plug;
+    use crate::acpi::plug::Plug;
     use crate::memory::layout::GuestRange;
 
     #[test]

@@ -15,8 +15,8 @@ use std::fmt;
 
 use parking_lot::Mutex;
 
+use crate::acpi::plug::Plug;
 use crate::bus::BusDevice;
-use crate::cpu::plug::Plug;
 
 /// Where the part begins in the page.
 pub const CPUS_OFFSET: u64 = 0x20;

@@ -20,6 +20,7 @@ pub mod hotplug;
 pub mod hotplug_cpus;
 mod nfit;
 mod numa;
+pub mod plug;
 pub mod pm;
 
 use acpi_tables::Aml;

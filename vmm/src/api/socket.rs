@@ -8,7 +8,8 @@ use std::path::Path;
 
 use thiserror::Error;
 
-use crate::config::{ApiSocket, MetricsAddress, SocketAccess};
+use crate::config::{ApiSocket, MetricsAddress};
+use crate::unix_socket::SocketAccess;
 use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
 /// Why a socket cannot be listened on.

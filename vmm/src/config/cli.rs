@@ -9,12 +9,15 @@ use foreshore_config::{ConfigError, Table};
 use foreshore_types::size;
 use thiserror::Error;
 
+use super::at_guest_shutdown::AtGuestShutdown;
 use super::{
-    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, EventMonitor, MemoryConfig,
-    MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig,
-    PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, console, foreign, pressure,
+    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MemoryZoneConfig,
+    MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig, PmVolumeConfig,
+    PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign, pressure,
 };
-use crate::vm::owner::AtGuestShutdown;
+use crate::events::EventMonitor;
+use crate::host_console::config as console;
+use crate::log::LogConfig;
 
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
@@ -55,15 +58,6 @@ impl Launch {
         let mode = self.missing_seccomp.as_ref()?;
         Some(format!("--seccomp {mode}: there is no system call filter yet; none is installed"))
     }
-}
-
-/// `--log-file` and `-v`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LogConfig {
-    /// A file; standard error if there is none.
-    pub file: Option<PathBuf>,
-    /// How many times `-v` was given: warnings, then information, debugging, everything.
-    pub verbosity: u8,
 }
 
 /// Why a command line is refused: one line.

@@ -2,11 +2,10 @@
 
 use std::path::PathBuf;
 
-use foreshore_config::{ConfigError, section, size};
+use foreshore_config::{ConfigError, name, section, size};
 use foreshore_types::size::Size;
 
 use super::host_memory::HostMemoryConfig;
-use super::name;
 use super::plug_bandwidth::{self, DEFAULT_PLUG_BANDWIDTH};
 
 section! {

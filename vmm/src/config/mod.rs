@@ -9,22 +9,16 @@
 //! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None
 //! of them accesses the host: the code that opens files and pools detects missing and full ones.
 
-mod balloon;
+mod at_guest_shutdown;
 mod cli;
-mod console;
 mod counts;
-mod cpus;
 mod devices;
-mod disk;
 mod foreign;
 mod host_memory;
 mod json;
 mod memory;
 mod memory_zone;
-mod name;
-mod net;
 mod numa;
-mod packages;
 mod payload;
 mod platform;
 mod plug_bandwidth;
@@ -32,36 +26,30 @@ mod pm_memory;
 mod pm_volume;
 mod pmem;
 mod pressure;
-mod refused;
-mod rng;
 mod socket;
 #[cfg(test)]
 mod tables_tests;
 mod topology;
-mod vsock;
 
 use foreshore_config::{ConfigError, SectionError, section};
 use foreshore_types::size::Size;
 
 use self::json::{one_or_many, serial as serial_from_json};
 use crate::file_id::is_same;
+use crate::memory::layout::{BootMemory, linux_block_bytes};
 use crate::virtio::block::serial::serial_number;
+use crate::virtio::net;
 use crate::volume::interface::{Chosen, Payload, check_ids, choose};
 
-pub use self::balloon::BalloonConfig;
-pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, LogConfig, parse_command_line, usage_line};
-pub use self::console::{ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE};
-pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
+pub use self::at_guest_shutdown::AtGuestShutdown;
+pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, parse_command_line, usage_line};
 pub use self::devices::DeviceConfig;
-pub use self::disk::{DiskConfig, ImageType};
 pub use self::host_memory::HostMemoryConfig;
 #[cfg(test)]
 pub(crate) use self::json::fields;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
-pub use self::net::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
-pub use self::packages::{Level, Shape, VcpuPlace};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::platform::PlatformConfig;
 pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
@@ -71,11 +59,18 @@ pub use self::pressure::{
     FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
     rules_as_well,
 };
-pub use self::rng::RngConfig;
-pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress, SocketAccess};
+pub use self::socket::{ApiSocket, MetricsAddress};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
-pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
-use crate::memory::layout::{BootMemory, linux_block_bytes};
+pub use crate::cpu::config::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
+pub use crate::cpu::packages::{Level, Shape, VcpuPlace};
+pub use crate::host_console::config::{
+    ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE,
+};
+pub use crate::virtio::balloon::config::BalloonConfig;
+pub use crate::virtio::block::config::{DiskConfig, ImageType};
+pub use crate::virtio::net::config::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
+pub use crate::virtio::rng::config::RngConfig;
+pub use crate::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};
 
 section! {
     /// A VM.
@@ -121,7 +116,7 @@ impl VmConfig {
         pmem::validate_all(&self.pmem)?;
         self.pressure.as_ref().map_or(Ok(()), PressureConfig::validate)?;
         self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.max_vcpus))?;
-        net::validate_all(&self.net, self.cpus.max_vcpus)?;
+        net::config::validate_all(&self.net, self.cpus.max_vcpus)?;
         self.check_ids()?;
         self.check_slots()?;
         self.check_serial_numbers()?;

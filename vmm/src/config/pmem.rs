@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use foreshore_config::{ConfigError, section, size};
+use foreshore_config::{ConfigError, name, section, size};
 
-use super::{name, refused};
+use crate::device::refused_keys as refused;
 
 section! {
     /// File or device that is persistent memory of the guest.

@@ -1,80 +1,12 @@
-//! Where the VMM listens: `--api-socket`, `--metrics`, and the bound that all unix sockets have.
+//! Sockets of the API and of the metrics: `--api-socket` and `--metrics`.
 
-use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use foreshore_config::ConfigError;
-use pmem_volume::file_mode::PRIVATE_MODE;
+use foreshore_config::{ConfigError, inherited_fd};
 
-/// The longest path in a `sockaddr_un`, whose 108 bytes end with a zero (unix(7)).
-pub const MAX_SOCKET_PATH_BYTES: usize = 107;
-
-/// Users of the host that may connect to a socket.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SocketAccess {
-    /// Permissions of its file.
-    pub mode: u32,
-    /// Name or number of its group, if that is not the group of the process.
-    pub group: Option<String>,
-}
-
-impl Default for SocketAccess {
-    fn default() -> Self {
-        Self { mode: PRIVATE_MODE, group: None }
-    }
-}
-
-impl SocketAccess {
-    /// Reads `mode=` or `group=`. Returns false for another key.
-    fn read(&mut self, flag: &'static str, key: &str, value: &str) -> Result<bool, ConfigError> {
-        let bad = |expected: &str| ConfigError::BadValue {
-            flag,
-            key: key.to_owned(),
-            value: value.to_owned(),
-            expected: expected.to_owned(),
-        };
-        match key {
-            "mode" => {
-                let mode = u32::from_str_radix(value, 8).ok().filter(|mode| mode & !0o777 == 0);
-                let mode = mode.filter(|mode| mode & PRIVATE_MODE == PRIVATE_MODE);
-                self.mode = mode.ok_or_else(|| {
-                    bad("an octal mode from 0600 to 0777 that the owner can read and write")
-                })?;
-            }
-            "group" if value.is_empty() => return Err(bad("the name or number of a group")),
-            "group" => self.group = Some(value.to_owned()),
-            _ => return Ok(false),
-        }
-        Ok(true)
-    }
-
-    /// Takes `,mode=` and `,group=` from the end of `text`, and hands every other key of `keys` to `other`.
-    fn split<'a>(
-        flag: &'static str,
-        text: &'a str,
-        keys: &[&str],
-        mut other: impl FnMut(&str, &str) -> Result<(), ConfigError>,
-    ) -> Result<(&'a str, Option<Self>), ConfigError> {
-        let begin = keys.iter().filter_map(|key| text.find(&format!(",{key}="))).min();
-        let Some(begin) = begin else { return Ok((text, None)) };
-        let (mut access, mut is_given) = (Self::default(), false);
-        for part in text[begin + 1..].split(',') {
-            let (key, value) = part.split_once('=').unwrap_or((part, ""));
-            if !keys.contains(&key) {
-                let (key, known) = (key.to_owned(), keys.join("=, ") + "=");
-                return Err(ConfigError::UnknownKey { flag, key, known });
-            }
-            match access.read(flag, key, value)? {
-                true => is_given = true,
-                false => other(key, value)?,
-            }
-        }
-        Ok((&text[..begin], is_given.then_some(access)))
-    }
-}
+use crate::unix_socket::{SocketAccess, check_path};
 
 /// `--api-socket PATH|path=PATH[,mode=M][,group=G]|fd=N`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,49 +29,6 @@ impl ApiSocket {
         check_path(flag, &path)?;
         Ok(Self::Path(path, access.unwrap_or_default()))
     }
-}
-
-/// `--event-monitor path=PATH|fd=N`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum EventMonitor {
-    /// A file, which is made or emptied, or a FIFO.
-    Path(PathBuf),
-    /// A descriptor that was handed over by who started the VMM.
-    Fd(RawFd),
-}
-
-impl EventMonitor {
-    /// Reads the flag's value.
-    pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let flag = "--event-monitor";
-        match (text.strip_prefix("fd="), text.strip_prefix("path=")) {
-            (Some(number), _) => inherited_fd(flag, number).map(Self::Fd),
-            (None, Some(path)) if !path.is_empty() => Ok(Self::Path(path.into())),
-            _ => {
-                Err(ConfigError::Conflict { flag, reason: format!("{text:?} is neither path=PATH nor fd=N") })
-            }
-        }
-    }
-}
-
-impl fmt::Display for EventMonitor {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Path(path) => write!(out, "{}", path.display()),
-            Self::Fd(fd) => write!(out, "fd={fd}"),
-        }
-    }
-}
-
-/// A descriptor that was handed over, by its number.
-fn inherited_fd(flag: &'static str, number: &str) -> Result<RawFd, ConfigError> {
-    let fd = number.parse().ok().filter(|fd| *fd > libc::STDERR_FILENO);
-    fd.ok_or_else(|| ConfigError::BadValue {
-        flag,
-        key: "fd".to_owned(),
-        value: number.to_owned(),
-        expected: "the number of an inherited file descriptor, 3 and up".to_owned(),
-    })
 }
 
 /// Longest name of a host (RFC 1035, 2.3.4, without the length bytes of the first label and the root).
@@ -233,19 +122,6 @@ impl MetricsAddress {
             Self::Unix(..) => None,
         }
     }
-}
-
-/// Checks that a socket can be bound to `path`.
-pub(super) fn check_path(flag: &'static str, path: &Path) -> Result<(), ConfigError> {
-    let bytes = path.as_os_str().as_bytes();
-    if bytes.is_empty() {
-        return Err(ConfigError::Conflict { flag, reason: "the path of the socket is empty".to_owned() });
-    }
-    if bytes.len() > MAX_SOCKET_PATH_BYTES {
-        let (path, len) = (path.to_string_lossy().into_owned(), bytes.len());
-        return Err(ConfigError::SocketPath { flag, path, len, most: MAX_SOCKET_PATH_BYTES });
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use foreshore_config::ConfigError;
 
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
-use super::packages::{self, VcpuPlace};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig, plug_bandwidth};
+use crate::cpu::packages::{self, VcpuPlace};
 use crate::governor::core::BALLOON_ZONE;
 use crate::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 

@@ -9,7 +9,7 @@
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
-use crate::config::{Shape, VcpuPlace};
+use super::packages::{Shape, VcpuPlace};
 
 /// Leaf 1, ECX: VMX.
 const VMX: u32 = 1 << 5;

@@ -1,10 +1,10 @@
 //! vCPUs: what they look like to the guest, the state they start in, and the threads that run them.
 
-pub mod brake;
+pub mod config;
 pub mod cpuid;
 pub mod metrics;
+pub mod packages;
 pub mod placement;
-pub mod plug;
 mod ports;
 pub mod run;
 pub mod state;

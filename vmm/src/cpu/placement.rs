@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tracing::{debug, warn};
 
 use super::CpuError;
-use crate::config::CoreScheduling;
+use super::config::CoreScheduling;
 
 /// prctl(2): Linux 5.14. Libraries of C do not name all of it.
 const PR_SCHED_CORE: libc::c_int = 62;

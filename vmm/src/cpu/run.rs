@@ -22,10 +22,10 @@ use tracing::{debug, error, warn};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::CpuError;
-use super::brake::Brake;
 use super::placement::{self, Cores};
 use super::ports;
 use super::state::Fresh;
+use crate::brake::Brake;
 use crate::bus::Bus;
 use crate::log::sparsely;
 
@@ -253,7 +253,7 @@ pub struct Vcpu {
 
 extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-pub(super) fn install_handler() -> Result<(), CpuError> {
+pub(crate) fn install_handler() -> Result<(), CpuError> {
     static INSTALLED: Once = Once::new();
     let mut result = Ok(());
     INSTALLED.call_once(|| {

@@ -7,6 +7,7 @@
 mod event;
 mod limiter;
 mod monitor;
+mod target;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use tokio::sync::{Notify, broadcast};
 pub use self::event::Event;
 use self::limiter::{Bounds, Limiter, Source, Verdict};
 pub use self::monitor::{Monitor, MonitorError};
+pub use self::target::EventMonitor;
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// So many events may wait for a watcher. A boot tells some twenty.

@@ -10,8 +10,8 @@ use pmem_volume::file_mode::PRIVATE_MODE;
 use thiserror::Error;
 use tracing::{debug, warn};
 
+use super::EventMonitor;
 use super::{Events, Seen, Told, Watcher};
-use crate::config::EventMonitor;
 use crate::output_file::admit;
 use crate::standard_stream;
 

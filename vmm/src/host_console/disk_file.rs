@@ -10,8 +10,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tracing::warn;
 
 use super::Lost;
+use super::config::LEAST_MAX_RATE;
 use super::file_rate::{BURST_BYTES, FileThrottle};
-use crate::config::LEAST_MAX_RATE;
 
 /// What waits for the disk: more than a guest says while it boots.
 const LEN_MAX: usize = 1 << 20;

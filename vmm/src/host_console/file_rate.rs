@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::Port;
+use super::config::DEFAULT_MAX_SIZE;
 use super::rotated_file::ConsoleFileMetrics;
-use crate::config::DEFAULT_MAX_SIZE;
 use crate::throttle::{ThrottleMetrics, TokenBucket};
 
 /// Output that a console may write without a delay. No boot writes that much, and a log that

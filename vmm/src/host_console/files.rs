@@ -9,10 +9,10 @@ use std::time::Instant;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::warn;
 
+use super::config::FileLimits;
 use super::file_rate::FileThrottle;
 use super::rotated_file::{ConsoleFileSource, RotatedFile, adopt_newer, id_of};
 use super::{ConsoleError, ConsoleOutput, Lines, Port};
-use crate::config::FileLimits;
 use crate::output_file::{admit, lock};
 
 /// What becomes of a file that is there already.

@@ -1,5 +1,6 @@
 //! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or nothing.
 
+pub mod config;
 mod disk_file;
 mod file_rate;
 mod files;
@@ -26,7 +27,7 @@ pub use rotated_file::{ConsoleFileMetrics, ConsoleFileSource, names_beside};
 pub use window::resize;
 pub use window::{Window, WindowSize};
 
-use crate::config::{ConsoleConfig, ConsoleMode};
+use self::config::{ConsoleConfig, ConsoleMode};
 use crate::event_loop::EventLoopError;
 use crate::unix_socket::UnixSocketError;
 

@@ -28,7 +28,7 @@ use thiserror::Error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::backing::Reservation;
-use crate::cpu::brake::Brake;
+use crate::brake::Brake;
 use crate::metrics::{Expose, Exposition, Family, one};
 
 /// What was copied from guest memory may be zeros, and what was copied to it be lost.
@@ -281,7 +281,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::cpu::brake::tests::vcpu;
+    use crate::brake::tests::vcpu;
     use crate::memory::backing::Access;
 
     const MIB: u64 = 1 << 20;

@@ -2,6 +2,7 @@
 //!
 //! What a VMM that was killed left behind is replaced, what somebody has is not, and what is ours is taken away at the end.
 
+mod access;
 mod group;
 mod path_lock;
 
@@ -18,8 +19,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use thiserror::Error;
 
+pub use self::access::{MAX_SOCKET_PATH_BYTES, SocketAccess, check_path};
 use self::path_lock::PathLock;
-use crate::config::SocketAccess;
 
 /// Largest number of clients that wait to be accepted, the same as in the standard library.
 const BACKLOG: i32 = 128;

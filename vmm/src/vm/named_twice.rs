@@ -14,9 +14,8 @@ use std::sync::OnceLock;
 use thiserror::Error;
 
 use super::request::VmError;
-use crate::config::{
-    ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, EventMonitor, Launch, MetricsAddress, VmConfig,
-};
+use crate::config::{ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, Launch, MetricsAddress, VmConfig};
+use crate::events::EventMonitor;
 use crate::file_id::{FileId, folder_of, link_target};
 use crate::host_console::names_beside;
 use crate::standard_stream;

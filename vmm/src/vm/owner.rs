@@ -27,6 +27,7 @@ use super::request::{
 };
 use super::state::{self, RestartGuard, Verb};
 use super::{named_twice, taps};
+use crate::config::AtGuestShutdown;
 use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
@@ -100,16 +101,6 @@ pub trait MachineFactory {
     fn keep(&mut self, config: &VmConfig);
     /// Closes what outlives machines: there is no VM any more.
     fn release(&mut self);
-}
-
-/// What follows when a guest switches itself off.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AtGuestShutdown {
-    /// The VMM ends.
-    #[default]
-    End,
-    /// The VM is shut down, and the VMM serves on (`--no-shutdown`).
-    Stay,
 }
 
 /// What happens to a machine by itself.

@@ -15,9 +15,9 @@ use super::machine::KvmMachine;
 use super::request::VmError;
 use crate::acpi::ged;
 use crate::acpi::hotplug_cpus::CpuRegisters;
+use crate::acpi::plug::{Pending, Step};
 use crate::cpu::CpuError;
 use crate::cpu::metrics::VcpuMetrics;
-use crate::cpu::plug::{Pending, Step};
 use crate::cpu::run::{Pausing, Vcpu};
 use crate::events::Event;
 
@@ -272,8 +272,8 @@ mod tests {
 
     use super::*;
     use crate::acpi::hotplug_cpus::{CPU_SELECT, CPU_STATUS};
+    use crate::acpi::plug::Plug;
     use crate::bus::BusDevice;
-    use crate::cpu::plug::Plug;
 
     struct NoVcpus;
 

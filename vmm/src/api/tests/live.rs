@@ -10,8 +10,9 @@ use std::sync::Arc;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::*;
+use crate::config::AtGuestShutdown;
+use crate::vm::owner::Owner;
 use crate::vm::owner::tests::FakeFactory;
-use crate::vm::owner::{AtGuestShutdown, Owner};
 
 /// Runs a test, which may block, beside a VMM without a VM.
 pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {

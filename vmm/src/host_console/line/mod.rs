@@ -27,12 +27,13 @@ use parking_lot::Mutex;
 use self::bridge::{Bridge, End};
 use self::pty::Pty;
 use self::ring::Ring;
+use super::config::{ConsoleConfig, ConsoleMode};
 use super::file_rate::FileRates;
 use super::{ConsoleError, ConsoleInput, ConsoleOutput, HostConsole, Window};
-use crate::config::{ConsoleConfig, ConsoleMode, SocketAccess};
 use crate::event_loop::{EventLoop, EventLoopHandle};
 use crate::throttle::TokenBucket;
 use crate::unix_socket;
+use crate::unix_socket::SocketAccess;
 
 /// Which of a VM's consoles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

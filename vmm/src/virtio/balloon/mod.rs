@@ -5,6 +5,7 @@
 //! whenever it likes, and tell what its kernel counts. Given back are pages of DRAM that is plugged: pages of PM belong to
 //! chunks, which come and go by virtio-mem.
 
+pub mod config;
 mod device;
 mod event;
 mod handle;

@@ -5,6 +5,7 @@
 
 pub mod backend;
 pub mod buffer;
+pub mod config;
 pub mod device;
 mod event;
 pub mod flush;

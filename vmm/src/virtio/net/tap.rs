@@ -14,9 +14,9 @@ use libc::{
 use parking_lot::Mutex;
 use thiserror::Error;
 
+use super::config::HostAddress;
 use super::header::{HEADER_LEN, Offloads};
 use super::metrics::Traffic;
-use crate::config::HostAddress;
 
 const DEVICE: &str = "/dev/net/tun";
 /// The kernel puts a number in.

@@ -1,15 +1,16 @@
 //! virtio-rng: entropy for the guest (virtio 1.3, 5.4).
 
+pub mod config;
 mod device;
 mod event;
 pub mod metrics;
 mod source;
 
+use self::config::RngConfig;
 pub use device::Rng;
 pub use metrics::RngMetrics;
 pub use source::{EntropySource, SourceError};
 
-use crate::config::RngConfig;
 use crate::device::{DeviceContext, NewDevice};
 
 /// Builds the device of `--rng`.

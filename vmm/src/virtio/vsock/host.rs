@@ -12,7 +12,7 @@ use thiserror::Error;
 use tokio::sync::mpsc;
 
 use super::packet::{GuestPort, HostPort, Link};
-use crate::config::SocketAccess;
+use crate::unix_socket::SocketAccess;
 use crate::unix_socket::{self, SocketFile, UnixSocketError};
 
 /// Connections to a port of this process that wait to be taken; more are refused.

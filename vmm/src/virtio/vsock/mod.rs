@@ -18,6 +18,7 @@
 //! packet     headers, parsed once
 //! ```
 
+pub mod config;
 mod connection;
 mod device;
 mod event;

@@ -7,14 +7,14 @@ use foreshore_config::size::MAX_BYTES;
 use foreshore_config::{ConfigError, FlagValue, Options, Refused, Section, Table, section, words};
 use foreshore_types::size::Size;
 
-use super::refused;
-use super::socket;
+use crate::device::refused_keys as refused;
+use crate::unix_socket::check_path;
 
 const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "its id is fixed" }];
 
-pub(super) const SERIAL: Table =
+pub(crate) const SERIAL: Table =
     Table::of::<ConsoleConfig>().named("--serial", "COM1, ttyS0; null if not given");
-pub(super) const CONSOLE: Table = Table::of::<ConsoleConfig>();
+pub(crate) const CONSOLE: Table = Table::of::<ConsoleConfig>();
 
 words! {
     /// Destination of a console's output.
@@ -121,7 +121,7 @@ impl ConsoleConfig {
         }
         self.check_file_limit(flag, "max_size", self.max_size, LEAST_MAX_SIZE)?;
         self.check_file_limit(flag, "max_rate", self.max_rate, LEAST_MAX_RATE)?;
-        self.socket.as_ref().map_or(Ok(()), |path| socket::check_path(flag, path))
+        self.socket.as_ref().map_or(Ok(()), |path| check_path(flag, path))
     }
 }
 

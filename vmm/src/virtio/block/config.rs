@@ -3,12 +3,11 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use foreshore_config::{ConfigError, OFF, Refused, section, words};
+use foreshore_config::{ConfigError, OFF, Refused, name, section, words};
 
-use super::name;
-use super::refused;
+use super::serial::serial_number;
+use crate::device::refused_keys as refused;
 use crate::memory::layout::PCI_SLOTS;
-use crate::virtio::block::serial::serial_number;
 
 /// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.
 const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;

@@ -3,19 +3,19 @@
 use foreshore_config::{OFF, Refused};
 
 /// Of what sits on the PCI bus.
-pub(super) const PCI: &[Refused] = &[
+pub const PCI: &[Refused] = &[
     Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
     Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
 ];
 
 /// Of what may not choose its place there.
-pub(super) const SLOT: &[Refused] =
+pub const SLOT: &[Refused] =
     &[Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" }];
 
-pub(super) const NO_VHOST_USER: &str = "vhost-user is not implemented";
+pub const NO_VHOST_USER: &str = "vhost-user is not implemented";
 
 /// Of what another process could serve.
-pub(super) const VHOST_USER: &[Refused] = &[
+pub const VHOST_USER: &[Refused] = &[
     Refused { key: "vhost_user", neutral: OFF, why: NO_VHOST_USER },
     Refused { key: "socket", neutral: &[], why: NO_VHOST_USER },
     Refused { key: "vhost_socket", neutral: &[], why: NO_VHOST_USER },
@@ -25,7 +25,7 @@ const NO_RATE_LIMITS: &str =
     "there are no rate limits: io.max of the VMM's cgroup limits disks, and tc on the tap limits networks";
 
 /// Of what could be slowed down.
-pub(super) const RATE_LIMITS: &[Refused] = &[
+pub const RATE_LIMITS: &[Refused] = &[
     Refused { key: "rate_limit_group", neutral: &[], why: NO_RATE_LIMITS },
     Refused { key: "rate_limiter_config", neutral: &[], why: NO_RATE_LIMITS },
     Refused { key: "bw_size", neutral: &["0"], why: NO_RATE_LIMITS },

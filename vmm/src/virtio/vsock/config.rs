@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use foreshore_config::{ConfigError, section};
+use foreshore_config::{ConfigError, name, section};
 
-use super::refused;
-use super::{name, socket};
+use crate::device::refused_keys as refused;
+use crate::unix_socket::check_path;
 
 /// The first context id that a guest may have (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).
 pub const MIN_CID: u32 = 3;
@@ -27,7 +27,7 @@ impl VsockConfig {
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(Self::FLAG, "id", id))?;
-        socket::check_path(Self::FLAG, &self.socket)
+        check_path(Self::FLAG, &self.socket)
     }
 }
 

@@ -1,11 +1,10 @@
 //! `--balloon`.
 
-use foreshore_config::{ConfigError, section};
+use foreshore_config::{ConfigError, name, section};
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 
-use super::name;
-use super::refused;
+use crate::device::refused_keys as refused;
 
 /// What Cloud Hypervisor calls the one that there is.
 const ID: &str = "__balloon";

@@ -8,14 +8,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use foreshore_config::{
-    ConfigError, Item, JsonError, JsonValue, Refused, Walk, digits, section, text_value, words,
+    ConfigError, Item, JsonError, JsonValue, Refused, Walk, digits, name, section, text_value, words,
 };
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use thiserror::Error;
 
-use super::name;
-use super::refused;
+use crate::device::refused_keys as refused;
 use crate::virtio::transport::pci::layout::QUEUES_MAX;
 
 const REFUSED: &[Refused] =
@@ -347,7 +346,7 @@ impl NetConfig {
 }
 
 /// Interfaces and descriptors are each one device's.
-pub(super) fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
+pub(crate) fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
     nets.iter().try_for_each(|net| net.validate(vcpus))?;
     let conflict = |reason| Err(ConfigError::Conflict { flag: NetConfig::FLAG, reason });
     for (nth, net) in nets.iter().enumerate() {

@@ -1,12 +1,12 @@
 //! Names of devices. They appear in logs, as labels of metrics and in the API, and never in a path.
 
-use foreshore_config::ConfigError;
+use crate::error::ConfigError;
 
 /// Devices that there is one of are called so.
 const OURS: &str = "__";
 
 /// Refuses what is no name.
-pub(super) fn check(flag: &'static str, key: &str, name: &str) -> Result<(), ConfigError> {
+pub fn check(flag: &'static str, key: &str, name: &str) -> Result<(), ConfigError> {
     if !name.is_empty() && !name.contains(char::is_control) && !name.starts_with(OURS) {
         return Ok(());
     }

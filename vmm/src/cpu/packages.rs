@@ -2,7 +2,7 @@
 //!
 //! Linux takes vCPUs of one package, or of one last-level cache, for neighbours, and warns if they are in two nodes.
 
-use super::cpus::CpuTopology;
+use super::config::CpuTopology;
 
 /// The largest APIC id of 8 bits that is no broadcast.
 const MAX_APIC_ID: u32 = 254;
@@ -79,7 +79,7 @@ pub struct VcpuPlace {
 
 /// The places of all vCPUs, by their indices; `nodes` are the vCPUs of each node that has some, ascending. `None` if APIC ids
 /// do not suffice.
-pub(super) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
+pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     let mut packages = nodes.to_vec();
     packages.sort_by_key(|cpus| cpus.first().copied());
     let most = packages.iter().map(|cpus| cpus.len() as u32).max()?;
@@ -101,7 +101,7 @@ pub(super) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
 
 /// The places as `topology`, which has been validated, has them: vCPUs are counted through the threads of a core, then through the
 /// cores of a die, and so on. `None` if APIC ids do not suffice.
-pub(super) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
+pub(crate) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
     let level = |count| Some(Level::of(u8::try_from(count).ok()?));
     let threads = level(topology.threads_per_core)?;
     let cores = level(topology.cores_per_die)?;

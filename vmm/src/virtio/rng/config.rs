@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use foreshore_config::{Refused, section};
 
-use super::refused;
+use crate::device::refused_keys as refused;
 
 const REFUSED: &[Refused] = &[Refused {
     key: "id",
