@@ -16,6 +16,7 @@ mod list;
 mod macros;
 pub mod name;
 mod refused;
+pub mod refused_keys;
 pub mod size;
 mod unknown;
 mod word;

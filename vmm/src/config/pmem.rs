@@ -2,9 +2,8 @@
 
 use std::path::PathBuf;
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::{ConfigError, name, section, size};
-
-use crate::device::refused_keys as refused;
 
 section! {
     /// File or device that is persistent memory of the guest.

@@ -3,11 +3,11 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::size::MAX_BYTES;
 use foreshore_config::{ConfigError, FlagValue, Options, Refused, Section, Table, section, words};
 use foreshore_types::size::Size;
 
-use crate::device::refused_keys as refused;
 use crate::unix_socket::check_path;
 
 const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "its id is fixed" }];

@@ -1,10 +1,9 @@
 //! `--balloon`.
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::{ConfigError, name, section};
 use foreshore_types::size::Size;
 use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
-
-use crate::device::refused_keys as refused;
 
 /// What Cloud Hypervisor calls the one that there is.
 const ID: &str = "__balloon";

@@ -3,10 +3,10 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::{ConfigError, OFF, Refused, name, section, words};
 
 use super::serial::serial_number;
-use crate::device::refused_keys as refused;
 use crate::memory::layout::PCI_SLOTS;
 
 /// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.

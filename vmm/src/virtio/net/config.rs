@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::{
     ConfigError, Item, JsonError, JsonValue, Refused, Walk, digits, name, section, text_value, words,
 };
@@ -14,7 +15,6 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 use thiserror::Error;
 
-use crate::device::refused_keys as refused;
 use crate::virtio::transport::pci::layout::QUEUES_MAX;
 
 const REFUSED: &[Refused] =

@@ -2,9 +2,8 @@
 
 use std::path::PathBuf;
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::{Refused, section};
-
-use crate::device::refused_keys as refused;
 
 const REFUSED: &[Refused] = &[Refused {
     key: "id",

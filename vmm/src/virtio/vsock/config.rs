@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
+use foreshore_config::refused_keys as refused;
 use foreshore_config::{ConfigError, name, section};
 
-use crate::device::refused_keys as refused;
 use crate::unix_socket::check_path;
 
 /// The first context id that a guest may have (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).

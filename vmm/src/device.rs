@@ -3,8 +3,6 @@
 //! A device's folder has a function that builds it from its configuration and a [`DeviceContext`].
 //! vm/devices.rs lists these functions.
 
-pub mod refused_keys;
-
 use std::sync::Arc;
 
 use crate::event_loop::EventLoopHandle;

@@ -1,6 +1,6 @@
 //! Keys that several flags refuse for the same reason.
 
-use foreshore_config::{OFF, Refused};
+use crate::{OFF, Refused};
 
 /// Of what sits on the PCI bus.
 pub const PCI: &[Refused] = &[
