@@ -5,12 +5,10 @@ use std::time::Instant;
 
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
-use tracing::info;
 
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::taps::Taps;
-use super::vhost;
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::device::{DeviceContext, NewDevice};
 use crate::event_loop::EventLoopHandle;
@@ -23,17 +21,13 @@ use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::pvpanic;
 use crate::serial::Serial;
-use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
+use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, DiskMetrics, DiskShape};
-use crate::virtio::mem::{
-    MemDevice, MemEvent, MemHandle, MemObserver, PlugBudgets, PlugMetrics, UNSUPPORTED_DRIVER,
-};
-use crate::virtio::net::tap::{HostInterface, Tap};
-use crate::virtio::net::vhost::probe;
-use crate::virtio::net::{Net, NetDeviceMetrics, NetShape};
-use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockPorts};
-use crate::virtio::{console, rng, watchdog};
+use crate::virtio::mem::{MemEvent, MemHandle, MemObserver, PlugBudgets, UNSUPPORTED_DRIVER};
+use crate::virtio::net::tap::Tap;
+use crate::virtio::vsock::{GuestPorts, VsockPorts};
+use crate::virtio::{balloon as balloon_device, console, mem, net, rng, vsock, watchdog};
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -92,7 +86,7 @@ pub(super) fn attach_fixed(
 
 /// Sockets between guest and host; the agent's port ends in this process.
 pub(super) fn attach_vsock(
-    vsock: &VsockConfig,
+    config: &VsockConfig,
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
@@ -103,11 +97,8 @@ pub(super) fn attach_vsock(
     ports
         .listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone())
         .map_err(BuildError::device("--vsock"))?;
-    let device = VsockDevice::new(vsock.cid, &vsock.socket, ports, event_loop.clone())
-        .map_err(BuildError::device("--vsock"))?;
-    let metrics = device.metrics();
-    let id = vsock.id.as_deref().expect("a VM's devices have ids");
-    fabric.attach(NewDevice::removable(id, "vsock", device).exposing(metrics), memory)
+    let new = vsock::build(config, ports, event_loop).map_err(BuildError::device("--vsock"))?;
+    fabric.attach(new, memory)
 }
 
 /// Image files and block devices, each with threads of its own.
@@ -160,26 +151,9 @@ pub(super) fn attach_net(
     fabric: &mut Fabric,
     memory: &Memory,
 ) -> Result<u8, BuildError> {
-    let id = config.id.clone().expect("a VM's devices have ids");
-    info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
-    let shape = NetShape {
-        id: id.clone(),
-        mac: config.mac.expect("a VM's interfaces have addresses").bytes(),
-        mtu: tap.mtu(),
-        pairs: config.pairs(),
-        queue_size: config.queue_size,
-        csum: config.offload_csum,
-        tso: config.offload_tso,
-        ufo: config.offload_ufo,
-    };
-    let flag = || format!("--net id={id}");
-    let by_kernel = vhost::is_used(config.vhost, &id, probe).map_err(BuildError::device(flag()))?;
-    let host = Arc::clone(tap) as Arc<dyn HostInterface>;
-    let device = if by_kernel { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
-    let device = device.map_err(BuildError::device(flag()))?;
-    let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
-    let (source, taps) = (Arc::new(metrics.clone()), taps.clone());
-    let new = NewDevice::removable(&id, "net", device).exposing(source).with_handle(metrics);
+    let id = config.id.clone().unwrap_or_default();
+    let new = net::build(config, tap).map_err(BuildError::device(format!("--net id={id}")))?;
+    let taps = taps.clone();
     fabric.attach(new.undone_by(move |_| taps.remove(&id)), memory)
 }
 
@@ -191,21 +165,12 @@ pub(super) fn attach_balloon(
     event_loop: &EventLoopHandle,
     plugged: &Arc<Notify>,
 ) -> Result<Option<BalloonHandle>, BuildError> {
-    let Some(balloon) = &config.balloon else { return Ok(None) };
-    let boot_bytes = memory.zones().iter().map(|zone| zone.boot_bytes).sum();
-    let options = BalloonOptions {
-        max_bytes: balloon.max_bytes(boot_bytes),
-        target_bytes: balloon.size,
-        deflate_on_oom: balloon.deflate_on_oom,
-        free_page_reporting: balloon.free_page_reporting,
-        statistics: balloon.statistics,
-    };
+    let Some(config) = &config.balloon else { return Ok(None) };
     let plugged = Arc::clone(plugged);
     let observer = Arc::new(move || plugged.notify_one());
-    let (device, handle) =
-        Balloon::new(balloon.id_or_default(), options, memory, event_loop.clone(), observer)
-            .map_err(BuildError::device("--balloon"))?;
-    fabric.attach(NewDevice::fixed(device).exposing(handle.metrics()), memory)?;
+    let (new, handle) = balloon_device::build(config, memory, event_loop, observer)
+        .map_err(BuildError::device("--balloon"))?;
+    fabric.attach(new, memory)?;
     Ok(Some(handle))
 }
 
@@ -272,15 +237,9 @@ pub(super) fn attach_memory(
     let mut handles = Vec::new();
     for part in memory.take_hotplug() {
         let budget = budgets.of(&part.spec, Instant::now());
-        let (device, handle) =
-            MemDevice::new(part, memory.view().clone(), event_loop.clone(), signals.observer(), budget);
-        let zone = handle.zone();
-        let source = PlugMetrics {
-            zone: zone.id.clone(),
-            tier: zone.tier.as_str().to_owned(),
-            counters: handle.metrics(),
-        };
-        fabric.attach(NewDevice::fixed(device).exposing(Arc::new(source)), memory)?;
+        let view = memory.view().clone();
+        let (new, handle) = mem::build(part, &view, event_loop, signals.observer(), budget);
+        fabric.attach(new, memory)?;
         handles.push(handle);
     }
     Ok(handles)

@@ -28,7 +28,6 @@ pub mod state;
 pub(crate) mod taps;
 mod told;
 mod vcpus;
-mod vhost;
 mod volumes;
 mod work;
 pub mod zone_metrics;

@@ -15,6 +15,31 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use self::config::BalloonConfig;
+use crate::device::NewDevice;
+use crate::event_loop::EventLoopHandle;
+use crate::memory::Memory;
+
 pub use device::{Balloon, BalloonOptions};
 pub use handle::{BalloonHandle, BalloonObserver, BalloonSizes, Heard, TargetError};
 pub use metrics::{BalloonMetrics, Refusal};
+
+/// Builds the device of `--balloon`. `observer` is notified of each change.
+pub fn build(
+    config: &BalloonConfig,
+    memory: &Memory,
+    event_loop: &EventLoopHandle,
+    observer: BalloonObserver,
+) -> Result<(NewDevice, BalloonHandle), std::io::Error> {
+    let boot_bytes = memory.zones().iter().map(|zone| zone.boot_bytes).sum();
+    let options = BalloonOptions {
+        max_bytes: config.max_bytes(boot_bytes),
+        target_bytes: config.size,
+        deflate_on_oom: config.deflate_on_oom,
+        free_page_reporting: config.free_page_reporting,
+        statistics: config.statistics,
+    };
+    let id = config.id_or_default();
+    let (device, handle) = Balloon::new(id, options, memory, event_loop.clone(), observer)?;
+    Ok((NewDevice::fixed(device).exposing(handle.metrics()), handle))
+}

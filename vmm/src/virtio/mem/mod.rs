@@ -17,8 +17,35 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::device::NewDevice;
+use crate::event_loop::EventLoopHandle;
+use crate::memory::HotplugPart;
+use crate::memory::view::GuestView;
+
 pub use budget::{PlugBudget, PlugBudgets};
 pub use device::MemDevice;
 pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError, UNSUPPORTED_DRIVER};
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics, PlugMetrics};
 pub use state::Shortfall;
+
+/// Builds the device of a zone's hotplug part. `observer` is notified of each change.
+pub fn build(
+    part: HotplugPart,
+    view: &GuestView,
+    event_loop: &EventLoopHandle,
+    observer: MemObserver,
+    budget: Arc<Mutex<PlugBudget>>,
+) -> (NewDevice, MemHandle) {
+    let (device, handle) = MemDevice::new(part, view.clone(), event_loop.clone(), observer, budget);
+    let zone = handle.zone();
+    let source = PlugMetrics {
+        zone: zone.id.clone(),
+        tier: zone.tier.as_str().to_owned(),
+        counters: handle.metrics(),
+    };
+    (NewDevice::fixed(device).exposing(Arc::new(source)), handle)
+}

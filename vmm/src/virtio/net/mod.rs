@@ -10,12 +10,55 @@ mod event;
 pub mod frames;
 pub mod header;
 pub mod metrics;
+mod mover;
 pub mod request;
 pub mod state;
 pub mod tap;
 mod used;
 pub mod vhost;
 
+use std::sync::Arc;
+
+use thiserror::Error;
+use tracing::info;
+
+use self::config::NetConfig;
+use self::tap::{HostInterface, Tap};
+use self::vhost::VhostError;
+use crate::device::NewDevice;
+
 pub use device::Net;
 pub use metrics::{NetDeviceMetrics, NetMetrics};
 pub use state::NetShape;
+
+/// Error of an interface that cannot be built.
+#[derive(Debug, Error)]
+pub enum NetBuildError {
+    #[error(transparent)]
+    Kernel(#[from] VhostError),
+    #[error(transparent)]
+    Device(#[from] device::NetError),
+}
+
+/// Builds the interface of `--net`, which has an id and an address, on an interface of the host.
+pub fn build(config: &NetConfig, tap: &Arc<Tap>) -> Result<NewDevice, NetBuildError> {
+    let id = config.id.clone().expect("a VM's devices have ids");
+    info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
+    let shape = NetShape {
+        id: id.clone(),
+        mac: config.mac.expect("a VM's interfaces have addresses").bytes(),
+        mtu: tap.mtu(),
+        pairs: config.pairs(),
+        queue_size: config.queue_size,
+        csum: config.offload_csum,
+        tso: config.offload_tso,
+        ufo: config.offload_ufo,
+    };
+    let is_kernel_used = mover::is_kernel_used(config.vhost, &id, vhost::probe)?;
+    let host = Arc::clone(tap) as Arc<dyn HostInterface>;
+    let device = if is_kernel_used { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
+    let device = device?;
+    let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
+    let source = Arc::new(metrics.clone());
+    Ok(NewDevice::removable(&id, "net", device).exposing(source).with_handle(metrics))
+}

@@ -27,14 +27,31 @@ pub mod metrics;
 mod muxer;
 mod packet;
 
+use self::config::VsockConfig;
 pub use device::VsockDevice;
 pub use host::{GuestPorts, IN_PROCESS_BACKLOG, VsockError, VsockPorts};
 pub use metrics::VsockMetrics;
+
+use crate::device::NewDevice;
+use crate::event_loop::EventLoopHandle;
 
 /// Queue indexes (virtio 1.3, 5.10.2).
 const RX_QUEUE: u16 = 0;
 const TX_QUEUE: u16 = 1;
 const EVENT_QUEUE: u16 = 2;
+
+/// Builds the device of `--vsock`, which has an id. Connections of the guest to `ports` end in this
+/// process.
+pub fn build(
+    config: &VsockConfig,
+    ports: VsockPorts,
+    event_loop: &EventLoopHandle,
+) -> Result<NewDevice, VsockError> {
+    let device = VsockDevice::new(config.cid, &config.socket, ports, event_loop.clone())?;
+    let metrics = device.metrics();
+    let id = config.id.as_deref().expect("a VM's devices have ids");
+    Ok(NewDevice::removable(id, "vsock", device).exposing(metrics))
+}
 
 #[cfg(test)]
 mod test_driver;

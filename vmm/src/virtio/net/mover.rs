@@ -1,12 +1,13 @@
-//! Whether the host's kernel moves an interface's frames.
+//! Choice between the kernel's and our own transport of frames.
 
 use tracing::info;
 
-use crate::config::VhostMode;
-use crate::virtio::net::vhost::VhostError;
+use super::config::VhostMode;
+use super::vhost::VhostError;
 
-/// Whether it does for the interface `net`; `probe` finds out if it can.
-pub(super) fn is_used(
+/// Returns true if the host's kernel moves the frames of the interface `net`. `probe` checks that it
+/// can.
+pub(super) fn is_kernel_used(
     mode: VhostMode,
     net: &str,
     probe: impl FnOnce() -> Result<(), VhostError>,
@@ -36,11 +37,11 @@ mod tests {
 
     #[test]
     fn what_is_asked_for_is_used_if_it_can_be() {
-        assert!(!is_used(VhostMode::Off, "n", || panic!("nobody asked for it")).unwrap());
-        assert!(is_used(VhostMode::On, "n", || Ok(())).unwrap());
-        assert!(is_used(VhostMode::Auto, "n", || Ok(())).unwrap());
-        assert!(!is_used(VhostMode::Auto, "n", no_device).unwrap());
-        let error = is_used(VhostMode::On, "n", no_device).unwrap_err();
+        assert!(!is_kernel_used(VhostMode::Off, "n", || panic!("nobody asked for it")).unwrap());
+        assert!(is_kernel_used(VhostMode::On, "n", || Ok(())).unwrap());
+        assert!(is_kernel_used(VhostMode::Auto, "n", || Ok(())).unwrap());
+        assert!(!is_kernel_used(VhostMode::Auto, "n", no_device).unwrap());
+        let error = is_kernel_used(VhostMode::On, "n", no_device).unwrap_err();
         assert_eq!(error.to_string(), "Cannot open /dev/vhost-net: is the module vhost_net loaded?");
     }
 }
