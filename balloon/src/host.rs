@@ -63,6 +63,18 @@ impl DriverState {
     }
 }
 
+/// Part of the size requested last that the host could not provide. The device has lowered the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Shortfall {
+    /// Reason as in the metrics: `pool-full`.
+    pub reason: &'static str,
+    /// Size that was requested.
+    pub wanted_bytes: u64,
+}
+
+/// Reason of a request that was withdrawn, because the guest's driver is unsupported.
+pub const UNSUPPORTED_DRIVER_REASON: &str = "driver";
+
 /// The hotplug part of a zone, as its virtio-mem device has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ZoneSizes {
@@ -84,6 +96,12 @@ pub struct ZoneSizes {
     pub plugged_bytes: u64,
     /// The guest's driver of the device.
     pub driver: DriverState,
+    /// Part of a client's request that is withheld until the guest has room for its page descriptors.
+    pub held_bytes: u64,
+    /// Shortfall of the last requested size. Cleared by the next request.
+    pub shortfall: Option<Shortfall>,
+    /// The last requested size was withdrawn, because the driver is unsupported. Cleared by the next request.
+    pub is_withdrawn: bool,
 }
 
 impl ZoneSizes {
@@ -99,7 +117,16 @@ impl ZoneSizes {
             requested_bytes: 0,
             plugged_bytes: 0,
             driver: DriverState::Ready,
+            held_bytes: 0,
+            shortfall: None,
+            is_withdrawn: false,
         }
+    }
+
+    /// Reason why the device has lowered the request, as in the API: `pool-full`, `driver`.
+    pub fn lowered_by(&self) -> Option<&'static str> {
+        let driver = self.is_withdrawn.then_some(UNSUPPORTED_DRIVER_REASON);
+        self.shortfall.map(|shortfall| shortfall.reason).or(driver)
     }
 
     /// Upper limit of the requested size: the device's region, or the requested size if the driver is unsupported.
@@ -188,8 +215,6 @@ pub struct HostView {
     /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's already, and needs neither
     /// page descriptors nor onlining.
     pub balloon: Option<ZoneId>,
-    /// Zones of which the host could not provide all that was requested last: what is requested has been lowered since.
-    pub short: Vec<ZoneId>,
 }
 
 impl HostView {

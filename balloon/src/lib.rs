@@ -30,7 +30,10 @@ pub mod statistics;
 pub mod trace;
 
 pub use foreshore_proto as proto;
-pub use host::{Distances, DriverState, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};
+pub use host::{
+    Distances, DriverState, HostView, NodeDistance, Shortfall, Tier, UNSUPPORTED_DRIVER_REASON, ZoneId,
+    ZoneSizes,
+};
 pub use params::ParamError;
 pub use report::{Intake, parse_line};
 pub use units::{BLOCK_BYTES, MIB, TimeMs};

@@ -56,7 +56,7 @@ impl Controller {
             // The device or the host has lowered the request: only another request can raise it.
             let is_unsupported =
                 zone.driver == DriverState::Unsupported && goal_bytes != zone.requested_bytes;
-            if is_unsupported || (!followed.is_goal_new && host.short.contains(&zone.id)) {
+            if is_unsupported || (!followed.is_goal_new && zone.shortfall.is_some()) {
                 followed.goal_bytes = None;
                 continue;
             }

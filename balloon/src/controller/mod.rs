@@ -303,8 +303,7 @@ impl Controller {
         }
         let (mut has_grown, mut all_lack_bytes) = (false, 0u64);
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
-            let is_short = host.short.contains(&zone.id);
-            let seen = followed.progress.observe(zone, is_short, now);
+            let seen = followed.progress.observe(zone, now);
             if followed.pinned || followed.by_hand {
                 continue;
             }

@@ -56,8 +56,9 @@ impl Progress {
         }
     }
 
-    /// Takes the zone's present sizes. `is_short`: the host could not provide all of what was requested last.
-    pub fn observe(&mut self, zone: &ZoneSizes, is_short: bool, now: TimeMs) -> Seen {
+    /// Takes the zone's present sizes.
+    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> Seen {
+        let is_short = zone.shortfall.is_some();
         let has_grown = zone.requested_bytes > self.requested_bytes;
         let lacks_bytes =
             if is_short { self.requested_bytes.saturating_sub(zone.requested_bytes) } else { 0 };

@@ -301,15 +301,9 @@ mod tests {
         let mut host = HostView { pool_free_bytes: 64 * MIB, ..HostView::default() };
         for ((node, tier), requested_mib) in (0..).zip(tiers).zip(requested_mib) {
             host.zones.push(ZoneSizes {
-                id: ZoneId(node),
-                tier,
-                guest_numa_node: node,
-                block_bytes: 2 * MIB,
-                floor_bytes: 0,
-                max_bytes: if tier == Tier::Dram { 4 * MIB } else { 16 * MIB },
                 requested_bytes: requested_mib * MIB,
                 plugged_bytes: requested_mib * MIB,
-                driver: DriverState::Ready,
+                ..ZoneSizes::empty(node, tier, if tier == Tier::Dram { 4 * MIB } else { 16 * MIB })
             });
         }
         for (socket, pm) in [(0, 2), (1, 3)] {

@@ -7,7 +7,7 @@ use super::view::NodeView;
 use super::{Decision, Input, Policy, PolicyState};
 use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
-use crate::{BLOCK_BYTES, DriverState, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+use crate::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 pub const GIB: u64 = 1024 * MIB;
 
@@ -54,17 +54,7 @@ impl Rig {
         let first_pm = dram_bytes.len() as u32;
         for (index, bytes) in (0..).zip(pm_bytes) {
             let node = first_pm + index;
-            host.zones.push(ZoneSizes {
-                id: ZoneId(index),
-                tier: Tier::Pm,
-                guest_numa_node: node,
-                block_bytes: BLOCK_BYTES,
-                floor_bytes: 0,
-                max_bytes: *bytes,
-                requested_bytes: 0,
-                plugged_bytes: 0,
-                driver: DriverState::Ready,
-            });
+            host.zones.push(ZoneSizes { guest_numa_node: node, ..ZoneSizes::empty(index, Tier::Pm, *bytes) });
             raw.zones.push(Zone { node, kind: ZoneKind::Movable, ..Zone::default() });
             for from in 0..first_pm {
                 host.distances.set(from, node, if from == index { 17 } else { 28 });

@@ -78,7 +78,7 @@ mod tests {
     use super::super::{Estimator, Known, Statistics, Tag};
     use super::*;
     use crate::policy::{Input, Policy};
-    use crate::{BLOCK_BYTES, DriverState, MIB, TimeMs, ZoneId, ZoneSizes};
+    use crate::{MIB, TimeMs, ZoneSizes};
 
     const BOOT: u64 = 512 * MIB;
     const KERNEL: u64 = 32 * MIB;
@@ -87,15 +87,10 @@ mod tests {
     fn host(plugged_mib: [u64; 3]) -> HostView {
         let zones = [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
         let zone = |(((tier, guest_numa_node), mib), id)| ZoneSizes {
-            id: ZoneId(id),
-            tier,
             guest_numa_node,
-            block_bytes: BLOCK_BYTES,
-            floor_bytes: 0,
-            max_bytes: 4096 * MIB,
             requested_bytes: mib * MIB,
             plugged_bytes: mib * MIB,
-            driver: DriverState::Ready,
+            ..ZoneSizes::empty(id, tier, 4096 * MIB)
         };
         HostView { zones: zones.map(zone).collect(), boot_bytes: BOOT, ..HostView::default() }
     }

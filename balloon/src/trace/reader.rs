@@ -9,7 +9,7 @@ use super::wire::{Raw, RawDirection, RawDistance, RawHeader, RawHostZone, RawPla
 use super::{Entry, Header, HostZone, MAX_LINE_BYTES, RecordedPlan, TRACE_VERSION};
 use crate::plan::Direction;
 use crate::units::PAGE_BYTES;
-use crate::{Distances, DriverState, TimeMs, ZoneId, ZoneSizes};
+use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
 /// What four levels of page tables map of physical memory on x86-64, as in a report.
 const MAX_BYTES: u64 = 1 << 46;
@@ -305,16 +305,13 @@ fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault>
     in_range("max_bytes", raw.max_bytes, 0, MAX_BYTES)?;
     in_range("floor_bytes", raw.floor_bytes, 0, raw.max_bytes)?;
     let sizes = ZoneSizes {
-        id: ZoneId(raw.id),
-        tier: raw.tier.into(),
         guest_numa_node: raw.guest_numa_node,
         block_bytes: raw.block_bytes,
         floor_bytes: raw.floor_bytes,
-        max_bytes: raw.max_bytes,
         requested_bytes: raw.requested_bytes,
         plugged_bytes: raw.plugged_bytes,
-        // Traces do not tell of drivers.
-        driver: DriverState::Ready,
+        // Traces contain neither drivers nor shortfalls.
+        ..ZoneSizes::empty(raw.id, raw.tier.into(), raw.max_bytes)
     };
     check_requested(raw.requested_bytes, &sizes)?;
     check_plugged(raw.plugged_bytes, &sizes, balloon)?;

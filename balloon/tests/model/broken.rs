@@ -227,7 +227,7 @@ impl Broken {
             Broken::AsksAgain
                 if idle
                     && !world.paused
-                    && !world.host.short.is_empty()
+                    && world.host.zones.iter().any(|zone| zone.shortfall.is_some())
                     && world.host.requested_bytes() + BLOCK_BYTES <= rules.ceiling_bytes =>
             {
                 let has_room = |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;

@@ -21,7 +21,7 @@ use balloon::proto::{
     ZoneKind,
 };
 use balloon::rise::STAYS_MS;
-use balloon::{BLOCK_BYTES, DriverState, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+use balloon::{BLOCK_BYTES, HostView, MIB, Shortfall, Tier, TimeMs, ZoneId, ZoneSizes};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
@@ -135,15 +135,11 @@ impl World {
 
     fn under(rules: Rules, policy: Policy, broken: Option<Broken>) -> Self {
         let zone = |id, tier, node, floor, max| ZoneSizes {
-            id: ZoneId(id),
-            tier,
             guest_numa_node: node,
-            block_bytes: BLOCK_BYTES,
             floor_bytes: floor * MIB,
-            max_bytes: max * MIB,
             requested_bytes: floor * MIB,
             plugged_bytes: floor * MIB,
-            driver: DriverState::Ready,
+            ..ZoneSizes::empty(id, tier, max * MIB)
         };
         let mut host = HostView {
             zones: vec![
@@ -332,7 +328,7 @@ impl World {
         self.see_sizes();
         let sizes = &mut self.host.zones[zone];
         sizes.requested_bytes = bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
-        self.host.short.retain(|id| *id != sizes.id);
+        sizes.shortfall = None;
         (self.pinned[zone], self.by_hand[zone]) = (true, true);
     }
 
@@ -342,8 +338,8 @@ impl World {
         let missing_bytes = sizes.requested_bytes.saturating_sub(least_bytes);
         let has_bytes = missing_bytes * permille / 1000 / BLOCK_BYTES * BLOCK_BYTES;
         if has_bytes < missing_bytes {
-            sizes.requested_bytes = least_bytes + has_bytes;
-            self.host.short.push(sizes.id);
+            let wanted_bytes = std::mem::replace(&mut sizes.requested_bytes, least_bytes + has_bytes);
+            sizes.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
             self.is_lacking = true;
         }
     }
@@ -611,7 +607,7 @@ impl World {
         for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
             if zone.requested_bytes != target.requested_bytes {
                 zone.requested_bytes = target.requested_bytes;
-                self.host.short.retain(|id| *id != zone.id);
+                zone.shortfall = None;
             }
         }
         // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time, and that

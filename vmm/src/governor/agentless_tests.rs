@@ -8,7 +8,7 @@ use balloon::proto::{Counters, Stall};
 use balloon::sim::{GuestConfig, replay};
 use balloon::statistics::Tag;
 use balloon::trace::Entry;
-use balloon::{DriverState, Tier};
+use balloon::{Tier, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -17,7 +17,7 @@ use crate::config::PressureConfig;
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::fake::{FakeDevice, Shown};
 use crate::governor::record::Target;
-use crate::governor::{Beside, DeviceSizes, GovernedZone, ZoneDevice};
+use crate::governor::{Beside, GovernedZone, ZoneDevice};
 
 const MIB: u64 = 1 << 20;
 const BOOT: u64 = 4096 * MIB;
@@ -95,17 +95,12 @@ impl FakeGuest {
 }
 
 impl ZoneDevice for FakeGuest {
-    fn sizes(&self) -> DeviceSizes {
+    fn sizes(&self) -> ZoneSizes {
         let state = self.state.lock();
-        DeviceSizes {
-            block_bytes: 2 * MIB,
-            region_bytes: REGION,
+        ZoneSizes {
             requested_bytes: REGION - state.target,
             plugged_bytes: REGION - state.ballooned,
-            driver: DriverState::Ready,
-            held_bytes: 0,
-            shortfall: None,
-            is_withdrawn: false,
+            ..ZoneSizes::empty(0, Tier::Dram, REGION)
         }
     }
     fn request(&self, size_bytes: u64) {
@@ -272,16 +267,11 @@ fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
     let guest = FakeGuest::new(false, Some(FakeDevice::new(1024 * MIB, true)));
     guest.pm.as_ref().unwrap().request(1024 * MIB);
     let mut agentless = Agentless::new(Arc::clone(&guest) as _, Onlining::CommandLine);
-    let pm = balloon::ZoneSizes {
-        id: balloon::ZoneId(0),
-        tier: Tier::Pm,
+    let pm = ZoneSizes {
         guest_numa_node: 1,
-        block_bytes: 2 * MIB,
-        floor_bytes: 0,
-        max_bytes: 1024 * MIB,
         requested_bytes: 1024 * MIB,
         plugged_bytes: 1024 * MIB,
-        driver: DriverState::Ready,
+        ..ZoneSizes::empty(0, Tier::Pm, 1024 * MIB)
     };
     let host = HostView { zones: vec![pm], boot_bytes: BOOT, ..HostView::default() };
     guest.ask();

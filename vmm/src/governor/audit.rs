@@ -14,7 +14,6 @@ use balloon::proto::Report;
 use balloon::rise::STAYS_MS;
 use balloon::{HostView, TimeMs, ZoneSizes};
 
-use super::DeviceSizes;
 use crate::vm::decision::{
     DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
@@ -95,7 +94,7 @@ impl Ask {
     }
 
     /// Takes the zone's present sizes. What is unplugged again at once, though it is asked for, has not been reached.
-    fn observe(&mut self, sizes: &DeviceSizes, now: TimeMs) {
+    fn observe(&mut self, sizes: &ZoneSizes, now: TimeMs) {
         let is_reached = self.is_reached_by(sizes.plugged_bytes);
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
         match self.reached {
@@ -228,7 +227,7 @@ impl Audit {
     }
 
     /// A zone has been sized by hand.
-    pub fn sized_by_hand(&mut self, zone: usize, sizes: &[DeviceSizes], now: TimeMs) {
+    pub fn sized_by_hand(&mut self, zone: usize, sizes: &[ZoneSizes], now: TimeMs) {
         self.end_watch(|ask| ask.zone == zone);
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
         self.close(|entry| {
@@ -239,7 +238,7 @@ impl Audit {
     }
 
     /// Takes the zones' present sizes.
-    pub fn observe(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+    pub fn observe(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         self.reopen(sizes, now);
         if self.open.is_empty() {
             return;
@@ -260,7 +259,7 @@ impl Audit {
                 let has_it = ask.is_undone_by(sizes.requested_bytes)
                     && ask.grows
                     && sizes.plugged_bytes >= sizes.requested_bytes;
-                sizes.lack().filter(|_| has_it).map(str::to_owned)
+                sizes.lowered_by().filter(|_| has_it).map(str::to_owned)
             })?;
             let moved_bytes = entry.moved_bytes(&plugged);
             Some(Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some(lack) })
@@ -283,7 +282,7 @@ impl Audit {
     }
 
     /// Opens what had been reached, and has not stayed so, anew.
-    fn reopen(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+    fn reopen(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let (ring, open) = (&mut self.ring, &mut self.open);
         self.fresh.retain(|&(seq, at)| {
@@ -335,7 +334,7 @@ impl Entry {
         (old.direction, old.reason, old.dry_run) == (plan.direction, plan.reason, plan.dry_run)
     }
 
-    fn observe(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+    fn observe(&mut self, sizes: &[ZoneSizes], now: TimeMs) {
         for ask in &mut self.asks {
             if let Some(sizes) = sizes.get(ask.zone) {
                 ask.observe(sizes, now);

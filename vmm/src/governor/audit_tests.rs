@@ -2,39 +2,23 @@
 
 use balloon::plan::ZoneTarget;
 use balloon::proto::Measure;
-use balloon::{DriverState, Tier, ZoneId, ZoneSizes};
+use balloon::{Shortfall, Tier, ZoneId, ZoneSizes};
 
 use super::*;
-use crate::governor::Shortfall;
 
 /// Two zones, of which the tests say requested and plugged.
-fn sizes(zones: [(u64, u64); 2]) -> Vec<DeviceSizes> {
-    let sizes = |(requested_bytes, plugged_bytes)| DeviceSizes {
+fn sizes(zones: [(u64, u64); 2]) -> Vec<ZoneSizes> {
+    let sizes = |((requested_bytes, plugged_bytes), id)| ZoneSizes {
         block_bytes: 1,
-        region_bytes: 1000,
         requested_bytes,
         plugged_bytes,
-        driver: DriverState::Ready,
-        held_bytes: 0,
-        shortfall: None,
-        is_withdrawn: false,
+        ..ZoneSizes::empty(id, Tier::Dram, 1000)
     };
-    zones.map(sizes).to_vec()
+    zones.into_iter().zip(0..).map(sizes).collect()
 }
 
 fn host(zones: [(u64, u64); 2]) -> HostView {
-    let zones = zones.into_iter().zip(0..).map(|((requested_bytes, plugged_bytes), id)| ZoneSizes {
-        id: ZoneId(id),
-        tier: Tier::Dram,
-        guest_numa_node: 0,
-        block_bytes: 1,
-        floor_bytes: 0,
-        max_bytes: 1000,
-        requested_bytes,
-        plugged_bytes,
-        driver: DriverState::Ready,
-    });
-    HostView { zones: zones.collect(), ..HostView::default() }
+    HostView { zones: sizes(zones), ..HostView::default() }
 }
 
 fn plan(direction: Direction, reason: Reason, targets: [u64; 2]) -> Plan {

@@ -35,7 +35,7 @@ use super::episode::{Ended, Episode};
 use super::held_plan::HeldPlan;
 use super::progress::{Progress, Reminder};
 use super::record::{Recorder, Target};
-use super::{Beside, DeviceSizes, GovernedZone, PoolFree};
+use super::{Beside, GovernedZone, PoolFree};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
 use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
@@ -107,10 +107,10 @@ impl Zone {
     }
 
     /// Bytes by which the device has lowered a plan's request since the last check.
-    fn lacks_bytes(&mut self, sizes: DeviceSizes) -> u64 {
+    fn lacks_bytes(&mut self, sizes: &ZoneSizes) -> u64 {
         let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
         let before = std::mem::replace(asked_bytes, sizes.requested_bytes);
-        if sizes.lack().is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
+        if sizes.lowered_by().is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
     }
 }
 
@@ -194,7 +194,7 @@ impl Core {
         let (policy, rules) = (config.policy(CALL), config.rules(CALL));
         let (policy, rules) = (policy.map_err(bad_request)?, rules.map_err(bad_request)?);
         let most_bytes =
-            zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().region_bytes));
+            zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().max_bytes));
         fit(&policy, &rules, most_bytes).map_err(bad_request)?;
         let policy_name = policy.name();
         let mut controller = Controller::new(policy, rules).map_err(bad_request)?;
@@ -399,7 +399,7 @@ impl Core {
 
     /// The most that all zones can have.
     fn region_bytes(&self) -> u64 {
-        let regions = self.zones.iter().map(|zone| zone.zone.device.sizes().region_bytes);
+        let regions = self.zones.iter().map(|zone| zone.zone.device.sizes().max_bytes);
         regions.fold(0, u64::saturating_add)
     }
 
@@ -484,8 +484,7 @@ impl Core {
 
     /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
     pub fn describable_bytes(&self, now: TimeMs) -> u64 {
-        let sizes: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
-        self.controller.describable_bytes(&self.host_view(&sizes), now)
+        self.controller.describable_bytes(&self.host_view(self.sizes()), now)
     }
 
     /// Counts a DIMM that the guest gets towards the limit of rule 4.
@@ -497,8 +496,8 @@ impl Core {
     fn observe(&mut self, now: TimeMs) -> HostView {
         let mut all = Vec::with_capacity(self.zones.len());
         for (governed, id) in self.zones.iter_mut().zip(0..) {
-            let sizes = governed.zone.device.sizes();
-            self.episode.lacks(governed.lacks_bytes(sizes));
+            let sizes = governed.zone.sizes(id);
+            self.episode.lacks(governed.lacks_bytes(&sizes));
             let Zone { zone, progress, .. } = governed;
             if progress.has_driver_come(sizes, now) {
                 sparsely!(info, zone = zone.id, "The guest's driver is there");
@@ -510,39 +509,24 @@ impl Core {
             all.push(sizes);
         }
         self.audit.observe(&all, now);
-        let host = self.host_view(&all);
+        let host = self.host_view(all);
         self.settings.hotplug_bytes = host.pluggable_bytes();
         host
     }
 
-    fn host_view(&self, sizes: &[DeviceSizes]) -> HostView {
-        let zones = self.zones.iter().zip(sizes).zip(0..).map(|((Zone { zone, .. }, sizes), id)| ZoneSizes {
-            id: ZoneId(id),
-            tier: zone.tier,
-            guest_numa_node: zone.guest_numa_node,
-            block_bytes: sizes.block_bytes,
-            floor_bytes: 0,
-            max_bytes: sizes.region_bytes,
-            requested_bytes: sizes.requested_bytes,
-            plugged_bytes: sizes.plugged_bytes,
-            driver: sizes.driver,
-        });
+    /// Sizes of all zones.
+    fn sizes(&self) -> Vec<ZoneSizes> {
+        self.zones.iter().zip(0..).map(|(zone, id)| zone.zone.sizes(id)).collect()
+    }
+
+    fn host_view(&self, zones: Vec<ZoneSizes>) -> HostView {
+        let balloon = self.zones.iter().position(|zone| zone.zone.id == BALLOON_ZONE);
         HostView {
-            zones: zones.collect(),
+            zones,
             boot_bytes: self.kept_bytes(),
             pool_free_bytes: (self.pool_free)(),
             distances: self.distances.clone(),
-            balloon: self
-                .zones
-                .iter()
-                .position(|zone| zone.zone.id == BALLOON_ZONE)
-                .map(|at| ZoneId(at as u32)),
-            short: (0..)
-                .map(ZoneId)
-                .zip(sizes)
-                .filter(|(_, zone)| zone.shortfall.is_some())
-                .map(|(id, _)| id)
-                .collect(),
+            balloon: balloon.map(|at| ZoneId(at as u32)),
         }
     }
 
@@ -579,7 +563,7 @@ impl Core {
         let could_grow = |(zone, id): &(&Zone, ZoneId)| {
             let sizes = zone.zone.device.sizes();
             zone.zone.id != BALLOON_ZONE
-                && sizes.requested_bytes < sizes.region_bytes
+                && sizes.requested_bytes < sizes.max_bytes
                 && sizes.driver != DriverState::Unsupported
                 && !self.controller.is_pinned(*id)
         };

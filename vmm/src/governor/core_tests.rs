@@ -216,7 +216,7 @@ fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() 
 #[test]
 fn request_without_room_for_its_descriptors_is_reported_once() {
     let mut f = fixture("off", false, true);
-    f.dram.sizes.lock().region_bytes = 8192 * MIB;
+    f.dram.sizes.lock().max_bytes = 8192 * MIB;
     let mut now_ms = 0;
     for round in 1..=2 {
         f.core.resize("dram", 4096 * MIB, TimeMs(now_ms)).unwrap();
@@ -235,7 +235,7 @@ fn request_without_room_for_its_descriptors_is_reported_once() {
 #[test]
 fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() {
     let mut f = fixture("psi", false, true);
-    f.dram.sizes.lock().region_bytes = 8192 * MIB;
+    f.dram.sizes.lock().max_bytes = 8192 * MIB;
     *f.dram.can_provide.lock() = 0;
     f.greet();
     for _ in 0..200 {
@@ -280,7 +280,7 @@ fn what_has_not_left_yet_is_not_waited_for() {
     };
     // The guest was asked for half of what it has, and has given nothing of it when it is asked for more again.
     *f.dram.sizes.lock() =
-        DeviceSizes { requested_bytes: 64 * MIB, plugged_bytes: 128 * MIB, ..f.dram.sizes() };
+        ZoneSizes { requested_bytes: 64 * MIB, plugged_bytes: 128 * MIB, ..f.dram.sizes() };
     fixed(&mut f, 96 * MIB);
     f.report(200);
     assert_eq!(f.dram.sizes().requested_bytes, 96 * MIB);
@@ -494,10 +494,10 @@ fn memory_that_nobody_governs_is_online_as_the_guest_says() {
 }
 
 /// A device that notes when it is asked.
-struct Noting(Mutex<crate::governor::DeviceSizes>, Arc<Mutex<Vec<&'static str>>>);
+struct Noting(Mutex<ZoneSizes>, Arc<Mutex<Vec<&'static str>>>);
 
 impl ZoneDevice for Noting {
-    fn sizes(&self) -> crate::governor::DeviceSizes {
+    fn sizes(&self) -> ZoneSizes {
         *self.0.lock()
     }
     fn request(&self, size_bytes: u64) {
@@ -529,12 +529,7 @@ fn devices_are_asked_before_anything_is_written_down() {
     /// The header and the first sizes, and no report behind them.
     const RECORD_BYTES: u64 = 600;
     let noted = Arc::new(Mutex::new(Vec::new()));
-    let sizes = crate::governor::DeviceSizes {
-        block_bytes: BLOCK,
-        region_bytes: 1024 * MIB,
-        driver: DriverState::Ready,
-        ..Default::default()
-    };
+    let sizes = ZoneSizes::empty(0, balloon::Tier::Pm, 1024 * MIB);
     let device = Arc::new(Noting(Mutex::new(sizes), Arc::clone(&noted)));
     let zone = GovernedZone {
         id: "pm".to_owned(),

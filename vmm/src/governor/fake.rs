@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use balloon::proto::Refusal;
 use balloon::trace::{Reader, Trace};
-use balloon::{DriverState, Tier, TimeMs};
+use balloon::{DriverState, Shortfall, Tier, TimeMs, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use super::agent::{self, Heard, LineBudget};
 use super::core::Core;
 use super::task::Clock;
-use super::{DeviceSizes, GovernedZone, Shortfall, ZoneDevice};
+use super::{GovernedZone, ZoneDevice};
 use crate::config::PressureConfig;
 
 pub const MIB: u64 = 1 << 20;
@@ -22,7 +22,7 @@ pub const BLOCK: u64 = 2 * MIB;
 
 /// A device whose guest follows at once, as long as it has a driver, or not at all.
 pub struct FakeDevice {
-    pub sizes: Mutex<DeviceSizes>,
+    pub sizes: Mutex<ZoneSizes>,
     follows: bool,
     /// What its host has for it.
     pub can_provide: Mutex<u64>,
@@ -33,12 +33,7 @@ pub struct FakeDevice {
 
 impl FakeDevice {
     pub fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
-        let sizes = DeviceSizes {
-            block_bytes: BLOCK,
-            region_bytes,
-            driver: DriverState::Ready,
-            ..Default::default()
-        };
+        let sizes = ZoneSizes::empty(0, Tier::Dram, region_bytes);
         Arc::new(Self {
             sizes: Mutex::new(sizes),
             follows,
@@ -60,7 +55,7 @@ impl FakeDevice {
 }
 
 impl ZoneDevice for FakeDevice {
-    fn sizes(&self) -> DeviceSizes {
+    fn sizes(&self) -> ZoneSizes {
         *self.sizes.lock()
     }
     fn request(&self, size_bytes: u64) {
@@ -70,7 +65,7 @@ impl ZoneDevice for FakeDevice {
             "{size_bytes} bytes requested of an unsupported driver"
         );
         sizes.is_withdrawn = false;
-        assert!(size_bytes <= sizes.region_bytes && size_bytes.is_multiple_of(BLOCK));
+        assert!(size_bytes <= sizes.max_bytes && size_bytes.is_multiple_of(BLOCK));
         let can_provide = *self.can_provide.lock();
         sizes.requested_bytes = size_bytes.min(can_provide);
         sizes.held_bytes = 0;

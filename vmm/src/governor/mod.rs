@@ -26,12 +26,12 @@ pub mod task;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use balloon::{DriverState, Tier};
+use balloon::{Tier, ZoneId, ZoneSizes};
 
 /// The hotplug part of a zone as the governor acts on it.
 pub trait ZoneDevice: Send + Sync {
-    /// Its sizes now.
-    fn sizes(&self) -> DeviceSizes;
+    /// Its present sizes. The governor knows its number, tier and node from [`GovernedZone`].
+    fn sizes(&self) -> ZoneSizes;
 
     /// Asks the guest to have `size_bytes` plugged: a multiple of the block size, at most the region's. The
     /// guest is told by a configuration change; it follows when it can.
@@ -49,50 +49,8 @@ pub trait ZoneDevice: Send + Sync {
     fn report_held(&self) {}
 }
 
-/// Sizes of a zone's virtio-mem device, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceSizes {
-    /// The unit in which memory is plugged.
-    pub block_bytes: u64,
-    /// The most that can be plugged.
-    pub region_bytes: u64,
-    /// What the guest is asked to have plugged.
-    pub requested_bytes: u64,
-    /// What it has plugged.
-    pub plugged_bytes: u64,
-    /// The guest's driver.
-    pub driver: DriverState,
-    /// Part of a client's request that waits until the guest has room for its page descriptors.
-    pub held_bytes: u64,
-    /// Why less is requested than was asked for; until the next request.
-    pub shortfall: Option<Shortfall>,
-    /// The last requested size was withdrawn, because the guest's driver is unsupported. Cleared by the next request.
-    pub is_withdrawn: bool,
-}
-
-impl DeviceSizes {
-    /// Reason why the device has lowered the request, as in the API: `pool-full`, `driver`.
-    fn lack(&self) -> Option<&'static str> {
-        let driver = self.is_withdrawn.then_some(DRIVER_LACK);
-        self.shortfall.map(|shortfall| shortfall.reason).or(driver)
-    }
-}
-
-/// Reason of a request that was withdrawn, because the guest's driver is unsupported.
-pub const DRIVER_LACK: &str = "driver";
-
 /// Reason of a request for whose page descriptors the guest has no DRAM.
 pub const DESCRIPTOR_LACK: &str = "descriptors";
-
-/// What the host could not provide of the size that was requested last: the device has lowered the request to what
-/// can be had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shortfall {
-    /// What kept it, as in the metrics: `pool-full`.
-    pub reason: &'static str,
-    /// The size that was requested.
-    pub wanted_bytes: u64,
-}
 
 /// A zone that the governor sizes.
 #[derive(Clone)]
@@ -107,6 +65,14 @@ pub struct GovernedZone {
     pub boot_bytes: u64,
     /// Its device.
     pub device: Arc<dyn ZoneDevice>,
+}
+
+impl GovernedZone {
+    /// Sizes of the zone, which is number `id` of its VM.
+    fn sizes(&self, id: u32) -> ZoneSizes {
+        let (id, tier, guest_numa_node) = (ZoneId(id), self.tier, self.guest_numa_node);
+        ZoneSizes { id, tier, guest_numa_node, ..self.device.sizes() }
+    }
 }
 
 /// Memory that nobody sizes and that comes while the guest runs. Others count it, and a guest that uses it reports it.

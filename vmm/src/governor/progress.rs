@@ -3,9 +3,8 @@
 //! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
 
 use balloon::rise::Rise;
-use balloon::{DriverState, TimeMs};
+use balloon::{DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER_REASON, ZoneSizes};
 
-use super::{DRIVER_LACK, DeviceSizes, Shortfall};
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
 use crate::vm::request::ResizeStatus;
 
@@ -19,7 +18,7 @@ pub const ANEW_MS: u64 = 60_000;
 /// What has been seen of a zone.
 #[derive(Clone, Debug)]
 pub struct Progress {
-    sizes: DeviceSizes,
+    sizes: ZoneSizes,
     /// What has been plugged, as far as it stays, by the same rule as the controller's.
     rise: Rise,
     /// When a size changed last and that was not taken back, or the guest was asked for something new.
@@ -46,7 +45,7 @@ pub enum Reminder {
 
 impl Progress {
     /// A zone as it is first seen.
-    pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
+    pub fn new(sizes: ZoneSizes, now: TimeMs) -> Self {
         let is_awaited = !is_reached(&sizes);
         let rise = rise_from(&sizes, now);
         Self {
@@ -63,7 +62,7 @@ impl Progress {
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
     /// [`ANEW_MS`] at most.
-    pub fn has_driver_come(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
+    pub fn has_driver_come(&mut self, sizes: ZoneSizes, now: TimeMs) -> bool {
         let has_come = sizes.driver == DriverState::Ready
             && self.sizes.driver != DriverState::Ready
             && self.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
@@ -78,11 +77,11 @@ impl Progress {
     /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and stays, and is not
     /// what the host had to lower that to. Once for each size that is requested: a guest may give memory back and take it again
     /// as often as it likes.
-    pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
+    pub fn observe(&mut self, sizes: ZoneSizes, now: TimeMs) -> bool {
         // A driver that comes or goes is no progress.
         self.sizes.driver = sizes.driver;
         let before = std::mem::replace(&mut self.sizes, sizes);
-        let goal_bytes = |sizes: &DeviceSizes| sizes.requested_bytes + sizes.held_bytes;
+        let goal_bytes = |sizes: &ZoneSizes| sizes.requested_bytes + sizes.held_bytes;
         self.is_held_reported &= goal_bytes(&sizes) == goal_bytes(&before) && sizes.held_bytes > 0;
         self.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(&sizes);
         // A withdrawn request does not count as reached, even if a supported driver loads later.
@@ -101,7 +100,7 @@ impl Progress {
         }
         // A guest that sinks unasked has done nothing of what it is to do. It is waited for where all of it was there.
         let has_left = has_sunk && was_settled && is_reached(&before);
-        let else_before = DeviceSizes { plugged_bytes: sizes.plugged_bytes, ..before };
+        let else_before = ZoneSizes { plugged_bytes: sizes.plugged_bytes, ..before };
         if sizes != else_before || is_asked_back || has_left {
             self.has_changed(now);
         }
@@ -146,7 +145,7 @@ impl Progress {
     }
 
     fn is_held(&self, patience_ms: u64, now: TimeMs) -> bool {
-        let DeviceSizes { requested_bytes, plugged_bytes, held_bytes, .. } = self.sizes;
+        let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, .. } = self.sizes;
         held_bytes > 0 && plugged_bytes == requested_bytes && now.since(self.rests().0) >= patience_ms
     }
 
@@ -157,7 +156,7 @@ impl Progress {
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
-        let DeviceSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } = self.sizes;
+        let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } = self.sizes;
         let lacks = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
                 "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
@@ -165,7 +164,7 @@ impl Progress {
             ResizeStatus::Stuck(text)
         };
         if self.sizes.is_withdrawn {
-            return ResizeStatus::Stuck(format!("{DRIVER_LACK}: {UNSUPPORTED_DRIVER}"));
+            return ResizeStatus::Stuck(format!("{UNSUPPORTED_DRIVER_REASON}: {UNSUPPORTED_DRIVER}"));
         }
         if self.is_held(patience_ms, now) {
             return ResizeStatus::Stuck(format!(
@@ -198,18 +197,19 @@ impl Progress {
 }
 
 /// What comes from now on is a rise.
-fn rise_from(sizes: &DeviceSizes, now: TimeMs) -> Rise {
+fn rise_from(sizes: &ZoneSizes, now: TimeMs) -> Rise {
     let mut rise = Rise::default();
     rise.observe(sizes.requested_bytes, sizes.plugged_bytes, now);
     rise
 }
 
-fn is_reached(sizes: &DeviceSizes) -> bool {
-    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.lack().is_none()
+fn is_reached(sizes: &ZoneSizes) -> bool {
+    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.lowered_by().is_none()
 }
 
 #[cfg(test)]
 mod tests {
+    use balloon::Tier;
     use balloon::rise::STAYS_MS;
 
     use super::*;
@@ -217,23 +217,20 @@ mod tests {
     /// What the rule says by default.
     const PATIENCE_MS: u64 = 5_000;
 
-    fn sizes(requested_bytes: u64, plugged_bytes: u64, is_ready: bool) -> DeviceSizes {
-        DeviceSizes {
+    fn sizes(requested_bytes: u64, plugged_bytes: u64, is_ready: bool) -> ZoneSizes {
+        ZoneSizes {
             block_bytes: 2,
-            region_bytes: 100,
             requested_bytes,
             plugged_bytes,
             driver: if is_ready { DriverState::Ready } else { DriverState::Absent },
-            held_bytes: 0,
-            shortfall: None,
-            is_withdrawn: false,
+            ..ZoneSizes::empty(0, Tier::Dram, 100)
         }
     }
 
     #[test]
     fn a_size_that_the_host_had_to_lower_is_stuck_and_never_reached() {
         let shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 10 });
-        let lowered = |plugged| DeviceSizes { shortfall, ..sizes(6, plugged, true) };
+        let lowered = |plugged| ZoneSizes { shortfall, ..sizes(6, plugged, true) };
         let mut progress = Progress::new(sizes(10, 4, true), TimeMs(0));
         assert!(!progress.observe(lowered(4), TimeMs(100)));
         assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(100)), ResizeStatus::Pending);
@@ -256,7 +253,7 @@ mod tests {
         let mut progress = Progress::new(sizes(0, 0, false), TimeMs(0));
         assert!(!progress.observe(sizes(10, 0, false), TimeMs(0)));
         let driver = DriverState::Unsupported;
-        let withdrawn = DeviceSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
+        let withdrawn = ZoneSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
         // Neither at the refusal nor when a newer driver loads.
         let seen =
             [(withdrawn, 100), (withdrawn, 60_000), (sizes(0, 0, true), 60_100), (sizes(0, 0, true), 70_000)];

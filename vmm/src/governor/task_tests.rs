@@ -4,11 +4,12 @@ use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use balloon::ZoneSizes;
 use balloon::proto::{AgentMessage, Refusal};
 
 use super::*;
 use crate::governor::fake::{Fixture, fixture, hello, report};
-use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
+use crate::governor::{GovernedZone, ZoneDevice};
 use crate::vm::request::{AgentState, ResizeStatus};
 
 /// Reached only by a failing test.
@@ -168,12 +169,12 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
 struct Watcher(parking_lot::Mutex<Vec<libc::c_int>>);
 
 impl ZoneDevice for Watcher {
-    fn sizes(&self) -> DeviceSizes {
+    fn sizes(&self) -> ZoneSizes {
         if thread::current().name() == Some("_pressure") {
             // SAFETY: no pointers. On Linux 0 is the calling thread.
             self.0.lock().push(unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) });
         }
-        DeviceSizes { block_bytes: 1, ..Default::default() }
+        ZoneSizes { block_bytes: 1, ..ZoneSizes::empty(0, balloon::Tier::Dram, 0) }
     }
     fn request(&self, _: u64) {}
     fn remind(&self) {}

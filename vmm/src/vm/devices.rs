@@ -13,8 +13,8 @@ use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, Vso
 use crate::device::{DeviceContext, NewDevice};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
+use crate::governor::DESCRIPTOR_LACK;
 use crate::governor::task::Agents;
-use crate::governor::{DESCRIPTOR_LACK, DRIVER_LACK};
 use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
@@ -28,6 +28,7 @@ use crate::virtio::mem::{MemEvent, MemHandle, MemObserver, PlugBudgets, UNSUPPOR
 use crate::virtio::net::tap::Tap;
 use crate::virtio::vsock::{GuestPorts, VsockPorts};
 use crate::virtio::{balloon as balloon_device, console, mem, net, rng, vsock, watchdog};
+use balloon::UNSUPPORTED_DRIVER_REASON;
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -214,7 +215,7 @@ fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
             Some(Event::MemoryDriverUnsupported { zone, reason: UNSUPPORTED_DRIVER })
         }
         MemEvent::Withdrawn { requested_bytes } => {
-            Some(Event::MemoryRefused { zone, reason: DRIVER_LACK, requested_bytes })
+            Some(Event::MemoryRefused { zone, reason: UNSUPPORTED_DRIVER_REASON, requested_bytes })
         }
         MemEvent::Held { requested_bytes } => {
             Some(Event::MemoryRefused { zone, reason: DESCRIPTOR_LACK, requested_bytes })

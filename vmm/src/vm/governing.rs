@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use balloon::{Distances, DriverState, Tier as GovernedTier};
+use balloon::{Distances, DriverState, Shortfall, Tier as GovernedTier, ZoneSizes};
 use tokio::sync::Notify;
 use tracing::{debug, error, warn};
 
@@ -14,7 +14,7 @@ use crate::governor::agentless::{Agentless, BalloonSource, Onlining, Sample};
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, Governor};
-use crate::governor::{Beside, DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
+use crate::governor::{Beside, GovernedZone, PoolFree, ZoneDevice};
 use crate::log::sparsely;
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
@@ -24,11 +24,10 @@ use crate::virtio::mem::{MemHandle, RequestSizeError};
 use crate::volume::guest_btt::GuestBtt;
 
 impl ZoneDevice for MemHandle {
-    fn sizes(&self) -> DeviceSizes {
+    fn sizes(&self) -> ZoneSizes {
         let sizes = MemHandle::sizes(self);
-        DeviceSizes {
+        ZoneSizes {
             block_bytes: BLOCK_BYTES,
-            region_bytes: sizes.max_bytes,
             requested_bytes: sizes.requested_bytes,
             plugged_bytes: sizes.plugged_bytes,
             driver: sizes.driver,
@@ -38,6 +37,7 @@ impl ZoneDevice for MemHandle {
                 wanted_bytes: shortfall.wanted_bytes,
             }),
             is_withdrawn: sizes.is_withdrawn,
+            ..ZoneSizes::empty(0, GovernedTier::Dram, sizes.max_bytes)
         }
     }
 
@@ -66,17 +66,14 @@ impl ZoneDevice for MemHandle {
 
 /// A balloon is boot memory that can be given and taken: what is in it is not plugged.
 impl ZoneDevice for BalloonHandle {
-    fn sizes(&self) -> DeviceSizes {
+    fn sizes(&self) -> ZoneSizes {
         let sizes = BalloonHandle::sizes(self);
-        DeviceSizes {
+        ZoneSizes {
             block_bytes: sizes.block_bytes,
-            region_bytes: sizes.max_bytes,
             requested_bytes: sizes.max_bytes - sizes.target_bytes,
             plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
             driver: if self.driver_present() { DriverState::Ready } else { DriverState::Absent },
-            held_bytes: 0,
-            shortfall: None,
-            is_withdrawn: false,
+            ..ZoneSizes::empty(0, GovernedTier::Dram, sizes.max_bytes)
         }
     }
 

@@ -203,7 +203,7 @@ fn goal_ends_when_host_or_policy_requests_another_size() {
     rig.describe(100);
     rig.report(50, 280);
     assert_eq!(rig.step(), [], "the pool is empty, and a client has to ask again");
-    rig.host.short.clear();
+    rig.host.zones[PM].shortfall = None;
     rig.describe(2);
     rig.report(50, 280);
     rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);

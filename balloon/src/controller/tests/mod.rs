@@ -16,7 +16,7 @@ use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKin
 use super::*;
 use crate::policy::{fixed, psi};
 use crate::units::{PAGE_BYTES, SECTION_BYTES};
-use crate::{MIB, Tier, ZoneSizes};
+use crate::{MIB, Shortfall, Tier, ZoneSizes};
 
 const DRAM: usize = 0;
 const PM: usize = 1;
@@ -97,7 +97,7 @@ impl Rig {
                 assert_eq!(zone.id, target.zone);
                 if zone.requested_bytes != target.requested_bytes {
                     zone.requested_bytes = target.requested_bytes;
-                    self.host.short.retain(|id| *id != zone.id);
+                    zone.shortfall = None;
                 }
             }
         }
@@ -130,8 +130,8 @@ impl Rig {
     fn host_has(&mut self, zone: usize, mib: u64) {
         let zone = &mut self.host.zones[zone];
         assert!(zone.requested_bytes > mib * MIB);
-        zone.requested_bytes = mib * MIB;
-        self.host.short.push(zone.id);
+        let wanted_bytes = std::mem::replace(&mut zone.requested_bytes, mib * MIB);
+        zone.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
     }
 
     /// The guest's driver does what it was asked.

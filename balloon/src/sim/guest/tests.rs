@@ -62,17 +62,7 @@ fn a_guest_in_which_something_is_to_happen_is_not_still() {
 
 /// What is plugged every 10 ms of a second, of 256 MiB that are asked for at its begin, and of `then` bytes after half of it.
 fn plugged(then: u64) -> Vec<u64> {
-    let zone = ZoneSizes {
-        id: crate::ZoneId(0),
-        tier: Tier::Dram,
-        guest_numa_node: 0,
-        block_bytes: BLOCK_BYTES,
-        floor_bytes: 0,
-        max_bytes: 512 * MIB,
-        requested_bytes: 0,
-        plugged_bytes: 0,
-        driver: crate::DriverState::Ready,
-    };
+    let zone = ZoneSizes::empty(0, Tier::Dram, 512 * MIB);
     let segment = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
     // A block in 4 ms.
     let config = GuestConfig { plug_delay_ms: 100, plug_block_us: 4_000, ..GuestConfig::default() };

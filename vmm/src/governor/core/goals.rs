@@ -16,11 +16,10 @@ impl Core {
         let sizes = device.sizes();
         self.controller.pin(zone, &host, now);
         self.episode.abandoned();
-        let all: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
-        self.audit.sized_by_hand(index, &all, now);
+        self.audit.sized_by_hand(index, &self.sizes(), now);
         let requested_bytes = sizes.requested_bytes + sizes.held_bytes;
         // If the device has lowered the last request, the same size is a new request.
-        if size_bytes != requested_bytes || sizes.lack().is_some() {
+        if size_bytes != requested_bytes || sizes.lowered_by().is_some() {
             info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
             self.controller.set_goal(zone, size_bytes, &host, now);
             self.follow_goals(host, now);
@@ -63,10 +62,10 @@ impl Core {
     fn find_resizable(&self, id: &str, size_bytes: u64) -> Result<ZoneId, VmError> {
         let zone = self.find(id)?;
         let sizes = self.zones[zone.0 as usize].zone.device.sizes();
-        if size_bytes > sizes.region_bytes {
+        if size_bytes > sizes.max_bytes {
             return Err(VmError::BadRequest(format!(
                 "Zone {id:?} can have at most {} bytes plugged, not {size_bytes}",
-                sizes.region_bytes
+                sizes.max_bytes
             )));
         }
         if !size_bytes.is_multiple_of(sizes.block_bytes) {

@@ -18,7 +18,7 @@ fn a_kernel_that_kexec_has_started_is_served_as_the_first_one_was() {
     let asked = |f: &Fixture| f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
     let before = asked(&f);
     assert!((MIB..900 * MIB).contains(&before), "{before}");
-    let all = |f: &Fixture, change: fn(&mut DeviceSizes)| {
+    let all = |f: &Fixture, change: fn(&mut ZoneSizes)| {
         [&f.dram, &f.pm].into_iter().for_each(|device| change(&mut device.sizes.lock()));
     };
     // 1. The old kernel is gone.
