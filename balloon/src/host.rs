@@ -75,6 +75,10 @@ pub struct Shortfall {
 /// Reason of a request that was withdrawn, because the guest's driver is unsupported.
 pub const UNSUPPORTED_DRIVER_REASON: &str = "driver";
 
+/// Reason why a driver is refused, for logs, errors and statuses. Linux commit 61082ad6a6e1, first released in 5.16.
+pub const UNSUPPORTED_DRIVER: &str = "the guest's virtio_mem driver lacks \
+    VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, which Linux has since version 5.16";
+
 /// The hotplug part of a zone, as its virtio-mem device has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ZoneSizes {

@@ -20,6 +20,7 @@ mod report;
 mod units;
 
 pub mod controller;
+pub mod governor;
 pub mod model;
 pub mod params;
 pub mod plan;
@@ -31,8 +32,8 @@ pub mod trace;
 
 pub use foreshore_proto as proto;
 pub use host::{
-    Distances, DriverState, HostView, NodeDistance, Shortfall, Tier, UNSUPPORTED_DRIVER_REASON, ZoneId,
-    ZoneSizes,
+    Distances, DriverState, HostView, NodeDistance, Shortfall, Tier, UNSUPPORTED_DRIVER,
+    UNSUPPORTED_DRIVER_REASON, ZoneId, ZoneSizes,
 };
 pub use params::ParamError;
 pub use report::{Intake, parse_line};

@@ -3,6 +3,8 @@
 #[cfg(test)]
 mod agent_tests;
 #[cfg(test)]
+mod agentless_tests;
+#[cfg(test)]
 mod bounds_tests;
 mod goals;
 #[cfg(test)]
@@ -29,17 +31,17 @@ use thiserror::Error;
 use tracing::{info, warn};
 
 use self::present::Present;
-use super::agentless::{Agentless, Teller};
-use super::audit::{Audit, Grounds};
-use super::episode::{Ended, Episode};
-use super::held_plan::HeldPlan;
-use super::progress::{Progress, Reminder};
 use super::record::{Recorder, Target};
 use super::{Beside, GovernedZone, PoolFree};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
 use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
 use crate::vm::request::{AgentState, PressureChange, VmError};
+use balloon::governor::agentless::{Agentless, Teller};
+use balloon::governor::audit::{Audit, Grounds};
+use balloon::governor::episode::{Ended, Episode};
+use balloon::governor::held_plan::HeldPlan;
+use balloon::governor::progress::{Progress, Reminder};
 
 /// The call that changes what it does, as errors name it.
 const CALL: &str = "vm.pressure";

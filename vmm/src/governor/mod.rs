@@ -11,15 +11,10 @@
 //! that happens to it is a call with a time, so that it is tested without either. [`task`] has both.
 
 mod agent;
-pub mod agentless;
-mod audit;
 pub mod core;
-mod episode;
 #[cfg(test)]
 pub(crate) mod fake;
-mod held_plan;
 pub mod metrics;
-mod progress;
 pub mod record;
 pub mod task;
 

@@ -19,10 +19,10 @@ use tokio::time::{Interval, MissedTickBehavior};
 use tracing::debug;
 
 use super::agent::{self, Heard, LineBudget, Parse};
-use super::agentless::FAST_INTERVAL_MS;
 use super::core::Core;
 use crate::governor::metrics::{PressureSample, PressureSource};
 use crate::log::sparsely;
+use balloon::governor::agentless::FAST_INTERVAL_MS;
 
 /// The controller is to be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);

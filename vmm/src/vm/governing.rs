@@ -10,7 +10,6 @@ use tracing::{debug, error, warn};
 use super::error::BuildError;
 use super::resources::Resources;
 use crate::config::{RECORD_BYTES, Topology, VmConfig};
-use crate::governor::agentless::{Agentless, BalloonSource, Onlining, Sample};
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, Governor};
@@ -22,6 +21,7 @@ use crate::pool::PoolInfo;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::mem::{MemHandle, RequestSizeError};
 use crate::volume::guest_btt::GuestBtt;
+use balloon::governor::agentless::{Agentless, BalloonSource, Onlining, Sample};
 
 impl ZoneDevice for MemHandle {
     fn sizes(&self) -> ZoneSizes {

@@ -6,7 +6,6 @@ mod builder;
 mod cached;
 mod clock;
 mod created_volumes;
-pub mod decision;
 mod devices;
 mod dimms;
 pub mod error;
@@ -32,6 +31,8 @@ mod volumes;
 mod work;
 pub mod zone_metrics;
 mod zones;
+
+pub use balloon::governor::decision;
 
 pub use self::named_twice::{NamedTwice, check_launch};
 

@@ -12,11 +12,11 @@ use balloon::{DriverState, TimeMs, ZoneId};
 use serde_json::{Value, json};
 
 use super::{BALLOON_ZONE, Core, Zone};
-use crate::governor::agentless::Agentless;
-use crate::governor::audit::{AuditedZone, Entry};
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
 use crate::vm::request::{AgentState, GovernedZoneInfo, PressureInfo, RecordingInfo, ResizeStatus};
+use balloon::governor::agentless::Agentless;
+use balloon::governor::audit::{AuditedZone, Entry};
 
 /// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long
 /// as a decision does, and more with each that is shown, and no decision is to wait for it.

@@ -1,10 +1,10 @@
 //! The front of the device and its lifecycle.
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 #[cfg(test)]
 use std::time::{Duration, Instant};
 
+use balloon::UNSUPPORTED_DRIVER;
 use parking_lot::Mutex;
 use tracing::warn;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -13,7 +13,7 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::budget::PlugBudget;
 use super::event::Worker;
-use super::handle::{MemEvent, MemHandle, MemObserver, Shared, UNSUPPORTED_DRIVER};
+use super::handle::{MemEvent, MemHandle, MemObserver, Shared};
 use super::plug::Executor;
 #[cfg(test)]
 use super::request::{Request, Response};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use balloon::DriverState;
+use balloon::{DriverState, UNSUPPORTED_DRIVER};
 use parking_lot::Mutex;
 use thiserror::Error;
 
@@ -77,10 +77,6 @@ pub struct PluggedSizes {
     /// The last requested size was withdrawn, because the driver is unsupported.
     pub is_withdrawn: bool,
 }
-
-/// Reason why a driver is refused, for logs, errors and statuses. Linux commit 61082ad6a6e1, first released in 5.16.
-pub const UNSUPPORTED_DRIVER: &str = "the guest's virtio_mem driver lacks \
-    VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, which Linux has since version 5.16";
 
 /// Why a size cannot be requested.
 #[derive(Debug, Error, PartialEq, Eq)]

@@ -26,9 +26,10 @@ use crate::event_loop::EventLoopHandle;
 use crate::memory::HotplugPart;
 use crate::memory::view::GuestView;
 
+pub use balloon::UNSUPPORTED_DRIVER;
 pub use budget::{PlugBudget, PlugBudgets};
 pub use device::MemDevice;
-pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError, UNSUPPORTED_DRIVER};
+pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError};
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics, PlugMetrics};
 pub use state::Shortfall;
 

@@ -3,7 +3,7 @@
 //! An episode begins with the first report that leads to a grow, takes in every grow that follows before it ends,
 //! and ends with the first report in which the guest's own total has grown by what was asked.
 
-use balloon::TimeMs;
+use crate::TimeMs;
 
 /// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves for itself.
 const TOLERANCE_PERCENT: u64 = 2;

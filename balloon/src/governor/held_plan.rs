@@ -1,7 +1,7 @@
 //! Plans that a lack of room for page descriptors holds back. Each size is reported once.
 
-use balloon::TimeMs;
-use balloon::plan::{Plan, Reason};
+use crate::TimeMs;
+use crate::plan::{Plan, Reason};
 
 /// Requested size at which page descriptors hold back the plans.
 #[derive(Clone, Copy, Debug, Default)]

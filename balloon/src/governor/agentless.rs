@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use balloon::proto::{Memory, Refusal, Report, Settings};
-use balloon::statistics::{Estimator, Known, Placing, Statistics, correct};
-use balloon::{HostView, TimeMs};
+use crate::statistics::{Estimator, Known, Placing, Statistics, correct};
+use crate::{HostView, TimeMs};
+use foreshore_proto::{Memory, Refusal, Report, Settings};
 
 /// Time since the last report of an agent after which the governor uses statistics instead, so that
 /// an agent can restart. A connection does not extend this time, because a program may connect and
@@ -174,7 +174,3 @@ impl Agentless {
         }
     }
 }
-
-#[cfg(test)]
-#[path = "agentless_tests.rs"]
-mod tests;

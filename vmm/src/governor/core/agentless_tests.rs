@@ -1,5 +1,6 @@
 //! A governor of a guest that has a balloon, and an agent only now and then.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -11,6 +12,10 @@ use balloon::trace::Entry;
 use balloon::{Tier, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+
+use balloon::governor::agentless::*;
+use balloon::proto::{Report, Settings};
+use balloon::statistics::Statistics;
 
 use super::*;
 use crate::config::PressureConfig;

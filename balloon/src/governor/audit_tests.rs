@@ -1,8 +1,8 @@
 //! What comes of decisions, by hand-made plans.
 
-use balloon::plan::ZoneTarget;
-use balloon::proto::Measure;
-use balloon::{Shortfall, Tier, ZoneId, ZoneSizes};
+use crate::plan::ZoneTarget;
+use crate::{Shortfall, Tier, ZoneId, ZoneSizes};
+use foreshore_proto::Measure;
 
 use super::*;
 

@@ -2,11 +2,11 @@
 //!
 //! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
 
-use balloon::rise::Rise;
-use balloon::{DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER_REASON, ZoneSizes};
+use crate::rise::Rise;
+use crate::{DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER_REASON, ZoneSizes};
 
-use crate::virtio::mem::UNSUPPORTED_DRIVER;
-use crate::vm::request::ResizeStatus;
+use super::ResizeStatus;
+use crate::UNSUPPORTED_DRIVER;
 
 /// A guest that does not stir is reminded ever more rarely, and at the end so often: as often as a loop that withdraws what is
 /// not followed asks anew.
@@ -209,8 +209,8 @@ fn is_reached(sizes: &ZoneSizes) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use balloon::Tier;
-    use balloon::rise::STAYS_MS;
+    use crate::Tier;
+    use crate::rise::STAYS_MS;
 
     use super::*;
 

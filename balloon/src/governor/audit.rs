@@ -9,12 +9,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use balloon::plan::{Direction, Plan, Reason};
-use balloon::proto::Report;
-use balloon::rise::STAYS_MS;
-use balloon::{HostView, TimeMs, ZoneSizes};
+use crate::plan::{Direction, Plan, Reason};
+use crate::rise::STAYS_MS;
+use crate::{HostView, TimeMs, ZoneSizes};
+use foreshore_proto::Report;
 
-use crate::vm::decision::{
+use super::decision::{
     DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
 

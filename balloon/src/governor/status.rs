@@ -1,0 +1,47 @@
+//! States of resizes and of the guest's agent, as the API shows them.
+
+use serde::{Deserialize, Serialize};
+
+/// How a resize goes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
+pub enum ResizeStatus {
+    /// Plugged is what was requested.
+    Reached,
+    /// The guest is at it.
+    Pending,
+    /// The guest's driver has not come up.
+    NoDriver,
+    /// The guest makes no progress, and why as far as is known.
+    Stuck(String),
+}
+
+/// How the guest's agent is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AgentState {
+    /// None has been there since the VM was started or last rebooted.
+    #[default]
+    Never,
+    /// It reports.
+    Live,
+    /// It is connected, and no report that can be believed has come for as long as makes reports lost.
+    Silent,
+    /// There was one, and it is not connected any more.
+    Gone,
+}
+
+impl AgentState {
+    /// All of them, for a metric that shows every one.
+    pub const ALL: [Self; 4] = [Self::Never, Self::Live, Self::Silent, Self::Gone];
+
+    /// The name in metrics and on the API.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Never => "never",
+            Self::Live => "live",
+            Self::Silent => "silent",
+            Self::Gone => "gone",
+        }
+    }
+}
