@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::governor::BalloonState;
 use crate::units::BLOCK_BYTES;
 
 /// Where a zone's memory comes from.
@@ -212,6 +213,8 @@ pub struct HostView {
     pub zones: Vec<ZoneSizes>,
     /// Memory that the guest booted with, or that has come since and never goes (DIMMs); it is never unplugged.
     pub boot_bytes: u64,
+    /// Volumes and files that are mapped into the guest, which may use any of them as memory.
+    pub mapped_bytes: u64,
     /// What the pool can still give to `pm` zones.
     pub pool_free_bytes: u64,
     /// How far the guest's nodes are from each other.
@@ -219,6 +222,9 @@ pub struct HostView {
     /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's already, and needs neither
     /// page descriptors nor onlining.
     pub balloon: Option<ZoneId>,
+    /// The balloon, if its statistics size a guest without an agent.
+    #[serde(skip)]
+    pub balloon_state: Option<BalloonState>,
 }
 
 impl HostView {
@@ -230,6 +236,17 @@ impl HostView {
     /// The sum over all zones of what is plugged.
     pub fn plugged_bytes(&self) -> u64 {
         self.sum(|zone| zone.plugged_bytes)
+    }
+
+    /// The sum over all zones of the sizes of their devices' regions.
+    pub fn region_bytes(&self) -> u64 {
+        self.sum(|zone| zone.max_bytes)
+    }
+
+    /// Upper limit of the memory that a report can contain.
+    pub fn most_memory_bytes(&self) -> u64 {
+        let sizes = [self.boot_bytes, self.region_bytes(), self.mapped_bytes];
+        sizes.into_iter().fold(0, u64::saturating_add)
     }
 
     /// Sum over all zones of the largest size that may be requested. A zone with an unsupported driver keeps its

@@ -1,10 +1,10 @@
-//! A guest without an agent: what its balloon's driver tells takes the place of reports.
+//! A guest without an agent: the statistics of its balloon take the place of reports.
 
-use std::sync::Arc;
+use foreshore_proto::{Memory, Refusal, Report, Settings};
 
+use super::{Effects, Request};
 use crate::statistics::{Estimator, Known, Placing, Statistics, correct};
 use crate::{HostView, TimeMs};
-use foreshore_proto::{Memory, Refusal, Report, Settings};
 
 /// Time since the last report of an agent after which the governor uses statistics instead, so that
 /// an agent can restart. A connection does not extend this time, because a program may connect and
@@ -20,9 +20,9 @@ const REST_INTERVAL_MS: u64 = 1_000;
 pub const FAST_INTERVAL_MS: u64 = 100;
 
 /// A set of statistics as the device has it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// What the driver says.
+    /// Statistics as the driver sent them.
     pub statistics: Statistics,
     /// Counts up with every set.
     pub number: u64,
@@ -30,25 +30,24 @@ pub struct Sample {
     pub driver_life: u64,
 }
 
-/// Who tells how the guest's memory is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Teller {
-    /// Its agent, which knows of zones.
-    Agent,
-    /// The balloon's statistics, which know of memory as a whole.
-    Statistics,
+/// The balloon of a guest at one moment, beside its sizes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BalloonState {
+    /// The last statistics.
+    pub sample: Option<Sample>,
+    /// Memory in the balloon.
+    pub ballooned_bytes: u64,
+    /// The guest counts that memory as used.
+    pub is_counted: bool,
 }
 
-/// What the governor needs of a balloon beside its sizes.
-pub trait BalloonSource: Send + Sync {
-    /// Has the driver asked for statistics.
-    fn ask(&self);
-    /// The last that came.
-    fn sample(&self) -> Option<Sample>;
-    /// What is in the balloon.
-    fn ballooned_bytes(&self) -> u64;
-    /// Whether the guest counts that as used memory.
-    fn is_counted(&self) -> bool;
+/// Source of a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reporter {
+    /// The agent, which knows zones.
+    Agent,
+    /// The balloon's statistics, which are about memory as a whole.
+    Statistics,
 }
 
 /// Component that decides how memory is onlined that is plugged before the agent reports.
@@ -69,9 +68,9 @@ struct Reported {
     driver_life: Option<u64>,
 }
 
-/// Whether statistics are what a guest is sized by, and what has been taken of them.
-pub struct Agentless {
-    source: Arc<dyn BalloonSource>,
+/// Statistics in place of reports.
+#[derive(Clone, Debug)]
+pub(super) struct Agentless {
     onlining: Onlining,
     agent: Option<Reported>,
     estimator: Estimator,
@@ -83,10 +82,9 @@ pub struct Agentless {
 }
 
 impl Agentless {
-    /// Creates the state before any agent has reported. `source` provides the statistics.
-    pub fn new(source: Arc<dyn BalloonSource>, onlining: Onlining) -> Self {
+    /// Creates the state before any agent has reported.
+    pub fn new(onlining: Onlining) -> Self {
         Self {
-            source,
             onlining,
             agent: None,
             estimator: Estimator::default(),
@@ -98,46 +96,46 @@ impl Agentless {
         }
     }
 
-    /// Whether statistics take the agent's place.
+    /// Returns true if statistics take the agent's place.
     pub fn is_active(&self) -> bool {
         self.is_active
     }
 
-    /// Whether they are wanted more often than at rest.
+    /// Returns true if statistics are needed more often than at rest.
     pub fn is_fast(&self, settings: &Settings) -> bool {
         self.is_active && self.memory.is_some_and(|memory| settings.is_under(&memory))
     }
 
     /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
-    pub fn agent_reported(&mut self, report: Report, memory_bytes: u64, now: TimeMs) -> Report {
+    pub fn agent_reported(&mut self, report: Report, host: &HostView, now: TimeMs) -> Report {
         self.is_active = false;
         self.estimator.follow(&report, now);
-        let driver_life = self.source.sample().map(|sample| sample.driver_life);
+        let sample = host.balloon_state.and_then(|balloon| balloon.sample);
+        let driver_life = sample.map(|sample| sample.driver_life);
         self.agent = Some(Reported { at: now, driver_life });
-        correct(report, self.known(driver_life.unwrap_or(0), memory_bytes))
+        correct(report, known(driver_life.unwrap_or(0), host))
     }
 
-    /// Time has passed, or statistics have come: asks for the next ones, and returns a report if they are what the guest is
-    /// sized by. `memory_bytes` is all that the guest can have.
+    /// Requests the next statistics when they are due. Returns a report made of new ones if they size the guest.
     pub fn tick(
         &mut self,
         settings: &Settings,
-        memory_bytes: u64,
+        host: &HostView,
         now: TimeMs,
+        effects: &mut Effects,
     ) -> Option<Result<Report, Refusal>> {
-        let sample = self.source.sample().filter(|sample| sample.number != self.taken);
+        let sample = host.balloon_state?.sample.filter(|sample| sample.number != self.taken);
         let interval_ms = if self.is_fast(settings) { FAST_INTERVAL_MS } else { REST_INTERVAL_MS };
         if self.asked.is_none_or(|at| now.since(at) >= interval_ms) {
             self.asked = Some(now);
-            self.source.ask();
+            effects.requests.push(Request::AskStatistics);
         }
         let sample = sample?;
         self.taken = sample.number;
         if self.is_agent_awaited(sample.driver_life, now) {
             return None;
         }
-        let known = self.known(sample.driver_life, memory_bytes);
-        let result = self.estimator.report(&sample.statistics, known, now);
+        let result = self.estimator.report(&sample.statistics, known(sample.driver_life, host), now);
         if let Ok(report) = &result {
             self.is_active = true;
             self.memory = Some(*report.memory());
@@ -154,23 +152,63 @@ impl Agentless {
         }
     }
 
-    /// A report of statistics with what the host knows of where memory lies. An agent's stays as it is, and is learned from.
-    pub fn place(&mut self, report: Report, teller: Teller, host: &HostView) -> Report {
-        match teller {
-            Teller::Statistics => self.placing.place(report, host),
-            Teller::Agent => {
+    /// Divides a report of statistics by nodes. An agent's report stays as it is and calibrates the division.
+    pub fn place(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
+        match from {
+            Reporter::Statistics => self.placing.place(report, host),
+            Reporter::Agent => {
                 self.placing.learn(&report, host);
                 report
             }
         }
     }
+}
 
-    fn known(&self, driver_life: u64, memory_bytes: u64) -> Known {
-        Known {
-            driver_life,
-            memory_bytes,
-            ballooned_bytes: self.source.ballooned_bytes(),
-            counted: self.source.is_counted(),
-        }
+fn known(driver_life: u64, host: &HostView) -> Known {
+    let balloon = host.balloon_state.unwrap_or_default();
+    Known {
+        driver_life,
+        memory_bytes: host.most_memory_bytes(),
+        ballooned_bytes: balloon.ballooned_bytes,
+        counted: balloon.is_counted,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::statistics::Tag;
+    use crate::{MIB, Tier, ZoneSizes};
+
+    #[test]
+    fn statistics_are_divided_by_nodes_and_reports_of_an_agent_are_not() {
+        let pm = ZoneSizes {
+            guest_numa_node: 1,
+            requested_bytes: 1024 * MIB,
+            plugged_bytes: 1024 * MIB,
+            ..ZoneSizes::empty(0, Tier::Pm, 1024 * MIB)
+        };
+        let statistics = Statistics::default()
+            .with(Tag::Total, 5020 * MIB)
+            .with(Tag::Free, 4820 * MIB)
+            .with(Tag::Available, 4820 * MIB)
+            .with(Tag::SwapIn, 0)
+            .with(Tag::AllocStalls, 0);
+        let sample = Some(Sample { statistics, number: 1, driver_life: 1 });
+        let host = HostView {
+            zones: vec![pm],
+            boot_bytes: 4096 * MIB,
+            balloon_state: Some(BalloonState { sample, ..BalloonState::default() }),
+            ..HostView::default()
+        };
+        let (mut agentless, mut effects) = (Agentless::new(Onlining::CommandLine), Effects::default());
+        let settings = Settings::with_watermark(0);
+        let taken = agentless.tick(&settings, &host, TimeMs(1000), &mut effects);
+        let report = taken.expect("statistics").expect("sound");
+        assert!(agentless.is_active());
+        assert_eq!(effects.requests, [Request::AskStatistics]);
+        assert_eq!(agentless.place(report.clone(), Reporter::Agent, &host), report);
+        let nodes = |report: &Report| report.zones().iter().map(|zone| zone.node).collect::<Vec<_>>();
+        assert_eq!(nodes(&agentless.place(report, Reporter::Statistics, &host)), [0, 1]);
     }
 }

@@ -1,11 +1,493 @@
-//! The parts of the governor that need no device.
+//! The governor of one VM: a state machine without a clock, devices or sockets.
+//!
+//! ```text
+//!   Event: message of the agent, resize, time ──┐              ┌─► requests to devices
+//!   HostView: sizes of zones, pool, balloon ────┼─► Governor ──┼─► notes for the log, the trace and metrics
+//!   TimeMs ─────────────────────────────────────┘    ::step    └─► the event that follows the requests
+//! ```
+//!
+//! The caller reads the host, calls [`Governor::step`] and performs the [`Effects`]: first the requests, because the
+//! guest waits for them, then the notes. If [`Effects::next`] is set, it reads the host again and calls `step` with
+//! that event, because a device may have lowered what was requested.
 
-pub mod agentless;
-pub mod audit;
+mod agent;
+mod agentless;
+mod audit;
 pub mod decision;
-pub mod episode;
-pub mod held_plan;
-pub mod progress;
+mod effects;
+mod held_plan;
+mod progress;
+mod requests;
+mod shortage;
 mod status;
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use foreshore_proto::{AgentMessage, OnlinePolicy, Refusal, Report, Settings};
+
+use self::agent::Agent;
+use self::agentless::{Agentless, Reporter};
+pub use self::agentless::{BalloonState, FAST_INTERVAL_MS, Onlining, Sample};
+use self::audit::{Audit, Grounds};
+pub use self::audit::{AuditedZone, Entry};
+pub use self::effects::{Change, Decided, Effects, Event, Note, Request};
+use self::held_plan::HeldPlan;
+use self::progress::{Progress, Reminder};
+use self::shortage::{Ended, Shortage};
 pub use self::status::{AgentState, ResizeStatus};
+use crate::controller::{self, Controller, Rules};
+use crate::plan::{Plan, ZoneTarget};
+use crate::policy::Policy;
+use crate::{DriverState, HostView, Intake, ParamError, TimeMs, ZoneId, ZoneSizes};
+
+/// Totals since the governor started.
+#[derive(Clone, Debug, Default)]
+pub struct Counters {
+    /// Plans by policy, direction and reason, without plans that request nothing and repeat an earlier one.
+    pub plans: BTreeMap<(&'static str, &'static str, &'static str), u64>,
+    /// Policies that have been in force.
+    pub policies: BTreeSet<&'static str>,
+    /// Accepted reports.
+    pub reports: u64,
+    /// Refused lines by reason.
+    pub refused: BTreeMap<&'static str, u64>,
+    /// Connections of agents.
+    pub connections: u64,
+    /// Reminders sent to guests that made no progress.
+    pub reminders: u64,
+}
+
+/// State of a zone that the controller does not need.
+#[derive(Clone, Debug)]
+struct Zone {
+    id: ZoneId,
+    progress: Progress,
+    /// Size that a plan requested, as far as the device has not lowered it. `None` after a resize by hand.
+    asked_bytes: Option<u64>,
+}
+
+impl Zone {
+    /// Bytes by which the device has lowered a plan's request since the last call.
+    fn lacks_bytes(&mut self, sizes: &ZoneSizes) -> u64 {
+        let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
+        let before = std::mem::replace(asked_bytes, sizes.requested_bytes);
+        if sizes.lowered_by().is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
+    }
+}
+
+/// The governor of one VM.
+#[derive(Clone, Debug)]
+pub struct Governor {
+    controller: Controller,
+    intake: Intake,
+    zones: Vec<Zone>,
+    last_report: Option<(TimeMs, Report)>,
+    agent: Agent,
+    settings: Settings,
+    audit: Audit,
+    shortage: Shortage,
+    held_plan: HeldPlan,
+    counters: Counters,
+    last_online_ms: Option<u64>,
+    /// Zones that have reached their requested size, with that size, since the last note about it.
+    reached: Vec<(ZoneId, u64)>,
+    agentless: Option<Agentless>,
+    /// Last known online policy of the guest.
+    onlining: OnlinePolicy,
+}
+
+impl Governor {
+    /// Creates the governor of a guest that has just started. `host` has its zones.
+    pub fn new(
+        policy: Policy,
+        rules: Rules,
+        is_paused: bool,
+        host: &HostView,
+        now: TimeMs,
+    ) -> Result<Self, ParamError> {
+        let counters = Counters { policies: BTreeSet::from([policy.name()]), ..Counters::default() };
+        let zone = |sizes: &ZoneSizes| Zone {
+            id: sizes.id,
+            progress: Progress::new(*sizes, now),
+            asked_bytes: None,
+        };
+        let mut governor = Self {
+            controller: Controller::new(policy, rules)?,
+            intake: Intake::new(now),
+            zones: host.zones.iter().map(zone).collect(),
+            last_report: None,
+            agent: Agent::default(),
+            settings: Settings::with_watermark(0),
+            audit: Audit::default(),
+            shortage: Shortage::default(),
+            held_plan: HeldPlan::default(),
+            counters,
+            last_online_ms: None,
+            reached: Vec::new(),
+            agentless: None,
+            onlining: OnlinePolicy::Unknown,
+        };
+        governor.settings.hotplug_bytes = host.pluggable_bytes();
+        if is_paused {
+            governor.controller.pause();
+        }
+        Ok(governor)
+    }
+
+    /// Uses the statistics of the guest's balloon while no agent reports.
+    pub fn use_statistics(&mut self, onlining: Onlining) {
+        self.agentless = Some(Agentless::new(onlining));
+    }
+
+    /// Handles an event. `host` is the host at this moment, read after the last effects were performed.
+    pub fn step(&mut self, event: Event, host: &HostView, now: TimeMs) -> Effects {
+        let mut effects = Effects::default();
+        match event {
+            Event::AgentConnected => self.agent_connected(now, &mut effects),
+            Event::AgentGone => self.agent_gone(now, &mut effects),
+            Event::Message { message, with_sleep } => {
+                self.message(message, with_sleep, host, now, &mut effects);
+            }
+            Event::Report(report) => self.report(report, Reporter::Agent, host, now, &mut effects),
+            Event::Tick => self.tick(host, now, &mut effects),
+            Event::Resize { zone, size_bytes } => self.resize(zone, size_bytes, host, now, &mut effects),
+            Event::BootWith { zone, size_bytes } => {
+                self.observe(host, now, &mut effects);
+                self.controller.set_goal(zone, size_bytes, host, now);
+                self.follow_goals(host, now, &mut effects);
+            }
+            Event::Change(change) => self.change(change, host, &mut effects),
+            Event::AddDimm { bytes } => self.controller.add_dimm(bytes, now),
+            Event::Goals { then_decide } => {
+                self.observe(host, now, &mut effects);
+                self.goals(then_decide, host, now, &mut effects);
+            }
+            Event::Decide => {
+                self.observe(host, now, &mut effects);
+                self.decide(host, now, &mut effects);
+            }
+            Event::Observe => {
+                self.observe(host, now, &mut effects);
+                self.note_reached(&mut effects);
+            }
+        }
+        effects
+    }
+
+    /// Handles a message of the agent, or the reason why its line was refused. The guest's clock is
+    /// compared with `with_sleep`, which is `now` including the time in which the host slept.
+    fn message(
+        &mut self,
+        message: Result<AgentMessage, Refusal>,
+        with_sleep: TimeMs,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) {
+        match message.and_then(|message| self.accept(message, host, with_sleep)) {
+            Ok(AgentMessage::Hello(hello)) => effects.notes.push(Note::Hello(hello)),
+            Ok(AgentMessage::Report(report)) => {
+                self.agent.heard = Some(now);
+                let report = match &mut self.agentless {
+                    Some(agentless) => agentless.agent_reported(report, host, now),
+                    None => report,
+                };
+                self.report(report, Reporter::Agent, host, now, effects);
+                // The plan's requests change the sizes that the goals start from.
+                match effects.requests.is_empty() {
+                    true => self.goals(false, host, now, effects),
+                    false if self.controller.has_goals() => {
+                        effects.next = Some(Event::Goals { then_decide: false });
+                    }
+                    false => {}
+                }
+            }
+            Err(refusal) => self.refused(refusal, Reporter::Agent, effects),
+        }
+    }
+
+    /// Accepts a message of the agent if its values are possible for this VM. The protocol itself
+    /// only checks bounds that apply to any machine.
+    fn accept(
+        &mut self,
+        message: AgentMessage,
+        host: &HostView,
+        with_sleep: TimeMs,
+    ) -> Result<AgentMessage, Refusal> {
+        let message = self.intake.accept(message, with_sleep)?;
+        if let AgentMessage::Report(report) = &message {
+            report.check_within(host.most_memory_bytes())?;
+        }
+        Ok(message)
+    }
+
+    /// Counts a refusal, and notes it ever more rarely.
+    fn refused(&mut self, refusal: Refusal, from: Reporter, effects: &mut Effects) {
+        let count = self.counters.refused.entry(refusal.label()).or_default();
+        *count += 1;
+        if count.is_power_of_two() {
+            let by_agent = from == Reporter::Agent;
+            effects.notes.push(Note::Refused { refusal, by_agent, count: *count });
+        }
+    }
+
+    /// Decides upon a report.
+    fn report(
+        &mut self,
+        report: Report,
+        from: Reporter,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) {
+        self.counters.reports += 1;
+        let ended = self.shortage.reported(report.memory().total_bytes, now);
+        self.observe(host, now, effects);
+        let report = match &mut self.agentless {
+            Some(agentless) => agentless.place(report, from, host),
+            None => report,
+        };
+        let plan = self.controller.step(controller::Event::Report(&report), host, now);
+        self.last_report = Some((now, report));
+        self.request(&plan, host, now, effects);
+        self.note(plan, ended, true, host, now, effects);
+    }
+
+    /// Time has passed, or a plugged size or statistics have changed.
+    fn tick(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        self.watch_agent(now, effects);
+        let was_active = self.is_by_statistics();
+        let taken =
+            self.agentless.as_mut().and_then(|agentless| agentless.tick(&self.settings, host, now, effects));
+        if self.is_by_statistics() && !was_active {
+            effects.notes.push(Note::StatisticsTakeOver);
+        }
+        match taken {
+            Some(Ok(report)) => self.report(report, Reporter::Statistics, host, now, effects),
+            Some(Err(refusal)) => self.refused(refusal, Reporter::Statistics, effects),
+            None => {}
+        }
+        if effects.is_sizing() {
+            effects.next = Some(Event::Goals { then_decide: true });
+            return;
+        }
+        self.observe(host, now, effects);
+        self.goals(true, host, now, effects);
+    }
+
+    /// Takes the next steps towards sizes that a client requested. After that, or at once if there are none,
+    /// decides on a tick if `then_decide` is set.
+    fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        if self.follow_goals(host, now, effects) {
+            effects.next = Some(if then_decide { Event::Decide } else { Event::Observe });
+        } else if then_decide {
+            self.decide(host, now, effects);
+        }
+    }
+
+    /// Reminds zones without progress, and decides without a report.
+    fn decide(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        let rules = self.controller.rules();
+        let patience_ms = rules.progress_ms;
+        for (zone, sizes) in self.zones.iter_mut().zip(&host.zones) {
+            // A dry run requests nothing from the guest, but a client does.
+            if rules.dry_run && !self.controller.is_pinned(sizes.id) {
+                continue;
+            }
+            if zone.progress.is_held_too_long(patience_ms, now) {
+                effects.report_held(sizes.id);
+            }
+            if let Some(reminder) = zone.progress.remind(patience_ms, now) {
+                if reminder == Reminder::First {
+                    effects.notes.push(Note::NoProgress(sizes.id));
+                }
+                self.counters.reminders += 1;
+                effects.requests.push(Request::Remind(sizes.id));
+            }
+        }
+        let plan = self.controller.step(controller::Event::Tick, host, now);
+        self.request(&plan, host, now, effects);
+        self.note(plan, None, false, host, now, effects);
+    }
+
+    /// Takes the host's present sizes.
+    fn observe(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        for (zone, sizes) in self.zones.iter_mut().zip(&host.zones) {
+            self.shortage.lacks(zone.lacks_bytes(sizes));
+            if zone.progress.has_driver_come(*sizes, now) {
+                effects.notes.push(Note::DriverReady(sizes.id));
+                self.controller.driver_came(sizes.id, now);
+            }
+            if zone.progress.observe(*sizes, now) {
+                self.reached.push((sizes.id, sizes.plugged_bytes));
+            }
+        }
+        self.audit.observe(&host.zones, now);
+        self.settings.hotplug_bytes = host.pluggable_bytes();
+    }
+
+    /// Requests what a plan asks for.
+    fn request(&mut self, plan: &Plan, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        if plan.watermark_bytes != 0 {
+            self.settings.watermark_bytes = plan.watermark_bytes;
+            self.settings.watermark_of = plan.watermark_of;
+        }
+        if !plan.dry_run {
+            let zones = self.zones.iter_mut().zip(&host.zones).zip(&plan.targets);
+            for ((zone, sizes), target) in zones {
+                if target.requested_bytes != sizes.requested_bytes {
+                    zone.asked_bytes = Some(target.requested_bytes);
+                    let (zone, size_bytes) = (target.zone, target.requested_bytes);
+                    effects.requests.push(Request::Size { zone, size_bytes });
+                }
+            }
+            let total_bytes = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
+            self.shortage.requested(plan, host, total_bytes, now);
+        }
+        if self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now)
+            && let Some(zone) = self.first_that_could_grow(plan, host)
+        {
+            effects.report_held(zone);
+        }
+    }
+
+    /// Zone that an event about a held plan names, because a plan is for all zones.
+    fn first_that_could_grow(&self, plan: &Plan, host: &HostView) -> Option<ZoneId> {
+        let could_grow = |(zone, target): &(&ZoneSizes, &ZoneTarget)| {
+            host.balloon != Some(zone.id)
+                && target.requested_bytes < zone.max_bytes
+                && zone.driver != DriverState::Unsupported
+                && !self.controller.is_pinned(zone.id)
+        };
+        host.zones.iter().zip(&plan.targets).find(could_grow).map(|(zone, _)| zone.id)
+    }
+
+    /// Notes what was seen and decided.
+    fn note(
+        &mut self,
+        plan: Plan,
+        ended: Option<Ended>,
+        has_reported: bool,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) {
+        if let Some(Ended { took_ms, grown_bytes }) = ended {
+            self.last_online_ms = Some(took_ms);
+            effects.notes.push(Note::Online { took_ms, grown_bytes });
+        }
+        self.note_reached(effects);
+        self.watch_onlining(host, effects);
+        let policy = self.controller.policy().name();
+        let report = self.last_report.as_ref().map(|(at, report)| (*at, report));
+        let near = self.controller.near();
+        let is_new = self.audit.record(&plan, Grounds { policy, report, near, host }, now);
+        if is_new {
+            let key = (policy, plan.direction.label(), plan.reason.label());
+            *self.counters.plans.entry(key).or_default() += 1;
+        }
+        let number = is_new.then(|| self.audit.total());
+        effects.notes.push(Note::Decided(Decided { plan, policy, has_reported, number }));
+    }
+
+    fn note_reached(&mut self, effects: &mut Effects) {
+        let reached = self.reached.drain(..);
+        effects.notes.extend(reached.map(|(zone, plugged_bytes)| Note::Reached { zone, plugged_bytes }));
+    }
+
+    /// Notes each change of the guest's online policy, which decides how much memory is lent.
+    fn watch_onlining(&mut self, host: &HostView, effects: &mut Effects) {
+        let Some((_, report)) = &self.last_report else { return };
+        let (before, now) = (self.onlining, report.blocks().online_policy);
+        if now == before || now == OnlinePolicy::Unknown {
+            return;
+        }
+        self.onlining = now;
+        // The balloon's memory is online in any case.
+        let has_hotplug = host.zones.iter().any(|zone| host.balloon != Some(zone.id));
+        let is_first_movable = now == OnlinePolicy::OnlineMovable && before == OnlinePolicy::Unknown;
+        if has_hotplug && !is_first_movable {
+            effects.notes.push(Note::OnlinePolicy(now));
+        }
+    }
+}
+
+/// State for the API and for metrics.
+impl Governor {
+    /// Settings of the agent: how it has to report.
+    pub fn settings(&self) -> Settings {
+        self.settings
+    }
+
+    /// Returns true if the next tick is due sooner than usual.
+    pub fn is_fast(&self) -> bool {
+        self.agentless.as_ref().is_some_and(|agentless| agentless.is_fast(&self.settings))
+    }
+
+    /// Returns true if the guest is sized by the statistics of its balloon. `None` without a balloon.
+    pub fn by_statistics(&self) -> Option<bool> {
+        self.agentless.as_ref().map(Agentless::is_active)
+    }
+
+    fn is_by_statistics(&self) -> bool {
+        self.by_statistics() == Some(true)
+    }
+
+    /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
+    pub fn describable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
+        self.controller.describable_bytes(host, now)
+    }
+
+    /// Policy, rules and state of the controller.
+    pub fn controller(&self) -> &Controller {
+        &self.controller
+    }
+
+    /// Last accepted report, with the time of its arrival.
+    pub fn last_report(&self) -> Option<(TimeMs, &Report)> {
+        self.last_report.as_ref().map(|(at, report)| (*at, report))
+    }
+
+    /// Totals.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Returns true if an agent is connected.
+    pub fn is_agent_connected(&self) -> bool {
+        self.agent.connected
+    }
+
+    /// Duration of the last shortage, from its first report until the memory was online.
+    pub fn last_online_ms(&self) -> Option<u64> {
+        self.last_online_ms
+    }
+
+    /// Number of decisions, which is also the number of the last one.
+    pub fn decisions_total(&self) -> u64 {
+        self.audit.total()
+    }
+
+    /// The last `count` decisions, newest first.
+    pub fn decisions(&self, count: usize) -> Vec<Arc<Entry>> {
+        self.audit.newest(count)
+    }
+
+    fn zone(&self, id: ZoneId) -> Option<&Zone> {
+        self.zones.iter().find(|zone| zone.id == id)
+    }
+
+    /// Returns true if a zone makes no progress.
+    pub fn is_late(&self, zone: ZoneId, now: TimeMs) -> bool {
+        let patience_ms = self.controller.rules().progress_ms;
+        self.zone(zone).is_some_and(|zone| zone.progress.is_late(patience_ms, now))
+    }
+
+    /// Status of the last resize of a zone. `offline_bytes` is the plugged memory of its node that is not online.
+    pub fn resize_status(&self, zone: ZoneId, offline_bytes: u64, now: TimeMs) -> Option<ResizeStatus> {
+        let patience_ms = self.controller.rules().progress_ms;
+        let zone = self.zone(zone)?;
+        Some(zone.progress.status(offline_bytes, patience_ms, now))
+    }
+}

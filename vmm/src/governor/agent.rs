@@ -1,17 +1,15 @@
 //! One connection of the agent: lines in, settings out.
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use balloon::proto::{
     AgentMessage, LineReader, MAX_LINE_BYTES, NextLine, Refusal, Settings, VmmMessage, encode_line,
 };
-use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::WriteHalf;
-
-use super::core::Core;
 
 /// Bytes taken from the socket at a time.
 const READ_BYTES: usize = 8192;
@@ -34,11 +32,12 @@ pub struct Heard {
     pub at: Instant,
 }
 
-/// Serves one connection until it ends. Lines are parsed here. `decide` returns when the governor
-/// has handled a message.
+/// Serves one connection until it ends. Lines are parsed here. `settings` are the governor's present
+/// ones, `bytes` counts what is read, and `decide` returns when the governor has handled a message.
 pub async fn serve(
     mut stream: UnixStream,
-    core: &Mutex<Core>,
+    settings: impl Fn() -> Settings,
+    bytes: &AtomicU64,
     budget: &mut LineBudget,
     parse: Parse,
     decide: impl AsyncFn(Heard),
@@ -48,7 +47,7 @@ pub async fn serve(
     let (mut from, mut to) = stream.split();
     let mut outgoing = Outgoing::default();
     loop {
-        outgoing.tell(core.lock().settings());
+        outgoing.tell(settings());
         let len = tokio::select! {
             biased;
             written = outgoing.write(&mut to), if outgoing.is_waiting() => {
@@ -60,7 +59,7 @@ pub async fn serve(
         if len == 0 {
             return Ok(());
         }
-        core.lock().agent_sent(len);
+        bytes.fetch_add(len as u64, Ordering::Relaxed);
         budget.spend_bytes(len).await;
         let mut input = &buffer[..len];
         while let Some(next) = reader.next(&mut input) {

@@ -10,7 +10,7 @@ use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, Fixture, MIB, fixture, hello, report};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
-use crate::vm::request::{PressureInfo, ResizeStatus};
+use crate::vm::request::{PressureChange, PressureInfo, ResizeStatus};
 
 #[test]
 fn a_guest_that_fills_gets_dram_first_and_then_pm() {
@@ -19,13 +19,14 @@ fn a_guest_that_fills_gets_dram_first_and_then_pm() {
     for available in [200, 150, 100, 60] {
         f.report(available);
     }
-    assert_eq!(f.core.counters.refused.len(), 0, "{:?}", f.core.counters.refused);
+    assert_eq!(f.core.governor.counters().refused.len(), 0, "{:?}", f.core.governor.counters().refused);
     assert_eq!(f.dram.sizes().plugged_bytes, 128 * MIB);
     for available in [60, 40, 30] {
         f.report(available);
     }
     assert!(f.pm.sizes().plugged_bytes > 0);
-    let grows: u64 = f.core.counters.plans.iter().filter(|(key, _)| key.1 == "grow").map(|(_, n)| n).sum();
+    let grows: u64 =
+        f.core.governor.counters().plans.iter().filter(|(key, _)| key.1 == "grow").map(|(_, n)| n).sum();
     assert!(grows > 0);
     assert_eq!(f.core.online_bytes("dram"), Some(128 * MIB));
 }
@@ -37,7 +38,7 @@ fn dry_run_decides_and_asks_nobody() {
     for available in [100, 50, 20, 20] {
         f.report(available);
     }
-    assert!(f.core.counters.plans.keys().any(|key| key.1 == "grow"));
+    assert!(f.core.governor.counters().plans.keys().any(|key| key.1 == "grow"));
     assert_eq!(f.dram.sizes().requested_bytes, 0);
     assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).dry_run);
 }
@@ -49,7 +50,7 @@ fn off_takes_reports_and_does_nothing() {
     for available in [100, 50, 20, 5] {
         f.report(available);
     }
-    assert_eq!(f.core.counters.reports, 4);
+    assert_eq!(f.core.governor.counters().reports, 4);
     assert_eq!(f.dram.sizes().requested_bytes, 0);
 }
 
@@ -64,7 +65,7 @@ fn a_resize_by_hand_pins_its_zone_until_the_governor_is_resumed() {
     }
     assert_eq!(f.dram.sizes().requested_bytes, 64 * MIB);
     assert!(f.pm.sizes().requested_bytes > 0);
-    f.core.change(&PressureChange { resume: Some(true), ..Default::default() }).unwrap();
+    f.core.change(&PressureChange { resume: Some(true), ..Default::default() }, TimeMs(0)).unwrap();
     for available in [20, 20, 20] {
         f.report(available);
     }
@@ -105,7 +106,7 @@ fn a_dry_run_reminds_the_guest_of_nothing_but_what_a_hand_has_asked_for() {
     f.greet();
     f.report(20);
     let reminders = |f: &Fixture| (*f.dram.reminders.lock(), *f.pm.reminders.lock());
-    f.core.change(&PressureChange { dry_run: Some(true), ..Default::default() }).unwrap();
+    f.core.change(&PressureChange { dry_run: Some(true), ..Default::default() }, TimeMs(0)).unwrap();
     assert!(f.dram.sizes().requested_bytes > 0);
     f.core.resize("pm", 64 * MIB, TimeMs(1_000)).unwrap();
     f.core.tick(TimeMs(60_000));
@@ -242,10 +243,14 @@ fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() 
         f.report(20);
     }
     assert_eq!(f.dram.sizes().plugged_bytes, 0);
-    assert_eq!(f.pm.sizes().plugged_bytes, 1024 * MIB, "{:?}", f.core.counters.plans);
+    assert_eq!(f.pm.sizes().plugged_bytes, 1024 * MIB, "{:?}", f.core.governor.counters().plans);
     let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
-    assert!(info.decisions_total < 20, "{:?}", f.core.counters.plans);
-    assert!(f.core.counters.plans.keys().any(|key| key.2 == "host_short"), "{:?}", f.core.counters.plans);
+    assert!(info.decisions_total < 20, "{:?}", f.core.governor.counters().plans);
+    assert!(
+        f.core.governor.counters().plans.keys().any(|key| key.2 == "host_short"),
+        "{:?}",
+        f.core.governor.counters().plans
+    );
     // What came from PM ends the wait: it is not waited for twice.
     assert!(f.core.sample(TimeMs(f.seq * 50)).report_to_online.count() >= 1);
     // What the host has again is asked for again.
@@ -254,7 +259,7 @@ fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() 
         f.seq += 19;
         f.report(20);
     }
-    assert_eq!(f.dram.sizes().plugged_bytes, 256 * MIB, "{:?}", f.core.counters.plans);
+    assert_eq!(f.dram.sizes().plugged_bytes, 256 * MIB, "{:?}", f.core.governor.counters().plans);
 }
 
 #[test]
@@ -275,7 +280,10 @@ fn what_has_not_left_yet_is_not_waited_for() {
     let fixed = |f: &mut Fixture, size| {
         let size = Some(size);
         f.core
-            .change(&PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() })
+            .change(
+                &PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() },
+                TimeMs(0),
+            )
             .unwrap();
     };
     // The guest was asked for half of what it has, and has given nothing of it when it is asked for more again.
@@ -299,7 +307,7 @@ fn what_has_not_left_yet_is_not_waited_for() {
 fn an_unknown_policy_is_refused_and_the_old_one_stays() {
     let mut f = fixture("psi", false, true);
     let change = PressureChange { policy: Some("magic".to_owned()), ..Default::default() };
-    let error = f.core.change(&change).unwrap_err().to_string();
+    let error = f.core.change(&change, TimeMs(0)).unwrap_err().to_string();
     assert!(error.contains("magic") && error.contains("psi"), "{error}");
     assert_eq!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).policy, "psi");
 }
@@ -308,14 +316,14 @@ fn an_unknown_policy_is_refused_and_the_old_one_stays() {
 fn fixed_keeps_its_size_without_an_agent_and_takes_another_one() {
     let mut f = fixture("off", false, true);
     let change = |size| PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
-    f.core.change(&change(Some(128 * MIB + 64 * MIB))).unwrap();
+    f.core.change(&change(Some(128 * MIB + 64 * MIB)), TimeMs(0)).unwrap();
     f.core.tick(TimeMs(1000));
     assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
     assert_eq!(f.pm.sizes().requested_bytes, 64 * MIB);
     for bad in [Some(1), None] {
-        assert!(matches!(f.core.change(&change(bad)), Err(VmError::BadRequest(_))), "{bad:?}");
+        assert!(matches!(f.core.change(&change(bad), TimeMs(0)), Err(VmError::BadRequest(_))), "{bad:?}");
     }
-    f.core.change(&change(Some(0))).unwrap();
+    f.core.change(&change(Some(0)), TimeMs(0)).unwrap();
     f.core.tick(TimeMs(60_000));
     assert!(f.pm.sizes().requested_bytes < 64 * MIB);
 }
@@ -327,7 +335,7 @@ fn the_audit_is_bounded_numbered_and_newest_first() {
     for round in 0..2 * DECISIONS_KEPT as u64 {
         let size = Some((1 + round % 2) * 64 * MIB);
         let change = PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
-        f.core.change(&change).unwrap();
+        f.core.change(&change, TimeMs(0)).unwrap();
         // A dry run says once a second what it comes to.
         f.seq += 20;
         f.report(300);
@@ -365,7 +373,7 @@ fn a_pause_holds_everything_until_it_is_ended_and_may_be_repeated() {
     f.greet();
     let pause = |pause| PressureChange { pause: Some(pause), ..Default::default() };
     for _ in 0..2 {
-        f.core.change(&pause(true)).unwrap();
+        f.core.change(&pause(true), TimeMs(0)).unwrap();
     }
     for available in [60, 30, 20] {
         f.report(available);
@@ -378,17 +386,17 @@ fn a_pause_holds_everything_until_it_is_ended_and_may_be_repeated() {
     f.core.resize("pm", 2 * MIB, TimeMs(0)).unwrap();
     let zone =
         |id: &str| PressureChange { resume: Some(true), zone: Some(id.to_owned()), ..Default::default() };
-    f.core.change(&zone("dram")).unwrap();
+    f.core.change(&zone("dram"), TimeMs(0)).unwrap();
     assert!(f.core.info(0, TimeMs(0)).paused);
     for _ in 0..2 {
-        f.core.change(&pause(false)).unwrap();
+        f.core.change(&pause(false), TimeMs(0)).unwrap();
     }
     assert_eq!(f.core.info(0, TimeMs(0)).pinned_zones, ["pm"]);
     f.report(20);
     assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
-    f.core.change(&zone("pm")).unwrap();
+    f.core.change(&zone("pm"), TimeMs(0)).unwrap();
     assert!(f.core.info(0, TimeMs(0)).pinned_zones.is_empty());
-    let error = f.core.change(&PressureChange { pause: Some(true), ..zone("nvram") }).unwrap_err();
+    let error = f.core.change(&PressureChange { pause: Some(true), ..zone("nvram") }, TimeMs(0)).unwrap_err();
     assert!(error.to_string().contains("nvram"), "{error}");
     assert!(!f.core.info(0, TimeMs(0)).paused, "what is refused changes nothing");
 }
@@ -398,7 +406,7 @@ fn a_machine_that_is_built_paused_is_paused() {
     let config = PressureConfig { paused: true, ..Default::default() };
     let mut core = Core::new(&config, Vec::new(), 384 * MIB, Arc::new(|| 0), TimeMs(0)).unwrap();
     assert!(core.info(0, TimeMs(0)).paused);
-    core.change(&PressureChange { resume: Some(true), ..Default::default() }).unwrap();
+    core.change(&PressureChange { resume: Some(true), ..Default::default() }, TimeMs(0)).unwrap();
     assert!(!core.info(0, TimeMs(0)).paused);
 }
 
@@ -420,7 +428,7 @@ fn change(json: serde_json::Value) -> PressureChange {
 fn parameters_are_changed_by_name_all_or_none() {
     let mut f = fixture("psi", false, true);
     let set = json!({"params": {"idle": "9s", "min_headroom": 67_108_864}, "rules": {"cool_down": "2s"}});
-    f.core.change(&change(set)).unwrap();
+    f.core.change(&change(set), TimeMs(0)).unwrap();
     let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
     assert_eq!((&details["params"]["idle"], &details["rules"]["cool_down"]), (&json!(9_000), &json!(2_000)));
     assert_eq!(
@@ -447,17 +455,17 @@ fn parameters_are_changed_by_name_all_or_none() {
             r#"parameter "moon" is unknown; those of the rules are floor"#,
         ),
     ] {
-        let error = f.core.change(&change(wrong)).unwrap_err().to_string();
+        let error = f.core.change(&change(wrong), TimeMs(0)).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
         let info = f.core.info(DECISIONS_SHOWN, TimeMs(0));
         assert_eq!((info.policy.as_str(), info.details), ("psi", details.clone()));
     }
     // Another policy begins with its own defaults, and the rules stay.
-    f.core.change(&change(json!({"policy": "amf", "params": {"reclaim": 50}}))).unwrap();
+    f.core.change(&change(json!({"policy": "amf", "params": {"reclaim": 50}})), TimeMs(0)).unwrap();
     let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
     assert_eq!(details["params"], json!({"watermark-scale": 1024, "watermark-share": 0, "reclaim": 50}));
     assert_eq!(details["rules"]["cool_down"], json!(2_000));
-    f.core.change(&change(json!({"policy": "fixed", "params": {"size": "64M"}}))).unwrap();
+    f.core.change(&change(json!({"policy": "fixed", "params": {"size": "64M"}})), TimeMs(0)).unwrap();
     f.core.tick(TimeMs(1_000));
     assert_eq!(f.dram.sizes().requested_bytes, 64 * MIB);
 }
@@ -465,8 +473,8 @@ fn parameters_are_changed_by_name_all_or_none() {
 #[test]
 fn zones_of_one_node_share_what_the_guest_says_of_it() {
     let mut fixture = fixture("off", false, true);
-    fixture.core.zones[1].zone.guest_numa_node = 0;
-    fixture.core.zones[1].zone.boot_bytes = 384 * MIB;
+    fixture.core.zones[1].guest_numa_node = 0;
+    fixture.core.zones[1].boot_bytes = 384 * MIB;
     fixture.dram.request(64 * MIB);
     fixture.pm.request(32 * MIB);
     fixture.greet();

@@ -1,5 +1,6 @@
 //! Devices that do as they are told, or do not, and a governor that has two of them. For tests.
 
+use std::cell::RefCell;
 use std::io::{self, Cursor, Write};
 use std::sync::Arc;
 use std::time::Duration;
@@ -151,14 +152,15 @@ impl Core {
 /// Serves an agent on one thread, which parses and decides.
 pub async fn serve(
     stream: UnixStream,
-    core: &parking_lot::Mutex<Core>,
+    core: &RefCell<Core>,
     clock: &Clock,
     budget: &mut LineBudget,
 ) -> std::io::Result<()> {
     let decide = async |Heard { message, at }: Heard| {
-        core.lock().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
+        core.borrow_mut().message(message, clock.now(), clock.with_sleep(), || at.elapsed());
     };
-    agent::serve(stream, core, budget, balloon::parse_line, decide).await
+    let (settings, bytes) = (|| core.borrow().settings(), core.borrow().agent_bytes());
+    agent::serve(stream, settings, &bytes, budget, balloon::parse_line, decide).await
 }
 
 impl Fixture {

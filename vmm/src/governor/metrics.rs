@@ -67,8 +67,8 @@ pub struct PressureZone {
 
 /// Source of governor samples.
 pub trait PressureSource: fmt::Debug + Send + Sync {
-    /// Returns the current state.
-    fn sample(&self) -> PressureSample;
+    /// Returns the current state. `None` if the governor has ended.
+    fn sample(&self) -> Option<PressureSample>;
 }
 
 /// Metrics of a governor. They end with it.
@@ -77,7 +77,7 @@ pub struct PressureMetrics(pub Weak<dyn PressureSource>);
 
 impl Expose for PressureMetrics {
     fn expose(&self, out: &mut Exposition) {
-        let Some(sample) = self.0.upgrade().map(|source| source.sample()) else { return };
+        let Some(sample) = self.0.upgrade().and_then(|source| source.sample()) else { return };
         expose_governor(out, &sample);
         if let Some(recording) = &sample.recording {
             expose_recording(out, recording);

@@ -1,14 +1,14 @@
-//! The governor: the loop that feeds reports to a policy and carries its plans out.
+//! The governor's thread and devices: the I/O around [`balloon::governor::Governor`].
 //!
 //! ```text
-//!   agent ── lines ──► agent::serve ─┐
-//!   virtio-mem ── plugged changed ───┼──► Core ── requests ──► ZoneDevice
-//!   clock ── once a second ──────────┘     │
-//!                                          └── settings ──► agent
+//!   agent ── lines ──► agent::serve ─┐  input              events          requests
+//!   API, scrapes ── calls ───────────┼─────────► thread ◄─────────► Core ───────────► ZoneDevice
+//!   virtio-mem ── plugged changed ───┤                               │
+//!   clock ── once a second ──────────┘                               └── settings ──► agent
 //! ```
 //!
-//! What is decided is `balloon`'s; here is the I/O around it. [`core::Core`] has no clock and no socket: everything
-//! that happens to it is a call with a time, so that it is tested without either. [`task`] has both.
+//! [`balloon::governor`] decides. [`core::Core`] reads the host before each step and performs its effects. [`task`] has
+//! the clock, the sockets and the thread that owns all of it.
 
 mod agent;
 pub mod core;
@@ -21,6 +21,7 @@ pub mod task;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use balloon::governor::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 
 /// The hotplug part of a zone as the governor acts on it.
@@ -87,6 +88,15 @@ impl Beside {
     fn mapped_bytes(&self) -> u64 {
         self.mapped_bytes.load(Ordering::Relaxed)
     }
+}
+
+/// Balloon of a guest, beside its sizes.
+pub trait BalloonSource: Send + Sync {
+    /// Requests statistics from the driver.
+    fn ask(&self);
+
+    /// Present state.
+    fn state(&self) -> BalloonState;
 }
 
 /// Tells how much a pool can still lend.

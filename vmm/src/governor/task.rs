@@ -1,20 +1,27 @@
-//! The thread around [`Core`]: the clock, the agent's connections, the devices' news.
+//! The thread that owns [`Core`]: the clock, the agent's connections, changes of devices, calls of the API.
+//!
+//! No other thread reaches the governor's state. The agent's thread sends its input by a queue of one, the API and
+//! scrapes send calls and wait for the reply.
 //!
 //! It is a thread of its own, before others where the host allows it: a guest in need waits for it, and neither API
 //! clients, nor scrapers, nor devices and vCPUs that use every CPU there is may make it wait. Another thread reads and
 //! parses what the agent sends, at normal priority, because the guest decides how much that is.
 
+use std::cell::RefCell;
 use std::future::pending;
 use std::io;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use balloon::TimeMs;
+use balloon::governor::FAST_INTERVAL_MS;
+use balloon::proto::Settings;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Interval, MissedTickBehavior};
 use tracing::debug;
 
@@ -22,7 +29,6 @@ use super::agent::{self, Heard, LineBudget, Parse};
 use super::core::Core;
 use crate::governor::metrics::{PressureSample, PressureSource};
 use crate::log::sparsely;
-use balloon::governor::agentless::FAST_INTERVAL_MS;
 
 /// The controller is to be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);
@@ -112,9 +118,13 @@ pub type Connections = mpsc::Receiver<StdUnixStream>;
 /// Where who accepts agents' connections hands them on.
 pub type Agents = mpsc::Sender<StdUnixStream>;
 
+/// Call of another thread, with the present time.
+type Call = Box<dyn FnOnce(&mut Core, TimeMs) + Send>;
+
 /// A running governor. Dropping it ends its threads; what it has requested stays requested.
-pub struct Governor {
-    core: Arc<Mutex<Core>>,
+pub struct GovernorHandle {
+    /// Each caller waits for its reply, which bounds the queue.
+    calls: mpsc::UnboundedSender<Call>,
     clock: Clock,
     /// Metrics hold it weakly.
     source: Arc<Source>,
@@ -159,14 +169,61 @@ impl Drop for Thread {
     }
 }
 
-/// A message that waits for its decision.
-struct Undecided {
-    heard: Heard,
-    /// Closed if its connection is gone.
-    done: oneshot::Sender<()>,
+/// Input of the agent's thread.
+enum AgentInput {
+    Connected,
+    Gone,
+    /// The second part is closed if the message's connection is gone, and notified of the decision.
+    Message(Heard, oneshot::Sender<()>),
 }
 
-impl Governor {
+/// End of the agent's thread.
+struct AgentLink {
+    input: mpsc::Sender<AgentInput>,
+    settings: watch::Receiver<Settings>,
+    /// Bytes that agents have sent.
+    bytes: Arc<AtomicU64>,
+}
+
+impl AgentLink {
+    async fn send(&self, input: AgentInput) {
+        // An error is the end of the governor, which ends this thread as well.
+        let _ = self.input.send(input).await;
+    }
+}
+
+/// State of the governor's thread, shared by its tasks.
+struct GovernorTask {
+    core: RefCell<Core>,
+    clock: Clock,
+    settings: watch::Sender<Settings>,
+}
+
+impl GovernorTask {
+    fn new(core: Core, clock: Clock) -> Self {
+        let settings = watch::Sender::new(core.settings());
+        Self { core: RefCell::new(core), clock, settings }
+    }
+
+    /// End of the agent's thread, which sends to the queue of `input`.
+    fn link(&self, input: mpsc::Sender<AgentInput>) -> AgentLink {
+        let bytes = self.core.borrow().agent_bytes();
+        AgentLink { input, settings: self.settings.subscribe(), bytes }
+    }
+
+    /// Lets `act` change the governor at the present time, and publishes the agent's settings.
+    fn act<R>(&self, act: impl FnOnce(&mut Core, TimeMs) -> R) -> R {
+        let mut core = self.core.borrow_mut();
+        let result = act(&mut core, self.clock.now());
+        self.settings.send_if_modified(|settings| {
+            let before = std::mem::replace(settings, core.settings());
+            before != *settings
+        });
+        result
+    }
+}
+
+impl GovernorHandle {
     /// Starts the governor. `plugged` is notified whenever a device's plugged size changes.
     pub fn spawn(
         core: Core,
@@ -184,33 +241,27 @@ impl Governor {
         agents: Option<Connections>,
         parse: Parse,
     ) -> io::Result<Self> {
-        let core = Arc::new(Mutex::new(core));
         // An agent's next line waits for the decision upon the last one.
-        let (sender, queue) = mpsc::channel(1);
+        let (input, queue) = mpsc::channel(1);
+        let (calls, called) = mpsc::unbounded_channel();
         let mut threads = Vec::new();
+        let state = GovernorTask::new(core, clock.clone());
         if let Some(agents) = agents {
-            let (core, clock) = (Arc::clone(&core), clock.clone());
-            threads.push(Thread::spawn(
-                "_agent",
-                || {},
-                move || async move {
-                    listen(&core, &clock, agents, parse, sender).await;
-                },
-            )?);
+            let link = state.link(input);
+            let listen = move || async move { listen(&link, agents, parse).await };
+            threads.push(Thread::spawn("_agent", || {}, listen)?);
         }
-        threads.push(Thread::spawn("_pressure", go_before_others, {
-            let (core, clock) = (Arc::clone(&core), clock.clone());
-            move || async move {
-                tokio::join!(tick(&core, &clock, &plugged), decide(&core, &clock, queue));
-            }
+        threads.push(Thread::spawn("_pressure", go_before_others, move || async move {
+            tokio::join!(tick(&state, &plugged), decide(&state, queue), answer(&state, called));
         })?);
-        let source = Arc::new(Source { core: Arc::clone(&core), clock: clock.clone() });
-        Ok(Self { core, clock, source, _threads: threads })
+        let source = Arc::new(Source { calls: calls.clone() });
+        Ok(Self { calls, clock, source, _threads: threads })
     }
 
-    /// The governor's state, for the API and for metrics.
-    pub fn core(&self) -> &Arc<Mutex<Core>> {
-        &self.core
+    /// Runs `call` on the governor's thread, and returns its result.
+    pub fn call<R: Send + 'static>(&self, call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static) -> R {
+        let result = call_on(&self.calls, call);
+        result.expect("the governor's thread runs as long as its handle exists")
     }
 
     /// The governor's clock.
@@ -218,22 +269,36 @@ impl Governor {
         &self.clock
     }
 
-    /// What metrics are made of; gone with the governor.
+    /// Source of metrics, which ends with the governor.
     pub fn pressure_source(&self) -> Arc<dyn PressureSource> {
         Arc::clone(&self.source) as _
     }
 }
 
+/// Runs `call` on the governor's thread. `None` if that has ended.
+fn call_on<R: Send + 'static>(
+    calls: &mpsc::UnboundedSender<Call>,
+    call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static,
+) -> Option<R> {
+    // The caller may be a task of a runtime, which must not wait on a channel of that runtime.
+    let (reply, result) = std::sync::mpsc::sync_channel(1);
+    let call = move |core: &mut Core, now| {
+        // The caller waits.
+        let _ = reply.send(call(core, now));
+    };
+    calls.send(Box::new(call)).ok()?;
+    result.recv().ok()
+}
+
 /// The governor as metrics see it.
 #[derive(Debug)]
 struct Source {
-    core: Arc<Mutex<Core>>,
-    clock: Clock,
+    calls: mpsc::UnboundedSender<Call>,
 }
 
 impl PressureSource for Source {
-    fn sample(&self) -> PressureSample {
-        self.core.lock().sample(self.clock.now())
+    fn sample(&self) -> Option<PressureSample> {
+        call_on(&self.calls, |core, now| core.sample(now))
     }
 }
 
@@ -246,12 +311,12 @@ fn go_before_others() {
     }
 }
 
-async fn tick(core: &Mutex<Core>, clock: &Clock, plugged: &Notify) {
+async fn tick(state: &GovernorTask, plugged: &Notify) {
     let mut pace = Pace::new();
     loop {
-        let is_fast = core.lock().is_fast();
+        let is_fast = state.core.borrow().is_fast();
         pace.wait(plugged, is_fast).await;
-        core.lock().tick(clock.now());
+        state.act(Core::tick);
     }
 }
 
@@ -287,49 +352,54 @@ impl Pace {
     }
 }
 
-/// Handles messages of agents one by one.
-async fn decide(core: &Mutex<Core>, clock: &Clock, mut queue: mpsc::Receiver<Undecided>) {
-    while let Some(Undecided { heard: Heard { message, at }, done }) = queue.recv().await {
-        let mut core = core.lock();
-        // Checked under the lock, so that no newer agent connects between the check and the
-        // decision.
-        if !done.is_closed() {
-            core.message(message, clock.now(), clock.with_sleep(), || at.elapsed());
+/// Handles the input of agents in its order. A message whose connection is gone is dropped.
+async fn decide(state: &GovernorTask, mut queue: mpsc::Receiver<AgentInput>) {
+    while let Some(input) = queue.recv().await {
+        match input {
+            AgentInput::Connected => state.act(Core::agent_connected),
+            AgentInput::Gone => state.act(Core::agent_gone),
+            AgentInput::Message(Heard { message, at }, done) => {
+                if !done.is_closed() {
+                    let with_sleep = state.clock.with_sleep();
+                    state.act(|core, now| core.message(message, now, with_sleep, || at.elapsed()));
+                }
+                let _ = done.send(());
+            }
         }
-        drop(core);
-        let _ = done.send(());
+    }
+}
+
+/// Runs the calls of other threads.
+async fn answer(state: &GovernorTask, mut calls: mpsc::UnboundedReceiver<Call>) {
+    while let Some(call) = calls.recv().await {
+        state.act(call);
     }
 }
 
 /// Serves agents for as long as any can come, and then waits for the end.
-async fn listen(
-    core: &Mutex<Core>,
-    clock: &Clock,
-    mut agents: Connections,
-    parse: Parse,
-    sender: mpsc::Sender<Undecided>,
-) {
+async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
     let decide = async |heard| {
         let (done, is_done) = oneshot::channel();
-        // An error is the end of the governor, which ends this thread as well.
-        if sender.send(Undecided { heard, done }).await.is_ok() {
-            let _ = is_done.await;
-        }
+        link.send(AgentInput::Message(heard, done)).await;
+        let _ = is_done.await;
     };
+    let settings = || *link.settings.borrow();
     // Of all connections: or who connects anew for each line would have no bound.
     let mut budget = LineBudget::new();
     let mut next = agents.recv().await;
     while let Some(stream) = next {
         budget.spend().await;
-        let connection =
-            async { agent::serve(UnixStream::from_std(stream)?, core, &mut budget, parse, &decide).await };
-        core.lock().agent_connected(clock.now());
+        link.send(AgentInput::Connected).await;
+        let connection = async {
+            let stream = UnixStream::from_std(stream)?;
+            agent::serve(stream, settings, &link.bytes, &mut budget, parse, &decide).await
+        };
         next = tokio::select! {
             result = connection => {
                 if let Err(err) = result {
                     debug!(%err, "The agent's connection has broken");
                 }
-                core.lock().agent_gone(clock.now());
+                link.send(AgentInput::Gone).await;
                 agents.recv().await
             }
             // An agent that was restarted may be back before the old connection's end is seen.

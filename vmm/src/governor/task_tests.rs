@@ -15,6 +15,10 @@ use crate::vm::request::{AgentState, ResizeStatus};
 /// Reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+fn sample(governor: &GovernorHandle) -> PressureSample {
+    governor.call(|core, now| core.sample(now))
+}
+
 fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let begin = Instant::now();
     while !condition() {
@@ -42,7 +46,7 @@ fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
     let clock = from_zero(slept);
     assert_eq!((clock.now(), clock.with_sleep()), (TimeMs(100_000), TimeMs(28_900_000)));
     let Fixture { core, .. } = fixture("psi", false, true);
-    let core = Mutex::new(core);
+    let core = RefCell::new(core);
     let (mut agent, vmm) = StdUnixStream::pair().unwrap();
     let mut report = report(1, 200, [0, 0]);
     report["monotonic_ms"] = serde_json::json!(28_900_000);
@@ -54,7 +58,7 @@ fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
         let stream = UnixStream::from_std(vmm).unwrap();
         crate::governor::fake::serve(stream, &core, &clock, &mut LineBudget::new()).await.unwrap();
     });
-    let sample = core.lock().sample(clock.now());
+    let sample = core.borrow().sample(clock.now());
     assert_eq!((sample.reports_total, sample.refused_total.len()), (1, 0), "{:?}", sample.refused_total);
     // It has come by the clock without sleep, by which it would seem to be of times to come.
     assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
@@ -102,7 +106,7 @@ fn a_paused_vm_is_neither_silent_nor_late_and_goes_on_where_it_was() {
     assert_eq!((clock.now(), requested(&f)), (TimeMs(2_999), asked));
     pass(51);
     f.core.tick(clock.now());
-    assert_eq!(f.core.agent_state(clock.now()), AgentState::Silent);
+    assert_eq!(f.core.governor.agent_state(clock.now()), AgentState::Silent);
     assert!(requested(&f) > asked, "lost reports fail open once time goes on");
     // And a second pause is like the first.
     clock.hold();
@@ -135,7 +139,7 @@ fn the_hosts_clocks_are_those_of_their_names() {
 fn decisions_come_whatever_the_rest_of_the_vmm_does() {
     let Fixture { core, dram, .. } = fixture("psi", false, true);
     let (agents, connections) = mpsc::channel(1);
-    let governor = Governor::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
+    let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
     let enough = std::sync::atomic::AtomicBool::new(false);
     thread::scope(|scope| {
         for _ in 0..2 * thread::available_parallelism().map_or(1, usize::from) {
@@ -158,7 +162,7 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
         BufReader::new(&agent).read_line(&mut settings).unwrap();
         assert!(settings.contains("watermark_bytes"), "{settings}");
         drop(agent);
-        let state = || governor.core().lock().agent_state(governor.clock().now());
+        let state = || governor.call(|core, now| core.governor.agent_state(now));
         wait_until("the agent's end", || state() == AgentState::Gone);
         enough.store(true, std::sync::atomic::Ordering::Relaxed);
     });
@@ -200,7 +204,7 @@ fn the_governors_thread_is_before_others_where_that_is_allowed() {
         device: Arc::clone(&device) as _,
     };
     let core = Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
-    let governor = Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap();
+    let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap();
     wait_until("a tick", || !device.0.lock().is_empty());
     drop(governor);
     assert!(device.0.lock().iter().all(|nice| *nice == as_allowed), "{:?}", device.0.lock());
@@ -238,7 +242,7 @@ fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
     let (agents, connections) = mpsc::channel(1);
     let clock = Clock::start();
     let governor =
-        Governor::spawn_parsing(core, clock, Arc::default(), Some(connections), parse_slowly).unwrap();
+        GovernorHandle::spawn_parsing(core, clock, Arc::default(), Some(connections), parse_slowly).unwrap();
     let (mut agent, vmm) = StdUnixStream::pair().unwrap();
     vmm.set_nonblocking(true).unwrap();
     agents.blocking_send(vmm).unwrap();
@@ -246,33 +250,32 @@ fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
     wait_until("a line is parsed", || PARSER.lock().is_some());
     let before = device.0.lock().len();
     wait_until("two more ticks", || device.0.lock().len() >= before + 2);
-    let refused = || governor.core().lock().sample(TimeMs(0)).refused_total.values().sum::<u64>();
+    let refused = || sample(&governor).refused_total.values().sum::<u64>();
     assert_eq!(refused(), 0);
     IS_PARSED.store(true, Ordering::Relaxed);
     wait_until("the line is refused", || refused() == 1);
     assert_eq!(*PARSER.lock(), Some(("_agent".to_owned(), normal)));
-    assert_eq!(governor.core().lock().sample(TimeMs(0)).agent_bytes_total, 10);
+    assert_eq!(sample(&governor).agent_bytes_total, 10);
 }
 
 /// A line of a replaced connection must not count as a line of the new agent.
 #[test]
 fn message_of_a_closed_connection_is_dropped() {
-    let core = Mutex::new(fixture("psi", false, true).core);
+    let state = GovernorTask::new(fixture("psi", false, true).core, Clock::start());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let (sender, queue) = mpsc::channel(2);
         let send = async |is_gone: bool| {
             let (done, is_done) = oneshot::channel();
             let heard = Heard { message: balloon::parse_line(b"no report"), at: Instant::now() };
-            sender.send(Undecided { heard, done }).await.unwrap();
+            sender.send(AgentInput::Message(heard, done)).await.unwrap_or_else(|_| panic!("a queue"));
             (!is_gone).then_some(is_done)
         };
         let _gone = send(true).await;
         let there = send(false).await.unwrap();
-        let clock = Clock::start();
-        tokio::select! { () = decide(&core, &clock, queue) => {} result = there => result.unwrap() }
+        tokio::select! { () = decide(&state, queue) => {} result = there => result.unwrap() }
     });
-    assert_eq!(core.lock().sample(TimeMs(0)).refused_total.values().sum::<u64>(), 1);
+    assert_eq!(state.core.borrow().sample(TimeMs(0)).refused_total.values().sum::<u64>(), 1);
 }
 
 /// News come as often as a guest likes to cause them; this thread is before others.
@@ -315,7 +318,7 @@ fn however_often_news_come_ticks_are_few() {
 #[test]
 fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
     const CONNECTIONS: u64 = 1_000;
-    let core = Mutex::new(fixture("psi", false, true).core);
+    let state = GovernorTask::new(fixture("psi", false, true).core, Clock::start());
     // A clock that jumps as soon as everybody waits.
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
@@ -330,15 +333,15 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
                 drop(agent);
                 agents.send(vmm).await.unwrap();
             }
-            while core.lock().sample(TimeMs(0)).connections_total < CONNECTIONS {
+            while state.core.borrow().sample(TimeMs(0)).connections_total < CONNECTIONS {
                 tokio::time::sleep(APART).await;
             }
         };
-        let clock = Clock::start();
         let (sender, queue) = mpsc::channel(1);
+        let link = state.link(sender);
         tokio::select! {
-            () = listen(&core, &clock, connections, balloon::parse_line, sender) => {}
-            () = decide(&core, &clock, queue) => {}
+            () = listen(&link, connections, balloon::parse_line) => {}
+            () = decide(&state, queue) => {}
             () = flood => {}
         }
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
@@ -349,7 +352,7 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
 fn a_newer_agent_takes_the_older_ones_place() {
     let Fixture { core, .. } = fixture("psi", false, true);
     let (agents, connections) = mpsc::channel(1);
-    let governor = Governor::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
+    let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
     let connect = || {
         let (agent, vmm) = StdUnixStream::pair().unwrap();
         vmm.set_nonblocking(true).unwrap();
@@ -364,17 +367,19 @@ fn a_newer_agent_takes_the_older_ones_place() {
         lines.all(|line| line.is_ok())
     });
     writeln!(newer, "{}\n{}", hello(), report(1, 200, [0, 0])).unwrap();
-    let reports = || governor.core().lock().sample(governor.clock().now()).reports_total;
+    let reports = || sample(&governor).reports_total;
     wait_until("a report of the newer agent", || reports() == 1);
 }
 
 #[test]
 fn a_governor_ends_with_its_threads_and_metrics_find_it_gone() {
-    let Fixture { core, .. } = fixture("psi", false, true);
-    let governor = Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap();
-    let source = Arc::downgrade(&governor.pressure_source());
-    assert!(source.upgrade().is_some());
-    let core = Arc::downgrade(governor.core());
+    let Fixture { core, dram, .. } = fixture("psi", false, true);
+    let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap();
+    let source = governor.pressure_source();
+    assert!(source.sample().is_some() && Arc::strong_count(&dram) == 2);
+    let weak = Arc::downgrade(&source);
     drop(governor);
-    assert!(source.upgrade().is_none() && core.upgrade().is_none());
+    assert!(source.sample().is_none(), "a scrape that has begun ends");
+    drop(source);
+    assert!(weak.upgrade().is_none() && Arc::strong_count(&dram) == 1);
 }

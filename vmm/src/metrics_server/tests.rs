@@ -56,8 +56,8 @@ const DOC: &str = include_str!("../../../docs/metrics.md");
 struct FakeGovernor;
 
 impl PressureSource for FakeGovernor {
-    fn sample(&self) -> PressureSample {
-        PressureSample {
+    fn sample(&self) -> Option<PressureSample> {
+        Some(PressureSample {
             plans_total: BTreeMap::from([(("psi", "grow", "low_available"), 3)]),
             policies: BTreeSet::from(["psi"]),
             reports_total: 7,
@@ -78,7 +78,7 @@ impl PressureSource for FakeGovernor {
             decisions_total: 12,
             report: Some((Duration::from_millis(1500), report())),
             ..PressureSample::default()
-        }
+        })
     }
 }
 
@@ -628,8 +628,8 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
 struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
 
 impl PressureSource for JustStarted {
-    fn sample(&self) -> PressureSample {
-        self.0.lock().sample(balloon::TimeMs(0))
+    fn sample(&self) -> Option<PressureSample> {
+        Some(self.0.lock().sample(balloon::TimeMs(0)))
     }
 }
 
@@ -658,7 +658,7 @@ fn every_reason_is_there_from_the_start() {
     }
     // Those of another policy come with it, and those of the first stay.
     let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
-    governor.0.lock().change(&change).unwrap();
+    governor.0.lock().change(&change, balloon::TimeMs(0)).unwrap();
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();
     plans(&text, "psi");
     plans(&text, "amf");

@@ -38,8 +38,7 @@ impl KvmMachine {
     /// Checks that the guest has room for the page descriptors of a DIMM. A zone of virtio-mem would plug
     /// it in steps; a DIMM comes as a whole.
     fn check_descriptors(&self, size_bytes: u64, dimm_bytes: u64) -> Result<(), VmError> {
-        let now = self.governor.clock().now();
-        let most_bytes = self.governor.core().lock().describable_bytes(now);
+        let most_bytes = self.governor.call(|core, now| core.describable_bytes(now));
         if dimm_bytes <= most_bytes {
             return Ok(());
         }
@@ -85,8 +84,7 @@ impl KvmMachine {
         let dimm = added.map_err(|err| self.refuse(size_bytes, &err))?;
         let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
-        let now = self.governor.clock().now();
-        self.governor.core().lock().add_dimm(more, now);
+        self.governor.call(move |core, now| core.add_dimm(more, now));
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
         if let Err(err) = self.ged.notify(ged::Event::Memory) {

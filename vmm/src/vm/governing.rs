@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use balloon::governor::{BalloonState, Onlining, Sample};
 use balloon::{Distances, DriverState, Shortfall, Tier as GovernedTier, ZoneSizes};
 use tokio::sync::Notify;
 use tracing::{debug, error, warn};
@@ -12,8 +13,8 @@ use super::resources::Resources;
 use crate::config::{RECORD_BYTES, Topology, VmConfig};
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
-use crate::governor::task::{Clock, Connections, Governor};
-use crate::governor::{Beside, GovernedZone, PoolFree, ZoneDevice};
+use crate::governor::task::{Clock, Connections, GovernorHandle};
+use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree, ZoneDevice};
 use crate::log::sparsely;
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
@@ -21,7 +22,6 @@ use crate::pool::PoolInfo;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::mem::{MemHandle, RequestSizeError};
 use crate::volume::guest_btt::GuestBtt;
-use balloon::governor::agentless::{Agentless, BalloonSource, Onlining, Sample};
 
 impl ZoneDevice for MemHandle {
     fn sizes(&self) -> ZoneSizes {
@@ -94,18 +94,16 @@ impl BalloonSource for BalloonHandle {
         self.ask_statistics();
     }
 
-    fn sample(&self) -> Option<Sample> {
-        let heard = self.statistics()?;
-        let (statistics, number, driver_life) = (heard.statistics, heard.number, heard.driver_life);
-        Some(Sample { statistics, number, driver_life })
-    }
-
-    fn ballooned_bytes(&self) -> u64 {
-        BalloonHandle::sizes(self).actual_bytes
-    }
-
-    fn is_counted(&self) -> bool {
-        self.deflates_on_oom()
+    fn state(&self) -> BalloonState {
+        let sample = self.statistics().map(|heard| {
+            let (statistics, number, driver_life) = (heard.statistics, heard.number, heard.driver_life);
+            Sample { statistics, number, driver_life }
+        });
+        BalloonState {
+            sample,
+            ballooned_bytes: BalloonHandle::sizes(self).actual_bytes,
+            is_counted: self.deflates_on_oom(),
+        }
     }
 }
 
@@ -142,7 +140,7 @@ pub(super) fn start(
     governed: Governed<'_>,
     agents: Connections,
     guest_btt: &Arc<GuestBtt>,
-) -> Result<Governor, BuildError> {
+) -> Result<GovernorHandle, BuildError> {
     let Governed { handles, balloon, beside, plugged } = governed;
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
@@ -177,7 +175,7 @@ pub(super) fn start(
         Core::new(&pressure, zones, config.memory.boot_bytes() - balloon_bytes, pool_free, clock.now())
             .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
-        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), onlining(config)));
+        core = core.with_statistics(Arc::new(balloon.clone()), onlining(config));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
             // A size that was given is one by hand: it stays until somebody says otherwise.
@@ -198,7 +196,7 @@ pub(super) fn start(
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);
     }));
-    Governor::spawn(core, clock, plugged, Some(agents)).map_err(BuildError::device("the governor"))
+    GovernorHandle::spawn(core, clock, plugged, Some(agents)).map_err(BuildError::device("the governor"))
 }
 
 /// Records what the governor sees. A machine that follows upon another does without a recording that cannot be had:

@@ -31,7 +31,7 @@ use crate::cpu::run::Pausing;
 use crate::event_loop::EventLoop;
 use crate::events::Events;
 use crate::governor::core::BALLOON_ZONE;
-use crate::governor::task::{Agents, Governor};
+use crate::governor::task::{Agents, GovernorHandle};
 use crate::host_console::{Lines, Port};
 use crate::memory::Memory;
 use crate::memory::dimms::Dimms;
@@ -47,7 +47,7 @@ use crate::volume::kernel_gate::GuestKernel;
 pub struct KvmMachine {
     pub(super) vcpus: Vcpus,
     pub(super) clock: Arc<GuestClock>,
-    pub(super) governor: Governor,
+    pub(super) governor: GovernorHandle,
     pub(super) fabric: Fabric,
     /// Devices that the guest has let go.
     pub(super) leaving: Leaving,
@@ -207,8 +207,7 @@ impl Machine for KvmMachine {
 
     fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
         let Some(left_bytes) = self.without_balloon(size_bytes)? else { return Ok(()) };
-        let now = self.governor.clock().now();
-        self.governor.core().lock().resize(BALLOON_ZONE, left_bytes, now)
+        self.governor.call(move |core, now| core.resize(BALLOON_ZONE, left_bytes, now))
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -252,12 +251,12 @@ impl Machine for KvmMachine {
     }
 
     fn pressure(&self, decisions: usize) -> PressureInfo {
-        let view = self.governor.core().lock().view(decisions, self.governor.clock().now());
-        view.info()
+        self.governor.call(move |core, now| core.view(decisions, now)).info()
     }
 
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
-        self.governor.core().lock().change(change)
+        let change = change.clone();
+        self.governor.call(move |core, now| core.change(&change, now))
     }
 }
 
@@ -323,7 +322,8 @@ impl KvmMachine {
     fn check_zone_resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<Option<u64>, VmError> {
         let hotplugged = self.hotplugged_bytes(nth, what, size_bytes)?;
         if let Some(bytes) = hotplugged {
-            self.governor.core().lock().check_resize(&self.memory.zones()[nth].id, bytes)?;
+            let id = self.memory.zones()[nth].id.clone();
+            self.governor.call(move |core, _| core.check_resize(&id, bytes))?;
         }
         Ok(hotplugged)
     }
@@ -333,7 +333,8 @@ impl KvmMachine {
         let Some(hotplugged) = self.check_zone_resize(nth, what, size_bytes)? else { return Ok(()) };
         let spec = &self.memory.zones()[nth];
         self.told.expect_of_zone(&spec.id);
-        self.governor.core().lock().resize(&spec.id, hotplugged, self.governor.clock().now())
+        let id = spec.id.clone();
+        self.governor.call(move |core, now| core.resize(&id, hotplugged, now))
     }
 
     /// All but what is resident.
@@ -341,15 +342,15 @@ impl KvmMachine {
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
         let dimms = self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
-        let now = self.governor.clock().now();
-        let (online_bytes, status) = {
-            let core = self.governor.core().lock();
-            let online_bytes = match dimms {
-                Some(_) => core.online_beside_boot(spec.guest_node, spec.boot_bytes),
-                None => core.online_bytes(&spec.id),
+        let (id, node, boot_bytes) = (spec.id.clone(), spec.guest_node, spec.boot_bytes);
+        let has_dimms = dimms.is_some();
+        let (online_bytes, status) = self.governor.call(move |core, now| {
+            let online_bytes = match has_dimms {
+                true => core.online_beside_boot(node, boot_bytes),
+                false => core.online_bytes(&id),
             };
-            (online_bytes, core.resize_status(&spec.id, now))
-        };
+            (online_bytes, core.resize_status(&id, now))
+        });
         let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
         ZoneInfo {
             id: spec.id.clone(),
@@ -461,7 +462,7 @@ pub(super) mod tests {
         KvmMachine {
             vcpus: Vcpus::none(),
             clock: Arc::new(GuestClock::new(Arc::<AtomicU64>::default())),
-            governor: Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
+            governor: GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
             fabric,
             leaving: Leaving::default(),
             lost_loop: EventLoop::spawn("lost").unwrap(),

@@ -203,7 +203,10 @@ fn calls_that_the_document_shows_are_answered() {
             }
             let change: PressureChange = serde_json::from_str(body).unwrap();
             assert!(asked.contains(&format!("{change:?}")), "{asked}");
-            governed.core.change(&change).unwrap_or_else(|error| panic!("{text}: {error}"));
+            governed
+                .core
+                .change(&change, balloon::TimeMs(0))
+                .unwrap_or_else(|error| panic!("{text}: {error}"));
             note(&mut changed, change);
         }
         let shown = serde_json::to_value(&changed).unwrap();

@@ -1,14 +1,16 @@
 //! What agents say and do: lines of every kind, floods, lies, silence.
 
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use parking_lot::Mutex;
+use balloon::governor::AgentState;
 use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
 use crate::governor::ZoneDevice;
-use crate::governor::agent::LineBudget;
+use crate::governor::agent::{self, Heard, LineBudget};
 use crate::governor::fake::serve;
 use crate::governor::fake::{Fixture, MIB, Shown, fixture, hello, report};
 use crate::governor::task::Clock;
@@ -22,11 +24,11 @@ fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
     f.bytes(Ok(b"{}"), TimeMs(0));
     f.bytes(Err(Refusal::TooLong { bound_bytes: 1 }), TimeMs(0));
     f.line(&json!({"type": "report", "version": 99}));
-    let refused = &f.core.counters.refused;
+    let refused = &f.core.governor.counters().refused;
     assert_eq!(refused.values().sum::<u64>(), 4);
     assert_eq!(refused["too_long"], 1);
     assert_eq!(refused["wrong_version"], 1);
-    assert_eq!(f.core.counters.reports, 0);
+    assert_eq!(f.core.governor.counters().reports, 0);
 }
 
 #[test]
@@ -41,7 +43,10 @@ fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
         let mut line = report(f.seq, 300, [0, 0]);
         line["memory"]["total_bytes"] = json!(total_bytes);
         f.line(&line);
-        (f.core.counters.reports, f.core.counters.refused.get("out_of_range").copied().unwrap_or(0))
+        (
+            f.core.governor.counters().reports,
+            f.core.governor.counters().refused.get("out_of_range").copied().unwrap_or(0),
+        )
     };
     assert_eq!(say(&mut f, most + 4096), (0, 1));
     assert_eq!(say(&mut f, 1 << 46), (0, 2));
@@ -68,7 +73,10 @@ fn an_agent_whose_zones_have_more_than_the_vm_can_have_together_is_refused() {
         };
         line["zones"] = json!([zone(0), zone(1)]);
         f.line(&line);
-        (f.core.counters.reports, f.core.counters.refused.get("out_of_range").copied().unwrap_or(0))
+        (
+            f.core.governor.counters().reports,
+            f.core.governor.counters().refused.get("out_of_range").copied().unwrap_or(0),
+        )
     };
     let (half, slack) = (most_pages / 2, 65_536 / 2);
     assert_eq!(say(&mut f, 0, 0, half), (1, 0));
@@ -134,12 +142,12 @@ fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     let mut honest = report(1, 200, [0, 0]);
     honest["monotonic_ms"] = json!(now.0 - 100);
     line(&mut f, honest);
-    assert_eq!((f.core.counters.reports, f.core.counters.refused.len()), (2, 0));
+    assert_eq!((f.core.governor.counters().reports, f.core.governor.counters().refused.len()), (2, 0));
     // A guest that seems older than its VM has to insist.
     let mut future = report(2, 200, [0, 0]);
     future["monotonic_ms"] = json!(2 * now.0);
     line(&mut f, future);
-    assert_eq!(f.core.counters.refused["from_the_future"], 1);
+    assert_eq!(f.core.governor.counters().refused["from_the_future"], 1);
 }
 
 /// Eight hours in which nobody could report or follow: only the guest's clock has gone on.
@@ -153,12 +161,12 @@ fn a_host_that_has_slept_takes_its_guest_neither_for_a_liar_nor_for_late() {
     assert!(asked > 0);
     let now = TimeMs(f.seq * 50 + 50);
     f.core.tick(now);
-    assert_eq!(f.core.agent_state(now), AgentState::Live);
+    assert_eq!(f.core.governor.agent_state(now), AgentState::Live);
     let mut next = report(f.seq + 1, 20, [0, 0]);
     next["monotonic_ms"] = json!(now.0 + SLEPT_MS);
     f.core.line(Ok(next.to_string().as_bytes()), now, now + SLEPT_MS, Duration::default);
-    assert_eq!((f.core.counters.reports, f.core.counters.refused.len()), (2, 0));
-    assert_eq!(f.core.counters.reminders, 0);
+    assert_eq!((f.core.governor.counters().reports, f.core.governor.counters().refused.len()), (2, 0));
+    assert_eq!(f.core.governor.counters().reminders, 0);
     assert!(f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes >= asked, "it is still to follow");
 }
 
@@ -183,25 +191,6 @@ fn an_agent_is_never_there_then_live_then_silent_then_live_then_gone() {
     assert_eq!(state(&f, 5_000), AgentState::Gone);
     f.core.agent_connected(TimeMs(60_000));
     assert_eq!((state(&f, 60_000), state(&f, 63_000)), (AgentState::Live, AgentState::Silent));
-}
-
-/// Agents go with their guests, which is nothing to warn of.
-#[test]
-fn an_agent_that_is_gone_is_missed_once_when_none_comes() {
-    let mut f = fixture("psi", false, true);
-    assert!(!f.core.agent.is_missed(TimeMs(60_000), 3_000), "There was none");
-    f.greet();
-    f.report(200);
-    assert!(!f.core.agent.is_missed(TimeMs(60_000), 3_000), "It is connected");
-    // It was silent before, which was said.
-    f.core.agent_gone(TimeMs(60_000));
-    assert!(!f.core.agent.is_missed(TimeMs(62_999), 3_000));
-    // What asks is each tick.
-    f.core.tick(TimeMs(63_000));
-    assert!(f.core.agent.missed && !f.core.agent.is_missed(TimeMs(69_000), 3_000));
-    f.core.agent_connected(TimeMs(70_000));
-    f.core.agent_gone(TimeMs(70_000));
-    assert!(f.core.agent.is_missed(TimeMs(73_000), 3_000), "It is another one");
 }
 
 /// Rule 6 of docs/policy.md, through the whole governor.
@@ -229,7 +218,7 @@ fn an_agent_that_falls_silent_while_the_guest_is_short_fails_open_and_no_further
 fn lines_of_an_agent_that_has_closed_its_end_count() {
     use std::io::Write;
     let Fixture { core, .. } = fixture("psi", false, true);
-    let core = Mutex::new(core);
+    let core = RefCell::new(core);
     let (mut agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
     agent.write_all(b"this is no report\nnor is this\n").unwrap();
     drop(agent);
@@ -239,7 +228,7 @@ fn lines_of_an_agent_that_has_closed_its_end_count() {
         let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
         serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
     });
-    assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 2);
+    assert_eq!(core.borrow().governor.counters().refused.values().sum::<u64>(), 2);
 }
 
 /// A flood costs the host so many lines a second, and waits in the guest.
@@ -247,7 +236,7 @@ fn lines_of_an_agent_that_has_closed_its_end_count() {
 fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     use std::io::Write;
     let Fixture { core, .. } = fixture("psi", false, true);
-    let core = Mutex::new(core);
+    let core = RefCell::new(core);
     let (mut agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
     agent.write_all("no report\n".repeat(1_000).as_bytes()).unwrap();
     drop(agent);
@@ -261,7 +250,7 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
         serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
     });
-    assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 1_000);
+    assert_eq!(core.borrow().governor.counters().refused.values().sum::<u64>(), 1_000);
 }
 
 /// A line that never ends is no line that could be counted, and costs the host no more than lines do.
@@ -270,7 +259,7 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
     use std::io::Write;
     /// Four seconds' worth, of which the first is there at once.
     const FLOOD_BYTES: usize = 4 * 200 * 64 * 1024;
-    let core = Mutex::new(fixture("psi", false, true).core);
+    let core = RefCell::new(fixture("psi", false, true).core);
     let (mut agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
     vmm.set_nonblocking(true).unwrap();
     let flood = std::thread::spawn(move || {
@@ -288,7 +277,7 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
         assert!(begin.elapsed() >= Duration::from_secs(3), "{:?}", begin.elapsed());
     });
     flood.join().unwrap();
-    assert_eq!(core.lock().counters.refused, BTreeMap::from([("too_long", 1)]));
+    assert_eq!(core.borrow().governor.counters().refused, BTreeMap::from([("too_long", 1)]));
 }
 
 /// What it is told waits for it, the newest alone, and keeps nobody from hearing what it says.
@@ -298,7 +287,8 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt};
     const LINES: u64 = 100;
     const LAST: u64 = LINES << 20;
-    let core = Mutex::new(fixture("off", false, true).core);
+    let core = RefCell::new(fixture("off", false, true).core);
+    let settings = Cell::new(Settings::with_watermark(0));
     let [agent, vmm] = {
         let (agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
         // The least that Linux gives: a few lines.
@@ -321,9 +311,9 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
         let (from, mut to) = agent.into_split();
         let talk = async {
             for line in 1..=LINES {
-                core.lock().settings = Settings::with_watermark(line << 20);
+                settings.set(Settings::with_watermark(line << 20));
                 to.write_all(b"no report\n").await.unwrap();
-                while core.lock().counters.refused.values().sum::<u64>() < line {
+                while core.borrow().governor.counters().refused.values().sum::<u64>() < line {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }
@@ -335,8 +325,12 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
             assert!(count < LINES, "{count} lines waited for it");
         };
         let (clock, mut budget) = (Clock::start(), LineBudget::new());
+        let (bytes, decide) = (AtomicU64::new(0), async |Heard { message, .. }| {
+            core.borrow_mut().message(message, clock.now(), clock.with_sleep(), Duration::default);
+        });
+        let serve = agent::serve(vmm, || settings.get(), &bytes, &mut budget, balloon::parse_line, decide);
         tokio::select! {
-            result = serve(vmm, &core, &clock, &mut budget) => panic!("{result:?}"),
+            result = serve => panic!("{result:?}"),
             heard = tokio::time::timeout(Duration::from_secs(60), talk) => heard.expect("it is heard"),
         }
     });
@@ -370,7 +364,7 @@ proptest! {
             f.line(&line);
             f.core.tick(TimeMs(f.seq * 50 + 20));
         }
-        prop_assert!(f.core.counters.reports > 0, "{:?}", f.core.counters.refused);
+        prop_assert!(f.core.governor.counters().reports > 0, "{:?}", f.core.governor.counters().refused);
         prop_assert!(f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50)).decisions.len() <= DECISIONS_KEPT);
     }
 }

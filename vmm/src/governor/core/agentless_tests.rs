@@ -13,8 +13,7 @@ use balloon::{Tier, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use balloon::governor::agentless::*;
-use balloon::proto::{Report, Settings};
+use balloon::governor::{BalloonState, Onlining, Sample};
 use balloon::statistics::Statistics;
 
 use super::*;
@@ -22,7 +21,7 @@ use crate::config::PressureConfig;
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::fake::{FakeDevice, Shown};
 use crate::governor::record::Target;
-use crate::governor::{Beside, GovernedZone, ZoneDevice};
+use crate::governor::{BalloonSource, Beside, GovernedZone, ZoneDevice};
 
 const MIB: u64 = 1 << 20;
 const BOOT: u64 = 4096 * MIB;
@@ -122,15 +121,11 @@ impl BalloonSource for FakeGuest {
         let truth = self.truth();
         self.say(truth);
     }
-    fn sample(&self) -> Option<Sample> {
+    fn state(&self) -> BalloonState {
         let state = self.state.lock();
-        Some(Sample { statistics: state.statistics?, number: state.number, driver_life: state.driver_life })
-    }
-    fn ballooned_bytes(&self) -> u64 {
-        self.state.lock().ballooned
-    }
-    fn is_counted(&self) -> bool {
-        self.counted
+        let (number, driver_life) = (state.number, state.driver_life);
+        let sample = state.statistics.map(|statistics| Sample { statistics, number, driver_life });
+        BalloonState { sample, ballooned_bytes: state.ballooned, is_counted: self.counted }
     }
 }
 
@@ -168,7 +163,7 @@ fn rig_with(config: &PressureConfig, counted: bool, pm: Option<Arc<FakeDevice>>,
     });
     let zones = [zone].into_iter().chain(pm).collect();
     let core = Core::new(config, zones, BOOT - REGION, Arc::new(|| 1 << 40), TimeMs(0)).unwrap();
-    let core = core.with_statistics(Agentless::new(Arc::clone(&guest) as _, onlining));
+    let core = core.with_statistics(Arc::clone(&guest) as _, onlining);
     Rig { core, guest, now: TimeMs(0), seq: 0 }
 }
 
@@ -265,28 +260,6 @@ fn what_an_agents_guest_onlines_is_no_matter_for_a_balloon() {
     }
     // Of hotplugged memory a quarter would be lent, as its online policy is.
     assert!(rig.guest.sizes().plugged_bytes > REGION / 4, "{}", rig.guest.sizes().plugged_bytes / MIB);
-}
-
-#[test]
-fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
-    let guest = FakeGuest::new(false, Some(FakeDevice::new(1024 * MIB, true)));
-    guest.pm.as_ref().unwrap().request(1024 * MIB);
-    let mut agentless = Agentless::new(Arc::clone(&guest) as _, Onlining::CommandLine);
-    let pm = ZoneSizes {
-        guest_numa_node: 1,
-        requested_bytes: 1024 * MIB,
-        plugged_bytes: 1024 * MIB,
-        ..ZoneSizes::empty(0, Tier::Pm, 1024 * MIB)
-    };
-    let host = HostView { zones: vec![pm], boot_bytes: BOOT, ..HostView::default() };
-    guest.ask();
-    let settings = Settings::with_watermark(0);
-    let report = agentless.tick(&settings, 1 << 40, TimeMs(1000)).expect("statistics").expect("sound");
-    assert!(agentless.is_active());
-    // It is one zone, whoever says it.
-    assert_eq!(agentless.place(report.clone(), Teller::Agent, &host), report);
-    let nodes = |report: &Report| report.zones().iter().map(|zone| zone.node).collect::<Vec<_>>();
-    assert_eq!(nodes(&agentless.place(report, Teller::Statistics, &host)), [0, 1]);
 }
 
 #[test]

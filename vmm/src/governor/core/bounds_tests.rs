@@ -5,6 +5,8 @@ use serde_json::json;
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, MIB, fixture};
+use crate::vm::request::PressureChange;
+use balloon::controller::Rules;
 
 fn change(json: serde_json::Value) -> PressureChange {
     serde_json::from_value(json).unwrap()
@@ -14,7 +16,7 @@ fn change(json: serde_json::Value) -> PressureChange {
 fn what_is_to_be_there_in_any_case_is_no_more_than_the_zones_can_have() {
     let mut f = fixture("psi", false, true);
     let most = json!({"rules": {"floor": 1152 * MIB}});
-    f.core.change(&change(most)).unwrap();
+    f.core.change(&change(most), TimeMs(0)).unwrap();
     for (wrong, message) in [
         (
             json!({"dry_run": true, "rules": {"floor": 1152 * MIB + BLOCK, "cool_down": "2s"}}),
@@ -28,7 +30,7 @@ fn what_is_to_be_there_in_any_case_is_no_more_than_the_zones_can_have() {
         (json!({"rules": {"ceiling": "1G"}}), "ceiling is 1G, must be at least floor, which is 1152M"),
         (json!({"params": {"idle": "31s"}}), "max_idle is 30s, must be at least idle, which is 31s"),
     ] {
-        assert_eq!(f.core.change(&change(wrong)).unwrap_err().to_string(), message);
+        assert_eq!(f.core.change(&change(wrong), TimeMs(0)).unwrap_err().to_string(), message);
         let info = f.core.info(0, TimeMs(0));
         assert_eq!((info.policy.as_str(), info.dry_run, info.paused), ("psi", false, false));
         let rules = &info.details["rules"];
@@ -53,7 +55,7 @@ fn a_machine_is_not_built_with_a_floor_that_it_cannot_have() {
 #[test]
 fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_rules() {
     let mut f = fixture("psi", false, true);
-    f.core.change(&change(json!({"policy": "amf"}))).unwrap();
+    f.core.change(&change(json!({"policy": "amf"})), TimeMs(0)).unwrap();
     let names = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
     let expected = |name| {
         format!(
@@ -62,9 +64,11 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
     };
     // Misspelt, another policy's, and a rule in the wrong place.
     for name in ["cooldown", "idle", "ceiling"] {
-        let refused = f.core.change(&change(json!({"params": {name: "1G"}}))).unwrap_err().to_string();
+        let refused =
+            f.core.change(&change(json!({"params": {name: "1G"}})), TimeMs(0)).unwrap_err().to_string();
         assert_eq!(refused, expected(name));
-        let refused = f.core.change(&change(json!({"policy": "amf", "params": {name: "1G"}}))).unwrap_err();
+        let refused =
+            f.core.change(&change(json!({"policy": "amf", "params": {name: "1G"}})), TimeMs(0)).unwrap_err();
         assert_eq!(refused.to_string(), format!("vm.pressure: {}", expected(name)));
     }
 }
@@ -72,7 +76,7 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
 #[test]
 fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
     let mut f = fixture("psi", false, true);
-    let refused = f.core.change(&change(json!({"size": 64 * MIB}))).unwrap_err().to_string();
+    let refused = f.core.change(&change(json!({"size": 64 * MIB})), TimeMs(0)).unwrap_err().to_string();
     assert!(refused.starts_with("parameter \"size\" is unknown; those of psi are burst, "), "{refused}");
     let mut config = PressureConfig::default();
     for (json, size_mib) in [
@@ -82,7 +86,7 @@ fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
         (json!({"size": 128 * MIB}), 128),
         (json!({"policy": "fixed", "params": {"size": "160M"}}), 160),
     ] {
-        f.core.change(&change(json.clone())).unwrap();
+        f.core.change(&change(json.clone()), TimeMs(0)).unwrap();
         f.core.tick(TimeMs(1_000));
         let requested = f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
         assert_eq!(requested, size_mib * MIB, "{json}");
@@ -101,7 +105,7 @@ fn resumed_zone_has_no_goal_and_a_later_resize_is_carried_out() {
     f.core.resize("pm", 1024 * MIB, TimeMs(100)).unwrap();
     let before = f.pm.sizes();
     assert!(before.held_bytes > 0);
-    f.core.change(&PressureChange { resume: Some(true), ..Default::default() }).unwrap();
+    f.core.change(&PressureChange { resume: Some(true), ..Default::default() }, TimeMs(0)).unwrap();
     let sizes = f.pm.sizes();
     assert_eq!((sizes.requested_bytes, sizes.held_bytes), (before.requested_bytes, 0));
     f.core.resize("pm", 1024 * MIB, TimeMs(200)).unwrap();

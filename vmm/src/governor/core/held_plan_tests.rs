@@ -6,6 +6,7 @@ use balloon::params::Setting;
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{Fixture, MIB, fixture, report};
+use crate::vm::request::PressureChange;
 
 /// Numbers of events of DRAM and of PM.
 fn reported(f: &Fixture) -> (u32, u32) {
@@ -25,7 +26,7 @@ fn report_without_room(f: &mut Fixture) {
 fn plan_held_back_by_descriptors_is_reported_once_until_it_proceeds() {
     let mut f = fixture("psi", false, true);
     f.greet();
-    let patience_ms = f.core.controller.rules().progress_ms;
+    let patience_ms = f.core.governor.controller().rules().progress_ms;
     let reports = patience_ms / 50;
     (0..reports).for_each(|_| report_without_room(&mut f));
     assert_eq!((reported(&f), f.dram.sizes().requested_bytes), ((0, 0), 0));
@@ -43,7 +44,7 @@ fn dry_run_held_back_by_descriptors_is_not_reported() {
     let mut f = fixture("psi", true, true);
     f.greet();
     (0..400).for_each(|_| report_without_room(&mut f));
-    let holds = f.core.counters.plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
+    let holds = f.core.governor.counters().plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
     assert_eq!((holds, *f.dram.reported_held.lock()), (1, 0));
 }
 
@@ -57,7 +58,7 @@ fn fixed_size_that_descriptors_hold_back_is_reported_without_reports() {
         rules: Some(rules.into()),
         ..Default::default()
     };
-    f.core.change(&change).unwrap();
+    f.core.change(&change, TimeMs(0)).unwrap();
     (1..60).for_each(|second| f.core.tick(TimeMs(second * 1000)));
     assert_eq!(f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes, 384 * MIB);
     assert_eq!(reported(&f), (0, 1));

@@ -2,21 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use balloon::controller::{Rules, Status};
+use balloon::governor::{AuditedZone, Entry};
 use balloon::params::Parameters;
 use balloon::policy::Policy;
 use balloon::proto::{Report, Settings};
 use balloon::{DriverState, TimeMs, ZoneId};
 use serde_json::{Value, json};
 
-use super::{BALLOON_ZONE, Core, Zone};
+use super::{BALLOON_ZONE, Core};
+use crate::governor::GovernedZone;
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
 use crate::vm::request::{AgentState, GovernedZoneInfo, PressureInfo, RecordingInfo, ResizeStatus};
-use balloon::governor::agentless::Agentless;
-use balloon::governor::audit::{AuditedZone, Entry};
 
 /// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long
 /// as a decision does, and more with each that is shown, and no decision is to wait for it.
@@ -112,32 +113,29 @@ impl View {
 impl Core {
     /// What `vm.pressure` answers, [`View::info`], with so many of the last decisions.
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
-        let patience_ms = self.controller.rules().progress_ms;
-        let progress = self.zones.iter().map(|zone| &zone.progress);
-        let zones =
-            self.governed_zones().zip(progress).zip(0..).map(|(((_, info), progress), id)| ViewedZone {
-                id: ZoneId(id),
-                plugged_bytes: self.zones[id as usize].zone.device.sizes().plugged_bytes,
-                late: progress.is_late(patience_ms, now),
-                info,
-            });
-        let source = |agentless: &Agentless| if agentless.is_active() { "statistics" } else { "agent" };
+        let governor = &self.governor;
+        let zones = self.zones.iter().zip(self.governed_zones()).zip(0..).map(|((zone, (_, info)), id)| {
+            let id = ZoneId(id);
+            let plugged_bytes = zone.device.sizes().plugged_bytes;
+            ViewedZone { id, plugged_bytes, late: governor.is_late(id, now), info }
+        });
+        let source = |is_active| if is_active { "statistics" } else { "agent" };
         View {
             now,
-            status: self.controller.status(),
-            policy: self.controller.policy().clone(),
-            rules: self.controller.rules().clone(),
+            status: governor.controller().status(),
+            policy: governor.controller().policy().clone(),
+            rules: governor.controller().rules().clone(),
             zones: zones.collect(),
-            agent: self.agent_state(now),
-            agent_connected: self.agent.connected,
-            last_report: self.last_report.clone(),
-            settings: self.settings,
-            reports: self.counters.reports,
-            refused: self.counters.refused.clone(),
-            source: self.agentless.as_ref().map(source),
-            last_online_ms: self.last_online_ms,
-            decisions_total: self.audit.total(),
-            decisions: self.audit.newest(decisions),
+            agent: governor.agent_state(now),
+            agent_connected: governor.is_agent_connected(),
+            last_report: governor.last_report().map(|(at, report)| (at, report.clone())),
+            settings: governor.settings(),
+            reports: governor.counters().reports,
+            refused: governor.counters().refused.clone(),
+            source: governor.by_statistics().map(source),
+            last_online_ms: governor.last_online_ms(),
+            decisions_total: governor.decisions_total(),
+            decisions: governor.decisions(decisions),
             recording: self.recorder.as_ref().map(Recorder::info),
         }
     }
@@ -150,8 +148,8 @@ impl Core {
 
     /// Tier and state of each zone.
     fn governed_zones(&self) -> impl Iterator<Item = (&'static str, GovernedZoneInfo)> {
-        let pinned = self.controller.status().pinned;
-        self.zones.iter().zip(0..).map(move |(Zone { zone, .. }, index)| {
+        let pinned = self.governor.controller().status().pinned;
+        self.zones.iter().zip(0..).map(move |(zone, index)| {
             let info = GovernedZoneInfo {
                 id: zone.id.clone(),
                 driver_ready: zone.device.sizes().driver == DriverState::Ready,
@@ -163,22 +161,21 @@ impl Core {
 
     /// How the last resize of zone `id` goes; `None` if the governor does not size it.
     pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
-        let Zone { zone, progress, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
+        let (zone, number) = self.zones.iter().zip(0..).find(|(zone, _)| zone.id == id)?;
         let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
-        Some(progress.status(offline, self.controller.rules().progress_ms, now))
+        self.governor.resize_status(ZoneId(number), offline, now)
     }
 
     /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says what they have together:
     /// then the first ones' memory counts first. None has more online than it has plugged, whatever is said.
     pub fn online_bytes(&self, id: &str) -> Option<u64> {
-        let Zone { zone, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
+        let zone = self.zones.iter().find(|zone| zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
         let mut left = online.saturating_sub(zone.boot_bytes);
         // A balloon's memory is boot memory.
-        let is_neighbour = |other: &&Zone| {
-            other.zone.guest_numa_node == zone.guest_numa_node && other.zone.id != BALLOON_ZONE
-        };
-        for Zone { zone: neighbour, .. } in self.zones.iter().filter(is_neighbour) {
+        let is_neighbour =
+            |other: &&GovernedZone| other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE;
+        for neighbour in self.zones.iter().filter(is_neighbour) {
             let its = left.min(neighbour.device.sizes().plugged_bytes);
             if neighbour.id == id {
                 return Some(its);
@@ -192,13 +189,13 @@ impl Core {
     /// For memory that the governor does not size, alone in its node.
     pub fn online_beside_boot(&self, node: u32, boot_bytes: u64) -> Option<u64> {
         let (online, _) = self.node_blocks(node)?;
-        let (_, report) = self.last_report.as_ref()?;
+        let (_, report) = self.governor.last_report()?;
         Some(online.saturating_sub(boot_bytes.next_multiple_of(report.blocks().block_bytes)))
     }
 
     /// Online and offline bytes of a node in the last report that knew of blocks.
     fn node_blocks(&self, node: u32) -> Option<(u64, u64)> {
-        let (_, report) = self.last_report.as_ref()?;
+        let (_, report) = self.governor.last_report()?;
         let blocks = report.blocks();
         if blocks.block_bytes == 0 {
             return None;
@@ -209,24 +206,26 @@ impl Core {
 
     /// Everything for metrics.
     pub fn sample(&self, now: TimeMs) -> PressureSample {
+        let governor = &self.governor;
+        let counters = governor.counters().clone();
         let age = |at: TimeMs| Duration::from_millis(now.since(at));
         PressureSample {
-            plans_total: self.counters.plans.clone(),
-            policies: self.counters.policies.clone(),
-            reports_total: self.counters.reports,
-            refused_total: self.counters.refused.clone(),
-            connections_total: self.counters.connections,
-            agent_bytes_total: self.counters.agent_bytes,
-            reminders_total: self.counters.reminders,
-            agent_connected: self.agent.connected,
-            agent: Some(self.agent_state(now)),
+            plans_total: counters.plans,
+            policies: counters.policies,
+            reports_total: counters.reports,
+            refused_total: counters.refused,
+            connections_total: counters.connections,
+            agent_bytes_total: self.agent_bytes.load(Ordering::Relaxed),
+            reminders_total: counters.reminders,
+            agent_connected: governor.is_agent_connected(),
+            agent: Some(governor.agent_state(now)),
             zones: self.governed_zones().map(|(tier, zone)| PressureZone { tier, zone }).collect(),
-            decisions_total: self.audit.total(),
-            paused: self.controller.status().paused,
+            decisions_total: governor.decisions_total(),
+            paused: governor.controller().status().paused,
             recording: self.recorder.as_ref().map(Recorder::info),
-            dry_run: self.controller.rules().dry_run,
-            watermark_bytes: self.settings.watermark_bytes,
-            report: self.last_report.as_ref().map(|(at, report)| (age(*at), report.clone())),
+            dry_run: governor.controller().rules().dry_run,
+            watermark_bytes: governor.settings().watermark_bytes,
+            report: governor.last_report().map(|(at, report)| (age(at), report.clone())),
             report_to_plan: self.report_to_plan.sample(),
             report_to_online: self.report_to_online.sample(),
         }

@@ -1,4 +1,5 @@
 //! The front of the device and its lifecycle.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 #[cfg(test)]

@@ -1,28 +1,78 @@
-//! What a change of the governor by hand is in the log: a line for each thing that is another one than before.
+//! Changes of the governor by `vm.pressure`, with a line in the log for each value that changes.
 
 use std::collections::BTreeSet;
 
-use balloon::ZoneId;
 use balloon::controller::{Controller, Rules, Status};
-use balloon::params::Parameters;
+use balloon::governor::{Change, Event};
+use balloon::params::{Parameters, Setting};
 use balloon::policy::Policy;
+use balloon::{TimeMs, ZoneId};
 use tracing::info;
 
+use super::{CALL, Core, bad_request, fit};
+use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
+use crate::vm::request::{PressureChange, VmError};
+
+impl Core {
+    /// Changes what the governor does, and logs what was changed.
+    pub fn change(&mut self, change: &PressureChange, now: TimeMs) -> Result<(), VmError> {
+        let before = Present::of(self.governor.controller());
+        let change = self.check(change)?;
+        self.step(Event::Change(change), now);
+        before.say_changes(&Present::of(self.governor.controller()), |zone| self.name(zone));
+        Ok(())
+    }
+
+    /// Checks all of a change, because all of it is made or nothing.
+    fn check(&self, change: &PressureChange) -> Result<Change, VmError> {
+        let zone = change.zone.as_deref().map(|id| self.find(id)).transpose()?;
+        let controller = self.governor.controller();
+        let policy = match &change.policy {
+            Some(name) => {
+                let (policy, params) = (name.clone(), change.params.clone().unwrap_or_default());
+                let config = PressureConfig { policy, params, size: change.size, ..Default::default() };
+                config.policy(CALL).map_err(bad_request)?
+            }
+            None => {
+                let size = change.size.map(|bytes| (FIXED_SIZE, Setting::Number(bytes)));
+                let size = size.iter().map(|(name, setting)| (*name, setting));
+                let settings = size.chain(by_name(&change.params));
+                let policy = controller.policy().with(settings);
+                policy.map_err(|error| bad_request(rules_as_well(error)))?
+            }
+        };
+        let rules = controller.rules().with(by_name(&change.rules)).map_err(bad_request)?;
+        fit(&policy, rules.floor_bytes, self.host().region_bytes()).map_err(bad_request)?;
+        let has_policy = change.policy.is_some() || change.params.is_some() || change.size.is_some();
+        Ok(Change {
+            policy: has_policy.then_some(policy),
+            rules: change.rules.is_some().then_some(rules),
+            dry_run: change.dry_run,
+            resume: (change.resume == Some(true)).then_some(zone),
+            paused: change.paused(),
+        })
+    }
+}
+
+fn by_name(settings: &Option<ParamSettings>) -> impl Iterator<Item = (&str, &Setting)> {
+    settings.iter().flatten().map(|(name, setting)| (name.as_str(), setting))
+}
+
 /// What can be set of a governor, as it is.
-pub(super) struct Present {
+struct Present {
     status: Status,
     policy: Policy,
     rules: Rules,
 }
 
 impl Present {
-    pub(super) fn of(controller: &Controller) -> Self {
+    fn of(controller: &Controller) -> Self {
         let (policy, rules) = (controller.policy().clone(), controller.rules().clone());
         Self { status: controller.status(), policy, rules }
     }
 
     /// Says how `now` differs. `id` names a zone.
-    pub(super) fn say_changes<'a>(&self, now: &Self, id: impl Fn(ZoneId) -> &'a str) {
+    fn say_changes<'a>(&self, now: &Self, id: impl Fn(ZoneId) -> &'a str) {
         for (what, from, to) in self.changes(now) {
             info!(what, from, to, "The governor is set anew");
         }
@@ -99,7 +149,7 @@ mod tests {
             f.core.resize("pm", BLOCK, TimeMs(0)).unwrap();
             log.0.lock().clear();
             let mut said = |change| {
-                let _ = f.core.change(&serde_json::from_value(change).unwrap());
+                let _ = f.core.change(&serde_json::from_value(change).unwrap(), TimeMs(0));
                 let text = std::mem::take(&mut *log.0.lock());
                 let fields = text.lines().map(|line| {
                     assert!(line.contains(" INFO "), "{line}");

@@ -3,14 +3,15 @@
 //! An episode begins with the first report that leads to a grow, takes in every grow that follows before it ends,
 //! and ends with the first report in which the guest's own total has grown by what was asked.
 
-use crate::TimeMs;
+use crate::plan::Plan;
+use crate::{HostView, TimeMs};
 
 /// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves for itself.
 const TOLERANCE_PERCENT: u64 = 2;
 
 /// A span of growth.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Episode {
+pub struct Shortage {
     running: Option<Running>,
 }
 
@@ -31,9 +32,21 @@ pub struct Ended {
     pub grown_bytes: u64,
 }
 
-impl Episode {
+impl Shortage {
+    /// A plan requests this of a guest whose last report had this total.
+    pub fn requested(&mut self, plan: &Plan, host: &HostView, total_bytes: Option<u64>, now: TimeMs) {
+        let (before, after) = (host.requested_bytes(), plan.requested_bytes());
+        // What is plugged still, because the guest has not followed a shrink, need not come online.
+        let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
+        match total_bytes {
+            Some(total_bytes) if to_come > 0 => self.grown(to_come, total_bytes, now),
+            _ if after < before => self.abandoned(),
+            _ => {}
+        }
+    }
+
     /// The guest, whose total is `total_bytes`, was asked for `bytes` more.
-    pub fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
+    fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
         let start = Running { started: now, from_bytes: total_bytes, grown_bytes: 0 };
         self.running.get_or_insert(start).grown_bytes += bytes;
     }
@@ -74,7 +87,7 @@ mod tests {
 
     #[test]
     fn an_episode_lasts_from_its_first_grow_to_all_of_it_being_online() {
-        let mut episode = Episode::default();
+        let mut episode = Shortage::default();
         assert_eq!(episode.reported(1000, TimeMs(5)), None);
         episode.grown(500, 1000, TimeMs(10));
         assert_eq!(episode.reported(1400, TimeMs(20)), None);
@@ -86,7 +99,7 @@ mod tests {
 
     #[test]
     fn what_the_host_did_not_have_is_waited_for_from_elsewhere_alone() {
-        let mut episode = Episode::default();
+        let mut episode = Shortage::default();
         episode.grown(500, 1000, TimeMs(10));
         episode.lacks(400);
         episode.grown(400, 1000, TimeMs(20));
@@ -96,7 +109,7 @@ mod tests {
 
     #[test]
     fn what_nobody_had_is_no_episode_and_begins_none() {
-        let mut episode = Episode::default();
+        let mut episode = Shortage::default();
         episode.grown(500, 1000, TimeMs(10));
         episode.lacks(600);
         assert_eq!(episode.reported(1000, TimeMs(20)), None);
@@ -106,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_is_asked_for_less_ends_nothing() {
-        let mut episode = Episode::default();
+        let mut episode = Shortage::default();
         episode.grown(500, 1000, TimeMs(10));
         episode.abandoned();
         assert_eq!(episode.reported(9000, TimeMs(20)), None);

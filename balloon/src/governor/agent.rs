@@ -1,0 +1,104 @@
+//! State of the guest's agent, as its connections show it.
+
+use super::{AgentState, Effects, Governor, Note};
+use crate::TimeMs;
+
+/// The guest's agent.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Agent {
+    pub connected: bool,
+    /// Time of the connection, or of the last report.
+    pub heard: Option<TimeMs>,
+    /// End of the connection.
+    gone: Option<TimeMs>,
+    /// State that was noted last.
+    noted: Option<AgentState>,
+    /// It was noted that no agent has connected again.
+    missed: bool,
+}
+
+impl Agent {
+    /// Returns true once if the agent has been gone for too long. Agents also go whenever their guests end.
+    fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
+        let is_late = self.gone.is_some_and(|at| now.since(at) >= lost_ms);
+        let is_news = is_late && !self.missed;
+        self.missed |= is_news;
+        is_news
+    }
+}
+
+impl Governor {
+    pub(super) fn agent_connected(&mut self, now: TimeMs, effects: &mut Effects) {
+        self.intake.connected();
+        self.agent = Agent {
+            connected: true,
+            heard: Some(now),
+            gone: None,
+            noted: Some(AgentState::Live),
+            missed: false,
+        };
+        self.counters.connections += 1;
+        effects.notes.push(Note::AgentConnected);
+    }
+
+    pub(super) fn agent_gone(&mut self, now: TimeMs, effects: &mut Effects) {
+        self.agent.connected = false;
+        self.agent.gone = Some(now);
+        self.agent.noted = Some(AgentState::Gone);
+        effects.notes.push(Note::AgentGone);
+    }
+
+    /// State of the agent. An agent that is connected and sends nothing that can be believed is silent.
+    pub fn agent_state(&self, now: TimeMs) -> AgentState {
+        match self.agent {
+            Agent { heard: None, .. } => AgentState::Never,
+            Agent { connected: false, .. } => AgentState::Gone,
+            Agent { heard: Some(at), .. } if now.since(at) >= self.controller.rules().lost_ms => {
+                AgentState::Silent
+            }
+            _ => AgentState::Live,
+        }
+    }
+
+    /// Notes once that an agent has fallen silent or does not come back, and once that it reports again.
+    pub(super) fn watch_agent(&mut self, now: TimeMs, effects: &mut Effects) {
+        if self.agent.is_missed(now, self.controller.rules().lost_ms) {
+            effects.notes.push(Note::AgentMissed);
+        }
+        let state = self.agent_state(now);
+        if self.agent.noted.is_some_and(|noted| noted != state) {
+            effects.notes.push(Note::AgentState(state));
+            self.agent.noted = Some(state);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HostView;
+    use crate::controller::Rules;
+    use crate::governor::Event;
+    use crate::policy::Policy;
+
+    /// An agent goes with its guest, which is no reason for a warning.
+    #[test]
+    fn agent_that_is_gone_is_missed_once_if_none_connects() {
+        let (host, rules) = (HostView::default(), Rules::default());
+        let mut governor =
+            Governor::new(Policy::default(), rules, false, &host, TimeMs(0)).expect("defaults");
+        let mut step = |event, now| {
+            let effects = governor.step(event, &host, TimeMs(now));
+            effects.notes.iter().any(|note| matches!(note, Note::AgentMissed))
+        };
+        assert!(!step(Event::Tick, 60_000), "there was none");
+        step(Event::AgentConnected, 60_000);
+        assert!(!step(Event::Tick, 120_000), "it is connected");
+        step(Event::AgentGone, 120_000);
+        let missed = [122_999, 123_000, 129_000].map(|now| step(Event::Tick, now));
+        assert_eq!(missed, [false, true, false]);
+        step(Event::AgentConnected, 130_000);
+        step(Event::AgentGone, 130_000);
+        assert!(step(Event::Tick, 133_000), "another one");
+    }
+}

@@ -1,0 +1,196 @@
+//! Input and output of [`Governor::step`](super::Governor::step).
+
+use foreshore_proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report};
+
+use super::AgentState;
+use crate::controller::Rules;
+use crate::plan::Plan;
+use crate::policy::Policy;
+use crate::{TimeMs, ZoneId};
+
+/// Cause of a step.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// An agent has connected.
+    AgentConnected,
+    /// The agent's connection has ended.
+    AgentGone,
+    /// The agent has sent a line.
+    Message {
+        /// The message, or the reason why the line was refused.
+        message: Result<AgentMessage, Refusal>,
+        /// The present time including the time in which the host slept.
+        with_sleep: TimeMs,
+    },
+    /// The guest has reported. The report has passed all checks.
+    Report(Report),
+    /// Time has passed, or a plugged size or statistics have changed. Due at least once a second.
+    Tick,
+    /// A client has sized a zone, which pins it. The size has been checked.
+    Resize {
+        /// The zone.
+        zone: ZoneId,
+        /// Size to request.
+        size_bytes: u64,
+    },
+    /// A zone has a size at boot. The policy may change it later.
+    BootWith {
+        /// The zone.
+        zone: ZoneId,
+        /// Size to request.
+        size_bytes: u64,
+    },
+    /// A client has changed the governor.
+    Change(Change),
+    /// The guest gets a DIMM, whose page descriptors need room like those of a zone.
+    AddDimm {
+        /// Size of the DIMM.
+        bytes: u64,
+    },
+    /// Follows the requests of a plan: the next steps towards sizes that a client requested.
+    Goals {
+        /// Decide without a report after that.
+        then_decide: bool,
+    },
+    /// Follows steps towards such a size: the second half of a tick.
+    Decide,
+    /// Follows other requests.
+    Observe,
+}
+
+/// Change of the governor. A field that is `None` stays unchanged. All values have been validated.
+#[derive(Clone, Debug, Default)]
+pub struct Change {
+    /// The policy with its parameters.
+    pub policy: Option<Policy>,
+    /// The rules' parameters.
+    pub rules: Option<Rules>,
+    /// Decide only.
+    pub dry_run: Option<bool>,
+    /// Returns pinned zones to the governor: this one, or all of them and the governor from its pause.
+    pub resume: Option<Option<ZoneId>>,
+    /// Pause or resume decisions.
+    pub paused: Option<bool>,
+}
+
+/// Results of a step, in the order in which the caller performs them.
+#[derive(Clone, Debug, Default)]
+pub struct Effects {
+    /// Requests to devices.
+    pub requests: Vec<Request>,
+    /// Notes for the log, the trace and metrics.
+    pub notes: Vec<Note>,
+    /// Event of the step that follows the requests.
+    pub next: Option<Event>,
+}
+
+impl Effects {
+    /// Reports that a zone waits for room for page descriptors.
+    pub(super) fn report_held(&mut self, zone: ZoneId) {
+        self.requests.push(Request::ReportHeld(zone));
+        self.notes.push(Note::Held(zone));
+    }
+
+    /// Returns true if sizes are requested.
+    pub(super) fn is_sizing(&self) -> bool {
+        let is_size = |request: &Request| matches!(request, Request::Size { .. } | Request::Step { .. });
+        self.requests.iter().any(is_size)
+    }
+}
+
+/// Request to a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Request a size from the guest.
+    Size {
+        /// The zone.
+        zone: ZoneId,
+        /// Multiple of the zone's block size, within its bounds.
+        size_bytes: u64,
+    },
+    /// Request a size as a step towards another one.
+    Step {
+        /// The zone.
+        zone: ZoneId,
+        /// Size to request now.
+        size_bytes: u64,
+        /// Size that the client requested.
+        goal_bytes: u64,
+    },
+    /// Notify the guest's driver again of the requested size. A driver that waits for its next try makes it at once.
+    Remind(ZoneId),
+    /// Report that a size is out of reach, because the guest has no room for page descriptors.
+    ReportHeld(ZoneId),
+    /// Request statistics from the driver of the balloon.
+    AskStatistics,
+}
+
+/// Something to log, to record or to count.
+#[derive(Clone, Debug)]
+pub enum Note {
+    /// An agent has connected.
+    AgentConnected,
+    /// The agent's connection has ended.
+    AgentGone,
+    /// No agent has connected for a while since.
+    AgentMissed,
+    /// The state of the agent has changed to `Silent`, or from it.
+    AgentState(AgentState),
+    /// Hello of the agent.
+    Hello(Hello),
+    /// A line of the agent, or statistics of the balloon, were refused.
+    Refused {
+        /// The reason.
+        refusal: Refusal,
+        /// False for statistics.
+        by_agent: bool,
+        /// Number of refusals for this reason.
+        count: u64,
+    },
+    /// Statistics of the balloon size the guest from now on.
+    StatisticsTakeOver,
+    /// The guest's driver of a zone is ready.
+    DriverReady(ZoneId),
+    /// A zone makes no progress, and its driver is reminded for the first time.
+    NoProgress(ZoneId),
+    /// A zone waits for room for page descriptors.
+    Held(ZoneId),
+    /// The memory that the guest was short of is online.
+    Online {
+        /// Time since the first report of the shortage.
+        took_ms: u64,
+        /// Growth of the guest.
+        grown_bytes: u64,
+    },
+    /// A zone has reached the size that was requested last.
+    Reached {
+        /// The zone.
+        zone: ZoneId,
+        /// That size.
+        plugged_bytes: u64,
+    },
+    /// The online policy of the guest has changed.
+    OnlinePolicy(OnlinePolicy),
+    /// A client has requested another size of a zone.
+    Resized {
+        /// The zone.
+        zone: ZoneId,
+        /// The size.
+        size_bytes: u64,
+    },
+    /// A plan was made.
+    Decided(Decided),
+}
+
+/// A plan, for the log and the trace.
+#[derive(Clone, Debug)]
+pub struct Decided {
+    /// The plan.
+    pub plan: Plan,
+    /// Name of the policy.
+    pub policy: &'static str,
+    /// The plan follows a report, which is the last one.
+    pub has_reported: bool,
+    /// Number of the decision. `None` if it repeats an earlier one.
+    pub number: Option<u64>,
+}

@@ -1,0 +1,82 @@
+//! Requests of clients: sizes of zones, and changes of the governor.
+
+use super::{Change, Effects, Event, Governor, Note, Request};
+use crate::controller::Step;
+use crate::{HostView, TimeMs, ZoneId};
+
+impl Governor {
+    /// Sizes a zone by hand and pins it.
+    pub(super) fn resize(
+        &mut self,
+        zone: ZoneId,
+        size_bytes: u64,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) {
+        self.observe(host, now, effects);
+        let Some(index) = host.zones.iter().position(|sizes| sizes.id == zone) else { return };
+        let sizes = &host.zones[index];
+        self.controller.pin(zone, host, now);
+        self.shortage.abandoned();
+        self.audit.sized_by_hand(index, &host.zones, now);
+        self.zones[index].asked_bytes = None;
+        // If the device has lowered the last request, the same size is a new request.
+        if size_bytes != sizes.requested_bytes + sizes.held_bytes || sizes.lowered_by().is_some() {
+            effects.notes.push(Note::Resized { zone, size_bytes });
+            self.controller.set_goal(zone, size_bytes, host, now);
+            self.follow_goals(host, now, effects);
+        }
+        self.note_reached(effects);
+    }
+
+    /// Requests as much of the goals as the guest can describe. Returns true if that is more than before. The
+    /// timeout of a resize begins when the new sizes are observed.
+    pub(super) fn follow_goals(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) -> bool {
+        let steps = self.controller.next_steps(host, now);
+        let is_sizing = !steps.is_empty();
+        if is_sizing {
+            effects.next = Some(Event::Observe);
+        }
+        effects.requests.extend(steps.into_iter().map(|step| {
+            let Step { zone, requested_bytes, goal_bytes } = step;
+            Request::Step { zone, size_bytes: requested_bytes, goal_bytes }
+        }));
+        is_sizing
+    }
+
+    /// Changes what the governor does.
+    pub(super) fn change(&mut self, change: Change, host: &HostView, effects: &mut Effects) {
+        let Change { policy, rules, dry_run, resume, paused } = change;
+        // Values out of range, which the caller has excluded, leave the present ones in force.
+        if policy.is_some_and(|policy| self.controller.set_policy(policy).is_ok()) {
+            self.counters.policies.insert(self.controller.policy().name());
+        }
+        if let Some(rules) = rules {
+            let _ = self.controller.set_rules(rules);
+        }
+        if let Some(dry_run) = dry_run {
+            self.controller.set_dry_run(dry_run);
+        }
+        if let Some(zone) = resume {
+            self.controller.resume(zone);
+            self.end_goals(zone, host, effects);
+        }
+        match paused {
+            Some(true) => self.controller.pause(),
+            Some(false) => self.controller.unpause(),
+            None => {}
+        }
+    }
+
+    /// Ends the goals of one zone or of all zones at the size that is requested now, because the
+    /// controller has dropped them.
+    fn end_goals(&self, zone: Option<ZoneId>, host: &HostView, effects: &mut Effects) {
+        let is_ended = |id| zone.is_none_or(|zone| zone == id);
+        let held = host.zones.iter().filter(|zone| is_ended(zone.id) && zone.held_bytes > 0);
+        effects.requests.extend(held.map(|zone| {
+            let bytes = zone.requested_bytes;
+            Request::Step { zone: zone.id, size_bytes: bytes, goal_bytes: bytes }
+        }));
+    }
+}

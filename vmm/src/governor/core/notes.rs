@@ -1,0 +1,116 @@
+//! Notes of the governor, written to the log, the trace and the metrics.
+
+use std::time::Duration;
+
+use balloon::governor::{AgentState, Decided, Note};
+use balloon::plan::Direction;
+use balloon::proto::OnlinePolicy;
+use balloon::{HostView, TimeMs, ZoneId};
+use tracing::{info, warn};
+
+use super::Core;
+use crate::log::sparsely;
+
+impl Core {
+    pub(super) fn write_down(&mut self, note: Note, host: &HostView, now: TimeMs) {
+        match note {
+            Note::AgentConnected => sparsely!(info, "The guest's agent is connected"),
+            Note::AgentGone => sparsely!(info, "The guest's agent is gone"),
+            Note::AgentMissed => sparsely!(warn, "The guest's agent is gone, and none has come since"),
+            Note::AgentState(AgentState::Silent) => {
+                warn!("The guest's agent is connected, and no report comes");
+            }
+            Note::AgentState(state) => info!(state = state.label(), "The guest's agent reports again"),
+            Note::Hello(hello) => {
+                sparsely!(
+                    info,
+                    agent = hello.agent_version(),
+                    kernel = hello.kernel_release(),
+                    preemption = hello.preemption(),
+                    "The guest's agent says who it is"
+                );
+                if let Some(listener) = &self.on_hello {
+                    listener(&hello);
+                }
+            }
+            Note::Refused { refusal, by_agent, count } => {
+                let what = match by_agent {
+                    true => "A line of the agent is refused",
+                    false => "Statistics of the balloon are refused",
+                };
+                warn!(reason = refusal.label(), count, %refusal, "{what}");
+            }
+            Note::StatisticsTakeOver => info!("Balloon statistics size the guest until its agent reports"),
+            Note::DriverReady(zone) => {
+                sparsely!(info, zone = self.name(zone), "The guest's driver is there");
+            }
+            Note::NoProgress(zone) => sparsely!(
+                warn,
+                zone = self.name(zone),
+                "No progress; the guest is reminded, ever more rarely"
+            ),
+            Note::Held(zone) => sparsely!(
+                warn,
+                zone = self.name(zone),
+                "The guest has no room for the page descriptors of the requested memory; the rest waits"
+            ),
+            Note::Online { took_ms, grown_bytes } => {
+                info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
+                self.report_to_online.observe(Duration::from_millis(took_ms));
+            }
+            Note::Reached { zone, plugged_bytes } => {
+                info!(zone = self.name(zone), plugged_bytes, "resize-reached");
+            }
+            Note::OnlinePolicy(policy) => self.log_online_policy(policy),
+            Note::Resized { zone, size_bytes } => {
+                info!(zone = self.name(zone), size_bytes, "Resized by hand; the zone is pinned");
+            }
+            Note::Decided(decided) => self.record_decision(&decided, host, now),
+        }
+    }
+
+    pub(super) fn name(&self, zone: ZoneId) -> &str {
+        &self.zones[zone.0 as usize].id
+    }
+
+    fn log_online_policy(&self, policy: OnlinePolicy) {
+        let online_policy = policy.label();
+        if policy == OnlinePolicy::OnlineMovable {
+            sparsely!(info, online_policy, "The guest onlines plugged memory movable again");
+            return;
+        }
+        sparsely!(
+            warn,
+            online_policy,
+            lent_permille = self.governor.controller().rules().unmovable_permille,
+            "The guest does not online plugged memory movable: it may not come back, and only this part of each zone is lent"
+        );
+    }
+
+    fn record_decision(&mut self, decided: &Decided, host: &HostView, now: TimeMs) {
+        let Decided { plan, policy, has_reported, number } = decided;
+        let report = self.governor.last_report().map(|(_, report)| report);
+        if let Some(recorder) = &mut self.recorder {
+            if let Some(report) = report.filter(|_| *has_reported) {
+                recorder.report(report, host, now);
+            }
+            recorder.host(host, now);
+            if number.is_some() {
+                recorder.plan(plan, host, now);
+            }
+        }
+        let Some(decision) = number else { return };
+        if plan.direction != Direction::Hold {
+            info!(
+                decision,
+                policy,
+                direction = plan.direction.label(),
+                reason = plan.reason.label(),
+                dry_run = plan.dry_run,
+                requested_bytes = plan.requested_bytes(),
+                available_bytes = report.map(|report| report.memory().available_bytes),
+                "Plan"
+            );
+        }
+    }
+}
