@@ -1,12 +1,12 @@
 //! A model of guests, for comparing policies. docs/simulator.md says what it knows and what it leaves out.
 //!
 //! ```text
-//!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Controller -> Plan -> Guest
+//!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Governor -> Requests -> Guest
 //!                                   |
 //!                              Pool, shared by the VMs of a host
 //! ```
 //!
-//! The controller and the policies are those of the VMM. Everything else here is a model: it has no clock, no I/O and no
+//! The governor and the policies are those of the VMM. Everything else here is a model: it has no clock, no I/O and no
 //! randomness but what a seed gives, so that a run is the same on every machine.
 
 mod agent;

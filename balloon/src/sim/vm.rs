@@ -1,4 +1,4 @@
-//! A VM: a guest, its agent, and the controller that the VMM has.
+//! A VM: a guest, its agent, and the governor of the VMM.
 
 use std::collections::VecDeque;
 
@@ -7,15 +7,16 @@ use foreshore_proto::{Cause, Report};
 use super::agent::Agent;
 use super::demand::{Demand, Segment};
 use super::guest::{Guest, GuestConfig, Pool};
-use crate::controller::{Controller, Event, Rules};
+use crate::controller::Rules;
+use crate::governor::{Change, Event, Governor, Note, Request};
 use crate::plan::{Direction, Plan, Reason};
 use crate::policy::Policy;
 use crate::{HostView, ParamError, TimeMs};
 
-/// The VMM calls the controller at least this often while a guest is to follow a request.
+/// The VMM sends ticks to the governor at least this often while a guest is to follow a request.
 const TICK_MS: u64 = 1_000;
 
-/// Which reports reach the controller.
+/// Which reports reach the governor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Skip {
     /// All but those that cannot change anything, see [`Vm`].
@@ -43,7 +44,7 @@ impl Observer for () {}
 /// What was decided, counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Decided {
-    /// Calls of the controller.
+    /// Plans of the governor.
     pub steps: u64,
     /// Reports that would not have changed anything and were left out.
     pub skipped: u64,
@@ -68,7 +69,7 @@ pub struct Channel {
 /// touched that is not there) its reports say the same. A policy is a function of its state, a report and the time, and
 /// the time enters only as the distance from something seen. When reports have been the same for longer than all that such
 /// distances are compared with ([`Policy::settle_ms`]), or the state says that none of them matters any more
-/// ([`Controller::is_settled`]), and the decision is to leave everything as it is, the next one decides the same, and so on
+/// ([`Controller::is_settled`](crate::controller::Controller::is_settled)), and the decision is to leave everything as it is, the next one decides the same, and so on
 /// until something else is wanted. Before that happens as many reports are given again, so that what a policy keeps of the
 /// last ones is what it would be. The rules above the policy are passed over by a decision that changes nothing: a request that
 /// is not followed, lost reports and cool-downs are no rest. A test here holds runs with and without against each
@@ -77,7 +78,7 @@ pub struct Channel {
 pub struct Vm {
     guest: Guest,
     agent: Agent,
-    controller: Controller,
+    governor: Governor,
     demand: Demand,
     segment: usize,
     host: HostView,
@@ -104,7 +105,7 @@ impl Vm {
             guest: Guest::new(guest, &host.zones, &demand.segments()[0]),
             agent: Agent::new(),
             settle_ms: policy.settle_ms(),
-            controller: Controller::new(policy, rules)?,
+            governor: Governor::new(policy, rules, false, &host, TimeMs(0))?,
             demand,
             segment: 0,
             host,
@@ -151,9 +152,12 @@ impl Vm {
 
     /// Exchanges the policy.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
+        policy.validate()?;
         self.settle_ms = policy.settle_ms();
         self.rest_since = None;
-        self.controller.set_policy(policy)
+        let change = Change { policy: Some(policy), ..Change::default() };
+        self.governor.step(Event::Change(change), &self.host, self.guest.now());
+        Ok(())
     }
 
     /// How far it has come; `None` at the end.
@@ -218,7 +222,7 @@ impl Vm {
     fn is_followed(&self) -> bool {
         self.channel != Channel::default()
             || self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
-            || self.controller.policy().name() == "fixed" && self.decided.steps == 0
+            || self.governor.controller().policy().name() == "fixed" && self.decided.steps == 0
     }
 
     fn report(&mut self, cause: Cause, pool: &mut impl Pool, observer: &mut impl Observer) {
@@ -240,19 +244,33 @@ impl Vm {
         self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
     }
 
-    /// Calls the controller and carries out its plan. Returns whether that left everything as it is, for good.
+    /// Sends a report or a tick to the governor and performs the effects. Returns whether that left everything as it is,
+    /// for good.
     fn step(&mut self, report: Option<&Report>, pool: &mut impl Pool, observer: &mut impl Observer) -> bool {
         let now = self.guest.now();
-        self.guest.show(&mut self.host, pool.free_bytes());
-        observer.host(now, &self.host);
-        let event = report.map_or(Event::Tick, Event::Report);
-        let plan = self.controller.step(event, &self.host, now);
-        observer.plan(now, &plan, &self.host);
-        self.decided.steps += 1;
-        self.agent.set_watermark(plan.watermark_bytes, plan.watermark_of);
-        if !plan.dry_run {
-            self.guest.request(plan.targets.iter().map(|target| target.requested_bytes));
+        let mut next = Some(report.map_or(Event::Tick, |report| Event::Report(report.clone())));
+        let mut is_at_rest = false;
+        while let Some(event) = next {
+            self.guest.show(&mut self.host, pool.free_bytes());
+            observer.host(now, &self.host);
+            let effects = self.governor.step(event, &self.host, now);
+            for note in &effects.notes {
+                if let Note::Decided(decided) = note {
+                    observer.plan(now, &decided.plan, &self.host);
+                    is_at_rest = self.count(&decided.plan);
+                }
+            }
+            let settings = self.governor.settings();
+            self.agent.set_watermark(settings.watermark_bytes, settings.watermark_of);
+            self.perform(&effects.requests);
+            next = effects.next;
         }
+        is_at_rest
+    }
+
+    /// Counts a plan. Returns whether it leaves everything as it is, for good.
+    fn count(&mut self, plan: &Plan) -> bool {
+        self.decided.steps += 1;
         match plan.direction {
             Direction::Grow => self.decided.grows += 1,
             Direction::Shrink => self.decided.shrinks += 1,
@@ -260,6 +278,20 @@ impl Vm {
         }
         plan.direction == Direction::Hold
             && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
+    }
+
+    /// Requests sizes from the guest. The simulated guest has neither a balloon nor a driver to remind.
+    fn perform(&mut self, requests: &[Request]) {
+        for request in requests {
+            let (Request::Size { zone, size_bytes } | Request::Step { zone, size_bytes, .. }) = *request
+            else {
+                continue;
+            };
+            for sizes in self.host.zones.iter_mut().filter(|sizes| sizes.id == zone) {
+                sizes.requested_bytes = size_bytes;
+            }
+        }
+        self.guest.request(self.host.zones.iter().map(|zone| zone.requested_bytes));
     }
 
     /// Goes on to the last report before the end of the rest that may still matter.
@@ -272,7 +304,7 @@ impl Vm {
     ) {
         let now = self.guest.now();
         let (Skip::AtRest, Some(since)) = (self.skip, self.rest_since) else { return };
-        if now.since(since) < self.settle_ms || !self.controller.is_settled(now) {
+        if now.since(since) < self.settle_ms || !self.governor.controller().is_settled(now) {
             return;
         }
         let interval_ms = self.agent.interval_ms();

@@ -174,7 +174,7 @@ enum AgentInput {
     Connected,
     Gone,
     /// The second part is closed if the message's connection is gone, and notified of the decision.
-    Message(Heard, oneshot::Sender<()>),
+    Message(Box<Heard>, oneshot::Sender<()>),
 }
 
 /// End of the agent's thread.
@@ -358,7 +358,8 @@ async fn decide(state: &GovernorTask, mut queue: mpsc::Receiver<AgentInput>) {
         match input {
             AgentInput::Connected => state.act(Core::agent_connected),
             AgentInput::Gone => state.act(Core::agent_gone),
-            AgentInput::Message(Heard { message, at }, done) => {
+            AgentInput::Message(heard, done) => {
+                let Heard { message, at } = *heard;
                 if !done.is_closed() {
                     let with_sleep = state.clock.with_sleep();
                     state.act(|core, now| core.message(message, now, with_sleep, || at.elapsed()));
@@ -380,7 +381,7 @@ async fn answer(state: &GovernorTask, mut calls: mpsc::UnboundedReceiver<Call>) 
 async fn listen(link: &AgentLink, mut agents: Connections, parse: Parse) {
     let decide = async |heard| {
         let (done, is_done) = oneshot::channel();
-        link.send(AgentInput::Message(heard, done)).await;
+        link.send(AgentInput::Message(Box::new(heard), done)).await;
         let _ = is_done.await;
     };
     let settings = || *link.settings.borrow();

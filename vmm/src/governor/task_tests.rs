@@ -268,7 +268,10 @@ fn message_of_a_closed_connection_is_dropped() {
         let send = async |is_gone: bool| {
             let (done, is_done) = oneshot::channel();
             let heard = Heard { message: balloon::parse_line(b"no report"), at: Instant::now() };
-            sender.send(AgentInput::Message(heard, done)).await.unwrap_or_else(|_| panic!("a queue"));
+            sender
+                .send(AgentInput::Message(Box::new(heard), done))
+                .await
+                .unwrap_or_else(|_| panic!("a queue"));
             (!is_gone).then_some(is_done)
         };
         let _gone = send(true).await;
