@@ -37,6 +37,13 @@ impl Default for Rise {
 }
 
 impl Rise {
+    /// A filter of a zone that has this plugged.
+    pub fn of(asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Self {
+        let mut rise = Self::default();
+        rise.observe(asked_bytes, plugged_bytes, now);
+        rise
+    }
+
     /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last time. If more has stayed for
     /// long enough than ever did, says since when it has been there. What is plugged at first is nothing new.
     pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {

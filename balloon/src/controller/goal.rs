@@ -22,16 +22,16 @@ pub struct Step {
 impl Controller {
     /// Stops sizing a zone that was sized by hand, until [`Controller::resume`].
     pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
-        self.follow(host, now);
+        self.observe(host, now);
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
-            (zone.pinned, zone.by_hand) = (true, true);
+            zone.pin();
         }
     }
 
     /// Sets the size that a zone has to reach in steps. Call [`Controller::next_steps`] to get the
     /// first step.
     pub fn set_goal(&mut self, id: ZoneId, size_bytes: u64, host: &HostView, now: TimeMs) {
-        self.follow(host, now);
+        self.observe(host, now);
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
             (zone.goal_bytes, zone.is_goal_new) = (Some(size_bytes), true);
         }
@@ -48,7 +48,7 @@ impl Controller {
         if !self.has_goals() {
             return Vec::new();
         }
-        self.follow(host, now);
+        self.observe(host, now);
         let mut room_bytes = self.descriptors.room_bytes(&self.rules, host, now);
         let mut steps = Vec::new();
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {

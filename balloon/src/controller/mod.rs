@@ -2,11 +2,11 @@
 
 mod descriptors;
 mod goal;
-mod progress;
 mod rules;
 mod spread;
 #[cfg(test)]
 mod tests;
+mod zone_tracker;
 
 use std::borrow::Cow;
 
@@ -16,8 +16,8 @@ pub use rules::Rules;
 use serde::Serialize;
 
 use self::descriptors::DescriptorLimit;
-use self::progress::Progress;
 use self::spread::{Limits, Spread};
+pub use self::zone_tracker::{Reminder, Seen, ZoneTracker};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
 use crate::units::{round_up, scale};
@@ -45,7 +45,7 @@ pub struct Controller {
     policy: Policy,
     state: PolicyState,
     paused: bool,
-    zones: Vec<Followed>,
+    zones: Vec<ZoneTracker>,
     last: Option<LastReport>,
     grown_at: Option<TimeMs>,
     shrunk_at: Option<TimeMs>,
@@ -80,22 +80,6 @@ impl Lacking {
     fn is_asked(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
     }
-}
-
-/// A zone and what the loop knows of it.
-#[derive(Clone, Debug)]
-struct Followed {
-    id: ZoneId,
-    progress: Progress,
-    pinned: bool,
-    /// Sized by hand since the last step: what has grown may be that.
-    by_hand: bool,
-    /// Size requested by a client or at boot, until all of it is requested from the guest.
-    goal_bytes: Option<u64>,
-    /// No step towards the goal has been taken yet.
-    is_goal_new: bool,
-    /// A dry run has said what rule 5 would do about what is requested of it.
-    told: bool,
 }
 
 /// What is kept of the last report.
@@ -158,8 +142,7 @@ impl Controller {
 
     /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
-        let lacks_bytes = self.follow(host, now);
-        self.lacking.add(lacks_bytes, now);
+        self.observe(host, now);
         for zone in &mut self.zones {
             zone.by_hand = false;
         }
@@ -175,11 +158,14 @@ impl Controller {
         plan
     }
 
-    /// The guest's driver of a zone has come, or come back: it is asked at once, whatever was not followed before it.
-    pub fn driver_came(&mut self, id: ZoneId, now: TimeMs) {
-        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
-            zone.progress.begin_anew(now);
-        }
+    /// The tracker of a zone.
+    pub fn tracker(&self, id: ZoneId) -> Option<&ZoneTracker> {
+        self.zones.iter().find(|zone| zone.id == id)
+    }
+
+    /// Trackers of all zones, in the host's order.
+    pub(crate) fn trackers_mut(&mut self) -> impl Iterator<Item = &mut ZoneTracker> {
+        self.zones.iter_mut()
     }
 
     /// Memory for whose page descriptors the guest has room (rule 4).
@@ -280,43 +266,35 @@ impl Controller {
         }
     }
 
-    /// Brings what is known of the zones to the host's present ones, in the host's order. A zone that has grown of itself,
-    /// as a balloon does that deflates when its guest has nothing else left, is a grow like any other: what the guest
-    /// took is not taken back at once. Returns what the loop has asked for and the host could not provide.
-    fn follow(&mut self, host: &HostView, now: TimeMs) -> u64 {
+    /// Takes the host's present sizes. A zone that has grown of itself, as a balloon does that deflates when its guest
+    /// has nothing else left, is a grow like any other: what the guest took is not taken back at once. A second call with
+    /// the same sizes changes nothing.
+    pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<Seen> {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
             for zone in &host.zones {
                 let known = known.iter().find(|known| known.id == zone.id).cloned();
-                let progress = Progress::new(zone, now);
-                let new = Followed {
-                    id: zone.id,
-                    progress,
-                    pinned: false,
-                    by_hand: false,
-                    goal_bytes: None,
-                    is_goal_new: false,
-                    told: false,
-                };
-                self.zones.push(known.unwrap_or(new));
+                self.zones.push(known.unwrap_or_else(|| ZoneTracker::new(zone, now)));
             }
         }
-        let (mut has_grown, mut all_lack_bytes) = (false, 0u64);
-        for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
-            let seen = followed.progress.observe(zone, now);
-            if followed.pinned || followed.by_hand {
+        let mut has_grown = false;
+        let mut all = Vec::with_capacity(host.zones.len());
+        for (zone, tracker) in host.zones.iter().zip(&mut self.zones) {
+            let seen = tracker.observe(zone, now);
+            all.push(seen);
+            if tracker.pinned || tracker.by_hand {
                 continue;
             }
             has_grown |= seen.has_grown;
             if seen.lacks_bytes > 0 {
-                followed.progress.fell_short(&self.rules, now);
-                all_lack_bytes = all_lack_bytes.saturating_add(seen.lacks_bytes);
+                tracker.fell_short(&self.rules, now);
+                self.lacking.add(seen.lacks_bytes, now);
             }
         }
         if has_grown {
             self.has_grown(now);
         }
-        all_lack_bytes
+        all
     }
 
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
@@ -351,12 +329,12 @@ impl Controller {
         let mut seen = Cow::Borrowed(host);
         for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
             let is_left = followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
-            let is_stuck = followed.progress.is_stuck(zone, &self.rules, now);
+            let is_stuck = followed.is_stuck(zone, &self.rules, now);
             // Nobody is there to take it, and somebody else is.
             let is_driverless = zone.driver == DriverState::Absent;
             let is_passed_over =
                 passes_over && is_driverless && !followed.pinned && zone.outstanding_grow_bytes() > 0;
-            if (is_left && is_stuck) || followed.progress.is_kept() || is_passed_over {
+            if (is_left && is_stuck) || followed.is_kept() || is_passed_over {
                 seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
         }
@@ -371,8 +349,8 @@ impl Controller {
             return left;
         }
         for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
-            if !followed.pinned && followed.progress.has_failed(zone, &self.rules, now) {
-                left.to_mut().zones[index].requested_bytes = progress::left_bytes(zone, 0);
+            if !followed.pinned && followed.has_failed(zone, &self.rules, now) {
+                left.to_mut().zones[index].requested_bytes = zone_tracker::left_bytes(zone, 0);
             }
         }
         left
@@ -381,9 +359,8 @@ impl Controller {
     /// Rule 5: whether zones without a driver are asked last, and not waited for: where another zone can be asked. Where none
     /// can, they are asked as if somebody were there, for the driver that may come.
     fn passes_over_driverless(&self, host: &HostView, now: TimeMs) -> bool {
-        let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
         let online_policy = self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy);
-        spread::has_live_room(host, zones, self.unmovable_permille(online_policy), now)
+        spread::has_live_room(host, &self.zones, self.unmovable_permille(online_policy), now)
     }
 
     /// The share of a zone that may be lent to a guest that onlines memory like this.
@@ -456,8 +433,8 @@ impl Controller {
 
     /// Rule 5: a guest that does not follow is asked for less. A dry run says so once.
     fn fall_back(&mut self, host: &HostView, now: TimeMs) -> Option<Plan> {
-        let has_failed = |(zone, followed): (&ZoneSizes, &Followed)| {
-            !followed.pinned && followed.progress.has_failed(zone, &self.rules, now)
+        let has_failed = |(zone, followed): (&ZoneSizes, &ZoneTracker)| {
+            !followed.pinned && followed.has_failed(zone, &self.rules, now)
         };
         // None of them, mostly.
         if !host.zones.iter().zip(&self.zones).any(has_failed) {
@@ -471,9 +448,9 @@ impl Controller {
         let mut asked = host.clone();
         let mut is_news = false;
         for (zone, followed) in asked.zones.iter_mut().zip(&mut self.zones).filter(|(_, zone)| !zone.pinned) {
-            let was_kept = followed.progress.is_kept();
+            let was_kept = followed.is_kept();
             let was_told = std::mem::take(&mut followed.told);
-            if let Some(less) = followed.progress.fall_back(zone, &self.rules, now) {
+            if let Some(less) = followed.fall_back(zone, &self.rules, now) {
                 zone.requested_bytes = less;
                 is_news |= !was_kept && !was_told;
             }
@@ -507,7 +484,7 @@ impl Controller {
             zone.requested_bytes += back;
             missing = missing.saturating_sub(back);
             if back > 0 {
-                followed.progress.keep(zone.requested_bytes);
+                followed.keep(zone.requested_bytes);
             }
         }
     }
@@ -640,13 +617,12 @@ impl Controller {
             unmovable_permille: self.unmovable_permille(last.online_policy),
             driverless_last: self.passes_over_driverless(host, now),
         };
-        let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
-        let is_kept_pm = |(zone, followed): &(&ZoneSizes, &Followed)| {
-            zone.tier == Tier::Pm && !followed.pinned && followed.progress.is_kept()
+        let is_kept_pm = |(zone, followed): &(&ZoneSizes, &ZoneTracker)| {
+            zone.tier == Tier::Pm && !followed.pinned && followed.is_kept()
         };
         let kept = host.zones.iter().zip(&self.zones).filter(is_kept_pm);
         let kept_bytes = kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
-        Spread::new(host, &awaited, zones, last.decision.near, from, limits, now).owing(kept_bytes)
+        Spread::new(host, &awaited, &self.zones, last.decision.near, from, limits, now).owing(kept_bytes)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {
@@ -679,10 +655,7 @@ impl Controller {
     /// Remembers what a plan that is carried out means for the ones to come.
     fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         for ((zone, target), before) in self.zones.iter_mut().zip(&plan.targets).zip(&host.zones) {
-            zone.progress.asked(target.requested_bytes, now);
-            if target.requested_bytes != before.requested_bytes {
-                zone.goal_bytes = None;
-            }
+            zone.asked(target.requested_bytes, before.requested_bytes, now);
         }
         match (plan.reason, plan.direction) {
             // It has been answered, as far as it can be.

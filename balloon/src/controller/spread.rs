@@ -1,6 +1,6 @@
 //! One size for the VM becomes one for each zone.
 
-use super::progress::Progress;
+use super::ZoneTracker;
 use crate::plan::Reason;
 use crate::units::round_down;
 use crate::{DriverState, HostView, Tier, TimeMs, ZoneSizes};
@@ -56,9 +56,9 @@ pub(super) struct Limits {
 /// Whether some zone has no driver that is up, and another that has one can be asked for more now. Never more is
 /// said to be there than [`Spread::grow`] finds: what it did not find would be asked of a zone without a driver, with
 /// every report anew.
-pub(super) fn has_live_room<'a>(
+pub(super) fn has_live_room(
     host: &HostView,
-    zones: impl Iterator<Item = (&'a Progress, bool)>,
+    zones: &[ZoneTracker],
     unmovable_permille: Option<u64>,
     now: TimeMs,
 ) -> bool {
@@ -68,19 +68,21 @@ pub(super) fn has_live_room<'a>(
     let pm = host.zones.iter().filter(|zone| zone.tier == Tier::Pm);
     let owed = pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
     let pool_bytes = host.pool_free_bytes.saturating_sub(owed);
-    host.zones.iter().zip(zones).any(|(zone, (progress, pinned))| {
+    host.zones.iter().zip(zones).any(|(zone, tracker)| {
         let unmovable_permille = unmovable_permille.filter(|_| host.balloon != Some(zone.id));
-        let (ceiling_bytes, _) = ceiling(zone, progress, unmovable_permille, now);
+        let (ceiling_bytes, _) = ceiling(zone, tracker, unmovable_permille, now);
         let room_bytes = ceiling_bytes.saturating_sub(zone.requested_bytes);
         let pool_bytes = if zone.tier == Tier::Pm { pool_bytes } else { u64::MAX };
-        zone.driver == DriverState::Ready && !pinned && room_bytes.min(pool_bytes) >= zone.block_bytes.max(1)
+        zone.driver == DriverState::Ready
+            && !tracker.pinned
+            && room_bytes.min(pool_bytes) >= zone.block_bytes.max(1)
     })
 }
 
 /// The most that may be requested of a zone, in whole blocks, and what sets that.
 fn ceiling(
     zone: &ZoneSizes,
-    progress: &Progress,
+    tracker: &ZoneTracker,
     unmovable_permille: Option<u64>,
     now: TimeMs,
 ) -> (u64, Reason) {
@@ -93,8 +95,8 @@ fn ceiling(
         let part = crate::units::scale(zone.max_bytes, permille, 1000);
         ceiling = ceiling.min_by_bytes((part, Reason::OnlinePolicy));
     }
-    ceiling = ceiling.min_by_bytes((progress.ceiling_bytes(zone, now), Reason::NoProgress));
-    ceiling = ceiling.min_by_bytes((progress.host_ceiling_bytes(zone, now), Reason::HostShort));
+    ceiling = ceiling.min_by_bytes((tracker.ceiling_bytes(zone, now), Reason::NoProgress));
+    ceiling = ceiling.min_by_bytes((tracker.host_ceiling_bytes(zone, now), Reason::HostShort));
     (round_down(ceiling.0, zone.block_bytes.max(1)), ceiling.1)
 }
 
@@ -102,10 +104,10 @@ impl Spread {
     /// Starts from what is requested now. `awaited` is the host without requests of which nothing comes any more: those
     /// keep nothing from others. `zones` are the host's with what is known of each; `near` is the guest node for whose
     /// sake they are sized, `from` the one whose memory is to go.
-    pub fn new<'a>(
+    pub fn new(
         host: &HostView,
         awaited: &HostView,
-        zones: impl Iterator<Item = (&'a Progress, bool)>,
+        zones: &[ZoneTracker],
         near: Option<u32>,
         from: Option<u32>,
         limits: Limits,
@@ -116,7 +118,7 @@ impl Spread {
             .iter()
             .zip(zones)
             .enumerate()
-            .map(|(index, (zone, (progress, pinned)))| {
+            .map(|(index, (zone, tracker))| {
                 let to_zone = |node| host.distances.between(node, zone.guest_numa_node);
                 // A shrink takes from the far end.
                 let distance = match (from, near) {
@@ -127,7 +129,7 @@ impl Spread {
                 let is_balloon = host.balloon == Some(zone.id);
                 let unmovable_permille = limits.unmovable_permille.filter(|_| !is_balloon);
                 let limits = Limits { unmovable_permille, ..limits };
-                Share { index, distance, is_balloon, ..Share::new(zone, progress, pinned, limits, now) }
+                Share { index, distance, is_balloon, ..Share::new(zone, tracker, limits, now) }
             })
             .collect();
         // DRAM first, and of it a balloon, whose pages Linux takes from any node; within a tier what is near, and what is
@@ -240,9 +242,9 @@ impl Spread {
 }
 
 impl Share {
-    fn new(zone: &ZoneSizes, progress: &Progress, pinned: bool, limits: Limits, now: TimeMs) -> Self {
+    fn new(zone: &ZoneSizes, tracker: &ZoneTracker, limits: Limits, now: TimeMs) -> Self {
         let block_bytes = zone.block_bytes.max(1);
-        let (ceiling_bytes, ceiling_reason) = ceiling(zone, progress, limits.unmovable_permille, now);
+        let (ceiling_bytes, ceiling_reason) = ceiling(zone, tracker, limits.unmovable_permille, now);
         Share {
             index: 0,
             tier: zone.tier,
@@ -253,8 +255,8 @@ impl Share {
             requested_bytes: zone.requested_bytes,
             ceiling_bytes,
             ceiling_reason,
-            shrink_cap_bytes: progress.shrink_cap_bytes(now),
-            pinned,
+            shrink_cap_bytes: tracker.shrink_cap_bytes(now),
+            pinned: tracker.pinned,
             is_balloon: false,
             is_last: limits.driverless_last && zone.driver == DriverState::Absent,
         }
@@ -314,24 +316,19 @@ mod tests {
         host
     }
 
+    fn trackers(host: &HostView) -> Vec<ZoneTracker> {
+        host.zones.iter().map(|zone| ZoneTracker::new(zone, TimeMs(0))).collect()
+    }
+
     fn spread(host: &HostView, near: Option<u32>) -> Spread {
-        let progress: Vec<_> =
-            host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
+        let zones = trackers(host);
         let limits = Limits {
             descriptor_bytes: 1 << 40,
             room_bytes: u64::MAX,
             unmovable_permille: None,
             driverless_last: false,
         };
-        Spread::new(
-            host,
-            host,
-            progress.iter().map(|(p, pinned)| (p, *pinned)),
-            near,
-            None,
-            limits,
-            TimeMs(0),
-        )
+        Spread::new(host, host, &zones, near, None, limits, TimeMs(0))
     }
 
     fn grown_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
@@ -395,16 +392,14 @@ mod tests {
             host.distances.set(node - 3, node, 17);
         }
         for from in 0..3 {
-            let progress: Vec<_> =
-                host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
+            let zones = trackers(&host);
             let limits = Limits {
                 descriptor_bytes: 1 << 40,
                 room_bytes: u64::MAX,
                 unmovable_permille: None,
                 driverless_last: false,
             };
-            let zones = progress.iter().map(|(progress, pinned)| (progress, *pinned));
-            let mut spread = Spread::new(&host, &host, zones, None, Some(from), limits, TimeMs(0));
+            let mut spread = Spread::new(&host, &host, &zones, None, Some(from), limits, TimeMs(0));
             assert_eq!(spread.shrink(16 * MIB), (16 * MIB, None));
             let mut left = [16 * MIB; 3];
             left[from as usize] = 0;
@@ -453,15 +448,14 @@ mod tests {
     #[test]
     fn what_a_balloon_gives_back_needs_no_descriptors_and_no_onlining() {
         let host = with_balloon([0, 0, 0, 0, 0]);
-        let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
+        let zones = trackers(&host);
         let limits = Limits {
             descriptor_bytes: 2 * MIB,
             room_bytes: u64::MAX,
             unmovable_permille: Some(500),
             driverless_last: false,
         };
-        let mut spread =
-            Spread::new(&host, &host, progress.iter().map(|p| (p, false)), None, None, limits, TimeMs(0));
+        let mut spread = Spread::new(&host, &host, &zones, None, None, limits, TimeMs(0));
         assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
         assert_eq!(spread.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
     }

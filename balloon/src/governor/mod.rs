@@ -16,7 +16,6 @@ mod audit;
 pub mod decision;
 mod effects;
 mod held_plan;
-mod progress;
 mod requests;
 mod shortage;
 mod status;
@@ -33,10 +32,9 @@ use self::audit::{Audit, Grounds};
 pub use self::audit::{AuditedZone, Entry};
 pub use self::effects::{Change, Decided, Effects, Event, Note, Request};
 use self::held_plan::HeldPlan;
-use self::progress::{Progress, Reminder};
 use self::shortage::{Ended, Shortage};
 pub use self::status::{AgentState, ResizeStatus};
-use crate::controller::{self, Controller, Rules};
+use crate::controller::{self, Controller, Reminder, Rules};
 use crate::plan::{Plan, ZoneTarget};
 use crate::policy::Policy;
 use crate::{DriverState, HostView, Intake, ParamError, TimeMs, ZoneId, ZoneSizes};
@@ -58,30 +56,11 @@ pub struct Counters {
     pub reminders: u64,
 }
 
-/// State of a zone that the controller does not need.
-#[derive(Clone, Debug)]
-struct Zone {
-    id: ZoneId,
-    progress: Progress,
-    /// Size that a plan requested, as far as the device has not lowered it. `None` after a resize by hand.
-    asked_bytes: Option<u64>,
-}
-
-impl Zone {
-    /// Bytes by which the device has lowered a plan's request since the last call.
-    fn lacks_bytes(&mut self, sizes: &ZoneSizes) -> u64 {
-        let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
-        let before = std::mem::replace(asked_bytes, sizes.requested_bytes);
-        if sizes.lowered_by().is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
-    }
-}
-
 /// The governor of one VM.
 #[derive(Clone, Debug)]
 pub struct Governor {
     controller: Controller,
     intake: Intake,
-    zones: Vec<Zone>,
     last_report: Option<(TimeMs, Report)>,
     agent: Agent,
     settings: Settings,
@@ -107,15 +86,9 @@ impl Governor {
         now: TimeMs,
     ) -> Result<Self, ParamError> {
         let counters = Counters { policies: BTreeSet::from([policy.name()]), ..Counters::default() };
-        let zone = |sizes: &ZoneSizes| Zone {
-            id: sizes.id,
-            progress: Progress::new(*sizes, now),
-            asked_bytes: None,
-        };
         let mut governor = Self {
             controller: Controller::new(policy, rules)?,
             intake: Intake::new(now),
-            zones: host.zones.iter().map(zone).collect(),
             last_report: None,
             agent: Agent::default(),
             settings: Settings::with_watermark(0),
@@ -128,6 +101,7 @@ impl Governor {
             agentless: None,
             onlining: OnlinePolicy::Unknown,
         };
+        governor.controller.observe(host, now);
         governor.settings.hotplug_bytes = host.pluggable_bytes();
         if is_paused {
             governor.controller.pause();
@@ -288,17 +262,17 @@ impl Governor {
 
     /// Reminds zones without progress, and decides without a report.
     fn decide(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
-        let rules = self.controller.rules();
-        let patience_ms = rules.progress_ms;
-        for (zone, sizes) in self.zones.iter_mut().zip(&host.zones) {
+        let (patience_ms, is_dry_run) =
+            (self.controller.rules().progress_ms, self.controller.rules().dry_run);
+        for (zone, sizes) in self.controller.trackers_mut().zip(&host.zones) {
             // A dry run requests nothing from the guest, but a client does.
-            if rules.dry_run && !self.controller.is_pinned(sizes.id) {
+            if is_dry_run && !zone.is_pinned() {
                 continue;
             }
-            if zone.progress.is_held_too_long(patience_ms, now) {
+            if zone.is_held_too_long(patience_ms, now) {
                 effects.report_held(sizes.id);
             }
-            if let Some(reminder) = zone.progress.remind(patience_ms, now) {
+            if let Some(reminder) = zone.remind(patience_ms, now) {
                 if reminder == Reminder::First {
                     effects.notes.push(Note::NoProgress(sizes.id));
                 }
@@ -313,13 +287,12 @@ impl Governor {
 
     /// Takes the host's present sizes.
     fn observe(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
-        for (zone, sizes) in self.zones.iter_mut().zip(&host.zones) {
-            self.shortage.lacks(zone.lacks_bytes(sizes));
-            if zone.progress.has_driver_come(*sizes, now) {
+        for (seen, sizes) in self.controller.observe(host, now).into_iter().zip(&host.zones) {
+            self.shortage.lacks(seen.lowered_bytes);
+            if seen.has_driver_come {
                 effects.notes.push(Note::DriverReady(sizes.id));
-                self.controller.driver_came(sizes.id, now);
             }
-            if zone.progress.observe(*sizes, now) {
+            if seen.is_reached {
                 self.reached.push((sizes.id, sizes.plugged_bytes));
             }
         }
@@ -334,14 +307,10 @@ impl Governor {
             self.settings.watermark_of = plan.watermark_of;
         }
         if !plan.dry_run {
-            let zones = self.zones.iter_mut().zip(&host.zones).zip(&plan.targets);
-            for ((zone, sizes), target) in zones {
-                if target.requested_bytes != sizes.requested_bytes {
-                    zone.asked_bytes = Some(target.requested_bytes);
-                    let (zone, size_bytes) = (target.zone, target.requested_bytes);
-                    effects.requests.push(Request::Size { zone, size_bytes });
-                }
-            }
+            effects.requests.extend(plan.changes(host).map(|target| {
+                let (zone, size_bytes) = (target.zone, target.requested_bytes);
+                Request::Size { zone, size_bytes }
+            }));
             let total_bytes = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
             self.shortage.requested(plan, host, total_bytes, now);
         }
@@ -474,20 +443,16 @@ impl Governor {
         self.audit.newest(count)
     }
 
-    fn zone(&self, id: ZoneId) -> Option<&Zone> {
-        self.zones.iter().find(|zone| zone.id == id)
-    }
-
     /// Returns true if a zone makes no progress.
     pub fn is_late(&self, zone: ZoneId, now: TimeMs) -> bool {
         let patience_ms = self.controller.rules().progress_ms;
-        self.zone(zone).is_some_and(|zone| zone.progress.is_late(patience_ms, now))
+        self.controller.tracker(zone).is_some_and(|zone| zone.is_late(patience_ms, now))
     }
 
     /// Status of the last resize of a zone. `offline_bytes` is the plugged memory of its node that is not online.
     pub fn resize_status(&self, zone: ZoneId, offline_bytes: u64, now: TimeMs) -> Option<ResizeStatus> {
         let patience_ms = self.controller.rules().progress_ms;
-        let zone = self.zone(zone)?;
-        Some(zone.progress.status(offline_bytes, patience_ms, now))
+        let zone = self.controller.tracker(zone)?;
+        Some(zone.status(offline_bytes, patience_ms, now))
     }
 }

@@ -20,7 +20,6 @@ impl Governor {
         self.controller.pin(zone, host, now);
         self.shortage.abandoned();
         self.audit.sized_by_hand(index, &host.zones, now);
-        self.zones[index].asked_bytes = None;
         // If the device has lowered the last request, the same size is a new request.
         if size_bytes != sizes.requested_bytes + sizes.held_bytes || sizes.lowered_by().is_some() {
             effects.notes.push(Note::Resized { zone, size_bytes });

@@ -29,6 +29,7 @@ fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alon
 fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
     let mut rig = Rig::fixed(64);
     rig.host.zones.truncate(1);
+    rig.host.zones[0].driver = DriverState::Absent;
     let mut alone_s = 0;
     // Until it is asked no more than once in a while.
     for _ in 0..300 {
@@ -41,8 +42,7 @@ fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
     assert_eq!(alone_s, 12, "it is never left alone");
     rig.tick(10);
     assert_eq!(rig.host.requested_bytes(), 0, "and is still");
-    let now = rig.now;
-    rig.controller.driver_came(ZoneId(0), now);
+    rig.host.zones[0].driver = DriverState::Ready;
     assert_eq!(rig.tick(10).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
     // It has as long to follow as any.

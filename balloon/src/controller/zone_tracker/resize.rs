@@ -1,0 +1,443 @@
+//! Progress of a resize, for its status and for reminders.
+//!
+//! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
+
+use super::ZoneTracker;
+use crate::governor::ResizeStatus;
+use crate::{DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes};
+
+/// Longest time between two reminders. A loop that withdraws what is not followed requests it again as often.
+const MOST_PATIENCE_MS: u64 = 60_000;
+
+/// Least time between two drivers that are waited for anew: a guest can reset a device as often as it likes.
+const ANEW_MS: u64 = 60_000;
+
+/// Times of the last changes, and what was reported about them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Resize {
+    /// When a size changed last and that was not taken back, or the guest was asked for something new.
+    changed_at: TimeMs,
+    reminded_at: TimeMs,
+    /// Number of reminders since something changed.
+    reminders: u32,
+    /// When the driver came, and was waited for anew.
+    came_at: Option<TimeMs>,
+    /// When plugged memory last went because it was asked back. What is left was there before.
+    pub asked_back_at: Option<TimeMs>,
+    /// What was requested last has not been reached yet.
+    is_awaited: bool,
+    /// It was reported that the guest has no room for the descriptors of what was requested last.
+    is_held_reported: bool,
+}
+
+/// A reminder that is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reminder {
+    /// The first since something changed, which is logged.
+    First,
+    /// Nothing has changed since the last.
+    Again,
+}
+
+impl Resize {
+    pub fn new(sizes: &ZoneSizes, now: TimeMs) -> Self {
+        Self {
+            changed_at: now,
+            reminded_at: now,
+            reminders: 0,
+            came_at: None,
+            asked_back_at: None,
+            is_awaited: !is_reached(sizes),
+            is_held_reported: false,
+        }
+    }
+
+    fn has_changed(&mut self, now: TimeMs) {
+        (self.changed_at, self.reminders) = (now, 0);
+    }
+}
+
+impl ZoneTracker {
+    /// Returns true if the guest's driver has become ready since the last observation. It is then waited for anew,
+    /// once in [`ANEW_MS`] at most.
+    pub(super) fn has_driver_come(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
+        let has_come = zone.driver == DriverState::Ready
+            && self.sizes.driver != DriverState::Ready
+            && self.resize.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
+        if has_come {
+            self.resize.came_at = Some(now);
+            self.begin_anew(now);
+            self.resize.has_changed(now);
+        }
+        has_come
+    }
+
+    /// Returns true when the resize has just ended: plugged is what was requested, and stays, and the host has not lowered it.
+    /// `has_moved`: what was plugged has gone, asked back or from a size that had been reached.
+    pub(super) fn observe_resize(
+        &mut self,
+        before: &ZoneSizes,
+        has_moved: bool,
+        stayed_since: Option<TimeMs>,
+        now: TimeMs,
+    ) -> bool {
+        let (sizes, resize) = (&self.sizes, &mut self.resize);
+        let goal_bytes = |sizes: &ZoneSizes| sizes.requested_bytes + sizes.held_bytes;
+        resize.is_held_reported &= goal_bytes(sizes) == goal_bytes(before) && sizes.held_bytes > 0;
+        resize.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(sizes);
+        // A withdrawn request does not count as reached, even if a supported driver loads later.
+        resize.is_awaited &= !sizes.is_withdrawn;
+        if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
+            resize.has_changed(since);
+        }
+        // What is plugged counts once it stays, and a driver that comes or goes is no progress.
+        let (plugged_bytes, driver) = (sizes.plugged_bytes, sizes.driver);
+        if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_moved {
+            resize.has_changed(now);
+        }
+        let has_ended = self.resize.is_awaited && self.is_settled() && is_reached(&self.sizes);
+        self.resize.is_awaited &= !has_ended;
+        has_ended
+    }
+
+    /// Since when nothing has changed, if what came last stays, and how often the guest was reminded since.
+    fn rests(&self) -> (TimeMs, u32) {
+        let Resize { changed_at, reminders, .. } = self.resize;
+        match self.rise.pending_since() {
+            Some(since) if since > changed_at => (since, 0),
+            _ => (changed_at, reminders),
+        }
+    }
+
+    /// Returns the reminder that is due now: after a span of patience without progress, and then ever more rarely.
+    pub fn remind(&mut self, patience_ms: u64, now: TimeMs) -> Option<Reminder> {
+        let (changed_at, reminders) = self.rests();
+        let doubled_ms = patience_ms.saturating_mul(1 << reminders.min(31));
+        let pause_ms = doubled_ms.min(MOST_PATIENCE_MS.max(patience_ms));
+        let is_due = self.is_late(patience_ms, now)
+            && now.since(self.resize.reminded_at.max(changed_at)) >= pause_ms
+            && self.sizes.driver == DriverState::Ready;
+        if !is_due {
+            return None;
+        }
+        self.resize.reminded_at = now;
+        self.resize.reminders = reminders.saturating_add(1);
+        Some(if reminders == 0 { Reminder::First } else { Reminder::Again })
+    }
+
+    /// True once for each request that waits too long for room for its page descriptors.
+    pub fn is_held_too_long(&mut self, patience_ms: u64, now: TimeMs) -> bool {
+        let is_news = self.is_held(patience_ms, now) && !self.resize.is_held_reported;
+        self.resize.is_held_reported |= is_news;
+        is_news
+    }
+
+    fn is_held(&self, patience_ms: u64, now: TimeMs) -> bool {
+        let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, .. } = self.sizes;
+        held_bytes > 0 && plugged_bytes == requested_bytes && now.since(self.rests().0) >= patience_ms
+    }
+
+    /// Returns true if the zone makes no progress.
+    pub fn is_late(&self, patience_ms: u64, now: TimeMs) -> bool {
+        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.rests().0) >= patience_ms
+    }
+
+    /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
+    pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
+        let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } = self.sizes;
+        let lacks = |Shortfall { reason, wanted_bytes }| {
+            let text = format!(
+                "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
+            );
+            ResizeStatus::Stuck(text)
+        };
+        if self.sizes.is_withdrawn {
+            return ResizeStatus::Stuck(format!("{UNSUPPORTED_DRIVER_REASON}: {UNSUPPORTED_DRIVER}"));
+        }
+        if self.is_held(patience_ms, now) {
+            return ResizeStatus::Stuck(format!(
+                "descriptors: the guest has no DRAM for the page descriptors of the other {held_bytes} bytes"
+            ));
+        }
+        if plugged_bytes == requested_bytes && held_bytes > 0 {
+            return ResizeStatus::Pending;
+        }
+        if plugged_bytes == requested_bytes {
+            return shortfall.map_or(ResizeStatus::Reached, lacks);
+        }
+        if !self.is_late(patience_ms, now) {
+            return ResizeStatus::Pending;
+        }
+        if driver != DriverState::Ready {
+            return ResizeStatus::NoDriver;
+        }
+        if let Some(shortfall) = shortfall {
+            return lacks(shortfall);
+        }
+        ResizeStatus::Stuck(if plugged_bytes > requested_bytes {
+            "the guest holds pages in these blocks that it cannot move".to_owned()
+        } else if offline_bytes > 0 {
+            format!("the guest has {offline_bytes} bytes plugged that nobody has onlined")
+        } else {
+            "the guest does not plug more: it may lack memory for page descriptors".to_owned()
+        })
+    }
+}
+
+pub(super) fn is_reached(sizes: &ZoneSizes) -> bool {
+    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.lowered_by().is_none()
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Tier;
+    use crate::rise::STAYS_MS;
+
+    use super::*;
+
+    /// What the rule says by default.
+    const PATIENCE_MS: u64 = 5_000;
+
+    fn tracker(sizes: ZoneSizes, now: TimeMs) -> ZoneTracker {
+        ZoneTracker::new(&sizes, now)
+    }
+
+    impl ZoneTracker {
+        /// Returns true if the requested size has just been reached.
+        fn reaches(&mut self, sizes: ZoneSizes, now: TimeMs) -> bool {
+            self.observe(&sizes, now).is_reached
+        }
+    }
+
+    fn sizes(requested_bytes: u64, plugged_bytes: u64, is_ready: bool) -> ZoneSizes {
+        ZoneSizes {
+            block_bytes: 2,
+            requested_bytes,
+            plugged_bytes,
+            driver: if is_ready { DriverState::Ready } else { DriverState::Absent },
+            ..ZoneSizes::empty(0, Tier::Dram, 100)
+        }
+    }
+
+    #[test]
+    fn a_size_that_the_host_had_to_lower_is_stuck_and_never_reached() {
+        let shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 10 });
+        let lowered = |plugged| ZoneSizes { shortfall, ..sizes(6, plugged, true) };
+        let mut zone = tracker(sizes(10, 4, true), TimeMs(0));
+        assert!(!zone.reaches(lowered(4), TimeMs(100)));
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(100)), ResizeStatus::Pending);
+        assert!(!zone.reaches(lowered(6), TimeMs(200)));
+        let ResizeStatus::Stuck(reason) = zone.status(0, PATIENCE_MS, TimeMs(200)) else {
+            panic!("{zone:?}")
+        };
+        assert!(reason.starts_with("pool-full: ") && reason.contains("10 bytes"), "{reason}");
+        // The driver needs no reminder: there is nothing left for it to do.
+        assert_eq!(zone.remind(PATIENCE_MS, TimeMs(60_000)), None);
+        // Asked for again, with the host's trouble over.
+        assert!(!zone.reaches(sizes(10, 6, true), TimeMs(60_000)));
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(60_100)));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(61_100)));
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(60_100)), ResizeStatus::Reached);
+    }
+
+    #[test]
+    fn a_request_that_a_refused_driver_ends_is_never_reached() {
+        let mut zone = tracker(sizes(0, 0, false), TimeMs(0));
+        assert!(!zone.reaches(sizes(10, 0, false), TimeMs(0)));
+        let driver = DriverState::Unsupported;
+        let withdrawn = ZoneSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
+        // Neither at the refusal nor when a newer driver loads.
+        let seen =
+            [(withdrawn, 100), (withdrawn, 60_000), (sizes(0, 0, true), 60_100), (sizes(0, 0, true), 70_000)];
+        for (sizes, now) in seen {
+            assert!(!zone.reaches(sizes, TimeMs(now)), "{now}");
+        }
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(70_000)), ResizeStatus::Reached);
+    }
+
+    #[test]
+    fn a_resize_is_pending_as_long_as_it_moves() {
+        let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(0)), ResizeStatus::Reached);
+        assert!(!zone.reaches(sizes(10, 0, true), TimeMs(100_000)));
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(104_999)), ResizeStatus::Pending);
+        assert!(!zone.reaches(sizes(10, 2, true), TimeMs(104_999)));
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(109_998)), ResizeStatus::Pending);
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(109_998)));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(110_998)), "it has stayed");
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(200_000)), ResizeStatus::Reached);
+    }
+
+    #[test]
+    fn a_size_is_reached_once_however_often_the_guest_leaves_it() {
+        let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
+        let plugged = [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
+        let mut now = 0;
+        let reached = plugged.map(|(requested, plugged)| {
+            now += 8 * STAYS_MS;
+            let at_once = zone.reaches(sizes(requested, plugged, true), TimeMs(now));
+            let then = zone.reaches(sizes(requested, plugged, true), TimeMs(now + 4 * STAYS_MS));
+            (at_once || then).then_some(requested)
+        });
+        assert_eq!(reached.into_iter().flatten().collect::<Vec<_>>(), [10, 12]);
+    }
+
+    #[test]
+    fn without_progress_it_is_stuck_and_says_why() {
+        let stuck =
+            |sizes, offline| tracker(sizes, TimeMs(0)).status(offline, PATIENCE_MS, TimeMs(PATIENCE_MS));
+        assert_eq!(stuck(sizes(10, 0, false), 0), ResizeStatus::NoDriver);
+        let reason = |status| match status {
+            ResizeStatus::Stuck(reason) => reason,
+            other => panic!("{other:?}"),
+        };
+        assert!(reason(stuck(sizes(0, 10, true), 0)).contains("cannot move"));
+        assert!(reason(stuck(sizes(10, 0, true), 5)).contains("5 bytes"));
+        assert!(reason(stuck(sizes(10, 0, true), 0)).contains("page descriptors"));
+    }
+
+    #[test]
+    fn a_driver_that_comes_and_goes_is_waited_for_anew_once_a_minute() {
+        let mut zone = tracker(sizes(10, 0, false), TimeMs(0));
+        let mut came = Vec::new();
+        for now in (0..150_000).step_by(1000) {
+            let flapping = sizes(10, 0, now % 2000 == 1000);
+            if zone.observe(&flapping, TimeMs(now)).has_driver_come {
+                came.push(now);
+            }
+            let waited_ms = now - came.last().copied().unwrap_or(0);
+            assert_eq!(zone.is_late(PATIENCE_MS, TimeMs(now)), waited_ms >= PATIENCE_MS, "{now}");
+        }
+        assert_eq!(came, [1_000, 61_000, 121_000]);
+    }
+
+    #[test]
+    fn what_is_unplugged_again_at_once_is_neither_reached_nor_a_change() {
+        let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 0, true), TimeMs(0));
+        let mut reminders = Vec::new();
+        for now in (0..=80_000).step_by(10) {
+            if let Some(reminder) = zone.remind(PATIENCE_MS, TimeMs(now)) {
+                reminders.push((now, reminder));
+                // It tries, and has no memory for page descriptors.
+                assert!(!zone.reaches(sizes(10, 10, true), TimeMs(now)));
+            } else {
+                assert!(!zone.reaches(sizes(10, 0, true), TimeMs(now)));
+            }
+        }
+        let again = [15_000, 35_000, 75_000].map(|now| (now, Reminder::Again));
+        assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
+        let ResizeStatus::Stuck(_) = zone.status(0, PATIENCE_MS, TimeMs(80_000)) else { panic!("{zone:?}") };
+        // What stays is one.
+        assert!(!zone.reaches(sizes(10, 8, true), TimeMs(80_000)));
+        assert!(!zone.is_late(PATIENCE_MS, TimeMs(84_990)));
+        assert_eq!(zone.remind(PATIENCE_MS, TimeMs(85_000)), Some(Reminder::First));
+    }
+
+    #[test]
+    fn patience_is_what_the_rule_says_it_is() {
+        let reminded = |patience_ms: u64| {
+            let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+            let times = (0..=200_000).step_by(100).map(TimeMs);
+            times.filter(|now| zone.remind(patience_ms, *now).is_some()).map(|now| now.0).collect::<Vec<_>>()
+        };
+        assert_eq!(reminded(30_000), [30_000, 90_000, 150_000]);
+        assert_eq!(reminded(90_000), [90_000, 180_000], "Nobody is reminded before it is late");
+        assert_eq!(reminded(1_000)[..4], [1_000, 3_000, 7_000, 15_000]);
+        let zone = tracker(sizes(10, 0, true), TimeMs(0));
+        assert_eq!(zone.status(0, 30_000, TimeMs(29_999)), ResizeStatus::Pending);
+        assert!(matches!(zone.status(0, 30_000, TimeMs(30_000)), ResizeStatus::Stuck(_)));
+        // It may change while a resize is under way.
+        assert!(zone.is_late(PATIENCE_MS, TimeMs(29_999)) && !zone.is_late(30_000, TimeMs(29_999)));
+    }
+
+    #[test]
+    fn what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
+        let mut zone = tracker(sizes(20, 0, true), TimeMs(0));
+        zone.reaches(sizes(20, 10, true), TimeMs(10));
+        // All of it comes, and is looked at again a moment after the first part has stayed.
+        for (plugged, now) in [(20, 1_000), (20, 1_010), (10, 1_020)] {
+            assert!(!zone.reaches(sizes(20, plugged, true), TimeMs(now)), "reached at {now}");
+        }
+        assert_eq!(zone.remind(PATIENCE_MS, TimeMs(5_009)), None);
+        assert_eq!(
+            zone.remind(PATIENCE_MS, TimeMs(5_010)),
+            Some(Reminder::First),
+            "5 s since the first part came"
+        );
+        // And what comes now has to stay for a second of its own.
+        assert!(!zone.reaches(sizes(20, 18, true), TimeMs(6_000)));
+        assert!(!zone.reaches(sizes(20, 20, true), TimeMs(6_990)));
+        assert!(!zone.reaches(sizes(20, 20, true), TimeMs(7_989)));
+        assert!(zone.reaches(sizes(20, 20, true), TimeMs(7_990)));
+    }
+
+    #[test]
+    fn what_is_looked_at_less_than_once_a_second_is_no_change_if_it_has_gone_again() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        for now in (0..5_000).step_by(1_200) {
+            let plugged = if now % 2_400 == 0 { 10 } else { 0 };
+            assert!(!zone.reaches(sizes(10, plugged, true), TimeMs(now)), "reached at {now}");
+        }
+        zone.reaches(sizes(10, 0, true), TimeMs(5_000));
+        assert!(zone.is_late(PATIENCE_MS, TimeMs(5_000)));
+    }
+
+    #[test]
+    fn what_has_stayed_and_goes_unasked_is_no_change_when_it_comes_again() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        for now in (0..8_000).step_by(200) {
+            zone.reaches(sizes(10, if now % 2_000 < 1_400 { 8 } else { 6 }, true), TimeMs(now));
+            assert_eq!(
+                zone.is_late(PATIENCE_MS, TimeMs(now)),
+                now >= 5_000,
+                "{now}: it came at the beginning, and stayed"
+            );
+        }
+        // More than ever is zone.
+        assert!(!zone.reaches(sizes(10, 9, true), TimeMs(8_000)));
+        assert!(!zone.is_late(PATIENCE_MS, TimeMs(12_900)));
+    }
+
+    #[test]
+    fn what_was_reached_and_goes_unasked_is_waited_for() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 10, true), TimeMs(100));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(1_100)));
+        assert!(!zone.reaches(sizes(10, 4, true), TimeMs(60_000)));
+        assert_eq!(zone.status(0, PATIENCE_MS, TimeMs(64_999)), ResizeStatus::Pending);
+        assert!(zone.is_late(PATIENCE_MS, TimeMs(65_000)));
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(65_000)), "it was reached before");
+    }
+
+    #[test]
+    fn what_a_shrink_leaves_is_reached_at_once_whatever_came_before() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 10, true), TimeMs(100));
+        assert!(!zone.reaches(sizes(4, 10, true), TimeMs(200)));
+        assert!(zone.reaches(sizes(4, 4, true), TimeMs(300)));
+    }
+
+    #[test]
+    fn what_goes_back_because_less_is_requested_is_a_change() {
+        let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 10, true), TimeMs(100));
+        zone.reaches(sizes(4, 10, true), TimeMs(200));
+        assert!(!zone.reaches(sizes(4, 6, true), TimeMs(5_000)));
+        assert!(!zone.is_late(PATIENCE_MS, TimeMs(9_999)));
+        assert!(zone.reaches(sizes(4, 4, true), TimeMs(9_999)), "a shrink is reached at once");
+    }
+
+    #[test]
+    fn a_guest_that_does_not_stir_is_reminded_ever_more_rarely() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        let mut reminders = Vec::new();
+        for now in (0..=200_000).step_by(1000) {
+            reminders.extend(zone.remind(PATIENCE_MS, TimeMs(now)).map(|reminder| (now, reminder)));
+        }
+        let again = [15_000, 35_000, 75_000, 135_000, 195_000].map(|now| (now, Reminder::Again));
+        assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
+        assert_eq!(tracker(sizes(10, 0, false), TimeMs(0)).remind(PATIENCE_MS, TimeMs(60_000)), None);
+    }
+}
