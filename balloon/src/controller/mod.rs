@@ -2,6 +2,7 @@
 
 mod descriptors;
 mod goal;
+mod rule;
 mod rules;
 mod spread;
 #[cfg(test)]
@@ -16,18 +17,15 @@ pub use rules::Rules;
 use serde::Serialize;
 
 use self::descriptors::DescriptorLimit;
+use self::rule::{Lacking, Lost};
 use self::spread::{Limits, Spread};
 pub use self::zone_tracker::{Reminder, Seen, ZoneTracker};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
-use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
-use crate::units::{round_up, scale};
+use crate::policy::{Decision, Input, Policy, PolicyState};
 use crate::{DriverState, HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
 /// Rule 6: a guest that was short so recently may be so still, when its reports stop.
 const SHORT_MS: u64 = 1_000;
-
-/// Rule 5: what the host could not provide is asked of others for so long, and then what is wanted is another question.
-const LACKING_MS: u64 = 1_000;
 
 /// Why the controller is called.
 #[derive(Clone, Copy, Debug)]
@@ -57,31 +55,6 @@ pub struct Controller {
     told_bounds: bool,
 }
 
-/// What the host could not provide, and nobody else has been asked for.
-#[derive(Clone, Copy, Debug, Default)]
-struct Lacking {
-    bytes: u64,
-    at: TimeMs,
-}
-
-impl Lacking {
-    /// How much of it still counts.
-    fn bytes_at(&self, now: TimeMs) -> u64 {
-        if now.since(self.at) < LACKING_MS { self.bytes } else { 0 }
-    }
-
-    fn add(&mut self, bytes: u64, now: TimeMs) {
-        if bytes > 0 {
-            *self = Lacking { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
-        }
-    }
-
-    /// Others have been asked for so much.
-    fn is_asked(&mut self, bytes: u64) {
-        self.bytes = self.bytes.saturating_sub(bytes);
-    }
-}
-
 /// What is kept of the last report.
 #[derive(Clone, Copy, Debug)]
 struct LastReport {
@@ -90,13 +63,6 @@ struct LastReport {
     /// When the guest was last known to be short, if that is not long ago.
     short_at: Option<TimeMs>,
     online_policy: OnlinePolicy,
-}
-
-/// Grows since reports were lost.
-#[derive(Clone, Copy, Debug, Default)]
-struct Lost {
-    steps: u64,
-    at: Option<TimeMs>,
 }
 
 /// What `vm.pressure` shows of the loop.
@@ -341,21 +307,6 @@ impl Controller {
         seen
     }
 
-    /// Rule 8: what a dry run decides upon. Of what the guest does not follow, rule 5 would leave what is there, if it were
-    /// carried out; as it is not, it is taken for done, or nothing else would ever be said.
-    fn without_failed<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
-        let mut left = Cow::Borrowed(host);
-        if !self.rules.dry_run {
-            return left;
-        }
-        for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
-            if !followed.pinned && followed.has_failed(zone, &self.rules, now) {
-                left.to_mut().zones[index].requested_bytes = zone_tracker::left_bytes(zone, 0);
-            }
-        }
-        left
-    }
-
     /// Rule 5: whether zones without a driver are asked last, and not waited for: where another zone can be asked. Where none
     /// can, they are asked as if somebody were there, for the driver that may come.
     fn passes_over_driverless(&self, host: &HostView, now: TimeMs) -> bool {
@@ -385,156 +336,9 @@ impl Controller {
         self.own(host).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
-    fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
-        if self.paused {
-            return self.hold(Reason::Paused, host);
-        }
-        if self.policy == Policy::Off {
-            return self.hold(Reason::Off, host);
-        }
-        if let Some(plan) = self.fall_back(host, now) {
-            return plan;
-        }
-        let host = &*self.without_failed(host, now);
-        match self.come_within_bounds(host, now) {
-            Some(plan) if self.is_to_be_told(&plan) => return plan,
-            Some(_) => {}
-            None => self.told_bounds = false,
-        }
-        // While the loop is paused, or does something else first, it is kept. A dry run asks nobody, and would ask for ever.
-        let lacks_bytes = self.lacking.bytes_at(now);
-        if lacks_bytes > 0 && !self.rules.dry_run {
-            return self.go_elsewhere(event, lacks_bytes, host, now);
-        }
-        if let Policy::Fixed(params) = &self.policy {
-            let last = self.unreported(fixed::decide(params, host), now);
-            return self.plan_decision(last, host, now);
-        }
-        let Some(last) = self.last else {
-            return self.hold(Reason::NoReport, host);
-        };
-        if now.since(last.at) >= self.rules.lost_ms {
-            return self.plan_without_reports(last, host, now);
-        }
-        match event {
-            Event::Tick => self.hold(Reason::Quiet, host),
-            Event::Report(_) => self.plan_decision(last, host, now),
-        }
-    }
-
-    /// Rule 8: a dry run says once what rule 3 would do, and then what the policy does.
-    fn is_to_be_told(&mut self, plan: &Plan) -> bool {
-        let was_told = self.told_bounds;
-        // What stands in the way of a bound stands in a policy's, too.
-        let changes = plan.direction != Direction::Hold;
-        self.told_bounds = self.rules.dry_run && (was_told || changes);
-        !self.rules.dry_run || (changes && !was_told)
-    }
-
-    /// Rule 5: a guest that does not follow is asked for less. A dry run says so once.
-    fn fall_back(&mut self, host: &HostView, now: TimeMs) -> Option<Plan> {
-        let has_failed = |(zone, followed): (&ZoneSizes, &ZoneTracker)| {
-            !followed.pinned && followed.has_failed(zone, &self.rules, now)
-        };
-        // None of them, mostly.
-        if !host.zones.iter().zip(&self.zones).any(has_failed) {
-            self.zones.iter_mut().for_each(|zone| zone.told = false);
-            return None;
-        }
-        let mut before = self.zones.clone();
-        for (zone, followed) in host.zones.iter().zip(&mut before) {
-            followed.told = self.rules.dry_run && has_failed((zone, followed));
-        }
-        let mut asked = host.clone();
-        let mut is_news = false;
-        for (zone, followed) in asked.zones.iter_mut().zip(&mut self.zones).filter(|(_, zone)| !zone.pinned) {
-            let was_kept = followed.is_kept();
-            let was_told = std::mem::take(&mut followed.told);
-            if let Some(less) = followed.fall_back(zone, &self.rules, now) {
-                zone.requested_bytes = less;
-                is_news |= !was_kept && !was_told;
-            }
-        }
-        self.keep_floor(&mut asked, host, now);
-        match self.rules.dry_run {
-            true => self.zones = before,
-            false => is_news |= !requested(&asked).eq(requested(host)),
-        }
-        is_news.then(|| self.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host))
-    }
-
-    /// Rule 3 against rule 5: what of the floor is no longer asked of one zone is asked of others, and where they have none
-    /// it stays asked for.
-    fn keep_floor(&mut self, asked: &mut HostView, host: &HostView, now: TimeMs) {
-        let floor = self.rules.floor_bytes.min(host.requested_bytes());
-        let missing = floor.saturating_sub(asked.requested_bytes());
-        if missing == 0 {
-            return;
-        }
-        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
-        let mut spread = self.spread(last, None, asked, now);
-        let (added, _) = spread.grow(missing);
-        for (zone, bytes) in asked.zones.iter_mut().zip(spread.into_requests()) {
-            zone.requested_bytes = bytes;
-        }
-        let mut missing = missing - added;
-        for ((zone, before), followed) in asked.zones.iter_mut().zip(&host.zones).zip(&mut self.zones) {
-            let taken = before.requested_bytes.saturating_sub(zone.requested_bytes);
-            let back = taken.min(round_up(missing, zone.block_bytes));
-            zone.requested_bytes += back;
-            missing = missing.saturating_sub(back);
-            if back > 0 {
-                followed.keep(zone.requested_bytes);
-            }
-        }
-    }
-
-    /// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come to be wanted since.
-    fn go_elsewhere(&self, event: Event<'_>, lacks_bytes: u64, host: &HostView, now: TimeMs) -> Plan {
-        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
-        let more = match event {
-            Event::Report(_) => {
-                last.decision.want_bytes.map_or(0, |want| want.saturating_sub(host.requested_bytes()))
-            }
-            Event::Tick => 0,
-        };
-        let reason = Reason::HostShort;
-        let plan = self.grow(lacks_bytes.max(more), reason, last, host, now);
-        // Also where nobody has it: what stood in the way of others is not what happened.
-        Plan { reason, ..plan }
-    }
-
-    /// Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever
-    /// wants something else.
-    fn come_within_bounds(&self, host: &HostView, now: TimeMs) -> Option<Plan> {
-        let requested = host.requested_bytes();
-        let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
-        let last = || self.last.unwrap_or_else(|| self.unreported(off::decide(), now));
-        if requested < floor {
-            Some(self.grow(floor - requested, Reason::BelowFloor, last(), host, now))
-        } else if requested > ceiling {
-            Some(self.shrink(requested - ceiling, Reason::AboveCeiling, last(), host, now))
-        } else {
-            None
-        }
-    }
-
     /// Floor of all zones together, at most the sum of their limits: a zone with an unsupported driver cannot grow.
     fn floor_bytes(&self, host: &HostView) -> u64 {
         self.rules.floor_bytes.min(host.max_bytes())
-    }
-
-    /// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
-    fn plan_without_reports(&mut self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
-        let due = now.since(self.lost.at.unwrap_or(last.at)) >= self.rules.lost_ms;
-        if last.short_at.is_none() || self.lost.steps >= self.rules.lost_steps || !due {
-            return self.hold(Reason::ReportsLost, host);
-        }
-        let step = self.rules.lost_step_bytes.saturating_mul(1 << self.lost.steps.min(32));
-        if !self.rules.dry_run {
-            self.lost = Lost { steps: self.lost.steps + 1, at: Some(now) };
-        }
-        self.grow(step, Reason::ReportsLost, last, host, now)
     }
 
     /// A decision that needed no report, so that `fixed` works without an agent. An idle guest is assumed.
@@ -545,68 +349,6 @@ impl Controller {
             short_at: None,
             online_policy: self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy),
         }
-    }
-
-    fn plan_decision(&self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
-        let requested = host.requested_bytes();
-        let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
-        let reason = last.decision.reason;
-        match last.decision.want_bytes {
-            // Only of what a dry run leaves outside of the bounds does a policy want what stays there.
-            Some(want) if want > requested && want < floor => {
-                bound(self.grow(floor - requested, reason, last, host, now), want, Reason::BelowFloor)
-            }
-            Some(want) if want < requested && want > ceiling => {
-                bound(self.shrink(requested - ceiling, reason, last, host, now), want, Reason::AboveCeiling)
-            }
-            Some(want) if want > requested => self.grow(want - requested, reason, last, host, now),
-            Some(want) if want < requested => self.shrink(requested - want, reason, last, host, now),
-            // What is on its way counts as there: the guest will have enough, and has not got it yet.
-            _ if reason == Reason::Enough && self.is_in_progress(&self.without_stuck(host, now)) => {
-                self.hold(Reason::InProgress, host)
-            }
-            _ => self.hold(reason, host),
-        }
-    }
-
-    /// Rules 1, 2 and 4: at once, DRAM first, as far as the guest can carry it.
-    fn grow(&self, bytes: u64, reason: Reason, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
-        // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask for after it.
-        let mut spread = self.spread(last, None, host, now);
-        let (added, limit) = spread.grow(bytes);
-        let wanted = host.requested_bytes().saturating_add(bytes);
-        let requests = spread.into_requests();
-        let plan = match limit {
-            Some(limit) if added == 0 => self.build(Direction::Hold, limit, None, requests, host),
-            limit => self.build(Direction::Grow, reason, limit, requests, host),
-        };
-        Plan { wanted_bytes: wanted, ..plan }
-    }
-
-    /// Rules 2 and 3: PM first, in steps, after a cool-down.
-    fn shrink(&self, bytes: u64, reason: Reason, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
-        let wanted = host.requested_bytes() - bytes;
-        let hold = |reason| Plan { wanted_bytes: wanted, ..self.hold(reason, host) };
-        if self.is_in_progress(host) {
-            return hold(Reason::InProgress);
-        }
-        let cooling = self.grown_at.is_some_and(|at| now.since(at) < self.cool_down_ms)
-            || self.shrunk_at.is_some_and(|at| now.since(at) < self.rules.shrink_interval_ms);
-        if cooling {
-            return hold(Reason::CoolDown);
-        }
-        let share_bytes = scale(host.plugged_bytes(), self.rules.shrink_share_permille, 1000);
-        let step = self.rules.shrink_step_bytes.max(share_bytes);
-        let over = host.requested_bytes().saturating_sub(self.floor_bytes(host));
-        let mut spread = self.spread(last, last.decision.from, host, now);
-        let (taken, limit) = spread.shrink(bytes.min(step).min(over));
-        let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
-        let requests = spread.into_requests();
-        let plan = match limit {
-            limit if taken == 0 => self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host),
-            limit => self.build(Direction::Shrink, reason, limit, requests, host),
-        };
-        Plan { wanted_bytes: wanted, ..plan }
     }
 
     fn spread(&self, last: LastReport, from: Option<u32>, host: &HostView, now: TimeMs) -> Spread {
@@ -684,12 +426,6 @@ impl Controller {
         };
         self.grown_at = Some(now);
     }
-}
-
-/// A plan that goes to a bound of all zones together, beyond what the policy wants.
-fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
-    let limited_by = (plan.direction != Direction::Hold).then(|| plan.limited_by.unwrap_or(by));
-    Plan { wanted_bytes, limited_by, ..plan }
 }
 
 /// What is requested of each zone.

@@ -1,0 +1,106 @@
+//! Rules 1, 2 and 4: the policy's size is approached at once upwards, and in steps downwards.
+
+use super::Context;
+use crate::controller::{Controller, Event, LastReport};
+use crate::plan::{Direction, Plan, Reason};
+use crate::policy::{Policy, fixed};
+use crate::units::scale;
+use crate::{HostView, TimeMs};
+
+pub(super) fn plan(context: &Context<'_>) -> Plan {
+    let Context { controller, now, .. } = *context;
+    let host = &*context.left();
+    match (&controller.policy, controller.last, context.event) {
+        (Policy::Fixed(params), ..) => {
+            let last = controller.unreported(fixed::decide(params, host), now);
+            controller.plan_decision(last, host, now)
+        }
+        (_, None, _) => controller.hold(Reason::NoReport, host),
+        (_, _, Event::Tick) => controller.hold(Reason::Quiet, host),
+        (_, Some(last), Event::Report(_)) => controller.plan_decision(last, host, now),
+    }
+}
+
+impl Controller {
+    fn plan_decision(&self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
+        let requested = host.requested_bytes();
+        let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
+        let reason = last.decision.reason;
+        match last.decision.want_bytes {
+            // Only of what a dry run leaves outside of the bounds does a policy want what stays there.
+            Some(want) if want > requested && want < floor => {
+                bound(self.grow(floor - requested, reason, last, host, now), want, Reason::BelowFloor)
+            }
+            Some(want) if want < requested && want > ceiling => {
+                bound(self.shrink(requested - ceiling, reason, last, host, now), want, Reason::AboveCeiling)
+            }
+            Some(want) if want > requested => self.grow(want - requested, reason, last, host, now),
+            Some(want) if want < requested => self.shrink(requested - want, reason, last, host, now),
+            // What is on its way counts as there: the guest will have enough, and has not got it yet.
+            _ if reason == Reason::Enough && self.is_in_progress(&self.without_stuck(host, now)) => {
+                self.hold(Reason::InProgress, host)
+            }
+            _ => self.hold(reason, host),
+        }
+    }
+
+    /// Rules 1, 2 and 4: at once, DRAM first, as far as the guest can carry it.
+    pub(super) fn grow(
+        &self,
+        bytes: u64,
+        reason: Reason,
+        last: LastReport,
+        host: &HostView,
+        now: TimeMs,
+    ) -> Plan {
+        // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask for after it.
+        let mut spread = self.spread(last, None, host, now);
+        let (added, limit) = spread.grow(bytes);
+        let wanted = host.requested_bytes().saturating_add(bytes);
+        let requests = spread.into_requests();
+        let plan = match limit {
+            Some(limit) if added == 0 => self.build(Direction::Hold, limit, None, requests, host),
+            limit => self.build(Direction::Grow, reason, limit, requests, host),
+        };
+        Plan { wanted_bytes: wanted, ..plan }
+    }
+
+    /// Rules 2 and 3: PM first, in steps, after a cool-down.
+    pub(super) fn shrink(
+        &self,
+        bytes: u64,
+        reason: Reason,
+        last: LastReport,
+        host: &HostView,
+        now: TimeMs,
+    ) -> Plan {
+        let wanted = host.requested_bytes() - bytes;
+        let hold = |reason| Plan { wanted_bytes: wanted, ..self.hold(reason, host) };
+        if self.is_in_progress(host) {
+            return hold(Reason::InProgress);
+        }
+        let cooling = self.grown_at.is_some_and(|at| now.since(at) < self.cool_down_ms)
+            || self.shrunk_at.is_some_and(|at| now.since(at) < self.rules.shrink_interval_ms);
+        if cooling {
+            return hold(Reason::CoolDown);
+        }
+        let share_bytes = scale(host.plugged_bytes(), self.rules.shrink_share_permille, 1000);
+        let step = self.rules.shrink_step_bytes.max(share_bytes);
+        let over = host.requested_bytes().saturating_sub(self.floor_bytes(host));
+        let mut spread = self.spread(last, last.decision.from, host, now);
+        let (taken, limit) = spread.shrink(bytes.min(step).min(over));
+        let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
+        let requests = spread.into_requests();
+        let plan = match limit {
+            limit if taken == 0 => self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host),
+            limit => self.build(Direction::Shrink, reason, limit, requests, host),
+        };
+        Plan { wanted_bytes: wanted, ..plan }
+    }
+}
+
+/// A plan that goes to a bound of all zones together, beyond what the policy wants.
+fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
+    let limited_by = (plan.direction != Direction::Hold).then(|| plan.limited_by.unwrap_or(by));
+    Plan { wanted_bytes, limited_by, ..plan }
+}
