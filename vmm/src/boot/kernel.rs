@@ -329,6 +329,22 @@ mod tests {
         assert!(matches!(missing, Err(BootError::Read { .. })));
     }
 
+    #[test]
+    fn firmware_is_an_elf_file_with_an_entry_point() {
+        let message = |bytes: &[u8]| {
+            let mut file = NamedTempFile::new().unwrap();
+            file.write_all(bytes).unwrap();
+            let boot_memory = BootMemory::of_small_pages(MEMORY_BYTES);
+            let error = load_firmware(&memory(MEMORY_BYTES), file.path(), boot_memory).unwrap_err();
+            crate::vm::chain(&error)
+        };
+        let text = message(b"no firmware at all");
+        assert!(text.starts_with("--firmware ") && text.contains("no firmware for PVH"), "{text}");
+        // Without its note nothing says where it begins.
+        let text = message(&build(&[0x90; 0x8000], &linux_note()));
+        assert!(text.starts_with("--firmware ") && text.contains("no PVH note"), "{text}");
+    }
+
     /// Kernels of distributions, where there are any: `FORESHORE_TEST_KERNELS` is a colon-separated list.
     #[test]
     fn kernels_of_distributions_load() {

@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn impossible_volume_is_refused_with_its_name() {
-        let found = [stored("a", VolumeFormat::Btt, 20 * MIB)];
+        let found = [stored("a", VolumeFormat::Btt, 20 * MIB), stored("r", VolumeFormat::Raw, 20 * MIB)];
         for (volumes, refused, parts) in [
             (&["name=b"][..], "b", &["no volume \"b\"", "create=on"][..]),
             (&["name=b,size=2M"], "b", &["no volume \"b\""]),
@@ -360,7 +360,9 @@ mod tests {
             (&["name=a,size=8M"], "a", &["20 MiB", "8 MiB"]),
             (&["name=a,size=8M,create=on"], "a", &["20 MiB", "8 MiB"]),
             (&["name=a,format=raw"], "a", &["is btt, not raw", "format=btt"]),
-            (&["name=b,size=600M,create=on", "name=c,size=500M,create=on"], "c", &["500 MiB", "400 MiB"]),
+            (&["name=r,format=btt"], "r", &["is raw, not btt", "format=raw"]),
+            (&["name=r,size=20M,create=on"], "r", &["is raw, not btt"]),
+            (&["name=b,size=600M,create=on", "name=c,size=500M,create=on"], "c", &["500 MiB", "380 MiB"]),
             (&["name=a,size=remaining", "name=c,size=remaining,create=on"], "c", &["\"a\""]),
         ] {
             let error = planned(volumes, &found, 0).unwrap_err();
