@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::guest::{console, end_with_parent, without_logs};
+use crate::guest::{console, end_with_parent, unpacked, without_logs};
 use crate::wait::wait_for;
 
 /// A test by its name: `topic::what_holds`.
@@ -423,6 +423,9 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
         .stderr(output)
         // The VMMs that the test starts stay in its group, and end with it.
         .process_group(0);
+    if emulated() {
+        command.env(unpacked::VARIABLE, std::env::temp_dir().join("guest-tests-kernels"));
+    }
     let mut child = end_with_parent(&mut command).spawn()?;
     let status = wait_for("the test ended", limit, || Ok(child.try_wait()?));
     end_group(&mut child);

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Error, Result, ensure};
 
-use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, process, program};
+use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, process, program, unpacked};
 use crate::lie;
 use crate::runner::this_tests_dir;
 
@@ -110,6 +110,7 @@ pub struct GuestBuilder {
     name: Option<String>,
     program: PathBuf,
     kernel: Kernel,
+    is_packed: bool,
     image: Image,
     cpus: u32,
     max_cpus: Option<u32>,
@@ -131,6 +132,7 @@ impl GuestBuilder {
             name: None,
             program: program("foreshore"),
             kernel: Kernel::V6_12,
+            is_packed: false,
             image: Image::Basic,
             cpus: 1,
             max_cpus: None,
@@ -163,6 +165,12 @@ impl GuestBuilder {
     /// The guest's kernel.
     pub fn kernel(mut self, kernel: Kernel) -> Self {
         self.kernel = kernel;
+        self
+    }
+
+    /// Boots the kernel from its bzImage, also where tests use unpacked kernels.
+    pub fn packed_kernel(mut self) -> Self {
+        self.is_packed = true;
         self
     }
 
@@ -288,7 +296,8 @@ impl GuestBuilder {
         let listener = self.api_by_descriptor.then(|| inheritable_listener(&paths.api())).transpose()?;
         let api = listener.as_ref().map(|listener| format!("fd={}", listener.as_raw_fd()));
         let with_api = self.clone().words(api.iter().flat_map(|api| ["--api-socket", api]));
-        command.args(with_api.vmm_arguments(&paths, &metrics));
+        let kernel = if self.is_packed { self.kernel.path() } else { unpacked::path_of(self.kernel)? };
+        command.args(with_api.vmm_arguments(&paths, &metrics, &kernel));
         if self.flushes_lie {
             lie::about_flushes(&mut command);
         }
@@ -312,11 +321,11 @@ impl GuestBuilder {
         Ok(Refusal { message })
     }
 
-    fn vmm_arguments(&self, paths: &Paths, metrics: &str) -> Vec<String> {
+    fn vmm_arguments(&self, paths: &Paths, metrics: &str, kernel: &Path) -> Vec<String> {
         let text = |path: &Path| path.display().to_string();
         let max_cpus = self.max_cpus.unwrap_or(self.cpus);
         let ours: [(&'static str, Option<String>); 11] = [
-            ("--kernel", Some(text(&self.kernel.path()))),
+            ("--kernel", Some(text(kernel))),
             ("--initramfs", Some(text(&self.image.path(self.kernel)))),
             ("--cmdline", Some(self.cmdline.clone())),
             ("--cpus", Some(format!("boot={},max={max_cpus}", self.cpus))),
@@ -363,7 +372,7 @@ mod tests {
 
     fn arguments(builder: &GuestBuilder) -> Vec<String> {
         let paths = Paths { dir: PathBuf::from("/t"), name: "vm0".to_owned() };
-        builder.vmm_arguments(&paths, "127.0.0.1:9")
+        builder.vmm_arguments(&paths, "127.0.0.1:9", Path::new("/k"))
     }
 
     fn value<'a>(arguments: &'a [String], flag: &str) -> Option<&'a str> {

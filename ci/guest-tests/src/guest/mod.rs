@@ -4,6 +4,7 @@ mod builder;
 pub(crate) mod console;
 mod process;
 mod shell;
+pub(crate) mod unpacked;
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;

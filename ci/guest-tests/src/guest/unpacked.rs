@@ -1,0 +1,100 @@
+//! Kernels without their compression. An emulated host unpacks a bzImage in about a second, at each boot of a guest.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::Kernel;
+
+/// Folder of the kernels that tests have unpacked on this host. Without it they boot from bzImages.
+pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
+
+/// The kernel as an ELF file, unpacked on its first use, or as its bzImage.
+pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
+    let Some(folder) = std::env::var_os(VARIABLE).map(PathBuf::from) else { return Ok(kernel.path()) };
+    let path = folder.join(format!("vmlinux-{kernel}"));
+    if !path.exists() {
+        unpack_to(&path, &kernel.path())
+            .with_context(|| format!("Cannot unpack {}", kernel.path().display()))?;
+    }
+    Ok(path)
+}
+
+/// Another test may do the same: the file has its name when it is whole.
+fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
+    let elf = unpack(&fs::read(bzimage)?)?;
+    fs::create_dir_all(path.parent().context("No folder")?)?;
+    let part = path.with_extension(std::process::id().to_string());
+    fs::write(&part, elf)?;
+    Ok(fs::rename(&part, path)?)
+}
+
+/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst), whose last four bytes are the size of what comes out.
+fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
+    const SETUP_SECTORS: usize = 0x1f1;
+    const MAGIC: usize = 0x202;
+    const PAYLOAD_OFFSET: usize = 0x248;
+    const PAYLOAD_BYTES: usize = 0x24c;
+    let word = |at: usize| -> Result<usize> {
+        let bytes = bzimage.get(at..at + 4).context("It is truncated")?;
+        Ok(u32::from_le_bytes(bytes.try_into()?) as usize)
+    };
+    ensure!(bzimage.get(MAGIC..MAGIC + 4) == Some(b"HdrS"), "It is no bzImage");
+    let start = (usize::from(bzimage[SETUP_SECTORS]) + 1) * 512 + word(PAYLOAD_OFFSET)?;
+    let end = start + word(PAYLOAD_BYTES)?;
+    let elf_bytes = word(end - 4)?;
+    let payload = bzimage.get(start..end - 4).context("It is truncated")?;
+    let elf = match payload {
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => zstd::bulk::decompress(payload, elf_bytes)?,
+        [0x02, 0x21, 0x4c, 0x18, blocks @ ..] => unpack_lz4(blocks, elf_bytes)?,
+        _ => bail!("Its payload begins with {:02x?}", &payload[..payload.len().min(4)]),
+    };
+    ensure!(elf.len() == elf_bytes && elf.starts_with(b"\x7fELF"), "Its payload is no ELF file");
+    Ok(elf)
+}
+
+/// Unpacks the blocks of lz4's legacy frame: each is preceded by its length, and gives 8 MiB except the last.
+fn unpack_lz4(mut blocks: &[u8], elf_bytes: usize) -> Result<Vec<u8>> {
+    const BLOCK_BYTES: usize = 8 << 20;
+    let mut elf = Vec::with_capacity(elf_bytes);
+    while let Some((len, rest)) = blocks.split_first_chunk::<4>() {
+        let len = u32::from_le_bytes(*len) as usize;
+        let block = rest.get(..len).context("A block is truncated")?;
+        elf.extend(lz4_flex::block::decompress(block, BLOCK_BYTES)?);
+        blocks = &rest[len..];
+    }
+    Ok(elf)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bzimage(payload: &[u8], elf_bytes: usize) -> Vec<u8> {
+        let mut image = vec![0; 2 * 512];
+        image[0x1f1] = 1;
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x24c..0x250].copy_from_slice(&(payload.len() as u32 + 4).to_le_bytes());
+        image.extend(payload);
+        image.extend((elf_bytes as u32).to_le_bytes());
+        image.extend(b"more code");
+        image
+    }
+
+    #[test]
+    fn payloads_of_both_kernels_are_unpacked() {
+        let elf = [b"\x7fELF", &[7; 100_000][..]].concat();
+        let block = lz4_flex::block::compress(&elf);
+        let lz4 = [&[0x02, 0x21, 0x4c, 0x18][..], &(block.len() as u32).to_le_bytes(), &block].concat();
+        for payload in [zstd::bulk::compress(&elf, 1).unwrap(), lz4] {
+            assert!(unpack(&bzimage(&payload, elf.len())).unwrap() == elf);
+            assert!(unpack(&bzimage(&payload, elf.len() + 1)).is_err(), "a wrong size");
+            let image = bzimage(&payload, elf.len());
+            assert!(unpack(&image[..1024 + payload.len() / 2]).is_err(), "a truncated file");
+        }
+        let error = unpack(&bzimage(b"BZh91AY", 1)).unwrap_err().to_string();
+        assert!(error.contains("begins with [42, 5a, 68, 39]"), "{error}");
+        assert!(unpack(&elf).is_err());
+    }
+}
