@@ -26,7 +26,7 @@ const PORT: u32 = 9800;
 const LIMIT: Duration = Duration::from_secs(120);
 const MOST_RSS_KIB: u64 = 3 * 1024;
 /// At rest.
-const REST_REPORTS: u64 = 15;
+const REST_REPORTS: u64 = 8;
 /// A second has ten looks, of which one is a report; twenty would be too many.
 const MOST_SLEEPS: f64 = 13.0;
 /// Of one CPU, and loose: it is there for an agent that spins. Emulated it is 1 to 2 %, and what else runs on the machine takes from

@@ -10,9 +10,7 @@ use serde_json::{Value, json};
 guest_tests::tests![
     a_vm_is_created_booted_deleted_and_created_again_by_the_api,
     a_deleted_vm_has_given_its_pool_and_sockets_back,
-    an_nmi_reaches_every_vcpu,
-    what_is_asked_of_a_paused_vm_its_guest_sees_when_it_goes_on,
-    events_tell_of_a_vms_life_and_of_resizes_that_are_reached,
+    requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all,
 ];
 
 /// Until a VMM that has nothing to build serves its API.
@@ -117,24 +115,14 @@ fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
     Ok(())
 }
 
-/// Of an NMI that no device has sent Linux says so, and goes on (arch/x86/kernel/nmi.c, unknown_nmi_error).
-fn an_nmi_reaches_every_vcpu() -> Result<()> {
-    let guest = Guest::builder().cpus(2).boot()?;
-    guest.api("PUT", "vm.nmi", None)?;
-    for cpu in 0..2 {
-        let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
-        guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, &said)?;
-    }
-    guest.run("true")?;
-    Ok(())
-}
-
-fn what_is_asked_of_a_paused_vm_its_guest_sees_when_it_goes_on() -> Result<()> {
+fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Result<()> {
+    let file = this_tests_dir().join("events");
     let guest = Guest::builder()
         .cpus(1)
         .max_cpus(2)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
         .pressure("off")
+        .argument("--event-monitor", &format!("path={}", file.display()))
         .boot()?;
     guest.api("PUT", "vm.pause", None)?;
     guest.api("PUT", "vm.nmi", None)?;
@@ -142,6 +130,7 @@ fn what_is_asked_of_a_paused_vm_its_guest_sees_when_it_goes_on() -> Result<()> {
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
     guest.api("PUT", "vm.resume", None)?;
+    // Linux logs an NMI that no device has sent, and goes on (arch/x86/kernel/nmi.c, unknown_nmi_error).
     let said = "dmesg | grep -q 'NMI received for unknown reason .* on CPU 0'";
     guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, said)?;
     guest.wait_until_run(
@@ -152,24 +141,16 @@ fn what_is_asked_of_a_paused_vm_its_guest_sees_when_it_goes_on() -> Result<()> {
     guest.wait_until("the resize is reached", BOOT_LIMIT, || {
         Ok(guest.api("GET", "vm.info", None)?["memory_actual_size"] == 512 << 20)
     })?;
-    guest.power_off()
-}
-
-fn events_tell_of_a_vms_life_and_of_resizes_that_are_reached() -> Result<()> {
-    let file = this_tests_dir().join("events");
-    let guest = Guest::builder()
-        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
-        .pressure("off")
-        .argument("--event-monitor", &format!("path={}", file.display()))
-        .boot()?;
-    guest.api("PUT", "vm.resize", Some(json!({"desired_ram": 512 << 20})))?;
-    guest.wait_until("the resize is reached", BOOT_LIMIT, || {
+    guest.wait_until("the resize is an event", BOOT_LIMIT, || {
         Ok(std::fs::read_to_string(&file)?.contains("\"plugged_bytes\": \"134217728\""))
     })?;
     guest.power_off()?;
-    let text = std::fs::read_to_string(&file)?;
+    tell_of_a_life(&std::fs::read_to_string(&file)?)
+}
+
+fn tell_of_a_life(text: &str) -> Result<()> {
     let events: Vec<Value> =
-        serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<_, _>>()?;
+        serde_json::Deserializer::from_str(text).into_iter().collect::<Result<_, _>>()?;
     // Devices come up in an order of their own.
     let of_devices = |event: &&Value| event["source"] == "virtio-device";
     for event in ["activated", "reset"] {
@@ -183,8 +164,8 @@ fn events_tell_of_a_vms_life_and_of_resizes_that_are_reached() -> Result<()> {
         .filter(|event| event["event"] != "memory-reached" && !of_devices(event))
         .map(|event| format!("{}:{}", event["source"], event["event"]).replace('"', ""))
         .collect();
-    let expected =
-        "vmm:starting vm:booting vm:booted vm:resizing vm:resized vm:shutdown vm:deleted vmm:shutdown";
+    let expected = "vmm:starting vm:booting vm:booted vm:pausing vm:paused vm:resizing foreshore:vcpus-resized \
+                    vm:resized vm:resuming vm:resumed vm:shutdown vm:deleted vmm:shutdown";
     ensure!(names.join(" ") == expected, "{names:?}");
     Ok(())
 }

@@ -86,9 +86,6 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
     };
     guest.reboot_from_inside()?;
     stays(&guest, "A reboot from inside")?;
-    guest.api("PUT", "vm.reboot", None)?;
-    guest.wait_for_shell(LIMIT)?;
-    stays(&guest, "vm.reboot")?;
     guest.api("PUT", "vm.shutdown", None)?;
     guest.api("PUT", "vm.boot", None)?;
     guest.wait_for_shell(LIMIT)?;

@@ -3,12 +3,10 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::content::Bytes;
-use guest_tests::disk::{FileSystem, LoopDevice};
 use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::sectors::{Outcome, Program, Shape};
@@ -21,17 +19,10 @@ use crate::volume::with_volume;
 guest_tests::tests![
     a_file_system_on_a_disk_is_made_used_and_checked: 240 => holds(Kernel::V6_12),
     a_file_system_on_a_disk_holds_on_6_1: 240 (extended) => holds(Kernel::V6_1),
-    a_disk_shows_its_shape_and_several_queues,
-    what_a_guest_discards_takes_no_room,
-    zeros_are_the_disks_work_and_not_the_guests: 240 (long),
-    direct_is_past_the_hosts_page_cache,
-    a_disk_grows_under_its_guest,
-    a_read_only_disk_takes_no_writes,
+    disks_show_their_shape_grow_discard_and_refuse_writes: 240,
+    images_and_a_volume_hold_what_is_written_discarded_and_zeroed: 240 (long),
     a_guest_lives_on_a_disk: 240 (extended),
-    images_that_cannot_be_served_are_refused,
-    what_others_have_is_no_disk (long),
-    a_failed_flush_ends_all_writing_to_an_image,
-    a_failed_write_to_a_volume_is_an_error_by_virtio_blk,
+    a_failed_flush_ends_all_writing_to_an_image_and_a_volume,
 ];
 
 const IO_LIMIT: Duration = Duration::from_secs(120);
@@ -58,8 +49,8 @@ fn wait_for_disk(guest: &Guest) -> Result<()> {
 
 fn holds(kernel: Kernel) -> Result<()> {
     let path = image("disk", 96)?;
-    let builder = guest_with(&format!("path={},num_queues=2", path.display())).kernel(kernel).cpus(2);
-    let guest = builder.boot()?;
+    let disk = format!("path={},num_queues=2", path.display());
+    let guest = guest_with(&disk).kernel(kernel).cpus(2).boot()?;
     wait_for_disk(&guest)?;
     // Direct and buffered writers at once, on their own thirds of the disk.
     let writer = |mode: &str, first: u32, seed: u32| {
@@ -80,12 +71,11 @@ fn holds(kernel: Kernel) -> Result<()> {
         IO_LIMIT,
         "dd if=/dev/urandom of=/mnt/d/file bs=1M count=20 && sha256sum /mnt/d/file >/mnt/d/sum && umount /mnt/d",
     )?;
-    guest.no_kernel_complaints()?;
-    guest.power_off()?;
-    let guest = builder.boot()?;
-    wait_for_disk(&guest)?;
-    guest.run_within(IO_LIMIT, "e2fsck -fn /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d")?;
-    guest.run_within(IO_LIMIT, "cd / && sha256sum -c /mnt/d/sum && umount /mnt/d")?;
+    guest.run_within(IO_LIMIT, "e2fsck -fn /dev/vda && echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mount -t ext4 /dev/vda /mnt/d && cd / && sha256sum -c /mnt/d/sum && umount /mnt/d",
+    )?;
     let metrics = guest.metrics()?;
     for (operation, least) in [("read", 100.0), ("write", 1.0), ("flush", 1.0)] {
         let labels = [("disk", "_disk0"), ("operation", operation), ("result", "ok")];
@@ -99,11 +89,42 @@ fn holds(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn a_disk_shows_its_shape_and_several_queues() -> Result<()> {
-    let path = image("disk", 32)?;
-    let options = format!("path={},num_queues=2,queue_size=64,serial=harbour-1", path.display());
-    let guest = guest_with(&options).cpus(2).boot()?;
-    wait_for_disk(&guest)?;
+/// Four disks of one guest, each for a property of its own.
+fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
+    let (shaped, growing, full) = (image("shaped", 32)?, image("growing", 32)?, image("full", 64)?);
+    let read_only = image("read-only", 32)?;
+    let mut content = vec![0; (32 * MIB) as usize];
+    Bytes::new(seed(82)?).fill(&mut content);
+    fs::write(&read_only, &content)?;
+    let reader = format!("path={},readonly=on", read_only.display());
+    let options = format!("path={},num_queues=2,queue_size=64,serial=harbour-1", shaped.display());
+    let guest = guest_with(&options)
+        .argument("--disk", &format!("path={},id=data", growing.display()))
+        .argument("--disk", &format!("path={}", full.display()))
+        .argument("--disk", &reader)
+        .cpus(2)
+        .boot()?;
+    guest.wait_until_run(
+        "all disks are there",
+        IO_LIMIT,
+        "for n in a b c d; do test -b /dev/vd$n || exit 1; done",
+    )?;
+    shows_its_shape(&guest, &shaped).context("The shape")?;
+    grows_under_its_guest(&guest, &growing).context("Growing")?;
+    what_is_discarded_takes_no_room(&guest, &full).context("Discards")?;
+    takes_no_writes(&guest, &read_only, &content).context("A read-only disk")?;
+    guest.no_kernel_complaints()?;
+    // Several may read it, and none may write it meanwhile.
+    let second = guest_with(&reader).name("second").start()?;
+    second.wait_until("a second VM that only reads runs", IO_LIMIT, || {
+        Ok(second.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+    })?;
+    let refusal = guest_with(&format!("path={}", read_only.display())).name("third").expect_refusal()?;
+    ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
+    Ok(())
+}
+
+fn shows_its_shape(guest: &Guest, path: &Path) -> Result<()> {
     let sys = |file: &str| {
         Ok::<_, anyhow::Error>(guest.run(&format!("cat /sys/block/vda/{file}"))?.trim().to_owned())
     };
@@ -127,27 +148,60 @@ fn a_disk_shows_its_shape_and_several_queues() -> Result<()> {
     guest.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 oflag=direct")?;
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["config"]["disks"][0]["path"] == path.display().to_string(), "{info}");
-    guest.no_kernel_complaints()
+    Ok(())
 }
 
-fn what_a_guest_discards_takes_no_room() -> Result<()> {
-    let path = image("disk", 64)?;
-    let guest = guest_with(&format!("path={}", path.display())).boot()?;
-    wait_for_disk(&guest)?;
-    let used_mib = || Ok::<_, anyhow::Error>(fs::metadata(&path)?.blocks() * 512 / MIB);
-    guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/dev/vda bs=1M count=40 oflag=direct")?;
+fn grows_under_its_guest(guest: &Guest, path: &Path) -> Result<()> {
+    let resize = |id: &str, mib: u64| {
+        guest.try_api("PUT", "vm.resize-disk", Some(json!({ "id": id, "desired_size": mib * MIB })))
+    };
+    ensure!(resize("data", 64)?.status == 204, "Not resized");
+    guest.wait_until_run("the guest sees it", IO_LIMIT, "test $(cat /sys/block/vdb/size) = 131072")?;
+    guest.run("dd if=/dev/urandom of=/dev/vdb bs=1M seek=63 count=1 oflag=direct")?;
+    ensure!(fs::metadata(path)?.len() == 64 * MIB, "The file has another size");
+    let refused = resize("data", 32)?;
+    ensure!(refused.status == 400 && refused.body.contains("does not shrink"), "{refused:?}");
+    let missing = resize("_disk9", 64)?;
+    ensure!(missing.status == 404 && missing.body.contains("data"), "{missing:?}");
+    let size = guest.metrics()?.value("foreshore_disk_size_bytes", &[("disk", "data")])?;
+    ensure!(size == (64 * MIB) as f64, "{size}");
+    Ok(())
+}
+
+fn what_is_discarded_takes_no_room(guest: &Guest, path: &Path) -> Result<()> {
+    let used_mib = || Ok::<_, anyhow::Error>(fs::metadata(path)?.blocks() * 512 / MIB);
+    guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/dev/vdc bs=1M count=40 oflag=direct")?;
     ensure!(used_mib()? >= 40, "{} MiB", used_mib()?);
-    guest.run_within(IO_LIMIT, "blkdiscard -o 0 -l 31457280 /dev/vda")?;
+    guest.run_within(IO_LIMIT, "blkdiscard -o 0 -l 31457280 /dev/vdc")?;
     ensure!(used_mib()? <= 11, "{} MiB after a discard of 30", used_mib()?);
-    guest.run("test $(head -c 31457280 /dev/vda | tr -d '\\0' | wc -c) = 0")?;
+    guest.run("test $(head -c 31457280 /dev/vdc | tr -d '\\0' | wc -c) = 0")?;
     // As a file system does it.
     guest
-        .run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d")?;
+        .run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vdc && mkdir -p /mnt/d && mount -t ext4 /dev/vdc /mnt/d")?;
     guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/mnt/d/file bs=1M count=30 && sync")?;
     let full_mib = used_mib()?;
-    guest.run_within(IO_LIMIT, "rm /mnt/d/file && sync && fstrim /mnt/d")?;
+    guest.run_within(IO_LIMIT, "rm /mnt/d/file && sync && fstrim /mnt/d && umount /mnt/d")?;
     ensure!(used_mib()? + 25 <= full_mib, "{} MiB of {full_mib} MiB after fstrim", used_mib()?);
-    guest.no_kernel_complaints()
+    Ok(())
+}
+
+fn takes_no_writes(guest: &Guest, path: &Path, content: &[u8]) -> Result<()> {
+    ensure!(guest.run("cat /sys/block/vdd/ro")?.trim() == "1", "Not read-only");
+    for command in [
+        "dd if=/dev/urandom of=/dev/vdd bs=4k count=1 oflag=direct",
+        "dd if=/dev/urandom of=/dev/vdd bs=4k count=1 conv=fsync",
+    ] {
+        let output = guest.try_run(IO_LIMIT, command)?;
+        let is_error = output.code != 0 && output.stderr.contains("Operation not permitted");
+        ensure!(is_error, "`{command}` on a read-only disk: {output:?}");
+    }
+    ensure!(fs::read(path)? == content, "The image has changed");
+    // Nor does the guest think that it has.
+    let start = guest.run("head -c 8192 /dev/vdd | od -An -v -tx1")?;
+    let start: Result<Vec<u8>, _> =
+        start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
+    ensure!(start? == content[..8192], "The guest reads something else");
+    Ok(())
 }
 
 /// What a guest sees of a disk.
@@ -169,45 +223,6 @@ fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
     holds.with_context(|| format!("What {} holds", path.display()))
 }
 
-/// A quarter of what the program does is to discard and to zero. The guest's kernel would write zeros itself where a disk
-/// offers nothing better.
-fn zeros_are_the_disks_work_and_not_the_guests() -> Result<()> {
-    let disk = Disk::create(96, 128)?;
-    let path = disk.dir().join("image");
-    File::create(&path)?.set_len(32 * MIB)?;
-    let pool = Pool::create("64M")?;
-    let volumes = [VolumeDisk::create(&pool, "data", 32, 4096)?];
-    let volume = format!("pool={},name=data,interface=virtio-blk", pool.name());
-    let guest = guest_with(&format!("path={}", path.display())).pm_volume(&volume).cpus(2).boot()?;
-    // Disks come first, then volumes.
-    guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
-    let program = format!("discards:{}:600:2", seed(80)?);
-    for (node, family, label) in [
-        ("vda", "foreshore_disk_operations_total", ("disk", "_disk0")),
-        ("vdb", "foreshore_volume_operations_total", ("volume", "data")),
-    ] {
-        let (write, check) =
-            (write(&format!("/dev/{node}"), &program), check(&format!("/dev/{node}"), &[&program]));
-        guest.run_within(IO_LIMIT, &format!("{write} && echo 3 >/proc/sys/vm/drop_caches && {check}"))?;
-        let metrics = guest.metrics()?;
-        let count =
-            |operation, result| metrics.value(family, &[label, ("operation", operation), ("result", result)]);
-        let expected = program.parse::<Program>()?.erasures(shape(&guest, node)?);
-        for (operation, least) in [("discard", expected.discards), ("write-zeroes", expected.zeroings)] {
-            let (done, failed) = (count(operation, "ok")?, count(operation, "error")?);
-            ensure!(
-                least > 20 && done >= least as f64 && failed == 0.0,
-                "{node}: of {least} requests to {operation} {done} were done, and {failed} have failed"
-            );
-        }
-    }
-    let shape = shape(&guest, "vda")?;
-    guest.no_kernel_complaints()?;
-    guest.power_off()?;
-    image_holds(&path, shape, &program)?;
-    volumes[0].verify(&[program])
-}
-
 /// The flags of the files that a process has open at that path.
 fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     let mut found = Vec::new();
@@ -225,82 +240,63 @@ fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     Ok(found)
 }
 
-/// On ext4: a tmpfs is nothing but page cache.
-fn direct_is_past_the_hosts_page_cache() -> Result<()> {
+/// On ext4, because a tmpfs is nothing but page cache. One image is opened with O_DIRECT, the other goes through the page cache.
+fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()> {
     let disk = Disk::create(128, 160)?;
     let [direct, cached] = ["direct", "cached"].map(|name| disk.dir().join(name));
     for path in [&direct, &cached] {
         File::create(path)?.set_len(32 * MIB)?;
     }
+    let pool = Pool::create("64M")?;
+    let volumes = [VolumeDisk::create(&pool, "data", 32, 4096)?];
+    let volume = format!("pool={},name=data,interface=virtio-blk", pool.name());
     let guest = guest_with(&format!("path={},direct=on", direct.display()))
         .argument("--disk", &format!("path={}", cached.display()))
+        .pm_volume(&volume)
+        .cpus(2)
         .boot()?;
-    guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
-    for (node, path, is_direct) in [("vda", &direct, true), ("vdb", &cached, false)] {
+    // Disks come first, then volumes.
+    let all_are_there = "test -b /dev/vda && test -b /dev/vdb && test -b /dev/vdc";
+    guest.wait_until_run("all are there", IO_LIMIT, all_are_there)?;
+    for (path, is_direct) in [(&direct, true), (&cached, false)] {
         let flags = open_flags(guest.pid(), path)?;
         ensure!(
             flags.iter().all(|flags| (flags & libc::O_DIRECT != 0) == is_direct),
             "{} is open with the flags {flags:#x?}",
             path.display()
         );
-        let program = format!("writes:{}:400:1", seed(81)?);
-        guest.run_within(IO_LIMIT, &write(&format!("/dev/{node}"), &program))?;
-        image_holds(path, shape(&guest, node)?, &program)?;
-        // What the host has written meanwhile the guest reads.
-        guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-        guest.run_within(IO_LIMIT, &check(&format!("/dev/{node}"), &[&program]))?;
     }
-    guest.no_kernel_complaints()
-}
-
-fn a_disk_grows_under_its_guest() -> Result<()> {
-    let path = image("disk", 32)?;
-    let guest = guest_with(&format!("path={},id=data", path.display())).boot()?;
-    wait_for_disk(&guest)?;
-    let resize = |id: &str, mib: u64| {
-        guest.try_api("PUT", "vm.resize-disk", Some(json!({ "id": id, "desired_size": mib * MIB })))
-    };
-    ensure!(resize("data", 64)?.status == 204, "Not resized");
-    guest.wait_until_run("the guest sees it", IO_LIMIT, "test $(cat /sys/block/vda/size) = 131072")?;
-    guest.run("dd if=/dev/urandom of=/dev/vda bs=1M seek=63 count=1 oflag=direct")?;
-    ensure!(fs::metadata(&path)?.len() == 64 * MIB, "The file has another size");
-    let refused = resize("data", 32)?;
-    ensure!(refused.status == 400 && refused.body.contains("does not shrink"), "{refused:?}");
-    let missing = resize("_disk0", 64)?;
-    ensure!(missing.status == 404 && missing.body.contains("data"), "{missing:?}");
-    let size = guest.metrics()?.value("foreshore_disk_size_bytes", &[("disk", "data")])?;
-    ensure!(size == (64 * MIB) as f64, "{size}");
-    guest.no_kernel_complaints()
-}
-
-fn a_read_only_disk_takes_no_writes() -> Result<()> {
-    let path = image("disk", 32)?;
-    let mut content = vec![0; (32 * MIB) as usize];
-    Bytes::new(seed(82)?).fill(&mut content);
-    fs::write(&path, &content)?;
-    let read_only = format!("path={},readonly=on", path.display());
-    let guest = guest_with(&read_only).boot()?;
-    wait_for_disk(&guest)?;
-    ensure!(guest.run("cat /sys/block/vda/ro")?.trim() == "1", "Not read-only");
-    for command in [
-        "dd if=/dev/urandom of=/dev/vda bs=4k count=1 oflag=direct",
-        "dd if=/dev/urandom of=/dev/vda bs=4k count=1 conv=fsync",
+    let writes = format!("writes:{}:400:1", seed(81)?);
+    guest.run_within(IO_LIMIT, &write("/dev/vda", &writes))?;
+    image_holds(&direct, shape(&guest, "vda")?, &writes)?;
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.run_within(IO_LIMIT, &check("/dev/vda", &[&writes]))?;
+    // A quarter of these operations discard and zero, which is the disk's work: a guest's kernel would write the zeros itself
+    // where a disk offers nothing better.
+    let discards = format!("discards:{}:600:2", seed(80)?);
+    for (node, family, label) in [
+        ("vdb", "foreshore_disk_operations_total", ("disk", "_disk1")),
+        ("vdc", "foreshore_volume_operations_total", ("volume", "data")),
     ] {
-        let output = guest.try_run(IO_LIMIT, command)?;
-        let is_error = output.code != 0 && output.stderr.contains("Operation not permitted");
-        ensure!(is_error, "`{command}` on a read-only disk: {output:?}");
+        let device = format!("/dev/{node}");
+        let (write, check) = (write(&device, &discards), check(&device, &[&discards]));
+        guest.run_within(IO_LIMIT, &format!("{write} && echo 3 >/proc/sys/vm/drop_caches && {check}"))?;
+        let metrics = guest.metrics()?;
+        let count =
+            |operation, result| metrics.value(family, &[label, ("operation", operation), ("result", result)]);
+        let expected = discards.parse::<Program>()?.erasures(shape(&guest, node)?);
+        for (operation, least) in [("discard", expected.discards), ("write-zeroes", expected.zeroings)] {
+            let (done, failed) = (count(operation, "ok")?, count(operation, "error")?);
+            ensure!(
+                least > 20 && done >= least as f64 && failed == 0.0,
+                "{node}: of {least} requests to {operation} {done} were done, and {failed} have failed"
+            );
+        }
     }
-    ensure!(fs::read(&path)? == content, "The image has changed");
-    // Nor does the guest think that it has.
-    let start = guest.run("head -c 8192 /dev/vda | od -An -v -tx1")?;
-    let start: Result<Vec<u8>, _> =
-        start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
-    ensure!(start? == content[..8192], "The guest reads something else");
-    // Several may read it, and none may write it meanwhile.
-    let second = guest_with(&read_only).name("second").boot()?;
-    let refusal = guest_with(&format!("path={}", path.display())).name("third").expect_refusal()?;
-    ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
-    second.no_kernel_complaints()
+    image_holds(&cached, shape(&guest, "vdb")?, &discards)?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    volumes[0].verify(&[discards])
 }
 
 /// Makes the guest's own files a root file system on `device`.
@@ -340,103 +336,39 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-fn images_that_cannot_be_served_are_refused() -> Result<()> {
-    let path = image("disk", 1)?;
-    for (options, text) in [
-        ("path=/nowhere/image".to_owned(), "cannot be looked at"),
-        ("path=/dev/null".to_owned(), "neither a file nor a block device"),
-        (format!("path={},num_queues=2", path.display()), "num_queues is 2, and must be 1"),
-        (format!("path={},vhost_user=on", path.display()), "vhost-user is not implemented"),
-    ] {
-        let refusal = guest_with(&options).expect_refusal()?;
-        ensure!(refusal.message.contains(text), "{options}: {}", refusal.message);
-        ensure!(refusal.message.contains("--disk"), "{}", refusal.message);
-    }
-    Ok(())
-}
-
-/// A pool, in use or not, a file of --pmem, and a device that the host has mounted or works on.
-fn what_others_have_is_no_disk() -> Result<()> {
-    let refused = |name: &str, path: &str, text: &str| {
-        let refusal = guest_with(&format!("path={path}")).name(name).expect_refusal()?;
-        ensure!(refusal.message.contains(text), "{path}: {}", refusal.message);
-        Ok::<_, anyhow::Error>(())
-    };
-    let pool = with_volume(Pool::create("128M")?)?;
-    let pool_path = pool.path().display().to_string();
-    refused("idle", &pool_path, "is a pool, and marked as one by the host: --pm-volume pool=")?;
-    let file = image("pmem", 64)?.display().to_string();
-    let device = LoopDevice::create(64)?;
-    let device_path = device.path().display().to_string();
-    // 1. All three are a VM's.
-    let volume = format!("pool={pool_path},name=data");
-    let builder = guest_with(&format!("path={device_path}")).pm_volume(&volume);
-    let guest = builder.argument("--pmem", &format!("file={file}")).boot()?;
-    wait_for_disk(&guest)?;
-    for path in [&pool_path, &file, &device_path] {
-        refused("second", path, &format!("in use by process {}", guest.pid()))?;
-    }
-    guest.no_kernel_complaints()?;
-    guest.power_off()?;
-    pool.check()?;
-    // 2. The device is the host's.
-    FileSystem::Ext4.make(device.path())?;
-    let mounted = this_tests_dir().join("mounted");
-    fs::create_dir_all(&mounted)?;
-    let mount = |program: &str, arguments: &[&str]| {
-        let status = Command::new(program).args(arguments).status()?;
-        ensure!(status.success(), "{program} {arguments:?} fails");
-        Ok(())
-    };
-    let place = mounted.display().to_string();
-    mount("mount", &["-t", "ext4", &device_path, &place])?;
-    let result = refused("mounted", &device_path, "in use: it is mounted on").and_then(|()| {
-        guest_with(&format!("path={device_path},readonly=on")).name("reader").boot().map(drop)
-    });
-    mount("umount", &[&place])?;
-    result
-}
-
-/// Nobody knows what the disk has, so the guest is told so, by this and every later write; reading goes on.
-fn a_failed_flush_ends_all_writing_to_an_image() -> Result<()> {
-    let disk = Disk::create(384, 128)?;
+/// Nothing can tell what the disk has, so this and every later write is an error to the guest; reading goes on.
+fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
+    let disk = Disk::create(640, 128)?;
     let path = disk.dir().join("image");
     File::create(&path)?.set_len(256 * MIB)?;
-    let guest = guest_with(&format!("path={},num_queues=2", path.display())).cpus(2).boot()?;
-    wait_for_disk(&guest)?;
-    let write = |more: &str| format!("dd if=/dev/urandom of=/dev/vda bs=1M {more}");
-    guest.run_within(IO_LIMIT, &write("count=4 conv=fsync"))?;
+    let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
+    let volume = format!("pool={},name=data,interface=virtio-blk", pool.name());
+    let guest =
+        guest_with(&format!("path={},num_queues=2", path.display())).pm_volume(&volume).cpus(2).boot()?;
+    guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
+    let write = |node: &str, more: &str| format!("dd if=/dev/urandom of=/dev/{node} bs=1M {more}");
+    for node in ["vda", "vdb"] {
+        guest.run_within(IO_LIMIT, &write(node, "count=4 conv=fsync"))?;
+    }
     let failed = || guest.metrics()?.value("foreshore_disk_failed", &[("disk", "_disk0")]);
     ensure!(failed()? == 0.0, "A flush has failed on a disk that is well");
     ensure!(guest.metrics()?.value("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0, "No io_uring");
     disk.fill_up()?;
     // Past the guest's cache, and into the host's: it is the flush that fails. A guest whose writes fail sends none.
-    let output = guest.try_run(IO_LIMIT, &write("seek=64 count=8 oflag=direct conv=fsync"))?;
-    ensure!(output.code != 0 && output.stderr.contains("Input/output error"), "fsync succeeds: {output:?}");
+    for (node, writes) in [
+        ("vda", "seek=64 count=8 oflag=direct conv=fsync"),
+        ("vdb", "seek=4 count=24 oflag=direct conv=fsync"),
+    ] {
+        let output = guest.try_run(IO_LIMIT, &write(node, writes))?;
+        let is_error = output.code != 0 && output.stderr.contains("Input/output error");
+        ensure!(is_error, "fsync of {node} succeeds: {output:?}");
+        let output = guest.try_run(IO_LIMIT, &write(node, "count=1 oflag=direct"))?;
+        ensure!(output.code != 0, "A write to {node} succeeds after one that was lost");
+    }
     ensure!(failed()? == 1.0, "No metric says that the disk has failed");
-    let output = guest.try_run(IO_LIMIT, &write("count=1 oflag=direct"))?;
-    ensure!(output.code != 0, "A write succeeds after a flush that has failed");
     let output = guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync")?;
     ensure!(output.code != 0, "A second flush succeeds");
     guest.run("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct")?;
-    let state = guest.api("GET", "vm.info", None)?["state"].clone();
-    ensure!(state == "Running", "The VM is {state}");
-    Ok(())
-}
-
-fn a_failed_write_to_a_volume_is_an_error_by_virtio_blk() -> Result<()> {
-    let disk = Disk::create(384, 128)?;
-    let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
-    let volume = format!("pool={},name=data,interface=virtio-blk", pool.path().display());
-    let guest = Guest::builder().memory("size=384M").pressure("off").pm_volume(&volume).boot()?;
-    wait_for_disk(&guest)?;
-    let write = |more: &str| format!("dd if=/dev/urandom of=/dev/vda bs=1M {more}");
-    guest.run_within(IO_LIMIT, &write("count=4 conv=fsync"))?;
-    disk.fill_up()?;
-    let output = guest.try_run(IO_LIMIT, &write("seek=4 count=24 oflag=direct conv=fsync"))?;
-    ensure!(output.code != 0 && output.stderr.contains("Input/output error"), "It succeeds: {output:?}");
-    let output = guest.try_run(IO_LIMIT, &write("count=1 oflag=direct"))?;
-    ensure!(output.code != 0, "A write succeeds after one that was lost");
     let state = guest.api("GET", "vm.info", None)?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     Ok(())

@@ -13,7 +13,6 @@ use crate::esp;
 
 guest_tests::tests![
     a_firmware_finds_the_machine_that_it_looks_for,
-    what_is_no_firmware_is_refused,
     a_users_firmware_boots_debian_from_a_disk: 600,
 ];
 
@@ -268,22 +267,6 @@ fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
     ensure!(devices.iter().all(|device| device[1] == 0), "A BAR does not answer: {slots:x?}");
     let clock = numbers(&text, "firmware: clock")?;
     ensure!(clock == [[0x20, 0]], "{clock:x?}");
-    Ok(())
-}
-
-fn what_is_no_firmware_is_refused() -> Result<()> {
-    let text = write("text", b"no firmware at all")?;
-    let refused = with_firmware(&text).expect_refusal()?;
-    ensure!(refused.message.contains("no firmware for PVH"), "{refused:?}");
-    let firmware = write("firmware.elf", &elf(code()))?;
-    let both = Guest::builder().argument("--firmware", &firmware.display().to_string()).expect_refusal()?;
-    ensure!(both.message.contains("--firmware") && both.message.contains("--kernel"), "{both:?}");
-    // Without its note nobody knows where it begins.
-    let mut without_note = elf(code());
-    without_note[0x20c] = b'x';
-    let without_note = write("without-note", &without_note)?;
-    let refused = with_firmware(&without_note).expect_refusal()?;
-    ensure!(refused.message.contains("PVH note"), "{refused:?}");
     Ok(())
 }
 

@@ -12,9 +12,6 @@ use crate::net::{NO_TUN, Net, TRANSFER_BYTES, add_net, from_guest};
 
 guest_tests::tests![
     a_hundred_of_each_device: 3600 (extended) => a_hundred_of_each(Kernel::V6_12, 1, 12),
-    a_hundred_of_each_device_on_6_1: 3600 (extended) => a_hundred_of_each(Kernel::V6_1, 1, 13),
-    a_hundred_of_each_device_with_four_vcpus: 3600 (extended) =>
-        a_hundred_of_each(Kernel::V6_12, 4, 14),
     a_hundred_of_each_device_with_four_vcpus_on_6_1: 3600 (extended) =>
         a_hundred_of_each(Kernel::V6_1, 4, 15),
 ];

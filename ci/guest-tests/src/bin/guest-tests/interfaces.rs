@@ -1,14 +1,13 @@
 //! A volume has one content, whichever way it is shown, and one user at a time.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use guest_tests::guest::GuestBuilder;
 use guest_tests::{Guest, Pool};
 
 use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, pool_with_volume};
 
 guest_tests::tests![
-    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (long),
-    a_second_use_of_a_volume_is_refused: 200 (extended),
+    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (extended),
 ];
 
 /// A way to a volume, with as many CPUs as it is safe with, and the disk that it is.
@@ -64,29 +63,4 @@ fn write_files(guest: &Guest, count: u32) -> Result<String> {
     drop(writer);
     guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
     Ok(acknowledged)
-}
-
-fn a_second_use_of_a_volume_is_refused() -> Result<()> {
-    let pool = pool_with_volume()?;
-    // In one VM, however its pool's path is spelt.
-    let elsewhere = pool.name().replacen('/', "//", 1);
-    for second in &WAYS {
-        for path in [&pool.name(), &elsewhere] {
-            let options = format!("pool={path},name=data,interface={}", second.interface);
-            let refusal = WAYS[0].builder(&pool).cpus(1).pm_volume(&options).expect_refusal()?;
-            for word in ["--pm-volume", "data"] {
-                ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
-            }
-        }
-    }
-    // In another VM.
-    for (first, second) in WAYS.iter().zip(WAYS.iter().skip(1).chain(&WAYS[..1])) {
-        let guest = first.builder(&pool).boot()?;
-        let refusal = second.builder(&pool).name("second").expect_refusal()?;
-        for word in ["--pm-volume", &pool.name(), &guest.pid().to_string()] {
-            ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
-        }
-        guest.power_off()?;
-    }
-    Ok(())
 }

@@ -19,7 +19,7 @@ use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
-use crate::zones::{MIB, vmstat, zone};
+use crate::zones::{MIB, mem_total_mib, vmstat, zone};
 
 guest_tests::tests![
     pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (long) =>
@@ -37,7 +37,7 @@ guest_tests::tests![
         is_held(Kernel::V6_12, &FILES, ""),
     small_files_fill_kernel_memory_and_nothing_dies_on_6_1: 600 (extended) =>
         is_held(Kernel::V6_1, &FILES, ""),
-    boot_memory_around_the_hole_keeps_the_reserve,
+    boot_memory_around_the_hole_is_there_and_keeps_the_reserve,
     sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies: 600 (extended),
     processes_beyond_dram_are_the_only_ones_to_die: 600 (extended),
     sockets_fill_kernel_memory_and_nothing_dies: 300 (long) => is_held(Kernel::V6_12, &SOCKETS, ""),
@@ -359,7 +359,7 @@ fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {
 
 /// 512 MiB of the 3.5 GiB of boot memory are above the hole, and half of those are movable. So
 /// ZONE_DMA32 has to keep a part of the reserve.
-fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
+fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     const PAGE_BYTES: u64 = 4096;
     let pool = Pool::create("128M")?;
     let guest = Guest::builder()
@@ -367,6 +367,9 @@ fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
         .pm_memory(&format!("pool={},size=64M", pool.name()))
         .pressure("psi")
         .boot()?;
+    let mib = mem_total_mib(&guest)?;
+    ensure!((3350..=3584).contains(&mib), "MemTotal is {mib} MiB");
+    ensure!(guest.run("cat /proc/iomem")?.contains("100000000-"), "No memory begins at 4 GiB");
     let reserve_bytes = kernel_reserve_bytes(3584 * MIB, (14 << 30) + 64 * MIB);
     // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)`: pages that allocations for a higher zone leave free.
     let kept = "awk '/^Node/ { zone = $4 } $1 == \"managed\" { managed = $2 } /protection:/ { gsub(/[(),]/, \"\") } \
@@ -379,7 +382,8 @@ fn boot_memory_around_the_hole_keeps_the_reserve() -> Result<()> {
     guest.wait_until("the agent has set the reserve", RESIZE_LIMIT, || {
         let kept_bytes = guest.run(kept)?.trim().parse::<u64>()? * PAGE_BYTES;
         Ok(kept_bytes >= least_bytes)
-    })
+    })?;
+    guest.no_kernel_complaints()
 }
 
 /// Fills sockets until the OOM killer ends their owner, which frees them. Files of a tmpfs would stay, and Linux would kill one

@@ -9,7 +9,6 @@ use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Disk, Guest, Kernel, LoopDevice, Pool};
 
-use crate::badinput::refuses;
 use crate::pool_places::{DEVDAX, blank};
 use crate::raw::wait_for_bytes;
 use crate::volume::IO_LIMIT;
@@ -19,11 +18,8 @@ guest_tests::tests![
     pmem_is_flushed_to_its_file: 300 => is_flushed(Kernel::V6_12),
     pmem_is_flushed_to_its_file_on_6_1: 300 (extended) => is_flushed(Kernel::V6_1),
     pmem_without_writes_leaves_its_file_alone (long),
-    pmem_in_a_directory_survives_a_reboot: 300 (long),
-    pmem_devices_come_in_their_order,
+    pmem_devices_come_in_their_order_and_survive_a_reboot: 300,
     pmem_may_be_a_devdax_device (extended),
-    pmem_that_cannot_be_is_refused,
-    pmem_in_use_is_refused,
 ];
 
 /// A file whose every MiB begins with a text.
@@ -99,22 +95,11 @@ fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
     Ok(())
 }
 
-fn pmem_in_a_directory_survives_a_reboot() -> Result<()> {
-    let dir = this_tests_dir().join("files");
-    fs::create_dir_all(&dir)?;
-    let guest = guest_with(&format!("file={},size=16M", dir.display())).boot()?;
-    wait_for_bytes(&guest)?;
-    ensure!(fs::read_dir(&dir)?.count() == 0, "The file has a name");
-    guest.run("echo guest | dd of=/dev/pmem0 bs=1M seek=5 conv=sync,fsync")?;
-    guest.reboot_from_inside()?;
-    wait_for_bytes(&guest)?;
-    ensure!(line(&guest, "/dev/pmem0", 5)? == "guest", "The reboot has emptied it");
-    guest.no_kernel_complaints()
-}
-
-/// A volume first, then two files and a block device, of different sizes.
-fn pmem_devices_come_in_their_order() -> Result<()> {
+/// A volume first, then two files, a block device and a file without a name, of different sizes.
+fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     let dir = this_tests_dir();
+    let unnamed = dir.join("unnamed");
+    fs::create_dir_all(&unnamed)?;
     let pool = Pool::create("128M")?;
     let device = LoopDevice::create(18)?;
     let (a, b) = (file(&dir, "a", 4, "a")?, file(&dir, "b", 16, "b")?);
@@ -122,22 +107,31 @@ fn pmem_devices_come_in_their_order() -> Result<()> {
         .pm_volume(&format!("pool={},name=data,size=22M,create=on,format=raw", pool.name()))
         .argument("--pmem", &format!("file={},size=8M,id=second,discard_writes=on", b.display()))
         .argument("--pmem", &format!("file={}", device.path().display()))
+        .argument("--pmem", &format!("file={},size=12M", unnamed.display()))
         .boot()?;
-    guest.wait_until_run("/dev/pmem3 is there", IO_LIMIT, "test -b /dev/pmem3")?;
-    let sizes = guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size")?;
+    let last_is_there = || guest.wait_until_run("/dev/pmem4 is there", IO_LIMIT, "test -b /dev/pmem4");
+    last_is_there()?;
+    let sizes = guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size pmem4/size")?;
     let sizes: Vec<_> =
         sizes.lines().map(|sectors| Ok(sectors.parse::<u64>()? / 2048)).collect::<Result<_>>()?;
-    ensure!(sizes == [22, 4, 8, 18], "Sizes in MiB: {sizes:?}");
+    ensure!(sizes == [22, 4, 8, 18, 12], "Sizes in MiB: {sizes:?}");
     ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "Not a");
     ensure!(line(&guest, "/dev/pmem2", 7)? == "b 7", "Not b");
     let config = guest.api("GET", "vm.info", None)?["config"]["pmem"].clone();
-    ensure!(config.as_array().is_some_and(|devices| devices.len() == 3), "vm.info says {config}");
+    ensure!(config.as_array().is_some_and(|devices| devices.len() == 4), "vm.info says {config}");
     ensure!(config[1]["discard_writes"] == true && config[1]["size"] == 8 * MIB, "vm.info says {config}");
     let metrics = guest.metrics()?;
     let size = |pmem| metrics.value("foreshore_pmem_size_bytes", &[("pmem", pmem)]);
     ensure!(size("_pmem0")? == (4 * MIB) as f64 && size("second")? == (8 * MIB) as f64, "Sizes in metrics");
     let durability = [("pmem", "second"), ("durability", "discarded")];
     ensure!(metrics.value("foreshore_pmem_info", &durability)? == 1.0, "Durability in metrics");
+    // A file in a directory has no name, and the machine of the next boot has the same one.
+    ensure!(fs::read_dir(&unnamed)?.count() == 0, "The file has a name");
+    guest.run("echo guest | dd of=/dev/pmem4 bs=1M seek=5 conv=sync,fsync")?;
+    guest.reboot_from_inside()?;
+    last_is_there()?;
+    ensure!(line(&guest, "/dev/pmem4", 5)? == "guest", "The reboot has emptied it");
+    ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "Not a after a reboot");
     guest.no_kernel_complaints()
 }
 
@@ -153,45 +147,4 @@ fn pmem_may_be_a_devdax_device() -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 1000 4 1")?;
     guest.power_off()
-}
-
-fn pmem_that_cannot_be_is_refused() -> Result<()> {
-    let dir = this_tests_dir();
-    let pool = Pool::create("64M")?;
-    let even = file(&dir, "even", 4, "x")?.display().to_string();
-    let odd = file(&dir, "odd", 3, "x")?.display().to_string();
-    let missing = dir.join("missing").display().to_string();
-    let dir = dir.display().to_string();
-    for (pmem, words) in [
-        (format!("file={missing}"), ["Cannot open", &missing]),
-        (format!("file={odd}"), ["3 MiB", "2 MiB"]),
-        (format!("file={even},size=6M"), ["4 MiB", "6 MiB"]),
-        (format!("file={even},size=3M"), ["3 MiB", "2 MiB"]),
-        (format!("file={dir}"), ["directory", "size="]),
-        (format!("file={dir},size=4M,discard_writes=on"), ["directory", "discard_writes"]),
-        (format!("file={}", pool.name()), ["pool", "--pm-volume"]),
-        ("file=/dev/null,size=2M".to_owned(), ["/dev/null", "size"]),
-        (format!("file={even},iommu=on"), ["iommu=on", "not supported"]),
-        (format!("file={even},pci_segment=1"), ["pci_segment=1", "not supported"]),
-        (format!("file={even},colour=red"), ["colour", "unknown key"]),
-        ("size=2M".to_owned(), ["file=", "missing"]),
-    ] {
-        refuses(&Guest::builder().argument("--pmem", &pmem), &[&["--pmem"], &words[..]].concat())?;
-    }
-    // The same file twice would be two devices that write over each other.
-    let twice = Guest::builder()
-        .argument("--pmem", &format!("file={even}"))
-        .argument("--pmem", &format!("file={even}"));
-    refuses(&twice, &["--pmem", &even, "name the same file"])
-}
-
-fn pmem_in_use_is_refused() -> Result<()> {
-    let path = file(&this_tests_dir(), "file", 4, "x")?.display().to_string();
-    let first = guest_with(&format!("file={path}")).boot()?;
-    let holder = first.pid().to_string();
-    for options in ["", ",discard_writes=on"] {
-        refuses(&guest_with(&format!("file={path}{options}")), &["--pmem", &path, &holder])?;
-    }
-    wait_for_bytes(&first)?;
-    first.power_off()
 }

@@ -1,25 +1,19 @@
 //! A raw volume is bytes and nothing else: by virtio-pmem on any guest, and refused where a guest would be misled.
 
-use std::fs;
-
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use guest_tests::disk::HeldWriteback;
 use guest_tests::guest::GuestBuilder;
-use guest_tests::pool::pmvol;
 use guest_tests::{Disk, Guest, Kernel, Pool};
 
-use crate::badinput::refuses;
 use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_kill};
 use crate::volume_flush::flushes;
 
 guest_tests::tests![
     raw_holds_with_two_cpus: 300 => holds(Kernel::V6_12),
     raw_holds_with_two_cpus_on_6_1: 300 (extended) => holds(Kernel::V6_1),
-    raw_files_survive_a_power_cut: 300 (long),
+    raw_files_survive_a_power_cut: 300 (extended),
     raw_flush_failures_are_errors: 300,
     raw_is_an_nvdimm_where_a_fence_is_a_flush: 300 (long),
-    raw_nvdimm_on_a_page_cache_is_refused,
-    raw_and_btt_are_not_taken_for_each_other,
 ];
 
 /// What every raw volume here is.
@@ -123,31 +117,4 @@ fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 200 1 1")?;
     guest.no_kernel_complaints()
-}
-
-fn raw_nvdimm_on_a_page_cache_is_refused() -> Result<()> {
-    let (_disk, pool) = pool_on_disk(1024)?;
-    pmvol(&["volume", "create", &pool.name(), "data", "--size", "96M", "--format", "raw"])?;
-    let before = fs::read(pool.path())?;
-    let guest = raw_guest(&pool, "interface=nvdimm");
-    refuses(&guest, &["--pm-volume", "data", "page-cache", "MAP_SYNC", "interface=virtio-pmem"])?;
-    let after = fs::read(pool.path()).context("The pool has gone")?;
-    ensure!(before == after, "A refusal has changed the pool");
-    Ok(())
-}
-
-fn raw_and_btt_are_not_taken_for_each_other() -> Result<()> {
-    let pool = Pool::create("256M")?;
-    pool.create_volume("data", "32M")?;
-    pmvol(&["volume", "create", &pool.name(), "bytes", "--size", "32M", "--format", "raw"])?;
-    for (name, options, found, wanted) in [
-        ("data", "format=raw", "is btt", "not raw"),
-        ("bytes", "format=btt", "is raw", "not btt"),
-        ("bytes", "create=on,size=32M", "is raw", "not btt"),
-    ] {
-        let volume = format!("pool={},name={name},{options}", pool.name());
-        refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", name, found, wanted])?;
-    }
-    let volume = format!("pool={},name=data,format=qcow2", pool.name());
-    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "format", "qcow2", "btt or raw"])
 }

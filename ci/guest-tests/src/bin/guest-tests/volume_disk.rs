@@ -9,11 +9,10 @@ use crate::disk::{lives_on, make_root};
 use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
-    a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300 (long),
+    a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300 (extended),
     a_volume_as_a_disk_holds_on_6_1: 300 (extended),
     a_volume_as_a_disk_shows_its_shape_and_discards,
     a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside: 300 (long),
-    a_volume_has_one_interface_at_a_time,
 ];
 
 const IO_LIMIT: Duration = Duration::from_secs(180);
@@ -130,15 +129,4 @@ fn a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside() -> Result<()>
     guest.no_kernel_complaints()?;
     drop(guest);
     pool.check().map(drop)
-}
-
-fn a_volume_has_one_interface_at_a_time() -> Result<()> {
-    let pool = pool_with_volume()?;
-    let also = format!("pool={},name=data,interface=nvdimm", pool.name());
-    let twice = guest_with(&pool, "interface=virtio-blk").argument("--pm-volume", &also).expect_refusal()?;
-    ensure!(twice.message.contains("is given twice"), "{}", twice.message);
-    let guest = guest_with(&pool, "interface=virtio-blk").boot()?;
-    let second = guest_with(&pool, "interface=nvdimm").name("second").expect_refusal()?;
-    ensure!(second.message.contains("in use"), "{}", second.message);
-    guest.no_kernel_complaints()
 }

@@ -14,12 +14,10 @@ use crate::volume::{
 };
 
 guest_tests::tests![
-    flush_hints_come_out_where_a_page_cache_needs_them: 300,
     acknowledged_files_survive_a_power_cut: 300 (long),
     a_failed_flush_pauses_a_guest_with_an_nvdimm: 300,
     a_vm_that_was_paused_for_a_failed_flush_starts_anew: 300,
     a_failed_flush_is_an_error_by_virtio_pmem: 300,
-    a_volatile_pool_has_no_flush_hints,
     persistent_memory_has_no_flush_hints,
 ];
 
@@ -49,22 +47,6 @@ pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let durability = pool.durability()?;
     ensure!(durability == "page-cache", "A pool on a disk is {durability}");
     Ok((disk, pool))
-}
-
-fn flush_hints_come_out_where_a_page_cache_needs_them() -> Result<()> {
-    let (_disk, pool) = pool_on_disk(1024)?;
-    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
-    wait_for_disk(&guest)?;
-    ensure!(has_hints(&guest)?, "The guest has no flush hints");
-    let before = flushes(&guest, "ok")?;
-    write_blocks(&guest, 100)?;
-    let more = flushes(&guest, "ok")? - before;
-    // Linux flushes after data, each half of the flog entry, and the map.
-    ensure!(more >= 400.0, "{more} flushes for 100 blocks");
-    ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
-    guest.no_kernel_complaints()?;
-    guest.power_off()?;
-    pool.check().map(drop)
 }
 
 /// The power of the host, not only the VMM: what the disk has at that moment is all there is.
@@ -188,12 +170,6 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
     guest.run("true").map(drop)
 }
 
-fn a_volatile_pool_has_no_flush_hints() -> Result<()> {
-    let pool = with_volume(Pool::create("256M")?)?;
-    ensure!(pool.durability()? == "volatile", "A pool on tmpfs is {}", pool.durability()?);
-    writes_without_flushes(&pool)
-}
-
 fn persistent_memory_has_no_flush_hints() -> Result<()> {
     let dir = Path::new("/pm");
     let mounts = std::fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
@@ -202,14 +178,14 @@ fn persistent_memory_has_no_flush_hints() -> Result<()> {
     }
     let pool = with_volume(Pool::create_in(dir, "256M")?)?;
     ensure!(pool.durability()? == "dax-sync", "A pool on DAX is {}", pool.durability()?);
-    let result = writes_synchronously(&pool);
+    let result = writes_synchronously_without_flushes(&pool);
     std::fs::remove_file(pool.path())?;
     result
 }
 
 /// Without MAP_SYNC the file system's own records of a page could be lost behind a guest's fence.
-fn writes_synchronously(pool: &Pool) -> Result<()> {
-    let guest = guest_with(pool, "interface=nvdimm").boot()?;
+fn writes_synchronously_without_flushes(pool: &Pool) -> Result<()> {
+    let guest = guest_with(pool, "interface=nvdimm").cpus(2).boot()?;
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
     let mut flags = Vec::new();
     let mut of_pool = false;
@@ -225,12 +201,6 @@ fn writes_synchronously(pool: &Pool) -> Result<()> {
     ensure!(flags.len() >= 2, "Mappings of the pool: {flags:?}");
     let asynchronous = flags.iter().find(|flags| !flags.split(' ').any(|flag| flag == "sf"));
     ensure!(asynchronous.is_none(), "A mapping of the pool is not synchronous: {asynchronous:?}");
-    drop(guest);
-    writes_without_flushes(pool)
-}
-
-fn writes_without_flushes(pool: &Pool) -> Result<()> {
-    let guest = guest_with(pool, "interface=nvdimm").cpus(2).boot()?;
     wait_for_disk(&guest)?;
     ensure!(!has_hints(&guest)?, "The guest has flush hints");
     write_blocks(&guest, 100)?;

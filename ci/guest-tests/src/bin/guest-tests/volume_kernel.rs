@@ -9,8 +9,10 @@ use serde_json::Value;
 use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
-    the_agent_tells_kernel_and_preemption_on_6_12: 180 => tells(Kernel::V6_12),
-    the_agent_tells_kernel_and_preemption_on_6_1: 180 (long) => tells(Kernel::V6_1),
+    the_agent_tells_kernel_and_full_preemption_on_6_12: 180 =>
+        tells(Kernel::V6_12, "preempt=full", "full"),
+    the_agent_tells_kernel_and_voluntary_preemption_on_6_1: 180 (long) =>
+        tells(Kernel::V6_1, "", "voluntary"),
     an_affected_kernel_is_warned_of_once,
 ];
 
@@ -35,28 +37,23 @@ fn warnings(guest: &Guest) -> Result<usize> {
 }
 
 /// Debian's kernels that are pinned have the fix: they are safe however they preempt.
-fn tells(kernel: Kernel) -> Result<()> {
+fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
-    for (cmdline, model) in [("", "voluntary"), ("preempt=full", "full")] {
-        let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
-        guest.wait_until("the agent has said who it is", HELLO_LIMIT, || {
-            Ok(!guest_kernel(&guest)?.is_null())
-        })?;
-        let told = guest_kernel(&guest)?;
-        let expected = [guest.run("uname -r")?, guest.run("uname -v")?];
-        for (field, expected) in ["release", "version"].into_iter().zip(&expected) {
-            ensure!(told[field] == expected.trim(), "{field} of {told} is not {expected:?}");
-        }
-        ensure!(told["preemption"] == model, "{cmdline:?}: {told}");
-        ensure!(judged(&guest)?["verdict"] == "safe", "{told}: {}", judged(&guest)?);
-        ensure!(
-            verdicts(&guest, "safe")? >= 1.0 && verdicts(&guest, "unsafe")? == 0.0,
-            "The metric says otherwise"
-        );
-        ensure!(warnings(&guest)? == 0, "A safe kernel is warned of");
-        guest.power_off()?;
+    let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
+    guest.wait_until("the agent has said who it is", HELLO_LIMIT, || Ok(!guest_kernel(&guest)?.is_null()))?;
+    let told = guest_kernel(&guest)?;
+    let expected = [guest.run("uname -r")?, guest.run("uname -v")?];
+    for (field, expected) in ["release", "version"].into_iter().zip(&expected) {
+        ensure!(told[field] == expected.trim(), "{field} of {told} is not {expected:?}");
     }
-    Ok(())
+    ensure!(told["preemption"] == model, "{cmdline:?}: {told}");
+    ensure!(judged(&guest)?["verdict"] == "safe", "{told}: {}", judged(&guest)?);
+    ensure!(
+        verdicts(&guest, "safe")? >= 1.0 && verdicts(&guest, "unsafe")? == 0.0,
+        "The metric says otherwise"
+    );
+    ensure!(warnings(&guest)? == 0, "A safe kernel is warned of");
+    guest.power_off()
 }
 
 /// In the agent's place: a hello of that kernel, and its end.
