@@ -1,5 +1,5 @@
-//! Command lines that the program refuses: one line that names the flag, the value and the bound, and
-//! nothing is created or changed. The parser decides, so this needs no KVM.
+//! Command lines that the program refuses: one line that names the flag, the value and the bound,
+//! and nothing is created or changed. The parser decides, so this needs no KVM.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -50,7 +50,8 @@ fn refusal(folder: &Path, flags: &[&str]) -> String {
     message
 }
 
-/// Checks that each command line is refused with the flag and the words, and that all files stay as they are.
+/// Checks that each command line is refused with the flag and the words, and that all files stay as
+/// they are.
 fn refused(files: &Files, cases: &[(&[&str], &[&str])]) {
     let before = files.contents();
     for (flags, words) in cases {

@@ -1,4 +1,5 @@
-//! Kernels without their compression. An emulated host unpacks a bzImage in about a second, at each boot of a guest.
+//! Kernels without their compression: on an emulated host, unpacking a bzImage takes a sixth of each
+//! boot of a guest.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,8 @@ fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     Ok(fs::rename(&part, path)?)
 }
 
-/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst), whose last four bytes are the size of what comes out.
+/// Unpacks the payload of a bzImage (Documentation/arch/x86/boot.rst), whose last four bytes are
+/// the size of what comes out.
 fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     const SETUP_SECTORS: usize = 0x1f1;
     const MAGIC: usize = 0x202;
@@ -54,7 +56,8 @@ fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     Ok(elf)
 }
 
-/// Unpacks the blocks of lz4's legacy frame: each is preceded by its length, and gives 8 MiB except the last.
+/// Unpacks the blocks of lz4's legacy frame: each is preceded by its length, and gives 8 MiB except
+/// the last.
 fn unpack_lz4(mut blocks: &[u8], elf_bytes: usize) -> Result<Vec<u8>> {
     const BLOCK_BYTES: usize = 8 << 20;
     let mut elf = Vec::with_capacity(elf_bytes);

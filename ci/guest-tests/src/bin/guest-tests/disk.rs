@@ -240,7 +240,8 @@ fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
     Ok(found)
 }
 
-/// On ext4, because a tmpfs is nothing but page cache. One image is opened with O_DIRECT, the other goes through the page cache.
+/// On ext4, because a tmpfs is nothing but page cache. One image is opened with O_DIRECT, the other
+/// goes through the page cache.
 fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()> {
     let disk = Disk::create(128, 160)?;
     let [direct, cached] = ["direct", "cached"].map(|name| disk.dir().join(name));
@@ -271,8 +272,8 @@ fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()>
     image_holds(&direct, shape(&guest, "vda")?, &writes)?;
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     guest.run_within(IO_LIMIT, &check("/dev/vda", &[&writes]))?;
-    // A quarter of these operations discard and zero, which is the disk's work: a guest's kernel would write the zeros itself
-    // where a disk offers nothing better.
+    // A quarter of these operations discard and zero, which is the disk's work: a guest's kernel
+    // would write the zeros itself where a disk offers nothing better.
     let discards = format!("discards:{}:600:2", seed(80)?);
     for (node, family, label) in [
         ("vdb", "foreshore_disk_operations_total", ("disk", "_disk1")),
@@ -336,7 +337,8 @@ fn a_guest_lives_on_a_disk() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Nothing can tell what the disk has, so this and every later write is an error to the guest; reading goes on.
+/// Nothing can tell what the disk has, so this and every later write is an error to the guest;
+/// reading goes on.
 fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     let disk = Disk::create(640, 128)?;
     let path = disk.dir().join("image");

@@ -291,7 +291,8 @@ fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// An image that is added again right after its removal is refused with 429 until the guest has let go, and with nothing else.
+/// An image that is added again right after its removal is refused with 429 until the guest has let
+/// go, and with nothing else.
 fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
     const ROUNDS: usize = 5;
     let path = image("another")?;

@@ -153,7 +153,8 @@ pub fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
     Ok(())
 }
 
-/// Disks of a guest's BTTs by the sizes of their volumes, which tell them apart: the guest finds them in any order.
+/// Disks of a guest's BTTs by the sizes of their volumes, which tell them apart: the guest finds
+/// them in any order.
 fn btt_disks(guest: &Guest, count: usize) -> Result<Vec<String>> {
     let disks: Vec<_> = (0..count).map(|number| format!("pmem{number}s")).collect();
     let all_are_there: Vec<_> = disks.iter().map(|disk| format!("test -b /dev/{disk}")).collect();
