@@ -130,7 +130,8 @@ fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Res
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
     guest.api("PUT", "vm.resume", None)?;
-    // Linux logs an NMI that no device has sent, and goes on (arch/x86/kernel/nmi.c, unknown_nmi_error).
+    // Linux logs an NMI that no device has sent, and goes on (arch/x86/kernel/nmi.c,
+    // unknown_nmi_error).
     let said = "dmesg | grep -q 'NMI received for unknown reason .* on CPU 0'";
     guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, said)?;
     guest.wait_until_run(

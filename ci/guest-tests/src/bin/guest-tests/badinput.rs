@@ -1,5 +1,6 @@
-//! Refusals that need a host with KVM, or a guest: each is one clear error, and changes nothing. Those of the parser and of
-//! pools and files are in `vmm/tests/refusals.rs` and in the unit tests of `vmm`.
+//! Refusals that need a host with KVM, or a guest: each is one clear error, and changes nothing.
+//! Those of the parser and of pools and files are in `vmm/tests/refusals.rs` and in the unit tests
+//! of `vmm`.
 
 use std::fs;
 use std::path::Path;
@@ -36,7 +37,8 @@ fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Names of the files of a directory and sums of their contents, except `others` and what the harness itself writes.
+/// Names of the files of a directory and sums of their contents, except `others` and what the
+/// harness itself writes.
 fn files(dir: &Path, others: &[&str]) -> Result<Vec<(String, u64)>> {
     let mut found = Vec::new();
     let entries = fs::read_dir(dir).with_context(|| format!("Cannot read {}", dir.display()))?;
@@ -111,8 +113,8 @@ fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Starts a VM that has a pool, a file of `--pmem`, an image, a device and sockets, and other VMs that name one of them each.
-/// The errors name the first VM's process, and it notices nothing.
+/// Starts a VM that has a pool, a file of `--pmem`, an image, a device and sockets, and other VMs
+/// that name one of them each. The errors name the first VM's process, and it notices nothing.
 fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let dir = this_tests_dir();
     let pool = with_volume(Pool::create("256M")?)?;

@@ -182,7 +182,8 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
         .memory("size=768M")
         .argument("--balloon", "deflate_on_oom=on,free_page_reporting=on")
         .cmdline("foreshore.agent=off")
-        .pressure("psi")
+        // The default waits are in unit tests.
+        .pressure("psi,idle=2s,cool_down=1s")
         .boot()?;
     guest.wait_until("memory that is idle goes into the balloon", FOLLOW_LIMIT, || {
         Ok(actual_bytes(&guest)? >= 128 * MIB)
@@ -238,7 +239,7 @@ struct Giver {
 }
 
 /// Goes by the memory that is available.
-const PSI: Giver = Giver { policy: "psi", params: "{}", give_back: "surplus" };
+const PSI: Giver = Giver { policy: "psi", params: r#"{"idle": "2s"}"#, give_back: "surplus" };
 /// Goes by the memory that is free.
 const AMF: Giver =
     Giver { policy: "amf", params: r#"{"watermark-scale": 2, "reclaim": 5}"#, give_back: "descriptor_space" };

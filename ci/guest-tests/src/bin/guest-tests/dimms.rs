@@ -69,10 +69,10 @@ fn grows(kernel: Kernel) -> Result<()> {
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
     ensure!(added == 2.0, "{added} DIMMs are counted");
     // More than the guest booted with: it is real memory.
-    let mut hog = guest.start_script(ONLINE_LIMIT, "exec guest-tool hog 1100")?;
-    while hog.next_line().context("The hog ended")? != "held 1100" {}
+    let mut hog = guest.start_script(ONLINE_LIMIT, "exec guest-tool hog 700")?;
+    while hog.next_line().context("The hog ended")? != "held 700" {}
     let resident = zone(&guest, "dram")?.resident_bytes;
-    ensure!(resident >= 1100 * MIB, "{resident} bytes are resident with 1100 MiB in use");
+    ensure!(resident >= 700 * MIB, "{resident} bytes are resident with 700 MiB in use");
     drop(hog);
     guest.no_kernel_complaints()
 }

@@ -133,16 +133,16 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     };
     guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 769 * MIB })))?;
     plugged(512)?;
-    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 500")?;
-    while hog.next_line().context("The hog ended")? != "held 500" {}
+    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 350")?;
+    while hog.next_line().context("The hog ended")? != "held 350" {}
     let [rss, pss] = ["Rss", "Pss"].map(|field| of_memory_files(&guest, field));
     let (rss, pss) = (rss?, pss?);
-    ensure!(rss >= 500 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
+    ensure!(rss >= 350 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
     // Beside them there is what the VMM itself takes, and no second copy.
     let beside = guest.rss_bytes()?.saturating_sub(rss);
     ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
     let plugged_in = in_memory_files(&guest)?;
-    ensure!(plugged_in >= 200 * MIB, "{plugged_in} bytes are in the file of what is plugged");
+    ensure!(plugged_in >= 150 * MIB, "{plugged_in} bytes are in the file of what is plugged");
     drop(hog);
     guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 257 * MIB })))?;
     plugged(0)?;
@@ -171,7 +171,8 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// What is plugged comes whole as well. Memory without `prefault` is in [`a_size_of_odd_mebibytes_is_all_the_guests`].
+/// What is plugged comes whole as well. Memory without `prefault` is in
+/// [`a_size_of_odd_mebibytes_is_all_the_guests`].
 fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
     for keys in ["prefault=on", "prefault=on,shared=on"] {
         let plug = "hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
@@ -329,7 +330,8 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     guest.wait_until("all huge pages in use count as resident", LIMIT, || {
         let used = aside.used()?;
         let resident = zone(&guest, "dram")?.resident_bytes;
-        // A page that the VMM has written and the guest has not touched yet may be in the file alone.
+        // A page that the VMM has written and the guest has not touched yet may be in the file
+        // alone.
         Ok((used * 2 - 8..=used * 2).contains(&(resident / MIB)))
     })?;
     drop(hog);
@@ -501,9 +503,12 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     // In a directory it has no name.
-    let guest = builder(&format!("file={}", dir.display())).boot()?;
+    let guest = builder(&format!("file={}", dir.display())).start()?;
+    guest.wait_until("the VM runs", LIMIT, || {
+        Ok(guest.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+    })?;
     let mapping = &mappings(&guest, 257 * MIB)?[0];
     ensure!(mapping.name.contains("(deleted)"), "The guest's memory is of {}", mapping.name);
     ensure!(mapping.bytes("Rss")? == mapping.bytes("Pss")?, "It is there twice");
-    guest.no_kernel_complaints()
+    Ok(())
 }

@@ -40,21 +40,22 @@ fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)>
 }
 
 fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
-    let run = |config: Config, dram_mib: u64| {
-        let name = config.to_string();
+    let run = |name: &str, config: Config, dram_mib: u64| {
         // In real time the agent needs a vCPU of its own: emulated, a fill takes one for hundreds of MiB at a time.
         let size = GuestSize { cpus: 2, dram_mib };
-        run(WORKLOAD, &config, size, &name, Watched::UntilEnoughIsBack).with_context(|| name)
+        run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack).with_context(|| name.to_owned())
     };
-    let alone = run(Config::AllDram, WORKLOAD.mib + ROOM_MIB)?;
+    let alone = run("all-dram", Config::AllDram, WORKLOAD.mib + ROOM_MIB)?;
     let missed = unmet("DRAM alone", &alone, &alone);
     ensure!(alone.sum.is_some() && missed.is_empty(), "With DRAM alone: {missed:?}");
     let dram_mib = |percent: u64| (alone.peak_need_bytes / MIB * percent / 100).next_multiple_of(8);
-    let psi = run(Config::Policy("psi"), dram_mib(SHARE_PERCENT))?;
+    // The default waits before it gives back are in unit tests.
+    let soon = Config::Policy("psi,idle=2s,cool_down=1s");
+    let psi = run("psi", soon, dram_mib(SHARE_PERCENT))?;
     let missed = unmet("psi", &psi, &alone);
     ensure!(missed.is_empty(), "With {} MiB of DRAM under psi: {missed:?}", dram_mib(SHARE_PERCENT));
     // The same conditions see it where nobody grows the guest, and it lacks less.
-    let swap = run(Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
+    let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
     let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
     ensure!(seen, "A guest that swaps has swapped nothing in, or nobody saw it: {missed:?}");
