@@ -11,7 +11,8 @@
 //!
 //! A [`Policy`](policy::Policy) says how much hotplugged memory the guest should have. The
 //! [`Controller`](controller::Controller) stands above every policy: it splits that over the zones, and decides how
-//! fast, in which order, within which bounds, and what to do when the guest does not follow.
+//! fast, in which order, within which bounds, and what to do when the guest does not follow. The
+//! [`Governor`](governor::Governor) turns events of a VM into calls of the controller, and its plans into requests.
 
 #![deny(missing_docs)]
 

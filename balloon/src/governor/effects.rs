@@ -26,32 +26,16 @@ pub enum Event {
     Report(Report),
     /// Time has passed, or a plugged size or statistics have changed. Due at least once a second.
     Tick,
-    /// A client has sized a zone, which pins it. The size has been checked.
-    Resize {
-        /// The zone.
-        zone: ZoneId,
-        /// Size to request.
-        size_bytes: u64,
-    },
-    /// A zone has a size at boot. The policy may change it later.
-    BootWith {
-        /// The zone.
-        zone: ZoneId,
-        /// Size to request.
-        size_bytes: u64,
-    },
+    /// A client has sized a zone in bytes, which pins it. The size has been checked.
+    Resize(ZoneId, u64),
+    /// A zone has a size in bytes at boot. The policy may change it later.
+    BootWith(ZoneId, u64),
     /// A client has changed the governor.
     Change(Change),
-    /// The guest gets a DIMM, whose page descriptors need room like those of a zone.
-    AddDimm {
-        /// Size of the DIMM.
-        bytes: u64,
-    },
-    /// Follows the requests of a plan: the next steps towards sizes that a client requested.
-    Goals {
-        /// Decide without a report after that.
-        then_decide: bool,
-    },
+    /// The guest gets a DIMM of so many bytes, whose page descriptors need room like those of a zone.
+    AddDimm(u64),
+    /// Follows the requests of a plan: the next steps towards sizes that a client requested. If true, decides after that.
+    Goals(bool),
     /// Follows steps towards such a size: the second half of a tick.
     Decide,
     /// Follows other requests.
@@ -93,7 +77,7 @@ impl Effects {
 
     /// Returns true if sizes are requested.
     pub(super) fn is_sizing(&self) -> bool {
-        let is_size = |request: &Request| matches!(request, Request::Size { .. } | Request::Step { .. });
+        let is_size = |request: &Request| matches!(request, Request::Size(..) | Request::Step { .. });
         self.requests.iter().any(is_size)
     }
 }
@@ -101,13 +85,8 @@ impl Effects {
 /// Request to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Request a size from the guest.
-    Size {
-        /// The zone.
-        zone: ZoneId,
-        /// Multiple of the zone's block size, within its bounds.
-        size_bytes: u64,
-    },
+    /// Request a size in bytes: a multiple of the zone's block size, within its bounds.
+    Size(ZoneId, u64),
     /// Request a size as a step towards another one.
     Step {
         /// The zone.
@@ -162,22 +141,12 @@ pub enum Note {
         /// Growth of the guest.
         grown_bytes: u64,
     },
-    /// A zone has reached the size that was requested last.
-    Reached {
-        /// The zone.
-        zone: ZoneId,
-        /// That size.
-        plugged_bytes: u64,
-    },
+    /// A zone has reached the size in bytes that was requested last.
+    Reached(ZoneId, u64),
     /// The online policy of the guest has changed.
     OnlinePolicy(OnlinePolicy),
-    /// A client has requested another size of a zone.
-    Resized {
-        /// The zone.
-        zone: ZoneId,
-        /// The size.
-        size_bytes: u64,
-    },
+    /// A client has requested another size of a zone, in bytes.
+    Resized(ZoneId, u64),
     /// A plan was made.
     Decided(Decided),
 }

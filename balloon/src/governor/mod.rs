@@ -21,15 +21,14 @@ mod shortage;
 mod status;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use foreshore_proto::{AgentMessage, OnlinePolicy, Refusal, Report, Settings};
 
 use self::agent::Agent;
 use self::agentless::{Agentless, Reporter};
 pub use self::agentless::{BalloonState, FAST_INTERVAL_MS, Onlining, Sample};
-use self::audit::{Audit, Grounds};
-pub use self::audit::{AuditedZone, Entry};
+use self::audit::Grounds;
+pub use self::audit::{Audit, AuditedZone, Entry};
 pub use self::effects::{Change, Decided, Effects, Event, Note, Request};
 use self::held_plan::HeldPlan;
 use self::shortage::{Ended, Shortage};
@@ -125,15 +124,15 @@ impl Governor {
             }
             Event::Report(report) => self.report(report, Reporter::Agent, host, now, &mut effects),
             Event::Tick => self.tick(host, now, &mut effects),
-            Event::Resize { zone, size_bytes } => self.resize(zone, size_bytes, host, now, &mut effects),
-            Event::BootWith { zone, size_bytes } => {
+            Event::Resize(zone, size_bytes) => self.resize(zone, size_bytes, host, now, &mut effects),
+            Event::BootWith(zone, size_bytes) => {
                 self.observe(host, now, &mut effects);
                 self.controller.set_goal(zone, size_bytes, host, now);
                 self.follow_goals(host, now, &mut effects);
             }
             Event::Change(change) => self.change(change, host, &mut effects),
-            Event::AddDimm { bytes } => self.controller.add_dimm(bytes, now),
-            Event::Goals { then_decide } => {
+            Event::AddDimm(bytes) => self.controller.add_dimm(bytes, now),
+            Event::Goals(then_decide) => {
                 self.observe(host, now, &mut effects);
                 self.goals(then_decide, host, now, &mut effects);
             }
@@ -172,7 +171,7 @@ impl Governor {
                 match effects.requests.is_empty() {
                     true => self.goals(false, host, now, effects),
                     false if self.controller.has_goals() => {
-                        effects.next = Some(Event::Goals { then_decide: false });
+                        effects.next = Some(Event::Goals(false));
                     }
                     false => {}
                 }
@@ -243,7 +242,7 @@ impl Governor {
             None => {}
         }
         if effects.is_sizing() {
-            effects.next = Some(Event::Goals { then_decide: true });
+            effects.next = Some(Event::Goals(true));
             return;
         }
         self.observe(host, now, effects);
@@ -307,10 +306,8 @@ impl Governor {
             self.settings.watermark_of = plan.watermark_of;
         }
         if !plan.dry_run {
-            effects.requests.extend(plan.changes(host).map(|target| {
-                let (zone, size_bytes) = (target.zone, target.requested_bytes);
-                Request::Size { zone, size_bytes }
-            }));
+            let size = |target: &ZoneTarget| Request::Size(target.zone, target.requested_bytes);
+            effects.requests.extend(plan.changes(host).map(size));
             let total_bytes = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
             self.shortage.requested(plan, host, total_bytes, now);
         }
@@ -361,8 +358,7 @@ impl Governor {
     }
 
     fn note_reached(&mut self, effects: &mut Effects) {
-        let reached = self.reached.drain(..);
-        effects.notes.extend(reached.map(|(zone, plugged_bytes)| Note::Reached { zone, plugged_bytes }));
+        effects.notes.extend(self.reached.drain(..).map(|(zone, bytes)| Note::Reached(zone, bytes)));
     }
 
     /// Notes each change of the guest's online policy, which decides how much memory is lent.
@@ -403,12 +399,7 @@ impl Governor {
         self.by_statistics() == Some(true)
     }
 
-    /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
-    pub fn describable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
-        self.controller.describable_bytes(host, now)
-    }
-
-    /// Policy, rules and state of the controller.
+    /// The controller, with its policy, rules and trackers.
     pub fn controller(&self) -> &Controller {
         &self.controller
     }
@@ -433,26 +424,8 @@ impl Governor {
         self.last_online_ms
     }
 
-    /// Number of decisions, which is also the number of the last one.
-    pub fn decisions_total(&self) -> u64 {
-        self.audit.total()
-    }
-
-    /// The last `count` decisions, newest first.
-    pub fn decisions(&self, count: usize) -> Vec<Arc<Entry>> {
-        self.audit.newest(count)
-    }
-
-    /// Returns true if a zone makes no progress.
-    pub fn is_late(&self, zone: ZoneId, now: TimeMs) -> bool {
-        let patience_ms = self.controller.rules().progress_ms;
-        self.controller.tracker(zone).is_some_and(|zone| zone.is_late(patience_ms, now))
-    }
-
-    /// Status of the last resize of a zone. `offline_bytes` is the plugged memory of its node that is not online.
-    pub fn resize_status(&self, zone: ZoneId, offline_bytes: u64, now: TimeMs) -> Option<ResizeStatus> {
-        let patience_ms = self.controller.rules().progress_ms;
-        let zone = self.controller.tracker(zone)?;
-        Some(zone.status(offline_bytes, patience_ms, now))
+    /// Decisions.
+    pub fn audit(&self) -> &Audit {
+        &self.audit
     }
 }

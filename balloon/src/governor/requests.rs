@@ -22,7 +22,7 @@ impl Governor {
         self.audit.sized_by_hand(index, &host.zones, now);
         // If the device has lowered the last request, the same size is a new request.
         if size_bytes != sizes.requested_bytes + sizes.held_bytes || sizes.lowered_by().is_some() {
-            effects.notes.push(Note::Resized { zone, size_bytes });
+            effects.notes.push(Note::Resized(zone, size_bytes));
             self.controller.set_goal(zone, size_bytes, host, now);
             self.follow_goals(host, now, effects);
         }

@@ -55,7 +55,7 @@ pub struct Outcome {
     pub memory_lifetime: f64,
     /// How many times as fast PM wears for what was lent of it: equation 2, right. Of several VMs, the mean.
     pub storage_wear: f64,
-    /// Calls of the controller.
+    /// Plans of the governor.
     pub steps: u64,
     /// Reports that could not have changed anything and were left out.
     pub skipped: u64,

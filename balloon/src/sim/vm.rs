@@ -283,8 +283,7 @@ impl Vm {
     /// Requests sizes from the guest. The simulated guest has neither a balloon nor a driver to remind.
     fn perform(&mut self, requests: &[Request]) {
         for request in requests {
-            let (Request::Size { zone, size_bytes } | Request::Step { zone, size_bytes, .. }) = *request
-            else {
+            let (Request::Size(zone, size_bytes) | Request::Step { zone, size_bytes, .. }) = *request else {
                 continue;
             };
             for sizes in self.host.zones.iter_mut().filter(|sizes| sizes.id == zone) {

@@ -202,14 +202,14 @@ impl Core {
     /// Sizes a zone by hand and pins it.
     pub fn resize(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
         let zone = self.find_resizable(id, size_bytes)?;
-        self.step(Event::Resize { zone, size_bytes }, now);
+        self.step(Event::Resize(zone, size_bytes), now);
         Ok(())
     }
 
     /// Sets the size that a zone has at boot. The policy may change it later.
     pub fn boot_with(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
         let zone = self.find_resizable(id, size_bytes)?;
-        self.step(Event::BootWith { zone, size_bytes }, now);
+        self.step(Event::BootWith(zone, size_bytes), now);
         Ok(())
     }
 
@@ -220,12 +220,12 @@ impl Core {
 
     /// Counts a DIMM that the guest gets towards the limit of rule 4.
     pub fn add_dimm(&mut self, bytes: u64, now: TimeMs) {
-        self.step(Event::AddDimm { bytes }, now);
+        self.step(Event::AddDimm(bytes), now);
     }
 
     /// Memory for whose page descriptors the guest has room, by its last report or by `unreported`.
     pub fn describable_bytes(&self, now: TimeMs) -> u64 {
-        self.governor.describable_bytes(&self.host(), now)
+        self.governor.controller().describable_bytes(&self.host(), now)
     }
 
     fn step(&mut self, event: Event, now: TimeMs) {
@@ -251,7 +251,7 @@ impl Core {
     fn perform(&self, request: Request) {
         let device = |zone: ZoneId| &self.zones[zone.0 as usize].device;
         match request {
-            Request::Size { zone, size_bytes } => device(zone).request(size_bytes),
+            Request::Size(zone, size_bytes) => device(zone).request(size_bytes),
             Request::Step { zone, size_bytes, goal_bytes } => {
                 device(zone).request_step(size_bytes, goal_bytes);
             }

@@ -32,6 +32,20 @@ fn a_guest_that_fills_gets_dram_first_and_then_pm() {
 }
 
 #[test]
+fn sizes_of_a_zone_are_read_once_per_report() {
+    let mut f = fixture("psi", false, true);
+    f.greet();
+    for available in [200, 20] {
+        let line = report(f.seq + 1, available, [0, 0]);
+        f.seq += 1;
+        let before = [&f.dram, &f.pm].map(|device| *device.reads.lock());
+        f.line(&line);
+        assert_eq!([&f.dram, &f.pm].map(|device| *device.reads.lock()), before.map(|reads| reads + 1));
+    }
+    assert!(f.core.governor.counters().plans.keys().any(|key| key.1 == "grow"));
+}
+
+#[test]
 fn dry_run_decides_and_asks_nobody() {
     let mut f = fixture("psi", true, true);
     f.greet();

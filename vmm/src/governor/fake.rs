@@ -24,6 +24,8 @@ pub const BLOCK: u64 = 2 * MIB;
 /// A device whose guest follows at once, as long as it has a driver, or not at all.
 pub struct FakeDevice {
     pub sizes: Mutex<ZoneSizes>,
+    /// How often the governor has read them.
+    pub reads: Mutex<u32>,
     follows: bool,
     /// What its host has for it.
     pub can_provide: Mutex<u64>,
@@ -37,6 +39,7 @@ impl FakeDevice {
         let sizes = ZoneSizes::empty(0, Tier::Dram, region_bytes);
         Arc::new(Self {
             sizes: Mutex::new(sizes),
+            reads: Mutex::default(),
             follows,
             can_provide: Mutex::new(u64::MAX),
             reminders: Mutex::new(0),
@@ -57,6 +60,7 @@ impl FakeDevice {
 
 impl ZoneDevice for FakeDevice {
     fn sizes(&self) -> ZoneSizes {
+        *self.reads.lock() += 1;
         *self.sizes.lock()
     }
     fn request(&self, size_bytes: u64) {

@@ -9,7 +9,7 @@ use crate::policy::off;
 /// Time for which others are asked for what the host could not provide. Later, the guest may want something else.
 const LACKING_MS: u64 = 1_000;
 
-/// What the host could not provide, and nobody else has been asked for.
+/// Bytes that the host could not provide, and that no other zone has been asked for.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Lacking {
     bytes: u64,
@@ -28,7 +28,7 @@ impl Lacking {
         }
     }
 
-    /// Others have been asked for so much.
+    /// Subtracts bytes that other zones have been asked for.
     pub fn is_asked(&mut self, bytes: u64) {
         self.bytes = self.bytes.saturating_sub(bytes);
     }

@@ -30,7 +30,7 @@ const RULES: [Rule; 5] = [
     lost_reports::decide, // 6
 ];
 
-/// What a rule decides upon.
+/// Input of a rule.
 pub(super) struct Context<'a> {
     pub controller: &'a Controller,
     pub event: Event<'a>,
@@ -52,7 +52,7 @@ impl From<Option<Plan>> for Verdict {
     }
 }
 
-/// What the controller remembers of a rule's decision, also if that is left to the next rule.
+/// State that the controller keeps after a rule, also if the next rule decides.
 enum Memory {
     /// State of the zones.
     Zones(Vec<ZoneTracker>),
@@ -65,8 +65,8 @@ enum Memory {
 }
 
 impl Context<'_> {
-    /// Rule 8: what a dry run decides upon. Of what the guest does not follow, rule 5 would leave what is there, if it were
-    /// carried out; as it is not, it is taken for done, or nothing else would ever be said.
+    /// Rule 8: sizes that a dry run decides upon. Requests that rule 5 would withdraw count as withdrawn, or the dry run
+    /// would report nothing else.
     pub fn left(&self) -> Cow<'_, HostView> {
         self.controller.without_failed(self.host, self.now)
     }

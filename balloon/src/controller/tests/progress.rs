@@ -576,3 +576,17 @@ fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
     assert_eq!(rig.tick(10).reason, Reason::Enough);
     assert_eq!(rig.requested_mib(), (24, 0));
 }
+
+#[test]
+fn rule_5_what_the_host_could_not_provide_counts_during_steps_towards_a_boot_size() {
+    let mut rig = Rig::fixed(64);
+    rig.describe(1);
+    rig.report(50, 280);
+    assert_eq!(rig.requested_mib(), (64, 0));
+    rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
+    rig.step();
+    assert!(rig.controller.has_goals());
+    rig.host_has(DRAM, 10);
+    rig.step();
+    assert_eq!(rig.tick(50).reason, Reason::HostShort);
+}

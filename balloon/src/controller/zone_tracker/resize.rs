@@ -24,7 +24,7 @@ pub(super) struct Resize {
     came_at: Option<TimeMs>,
     /// When plugged memory last went because it was asked back. What is left was there before.
     pub asked_back_at: Option<TimeMs>,
-    /// What was requested last has not been reached yet.
+    /// The size requested last has not been reached yet.
     is_awaited: bool,
     /// It was reported that the guest has no room for the descriptors of what was requested last.
     is_held_reported: bool,
@@ -90,7 +90,7 @@ impl ZoneTracker {
         if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
             resize.has_changed(since);
         }
-        // What is plugged counts once it stays, and a driver that comes or goes is no progress.
+        // Plugged memory counts once it stays, and a driver that comes or goes is no progress.
         let (plugged_bytes, driver) = (sizes.plugged_bytes, sizes.driver);
         if *sizes != (ZoneSizes { plugged_bytes, driver, ..*before }) || has_moved {
             resize.has_changed(now);

@@ -58,11 +58,11 @@ impl Core {
                 info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
                 self.report_to_online.observe(Duration::from_millis(took_ms));
             }
-            Note::Reached { zone, plugged_bytes } => {
+            Note::Reached(zone, plugged_bytes) => {
                 info!(zone = self.name(zone), plugged_bytes, "resize-reached");
             }
             Note::OnlinePolicy(policy) => self.log_online_policy(policy),
-            Note::Resized { zone, size_bytes } => {
+            Note::Resized(zone, size_bytes) => {
                 info!(zone = self.name(zone), size_bytes, "Resized by hand; the zone is pinned");
             }
             Note::Decided(decided) => self.record_decision(&decided, host, now),

@@ -114,10 +114,13 @@ impl Core {
     /// What `vm.pressure` answers, [`View::info`], with so many of the last decisions.
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
         let governor = &self.governor;
+        let patience_ms = governor.controller().rules().progress_ms;
         let zones = self.zones.iter().zip(self.governed_zones()).zip(0..).map(|((zone, (_, info)), id)| {
             let id = ZoneId(id);
             let plugged_bytes = zone.device.sizes().plugged_bytes;
-            ViewedZone { id, plugged_bytes, late: governor.is_late(id, now), info }
+            let tracker = governor.controller().tracker(id);
+            let late = tracker.is_some_and(|zone| zone.is_late(patience_ms, now));
+            ViewedZone { id, plugged_bytes, late, info }
         });
         let source = |is_active| if is_active { "statistics" } else { "agent" };
         View {
@@ -134,8 +137,8 @@ impl Core {
             refused: governor.counters().refused.clone(),
             source: governor.by_statistics().map(source),
             last_online_ms: governor.last_online_ms(),
-            decisions_total: governor.decisions_total(),
-            decisions: governor.decisions(decisions),
+            decisions_total: governor.audit().total(),
+            decisions: governor.audit().newest(decisions),
             recording: self.recorder.as_ref().map(Recorder::info),
         }
     }
@@ -163,7 +166,9 @@ impl Core {
     pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
         let (zone, number) = self.zones.iter().zip(0..).find(|(zone, _)| zone.id == id)?;
         let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
-        self.governor.resize_status(ZoneId(number), offline, now)
+        let controller = self.governor.controller();
+        let tracker = controller.tracker(ZoneId(number))?;
+        Some(tracker.status(offline, controller.rules().progress_ms, now))
     }
 
     /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says what they have together:
@@ -220,7 +225,7 @@ impl Core {
             agent_connected: governor.is_agent_connected(),
             agent: Some(governor.agent_state(now)),
             zones: self.governed_zones().map(|(tier, zone)| PressureZone { tier, zone }).collect(),
-            decisions_total: governor.decisions_total(),
+            decisions_total: governor.audit().total(),
             paused: governor.controller().status().paused,
             recording: self.recorder.as_ref().map(Recorder::info),
             dry_run: governor.controller().rules().dry_run,
