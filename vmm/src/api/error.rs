@@ -6,6 +6,7 @@ use axum::response::{IntoResponse, Response};
 use foreshore_config::{ConfigError, JsonError};
 use thiserror::Error;
 
+use crate::governor::GovernorError;
 use crate::vm::request::VmError;
 
 /// Why a request fails.
@@ -83,13 +84,15 @@ impl ApiError {
             Self::Vm(
                 VmError::CannotResume { .. }
                 | VmError::IdTaken { .. }
-                | VmError::UnsupportedDriver { .. }
+                | VmError::Governor(GovernorError::UnsupportedDriver { .. })
                 | VmError::NoRoomForDescriptors { .. },
             )
             | Self::Config(ConfigError::IdTaken { .. })
             | Self::Vm(VmError::Config(ConfigError::IdTaken { .. })) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,
-            Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_) | VmError::Config(_)) => {
+            Self::Json(_)
+            | Self::Config(_)
+            | Self::Vm(VmError::BadRequest(_) | VmError::Config(_) | VmError::Governor(_)) => {
                 StatusCode::BAD_REQUEST
             }
             Self::Vm(VmError::Failed(_)) => StatusCode::INTERNAL_SERVER_ERROR,

@@ -18,10 +18,10 @@ use super::routes::{REFUSED, router_within};
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, DeviceConfig, test_config};
 use crate::events::{Event, Events};
+use crate::governor::info::PressureInfo;
 use crate::vm::request::{
-    AgentState, PciDeviceInfo, PoolInfo, PoolStatus, PressureInfo, Requests, ResizeDiskRequest,
-    ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus,
-    ZoneInfo,
+    PciDeviceInfo, PoolInfo, PoolStatus, Requests, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError,
+    VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 

@@ -29,11 +29,11 @@ use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
 use balloon::{Distances, DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 
+use super::GovernorError;
 use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, PoolFree};
 use crate::config::{FIXED_SIZE, PressureConfig};
 use crate::metrics::LatencyHistogram;
-use crate::vm::request::VmError;
 
 /// The call that changes what it does, as errors name it.
 const CALL: &str = "vm.pressure";
@@ -60,7 +60,7 @@ pub const BALLOON_ZONE: &str = "balloon";
 /// Size that exceeds the size of all zones.
 #[derive(Debug, Error)]
 #[error("{name} is {}, must be at most {}, which is what all zones can have", Unit::Bytes.show(*.bytes), Unit::Bytes.show(*.most_bytes))]
-struct AboveZones {
+pub struct AboveZones {
     /// The parameter.
     name: &'static str,
     bytes: u64,
@@ -91,13 +91,13 @@ impl Core {
         boot_bytes: u64,
         pool_free: PoolFree,
         now: TimeMs,
-    ) -> Result<Self, VmError> {
-        let policy = config.policy(CALL).map_err(bad_request)?;
-        let rules = config.rules(CALL).map_err(bad_request)?;
+    ) -> Result<Self, GovernorError> {
+        let policy = config.policy(CALL)?;
+        let rules = config.rules(CALL)?;
         let (beside, distances) = (Beside::default(), Distances::default());
         let host = host_view(&zones, None, boot_bytes, &beside, &pool_free, &distances);
-        fit(&policy, rules.floor_bytes, host.region_bytes()).map_err(bad_request)?;
-        let governor = Governor::new(policy, rules, config.paused, &host, now).map_err(bad_request)?;
+        fit(&policy, rules.floor_bytes, host.region_bytes())?;
+        let governor = Governor::new(policy, rules, config.paused, &host, now)?;
         Ok(Self {
             governor,
             zones,
@@ -200,21 +200,21 @@ impl Core {
     }
 
     /// Sizes a zone by hand and pins it.
-    pub fn resize(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
+    pub fn resize(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
         let zone = self.find_resizable(id, size_bytes)?;
         self.step(Event::Resize(zone, size_bytes), now);
         Ok(())
     }
 
     /// Sets the size that a zone has at boot. The policy may change it later.
-    pub fn boot_with(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
+    pub fn boot_with(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
         let zone = self.find_resizable(id, size_bytes)?;
         self.step(Event::BootWith(zone, size_bytes), now);
         Ok(())
     }
 
     /// Checks that a zone can be sized by hand to `size_bytes`.
-    pub fn check_resize(&self, id: &str, size_bytes: u64) -> Result<(), VmError> {
+    pub fn check_resize(&self, id: &str, size_bytes: u64) -> Result<(), GovernorError> {
         self.find_resizable(id, size_bytes).map(drop)
     }
 
@@ -268,30 +268,24 @@ impl Core {
         host_view(zones, balloon, *boot_bytes, beside, pool_free, distances)
     }
 
-    fn find(&self, id: &str) -> Result<ZoneId, VmError> {
+    fn find(&self, id: &str) -> Result<ZoneId, GovernorError> {
         let index = self.zones.iter().position(|zone| zone.id == id);
-        index
-            .map(|index| ZoneId(index as u32))
-            .ok_or_else(|| VmError::BadRequest(format!("There is no zone {id:?} that can be resized")))
+        index.map(|index| ZoneId(index as u32)).ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
     }
 
     /// Finds a zone that can have this size.
-    fn find_resizable(&self, id: &str, size_bytes: u64) -> Result<ZoneId, VmError> {
+    fn find_resizable(&self, id: &str, size_bytes: u64) -> Result<ZoneId, GovernorError> {
         let zone = self.find(id)?;
         let ZoneSizes { max_bytes, block_bytes, driver, plugged_bytes, .. } =
             self.zones[zone.0 as usize].device.sizes();
         if size_bytes > max_bytes {
-            return Err(VmError::BadRequest(format!(
-                "Zone {id:?} can have at most {max_bytes} bytes plugged, not {size_bytes}"
-            )));
+            return Err(GovernorError::TooLarge { id: id.to_owned(), size_bytes, max_bytes });
         }
         if !size_bytes.is_multiple_of(block_bytes) {
-            return Err(VmError::BadRequest(format!(
-                "Zone {id:?} is resized in blocks of {block_bytes} bytes; {size_bytes} is not a multiple"
-            )));
+            return Err(GovernorError::NotMultiple { id: id.to_owned(), size_bytes, block_bytes });
         }
         if driver == DriverState::Unsupported && size_bytes != plugged_bytes {
-            return Err(VmError::UnsupportedDriver { zone: id.to_owned() });
+            return Err(GovernorError::UnsupportedDriver { id: id.to_owned() });
         }
         Ok(zone)
     }
@@ -321,10 +315,6 @@ impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Core").field("governor", &self.governor).finish_non_exhaustive()
     }
-}
-
-fn bad_request(err: impl fmt::Display) -> VmError {
-    VmError::BadRequest(err.to_string())
 }
 
 #[cfg(test)]

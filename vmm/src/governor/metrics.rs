@@ -9,8 +9,9 @@ use balloon::plan::{Direction, Reason};
 use balloon::proto::{OnlinePolicy, Refusal, Report, Zone};
 use prometheus_client::registry::Unit;
 
+use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use crate::metrics::{Expose, Exposition, Family, LatencySample, and, one};
-use crate::vm::request::{AgentState, GovernedZoneInfo, RecordingInfo, RecordingState};
+use balloon::governor::AgentState;
 
 /// The page size of x86-64, in which the guest counts.
 const PAGE_BYTES: u64 = 4096;

@@ -12,8 +12,10 @@
 
 mod agent;
 pub mod core;
+mod error;
 #[cfg(test)]
 pub(crate) mod fake;
+pub mod info;
 pub mod metrics;
 pub mod record;
 pub mod task;
@@ -21,6 +23,7 @@ pub mod task;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use self::error::GovernorError;
 use balloon::governor::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 

@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 use pmem_volume::file_mode::PRIVATE_MODE;
 use tracing::{info, warn};
 
-use crate::vm::request::{RecordingInfo, RecordingState};
+use crate::governor::info::{RecordingInfo, RecordingState};
 
 /// Lines that may wait for the file: ten seconds of what a guest in need and its plans come to.
 const QUEUE_LINES: usize = 1024;

@@ -10,7 +10,7 @@ use balloon::proto::{AgentMessage, Refusal};
 use super::*;
 use crate::governor::fake::{Fixture, fixture, hello, report};
 use crate::governor::{GovernedZone, ZoneDevice};
-use crate::vm::request::{AgentState, ResizeStatus};
+use balloon::governor::{AgentState, ResizeStatus};
 
 /// Reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(60);

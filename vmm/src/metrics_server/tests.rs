@@ -20,6 +20,7 @@ use crate::bus::{AddressSpaceMetrics, BusMetrics};
 use crate::config::MetricsAddress;
 use crate::cpu::metrics::VcpuMetrics;
 use crate::events::{Event, EventCounters, Events};
+use crate::governor::info::{GovernedZoneInfo, RecordingInfo, RecordingState};
 use crate::governor::metrics::{PressureMetrics, PressureSample, PressureSource, PressureZone};
 use crate::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use crate::memory::backing::{MappingBudget, Reservation};
@@ -41,14 +42,13 @@ use crate::virtio::vsock::VsockMetrics;
 use crate::virtio::watchdog::WatchdogMetrics;
 use crate::vm::hotplug_metrics::HotplugMetrics;
 use crate::vm::owner::RestartMetrics;
-use crate::vm::request::{
-    AgentState, GovernedZoneInfo, RecordingInfo, RecordingState, ResizeStatus, VmHandle, VmRequest, ZoneInfo,
-};
+use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
 use crate::vm::zone_metrics::ZoneMetrics;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::Chosen;
 use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::sectors::{BttLoss, SectorError, Sectors};
+use balloon::governor::AgentState;
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
 
@@ -635,7 +635,7 @@ impl PressureSource for JustStarted {
 
 #[test]
 fn every_reason_is_there_from_the_start() {
-    use crate::vm::request::PressureChange;
+    use crate::governor::info::PressureChange;
     let core = crate::governor::fake::fixture("psi", false, true).core;
     let governor = Arc::new(JustStarted(core.into()));
     let metrics = Metrics::new("a");

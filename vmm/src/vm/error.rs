@@ -65,7 +65,7 @@ pub enum BuildError {
     },
     /// What the governor is told to do is impossible.
     #[error("--pressure: {0}")]
-    Pressure(#[source] super::request::VmError),
+    Pressure(#[source] crate::governor::GovernorError),
 }
 
 impl BuildError {

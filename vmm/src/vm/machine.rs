@@ -17,8 +17,8 @@ use super::hotplug_metrics::HotplugMetrics;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pools::OpenPool;
 use super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest,
-    ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, ResizeDiskRequest, ResizeRequest, ResizeStatus,
+    ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
@@ -31,6 +31,7 @@ use crate::cpu::run::Pausing;
 use crate::event_loop::EventLoop;
 use crate::events::Events;
 use crate::governor::core::BALLOON_ZONE;
+use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
 use crate::host_console::{Lines, Port};
 use crate::memory::Memory;
@@ -207,7 +208,7 @@ impl Machine for KvmMachine {
 
     fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
         let Some(left_bytes) = self.without_balloon(size_bytes)? else { return Ok(()) };
-        self.governor.call(move |core, now| core.resize(BALLOON_ZONE, left_bytes, now))
+        Ok(self.governor.call(move |core, now| core.resize(BALLOON_ZONE, left_bytes, now))?)
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -256,7 +257,7 @@ impl Machine for KvmMachine {
 
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
         let change = change.clone();
-        self.governor.call(move |core, now| core.change(&change, now))
+        Ok(self.governor.call(move |core, now| core.change(&change, now))?)
     }
 }
 
@@ -334,7 +335,7 @@ impl KvmMachine {
         let spec = &self.memory.zones()[nth];
         self.told.expect_of_zone(&spec.id);
         let id = spec.id.clone();
-        self.governor.call(move |core, now| core.resize(&id, hotplugged, now))
+        Ok(self.governor.call(move |core, now| core.resize(&id, hotplugged, now))?)
     }
 
     /// All but what is resident.

@@ -21,9 +21,9 @@ use tracing::{error, info};
 
 pub use self::restart::RestartMetrics;
 use super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, Requests,
-    ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo,
-    ZoneInfo, check_vcpus, device_tree, hotplugged,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Requests, ResizeDiskRequest, ResizeRequest,
+    ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, check_vcpus, device_tree,
+    hotplugged,
 };
 use super::state::{self, RestartGuard, Verb};
 use super::{named_twice, taps};
@@ -31,6 +31,7 @@ use crate::config::AtGuestShutdown;
 use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
+use crate::governor::info::{PressureChange, PressureInfo};
 use crate::volume::kernel_gate::GuestKernel;
 
 /// Waits until everything of a machine stands still, or the machine has been resumed or dropped.

@@ -6,11 +6,9 @@ use std::fmt::Debug;
 use foreshore::api::{MemoryAnswer, PoolsAnswer, VolumesAnswer, call_names};
 use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, VmConfig};
 use foreshore::events::Event;
+use foreshore::governor::info::{GovernedZoneInfo, PressureChange, PressureInfo, RecordingInfo};
 use foreshore::vm::decision::{DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest};
-use foreshore::vm::request::{
-    BalloonInfo, GovernedZoneInfo, PoolInfo, PressureChange, PressureInfo, RecordingInfo, VmInfo, VolumeInfo,
-    ZoneInfo,
-};
+use foreshore::vm::request::{BalloonInfo, PoolInfo, VmInfo, VolumeInfo, ZoneInfo};
 use foreshore::volume::kernel_gate::GuestKernel;
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -8,8 +8,9 @@ use foreshore_config::ConfigError;
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::config::{FIXED_SIZE, check_fixed_size, check_policy};
+use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
-use crate::vm::request::{PressureChange, PressureInfo, VmHandle, VmRequest};
+use crate::vm::request::{VmHandle, VmRequest};
 
 /// The call, as it is named in errors.
 const CALL: &str = "vm.pressure";

@@ -6,10 +6,11 @@ use serde::de::DeserializeOwned;
 
 use super::*;
 use crate::api::PoolsAnswer;
+use crate::governor::info::{PressureChange, RecordingInfo, RecordingState};
 use crate::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
-use crate::vm::request::{PressureChange, RecordingInfo, RecordingState};
+use balloon::governor::AgentState;
 
 const DOCUMENT: &str = include_str!("../../../../docs/api.md");
 

@@ -9,8 +9,8 @@ use balloon::policy::Policy;
 use clap::{Args, Subcommand, ValueEnum};
 use foreshore::api::Client;
 use foreshore::config::{FIXED_SIZE, ParamSettings};
+use foreshore::governor::info::{PressureChange, PressureInfo};
 use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
-use foreshore::vm::request::{PressureChange, PressureInfo};
 use foreshore_types::size;
 
 use crate::table::{size_cell, table};
@@ -313,9 +313,10 @@ fn span(ms: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use balloon::governor::AgentState;
     use clap::Parser;
+    use foreshore::governor::info::GovernedZoneInfo;
     use foreshore::vm::decision::{DecisionInput, DecisionTarget};
-    use foreshore::vm::request::{AgentState, GovernedZoneInfo};
 
     use super::*;
     use crate::{Flags, Verb};

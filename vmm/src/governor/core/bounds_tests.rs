@@ -5,7 +5,7 @@ use serde_json::json;
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, MIB, fixture};
-use crate::vm::request::PressureChange;
+use crate::governor::info::PressureChange;
 use balloon::controller::Rules;
 
 fn change(json: serde_json::Value) -> PressureChange {

@@ -9,13 +9,14 @@ use balloon::policy::Policy;
 use balloon::{TimeMs, ZoneId};
 use tracing::info;
 
-use super::{CALL, Core, bad_request, fit};
+use super::super::GovernorError;
+use super::super::info::PressureChange;
+use super::{CALL, Core, fit};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
-use crate::vm::request::{PressureChange, VmError};
 
 impl Core {
     /// Changes what the governor does, and logs what was changed.
-    pub fn change(&mut self, change: &PressureChange, now: TimeMs) -> Result<(), VmError> {
+    pub fn change(&mut self, change: &PressureChange, now: TimeMs) -> Result<(), GovernorError> {
         let before = Present::of(self.governor.controller());
         let change = self.check(change)?;
         self.step(Event::Change(change), now);
@@ -24,25 +25,25 @@ impl Core {
     }
 
     /// Checks all of a change, because all of it is made or nothing.
-    fn check(&self, change: &PressureChange) -> Result<Change, VmError> {
+    fn check(&self, change: &PressureChange) -> Result<Change, GovernorError> {
         let zone = change.zone.as_deref().map(|id| self.find(id)).transpose()?;
         let controller = self.governor.controller();
         let policy = match &change.policy {
             Some(name) => {
                 let (policy, params) = (name.clone(), change.params.clone().unwrap_or_default());
                 let config = PressureConfig { policy, params, size: change.size, ..Default::default() };
-                config.policy(CALL).map_err(bad_request)?
+                config.policy(CALL)?
             }
             None => {
                 let size = change.size.map(|bytes| (FIXED_SIZE, Setting::Number(bytes)));
                 let size = size.iter().map(|(name, setting)| (*name, setting));
                 let settings = size.chain(by_name(&change.params));
                 let policy = controller.policy().with(settings);
-                policy.map_err(|error| bad_request(rules_as_well(error)))?
+                policy.map_err(rules_as_well)?
             }
         };
-        let rules = controller.rules().with(by_name(&change.rules)).map_err(bad_request)?;
-        fit(&policy, rules.floor_bytes, self.host().region_bytes()).map_err(bad_request)?;
+        let rules = controller.rules().with(by_name(&change.rules))?;
+        fit(&policy, rules.floor_bytes, self.host().region_bytes())?;
         let has_policy = change.policy.is_some() || change.params.is_some() || change.size.is_some();
         Ok(Change {
             policy: has_policy.then_some(policy),

@@ -6,7 +6,7 @@ use balloon::params::Setting;
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{Fixture, MIB, fixture, report};
-use crate::vm::request::PressureChange;
+use crate::governor::info::PressureChange;
 
 /// Numbers of events of DRAM and of PM.
 fn reported(f: &Fixture) -> (u32, u32) {

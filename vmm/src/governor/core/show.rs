@@ -15,9 +15,10 @@ use serde_json::{Value, json};
 
 use super::{BALLOON_ZONE, Core};
 use crate::governor::GovernedZone;
+use crate::governor::info::{GovernedZoneInfo, PressureInfo, RecordingInfo};
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
-use crate::vm::request::{AgentState, GovernedZoneInfo, PressureInfo, RecordingInfo, ResizeStatus};
+use balloon::governor::{AgentState, ResizeStatus};
 
 /// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long
 /// as a decision does, and more with each that is shown, and no decision is to wait for it.

@@ -6,7 +6,7 @@ use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, FakeDevice, Fixture, MIB, fixture, hello, report};
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
-use crate::vm::request::ResizeStatus;
+use balloon::governor::ResizeStatus;
 use std::sync::Arc;
 
 fn refuse_all(f: &Fixture) {
@@ -43,7 +43,7 @@ fn a_resize_of_a_zone_with_a_refused_driver_is_an_error_that_names_the_kernel() 
         refuse_all(&f);
         for bytes in [BLOCK, 64 * MIB] {
             let error = f.core.resize("pm", bytes, TimeMs(0)).unwrap_err();
-            assert!(matches!(&error, VmError::UnsupportedDriver { zone } if zone == "pm"), "{error:?}");
+            assert!(matches!(&error, GovernorError::UnsupportedDriver { id } if id == "pm"), "{error:?}");
             assert!(error.to_string().contains("5.16"), "{error}");
             assert!(f.core.check_resize("pm", bytes).is_err());
         }
