@@ -122,7 +122,7 @@ impl Governor {
             Event::Message { message, with_sleep } => {
                 self.message(message, with_sleep, host, now, &mut effects);
             }
-            Event::Report(report) => self.report(report, Reporter::Agent, host, now, &mut effects),
+            Event::Report(report) => self.agent_report(report, host, now, &mut effects),
             Event::Tick => self.tick(host, now, &mut effects),
             Event::Resize(zone, size_bytes) => self.resize(zone, size_bytes, host, now, &mut effects),
             Event::BootWith(zone, size_bytes) => {
@@ -166,17 +166,20 @@ impl Governor {
                     Some(agentless) => agentless.agent_reported(report, host, now),
                     None => report,
                 };
-                self.report(report, Reporter::Agent, host, now, effects);
-                // The plan's requests change the sizes that the goals start from.
-                match effects.requests.is_empty() {
-                    true => self.goals(false, host, now, effects),
-                    false if self.controller.has_goals() => {
-                        effects.next = Some(Event::Goals(false));
-                    }
-                    false => {}
-                }
+                self.agent_report(report, host, now, effects);
             }
             Err(refusal) => self.refused(refusal, Reporter::Agent, effects),
+        }
+    }
+
+    /// Decides upon a report of the agent, and takes the next steps towards sizes that a client requested.
+    fn agent_report(&mut self, report: Report, host: &HostView, now: TimeMs, effects: &mut Effects) {
+        self.report(report, Reporter::Agent, host, now, effects);
+        // The plan's requests change the sizes that the goals start from.
+        match effects.requests.is_empty() {
+            true => self.goals(false, host, now, effects),
+            false if self.controller.has_goals() => effects.next = Some(Event::Goals(false)),
+            false => {}
         }
     }
 
