@@ -15,6 +15,7 @@
 //! [`Governor`](governor::Governor) turns events of a VM into calls of the controller, and its plans into requests.
 
 #![deny(missing_docs)]
+#![forbid(unsafe_code)]
 
 mod host;
 mod report;

@@ -13,6 +13,7 @@
 //! since the guest booted.
 
 #![deny(missing_docs)]
+#![forbid(unsafe_code)]
 
 mod boot_memory;
 mod demotion;

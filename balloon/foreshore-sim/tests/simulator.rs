@@ -1,6 +1,6 @@
 //! `foreshore-sim` from the command line.
 
-#[path = "../../pmem-volume/tests/shell/umask.rs"]
+#[path = "../../../pmem-volume/tests/shell/umask.rs"]
 mod umask;
 
 use std::path::Path;
@@ -114,7 +114,7 @@ fn an_unknown_parameter_is_told_with_those_of_its_policy() {
 #[test]
 fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/trace-v1.jsonl");
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/trace-v1.jsonl");
     let damaged = folder.join("damaged.jsonl");
     let text = std::fs::read_to_string(golden).expect("golden").replace("\"at_ms\":1501", "\"at_ms\":1");
     std::fs::write(&damaged, text).expect("written");
@@ -132,7 +132,7 @@ fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
 }
 
 /// `--pressure policy=psi,record=` in a guest of 384 MiB in which a process fills 640 MiB, holds them, and ends.
-const RECORDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/recorded-load.jsonl");
+const RECORDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-load.jsonl");
 
 /// The guest test of the same load says that it is held without swapping under `psi`, and swaps or is killed under `off`.
 #[test]
@@ -161,7 +161,7 @@ fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_c
 /// The same guest, which rests and is shrunk by 512 MiB: what went was not wanted.
 #[test]
 fn a_recorded_guest_that_shrinks_is_not_grown_for_what_goes() {
-    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/recorded-shrinking.jsonl");
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-shrinking.jsonl");
     let text = printed(&["--trace", trace, "--policy", "psi", "--format", "json"]);
     let rows: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
     assert_eq!((&rows[0]["grows"], &rows[0]["held_gib_h"]), (&0.into(), &0.0.into()), "{rows:#?}");
@@ -203,7 +203,7 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
 
 /// The keys of docs/simulator.md, each with its heading in the table.
 fn documented() -> Vec<(&'static str, &'static str)> {
-    let docs = include_str!("../../docs/simulator.md");
+    let docs = include_str!("../../../docs/simulator.md");
     let (_, from) = docs.split_once("| key | in the table | |\n|---|---|---|\n").expect("the table");
     let (table, _) = from.split_once("\n\n").expect("its end");
     let cells = |row: &'static str| {
@@ -302,7 +302,7 @@ fn a_plot_replaces_a_plot_and_nothing_else() {
     printed(&args);
     assert_eq!(std::fs::read(&path).unwrap(), plot);
     // The rule in docs/consoles.md for files that flags name.
-    let page = include_str!("../../docs/consoles.md");
+    let page = include_str!("../../../docs/consoles.md");
     let rows: Vec<_> = page.lines().filter(|line| line.starts_with("| `foreshore-sim ")).collect();
     let row = "| `foreshore-sim --plot` | replaced if it is empty or a plot of its own | everything else |";
     assert_eq!(rows, [row]);
