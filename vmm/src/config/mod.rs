@@ -60,7 +60,7 @@ pub use self::pressure::{
     rules_as_well,
 };
 pub use self::socket::{ApiSocket, MetricsAddress};
-pub use self::topology::{DRAM_ZONE, Node, Topology};
+pub use self::topology::{BALLOON_ZONE, DRAM_ZONE, Node, Topology};
 pub use crate::cpu::config::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
 pub use crate::cpu::packages::{Level, Shape, VcpuPlace};
 pub use crate::host_console::config::{

@@ -7,11 +7,12 @@ use foreshore_config::ConfigError;
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig, plug_bandwidth};
 use crate::cpu::packages::{self, VcpuPlace};
-use crate::governor::core::BALLOON_ZONE;
 use crate::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 
 /// The zone of DRAM where there is no `--memory-zone`.
 pub const DRAM_ZONE: &str = "dram";
+/// Name of the zone that is a balloon.
+pub const BALLOON_ZONE: &str = "balloon";
 const PM_FLAG: &str = "--pm-memory";
 /// Between nodes that nobody has said a distance of: what Linux assumes for another socket.
 const REMOTE_DISTANCE: u8 = 20;

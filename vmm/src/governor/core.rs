@@ -32,7 +32,7 @@ use thiserror::Error;
 use super::GovernorError;
 use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, PoolFree};
-use crate::config::{FIXED_SIZE, PressureConfig};
+use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
 use crate::metrics::LatencyHistogram;
 
 /// The call that changes what it does, as errors name it.
@@ -53,9 +53,6 @@ pub struct Core {
     on_hello: Option<OnHello>,
     recorder: Option<Recorder>,
 }
-
-/// The zone that is a balloon.
-pub const BALLOON_ZONE: &str = "balloon";
 
 /// Size that exceeds the size of all zones.
 #[derive(Debug, Error)]

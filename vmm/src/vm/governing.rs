@@ -10,8 +10,9 @@ use tracing::{debug, error, warn};
 
 use super::error::BuildError;
 use super::resources::Resources;
+use crate::config::BALLOON_ZONE;
 use crate::config::{RECORD_BYTES, Topology, VmConfig};
-use crate::governor::core::{BALLOON_ZONE, Core};
+use crate::governor::core::Core;
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
 use crate::governor::{BalloonSource, Beside, GovernedZone, PoolFree, ZoneDevice};

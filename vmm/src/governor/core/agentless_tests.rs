@@ -17,8 +17,9 @@ use balloon::governor::{BalloonState, Onlining, Sample};
 use balloon::statistics::Statistics;
 
 use super::*;
+use crate::config::BALLOON_ZONE;
 use crate::config::PressureConfig;
-use crate::governor::core::{BALLOON_ZONE, Core};
+use crate::governor::core::Core;
 use crate::governor::fake::{FakeDevice, Shown};
 use crate::governor::record::Target;
 use crate::governor::{BalloonSource, Beside, GovernedZone, ZoneDevice};

@@ -13,7 +13,8 @@ use balloon::proto::{Report, Settings};
 use balloon::{DriverState, TimeMs, ZoneId};
 use serde_json::{Value, json};
 
-use super::{BALLOON_ZONE, Core};
+use super::Core;
+use crate::config::BALLOON_ZONE;
 use crate::governor::GovernedZone;
 use crate::governor::info::{GovernedZoneInfo, PressureInfo, RecordingInfo};
 use crate::governor::metrics::{PressureSample, PressureZone};
