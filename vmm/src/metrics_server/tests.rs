@@ -1,7 +1,7 @@
 //! The exposition as a scraper gets it, from sources that have everything.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -32,6 +32,8 @@ use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
 use crate::pvpanic::PvPanicMetrics;
 use crate::serial::SerialMetrics;
 use crate::virtio::balloon::BalloonMetrics;
+use crate::virtio::block::backend::{BlockDevice, Geometry, ResizeError};
+use crate::virtio::block::request::{DiskRange, Unmap};
 use crate::virtio::block::{BlockMetrics, DiskMetrics, Kind};
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::mem::{FailureReason, MemMetrics, PlugMetrics};
@@ -44,10 +46,10 @@ use crate::vm::hotplug_metrics::HotplugMetrics;
 use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
 use crate::vm::zone_metrics::ZoneMetrics;
+use crate::volume::btt_loss::BttLoss;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::Chosen;
 use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
-use crate::volume::sectors::{BttLoss, SectorError, Sectors};
 use balloon::governor::AgentState;
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
@@ -82,33 +84,36 @@ impl PressureSource for FakeGovernor {
     }
 }
 
-/// Sectors of which nobody asks but how they are.
-struct Damaged(BttLoss);
+/// A device of which only the state is asked.
+struct Damaged;
 
-impl Sectors for Damaged {
-    fn sector_bytes(&self) -> u32 {
-        4096
-    }
-    fn sectors(&self) -> u64 {
-        64
-    }
-    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), SectorError> {
+impl BlockDevice for Damaged {
+    fn geometry(&self) -> Geometry {
         unreachable!("{NO_IO}")
     }
-    fn write(&self, _: u64, _: &[u8]) -> Result<(), SectorError> {
+    fn size_bytes(&self) -> u64 {
         unreachable!("{NO_IO}")
     }
-    fn discard(&self, _: Range<u64>) -> Result<(), SectorError> {
+    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
+        unreachable!("{NO_IO}")
+    }
+    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        unreachable!("{NO_IO}")
+    }
+    fn flush(&self) -> io::Result<()> {
+        unreachable!("{NO_IO}")
+    }
+    fn discard(&self, _: DiskRange) -> io::Result<()> {
+        unreachable!("{NO_IO}")
+    }
+    fn write_zeroes(&self, _: DiskRange, _: Unmap) -> io::Result<()> {
+        unreachable!("{NO_IO}")
+    }
+    fn resize(&self, _: u64) -> Result<(), ResizeError> {
         unreachable!("{NO_IO}")
     }
     fn read_only_arenas(&self) -> usize {
         2
-    }
-    fn btt_loss(&self) -> Option<&BttLoss> {
-        Some(&self.0)
-    }
-    fn flush(&self) -> Result<(), SectorError> {
-        unreachable!("{NO_IO}")
     }
 }
 
@@ -187,7 +192,7 @@ fn lost_memory() -> LostMemory {
 }
 
 /// Sources that are not kept alive by their metrics.
-type Others = (Arc<dyn PressureSource>, [Arc<dyn Sectors>; 2]);
+type Others = (Arc<dyn PressureSource>, Arc<dyn BlockDevice>);
 
 /// Metrics with a source of every kind, and what must be kept alive for them.
 struct Everything {
@@ -246,11 +251,14 @@ fn everything() -> Everything {
     };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
-    let sectors: Arc<dyn Sectors> = Arc::new(Damaged(BttLoss::Replaced { reason: String::new() }));
-    let damaged: Arc<dyn Sectors> = Arc::new(Damaged(BttLoss::Damaged { reason: String::new() }));
+    let device: Arc<dyn BlockDevice> = Arc::new(Damaged);
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
-    let on_disk = |sectors| VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors };
+    let on_disk = |loss| VolumeCounters::VirtioBlk {
+        disk: Arc::clone(&disk),
+        device: Arc::downgrade(&device),
+        btt_loss: Some(loss),
+    };
     let ports = AddressSpaceMetrics { space: "port", counters: Arc::new(ports) };
     let pmem_file = PmemFileMetrics {
         name: "_pmem0".to_owned(),
@@ -264,8 +272,8 @@ fn everything() -> Everything {
         Arc::new(PressureMetrics(Arc::downgrade(&governor))),
         Arc::new(PoolMetrics::new("/pm/pool".to_owned(), &pool)),
         Arc::new(volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem)))),
-        Arc::new(volume("c", on_disk(Arc::downgrade(&sectors)))),
-        Arc::new(volume("d", on_disk(Arc::downgrade(&damaged)))),
+        Arc::new(volume("c", on_disk(BttLoss::Replaced { reason: String::new() }))),
+        Arc::new(volume("d", on_disk(BttLoss::Damaged { reason: String::new() }))),
         Arc::new(volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default())))),
         Arc::new(NetDeviceMetrics { net: "_net0".to_owned(), counters: Arc::default() }),
         Arc::new(DiskMetrics { disk: "_disk0".to_owned(), counters: Arc::clone(&disk) }),
@@ -288,7 +296,7 @@ fn everything() -> Everything {
         Arc::<PvPanicMetrics>::default(),
     ];
     let registrations = sources.into_iter().map(|source| metrics.register(source)).collect();
-    Everything { metrics, registrations, pool, others: (governor, [sectors, damaged]) }
+    Everything { metrics, registrations, pool, others: (governor, device) }
 }
 
 fn text() -> String {

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::num::NonZeroU64;
-use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -15,8 +14,8 @@ use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 use tracing::warn;
 
 use super::lost_btt::LostBtt;
-use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
-use crate::volume::sectors::{BttLoss, SectorError, Sectors};
+use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume, VolumeDisk};
+use crate::volume::btt_loss::BttLoss;
 use crate::volume::{Persist, PersistError};
 
 /// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
@@ -203,15 +202,16 @@ impl PoolVolume for Volume {
         }
     }
 
-    fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError> {
+    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, PoolError> {
         let name = self.info().name.clone();
         if let Some(loss) = btt_loss(&self) {
             warn_of_loss(&name, &loss);
-            return Ok(Arc::new(LostBtt::new(*self, loss)));
+            let device = Arc::new(LostBtt::new(*self, loss.reason().to_owned()));
+            return Ok(VolumeDisk { device, btt_loss: Some(loss) });
         }
         let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
         warn_of_read_only(&name, &engine.arenas());
-        Ok(Arc::new(engine))
+        Ok(VolumeDisk { device: Arc::new(engine), btt_loss: None })
     }
 }
 
@@ -264,43 +264,6 @@ fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
     }
 }
 
-impl Sectors for Engine<Volume> {
-    fn sector_bytes(&self) -> u32 {
-        Engine::sector_bytes(self)
-    }
-
-    fn sectors(&self) -> u64 {
-        Engine::sectors(self)
-    }
-
-    fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), SectorError> {
-        Engine::read(self, first_sector, into).map_err(sector_error)
-    }
-
-    fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), SectorError> {
-        Engine::write(self, first_sector, bytes).map_err(sector_error)
-    }
-
-    fn discard(&self, sectors: Range<u64>) -> Result<(), SectorError> {
-        Engine::discard(self, sectors).map_err(sector_error)
-    }
-
-    fn read_only_arenas(&self) -> usize {
-        Engine::arenas(self).iter().filter(|arena| arena.read_only.is_some()).count()
-    }
-
-    fn flush(&self) -> Result<(), SectorError> {
-        Engine::flush(self).map_err(sector_error)
-    }
-}
-
-fn sector_error(err: EngineError) -> SectorError {
-    match err {
-        EngineError::ReadOnly { .. } => SectorError::ReadOnly(err.to_string()),
-        err => SectorError::Failed(Box::new(err)),
-    }
-}
-
 impl Persist for Volume {
     fn persist(&self) -> Result<(), PersistError> {
         // After a failure the kernel may call the next write-back a success: nothing is durable any more.
@@ -332,6 +295,7 @@ fn failed(err: pmem_volume::PoolError) -> PoolError {
 #[cfg(test)]
 mod tests {
     use std::fs::{self, OpenOptions};
+    use std::io;
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
 
@@ -339,6 +303,8 @@ mod tests {
 
     use super::*;
     use crate::config::VolumeFormat;
+    use crate::virtio::block::backend::Geometry;
+    use crate::virtio::block::request::{DiskRange, Unmap};
 
     const MIB: u64 = 1 << 20;
 
@@ -454,10 +420,10 @@ mod tests {
     fn a_guest_is_given_a_map_in_which_nothing_is_left_to_do() {
         let (pool, path, _folder) = pool();
         create_data(&pool);
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
+        let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
         let before = fs::read(&path).unwrap();
-        sectors.write(7, &[0xa5; 4096]).unwrap();
-        drop(sectors);
+        disk.device.write(7 * 4096, &[0xa5; 4096]).unwrap();
+        drop(disk);
         let (at, old, new) = lone_word(&before, &fs::read(&path).unwrap());
         let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
         let word = || {
@@ -497,29 +463,34 @@ mod tests {
         file.write_all_at(&[0; 4096], map_at).unwrap();
         file.write_all_at(signature, at as u64).unwrap();
         pool.open_volume("data").unwrap().settle().unwrap();
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert_eq!(sectors.btt_loss(), None);
-        sectors.write(7, &[1; 4096]).unwrap();
+        let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
+        assert_eq!(disk.btt_loss, None);
+        disk.device.write(7 * 4096, &[1; 4096]).unwrap();
     }
 
     /// Checks that the volume `data`, which lies at `start` of the pool's file, is a disk that shows
     /// its bytes and changes none.
     fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
         let before = fs::read(path).unwrap();
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert!(matches!(sectors.btt_loss(), Some(BttLoss::Replaced { .. })));
-        assert_eq!((sectors.sector_bytes(), sectors.sectors()), (512, 24 * MIB / 512));
-        for first in [0, 8, 24 * MIB / 512 - 8] {
+        let VolumeDisk { device, btt_loss } = pool.open_volume("data").unwrap().into_disk().unwrap();
+        assert!(matches!(btt_loss, Some(BttLoss::Replaced { .. })));
+        let Geometry { block_bytes, read_only, discard, .. } = device.geometry();
+        assert_eq!((block_bytes, read_only, discard), (512, true, false));
+        assert_eq!(device.size_bytes(), 24 * MIB);
+        for at in [0, 4096, 24 * MIB - 4096] {
             let mut bytes = [0; 4096];
-            sectors.read(first, &mut bytes).unwrap();
-            assert!(before[start + first as usize * 512..].starts_with(&bytes), "sector {first}");
+            device.read(at, &mut bytes).unwrap();
+            assert!(before[start + at as usize..].starts_with(&bytes), "byte {at}");
         }
-        assert!(sectors.read(24 * MIB / 512, &mut [0; 512]).is_err());
-        assert!(sectors.read(u64::MAX, &mut [0; 512]).is_err());
-        assert!(matches!(sectors.write(7, &[1; 4096]), Err(SectorError::ReadOnly(_))));
-        assert!(matches!(sectors.discard(0..8), Err(SectorError::ReadOnly(_))));
-        sectors.flush().unwrap();
-        drop(sectors);
+        assert!(device.read(24 * MIB, &mut [0; 512]).is_err());
+        assert!(device.read(u64::MAX - 511, &mut [0; 512]).is_err());
+        let is_refused =
+            |result: io::Result<()>| result.unwrap_err().kind() == io::ErrorKind::ReadOnlyFilesystem;
+        assert!(is_refused(device.write(7 * 512, &[1; 4096])));
+        assert!(is_refused(device.discard(DiskRange::unchecked(0, 4096))));
+        assert!(is_refused(device.write_zeroes(DiskRange::unchecked(0, 4096), Unmap::Allowed)));
+        device.flush().unwrap();
+        drop(device);
         assert!(fs::read(path).unwrap() == before, "the guest's bytes are changed");
     }
 
@@ -551,17 +522,15 @@ mod tests {
         for at in second.into_iter().chain([third_copy]) {
             file.write_all_at(&[0x55; 4096], at).unwrap();
         }
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        let Some(BttLoss::Damaged { reason }) = sectors.btt_loss() else {
-            panic!("{:?}", sectors.btt_loss());
-        };
+        let VolumeDisk { device, btt_loss } = pool.open_volume("data").unwrap().into_disk().unwrap();
+        let Some(BttLoss::Damaged { reason }) = btt_loss else { panic!("{btt_loss:?}") };
         assert!(reason.contains("arena 1") && reason.contains("pmvol btt export"), "{reason}");
-        assert!(matches!(sectors.write(0, &[1; 4096]), Err(SectorError::ReadOnly(why)) if why == *reason));
-        drop(sectors);
+        assert_eq!(device.write(0, &[1; 4096]).unwrap_err().to_string(), reason);
+        drop(device);
         // As after `mkfs` on all of the volume: the first arena is known by its copy only.
         file.write_all_at(&[0x55; 4096], first).unwrap();
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert!(matches!(sectors.btt_loss(), Some(BttLoss::Replaced { .. })));
+        let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
+        assert!(matches!(disk.btt_loss, Some(BttLoss::Replaced { .. })));
     }
 
     /// The media error is reported at the start, because no guest causes it.
@@ -571,7 +540,7 @@ mod tests {
         let [_, [second, _], _] = create_three_arenas(&pool, &path);
         let volume = pool.open_volume("data").unwrap();
         OpenOptions::new().write(true).open(&path).unwrap().set_len(second).unwrap();
-        let PoolError::Failed(err) = volume.into_sectors().err().unwrap() else {
+        let PoolError::Failed(err) = volume.into_disk().err().unwrap() else {
             panic!("another error");
         };
         let err = err.downcast_ref::<EngineError>();
@@ -589,9 +558,9 @@ mod tests {
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         // The first is torn: the BTT is damaged, and its copy is used.
         file.write_all_at(&[0xff; 8], first + 4088).unwrap();
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        assert_eq!(sectors.btt_loss(), None);
-        drop(sectors);
+        let disk = pool.open_volume("data").unwrap().into_disk().unwrap();
+        assert_eq!(disk.btt_loss, None);
+        drop(disk);
         // Neither is whole, with and without signatures.
         for (offset, bytes) in [(4088, &[0xff; 4096][..8]), (0, &[0x55; 4096][..])] {
             for at in [first, second] {

@@ -10,73 +10,79 @@
 //! The bytes are also shown if the end of a damaged arena is unknown, and with it the numbers of
 //! the sectors behind it.
 
-use std::ops::Range;
+use std::io;
 
 use pmem_volume::Volume;
 use pmem_volume::btt::ReadAt;
 
-use crate::volume::sectors::{BttLoss, SectorError, Sectors};
+use crate::virtio::block::backend::volume::resized_elsewhere;
+use crate::virtio::block::backend::{BlockDevice, Geometry, ResizeError};
+use crate::virtio::block::request::{DiskRange, Unmap};
 
 /// Logical block of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;
+/// Unit that partitions and file systems align to.
+const PAGE_BYTES: u32 = 4096;
 
-/// Bytes of a volume as sectors that can only be read.
+/// Bytes of a volume as a device that can only be read.
 pub(super) struct LostBtt {
     volume: Volume,
-    loss: BttLoss,
+    reason: String,
 }
 
 impl LostBtt {
-    /// The sectors of `volume`. Writes fail with the reason of `loss`.
-    pub(super) fn new(volume: Volume, loss: BttLoss) -> Self {
-        Self { volume, loss }
+    /// The bytes of `volume`. Writes fail with `reason`.
+    pub(super) fn new(volume: Volume, reason: String) -> Self {
+        Self { volume, reason }
     }
 
-    fn refuse(&self) -> Result<(), SectorError> {
-        Err(SectorError::ReadOnly(self.loss.reason().to_owned()))
+    fn refuse(&self) -> io::Result<()> {
+        Err(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, self.reason.clone()))
     }
 }
 
-impl Sectors for LostBtt {
-    fn sector_bytes(&self) -> u32 {
-        SECTOR_BYTES
+impl BlockDevice for LostBtt {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            block_bytes: SECTOR_BYTES,
+            physical_block_bytes: PAGE_BYTES,
+            read_only: true,
+            discard: false,
+            unmap: false,
+        }
     }
 
-    fn sectors(&self) -> u64 {
-        self.volume.size_bytes() / u64::from(SECTOR_BYTES)
+    fn size_bytes(&self) -> u64 {
+        self.volume.size_bytes()
     }
 
-    fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), SectorError> {
-        let offset = first_sector.checked_mul(u64::from(SECTOR_BYTES)).filter(|offset| {
-            offset.checked_add(into.len() as u64).is_some_and(|end| end <= self.volume.size_bytes())
-        });
-        let Some(offset) = offset else {
-            let (bytes, sectors) = (into.len(), self.sectors());
-            let why = format!(
-                "{bytes} bytes from sector {first_sector} on are not inside the volume, which has {sectors} sectors"
-            );
-            return Err(SectorError::Failed(why.into()));
-        };
-        self.volume.read_at(offset, into).map_err(|err| SectorError::Failed(Box::new(err)))
+    fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
+        let (len_bytes, size_bytes) = (data.len(), self.volume.size_bytes());
+        if offset_bytes.checked_add(len_bytes as u64).is_none_or(|end| end > size_bytes) {
+            return Err(io::Error::other(format!(
+                "{len_bytes} bytes at {offset_bytes} are not inside the volume, which has {size_bytes} bytes"
+            )));
+        }
+        self.volume.read_at(offset_bytes, data).map_err(io::Error::other)
     }
 
-    fn write(&self, _: u64, _: &[u8]) -> Result<(), SectorError> {
+    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
         self.refuse()
     }
 
-    fn discard(&self, _: Range<u64>) -> Result<(), SectorError> {
-        self.refuse()
-    }
-
-    fn read_only_arenas(&self) -> usize {
-        0
-    }
-
-    fn btt_loss(&self) -> Option<&BttLoss> {
-        Some(&self.loss)
-    }
-
-    fn flush(&self) -> Result<(), SectorError> {
+    fn flush(&self) -> io::Result<()> {
         Ok(())
+    }
+
+    fn discard(&self, _: DiskRange) -> io::Result<()> {
+        self.refuse()
+    }
+
+    fn write_zeroes(&self, _: DiskRange, _: Unmap) -> io::Result<()> {
+        self.refuse()
+    }
+
+    fn resize(&self, _: u64) -> Result<(), ResizeError> {
+        Err(resized_elsewhere())
     }
 }

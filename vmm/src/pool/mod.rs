@@ -19,8 +19,9 @@ pub use pmem_volume::Durability;
 use thiserror::Error;
 
 use crate::config::VolumeFormat;
+use crate::virtio::block::backend::BlockDevice;
 use crate::volume::Persist;
-use crate::volume::sectors::Sectors;
+use crate::volume::btt_loss::BttLoss;
 
 /// Bytes in a chunk, the pool's unit.
 pub const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;
@@ -119,8 +120,16 @@ pub trait PoolVolume: Persist {
     /// media itself.
     fn settle(&self) -> Result<(), PoolError>;
 
-    /// Its sectors, for a guest that is not given the media itself. They keep it open.
-    fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError>;
+    /// Serves it to a guest that is not given the media itself.
+    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, PoolError>;
+}
+
+/// A volume as the content of a disk, which keeps the volume open.
+pub struct VolumeDisk {
+    /// Sectors of its BTT, or the bytes of the volume.
+    pub device: Arc<dyn BlockDevice>,
+    /// Cause for serving the bytes, without writes. `None`: the BTT is served.
+    pub btt_loss: Option<BttLoss>,
 }
 
 /// What the VMM needs of a pool.

@@ -131,8 +131,9 @@ pub(super) fn attach_disk(
         id: id.clone(),
         queues: config.num_queues,
         queue_size: config.queue_size,
+        read_only: config.readonly,
     };
-    let device = Block::new(shape, Box::new(image))?;
+    let device = Block::new(shape, image)?;
     let handle = device.handle();
     let source = Arc::new(DiskMetrics { disk: id.clone(), counters: handle.metrics() });
     let new = NewDevice::removable(&id, "disk", device).at(config.pci_device_id);

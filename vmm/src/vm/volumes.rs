@@ -23,15 +23,14 @@ use crate::memory::lost::LostMemory;
 use crate::memory::{MappedRange, Memory};
 use crate::nvdimm::FlushHint;
 use crate::nvdimm::health::{self, Health, HealthRegisters};
-use crate::pool::{PmPool, PoolError, PoolVolume};
-use crate::virtio::block::backend::volume::VolumeDisk;
+use crate::pool::{PmPool, PoolError, PoolVolume, VolumeDisk};
 use crate::virtio::block::{Block, DiskShape};
 use crate::virtio::pmem::device::Pmem;
+use crate::volume::btt_loss::BttLoss;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
 use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::plan::Step;
-use crate::volume::sectors::BttLoss;
 use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
 
 /// Queues of a volume that is shown as a disk, at most.
@@ -317,27 +316,25 @@ fn attach_virtio_blk(
     memory: &Memory,
 ) -> Result<Shown, BuildError> {
     let extents = volume.extents().len();
-    let sectors = volume.into_sectors().map_err(BuildError::device(flag(config)))?;
-    let served = Arc::downgrade(&sectors);
-    if let Some(loss) = sectors.btt_loss() {
+    let VolumeDisk { device, btt_loss } = volume.into_disk().map_err(BuildError::device(flag(config)))?;
+    let served = Arc::downgrade(&device);
+    if let Some(loss) = &btt_loss {
         events.tell_of_guest(loss_event(loss, &config.pool.display().to_string(), &config.name));
     }
-    let readonly = config.readonly || sectors.btt_loss().is_some();
-    let backend = VolumeDisk::new(sectors, readonly);
-    let failure = backend.failure();
     let shape = DiskShape {
         id: config.name.clone(),
         serial: config.name.clone(),
         queues: u16::from(vcpus).min(QUEUES_MAX),
         queue_size: QUEUE_SIZE,
+        read_only: config.readonly,
     };
-    let device = Block::new(shape, Box::new(backend))?;
+    let device = Block::new(shape, device)?;
     let disk = device.handle();
     fabric.attach(NewDevice::fixed(device).with_handle(disk.clone()), memory)?;
     // The device has the volume.
     let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
-    let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), sectors: served };
-    Ok(Shown { opened, failure, counters })
+    let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
+    Ok(Shown { opened, failure: disk.failure(), counters })
 }
 
 fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {
@@ -351,13 +348,13 @@ fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a
 mod tests {
     use std::path::{Path, PathBuf};
 
-    use pmem_volume::btt::WriteAt;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::{PmMemoryConfig, test_config};
     use crate::metrics::Metrics;
     use crate::vm::machine::tests::machine;
+    use pmem_volume::btt::WriteAt;
 
     #[test]
     fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {

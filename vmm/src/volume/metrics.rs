@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::FirstFailure;
-use super::sectors::{BttLoss, Sectors};
+use super::btt_loss::BttLoss;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
 use crate::nvdimm::FlushHintMetrics;
+use crate::virtio::block::backend::BlockDevice;
 use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
 
@@ -24,8 +25,10 @@ pub enum VolumeCounters {
     VirtioBlk {
         /// Counters of the device.
         disk: Arc<BlockMetrics>,
-        /// Sectors that the device serves, while they are open.
-        sectors: Weak<dyn Sectors>,
+        /// Content of the disk, while it is open.
+        device: Weak<dyn BlockDevice>,
+        /// Cause for serving the bytes of the volume instead of its BTT.
+        btt_loss: Option<BttLoss>,
     },
 }
 
@@ -78,7 +81,7 @@ impl VolumeMetrics {
     /// Returns the number of read-only arenas. `None` if the VMM does not translate sectors.
     fn read_only_arenas(&self) -> Option<usize> {
         match &self.counters {
-            VolumeCounters::VirtioBlk { sectors, .. } => Some(sectors.upgrade()?.read_only_arenas()),
+            VolumeCounters::VirtioBlk { device, .. } => Some(device.upgrade()?.read_only_arenas()),
             VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
         }
     }
@@ -87,8 +90,8 @@ impl VolumeMetrics {
     /// translate.
     fn btt_loss(&self, is_lost: impl Fn(&BttLoss) -> bool) -> Option<bool> {
         match &self.counters {
-            VolumeCounters::VirtioBlk { sectors, .. } => {
-                Some(sectors.upgrade()?.btt_loss().is_some_and(is_lost))
+            VolumeCounters::VirtioBlk { device, btt_loss, .. } => {
+                (device.strong_count() > 0).then(|| btt_loss.as_ref().is_some_and(is_lost))
             }
             VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
         }

@@ -12,6 +12,11 @@ use super::{Persist, PersistError};
 pub struct FirstFailure(Arc<OnceLock<String>>);
 
 impl FirstFailure {
+    /// Keeps the reason, unless there is one already.
+    pub fn record(&self, reason: &dyn std::fmt::Display) {
+        self.0.get_or_init(|| reason.to_string());
+    }
+
     /// The reason, if a flush has failed.
     pub fn reason(&self) -> Option<&str> {
         self.0.get().map(String::as_str)
@@ -42,9 +47,7 @@ impl Persist for Watched {
         match &result {
             // What a guest is not to write is not lost.
             Ok(()) | Err(PersistError::ReadOnlyVolume) => {}
-            Err(err) => {
-                self.failure.0.get_or_init(|| err.to_string());
-            }
+            Err(err) => self.failure.record(err),
         }
         result
     }

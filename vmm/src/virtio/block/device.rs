@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
-use super::backend::{Backend, ResizeError};
+use super::backend::{BlockDevice, ResizeError};
 use super::event::Worker;
 use super::metrics::BlockMetrics;
 use super::state::{Disk, DiskShape};
@@ -15,6 +15,7 @@ use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{
     ActivateError, Activation, DeviceCounters, DeviceHandle, VirtioDevice, read_config_bytes,
 };
+use crate::volume::FirstFailure;
 
 /// A virtio-blk device.
 pub struct Block {
@@ -34,14 +35,14 @@ pub struct BlockHandle {
 }
 
 impl Block {
-    /// A device of this shape on `backend`, with its threads.
-    pub fn new(shape: DiskShape, backend: Box<dyn Backend>) -> Result<Self, EventLoopError> {
+    /// A device of this shape with the content of `device`, and its threads.
+    pub fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Result<Self, EventLoopError> {
         let queue_sizes = vec![shape.queue_size; usize::from(shape.queues)];
         // As Cloud Hypervisor calls them, for tools that pin threads by their names.
         let thread = |queue| EventLoop::spawn(&format!("{}_q{queue}", shape.id));
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
-        let disk = Arc::new(Disk::new(shape, backend));
+        let disk = Arc::new(Disk::new(shape, device));
         Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), threads })
     }
 
@@ -74,7 +75,7 @@ impl BlockHandle {
 
     /// Its size now.
     pub fn size_bytes(&self) -> u64 {
-        self.disk.backend().size_bytes()
+        self.disk.device().size_bytes()
     }
 
     /// Gives it another size, and tells the guest.
@@ -85,6 +86,11 @@ impl BlockHandle {
     /// What it counts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(self.disk.metrics())
+    }
+
+    /// First failure of a flush.
+    pub fn failure(&self) -> FirstFailure {
+        self.disk.failure().clone()
     }
 }
 

@@ -1,7 +1,8 @@
-//! The worker of one queue, on a thread of its own: takes requests, has them carried out, gives the answers.
+//! The worker of one queue, on a thread of its own: takes requests, executes them, and answers.
 //!
-//! A guard of guest memory is held to take requests and copy what they write, and again to copy what was read and
-//! answer; never while the disk works.
+//! Requests are executed by calls of the device ([`super::calls`]) or by a ring ([`super::ring`]). A guard of guest memory
+//! is held to take requests and copy what they write, and again to copy what was read and answer; never while the disk
+//! works.
 
 use std::io;
 use std::sync::Arc;
@@ -10,15 +11,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use tracing::debug;
 use virtio_queue::QueueT;
-use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::backend::{Done, Executor, Step};
+use super::backend::Step;
 use super::buffer::Buffers;
 use super::flush::{Answered, Ticket};
 use super::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 use super::metrics::Kind;
 use super::request::{DiskRange, Operation, Request, Status};
+use super::ring::Ring;
 use super::state::Disk;
 use crate::event_loop::Gate;
 use crate::interrupt::VirtioInterrupt;
@@ -36,36 +38,48 @@ const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// being stopped.
 const PASSES: usize = 64;
 
-/// What a worker is made with.
+/// Worker of one queue.
 pub(super) struct Worker {
-    disk: Arc<Disk>,
-    view: GuestView,
+    pub(super) disk: Arc<Disk>,
+    pub(super) view: GuestView,
     interrupt: Arc<dyn VirtioInterrupt>,
     index: u16,
-    queue: ActiveQueue,
+    pub(super) queue: ActiveQueue,
     features: u64,
-    executor: Box<dyn Executor>,
-    buffers: Buffers,
-    /// By token.
-    jobs: Vec<Option<Job>>,
-    /// Flushes that the executor has, by token.
-    tickets: Vec<Option<Ticket>>,
-    /// Tokens of flushes that went well, and wait for others that they overlapped.
-    settling: Vec<(usize, Answered)>,
+    /// `None`: steps are executed by calls.
+    ring: Option<Ring>,
+    /// Step that the calls have yet to execute, of a job that needs several.
+    pub(super) next: Option<(Job, Step)>,
+    pub(super) buffers: Buffers,
+    /// Jobs whose flush succeeded, and waits for the flushes that it overlapped.
+    settling: Vec<(Job, Answered)>,
     /// Raised when one of these has ended.
     settled: Arc<EventFd>,
-    /// Tokens that are not used.
-    free: Vec<usize>,
+    /// Requests that are taken and not answered. At most `depth`.
+    open: u16,
+    depth: u16,
     /// Bytes that the steps of jobs are for.
     held_bytes: u64,
-    /// Something was put into the used ring that the driver has not been told of.
-    used: bool,
-    /// The used ring cannot be written: what is taken now would be lost as well. The next notification tries again.
+    /// The used ring has entries that the driver was not notified of.
+    pub(super) used: bool,
+    /// The driver expects an interrupt.
+    is_interrupt_due: bool,
+    /// The used ring cannot be written, and answers would be lost. The next notification tries again.
     lost: bool,
-    /// Somebody waits for the end of this worker.
+    /// Set while a reset waits for the end of this worker.
     stop: Arc<AtomicBool>,
     /// Closed while the VM is paused: what was taken ends, and nothing more is.
     gate: Arc<Gate>,
+}
+
+/// Result of a look into the ring of the queue.
+pub(super) enum Taken {
+    /// A request, with its first step.
+    Begun(Job, Step),
+    /// A request that was refused or answered at once.
+    Answered,
+    /// There is none, or none may be taken.
+    Nothing,
 }
 
 impl Worker {
@@ -78,8 +92,8 @@ impl Worker {
         (stop, gate): (Arc<AtomicBool>, Arc<Gate>),
     ) -> io::Result<Self> {
         let depth = queue.queue.size();
-        let executor = disk.backend().start(depth)?;
-        disk.metrics().io_uring.store(executor.is_uring(), Ordering::Relaxed);
+        let ring = Arc::clone(disk.device()).start(depth).map(|executor| Ring::new(executor, depth));
+        disk.metrics().io_uring.store(ring.is_some(), Ordering::Relaxed);
         Ok(Self {
             disk,
             view,
@@ -87,110 +101,95 @@ impl Worker {
             index,
             queue,
             features,
-            executor,
+            ring,
+            next: None,
             buffers: Buffers::default(),
-            jobs: (0..depth).map(|_| None).collect(),
-            tickets: (0..depth).map(|_| None).collect(),
             settling: Vec::new(),
             settled: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
-            free: (0..usize::from(depth)).collect(),
+            open: 0,
+            depth,
             held_bytes: 0,
             used: false,
+            is_interrupt_due: false,
             lost: false,
             stop,
             gate,
         })
     }
 
-    /// Works until there is nothing to do but wait, or somebody wants this to end: no step of a request takes long, and
-    /// there may be many.
+    /// Works until nothing is left to do, or a reset waits: each step of a request is short, and there may be many.
     fn serve(&mut self) {
         self.lost = false;
-        for _ in 0..PASSES {
-            if self.is_stopping() {
-                return;
-            }
+        let mut ring = self.ring.take();
+        let is_over = (0..PASSES).any(|_| {
             #[cfg(test)]
             self.disk.metrics().passes.fetch_add(1, Ordering::Relaxed);
-            let steps = self.take();
-            let taken = !steps.is_empty();
-            self.add(steps);
-            let more = self.carry_out();
-            let finished = self.finish();
-            self.tell();
-            if !taken && !more && !finished && !self.executor.arm() && !self.is_wanted() {
-                return;
-            }
+            self.is_stopping()
+                || !match &mut ring {
+                    Some(ring) => self.pass_by_ring(ring),
+                    None => self.pass_by_calls(),
+                }
+        });
+        self.ring = ring;
+        if !is_over {
+            self.queue.come_back();
         }
-        self.queue.come_back();
     }
 
     /// Works, and lets a paused VM wait for what was taken. What is in the ring is for later then.
     fn serve_or_wait(&mut self) {
         self.serve();
-        let is_busy = self.free.len() < self.jobs.len();
+        let is_busy = self.open > 0;
         self.gate.set_busy(is_busy);
         if !is_busy && self.gate.is_closed() {
             self.queue.come_back();
         }
     }
 
-    fn is_stopping(&self) -> bool {
+    pub(super) fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
 
-    fn add(&mut self, steps: Vec<(usize, Step)>) {
-        for (token, step) in steps {
-            if let Step::Flush = step {
-                self.tickets[token] = Some(self.disk.flushes().begin());
-            }
-            self.executor.add(token, step);
-        }
-    }
-
-    /// Begins as many steps as the driver shall wait for; true if there are more.
-    fn carry_out(&mut self) -> bool {
-        (0..self.executor.batch()).all(|_| !self.is_stopping() && self.executor.begin())
-    }
-
-    /// Takes requests out of the ring, under one guard: the first step of each.
-    fn take(&mut self) -> Vec<(usize, Step)> {
-        let view = self.view.clone();
-        let guard = view.memory();
-        let memory: &MappedMemory = &guard;
-        let (limits, was_broken) = (self.disk.limits(self.features), self.queue.is_broken());
-        let mut steps = Vec::new();
+    /// Tells the driver not to notify of requests while they are taken anyway.
+    pub(super) fn silence(&mut self, memory: &MappedMemory) {
         if let Err(err) = self.queue.queue.disable_notification(memory) {
             debug!(%err, "The driver cannot be told to be quiet");
         }
-        // What is refused counts as well: under a guard, only so many.
-        for _ in 0..self.executor.batch() {
-            if !self.takes_more() {
-                break;
-            }
-            let Some(mut chain) = self.queue.pop(memory, &*self.interrupt) else { break };
-            let head = chain.head_index();
-            match Request::parse(memory, &mut chain, &limits) {
-                Ok(request) => steps.extend(self.begin(memory, request)),
-                Err(refusal) => {
-                    self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
-                    let id = &self.disk.shape().id;
-                    debug!(disk = id, err = %refusal.error, "A request is refused");
-                    match refusal.status {
-                        Some(status) => self.answer(memory, head, status, refusal.error.status(), 0),
-                        None => self.give_back(memory, head, 0),
-                    }
-                }
-            }
-        }
-        if self.queue.is_broken() && !was_broken {
-            self.disk.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
-        }
-        steps
     }
 
-    /// The first step of a request; `None`: it is answered already.
-    fn begin(&mut self, memory: &MappedMemory, request: Request) -> Option<(usize, Step)> {
+    /// Takes the next request out of the ring.
+    pub(super) fn take(&mut self, memory: &MappedMemory) -> Taken {
+        if !self.takes_more() {
+            return Taken::Nothing;
+        }
+        let was_broken = self.queue.is_broken();
+        let Some(mut chain) = self.queue.pop(memory, &*self.interrupt) else {
+            if self.queue.is_broken() && !was_broken {
+                self.disk.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
+            }
+            return Taken::Nothing;
+        };
+        let head = chain.head_index();
+        match Request::parse(memory, &mut chain, &self.disk.limits(self.features)) {
+            Ok(request) => match self.begin(memory, request) {
+                Some((job, step)) => Taken::Begun(job, step),
+                None => Taken::Answered,
+            },
+            Err(refusal) => {
+                self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
+                let id = &self.disk.shape().id;
+                debug!(disk = id, err = %refusal.error, "A request is refused");
+                match refusal.status {
+                    Some(status) => self.answer(memory, head, status, refusal.error.status(), 0),
+                    None => self.give_back(memory, head, 0),
+                }
+                Taken::Answered
+            }
+        }
+    }
+
+    /// Begins a request and returns its first step. `None`: it is answered already.
+    fn begin(&mut self, memory: &MappedMemory, request: Request) -> Option<(Job, Step)> {
         let kind = Kind::from(&request.operation);
         if let Operation::GetId(segments) = &request.operation {
             let serial = self.disk.serial();
@@ -199,106 +198,84 @@ impl Worker {
             self.end(memory, &request, kind, result.map(|()| len));
             return None;
         }
-        // After a flush that failed nothing may look as if it were on the disk.
+        // After a failed flush, no later write may be reported as durable.
         let changes = !matches!(kind, Kind::Read | Kind::GetId);
         if changes && self.disk.has_failed() {
             self.end(memory, &request, kind, Err(io::ErrorKind::ReadOnlyFilesystem.into()));
             return None;
         }
-        let token = self.free.pop().expect("a token, as the caller has seen");
+        self.open += 1;
         self.held_bytes += held_bytes(&request);
         let job = Job::new(request, self.disk.writes_through(self.features));
-        self.go_on(memory, token, job).map(|step| (token, step))
+        self.go_on(memory, job)
     }
 
-    /// The next step of a job; `None`: it is answered.
-    fn go_on(&mut self, memory: &MappedMemory, token: usize, mut job: Job) -> Option<Step> {
+    /// Returns a job with its next step. `None`: it is answered.
+    fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
         // What was copied is believed, and so a step begun or success told, only if all of it was there.
         let next = job.next(memory, &mut self.buffers);
         let next = next.and_then(|next| memory.check_whole().map(|()| next).map_err(io::Error::other));
         match next {
-            Ok(Next::Step(step)) => {
-                self.jobs[token] = Some(job);
-                Some(step)
+            Ok(Next::Step(step)) => return Some((job, step)),
+            Ok(Next::Finished(len)) => self.end_job(memory, &job, Ok(len)),
+            Err(err) => self.end_job(memory, &job, Err(err)),
+        }
+        None
+    }
+
+    /// Passes the result of a step on to the guest, and returns the next one of the same job. `None`: it is answered.
+    pub(super) fn finish(
+        &mut self,
+        memory: &MappedMemory,
+        job: Job,
+        step: Step,
+        result: io::Result<()>,
+    ) -> Option<(Job, Step)> {
+        let result = result.and_then(|()| job.done(memory, &step));
+        if let Some(buffer) = step.into_buffer() {
+            self.buffers.put(buffer);
+        }
+        match result {
+            Ok(()) => self.go_on(memory, job),
+            Err(err) => {
+                self.end_job(memory, &job, Err(err));
+                None
             }
-            Ok(Next::Finished(len)) => self.end_job(memory, token, &job, Ok(len)),
-            Err(err) => self.end_job(memory, token, &job, Err(err)),
         }
     }
 
-    fn end_job(
+    /// Takes notice of a flush that the device has executed. `None`: it succeeded, and [`Self::take_settled`] returns it
+    /// once all flushes have ended that it overlapped.
+    pub(super) fn flushed(
         &mut self,
-        memory: &MappedMemory,
-        token: usize,
-        job: &Job,
-        result: io::Result<u64>,
-    ) -> Option<Step> {
-        self.free.push(token);
+        job: Job,
+        ticket: Ticket,
+        result: io::Result<()>,
+    ) -> Option<(Job, io::Result<()>)> {
+        self.disk.flushed(job.since(), &result);
+        let answered = ticket.end();
+        if result.is_err() {
+            return Some((job, result));
+        }
+        self.settling.push((job, answered));
+        None
+    }
+
+    /// Takes the jobs whose flushes, and all that these overlapped, have ended; with their result.
+    pub(super) fn take_settled(&mut self) -> Vec<(Job, io::Result<()>)> {
+        let (flushes, settled) = (self.disk.flushes(), &self.settled);
+        let over = |&mut (_, answered): &mut _| flushes.is_settled(answered, settled);
+        self.settling.extract_if(.., over).map(|(job, _)| (job, self.disk.settled())).collect()
+    }
+
+    fn end_job(&mut self, memory: &MappedMemory, job: &Job, result: io::Result<u64>) {
+        self.open -= 1;
         self.held_bytes -= held_bytes(job.request());
         let kind = Kind::from(&job.request().operation);
         if result.is_ok() {
             self.disk.metrics().took(kind, job.taken().elapsed());
         }
         self.end(memory, job.request(), kind, result);
-        None
-    }
-
-    /// Answers what is over, and has jobs that go on take their next step. False if nothing was.
-    fn finish(&mut self) -> bool {
-        let mut done = Vec::new();
-        while done.len() < self.jobs.len()
-            && let Some(one) = self.executor.next_done()
-        {
-            done.push(one);
-        }
-        // 1. What the media say of flushes is known before others are.
-        done.retain(|one| !matches!(one.step, Step::Flush) || self.is_over(one.token, &one.result));
-        // 2. Those that went well are over when all are that they overlapped.
-        let (flushes, settled) = (self.disk.flushes(), &self.settled);
-        let over = |&mut (_, answered): &mut _| flushes.is_settled(answered, settled);
-        for (token, _) in self.settling.extract_if(.., over) {
-            done.push(Done { token, step: Step::Flush, result: self.disk.settled() });
-        }
-        if done.is_empty() {
-            return false;
-        }
-        // 3. The next steps are begun when the guard is gone.
-        let next = self.go_on_with(done);
-        self.add(next);
-        true
-    }
-
-    /// The media have answered a flush; true if that is all there is to wait for.
-    fn is_over(&mut self, token: usize, result: &io::Result<()>) -> bool {
-        let ticket = self.tickets[token].take().expect("the ticket of a flush that was begun");
-        let since = self.jobs[token].as_ref().expect("the job of a step that was begun").since();
-        self.disk.flushed(since, result);
-        let answered = ticket.end();
-        if result.is_ok() {
-            self.settling.push((token, answered));
-        }
-        result.is_err()
-    }
-
-    /// Takes notice of what is over, under one guard; the next steps of the jobs that have some.
-    fn go_on_with(&mut self, done: Vec<Done>) -> Vec<(usize, Step)> {
-        let view = self.view.clone();
-        let guard = view.memory();
-        let memory: &MappedMemory = &guard;
-        let mut steps = Vec::new();
-        for Done { token, step, result } in done {
-            let job = self.jobs[token].take().expect("the job of a step that was begun");
-            let result = result.and_then(|()| job.done(memory, &step));
-            if let Some(buffer) = step.into_buffer() {
-                self.buffers.put(buffer);
-            }
-            let next = match result {
-                Ok(()) => self.go_on(memory, token, job),
-                Err(err) => self.end_job(memory, token, &job, Err(err)),
-            };
-            steps.extend(next.map(|step| (token, step)));
-        }
-        steps
     }
 
     /// Counts and answers a request: with the bytes that went to its buffers, or an error.
@@ -339,28 +316,30 @@ impl Worker {
         self.lost |= !given;
     }
 
-    /// Interrupts, if there is something new and the driver wants to know.
-    fn tell(&mut self) {
-        if !std::mem::take(&mut self.used) {
-            return;
+    /// Notes whether the driver wants an interrupt for what the used ring has, if that is news.
+    pub(super) fn check_interrupt(&mut self, memory: &MappedMemory) {
+        if std::mem::take(&mut self.used) {
+            self.is_interrupt_due |= self.queue.queue.needs_notification(memory).unwrap_or(true);
         }
-        let tell = self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
-        if tell && let Err(err) = self.interrupt.signal_queue(self.index) {
+    }
+
+    /// Interrupts, if the driver expects that.
+    pub(super) fn interrupt_if_due(&mut self) {
+        if std::mem::take(&mut self.is_interrupt_due)
+            && let Err(err) = self.interrupt.signal_queue(self.index)
+        {
             sparsely!(warn, disk = self.disk.shape().id, %err, "A disk cannot interrupt");
         }
     }
 
     fn takes_more(&self) -> bool {
-        !self.gate.is_closed() && !self.free.is_empty() && self.held_bytes < HELD_BYTES_MAX && !self.lost
+        !self.gate.is_closed() && self.open < self.depth && self.held_bytes < HELD_BYTES_MAX && !self.lost
     }
 
     /// Lets the driver notify again; true if it has added something that it will not notify of.
-    fn is_wanted(&mut self) -> bool {
-        if !self.takes_more() {
-            // The next answer brings us back, or a notification.
-            return false;
-        }
-        self.queue.wait_for_more(&self.view.memory())
+    pub(super) fn is_wanted(&mut self, memory: &MappedMemory) -> bool {
+        // The next answer or notification resumes a queue that may take nothing now.
+        self.takes_more() && self.queue.wait_for_more(memory)
     }
 }
 
@@ -388,13 +367,11 @@ fn transferred_bytes(request: &Request) -> u64 {
 }
 
 impl Drop for Worker {
-    /// What the media say of a flush is for others as well, though its own driver does not wait for it any more.
+    /// Results of flushes concern all queues, even if the driver no longer waits for them.
     fn drop(&mut self) {
         self.gate.set_busy(false);
-        for Done { token, step, result } in self.executor.drain() {
-            if let (Step::Flush, Some(job)) = (step, &self.jobs[token]) {
-                self.disk.flushed(job.since(), &result);
-            }
+        for (job, result) in self.ring.iter_mut().flat_map(Ring::drain_flushes) {
+            self.disk.flushed(job.since(), &result);
         }
     }
 }
@@ -402,7 +379,7 @@ impl Drop for Worker {
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.queue.watch(KICK, ops);
-        let events = [(Some(&*self.settled), SETTLED), (self.executor.event(), DONE)];
+        let events = [(Some(&*self.settled), SETTLED), (self.ring.as_ref().map(Ring::event), DONE)];
         for (event, data) in events {
             if let Some(event) = event
                 && let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN))
@@ -421,7 +398,7 @@ impl MutEventSubscriber for Worker {
                 let _ = self.settled.read();
             }
             _ => {
-                let _ = self.executor.event().map(|event| event.read());
+                let _ = self.ring.as_ref().map(|ring| ring.event().read());
             }
         }
         self.serve_or_wait();

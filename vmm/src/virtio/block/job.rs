@@ -39,7 +39,7 @@ pub struct Job {
     flushed: bool,
     /// When the request was taken.
     taken: Instant,
-    /// When the step that is under way was given out.
+    /// When the flush was given out, if it was.
     since: Instant,
 }
 
@@ -60,21 +60,20 @@ impl Job {
         &self.request
     }
 
-    /// When the step that is under way was given out.
+    /// When the flush was given out.
     pub fn since(&self) -> Instant {
         self.since
     }
 
     /// The next step. What it writes is copied from the guest now: `Err`, its buffers are not in memory.
     pub fn next<M: GuestMemory>(&mut self, memory: &M, buffers: &mut Buffers) -> io::Result<Next> {
-        self.since = Instant::now();
         if let Some(step) = self.next_transfer(memory, buffers)? {
             return Ok(Next::Step(step));
         }
         let writes = !matches!(Kind::from(&self.request.operation), Kind::Read | Kind::GetId);
         let wants_flush = writes && (self.writes_through || self.request.operation == Operation::Flush);
         if wants_flush && !self.flushed {
-            self.flushed = true;
+            (self.flushed, self.since) = (true, Instant::now());
             return Ok(Next::Step(Step::Flush));
         }
         Ok(Next::Finished(match &self.request.operation {

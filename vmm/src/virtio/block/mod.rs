@@ -1,17 +1,19 @@
 //! virtio-blk (virtio 1.3, 5.2): disks of image files and block devices.
 //!
-//! [`request`] parses, [`job`] cuts a request into steps, a [`backend`] carries them out, and a worker for each queue
-//! (`event`) moves all that along. docs/decisions/0008-disks.md says why they are cut like this.
+//! [`request`] parses, [`job`] cuts a request into steps, a [`backend`] executes them, and a worker for each queue
+//! (`event`) moves all that along, by calls (`calls`) or by io_uring (`ring`). docs/decisions/0008-disks.md has the reasons.
 
 pub mod backend;
 pub mod buffer;
 pub mod config;
+mod calls;
 pub mod device;
 mod event;
 pub mod flush;
 pub mod job;
 pub mod metrics;
 pub mod request;
+mod ring;
 pub mod segments;
 pub mod serial;
 pub mod state;

@@ -71,6 +71,12 @@ impl DiskRange {
         Ok(Self { offset_bytes, len_bytes })
     }
 
+    /// A range that nothing is compared with.
+    #[cfg(test)]
+    pub fn unchecked(offset_bytes: u64, len_bytes: u64) -> Self {
+        Self { offset_bytes, len_bytes }
+    }
+
     /// What of it lies behind its first `skip_bytes`, up to the next multiple of `piece_bytes`, which is one of all block
     /// sizes: file systems give whole blocks away.
     pub fn piece(&self, skip_bytes: u64, piece_bytes: u64) -> Self {

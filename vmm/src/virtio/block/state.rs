@@ -14,13 +14,14 @@ use virtio_bindings::virtio_blk::{
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use super::backend::{Backend, Geometry, ResizeError};
+use super::backend::{BlockDevice, Geometry, ResizeError};
 use super::flush::Flushes;
 use super::metrics::BlockMetrics;
 use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR_BYTES};
 use super::serial::serial_number;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
+use crate::volume::FirstFailure;
 
 /// `struct virtio_blk_config` as far as there is something in it (virtio 1.3, 5.2.4).
 const CONFIG_LEN: usize = 60;
@@ -40,12 +41,14 @@ pub struct DiskShape {
     pub queues: u16,
     /// Descriptors of each, a power of two from 4 on.
     pub queue_size: u16,
+    /// Takes no writes of the guest, although its content would.
+    pub read_only: bool,
 }
 
 /// A disk.
 pub struct Disk {
     shape: DiskShape,
-    backend: Box<dyn Backend>,
+    device: Arc<dyn BlockDevice>,
     geometry: Geometry,
     /// What the driver has chosen, if it may choose: off, each write is durable before it is answered.
     write_back: AtomicBool,
@@ -53,16 +56,18 @@ pub struct Disk {
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     metrics: Arc<BlockMetrics>,
     flushes: Arc<Flushes>,
+    failure: FirstFailure,
 }
 
 impl Disk {
-    /// A disk on `backend`.
-    pub fn new(shape: DiskShape, backend: Box<dyn Backend>) -> Self {
-        let geometry = backend.geometry();
+    /// A disk with the content of `device`.
+    pub fn new(shape: DiskShape, device: Arc<dyn BlockDevice>) -> Self {
+        let mut geometry = device.geometry();
+        geometry.read_only |= shape.read_only;
         let (interrupt, metrics) = (Mutex::default(), Arc::new(BlockMetrics::default()));
-        metrics.size_bytes.store(backend.size_bytes(), Ordering::Relaxed);
-        let (write_back, flushes) = (AtomicBool::new(true), Arc::default());
-        Self { shape, backend, geometry, write_back, interrupt, metrics, flushes }
+        metrics.size_bytes.store(device.size_bytes(), Ordering::Relaxed);
+        let (write_back, flushes, failure) = (AtomicBool::new(true), Arc::default(), FirstFailure::default());
+        Self { shape, device, geometry, write_back, interrupt, metrics, flushes, failure }
     }
 
     /// How the guest sees it.
@@ -70,9 +75,14 @@ impl Disk {
         &self.shape
     }
 
-    /// What it is made of.
-    pub fn backend(&self) -> &dyn Backend {
-        &*self.backend
+    /// Its content.
+    pub fn device(&self) -> &Arc<dyn BlockDevice> {
+        &self.device
+    }
+
+    /// First failure of a flush.
+    pub fn failure(&self) -> &FirstFailure {
+        &self.failure
     }
 
     /// What it counts.
@@ -105,7 +115,7 @@ impl Disk {
     /// What requests are held against, with `features` agreed on.
     pub fn limits(&self, features: u64) -> Limits {
         Limits {
-            capacity_bytes: self.backend.size_bytes(),
+            capacity_bytes: self.device.size_bytes(),
             block_bytes: self.geometry.block_bytes,
             read_only: self.geometry.read_only,
             discard: features & (1 << VIRTIO_BLK_F_DISCARD) != 0,
@@ -128,7 +138,7 @@ impl Disk {
         let physical_blocks = physical_block_bytes / block_bytes;
         let mut config = [0; CONFIG_LEN];
         let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0, &(self.backend.size_bytes() / SECTOR_BYTES).to_le_bytes());
+        put(0, &(self.device.size_bytes() / SECTOR_BYTES).to_le_bytes());
         put(12, &u32::from(self.shape.queue_size - OTHER_DESCRIPTORS).to_le_bytes());
         put(20, &block_bytes.to_le_bytes());
         put(24, &[physical_blocks.trailing_zeros() as u8, 0]);
@@ -194,7 +204,7 @@ impl Disk {
     /// Makes what was written durable, and returns when that is known.
     pub fn flush(&self) -> std::io::Result<()> {
         let (begin, ticket) = (Instant::now(), self.flushes.begin());
-        let result = self.backend.flush();
+        let result = self.device.flush();
         self.flushed(begin, &result);
         let answered = ticket.end();
         result?;
@@ -208,9 +218,9 @@ impl Disk {
     /// disk takes no more writes until it is opened again.
     pub fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
         self.metrics.flushes.observe(begin.elapsed());
-        if let Err(err) = result
-            && !self.metrics.read_only.swap(true, Ordering::AcqRel)
-        {
+        let Err(err) = result else { return };
+        self.failure.record(err);
+        if !self.metrics.read_only.swap(true, Ordering::AcqRel) {
             error!(disk = self.shape.id, %err, "A flush has failed: the disk takes no more writes");
         }
     }
@@ -230,8 +240,8 @@ impl Disk {
 
     /// Gives the disk another size, and tells the driver.
     pub fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
-        self.backend.resize(wanted_bytes)?;
-        self.metrics.size_bytes.store(self.backend.size_bytes(), Ordering::Relaxed);
+        self.device.resize(wanted_bytes)?;
+        self.metrics.size_bytes.store(self.device.size_bytes(), Ordering::Relaxed);
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()

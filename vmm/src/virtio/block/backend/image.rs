@@ -16,11 +16,10 @@ use thiserror::Error;
 use tracing::{info, warn};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::blocking::{Blocking, Store};
 use super::direct::{DirectIo, widest_range};
 use super::range_locks::{Access, RangeGuard};
 use super::uring::Uring;
-use super::{Backend, Executor, Geometry, ResizeError, Step};
+use super::{BlockDevice, Executor, Geometry, ResizeError, Step};
 use crate::guest_file::{self, GuestAccess, GuestFileError};
 use crate::virtio::block::buffer::Buffers;
 use crate::virtio::block::request::{DiskRange, SECTOR_BYTES, Unmap};
@@ -247,11 +246,9 @@ impl RawImage {
             _ => None,
         };
         Some(match step {
-            Step::Read(offset, buffer) => Store::read(self, *offset, buffer.bytes_mut()),
             Step::Write(offset, buffer) => self.write_locked(*offset, buffer.bytes()),
-            Step::Flush => Store::flush(self),
-            Step::Discard(range) => Store::discard(self, *range),
             Step::WriteZeroes(range, unmap) => self.write_zeroes_locked(*range, *unmap),
+            Step::Read(..) | Step::Flush | Step::Discard(_) => step.execute(self),
         })
     }
 
@@ -339,7 +336,15 @@ fn changed_range(step: &Step) -> Option<(u64, u64)> {
 pub(super) const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 pub(super) const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
-impl Store for RawImage {
+impl BlockDevice for RawImage {
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
         match &self.direct {
             Some(direct) => direct.read(&self.file, offset_bytes, data),
@@ -371,30 +376,16 @@ impl Store for RawImage {
         let _guard = self.lock_unaligned(range.offset_bytes(), range.len_bytes());
         self.write_zeroes_locked(range, unmap)
     }
-}
 
-impl Backend for Arc<RawImage> {
-    fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    fn size_bytes(&self) -> u64 {
-        self.size_bytes.load(Ordering::Acquire)
-    }
-
-    fn start(&self, depth: u16) -> io::Result<Box<dyn Executor>> {
-        match Uring::new(Arc::clone(self), depth) {
-            Ok(uring) => Ok(Box::new(uring)),
+    fn start(self: Arc<Self>, depth: u16) -> Option<Box<dyn Executor>> {
+        let path = &self.path;
+        match Uring::new(Arc::clone(&self), depth) {
+            Ok(uring) => Some(Box::new(uring)),
             Err(err) => {
-                let path = &self.path;
                 warn!(?path, %err, "There is no io_uring: each queue does one transfer at a time");
-                Ok(Box::new(Blocking::new(Arc::clone(self))))
+                None
             }
         }
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        Store::flush(&**self)
     }
 
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {

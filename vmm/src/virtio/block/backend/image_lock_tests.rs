@@ -92,9 +92,9 @@ fn calls_wait_for_a_cycle_of_the_same_block() {
     let locks = image.direct.as_ref().unwrap().locks();
     type Call = fn(&RawImage) -> io::Result<()>;
     let calls: [(&str, Call); 3] = [
-        ("a write of a block", |image| Store::write(image, 0, data(BLOCK).bytes())),
-        ("a write of a sector", |image| Store::write(image, 0, data(SECTOR).bytes())),
-        ("zeros", |image| Store::write_zeroes(image, range(0, SECTOR), Unmap::Forbidden)),
+        ("a write of a block", |image| BlockDevice::write(image, 0, data(BLOCK).bytes())),
+        ("a write of a sector", |image| BlockDevice::write(image, 0, data(SECTOR).bytes())),
+        ("zeros", |image| BlockDevice::write_zeroes(image, range(0, SECTOR), Unmap::Forbidden)),
     ];
     for (name, call) in calls {
         let cycle = image.lock_unaligned(SECTOR, SECTOR).unwrap();

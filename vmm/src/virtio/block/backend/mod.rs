@@ -1,6 +1,5 @@
-//! What a disk is made of: something that has bytes, and a way of working on them for each queue.
+//! Disk content: a device that executes requests by calls, or a ring that executes them together.
 
-pub mod blocking;
 mod direct;
 pub mod image;
 mod range_locks;
@@ -8,6 +7,7 @@ pub mod uring;
 pub mod volume;
 
 use std::io;
+use std::sync::Arc;
 
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
@@ -62,22 +62,44 @@ pub enum ResizeError {
     },
 }
 
-/// Something that a disk's queues work on, all at once.
-pub trait Backend: Send + Sync {
-    /// What the disk is like.
+/// Content of a disk. All queues use it at once. Each call returns when it is done.
+///
+/// Offsets and lengths are whole blocks inside the device.
+pub trait BlockDevice: Send + Sync {
+    /// Properties of the disk, apart from its size.
     fn geometry(&self) -> Geometry;
 
-    /// Its size now.
+    /// Present size.
     fn size_bytes(&self) -> u64;
 
-    /// Begins to work for one queue, which never has more than `depth` steps under way.
-    fn start(&self, depth: u16) -> io::Result<Box<dyn Executor>>;
+    /// Fills `data` from an offset.
+    fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()>;
 
-    /// Makes what was written durable, on the caller's thread.
+    /// Writes `data` to an offset.
+    fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()>;
+
+    /// Makes everything written durable.
     fn flush(&self) -> io::Result<()>;
 
-    /// Gives it another size.
+    /// Discards a range.
+    fn discard(&self, range: DiskRange) -> io::Result<()>;
+
+    /// Makes a range read as zeros.
+    fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()>;
+
+    /// Changes the size.
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
+
+    /// Starts a ring for one queue, which never has more than `depth` steps under way. `None`: the calls of this trait
+    /// are the only way, or the better one.
+    fn start(self: Arc<Self>, _depth: u16) -> Option<Box<dyn Executor>> {
+        None
+    }
+
+    /// Number of BTT arenas that take no writes because of an error.
+    fn read_only_arenas(&self) -> usize {
+        0
+    }
 }
 
 /// One step of a request: what media do at once.
@@ -95,6 +117,17 @@ pub enum Step {
 }
 
 impl Step {
+    /// Executes the step by calls of `device`.
+    pub fn execute(&mut self, device: &(impl BlockDevice + ?Sized)) -> io::Result<()> {
+        match self {
+            Self::Read(offset, buffer) => device.read(*offset, buffer.bytes_mut()),
+            Self::Write(offset, buffer) => device.write(*offset, buffer.bytes()),
+            Self::Flush => device.flush(),
+            Self::Discard(range) => device.discard(*range),
+            Self::WriteZeroes(range, unmap) => device.write_zeroes(*range, *unmap),
+        }
+    }
+
     /// The buffer, when it is not needed any more.
     pub fn into_buffer(self) -> Option<Buffer> {
         match self {
@@ -114,34 +147,27 @@ pub struct Done {
     pub result: io::Result<()>,
 }
 
-/// Carries out the steps of one queue. When it is dropped, nothing is under way any more.
+/// Ring that executes the steps of one queue together. When it is dropped, nothing is under way any more.
 pub trait Executor: Send {
     /// Takes a step over, and returns at once. A token is not used twice at a time.
     fn add(&mut self, token: usize, step: Step);
 
-    /// Begins all that was added; or, where a step is over when it has begun, carries out one of them. True: there are
-    /// more to be begun.
+    /// Begins all steps that were added. True: steps that have to be executed by calls are left, and each call of this
+    /// function executes one of them.
     fn begin(&mut self) -> bool;
 
-    /// A step that is over.
+    /// Takes a step that is over.
     fn next_done(&mut self) -> Option<Done>;
 
     /// Has the event raised for steps that end from now on, until more are begun. True: some are over already.
-    fn arm(&mut self) -> bool {
-        false
-    }
+    fn arm(&mut self) -> bool;
 
-    /// What [`Executor::arm`] is about; `None`: all steps are over when [`Executor::begin`] returns.
-    fn event(&self) -> Option<&EventFd>;
+    /// Event that [`Executor::arm`] raises.
+    fn event(&self) -> &EventFd;
 
-    /// How many steps are worth being added before the first is begun.
+    /// Number of steps worth adding before the first is begun.
     fn batch(&self) -> usize;
 
-    /// Whether io_uring does it.
-    fn is_uring(&self) -> bool {
-        false
-    }
-
-    /// Waits for what is under way, and says how it went. What has not begun does not begin any more.
+    /// Waits for what is under way and returns its results. Steps that have not begun are dropped.
     fn drain(&mut self) -> Vec<Done>;
 }

@@ -10,7 +10,6 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use tracing::warn;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::blocking::Blocking;
 use super::direct::is_refusal;
 use super::image::{PUNCH, RangeInUse, RawImage, ZERO};
 use super::range_locks::RangeGuard;
@@ -64,12 +63,13 @@ pub struct Uring {
     /// The event is raised.
     armed: bool,
     done: VecDeque<Done>,
-    /// Steps that are carried out by calls, one in each turn: unaligned ones, and those whose range another step changes.
+    /// Steps that are carried out by calls, one in each turn: unaligned ones, those whose range another step changes, and
+    /// all once the ring is given up.
     deferred: VecDeque<(usize, Step)>,
     /// What zeros are written from; made when they are.
     zeros: Option<Buffer>,
-    /// The kernel takes no more from the ring, and steps are carried out by calls instead.
-    instead: Option<Blocking<RawImage>>,
+    /// The kernel takes no more from the ring.
+    is_given_up: bool,
 }
 
 impl Uring {
@@ -97,8 +97,14 @@ impl Uring {
             done: VecDeque::new(),
             deferred: VecDeque::new(),
             zeros: None,
-            instead: None,
+            is_given_up: false,
         })
+    }
+
+    /// Checks that the kernel still takes steps from the ring.
+    #[cfg(test)]
+    fn is_uring(&self) -> bool {
+        !self.is_given_up
     }
 
     /// Puts a step, or what is left of it, into the ring.
@@ -185,7 +191,6 @@ impl Uring {
     /// Goes on without the ring, which is never entered again.
     fn give_up(&mut self) {
         warn!("io_uring takes no more: this queue of a disk does one transfer at a time from now on");
-        let mut instead = Blocking::new(Arc::clone(&self.image));
         // 1. What the kernel has taken ends, and is taken notice of.
         while self.under_way > self.ring.submission().len() {
             let completed = self.completed();
@@ -197,21 +202,17 @@ impl Uring {
                     Some(result) if !self.is_refused(&running.step, &result) => {
                         self.done.push_back(Done { token, step: running.step, result });
                     }
-                    _ => instead.add(token, running.step),
+                    _ => self.deferred.push_back((token, running.step)),
                 }
             }
         }
         // 2. What it has not taken it never will: the whole step again, by calls.
         for (token, slot) in self.running.iter_mut().enumerate() {
             if let Some(running) = slot.take() {
-                instead.add(token, running.step);
+                self.deferred.push_back((token, running.step));
             }
         }
-        for (token, step) in self.deferred.drain(..) {
-            instead.add(token, step);
-        }
-        (self.under_way, self.untold) = (0, false);
-        self.instead = Some(instead);
+        (self.under_way, self.untold, self.is_given_up) = (0, false, true);
     }
 
     /// Carries out one deferred step, unless another step changes the same blocks. Returns true if more steps can be carried out.
@@ -302,19 +303,15 @@ impl Running {
 
 impl Executor for Uring {
     fn add(&mut self, token: usize, step: Step) {
-        match &mut self.instead {
-            Some(instead) => instead.add(token, step),
-            None => {
-                let unmaps = matches!(step, Step::WriteZeroes(_, unmap) if self.image.unmaps(unmap));
-                self.push(token, Running::new(step, unmaps));
-            }
+        if self.is_given_up {
+            self.deferred.push_back((token, step));
+            return;
         }
+        let unmaps = matches!(step, Step::WriteZeroes(_, unmap) if self.image.unmaps(unmap));
+        self.push(token, Running::new(step, unmaps));
     }
 
     fn begin(&mut self) -> bool {
-        if let Some(instead) = &mut self.instead {
-            return instead.begin();
-        }
         if std::mem::take(&mut self.untold) {
             // What is over when it has begun, as reads from the page cache are, is seen without an event.
             if std::mem::take(&mut self.armed) {
@@ -322,24 +319,18 @@ impl Executor for Uring {
             }
             self.submit();
         }
-        match &mut self.instead {
-            Some(instead) => instead.begin(),
-            None => self.carry_out_deferred(),
-        }
+        self.carry_out_deferred()
     }
 
     fn next_done(&mut self) -> Option<Done> {
-        while self.instead.is_none() && self.done.is_empty() && self.reap() {
+        while self.done.is_empty() && self.reap() {
             // Repeats steps that the kernel refused, and the rest of steps that it did in part.
             self.begin();
         }
-        self.done.pop_front().or_else(|| self.instead.as_mut()?.next_done())
+        self.done.pop_front()
     }
 
     fn arm(&mut self) -> bool {
-        if self.instead.is_some() {
-            return false;
-        }
         if !self.armed && self.under_way > 0 {
             self.ring.completion().enable_eventfd();
             self.armed = true;
@@ -351,25 +342,21 @@ impl Executor for Uring {
         !self.done.is_empty() || !self.ring.completion().is_empty()
     }
 
-    fn event(&self) -> Option<&EventFd> {
-        Some(&self.event)
+    fn event(&self) -> &EventFd {
+        &self.event
     }
 
     fn batch(&self) -> usize {
         BATCH
     }
 
-    fn is_uring(&self) -> bool {
-        self.instead.is_none()
-    }
-
     /// The kernel may still write to the buffers.
     fn drain(&mut self) -> Vec<Done> {
         // 1. What was added and not begun has to be, as there is no other way out of the ring.
-        if self.instead.is_none() {
+        if !self.is_given_up {
             self.begin();
-            self.deferred.clear();
         }
+        self.deferred.clear();
         while self.under_way > 0 {
             if let Err(err) = self.ring.submit_and_wait(1)
                 && err.kind() != io::ErrorKind::Interrupted
@@ -383,7 +370,6 @@ impl Executor for Uring {
                 self.done.push_back(Done { token, step: running.step, result });
             }
         }
-        self.done.extend(self.instead.iter_mut().flat_map(Executor::drain));
         self.done.drain(..).collect()
     }
 }

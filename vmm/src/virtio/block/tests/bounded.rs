@@ -11,8 +11,7 @@ use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
-use crate::virtio::block::backend::blocking::{Blocking, Store};
-use crate::virtio::block::backend::{Executor, Geometry, ResizeError};
+use crate::virtio::block::backend::{Geometry, ResizeError};
 use crate::virtio::block::job::RANGE_PIECE_BYTES_MAX;
 use crate::virtio::block::request::{DiskRange, Unmap};
 
@@ -44,7 +43,13 @@ impl Slow {
     }
 }
 
-impl Store for Slow {
+impl BlockDevice for Slow {
+    fn geometry(&self) -> Geometry {
+        Fake::new(0).geometry
+    }
+    fn size_bytes(&self) -> u64 {
+        DISK_BYTES
+    }
     fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
         Ok(())
     }
@@ -60,21 +65,6 @@ impl Store for Slow {
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
         self.step(range)
     }
-}
-
-impl Backend for Arc<Slow> {
-    fn geometry(&self) -> Geometry {
-        Fake::new(0).geometry
-    }
-    fn size_bytes(&self) -> u64 {
-        DISK_BYTES
-    }
-    fn start(&self, _: u16) -> io::Result<Box<dyn Executor>> {
-        Ok(Box::new(Blocking::new(Arc::clone(self))))
-    }
-    fn flush(&self) -> io::Result<()> {
-        Store::flush(&**self)
-    }
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
         Ok(())
     }
@@ -87,7 +77,7 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
         let (go_on, goes_on) = channel();
         let slow = Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
         let slow = Arc::new(slow);
-        let mut rig = Rig::new(Arc::clone(&slow));
+        let mut rig = Rig::new(slow.clone());
         let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
         rig.driver.write(DATA, &ranges(&list));
         rig.write_header(kind, 0);

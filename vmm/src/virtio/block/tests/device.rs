@@ -78,7 +78,7 @@ fn requests_that_wait_together_are_all_answered() {
 #[test]
 fn every_queue_works() {
     let shape = DiskShape { queues: 3, ..shape() };
-    let device = Block::new(shape, Box::new(Arc::new(Fake::new(1 << 20)))).unwrap();
+    let device = Block::new(shape, Arc::new(Fake::new(1 << 20))).unwrap();
     assert_ne!(device.features() & 1 << VIRTIO_BLK_F_MQ, 0);
     let features = device.features();
     let mut rig = Rig::with(device, features);
@@ -132,7 +132,7 @@ fn a_flush_makes_durable_and_is_timed() {
 #[test]
 fn without_a_flush_each_write_is_durable() {
     let fake = Arc::new(Fake::new(1 << 20));
-    let device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
+    let device = Block::new(shape(), fake.clone()).unwrap();
     let mut rig = Rig::with(device, 1 << VIRTIO_F_VERSION_1);
     assert_eq!(rig.write(0, &[1; 512]), OK);
     assert!(!fake.dirty.load(Ordering::Relaxed));
@@ -169,7 +169,7 @@ fn a_driver_that_may_choose_and_cannot_flush_begins_without_a_cache() {
         (version | choose | flush, Some(0), 0),
     ] {
         let fake = Arc::new(Fake::new(1 << 20));
-        let mut device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
+        let mut device = Block::new(shape(), fake.clone()).unwrap();
         // A driver before it, which has left it otherwise.
         device.write_config(32, &[1 - expected]);
         assert!(device.accepts_features(features));
@@ -257,7 +257,7 @@ fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
 #[test]
 fn the_configuration_tells_the_shape() {
     let fake = Arc::new(Fake::new(1 << 20));
-    let device = Block::new(DiskShape { queues: 2, queue_size: 64, ..shape() }, Box::new(fake)).unwrap();
+    let device = Block::new(DiskShape { queues: 2, queue_size: 64, ..shape() }, fake).unwrap();
     let mut config = [0xff; 64];
     device.read_config(0, &mut config);
     let field = |at: usize, len: usize| {

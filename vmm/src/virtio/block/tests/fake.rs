@@ -1,14 +1,12 @@
 //! A disk in memory that can be made to fail.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
 use crate::memory::view::GuestView;
-use crate::virtio::block::backend::blocking::{Blocking, Store};
-use crate::virtio::block::backend::{Backend, Executor, Geometry, ResizeError};
+use crate::virtio::block::backend::{BlockDevice, Geometry, ResizeError};
 use crate::virtio::block::request::{DiskRange, Unmap};
 
 pub struct Fake {
@@ -66,7 +64,13 @@ impl Fake {
     }
 }
 
-impl Store for Fake {
+impl BlockDevice for Fake {
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+    fn size_bytes(&self) -> u64 {
+        self.bytes.lock().len() as u64
+    }
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
         self.step()?;
         data.copy_from_slice(&self.bytes.lock()[offset_bytes as usize..][..data.len()]);
@@ -93,21 +97,6 @@ impl Store for Fake {
     }
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
         self.fill(range, 0)
-    }
-}
-
-impl Backend for Arc<Fake> {
-    fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-    fn size_bytes(&self) -> u64 {
-        self.bytes.lock().len() as u64
-    }
-    fn start(&self, _: u16) -> io::Result<Box<dyn Executor>> {
-        Ok(Box::new(Blocking::new(Arc::clone(self))))
-    }
-    fn flush(&self) -> io::Result<()> {
-        Store::flush(&**self)
     }
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.bytes.lock().resize(wanted_bytes as usize, 0);

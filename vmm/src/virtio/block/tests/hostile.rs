@@ -64,7 +64,7 @@ fn types_that_are_none_are_unsupported() {
 
 #[test]
 fn what_was_not_agreed_on_is_unsupported() {
-    let device = Block::new(shape(), Box::new(Arc::new(Fake::new(1 << 20)))).unwrap();
+    let device = Block::new(shape(), Arc::new(Fake::new(1 << 20))).unwrap();
     let features = device.features() & !(1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES);
     let mut rig = Rig::with(device, features);
     for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
@@ -82,7 +82,7 @@ fn a_read_only_disk_is_not_changed() {
         unmap: false,
     };
     let fake = Arc::new(Fake::with(1 << 20, geometry));
-    let device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
+    let device = Block::new(shape(), fake.clone()).unwrap();
     assert_ne!(device.features() & 1 << VIRTIO_BLK_F_RO, 0);
     // A driver that takes what was never offered.
     let features = device.features() | 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES;

@@ -15,10 +15,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
 use crate::config::PmemConfig;
-use crate::virtio::block::backend::blocking::{Blocking, Store};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::backend::uring::Uring;
 use crate::virtio::block::backend::{Done, Executor, Geometry, ResizeError, Step};
+use crate::virtio::block::request::{DiskRange, Unmap};
 use crate::volume::file::PmemFile;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -39,24 +39,44 @@ fn image(len: u64) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// The same image without io_uring.
-pub(super) struct WithoutUring(pub(super) Arc<RawImage>);
+/// Starts the ring of a queue, or none.
+type Start = Box<dyn Fn(&Arc<RawImage>, u16) -> Option<Box<dyn Executor>> + Send + Sync>;
 
-impl Backend for WithoutUring {
+/// An image whose queues get another ring than its own.
+pub(super) struct OtherRing(Arc<RawImage>, Start);
+
+/// The same image without io_uring.
+pub(super) fn without_uring(image: Arc<RawImage>) -> Arc<OtherRing> {
+    Arc::new(OtherRing(image, Box::new(|_, _| None)))
+}
+
+impl BlockDevice for OtherRing {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
     fn size_bytes(&self) -> u64 {
         self.0.size_bytes()
     }
-    fn start(&self, _: u16) -> io::Result<Box<dyn Executor>> {
-        Ok(Box::new(Blocking::new(Arc::clone(&self.0))))
+    fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset_bytes, data)
+    }
+    fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+        self.0.write(offset_bytes, data)
     }
     fn flush(&self) -> io::Result<()> {
-        Store::flush(&*self.0)
+        self.0.flush()
+    }
+    fn discard(&self, range: DiskRange) -> io::Result<()> {
+        self.0.discard(range)
+    }
+    fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
+        self.0.write_zeroes(range, unmap)
     }
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.0.resize(wanted_bytes)
+    }
+    fn start(self: Arc<Self>, depth: u16) -> Option<Box<dyn Executor>> {
+        self.1(&self.0, depth)
     }
 }
 
@@ -91,9 +111,7 @@ fn an_image_is_a_disk_with_io_uring() {
     exercise(rig, &path);
 }
 
-/// An image whose executor finds memory plugged whenever it is called.
-struct Plugging(Arc<RawImage>, Arc<Mutex<Option<GuestView>>>);
-
+/// A ring that finds memory plugged whenever it is called.
 struct PluggingExecutor(Box<dyn Executor>, Arc<Mutex<Option<GuestView>>>);
 
 impl PluggingExecutor {
@@ -122,43 +140,28 @@ impl Executor for PluggingExecutor {
         self.plug();
         self.0.arm()
     }
-    fn event(&self) -> Option<&EventFd> {
+    fn event(&self) -> &EventFd {
         self.0.event()
     }
     fn batch(&self) -> usize {
         self.0.batch()
-    }
-    fn is_uring(&self) -> bool {
-        self.0.is_uring()
     }
     fn drain(&mut self) -> Vec<Done> {
         self.0.drain()
     }
 }
 
-impl Backend for Plugging {
-    fn geometry(&self) -> Geometry {
-        self.0.geometry()
-    }
-    fn size_bytes(&self) -> u64 {
-        self.0.size_bytes()
-    }
-    fn start(&self, depth: u16) -> io::Result<Box<dyn Executor>> {
-        Ok(Box::new(PluggingExecutor(self.0.start(depth)?, Arc::clone(&self.1))))
-    }
-    fn flush(&self) -> io::Result<()> {
-        Store::flush(&*self.0)
-    }
-    fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
-        self.0.resize(wanted_bytes)
-    }
-}
-
 #[test]
 fn memory_can_be_plugged_while_an_image_takes_its_time() {
     let (_folder, path) = image(32 << 20);
-    let view = Arc::default();
-    let mut rig = Rig::new(Plugging(RawImage::open(&path, WRITABLE).unwrap(), Arc::clone(&view)));
+    let view: Arc<Mutex<Option<GuestView>>> = Arc::default();
+    let seen = Arc::clone(&view);
+    let start: Start = Box::new(move |image, depth| {
+        let ring = Arc::clone(image).start(depth)?;
+        Some(Box::new(PluggingExecutor(ring, Arc::clone(&seen))))
+    });
+    let image = RawImage::open(&path, WRITABLE).unwrap();
+    let mut rig = Rig::new(Arc::new(OtherRing(image, start)));
     *view.lock() = Some(rig.view.clone());
     assert_eq!(rig.write(0, &pattern(8192, 3)), OK);
     // Two ranges, and more than one piece: there are steps behind the first.
@@ -176,7 +179,7 @@ fn memory_can_be_plugged_while_an_image_takes_its_time() {
 #[test]
 fn an_image_is_a_disk_without_io_uring() {
     let (_folder, path) = image(1 << 20);
-    exercise(Rig::new(WithoutUring(RawImage::open(&path, WRITABLE).unwrap())), &path);
+    exercise(Rig::new(without_uring(RawImage::open(&path, WRITABLE).unwrap())), &path);
 }
 
 #[test]
@@ -382,7 +385,7 @@ fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
     const LEN: u32 = 64 << 10;
     let (_folder, path) = image(16 << 20);
     let backend = RawImage::open(&path, WRITABLE).unwrap();
-    let device = Block::new(DiskShape { queues: QUEUES as u16, ..shape() }, Box::new(backend)).unwrap();
+    let device = Block::new(DiskShape { queues: QUEUES as u16, ..shape() }, backend).unwrap();
     let features = device.features();
     let mut rig = Rig::with(device, features);
     let data = pattern(LEN as usize, 9);

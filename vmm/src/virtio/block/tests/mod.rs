@@ -1,6 +1,7 @@
 //! The device under a driver: good requests, hostile ones, and media that fail.
 
 mod bounded;
+mod cost;
 mod device;
 mod fake;
 mod hostile;
@@ -16,7 +17,7 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use vm_memory::GuestAddress;
 
 use self::fake::Fake;
-use super::backend::Backend;
+use super::backend::BlockDevice;
 use super::request::Status;
 use super::{Block, BlockHandle, BlockMetrics, DiskShape};
 use crate::memory::view::GuestView;
@@ -30,7 +31,13 @@ const DATA: u64 = BUFFERS + 0x1000;
 const UNTOUCHED: u8 = 0xee;
 
 fn shape() -> DiskShape {
-    DiskShape { id: "disk".to_owned(), serial: "serial".to_owned(), queues: 1, queue_size: 32 }
+    DiskShape {
+        id: "disk".to_owned(),
+        serial: "serial".to_owned(),
+        queues: 1,
+        queue_size: 32,
+        read_only: false,
+    }
 }
 
 /// A device that was activated, and its driver.
@@ -41,8 +48,8 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(backend: impl Backend + 'static) -> Self {
-        let device = Block::new(shape(), Box::new(backend)).unwrap();
+    fn new(device: Arc<dyn BlockDevice>) -> Self {
+        let device = Block::new(shape(), device).unwrap();
         let features = device.features();
         Self::with(device, features)
     }
@@ -58,7 +65,7 @@ impl Rig {
 
     fn fake(len: usize) -> (Self, Arc<Fake>) {
         let fake = Arc::new(Fake::new(len));
-        (Self::new(Arc::clone(&fake)), fake)
+        (Self::new(fake.clone()), fake)
     }
 
     fn handle(&self) -> BlockHandle {

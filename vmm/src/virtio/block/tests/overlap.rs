@@ -13,8 +13,7 @@ use virtio_bindings::virtio_blk::*;
 use super::*;
 use crate::event_loop::EventLoopHandle;
 use crate::virtio::block::Kind;
-use crate::virtio::block::backend::blocking::{Blocking, Store};
-use crate::virtio::block::backend::{Executor, Geometry, ResizeError};
+use crate::virtio::block::backend::{Geometry, ResizeError};
 use crate::virtio::block::request::{DiskRange, Unmap};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -27,7 +26,13 @@ struct Asking {
     answers: Mutex<Vec<Receiver<io::Result<()>>>>,
 }
 
-impl Store for Asking {
+impl BlockDevice for Asking {
+    fn geometry(&self) -> Geometry {
+        Fake::new(0).geometry
+    }
+    fn size_bytes(&self) -> u64 {
+        1 << 20
+    }
     fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
         Ok(())
     }
@@ -45,21 +50,6 @@ impl Store for Asking {
     fn write_zeroes(&self, _: DiskRange, _: Unmap) -> io::Result<()> {
         Ok(())
     }
-}
-
-impl Backend for Arc<Asking> {
-    fn geometry(&self) -> Geometry {
-        Fake::new(0).geometry
-    }
-    fn size_bytes(&self) -> u64 {
-        1 << 20
-    }
-    fn start(&self, _: u16) -> io::Result<Box<dyn Executor>> {
-        Ok(Box::new(Blocking::new(Arc::clone(self))))
-    }
-    fn flush(&self) -> io::Result<()> {
-        Store::flush(&**self)
-    }
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
         Ok(())
     }
@@ -70,7 +60,7 @@ fn rig<const N: usize>() -> (Rig, Receiver<()>, [Sender<io::Result<()>>; N]) {
     let (begun, has_begun) = channel();
     let (senders, answers): (Vec<_>, Vec<_>) = (0..N).map(|_| channel()).unzip();
     let asking = Asking { begun: Mutex::new(begun), answers: Mutex::new(answers) };
-    let device = Block::new(DiskShape { queues: 2, ..shape() }, Box::new(Arc::new(asking))).unwrap();
+    let device = Block::new(DiskShape { queues: 2, ..shape() }, Arc::new(asking)).unwrap();
     let features = device.features();
     (Rig::with(device, features), has_begun, senders.try_into().unwrap())
 }

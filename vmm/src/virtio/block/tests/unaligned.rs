@@ -3,12 +3,11 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 
 use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
 
-use super::image::{WRITABLE, WithoutUring};
+use super::image::{WRITABLE, without_uring};
 use super::*;
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 
@@ -116,7 +115,7 @@ fn device_of_4096_serves_sectors_of_512() {
         let open = || RawImage::open(&device.path, options).unwrap();
         assert_eq!(open().geometry().block_bytes, 512);
         exercise(Rig::new(open()), 8 * MIB / 512);
-        exercise(Rig::new(WithoutUring(open())), 8 * MIB / 512);
+        exercise(Rig::new(without_uring(open())), 8 * MIB / 512);
     }
 }
 
@@ -136,7 +135,7 @@ fn file_keeps_sectors_of_512_wherever_it_is() {
     assert_eq!(shown.0.block_bytes, 512);
     assert_eq!([geometry(&path, false), geometry(elsewhere.path(), true)], [shown; 2]);
     exercise(Rig::new(RawImage::open(&path, options).unwrap()), size / 512);
-    exercise(Rig::new(WithoutUring(RawImage::open(&path, options).unwrap())), size / 512);
+    exercise(Rig::new(without_uring(RawImage::open(&path, options).unwrap())), size / 512);
     assert_eq!(fs::metadata(&path).unwrap().len(), size);
 }
 
@@ -146,7 +145,7 @@ fn host_that_begins_to_refuse_sectors_is_no_error() {
     let image = RawImage::open(&device.path, DIRECT_512).unwrap();
     // Simulates a host that accepted 512 bytes when the image was opened.
     image.forget_unit();
-    exercise(Rig::new(Arc::clone(&image)), 8 * MIB / 512);
+    exercise(Rig::new(image.clone()), 8 * MIB / 512);
 }
 
 #[test]
@@ -168,7 +167,7 @@ fn queues_that_change_the_same_blocks_lose_nothing() {
     const QUEUES: usize = 4;
     let Some(device) = Device::new(8 * MIB) else { return };
     let backend = RawImage::open(&device.path, DIRECT_512).unwrap();
-    let block = Block::new(DiskShape { queues: QUEUES as u16, ..shape() }, Box::new(backend)).unwrap();
+    let block = Block::new(DiskShape { queues: QUEUES as u16, ..shape() }, backend).unwrap();
     let features = block.features();
     let mut rig = Rig::with(block, features);
     for round in 0..50u8 {

@@ -1,6 +1,6 @@
 //! Volumes as disks.
 
-use std::ops::Range;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tempfile::TempDir;
@@ -9,25 +9,33 @@ use virtio_bindings::virtio_blk::*;
 use super::*;
 use crate::config::VolumeFormat;
 use crate::pool::{LocalPool, PmPool, StoredVolume};
-use crate::virtio::block::backend::volume::VolumeDisk;
-use crate::volume::sectors::{SectorError, Sectors};
+use crate::virtio::block::backend::{Geometry, ResizeError};
+use crate::virtio::block::request::{DiskRange, Unmap};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const MIB: u64 = 1 << 20;
 
-#[test]
-fn a_volume_is_a_disk_that_keeps_what_was_written() {
-    let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+/// A pool in `folder` with a volume `data`.
+fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
     let path = folder.path().join("pool");
     drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
     let pool = LocalPool::open(&path, None).unwrap();
     let (name, format) = ("data".to_owned(), VolumeFormat::Btt);
     pool.create_volume(&StoredVolume { name, format, size_bytes: 20 * MIB }).unwrap();
-    let disk = || {
-        let sectors = pool.open_volume("data").unwrap().into_sectors().unwrap();
-        Rig::new(VolumeDisk::new(sectors, false))
-    };
+    pool
+}
+
+/// The disk of a volume in a new pool.
+pub(super) fn disk_of_new_volume(folder: &TempDir) -> Arc<dyn BlockDevice> {
+    new_pool(folder).open_volume("data").unwrap().into_disk().unwrap().device
+}
+
+#[test]
+fn a_volume_is_a_disk_that_keeps_what_was_written() {
+    let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+    let pool = new_pool(&folder);
+    let disk = || Rig::new(pool.open_volume("data").unwrap().into_disk().unwrap().device);
     let mut rig = disk();
     let data = pattern(32 << 10, 8);
     assert_eq!(rig.write(16, &data), OK);
@@ -44,55 +52,70 @@ fn a_volume_is_a_disk_that_keeps_what_was_written() {
     assert_eq!(disk().read(16, 32 << 10), Ok(expected));
 }
 
-/// Sectors that fail.
+/// A device whose writes fail.
 #[derive(Default)]
 struct Failing(AtomicBool);
 
 impl Failing {
-    fn result(&self) -> Result<(), SectorError> {
+    fn result(&self) -> io::Result<()> {
         match self.0.load(Ordering::Relaxed) {
-            true => Err(SectorError::ReadOnly("arena 0 is read-only".to_owned())),
+            true => Err(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "arena 0 is read-only")),
             false => Ok(()),
         }
     }
 }
 
-impl Sectors for Failing {
-    fn sector_bytes(&self) -> u32 {
-        4096
+impl BlockDevice for Failing {
+    fn geometry(&self) -> Geometry {
+        Geometry { block_bytes: 4096, ..Fake::new(0).geometry }
     }
-    fn sectors(&self) -> u64 {
-        64
+    fn size_bytes(&self) -> u64 {
+        64 * 4096
     }
-    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), SectorError> {
+    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
         Ok(())
     }
-    fn write(&self, _: u64, _: &[u8]) -> Result<(), SectorError> {
+    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
         self.result()
     }
-    fn discard(&self, _: Range<u64>) -> Result<(), SectorError> {
+    fn flush(&self) -> io::Result<()> {
         self.result()
     }
-    fn read_only_arenas(&self) -> usize {
-        usize::from(self.result().is_err())
-    }
-    fn flush(&self) -> Result<(), SectorError> {
+    fn discard(&self, _: DiskRange) -> io::Result<()> {
         self.result()
+    }
+    fn write_zeroes(&self, _: DiskRange, _: Unmap) -> io::Result<()> {
+        self.result()
+    }
+    fn resize(&self, _: u64) -> Result<(), ResizeError> {
+        Ok(())
     }
 }
 
 #[test]
 fn what_a_volume_cannot_do_is_an_error_and_a_failed_flush_is_remembered() {
-    let sectors = Arc::new(Failing::default());
-    let backend = VolumeDisk::new(Arc::clone(&sectors) as _, false);
-    let failure = backend.failure();
-    let mut rig = Rig::new(backend);
+    let device = Arc::new(Failing::default());
+    let mut rig = Rig::new(device.clone());
+    let failure = rig.handle().failure();
     assert_eq!(rig.write(0, &[1; 4096]), OK);
-    sectors.0.store(true, Ordering::Relaxed);
+    device.0.store(true, Ordering::Relaxed);
     assert_eq!(rig.write(0, &[1; 4096]), IOERR);
     assert!(failure.reason().is_none() && !rig.metrics().read_only.load(Ordering::Relaxed));
     assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (IOERR, 1));
     assert!(failure.reason().unwrap().contains("arena 0 is read-only"));
-    sectors.0.store(false, Ordering::Relaxed);
+    device.0.store(false, Ordering::Relaxed);
     assert_eq!(rig.write(0, &[1; 4096]), IOERR, "nobody knows what the media has");
+}
+
+#[test]
+fn volume_that_is_attached_read_only_takes_no_write_and_no_discard() {
+    let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+    let shape = DiskShape { read_only: true, ..shape() };
+    let device = Block::new(shape, disk_of_new_volume(&folder)).unwrap();
+    let features = device.features();
+    assert_ne!(features & 1 << VIRTIO_BLK_F_RO, 0);
+    assert_eq!(features & (1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES), 0);
+    let mut rig = Rig::with(device, features);
+    assert_eq!(rig.write(0, &[1; 4096]), IOERR);
+    assert_eq!(rig.read(0, 4096), Ok(vec![0; 4096]));
 }

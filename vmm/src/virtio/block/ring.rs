@@ -1,0 +1,125 @@
+//! The path by io_uring: steps of several requests are under way together, and the thread goes on meanwhile.
+
+use std::io;
+
+use vm_memory::GuestAddressSpace;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::backend::{Done, Executor, Step};
+use super::event::{Taken, Worker};
+use super::flush::Ticket;
+use super::job::Job;
+
+/// Ring of one queue.
+pub(super) struct Ring {
+    executor: Box<dyn Executor>,
+    /// By token.
+    jobs: Vec<Option<(Job, Option<Ticket>)>>,
+    /// Tokens that are not used.
+    free: Vec<usize>,
+}
+
+impl Ring {
+    /// A ring with up to `depth` steps under way.
+    pub(super) fn new(executor: Box<dyn Executor>, depth: u16) -> Self {
+        let jobs = (0..depth).map(|_| None).collect();
+        Self { executor, jobs, free: (0..usize::from(depth)).collect() }
+    }
+
+    /// Raised when a step has ended, while the ring is armed.
+    pub(super) fn event(&self) -> &EventFd {
+        self.executor.event()
+    }
+
+    fn take_done(&mut self) -> Vec<Done> {
+        let mut done = Vec::new();
+        while done.len() < self.jobs.len()
+            && let Some(one) = self.executor.next_done()
+        {
+            done.push(one);
+        }
+        done
+    }
+
+    fn end(&mut self, token: usize) -> (Job, Option<Ticket>) {
+        self.free.push(token);
+        self.jobs[token].take().expect("the job of a step that was begun")
+    }
+
+    /// Waits for what is under way, and returns the results of flushes.
+    pub(super) fn drain_flushes(&mut self) -> Vec<(Job, io::Result<()>)> {
+        let done = self.executor.drain();
+        let flushes = done.into_iter().filter(|done| matches!(done.step, Step::Flush));
+        flushes.map(|Done { token, result, .. }| (self.end(token).0, result)).collect()
+    }
+}
+
+impl Worker {
+    /// Takes requests, begins their steps, and answers what is over. False: nothing is left to do before the next event.
+    pub(super) fn pass_by_ring(&mut self, ring: &mut Ring) -> bool {
+        let steps = self.take_batch(ring.executor.batch());
+        let taken = !steps.is_empty();
+        self.add(ring, steps);
+        let batch = ring.executor.batch();
+        let more = (0..batch).all(|_| !self.is_stopping() && ring.executor.begin());
+        let finished = self.finish_done(ring);
+        if self.used {
+            self.check_interrupt(&self.view.memory());
+        }
+        self.interrupt_if_due();
+        taken || more || finished || ring.executor.arm() || self.is_wanted(&self.view.memory())
+    }
+
+    /// Takes requests out of the ring, under one guard, with the first step of each.
+    fn take_batch(&mut self, batch: usize) -> Vec<(Job, Step)> {
+        let guard = self.view.memory();
+        self.silence(&guard);
+        let mut steps = Vec::new();
+        // Refused requests count as well: a guard is held for a bounded number of them.
+        for _ in 0..batch {
+            match self.take(&guard) {
+                Taken::Begun(job, step) => steps.push((job, step)),
+                Taken::Answered => {}
+                Taken::Nothing => break,
+            }
+        }
+        steps
+    }
+
+    fn add(&mut self, ring: &mut Ring, steps: Vec<(Job, Step)>) {
+        for (job, step) in steps {
+            let ticket = matches!(step, Step::Flush).then(|| self.disk.flushes().begin());
+            // Each request that is taken has one.
+            let token = ring.free.pop().expect("a token for each request");
+            ring.jobs[token] = Some((job, ticket));
+            ring.executor.add(token, step);
+        }
+    }
+
+    /// Answers what is over, and begins the next steps of the same jobs. False if nothing was over.
+    fn finish_done(&mut self, ring: &mut Ring) -> bool {
+        // 1. Results of flushes are known before other requests are answered.
+        let mut over = Vec::new();
+        for Done { token, step, result } in ring.take_done() {
+            let (job, ticket) = ring.end(token);
+            match ticket {
+                None => over.push((job, step, result)),
+                Some(ticket) => {
+                    over.extend(self.flushed(job, ticket, result).map(|(job, result)| (job, step, result)));
+                }
+            }
+        }
+        // 2. Those that succeeded are over when all are that they overlapped.
+        over.extend(self.take_settled().into_iter().map(|(job, result)| (job, Step::Flush, result)));
+        if over.is_empty() {
+            return false;
+        }
+        // 3. The next steps are begun when the guard is gone.
+        let guard = self.view.memory();
+        let next = over.into_iter().filter_map(|(job, step, result)| self.finish(&guard, job, step, result));
+        let next = next.collect();
+        drop(guard);
+        self.add(ring, next);
+        true
+    }
+}

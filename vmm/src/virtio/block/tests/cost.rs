@@ -1,0 +1,70 @@
+//! Loads whose instructions callgrind counts (docs/benchmarks.md).
+
+use std::env;
+use std::fs::File;
+
+use tempfile::TempDir;
+use virtio_bindings::virtio_blk::VIRTIO_BLK_S_OK;
+
+use super::image::without_uring;
+use super::volume::disk_of_new_volume;
+use super::*;
+use crate::virtio::block::backend::image::{ImageOptions, RawImage};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const PAGE_BYTES: usize = 4096;
+/// Places in the disk that are used in turn.
+const PLACES: u64 = 256;
+
+/// Number of requests, from the environment.
+fn requests() -> u64 {
+    env::var("FORESHORE_COST_REQUESTS").map_or(PLACES, |text| text.parse().unwrap())
+}
+
+fn writes(mut rig: Rig) {
+    let data = pattern(PAGE_BYTES, 1);
+    for nth in 0..requests() {
+        assert_eq!(rig.write(nth % PLACES * 8, &data), OK);
+    }
+    assert_eq!(rig.read(0, PAGE_BYTES as u32), Ok(data));
+}
+
+fn reads(mut rig: Rig) {
+    let data = pattern(PAGE_BYTES, 2);
+    assert_eq!(rig.write(0, &data), OK);
+    for _ in 0..requests() {
+        assert_eq!(rig.read(0, PAGE_BYTES as u32).as_deref(), Ok(&data[..]));
+    }
+}
+
+fn with_volume(load: impl Fn(Rig)) {
+    let folder = TempDir::new_in("/dev/shm").unwrap();
+    load(Rig::new(disk_of_new_volume(&folder)));
+}
+
+fn with_image(load: impl Fn(Rig)) {
+    let folder = TempDir::new_in("/dev/shm").unwrap();
+    let path = folder.path().join("image");
+    File::create(&path).unwrap().set_len(PLACES * PAGE_BYTES as u64).unwrap();
+    load(Rig::new(without_uring(RawImage::open(&path, ImageOptions::default()).unwrap())));
+}
+
+#[test]
+fn volume_returns_each_page_that_was_written() {
+    with_volume(writes);
+}
+
+#[test]
+fn volume_returns_the_same_page_to_each_read() {
+    with_volume(reads);
+}
+
+#[test]
+fn image_without_io_uring_returns_each_page_that_was_written() {
+    with_image(writes);
+}
+
+#[test]
+fn image_without_io_uring_returns_the_same_page_to_each_read() {
+    with_image(reads);
+}
