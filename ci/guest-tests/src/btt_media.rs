@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
-use pmem_volume::btt::{ArenaInfo, InfoSource, Layout, ReadAt, Reader, Sector, WriteAt, arenas, check};
-use pmem_volume::media::MediaError;
+use pmem_volume::btt::{ArenaInfo, InfoSource, Layout, Reader, Sector, arenas, check};
+use pmem_volume::media::{Durability, Media, MediaError};
 use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
 use uuid::Uuid;
@@ -39,7 +39,7 @@ impl BttMedia {
     pub fn format(&self, sector_bytes: u32) -> Result<()> {
         let zeros = vec![0; 1 << 20];
         for offset in (0..self.len_bytes()).step_by(zeros.len()) {
-            self.write_at(offset, &zeros)?;
+            self.store(offset, &zeros)?;
         }
         Ok(Layout::new(self.len_bytes(), sector_bytes, Uuid::new_v4())?.format(self)?)
     }
@@ -85,7 +85,7 @@ impl BttMedia {
     /// Damages an arena: nobody knows what this lane did last, and with which block it would go on.
     pub fn erase_lane(&self, arena: usize, lane: u32) -> Result<()> {
         let flog_at = self.arenas()?[arena].0.flog_at;
-        Ok(self.write_at(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
+        Ok(self.store(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
     }
 
     /// Cuts a range of the volume into ranges of the file.
@@ -100,12 +100,16 @@ impl BttMedia {
     }
 }
 
-impl ReadAt for BttMedia {
+impl Media for BttMedia {
     fn len_bytes(&self) -> u64 {
         self.extents.iter().map(|extent| extent.len_bytes()).sum()
     }
 
-    fn read_at(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        Durability::PageCache
+    }
+
+    fn read(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
         for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
             let (now, later) = into.split_at_mut((range.end - range.start) as usize);
             self.file.read_exact_at(now, range.start).map_err(|source| failure("read", &range, source))?;
@@ -113,10 +117,8 @@ impl ReadAt for BttMedia {
         }
         Ok(())
     }
-}
 
-impl WriteAt for BttMedia {
-    fn write_at(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
+    fn store(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
         for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
             let (now, later) = bytes.split_at((range.end - range.start) as usize);
             self.file.write_all_at(now, range.start).map_err(|source| failure("write", &range, source))?;

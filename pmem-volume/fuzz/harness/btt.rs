@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock};
 
-use pmem_volume::btt::{self, Engine, EngineError, ReadAt, Words, WriteAt};
-use pmem_volume::media::MediaError;
+use pmem_volume::btt::{self, Engine, EngineError};
+use pmem_volume::media::{Durability, Media, MediaError};
 use uuid::Uuid;
 
 use super::cursor::Cursor;
@@ -20,20 +20,22 @@ const OPERATIONS: u8 = 12;
 /// A volume's bytes.
 struct Space(Mutex<Image>);
 
-impl ReadAt for Space {
+impl Media for Space {
     fn len_bytes(&self) -> u64 {
         self.0.lock().unwrap().len_bytes
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        Durability::Volatile
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert!(offset_bytes + into.len() as u64 <= self.len_bytes(), "a read outside the volume");
         self.0.lock().unwrap().read(offset_bytes, into);
         Ok(())
     }
-}
 
-impl WriteAt for Space {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         assert!(offset_bytes + bytes.len() as u64 <= self.len_bytes(), "a write outside the volume");
         self.0.lock().unwrap().write(offset_bytes, bytes);
         Ok(())
@@ -42,19 +44,17 @@ impl WriteAt for Space {
     fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
         Ok(())
     }
-}
 
-impl Words for Space {
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         assert!(offset_bytes.is_multiple_of(8));
         let mut word = [0; 8];
-        self.read_at(offset_bytes, &mut word)?;
+        self.read(offset_bytes, &mut word)?;
         Ok(u64::from_le_bytes(word))
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         assert!(offset_bytes.is_multiple_of(8));
-        self.write_at(offset_bytes, &word.to_le_bytes())
+        self.store(offset_bytes, &word.to_le_bytes())
     }
 }
 
@@ -100,11 +100,9 @@ fn write_some(space: &Space, sector_bytes: u64) {
     let (data_at, map_at) = (INFO_BYTES + offset(88), INFO_BYTES + offset(96));
     for sector in 0..WRITTEN {
         let block = sector ^ 1;
-        space
-            .write_at(data_at + block * sector_bytes, &vec![sector as u8 + 1; sector_bytes as usize])
-            .unwrap();
+        space.store(data_at + block * sector_bytes, &vec![sector as u8 + 1; sector_bytes as usize]).unwrap();
         let entry = (block as u32 | WRITTEN_ENTRY).to_le_bytes();
-        space.write_at(map_at + sector * 4, &entry).unwrap();
+        space.store(map_at + sector * 4, &entry).unwrap();
     }
     assert!(btt::check(space).unwrap().is_clean());
 }

@@ -4,12 +4,12 @@ use thiserror::Error;
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::ReadAt;
 use super::layout::{
     ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, MAP_ENTRY_BYTES,
     PAGE_BYTES, SIGNATURE, VERSION, checksum,
 };
 use crate::CHUNK_BYTES;
+use crate::media::Media;
 
 /// Sector sizes that Linux knows; those that are no power of two carry integrity data.
 const SECTOR_SIZES: [u32; 7] = [512, 520, 528, 4096, 4104, 4160, 4224];
@@ -92,7 +92,7 @@ pub enum InfoError {
 /// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's size; the copy
 /// lies at its end. A block that cannot be read is as one that is damaged.
 pub(super) fn read_arena(
-    space: &impl ReadAt,
+    space: &impl Media,
     start_bytes: u64,
     size_bytes: u64,
 ) -> Result<(ArenaInfo, InfoSource), InfoError> {
@@ -134,16 +134,16 @@ pub(super) fn read_arena(
 }
 
 /// Reads a block that may be an info block.
-pub(super) fn read_info(space: &impl ReadAt, at: u64) -> Result<InfoBytes, InfoError> {
+pub(super) fn read_info(space: &impl Media, at: u64) -> Result<InfoBytes, InfoError> {
     let mut info = InfoBytes::new_zeroed();
-    space.read_at(at, info.as_mut_bytes()).map_err(|error| InfoError::Media(error.in_full()))?;
+    space.read(at, info.as_mut_bytes()).map_err(|error| InfoError::Media(error.in_full()))?;
     Ok(info)
 }
 
 /// May it be one? What cannot be read is none.
-fn has_signature(space: &impl ReadAt, at: u64) -> bool {
+fn has_signature(space: &impl Media, at: u64) -> bool {
     let mut signature = [0; SIGNATURE.len()];
-    space.read_at(at, &mut signature).is_ok() && signature == SIGNATURE
+    space.read(at, &mut signature).is_ok() && signature == SIGNATURE
 }
 
 impl ArenaInfo {

@@ -5,12 +5,11 @@ use serde::ser::{SerializeStruct, Serializer};
 use serde::{Serialize, ser};
 use thiserror::Error;
 
-use super::ReadAt;
 use super::arena::{ArenaInfo, InfoError, InfoSource};
 use super::flog::{MapKind, Recovery, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use super::walk::arenas;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// How many findings of an arena are kept. All are counted.
 const MAX_FINDINGS: usize = 100;
@@ -162,12 +161,12 @@ impl Report {
 }
 
 /// Checks a volume. It changes nothing.
-pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
+pub fn check(space: &impl Media) -> Result<Report, MediaError> {
     check_with(space, &mut |_| {})
 }
 
 /// The same. `reached` hears up to where the volume is checked, in bytes; the last is its length.
-pub fn check_with(space: &impl ReadAt, reached: &mut dyn FnMut(u64)) -> Result<Report, MediaError> {
+pub fn check_with(space: &impl Media, reached: &mut dyn FnMut(u64)) -> Result<Report, MediaError> {
     let places = arenas(space).into_iter();
     let arenas = places.map(|place| match place {
         Ok((info, source)) => check_arena(space, info, source, reached),
@@ -179,7 +178,7 @@ pub fn check_with(space: &impl ReadAt, reached: &mut dyn FnMut(u64)) -> Result<R
 }
 
 fn check_arena(
-    space: &impl ReadAt,
+    space: &impl Media,
     info: ArenaInfo,
     source: InfoSource,
     reached: &mut dyn FnMut(u64),
@@ -242,7 +241,7 @@ impl ArenaReport {
     /// Goes through the map, as recovery would leave it. False: not all of it can be read.
     fn name_mapped(
         &mut self,
-        space: &impl ReadAt,
+        space: &impl Media,
         info: &ArenaInfo,
         recovery: &Recovery,
         named: &mut BlockSet,
@@ -253,7 +252,7 @@ impl ArenaReport {
         while first < info.sectors {
             let count = MAP_PIECE.min(info.sectors - first);
             let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-            if let Err(error) = space.read_at(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
+            if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
                 self.add(Finding::Unreadable { what: "map", why: error.in_full() });
                 is_whole = false;
                 first += count;

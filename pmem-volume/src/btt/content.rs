@@ -1,17 +1,16 @@
 //! Has a BTT ever been written to?
 
-use super::ReadAt;
 use super::flog::{MapKind, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use super::walk::arenas;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// The map is read in pieces of this many bytes.
 const PIECE_BYTES: u64 = 256 << 10;
 
 /// May a sector hold anything but zeros? Sectors that were never written, or that were discarded, hold nothing. Of what is
 /// damaged nobody knows.
-pub fn holds_data(space: &impl ReadAt) -> Result<bool, MediaError> {
+pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     for place in arenas(space) {
         let Ok((info, _)) = place else { return Ok(true) };
         let recovery = recover(space, &info)?;
@@ -22,7 +21,7 @@ pub fn holds_data(space: &impl ReadAt) -> Result<bool, MediaError> {
         let mut bytes = vec![0; PIECE_BYTES.min(end - info.map_at) as usize];
         for at in (info.map_at..end).step_by(PIECE_BYTES as usize) {
             let piece = &mut bytes[..(end - at).min(PIECE_BYTES) as usize];
-            space.read_at(at, piece)?;
+            space.read(at, piece)?;
             let (entries, _) = piece.as_chunks::<4>();
             let is_written = |entry: &[u8; 4]| {
                 let entry = u32::from_le_bytes(*entry);

@@ -13,9 +13,8 @@ use super::layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, PAGE_BYTES, START_BYTES,
     arena_places_from, checksum, write_arenas,
 };
-use super::{ReadAt, WriteAt};
 use crate::CHUNK_BYTES;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 use foreshore_types::size::Size;
 
 /// Zeros are written in pieces of this many bytes.
@@ -65,7 +64,7 @@ pub struct Extension {
 }
 
 /// Plans further arenas for the volume `space`, which is to have `size_bytes`.
-pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, ExtendError>, MediaError> {
+pub fn extend(space: &impl Media, size_bytes: u64) -> Result<Result<Extension, ExtendError>, MediaError> {
     let (mut start, mut number) = (START_BYTES, 0);
     loop {
         let damaged = |reason| Ok(Err(ExtendError::Damaged { arena: number, reason }));
@@ -96,7 +95,7 @@ pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, 
             return Ok(Err(ExtendError::TooLittle { size_bytes, least_bytes }));
         }
         let mut last = InfoBytes::new_zeroed();
-        space.read_at(start, last.as_mut_bytes())?;
+        space.read(start, last.as_mut_bytes())?;
         return Ok(Ok(Extension {
             arenas: ArenaLayout::all(&arenas, info.sector_bytes),
             last,
@@ -109,12 +108,12 @@ pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, 
 impl Extension {
     /// Writes the new arenas, durably. They are not part of the BTT yet. `space` has the new size; what the volume did
     /// not have before reads as zeros.
-    pub fn format(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+    pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
         // What was too small for an arena until now is nobody's, and may hold anything.
         let unused = self.arenas[0].start..self.old_bytes;
         let zeros = vec![0; PIECE_BYTES.min(unused.end.saturating_sub(unused.start)) as usize];
         for at in unused.clone().step_by(PIECE_BYTES as usize) {
-            space.write_at(at, &zeros[..(unused.end - at).min(PIECE_BYTES) as usize])?;
+            space.store(at, &zeros[..(unused.end - at).min(PIECE_BYTES) as usize])?;
         }
         if !unused.is_empty() {
             space.persist(std::slice::from_ref(&unused))?;

@@ -4,14 +4,13 @@ use std::collections::BTreeMap;
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::ReadAt;
 use super::arena::ArenaInfo;
 use super::check::Finding;
 use super::layout::{
     FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO,
 };
 use super::torn::{self, Suspect, looks_torn};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// A map entry, decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,13 +39,13 @@ pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
 }
 
 /// Reads one map entry.
-pub(super) fn read_map(space: &impl ReadAt, arena: &ArenaInfo, sector: u32) -> Result<MapEntry, MediaError> {
+pub(super) fn read_map(space: &impl Media, arena: &ArenaInfo, sector: u32) -> Result<MapEntry, MediaError> {
     Ok(decode_map(sector, read_entry(space, arena, sector)?))
 }
 
-fn read_entry(space: &impl ReadAt, arena: &ArenaInfo, sector: u32) -> Result<u32, MediaError> {
+fn read_entry(space: &impl Media, arena: &ArenaInfo, sector: u32) -> Result<u32, MediaError> {
     let mut entry = [0; 4];
-    space.read_at(arena.map_at + u64::from(sector) * MAP_ENTRY_BYTES, &mut entry)?;
+    space.read(arena.map_at + u64::from(sector) * MAP_ENTRY_BYTES, &mut entry)?;
     Ok(u32::from_le_bytes(entry))
 }
 
@@ -115,9 +114,9 @@ pub(super) struct Recovery {
 }
 
 /// Reads the whole flog and finds out where each lane is.
-pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery, MediaError> {
+pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Result<Recovery, MediaError> {
     let mut bytes = vec![0; (u64::from(arena.lanes) * FLOG_GROUP_BYTES) as usize];
-    space.read_at(arena.flog_at, &mut bytes)?;
+    space.read(arena.flog_at, &mut bytes)?;
     let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
     let mut recovery = Recovery::default();
     let Some(second) = second_slot(groups) else {
@@ -151,7 +150,7 @@ impl Recovery {
     /// came before the map entry was written. If it names neither, the crash may have torn it: the entry is returned.
     fn replay(
         &mut self,
-        space: &impl ReadAt,
+        space: &impl Media,
         arena: &ArenaInfo,
         lane: u32,
         entry: &FlogEntryBytes,

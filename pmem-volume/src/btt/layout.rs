@@ -8,9 +8,8 @@ use uuid::Uuid;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::WriteAt;
 use crate::CHUNK_BYTES;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 use foreshore_types::size::Size;
 
 /// First bytes of an info block.
@@ -194,7 +193,7 @@ impl Layout {
     }
 
     /// Writes an empty table. The space must read as zeros, which is what an unwritten map is.
-    pub fn format(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+    pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
         write_arenas(space, &self.arenas, &self.common())
     }
 
@@ -217,7 +216,7 @@ impl Layout {
 /// 1. Flog and second info block, persist.
 /// 2. First info block, persist.
 pub(super) fn write_arenas(
-    space: &impl WriteAt,
+    space: &impl Media,
     arenas: &[ArenaLayout],
     common: &InfoBytes,
 ) -> Result<(), MediaError> {
@@ -225,10 +224,10 @@ pub(super) fn write_arenas(
         let flog = arena.initial_flog();
         let info = arena.info(common);
         let (flog_at, backup_at) = (arena.start + arena.logoff, arena.start + arena.info2off);
-        space.write_at(flog_at, &flog)?;
-        space.write_at(backup_at, info.as_bytes())?;
+        space.store(flog_at, &flog)?;
+        space.store(backup_at, info.as_bytes())?;
         space.persist(&[flog_at..flog_at + flog.len() as u64, backup_at..backup_at + INFO_BYTES])?;
-        space.write_at(arena.start, info.as_bytes())?;
+        space.store(arena.start, info.as_bytes())?;
         space.persist(std::slice::from_ref(&(arena.start..arena.start + INFO_BYTES)))?;
     }
     Ok(())

@@ -2,14 +2,13 @@
 
 use std::fs::OpenOptions;
 use std::io;
-use std::ops::Range;
+use std::ops::Deref;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use super::{ReadAt, Words, WriteAt};
-use crate::media::{FileMedia, Media, MediaError, Pending, Place};
+use crate::media::{FileMedia, Media, MediaError, Place};
 use crate::pool::layout::SUPERBLOCK_MAGIC;
 use crate::pool::{Holder, LockKind, try_lock};
 
@@ -103,56 +102,10 @@ impl PlainFile {
     }
 }
 
-impl ReadAt for PlainFile {
-    fn len_bytes(&self) -> u64 {
-        self.media.len_bytes()
-    }
+impl Deref for PlainFile {
+    type Target = FileMedia;
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        Media::read(&self.media, offset_bytes, into)
-    }
-
-    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        Media::next_data(&self.media, range)
-    }
-}
-
-impl WriteAt for PlainFile {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.media.store(offset_bytes, bytes)
-    }
-
-    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        Media::persist(&self.media, ranges)
-    }
-}
-
-impl Words for PlainFile {
-    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        Media::load_word(&self.media, offset_bytes)
-    }
-
-    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
-        Media::store_word(&self.media, offset_bytes, word)
-    }
-
-    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        Media::load(&self.media, offset_bytes, into)
-    }
-
-    fn expect_word(&self, offset_bytes: u64) {
-        Media::expect_word(&self.media, offset_bytes);
-    }
-
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
-        Media::store_bulk(&self.media, offset_bytes, bytes, pending)
-    }
-
-    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
-        Media::begin_persist(&self.media, range, pending)
-    }
-
-    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
-        Media::end_persist(&self.media, pending)
+    fn deref(&self) -> &FileMedia {
+        &self.media
     }
 }

@@ -5,13 +5,12 @@ use std::ops::Range;
 
 use thiserror::Error;
 
-use super::ReadAt;
 use super::arena::ArenaInfo;
 use super::check::Finding;
 use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
 use super::walk::arenas;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// What a sector holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +74,7 @@ pub struct Reader<'a, S> {
     sector_bytes: u32,
 }
 
-impl<'a, S: ReadAt> Reader<'a, S> {
+impl<'a, S: Media> Reader<'a, S> {
     /// Finds the arenas and replays their flogs. An arena that is not whole is an error.
     pub fn open(space: &'a S) -> Result<Result<Self, Finding>, MediaError> {
         let (reader, troubles) = Self::open_damaged(space)?;
@@ -150,9 +149,7 @@ impl<'a, S: ReadAt> Reader<'a, S> {
                 Ok(Sector::Zeros)
             }
             MapKind::Data if entry.block >= arena.info.blocks => Ok(Sector::Error),
-            MapKind::Data => {
-                self.space.read_at(arena.info.block_at(entry.block), bytes).map(|()| Sector::Data)
-            }
+            MapKind::Data => self.space.read(arena.info.block_at(entry.block), bytes).map(|()| Sector::Data),
         }
     }
 
@@ -257,11 +254,11 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         for (start, from, count) in runs {
             let at = (start - first) as usize * sector_bytes;
             let bytes = &mut into[at..at + count as usize * sector_bytes];
-            if self.space.read_at(from, bytes).is_ok() {
+            if self.space.read(from, bytes).is_ok() {
                 continue;
             }
             for (number, bytes) in bytes.chunks_mut(sector_bytes).enumerate() {
-                if let Err(error) = self.space.read_at(from + (number * sector_bytes) as u64, bytes) {
+                if let Err(error) = self.space.read(from + (number * sector_bytes) as u64, bytes) {
                     bytes.fill(0);
                     lost(start + number as u32, Lost::Media(error));
                 }
@@ -273,7 +270,7 @@ impl<'a, S: ReadAt> Reader<'a, S> {
     fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, MediaError>> {
         let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
-        let all = self.space.read_at(at, &mut bytes);
+        let all = self.space.read(at, &mut bytes);
         let (entries, _) = bytes.as_chunks::<4>();
         let of_sector = |(sector, entry): (u32, &[u8; 4])| match (arena.redo.get(&sector), &all) {
             (Some(block), _) => Ok(MapEntry { block: *block, kind: MapKind::Data }),

@@ -28,8 +28,7 @@ use super::layout::{
     MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO, checksum,
 };
 use super::walk::{Place, arenas};
-use super::{ReadAt, WriteAt};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// What may be given up, so that the rest can be written again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,13 +66,13 @@ pub struct Repair {
 
 /// Finds out what can be repaired. Nothing is changed. `reached` hears up to where that is known, in bytes.
 pub fn plan_repair(
-    space: &impl ReadAt,
+    space: &impl Media,
     give_up: GiveUp,
     reached: &mut dyn FnMut(u64),
 ) -> Result<Repair, MediaError> {
     let mut overlay = Overlay::new(space);
     let mut mendings = damaged_info(space)?;
-    mendings.iter().for_each(|mending| overlay.store(mending));
+    mendings.iter().for_each(|mending| overlay.apply(mending));
     let mut after = check_with(&overlay, reached)?;
     let places = arenas(&overlay);
     let mut more = Vec::new();
@@ -84,14 +83,14 @@ pub fn plan_repair(
         }
     }
     if !more.is_empty() {
-        more.iter().for_each(|mending| overlay.store(mending));
+        more.iter().for_each(|mending| overlay.apply(mending));
         mendings.append(&mut more);
         after = check_with(&overlay, reached)?;
     }
     for (number, info) in whole(&places) {
         if after.arenas[number].findings == [Finding::ErrorFlag] {
             let mending = without_error_flag(&overlay, number, info)?;
-            overlay.store(&mending);
+            overlay.apply(&mending);
             mendings.push(mending);
             let arena = &mut after.arenas[number];
             (arena.findings, arena.findings_total) = (vec![], 0);
@@ -120,7 +119,7 @@ fn whole(places: &[Place]) -> impl Iterator<Item = (usize, &ArenaInfo)> {
 }
 
 fn mend_arena(
-    space: &impl ReadAt,
+    space: &impl Media,
     number: usize,
     info: &ArenaInfo,
     give_up: GiveUp,
@@ -136,7 +135,7 @@ impl Repair {
     ///
     /// First what was seen becomes durable: whoever stored it may have been killed before it was. A block that a lane is
     /// given because the map names it no more would be named by both if the map's change were lost, and the lane's not.
-    pub fn carry_out(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+    pub fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
         if self.mendings.is_empty() {
             return Ok(());
         }
@@ -150,10 +149,10 @@ impl Mending {
         Self { arena, what, phases }
     }
 
-    fn carry_out(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+    fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
         for phase in &self.phases {
             for (at, bytes) in phase {
-                space.write_at(*at, bytes)?;
+                space.store(*at, bytes)?;
             }
             let ranges: Vec<_> = phase.iter().map(|(at, bytes)| *at..at + bytes.len() as u64).collect();
             space.persist(&ranges)?;
@@ -169,7 +168,7 @@ fn is_inconsistent(arena: &ArenaReport) -> bool {
 
 /// Info blocks that are damaged, or differ from the first, which counts for Linux: they are written again from the
 /// other one.
-fn damaged_info(space: &impl ReadAt) -> Result<Vec<Mending>, MediaError> {
+fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for (number, place) in arenas(space).into_iter().enumerate() {
         let Ok((info, source)) = place else { continue };
@@ -181,7 +180,7 @@ fn damaged_info(space: &impl ReadAt) -> Result<Vec<Mending>, MediaError> {
             InfoSource::Second => (Finding::FirstInfo, second, first),
         };
         let mut whole = InfoBytes::new_zeroed();
-        space.read_at(from, whole.as_mut_bytes())?;
+        space.read(from, whole.as_mut_bytes())?;
         let which = if at == first { "second" } else { "first" };
         let what = format!("{finding}: it is written again from the {which}");
         mendings.push(Mending::new(number, what, vec![vec![(at, whole.as_bytes().to_vec())]]));
@@ -190,9 +189,9 @@ fn damaged_info(space: &impl ReadAt) -> Result<Vec<Mending>, MediaError> {
 }
 
 /// The flag's word and the checksum, of one block and then of the other: one of them is whole at any time.
-fn without_error_flag(space: &impl ReadAt, number: usize, info: &ArenaInfo) -> Result<Mending, MediaError> {
+fn without_error_flag(space: &impl Media, number: usize, info: &ArenaInfo) -> Result<Mending, MediaError> {
     let mut block = InfoBytes::new_zeroed();
-    space.read_at(info.start_bytes, block.as_mut_bytes())?;
+    space.read(info.start_bytes, block.as_mut_bytes())?;
     block.flags.set(block.flags.get() & !FLAG_ERROR);
     let sum = checksum(&block);
     block.checksum.set(sum);
@@ -209,7 +208,7 @@ impl Survey {
     /// the lanes', also for who begins anew after a crash.
     fn mend(
         &self,
-        space: &impl ReadAt,
+        space: &impl Media,
         number: usize,
         info: &ArenaInfo,
         give_up: GiveUp,
@@ -278,7 +277,7 @@ impl Survey {
 
 /// Words of the map with other entries in them.
 fn map_words(
-    space: &impl ReadAt,
+    space: &impl Media,
     info: &ArenaInfo,
     entries: &BTreeMap<u32, u32>,
 ) -> Result<Vec<Store>, MediaError> {
@@ -289,7 +288,7 @@ fn map_words(
         let mut word = [0; 8];
         match words.get(&start) {
             Some(changed) => word = *changed,
-            None => space.read_at(start, &mut word)?,
+            None => space.read(start, &mut word)?,
         }
         word[within..within + 4].copy_from_slice(&entry.to_le_bytes());
         words.insert(start, word);
@@ -298,7 +297,7 @@ fn map_words(
 }
 
 fn restored(
-    space: &impl ReadAt,
+    space: &impl Media,
     number: usize,
     info: &ArenaInfo,
     sector: u32,

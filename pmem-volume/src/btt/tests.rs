@@ -1,5 +1,7 @@
 //! A writer that follows Linux's order of steps, stopped after every one of them; and damage of every kind.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use uuid::Uuid;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -9,6 +11,7 @@ use super::flog::{MapKind, read_map, recover};
 use super::layout::*;
 use super::*;
 use crate::media::simulator::Simulator;
+use crate::media::{Durability, Media, MediaError, MemoryMedia};
 
 pub(super) const VOLUME_BYTES: u64 = 18 << 20;
 
@@ -25,12 +28,12 @@ fn entry_at(info: &ArenaInfo, sector: u32) -> u64 {
 
 pub(super) fn map_entry(media: &MemoryMedia, arena: &ArenaInfo, sector: u32) -> u32 {
     let mut bytes = [0; 4];
-    media.read_at(entry_at(arena, sector), &mut bytes).unwrap();
+    media.read(entry_at(arena, sector), &mut bytes).unwrap();
     u32::from_le_bytes(bytes)
 }
 
 pub(super) fn set_map(media: &MemoryMedia, arena: &ArenaInfo, sector: u32, entry: u32) {
-    media.write_at(entry_at(arena, sector), &entry.to_le_bytes()).unwrap();
+    media.store(entry_at(arena, sector), &entry.to_le_bytes()).unwrap();
 }
 
 /// Writes sectors as the Linux driver does, one lane at a time.
@@ -60,14 +63,14 @@ impl<'a> Writer<'a> {
         let entry_at = self.arena.flog_at + lane as u64 * FLOG_GROUP_BYTES + slot_number as u64 * 16;
         let halves = [[sector, old], [free, sequence]];
         if steps >= 1 {
-            self.media.write_at(self.arena.block_at(free), bytes).unwrap();
+            self.media.store(self.arena.block_at(free), bytes).unwrap();
         }
         for (at, half) in halves.iter().enumerate().take(steps.saturating_sub(1) as usize) {
-            self.media.write_at(entry_at + at as u64 * 8, half.map(u32::to_le).as_bytes()).unwrap();
+            self.media.store(entry_at + at as u64 * 8, half.map(u32::to_le).as_bytes()).unwrap();
         }
         if steps >= 4 {
             let entry = (free | MAP_ERROR | MAP_ZERO).to_le_bytes();
-            self.media.write_at(self.arena.map_at + u64::from(sector) * 4, &entry).unwrap();
+            self.media.store(self.arena.map_at + u64::from(sector) * 4, &entry).unwrap();
         }
         if steps >= 3 {
             self.lanes[lane] = (old, sequence % 3 + 1, 1 - slot);
@@ -137,7 +140,7 @@ fn a_map_entry_before_its_flog_entry_is_found_out() {
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
     let (free, _, _) = writer.lanes[5];
-    media.write_at(writer.arena.map_at, &(free | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap();
+    media.store(writer.arena.map_at, &(free | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap();
     let report = check(&media).unwrap();
     let findings = &report.arenas[0].findings;
     assert!(
@@ -152,7 +155,7 @@ fn trimmed_and_failed_sectors_keep_their_blocks() {
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
     let set = |sector: u32, flags: u32| {
-        media.write_at(writer.arena.map_at + u64::from(sector) * 4, &(sector | flags).to_le_bytes()).unwrap();
+        media.store(writer.arena.map_at + u64::from(sector) * 4, &(sector | flags).to_le_bytes()).unwrap();
     };
     set(7, MAP_ZERO);
     set(8, MAP_ERROR);
@@ -166,8 +169,8 @@ fn trimmed_and_failed_sectors_keep_their_blocks() {
 
 pub(super) fn flip(media: &MemoryMedia, offset: u64, bit: u8) {
     let mut byte = [0];
-    media.read_at(offset, &mut byte).unwrap();
-    media.write_at(offset, &[byte[0] ^ 1 << bit]).unwrap();
+    media.read(offset, &mut byte).unwrap();
+    media.store(offset, &[byte[0] ^ 1 << bit]).unwrap();
 }
 
 fn findings(media: &MemoryMedia) -> Vec<Finding> {
@@ -198,12 +201,12 @@ fn a_damaged_info_block_is_named_and_the_other_one_is_used() {
 pub(super) fn with_info(media: &MemoryMedia, change: impl Fn(&mut InfoBytes)) {
     let mut bytes = [0; INFO_BYTES as usize];
     for at in [START_BYTES, VOLUME_BYTES - INFO_BYTES] {
-        media.read_at(at, &mut bytes).unwrap();
+        media.read(at, &mut bytes).unwrap();
         let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();
         change(&mut info);
         let sum = checksum(&info);
         info.checksum.set(sum);
-        media.write_at(at, info.as_bytes()).unwrap();
+        media.store(at, info.as_bytes()).unwrap();
     }
 }
 
@@ -272,28 +275,27 @@ fn damage_in_map_and_flog_is_named() {
         change(&media, &arena);
         findings(&media)
     };
-    let found = damaged(|m, a| m.write_at(a.map_at + 40, &u32::MAX.to_le_bytes()).unwrap());
+    let found = damaged(|m, a| m.store(a.map_at + 40, &u32::MAX.to_le_bytes()).unwrap());
     assert!(matches!(
         found[..],
         [Finding::MapRange { sector: 10, .. }, Finding::BlocksLost { count: 1, first: 10 }]
     ));
-    let found =
-        damaged(|m, a| m.write_at(a.map_at + 40, &(11 | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap());
+    let found = damaged(|m, a| m.store(a.map_at + 40, &(11 | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap());
     assert!(matches!(
         found[..],
         [Finding::BlockTwice { block: 11, .. }, Finding::BlocksLost { count: 1, first: 10 }]
     ));
-    let found = damaged(|m, a| m.write_at(a.flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap());
+    let found = damaged(|m, a| m.store(a.flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap());
     assert_eq!(found, [Finding::FlogSequence { lane: 3, sequences: [9, 0] }]);
     for (field, offset) in [("lba", 0), ("old_map", 4), ("new_map", 8)] {
         let media = formatted(4096);
         let arena = Writer::new(&media, 1).arena;
-        media.write_at(arena.flog_at + 3 * 64 + offset, &(MAP_BLOCK - 1).to_le_bytes()).unwrap();
+        media.store(arena.flog_at + 3 * 64 + offset, &(MAP_BLOCK - 1).to_le_bytes()).unwrap();
         assert!(matches!(findings(&media)[..], [Finding::FlogRange { lane: 3, field: f, .. }] if f == field));
     }
-    let found = damaged(|m, a| m.write_at(a.flog_at + 48, &[1; 16]).unwrap());
+    let found = damaged(|m, a| m.store(a.flog_at + 48, &[1; 16]).unwrap());
     assert_eq!(found[0], Finding::FlogPadding);
-    let found = damaged(|m, a| m.write_at(a.flog_at, &[0; 64]).unwrap());
+    let found = damaged(|m, a| m.store(a.flog_at, &[0; 64]).unwrap());
     assert_eq!(found, [Finding::FlogSequence { lane: 0, sequences: [0, 0] }]);
     assert!(Reader::open(&MemoryMedia::new(VOLUME_BYTES)).unwrap().is_err());
 }
@@ -302,7 +304,7 @@ fn damage_in_map_and_flog_is_named() {
 fn thousands_of_findings_are_counted_and_not_kept() {
     let media = formatted(4096);
     let arena = Writer::new(&media, 1).arena;
-    media.write_at(arena.map_at, &vec![0xff; 4 * 4000]).unwrap();
+    media.store(arena.map_at, &vec![0xff; 4 * 4000]).unwrap();
     let report = check(&media).unwrap();
     assert_eq!(report.arenas[0].findings.len(), 100);
     assert_eq!(report.arenas[0].findings_total, 4001);
@@ -313,7 +315,7 @@ fn what_no_arena_had_is_zeroed_before_one_gets_it() {
     // 6 MiB behind the only arena, with something in them.
     let media = MemoryMedia::new(VOLUME_BYTES + (6 << 20));
     Layout::new(VOLUME_BYTES, 512, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
-    media.write_at(VOLUME_BYTES, &vec![0xab; 6 << 20]).unwrap();
+    media.store(VOLUME_BYTES, &vec![0xab; 6 << 20]).unwrap();
     let refused = extend(&media, VOLUME_BYTES + (14 << 20)).unwrap().unwrap_err();
     assert_eq!(refused, ExtendError::TooLittle { size_bytes: 32 << 20, least_bytes: 34 << 20 });
     let mut bytes = media.to_bytes();
@@ -324,7 +326,7 @@ fn what_no_arena_had_is_zeroed_before_one_gets_it() {
     let sectors = check(&grown).unwrap().sectors();
     assert_eq!(sectors, check(&media).unwrap().sectors(), "not linked yet");
     for (at, word) in extension.link() {
-        grown.write_at(at, &word.to_le_bytes()).unwrap();
+        grown.store(at, &word.to_le_bytes()).unwrap();
     }
     let report = check(&grown).unwrap();
     assert!(report.is_clean(), "{report:?}");
@@ -344,11 +346,11 @@ fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     // Half of its blocks, and all that follows them where the map was.
     let mut bytes = [0; INFO_BYTES as usize];
-    media.read_at(START_BYTES, &mut bytes).unwrap();
+    media.read(START_BYTES, &mut bytes).unwrap();
     let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();
     let (sectors, flog) = (1000, info.logoff.get());
     let mut groups = vec![0; 256 * FLOG_GROUP_BYTES as usize];
-    media.read_at(START_BYTES + flog, &mut groups).unwrap();
+    media.read(START_BYTES + flog, &mut groups).unwrap();
     for (lane, group) in groups.chunks_mut(FLOG_GROUP_BYTES as usize).enumerate() {
         let block = (sectors + lane as u32).to_le_bytes();
         group[4..8].copy_from_slice(&block);
@@ -361,14 +363,14 @@ fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
     info.info2off.set((8 << 20) + 4096 + 16384);
     let sum = checksum(&info);
     info.checksum.set(sum);
-    media.write_at(START_BYTES + info.logoff.get(), &groups).unwrap();
+    media.store(START_BYTES + info.logoff.get(), &groups).unwrap();
     for at in [START_BYTES, START_BYTES + info.info2off.get()] {
-        media.write_at(at, info.as_bytes()).unwrap();
+        media.store(at, info.as_bytes()).unwrap();
     }
     assert!(check(&media).unwrap().is_clean());
     let extension = extend(&media, 40 << 20).unwrap().unwrap();
     extension.format(&media).unwrap();
-    extension.link().iter().for_each(|(at, word)| media.write_at(*at, &word.to_le_bytes()).unwrap());
+    extension.link().iter().for_each(|(at, word)| media.store(*at, &word.to_le_bytes()).unwrap());
     let report = check(&media).unwrap();
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.arenas[1].start_bytes, START_BYTES + ARENA_MIN_BYTES);
@@ -423,23 +425,27 @@ fn what_linux_wrote_is_clean_and_reads_back() {
 /// Media whose zero pages are holes. Counts the bytes that are read from it.
 struct Sparse<'a> {
     media: &'a MemoryMedia,
-    read_bytes: std::cell::Cell<u64>,
+    read_bytes: AtomicU64,
 }
 
-impl ReadAt for Sparse<'_> {
+impl Media for Sparse<'_> {
     fn len_bytes(&self) -> u64 {
         self.media.len_bytes()
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.read_bytes.set(self.read_bytes.get() + into.len() as u64);
-        self.media.read_at(offset_bytes, into)
+    fn durability(&self) -> Durability {
+        Durability::Volatile
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.read_bytes.fetch_add(into.len() as u64, Ordering::Relaxed);
+        self.media.read(offset_bytes, into)
     }
 
     fn next_data(&self, range: std::ops::Range<u64>) -> Result<Option<std::ops::Range<u64>>, MediaError> {
         let mut page = [0; PAGE_BYTES as usize];
         for start in (range.start / PAGE_BYTES * PAGE_BYTES..range.end).step_by(PAGE_BYTES as usize) {
-            self.media.read_at(start, &mut page)?;
+            self.media.read(start, &mut page)?;
             if page != [0; PAGE_BYTES as usize] {
                 return Ok(Some(start.max(range.start)..(start + PAGE_BYTES).min(range.end)));
             }
@@ -454,15 +460,18 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
         let media = formatted(sector_bytes);
         let sparse = Sparse { media: &media, read_bytes: 0.into() };
         let reader = Reader::open(&sparse).unwrap().unwrap();
-        sparse.read_bytes.set(0);
-        assert_eq!((reader.next_data(0..reader.sectors()), sparse.read_bytes.get()), (None, 0));
+        sparse.read_bytes.store(0, Ordering::Relaxed);
+        assert_eq!(
+            (reader.next_data(0..reader.sectors()), sparse.read_bytes.load(Ordering::Relaxed)),
+            (None, 0)
+        );
         // Sector 700 is written, and the writes of 2000 and 2001 stop after 3 and 2 steps. Sector
         // 1500 was never written, but its block has data.
         let mut writer = Writer::new(&media, 1);
         for (lane, sector, steps) in [(0, 700, ALL_STEPS), (1, 2000, 3), (2, 2001, 2)] {
             writer.write(lane, sector, &content(sector, 1, sector_bytes), steps);
         }
-        media.write_at(writer.arena.block_at(1500), &content(1500, 1, sector_bytes)).unwrap();
+        media.store(writer.arena.block_at(1500), &content(1500, 1, sector_bytes)).unwrap();
         let reader = Reader::open(&sparse).unwrap().unwrap();
         let mut bytes = vec![0; sector_bytes as usize];
         let mut has_data = |sector| {

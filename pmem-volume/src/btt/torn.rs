@@ -16,11 +16,10 @@
 
 use std::collections::BTreeMap;
 
-use super::ReadAt;
 use super::arena::ArenaInfo;
 use super::flog::decode_map;
 use super::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// Entries that are read at once.
 const PIECE: u32 = 1 << 16;
@@ -51,7 +50,7 @@ pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
 /// Of the suspects, those whose block is named by another sector or lane as well, or that there is no such block. `redo` is what
 /// recovery would store otherwise, `free` the lanes' blocks.
 pub(super) fn torn(
-    space: &impl ReadAt,
+    space: &impl Media,
     arena: &ArenaInfo,
     suspects: Vec<Suspect>,
     redo: &BTreeMap<u32, u32>,
@@ -65,7 +64,7 @@ pub(super) fn torn(
     while first < arena.sectors && !open.is_empty() {
         let count = PIECE.min(arena.sectors - first);
         let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-        space.read_at(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+        space.read(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
         let (entries, _) = piece.as_chunks::<4>();
         for (sector, entry) in (first..).zip(entries) {
             let entry = decode_map(sector, u32::from_le_bytes(*entry));

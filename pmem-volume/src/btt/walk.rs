@@ -4,13 +4,13 @@
 //! end: the last page of an arena is its second info block, at a place where no sector ever lies, and says where its arena
 //! starts. A first info block would not do: what looks like one may be what a guest has written to a sector.
 
-use super::ReadAt;
 use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena, read_info};
 use super::layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, PAGE_BYTES, SIGNATURE, START_BYTES,
     arena_places_from,
 };
 use crate::CHUNK_BYTES;
+use crate::media::Media;
 
 /// What lies at the place of an arena: itself, with the info block that was used, or nothing that can be.
 pub type Place = Result<(ArenaInfo, InfoSource), Missing>;
@@ -37,14 +37,14 @@ impl Missing {
 /// Returns true if the block of the first info block can be read and has other content, as after a
 /// guest has replaced its BTT. A block with the signature, for example a torn one, and a block that
 /// cannot be read are damage of the BTT.
-pub fn is_replaced(space: &impl ReadAt) -> bool {
+pub fn is_replaced(space: &impl Media) -> bool {
     let mut signature = [0; SIGNATURE.len()];
     let has_block = space.len_bytes() >= START_BYTES + SIGNATURE.len() as u64;
-    has_block && space.read_at(START_BYTES, &mut signature).is_ok() && signature != SIGNATURE
+    has_block && space.read(START_BYTES, &mut signature).is_ok() && signature != SIGNATURE
 }
 
 /// Finds the arenas of a volume, from the first on. Where one is missing and its end is not known, that is the last place.
-pub fn arenas(space: &impl ReadAt) -> Vec<Place> {
+pub fn arenas(space: &impl Media) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::new();
     let mut next = Some(START_BYTES);
     while let Some(start_bytes) = next {
@@ -84,12 +84,12 @@ pub fn arenas(space: &impl ReadAt) -> Vec<Place> {
 }
 
 /// Where the last arena ends that the space from `start` on has room for.
-fn last_end(space: &impl ReadAt, start: u64) -> Option<u64> {
+fn last_end(space: &impl Media, start: u64) -> Option<u64> {
     arena_places_from(start, space.len_bytes()).last().map(|(start, size)| start + size)
 }
 
 /// Where the first of the arenas starts that lie behind a missing one, as far as they can be followed from the end.
-fn behind(space: &impl ReadAt, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
+fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
     let mut end = last_end(space, missing_start)?;
     let mut found = None;
     while let Some(start) = start_of_arena_to(space, end, missing_start, found, first) {
@@ -101,7 +101,7 @@ fn behind(space: &impl ReadAt, missing_start: u64, first: &ArenaInfo) -> Option<
 
 /// Where the arena starts that ends there, if it does, is one of this BTT, and says that `next` follows it.
 fn start_of_arena_to(
-    space: &impl ReadAt,
+    space: &impl Media,
     end: u64,
     missing_start: u64,
     next: Option<u64>,
@@ -127,11 +127,11 @@ fn start_of_arena_to(
 /// Where a missing arena ends: where the next one starts that was found, or with the volume. `None` if it may have been
 /// several: arenas end where a volume ended once, and at some such place there is a trace of an info block, or nobody can
 /// read what is there.
-fn end_of_missing(space: &impl ReadAt, start: u64, behind: Option<u64>) -> Option<u64> {
+fn end_of_missing(space: &impl Media, start: u64, behind: Option<u64>) -> Option<u64> {
     let end = behind.or_else(|| last_end(space, start))?;
     let has_no_trace = |at: u64| {
         let mut signature = [0; SIGNATURE.len()];
-        space.read_at(at, &mut signature).is_ok() && signature != SIGNATURE
+        space.read(at, &mut signature).is_ok() && signature != SIGNATURE
     };
     let first = (start + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
     let mut borders = (first..=end - ARENA_MIN_BYTES).step_by(CHUNK_BYTES as usize);

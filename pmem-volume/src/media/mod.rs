@@ -25,7 +25,7 @@ mod zeroing;
 
 use std::io;
 use std::marker::PhantomData;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 use serde::Serialize;
 use smallvec::SmallVec;
@@ -137,10 +137,11 @@ impl MediaError {
     }
 }
 
-/// Persistent memory, or what stands in for it. Offsets count from the start of the pool.
+/// Persistent memory, or what stands in for it: a pool, or a range of one such as a volume. Offsets count from its start.
 ///
 /// Ranges must lie inside the media: an offset outside it is a bug of the caller and panics. Implementations take
-/// concurrent calls; two stores to the same bytes at once are the caller's to avoid.
+/// concurrent calls; two stores to the same bytes at once are the caller's to avoid. Media that are only read implement
+/// the reads, and refuse the rest.
 pub trait Media: Send + Sync {
     /// Length of the media.
     fn len_bytes(&self) -> u64;
@@ -157,17 +158,25 @@ pub trait Media: Send + Sync {
         Ok(Some(range).filter(|range| !range.is_empty()))
     }
 
-    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic.
-    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError>;
+    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic where the media take stores.
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        let mut word = [0; 8];
+        self.read(offset_bytes, &mut word)?;
+        Ok(u64::from_le_bytes(word))
+    }
 
     /// The word at `offset_bytes` will be asked for soon. Says nothing of what it is then, and never fails.
     fn expect_word(&self, _offset_bytes: u64) {}
 
     /// Stores bytes. At return they are visible, not durable.
-    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError>;
+    fn store(&self, _offset_bytes: u64, _bytes: &[u8]) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
 
     /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible, not durable.
-    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError>;
+    fn store_word(&self, _offset_bytes: u64, _word: u64) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
 
     /// [`Media::read`] of what was stored before: the quickest way, which may take memory for what never was.
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
@@ -194,7 +203,9 @@ pub trait Media: Send + Sync {
 
     /// At return every store to `ranges` that was made before the call, by anybody and through any mapping of the
     /// media, is durable. Stores outside the ranges may or may not be.
-    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
+    fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
 
     /// [`Media::persist`] of a single range.
     fn persist_range(&self, range: Range<u64>) -> Result<(), MediaError> {
@@ -203,12 +214,92 @@ pub trait Media: Send + Sync {
 
     /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where the media is
     /// sparse (tmpfs, thin files) their blocks are given back. Ranges are multiples of the chunk size.
-    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
+    fn erase(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
 
     /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut. A device keeps its
     /// length, and what lies behind the media there never counts.
     fn cut_tail(&self) -> Result<(), MediaError> {
         Ok(())
+    }
+}
+
+/// References and boxes, and whatever else passes all calls on.
+impl<P: Deref<Target: Media> + Send + Sync> Media for P {
+    #[inline]
+    fn len_bytes(&self) -> u64 {
+        (**self).len_bytes()
+    }
+
+    #[inline]
+    fn durability(&self) -> Durability {
+        (**self).durability()
+    }
+
+    #[inline]
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        (**self).read(offset_bytes, into)
+    }
+
+    #[inline]
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        (**self).next_data(range)
+    }
+
+    #[inline]
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        (**self).load_word(offset_bytes)
+    }
+
+    #[inline]
+    fn expect_word(&self, offset_bytes: u64) {
+        (**self).expect_word(offset_bytes);
+    }
+
+    #[inline]
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        (**self).store(offset_bytes, bytes)
+    }
+
+    #[inline]
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        (**self).store_word(offset_bytes, word)
+    }
+
+    #[inline]
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        (**self).load(offset_bytes, into)
+    }
+
+    #[inline]
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        (**self).store_bulk(offset_bytes, bytes, pending)
+    }
+
+    #[inline]
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        (**self).begin_persist(range, pending)
+    }
+
+    #[inline]
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        (**self).end_persist(pending)
+    }
+
+    #[inline]
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        (**self).persist(ranges)
+    }
+
+    #[inline]
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        (**self).erase(ranges)
+    }
+
+    #[inline]
+    fn cut_tail(&self) -> Result<(), MediaError> {
+        (**self).cut_tail()
     }
 }
 

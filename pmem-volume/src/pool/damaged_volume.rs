@@ -7,8 +7,7 @@ use std::sync::Arc;
 use super::chunk::{Run, runs};
 use super::volume::{VolumeExtent, VolumeInfo, volume_info};
 use super::{OpenMode, Pool, PoolError};
-use crate::btt::ReadAt;
-use crate::media::{Media, MediaError};
+use crate::media::{Durability, Media, MediaError};
 
 /// A volume of a pool that is looked at, whatever is left of it: reads of what it lacks fail.
 #[derive(Debug)]
@@ -49,12 +48,16 @@ impl DamagedVolume {
     }
 }
 
-impl ReadAt for DamagedVolume {
+impl Media for DamagedVolume {
     fn len_bytes(&self) -> u64 {
         self.info.size_bytes
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        self.pool.durability()
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let length_bytes = into.len() as u64;
         assert!(offset_bytes + length_bytes <= self.len_bytes(), "a read outside the volume");
         let (mut at, mut rest) = (offset_bytes, into);

@@ -16,7 +16,7 @@ use super::table::{Owner, Slot};
 use super::volume_record::{Part, VolumeFormat, VolumeName, VolumeRecord, empty_record};
 use super::{Backing, OpenMode, Pool, PoolError, State};
 use crate::CHUNK_BYTES;
-use crate::btt::{self, ReadAt, WriteAt};
+use crate::btt;
 use crate::media::{Durability, Media, MediaError, drop_clean_pages};
 
 /// How large a new volume is to be.
@@ -387,21 +387,6 @@ impl Volume {
     }
 }
 
-impl ReadAt for Volume {
-    #[inline]
-    fn len_bytes(&self) -> u64 {
-        self.info.size_bytes
-    }
-
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        Space { media: &self.pool.view(), extents: &self.extents }.read_at(offset_bytes, into)
-    }
-
-    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        Space { media: &self.pool.view(), extents: &self.extents }.next_data(range)
-    }
-}
-
 impl Drop for Volume {
     fn drop(&mut self) {
         self.pool.lock_state().open_volumes.retain(|slot| *slot != self.slot);
@@ -443,13 +428,17 @@ impl Space<'_> {
     }
 }
 
-impl ReadAt for Space<'_> {
+impl Media for Space<'_> {
     #[inline]
     fn len_bytes(&self) -> u64 {
         self.extents.last().map_or(0, |last| last.volume_offset_bytes() + last.len_bytes())
     }
 
-    fn read_at(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        self.media.durability()
+    }
+
+    fn read(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
         for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
             let (now, later) = into.split_at_mut((range.end - range.start) as usize);
             self.media.read(range.start, now)?;
@@ -469,16 +458,18 @@ impl ReadAt for Space<'_> {
         }
         Ok(None)
     }
-}
 
-impl WriteAt for Space<'_> {
-    fn write_at(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
+    fn store(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
         for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
             let (now, later) = bytes.split_at((range.end - range.start) as usize);
             self.media.store(range.start, now)?;
             bytes = later;
         }
         Ok(())
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.media.store_word(self.file_offset(offset_bytes), word)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {

@@ -1,4 +1,4 @@
-//! A volume as what a BTT engine works on: its bytes, wherever its chunks lie.
+//! A volume as media: its bytes, wherever its chunks lie.
 //!
 //! The first store or persist that fails latches the pool read-only, as every other does: nobody knows what is durable since.
 //! Reads of a latched pool go on; and a read that fails is an error of what was read alone.
@@ -7,7 +7,6 @@ use std::ops::Range;
 
 use super::volume::{Space, Volume, VolumeExtent};
 use super::{Backing, OpenMode, Pool, on_media};
-use crate::btt::{ReadAt, Words, WriteAt};
 use crate::media::{Durability, Media, MediaError, Pending};
 
 /// Ranges of the file.
@@ -79,18 +78,34 @@ impl Pool {
     }
 }
 
-impl WriteAt for Volume {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.pool().change(|media| Space { media, extents: self.extents() }.write_at(offset_bytes, bytes))
+impl Media for Volume {
+    #[inline]
+    fn len_bytes(&self) -> u64 {
+        self.size_bytes()
+    }
+
+    #[inline]
+    fn durability(&self) -> Durability {
+        on_media!(self.pool(), media => media.durability())
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        Space { media: &self.pool().view(), extents: self.extents() }.read(offset_bytes, into)
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        Space { media: &self.pool().view(), extents: self.extents() }.next_data(range)
+    }
+
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.pool().change(|media| Space { media, extents: self.extents() }.store(offset_bytes, bytes))
     }
 
     #[inline]
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         self.pool().change(|media| media.persist(&self.all_in_file(ranges)))
     }
-}
 
-impl Words for Volume {
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
@@ -118,7 +133,7 @@ impl Words for Volume {
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         match self.in_file(offset_bytes, into.len() as u64) {
             Some(at) => on_media!(self.pool(), media => media.load(at, into)),
-            None => self.space().read_at(offset_bytes, into),
+            None => self.space().read(offset_bytes, into),
         }
     }
 
@@ -145,7 +160,7 @@ impl Words for Volume {
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), range.end - range.start);
         // The media would do nothing either, once it was found out where the range lies.
-        if on_media!(pool, media => media.durability()) == Durability::Volatile {
+        if self.durability() == Durability::Volatile {
             return Ok(());
         }
         pool.noted(match self.in_file(range.start, length_bytes) {

@@ -13,7 +13,7 @@
 use std::io;
 
 use pmem_volume::Volume;
-use pmem_volume::btt::ReadAt;
+use pmem_volume::media::Media;
 
 use crate::virtio::block::backend::volume::resized_elsewhere;
 use crate::virtio::block::backend::{BlockDevice, Geometry, ResizeError};
@@ -63,7 +63,7 @@ impl BlockDevice for LostBtt {
                 "{len_bytes} bytes at {offset_bytes} are not inside the volume, which has {size_bytes} bytes"
             )));
         }
-        self.volume.read_at(offset_bytes, data).map_err(io::Error::other)
+        self.volume.read(offset_bytes, data).map_err(io::Error::other)
     }
 
     fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {

@@ -348,13 +348,13 @@ fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use pmem_volume::media::Media;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::{PmMemoryConfig, test_config};
     use crate::metrics::Metrics;
     use crate::vm::machine::tests::machine;
-    use pmem_volume::btt::WriteAt;
 
     #[test]
     fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
@@ -464,7 +464,7 @@ mod tests {
         assert!(events_of_served_volume(&path).is_empty());
         let pool = pmem_volume::Pool::open(&path, pmem_volume::OpenMode::ReadWrite).unwrap();
         let media = pool.open_volume("data").unwrap();
-        media.write_at(0, &vec![0xff; media.size_bytes() as usize]).unwrap();
+        media.store(0, &vec![0xff; media.size_bytes() as usize]).unwrap();
         drop((media, pool));
         assert_eq!(events_of_served_volume(&path), ["volume-replaced"]);
     }

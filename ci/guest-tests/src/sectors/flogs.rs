@@ -4,9 +4,10 @@
 //! The info block is read here by its offsets in the specification, not by the code under test.
 
 use anyhow::{Result, ensure};
-use pmem_volume::btt::{ReadAt, START_BYTES, WriteAt};
+use pmem_volume::btt::START_BYTES;
 
 use super::{Content, Outcome, Shape};
+use pmem_volume::media::Media;
 
 const LANES: u32 = 256;
 const GROUP_BYTES: u64 = 64;
@@ -103,7 +104,7 @@ impl Flogs {
     }
 
     /// Makes one of an empty BTT.
-    pub fn make(&self, media: &impl WriteAt) -> Result<()> {
+    pub fn make(&self, media: &impl Media) -> Result<()> {
         let arena = Arena::read(media)?;
         ensure!(sector_of(LANES - 1) < arena.sectors, "{} sectors are too few", arena.sectors);
         (0..LANES).try_for_each(|lane| arena.make_lane(media, lane, state_of(lane, self.shift), self.padding))
@@ -132,9 +133,9 @@ struct Arena {
 
 impl Arena {
     /// UEFI 2.10, table 6.1.
-    fn read(media: &impl ReadAt) -> Result<Self> {
+    fn read(media: &impl Media) -> Result<Self> {
         let mut info = [0; 4096];
-        media.read_at(START_BYTES, &mut info)?;
+        media.read(START_BYTES, &mut info)?;
         ensure!(info.starts_with(b"BTT_ARENA_INFO\0\0"), "There is no BTT");
         let u32_at = |at: usize| u32::from_le_bytes(info[at..at + 4].try_into().expect("four bytes"));
         let place =
@@ -150,7 +151,7 @@ impl Arena {
         })
     }
 
-    fn make_lane(&self, media: &impl WriteAt, lane: u32, state: Lane, padding: Padding) -> Result<()> {
+    fn make_lane(&self, media: &impl Media, lane: u32, state: Lane, padding: Padding) -> Result<()> {
         let sector = sector_of(lane);
         // What the lane has at first, and what the sector has.
         let (spare, own) = (self.sectors + lane, sector);
@@ -185,7 +186,7 @@ impl Arena {
             Crash::TrimmedAfter => TRIMMED | spare,
             Crash::FailedAfter => FAILED | spare,
         };
-        media.write_at(self.map_at + u64::from(sector) * 4, &entry.to_le_bytes())?;
+        media.store(self.map_at + u64::from(sector) * 4, &entry.to_le_bytes())?;
         let second = match padding {
             Padding::Current => 1,
             Padding::Former => 2,
@@ -198,13 +199,13 @@ impl Arena {
             let words = entry.into_iter().chain([sequence]).flat_map(u32::to_le_bytes);
             group[slot * ENTRY_BYTES..(slot + 1) * ENTRY_BYTES].copy_from_slice(&words.collect::<Vec<u8>>());
         }
-        media.write_at(self.flog_at + u64::from(lane) * GROUP_BYTES, &group)?;
+        media.store(self.flog_at + u64::from(lane) * GROUP_BYTES, &group)?;
         Ok(())
     }
 
-    fn write_block(&self, media: &impl WriteAt, block: u32, bytes: &[u8]) -> Result<()> {
+    fn write_block(&self, media: &impl Media, block: u32, bytes: &[u8]) -> Result<()> {
         let bytes = &bytes[..self.sector_bytes as usize];
-        Ok(media.write_at(self.data_at + u64::from(block) * u64::from(self.block_bytes), bytes)?)
+        Ok(media.store(self.data_at + u64::from(block) * u64::from(self.block_bytes), bytes)?)
     }
 }
 

@@ -8,7 +8,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
-use pmem_volume::btt::{self, ReadAt, Reader, Sector};
+use pmem_volume::btt::{self, Reader, Sector};
+use pmem_volume::media::Media;
 use pmem_volume::{OpenMode, Volume};
 use serde_json::Value;
 
@@ -453,7 +454,7 @@ impl Victim {
     fn judge_volume(&self, volume: &Volume) -> Result<Judgement> {
         match self.setup.format {
             Format::Raw => {
-                self.oracle.judge(|sector, bytes| Ok(volume.read_at(sector * SECTOR_BYTES as u64, bytes)?))
+                self.oracle.judge(|sector, bytes| Ok(volume.read(sector * SECTOR_BYTES as u64, bytes)?))
             }
             Format::Btt => self.judge_btt(volume),
         }

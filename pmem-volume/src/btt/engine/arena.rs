@@ -10,12 +10,11 @@ use super::failed::FailedBlocks;
 use super::lanes::Lanes;
 use super::map::{self, LINE_SECTORS, Map};
 use super::{Common, EngineError, Fault};
-use crate::btt::Words;
 use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
 use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
 use crate::btt::layout::{FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, checksum};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// An arena whose info block is whole.
 pub(super) struct Arena {
@@ -40,7 +39,7 @@ impl Arena {
     /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and is read-only; one of which
     /// flog or map cannot be read is read-only as long as it is open, for it may be read at another time.
     pub(super) fn open(
-        common: &Common<impl Words>,
+        common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
         (info, source): (ArenaInfo, InfoSource),
     ) -> Result<Self, EngineError> {
@@ -107,7 +106,7 @@ impl Arena {
     }
 
     /// Something on the media cannot be. From now on the arena is read-only, for whoever opens it later too.
-    pub(super) fn damaged(&self, space: &impl Words, finding: Finding) -> EngineError {
+    pub(super) fn damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
         let why = Fault::Damaged(finding);
         if self.fault.set(why.clone()).is_ok()
             && let Err(error) = set_error_flag(space, &self.info, self.source)
@@ -130,7 +129,7 @@ impl Arena {
     /// btt_read_pg). Here it is not marked, because it may be read at another time; its block is not written, either way.
     pub(super) fn read(
         &self,
-        common: &Common<impl Words>,
+        common: &Common<impl Media>,
         sector: u32,
         into: &mut [u8],
     ) -> Result<(), EngineError> {
@@ -157,7 +156,7 @@ impl Arena {
             return Ok(());
         };
         // What was never written may have no memory yet, and needs none to be read.
-        let read = if is_unwritten { space.read_at(at, into) } else { space.load(at, into) };
+        let read = if is_unwritten { space.read(at, into) } else { space.load(at, into) };
         read.map_err(|source| {
             self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
             EngineError::Unreadable { sector: self.first_sector + u64::from(sector), source }
@@ -168,7 +167,7 @@ impl Arena {
         EngineError::Sector { sector: self.first_sector + u64::from(sector) }
     }
 
-    fn entry(&self, space: &impl Words, sector: u32) -> Result<u32, EngineError> {
+    fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, EngineError> {
         match self.redo.get(&sector) {
             Some(block) => Ok(map::written(*block)),
             None => self.map.entry(space, sector).map_err(EngineError::Media),
@@ -177,7 +176,7 @@ impl Arena {
 
     /// Makes durable what nobody would redo who went on with these lanes and knew nothing of them: the words of the map that
     /// they changed last. All others are durable, or are made so before an entry that counts forgets them.
-    pub(super) fn settle(&self, space: &impl Words) -> Result<(), EngineError> {
+    pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
         let changed = self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
@@ -186,7 +185,7 @@ impl Arena {
     /// are to be written instead, because the media under their blocks failed: they would keep them, and nobody would know.
     pub(super) fn discard(
         &self,
-        common: &Common<impl Words>,
+        common: &Common<impl Media>,
         sectors: Range<u32>,
     ) -> Result<Vec<u32>, EngineError> {
         let failed = self.store_discarded(common, sectors.clone())?;
@@ -197,7 +196,7 @@ impl Arena {
     /// The first half of [`Arena::discard`]: from here on others see zeros.
     pub(super) fn store_discarded(
         &self,
-        common: &Common<impl Words>,
+        common: &Common<impl Media>,
         sectors: Range<u32>,
     ) -> Result<Vec<u32>, EngineError> {
         self.check_writable()?;
@@ -227,7 +226,7 @@ impl Arena {
     /// counts.
     pub(super) fn persist_discarded(
         &self,
-        space: &impl Words,
+        space: &impl Media,
         sectors: &Range<u32>,
     ) -> Result<(), EngineError> {
         self.latch(space.persist(std::slice::from_ref(&self.map.words_of(sectors))))?;
@@ -236,7 +235,7 @@ impl Arena {
 }
 
 /// What recovery is to do, and what is wrong.
-fn examined(space: &impl Words, info: &ArenaInfo) -> Result<Recovery, MediaError> {
+fn examined(space: &impl Media, info: &ArenaInfo) -> Result<Recovery, MediaError> {
     let mut recovery = recover(space, info)?;
     recovery.findings.extend(block_twice(space, info, &recovery)?);
     Ok(recovery)
@@ -245,7 +244,7 @@ fn examined(space: &impl Words, info: &ArenaInfo) -> Result<Recovery, MediaError
 /// Does recovery leave a block to two? The whole map would take long to read; what lanes say of each other, and the
 /// entries that they changed last, do not.
 fn block_twice(
-    space: &impl Words,
+    space: &impl Media,
     info: &ArenaInfo,
     recovery: &Recovery,
 ) -> Result<Option<Finding>, MediaError> {
@@ -275,7 +274,7 @@ fn block_twice(
 /// 2. The map, persist, and all of it. The lanes are used again, and then nobody redoes what their newest entries say; and
 ///    a discard that was seen once must not be undone.
 fn redo(
-    common: &Common<impl Words>,
+    common: &Common<impl Media>,
     info: &ArenaInfo,
     map: &Map,
     recovery: &Recovery,
@@ -292,18 +291,18 @@ fn redo(
 }
 
 /// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves one of them whole.
-fn set_error_flag(space: &impl Words, info: &ArenaInfo, source: InfoSource) -> Result<(), MediaError> {
+fn set_error_flag(space: &impl Media, info: &ArenaInfo, source: InfoSource) -> Result<(), MediaError> {
     let (from, other) = match source {
         InfoSource::Second => (info.copy_at, info.start_bytes),
         InfoSource::Both | InfoSource::Differ | InfoSource::First => (info.start_bytes, info.copy_at),
     };
     let mut block = InfoBytes::new_zeroed();
-    space.read_at(from, block.as_mut_bytes())?;
+    space.read(from, block.as_mut_bytes())?;
     block.flags.set(block.flags.get() | FLAG_ERROR);
     let sum = checksum(&block);
     block.checksum.set(sum);
     for at in [other, from] {
-        space.write_at(at, block.as_bytes())?;
+        space.store(at, block.as_bytes())?;
         space.persist(std::slice::from_ref(&(at..at + INFO_BYTES)))?;
     }
     Ok(())

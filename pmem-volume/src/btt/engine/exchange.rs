@@ -42,8 +42,7 @@ use super::{Common, EngineError};
 use crate::btt::check::Finding;
 use crate::btt::flog::decode_map;
 use crate::btt::layout::MAP_ERROR;
-use crate::btt::{Pending, Words};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError, Pending};
 
 /// As many at most: a quarter of the lanes, so that four threads find some.
 pub(super) const MAX_SECTORS: usize = 64;
@@ -63,7 +62,7 @@ pub(super) struct Exchange<'a, S, L> {
 /// Exchanges as many of the sectors from `first` on as there are lanes for. `bytes` is whole sectors. Returns how many.
 #[inline]
 pub(super) fn exchange(
-    common: &Common<impl Words>,
+    common: &Common<impl Media>,
     arena: &Arena,
     first: u32,
     bytes: &[u8],
@@ -78,7 +77,7 @@ pub(super) fn exchange(
     }
 }
 
-impl<'a, S: Words> Exchange<'a, S, [Held<'a>; 1]> {
+impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
     /// Step 1, for one sector.
     #[inline]
     pub(super) fn begin_one(common: &'a Common<S>, arena: &'a Arena, first: u32) -> Self {
@@ -87,7 +86,7 @@ impl<'a, S: Words> Exchange<'a, S, [Held<'a>; 1]> {
     }
 }
 
-impl<'a, S: Words> Exchange<'a, S, Taken<'a>> {
+impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
     /// Step 1, for as many of the wanted sectors as there are lanes.
     pub(super) fn begin(common: &'a Common<S>, arena: &'a Arena, first: u32, wanted: usize) -> Self {
         let lanes = arena.lanes.take(wanted.min(MAX_SECTORS), &arena.info, &common.readers);
@@ -95,7 +94,7 @@ impl<'a, S: Words> Exchange<'a, S, Taken<'a>> {
     }
 }
 
-impl<'a, S: Words, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> {
+impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> {
     /// The other steps. Returns how many sectors they were.
     #[inline]
     fn run(mut self, bytes: &[u8]) -> Result<usize, EngineError> {

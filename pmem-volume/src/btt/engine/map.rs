@@ -8,10 +8,9 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::lock::{Lock, LockGuard};
-use crate::btt::Words;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// Bytes of a line.
 const LINE_BYTES: u64 = 64;
@@ -70,14 +69,14 @@ impl Map {
 
     /// An entry, as it is on the media.
     #[inline]
-    pub(super) fn entry(&self, space: &impl Words, sector: u32) -> Result<u32, MediaError> {
+    pub(super) fn entry(&self, space: &impl Media, sector: u32) -> Result<u32, MediaError> {
         let word = space.load_word(self.word_at(sector))?;
         Ok(if sector.is_multiple_of(2) { word as u32 } else { (word >> 32) as u32 })
     }
 
     /// The entry of this sector will be asked for soon.
     #[inline]
-    pub(super) fn expect(&self, space: &impl Words, sector: u32) {
+    pub(super) fn expect(&self, space: &impl Media, sector: u32) {
         space.expect_word(self.word_at(sector));
     }
 
@@ -86,7 +85,7 @@ impl Map {
     #[inline]
     pub(super) fn change(
         &self,
-        space: &impl Words,
+        space: &impl Media,
         sectors: Range<u32>,
         locked: &Locked<'_>,
         change: impl Fn(u32, u32) -> u32,

@@ -37,12 +37,11 @@ use uuid::Uuid;
 use self::arena::Arena;
 use self::map::{LOCKS, Locks};
 use self::readers::{Readers, SLOTS};
-use super::Words;
 use super::arena::{InfoError, InfoSource};
 use super::check::Finding;
 use super::layout::PAGE_BYTES;
 use super::walk::{self, Missing, arenas};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
 pub(super) const MAX_ARENAS: usize = 1024;
@@ -185,7 +184,7 @@ pub struct ArenaStatus {
     pub read_only: Option<String>,
 }
 
-impl<S: Words> Engine<S> {
+impl<S: Media> Engine<S> {
     /// Opens the BTT in `space`, of which nobody else has it open, and does what a crash kept from being done. What is
     /// found to be damaged is said by [`Engine::arenas`] and by what is asked of it.
     pub fn open(space: S) -> Result<Self, EngineError> {

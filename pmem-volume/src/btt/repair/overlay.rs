@@ -2,9 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::super::ReadAt;
 use super::Mending;
-use crate::media::MediaError;
+use crate::media::{Durability, Media, MediaError};
 
 /// Everything that a repair stores is whole words.
 const UNIT_BYTES: u64 = 8;
@@ -15,13 +14,13 @@ pub(super) struct Overlay<'a, S> {
     stored: BTreeMap<u64, [u8; UNIT_BYTES as usize]>,
 }
 
-impl<'a, S: ReadAt> Overlay<'a, S> {
+impl<'a, S: Media> Overlay<'a, S> {
     pub(super) fn new(space: &'a S) -> Self {
         Self { space, stored: BTreeMap::new() }
     }
 
     /// All phases of a mending, as if carried out.
-    pub(super) fn store(&mut self, mending: &Mending) {
+    pub(super) fn apply(&mut self, mending: &Mending) {
         for (at, bytes) in mending.phases.iter().flatten() {
             let (units, rest) = bytes.as_chunks();
             assert!(at.is_multiple_of(UNIT_BYTES) && rest.is_empty());
@@ -30,14 +29,18 @@ impl<'a, S: ReadAt> Overlay<'a, S> {
     }
 }
 
-impl<S: ReadAt> ReadAt for Overlay<'_, S> {
+impl<S: Media> Media for Overlay<'_, S> {
     fn len_bytes(&self) -> u64 {
         self.space.len_bytes()
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        self.space.durability()
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let end = offset_bytes + into.len() as u64;
-        if let Err(error) = self.space.read_at(offset_bytes, into) {
+        if let Err(error) = self.space.read(offset_bytes, into) {
             // What is stored over all of what cannot be read can be.
             let units = self.stored.range(offset_bytes..end).count() as u64;
             if !offset_bytes.is_multiple_of(UNIT_BYTES) || units * UNIT_BYTES < end - offset_bytes {

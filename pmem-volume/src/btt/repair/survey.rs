@@ -4,12 +4,11 @@ use std::collections::BTreeMap;
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::super::ReadAt;
 use super::super::arena::ArenaInfo;
 use super::super::check::BlockSet;
 use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_slot};
 use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
 /// Of so many things wrong with one arena none is an accident by itself: a part of the map is lost, or somebody made it
 /// look so, which must not take more memory than this.
@@ -51,7 +50,7 @@ pub(super) struct Survey {
 }
 
 /// Looks at an arena. `None`: more is wrong with it than anybody can make sense of.
-pub(super) fn survey(space: &impl ReadAt, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
+pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
     let lanes = survey_flog(space, info)?;
     let redo: BTreeMap<_, _> = lanes.iter().filter_map(|lane| lane.redo).collect();
     let mut survey =
@@ -85,7 +84,7 @@ impl Survey {
     /// Goes through the map once more if blocks are shared: only now it is known which.
     fn find_owners(
         &mut self,
-        space: &impl ReadAt,
+        space: &impl Media,
         info: &ArenaInfo,
         redo: &BTreeMap<u32, u32>,
     ) -> Result<(), MediaError> {
@@ -109,7 +108,7 @@ impl Survey {
 
 /// Calls back with each sector's map entry, as long as that says so.
 fn each_entry(
-    space: &impl ReadAt,
+    space: &impl Media,
     info: &ArenaInfo,
     mut look: impl FnMut(u32, u32) -> bool,
 ) -> Result<(), MediaError> {
@@ -117,7 +116,7 @@ fn each_entry(
     for first in (0..info.sectors).step_by(MAP_PIECE as usize) {
         let count = MAP_PIECE.min(info.sectors - first);
         let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-        space.read_at(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+        space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
         let (entries, _) = piece.as_chunks::<4>();
         if !(first..).zip(entries).all(|(sector, entry)| look(sector, u32::from_le_bytes(*entry))) {
             return Ok(());
@@ -126,9 +125,9 @@ fn each_entry(
     Ok(())
 }
 
-fn survey_flog(space: &impl ReadAt, info: &ArenaInfo) -> Result<Vec<Lane>, MediaError> {
+fn survey_flog(space: &impl Media, info: &ArenaInfo) -> Result<Vec<Lane>, MediaError> {
     let mut bytes = vec![0; (u64::from(info.lanes) * FLOG_GROUP_BYTES) as usize];
-    space.read_at(info.flog_at, &mut bytes)?;
+    space.read(info.flog_at, &mut bytes)?;
     let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
     let second = likely_second_slot(groups);
     // Torn entries of the map are pending as well, which takes a look at the whole of it.
@@ -137,7 +136,7 @@ fn survey_flog(space: &impl ReadAt, info: &ArenaInfo) -> Result<Vec<Lane>, Media
 }
 
 fn survey_lane(
-    space: &impl ReadAt,
+    space: &impl Media,
     info: &ArenaInfo,
     group: &FlogGroupBytes,
     second: Option<usize>,

@@ -34,7 +34,7 @@ fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
 }
 
 /// What sectors read as; those that cannot be read are not there.
-fn sectors(space: &impl ReadAt) -> BTreeMap<u64, Vec<u8>> {
+fn sectors(space: &impl Media) -> BTreeMap<u64, Vec<u8>> {
     let (reader, _) = Reader::open_damaged(space).unwrap();
     if reader.sectors() == 0 {
         return BTreeMap::new();
@@ -46,7 +46,7 @@ fn sectors(space: &impl ReadAt) -> BTreeMap<u64, Vec<u8>> {
     read.filter(|(sector, _)| !lost.contains(sector)).collect()
 }
 
-fn plan(space: &impl ReadAt, give_up: GiveUp) -> Repair {
+fn plan(space: &impl Media, give_up: GiveUp) -> Repair {
     plan_repair(space, give_up, &mut |_| {}).unwrap()
 }
 
@@ -87,7 +87,7 @@ fn assert_left(media: &MemoryMedia) -> Repair {
 
 fn set_flog(media: &MemoryMedia, arena: &ArenaInfo, lane: u64, slot: u64, field: u64, value: u32) {
     let at = arena.flog_at + lane * FLOG_GROUP_BYTES + slot * 16 + field * 4;
-    media.write_at(at, &value.to_le_bytes()).unwrap();
+    media.store(at, &value.to_le_bytes()).unwrap();
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn every_bit_of_an_info_block_is_restored_from_its_copy() {
                 assert!(repair.after.is_clean() && repair.mendings.len() == 1);
                 repair.carry_out(&media).unwrap();
                 let mut back = [0xee; 4096];
-                media.read_at(block, &mut back).unwrap();
+                media.read(block, &mut back).unwrap();
                 assert!(back == good[block as usize..][..4096], "byte {byte}, bit {bit}");
             }
         }
@@ -173,7 +173,7 @@ fn a_flog_that_is_gone_follows_from_the_map() {
     for byte in [0, 0xff, 0x5a] {
         let (media, arena) = filled(1);
         let right = sectors(&media);
-        media.write_at(arena.flog_at, &vec![byte; 256 * FLOG_GROUP_BYTES as usize]).unwrap();
+        media.store(arena.flog_at, &vec![byte; 256 * FLOG_GROUP_BYTES as usize]).unwrap();
         let repair = assert_mended(&media, &right);
         assert!(repair.mendings[0].what.contains("256 lane(s) of the flog"), "{repair:?}");
     }
@@ -237,7 +237,7 @@ fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
         for (at, bytes) in
             stores.iter().enumerate().filter(|(number, _)| *number != missing).map(|(_, store)| store)
         {
-            media.write_at(*at, bytes).unwrap();
+            media.store(*at, bytes).unwrap();
         }
         let rest = repaired(&media, GiveUp::Nothing, &right);
         assert!(rest.after.is_clean());
@@ -344,9 +344,9 @@ fn the_error_flag_goes_when_nothing_else_is_wrong() {
 fn a_map_that_is_lost_is_left_and_costs_no_memory() {
     let (media, arena) = filled(1);
     let map_bytes = arena.sectors as usize * MAP_ENTRY_BYTES as usize;
-    media.write_at(arena.map_at, &vec![0; map_bytes]).unwrap();
+    media.store(arena.map_at, &vec![0; map_bytes]).unwrap();
     assert_left(&media);
-    media.write_at(arena.map_at, &vec![0xff; map_bytes]).unwrap();
+    media.store(arena.map_at, &vec![0xff; map_bytes]).unwrap();
     // Each sector is outside, and could be anywhere. That is no more than four thousand of them here.
     let repair = plan(&media, GiveUp::Nothing);
     assert!(repair.after.is_clean());
@@ -359,7 +359,7 @@ fn the_second_arena_is_repaired_by_itself() {
     crate::btt::Layout::new(VOLUME_BYTES, 4096, uuid::Uuid::from_u128(4)).unwrap().format(&media).unwrap();
     let extension = crate::btt::extend(&media, 2 * VOLUME_BYTES).unwrap().unwrap();
     extension.format(&media).unwrap();
-    extension.link().into_iter().for_each(|(at, word)| media.write_at(at, &word.to_le_bytes()).unwrap());
+    extension.link().into_iter().for_each(|(at, word)| media.store(at, &word.to_le_bytes()).unwrap());
     let second = arenas(&media)[1].clone().unwrap().0;
     set_flog(&media, &second, 9, 0, 3, 7);
     let damaged = media.to_bytes();
@@ -456,7 +456,7 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     space.persist_range(0..VOLUME_BYTES).unwrap();
     let flog = |space: &Simulator| {
         let mut bytes = vec![0; 256 * FLOG_GROUP_BYTES as usize];
-        space.read_at(arena.flog_at, &mut bytes).unwrap();
+        space.read(arena.flog_at, &mut bytes).unwrap();
         bytes
     };
     let before = flog(&space);

@@ -7,8 +7,9 @@ use std::sync::Mutex;
 use uuid::Uuid;
 
 use super::*;
-use crate::btt::{Engine, Layout, Pending, PlainFile, Words, arenas};
+use crate::btt::{Engine, Layout, PlainFile, arenas};
 use crate::media::noted::{Noted, not_durable, noted_in};
+use crate::media::{Media, Pending};
 use crate::media::{MediaError, Place, coalesce};
 
 const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];

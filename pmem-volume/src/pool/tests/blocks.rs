@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
 use super::*;
-use crate::btt::ReadAt;
+use crate::media::Media;
 use crate::pool::layout::SUPERBLOCK_OFFSETS;
 
 /// A pool of 32 MiB on a disk, with a volume that has data in front.
@@ -60,7 +60,7 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
         assert_eq!(lost_bytes(&pool.findings_at_open()), lost, "the log of a VMM says it");
         assert!(allocated_bytes(&path) >= 32 << 20, "{name} has {}", allocated_bytes(&path));
         let mut bytes = [0; 4096];
-        pool.open_volume("data").unwrap().read_at(0, &mut bytes).unwrap();
+        pool.open_volume("data").unwrap().read(0, &mut bytes).unwrap();
         assert_eq!(bytes, [0x5a; 4096]);
         drop(pool);
         let pool = look(&path);

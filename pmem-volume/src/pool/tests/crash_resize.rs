@@ -6,7 +6,8 @@ use super::crash::{
     verify_points, verify_space, volumes_of,
 };
 use super::*;
-use crate::btt::{self, ReadAt};
+use crate::btt;
+use crate::media::Media;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::volume::{Space, volume_extents};
 use crate::pool::volume_record::VolumeRecord;
@@ -35,7 +36,7 @@ fn content(pool: &Arc<Pool>, chunks: u32) -> Vec<u64> {
     let volume = pool.open_volume("v").unwrap();
     let word = |index: u32| {
         let mut word = [0; 8];
-        volume.read_at(u64::from(index) * CHUNK_BYTES, &mut word).unwrap();
+        volume.read(u64::from(index) * CHUNK_BYTES, &mut word).unwrap();
         u64::from_le_bytes(word)
     };
     (0..chunks).map(word).collect()

@@ -7,7 +7,8 @@ use super::crash::{
     volumes_of,
 };
 use super::*;
-use crate::btt::{self, Engine, ReadAt, WriteAt};
+use crate::btt::{self, Engine};
+use crate::media::Media;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::split::{batches, finish, format_parts, name_chunks, settle_records, unformatted_runs};
 use crate::pool::table::Slot;
@@ -41,7 +42,7 @@ fn with_raw_volume() -> (Simulator, Arc<Pool>) {
     let volume = pool.open_volume("v").unwrap();
     assert!(volume.extents().len() > 1);
     for index in 0..6 {
-        volume.write_at(index * CHUNK_BYTES, &mark(index).to_le_bytes()).unwrap();
+        volume.store(index * CHUNK_BYTES, &mark(index).to_le_bytes()).unwrap();
     }
     volume.persist(std::slice::from_ref(&(0..volume.size_bytes()))).unwrap();
     drop(volume);
@@ -61,7 +62,7 @@ fn words_of(pool: &Arc<Pool>, name: &str) -> Result<Vec<u64>, String> {
     let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
     let word = |at: u64| {
         let mut bytes = [0; 8];
-        volume.read_at(at * CHUNK_BYTES, &mut bytes).unwrap();
+        volume.read(at * CHUNK_BYTES, &mut bytes).unwrap();
         u64::from_le_bytes(bytes)
     };
     Ok((0..volume.size_bytes() / CHUNK_BYTES).map(word).collect())
@@ -376,7 +377,7 @@ fn a_pool_is_used_while_parts_are_erased() {
     for name in ["v", "b"] {
         let volume = pool.open_volume(name).unwrap();
         let mut bytes = vec![0; volume.size_bytes() as usize];
-        volume.read_at(0, &mut bytes).unwrap();
+        volume.read(0, &mut bytes).unwrap();
         assert!(!bytes.chunks(4096).any(|page| page.ends_with(&[0xcd; 64])), "{name} shows old content");
     }
     drop(pool);

@@ -9,9 +9,9 @@ use super::crash;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, PATIENCE};
 use super::*;
-use crate::btt::{Engine, EngineError, Words, arenas};
+use crate::btt::{Engine, EngineError, arenas};
 use crate::media::simulator::Random;
-use crate::media::{MediaError, Pending};
+use crate::media::{Media, MediaError, Pending};
 
 /// Media on which a persist or erase fails, with nothing of it done, after `left` of them have succeeded.
 fn failing(left: Arc<AtomicU32>) -> Hooked {

@@ -267,7 +267,7 @@ fn a_volume_keeps_its_content_and_its_place() {
     let volume = pool.open_volume("daten").unwrap();
     assert_eq!(volume.extents(), extents);
     let mut bytes = vec![0; 6 * MIB as usize];
-    crate::btt::ReadAt::read_at(&volume, 0, &mut bytes).unwrap();
+    Media::read(&volume, 0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x21));
 }
 
@@ -353,7 +353,7 @@ fn a_fragmented_volume_is_read_across_its_pieces() {
         pool.file().write_all_at(&mark, extent.offset_bytes()).unwrap();
     }
     let mut across = [0; 32];
-    crate::btt::ReadAt::read_at(&volume, 4 * CHUNK_BYTES - 16, &mut across).unwrap();
+    Media::read(&volume, 4 * CHUNK_BYTES - 16, &mut across).unwrap();
     assert_eq!(across[..16], [3; 16]);
     assert_eq!(across[16..], [4; 16]);
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::{Lost, ReadAt, Reader, Trouble};
+use pmem_volume::btt::{Lost, Reader, Trouble};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
 use super::args::{ImageFormat, Place};
@@ -119,11 +119,11 @@ impl<'a> Content<'a> {
                 reader.read_many(at / self.sector_bytes(), into, &mut |sector, why| lost.add(sector, &why));
             }
             Content::Bytes(media) => {
-                if media.read_at(at, into).is_ok() {
+                if media.read(at, into).is_ok() {
                     return;
                 }
                 for (page, bytes) in (at / PAGE_BYTES as u64..).zip(into.chunks_mut(PAGE_BYTES)) {
-                    if let Err(error) = media.read_at(page * PAGE_BYTES as u64, bytes) {
+                    if let Err(error) = media.read(page * PAGE_BYTES as u64, bytes) {
                         bytes.fill(0);
                         lost.add(page, &Lost::Media(error));
                     }

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use foreshore_types::size::Size;
-use pmem_volume::btt::{self, Engine, ReadAt, WriteAt};
+use pmem_volume::btt::{self, Engine};
 use pmem_volume::progress::{OnProgress, Progress, Task};
 
 use super::args::{ImageFormat, Place};
@@ -194,7 +194,7 @@ impl<'a> Target<'a> {
         for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
             progress(Progress { task: Task::Check, done_bytes: at, total_bytes });
             let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
-            media.read_at(at, bytes)?;
+            media.read(at, bytes)?;
             if !is_zero(bytes) {
                 return Ok(true);
             }
@@ -206,7 +206,7 @@ impl<'a> Target<'a> {
         match &self.to {
             To::Sectors(engine) => Ok(engine.write(at / self.unit_bytes(), bytes)?),
             To::Bytes(media) => {
-                media.write_at(at, bytes)?;
+                media.store(at, bytes)?;
                 // Not all at the end: what a page cache has not written yet is memory.
                 match self.pending.borrow_mut().add(at..at + bytes.len() as u64) {
                     Some(range) => Ok(media.persist(std::slice::from_ref(&range))?),

@@ -87,7 +87,7 @@ fn looked_through<T>(
     progress: OnProgress<'_>,
     look: impl FnOnce(&mut dyn FnMut(u64)) -> T,
 ) -> T {
-    let total_bytes = btt::ReadAt::len_bytes(media);
+    let total_bytes = media.len_bytes();
     let mut say = |done_bytes| progress(Progress { task: Task::Check, done_bytes, total_bytes });
     say(0);
     look(&mut |reached| say(reached.min(total_bytes)))

@@ -3,7 +3,7 @@
 use std::io;
 
 use foreshore_types::size::Size;
-use pmem_volume::btt::{self, ArenaInfo, InfoSource, ReadAt};
+use pmem_volume::btt::{self, ArenaInfo, InfoSource};
 use pmem_volume::media::MediaError;
 use pmem_volume::pool::RepairReport;
 use serde::Serialize;

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::script::{LANES, Oracle, Recorded, SECTORS, Wrong, new_media};
 use super::*;
+use crate::btt::Finding;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
 use crate::btt::layout::{FLAG_ERROR, MAP_BLOCK, MAP_ERROR, MAP_ZERO};
-use crate::btt::{Finding, Pending, ReadAt, WriteAt};
 use crate::media::simulator::{Random, Simulator};
+use crate::media::{Durability, Media, Pending};
 
 pub(super) fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
     read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().0
@@ -21,17 +22,17 @@ pub(super) fn second_of(media: &MemoryMedia) -> ArenaInfo {
 }
 
 fn store_u32(media: &MemoryMedia, at: u64, value: u32) {
-    media.write_at(at, &value.to_le_bytes()).unwrap();
+    media.store(at, &value.to_le_bytes()).unwrap();
 }
 
 /// Changes an info block, or its copy, and gives it a checksum that fits.
 pub(super) fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
     let mut info = InfoBytes::new_zeroed();
-    media.read_at(at, info.as_mut_bytes()).unwrap();
+    media.read(at, info.as_mut_bytes()).unwrap();
     change(&mut info);
     let sum = checksum(&info);
     info.checksum.set(sum);
-    media.write_at(at, info.as_bytes()).unwrap();
+    media.store(at, info.as_bytes()).unwrap();
 }
 
 pub(super) fn spoil(media: &MemoryMedia, at: u64) {
@@ -40,7 +41,7 @@ pub(super) fn spoil(media: &MemoryMedia, at: u64) {
 
 pub(super) fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
     let mut info = InfoBytes::new_zeroed();
-    media.read_at(at, info.as_mut_bytes()).unwrap();
+    media.read(at, info.as_mut_bytes()).unwrap();
     assert_eq!(info.checksum.get(), checksum(&info), "the info block is whole");
     info.flags.get()
 }
@@ -77,7 +78,7 @@ fn a_flog_that_cannot_be_makes_its_arena_read_only() {
     type Change = fn(&MemoryMedia, &ArenaInfo, &Recovery);
     let changes: [(&str, Change); 8] = [
         ("sequence numbers 9 and 0", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 12, 9)),
-        ("sequence numbers 0 and 0", |m, a, _| m.write_at(a.flog_at + 3 * 64, &[0; 64]).unwrap()),
+        ("sequence numbers 0 and 0", |m, a, _| m.store(a.flog_at + 3 * 64, &[0; 64]).unwrap()),
         ("no known way", |m, a, _| store_u32(m, a.flog_at + 48, 1)),
         ("lba", |m, a, _| store_u32(m, a.flog_at + 3 * 64, MAP_BLOCK)),
         ("old_map", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 4, MAP_BLOCK)),
@@ -140,8 +141,8 @@ fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
     let recovery = recover(&media, &info).unwrap();
     let (block, _) = recovery.free[0];
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
-    media.write_at(info.block_at(block), &content(border + 3, 5, 4096)).unwrap();
-    media.write_at(info.flog_at + 16, [3u32, 3, block, 2].map(u32::to_le).as_bytes()).unwrap();
+    media.store(info.block_at(block), &content(border + 3, 5, 4096)).unwrap();
+    media.store(info.flog_at + 16, [3u32, 3, block, 2].map(u32::to_le).as_bytes()).unwrap();
     for at in [info.start_bytes, info.copy_at] {
         change_info(&media, at, |info| info.flags.set(FLAG_ERROR));
     }
@@ -234,8 +235,8 @@ fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
     let media = new_media();
     let info = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().0;
     assert_eq!((info.sectors, info.lanes), (SECTORS, LANES));
-    media.write_at(info.flog_at + 8, &[0xff; 8]).unwrap();
-    WriteAt::persist(&media, std::slice::from_ref(&(info.flog_at..info.flog_at + 16))).unwrap();
+    media.store(info.flog_at + 8, &[0xff; 8]).unwrap();
+    Media::persist(&media, std::slice::from_ref(&(info.flog_at..info.flog_at + 16))).unwrap();
     let recorded = Recorded::new(media, wrong, Oracle::default());
     recorded.record();
     assert!(Engine::open(&recorded).unwrap().arenas()[0].read_only.is_some());
@@ -297,39 +298,39 @@ impl Failing {
     }
 }
 
-impl ReadAt for Failing {
+impl Media for Failing {
     fn len_bytes(&self) -> u64 {
-        ReadAt::len_bytes(&self.media)
+        Media::len_bytes(&self.media)
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        Durability::Volatile
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.reach(offset_bytes, into.len())?;
-        self.media.read_at(offset_bytes, into)
+        self.media.read(offset_bytes, into)
     }
-}
 
-impl WriteAt for Failing {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.pass()?;
         self.reach(offset_bytes, bytes.len())?;
-        self.media.write_at(offset_bytes, bytes)
+        self.media.store(offset_bytes, bytes)
     }
 
     fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
         self.pass()
     }
-}
 
-impl Words for Failing {
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         self.reach(offset_bytes, 8)?;
-        Words::load_word(&self.media, offset_bytes)
+        Media::load_word(&self.media, offset_bytes)
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.pass()?;
         self.reach(offset_bytes, 8)?;
-        Words::store_word(&self.media, offset_bytes, word)
+        Media::store_word(&self.media, offset_bytes, word)
     }
 
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {

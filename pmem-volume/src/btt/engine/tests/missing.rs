@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use super::damage::{Failing, change_info, flags_at, info_at, second_of, spoil};
 use super::*;
 use crate::btt::layout::{INFO_BYTES, SIGNATURE};
-use crate::btt::{Finding, GiveUp, InfoSource, ReadAt, plan_repair};
+use crate::btt::{Finding, GiveUp, InfoSource, plan_repair};
+use crate::media::Media;
 
 /// Three arenas, each with a sector of its own at its start.
 fn thrice() -> (MemoryMedia, Vec<ArenaStatus>) {
@@ -104,9 +105,9 @@ fn what_a_guest_has_written_is_not_taken_for_an_arena() {
     let copy_at = fake.copy_at - shift;
     assert!(copy_at + INFO_BYTES <= end);
     let mut block = [0; INFO_BYTES as usize];
-    three.read_at(start, &mut block).unwrap();
+    three.read(start, &mut block).unwrap();
     for at in [start, copy_at] {
-        media.write_at(at, &block).unwrap();
+        media.store(at, &block).unwrap();
         change_info(&media, at, |info| {
             info.external_nlba.set(fake.sectors - 100);
             info.internal_nlba.set(fake.blocks - 100);
@@ -121,10 +122,10 @@ fn what_a_guest_has_written_is_not_taken_for_an_arena() {
     lose_second(&media);
     assert_refused(&media);
     // A trace alone is enough: so much is left of an arena whose blocks are lost.
-    media.write_at(start, &[0; INFO_BYTES as usize]).unwrap();
-    media.write_at(start - INFO_BYTES, &SIGNATURE).unwrap();
+    media.store(start, &[0; INFO_BYTES as usize]).unwrap();
+    media.store(start - INFO_BYTES, &SIGNATURE).unwrap();
     assert_refused(&media);
-    media.write_at(start - INFO_BYTES, &[0; SIGNATURE.len()]).unwrap();
+    media.store(start - INFO_BYTES, &[0; SIGNATURE.len()]).unwrap();
     let engine = Engine::open(&media).unwrap();
     assert_eq!(engine.arenas()[1].sectors, u64::from(real.sectors));
 }
@@ -213,7 +214,7 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
 fn an_error_flag_that_cannot_be_stored_is_no_success() {
     let media = formatted(4096);
     let info = info_at(&media, START_BYTES);
-    media.write_at(info.flog_at + 12, &9u32.to_le_bytes()).unwrap();
+    media.store(info.flog_at + 12, &9u32.to_le_bytes()).unwrap();
     let failing = Failing::new(media);
     for left in 0..4 {
         failing.left.store(left, Ordering::SeqCst);

@@ -18,8 +18,8 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::*;
 use crate::btt::arena::read_arena;
 use crate::btt::layout::{InfoBytes, START_BYTES, checksum};
-use crate::btt::{Layout, Reader, Sector, WriteAt, check};
-use crate::media::MemoryMedia;
+use crate::btt::{Layout, Reader, Sector, check};
+use crate::media::{Media, MemoryMedia};
 
 pub(super) const VOLUME_BYTES: u64 = 18 << 20;
 
@@ -42,17 +42,17 @@ pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     let media = MemoryMedia::from_bytes(&bytes);
     extension.format(&media).unwrap();
     for (at, word) in extension.link() {
-        media.write_at(at, &word.to_le_bytes()).unwrap();
+        media.store(at, &word.to_le_bytes()).unwrap();
     }
     media
 }
 
 /// One arena with few sectors and lanes, of the sectors that Linux would have made of all of it: blocks are used again
 /// soon, and an image is quick to open.
-pub(super) fn format_small(media: &(impl WriteAt + ?Sized), sectors: u32, lanes: u32) {
+pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u32) {
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     let mut info = InfoBytes::new_zeroed();
-    media.read_at(START_BYTES, info.as_mut_bytes()).unwrap();
+    media.read(START_BYTES, info.as_mut_bytes()).unwrap();
     let flog_at = START_BYTES + info.logoff.get();
     let mut flog = vec![0; 256 * 64];
     for (lane, group) in (0..lanes).zip(flog.chunks_exact_mut(64)) {
@@ -67,7 +67,7 @@ pub(super) fn format_small(media: &(impl WriteAt + ?Sized), sectors: u32, lanes:
     let copy_at = START_BYTES + info.info2off.get();
     let places = [(flog_at, &flog[..]), (START_BYTES, info.as_bytes()), (copy_at, info.as_bytes())];
     for (at, bytes) in places {
-        media.write_at(at, bytes).unwrap();
+        media.store(at, bytes).unwrap();
         media.persist(std::slice::from_ref(&(at..at + bytes.len() as u64))).unwrap();
     }
 }
@@ -81,10 +81,10 @@ pub(super) fn content(sector: u64, version: u64, sector_bytes: u32) -> Vec<u8> {
 }
 
 pub(super) fn word_at(media: &MemoryMedia, at: u64) -> u64 {
-    Words::load_word(media, at).unwrap()
+    Media::load_word(media, at).unwrap()
 }
 
-pub(super) fn read(engine: &Engine<impl Words>, sector: u64) -> Vec<u8> {
+pub(super) fn read(engine: &Engine<impl Media>, sector: u64) -> Vec<u8> {
     let mut bytes = vec![0xee; engine.sector_bytes() as usize];
     engine.read(sector, &mut bytes).unwrap();
     bytes
@@ -134,8 +134,8 @@ fn both_paddings_of_the_flog_are_kept() {
     let (from, to) = (info.flog_at + lane * 64 + 16, info.flog_at + lane * 64 + 32);
     for word in [0, 8] {
         let moved = word_at(&media, from + word);
-        media.write_at(to + word, &moved.to_le_bytes()).unwrap();
-        media.write_at(from + word, &[0; 8]).unwrap();
+        media.store(to + word, &moved.to_le_bytes()).unwrap();
+        media.store(from + word, &[0; 8]).unwrap();
     }
     let engine = Engine::open(&media).unwrap();
     for version in 2..9 {

@@ -18,7 +18,7 @@ use super::cpu::{self, LeftOut};
 use super::lock::Lock;
 use super::map::{Locks, Map};
 use super::readers::Readers;
-use crate::btt::{ReadAt, WriteAt};
+use crate::media::{Durability, Media};
 
 const CHILD: &str = "FORESHORE_TEST_CHILD";
 
@@ -123,27 +123,27 @@ fn every_step_between_readers_and_writers_is_missed() {
 /// A word of the map.
 struct OneWord(AtomicU64);
 
-impl ReadAt for OneWord {
+impl Media for OneWord {
     fn len_bytes(&self) -> u64 {
         8
     }
 
-    fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), MediaError> {
+    fn durability(&self) -> Durability {
+        Durability::Volatile
+    }
+
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), MediaError> {
         unreachable!("the map is words")
     }
-}
 
-impl WriteAt for OneWord {
-    fn write_at(&self, _: u64, _: &[u8]) -> Result<(), MediaError> {
+    fn store(&self, _: u64, _: &[u8]) -> Result<(), MediaError> {
         unreachable!("the map is words")
     }
 
     fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
         Ok(())
     }
-}
 
-impl Words for OneWord {
     fn load_word(&self, _: u64) -> Result<u64, MediaError> {
         Ok(self.0.load(Ordering::Acquire))
     }

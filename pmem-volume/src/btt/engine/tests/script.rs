@@ -12,9 +12,8 @@ use super::super::map::{LINE_SECTORS, written};
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
-use crate::btt::{Pending, ReadAt, WriteAt};
-use crate::media::Media;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::media::{Durability, Media, Pending};
 
 pub(super) const SECTORS: u32 = 48;
 pub(super) const LANES: u32 = 4;
@@ -91,7 +90,7 @@ pub(super) struct Recorded {
 
 impl Recorded {
     pub(super) fn new(media: Simulator, wrong: Wrong, oracle: Oracle) -> Self {
-        let space: &dyn ReadAt = &media;
+        let space: &dyn Media = &media;
         let size_bytes = space.len_bytes() - START_BYTES;
         let (info, _) = read_arena(&media, START_BYTES, size_bytes).unwrap();
         Self {
@@ -166,60 +165,30 @@ impl Recorded {
     }
 }
 
-impl ReadAt for Simulator {
+impl Media for Recorded {
     fn len_bytes(&self) -> u64 {
-        Media::len_bytes(self)
+        Media::len_bytes(&self.media)
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        Media::read(self, offset_bytes, into)
-    }
-}
-
-impl WriteAt for Simulator {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        Media::store(self, offset_bytes, bytes)
+    fn durability(&self) -> Durability {
+        Durability::DaxSync
     }
 
-    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        Media::persist(self, ranges)
-    }
-}
-
-impl Words for Simulator {
-    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        Media::load_word(self, offset_bytes)
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.media.read(offset_bytes, into)
     }
 
-    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
-        Media::store_word(self, offset_bytes, word)
-    }
-}
-
-impl ReadAt for Recorded {
-    fn len_bytes(&self) -> u64 {
-        ReadAt::len_bytes(&self.media)
-    }
-
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.media.read_at(offset_bytes, into)
-    }
-}
-
-impl WriteAt for Recorded {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.media.write_at(offset_bytes, bytes)
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.store(offset_bytes, bytes)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         self.persist_all(if self.is_left_out(ranges) { &[] } else { ranges });
         Ok(())
     }
-}
 
-impl Words for Recorded {
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        Words::load_word(&self.media, offset_bytes)
+        Media::load_word(&self.media, offset_bytes)
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
@@ -230,10 +199,10 @@ impl Words for Recorded {
                 return Ok(());
             }
             if self.in_map(&at) {
-                Words::store_word(&self.media, offset_bytes, word)?;
+                Media::store_word(&self.media, offset_bytes, word)?;
                 self.persist_all(std::slice::from_ref(&at));
                 for (at, word) in std::mem::take(&mut *self.held_back.lock().unwrap()) {
-                    Words::store_word(&self.media, at, word)?;
+                    Media::store_word(&self.media, at, word)?;
                     self.persist_all(std::slice::from_ref(&(at..at + 8)));
                 }
                 return Ok(());
@@ -243,16 +212,16 @@ impl Words for Recorded {
             let begun = self.begin(at);
             self.begun_too_early.lock().unwrap().push(begun);
         }
-        Words::store_word(&self.media, offset_bytes, word)
+        Media::store_word(&self.media, offset_bytes, word)
     }
 
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
         let range = offset_bytes..offset_bytes + bytes.len() as u64;
         if self.wrong == Wrong::DataBegunTooEarly {
             self.begin_persist(range, pending)?;
-            return self.write_at(offset_bytes, bytes);
+            return self.store(offset_bytes, bytes);
         }
-        self.write_at(offset_bytes, bytes)?;
+        self.store(offset_bytes, bytes)?;
         self.begin_persist(range, pending)
     }
 
@@ -488,7 +457,7 @@ pub(super) struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     pub(super) fn open(recorded: &'a Recorded) -> Self {
-        let size_bytes = ReadAt::len_bytes(recorded) - START_BYTES;
+        let size_bytes = Media::len_bytes(recorded) - START_BYTES;
         let (info, _) = read_arena(recorded, START_BYTES, size_bytes).unwrap();
         let mut recovery = recover(recorded, &info).unwrap();
         let driver = Self { recorded, info, recovery: Recovery::default() };
@@ -520,14 +489,14 @@ impl<'a> Driver<'a> {
     fn map(&self, sector: u32, block: u32) {
         let at = self.info.map_at + u64::from(sector / 2) * 8;
         let mut word = [0; 8];
-        self.recorded.read_at(at, &mut word).unwrap();
+        self.recorded.read(at, &mut word).unwrap();
         let within = (sector % 2 * 4) as usize;
         word[within..within + 4].copy_from_slice(&written(block).to_le_bytes());
         self.store(at, &word);
     }
 
     fn store(&self, at: u64, bytes: &[u8]) {
-        self.recorded.write_at(at, bytes).unwrap();
+        self.recorded.store(at, bytes).unwrap();
         self.recorded.persist_all(std::slice::from_ref(&(at..at + bytes.len() as u64)));
     }
 }
@@ -573,7 +542,7 @@ impl Oracle {
     }
 
     /// What an engine reads, if it is what it may be.
-    pub(super) fn read(&self, engine: &Engine<impl Words>) -> Result<Self, String> {
+    pub(super) fn read(&self, engine: &Engine<impl Media>) -> Result<Self, String> {
         let mut found = Self::default();
         let untouched = Held::default();
         for sector in 0..SECTORS {

@@ -7,8 +7,7 @@ use std::thread;
 
 use super::*;
 use crate::btt::flog::read_map;
-use crate::btt::{ReadAt, WriteAt};
-use crate::media::simulator::Random;
+use crate::media::{Durability, Media, simulator::Random};
 
 fn small(sectors: u32, lanes: u32) -> MemoryMedia {
     let media = MemoryMedia::new(VOLUME_BYTES);
@@ -106,29 +105,29 @@ impl Stopping {
     }
 }
 
-impl ReadAt for Stopping {
+impl Media for Stopping {
     fn len_bytes(&self) -> u64 {
-        ReadAt::len_bytes(&self.media)
+        Media::len_bytes(&self.media)
     }
 
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.media.read_at(offset_bytes, into)
+    fn durability(&self) -> Durability {
+        Durability::Volatile
     }
-}
 
-impl WriteAt for Stopping {
-    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.media.write_at(offset_bytes, bytes)
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.media.read(offset_bytes, into)
+    }
+
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.store(offset_bytes, bytes)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        WriteAt::persist(&self.media, ranges)
+        Media::persist(&self.media, ranges)
     }
-}
 
-impl Words for Stopping {
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        let word = Words::load_word(&self.media, offset_bytes)?;
+        let word = Media::load_word(&self.media, offset_bytes)?;
         let left = &self.stop_after_map_loads;
         if self.map.contains(&offset_bytes)
             && left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)) == Ok(1)
@@ -139,14 +138,14 @@ impl Words for Stopping {
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
-        Words::store_word(&self.media, offset_bytes, word)
+        Media::store_word(&self.media, offset_bytes, word)
     }
 
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         if self.stop_at_data.swap(false, Ordering::SeqCst) {
             self.stop();
         }
-        self.read_at(offset_bytes, into)
+        self.read(offset_bytes, into)
     }
 }
 
@@ -181,7 +180,7 @@ fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>)
         // If a writer had to wait for the reader, this would not end.
         (2..32).for_each(|version| engine.write(1, &content(1, version, 4096)).unwrap());
         let mut of_block = vec![0; 4096];
-        engine.space().read_at(block_at, &mut of_block).unwrap();
+        engine.space().read(block_at, &mut of_block).unwrap();
         continues.send(()).unwrap();
         (version_of(1, &reader.join().unwrap()), of_block)
     })

@@ -86,7 +86,7 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
         lanes.iter().find(|lane| u64::from(lane.sector) != SECTOR && lane.block >= info.sectors).unwrap();
     let words = [SECTOR as u32, owner, lane.block, 2];
     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
-    media.write_at(lane.group_at(&info) + 16, &bytes).unwrap();
+    media.store(lane.group_at(&info) + 16, &bytes).unwrap();
     let redo = flog::recover(&media, &info).unwrap().redo;
     assert_eq!(Vec::from_iter(redo), [(SECTOR as u32, lane.block)]);
     let report = check(&media).unwrap();
