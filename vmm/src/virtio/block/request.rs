@@ -328,9 +328,12 @@ fn collect<M: GuestMemory>(
 
 fn read_header<M: GuestMemory>(memory: &M, readable: &mut Segments) -> Result<Header, RequestError> {
     let len = readable.len_bytes();
-    let parts = readable.cut_front(HEADER_LEN).ok_or(RequestError::ShortHeader { len })?;
+    if len < HEADER_LEN {
+        return Err(RequestError::ShortHeader { len });
+    }
     let mut bytes = [0; HEADER_LEN as usize];
-    parts.read(memory, 0, &mut bytes).map_err(|source| RequestError::Memory { what: "header", source })?;
+    readable.read(memory, 0, &mut bytes).map_err(|source| RequestError::Memory { what: "header", source })?;
+    readable.drop_front(HEADER_LEN);
     Ok(Header { kind: le32(&bytes, 0), first_sector: le64(&bytes, 8) })
 }
 

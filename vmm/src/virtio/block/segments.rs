@@ -12,6 +12,15 @@ pub struct Segment {
     pub len: u32,
 }
 
+impl Segment {
+    /// What is left behind the first `len_bytes`, of which it has as many.
+    fn behind(self, len_bytes: u64) -> Self {
+        // Where it goes beyond the address space, an address that nothing is at does as well.
+        let address = GuestAddress(self.address.0.saturating_add(len_bytes));
+        Self { address, len: self.len - len_bytes as u32 }
+    }
+}
+
 /// Buffers in a row. Nothing says that they are in memory before they are used.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Segments(Vec<Segment>);
@@ -46,19 +55,25 @@ impl Segments {
         address.map(GuestAddress)
     }
 
-    /// Takes the first `len_bytes` away, if there are so many.
-    pub fn cut_front(&mut self, len_bytes: u64) -> Option<Self> {
-        if self.len_bytes() < len_bytes {
-            return None;
-        }
-        let front = self.part(0, len_bytes);
-        *self = self.part(len_bytes, u64::MAX);
-        Some(front)
+    /// Takes the first `len_bytes` away.
+    pub fn drop_front(&mut self, len_bytes: u64) {
+        let mut left = len_bytes;
+        self.0.retain_mut(|segment| {
+            let dropped = left.min(u64::from(segment.len));
+            left -= dropped;
+            *segment = segment.behind(dropped);
+            segment.len > 0
+        });
     }
 
     /// Leaves out what is behind `len_bytes`.
     pub fn truncate(&mut self, len_bytes: u64) {
-        *self = self.part(0, len_bytes);
+        let mut left = len_bytes;
+        self.0.retain_mut(|segment| {
+            segment.len = left.min(u64::from(segment.len)) as u32;
+            left -= u64::from(segment.len);
+            segment.len > 0
+        });
     }
 
     /// Copies from guest memory, beginning `skip_bytes` into the buffers, until `data` is full.
@@ -69,7 +84,7 @@ impl Segments {
         data: &mut [u8],
     ) -> Result<(), AccessError> {
         let mut rest = data;
-        for segment in self.part(skip_bytes, rest.len() as u64).0 {
+        for segment in self.part(skip_bytes, rest.len() as u64) {
             let (now, later) = rest.split_at_mut(segment.len as usize);
             memory.read_slice(now, segment.address)?;
             rest = later;
@@ -81,7 +96,7 @@ impl Segments {
     /// Copies `data` to guest memory, beginning `skip_bytes` into the buffers.
     pub fn write<M: GuestMemory>(&self, memory: &M, skip_bytes: u64, data: &[u8]) -> Result<(), AccessError> {
         let mut rest = data;
-        for segment in self.part(skip_bytes, rest.len() as u64).0 {
+        for segment in self.part(skip_bytes, rest.len() as u64) {
             let (now, later) = rest.split_at(segment.len as usize);
             memory.write_slice(now, segment.address)?;
             rest = later;
@@ -91,18 +106,15 @@ impl Segments {
     }
 
     /// Up to `len_bytes` behind the first `skip_bytes`.
-    fn part(&self, skip_bytes: u64, len_bytes: u64) -> Self {
+    fn part(&self, skip_bytes: u64, len_bytes: u64) -> impl Iterator<Item = Segment> {
         let (mut skip, mut left) = (skip_bytes, len_bytes);
-        let mut part = Self::default();
-        for segment in &self.0 {
+        self.0.iter().filter_map(move |segment| {
             let skipped = skip.min(u64::from(segment.len));
-            let len = (u64::from(segment.len) - skipped).min(left);
             skip -= skipped;
-            left -= len;
-            // Where it goes beyond the address space, an address that nothing is at does as well.
-            let address = GuestAddress(segment.address.0.saturating_add(skipped));
-            part.push(Segment { address, len: len as u32 });
-        }
-        part
+            let rest = segment.behind(skipped);
+            let len = u64::from(rest.len).min(left) as u32;
+            left -= u64::from(len);
+            (len > 0).then_some(Segment { len, ..rest })
+        })
     }
 }
