@@ -51,17 +51,16 @@ fn at_the_cost_of(durability: Durability, media: FileMedia) -> FileMedia {
 }
 
 /// A pool on tmpfs that is persisted as media of the class is.
-fn new_pool(durability: Durability) -> (Arc<Pool>, tempfile::TempDir) {
+fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempDir) {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path: PathBuf = folder.path().join("pool");
     drop(Pool::create(&path, POOL_BYTES, 0).unwrap());
-    let media =
-        |media: FileMedia| -> Box<dyn Media> { Box::new(WithoutErase(at_the_cost_of(durability, media))) };
+    let media = |media| WithoutErase(at_the_cost_of(durability, media));
     (Pool::open_on(&path, media).unwrap(), folder)
 }
 
 /// Lends all of the pool but single chunks, so that nothing is left to split or to merge. Returns what keeps it so.
-fn fragment(pool: &Pool) -> Vec<Extent> {
+fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     let free_bytes = pool.info().free_bytes;
     let chunks = |extent: &Extent| -> Vec<Extent> {
         let start = extent.start.0;
@@ -104,7 +103,7 @@ enum Timed {
 }
 
 /// Lends a number of times in a row and then takes it all back.
-fn lend_and_return(pool: &Pool, calls: u64, size_bytes: u64, timed: Timed) -> Duration {
+fn lend_and_return(pool: &Pool<WithoutErase>, calls: u64, size_bytes: u64, timed: Timed) -> Duration {
     let mut extents = Vec::with_capacity(BATCH as usize);
     let start = Instant::now();
     for _ in 0..calls {
@@ -121,7 +120,7 @@ fn lend_and_return(pool: &Pool, calls: u64, size_bytes: u64, timed: Timed) -> Du
 }
 
 /// Lends and takes back until it is free again, one at a time.
-fn alternate(pool: &Pool, calls: u64, size_bytes: u64) -> Duration {
+fn alternate(pool: &Pool<WithoutErase>, calls: u64, size_bytes: u64) -> Duration {
     let start = Instant::now();
     for _ in 0..calls {
         pool.free_memory(&black_box(pool.alloc_memory(size_bytes).unwrap())).unwrap();

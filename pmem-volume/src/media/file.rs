@@ -323,6 +323,10 @@ impl Media for FileMedia {
         self.durability
     }
 
+    fn as_file(&self) -> Option<&FileMedia> {
+        Some(self)
+    }
+
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
         let length_bytes = into.len() as u64;

@@ -149,6 +149,11 @@ pub trait Media: Send + Sync {
     /// What a completed persist survives.
     fn durability(&self) -> Durability;
 
+    /// The media themselves if they are all of a file, for what only files have: holes, blocks, a page cache.
+    fn as_file(&self) -> Option<&FileMedia> {
+        None
+    }
+
     /// Copies bytes out. Not atomic against concurrent stores.
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
 
@@ -235,6 +240,10 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     #[inline]
     fn durability(&self) -> Durability {
         (**self).durability()
+    }
+
+    fn as_file(&self) -> Option<&FileMedia> {
+        (**self).as_file()
     }
 
     #[inline]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::create::FileSystem;
 use super::findings::Finding;
-use super::{Backing, Pool, PoolError};
+use super::{Pool, PoolError};
 use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
 
 /// Finds blocks that the file of a pool lacks. Opening the pool for writing allocates them or
@@ -58,7 +58,7 @@ impl Pool {
     /// Name of the pool's file system, if a store to an allocated block can fail because the file
     /// system is full.
     pub fn copy_on_write(&self) -> Option<&'static str> {
-        let Backing::File(media) = &self.backing else { return None };
+        let media = self.media();
         if !media.is_to_have_blocks() {
             return None;
         }

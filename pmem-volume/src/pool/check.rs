@@ -15,7 +15,7 @@ use super::volume::{Space, VolumeInfo, volume_extents};
 use super::volume_record::VolumeFormat;
 use super::{Pool, PoolError, bytes};
 use crate::btt;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// Chunks that are read in one go while nobody can change anything: some ten milliseconds.
@@ -113,7 +113,7 @@ impl<'a> Checking<'a> {
     }
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Checks tables, volumes, and that free chunks read as zeros. What was found and put right at open is not reported again; open the pool for
     /// reading to see the media as it was left.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {

@@ -19,9 +19,7 @@ use super::open::judge_superblocks;
 use super::opening::{Opened, place_error};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{
-    Backing, MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record,
-};
+use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record};
 use crate::CHUNK_BYTES;
 use crate::file_mode::PRIVATE_MODE;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
@@ -102,7 +100,7 @@ impl Pool {
             io::ErrorKind::AlreadyExists => PoolError::AlreadyExists { path: path.to_owned() },
             _ => file_error(action)(source),
         })?;
-        Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])
+        Pool::from_media(path.to_owned(), OpenMode::ReadWrite, media, superblock, vec![])
     }
 
     /// Makes a pool on a device.
@@ -133,7 +131,7 @@ impl Pool {
             source: io::Error::other(error),
         })?;
         write_empty_pool(&media, &superblock)?;
-        Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])
+        Pool::from_media(path.to_owned(), OpenMode::ReadWrite, media, superblock, vec![])
     }
 }
 
@@ -181,8 +179,8 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
         }
         Ok((superblock, findings)) => {
             let media = FileMedia::new(file()?, superblock.size_bytes(), false)?;
-            let (mode, backing) = (OpenMode::ReadOnly, Backing::File(media));
-            let pool = Pool::from_media(path.to_owned(), mode, backing, superblock, findings)?;
+            let mode = OpenMode::ReadOnly;
+            let pool = Pool::from_media(path.to_owned(), mode, media, superblock, findings)?;
             let volumes: Vec<_> = pool.volumes().into_iter().map(|volume| volume.name).collect();
             if !volumes.is_empty() {
                 return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });

@@ -7,20 +7,19 @@ use std::sync::Arc;
 use super::chunk::{Run, runs};
 use super::volume::{VolumeExtent, VolumeInfo, volume_info};
 use super::{OpenMode, Pool, PoolError};
-use crate::media::{Durability, Media, MediaError};
+use crate::media::{Durability, FileMedia, Media, MediaError};
 
 /// A volume of a pool that is looked at, whatever is left of it: reads of what it lacks fail.
-#[derive(Debug)]
-pub struct DamagedVolume {
-    pool: Arc<Pool>,
+pub struct DamagedVolume<M: Media = FileMedia> {
+    pool: Arc<Pool<M>>,
     info: VolumeInfo,
     extents: Vec<VolumeExtent>,
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is whole opens as well; a part of
     /// one that was split, which still holds what that held, does not.
-    pub fn open_damaged_volume(self: &Arc<Self>, name: &str) -> Result<DamagedVolume, PoolError> {
+    pub fn open_damaged_volume(self: &Arc<Self>, name: &str) -> Result<DamagedVolume<M>, PoolError> {
         assert!(self.mode != OpenMode::ReadWrite, "what is damaged is only looked at");
         let state = self.lock_state();
         let entry = &state.volumes[&state.require_volume(name)?];
@@ -41,14 +40,14 @@ impl Pool {
     }
 }
 
-impl DamagedVolume {
+impl<M: Media> DamagedVolume<M> {
     /// What it is.
     pub fn info(&self) -> &VolumeInfo {
         &self.info
     }
 }
 
-impl Media for DamagedVolume {
+impl<M: Media> Media for DamagedVolume<M> {
     fn len_bytes(&self) -> u64 {
         self.info.size_bytes
     }

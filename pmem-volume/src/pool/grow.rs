@@ -11,7 +11,7 @@ use super::layout::{CHUNK_ENTRY_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
 use super::mirrored;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, MAX_POOL_BYTES, OpenMode, Pool, PoolError};
+use super::{MAX_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 use crate::progress::{OnProgress, unheard};
@@ -33,7 +33,7 @@ impl Pool {
         progress: OnProgress<'_>,
     ) -> Result<Arc<Pool>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
-        let media = pool.backing.file_media();
+        let media = pool.media();
         let size_bytes = pool.wanted_bytes(size_bytes)?;
         let new = plan(&pool.superblock, size_bytes)?;
         let old_bytes = pool.superblock.size_bytes();
@@ -63,14 +63,14 @@ impl Pool {
             Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
             Failure::Media(error) => error.into(),
         })?;
-        Self::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(grown), new, vec![])
+        Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
     }
 
     /// The size that was asked for, or that of the device.
     fn wanted_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
         match size_bytes {
             Some(bytes) => Ok(bytes),
-            None if self.backing.file_media().place().is_device() => {
+            None if self.media().place().is_device() => {
                 let device_bytes = self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES;
                 match device_bytes > self.superblock.size_bytes() {
                     true => Ok(device_bytes),
@@ -85,7 +85,7 @@ impl Pool {
     fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
         let failed =
             |source| PoolError::File { path: self.path.clone(), action: "look behind the end of", source };
-        let file = self.backing.file_media().file().try_clone().map_err(failed)?;
+        let file = self.media().file().try_clone().map_err(failed)?;
         let device = FileMedia::new(file, range.end, false)?;
         match super::signature::found_in(&device, range)? {
             Some(found) => Err(PoolError::DeviceGrowthNotEmpty { path: self.path.clone(), found }),
@@ -94,7 +94,7 @@ impl Pool {
     }
 
     fn device_bytes(&self) -> Result<u64, PoolError> {
-        let media = self.backing.file_media();
+        let media = self.media();
         media.place().len_bytes(media.file()).map_err(|source| PoolError::File {
             path: self.path.clone(),
             action: "find the length of",

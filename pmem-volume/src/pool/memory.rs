@@ -5,9 +5,9 @@ use super::chunk::{Extent, MAX_ORDER, Run};
 use super::table::Owner;
 use super::{Pool, PoolError};
 use crate::CHUNK_BYTES;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Takes `size_bytes`, a multiple of 2 MiB, to be used as memory: the largest extents there are first, together
     /// exactly that size. All of it reads as zeros. STRG is never lent.
     ///

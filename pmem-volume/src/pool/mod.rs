@@ -93,48 +93,13 @@ pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
 pub const MAX_POOL_BYTES: u64 = MAX_MAPPED_BYTES;
 const _: () = assert!(MAX_POOL_BYTES <= layout::MAX_CHUNKS * CHUNK_BYTES);
 
-/// Where the pool's bytes are.
-enum Backing {
-    /// A file, as always outside tests.
-    File(FileMedia),
-    /// Something else that behaves like it, in tests and benchmarks.
-    Other(Box<dyn Media>),
-}
-
-impl Backing {
-    #[inline]
-    fn media(&self) -> &dyn Media {
-        match self {
-            Backing::File(media) => media,
-            Backing::Other(media) => media.as_ref(),
-        }
-    }
-
-    fn file_media(&self) -> &FileMedia {
-        match self {
-            Backing::File(media) => media,
-            Backing::Other(_) => panic!("tests and benchmarks on other media ask for no file"),
-        }
-    }
-}
-
-/// A call of the media that takes nanoseconds and is made often: seen through by the compiler where the media is a file, as
-/// always outside tests.
-macro_rules! on_media {
-    ($pool:expr, $media:ident => $call:expr) => {
-        match &$pool.backing {
-            Backing::File($media) => $call,
-            Backing::Other($media) => $call,
-        }
-    };
-}
-use on_media;
-
 /// An open pool. All methods may be called from any thread.
-pub struct Pool {
+///
+/// `M` is its media: a file, except in tests and benchmarks.
+pub struct Pool<M: Media = FileMedia> {
     path: PathBuf,
     mode: OpenMode,
-    backing: Backing,
+    media: M,
     superblock: Superblock,
     table: ChunkTable,
     /// What a committed transaction stores, in a pool that is only looked at; a writer has redone it.
@@ -281,19 +246,21 @@ pub struct FreeSpace {
 }
 
 impl Pool {
-    /// The path that the pool was opened by.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// The pool's file, to map extents of it (MAP_SHARED, at [`Extent::offset_bytes`]).
     pub fn file(&self) -> &File {
-        self.backing.file_media().file()
+        self.media.file()
     }
 
     /// Who has the pool open for writing, this process included, or somebody who reads it.
     pub fn holder(&self) -> Option<Holder> {
         lock::holder(self.file())
+    }
+}
+
+impl<M: Media> Pool<M> {
+    /// The path that the pool was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Identity of the pool.
@@ -313,10 +280,7 @@ impl Pool {
 
     /// Does erasing make holes? Not every file system can, whatever the pool was made for.
     fn makes_holes(&self) -> bool {
-        match &self.backing {
-            Backing::File(media) => media.makes_holes(),
-            Backing::Other(_) => self.superblock.is_thin,
-        }
+        self.media.as_file().map_or(self.superblock.is_thin, FileMedia::makes_holes)
     }
 
     /// Is the pool open for writing, and has no write to it failed?
@@ -370,8 +334,8 @@ impl Pool {
     }
 
     #[inline]
-    fn media(&self) -> &dyn Media {
-        self.backing.media()
+    fn media(&self) -> &M {
+        &self.media
     }
 
     /// The media as it will be once a committed transaction has been redone.
@@ -464,13 +428,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 const NO_PANIC: &str = "no code panics while it holds the pool's state";
 const HELD: &str = "a guard that does not wait holds the state";
 
-impl Drop for Pool {
+impl<M: Media> Drop for Pool<M> {
     fn drop(&mut self) {
         self.scrub_wake.end();
     }
 }
 
-impl std::fmt::Debug for Pool {
+impl<M: Media> std::fmt::Debug for Pool<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pool").field("path", &self.path).field("mode", &self.mode).finish_non_exhaustive()
     }

@@ -20,7 +20,7 @@ use super::scan::{Scan, scan};
 use super::scrub_queue::ScrubQueue;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, Counts, Pool, PoolError, State, blocks, grow, signature, split};
+use super::{Counts, Pool, PoolError, State, blocks, grow, signature, split};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 
@@ -68,34 +68,26 @@ impl Pool {
         let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?.thin(superblock.is_thin);
         let mut findings = findings;
         findings.extend(blocks::look(path, &media, writable)?);
-        Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
-    }
-
-    /// Opens a pool for writing on media that is made of its file. For benchmarks and tests.
-    #[doc(hidden)]
-    pub fn open_on(
-        path: &Path,
-        media: impl FnOnce(FileMedia) -> Box<dyn Media>,
-    ) -> Result<Arc<Pool>, PoolError> {
-        Self::open_with_backing(path, |file| Backing::Other(media(file)))
+        Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
     /// Opens a pool for writing, persisted as on `dax-sync` ([`FileMedia::at_the_cost_of_dax`]). For benchmarks.
     #[doc(hidden)]
     pub fn open_at_the_cost_of_dax(path: &Path) -> Result<Arc<Pool>, PoolError> {
-        Self::open_with_backing(path, |file| Backing::File(file.at_the_cost_of_dax()))
+        Pool::open_on(path, FileMedia::at_the_cost_of_dax)
     }
+}
 
-    fn open_with_backing(
-        path: &Path,
-        backing: impl FnOnce(FileMedia) -> Backing,
-    ) -> Result<Arc<Pool>, PoolError> {
+impl<M: Media> Pool<M> {
+    /// Opens a pool for writing on media that is made of its file. For benchmarks and tests.
+    #[doc(hidden)]
+    pub fn open_on(path: &Path, media: impl FnOnce(FileMedia) -> M) -> Result<Arc<Self>, PoolError> {
         let mode = OpenMode::ReadWrite;
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
         let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
-        let backing = backing(FileMedia::new(opened.file, superblock.size_bytes(), true)?);
-        Self::from_media(path.to_owned(), mode, backing, superblock, findings)
+        let media = media(FileMedia::new(opened.file, superblock.size_bytes(), true)?);
+        Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
     /// The rest of opening, once there is media and a superblock.
@@ -109,23 +101,23 @@ impl Pool {
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,
-        backing: Backing,
+        media: M,
         superblock: Superblock,
         findings: Vec<Finding>,
-    ) -> Result<Arc<Pool>, PoolError> {
-        Self::from_media_with(path, mode, backing, superblock, findings, &BTreeMap::new())
+    ) -> Result<Arc<Self>, PoolError> {
+        Self::from_media_with(path, mode, media, superblock, findings, &BTreeMap::new())
     }
 
     /// The same, and who only looks sees `planned` words as if they were stored.
     pub(super) fn from_media_with(
         path: PathBuf,
         mode: OpenMode,
-        backing: Backing,
+        pool_media: M,
         superblock: Superblock,
         mut findings: Vec<Finding>,
         planned: &BTreeMap<u64, u64>,
-    ) -> Result<Arc<Pool>, PoolError> {
-        let media = backing.media();
+    ) -> Result<Arc<Self>, PoolError> {
+        let media = &pool_media;
         let writable = mode == OpenMode::ReadWrite;
         let log = redo_log::read(&Redone::with(media, planned), &superblock)?;
         let mut words = log.words();
@@ -152,7 +144,7 @@ impl Pool {
                 superblock = grow::withdraw(media, &superblock)?;
             }
         }
-        if let (true, Backing::File(media)) = (writable, &backing) {
+        if let (true, Some(media)) = (writable, media.as_file()) {
             // Errors are ignored: on a file system without marks, a pool that is not open can be attached to a guest as
             // a disk.
             let _ = Mark::Pool.set(media.file());
@@ -163,7 +155,7 @@ impl Pool {
         Ok(Arc::new(Pool {
             path,
             mode,
-            backing,
+            media: pool_media,
             superblock,
             table,
             redo: if writable { BTreeMap::new() } else { words },

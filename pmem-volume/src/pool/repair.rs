@@ -25,7 +25,7 @@ use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
 use super::volume::{Space, Volume};
 use super::volume_record::VolumeRecord;
-use super::{Backing, OpenMode, Pool, PoolError, blocks};
+use super::{OpenMode, Pool, PoolError, blocks};
 use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
 use crate::progress::{OnProgress, unheard};
@@ -106,8 +106,7 @@ impl Pool {
                 false => erasure.store(&media)?,
             }
         }
-        let backing = Backing::File(media);
-        let opened = Self::from_media_with(path.to_owned(), mode, backing, superblock, findings, &planned);
+        let opened = Self::from_media_with(path.to_owned(), mode, media, superblock, findings, &planned);
         match opened {
             Ok(pool) => {
                 pool.finish_repair(dry_run, progress, &mut report)?;

@@ -9,6 +9,7 @@ use super::volume_record::{VolumeFormat, VolumeRecord};
 use super::{Pool, PoolError, State, mirrored};
 use crate::CHUNK_BYTES;
 use crate::btt;
+use crate::media::Media;
 use foreshore_types::size::Size;
 
 /// May a volume lose what lies behind its new end?
@@ -33,7 +34,7 @@ struct Growth {
     extension: Option<btt::Extension>,
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Gives a volume that nobody in this process has open another size. A BTT volume grows by further arenas, of at
     /// least 16 MiB, and never shrinks; a raw one may.
     ///

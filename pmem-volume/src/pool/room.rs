@@ -1,8 +1,9 @@
 //! Room in the file system below a pool whose free chunks are holes.
 
 use super::create::FileSystem;
-use super::{Backing, Pool, PoolError, bytes};
+use super::{Pool, PoolError, bytes};
 use crate::btt::ARENA_MAX_BYTES;
+use crate::media::Media;
 
 /// Pages of the pool's tables that making a volume may store to for the first time.
 const TABLES_BYTES: u64 = 128 << 10;
@@ -14,7 +15,7 @@ fn format_bytes(chunks: u32) -> u64 {
     bytes(chunks).div_ceil(ARENA_MAX_BYTES) * ARENA_FORMAT_BYTES
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Is there room for what making a volume of so many chunks stores? If not, a store would find no block, which the
     /// kernel answers with SIGBUS and not with a reason.
     pub(super) fn check_format_room(&self, chunks: u32) -> Result<(), PoolError> {
@@ -28,7 +29,7 @@ impl Pool {
     }
 
     fn check_room(&self, needed_bytes: u64) -> Result<(), PoolError> {
-        let Backing::File(media) = &self.backing else { return Ok(()) };
+        let Some(media) = self.media().as_file() else { return Ok(()) };
         if !self.is_thin() {
             return Ok(());
         }

@@ -10,13 +10,13 @@ use super::chunk::Run;
 use super::table::Owner;
 use super::{Pool, PoolError, State, StateGuard, VolumeSize, bytes};
 use crate::CHUNK_BYTES;
-use crate::media::MediaError;
+use crate::media::{Media, MediaError};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// Chunks in one batch where somebody waits for all of it, 256 MiB: on a disk each batch costs a barrier.
 const AWAITED_BATCH_CHUNKS: u32 = 128;
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Erases up to `max_bytes` of what waits, at least one chunk, and frees it. Others use the pool meanwhile. Returns
     /// how much it was: 0 when nothing waits.
     pub fn scrub_some(&self, max_bytes: u64) -> Result<u64, PoolError> {

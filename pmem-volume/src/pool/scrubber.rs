@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::pacer::Pacer;
 use super::{Pool, locked};
-use crate::media::Durability;
+use crate::media::{Durability, FileMedia, Media};
 
 /// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a single module of
 /// persistent memory writes (some 2 GiB/s), so that guests' own stores keep the larger part, and still 100 GiB in under
@@ -24,20 +24,19 @@ const DISK_BATCH_BYTES: u64 = 64 << 20;
 /// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch that it is at. What
 /// waits then is erased by who opens the pool next; only where erasing gives the host its memory back, and costs next
 /// to nothing, it is done first.
-#[derive(Debug)]
-pub struct Scrubber {
-    pool: Weak<Pool>,
+pub struct Scrubber<M: Media = FileMedia> {
+    pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Scrubber {
+impl<M: Media + 'static> Scrubber<M> {
     /// Starts the one scrubber of a pool that is open for writing. `bytes_per_s` bounds what costs bandwidth; `None`:
     /// no bound.
     ///
     /// # Panics
     /// If the pool has one already.
-    pub fn start(pool: &Arc<Pool>, bytes_per_s: Option<NonZeroU64>) -> io::Result<Self> {
+    pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> io::Result<Self> {
         let wake = Arc::clone(&pool.scrub_wake);
         let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
         assert!(!had_one, "a pool has one scrubber");
@@ -63,7 +62,7 @@ impl Scrubber {
     }
 }
 
-impl Drop for Scrubber {
+impl<M: Media> Drop for Scrubber<M> {
     fn drop(&mut self) {
         self.wake.change(|signals| signals.ended = true);
         let joined = self.thread.take().map(JoinHandle::join);
@@ -147,13 +146,13 @@ fn batch_bytes(durability: Durability) -> u64 {
 }
 
 /// The thread.
-struct Worker {
-    pool: Weak<Pool>,
+struct Worker<M: Media> {
+    pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,
     epoch: Instant,
 }
 
-impl Worker {
+impl<M: Media> Worker<M> {
     fn run(self) {
         let mut pacer = Pacer::new(None);
         while let Some(mut signals) = self.wake.wait_for_work() {
@@ -185,7 +184,7 @@ impl Worker {
 /// Time until the next batch may begin. Erasures on demand never wait, but they count towards the bound, so the background
 /// waits for them.
 pub(super) fn next_wait(
-    pool: &Pool,
+    pool: &Pool<impl Media>,
     pacer: &mut Pacer,
     bytes_per_s: Option<NonZeroU64>,
     now: Duration,

@@ -93,7 +93,7 @@ pub enum SplitError {
     HoldsData,
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Splits a volume that nobody in this process has open into volumes of the names and sizes given, in its order;
     /// [`VolumeSize::Remaining`] is what the others leave. One of them may have its name. Raw volumes keep their bytes;
     /// those with a BTT are erased and become empty ones. After a crash the volume is as it was, or all parts are there.

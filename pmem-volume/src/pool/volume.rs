@@ -1,5 +1,6 @@
 //! Volumes: named, persistent, made of chunks.
 
+use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,10 +15,10 @@ use super::mirrored;
 use super::scan::VolumeEntry;
 use super::table::{Owner, Slot};
 use super::volume_record::{Part, VolumeFormat, VolumeName, VolumeRecord, empty_record};
-use super::{Backing, OpenMode, Pool, PoolError, State};
+use super::{OpenMode, Pool, PoolError, State};
 use crate::CHUNK_BYTES;
 use crate::btt;
-use crate::media::{Durability, Media, MediaError, drop_clean_pages};
+use crate::media::{Durability, FileMedia, Media, MediaError, drop_clean_pages};
 
 /// How large a new volume is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,15 +83,14 @@ struct NewVolume {
 }
 
 /// A volume that is open: nobody else in this process opens or deletes it meanwhile.
-#[derive(Debug)]
-pub struct Volume {
-    pool: Arc<Pool>,
+pub struct Volume<M: Media = FileMedia> {
+    pool: Arc<Pool<M>>,
     slot: Slot,
     info: VolumeInfo,
     extents: Vec<VolumeExtent>,
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// The volumes, by name.
     pub fn volumes(&self) -> Vec<VolumeInfo> {
         let mut volumes: Vec<_> = self.lock_state().volumes.values().map(volume_info).collect();
@@ -244,7 +244,7 @@ impl Pool {
     ///
     /// Who opens it for writing goes by what the disk has of it: what an earlier write-back could not write may be in the
     /// page cache still, and count as clean.
-    pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume, PoolError> {
+    pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume<M>, PoolError> {
         let mut state = self.lock_state();
         let slot = state.require_volume(name)?;
         let entry = &state.volumes[&slot];
@@ -259,7 +259,7 @@ impl Pool {
         }
         drop(state);
         // Media that is no file has no page cache, whatever it is worth.
-        if let (OpenMode::ReadWrite, Backing::File(media)) = (self.mode, &self.backing)
+        if let (OpenMode::ReadWrite, Some(media)) = (self.mode, self.media().as_file())
             && media.durability() == Durability::PageCache
         {
             let ranges: Vec<_> =
@@ -328,7 +328,7 @@ impl State {
     }
 }
 
-impl Volume {
+impl<M: Media> Volume<M> {
     /// What it is.
     pub fn info(&self) -> &VolumeInfo {
         &self.info
@@ -341,7 +341,7 @@ impl Volume {
 
     /// The pool it lies in.
     #[inline]
-    pub fn pool(&self) -> &Arc<Pool> {
+    pub fn pool(&self) -> &Arc<Pool<M>> {
         &self.pool
     }
 
@@ -387,7 +387,13 @@ impl Volume {
     }
 }
 
-impl Drop for Volume {
+impl<M: Media> Debug for Volume<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Volume").field("pool", &self.pool).field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+impl<M: Media> Drop for Volume<M> {
     fn drop(&mut self) {
         self.pool.lock_state().open_volumes.retain(|slot| *slot != self.slot);
     }

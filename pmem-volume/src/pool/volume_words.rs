@@ -6,13 +6,13 @@
 use std::ops::Range;
 
 use super::volume::{Space, Volume, VolumeExtent};
-use super::{Backing, OpenMode, Pool, on_media};
+use super::{OpenMode, Pool};
 use crate::media::{Durability, Media, MediaError, Pending};
 
 /// Ranges of the file.
 type InFile = Vec<Range<u64>>;
 
-impl Volume {
+impl<M: Media> Volume<M> {
     fn space(&self) -> Space<'_> {
         Space { media: self.pool().media(), extents: self.extents() }
     }
@@ -51,10 +51,10 @@ impl Volume {
     }
 }
 
-impl Pool {
+impl<M: Media> Pool<M> {
     /// Does something to the media that changes it, as long as nothing has failed, and makes known if it fails.
     #[inline]
-    fn change(&self, change: impl FnOnce(&dyn Media) -> Result<(), MediaError>) -> Result<(), MediaError> {
+    fn change(&self, change: impl FnOnce(&M) -> Result<(), MediaError>) -> Result<(), MediaError> {
         self.require_changeable()?;
         self.noted(change(self.media()))?;
         // A failure elsewhere may be one of this change.
@@ -78,7 +78,7 @@ impl Pool {
     }
 }
 
-impl Media for Volume {
+impl<M: Media> Media for Volume<M> {
     #[inline]
     fn len_bytes(&self) -> u64 {
         self.size_bytes()
@@ -86,7 +86,7 @@ impl Media for Volume {
 
     #[inline]
     fn durability(&self) -> Durability {
-        on_media!(self.pool(), media => media.durability())
+        self.pool().media().durability()
     }
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
@@ -109,7 +109,7 @@ impl Media for Volume {
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
-        on_media!(self.pool(), media => media.load_word(at))
+        self.pool().media().load_word(at)
     }
 
     /// A failure elsewhere meanwhile is seen by the persist that follows. Of the last store of an exchange, to the map, none does:
@@ -119,20 +119,20 @@ impl Media for Volume {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
         let pool = self.pool();
         pool.require_changeable()?;
-        pool.noted(on_media!(pool, media => media.store_word(at, word)))
+        pool.noted(pool.media().store_word(at, word))
     }
 
     #[inline(always)]
     fn expect_word(&self, offset_bytes: u64) {
         if let Some(at) = self.in_file(offset_bytes, 8) {
-            on_media!(self.pool(), media => media.expect_word(at));
+            self.pool().media().expect_word(at);
         }
     }
 
     #[inline]
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         match self.in_file(offset_bytes, into.len() as u64) {
-            Some(at) => on_media!(self.pool(), media => media.load(at, into)),
+            Some(at) => self.pool().media().load(at, into),
             None => self.space().read(offset_bytes, into),
         }
     }
@@ -142,7 +142,7 @@ impl Media for Volume {
         let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
         pool.require_changeable()?;
         pool.noted(match self.in_file(offset_bytes, length_bytes) {
-            Some(at) => on_media!(pool, media => media.store_bulk(at, bytes, pending)),
+            Some(at) => pool.media().store_bulk(at, bytes, pending),
             None => {
                 let mut rest = bytes;
                 let pieces = self.space().file_ranges(offset_bytes..offset_bytes + length_bytes);
@@ -164,7 +164,7 @@ impl Media for Volume {
             return Ok(());
         }
         pool.noted(match self.in_file(range.start, length_bytes) {
-            Some(at) => on_media!(pool, media => media.begin_persist(at..at + length_bytes, pending)),
+            Some(at) => pool.media().begin_persist(at..at + length_bytes, pending),
             None => {
                 let mut pieces = self.space().file_ranges(range).into_iter();
                 pieces.try_for_each(|piece| pool.media().begin_persist(piece, pending))
@@ -176,7 +176,7 @@ impl Media for Volume {
     fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
         let pool = self.pool();
         pool.require_changeable()?;
-        pool.noted(on_media!(pool, media => media.end_persist(pending)))?;
+        pool.noted(pool.media().end_persist(pending))?;
         // A failure elsewhere may be one of what was stored.
         pool.require_not_latched()
     }

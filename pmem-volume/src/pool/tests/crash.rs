@@ -26,16 +26,16 @@ const SLOTS: u32 = 3;
 pub(super) type Volumes = BTreeMap<String, u32>;
 
 /// A small pool: few slots, so that an image is quick to open.
-fn new_pool() -> (Simulator, Arc<Pool>) {
+fn new_pool() -> (Simulator, Arc<OtherPool>) {
     new_pool_with(|_| {})
 }
 
 /// The same, with a change of its superblock before anything is written.
-pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<Pool>) {
+pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<OtherPool>) {
     new_pool_of(CHUNKS, change)
 }
 
-pub(super) fn new_pool_of(chunks: u32, change: impl Fn(&mut Superblock)) -> (Simulator, Arc<Pool>) {
+pub(super) fn new_pool_of(chunks: u32, change: impl Fn(&mut Superblock)) -> (Simulator, Arc<OtherPool>) {
     let media = Simulator::new(u64::from(chunks) * CHUNK_BYTES);
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = SLOTS;
@@ -46,11 +46,11 @@ pub(super) fn new_pool_of(chunks: u32, change: impl Fn(&mut Superblock)) -> (Sim
 }
 
 /// Opens what a crash left: superblocks and the file's length say how much of it is the pool.
-pub(super) fn open(image: &Simulator) -> Result<Arc<Pool>, PoolError> {
+pub(super) fn open(image: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     open_for(image, OpenMode::ReadWrite)
 }
 
-pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
+pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPool>, PoolError> {
     let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
         image.read(offset, copy.as_mut_bytes())?;
@@ -58,8 +58,8 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<Pool>, P
     let path = Path::new("simulated");
     let length = opening::Length::File(image.file_bytes());
     let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
-    let backing = Backing::Other(Box::new(image.part(superblock.size_bytes())));
-    Pool::from_media(path.to_owned(), mode, backing, superblock, findings)
+    let media: Box<dyn Media> = Box::new(image.part(superblock.size_bytes()));
+    Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
 /// What a volume holds at the start of each of its chunks.
@@ -68,11 +68,11 @@ fn mark_of(volume: Uuid, index: u32) -> u64 {
 }
 
 /// Writes a volume as a guest would, and flushes.
-pub(super) fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
+pub(super) fn fill_volume(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     fill_volume_from(media, pool, name, 0);
 }
 
-pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<Pool>, name: &str, from: u32) {
+pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<OtherPool>, name: &str, from: u32) {
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
         for (index, chunk) in (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from) {
@@ -90,7 +90,7 @@ pub(super) fn fill_memory(media: &Simulator, extents: &[Extent]) {
     }
 }
 
-pub(super) fn volumes_of(pool: &Pool) -> Volumes {
+pub(super) fn volumes_of(pool: &OtherPool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
@@ -125,7 +125,7 @@ pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) 
 }
 
 /// Writes to blocks of a BTT volume that no sector has: what a guest's driver left there, or a discarded sector.
-pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<Pool>, name: &str) {
+pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
     for chunk in volume.extents().iter().flat_map(|extent| extent.run.ids()) {
         // Nothing but blocks lies in the middle of a chunk, in volumes of this size.
@@ -152,7 +152,7 @@ thread_local! {
 }
 
 /// Has a BTT volume the bytes of a new one, and nothing else?
-pub(super) fn verify_fresh(image: &Simulator, volume: &Volume) -> Result<(), String> {
+pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<(), String> {
     let info = volume.info();
     let fresh = FRESH_WORDS.with_borrow_mut(|known| {
         let entry = known.entry((info.size_bytes, info.uuid));
@@ -218,7 +218,7 @@ fn verify_content(
 }
 
 /// Are free chunks zero?
-fn verify_free(image: &Simulator, pool: &Pool) -> Result<(), String> {
+fn verify_free(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     let table = ChunkTable::new(&pool.superblock);
     for chunk in (0..table.entries()).map(ChunkId) {
         let is_free = table.owner(image, chunk).unwrap() == Ok(Owner::Free);
@@ -230,7 +230,7 @@ fn verify_free(image: &Simulator, pool: &Pool) -> Result<(), String> {
 }
 
 /// Erases what waits. Before and after it, free chunks are zero.
-fn scrub(image: &Simulator, pool: &Pool) -> Result<(), String> {
+fn scrub(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
     verify_free(image, pool)?;
     if pool.info().scrubbing_bytes > 0 {
         pool.scrub_all().map_err(|error| error.to_string())?;
@@ -240,7 +240,7 @@ fn scrub(image: &Simulator, pool: &Pool) -> Result<(), String> {
 }
 
 /// Is everything else free, and zero, once it has been erased?
-pub(super) fn verify_space(image: &Simulator, pool: &Arc<Pool>) -> Result<(), String> {
+pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(), String> {
     scrub(image, pool)?;
     let owned: u32 = volumes_of(pool).values().sum();
     let info = pool.info();
@@ -326,7 +326,7 @@ fn a_rename_that_writes_both_copies_at_once_is_found_out() {
 }
 
 /// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to show.
-pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<Pool>)) -> String {
+pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");

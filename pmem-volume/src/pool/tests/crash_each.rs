@@ -18,7 +18,7 @@ const BOUND: usize = 600;
 /// A pool with something of everything: raw volumes `v` and `w`, a BTT volume `b`, and lent memory.
 pub(super) struct Start {
     pub(super) media: Simulator,
-    pub(super) pool: Arc<Pool>,
+    pub(super) pool: Arc<OtherPool>,
     lent: Vec<Extent>,
     /// What volumes hold: those that there are, and parts of them that an operation makes.
     pub(super) marks: RefCell<Marks>,

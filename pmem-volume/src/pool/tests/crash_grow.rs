@@ -8,7 +8,7 @@ const CHUNKS: u32 = 14;
 const GROWN: u32 = 17;
 
 /// A pool with a volume, and with the end of its chunk table where `table` says.
-fn with_volume(table_offset: u64) -> (Simulator, Arc<Pool>, Volumes) {
+fn with_volume(table_offset: u64) -> (Simulator, Arc<OtherPool>, Volumes) {
     let (media, pool) = new_pool_with(|superblock| superblock.chunk_table_offset = table_offset);
     pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");

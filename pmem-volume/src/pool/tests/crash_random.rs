@@ -26,7 +26,7 @@ const MORE_CHUNKS: u64 = 6;
 /// A pool, and what is known of it.
 struct World {
     media: Simulator,
-    pool: Arc<Pool>,
+    pool: Arc<OtherPool>,
     lent: Vec<Extent>,
     /// What volumes hold.
     marked: Marks,
@@ -209,7 +209,7 @@ impl World {
 }
 
 /// Is what volumes do not have of STRG kept for them, and all the rest lent to who asks?
-fn verify_strg(pool: &Pool, strg_bytes: u64) -> Result<(), String> {
+fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
     let info = pool.info();
     let kept_bytes = strg_bytes.saturating_sub(info.volume_bytes);
     let available_bytes = info.free_bytes + info.scrubbing_bytes;

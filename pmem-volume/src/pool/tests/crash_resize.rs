@@ -24,7 +24,7 @@ fn only(chunks: u32) -> Volumes {
     Volumes::from([("v".to_owned(), chunks)])
 }
 
-fn with_volume(format: VolumeFormat, chunks: u32) -> (Simulator, Arc<Pool>) {
+fn with_volume(format: VolumeFormat, chunks: u32) -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |_| {});
     pool.create_volume("v", bytes(chunks), format).unwrap();
     fill_volume(&media, &pool, "v");
@@ -32,7 +32,7 @@ fn with_volume(format: VolumeFormat, chunks: u32) -> (Simulator, Arc<Pool>) {
 }
 
 /// Words at the start of the volume's old chunks, its content in these tests.
-fn content(pool: &Arc<Pool>, chunks: u32) -> Vec<u64> {
+fn content(pool: &Arc<OtherPool>, chunks: u32) -> Vec<u64> {
     let volume = pool.open_volume("v").unwrap();
     let word = |index: u32| {
         let mut word = [0; 8];
@@ -42,7 +42,7 @@ fn content(pool: &Arc<Pool>, chunks: u32) -> Vec<u64> {
     (0..chunks).map(word).collect()
 }
 
-fn sectors(pool: &Arc<Pool>) -> u64 {
+fn sectors(pool: &Arc<Pool<impl Media>>) -> u64 {
     pool.open_volume("v").unwrap().check_btt().unwrap().unwrap().sectors()
 }
 
@@ -89,7 +89,9 @@ fn a_btt_volume_grows_as_a_whole_or_not_at_all() {
 }
 
 /// Does the steps of a growth up to the last by the book, then `finish`.
-fn grow_wrongly(finish: impl Fn(&Simulator, &Pool, &Space<'_>, &btt::Extension, &VolumeRecord)) -> String {
+fn grow_wrongly(
+    finish: impl Fn(&Simulator, &OtherPool, &Space<'_>, &btt::Extension, &VolumeRecord),
+) -> String {
     let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
     let held = content(&pool, OLD);
     let old_sectors = sectors(&pool);

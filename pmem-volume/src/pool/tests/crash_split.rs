@@ -33,7 +33,7 @@ fn mark(index: u64) -> u64 {
 }
 
 /// A pool with a raw volume `v` of six chunks, which lies in pieces, and another one.
-fn with_raw_volume() -> (Simulator, Arc<Pool>) {
+fn with_raw_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 5);
     for (name, chunks) in [("x", 1), ("v", 2), ("w", 1)] {
         pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
@@ -58,7 +58,7 @@ fn after_raw() -> Volumes {
     [("x", 1), ("w", 1), ("v", 1), ("b", 3), ("c", 2)].map(|(name, chunks)| (name.to_owned(), chunks)).into()
 }
 
-fn words_of(pool: &Arc<Pool>, name: &str) -> Result<Vec<u64>, String> {
+fn words_of(pool: &Arc<OtherPool>, name: &str) -> Result<Vec<u64>, String> {
     let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
     let word = |at: u64| {
         let mut bytes = [0; 8];
@@ -113,7 +113,7 @@ fn a_raw_volume_is_split_whole_or_not_at_all() {
     verify_space(&media, &pool).unwrap();
 }
 
-fn plan(pool: &Pool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<volume_record::VolumeRecord> {
+fn plan(pool: &OtherPool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<volume_record::VolumeRecord> {
     let chunks: Vec<u32> = parts
         .iter()
         .map(|(_, size)| match size {
@@ -125,7 +125,7 @@ fn plan(pool: &Pool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<volume_r
 }
 
 /// What the records make of the volume's chunks.
-fn entries(pool: &Pool, slot: Slot, records: &[volume_record::VolumeRecord]) -> (Parts, Vec<Slot>) {
+fn entries(pool: &OtherPool, slot: Slot, records: &[volume_record::VolumeRecord]) -> (Parts, Vec<Slot>) {
     let mut chunks = pool.lock_state().volumes[&slot].chunk_ids().collect::<Vec<_>>().into_iter();
     let parts = records.iter().map(|record| {
         let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
@@ -169,7 +169,7 @@ fn records_that_are_written_one_after_the_other_are_found_out() {
 }
 
 /// A pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
-fn with_btt_volume() -> (Simulator, Arc<Pool>) {
+fn with_btt_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
     pool.create_volume("v", VolumeSize::Bytes(9 * CHUNK_BYTES), VolumeFormat::Btt).unwrap();
     pool.resize_volume("v", VolumeSize::Bytes(18 * CHUNK_BYTES), Shrink::Refuse).unwrap();
@@ -246,7 +246,7 @@ fn a_btt_volume_is_split_into_empty_ones_or_not_at_all() {
 
 /// Splits the BTT volume by other steps than the right ones, and returns what that is found out by.
 fn split_wrongly(
-    steps: impl Fn(&Simulator, &Pool, &[volume_record::VolumeRecord], &mut Parts, &[Slot]),
+    steps: impl Fn(&Simulator, &OtherPool, &[volume_record::VolumeRecord], &mut Parts, &[Slot]),
 ) -> String {
     let (media, pool) = with_btt_volume();
     fill_blocks(&media, &pool, "v");
@@ -261,7 +261,7 @@ fn split_wrongly(
     crashes.and_then(|_| judge(&media)).expect_err("the wrong order went unnoticed")
 }
 
-fn commit(media: &Simulator, pool: &Pool, records: &[volume_record::VolumeRecord]) {
+fn commit(media: &Simulator, pool: &OtherPool, records: &[volume_record::VolumeRecord]) {
     redo_log::commit(media, &pool.superblock, &pool.split_words(records).unwrap()).unwrap();
 }
 

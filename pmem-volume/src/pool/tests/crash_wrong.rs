@@ -30,7 +30,7 @@ fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> Volum
     }
 }
 
-fn write_record(media: &Simulator, pool: &Pool, record: &VolumeRecord) {
+fn write_record(media: &Simulator, pool: &OtherPool, record: &VolumeRecord) {
     mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes()).unwrap();
 }
 

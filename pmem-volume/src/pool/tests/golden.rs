@@ -65,8 +65,8 @@ fn this_version_reads_the_golden_image() {
     let bytes = from_text(&fs::read_to_string(GOLDEN).unwrap(), POOL_BYTES);
     let superblock = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
     let open = |mode| {
-        let backing = Backing::Other(Box::new(MemoryMedia::from_bytes(&bytes)));
-        Pool::from_media("golden".into(), mode, backing, superblock.clone(), vec![]).unwrap()
+        let media: Box<dyn Media> = Box::new(MemoryMedia::from_bytes(&bytes));
+        Pool::from_media("golden".into(), mode, media, superblock.clone(), vec![]).unwrap()
     };
     let pool = open(OpenMode::ReadOnly);
     let report = pool.check().unwrap();

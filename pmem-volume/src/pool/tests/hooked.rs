@@ -105,12 +105,12 @@ impl Media for Hooked {
 }
 
 /// Opens the pool on `media`, which is made if there is none.
-pub(super) fn open(media: Hooked) -> Arc<Pool> {
+pub(super) fn open(media: Hooked) -> Arc<OtherPool> {
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = 4;
     if media.load_word(0).unwrap() == 0 {
         create::write_empty_pool(&media, &superblock).unwrap();
     }
-    let backing = Backing::Other(Box::new(media));
-    Pool::from_media("hooked".into(), OpenMode::ReadWrite, backing, superblock, vec![]).unwrap()
+    let media: Box<dyn Media> = Box::new(media);
+    Pool::from_media("hooked".into(), OpenMode::ReadWrite, media, superblock, vec![]).unwrap()
 }

@@ -46,7 +46,7 @@ fn assert_survives_loss_of_power(media: &Hooked) {
 }
 
 /// Lends, takes back, makes, flushes, renames, resizes and deletes, up to the first error.
-fn work(pool: &Arc<Pool>) -> Result<(), PoolError> {
+fn work(pool: &Arc<Pool<impl Media>>) -> Result<(), PoolError> {
     let memory = pool.alloc_memory(6 * MIB)?;
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw)?;
     pool.create_volume("b", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt)?;
@@ -105,7 +105,12 @@ fn the_first_failure_makes_the_pool_read_only_until_it_is_opened_again() {
 }
 
 /// What an engine and its pool are after a write that has failed.
-fn assert_read_only(pool: &Pool, engine: &Engine<Volume>, result: Result<(), EngineError>, cause: &str) {
+fn assert_read_only<M: Media>(
+    pool: &Pool<M>,
+    engine: &Engine<Volume<M>>,
+    result: Result<(), EngineError>,
+    cause: &str,
+) {
     let Err(EngineError::Media(error @ MediaError::Io { .. })) = &result else { panic!("{result:?}") };
     assert!(error.in_full().contains(cause), "{error:?}");
     let arena = engine.arenas()[0].read_only.clone().expect("the arena is read-only");
@@ -213,7 +218,7 @@ impl Slow {
     }
 
     /// Lets a flush of volume `b` fail while `change` waits for the media, which then goes on without an error.
-    fn flush_fails_during<T: Send>(&self, pool: &Arc<Pool>, change: impl FnOnce() -> T + Send) -> T {
+    fn flush_fails_during<T: Send>(&self, pool: &Arc<OtherPool>, change: impl FnOnce() -> T + Send) -> T {
         let volume = pool.open_volume("b").unwrap();
         self.gate.set(Gate::Armed);
         thread::scope(|scope| {

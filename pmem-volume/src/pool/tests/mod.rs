@@ -41,6 +41,10 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
+/// A pool on media that are no file.
+type OtherPool = Pool<Box<dyn Media>>;
+type OtherVolume = Volume<Box<dyn Media>>;
+
 /// A pool on tmpfs.
 struct Fixture {
     folder: TempDir,

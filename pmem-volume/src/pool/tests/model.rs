@@ -128,7 +128,7 @@ impl Model {
 
 struct World {
     media: Simulator,
-    pool: Arc<Pool>,
+    pool: Arc<OtherPool>,
     model: Model,
 }
 

@@ -384,7 +384,7 @@ const OLD: u64 = 14 * CHUNK_BYTES;
 const NEW: u64 = 17 * CHUNK_BYTES;
 
 /// Opens what a crash left on a device.
-fn open_device(device: &Simulator) -> Result<Arc<Pool>, PoolError> {
+fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
         device.read(offset, copy.as_mut_bytes())?;
@@ -392,8 +392,8 @@ fn open_device(device: &Simulator) -> Result<Arc<Pool>, PoolError> {
     let (path, mode) = (Path::new("simulated"), OpenMode::ReadWrite);
     let length = opening::Length::Device(device.len_bytes());
     let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
-    let backing = Backing::Other(Box::new(OnDevice(device.part(superblock.size_bytes()))));
-    Pool::from_media(path.to_owned(), mode, backing, superblock, findings)
+    let media: Box<dyn Media> = Box::new(OnDevice(device.part(superblock.size_bytes())));
+    Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
 /// What must hold after a crash while a pool grows on a device. Returns its size.

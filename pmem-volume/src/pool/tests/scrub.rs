@@ -14,7 +14,7 @@ use super::*;
 use crate::media::MediaError;
 
 /// A pool of 36 MiB to use, and the barrier before each persist and erase.
-fn slow_pool() -> (Arc<Pool>, Arc<Barrier>) {
+fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {
     let barrier = Barrier::new();
     let media = Hooked::new(40 * MIB, {
         let barrier = Arc::clone(&barrier);
@@ -27,13 +27,13 @@ fn slow_pool() -> (Arc<Pool>, Arc<Barrier>) {
 }
 
 /// Lends and takes back, so that it waits to be erased.
-fn let_wait(pool: &Pool, size_bytes: u64) {
+fn let_wait(pool: &Pool<impl Media>, size_bytes: u64) {
     let memory = pool.alloc_memory(size_bytes).unwrap();
     pool.free_memory(&memory).unwrap();
 }
 
 /// Waits until nothing waits to be erased. Nobody helps: it is the scrubber's work.
-fn wait_until_clean(pool: &Arc<Pool>) {
+fn wait_until_clean(pool: &Arc<Pool<impl Media + 'static>>) {
     let (done, clean) = mpsc::channel();
     let waiter = Arc::clone(pool);
     thread::spawn(move || {

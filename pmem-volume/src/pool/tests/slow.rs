@@ -52,7 +52,7 @@ impl Barrier {
     }
 
     /// What the pool says of itself while `change` waits for the media, and what comes of the change.
-    fn info_during<T: Send>(&self, pool: &Pool, change: impl FnOnce() -> T + Send) -> (PoolInfo, T) {
+    fn info_during<T: Send>(&self, pool: &OtherPool, change: impl FnOnce() -> T + Send) -> (PoolInfo, T) {
         self.set(Gate::Armed);
         thread::scope(|scope| {
             let change = scope.spawn(change);
