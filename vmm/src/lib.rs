@@ -32,6 +32,7 @@ pub mod nvdimm;
 pub mod open_files;
 pub mod output_file;
 pub mod pci;
+pub mod persist;
 pub mod pool;
 pub mod pvpanic;
 pub mod run;

@@ -1,5 +1,7 @@
 //! Volume records, verified, and the rules for names.
 
+use std::fmt;
+
 use thiserror::Error;
 use uuid::Uuid;
 use zerocopy::FromZeros;
@@ -21,6 +23,15 @@ pub enum VolumeFormat {
     Btt,
     /// Nothing: the guest sees the bytes.
     Raw,
+}
+
+impl fmt::Display for VolumeFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Btt => "btt",
+            Self::Raw => "raw",
+        })
+    }
 }
 
 /// A volume's name: 1 to 64 bytes that need no quoting in a flag or a shell.

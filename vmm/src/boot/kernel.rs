@@ -336,7 +336,7 @@ mod tests {
             file.write_all(bytes).unwrap();
             let boot_memory = BootMemory::of_small_pages(MEMORY_BYTES);
             let error = load_firmware(&memory(MEMORY_BYTES), file.path(), boot_memory).unwrap_err();
-            crate::vm::chain(&error)
+            foreshore_types::chain(&error)
         };
         let text = message(b"no firmware at all");
         assert!(text.starts_with("--firmware ") && text.contains("no firmware for PVH"), "{text}");

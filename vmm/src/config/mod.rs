@@ -23,8 +23,6 @@ mod payload;
 mod platform;
 mod plug_bandwidth;
 mod pm_memory;
-mod pm_volume;
-mod pmem;
 mod pressure;
 mod socket;
 #[cfg(test)]
@@ -40,6 +38,7 @@ use crate::memory::layout::{BootMemory, linux_block_bytes};
 use crate::virtio::block::serial::serial_number;
 use crate::virtio::net;
 use crate::volume::interface::{Chosen, Payload, check_ids, choose};
+use crate::volume::pmem_config;
 
 pub use self::at_guest_shutdown::AtGuestShutdown;
 pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, parse_command_line, usage_line};
@@ -53,8 +52,6 @@ pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::platform::PlatformConfig;
 pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
-pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
-pub use self::pmem::PmemConfig;
 pub use self::pressure::{
     FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
     rules_as_well,
@@ -71,6 +68,8 @@ pub use crate::virtio::block::config::{DiskConfig, ImageType};
 pub use crate::virtio::net::config::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
 pub use crate::virtio::rng::config::RngConfig;
 pub use crate::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};
+pub use crate::volume::config::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
+pub use crate::volume::pmem_config::PmemConfig;
 
 section! {
     /// A VM.
@@ -113,7 +112,7 @@ impl VmConfig {
         self.numa.iter().try_for_each(NumaConfig::validate)?;
         Topology::of(self)?;
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
-        pmem::validate_all(&self.pmem)?;
+        pmem_config::validate_all(&self.pmem)?;
         self.pressure.as_ref().map_or(Ok(()), PressureConfig::validate)?;
         self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.max_vcpus))?;
         net::config::validate_all(&self.net, self.cpus.max_vcpus)?;

@@ -27,6 +27,7 @@ use crate::memory::backing::{MappingBudget, Reservation};
 use crate::memory::lost::{LossFlag, LostMemory};
 use crate::metrics::Registration;
 use crate::nvdimm::FlushHintMetrics;
+use crate::pool::btt_loss::BttLoss;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool, PoolMetrics};
 use crate::pvpanic::PvPanicMetrics;
@@ -46,7 +47,6 @@ use crate::vm::hotplug_metrics::HotplugMetrics;
 use crate::vm::owner::RestartMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest, ZoneInfo};
 use crate::vm::zone_metrics::ZoneMetrics;
-use crate::volume::btt_loss::BttLoss;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::Chosen;
 use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
@@ -246,7 +246,7 @@ fn everything() -> Everything {
         pool: "/pm/pool".to_owned(),
         volume: name.to_owned(),
         size_bytes: 8 << 30,
-        failure: crate::volume::FirstFailure::default(),
+        failure: crate::persist::FirstFailure::default(),
         counters,
     };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };

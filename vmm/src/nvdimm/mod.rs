@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use crate::bus::BusDevice;
 use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
-use crate::volume::Persist;
+use crate::persist::Persist;
 
 /// What a flush hint counts.
 #[derive(Debug, Default)]
@@ -86,7 +86,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::volume::PersistError;
+    use crate::persist::PersistError;
 
     #[derive(Default)]
     struct Backing(AtomicBool);

@@ -15,8 +15,8 @@ use tracing::warn;
 
 use super::lost_btt::LostBtt;
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume, VolumeDisk};
-use crate::volume::btt_loss::BttLoss;
-use crate::volume::{Persist, PersistError};
+use crate::persist::{Persist, PersistError};
+use crate::pool::btt_loss::BttLoss;
 
 /// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
 pub struct LocalPool {
@@ -88,7 +88,7 @@ impl PmPool for LocalPool {
     fn volumes(&self) -> Vec<StoredVolume> {
         let stored = |volume: pmem_volume::pool::VolumeInfo| StoredVolume {
             name: volume.name,
-            format: volume.format.into(),
+            format: volume.format,
             size_bytes: volume.size_bytes,
         };
         self.pool.volumes().into_iter().map(stored).collect()
@@ -96,7 +96,7 @@ impl PmPool for LocalPool {
 
     fn create_volume(&self, volume: &StoredVolume) -> Result<(), PoolError> {
         let size = pmem_volume::VolumeSize::Bytes(volume.size_bytes);
-        self.pool.create_volume(&volume.name, size, volume.format.into()).map(drop).map_err(failed)
+        self.pool.create_volume(&volume.name, size, volume.format).map(drop).map_err(failed)
     }
 
     fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError> {
@@ -302,9 +302,9 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::config::VolumeFormat;
     use crate::virtio::block::backend::Geometry;
     use crate::virtio::block::request::{DiskRange, Unmap};
+    use pmem_volume::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
 

@@ -1,5 +1,6 @@
 //! The PM pool behind a trait: in this process now; a host daemon that passes file descriptors can come.
 
+pub mod btt_loss;
 #[cfg(test)]
 pub(crate) mod fake;
 mod local;
@@ -13,15 +14,16 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use foreshore_types::size::Size;
+
 pub use local::LocalPool;
 pub use metrics::PoolMetrics;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::VolumeFormat;
+use crate::persist::Persist;
+use crate::pool::btt_loss::BttLoss;
 use crate::virtio::block::backend::BlockDevice;
-use crate::volume::Persist;
-use crate::volume::btt_loss::BttLoss;
+use pmem_volume::VolumeFormat;
 
 /// Bytes in a chunk, the pool's unit.
 pub const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;

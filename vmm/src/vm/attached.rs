@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::request::{VolumeInfo, VolumeStatus};
 use crate::config::PmVolumeConfig;
+use crate::persist::FirstFailure;
 use crate::pool::{PmPool, PoolVolume};
-use crate::volume::FirstFailure;
 use crate::volume::interface::Chosen;
 use crate::volume::kernel_gate::Verdict;
 

@@ -48,7 +48,7 @@ impl Drop for CreatedVolumes {
                     info!(pool = %path, volume = name, "The start failed; deleted the volume that it had created")
                 }
                 Err(err) => {
-                    let error = super::chain(&err);
+                    let error = foreshore_types::chain(&err);
                     warn!(pool = %path, volume = name, error, "Cannot delete the volume that a failed start has created");
                 }
             }

@@ -65,7 +65,7 @@ impl KvmMachine {
 
     fn refuse(&self, size_bytes: u64, err: &DimmError) -> VmError {
         self.hotplug.count(KIND, "add", "error");
-        let text = format!("desired_ram {size_bytes}: {}", super::chain(err));
+        let text = format!("desired_ram {size_bytes}: {}", foreshore_types::chain(err));
         if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
     }
 

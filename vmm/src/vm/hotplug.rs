@@ -139,7 +139,7 @@ impl KvmMachine {
 
     /// Something that is in use may be free soon, if a device of the kind is on its way out.
     fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
-        let (reason, leaving) = (super::chain(err), self.being_asked(kind));
+        let (reason, leaving) = (foreshore_types::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.leaving.has(kind)) {
             true => VmError::DeviceLeaving { reason, leaving },
             false => VmError::Failed(reason),

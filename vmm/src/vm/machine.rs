@@ -388,15 +388,14 @@ impl MachineFactory for KvmFactory {
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
         match builder::build(config, &mut self.resources, &events) {
             Ok(machine) => Ok(Box::new(machine)),
-            Err(err) => Err(VmError::Failed(super::chain(&err))),
+            Err(err) => Err(VmError::Failed(foreshore_types::chain(&err))),
         }
     }
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
         match device {
-            DeviceConfig::Net(net) => {
-                taps::check(net).map_err(|err| VmError::BadRequest(format!("--net: {}", super::chain(&err))))
-            }
+            DeviceConfig::Net(net) => taps::check(net)
+                .map_err(|err| VmError::BadRequest(format!("--net: {}", foreshore_types::chain(&err)))),
             _ => Ok(()),
         }
     }

@@ -35,9 +35,3 @@ mod zones;
 pub use balloon::governor::decision;
 
 pub use self::named_twice::{NamedTwice, check_launch};
-
-/// An error and all its causes in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
-}

@@ -10,10 +10,10 @@ use crate::device::NewDevice;
 use crate::log::sparsely;
 use crate::memory::lost::{GuestRange, LostMemory};
 use crate::memory::{MappedRange, Memory, layout};
+use crate::persist::Persist;
 use crate::pool::Extent;
 use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
-use crate::volume::Persist;
 use crate::volume::file::PmemFile;
 
 /// A virtio-pmem device for each file, in their order: the guest numbers them so, behind the volumes. Resources keep the

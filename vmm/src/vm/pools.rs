@@ -50,8 +50,8 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::config::VolumeFormat;
     use crate::pool::{LocalPool, StoredVolume};
+    use pmem_volume::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
 

@@ -284,7 +284,7 @@ mod tests {
 
     use super::*;
     use crate::config::{PmMemoryConfig, PmVolumeConfig, test_config};
-    use crate::volume::Persist;
+    use crate::persist::Persist;
 
     const MIB: u64 = 1 << 20;
 
@@ -347,9 +347,9 @@ mod tests {
         resources.open_pools(&config).unwrap();
         file.set_len(2 * MIB).unwrap();
         pool_file.set_len(32 * MIB).unwrap();
-        let message = crate::vm::chain(&resources.pmem().open(&config).unwrap_err());
+        let message = foreshore_types::chain(&resources.pmem().open(&config).unwrap_err());
         assert!(message.contains("2 MiB"), "{message}");
-        let message = crate::vm::chain(&resources.open_pools(&config).unwrap_err());
+        let message = foreshore_types::chain(&resources.open_pools(&config).unwrap_err());
         assert!(message.contains("cut short"), "{message}");
         file.set_len(4 * MIB).unwrap();
         pool_file.set_len(64 * MIB).unwrap();
@@ -372,7 +372,7 @@ mod tests {
         open(most).unwrap();
         open_all(&[most - 2 * MIB, 2 * MIB]).unwrap();
         assert!(open_all(&[most, 2 * MIB]).is_err(), "zones are of one pool, and fit into it together");
-        let message = crate::vm::chain(&open(most + 2 * MIB).unwrap_err());
+        let message = foreshore_types::chain(&open(most + 2 * MIB).unwrap_err());
         for part in ["--pm-memory", &pool.display().to_string(), "64 MiB", "16 MiB"] {
             assert!(message.contains(part), "nothing of {part} in: {message}");
         }
@@ -406,12 +406,12 @@ mod tests {
             .collect();
         assert_eq!(sizes, [one - 32 * MIB, two, 20 * MIB]);
         config.pm_volumes[2] = volume(0, "name=a,size=50M,create=on");
-        let message = crate::vm::chain(&resources().open_pools(&config).unwrap_err());
+        let message = foreshore_types::chain(&resources().open_pools(&config).unwrap_err());
         for part in ["--pm-memory", "12 MiB", "50 MiB"] {
             assert!(message.contains(part), "nothing of {part} in: {message}");
         }
         config.pm_volumes[2] = volume(0, "name=a,size=80M,create=on");
-        let message = crate::vm::chain(&resources().open_pools(&config).unwrap_err());
+        let message = foreshore_types::chain(&resources().open_pools(&config).unwrap_err());
         assert!(message.contains("--pm-volume") && message.contains("name=a"), "{message}");
         let names = |path| LocalPool::open(path, None).unwrap().volumes();
         assert!(paths.iter().all(|path| names(path).is_empty()), "nothing is created by a plan");

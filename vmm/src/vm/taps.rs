@@ -139,7 +139,7 @@ mod tests {
         assert!(matches!(keep_named(&mut config), Err(TapError::NoTap { fd, .. }) if fd == file.as_raw_fd()));
         assert!(!config.net[0].fds[0].is_kept());
         let taps = Taps::default();
-        let message = crate::vm::chain(&taps.open(&config).unwrap_err());
+        let message = foreshore_types::chain(&taps.open(&config).unwrap_err());
         assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");
         assert!(taps.add(&config.net[0]).is_err() && taps.list().is_empty());
     }

@@ -232,7 +232,7 @@ impl KvmMachine {
                 let result = self.vcpus.give(come);
                 let counted = if result.is_ok() { "ok" } else { "error" };
                 (0..count).for_each(|_| self.hotplug.count(KIND, "add", counted));
-                result.map_err(|err| VmError::Failed(super::chain(&err)))?;
+                result.map_err(|err| VmError::Failed(foreshore_types::chain(&err)))?;
                 self.tell_vcpus();
                 info!(vcpus = desired, "vCPUs are added");
                 self.told.tell(Event::VcpusResized { vcpus: desired });

@@ -23,15 +23,15 @@ use crate::memory::lost::LostMemory;
 use crate::memory::{MappedRange, Memory};
 use crate::nvdimm::FlushHint;
 use crate::nvdimm::health::{self, Health, HealthRegisters};
+use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
+use crate::pool::btt_loss::BttLoss;
 use crate::pool::{PmPool, PoolError, PoolVolume, VolumeDisk};
 use crate::virtio::block::{Block, DiskShape};
 use crate::virtio::pmem::device::Pmem;
-use crate::volume::btt_loss::BttLoss;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
 use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::plan::Step;
-use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
 
 /// Queues of a volume that is shown as a disk, at most.
 const QUEUES_MAX: u16 = 16;
@@ -204,7 +204,7 @@ fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Res
         }
         Err(err) if pool.has_failed() => return Err(err),
         Err(err) => {
-            let reason = super::chain(&err);
+            let reason = foreshore_types::chain(&err);
             warn!(pool = %path, volume = name, %size, reason, "The volume keeps its size; it cannot grow by what remains of its pool");
         }
     }

@@ -17,11 +17,11 @@ use pmem_volume::pool::Holder;
 use pmem_volume::pool::claim::{ClaimError, claim};
 use thiserror::Error;
 
-use super::{Persist, PersistError};
-use crate::config::PmemConfig;
+use super::pmem_config::PmemConfig;
 use crate::guest_file::{self, GuestAccess, GuestFileError};
 use crate::memory::backing::Access;
 use crate::memory::lost::cut_to_bytes;
+use crate::persist::{Persist, PersistError};
 
 /// Why a file is not shown to a guest.
 #[derive(Debug, Error)]
@@ -190,7 +190,7 @@ impl Persist for PmemFile {
         // In one line with its causes: that is how it is logged.
         result.map_err(|err| {
             self.failed.store(true, Ordering::Relaxed);
-            PersistError::Backing(crate::vm::chain(&err).into())
+            PersistError::Backing(foreshore_types::chain(&err).into())
         })
     }
 }

@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::{PmVolumeConfig, VolumeFormat, VolumeInterface};
+use super::config::{PmVolumeConfig, VolumeFormat, VolumeInterface};
 use crate::memory::layout::MAX_NVDIMMS;
 
 /// An interface that was chosen.

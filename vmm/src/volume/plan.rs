@@ -12,10 +12,11 @@
 
 use foreshore_types::size::Size;
 use pmem_volume::CHUNK_BYTES;
+use pmem_volume::VolumeFormat;
 use pmem_volume::btt::MIN_VOLUME_BYTES;
 use thiserror::Error;
 
-use crate::config::{PmVolumeConfig, VolumeFormat, VolumeSize};
+use super::config::{PmVolumeConfig, VolumeSize};
 use crate::pool::{PoolInfo, StoredVolume};
 
 /// Change that a volume needs before it is opened.
@@ -194,15 +195,18 @@ fn step(volume: &PmVolumeConfig, stored: &[StoredVolume]) -> Result<Option<Step>
     let name = || volume.name.clone();
     let Some(found) = stored.iter().find(|stored| stored.name == volume.name) else {
         return match volume.size {
-            VolumeSize::Bytes(size_bytes) if volume.create => {
-                Ok(Some(Step::Create(StoredVolume { name: name(), format: volume.format, size_bytes })))
-            }
+            VolumeSize::Bytes(size_bytes) if volume.create => Ok(Some(Step::Create(StoredVolume {
+                name: name(),
+                format: volume.format.into(),
+                size_bytes,
+            }))),
             VolumeSize::Remaining if volume.create => Ok(None),
             _ => Err(PlanError::NoVolume { name: name() }),
         };
     };
-    if found.format != volume.format {
-        return Err(PlanError::VolumeFormat { name: name(), found: found.format, wanted: volume.format });
+    let wanted = volume.format.into();
+    if found.format != wanted {
+        return Err(PlanError::VolumeFormat { name: name(), found: found.format, wanted });
     }
     match volume.size {
         VolumeSize::Bytes(wanted_bytes) if wanted_bytes != found.size_bytes => {
@@ -229,7 +233,7 @@ impl Rest {
                 more => Step::Grow(found.size_bytes + more),
             });
         }
-        let least_bytes = match volume.format {
+        let least_bytes = match VolumeFormat::from(volume.format) {
             VolumeFormat::Btt => MIN_VOLUME_BYTES,
             VolumeFormat::Raw => CHUNK_BYTES,
         };
@@ -243,7 +247,7 @@ impl Rest {
                 memory_bytes,
             });
         }
-        Ok(Step::Create(StoredVolume { name, format: volume.format, size_bytes: rest_bytes }))
+        Ok(Step::Create(StoredVolume { name, format: volume.format.into(), size_bytes: rest_bytes }))
     }
 }
 

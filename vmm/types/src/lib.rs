@@ -11,3 +11,9 @@ pub const UNIT_BYTES: u64 = 2 << 20;
 
 /// Unit of memory that is there from boot on or that ACPI adds: a page.
 pub const PAGE_BYTES: u64 = 4 << 10;
+
+/// Text of an error and of all its causes, in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

@@ -11,11 +11,11 @@ use super::event::Worker;
 use super::metrics::BlockMetrics;
 use super::state::{Disk, DiskShape};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
+use crate::persist::FirstFailure;
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{
     ActivateError, Activation, DeviceCounters, DeviceHandle, VirtioDevice, read_config_bytes,
 };
-use crate::volume::FirstFailure;
 
 /// A virtio-blk device.
 pub struct Block {

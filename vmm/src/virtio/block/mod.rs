@@ -5,8 +5,8 @@
 
 pub mod backend;
 pub mod buffer;
-pub mod config;
 mod calls;
+pub mod config;
 pub mod device;
 mod event;
 pub mod flush;

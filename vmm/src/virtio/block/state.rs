@@ -21,7 +21,7 @@ use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR_BYTES};
 use super::serial::serial_number;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
-use crate::volume::FirstFailure;
+use crate::persist::FirstFailure;
 
 /// `struct virtio_blk_config` as far as there is something in it (virtio 1.3, 5.2.4).
 const CONFIG_LEN: usize = 60;

@@ -31,9 +31,9 @@ use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
+use crate::persist::Persist;
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
-use crate::volume::Persist;
 
 /// Device type (virtio 1.3, 5).
 const TYPE_PMEM: u16 = 27;
@@ -271,7 +271,7 @@ mod tests {
     use super::*;
     use crate::interrupt::VirtioInterrupt;
     use crate::memory::view::GuestView;
-    use crate::volume::PersistError;
+    use crate::persist::PersistError;
 
     const REQUEST: u64 = 0x8000;
     const RESPONSE: u64 = 0x9000;

@@ -57,10 +57,10 @@ mod tests {
     use parking_lot::Mutex;
 
     use crate::memory::view::GuestView;
+    use crate::persist::{Persist, PersistError};
     use crate::virtio::VirtioDevice;
     use crate::virtio::pmem::device::Pmem;
     use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
-    use crate::volume::{Persist, PersistError};
 
     use super::*;
 

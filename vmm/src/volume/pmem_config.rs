@@ -31,7 +31,7 @@ impl PmemConfig {
 }
 
 /// Checks devices against each other: one name each, and no file of which one of them sees what another writes.
-pub(super) fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
+pub(crate) fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
     let conflict = |reason| Err(ConfigError::Conflict { flag: PmemConfig::FLAG, reason });
     for (nth, device) in devices.iter().enumerate() {
         device.validate()?;

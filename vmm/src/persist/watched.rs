@@ -58,7 +58,7 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::volume::ReadOnly;
+    use crate::persist::ReadOnly;
 
     /// Gives each of its results once.
     struct Script(Mutex<Vec<Result<(), PersistError>>>);
