@@ -14,6 +14,7 @@ pub mod config;
 pub mod core_dumps;
 pub mod cpu;
 pub mod device;
+pub mod disk;
 pub mod event_loop;
 pub mod events;
 pub mod file_id;

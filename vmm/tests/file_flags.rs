@@ -11,12 +11,12 @@ use std::path::Path;
 use std::process::Command;
 
 use foreshore::config::{ConsoleConfig, PmemConfig};
+use foreshore::disk::image::{ImageOptions, RawImage};
 use foreshore::events::{EventMonitor, Events, Monitor};
 use foreshore::governor::record;
 use foreshore::host_console::{ConsoleFiles, FileStart, HostConsole, Lines, Port};
 use foreshore::memory::backing::ZoneFile;
 use foreshore::unix_socket::{self, SocketAccess};
-use foreshore::virtio::block::backend::image::{ImageOptions, RawImage};
 use foreshore::volume::file::PmemFile;
 use pmem_volume::Pool;
 use pmem_volume::pool::claim::claim;

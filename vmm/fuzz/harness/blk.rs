@@ -1,7 +1,7 @@
 //! Requests to a disk: the fuzzer's bytes become descriptor chains, most of them nearly right, and what the parser makes
 //! of each is held against a model that walks the same descriptors without a thought of speed.
 
-use foreshore::virtio::block::buffer::Buffers;
+use foreshore::disk::buffer::Buffers;
 use foreshore::virtio::block::job::{Job, Next};
 use foreshore::virtio::block::request::{Limits, Operation, Refusal, Request, Status};
 use virtio_queue::{Queue, QueueT};
@@ -281,7 +281,7 @@ fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits
     for _ in 0..100 {
         match job.next(memory, &mut buffers) {
             Ok(Next::Step(step)) => {
-                use foreshore::virtio::block::backend::Step::{Discard, Flush, Read, Write, WriteZeroes};
+                use foreshore::disk::Step::{Discard, Flush, Read, Write, WriteZeroes};
                 match &step {
                     Read(offset, buffer) => within(*offset, buffer.len() as u64),
                     Write(offset, buffer) => {

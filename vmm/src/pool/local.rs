@@ -302,8 +302,8 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::virtio::block::backend::Geometry;
-    use crate::virtio::block::request::{DiskRange, Unmap};
+    use crate::disk::Geometry;
+    use crate::disk::range::{DiskRange, Unmap};
     use pmem_volume::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
@@ -487,8 +487,8 @@ mod tests {
         let is_refused =
             |result: io::Result<()>| result.unwrap_err().kind() == io::ErrorKind::ReadOnlyFilesystem;
         assert!(is_refused(device.write(7 * 512, &[1; 4096])));
-        assert!(is_refused(device.discard(DiskRange::unchecked(0, 4096))));
-        assert!(is_refused(device.write_zeroes(DiskRange::unchecked(0, 4096), Unmap::Allowed)));
+        assert!(is_refused(device.discard(DiskRange::at(0, 4096))));
+        assert!(is_refused(device.write_zeroes(DiskRange::at(0, 4096), Unmap::Allowed)));
         device.flush().unwrap();
         drop(device);
         assert!(fs::read(path).unwrap() == before, "the guest's bytes are changed");

@@ -15,9 +15,9 @@ use std::io;
 use pmem_volume::Volume;
 use pmem_volume::media::Media;
 
-use crate::virtio::block::backend::volume::resized_elsewhere;
-use crate::virtio::block::backend::{BlockDevice, Geometry, ResizeError};
-use crate::virtio::block::request::{DiskRange, Unmap};
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::{BlockDevice, Geometry, ResizeError};
+use crate::pool::block_device::resized_elsewhere;
 
 /// Logical block of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;

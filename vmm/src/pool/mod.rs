@@ -1,5 +1,6 @@
 //! The PM pool behind a trait: in this process now; a host daemon that passes file descriptors can come.
 
+pub mod block_device;
 pub mod btt_loss;
 #[cfg(test)]
 pub(crate) mod fake;
@@ -20,9 +21,9 @@ pub use metrics::PoolMetrics;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 
+use crate::disk::BlockDevice;
 use crate::persist::Persist;
 use crate::pool::btt_loss::BttLoss;
-use crate::virtio::block::backend::BlockDevice;
 use pmem_volume::VolumeFormat;
 
 /// Bytes in a chunk, the pool's unit.

@@ -6,11 +6,11 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use crate::disk::BlockDevice;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
 use crate::nvdimm::FlushHintMetrics;
 use crate::persist::FirstFailure;
 use crate::pool::btt_loss::BttLoss;
-use crate::virtio::block::backend::BlockDevice;
 use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
 

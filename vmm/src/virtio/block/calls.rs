@@ -5,9 +5,9 @@ use std::io;
 
 use vm_memory::GuestAddressSpace;
 
-use super::backend::Step;
 use super::event::{Taken, Worker};
 use super::job::Job;
+use crate::disk::Step;
 
 /// Steps before the driver is notified of what is answered.
 const BATCH: usize = 8;

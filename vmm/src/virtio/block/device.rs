@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
-use super::backend::{BlockDevice, ResizeError};
 use super::event::Worker;
 use super::metrics::BlockMetrics;
 use super::state::{Disk, DiskShape};
+use crate::disk::{BlockDevice, ResizeError};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::persist::FirstFailure;
 use crate::virtio::worker::WorkerSlot;

@@ -14,14 +14,15 @@ use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::backend::Step;
-use super::buffer::Buffers;
 use super::flush::{Answered, Ticket};
 use super::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 use super::metrics::Kind;
-use super::request::{DiskRange, Operation, Request, Status};
+use super::request::{Operation, Request, Status};
 use super::ring::Ring;
 use super::state::Disk;
+use crate::disk::Step;
+use crate::disk::buffer::Buffers;
+use crate::disk::range::DiskRange;
 use crate::event_loop::Gate;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;

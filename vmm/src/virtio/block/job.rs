@@ -7,10 +7,11 @@ use std::time::Instant;
 
 use vm_memory::GuestMemory;
 
-use super::backend::Step;
-use super::buffer::Buffers;
 use super::metrics::Kind;
-use super::request::{DiskRange, Operation, Request};
+use super::request::{Operation, Request};
+use crate::disk::Step;
+use crate::disk::buffer::Buffers;
+use crate::disk::range::DiskRange;
 
 /// The most that is copied and transferred at once.
 pub const PIECE_BYTES_MAX: u64 = 1 << 20;

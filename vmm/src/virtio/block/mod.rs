@@ -3,8 +3,6 @@
 //! [`request`] parses, [`job`] cuts a request into steps, a [`backend`] executes them, and a worker for each queue
 //! (`event`) moves all that along, by calls (`calls`) or by io_uring (`ring`). docs/decisions/0008-disks.md has the reasons.
 
-pub mod backend;
-pub mod buffer;
 mod calls;
 pub mod config;
 pub mod device;

@@ -13,9 +13,8 @@ use virtio_queue::DescriptorChain;
 use vm_memory::{GuestAddress, GuestMemory};
 
 use super::segments::{Segment, Segments};
+use crate::disk::range::{DiskRange, SECTOR_BYTES, Unmap};
 
-/// The unit of a request's address and of the capacity, whatever the block size is (5.2.6).
-pub const SECTOR_BYTES: u64 = 512;
 /// Ranges in one DISCARD or WRITE ZEROES request.
 pub const MAX_RANGES: u32 = 32;
 /// Sectors of such a range: 2 GiB.
@@ -43,58 +42,19 @@ pub struct Limits {
     pub max_descriptors: u16,
 }
 
-/// A part of the disk: whole blocks within its capacity.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DiskRange {
-    offset_bytes: u64,
-    len_bytes: u64,
-}
-
-impl DiskRange {
-    /// `len_bytes` from `first_sector`, if that is a part of the disk that can be addressed.
-    pub fn new(first_sector: u64, len_bytes: u64, limits: &Limits) -> Result<Self, RequestError> {
-        let outside =
-            RequestError::Outside { first_sector, len_bytes, capacity_bytes: limits.capacity_bytes };
-        let Some(offset_bytes) = first_sector.checked_mul(SECTOR_BYTES) else { return Err(outside) };
-        match offset_bytes.checked_add(len_bytes) {
-            Some(end) if end <= limits.capacity_bytes => (),
-            _ => return Err(outside),
-        }
-        let block_bytes = u64::from(limits.block_bytes);
-        if !offset_bytes.is_multiple_of(block_bytes) || !len_bytes.is_multiple_of(block_bytes) {
-            return Err(RequestError::PartOfBlock {
-                first_sector,
-                len_bytes,
-                block_bytes: limits.block_bytes,
-            });
-        }
-        Ok(Self { offset_bytes, len_bytes })
+/// Returns the range of `len_bytes` from `first_sector`, if the disk has it and it is whole blocks.
+pub fn disk_range(first_sector: u64, len_bytes: u64, limits: &Limits) -> Result<DiskRange, RequestError> {
+    let outside = RequestError::Outside { first_sector, len_bytes, capacity_bytes: limits.capacity_bytes };
+    let Some(offset_bytes) = first_sector.checked_mul(SECTOR_BYTES) else { return Err(outside) };
+    match offset_bytes.checked_add(len_bytes) {
+        Some(end) if end <= limits.capacity_bytes => (),
+        _ => return Err(outside),
     }
-
-    /// A range that nothing is compared with.
-    #[cfg(test)]
-    pub fn unchecked(offset_bytes: u64, len_bytes: u64) -> Self {
-        Self { offset_bytes, len_bytes }
+    let block_bytes = u64::from(limits.block_bytes);
+    if !offset_bytes.is_multiple_of(block_bytes) || !len_bytes.is_multiple_of(block_bytes) {
+        return Err(RequestError::PartOfBlock { first_sector, len_bytes, block_bytes: limits.block_bytes });
     }
-
-    /// What of it lies behind its first `skip_bytes`, up to the next multiple of `piece_bytes`, which is one of all block
-    /// sizes: file systems give whole blocks away.
-    pub fn piece(&self, skip_bytes: u64, piece_bytes: u64) -> Self {
-        let skip_bytes = skip_bytes.min(self.len_bytes);
-        let offset_bytes = self.offset_bytes + skip_bytes;
-        let len_bytes = (piece_bytes - offset_bytes % piece_bytes).min(self.len_bytes - skip_bytes);
-        Self { offset_bytes, len_bytes }
-    }
-
-    /// Where it begins.
-    pub fn offset_bytes(&self) -> u64 {
-        self.offset_bytes
-    }
-
-    /// How long it is.
-    pub fn len_bytes(&self) -> u64 {
-        self.len_bytes
-    }
+    Ok(DiskRange::at(offset_bytes, len_bytes))
 }
 
 /// What the driver asks for: it can be carried out, unless memory or media fail.
@@ -112,15 +72,6 @@ pub enum Operation {
     Discard(Vec<DiskRange>),
     /// These ranges read as zeros; the flag allows to give their blocks away.
     WriteZeroes(Vec<(DiskRange, Unmap)>),
-}
-
-/// Whether blocks that are to be zero may be given away.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unmap {
-    /// They may.
-    Allowed,
-    /// They must stay: a later write must not fail for want of room.
-    Forbidden,
 }
 
 /// A request, and where its answer goes.
@@ -350,7 +301,7 @@ fn operation<M: GuestMemory>(
         len => Err(RequestError::Direction { kind, len }),
     };
     let writes = || if limits.read_only { Err(RequestError::ReadOnly { kind }) } else { Ok(()) };
-    let range = |buffers: &Segments| DiskRange::new(header.first_sector, buffers.len_bytes(), limits);
+    let range = |buffers: &Segments| disk_range(header.first_sector, buffers.len_bytes(), limits);
     match kind {
         VIRTIO_BLK_T_IN => {
             let buffers = only(writable, readable)?;
@@ -409,7 +360,7 @@ fn one_range(kind: u32, bytes: &[u8], limits: &Limits) -> Result<(DiskRange, Unm
     if sectors > MAX_RANGE_SECTORS {
         return Err(RequestError::LongRange { sectors });
     }
-    let range = DiskRange::new(first_sector, u64::from(sectors) * SECTOR_BYTES, limits)?;
+    let range = disk_range(first_sector, u64::from(sectors) * SECTOR_BYTES, limits)?;
     Ok((range, unmap))
 }
 

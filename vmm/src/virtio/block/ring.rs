@@ -5,10 +5,10 @@ use std::io;
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::backend::{Done, Executor, Step};
 use super::event::{Taken, Worker};
 use super::flush::Ticket;
 use super::job::Job;
+use crate::disk::{Done, Executor, Step};
 
 /// Ring of one queue.
 pub(super) struct Ring {

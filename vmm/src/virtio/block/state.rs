@@ -14,11 +14,12 @@ use virtio_bindings::virtio_blk::{
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use super::backend::{BlockDevice, Geometry, ResizeError};
 use super::flush::Flushes;
 use super::metrics::BlockMetrics;
-use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR_BYTES};
+use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES};
 use super::serial::serial_number;
+use crate::disk::range::SECTOR_BYTES;
+use crate::disk::{BlockDevice, Geometry, ResizeError};
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::persist::FirstFailure;

@@ -11,9 +11,9 @@ use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
-use crate::virtio::block::backend::{Geometry, ResizeError};
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::{Geometry, ResizeError};
 use crate::virtio::block::job::RANGE_PIECE_BYTES_MAX;
-use crate::virtio::block::request::{DiskRange, Unmap};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -9,7 +9,7 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_S_OK;
 use super::image::without_uring;
 use super::volume::disk_of_new_volume;
 use super::*;
-use crate::virtio::block::backend::image::{ImageOptions, RawImage};
+use crate::disk::image::{ImageOptions, RawImage};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const PAGE_BYTES: usize = 4096;

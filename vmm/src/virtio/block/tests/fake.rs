@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::{BlockDevice, Geometry, ResizeError};
 use crate::memory::view::GuestView;
-use crate::virtio::block::backend::{BlockDevice, Geometry, ResizeError};
-use crate::virtio::block::request::{DiskRange, Unmap};
 
 pub struct Fake {
     pub bytes: Mutex<Vec<u8>>,

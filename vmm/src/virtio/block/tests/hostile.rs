@@ -7,7 +7,7 @@ use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 
 use super::*;
-use crate::virtio::block::backend::Geometry;
+use crate::disk::Geometry;
 use crate::virtio::testing::MEMORY_LEN;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;

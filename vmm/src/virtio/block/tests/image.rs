@@ -15,10 +15,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
 use crate::config::PmemConfig;
-use crate::virtio::block::backend::image::{ImageOptions, RawImage};
-use crate::virtio::block::backend::uring::Uring;
-use crate::virtio::block::backend::{Done, Executor, Geometry, ResizeError, Step};
-use crate::virtio::block::request::{DiskRange, Unmap};
+use crate::disk::image::{ImageOptions, RawImage};
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::uring::Uring;
+use crate::disk::{Done, Executor, Geometry, ResizeError, Step};
 use crate::volume::file::PmemFile;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;

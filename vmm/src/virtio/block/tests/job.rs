@@ -3,10 +3,11 @@
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::*;
-use crate::virtio::block::backend::Step;
-use crate::virtio::block::buffer::Buffers;
+use crate::disk::Step;
+use crate::disk::buffer::Buffers;
+use crate::disk::range::{DiskRange, Unmap};
 use crate::virtio::block::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
-use crate::virtio::block::request::{DiskRange, Limits, Operation, Request, Unmap};
+use crate::virtio::block::request::{Limits, Operation, Request, disk_range};
 use crate::virtio::block::segments::{Segment, Segments};
 
 const LEN: u64 = 2 * PIECE_BYTES_MAX + 1536;
@@ -21,7 +22,7 @@ const LIMITS: Limits = Limits {
 };
 
 fn request(operation: impl FnOnce(DiskRange, Segments) -> Operation) -> Request {
-    let range = DiskRange::new(100, LEN, &LIMITS).unwrap();
+    let range = disk_range(100, LEN, &LIMITS).unwrap();
     let mut segments = Segments::default();
     // Cut where no piece ends.
     segments.push(Segment { address: address(0x1000), len: 0x12_3456 });
@@ -92,7 +93,7 @@ fn ranges_go_in_pieces_that_end_where_blocks_do() {
     ];
     for list in lists {
         let ranges: Vec<_> =
-            list.iter().map(|(at, len)| DiskRange::new(*at, len * 512, &LIMITS).unwrap()).collect();
+            list.iter().map(|(at, len)| disk_range(*at, len * 512, &LIMITS).unwrap()).collect();
         let zeroes = ranges.iter().map(|range| (*range, Unmap::Allowed)).collect();
         for operation in [Operation::Discard(ranges), Operation::WriteZeroes(zeroes)] {
             let mut job = Job::new(Request { head: 0, status: address(0), operation }, false);

@@ -17,9 +17,9 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use vm_memory::GuestAddress;
 
 use self::fake::Fake;
-use super::backend::BlockDevice;
 use super::request::Status;
 use super::{Block, BlockHandle, BlockMetrics, DiskShape};
+use crate::disk::BlockDevice;
 use crate::memory::view::GuestView;
 use crate::virtio::VirtioDevice;
 use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};

@@ -11,10 +11,10 @@ use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::{Geometry, ResizeError};
 use crate::event_loop::EventLoopHandle;
 use crate::virtio::block::Kind;
-use crate::virtio::block::backend::{Geometry, ResizeError};
-use crate::virtio::block::request::{DiskRange, Unmap};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;

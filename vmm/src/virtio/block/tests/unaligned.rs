@@ -9,7 +9,7 @@ use virtio_bindings::virtio_blk::*;
 
 use super::image::{WRITABLE, without_uring};
 use super::*;
-use crate::virtio::block::backend::image::{ImageOptions, RawImage};
+use crate::disk::image::{ImageOptions, RawImage};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;

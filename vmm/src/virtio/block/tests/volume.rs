@@ -7,9 +7,9 @@ use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::{Geometry, ResizeError};
 use crate::pool::{LocalPool, PmPool, StoredVolume};
-use crate::virtio::block::backend::{Geometry, ResizeError};
-use crate::virtio::block::request::{DiskRange, Unmap};
 use pmem_volume::VolumeFormat;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;

@@ -23,8 +23,8 @@ use std::sync::{Arc, OnceLock};
 use tracing::info;
 
 use super::range_locks::{Access, RangeGuard, RangeLocks};
-use crate::virtio::block::buffer::Buffers;
-use crate::virtio::block::request::SECTOR_BYTES;
+use crate::disk::buffer::Buffers;
+use crate::disk::range::SECTOR_BYTES;
 
 /// The largest unit that is tried.
 pub const UNIT_BYTES_MAX: u64 = 64 << 10;

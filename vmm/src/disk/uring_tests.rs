@@ -5,8 +5,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::*;
-use crate::virtio::block::backend::image::ImageOptions;
-use crate::virtio::block::request::{Limits, Unmap};
+use crate::disk::image::ImageOptions;
+use crate::disk::range::Unmap;
 
 const MIB: u64 = 1 << 20;
 const IMAGE_BYTES: u64 = 8 * MIB;
@@ -31,18 +31,6 @@ fn ring(image: &Arc<RawImage>) -> Option<Uring> {
     Uring::new(Arc::clone(image), 16).inspect_err(|err| eprintln!("skipped: no io_uring here: {err}")).ok()
 }
 
-fn range(offset_bytes: u64, len_bytes: u64) -> DiskRange {
-    let limits = Limits {
-        capacity_bytes: IMAGE_BYTES,
-        block_bytes: 512,
-        read_only: false,
-        discard: true,
-        write_zeroes: true,
-        max_descriptors: 16,
-    };
-    DiskRange::new(offset_bytes / 512, len_bytes, &limits).unwrap()
-}
-
 fn buffer(len: u64, byte: u8) -> Buffer {
     let mut buffer = Buffers::default().take(len as usize);
     buffer.bytes_mut().fill(byte);
@@ -54,9 +42,9 @@ fn steps() -> Vec<Step> {
     vec![
         Step::Write(0, buffer(MIB, 1)),
         Step::Read(MIB, buffer(MIB, 9)),
-        Step::WriteZeroes(range(2 * MIB + 512, 2 * MIB), Unmap::Forbidden),
-        Step::WriteZeroes(range(5 * MIB, MIB), Unmap::Allowed),
-        Step::Discard(range(6 * MIB, MIB)),
+        Step::WriteZeroes(DiskRange::at(2 * MIB + 512, 2 * MIB), Unmap::Forbidden),
+        Step::WriteZeroes(DiskRange::at(5 * MIB, MIB), Unmap::Allowed),
+        Step::Discard(DiskRange::at(6 * MIB, MIB)),
         Step::Flush,
     ]
 }
@@ -198,7 +186,7 @@ fn a_failed_flush_is_an_error_whatever_it_is() {
 #[test]
 fn zeros_are_tried_three_ways_and_a_discard_is_a_hint() {
     let no = -libc::EOPNOTSUPP;
-    let mut zeros = Running::new(Step::WriteZeroes(range(0, 4096), Unmap::Allowed), true);
+    let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
     for way in [Way::Punch, Way::Zero] {
         assert_eq!(zeros.way, way);
         assert_eq!(outcome(&mut zeros, no), None);
@@ -206,13 +194,13 @@ fn zeros_are_tried_three_ways_and_a_discard_is_a_hint() {
     assert_eq!(zeros.way, Way::Write);
     assert_eq!(outcome(&mut zeros, 512), None);
     assert_eq!(outcome(&mut zeros, 4096 - 512), Some(Ok(())));
-    let mut zeros = Running::new(Step::WriteZeroes(range(0, 4096), Unmap::Forbidden), false);
+    let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Forbidden), false);
     assert_eq!(zeros.way, Way::Zero);
     assert_eq!(outcome(&mut zeros, 0), Some(Ok(())), "the call says 0 of all of them");
-    let mut zeros = Running::new(Step::WriteZeroes(range(0, 4096), Unmap::Allowed), true);
+    let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
     assert_eq!(outcome(&mut zeros, -libc::ENOSPC), Some(Err(io::ErrorKind::StorageFull)));
-    assert_eq!(outcome(&mut Running::new(Step::Discard(range(0, 512)), false), no), Some(Ok(())));
-    let refused = outcome(&mut Running::new(Step::Discard(range(0, 512)), false), -libc::EPERM);
+    assert_eq!(outcome(&mut Running::new(Step::Discard(DiskRange::at(0, 512)), false), no), Some(Ok(())));
+    let refused = outcome(&mut Running::new(Step::Discard(DiskRange::at(0, 512)), false), -libc::EPERM);
     assert_eq!(refused, Some(Err(io::ErrorKind::PermissionDenied)));
 }
 

@@ -20,9 +20,9 @@ use super::direct::{DirectIo, widest_range};
 use super::range_locks::{Access, RangeGuard};
 use super::uring::Uring;
 use super::{BlockDevice, Executor, Geometry, ResizeError, Step};
+use crate::disk::buffer::Buffers;
+use crate::disk::range::{DiskRange, SECTOR_BYTES, Unmap};
 use crate::guest_file::{self, GuestAccess, GuestFileError};
-use crate::virtio::block::buffer::Buffers;
-use crate::virtio::block::request::{DiskRange, SECTOR_BYTES, Unmap};
 
 /// What file systems and media work with, where nothing else is known.
 const PAGE_BYTES: u32 = 4096;

@@ -1,10 +1,11 @@
 //! Disk content: a device that executes requests by calls, or a ring that executes them together.
 
+pub mod buffer;
 mod direct;
 pub mod image;
+pub mod range;
 mod range_locks;
 pub mod uring;
-pub mod volume;
 
 use std::io;
 use std::sync::Arc;
@@ -12,8 +13,8 @@ use std::sync::Arc;
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::buffer::Buffer;
-use super::request::{DiskRange, Unmap};
+use self::buffer::Buffer;
+use self::range::{DiskRange, Unmap};
 
 /// What a disk shows of itself, apart from its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,8 +5,7 @@ use std::thread;
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::virtio::block::buffer::Buffer;
-use crate::virtio::block::request::Limits;
+use crate::disk::buffer::Buffer;
 
 const IMAGE_BYTES: u64 = 1 << 20;
 const SECTOR: u64 = SECTOR_BYTES;
@@ -36,24 +35,12 @@ fn data(len: u64) -> Buffer {
     buffer
 }
 
-fn range(offset_bytes: u64, len_bytes: u64) -> DiskRange {
-    let limits = Limits {
-        capacity_bytes: IMAGE_BYTES,
-        block_bytes: SECTOR as u32,
-        read_only: false,
-        discard: true,
-        write_zeroes: true,
-        max_descriptors: 16,
-    };
-    DiskRange::new(offset_bytes / SECTOR, len_bytes, &limits).unwrap()
-}
-
 /// Steps that change a block or a sector.
 fn changes(offset_bytes: u64, len_bytes: u64) -> [(&'static str, Step); 3] {
     [
         ("a write", Step::Write(offset_bytes, data(len_bytes))),
-        ("zeros", Step::WriteZeroes(range(offset_bytes, len_bytes), Unmap::Allowed)),
-        ("a discard", Step::Discard(range(offset_bytes, len_bytes))),
+        ("zeros", Step::WriteZeroes(DiskRange::at(offset_bytes, len_bytes), Unmap::Allowed)),
+        ("a discard", Step::Discard(DiskRange::at(offset_bytes, len_bytes))),
     ]
 }
 
@@ -94,7 +81,7 @@ fn calls_wait_for_a_cycle_of_the_same_block() {
     let calls: [(&str, Call); 3] = [
         ("a write of a block", |image| BlockDevice::write(image, 0, data(BLOCK).bytes())),
         ("a write of a sector", |image| BlockDevice::write(image, 0, data(SECTOR).bytes())),
-        ("zeros", |image| BlockDevice::write_zeroes(image, range(0, SECTOR), Unmap::Forbidden)),
+        ("zeros", |image| BlockDevice::write_zeroes(image, DiskRange::at(0, SECTOR), Unmap::Forbidden)),
     ];
     for (name, call) in calls {
         let cycle = image.lock_unaligned(SECTOR, SECTOR).unwrap();

@@ -6,8 +6,8 @@ use std::ops::Range;
 use pmem_volume::Volume;
 use pmem_volume::btt::{Engine, EngineError};
 
-use super::{BlockDevice, Geometry, ResizeError};
-use crate::virtio::block::request::{DiskRange, Unmap};
+use crate::disk::range::{DiskRange, Unmap};
+use crate::disk::{BlockDevice, Geometry, ResizeError};
 
 /// Unit that partitions and file systems align to, also on volumes with small sectors.
 const PAGE_BYTES: u32 = 4096;

@@ -14,8 +14,8 @@ use super::direct::is_refusal;
 use super::image::{PUNCH, RangeInUse, RawImage, ZERO};
 use super::range_locks::RangeGuard;
 use super::{Done, Executor, Step};
-use crate::virtio::block::buffer::{Buffer, Buffers};
-use crate::virtio::block::request::DiskRange;
+use crate::disk::buffer::{Buffer, Buffers};
+use crate::disk::range::DiskRange;
 
 /// Steps before the kernel is told: it takes them all in one call.
 const BATCH: usize = 64;
