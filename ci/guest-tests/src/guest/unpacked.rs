@@ -2,6 +2,7 @@
 //! boot of a guest.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -14,10 +15,19 @@ pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
 /// The kernel as an ELF file, unpacked on its first use, or as its bzImage.
 pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
     let Some(folder) = std::env::var_os(VARIABLE).map(PathBuf::from) else { return Ok(kernel.path()) };
-    let path = folder.join(format!("vmlinux-{kernel}"));
+    let bzimage = kernel.path();
+    unpacked_in(&folder, &bzimage).with_context(|| format!("Cannot unpack {}", bzimage.display()))
+}
+
+/// Unpacked kernel in `folder`. Its name has the length and the modification time of the bzImage,
+/// so that a new bzImage of the same name is unpacked again.
+fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
+    let metadata = fs::metadata(bzimage)?;
+    let name = bzimage.file_name().context("It has no name")?.to_string_lossy();
+    let (bytes, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+    let path = folder.join(format!("{name}-{bytes}-{seconds}-{nanoseconds}.elf"));
     if !path.exists() {
-        unpack_to(&path, &kernel.path())
-            .with_context(|| format!("Cannot unpack {}", kernel.path().display()))?;
+        unpack_to(&path, bzimage)?;
     }
     Ok(path)
 }
@@ -44,9 +54,9 @@ fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     };
     ensure!(bzimage.get(MAGIC..MAGIC + 4) == Some(b"HdrS"), "It is no bzImage");
     let start = (usize::from(bzimage[SETUP_SECTORS]) + 1) * 512 + word(PAYLOAD_OFFSET)?;
-    let end = start + word(PAYLOAD_BYTES)?;
-    let elf_bytes = word(end - 4)?;
-    let payload = bzimage.get(start..end - 4).context("It is truncated")?;
+    let bytes = word(PAYLOAD_BYTES)?.checked_sub(4).context("Its payload has no size at its end")?;
+    let elf_bytes = word(start + bytes)?;
+    let payload = bzimage.get(start..start + bytes).context("It is truncated")?;
     let elf = match payload {
         [0x28, 0xb5, 0x2f, 0xfd, ..] => zstd::bulk::decompress(payload, elf_bytes)?,
         [0x02, 0x21, 0x4c, 0x18, blocks @ ..] => unpack_lz4(blocks, elf_bytes)?,
@@ -72,6 +82,8 @@ fn unpack_lz4(mut blocks: &[u8], elf_bytes: usize) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, UNIX_EPOCH};
+
     use super::*;
 
     fn bzimage(payload: &[u8], elf_bytes: usize) -> Vec<u8> {
@@ -99,5 +111,35 @@ mod tests {
         let error = unpack(&bzimage(b"BZh91AY", 1)).unwrap_err().to_string();
         assert!(error.contains("begins with [42, 5a, 68, 39]"), "{error}");
         assert!(unpack(&elf).is_err());
+    }
+    #[test]
+    fn payload_without_a_size_is_refused() {
+        for payload_bytes in 0..4u32 {
+            let mut image = bzimage(b"", 0);
+            image[0x24c..0x250].copy_from_slice(&payload_bytes.to_le_bytes());
+            let error = unpack(&image).unwrap_err().to_string();
+            assert!(error.contains("no size at its end"), "{payload_bytes} bytes: {error}");
+        }
+    }
+
+    #[test]
+    fn new_bzimage_of_the_same_name_is_unpacked_again() {
+        let name = format!("guest-tests-unpacked-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("vmlinuz");
+        let time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        let elf = |byte: u8| [b"\x7fELF", &[byte; 1000][..]].concat();
+        // The second image differs by its time, the third by its length.
+        for (byte, code, seconds) in [(1, "", 1), (2, "", 2), (3, "more", 2)] {
+            let payload = zstd::bulk::compress(&elf(byte), 1).unwrap();
+            fs::write(&path, [bzimage(&payload, 1004), code.into()].concat()).unwrap();
+            let file = fs::File::options().write(true).open(&path).unwrap();
+            file.set_modified(time(seconds)).unwrap();
+            let unpacked = unpacked_in(&folder, &path).unwrap();
+            assert!(fs::read(&unpacked).unwrap() == elf(byte), "image {byte}");
+            assert_eq!(unpacked_in(&folder, &path).unwrap(), unpacked);
+        }
+        fs::remove_dir_all(&folder).unwrap();
     }
 }
