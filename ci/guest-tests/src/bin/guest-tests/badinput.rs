@@ -2,7 +2,8 @@
 //! Those of the parser and of pools and files are in `vmm/tests/refusals.rs` and in the unit tests
 //! of `vmm`.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use guest_tests::{Guest, Kernel, Pool};
 use serde_json::json;
 
 use crate::pmem::file;
-use crate::volume::{IO_LIMIT, with_volume};
+use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     memory_beyond_the_address_space_is_refused,
@@ -24,8 +25,10 @@ guest_tests::tests![
     reports_that_cannot_be_are_refused_and_counted,
 ];
 
-/// Checks that the VMM refuses to start with one line that has all of the words.
+/// Checks that the VMM refuses to start with one line that has all of the words, and changes no
+/// file's name, length or beginning.
 fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
+    let before = files(&this_tests_dir(), BEGINNING_BYTES)?;
     let refusal = builder.clone().name("refused").expect_refusal()?;
     // Warnings about other flags may come before it.
     let lines: Vec<&str> = refusal.message.lines().filter(|line| !line.contains(" WARN ")).collect();
@@ -34,31 +37,69 @@ fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     for word in words {
         ensure!(message.contains(word), "Nothing of {word:?} in: {message}");
     }
+    are_unchanged(&before, &files(&this_tests_dir(), BEGINNING_BYTES)?)
+}
+
+fn are_unchanged(before: &[FileState], after: &[FileState]) -> Result<()> {
+    ensure!(before == after, "Files before:\n{before:#?}\nand after:\n{after:#?}");
     Ok(())
 }
 
-/// Names of the files of a directory and sums of their contents, except `others` and what the
-/// harness itself writes.
-fn files(dir: &Path, others: &[&str]) -> Result<Vec<(String, u64)>> {
+/// Superblocks, volume tables, log and chunk table of the pools of these tests.
+const BEGINNING_BYTES: u64 = 4 << 20;
+/// All of any file.
+const ALL_BYTES: u64 = u64::MAX;
+
+/// A file as a refusal must leave it.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct FileState {
+    name: String,
+    bytes: u64,
+    /// Sum of the content that was asked for.
+    sum: u64,
+}
+
+/// States of the files of a directory, each with a sum of its first `summed_bytes`. Files that the
+/// harness itself writes are left out.
+fn files(dir: &Path, summed_bytes: u64) -> Result<Vec<FileState>> {
     let mut found = Vec::new();
     let entries = fs::read_dir(dir).with_context(|| format!("Cannot read {}", dir.display()))?;
     for entry in entries {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        if name.ends_with(".log") || name == "output" || others.contains(&&*name) {
+        if name.ends_with(".log") || name == "output" {
             continue;
         }
-        let sum = if entry.file_type()?.is_file() { sum(&fs::read(entry.path())?) } else { 0 };
-        found.push((name, sum));
+        let is_file = entry.file_type()?.is_file();
+        let bytes = if is_file { entry.metadata()?.len() } else { 0 };
+        let sum = if is_file { sum(&entry.path(), summed_bytes)? } else { 0 };
+        found.push(FileState { name, bytes, sum });
     }
     found.sort();
     Ok(found)
 }
 
-fn sum(bytes: &[u8]) -> u64 {
-    let word = |chunk: &[u8]| chunk.iter().fold(0u64, |word, byte| word << 8 | u64::from(*byte));
-    bytes.chunks(8).fold(bytes.len() as u64, |sum, chunk| sum.rotate_left(5) ^ word(chunk))
+/// Sum of the first `bytes` of a file, which depends on the place of each byte.
+fn sum(path: &Path, bytes: u64) -> Result<u64> {
+    let mut file = File::open(path)?.take(bytes);
+    let mut piece = vec![0; PIECE_BYTES];
+    let mut sum = 0u64;
+    loop {
+        let len = file.read(&mut piece)?;
+        if len == 0 {
+            return Ok(sum);
+        }
+        piece[len..].fill(0);
+        for word in piece.chunks_exact(8) {
+            let word = u64::from_le_bytes(word.try_into()?);
+            sum = (sum ^ word).wrapping_mul(FNV_PRIME).rotate_left(29);
+        }
+    }
 }
+
+const PIECE_BYTES: usize = 1 << 20;
+/// Prime of the 64-bit FNV hash: odd, so that multiplying by it loses no bit.
+const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 fn memory_beyond_the_address_space_is_refused() -> Result<()> {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
@@ -75,7 +116,7 @@ fn memory_beyond_the_address_space_is_refused() -> Result<()> {
 
 /// The VMM in a mount namespace that `prepare` has changed: its one line.
 fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
-    let before = files(&this_tests_dir(), &[])?;
+    let before = files(&this_tests_dir(), ALL_BYTES)?;
     let script = format!("{prepare} && exec \"$0\" \"$@\"");
     let output = Command::new("unshare")
         .args(["-m", "sh", "-c", &script])
@@ -90,7 +131,7 @@ fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.code() == Some(1), "{}: {message}", output.status);
     ensure!(message.lines().count() == 1, "Not one line:\n{message}");
-    ensure!(before == files(&this_tests_dir(), &[])?, "A refusal has changed a file");
+    are_unchanged(&before, &files(&this_tests_dir(), ALL_BYTES)?)?;
     Ok(message)
 }
 
@@ -117,7 +158,8 @@ fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
 /// that name one of them each. The errors name the first VM's process, and it notices nothing.
 fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let dir = this_tests_dir();
-    let pool = with_volume(Pool::create("256M")?)?;
+    let pool = Pool::create("192M")?;
+    pool.create_volume("data", "32M")?;
     let [pmem, image] = ["pmem", "image"].map(|name| file(&dir, name, 4, name));
     let (pmem, image, device) = (pmem?, image?, LoopDevice::create(64)?);
     let (pool_path, pmem_path) = (pool.name(), pmem.display().to_string());
@@ -128,14 +170,20 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let disk = |path: &str, options: &str| with("--disk", &format!("path={path}{options}"));
 
     let idle = ["--disk", "is a pool, and marked as one by the host: --pm-volume pool="];
+    let before = files(&dir, ALL_BYTES)?;
     refuses(&disk(&pool_path, ""), &idle).context("A pool that is not in use")?;
+    are_unchanged(&before, &files(&dir, ALL_BYTES)?).context("A pool that is not in use")?;
     let first = disk(&image_path, "")
         .argument("--disk", &format!("path={device_path}"))
         .argument("--pmem", &format!("file={pmem_path}"))
         .pm_memory(&memory)
         .pm_volume(&format!("{volume},interface=nvdimm"))
+        .pressure("off")
         .boot()?;
-    let (process, contents) = (first.pid().to_string(), files(&dir, &["pool"])?);
+    // No PM is plugged, and once the guest has found its disks it writes to none.
+    let disks = "test -b /dev/vda && test -b /dev/vdb && ls /dev/pmem?s && ls /dev/pmem?";
+    first.wait_until_run("the guest has found its disks", IO_LIMIT, disks)?;
+    let (process, contents) = (first.pid().to_string(), files(&dir, ALL_BYTES)?);
     let socket = first.api_socket().display().to_string();
     refuses(&with("--api-socket", &socket), &["--api-socket", &socket, "in use"])?;
     refuses(&with("--pm-memory", &memory), &["--pm-memory", &pool_path, &process])?;
@@ -151,7 +199,9 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     for path in [&pool_path, &pmem_path, &image_path, &device_path] {
         refuses(&disk(path, ""), &["--disk", path, &holder])?;
     }
-    ensure!(pool.create_volume("other", "16M").is_err(), "pmvol has changed a pool that is in use");
+    let refused = pool.create_volume("other", "16M").err().context("pmvol has made a volume")?;
+    let refused = format!("{refused:#}");
+    ensure!(refused.contains(&holder), "pmvol refused for another reason: {refused}");
     // Console files are emptied once nothing can fail any more.
     let [said, unsaid] = ["said", "unsaid"].map(|name| dir.join(name));
     fs::write(&said, "by an earlier guest")?;
@@ -163,8 +213,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     ensure!(!unsaid.exists(), "A guest that never ran has a console's file");
     fs::remove_file(&said)?;
 
-    let after = files(&dir, &["pool"])?;
-    ensure!(contents == after, "Files before:\n{contents:#?}\nand after:\n{after:#?}");
+    are_unchanged(&contents, &files(&dir, ALL_BYTES)?)?;
     first.run("true")?;
     first.no_kernel_complaints()?;
     first.api("PUT", "vmm.shutdown", None)?;
