@@ -118,26 +118,28 @@ fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
 fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Result<()> {
     let file = this_tests_dir().join("events");
     let guest = Guest::builder()
-        .cpus(1)
-        .max_cpus(2)
+        .cpus(2)
+        .max_cpus(3)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
         .pressure("off")
         .argument("--event-monitor", &format!("path={}", file.display()))
         .boot()?;
     guest.api("PUT", "vm.pause", None)?;
     guest.api("PUT", "vm.nmi", None)?;
-    guest.api("PUT", "vm.resize", Some(json!({"desired_ram": 512 << 20, "desired_vcpus": 2})))?;
+    guest.api("PUT", "vm.resize", Some(json!({"desired_ram": 512 << 20, "desired_vcpus": 3})))?;
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
     guest.api("PUT", "vm.resume", None)?;
     // Linux logs an NMI that no device has sent, and goes on (arch/x86/kernel/nmi.c,
     // unknown_nmi_error).
-    let said = "dmesg | grep -q 'NMI received for unknown reason .* on CPU 0'";
-    guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, said)?;
+    for cpu in 0..2 {
+        let line = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
+        guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, &line)?;
+    }
     guest.wait_until_run(
         "the vCPU has come",
         BOOT_LIMIT,
-        "test $(cat /sys/devices/system/cpu/present) = 0-1",
+        "test $(cat /sys/devices/system/cpu/present) = 0-2",
     )?;
     guest.wait_until("the resize is reached", BOOT_LIMIT, || {
         Ok(guest.api("GET", "vm.info", None)?["memory_actual_size"] == 512 << 20)
