@@ -11,7 +11,7 @@ use guest_tests::{Guest, Kernel, Pool};
 use crate::volume_flush::{flushes, has_hints};
 
 guest_tests::tests![
-    nvdimm_holds_with_four_cpus: 400 => holds(Kernel::V6_12, 4, "nvdimm"),
+    nvdimm_holds_with_four_cpus_and_over_a_kill: 400,
     nvdimm_holds_with_two_cpus_on_6_1: 300 => holds(Kernel::V6_1, 2, "nvdimm"),
     virtio_pmem_holds_with_one_cpu: 300 (long) => holds(Kernel::V6_12, 1, "virtio-pmem"),
     virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300,
@@ -76,7 +76,14 @@ fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
 
 fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     let pool = pool_with_volume()?;
-    let guest = guest_with(&pool, &format!("interface={interface}"))
+    let guest = written_hard(&pool, kernel, cpus, interface)?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+/// Guest that has written its volume hard and found all of it again.
+fn written_hard(pool: &Pool, kernel: Kernel, cpus: u32, interface: &str) -> Result<Guest> {
+    let guest = guest_with(pool, &format!("interface={interface}"))
         .kernel(kernel)
         .cpus(cpus)
         .cmdline("foreshore.zram=256M")
@@ -88,8 +95,22 @@ fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
         ensure!(flushes(&guest, "ok")? == 0.0, "Flushes have come out");
     }
     guest.no_kernel_complaints()?;
-    guest.power_off()?;
-    pool.check().map(drop)
+    Ok(guest)
+}
+
+fn nvdimm_holds_with_four_cpus_and_over_a_kill() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let guest = written_hard(&pool, Kernel::V6_12, 4, "nvdimm")?;
+    make_file_system(&guest)?;
+    guest.run(MOUNT)?;
+    let acknowledged = write_files_and_kill(guest, 15).context("Files before the kill")?;
+    pool.check().context("The pool after the kill")?;
+    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    guest.run(MOUNT)?;
+    check_acknowledged(&guest, &acknowledged).context("Files after the kill")?;
+    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
+    guest.no_kernel_complaints()
 }
 
 /// The guest's own bug, which the refusal of this configuration is about. If it does not show here, the tests above
