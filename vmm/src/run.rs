@@ -11,7 +11,7 @@ use crate::api::{self, Limits, Server, ServerMetrics, Socket, SocketError};
 use crate::config::{Launch, MetricsAddress};
 use crate::events::{Event, Events, Monitor, MonitorError};
 use crate::metrics::Metrics;
-use crate::metrics_server::{self, MissingSeccomp, ProcessMetrics};
+use crate::metrics_server;
 use crate::virtio::net::tap::TapError;
 use crate::vm::machine::KvmFactory;
 use crate::vm::owner::{self, Owner, RestartMetrics};
@@ -79,8 +79,7 @@ fn serve(
         };
         let metrics = Arc::new(Metrics::new(&launch.vm_name));
         metrics.add(events.counters());
-        metrics.add(Arc::new(ProcessMetrics));
-        metrics.add(Arc::new(MissingSeccomp(launch.missing_seccomp.is_some())));
+        metrics_server::register_process(&metrics, launch.missing_seccomp.is_some());
         let exposition = match metrics_socket {
             Some(socket) => {
                 let names = launch.metrics.as_ref().and_then(MetricsAddress::host_names);

@@ -18,7 +18,7 @@ use axum::routing::get;
 
 use self::format::Format;
 use self::host_check::check_host;
-pub use self::process::{MissingSeccomp, ProcessMetrics};
+use self::process::{MissingSeccomp, ProcessMetrics};
 use crate::metrics::{Expose, Exposition, Family, Metrics};
 use crate::vm::request::{VmHandle, VmRequest};
 use crate::vm::zone_metrics::ZoneMetrics;
@@ -60,16 +60,29 @@ async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>, headers: 
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
     // A VM that is shut down has no zones; the VMM's own metrics go on.
     let zones = vm.ask(VmRequest::Memory).await.unwrap_or_default();
-    match metrics.encode(&ZoneMetrics(zones)) {
-        Ok(text) => {
+    // The sources of a machine may wait, for example for the governor's thread. Other requests to
+    // this server and to the API go on.
+    let encode = move || metrics.encode(&ZoneMetrics(zones));
+    match tokio::task::spawn_blocking(encode).await {
+        Ok(Ok(text)) => {
             let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
             (headers, format.convert(text)).into_response()
         }
-        Err(error) => {
-            tracing::warn!(%error, "Metrics cannot be written");
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
-        }
+        Ok(Err(error)) => fail(&error),
+        Err(error) => fail(&error),
     }
+}
+
+fn fail(error: &dyn std::error::Error) -> Response {
+    tracing::warn!(%error, "Metrics cannot be written");
+    StatusCode::INTERNAL_SERVER_ERROR.into_response()
+}
+
+/// Registers the metrics of the process. `is_seccomp_missing` is true if `--seccomp` requests a
+/// filter.
+pub fn register_process(metrics: &Metrics, is_seccomp_missing: bool) {
+    metrics.add(Arc::new(ProcessMetrics));
+    metrics.add(Arc::new(MissingSeccomp(is_seccomp_missing)));
 }
 
 /// Scrapes refused because of their `Host` header.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::Duration;
 
 use balloon::DriverState;
@@ -205,8 +205,7 @@ struct Everything {
 fn everything() -> Everything {
     let metrics = Metrics::new("vm \"1\"");
     metrics.add(told());
-    metrics.add(Arc::new(ProcessMetrics));
-    metrics.add(Arc::new(MissingSeccomp(false)));
+    register_process(&metrics, false);
     metrics.add(Arc::new(RefusedHosts::default()));
     let restarts = Arc::<RestartMetrics>::default();
     restarts.count(Duration::from_millis(2500));
@@ -377,7 +376,8 @@ fn types_that_expose(folder: &Path) -> BTreeSet<String> {
 fn every_source_is_compared_with_the_document() {
     let names = types_that_expose(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
     let code: Vec<_> = include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
-    let is_made = |name: &str| name == "EventCounters" || code.iter().any(|line| line.contains(name));
+    let elsewhere = ["EventCounters", "MissingSeccomp", "ProcessMetrics"];
+    let is_made = |name: &str| elsewhere.contains(&name) || code.iter().any(|line| line.contains(name));
     let missing: Vec<_> = names.iter().filter(|name| !is_made(name)).collect();
     assert!(names.len() > 20 && missing.is_empty(), "{missing:?} of {names:?}");
 }
@@ -578,7 +578,11 @@ fn promtools_rules_are_kept() {
 
 #[test]
 fn missing_seccomp_filter_is_a_metric() {
-    let encode = |is_missing| Metrics::new("a").encode(&MissingSeccomp(is_missing)).unwrap();
+    let encode = |is_missing| {
+        let metrics = Metrics::new("a");
+        register_process(&metrics, is_missing);
+        metrics.encode(&ZoneMetrics::default()).unwrap()
+    };
     assert!(encode(false).contains("foreshore_seccomp_missing{vm=\"a\"} 0.0"));
     assert!(encode(true).contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
 }
@@ -670,6 +674,46 @@ fn every_reason_is_there_from_the_start() {
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();
     plans(&text, "psi");
     plans(&text, "amf");
+}
+
+/// Source that waits until its channel has a sender no more.
+struct Stuck {
+    has_begun: mpsc::Sender<()>,
+    release: parking_lot::Mutex<mpsc::Receiver<()>>,
+}
+
+impl Expose for Stuck {
+    fn expose(&self, _out: &mut Exposition) {
+        self.has_begun.send(()).unwrap();
+        let released = self.release.lock().recv_timeout(Duration::from_secs(60));
+        assert_eq!(released, Err(mpsc::RecvTimeoutError::Disconnected), "no other request was served");
+    }
+}
+
+#[test]
+fn other_requests_are_served_while_a_source_waits() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics");
+        let (has_begun, begun) = mpsc::channel();
+        let (release, released) = mpsc::channel();
+        let metrics = Metrics::new("a");
+        metrics.add(Arc::new(Stuck { has_begun, release: released.into() }));
+        // Without an owner there are no zones.
+        let (vm, _) = VmHandle::channel();
+        let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
+        let server = Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
+        let scrape = tokio::spawn({
+            let path = path.clone();
+            async move { get(&path, "GET /metrics").await }
+        });
+        tokio::task::spawn_blocking(move || begun.recv().unwrap()).await.unwrap();
+        assert!(get(&path, "GET /").await.starts_with("HTTP/1.1 200 "));
+        drop(release);
+        assert!(scrape.await.unwrap().starts_with("HTTP/1.1 200 "));
+        server.stop().await;
+    });
 }
 
 #[test]
