@@ -180,10 +180,11 @@ impl ZoneTracker {
         self.rise.pending_since().is_none_or(|since| self.resize.asked_back_at >= Some(since))
     }
 
-    /// A driver has come: what another one, or none, did not follow says nothing about it.
+    /// A driver has come: what another one, or none, did not follow says nothing about it. The sizes are those before it
+    /// came, because the memory that it has plugged since still has to stay.
     fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
-        self.rise = Rise::default();
+        self.rise = Rise::of(self.sizes.requested_bytes, self.sizes.plugged_bytes, now);
         self.grow = Attempt::default();
         self.shrink = Attempt::default();
         self.kept = false;

@@ -312,6 +312,15 @@ mod tests {
     }
 
     #[test]
+    fn memory_plugged_while_the_driver_becomes_ready_is_reached_only_once_it_stays() {
+        let mut zone = tracker(sizes(10, 0, false), TimeMs(0));
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(500)));
+        assert!(!zone.reaches(sizes(10, 0, true), TimeMs(510)), "it was unplugged again");
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(600)));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(600 + STAYS_MS)));
+    }
+
+    #[test]
     fn what_is_unplugged_again_at_once_is_neither_reached_nor_a_change() {
         let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
         zone.reaches(sizes(10, 0, true), TimeMs(0));
