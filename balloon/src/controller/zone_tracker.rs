@@ -209,7 +209,9 @@ impl ZoneTracker {
         self.rise.settle();
         self.moved = now;
         self.kept = false;
-        Some(left_bytes(zone, half))
+        let left = left_bytes(zone, half);
+        self.resize.withdrawn_bytes = (left == zone.plugged_bytes).then_some(left);
+        Some(left)
     }
 
     /// Returns true if the guest has not followed for too long.

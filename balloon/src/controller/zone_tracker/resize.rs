@@ -26,6 +26,8 @@ pub(super) struct Resize {
     pub asked_back_at: Option<TimeMs>,
     /// The size requested last has not been reached yet.
     is_awaited: bool,
+    /// Plugged size at which rule 5 has just withdrawn the request. It was not what was requested.
+    pub withdrawn_bytes: Option<u64>,
     /// It was reported that the guest has no room for the descriptors of what was requested last.
     is_held_reported: bool,
 }
@@ -48,6 +50,7 @@ impl Resize {
             came_at: None,
             asked_back_at: None,
             is_awaited: !is_reached(sizes),
+            withdrawn_bytes: None,
             is_held_reported: false,
         }
     }
@@ -86,7 +89,8 @@ impl ZoneTracker {
         resize.is_held_reported &= goal_bytes(sizes) == goal_bytes(before) && sizes.held_bytes > 0;
         resize.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(sizes);
         // A withdrawn request does not count as reached, even if a supported driver loads later.
-        resize.is_awaited &= !sizes.is_withdrawn;
+        let is_withdrawn_by_plan = resize.withdrawn_bytes.take() == Some(sizes.requested_bytes);
+        resize.is_awaited &= !sizes.is_withdrawn && !is_withdrawn_by_plan;
         if let Some(since) = stayed_since.filter(|since| *since >= resize.changed_at) {
             resize.has_changed(since);
         }
@@ -191,6 +195,7 @@ pub(super) fn is_reached(sizes: &ZoneSizes) -> bool {
 #[cfg(test)]
 mod tests {
     use crate::Tier;
+    use crate::controller::Rules;
     use crate::rise::STAYS_MS;
 
     use super::*;
@@ -309,6 +314,33 @@ mod tests {
             assert_eq!(zone.is_late(PATIENCE_MS, TimeMs(now)), waited_ms >= PATIENCE_MS, "{now}");
         }
         assert_eq!(came, [1_000, 61_000, 121_000]);
+    }
+
+    #[test]
+    fn request_that_rule_5_withdraws_is_not_reported_as_reached() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 8, true), TimeMs(100));
+        let rules = Rules { progress_ms: 900, ..Rules::default() };
+        let stuck = sizes(10, 8, true);
+        assert_eq!(zone.fall_back(&stuck, &rules, TimeMs(1_050)), Some(8), "half of it is less than a block");
+        for now in [1_060, 1_100, 5_000] {
+            assert!(!zone.reaches(sizes(8, 8, true), TimeMs(now)), "{now}");
+        }
+        // The next request is waited for like any other.
+        assert!(!zone.reaches(sizes(12, 8, true), TimeMs(6_000)));
+        assert!(!zone.reaches(sizes(12, 12, true), TimeMs(6_100)));
+        assert!(zone.reaches(sizes(12, 12, true), TimeMs(6_100 + STAYS_MS)));
+    }
+
+    #[test]
+    fn withdrawn_request_that_is_kept_for_the_floor_is_still_awaited() {
+        let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
+        zone.reaches(sizes(10, 8, true), TimeMs(100));
+        let rules = Rules::default();
+        assert_eq!(zone.fall_back(&sizes(10, 8, true), &rules, TimeMs(60_000)), Some(8));
+        zone.keep(10);
+        assert!(!zone.reaches(sizes(10, 10, true), TimeMs(60_010)));
+        assert!(zone.reaches(sizes(10, 10, true), TimeMs(60_010 + STAYS_MS)));
     }
 
     #[test]
