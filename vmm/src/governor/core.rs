@@ -229,19 +229,20 @@ impl Core {
         self.step_observed(event, now, |_| ());
     }
 
-    /// Handles an event, and those that follow its requests. The guest waits for the requests: `performed` is called
-    /// after the first ones, and all notes are written after the requests of their step.
+    /// Handles an event, and those that follow its requests. The guest waits for the requests, and a log reader can be
+    /// slow. Therefore all requests are made before `performed` is called and the notes are written.
     fn step_observed(&mut self, event: Event, now: TimeMs, performed: impl FnOnce(&Self)) {
-        let (mut next, mut performed) = (Some(event), Some(performed));
+        let (mut next, mut steps) = (Some(event), Vec::new());
         while let Some(event) = next {
             let host = self.host();
             let effects = self.governor.step(event, &host, now);
             effects.requests.into_iter().for_each(|request| self.perform(request));
-            if let Some(performed) = performed.take() {
-                performed(self);
-            }
-            effects.notes.into_iter().for_each(|note| self.write_down(note, &host, now));
+            steps.push((effects.notes, host));
             next = effects.next;
+        }
+        performed(self);
+        for (notes, host) in steps {
+            notes.into_iter().for_each(|note| self.write_down(note, &host, now));
         }
     }
 

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::*;
 use crate::governor::ZoneDevice;
-use crate::governor::fake::{BLOCK, Fixture, MIB, fixture, hello, report};
+use crate::governor::fake::{BLOCK, FakeDevice, Fixture, MIB, fixture, hello, report};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
 use balloon::governor::ResizeStatus;
@@ -594,6 +594,43 @@ fn devices_are_asked_before_anything_is_written_down() {
     });
     let quick = core.sample(TimeMs(100)).report_to_plan;
     assert_eq!((quick.count(), quick.sum_ns), (2, 6_000_000), "reports, and nothing else");
+}
+
+/// A log that reads the requested size of a device when a plan is logged.
+#[derive(Clone)]
+struct SizeAtPlan(Arc<FakeDevice>, Arc<Mutex<Vec<u64>>>);
+
+impl std::io::Write for SizeAtPlan {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        if String::from_utf8_lossy(line).contains(" Plan ") {
+            self.1.lock().push(self.0.sizes().requested_bytes);
+        }
+        Ok(line.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn steps_towards_a_clients_size_are_requested_before_the_plan_is_logged() {
+    let mut f = fixture("off", false, true);
+    f.greet();
+    f.report_little_free_memory();
+    f.core.resize("pm", 1024 * MIB, TimeMs(60)).unwrap();
+    let before = f.pm.sizes();
+    assert!(before.held_bytes > 0);
+    let size = Some(before.requested_bytes + 64 * MIB);
+    let fixed = PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
+    f.core.change(&fixed, TimeMs(60)).unwrap();
+    let at_plan = Arc::default();
+    let log = SizeAtPlan(Arc::clone(&f.pm), Arc::clone(&at_plan));
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
+    f.seq = 1;
+    tracing::subscriber::with_default(subscriber, || f.report(200));
+    let after = f.pm.sizes().requested_bytes;
+    assert!(after > before.requested_bytes, "there is room for more");
+    assert_eq!(*at_plan.lock(), [after]);
 }
 
 #[test]
