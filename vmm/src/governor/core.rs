@@ -29,6 +29,7 @@ use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
 use balloon::{Distances, DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 
+pub use self::show::{ZoneQuery, ZoneState};
 use super::GovernorError;
 use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, PoolFree};

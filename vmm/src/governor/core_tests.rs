@@ -515,6 +515,25 @@ fn memory_that_nobody_governs_is_online_as_the_guest_says() {
     }
 }
 
+#[test]
+fn states_of_zones_come_in_the_order_of_the_query() {
+    let mut f = fixture("off", false, true);
+    f.dram.request(128 * MIB);
+    f.greet();
+    f.report(200);
+    let query = |id: &str, has_dimms| ZoneQuery {
+        id: id.to_owned(),
+        guest_node: 0,
+        boot_bytes: 384 * MIB,
+        has_dimms,
+    };
+    let queries = [query("memory", true), query("pm", false), query("dram", false)];
+    let reached = Some(ResizeStatus::Reached);
+    let expected = [(128, None), (0, reached.clone()), (128, reached)]
+        .map(|(online_mib, resize_status)| ZoneState { online_bytes: Some(online_mib * MIB), resize_status });
+    assert_eq!(f.core.zone_states(&queries, TimeMs(50)), expected);
+}
+
 /// A device that notes when it is asked.
 struct Noting(Mutex<ZoneSizes>, Arc<Mutex<Vec<&'static str>>>);
 

@@ -3,9 +3,10 @@
 //! No other thread reaches the governor's state. The agent's thread sends its input by a queue of one, the API and
 //! scrapes send calls and wait for the reply.
 //!
-//! It is a thread of its own, before others where the host allows it: a guest in need waits for it, and neither API
-//! clients, nor scrapers, nor devices and vCPUs that use every CPU there is may make it wait. Another thread reads and
-//! parses what the agent sends, at normal priority, because the guest decides how much that is.
+//! It has a thread of its own, which has priority where the host allows it, because a guest in need waits for it. Devices
+//! and vCPUs that use all CPUs do not delay it. Calls of API clients and scrapers run on this thread between events, and
+//! each delays the guest by its own duration. Therefore reads only copy state there, and the callers make text of it. Another
+//! thread reads and parses the agent's lines at normal priority, because the guest decides on their number.
 
 use std::cell::RefCell;
 use std::future::pending;

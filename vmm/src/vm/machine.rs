@@ -32,6 +32,7 @@ use crate::cpu::run::Pausing;
 use crate::disk::ResizeError;
 use crate::event_loop::EventLoop;
 use crate::events::Events;
+use crate::governor::core::{ZoneQuery, ZoneState};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::governor::task::{Agents, GovernorHandle};
 use crate::host_console::{Lines, Port};
@@ -129,7 +130,7 @@ impl Machine for KvmMachine {
     }
 
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
-        let zones = self.memory.zones().iter().map(|spec| self.zone(spec)).collect();
+        let zones = self.zone_infos();
         Arc::clone(&self.resident).answer(zones, reply);
     }
 
@@ -338,20 +339,29 @@ impl KvmMachine {
         Ok(self.governor.call(move |core, now| core.resize(&id, hotplugged, now))?)
     }
 
-    /// All but what is resident.
-    fn zone(&self, spec: &ZoneSpec) -> ZoneInfo {
+    fn dimms_of(&self, spec: &ZoneSpec) -> Option<&Dimms> {
+        self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
+    }
+
+    /// All zones without their resident memory. One call of the governor's thread returns the state of all of them.
+    fn zone_infos(&self) -> Vec<ZoneInfo> {
+        let specs = self.memory.zones();
+        let query = |spec: &ZoneSpec| ZoneQuery {
+            id: spec.id.clone(),
+            guest_node: spec.guest_node,
+            boot_bytes: spec.boot_bytes,
+            has_dimms: self.dimms_of(spec).is_some(),
+        };
+        let queries: Vec<_> = specs.iter().map(query).collect();
+        let states = self.governor.call(move |core, now| core.zone_states(&queries, now));
+        specs.iter().zip(states).map(|(spec, state)| self.zone_info(spec, state)).collect()
+    }
+
+    fn zone_info(&self, spec: &ZoneSpec, state: ZoneState) -> ZoneInfo {
+        let ZoneState { online_bytes, resize_status } = state;
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
-        let dimms = self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id);
+        let dimms = self.dimms_of(spec);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
-        let (id, node, boot_bytes) = (spec.id.clone(), spec.guest_node, spec.boot_bytes);
-        let has_dimms = dimms.is_some();
-        let (online_bytes, status) = self.governor.call(move |core, now| {
-            let online_bytes = match has_dimms {
-                true => core.online_beside_boot(node, boot_bytes),
-                false => core.online_bytes(&id),
-            };
-            (online_bytes, core.resize_status(&id, now))
-        });
         let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
         ZoneInfo {
             id: spec.id.clone(),
@@ -367,7 +377,7 @@ impl KvmMachine {
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,
             driver: sizes.as_ref().map(|sizes| sizes.driver),
-            status: status.unwrap_or(ResizeStatus::Reached),
+            status: resize_status.unwrap_or(ResizeStatus::Reached),
         }
     }
 }

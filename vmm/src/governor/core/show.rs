@@ -112,6 +112,27 @@ impl View {
     }
 }
 
+/// Zone of `vm.memory`, which the governor may not size.
+pub struct ZoneQuery {
+    /// Name of the zone.
+    pub id: String,
+    /// Node of the zone in the guest.
+    pub guest_node: u32,
+    /// Memory of the zone that the guest booted with.
+    pub boot_bytes: u64,
+    /// The zone grows by DIMMs, which the governor does not size.
+    pub has_dimms: bool,
+}
+
+/// Governor's part of a zone in `vm.memory`.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ZoneState {
+    /// Hotplugged memory that is online, by the agent's last report.
+    pub online_bytes: Option<u64>,
+    /// Progress of the last resize. `None` if the governor does not size the zone.
+    pub resize_status: Option<ResizeStatus>,
+}
+
 impl Core {
     /// What `vm.pressure` answers, [`View::info`], with so many of the last decisions.
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
@@ -162,6 +183,18 @@ impl Core {
             };
             (zone.tier.label(), info)
         })
+    }
+
+    /// Online bytes and resize status of each zone, in the order of `zones`.
+    pub fn zone_states(&self, zones: &[ZoneQuery], now: TimeMs) -> Vec<ZoneState> {
+        let state = |zone: &ZoneQuery| ZoneState {
+            online_bytes: match zone.has_dimms {
+                true => self.online_beside_boot(zone.guest_node, zone.boot_bytes),
+                false => self.online_bytes(&zone.id),
+            },
+            resize_status: self.resize_status(&zone.id, now),
+        };
+        zones.iter().map(state).collect()
     }
 
     /// How the last resize of zone `id` goes; `None` if the governor does not size it.
