@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::governor::BalloonState;
+use crate::statistics::BalloonState;
 use crate::units::BLOCK_BYTES;
 
 /// Where a zone's memory comes from.

@@ -100,6 +100,28 @@ tags! {
     DirectReclaim => "direct_reclaim" bytes,
 }
 
+/// A set of statistics as the device has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// Statistics as the driver sent them.
+    pub statistics: Statistics,
+    /// Counts up with every set.
+    pub number: u64,
+    /// Counts the driver's lives.
+    pub driver_life: u64,
+}
+
+/// The balloon of a guest at one moment, beside its sizes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BalloonState {
+    /// The last statistics.
+    pub sample: Option<Sample>,
+    /// Memory in the balloon.
+    pub ballooned_bytes: u64,
+    /// The guest counts that memory as used.
+    pub is_counted: bool,
+}
+
 /// One set of statistics as the driver sent it. Nothing about it is known to be true.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {

@@ -19,7 +19,7 @@ use serde::Serialize;
 use self::descriptors::DescriptorLimit;
 use self::rule::{Lacking, Lost};
 use self::spread::{Limits, Spread};
-pub use self::zone_tracker::{Reminder, Seen, ZoneTracker};
+pub use self::zone_tracker::{Reminder, ResizeStatus, Seen, ZoneTracker};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState};
 use crate::{DriverState, HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};

@@ -5,8 +5,8 @@
 
 mod resize;
 
-pub use self::resize::Reminder;
 use self::resize::Resize;
+pub use self::resize::{Reminder, ResizeStatus};
 use super::Rules;
 use crate::rise::Rise;
 use crate::units::{round_down, round_up};

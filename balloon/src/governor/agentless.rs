@@ -3,7 +3,7 @@
 use foreshore_proto::{Memory, Refusal, Report, Settings};
 
 use super::{Effects, Request};
-use crate::statistics::{Estimator, Known, Placing, Statistics, correct};
+use crate::statistics::{Estimator, Known, Placing, correct};
 use crate::{HostView, TimeMs};
 
 /// Time since the last report of an agent after which the governor uses statistics instead, so that
@@ -18,28 +18,6 @@ const PATIENCE_MS: u64 = 10_000;
 const REST_INTERVAL_MS: u64 = 1_000;
 /// The same under the policy's watermark. An agent reports twice as often then; statistics take the guest more.
 pub const FAST_INTERVAL_MS: u64 = 100;
-
-/// A set of statistics as the device has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sample {
-    /// Statistics as the driver sent them.
-    pub statistics: Statistics,
-    /// Counts up with every set.
-    pub number: u64,
-    /// Counts the driver's lives.
-    pub driver_life: u64,
-}
-
-/// The balloon of a guest at one moment, beside its sizes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BalloonState {
-    /// The last statistics.
-    pub sample: Option<Sample>,
-    /// Memory in the balloon.
-    pub ballooned_bytes: u64,
-    /// The guest counts that memory as used.
-    pub is_counted: bool,
-}
 
 /// Source of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,7 +155,7 @@ fn known(driver_life: u64, host: &HostView) -> Known {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::statistics::Tag;
+    use crate::statistics::{BalloonState, Sample, Statistics, Tag};
     use crate::{MIB, Tier, ZoneSizes};
 
     #[test]

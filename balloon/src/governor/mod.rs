@@ -26,13 +26,13 @@ use foreshore_proto::{AgentMessage, OnlinePolicy, Refusal, Report, Settings};
 
 use self::agent::Agent;
 use self::agentless::{Agentless, Reporter};
-pub use self::agentless::{BalloonState, FAST_INTERVAL_MS, Onlining, Sample};
+pub use self::agentless::{FAST_INTERVAL_MS, Onlining};
 use self::audit::Grounds;
 pub use self::audit::{Audit, AuditedZone, Entry};
 pub use self::effects::{Change, Decided, Effects, Event, Note, Request};
 use self::held_plan::HeldPlan;
 use self::shortage::{Ended, Shortage};
-pub use self::status::{AgentState, ResizeStatus};
+pub use self::status::AgentState;
 use crate::controller::{self, Controller, Reminder, Rules};
 use crate::plan::{Plan, ZoneTarget};
 use crate::policy::Policy;

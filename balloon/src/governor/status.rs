@@ -1,20 +1,6 @@
-//! States of resizes and of the guest's agent, as the API shows them.
+//! State of the guest's agent, as the API shows it.
 
 use serde::{Deserialize, Serialize};
-
-/// How a resize goes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
-pub enum ResizeStatus {
-    /// Plugged is what was requested.
-    Reached,
-    /// The guest is at it.
-    Pending,
-    /// The guest's driver has not come up.
-    NoDriver,
-    /// The guest makes no progress, and why as far as is known.
-    Stuck(String),
-}
 
 /// How the guest's agent is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -22,10 +22,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use balloon::governor::{BalloonState, Event, Governor, Onlining, Request};
+use balloon::governor::{Event, Governor, Onlining, Request};
 use balloon::params::Unit;
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
+use balloon::statistics::BalloonState;
 use balloon::{Distances, DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 

@@ -1,8 +1,9 @@
 //! The governor against devices that do as they are told, or do not.
 
-use balloon::DriverState;
 use std::sync::Arc;
 
+use balloon::DriverState;
+use balloon::controller::ResizeStatus;
 use parking_lot::Mutex;
 use serde_json::json;
 
@@ -11,7 +12,6 @@ use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, FakeDevice, Fixture, MIB, fixture, hello, report};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
-use balloon::governor::ResizeStatus;
 
 #[test]
 fn a_guest_that_fills_gets_dram_first_and_then_pm() {

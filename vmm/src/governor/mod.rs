@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::error::GovernorError;
-use balloon::governor::BalloonState;
+use balloon::statistics::BalloonState;
 use balloon::{Tier, ZoneId, ZoneSizes};
 
 /// The hotplug part of a zone as the governor acts on it.

@@ -10,7 +10,8 @@ use balloon::proto::{AgentMessage, Refusal};
 use super::*;
 use crate::governor::fake::{Fixture, fixture, hello, report};
 use crate::governor::{GovernedZone, ZoneDevice};
-use balloon::governor::{AgentState, ResizeStatus};
+use balloon::controller::ResizeStatus;
+use balloon::governor::AgentState;
 
 /// Reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use balloon::governor::{BalloonState, Onlining, Sample};
+use balloon::governor::Onlining;
+use balloon::statistics::{BalloonState, Sample};
 use balloon::{Distances, DriverState, Shortfall, Tier as GovernedTier, ZoneSizes};
 use tokio::sync::Notify;
 use tracing::{debug, error, warn};

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use balloon::DriverState;
-pub use balloon::governor::ResizeStatus;
+pub use balloon::controller::ResizeStatus;
 use balloon::proto::descriptor_bytes;
 use foreshore_config::{ConfigError, section};
 use foreshore_types::size::Size;

@@ -2,8 +2,9 @@
 //!
 //! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
 
+use serde::{Deserialize, Serialize};
+
 use super::ZoneTracker;
-use crate::governor::ResizeStatus;
 use crate::{DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes};
 
 /// Longest time between two reminders. A loop that withdraws what is not followed requests it again as often.
@@ -30,6 +31,20 @@ pub(super) struct Resize {
     pub withdrawn_bytes: Option<u64>,
     /// It was reported that the guest has no room for the descriptors of what was requested last.
     is_held_reported: bool,
+}
+
+/// How a resize goes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
+pub enum ResizeStatus {
+    /// Plugged is what was requested.
+    Reached,
+    /// The guest is at it.
+    Pending,
+    /// The guest's driver has not come up.
+    NoDriver,
+    /// The guest makes no progress, and why as far as is known.
+    Stuck(String),
 }
 
 /// A reminder that is due.

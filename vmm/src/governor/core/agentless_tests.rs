@@ -7,14 +7,13 @@ use std::time::Duration;
 use balloon::params::Setting;
 use balloon::proto::{Counters, Stall};
 use balloon::sim::{GuestConfig, replay};
-use balloon::statistics::Tag;
 use balloon::trace::Entry;
 use balloon::{Tier, ZoneSizes};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use balloon::governor::{BalloonState, Onlining, Sample};
-use balloon::statistics::Statistics;
+use balloon::governor::Onlining;
+use balloon::statistics::{BalloonState, Sample, Statistics, Tag};
 
 use super::*;
 use crate::config::BALLOON_ZONE;

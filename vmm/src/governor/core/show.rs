@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use balloon::controller::{Rules, Status};
-use balloon::governor::{AuditedZone, Entry};
+use balloon::controller::{ResizeStatus, Rules, Status};
+use balloon::governor::{AgentState, AuditedZone, Entry};
 use balloon::params::Parameters;
 use balloon::policy::Policy;
 use balloon::proto::{Report, Settings};
@@ -19,7 +19,6 @@ use crate::governor::GovernedZone;
 use crate::governor::info::{GovernedZoneInfo, PressureInfo, RecordingInfo};
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
-use balloon::governor::{AgentState, ResizeStatus};
 
 /// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long
 /// as a decision does, and more with each that is shown, and no decision is to wait for it.

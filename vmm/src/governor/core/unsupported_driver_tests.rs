@@ -1,13 +1,14 @@
 //! Guests whose virtio-mem drivers the devices have refused.
 
+use std::sync::Arc;
+
 use balloon::DriverState;
+use balloon::controller::ResizeStatus;
 
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::fake::{BLOCK, FakeDevice, Fixture, MIB, fixture, hello, report};
 use crate::virtio::mem::UNSUPPORTED_DRIVER;
-use balloon::governor::ResizeStatus;
-use std::sync::Arc;
 
 fn refuse_all(f: &Fixture) {
     f.dram.refuse_driver();
