@@ -63,8 +63,8 @@ pub enum BuildError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// What the governor is told to do is impossible.
-    #[error("--pressure: {0}")]
+    /// The governor cannot follow its configuration.
+    #[error("--pressure")]
     Pressure(#[source] crate::governor::GovernorError),
 }
 
@@ -94,5 +94,19 @@ impl BuildError {
         let is_socket =
             matches!(source.downcast_ref(), Some(VsockError::Socket(UnixSocketError::InUse { .. })));
         is_tap || is_image || is_pmem || is_socket
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foreshore_types::chain;
+
+    use super::*;
+    use crate::governor::GovernorError;
+
+    #[test]
+    fn error_of_the_governor_is_printed_once() {
+        let err = BuildError::Pressure(GovernorError::NoSuchZone { id: "pm".to_owned() });
+        assert_eq!(chain(&err), "--pressure: There is no zone \"pm\" that can be resized");
     }
 }
