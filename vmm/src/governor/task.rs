@@ -188,7 +188,7 @@ struct AgentLink {
 
 impl AgentLink {
     async fn send(&self, input: AgentInput) {
-        // An error is the end of the governor, which ends this thread as well.
+        // An error means that the governor's thread has ended or panicked. If it has ended, this thread ends as well.
         let _ = self.input.send(input).await;
     }
 }
@@ -262,7 +262,7 @@ impl GovernorHandle {
     /// Runs `call` on the governor's thread, and returns its result.
     pub fn call<R: Send + 'static>(&self, call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static) -> R {
         let result = call_on(&self.calls, call);
-        result.expect("the governor's thread runs as long as its handle exists")
+        result.expect("the governor's thread has panicked: it runs as long as its handle exists")
     }
 
     /// The governor's clock.
