@@ -15,7 +15,9 @@ impl Governor {
         effects: &mut Effects,
     ) {
         self.observe(host, now, effects);
-        let Some(index) = host.zones.iter().position(|sizes| sizes.id == zone) else { return };
+        let index = host.zones.iter().position(|sizes| sizes.id == zone);
+        debug_assert!(index.is_some(), "{zone} is not a zone of the VM");
+        let Some(index) = index else { return };
         let sizes = &host.zones[index];
         self.controller.pin(zone, host, now);
         self.shortage.abandoned();
@@ -47,12 +49,15 @@ impl Governor {
     /// Changes what the governor does.
     pub(super) fn change(&mut self, change: Change, host: &HostView, effects: &mut Effects) {
         let Change { policy, rules, dry_run, resume, paused } = change;
-        // Values out of range, which the caller has excluded, leave the present ones in force.
-        if policy.is_some_and(|policy| self.controller.set_policy(policy).is_ok()) {
+        // The caller has validated all values. Values out of range leave the present ones in force.
+        if let Some(policy) = policy {
+            let result = self.controller.set_policy(policy);
+            debug_assert!(result.is_ok(), "policy: {result:?}");
             self.counters.policies.insert(self.controller.policy().name());
         }
         if let Some(rules) = rules {
-            let _ = self.controller.set_rules(rules);
+            let result = self.controller.set_rules(rules);
+            debug_assert!(result.is_ok(), "rules: {result:?}");
         }
         if let Some(dry_run) = dry_run {
             self.controller.set_dry_run(dry_run);
@@ -77,5 +82,39 @@ impl Governor {
             let bytes = zone.requested_bytes;
             Request::Step { zone: zone.id, size_bytes: bytes, goal_bytes: bytes }
         }));
+    }
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+    use crate::controller::Rules;
+    use crate::policy::{Policy, fixed};
+
+    fn step(event: Event) {
+        let host = HostView::default();
+        let mut governor =
+            Governor::new(Policy::default(), Rules::default(), false, &host, TimeMs(0)).expect("defaults");
+        governor.step(event, &host, TimeMs(0));
+    }
+
+    #[test]
+    #[should_panic(expected = "zone7 is not a zone of the VM")]
+    fn resize_of_unknown_zone_violates_an_invariant() {
+        step(Event::Resize(ZoneId(7), 0));
+    }
+
+    #[test]
+    #[should_panic(expected = "policy: Err")]
+    fn policy_out_of_range_violates_an_invariant() {
+        let policy = Some(Policy::Fixed(fixed::Params { size_bytes: u64::MAX }));
+        step(Event::Change(Change { policy, ..Change::default() }));
+    }
+
+    #[test]
+    #[should_panic(expected = "rules: Err")]
+    fn rules_out_of_range_violate_an_invariant() {
+        let rules = Some(Rules { cool_down_ms: u64::MAX, ..Rules::default() });
+        step(Event::Change(Change { rules, ..Change::default() }));
     }
 }
