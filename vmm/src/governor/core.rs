@@ -23,15 +23,14 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use balloon::governor::{Event, Governor, Onlining, Request};
-use balloon::params::Unit;
 use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, Refusal, Settings};
 use balloon::statistics::BalloonState;
 use balloon::{Distances, DriverState, HostView, TimeMs, ZoneId, ZoneSizes};
-use thiserror::Error;
 
 pub use self::show::{ZoneQuery, ZoneState};
 use super::GovernorError;
+use super::error::AboveZones;
 use super::record::{Recorder, Target};
 use super::{BalloonSource, Beside, GovernedZone, PoolFree};
 use crate::config::{BALLOON_ZONE, FIXED_SIZE, PressureConfig};
@@ -54,16 +53,6 @@ pub struct Core {
     report_to_online: LatencyHistogram,
     on_hello: Option<OnHello>,
     recorder: Option<Recorder>,
-}
-
-/// Size that exceeds the size of all zones.
-#[derive(Debug, Error)]
-#[error("{name} is {}, must be at most {}, which is what all zones can have", Unit::Bytes.show(*.bytes), Unit::Bytes.show(*.most_bytes))]
-pub struct AboveZones {
-    /// The parameter.
-    name: &'static str,
-    bytes: u64,
-    most_bytes: u64,
 }
 
 /// Checks that `floor` and the size of the policy `fixed` fit into all zones.

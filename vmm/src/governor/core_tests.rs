@@ -95,6 +95,10 @@ fn resizes_out_of_bounds_change_nothing() {
         let is_of_request = !matches!(refused, GovernorError::UnsupportedDriver { .. });
         assert!(is_of_request, "{zone} {bytes}: {refused}");
     }
+    let text = |core: &mut Core, bytes| core.resize("dram", bytes, TimeMs(0)).unwrap_err().to_string();
+    assert_eq!(text(&mut f.core, 130 * MIB), "Zone \"dram\" can have at most 128 MiB plugged, not 130 MiB");
+    let not_multiple = "Zone \"dram\" is resized in blocks of 2 MiB; 1 MiB is not a multiple";
+    assert_eq!(text(&mut f.core, MIB), not_multiple);
     assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).pinned_zones.is_empty());
     assert_eq!(f.dram.sizes().requested_bytes, 0);
 }
