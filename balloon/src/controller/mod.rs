@@ -17,7 +17,7 @@ pub use rules::Rules;
 use serde::Serialize;
 
 use self::descriptors::DescriptorLimit;
-use self::rule::{Lacking, Lost};
+use self::rule::{HostShortfall, Lost};
 use self::spread::{Limits, Spread};
 pub use self::zone_tracker::{Reminder, ResizeStatus, Seen, ZoneTracker};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
@@ -49,7 +49,7 @@ pub struct Controller {
     shrunk_at: Option<TimeMs>,
     cool_down_ms: u64,
     lost: Lost,
-    lacking: Lacking,
+    host_shortfall: HostShortfall,
     descriptors: DescriptorLimit,
     /// A dry run has said what rule 3 would do about what is requested.
     told_bounds: bool,
@@ -100,7 +100,7 @@ impl Controller {
             grown_at: None,
             shrunk_at: None,
             lost: Lost::default(),
-            lacking: Lacking::default(),
+            host_shortfall: HostShortfall::default(),
             descriptors: DescriptorLimit::default(),
             told_bounds: false,
         })
@@ -181,7 +181,7 @@ impl Controller {
         }
         self.policy = policy;
         // What is wanted is another question now.
-        self.lacking = Lacking::default();
+        self.host_shortfall = HostShortfall::default();
         Ok(())
     }
 
@@ -252,9 +252,9 @@ impl Controller {
                 continue;
             }
             has_grown |= seen.has_grown;
-            if seen.lacks_bytes > 0 {
+            if seen.shortfall_bytes > 0 {
                 tracker.fell_short(&self.rules, now);
-                self.lacking.add(seen.lacks_bytes, now);
+                self.host_shortfall.add(seen.shortfall_bytes, now);
             }
         }
         if has_grown {
@@ -401,9 +401,9 @@ impl Controller {
         }
         match (plan.reason, plan.direction) {
             // It has been answered, as far as it can be.
-            (Reason::HostShort, _) => self.lacking = Lacking::default(),
+            (Reason::HostShort, _) => self.host_shortfall = HostShortfall::default(),
             (_, Direction::Grow) => {
-                self.lacking.is_asked(plan.requested_bytes().saturating_sub(host.requested_bytes()));
+                self.host_shortfall.is_asked(plan.requested_bytes().saturating_sub(host.requested_bytes()));
             }
             _ => {}
         }

@@ -50,7 +50,7 @@ pub struct Seen {
     /// More is requested than was asked for.
     pub(super) has_grown: bool,
     /// What was asked for and the host could not provide.
-    pub(super) lacks_bytes: u64,
+    pub(super) shortfall_bytes: u64,
     /// Bytes by which the device has lowered a plan's request.
     pub lowered_bytes: u64,
     /// The guest's driver has become ready, and is waited for anew.
@@ -130,7 +130,7 @@ impl ZoneTracker {
         let is_reached = self.observe_resize(&before, is_asked_back || has_left, stayed_since, now);
         Seen {
             has_grown: zone.requested_bytes > requested_before,
-            lacks_bytes: if is_short { less_bytes } else { 0 },
+            shortfall_bytes: if is_short { less_bytes } else { 0 },
             lowered_bytes: if is_lowered { less_bytes } else { 0 },
             has_driver_come,
             is_reached,

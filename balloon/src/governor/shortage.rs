@@ -1,6 +1,6 @@
 //! How long a guest that was short waited for its memory: pure.
 //!
-//! An episode begins with the first report that leads to a grow, takes in every grow that follows before it ends,
+//! A shortage begins with the first report that leads to a grow, takes in every grow that follows before it ends,
 //! and ends with the first report in which the guest's own total has grown by what was asked.
 
 use crate::plan::Plan;
@@ -9,7 +9,7 @@ use crate::{HostView, TimeMs};
 /// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves for itself.
 const TOLERANCE_PERCENT: u64 = 2;
 
-/// A span of growth.
+/// The present shortage, if there is one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shortage {
     running: Option<Running>,
@@ -23,7 +23,7 @@ struct Running {
     grown_bytes: u64,
 }
 
-/// An episode that has ended.
+/// A shortage that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
     /// From the first report to the memory being online.
@@ -86,42 +86,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_episode_lasts_from_its_first_grow_to_all_of_it_being_online() {
-        let mut episode = Shortage::default();
-        assert_eq!(episode.reported(1000, TimeMs(5)), None);
-        episode.grown(500, 1000, TimeMs(10));
-        assert_eq!(episode.reported(1400, TimeMs(20)), None);
-        episode.grown(500, 1400, TimeMs(20));
-        assert_eq!(episode.reported(1900, TimeMs(30)), None);
-        assert_eq!(episode.reported(1990, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 1000 }));
-        assert_eq!(episode.reported(1990, TimeMs(50)), None);
+    fn a_shortage_lasts_from_its_first_grow_to_all_of_it_being_online() {
+        let mut shortage = Shortage::default();
+        assert_eq!(shortage.reported(1000, TimeMs(5)), None);
+        shortage.grown(500, 1000, TimeMs(10));
+        assert_eq!(shortage.reported(1400, TimeMs(20)), None);
+        shortage.grown(500, 1400, TimeMs(20));
+        assert_eq!(shortage.reported(1900, TimeMs(30)), None);
+        assert_eq!(shortage.reported(1990, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 1000 }));
+        assert_eq!(shortage.reported(1990, TimeMs(50)), None);
     }
 
     #[test]
     fn what_the_host_did_not_have_is_waited_for_from_elsewhere_alone() {
-        let mut episode = Shortage::default();
-        episode.grown(500, 1000, TimeMs(10));
-        episode.lacks(400);
-        episode.grown(400, 1000, TimeMs(20));
-        assert_eq!(episode.reported(1400, TimeMs(30)), None);
-        assert_eq!(episode.reported(1500, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 500 }));
+        let mut shortage = Shortage::default();
+        shortage.grown(500, 1000, TimeMs(10));
+        shortage.lacks(400);
+        shortage.grown(400, 1000, TimeMs(20));
+        assert_eq!(shortage.reported(1400, TimeMs(30)), None);
+        assert_eq!(shortage.reported(1500, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 500 }));
     }
 
     #[test]
-    fn what_nobody_had_is_no_episode_and_begins_none() {
-        let mut episode = Shortage::default();
-        episode.grown(500, 1000, TimeMs(10));
-        episode.lacks(600);
-        assert_eq!(episode.reported(1000, TimeMs(20)), None);
-        episode.grown(300, 1000, TimeMs(9_000));
-        assert_eq!(episode.reported(1300, TimeMs(9_100)), Some(Ended { took_ms: 100, grown_bytes: 300 }));
+    fn grow_that_no_zone_could_provide_is_no_shortage_and_begins_none() {
+        let mut shortage = Shortage::default();
+        shortage.grown(500, 1000, TimeMs(10));
+        shortage.lacks(600);
+        assert_eq!(shortage.reported(1000, TimeMs(20)), None);
+        shortage.grown(300, 1000, TimeMs(9_000));
+        assert_eq!(shortage.reported(1300, TimeMs(9_100)), Some(Ended { took_ms: 100, grown_bytes: 300 }));
     }
 
     #[test]
     fn a_guest_that_is_asked_for_less_ends_nothing() {
-        let mut episode = Shortage::default();
-        episode.grown(500, 1000, TimeMs(10));
-        episode.abandoned();
-        assert_eq!(episode.reported(9000, TimeMs(20)), None);
+        let mut shortage = Shortage::default();
+        shortage.grown(500, 1000, TimeMs(10));
+        shortage.abandoned();
+        assert_eq!(shortage.reported(9000, TimeMs(20)), None);
     }
 }

@@ -7,24 +7,24 @@ use crate::plan::{Plan, Reason};
 use crate::policy::off;
 
 /// Time for which others are asked for what the host could not provide. Later, the guest may want something else.
-const LACKING_MS: u64 = 1_000;
+const SHORTFALL_MS: u64 = 1_000;
 
 /// Bytes that the host could not provide, and that no other zone has been asked for.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Lacking {
+pub struct HostShortfall {
     bytes: u64,
     at: TimeMs,
 }
 
-impl Lacking {
+impl HostShortfall {
     /// Bytes that still count.
     fn bytes_at(&self, now: TimeMs) -> u64 {
-        if now.since(self.at) < LACKING_MS { self.bytes } else { 0 }
+        if now.since(self.at) < SHORTFALL_MS { self.bytes } else { 0 }
     }
 
     pub fn add(&mut self, bytes: u64, now: TimeMs) {
         if bytes > 0 {
-            *self = Lacking { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
+            *self = HostShortfall { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
         }
     }
 
@@ -34,11 +34,11 @@ impl Lacking {
     }
 }
 
-/// While the loop is paused, or does something else first, the lack is kept. A dry run asks nobody, and would ask for ever.
+/// While the loop is paused, or does something else first, the shortfall is kept. A dry run asks nobody, and would ask for ever.
 pub(super) fn decide(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
-    let lacks_bytes = controller.lacking.bytes_at(now);
-    if lacks_bytes == 0 || controller.rules.dry_run {
+    let shortfall_bytes = controller.host_shortfall.bytes_at(now);
+    if shortfall_bytes == 0 || controller.rules.dry_run {
         return Verdict::default();
     }
     let host = context.host;
@@ -50,7 +50,7 @@ pub(super) fn decide(context: &Context<'_>) -> Verdict {
         Event::Tick => 0,
     };
     let reason = Reason::HostShort;
-    let plan = controller.grow(lacks_bytes.max(more), reason, last, host, now);
+    let plan = controller.grow(shortfall_bytes.max(more), reason, last, host, now);
     // Also where nobody has it: what stood in the way of others is not what happened.
     Some(Plan { reason, ..plan }).into()
 }

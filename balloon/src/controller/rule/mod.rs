@@ -11,7 +11,7 @@ mod policy;
 
 use std::borrow::Cow;
 
-pub(super) use self::host_short::Lacking;
+pub(super) use self::host_short::HostShortfall;
 pub(super) use self::lost_reports::Lost;
 use super::{Controller, Event, LastReport, ZoneTracker, zone_tracker};
 use crate::plan::Plan;
