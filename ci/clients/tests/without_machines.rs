@@ -8,7 +8,8 @@ use std::process::Command;
 use client_tests::vm::Vm;
 use client_tests::{every_call, replay};
 use foreshore::api::{Limits, Server, Socket, router};
-use foreshore::config::{ApiSocket, DeviceConfig, EventMonitor, VmConfig};
+use foreshore::config::{ApiSocket, DeviceConfig, VmConfig};
+use foreshore::events::EventMonitor;
 use foreshore::events::{Event, Events, Monitor};
 use foreshore::vm::request::{
     PciDeviceInfo, Reply, Requests, ResizeRequest, VmError, VmHandle, VmInfo, VmRequest, VmState,
