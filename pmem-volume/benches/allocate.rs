@@ -95,7 +95,6 @@ fn in_batches(rounds: u64, samples: &mut Samples, mut batch: impl FnMut(u64) -> 
     total
 }
 
-/// What is timed.
 #[derive(Clone, Copy, PartialEq)]
 enum Timed {
     Allocate,

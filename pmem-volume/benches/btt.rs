@@ -40,7 +40,6 @@ enum Work {
     WriteScattered,
 }
 
-/// Who does it.
 #[derive(Clone, Copy, PartialEq)]
 enum Who {
     Engine,

@@ -26,15 +26,12 @@ pub enum BusError {
     /// The range is empty or ends beyond 2^64.
     #[error("Range {base:#x}+{len:#x} is empty or ends beyond the address space")]
     BadRange {
-        /// First address.
         base: u64,
         /// Length in bytes.
         len: u64,
     },
-    /// Another device answers there already.
     #[error("Range {base:#x}+{len:#x} overlaps the one at {other:#x}")]
     Overlap {
-        /// First address.
         base: u64,
         /// Length in bytes.
         len: u64,
@@ -87,7 +84,6 @@ impl Bus {
         self.ranges.write().remove(&base).is_some()
     }
 
-    /// The bus's counters.
     pub fn metrics(&self) -> Arc<BusMetrics> {
         Arc::clone(&self.metrics)
     }
@@ -136,7 +132,6 @@ impl Bus {
 pub struct AddressSpaceMetrics {
     /// Name of the address space.
     pub space: &'static str,
-    /// Its counters.
     pub counters: Arc<BusMetrics>,
 }
 

@@ -10,7 +10,6 @@ use parking_lot::Mutex;
 
 use crate::bus::BusDevice;
 
-/// The first port.
 pub const CMOS_PORT: u64 = 0x70;
 /// How many there are: the register's number, and what is in it.
 pub const CMOS_LEN: u64 = 2;
@@ -24,13 +23,11 @@ const STATUS_B: u8 = 1 << 1;
 /// The time is valid.
 const STATUS_D: u8 = 1 << 7;
 
-/// The time now.
 pub fn wall_clock() -> Timestamp {
     // It fails where the host's clock is beyond the year 9999.
     Timestamp::try_from(SystemTime::now()).unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
-/// The clock.
 pub struct Cmos {
     register: Mutex<u8>,
     now: fn() -> Timestamp,

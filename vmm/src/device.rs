@@ -16,7 +16,6 @@ use crate::virtio::{DeviceHandle, VirtioDevice};
 pub struct DeviceContext {
     /// Event loop of devices without their own threads.
     pub event_loop: EventLoopHandle,
-    /// Events for clients.
     pub events: Events,
     /// Restarts the guest as if it had requested that.
     pub reset_guest: Arc<dyn Fn() + Send + Sync>,
@@ -39,11 +38,9 @@ pub struct NewDevice {
     pub id: String,
     /// Its function on the PCI bus.
     pub function: Function,
-    /// Requested slot.
     pub slot: Option<u8>,
     /// Kind in metrics, if it can be removed.
     pub removable: Option<&'static str>,
-    /// Its counters.
     pub source: Option<Arc<dyn Expose>>,
     /// Handle for the API.
     pub handle: Option<Box<dyn DeviceHandle>>,

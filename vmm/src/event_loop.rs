@@ -21,7 +21,6 @@ pub type Subscriber = Box<dyn MutEventSubscriber + Send>;
 /// Why an event loop cannot do what it was asked.
 #[derive(Debug, Error)]
 pub enum EventLoopError {
-    /// epoll or the eventfd behind the loop cannot be made.
     #[error("Cannot create the event loop {name:?}")]
     Create {
         /// The loop's thread name.
@@ -30,7 +29,6 @@ pub enum EventLoopError {
         #[source]
         source: event_manager::Error,
     },
-    /// The thread cannot be started.
     #[error("Cannot start the thread of event loop {name:?}")]
     Spawn {
         /// The loop's thread name.
@@ -39,7 +37,6 @@ pub enum EventLoopError {
         #[source]
         source: io::Error,
     },
-    /// The loop has ended.
     #[error("The event loop has ended")]
     Ended(#[source] event_manager::Error),
 }
@@ -259,7 +256,6 @@ impl EventLoopHandle {
 
 /// A file that a subscriber waits for at times only: while it does not, a file that is ready would keep the loop busy.
 pub struct Interest {
-    /// For log lines.
     what: &'static str,
     data: u32,
     set: EventSet,

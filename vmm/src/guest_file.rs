@@ -20,15 +20,11 @@ use crate::file_mark;
 /// Reason to refuse a file that a guest would write.
 #[derive(Debug, Error)]
 pub enum GuestFileError {
-    /// The host has opened or created it as a pool.
     #[error(
         "{path:?} is a pool, and marked as one by the host: --pm-volume pool={} attaches volumes of it",
         path.display()
     )]
-    MarkedPool {
-        /// The file.
-        path: PathBuf,
-    },
+    MarkedPool { path: PathBuf },
     /// A pool without the host's mark, for example a copy of a pool's file.
     #[error(
         "{path:?} holds a pool, and is not marked as a disk: --pm-volume pool={} attaches volumes \
@@ -37,7 +33,6 @@ pub enum GuestFileError {
         path.display()
     )]
     UnmarkedPool {
-        /// The file.
         path: PathBuf,
         /// Extended attribute for the mark.
         attribute: &'static str,

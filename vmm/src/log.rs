@@ -17,12 +17,9 @@ use crate::standard_stream;
 /// Why nothing can be logged.
 #[derive(Debug, Error)]
 pub enum LogError {
-    /// The file cannot be opened.
     #[error("--log-file: cannot open {path:?}")]
     Open {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },

@@ -6,9 +6,7 @@
 
 use crate::bus::BusDevice;
 
-/// The port.
 pub const NMI_STATUS_PORT: u64 = 0x61;
-/// Its length.
 pub const NMI_STATUS_LEN: u64 = 1;
 
 const TIMER_2_OUTPUT: u8 = 1 << 5;

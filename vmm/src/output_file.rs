@@ -21,32 +21,14 @@ use crate::file_mark;
 /// Reason to refuse a file for output.
 #[derive(Debug, Error)]
 pub enum OutputFileError {
-    /// Output would destroy known content of the file.
     #[error("{path:?} holds {content}, which output would destroy: name another file, or remove this one")]
-    HasContent {
-        /// The file.
-        path: PathBuf,
-        /// Its content.
-        content: &'static str,
-    },
-    /// Output would overwrite a disk from its first byte.
+    HasContent { path: PathBuf, content: &'static str },
     #[error("{path:?} is a block device, and output goes to a file, a pipe or a terminal")]
-    BlockDevice {
-        /// The device.
-        path: PathBuf,
-    },
-    /// A disk or a pool of another process.
+    BlockDevice { path: PathBuf },
     #[error("{path:?} is in use by {holder}")]
-    InUse {
-        /// The file.
-        path: PathBuf,
-        /// The process.
-        holder: Holder,
-    },
-    /// The file cannot be examined.
+    InUse { path: PathBuf, holder: Holder },
     #[error("cannot find out what {path:?} holds")]
     Io {
-        /// The file.
         path: PathBuf,
         /// Reason of the operating system.
         #[source]

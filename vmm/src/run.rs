@@ -22,10 +22,8 @@ use crate::vm::taps;
 /// Why a run did not end well.
 #[derive(Debug, Error)]
 pub enum RunError {
-    /// A socket cannot be listened on.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// Events cannot be written.
     #[error(transparent)]
     Monitor(#[from] MonitorError),
     /// The runtime, a signal handler or a server cannot be set up.

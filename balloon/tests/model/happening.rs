@@ -17,36 +17,68 @@ pub(super) enum Happening {
     },
     /// The first of the late reports arrives, if none that is newer has come before it.
     Arrival,
-    /// Nothing is heard.
     Tick,
     /// The guest follows a zone's request, by this share.
-    Follow { zone: usize, permille: u64 },
+    Follow {
+        zone: usize,
+        permille: u64,
+    },
     /// It plugs what is asked of a zone, and unplugs it again so much later, of which the loop sees each.
-    Flap { zone: usize, ms: u64 },
+    Flap {
+        zone: usize,
+        ms: u64,
+    },
     /// The host has only a part of what a zone is to have, and the device lowers the request.
-    Short { zone: usize, permille: u64 },
+    Short {
+        zone: usize,
+        permille: u64,
+    },
     /// The pool's free space changes.
-    Pool { mib: u64 },
+    Pool {
+        mib: u64,
+    },
     /// Somebody resizes a zone.
-    Pin { zone: usize, mib: u64 },
+    Pin {
+        zone: usize,
+        mib: u64,
+    },
     /// And lets the loop have it again, or all of them, and the loop go on.
-    Resume { zone: Option<usize> },
+    Resume {
+        zone: Option<usize>,
+    },
     /// The loop is stopped, or goes on with every zone as it is pinned.
-    Pause { on: bool },
+    Pause {
+        on: bool,
+    },
     /// Nothing is carried out, or everything again.
-    DryRun { on: bool },
+    DryRun {
+        on: bool,
+    },
     /// The guest takes so much out of its balloon because it has nothing else left, and the device lowers its target.
-    Oom { pages: u64 },
-    /// Another policy.
-    Policy { index: usize },
+    Oom {
+        pages: u64,
+    },
+    Policy {
+        index: usize,
+    },
     /// `fixed` with another size.
-    Fix { mib: u64 },
+    Fix {
+        mib: u64,
+    },
     /// Another floor and ceiling of all zones together.
-    Bounds { floor_mib: u64, more_mib: u64 },
+    Bounds {
+        floor_mib: u64,
+        more_mib: u64,
+    },
     /// Somebody sizes these zones so that all together leave their bounds, which are set to that end as well.
-    Squeeze { zones: [bool; ZONES], above: bool },
+    Squeeze {
+        zones: [bool; ZONES],
+        above: bool,
+    },
     /// The guest's onlining is right or wrong.
-    Online { movable: bool },
+    Online {
+        movable: bool,
+    },
 }
 
 /// So many pages more than at the last report.

@@ -30,7 +30,6 @@ fn free(free_permille: [u64; ZONES], cached_permille: u64) -> Happening {
     said(Said { free_permille, cached_permille, ..Said::default() })
 }
 
-/// Nothing is free.
 fn full() -> Happening {
     said(Said::default())
 }

@@ -60,7 +60,6 @@ impl Rig {
         Rig { vm, habits, pool: HostPool(2048 * MIB) }
     }
 
-    /// With a policy as it is.
     pub fn of(policy: &str) -> Self {
         Self::new(Policy::from_name(policy).expect("known"), config())
     }

@@ -96,7 +96,6 @@ pub const LATE_REPORTS_MS: u64 = 300;
 /// What brings a guest without help to 600 MiB of which some is in swap, with a little room.
 pub const TO_SWAP: [(u64, i64); 4] = [(3_000, 0), (6_400, 100), (1_000, -80), (10_000, 0)];
 
-/// All of them.
 pub fn workloads() -> Vec<Workload> {
     let teeth = |up: (u64, i64), down: (u64, i64), count: usize| {
         let tooth = [up, down];

@@ -12,9 +12,7 @@ use serde_json::{Value, json};
 pub struct Vm {
     /// Where the VMM's API is.
     pub api_socket: PathBuf,
-    /// A kernel.
     pub kernel: PathBuf,
-    /// Its initramfs.
     pub initramfs: PathBuf,
     /// Where its serial console goes.
     pub console: PathBuf,

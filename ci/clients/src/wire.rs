@@ -14,7 +14,6 @@ use crate::vm::PATIENCE;
 /// A status and a body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// The status code.
     pub status: u16,
     /// The body, empty if there is none.
     pub body: String,

@@ -17,7 +17,6 @@ pub struct Aligned {
 unsafe impl Send for Aligned {}
 
 impl Aligned {
-    /// So many zeros.
     pub fn zeroed(len: usize) -> Self {
         assert!(len > 0, "no bytes");
         let layout = Layout::from_size_align(len, ALIGNMENT_BYTES).expect("a buffer fits into memory");

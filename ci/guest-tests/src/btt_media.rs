@@ -27,7 +27,6 @@ pub struct BttMedia {
 }
 
 impl BttMedia {
-    /// Finds them.
     pub fn open(pool: &crate::Pool, volume: &str) -> Result<Self> {
         let opened = Pool::open(pool.path(), OpenMode::ReadOnly).context("Cannot open the pool")?;
         let extents = opened.open_volume(volume).context("Cannot open the volume")?.extents().to_vec();

@@ -65,7 +65,6 @@ impl Room {
         Ok(Self(dir))
     }
 
-    /// Where it is.
     pub fn dir(&self) -> &Path {
         &self.0
     }
@@ -188,7 +187,6 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Makes one.
     pub fn create(size_mib: u64) -> Result<Self> {
         Self::create_in(&this_tests_dir(), size_mib)
     }
@@ -207,7 +205,6 @@ impl LoopDevice {
         Ok(Self { image, device })
     }
 
-    /// Its node.
     pub fn path(&self) -> &Path {
         &self.device
     }
@@ -234,7 +231,6 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// Makes it larger.
     pub fn lengthen(&self, size_mib: u64) -> Result<()> {
         File::options().write(true).open(&self.image)?.set_len(size_mib << 20)?;
         run("losetup", &["-c", text(&self.device)?])

@@ -18,7 +18,6 @@ const OWN_BYTES_MORE: u64 = 4 << 20;
 pub struct Holdings {
     /// Descriptors that are open: how many of each kind, or of each path.
     pub files: BTreeMap<String, usize>,
-    /// Threads.
     pub threads: usize,
     /// Mappings, of guest memory as well.
     pub mappings: usize,

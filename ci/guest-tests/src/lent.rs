@@ -24,7 +24,6 @@ struct Mapping {
 }
 
 impl Lent {
-    /// Takes so much.
     pub fn take(pool: &Pool, size_bytes: u64) -> Result<Self> {
         let extents = pool.alloc_memory(size_bytes)?;
         let mappings = extents.iter().map(|extent| Mapping::new(pool, *extent)).collect::<Result<_>>()?;
@@ -58,7 +57,6 @@ impl Lent {
         })
     }
 
-    /// Gives it back.
     pub fn give_back(self, pool: &Pool) -> Result<()> {
         let Self { mappings, extents } = self;
         drop(mappings);

@@ -9,9 +9,7 @@ use anyhow::{Context, Result, ensure};
 pub struct MemorySample {
     /// Since the watch began.
     pub at_ms: u64,
-    /// MemTotal.
     pub total_bytes: u64,
-    /// MemAvailable.
     pub available_bytes: u64,
     /// What is in the swap.
     pub swapped_bytes: u64,

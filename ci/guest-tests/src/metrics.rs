@@ -9,9 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 pub struct Sample {
     /// The metric's name, suffix included: `foreshore_plans_total`, `foreshore_plug_seconds_bucket`.
     pub name: String,
-    /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// Its value.
     pub value: f64,
 }
 
@@ -22,7 +20,6 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Parses an exposition.
     pub fn parse(text: &str) -> Result<Self> {
         let mut samples = Vec::new();
         let mut ended = false;
@@ -71,7 +68,6 @@ impl Metrics {
         Ok(reached.context("A histogram without an end")?.0)
     }
 
-    /// All samples.
     pub fn samples(&self) -> &[Sample] {
         &self.samples
     }

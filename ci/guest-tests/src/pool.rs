@@ -52,7 +52,6 @@ impl Pool {
         pmvol(&["volume", "create", &self.name(), name, "--size", size]).map(drop)
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -62,19 +62,16 @@ impl Default for QemuBuilder {
 }
 
 impl QemuBuilder {
-    /// The guest's kernel.
     pub fn kernel(mut self, kernel: Kernel) -> Self {
         self.kernel = kernel;
         self
     }
 
-    /// The guest's initramfs.
     pub fn image(mut self, image: Image) -> Self {
         self.image = image;
         self
     }
 
-    /// vCPUs.
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
         self
@@ -86,7 +83,6 @@ impl QemuBuilder {
         self
     }
 
-    /// An NVDIMM on a file.
     pub fn nvdimm(mut self, file: &Path, size_bytes: u64) -> Self {
         self.nvdimm = Some((file.to_owned(), size_bytes));
         self
@@ -237,7 +233,6 @@ impl QemuGuest {
         Script::start(&self.endpoint, silence_limit, command)
     }
 
-    /// QEMU's process.
     pub fn process(&self) -> &VmmProcess {
         &self.process
     }

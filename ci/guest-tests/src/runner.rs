@@ -24,7 +24,6 @@ use crate::wait::wait_for;
 pub struct Test {
     /// The topic and the sentence.
     pub name: &'static str,
-    /// What to run.
     pub run: fn() -> Result<()>,
     /// How long it may take.
     pub limit: Duration,
@@ -35,7 +34,6 @@ pub struct Test {
 /// How often a test is to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
-    /// While somebody works.
     Usual,
     /// On each change that lands: it takes long for what it adds.
     Long,

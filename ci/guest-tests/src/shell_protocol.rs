@@ -50,7 +50,6 @@ impl Frame {
         writer.write_all(&message)
     }
 
-    /// Reads one frame.
     pub fn read_from(reader: &mut impl Read) -> io::Result<Self> {
         let mut header = [0u8; 5];
         reader.read_exact(&mut header)?;
@@ -77,7 +76,6 @@ impl Frame {
 pub struct Request(pub String);
 
 impl Request {
-    /// Writes the request.
     pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
         let len = u32::try_from(self.0.len()).ok().filter(|len| *len <= MAX_SCRIPT_BYTES);
         let len = len.ok_or_else(|| invalid("script longer than the protocol allows"))?;
@@ -87,7 +85,6 @@ impl Request {
         writer.write_all(&message)
     }
 
-    /// Reads one request.
     pub fn read_from(reader: &mut impl Read) -> io::Result<Self> {
         let mut len = [0u8; 4];
         reader.read_exact(&mut len)?;

@@ -17,7 +17,6 @@ const REPEATS: usize = 3;
 const PORT: u16 = 5001;
 const LIMIT: Duration = Duration::from_secs(120);
 const HOST: Ipv4Addr = Ipv4Addr::new(172, 29, 0, 1);
-/// Of the guests.
 const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(172, 29, 0, 2), Ipv4Addr::new(172, 29, 0, 3)];
 const TAPS: [&str; 2] = ["bench0", "bench1"];
 const BRIDGE: &str = "benchbr";

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-/// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Row {
     Boot,
@@ -73,13 +72,11 @@ pub enum Target {
     Open,
 }
 
-/// A row's unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     Seconds,
     Microseconds,
     Mebibytes,
-    /// Of two times.
     Ratio,
     Percent,
 }
@@ -390,7 +387,6 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The smallest.
 pub fn smallest(values: &[f64]) -> Option<f64> {
     values.iter().copied().min_by(f64::total_cmp)
 }

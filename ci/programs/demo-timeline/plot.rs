@@ -3,7 +3,6 @@
 use crate::prometheus::Range;
 use crate::table::{OTHER_VM, VM};
 
-/// Something that happened.
 #[derive(Debug, Clone)]
 pub struct Event {
     pub elapsed_s: f64,

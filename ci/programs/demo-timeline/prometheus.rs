@@ -35,10 +35,8 @@ impl Range {
     }
 }
 
-/// Values by time.
 pub type Series = BTreeMap<u64, f64>;
 
-/// A server.
 pub struct Prometheus {
     address: String,
 }

@@ -40,7 +40,6 @@ pub struct Claim {
     pub what: String,
 }
 
-/// What Prometheus saw.
 pub struct Table {
     range: Range,
     columns: Vec<(&'static str, BTreeMap<String, Series>)>,

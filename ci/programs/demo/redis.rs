@@ -35,7 +35,6 @@ pub struct Fill {
     /// The most that Redis said it held.
     pub keys: u64,
     pub took: Duration,
-    /// Redis still answers.
     pub alive: bool,
 }
 

@@ -23,7 +23,6 @@ pub struct Spent {
 }
 
 impl Spent {
-    /// At this moment.
     pub fn on(guest: &Guest, pool: &Pool) -> Result<Self> {
         Ok(Self {
             rss_bytes: guest.rss_bytes()?,

@@ -26,7 +26,6 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// From one scrape.
     pub fn of(guest: &Guest) -> Result<Self> {
         let metrics = guest.metrics()?;
         let pool = |state: &str| bytes(&metrics, "foreshore_pool_bytes", &[("state", state)]);

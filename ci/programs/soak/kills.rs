@@ -5,7 +5,6 @@ use guest_tests::runner::this_tests_dir;
 use guest_tests::torn::{Format, Interface, Setup, Until, Victim, run_rounds};
 use guest_tests::{Kernel, Pool};
 
-/// Guests at once.
 const LANES: u64 = 2;
 
 /// Kills `rounds` guests and prints what came of it, a line for each and one for all.

@@ -46,7 +46,6 @@ pub enum Task {
     Write,
     /// The same, by VMMs whose flushes do nothing.
     WriteAndLie,
-    /// To look.
     Look,
     /// To look at what lies have left: something must be lost on the disk.
     LookForLosses,
@@ -159,7 +158,6 @@ fn write(victims: Vec<(Place, Victim)>) -> Result<Infallible> {
     Err(anyhow!("The guests have ended, and the power was not cut"))
 }
 
-/// A task by its name.
 pub fn task(name: &str) -> Result<Task> {
     Ok(match name {
         "write" => Task::Write,

@@ -28,7 +28,6 @@ impl<'checkout> Apt<'checkout> {
         Self { checkout, root: Root::new(), has_fresh_lists: false }
     }
 
-    /// Installs packages.
     pub fn install(&mut self, packages: &[&str]) -> Result<()> {
         say!("installing by apt: {}", packages.join(" "));
         // Checked here, because the first attempt below discards its errors.

@@ -99,7 +99,6 @@ pub fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("Cannot read {}", path.display()))
 }
 
-/// Writes a file.
 pub fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     fs::write(path, content).with_context(|| format!("Cannot write {}", path.display()))
 }

@@ -73,7 +73,6 @@ impl Pin {
     }
 }
 
-/// Reads the lock.
 pub fn pins(checkout: &Checkout) -> Result<Vec<Pin>> {
     parse(&read(&checkout.path(LOCK))?)
 }

@@ -17,9 +17,7 @@ const INCLUDES: [&str; 2] = ["include_str!(\"", "include_bytes!(\""];
 #[derive(Debug, PartialEq, Eq)]
 struct Reference {
     line: usize,
-    /// As written.
     text: String,
-    /// From the root.
     path: PathBuf,
     anchor: Option<String>,
 }

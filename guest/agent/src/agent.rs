@@ -115,7 +115,6 @@ impl Agent {
         Ok(())
     }
 
-    /// One report.
     pub fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
         self.observe()?;
         self.report.cause = cause;

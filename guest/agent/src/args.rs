@@ -29,19 +29,13 @@ Options:
   --help           Print this and exit
 ";
 
-/// VMADDR_CID_HOST.
 const HOST_CID: u32 = 2;
 
 /// Where the VMM is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// On the other side of a virtual socket.
-    Vsock {
-        /// Its context.
-        cid: u32,
-        /// Its port.
-        port: u32,
-    },
+    Vsock { cid: u32, port: u32 },
     /// Behind a socket's file. For tests and measurements on a machine that is no guest; not in the help.
     Unix(PathBuf),
 }
@@ -57,10 +51,8 @@ pub enum Online {
     None,
 }
 
-/// How to report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// To whom.
     pub address: Address,
     /// How plugged memory comes online.
     pub online: Online,
@@ -74,16 +66,12 @@ pub struct Options {
     pub idle: bool,
 }
 
-/// What to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Report until killed.
     Run(Options),
-    /// Print one report.
     Once,
-    /// Print the version.
     Version,
-    /// Print the help.
     Help,
 }
 
@@ -98,22 +86,10 @@ pub enum ArgsError {
     NoValue(&'static str),
     /// A value that is no number in range.
     #[error("{option} is {value}, must be a number from 0 to {}", u32::MAX)]
-    NotANumber {
-        /// The option.
-        option: &'static str,
-        /// Its value.
-        value: String,
-    },
+    NotANumber { option: &'static str, value: String },
     /// A value that is not among those that an option can have.
     #[error("{option} is {value}, must be {expected}")]
-    NotAmong {
-        /// The option.
-        option: &'static str,
-        /// Its value.
-        value: String,
-        /// What there is.
-        expected: &'static str,
-    },
+    NotAmong { option: &'static str, value: String, expected: &'static str },
 }
 
 /// Understands the arguments, without the program's name.

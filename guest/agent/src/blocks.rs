@@ -47,7 +47,6 @@ const REST_COST_PART: u64 = 1_000;
 /// What shows, at little cost, that blocks have come, gone or changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
-    /// MemTotal.
     pub total_bytes: u64,
     /// Links to the directory of all blocks: one for each of them, and some more. Blocks that are plugged and stay
     /// offline do not show in the total.
@@ -57,9 +56,7 @@ pub struct Signs {
 /// Physical addresses of a node that have blocks which are online.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// The node.
     pub node: u32,
-    /// The first.
     pub start: u64,
     /// The one behind the last.
     pub end: u64,
@@ -214,7 +211,6 @@ fn policy_of(text: &str) -> OnlinePolicy {
     }
 }
 
-/// One block.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     node: u32,

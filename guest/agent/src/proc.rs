@@ -32,10 +32,8 @@ const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 /// Why a text could not be had.
 #[derive(Debug, Error)]
 pub enum ProcError {
-    /// It cannot be opened or read.
     #[error("Cannot read {path}")]
     Read {
-        /// The file.
         path: PathBuf,
         /// What the kernel says.
         #[source]
@@ -57,7 +55,6 @@ struct Text {
 /// What the kernel makes a text of.
 #[derive(Clone, Copy, Debug)]
 enum Pieces {
-    /// It is one.
     One,
     /// Each is at most so long.
     UpTo(usize),
@@ -175,7 +172,6 @@ impl Proc {
         Ok(())
     }
 
-    /// /proc/meminfo alone.
     pub fn memory(&mut self) -> Result<(Memory, KernelUse), ProcError> {
         Ok(parse::meminfo(self.meminfo.read(&mut self.buffer)?)?)
     }

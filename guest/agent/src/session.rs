@@ -25,9 +25,7 @@ pub enum SessionError {
     /// It could not be made.
     #[error("Cannot connect to vsock port {port} of context {cid}")]
     Connect {
-        /// The VMM's context.
         cid: u32,
-        /// The VMM's port.
         port: u32,
         /// What the kernel says.
         #[source]
@@ -36,27 +34,21 @@ pub enum SessionError {
     /// It could not be made, to a socket's file.
     #[error("Cannot connect to {path}")]
     ConnectUnix {
-        /// The file.
         path: std::path::PathBuf,
         /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// The VMM closed it.
     #[error("The VMM closed the connection")]
     Closed,
-    /// It broke.
     #[error("The connection to the VMM broke")]
     Broken(#[from] io::Error),
-    /// There is nothing to report.
     #[error("No report can be made")]
     Proc(#[from] ProcError),
-    /// The agent is told to end.
     #[error("Told to end")]
     Terminated,
 }
 
-/// One connection.
 #[derive(Debug)]
 pub struct Session<'a> {
     agent: &'a mut Agent,

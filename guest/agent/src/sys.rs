@@ -15,7 +15,6 @@ pub fn make_files_private() {
     unsafe { libc::umask(0o077) };
 }
 
-/// CLOCK_MONOTONIC.
 pub fn monotonic_ms() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` is a timespec that outlives the call, which writes nothing else.
@@ -47,7 +46,6 @@ pub fn kernel() -> io::Result<(String, String)> {
     Ok((text(&name.release), text(&name.version)))
 }
 
-/// The size of a page.
 pub fn page_size_bytes() -> u64 {
     // SAFETY: sysconf reads and writes no memory of ours.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };

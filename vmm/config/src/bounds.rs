@@ -8,7 +8,6 @@ use foreshore_types::size::Size;
 
 /// Value that is a number or a size, or an option of one.
 pub trait Numeric<T> {
-    /// Its value.
     fn number(&self) -> Option<T>;
 }
 

@@ -42,15 +42,11 @@ impl Eq for SectionError {}
 /// bound.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
-    /// A rule of one section.
     #[error(transparent)]
     Section(#[from] SectionError),
-    /// A key that nobody knows.
     #[error("{flag}: unknown key {key:?}; the keys are {known}")]
     UnknownKey {
-        /// The flag.
         flag: &'static str,
-        /// What was written.
         key: String,
         /// What could have been.
         known: String,
@@ -58,9 +54,7 @@ pub enum ConfigError {
     /// A key of Cloud Hypervisor that has no meaning here.
     #[error("{flag}: {key}{value} is not supported by foreshore: {why}")]
     Unsupported {
-        /// The flag.
         flag: &'static str,
-        /// The key.
         key: &'static str,
         /// Its value, after a `=`, if there is one.
         value: String,
@@ -75,157 +69,68 @@ pub enum ConfigError {
         /// Why not.
         why: &'static str,
     },
-    /// A key that is there twice.
     #[error("{flag}: {key} is given twice")]
-    Duplicate {
-        /// The flag.
-        flag: &'static str,
-        /// The key.
-        key: String,
-    },
-    /// A key that must be there.
+    Duplicate { flag: &'static str, key: String },
     #[error("{flag}: {key}= is missing")]
-    Missing {
-        /// The flag.
-        flag: &'static str,
-        /// The key.
-        key: &'static str,
-    },
+    Missing { flag: &'static str, key: &'static str },
     /// A parameter of a policy, or of the rules above all of them.
     #[error("{flag}: {error}")]
-    Parameter {
-        /// The flag.
-        flag: &'static str,
-        /// What is wrong.
-        error: SectionError,
-    },
-    /// A flag that must be there.
+    Parameter { flag: &'static str, error: SectionError },
     #[error("{flag} is missing: {why}")]
     MissingFlag {
-        /// The flag.
         flag: &'static str,
         /// What it is needed for.
         why: &'static str,
     },
-    /// A value that cannot be read.
     #[error("{flag}: {key}={value:?} is not {expected}")]
     BadValue {
-        /// The flag.
         flag: &'static str,
-        /// The key.
         key: String,
-        /// What was written.
         value: String,
         /// What could have been.
         expected: String,
     },
-    /// A size that cannot be parsed.
     #[error("{flag}: {key}={error}")]
-    NotASize {
-        /// The flag.
-        flag: &'static str,
-        /// The key.
-        key: &'static str,
-        /// Reason.
-        error: SizeError,
-    },
+    NotASize { flag: &'static str, key: &'static str, error: SizeError },
     /// A quote or bracket without its partner.
     #[error("{flag}: {text:?} has a {what} that is not closed")]
     Unbalanced {
-        /// The flag.
         flag: &'static str,
-        /// The flag's value.
         text: String,
         /// The quote or bracket.
         what: &'static str,
     },
-    /// A size under its bound.
     #[error("{flag}: {key} is {value}, and must be at least {least}")]
-    TooSmall {
-        /// The flag.
-        flag: &'static str,
-        /// The key.
-        key: &'static str,
-        /// The size.
-        value: Size,
-        /// The bound.
-        least: Size,
-    },
-    /// A size over its bound.
+    TooSmall { flag: &'static str, key: &'static str, value: Size, least: Size },
     #[error("{flag}: {key} is {value}, and must be at most {most}{because}")]
     TooLarge {
-        /// The flag.
         flag: &'static str,
-        /// The key.
         key: &'static str,
-        /// The size.
         value: Size,
-        /// The bound.
         most: Size,
         /// Where the bound comes from: empty, or text that begins with a comma.
         because: &'static str,
     },
-    /// A size off the grid.
     #[error("{flag}: {key} is {value}, which is not a multiple of {unit}")]
-    NotMultiple {
-        /// The flag.
-        flag: &'static str,
-        /// The key.
-        key: &'static str,
-        /// The size.
-        value: Size,
-        /// The grid.
-        unit: Size,
-    },
-    /// A number out of its range.
+    NotMultiple { flag: &'static str, key: &'static str, value: Size, unit: Size },
     #[error("{flag}: {key} is {value}, and must be {}", bounds(*.least, *.most))]
-    OutOfRange {
-        /// The flag.
-        flag: &'static str,
-        /// The key.
-        key: &'static str,
-        /// The number.
-        value: u64,
-        /// The lower bound.
-        least: u64,
-        /// The upper bound.
-        most: u64,
-    },
+    OutOfRange { flag: &'static str, key: &'static str, value: u64, least: u64, most: u64 },
     /// More queues than vCPUs use, or none.
     #[error("{flag}: num_queues is {value}, and must be {}: {why}", bounds(*.least, *.most))]
     QueueCount {
-        /// The flag.
         flag: &'static str,
-        /// The number.
         value: u16,
-        /// The lower bound.
         least: u16,
-        /// The upper bound.
         most: u16,
         /// Reason for the upper bound.
         why: String,
     },
     /// A path that does not fit into a socket's address.
     #[error("{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}")]
-    SocketPath {
-        /// The flag.
-        flag: &'static str,
-        /// The path.
-        path: String,
-        /// Its length.
-        len: usize,
-        /// The bound.
-        most: usize,
-    },
+    SocketPath { flag: &'static str, path: String, len: usize, most: usize },
     /// A name that something else has.
     #[error("{flag}: the id {id} is taken")]
-    IdTaken {
-        /// The flag.
-        flag: &'static str,
-        /// The name.
-        id: String,
-    },
-    /// Two parts of a configuration that exclude each other.
+    IdTaken { flag: &'static str, id: String },
     #[error("{flag}: {reason}")]
     Conflict {
         /// The flag that would have to change.

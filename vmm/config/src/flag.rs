@@ -13,7 +13,6 @@ use super::list::digits;
 use super::{JsonValue, Refused, Table};
 use crate::error::ConfigError;
 
-/// A value as a flag has it.
 pub trait FlagValue: JsonValue {
     /// The value is a size in bytes, and errors about its bounds have units.
     const IS_SIZE: bool = false;

@@ -19,18 +19,13 @@ pub enum FieldError {
     /// Text that is not JSON, or that has a key twice.
     #[error("{0}")]
     Syntax(String),
-    /// A field that must be there.
     #[error("{path} is missing")]
-    Missing {
-        /// Field.
-        path: String,
-    },
+    Missing { path: String },
     /// A value of the wrong kind, or outside the range of its type.
     #[error("{} is {value}, and must be {expected}", if .path.is_empty() { "it" } else { .path })]
     Wrong {
         /// Field; empty for the whole body.
         path: String,
-        /// Value.
         value: String,
         /// Form or range of the right values.
         expected: String,
@@ -40,7 +35,6 @@ pub enum FieldError {
 /// Error about a body in JSON.
 #[derive(Debug, PartialEq, Eq, Error)]
 pub enum JsonError {
-    /// A field is missing, or has the wrong value.
     #[error(transparent)]
     Field(#[from] FieldError),
     /// A field is not supported, or the configuration is not valid.
@@ -48,7 +42,6 @@ pub enum JsonError {
     Config(#[from] ConfigError),
 }
 
-/// A value as JSON has it.
 pub trait JsonValue: Sized {
     /// Reads the value, which is not null.
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError>;

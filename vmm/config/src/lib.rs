@@ -39,15 +39,12 @@ pub use self::word::{Word, Words};
 /// One key of a flag.
 #[derive(Clone, Debug)]
 pub struct Key {
-    /// Name.
     pub name: &'static str,
     /// Form of its value.
     pub syntax: fn() -> String,
     /// Default in the syntax of the flag.
     pub default: Option<String>,
-    /// Bounds.
     pub range: Option<String>,
-    /// Description.
     pub about: &'static str,
 }
 

@@ -4,14 +4,12 @@ use serde_json::Value;
 
 use crate::error::ConfigError;
 
-/// A refused key.
 #[derive(Debug)]
 pub struct Refused {
     /// Name in the flag and in JSON.
     pub key: &'static str,
     /// Values that request nothing, in any case.
     pub neutral: &'static [&'static str],
-    /// Reason.
     pub why: &'static str,
 }
 

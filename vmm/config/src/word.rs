@@ -4,12 +4,9 @@ use serde_json::Value;
 
 use super::{JsonError, Walk, one_of};
 
-/// A variant's names.
 #[derive(Debug)]
 pub struct Word<T: 'static> {
-    /// Variant.
     pub value: T,
-    /// Name in JSON.
     pub json: &'static str,
     /// Other names that JSON may have.
     pub json_aliases: &'static [&'static str],

@@ -210,7 +210,6 @@ impl Vm {
         }
     }
 
-    /// In two pieces.
     fn send(&mut self, line: &[u8], cut: usize) {
         let (first, second) = line.split_at(cut);
         for mut piece in [first, second] {

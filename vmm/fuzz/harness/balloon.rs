@@ -20,7 +20,6 @@ use super::cursor::Cursor;
 const DESCRIPTORS: u64 = 0;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
-/// Lists and statistics.
 const BUFFERS: u64 = 0x1_0000;
 const BUFFERS_LEN: u64 = 0x1000;
 const QUEUE_SIZE: u16 = 8;

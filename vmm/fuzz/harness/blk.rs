@@ -14,7 +14,6 @@ const DESCRIPTORS: u64 = 0;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const INDIRECT: u64 = 0x3000;
-/// Headers and buffers.
 const BUFFERS: u64 = 0x1_0000;
 const QUEUE_SIZE: u16 = 16;
 

@@ -29,7 +29,6 @@ impl<'a> Cursor<'a> {
         all.into_iter().nth(nth).expect("less than COUNT")
     }
 
-    /// One of them.
     pub fn pick<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.number(1) as usize % all.len()]
     }

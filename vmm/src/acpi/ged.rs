@@ -31,7 +31,6 @@ pub enum Event {
     Memory = 1 << 3,
 }
 
-/// The device.
 pub struct GenericEventDevice {
     /// The line follows it under its lock.
     pending: Mutex<u32>,

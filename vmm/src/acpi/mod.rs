@@ -71,22 +71,11 @@ impl AcpiInput {
 /// Why there are no tables.
 #[derive(Debug, Error)]
 pub enum AcpiError {
-    /// More vCPUs or devices than the tables have room for.
     #[error("The ACPI tables have {actual_bytes} bytes, their room is {limit_bytes}")]
-    TooLarge {
-        /// What they need.
-        actual_bytes: usize,
-        /// What there is.
-        limit_bytes: usize,
-    },
+    TooLarge { actual_bytes: usize, limit_bytes: usize },
     /// A volume's length is no whole number of pages, or it is empty.
     #[error("The NVDIMM at {start:#x} has {size_bytes} bytes: not a whole number of pages")]
-    BadNvdimm {
-        /// Guest-physical start.
-        start: u64,
-        /// Its size.
-        size_bytes: u64,
-    },
+    BadNvdimm { start: u64, size_bytes: u64 },
     /// Guest memory does not reach there.
     #[error("Cannot write ACPI tables at {:#x}", RSDP_START.raw_value())]
     Write(#[from] vm_memory::GuestMemoryError),

@@ -28,14 +28,10 @@ const VIRTUAL_NVDIMM: &str = "5746C5F2-A9A2-4264-AD0E-E4DDC9E09E80";
 const REVISION: u8 = 1;
 const PAGE_BYTES: u64 = 4096;
 
-/// An NVDIMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nvdimm {
-    /// Guest-physical start.
     pub start: u64,
-    /// Its size.
     pub size_bytes: u64,
-    /// Its proximity domain.
     pub node: u32,
     /// Whether a flush is a write to its flush hint page; without, a fence is enough.
     pub flush_hint: bool,

@@ -15,7 +15,6 @@ const HMAT_REVISION: u8 = 2;
 /// A range of memory that belongs to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeMemory {
-    /// Guest-physical start.
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
@@ -30,7 +29,6 @@ pub struct Performance {
     pub read_latency_ns: u32,
     /// Time that a store takes.
     pub write_latency_ns: u32,
-    /// Sustained transfer.
     pub bandwidth_mb_per_s: u64,
 }
 
@@ -39,7 +37,6 @@ pub struct Performance {
 pub struct NumaNode {
     /// APIC ids of its vCPUs.
     pub vcpus: Vec<u8>,
-    /// Its memory.
     pub memory: Vec<NodeMemory>,
     /// How far each node is, from the first to the last.
     pub distances: Vec<u8>,

@@ -16,7 +16,6 @@ use std::ops::Range;
 enum State {
     /// The guest does not have it.
     Absent,
-    /// It has.
     Present,
     /// It was asked to let it go.
     Leaving,
@@ -29,7 +28,6 @@ enum State {
 pub enum Step {
     /// The guest has so many, or has been asked for so many.
     Nothing,
-    /// These come.
     Come(Range<u8>),
     /// These are to go.
     Go(Range<u8>),
@@ -84,7 +82,6 @@ impl Plug {
         }
     }
 
-    /// These have come.
     pub fn put(&mut self, come: Range<u8>) {
         for index in come {
             self.set(index, State::Absent, State::Present);

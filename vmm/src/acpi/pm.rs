@@ -4,11 +4,8 @@ use std::fmt;
 
 use crate::bus::BusDevice;
 
-/// Sleep control register.
 pub const SLEEP_CONTROL_OFFSET: u64 = 0;
-/// Sleep status register.
 pub const SLEEP_STATUS_OFFSET: u64 = 1;
-/// Reset register.
 pub const RESET_OFFSET: u64 = 2;
 /// What the guest writes to the reset register.
 pub const RESET_VALUE: u8 = 1;
@@ -26,7 +23,6 @@ const SLEEP_TYPE_MASK: u8 = 0x7;
 pub enum PmEvent {
     /// Power off: the guest went to S5.
     Shutdown,
-    /// Start again.
     Reset,
 }
 

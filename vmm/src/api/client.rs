@@ -26,36 +26,23 @@ const MAX_DESCRIPTORS: usize = NetConfig::MAX_PAIRS as usize;
 /// Why a call fails.
 #[derive(Debug, Error)]
 pub enum ClientError {
-    /// Nobody answers.
     #[error("Cannot reach a VMM at {path:?}")]
     Connect {
-        /// The socket.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// Whoever answers does not speak HTTP, or stops in the middle.
     #[error("The answer of {path:?} cannot be read: {reason}")]
-    Answer {
-        /// The socket.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
-    /// What shall be sent cannot be.
+    Answer { path: PathBuf, reason: String },
     #[error("File descriptors cannot be sent to {path:?}")]
     Descriptors {
-        /// The socket.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
-    /// The VMM refuses.
     #[error("{status}: {reason}")]
     Refused {
-        /// The status code.
         status: StatusCode,
         /// The errors of the answer.
         reason: String,

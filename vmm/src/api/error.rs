@@ -18,40 +18,26 @@ pub enum ApiError {
     /// A call of Cloud Hypervisor that is not there.
     #[error("{call} is not supported by foreshore: {why}")]
     Unsupported {
-        /// The call.
         call: &'static str,
         /// Why not.
         why: &'static str,
     },
-    /// The call exists, with another method.
     #[error("{path} does not take {method}")]
-    WrongMethod {
-        /// The method.
-        method: String,
-        /// The path.
-        path: String,
-    },
-    /// Events are followed by as many as may.
+    WrongMethod { method: String, path: String },
     #[error("Events have {most} followers, and may have no more")]
-    TooManyFollowers {
-        /// The bound.
-        most: usize,
-    },
+    TooManyFollowers { most: usize },
     /// The body did not arrive whole.
     #[error("The request's body cannot be read: {reason}")]
     Body {
         /// What the client gets.
         status: StatusCode,
-        /// Why.
         reason: String,
     },
     /// The body is not what the call takes.
     #[error("The request's body is not what the call takes: {0}")]
     Json(String),
-    /// A value in the body is out of its bounds.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The VM's owner refused.
     #[error(transparent)]
     Vm(#[from] VmError),
 }

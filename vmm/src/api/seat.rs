@@ -35,7 +35,6 @@ enum Waits {
     ForBody(Instant),
     /// A call or its answer, which is in progress.
     ForCall,
-    /// Its own end.
     Dismissed,
 }
 
@@ -60,7 +59,6 @@ struct State {
 /// Connections that a server has accepted, and those that it has closed.
 #[derive(Debug, Default)]
 pub struct ConnectionCounters {
-    /// Accepted connections.
     pub accepted: AtomicU64,
     /// Connections that had delivered no request, closed to make room.
     pub silent: AtomicU64,

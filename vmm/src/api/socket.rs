@@ -15,28 +15,18 @@ use crate::unix_socket::{self, SocketFile, UnixSocketError};
 /// Why a socket cannot be listened on.
 #[derive(Debug, Error)]
 pub enum SocketError {
-    /// A path cannot be listened on.
     #[error(transparent)]
     Path(#[from] UnixSocketError),
-    /// An address cannot be bound to.
     #[error("{flag}: cannot listen on {address}")]
     BindAddress {
-        /// The flag.
         flag: &'static str,
-        /// The address.
         address: SocketAddr,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// A file descriptor that was handed over is no listening unix socket.
     #[error("{flag}: file descriptor {fd} is not a unix socket that listens")]
-    NotListening {
-        /// The flag.
-        flag: &'static str,
-        /// The descriptor.
-        fd: RawFd,
-    },
+    NotListening { flag: &'static str, fd: RawFd },
 }
 
 /// A socket that listens; not blocking.

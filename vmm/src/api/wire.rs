@@ -11,16 +11,13 @@ use crate::vm::request::{PoolInfo, ResizeRequest, ResizeZoneRequest, VolumeInfo,
 pub struct PingAnswer {
     /// The version with a `v` in front.
     pub build_version: String,
-    /// The version.
     pub version: String,
-    /// The VMM's process.
     pub pid: u32,
     /// What was built in.
     pub features: Vec<String>,
 }
 
 impl PingAnswer {
-    /// This process' answer.
     pub fn of_this_process() -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         let features = vec!["kvm".to_owned()];
@@ -81,7 +78,6 @@ section! {
 /// The answer to `vm.memory`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct MemoryAnswer {
-    /// Every zone.
     pub zones: Vec<ZoneInfo>,
 }
 

@@ -54,20 +54,11 @@ impl Pluggable {
 /// Why a command line is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CommandLineError {
-    /// Longer than Linux takes.
     #[error("the command line has {actual_bytes} bytes with what is added to it, the limit is {MAX_BYTES}")]
-    TooLong {
-        /// Its length.
-        actual_bytes: usize,
-    },
+    TooLong { actual_bytes: usize },
     /// A zero byte or a line break.
     #[error("the command line has the control character {character:?} at byte {at}")]
-    ControlCharacter {
-        /// The character.
-        character: char,
-        /// Its position.
-        at: usize,
-    },
+    ControlCharacter { character: char, at: usize },
 }
 
 /// Command line of the guest: the user's, and defaults for the memory that can be plugged.

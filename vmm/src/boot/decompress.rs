@@ -36,11 +36,9 @@ pub enum Compression {
     Gzip,
     /// xz, with a filter for x86 branches.
     Xz,
-    /// lzma.
     Lzma,
     /// bzip2.
     Bzip2,
-    /// LZO.
     Lzo,
 }
 
@@ -87,46 +85,29 @@ pub enum DecompressError {
         "the kernel is compressed with {0}; zstd and lz4 are supported, or unpack it with extract-vmlinux"
     )]
     Unsupported(Compression),
-    /// The stream or its trailer ends early.
     #[error("the {compression} stream of {stream_bytes} bytes ends early")]
-    Truncated {
-        /// The compression.
-        compression: Compression,
-        /// The stream's length.
-        stream_bytes: usize,
-    },
-    /// The trailer claims more than any kernel has.
+    Truncated { compression: Compression, stream_bytes: usize },
     #[error("the payload claims to unpack to {claimed_bytes} bytes, the limit is {MAX_KERNEL_BYTES}")]
     TooLarge {
         /// What the trailer says.
         claimed_bytes: u32,
     },
-    /// More or less came out than the trailer says.
     #[error("{compression} gave {actual_bytes} bytes where the trailer says {claimed_bytes}")]
     SizeMismatch {
-        /// The compression.
         compression: Compression,
-        /// What came out.
         actual_bytes: usize,
         /// What the trailer says.
         claimed_bytes: u32,
     },
-    /// The stream is damaged.
     #[error("the {compression} stream is damaged: {reason}")]
     Damaged {
-        /// The compression.
         compression: Compression,
         /// What the decoder says.
         reason: String,
     },
     /// There is no memory for the result.
     #[error("no memory for {bytes} bytes of kernel")]
-    NoMemory {
-        /// The size.
-        bytes: u32,
-        /// Why.
-        source: io::Error,
-    },
+    NoMemory { bytes: u32, source: io::Error },
 }
 
 /// A payload that is compressed, and whose trailer is there and believable.

@@ -44,10 +44,8 @@ pub enum ElfError {
         /// e_machine; 62 is x86-64.
         machine: u16,
     },
-    /// An executable with an interpreter.
     #[error("it is a program for Linux (dynamically linked), not a kernel")]
     Program,
-    /// A kernel module or another part of a program.
     #[error("it is {kind}, not a kernel; the kernel is vmlinuz in /boot")]
     NotExecutable {
         /// Type of the file.
@@ -58,21 +56,13 @@ pub enum ElfError {
     NoPvhNote,
     /// The program headers make no sense.
     #[error("the ELF file has {count} program headers of {size} bytes")]
-    BadProgramHeaders {
-        /// e_phnum.
-        count: u16,
-        /// e_phentsize.
-        size: u16,
-    },
-    /// The program headers lie where the file header is.
+    BadProgramHeaders { count: u16, size: u16 },
     #[error("the program headers, at {0:#x}, overlap the file header")]
     HeadersOverlap(u64),
-    /// The file ends within something that it announces.
     #[error("the ELF file has {actual_bytes} bytes, its program headers announce {expected_bytes}")]
     Truncated {
         /// Where the farthest segment ends.
         expected_bytes: u64,
-        /// The file's length.
         actual_bytes: u64,
     },
     /// A segment lies where the guest has no memory.
@@ -80,7 +70,6 @@ pub enum ElfError {
         "a segment at {start:#x}+{len:#x} does not fit into the guest's memory, which ends at {memory_end:#x}"
     )]
     DoesNotFit {
-        /// Guest-physical start.
         start: u64,
         /// Length in memory, in bytes.
         len: u64,
@@ -90,10 +79,8 @@ pub enum ElfError {
     /// The entry point is in no segment.
     #[error("the PVH entry point {0:#x} is in no segment")]
     EntryOutside(u64),
-    /// The file cannot be read.
     #[error("the ELF file cannot be read")]
     Read(#[from] io::Error),
-    /// linux-loader's complaint.
     #[error("the ELF file cannot be loaded")]
     Load(#[from] linux_loader::loader::Error),
 }

@@ -12,7 +12,6 @@ const PAGE_BYTES: u64 = 4096;
 /// Where the initial RAM file system lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Initramfs {
-    /// Guest-physical start.
     pub start: GuestAddress,
     /// Size in bytes.
     pub size_bytes: u64,

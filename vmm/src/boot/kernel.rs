@@ -229,7 +229,6 @@ mod tests {
 
     /// No room to unpack in place.
     const MEMORY_BYTES: u64 = 4 << 20;
-    /// Room.
     const MORE_MEMORY_BYTES: u64 = 20 << 20;
 
     fn bzimage(payload: &[u8]) -> Vec<u8> {

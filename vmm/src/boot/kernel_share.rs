@@ -23,7 +23,6 @@ pub struct KernelShare(BootMemory);
 pub struct RatioTooHigh {
     /// Memory that can be added.
     pub hotplug_bytes: u64,
-    /// Boot memory.
     pub boot_bytes: u64,
     /// Memory for whose page descriptors boot memory has room.
     pub most_bytes: u64,

@@ -54,7 +54,6 @@ pub struct BootRequest<'a> {
     pub initramfs: Option<&'a Path>,
     /// The command line as the user wrote it.
     pub cmdline: &'a str,
-    /// Boot memory.
     pub boot_memory: BootMemory,
     /// The memory that can be plugged later: the guest is told what to make of it.
     pub pluggable: Pluggable,
@@ -67,7 +66,6 @@ pub struct BootRequest<'a> {
 pub struct BootInfo {
     /// The boot vCPU's first state.
     pub entry: PvhEntry,
-    /// The kernel.
     pub kernel: LoadedKernel,
     /// The initial RAM file system, if there is one.
     pub initramfs: Option<Initramfs>,
@@ -78,36 +76,26 @@ pub struct BootInfo {
 /// Why a VM cannot boot what it was given.
 #[derive(Debug, Error)]
 pub enum BootError {
-    /// A file cannot be opened or read.
     #[error("{flag} {}: cannot be read", path.display())]
     Read {
         /// What named the file.
         flag: &'static str,
-        /// The file.
         path: PathBuf,
-        /// Why.
         source: io::Error,
     },
-    /// A pipe, a device or a directory.
     #[error("{flag} {} is {kind}, and must be a file", path.display())]
     NotAFile {
         /// Flag that names the path.
         flag: &'static str,
-        /// Its path.
         path: PathBuf,
         /// Type of the file.
         kind: &'static str,
     },
     /// An initial RAM file system without content.
     #[error("--initramfs {} is empty; omit the flag for a guest without an initramfs", path.display())]
-    EmptyInitramfs {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Neither an ELF file nor a bzImage.
+    EmptyInitramfs { path: PathBuf },
     #[error("--kernel {} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
     NotAKernel {
-        /// The file.
         path: PathBuf,
         /// What its first bytes are.
         found: String,
@@ -115,7 +103,6 @@ pub enum BootError {
     /// Not an ELF file.
     #[error("--firmware {} is no firmware for PVH: expected an ELF file, found {found}", path.display())]
     NotAFirmware {
-        /// The file.
         path: PathBuf,
         /// What its first bytes are.
         found: String,
@@ -125,10 +112,7 @@ pub enum BootError {
         "--kernel {} has the header of a bzImage but no Linux kernel in it, as memtest86+ and boot loaders do; \
          foreshore starts Linux, and ELF files with a PVH note", path.display()
     )]
-    NoPayload {
-        /// The file.
-        path: PathBuf,
-    },
+    NoPayload { path: PathBuf },
     /// A bzImage of a boot protocol without `payload_offset`.
     #[error(
         "--kernel {} is a bzImage of boot protocol {}.{:02}: a Linux before 2.6.26, which has 2.08, or another program; \
@@ -136,7 +120,6 @@ pub enum BootError {
         path.display(), version >> 8, version & 0xff
     )]
     OldProtocol {
-        /// The file.
         path: PathBuf,
         /// Boot protocol version, major in the high byte.
         version: u16,
@@ -147,29 +130,20 @@ pub enum BootError {
         path.display()
     )]
     Truncated {
-        /// The file.
         path: PathBuf,
         /// Bytes that should be there.
         expected_bytes: u64,
         /// Bytes that are.
         actual_bytes: u64,
     },
-    /// The payload of a bzImage cannot be unpacked.
     #[error("--kernel {}: cannot be unpacked", path.display())]
-    Decompress {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: DecompressError,
-    },
+    Decompress { path: PathBuf, source: DecompressError },
     /// The ELF file, or the one inside the bzImage, cannot be loaded.
     #[error("{flag} {}: cannot be loaded", path.display())]
     Elf {
         /// What named the file.
         flag: &'static str,
-        /// The file.
         path: PathBuf,
-        /// Why.
         source: ElfError,
     },
     /// The initial RAM file system does not fit between the kernel and the end of low memory.
@@ -179,19 +153,15 @@ pub enum BootError {
         path.display()
     )]
     InitramfsDoesNotFit {
-        /// The file.
         path: PathBuf,
-        /// Its size.
         size_bytes: u64,
         /// The first address behind the kernel.
         kernel_end: u64,
         /// The first address behind low memory.
         low_end: u64,
     },
-    /// The command line is refused.
     #[error("--cmdline")]
     CommandLine(#[from] CommandLineError),
-    /// Guest memory ends below the area of boot data.
     #[error(
         "--memory: boot memory of {boot_memory_bytes} bytes is too small for the boot data at {address:#x}"
     )]

@@ -25,7 +25,6 @@ const START_INFO_VERSION: u32 = 1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum RangeKind {
-    /// Memory.
     Usable = 1,
     /// Not to be used.
     Reserved = 2,
@@ -34,11 +33,9 @@ pub enum RangeKind {
 /// An entry of the memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryRange {
-    /// Guest-physical start.
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// What it is.
     pub kind: RangeKind,
 }
 
@@ -68,9 +65,7 @@ pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
 /// A segment register with its hidden part (Intel SDM 3A, 3.4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Visible selector.
     pub selector: u16,
-    /// Base address.
     pub base: u64,
     /// Limit in bytes.
     pub limit: u32,
@@ -88,7 +83,6 @@ pub struct Segment {
 /// off, and there is neither GDT nor IDT: a kernel brings its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PvhEntry {
-    /// The entry point.
     pub rip: u64,
     /// The start info's address.
     pub rbx: u64,
@@ -96,7 +90,6 @@ pub struct PvhEntry {
     pub rflags: u64,
     /// Protection on, paging off.
     pub cr0: u64,
-    /// All off.
     pub cr4: u64,
     /// No long mode.
     pub efer: u64,

@@ -16,7 +16,6 @@ const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
 /// `mov dx, PORT; mov al, VALUE; out dx, al; hlt; jmp` back to the `hlt`: real mode, position-independent.
 const CODE: [u8; 9] = [0xba, PORT[0], PORT[1], 0xb0, RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd];
 
-/// Writes the code.
 pub fn write<M: GuestMemoryBackend>(memory: &M, boot_memory: BootMemory) -> Result<(), BootError> {
     memory.write_slice(&CODE, GuestAddress(RESET_VECTOR)).map_err(|_| BootError::TooLittleMemory {
         boot_memory_bytes: boot_memory.bytes(),

@@ -29,7 +29,6 @@ pub enum DeviceConfig {
 type Warned = (DeviceConfig, Vec<String>);
 
 impl DeviceConfig {
-    /// Reads a disk.
     pub fn disk(json: Map<String, Value>) -> Result<Warned, JsonError> {
         read(json, Self::Disk)
     }

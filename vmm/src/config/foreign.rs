@@ -4,7 +4,6 @@
 use foreshore_config::{ConfigError, asks_for_nothing};
 use serde_json::{Map, Value};
 
-/// Flag and reason.
 const FLAGS: &[(&str, &str)] = &[
     ("--dbus-object-path", "there is no D-Bus interface; see --api-socket"),
     ("--dbus-service-name", "there is no D-Bus interface; see --api-socket"),

@@ -36,7 +36,6 @@ section! {
 }
 
 impl MemoryConfig {
-    /// All boot memory.
     pub fn boot_bytes(&self) -> u64 {
         self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
     }

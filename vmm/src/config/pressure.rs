@@ -107,7 +107,6 @@ const LEAST_RECORD_BYTES: u64 = 1 << 20;
 /// More would be centuries.
 const MOST_RECORD_BYTES: u64 = 1 << 40;
 
-/// The policies by name.
 pub const POLICIES: &[&str] = &Policy::NAMES;
 
 section! {

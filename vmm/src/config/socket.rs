@@ -55,7 +55,6 @@ fn host_name(flag: &'static str, value: &str) -> Result<String, ConfigError> {
 pub enum MetricsAddress {
     /// A TCP address, and names under which clients may request it.
     Tcp(SocketAddr, Vec<String>),
-    /// A unix socket.
     Unix(PathBuf, SocketAccess),
 }
 
@@ -97,7 +96,6 @@ impl MetricsAddress {
         Ok((address, name))
     }
 
-    /// Reads an address.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let flag = "--metrics";
         if let Some(path) = text.strip_prefix("unix:") {

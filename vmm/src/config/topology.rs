@@ -23,7 +23,6 @@ const PM_DETOUR: u8 = 7;
 /// A node of the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
-    /// Its vCPUs, ascending.
     pub cpus: Vec<u8>,
     /// The node with vCPUs that its memory is local to: itself, if it has some.
     pub near: u32,
@@ -34,7 +33,6 @@ pub struct Node {
 pub struct Topology {
     zones: Vec<ZoneSpec>,
     nodes: Vec<Node>,
-    /// Row by row.
     distances: Vec<u8>,
     /// By the vCPUs' indices.
     places: Vec<VcpuPlace>,

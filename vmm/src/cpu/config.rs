@@ -18,7 +18,6 @@ pub const MAX_VCPUS: u8 = 254;
 const MAX_THREADS: u16 = 2;
 /// Every processor of 64 bits has as many address bits; page tables take no more.
 const PHYS_BITS: std::ops::RangeInclusive<u8> = 36..=52;
-/// Cloud Hypervisor's default.
 const DEFAULT_PHYS_BITS: u8 = 46;
 /// The host's CPUs that a set of them can name (`CPU_SETSIZE`).
 const MAX_HOST_CPUS: usize = 1024;

@@ -16,21 +16,15 @@ use thiserror::Error;
 /// Why a vCPU cannot be made or started.
 #[derive(Debug, Error)]
 pub enum CpuError {
-    /// A KVM call on one vCPU failed.
     #[error("KVM refuses to {what} vCPU {index}")]
     Kvm {
-        /// What was tried.
         what: &'static str,
-        /// Which vCPU.
         index: u8,
-        /// KVM's answer.
         #[source]
         source: kvm_ioctls::Error,
     },
-    /// The thread of a vCPU cannot be started.
     #[error("Cannot start the thread of vCPU {index}")]
     Thread {
-        /// Which vCPU.
         index: u8,
         /// What the operating system says.
         #[source]
@@ -41,7 +35,6 @@ pub enum CpuError {
         "Cannot let vCPU {index} run on CPUs {host_cpus:?} of the host alone (--cpus affinity=); the host's CPUs: {known}"
     )]
     Pin {
-        /// Which vCPU.
         index: u8,
         /// Where it was to run.
         host_cpus: Vec<usize>,
@@ -51,13 +44,10 @@ pub enum CpuError {
         #[source]
         source: io::Error,
     },
-    /// The signal that interrupts KVM_RUN cannot be set up.
     #[error("Cannot install the handler of the signal that interrupts vCPUs")]
     Signal(#[source] vmm_sys_util::errno::Error),
-    /// KVM takes fewer MSRs than a boot needs.
     #[error("KVM takes {taken} of {given} MSRs of vCPU {index}")]
     Msrs {
-        /// Which vCPU.
         index: u8,
         /// How many it took.
         taken: usize,
@@ -66,8 +56,5 @@ pub enum CpuError {
     },
     /// One that the guest has let go is still about what it did last, and cannot be given back.
     #[error("vCPU {index} has not ended what it did when the guest let it go: try again later")]
-    Busy {
-        /// Which vCPU.
-        index: u8,
-    },
+    Busy { index: u8 },
 }

@@ -38,7 +38,6 @@ pub struct Shape {
 }
 
 impl Default for Shape {
-    /// One of each.
     fn default() -> Self {
         Self { threads: Level::of(1), cores: Level::of(1), dies: Level::of(1) }
     }
@@ -50,12 +49,10 @@ impl Shape {
         self.threads.bits
     }
 
-    /// A die's.
     pub fn die_shift(&self) -> u32 {
         self.core_shift() + self.cores.bits
     }
 
-    /// A package's.
     pub fn package_shift(&self) -> u32 {
         self.die_shift() + self.dies.bits
     }

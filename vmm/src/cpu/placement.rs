@@ -23,7 +23,6 @@ const ONLINE: &str = "/sys/devices/system/cpu/online";
 /// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on one core at a time.
 #[derive(Clone, Debug)]
 pub enum Cores {
-    /// With whoever comes.
     Anybody,
     /// With nobody: each thread has a cookie of its own.
     Nobody,

@@ -34,29 +34,17 @@ use crate::log::sparsely;
 pub enum VcpuEvent {
     /// The guest's processor shut down: an exception it could not deliver.
     #[error("Triple fault of vCPU {index} at RIP {rip:#x}")]
-    TripleFault {
-        /// Which vCPU.
-        index: u8,
-        /// Where.
-        rip: u64,
-    },
+    TripleFault { index: u8, rip: u64 },
     /// The guest touched memory whose slot maps nothing accessible: KVM_RUN fails with EFAULT, and 6.1 and 6.12
     /// do not say which address it was.
     #[error("unplugged-access: vCPU {index} touched memory that is not plugged, at RIP {rip:#x}")]
     UnpluggedAccess {
-        /// Which vCPU.
         index: u8,
         /// Where its code was.
         rip: u64,
     },
-    /// KVM cannot go on.
     #[error("vCPU {index} cannot go on: {what}")]
-    Failed {
-        /// Which vCPU.
-        index: u8,
-        /// What KVM said.
-        what: String,
-    },
+    Failed { index: u8, what: String },
 }
 
 /// Where vCPU events go; called on vCPU threads.
@@ -69,13 +57,11 @@ const MOST_ROUNDS: usize = 4096;
 /// What a vCPU's exits reach.
 #[derive(Clone)]
 pub struct Surroundings {
-    /// Port I/O.
     pub ports: Arc<Bus>,
     /// Memory-mapped I/O.
     pub mmio: Arc<Bus>,
     /// Where it reports what it cannot handle.
     pub events: EventSink,
-    /// The VM's brake.
     pub brake: Arc<Brake>,
     /// Whether memory of the guest is gone; then the brake is pulled, and the owner told.
     pub memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
@@ -195,7 +181,6 @@ impl Shared {
         self.nmi.swap(false, Ordering::SeqCst)
     }
 
-    /// The thread ends.
     fn end(&self) {
         self.immediate_exit.lock().take();
         let _wanted = self.wanted.lock();

@@ -34,7 +34,6 @@ const ZEROS_BYTES: usize = 1 << 20;
 /// How an image is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ImageOptions {
-    /// For reading alone.
     pub readonly: bool,
     /// Past the page cache (O_DIRECT).
     pub direct: bool,
@@ -49,18 +48,14 @@ pub struct ImageOptions {
 /// Why an image cannot be a disk.
 #[derive(Debug, Error)]
 pub enum ImageError {
-    /// The file cannot be opened, or asked about.
     #[error("{path:?} cannot be {done}")]
     Io {
-        /// The file.
         path: PathBuf,
-        /// What was tried.
         done: &'static str,
         /// What the operating system says.
         #[source]
         source: io::Error,
     },
-    /// A directory, a pipe.
     #[error("{path:?} is neither a file nor a block device")]
     Kind {
         /// What it is not.
@@ -68,33 +63,14 @@ pub enum ImageError {
     },
     /// Somebody else has it.
     #[error("{path:?} is in use by {holder}; only readonly=on images are shared")]
-    InUse {
-        /// The file.
-        path: PathBuf,
-        /// Who.
-        holder: Holder,
-    },
+    InUse { path: PathBuf, holder: Holder },
     /// The kernel does not give the device away.
     #[error("{path:?} is in use: {by}")]
-    DeviceInUse {
-        /// The device.
-        path: PathBuf,
-        /// By what.
-        by: String,
-    },
-    /// A pool, which a guest's writes would destroy.
+    DeviceInUse { path: PathBuf, by: String },
     #[error(transparent)]
     Pool(#[from] GuestFileError),
-    /// Nothing to serve.
     #[error("{path:?} has {size_bytes} bytes, less than a block of {block_bytes}")]
-    Empty {
-        /// The file.
-        path: PathBuf,
-        /// Its size.
-        size_bytes: u64,
-        /// The unit.
-        block_bytes: u32,
-    },
+    Empty { path: PathBuf, size_bytes: u64, block_bytes: u32 },
 }
 
 /// A raw image that is open, and locked as long as it is.
@@ -180,7 +156,6 @@ impl RawImage {
         }))
     }
 
-    /// The open file.
     pub(super) fn file(&self) -> &File {
         &self.file
     }

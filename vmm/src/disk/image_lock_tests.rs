@@ -72,7 +72,6 @@ fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     }
 }
 
-/// The same for calls that wait.
 #[test]
 fn calls_wait_for_a_cycle_of_the_same_block() {
     let Some((_folder, image)) = direct_image() else { return };

@@ -37,7 +37,6 @@ pub enum ResizeError {
     /// What is cut off would be lost, and the guest may hold it to be there.
     #[error("it has {size_bytes} bytes and does not shrink to {wanted_bytes}")]
     Shrinks {
-        /// What it has.
         size_bytes: u64,
         /// What was asked for.
         wanted_bytes: u64,
@@ -47,7 +46,6 @@ pub enum ResizeError {
     PartOfBlock {
         /// What was asked for.
         wanted_bytes: u64,
-        /// The unit.
         block_bytes: u32,
     },
     /// The disk is somebody else's to resize.
@@ -70,7 +68,6 @@ pub trait BlockDevice: Send + Sync {
     /// Properties of the disk, apart from its size.
     fn geometry(&self) -> Geometry;
 
-    /// Present size.
     fn size_bytes(&self) -> u64;
 
     /// Fills `data` from an offset.
@@ -82,13 +79,11 @@ pub trait BlockDevice: Send + Sync {
     /// Makes everything written durable.
     fn flush(&self) -> io::Result<()>;
 
-    /// Discards a range.
     fn discard(&self, range: DiskRange) -> io::Result<()>;
 
     /// Makes a range read as zeros.
     fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()>;
 
-    /// Changes the size.
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
 
     /// Starts a ring for one queue, which never has more than `depth` steps under way. `None`: the calls of this trait
@@ -144,7 +139,6 @@ pub struct Done {
     pub token: usize,
     /// What it was; a buffer that was read into is full if there is no error.
     pub step: Step,
-    /// How it went.
     pub result: io::Result<()>,
 }
 

@@ -25,7 +25,6 @@ impl DiskRange {
         Self { offset_bytes, len_bytes }
     }
 
-    /// Where it begins.
     pub fn offset_bytes(&self) -> u64 {
         self.offset_bytes
     }
@@ -39,7 +38,6 @@ impl DiskRange {
 /// Whether blocks that are to be zero may be given away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmap {
-    /// They may.
     Allowed,
     /// They must stay: a later write must not fail for want of room.
     Forbidden,

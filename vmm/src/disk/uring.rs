@@ -33,7 +33,6 @@ enum Way {
     Punch,
     /// The file system notes that they are zero.
     Zero,
-    /// They are written.
     Write,
 }
 

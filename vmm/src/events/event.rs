@@ -24,13 +24,11 @@ pub enum Event<'a> {
     VmPaused,
     /// It is about to go on.
     VmResuming,
-    /// It goes on.
     VmResumed,
     /// It has ended, and its configuration is kept.
     VmShutdown,
     /// It is about to be built anew.
     VmRebooting,
-    /// It has been.
     VmRebooted,
     /// Its configuration is forgotten.
     VmDeleted,
@@ -57,7 +55,6 @@ pub enum Event<'a> {
     },
     /// The guest restarts repeatedly, and its next start is delayed.
     RestartDelayed {
-        /// The delay.
         delay_ms: u64,
     },
     /// The guest has replaced the BTT of a volume, which is therefore shown as a read-only disk.
@@ -87,31 +84,25 @@ pub enum Event<'a> {
     DeviceRemoved {
         /// What it was called.
         id: &'a str,
-        /// Where it was.
         bdf: &'a str,
     },
     /// The guest has as many vCPUs as it was to have.
     VcpusResized {
-        /// How many.
         vcpus: u8,
     },
     /// The VM was paused by itself, for something that the guest cannot be told.
     Failed {
-        /// Why.
         reason: &'a str,
     },
     /// A zone has what was requested of it.
     MemoryReached {
-        /// Which zone.
         zone: &'a str,
         /// What it has plugged now.
         plugged_bytes: u64,
     },
     /// The host cannot provide what was requested of a zone.
     MemoryRefused {
-        /// Which zone.
         zone: &'a str,
-        /// What kept it.
         reason: &'a str,
         /// What is requested now.
         requested_bytes: u64,
@@ -126,7 +117,6 @@ pub enum Event<'a> {
 }
 
 impl Event<'_> {
-    /// Source and name.
     pub fn name(&self) -> (&'static str, &'static str) {
         match self {
             Self::VmmStarting => ("vmm", "starting"),

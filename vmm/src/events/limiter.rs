@@ -39,7 +39,6 @@ impl Bounds {
 /// Whether something is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is.
     Tell,
     /// It is how it was when something was told, or withheld, last.
     Known,

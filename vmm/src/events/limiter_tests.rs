@@ -191,7 +191,6 @@ impl Rule for OnlyRepetitions {
 enum Step {
     /// Something of the source.
     Event(u64),
-    /// The guest restarts.
     EndMachine,
 }
 

@@ -34,7 +34,6 @@ pub struct Told {
     pub timestamp: Duration,
     /// Who tells: `vmm`, `vm`, `virtio-device`, and `foreshore` of what Cloud Hypervisor has no event for.
     pub source: &'static str,
-    /// What.
     pub event: &'static str,
     /// More about it; null if there is nothing more.
     pub properties: Option<BTreeMap<&'static str, String>>,
@@ -141,7 +140,6 @@ pub struct Watcher {
 /// What a watcher sees next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
-    /// An event.
     Event(Arc<Told>),
     /// So many were missed.
     Lost(u64),
@@ -245,7 +243,6 @@ impl Events {
         Watcher { queue: self.queue.subscribe(), counters: Arc::clone(&self.counters) }
     }
 
-    /// Counts.
     pub fn counters(&self) -> Arc<EventCounters> {
         Arc::clone(&self.counters)
     }

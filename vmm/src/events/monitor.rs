@@ -15,7 +15,6 @@ use super::{Events, Seen, Told, Watcher};
 use crate::output_file::admit;
 use crate::standard_stream;
 
-/// Why events cannot be written.
 #[derive(Debug, Error)]
 #[error("--event-monitor: cannot write events to {target}")]
 pub struct MonitorError {

@@ -20,13 +20,11 @@ const MAX_LINES_PER_SECOND: usize = 200;
 /// could be counted.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
-/// Parses one line.
 pub type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
 
 /// A message of the agent, or the reason why its line was refused.
 #[derive(Debug)]
 pub struct Heard {
-    /// The message.
     pub message: Result<AgentMessage, Refusal>,
     /// Time at which the line was complete.
     pub at: Instant,
@@ -121,7 +119,6 @@ pub struct LineBudget {
 }
 
 impl LineBudget {
-    /// A whole second's.
     pub fn new() -> Self {
         Self {
             second: tokio::time::Instant::now(),

@@ -138,7 +138,6 @@ impl Core {
         Ok(self)
     }
 
-    /// An agent has connected.
     pub fn agent_connected(&mut self, now: TimeMs) {
         self.step(Event::AgentConnected, now);
     }

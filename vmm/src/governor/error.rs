@@ -25,11 +25,9 @@ pub enum GovernorError {
     Config(#[from] ConfigError),
 }
 
-/// Size that exceeds the size of all zones.
 #[derive(Debug, Error)]
 #[error("{name} is {}, must be at most {}, which is what all zones can have", Unit::Bytes.show(*.bytes), Unit::Bytes.show(*.most_bytes))]
 pub struct AboveZones {
-    /// The parameter.
     pub name: &'static str,
     pub bytes: u64,
     pub most_bytes: u64,

@@ -13,7 +13,6 @@ use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
 /// `vm.pressure`, as it is answered. The default is that of no policy, before anything has happened.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PressureInfo {
-    /// The policy's name.
     pub policy: String,
     /// Decides, and does nothing.
     pub dry_run: bool,
@@ -27,7 +26,6 @@ pub struct PressureInfo {
     pub agent_connected: bool,
     /// Age of the last report in milliseconds; `None` before the first.
     pub report_age_ms: Option<u64>,
-    /// The zones that are governed.
     pub zones: Vec<GovernedZoneInfo>,
     /// How many decisions there have been.
     pub decisions_total: u64,
@@ -43,7 +41,6 @@ pub struct PressureInfo {
 /// `vm.pressure`: a zone that is governed. Its sizes are in `vm.memory`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GovernedZoneInfo {
-    /// Which zone.
     pub id: String,
     /// Whether the guest's driver is up: without it nothing is plugged or unplugged.
     pub driver_ready: bool,
@@ -54,7 +51,6 @@ pub struct GovernedZoneInfo {
 /// `vm.pressure`: the trace that is being recorded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordingInfo {
-    /// Where.
     pub file: PathBuf,
     /// How much has been written.
     pub written_bytes: u64,
@@ -68,7 +64,6 @@ pub struct RecordingInfo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum RecordingState {
-    /// It does.
     Recording,
     /// It has reached its size.
     Full,

@@ -27,17 +27,13 @@ pub struct PressureSample {
     pub reports_total: u64,
     /// Lines of the agent that were refused, by [`Refusal::label`].
     pub refused_total: BTreeMap<&'static str, u64>,
-    /// Connections of agents.
     pub connections_total: u64,
     /// Bytes that agents have sent.
     pub agent_bytes_total: u64,
     /// Reminders sent to a guest that made no progress.
     pub reminders_total: u64,
-    /// An agent is connected.
     pub agent_connected: bool,
-    /// State of the agent.
     pub agent: Option<AgentState>,
-    /// Governed zones.
     pub zones: Vec<PressureZone>,
     /// Decisions so far; also the number of the last one.
     pub decisions_total: u64,
@@ -57,7 +53,6 @@ pub struct PressureSample {
     pub report_to_online: LatencySample,
 }
 
-/// Governed zone.
 #[derive(Clone, Debug)]
 pub struct PressureZone {
     /// Name of its tier.

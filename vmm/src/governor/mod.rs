@@ -58,11 +58,9 @@ pub struct GovernedZone {
     pub id: String,
     /// Where its memory comes from.
     pub tier: Tier,
-    /// Its node in the guest.
     pub guest_numa_node: u32,
     /// Memory of that node that the guest booted with.
     pub boot_bytes: u64,
-    /// Its device.
     pub device: Arc<dyn ZoneDevice>,
 }
 
@@ -98,7 +96,6 @@ pub trait BalloonSource: Send + Sync {
     /// Requests statistics from the driver.
     fn ask(&self);
 
-    /// Present state.
     fn state(&self) -> BalloonState;
 }
 

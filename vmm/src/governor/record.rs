@@ -262,7 +262,6 @@ impl Recorder {
         let _ = line(&mut self.writer);
     }
 
-    /// How it goes.
     pub fn info(&self) -> RecordingInfo {
         RecordingInfo {
             file: self.path.clone(),

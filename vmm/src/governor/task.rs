@@ -265,7 +265,6 @@ impl GovernorHandle {
         result.expect("the governor's thread has panicked: it runs as long as its handle exists")
     }
 
-    /// The governor's clock.
     pub fn clock(&self) -> &Clock {
         &self.clock
     }

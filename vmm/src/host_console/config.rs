@@ -55,7 +55,6 @@ section! {
 /// Limits of a console's file. `None` is no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileLimits {
-    /// Size.
     pub max_bytes: Option<u64>,
     /// Rate beyond the burst.
     pub bytes_per_s: Option<NonZeroU64>,
@@ -126,7 +125,6 @@ impl ConsoleConfig {
 }
 
 impl ConsoleConfig {
-    /// Limits of the file.
     pub fn file_limits(&self) -> FileLimits {
         FileLimits {
             max_bytes: Some(self.max_size.unwrap_or(DEFAULT_MAX_SIZE)).filter(|bytes| *bytes > 0),

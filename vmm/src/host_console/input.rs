@@ -16,7 +16,6 @@ pub enum Read {
     Bytes(usize),
     /// Nothing for the moment.
     Nothing,
-    /// Nothing any more.
     End,
 }
 

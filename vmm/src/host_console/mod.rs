@@ -34,19 +34,15 @@ use crate::unix_socket::UnixSocketError;
 /// Why a console cannot be opened.
 #[derive(Debug, Error)]
 pub enum ConsoleError {
-    /// The file cannot be written.
     #[error("Cannot open the console's file {path:?}")]
     File {
-        /// Its path.
         path: PathBuf,
         /// What the operating system says.
         #[source]
         source: io::Error,
     },
-    /// The file cannot be emptied for a new VM.
     #[error("Cannot empty the console's file {path:?}")]
     Empty {
-        /// Its path.
         path: PathBuf,
         /// What the operating system says.
         #[source]
@@ -58,7 +54,6 @@ pub enum ConsoleError {
     /// No path came with mode socket.
     #[error("The console goes to a socket, but no socket is named")]
     NoSocket,
-    /// The socket cannot be listened on.
     #[error(transparent)]
     Socket(#[from] UnixSocketError),
     /// There is no pseudo terminal.
@@ -70,7 +65,6 @@ pub enum ConsoleError {
     /// No thread for it.
     #[error("Cannot start the thread of consoles that somebody can come to")]
     Worker(#[source] EventLoopError),
-    /// Standard input or output cannot be used.
     #[error("Cannot use the terminal as console")]
     Terminal(#[source] io::Error),
 }

@@ -46,11 +46,9 @@ pub struct Lost {
 #[derive(Debug)]
 enum End {
     Nobody,
-    /// Whoever comes.
     Line(Arc<Ring>),
     /// Whoever reads it later.
     DiskFile(DiskFile),
-    /// Whoever reads now.
     Reader(Target),
 }
 
@@ -111,7 +109,6 @@ impl Target {
 }
 
 impl ConsoleOutput {
-    /// Throws everything away.
     pub fn null() -> Self {
         Self::new(End::Nobody)
     }
@@ -161,7 +158,6 @@ impl ConsoleOutput {
         Self::to(File::from(io::stdout().as_fd().try_clone_to_owned()?))
     }
 
-    /// Whether nobody listens.
     pub fn is_null(&self) -> bool {
         matches!(self.end, End::Nobody)
     }

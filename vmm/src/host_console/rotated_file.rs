@@ -54,19 +54,15 @@ enum KeepError {
     /// The path cannot be determined, for example because the file was removed before.
     #[error("the path of the file is unknown")]
     NoPath,
-    /// Another program has renamed or removed the file.
     #[error("{0:?} is another file now")]
     Replaced(PathBuf),
     /// Not output of a VMM.
     #[error("{0:?} exists and is not the output of a VMM")]
     NotOutput(PathBuf),
-    /// Output of a VMM that still writes it.
     #[error("{0:?} is in use")]
     InUse(PathBuf),
-    /// A call of the operating system failed.
     #[error("{call}: {source}")]
     Io {
-        /// The call.
         call: &'static str,
         /// Reason of the operating system.
         source: io::Error,
@@ -331,7 +327,6 @@ fn create_like(path: &Path, other: &Metadata) -> Result<File, KeepError> {
 pub struct ConsoleFileSource {
     /// Name of the console.
     pub device: &'static str,
-    /// The counters.
     pub counters: Arc<ConsoleFileMetrics>,
 }
 

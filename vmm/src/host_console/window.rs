@@ -12,9 +12,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 /// In characters; zeros where nobody has said.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WindowSize {
-    /// The width.
     pub columns: u16,
-    /// The height.
     pub rows: u16,
 }
 
@@ -64,7 +62,6 @@ impl Window {
         Ok(window)
     }
 
-    /// The size now.
     pub fn size(&self) -> WindowSize {
         // A terminal that is gone has none.
         tcgetwinsize(&self.terminal).map_or_else(

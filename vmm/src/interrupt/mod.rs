@@ -48,7 +48,6 @@ pub trait VirtioInterrupt: Send + Sync {
     /// Undoes [`Self::bind_queue`].
     fn unbind_queue(&self, _queue: u16) {}
 
-    /// Configuration change notification.
     fn signal_config(&self) -> io::Result<()>;
 
     /// The device has met something that it cannot go on after: its status says DEVICE_NEEDS_RESET until it is reset

@@ -18,13 +18,10 @@ const GSI_END: u32 = 4096;
 /// Why a message cannot have an irqfd.
 #[derive(Debug, Error)]
 pub enum RouteError {
-    /// All GSIs are taken.
     #[error("All interrupt routes are taken: KVM has {GSI_END}")]
     Full,
-    /// The eventfd cannot be made.
     #[error("Cannot make the eventfd of GSI {gsi}")]
     EventFd {
-        /// The GSI.
         gsi: u32,
         /// What the operating system says.
         #[source]
@@ -33,18 +30,14 @@ pub enum RouteError {
     /// KVM does not take the table of routes.
     #[error("KVM refuses the route of GSI {gsi}")]
     Route {
-        /// The GSI.
         gsi: u32,
-        /// What KVM says.
         #[source]
         source: io::Error,
     },
     /// KVM does not take the irqfd.
     #[error("KVM refuses the irqfd of GSI {gsi}")]
     Irqfd {
-        /// The GSI.
         gsi: u32,
-        /// What KVM says.
         #[source]
         source: io::Error,
     },

@@ -13,7 +13,6 @@ use crate::pci::msix::MsiMessage;
 /// What was asked of the controller.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Call {
-    /// The whole table.
     Routes(Vec<(u32, MsiMessage)>),
     /// An irqfd for this GSI.
     Register(u32),
@@ -21,7 +20,6 @@ pub enum Call {
     Unregister(u32),
     /// The line of this GSI is high, or low.
     Line(u32, bool),
-    /// A direct message.
     Signal(MsiMessage),
 }
 
@@ -32,7 +30,6 @@ struct State {
     refuse: bool,
 }
 
-/// The controller.
 #[derive(Default)]
 pub struct FakeController(Mutex<State>);
 

@@ -34,7 +34,6 @@ pub struct MemoryOptions {
     pub address_bits: u8,
     /// KVM_CAP_NR_MEMSLOTS.
     pub slot_limit: u32,
-    /// The host's memory.
     pub host_bytes: u64,
 }
 
@@ -46,14 +45,9 @@ pub enum MemoryError {
     Layout(#[from] LayoutError),
     /// A zone of PM without a pool.
     #[error("Zone {zone:?} is of PM, but there is no pool")]
-    NoPool {
-        /// The zone's name.
-        zone: String,
-    },
-    /// Boot memory is DRAM.
+    NoPool { zone: String },
     #[error("Zone {zone:?} is of PM and cannot have {size_bytes} bytes of boot memory")]
     PmBoot {
-        /// The zone's name.
         zone: String,
         /// What was asked for.
         size_bytes: u64,
@@ -61,30 +55,23 @@ pub enum MemoryError {
     /// A zone shall have memory of a node that the host has not.
     #[error("Zone {zone:?} cannot be bound")]
     HostNode {
-        /// The zone's name.
         zone: String,
         /// Why not.
         #[source]
         source: HostNodeError,
     },
-    /// A zone shall have memory that there cannot be.
     #[error("Zone {zone:?}")]
     Dram {
-        /// The zone's name.
         zone: String,
-        /// What is wrong.
         #[source]
         source: DramError,
     },
-    /// The host has too few huge pages.
     #[error(
         "Zone {zone:?}: {} of huge pages of {} cannot be had, the host has {free} of them free; vm.nr_hugepages sets some aside",
         Size(*len), Size(*page_bytes)
     )]
     HugePages {
-        /// The zone's name.
         zone: String,
-        /// What is wanted.
         len: u64,
         /// The size of a page.
         page_bytes: u64,
@@ -97,9 +84,7 @@ pub enum MemoryError {
     /// A zone shall be of a file that it cannot be of.
     #[error("Zone {zone:?}: file={}", path.display())]
     File {
-        /// The zone's name.
         zone: String,
-        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         #[source]
@@ -108,9 +93,7 @@ pub enum MemoryError {
     /// The host cannot find the memory that is wanted at once.
     #[error("Zone {zone:?}: {} cannot be found at once (prefault=on)", Size(*len))]
     Prefault {
-        /// The zone's name.
         zone: String,
-        /// Its boot memory.
         len: u64,
         /// What the kernel says.
         #[source]
@@ -138,7 +121,6 @@ pub enum MemoryError {
 
 /// What a zone's virtio-mem device works on.
 pub struct HotplugPart {
-    /// The zone.
     pub spec: ZoneSpec,
     /// Where the part lies in the guest.
     pub range: GuestRange,
@@ -152,7 +134,6 @@ pub struct HotplugPart {
 
 /// What a part of a zone lies in.
 struct Part {
-    /// The zone's index.
     zone: usize,
     /// Where the guest has it.
     range: GuestRange,
@@ -278,7 +259,6 @@ pub fn build(
 }
 
 impl Memory {
-    /// Where everything lies.
     pub fn map(&self) -> &MemoryMap {
         &self.map
     }
@@ -335,7 +315,6 @@ impl Memory {
         &self.view
     }
 
-    /// KVM's slots.
     pub fn slots(&self) -> &Arc<Slots> {
         &self.slots
     }
@@ -438,7 +417,6 @@ pub struct MappedRange {
     pub guest: GuestRange,
     /// Where this process does.
     pub reservation: Arc<Reservation>,
-    /// KVM's slot.
     slot: u32,
 }
 

@@ -26,7 +26,6 @@ pub enum DimmError {
         Size(*block_bytes)
     )]
     NotWhole {
-        /// What is wanted.
         wanted_bytes: u64,
         /// What the guest takes at a time, or a page of the host has.
         block_bytes: u64,
@@ -42,12 +41,7 @@ pub enum DimmError {
         Size(*wanted_bytes),
         Size(*left_bytes)
     )]
-    TooLarge {
-        /// What is wanted.
-        wanted_bytes: u64,
-        /// What there is.
-        left_bytes: u64,
-    },
+    TooLarge { wanted_bytes: u64, left_bytes: u64 },
     /// The host has no memory for it.
     #[error("the host cannot map it")]
     Backing(#[from] BackingError),
@@ -139,12 +133,10 @@ impl Dimms {
         Self { spec, plan, backing, reservation, slots, view, came_bytes: Arc::default() }
     }
 
-    /// Their zone.
     pub fn zone(&self) -> &ZoneSpec {
         &self.spec
     }
 
-    /// Where they are.
     pub fn plan(&self) -> &DimmPlan {
         &self.plan
     }

@@ -47,7 +47,6 @@ pub const MAX_NVDIMMS: usize = 64;
 const _: () = assert!(FLUSH_HINT_START + MAX_NVDIMMS as u64 * FLUSH_HINT_LEN <= GED_START);
 /// I/O APIC registers.
 pub const IOAPIC_START: u32 = 0xfec0_0000;
-/// Local APIC registers.
 pub const LAPIC_START: u32 = 0xfee0_0000;
 /// Intel's KVM wants three pages for a TSS and one for an identity map below 4 GiB.
 pub const KVM_TSS_START: u64 = 0xfffb_d000;
@@ -71,13 +70,11 @@ pub const SERIAL_PORT: u16 = 0x3f8;
 pub const SERIAL_GSI: u32 = 4;
 /// Sleep control (1 byte), sleep status (1 byte), reset (1 byte) registers of the FADT (ACPI 6.5, 4.8.3.7).
 pub const ACPI_PM_PORT: u16 = 0x600;
-/// Their number.
 pub const ACPI_PM_LEN: u16 = 3;
 /// Generic event device's register block (ACPI 6.5, 5.6.9).
 pub const GED_START: u64 = 0xe910_0000;
 /// Its length in bytes.
 pub const GED_LEN: u64 = 0x1000;
-/// Its interrupt.
 pub const GED_GSI: u32 = 5;
 /// The NVDIMMs' health registers, 4 bytes each, that of DIMM n at 4 n.
 pub const NVDIMM_HEALTH_START: u64 = 0xe910_1000;
@@ -116,10 +113,8 @@ pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
 /// Why zones cannot be laid out, or a further range cannot be had.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LayoutError {
-    /// A size is off its grid.
     #[error("Size {size_bytes} bytes of zone {zone:?} is not a multiple of {}", Size(*unit_bytes))]
     Unaligned {
-        /// The zone's name.
         zone: String,
         /// What was asked for.
         size_bytes: u64,
@@ -140,14 +135,12 @@ pub enum LayoutError {
         /// Alignment in bytes.
         align: u64,
     },
-    /// The address space ends first.
     #[error(
         "{what} of {size_bytes} bytes would end beyond the guest's {address_bits}-bit physical address space"
     )]
     AddressSpace {
         /// What did not fit.
         what: String,
-        /// Its size.
         size_bytes: u64,
         /// Width of guest-physical addresses.
         address_bits: u8,
@@ -157,7 +150,6 @@ pub enum LayoutError {
 /// A range of guest-physical addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestRange {
-    /// First address.
     pub start: u64,
     /// Length in bytes, never 0.
     pub len: u64,
@@ -230,7 +222,6 @@ impl BootMemory {
         if self.high_bytes == 0 { self.low_end() } else { self.high_end() }
     }
 
-    /// Total size.
     pub fn bytes(&self) -> u64 {
         self.low_bytes.saturating_add(self.high_bytes)
     }

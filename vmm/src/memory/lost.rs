@@ -58,7 +58,6 @@ pub enum WatchError {
     /// The handler has no place left for it.
     #[error(transparent)]
     TooMany(#[from] TooManyRanges),
-    /// The process has too many files open.
     #[error("Its file cannot be kept open")]
     File(#[source] io::Error),
 }
@@ -66,7 +65,6 @@ pub enum WatchError {
 /// How memory was lost.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum Loss {
-    /// The file ends where something is mapped.
     #[error("its file was cut short to {}, of which the guest has {}", Size(*file_bytes), Size(*mapped_bytes))]
     CutShort {
         /// The file's length when that was seen.
@@ -74,7 +72,6 @@ pub enum Loss {
         /// Its length, at the least, when it was mapped.
         mapped_bytes: u64,
     },
-    /// A page cannot be reached.
     #[error("a page is bad, or its file system has no room for it")]
     Page,
 }

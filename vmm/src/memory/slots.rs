@@ -34,44 +34,24 @@ const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 /// Why a slot cannot be had.
 #[derive(Debug, Error)]
 pub enum SlotError {
-    /// All are in use.
     #[error("All {limit} memory slots of KVM are in use")]
-    NoneLeft {
-        /// Their number.
-        limit: u32,
-    },
-    /// The range is larger than the largest slot.
+    NoneLeft { limit: u32 },
     #[error(
         "{} at {start:#x} is more than the {} that KVM takes in one piece: divide it, for example into several zones, disks or volumes",
         Size(*len), Size(MAX_SLOT_BYTES)
     )]
-    TooLarge {
-        /// Guest-physical start.
-        start: u64,
-        /// Length.
-        len: u64,
-    },
-    /// KVM's own allocations could exceed the host's memory.
+    TooLarge { start: u64, len: u64 },
     #[error(
         "{} of guest memory can make KVM allocate {} for itself, but the host has only {} of memory",
         Size(*guest_bytes), Size(kvms_own_bytes(*guest_bytes)), Size(*host_bytes)
     )]
-    MoreThanHost {
-        /// Guest memory.
-        guest_bytes: u64,
-        /// The host's memory.
-        host_bytes: u64,
-    },
-    /// KVM refuses.
+    MoreThanHost { guest_bytes: u64, host_bytes: u64 },
     #[error("KVM does not take slot {slot} for {len:#x} bytes at {start:#x}")]
     Kvm {
-        /// The slot's number.
         slot: u32,
-        /// Guest-physical start.
         start: u64,
         /// Length; 0 when it was to be removed.
         len: u64,
-        /// What KVM says.
         #[source]
         source: io::Error,
     },
@@ -106,7 +86,6 @@ fn check_range(range: GuestRange) -> Result<(), SlotError> {
     }
 }
 
-/// The host's memory.
 pub fn host_bytes() -> u64 {
     // SAFETY: no pointers.
     let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };

@@ -28,17 +28,14 @@ pub enum ViewError {
     /// Empty, off the block grid, or ending beyond the address space.
     #[error("Pluggable range {start:#x}+{len:#x} is not a whole number of blocks of {block_size:#x} bytes")]
     BadRange {
-        /// Guest-physical start.
         start: u64,
         /// Length in bytes.
         len: u64,
         /// Block size in bytes.
         block_size: u64,
     },
-    /// Two pluggable ranges overlap.
     #[error("Pluggable range {start:#x}+{len:#x} overlaps another one")]
     Overlap {
-        /// Guest-physical start.
         start: u64,
         /// Length in bytes.
         len: u64,

@@ -13,7 +13,6 @@ use super::layout::GIB;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Tier {
-    /// The host's DRAM.
     Dram,
     /// Chunks of a PM pool.
     Pm,
@@ -41,7 +40,6 @@ pub enum HostPages {
     /// Small ones, and huge ones where the host likes to (transparent huge pages).
     #[default]
     Transparent,
-    /// Small ones alone.
     Small,
     /// Huge ones that the host has set aside, of the size that is usual there.
     HugeAsUsual,
@@ -96,7 +94,6 @@ pub struct ZoneSpec {
     pub host_node: Option<u32>,
     /// The part that is there from the start.
     pub boot_bytes: u64,
-    /// How it grows.
     pub growth: Growth,
     /// The most that may be plugged beyond it; 0 for a zone that does not grow.
     pub hotplug_bytes: u64,

@@ -14,7 +14,6 @@ use prometheus_client::registry::Unit;
 
 use super::latency::LatencySample;
 
-/// Source of metrics.
 pub trait Expose: Send + Sync {
     /// Adds the current samples.
     fn expose(&self, out: &mut Exposition);
@@ -33,7 +32,6 @@ pub fn and(labels: &Labels, name: &'static str, value: &str) -> Labels {
     labels.iter().cloned().chain([(name, value.to_owned())]).collect()
 }
 
-/// Reads a counter.
 pub fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
@@ -124,7 +122,6 @@ impl Exposition {
         self.add(Family(name, help, Some(Unit::Seconds)), samples, Value::SecondsTotal);
     }
 
-    /// Adds durations.
     pub fn latencies(
         &mut self,
         name: &'static str,

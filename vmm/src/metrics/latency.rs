@@ -34,7 +34,6 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    /// Counts one duration.
     pub fn observe(&self, duration: Duration) {
         let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         let bucket = LATENCY_BOUNDS_NS.partition_point(|bound| *bound < ns);

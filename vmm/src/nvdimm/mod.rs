@@ -50,7 +50,6 @@ impl FlushHint {
         Self { name, backing, on_failure, flushing: Mutex::new(()), metrics: Arc::default() }
     }
 
-    /// The page's counters.
     pub fn metrics(&self) -> Arc<FlushHintMetrics> {
         Arc::clone(&self.metrics)
     }

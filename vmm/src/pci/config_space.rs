@@ -32,17 +32,13 @@ pub(super) const BARS_END: u16 = (BAR0 + 4 * BARS) as u16;
 /// What a function is.
 #[derive(Clone, Copy, Debug)]
 pub struct FunctionIds {
-    /// Vendor.
     pub vendor: u16,
     /// Device, by that vendor's numbers.
     pub device: u16,
-    /// Revision.
     pub revision: u8,
     /// Base class, subclass, programming interface: 24 bits.
     pub class: u32,
-    /// Subsystem vendor.
     pub subsystem_vendor: u16,
-    /// Subsystem.
     pub subsystem: u16,
 }
 
@@ -51,7 +47,6 @@ pub struct FunctionIds {
 pub struct BarRange {
     /// Index in the header.
     pub bar: u8,
-    /// Guest-physical address.
     pub base: u64,
     /// Length in bytes, a power of two.
     pub len: u64,

@@ -16,7 +16,6 @@ const IDS: FunctionIds = FunctionIds {
 pub struct HostBridge(ConfigSpace);
 
 impl HostBridge {
-    /// A host bridge.
     pub fn new() -> Self {
         Self(ConfigSpace::new(&IDS))
     }

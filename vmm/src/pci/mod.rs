@@ -16,7 +16,6 @@ pub trait PciDevice: Send + Sync {
     /// Reads configuration space from `offset`, which is below 4096 as is the end of `data`.
     fn read_config(&self, offset: u16, data: &mut [u8]);
 
-    /// Writes configuration space.
     fn write_config(&self, offset: u16, data: &[u8]);
 
     /// The memory BARs that the function decodes at present: none while memory decoding is off.

@@ -1,6 +1,5 @@
 //! MSI-X (PCI Local Bus 3.0, 6.8.2): the capability, the table and the pending bits, without any delivery.
 
-/// The capability's id.
 pub const CAPABILITY_ID: u8 = 0x11;
 /// Offset of message control in the capability.
 pub const CONTROL_OFFSET: u16 = 2;
@@ -18,7 +17,6 @@ const VECTOR_MASKED: u32 = 1;
 pub struct MsiMessage {
     /// Where it is written.
     pub address: u64,
-    /// What is written.
     pub data: u32,
 }
 
@@ -101,7 +99,6 @@ impl MsixTable {
         self.bus_master = bus_master;
     }
 
-    /// Reads the table.
     pub fn read_table(&self, offset: u64, data: &mut [u8]) {
         for (at, byte) in (offset..).zip(data) {
             let entry = self.entries.get((at / ENTRY_LEN) as usize);

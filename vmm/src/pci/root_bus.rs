@@ -34,13 +34,11 @@ pub enum PciError {
         /// The slot asked for.
         slot: u8,
     },
-    /// The slot has a function already.
     #[error("PCI slot {slot} is taken")]
     SlotTaken {
         /// The slot asked for.
         slot: u8,
     },
-    /// All slots are taken.
     #[error("All 31 slots of the PCI bus are taken")]
     Full,
     /// The window has no room for a BAR.

@@ -15,7 +15,6 @@ pub enum PersistError {
     /// The guest may only read the volume: what it stored went nowhere.
     #[error("The volume is read-only")]
     ReadOnlyVolume,
-    /// The backing reports an error.
     #[error("The backing cannot be made durable: {0}")]
     Backing(Box<dyn std::error::Error + Send + Sync>),
 }

@@ -35,7 +35,6 @@ impl LocalPool {
         Ok(Arc::new(Self { scrubber, pool }))
     }
 
-    /// The pool itself.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }

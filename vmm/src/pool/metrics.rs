@@ -12,7 +12,6 @@ use crate::metrics::{Expose, Exposition, Family, and, one};
 pub struct PoolMetrics {
     /// Path of the pool, which is its name.
     pub pool: String,
-    /// The pool.
     pub source: Weak<dyn PmPool>,
 }
 

@@ -46,7 +46,6 @@ pub enum PoolError {
     Full {
         /// What was asked for.
         wanted_bytes: u64,
-        /// What there is.
         available_bytes: u64,
     },
     /// The host has no thread left.
@@ -60,7 +59,6 @@ pub enum PoolError {
 /// The pool's bytes by state, which add up to its size, and what follows from them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolInfo {
-    /// The whole pool.
     pub total_bytes: u64,
     /// Kept for volumes: never lent as memory, whether volumes have it already or not.
     pub strg_bytes: u64,
@@ -72,11 +70,9 @@ pub struct PoolInfo {
     pub free_storage_bytes: u64,
     /// Free to be storage or memory, and clean.
     pub free_migrate_bytes: u64,
-    /// Lent as memory.
     pub memory_bytes: u64,
     /// Waiting to be erased. It is available: whoever needs it gets it erased.
     pub scrubbing_bytes: u64,
-    /// Owned by volumes.
     pub volume_bytes: u64,
     /// How many volumes there are.
     pub volumes: u32,
@@ -103,17 +99,13 @@ impl PoolInfo {
 /// Volume of a pool, open or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredVolume {
-    /// Its name.
     pub name: String,
-    /// Its format.
     pub format: VolumeFormat,
-    /// Its size.
     pub size_bytes: u64,
 }
 
 /// A volume that is open; nobody else has it until it is dropped.
 pub trait PoolVolume: Persist {
-    /// Its size.
     fn size_bytes(&self) -> u64;
 
     /// Where it lies in the pool's file, in its logical order and without gaps.
@@ -167,7 +159,6 @@ pub trait PmPool: Debug + Send + Sync {
     /// Deletes a volume that is not open.
     fn delete_volume(&self, name: &str) -> Result<(), PoolError>;
 
-    /// Opens a volume.
     fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError>;
 
     /// Bounds, in bytes per second, what erasing in the background takes of the media's bandwidth. `None`: no bound.

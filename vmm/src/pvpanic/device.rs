@@ -30,7 +30,6 @@ const CRASH_LOADED: u8 = 1 << 1;
 /// Report of a guest's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestPanic {
-    /// The kernel panicked.
     Panicked,
     /// The kernel panicked, and starts its crash kernel.
     CrashLoaded,
@@ -39,7 +38,6 @@ pub enum GuestPanic {
 }
 
 impl GuestPanic {
-    /// All reports.
     pub const ALL: [Self; 3] = [Self::Panicked, Self::CrashLoaded, Self::Unknown];
 
     /// Name in events and metrics, as Cloud Hypervisor has it.
@@ -63,7 +61,6 @@ impl GuestPanic {
 /// Receiver of reports. It runs on the vCPU's thread, and a guest can call it as often as it likes.
 type OnPanic = Box<dyn Fn(GuestPanic) + Send + Sync>;
 
-/// A pvpanic device.
 pub struct PvPanic {
     config: Mutex<ConfigSpace>,
     metrics: Arc<PvPanicMetrics>,

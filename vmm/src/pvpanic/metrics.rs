@@ -12,7 +12,6 @@ pub struct PvPanicMetrics {
 }
 
 impl PvPanicMetrics {
-    /// Counts a report.
     pub(super) fn count(&self, report: GuestPanic) {
         self.reports[report as usize].fetch_add(1, Ordering::Relaxed);
     }

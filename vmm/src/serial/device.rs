@@ -21,7 +21,6 @@ use crate::host_console::HostConsole;
 /// Why there is no serial port.
 #[derive(Debug, Error)]
 pub enum SerialError {
-    /// A timer or an eventfd cannot be made.
     #[error("Cannot set up the serial port")]
     Io(#[from] io::Error),
     /// The event loop does not take its worker.
@@ -45,7 +44,6 @@ pub(super) struct Reports {
     metrics: Arc<SerialMetrics>,
     /// The worker waits until the guest has read all input.
     pub(super) waiting: AtomicBool,
-    /// Tells it so.
     pub(super) drained: EventFd,
 }
 
@@ -104,7 +102,6 @@ impl Serial {
         Ok(Arc::new(Self { uart, metrics, event_loop: event_loop.clone(), worker }))
     }
 
-    /// The port's counters.
     pub fn metrics(&self) -> Arc<SerialMetrics> {
         Arc::clone(&self.metrics)
     }

@@ -30,30 +30,13 @@ const BACKLOG: i32 = 128;
 pub enum UnixSocketError {
     /// Somebody else listens there, or is about to.
     #[error("{flag}: {path:?} is in use: another process {what}")]
-    InUse {
-        /// The flag.
-        flag: &'static str,
-        /// The path.
-        path: PathBuf,
-        /// What it does.
-        what: &'static str,
-    },
-    /// There is a file, which is somebody's.
+    InUse { flag: &'static str, path: PathBuf, what: &'static str },
     #[error("{flag}: {path:?} exists, and is not a socket")]
-    Exists {
-        /// The flag.
-        flag: &'static str,
-        /// The path.
-        path: PathBuf,
-    },
-    /// A path cannot be bound to.
+    Exists { flag: &'static str, path: PathBuf },
     #[error("{flag}: cannot listen on {path:?}")]
     BindPath {
-        /// The flag.
         flag: &'static str,
-        /// The path.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -118,7 +101,6 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
 /// What a path is.
 #[derive(Debug, PartialEq, Eq)]
 enum Place {
-    /// Nothing is there.
     Free,
     /// A socket that somebody has.
     Used,

@@ -58,14 +58,10 @@ pub struct Activation {
 pub enum ActivateError {
     /// The driver did not enable a queue without which the device cannot work.
     #[error("Queue {index} is needed, but the driver has not enabled it")]
-    QueueMissing {
-        /// The queue's index.
-        index: u16,
-    },
+    QueueMissing { index: u16 },
     /// The event loop does not take the worker.
     #[error("The device's worker cannot be started")]
     Worker(#[from] crate::event_loop::EventLoopError),
-    /// A file descriptor cannot be made or duplicated.
     #[error("The device cannot set its files up")]
     Io(#[from] std::io::Error),
 }

@@ -67,7 +67,6 @@ struct Ring {
 
 /// A driver with so many queues of 32 descriptors.
 pub struct TestDriver {
-    /// All of the guest's memory.
     pub memory: GuestMemoryMmap,
     /// What the device sees of it, where that is more; a view of it otherwise.
     view: Option<GuestView>,
@@ -81,7 +80,6 @@ pub struct TestDriver {
 }
 
 impl TestDriver {
-    /// Empty rings.
     pub fn new(queues: usize) -> Self {
         let event = |flags| (0..queues).map(|_| EventFd::new(flags).unwrap()).collect();
         Self {
@@ -194,7 +192,6 @@ impl TestDriver {
         self.interrupt.resets_needed.load(Ordering::Relaxed)
     }
 
-    /// Notifies the device.
     pub fn kick(&self, queue: usize) {
         self.kicks[queue].write(1).unwrap();
     }
@@ -251,7 +248,6 @@ impl TestDriver {
         data
     }
 
-    /// Fills a buffer.
     pub fn write(&self, address: u64, data: &[u8]) {
         self.memory.write_slice(data, GuestAddress(address)).unwrap();
     }

@@ -15,7 +15,6 @@ pub(super) struct AttachedDevice {
     pub(super) id: String,
     pub(super) slot: u8,
     pub(super) device: Arc<dyn PciDevice>,
-    /// Its own threads.
     pub(super) loops: Vec<EventLoopHandle>,
     /// Its kind in metrics, if it can be removed.
     pub(super) removable: Option<&'static str>,

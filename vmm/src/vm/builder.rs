@@ -335,7 +335,6 @@ struct VcpuMaker {
     hypervisor: Hypervisor,
     cpus: CpusConfig,
     cores: Cores,
-    /// By index.
     places: Vec<VcpuPlace>,
     entry: PvhEntry,
     surroundings: Surroundings,

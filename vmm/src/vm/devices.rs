@@ -186,7 +186,6 @@ pub(super) struct MemorySignals {
 }
 
 impl MemorySignals {
-    /// Of one zone.
     fn observer(&self) -> MemObserver {
         let (plugged, events) = (Arc::clone(&self.plugged), self.events.clone());
         Arc::new(move |zone: &str, event| {

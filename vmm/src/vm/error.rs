@@ -36,34 +36,27 @@ pub enum BuildError {
     /// No thread for devices.
     #[error(transparent)]
     EventLoop(#[from] EventLoopError),
-    /// Two devices at one address.
     #[error(transparent)]
     Bus(#[from] BusError),
     /// No slot or address on the PCI bus.
     #[error(transparent)]
     Pci(#[from] PciError),
-    /// A device that cannot be shown.
     #[error(transparent)]
     Transport(#[from] TransportError),
     /// A volume that would not be safe.
     #[error(transparent)]
     Interface(#[from] InterfaceError),
-    /// A file that the configuration names more than once.
     #[error(transparent)]
     NamedTwice(#[from] NamedTwice),
     /// No kernel to boot.
     #[error("--kernel is needed: a VM has nothing to boot")]
     NoKernel,
-    /// A device's files.
     #[error("Cannot set up {device}")]
     Device {
-        /// Which device.
         device: String,
-        /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The governor cannot follow its configuration.
     #[error("--pressure")]
     Pressure(#[source] crate::governor::GovernorError),
 }

@@ -49,7 +49,6 @@ pub(super) struct Fabric {
 }
 
 impl Fabric {
-    /// Nothing is attached.
     pub(super) fn new(
         io_events: Arc<dyn IoEvents>,
         interrupts: Arc<dyn MsiController>,

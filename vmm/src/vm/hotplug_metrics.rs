@@ -21,7 +21,6 @@ pub struct HotplugMetrics {
 }
 
 impl HotplugMetrics {
-    /// Counts an action.
     pub fn count(&self, kind: &'static str, action: &'static str, result: &'static str) {
         *self.done.lock().entry((kind, action, result)).or_default() += 1;
     }

@@ -24,45 +24,29 @@ const DEVICE: &str = "/dev/kvm";
 /// Why there is no hypervisor.
 #[derive(Debug, Error)]
 pub enum KvmError {
-    /// The device cannot be opened.
     #[error("Cannot open {}: is KVM loaded, and may this user use it?", path.display())]
     Open {
-        /// The device.
         path: PathBuf,
-        /// KVM's answer.
         #[source]
         source: kvm_ioctls::Error,
     },
-    /// The interface is another one.
     #[error("{DEVICE} speaks API version {found}, needed is {KVM_API_VERSION}")]
-    Version {
-        /// What it speaks.
-        found: i32,
-    },
+    Version { found: i32 },
     /// A para-virtual KVM answers the calls, but interprets the guest's kernel.
     #[error(
         "{DEVICE} cannot run a stock guest: the processor shows neither svm nor vmx in /proc/cpuinfo; use a \
          machine with hardware or nested virtualisation"
     )]
     NoHardware,
-    /// Something that every supported kernel has is missing.
     #[error("{DEVICE} lacks {capability}, which Linux has had since 5.10")]
-    Capability {
-        /// What is missing.
-        capability: &'static str,
-    },
-    /// Interrupts cannot be routed.
+    Capability { capability: &'static str },
     #[error("Cannot route interrupts")]
     Routes(#[source] io::Error),
-    /// AMX was asked for.
     #[error("--cpus: features=amx: this host has no AMX for guests")]
     NoAmx(#[source] Option<io::Error>),
-    /// A call failed.
     #[error("KVM refuses to {what}")]
     Call {
-        /// What was tried.
         what: &'static str,
-        /// KVM's answer.
         #[source]
         source: kvm_ioctls::Error,
     },
@@ -70,7 +54,6 @@ pub enum KvmError {
 
 /// What a VM needs before anything else is built.
 pub struct Hypervisor {
-    /// The VM.
     pub vm: Arc<VmFd>,
     /// What its vCPUs can be.
     pub cpuid: CpuId,

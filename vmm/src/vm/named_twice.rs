@@ -39,7 +39,6 @@ const OUTPUT_RULE: &str =
 /// Use of a file, device or socket by a VM or the VMM.
 #[derive(Clone)]
 struct Use {
-    /// Flag and path.
     name: String,
     path: PathBuf,
     kind: Kind,

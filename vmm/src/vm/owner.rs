@@ -52,7 +52,6 @@ pub trait Machine {
     fn memory_bytes(&self) -> u64;
     /// Answers, maybe later, with every zone and its sizes; what is resident may be a second old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
-    /// Every volume.
     fn volumes(&self) -> Vec<VolumeInfo>;
     /// Every pool that it has open.
     fn pools(&self) -> Vec<PoolInfo>;
@@ -114,20 +113,11 @@ pub enum MachineEvent {
     /// A vCPU cannot go on.
     Vcpu(VcpuEvent),
     /// The guest has let go what was in a PCI slot.
-    Ejected {
-        /// The slot.
-        slot: u8,
-    },
+    Ejected { slot: u8 },
     /// The guest has let a vCPU go.
-    VcpuEjected {
-        /// Which.
-        index: u8,
-    },
+    VcpuEjected { index: u8 },
     /// Something that the guest cannot be told has failed: it is paused, and the reason said.
-    MustPause {
-        /// Why.
-        reason: String,
-    },
+    MustPause { reason: String },
 }
 
 impl MachineEvent {
@@ -183,10 +173,8 @@ pub enum RunError {
     /// The VM could not go on.
     #[error("The VM has ended: {0}")]
     Vm(VcpuEvent),
-    /// It faulted again and again.
     #[error("The VM has ended: {event}, {count} times in a row soon after its start")]
     KeepsFaulting {
-        /// The last fault.
         event: VcpuEvent,
         /// How many there were.
         count: u32,

@@ -29,7 +29,6 @@ pub type Counters = BTreeMap<String, DeviceCounters>;
 pub enum VmState {
     /// Configured, without a machine: not booted yet, or shut down.
     Created,
-    /// Its vCPUs run.
     Running,
     /// Its vCPUs are stopped, and will go on.
     Paused,
@@ -108,7 +107,6 @@ pub struct BalloonInfo {
 /// `vm.resize`: what is `None` stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResizeRequest {
-    /// vCPUs.
     pub desired_vcpus: Option<u8>,
     /// DRAM in bytes, boot part included.
     pub desired_ram: Option<u64>,
@@ -185,7 +183,6 @@ impl ResizeRequest {
 /// `vm.resize-zone`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResizeZoneRequest {
-    /// Which zone.
     pub id: String,
     /// Its size in bytes, boot part included.
     pub desired_ram: u64,
@@ -230,11 +227,8 @@ section! {
 pub struct ZoneInfo {
     /// `dram`, `pm`, or what its flag calls it.
     pub id: String,
-    /// Its tier's name.
     pub tier: String,
-    /// Its node in the guest.
     pub guest_numa_node: u32,
-    /// Its boot part.
     pub boot_bytes: u64,
     /// The most that can be plugged.
     pub hotplug_bytes: u64,
@@ -260,9 +254,7 @@ pub struct ZoneInfo {
 /// `vm.volumes`: one volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeInfo {
-    /// Its pool's path.
     pub pool: String,
-    /// Its name in it.
     pub name: String,
     /// Its size as the guest sees it.
     pub size_bytes: u64,
@@ -285,7 +277,6 @@ pub struct VolumeInfo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum VolumeStatus {
-    /// It is.
     Ok,
     /// It is not any more, and why: a flush has failed, or another write to the pool.
     Failed(String),
@@ -294,7 +285,6 @@ pub enum VolumeStatus {
 /// `pool.info`: one pool that is open. Its bytes are named as `pmvol info --json` names them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
-    /// Where it is.
     pub path: String,
     /// Its identity, which moves with it.
     pub uuid: String,
@@ -302,11 +292,8 @@ pub struct PoolInfo {
     pub durability: String,
     /// All of it: the sum of the next six.
     pub total_bytes: u64,
-    /// Erased, and nobody's.
     pub free_bytes: u64,
-    /// Lent as memory.
     pub memory_bytes: u64,
-    /// What volumes have.
     pub volume_bytes: u64,
     /// Waiting to be erased.
     pub scrubbing_bytes: u64,
@@ -328,7 +315,6 @@ pub struct PoolInfo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
 pub enum PoolStatus {
-    /// It does.
     Ok,
     /// It does not before it is opened again, and why: what failed first.
     ReadOnly(String),
@@ -349,41 +335,29 @@ pub enum VmError {
     /// Not in this state.
     #[error("The VM is {state:?}, and {verb} needs it {needs}")]
     WrongState {
-        /// What was asked.
         verb: &'static str,
         /// Where the VM is.
         state: VmState,
         /// Where it would have to be.
         needs: &'static str,
     },
-    /// The VM has nothing of that name.
     #[error("The VM has no disk {id:?}; its disks: {known}")]
     NoSuchDisk {
-        /// What was named.
         id: String,
         /// What could have been.
         known: String,
     },
     /// The VM has no device of that name.
     #[error("The VM has no device {id:?}")]
-    NoSuchDevice {
-        /// What was named.
-        id: String,
-    },
+    NoSuchDevice { id: String },
     /// A name that something else of the VM has, or has not let go yet.
     #[error("The id {id} is taken")]
-    IdTaken {
-        /// The name.
-        id: String,
-    },
+    IdTaken { id: String },
     /// vCPUs are on their way out, and until they have gone their number does not change otherwise.
     #[error(
         "The guest has been asked to let vCPUs go, and has not: {leaving}. Try again later; a reboot makes it so"
     )]
-    VcpusLeaving {
-        /// Which.
-        leaving: String,
-    },
+    VcpusLeaving { leaving: String },
     /// What the device needs is in use, maybe by one that is on its way out.
     #[error(
         "{reason}. A device that may have it is on its way out, and the guest has to let it go first: \
@@ -402,7 +376,6 @@ pub enum VmError {
     /// There is one, and a VMM has one at most.
     #[error("The VM is already created; vm.delete ends it")]
     AlreadyCreated,
-    /// What it was paused for is still so.
     #[error("The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost")]
     CannotResume {
         /// Why it was paused.
@@ -423,10 +396,8 @@ pub enum VmError {
         /// Memory for whose page descriptors the guest has room.
         most_bytes: u64,
     },
-    /// The governor refuses the request.
     #[error(transparent)]
     Governor(#[from] GovernorError),
-    /// The request names something out of its bounds.
     #[error("{0}")]
     BadRequest(String),
     /// With what was asked for it would be no valid VM.
@@ -435,7 +406,6 @@ pub enum VmError {
     /// The VM could not be built or changed.
     #[error("{0}")]
     Failed(String),
-    /// The owner of the VM has gone.
     #[error("The VMM is ending")]
     Ending,
 }

@@ -236,7 +236,6 @@ impl PmemFiles {
         Ok(())
     }
 
-    /// Opens one more.
     pub fn add(&self, config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
         let file = open_file(config)?;
         self.0.lock().push((config.clone(), Arc::clone(&file)));
@@ -253,7 +252,6 @@ impl PmemFiles {
         self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
     }
 
-    /// All of them.
     pub fn list(&self) -> Vec<NamedFile> {
         self.0.lock().clone()
     }

@@ -81,7 +81,6 @@ impl RestartGuard {
     pub const LIMIT: u32 = 3;
     /// A restart is early up to this time after the start.
     pub const EARLY: Duration = Duration::from_secs(10);
-    /// The longest delay.
     pub const MAX_DELAY: Duration = Duration::from_secs(30);
 
     /// Decides on a restart `uptime` after the start. Only a triple fault can be unintentional, so only triple faults

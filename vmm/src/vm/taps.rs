@@ -44,7 +44,6 @@ impl Taps {
         Ok(())
     }
 
-    /// Opens one more.
     pub fn add(&self, config: &NetConfig) -> Result<Arc<Tap>, BuildError> {
         let tap = open(config)?;
         self.0.lock().push((config.clone(), Arc::clone(&tap)));
@@ -61,7 +60,6 @@ impl Taps {
         self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
     }
 
-    /// All of them.
     pub fn list(&self) -> Vec<NamedTap> {
         self.0.lock().clone()
     }

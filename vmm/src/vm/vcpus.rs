@@ -63,7 +63,6 @@ impl Processor for Vcpu {
     }
 }
 
-/// Makes vCPUs, paused.
 pub(super) trait Maker<P: Processor>: Send {
     /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether the first is open or not. So one
     /// that KVM has made, and whose `kvm_run` could not be mapped, cannot be had any more.
@@ -81,7 +80,6 @@ struct Made<P> {
     is_used: bool,
 }
 
-/// All of them.
 pub(super) struct Vcpus<P: Processor = Vcpu> {
     made: BTreeMap<u8, Made<P>>,
     /// Those that KVM has made and that could not be finished.
@@ -167,7 +165,6 @@ impl<P: Processor> Vcpus<P> {
         self.running().for_each(P::send_nmi);
     }
 
-    /// Ends their threads.
     pub(super) fn end(&mut self) {
         self.made.clear();
     }

@@ -35,7 +35,6 @@ use crate::volume::plan::Step;
 
 /// Queues of a volume that is shown as a disk, at most.
 const QUEUES_MAX: u16 = 16;
-/// Descriptors of each.
 const QUEUE_SIZE: u16 = 128;
 
 /// What attaching volumes leaves behind.

@@ -59,7 +59,6 @@ impl From<VolumeFormat> for pmem_volume::VolumeFormat {
 /// How large a volume shall be. In JSON bytes, or `"remaining"`, as the flag has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
-    /// What it is.
     Existing,
     /// So many bytes.
     Bytes(u64),

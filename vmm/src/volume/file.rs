@@ -29,56 +29,40 @@ pub enum PmemFileError {
     /// It is not there, or not for us.
     #[error("Cannot open {}", path.display())]
     Open {
-        /// Its path.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// It cannot be looked at, or not be made as large as it shall be.
     #[error("It has no size that can be told or set")]
     Length(#[source] io::Error),
-    /// Nobody can say whether it is in use.
     #[error("It cannot be locked")]
     Lock(#[source] io::Error),
     /// Somebody else has it.
     #[error("It is in use by {holder}")]
-    InUse {
-        /// Who.
-        holder: Holder,
-    },
+    InUse { holder: Holder },
     /// The kernel does not give the device away.
     #[error("It is in use: {by}")]
-    DeviceInUse {
-        /// By what.
-        by: String,
-    },
-    /// A pool, which a guest's writes would destroy.
+    DeviceInUse { by: String },
     #[error(transparent)]
     Pool(#[from] GuestFileError),
     /// A new file has no size of its own.
     #[error("It is a directory, in which a file is made: size= has to say how large")]
     DirectoryWithoutSize,
-    /// A new file has nothing that could be kept.
     #[error("It is a directory, in which an empty file is made: discard_writes=on would show zeros for ever")]
     DirectoryWithoutWrites,
     /// The guest would touch what is not there.
     #[error("It has {}, less than the {} that size= asks for", Size(*file_bytes), Size(*wanted_bytes))]
     Short {
-        /// What it has.
         file_bytes: u64,
         /// What was asked for.
         wanted_bytes: u64,
     },
-    /// A guest maps in huge pages.
     #[error(
         "It has {}, which is no multiple of {}: make it longer, or show less of it by size=",
         Size(*file_bytes), Size(UNIT_BYTES)
     )]
-    Uneven {
-        /// What it has.
-        file_bytes: u64,
-    },
+    Uneven { file_bytes: u64 },
     /// It cannot be mapped, as a file in /proc for instance.
     #[error("It cannot be mapped")]
     Media(#[from] MediaError),

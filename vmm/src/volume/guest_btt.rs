@@ -15,9 +15,7 @@ use crate::metrics::{Expose, Exposition, Family, one};
 /// Which volume: names are a pool's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeKey {
-    /// Path of its pool.
     pub pool: PathBuf,
-    /// Its name there.
     pub name: String,
 }
 

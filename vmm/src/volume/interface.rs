@@ -75,7 +75,6 @@ pub enum InterfaceError {
          interface=virtio-blk, max=1, or force=on"
     )]
     UnsafeVirtioPmem {
-        /// The volume.
         name: String,
         /// How many vCPUs there may be.
         max_vcpus: u8,
@@ -85,17 +84,13 @@ pub enum InterfaceError {
         "--pm-volume name={name}: interface=virtio-blk serves the sectors of a BTT, and format=raw has none; use \
          interface=virtio-pmem"
     )]
-    RawBlocks {
-        /// The volume.
-        name: String,
-    },
+    RawBlocks { name: String },
     /// The API could not tell two devices apart, nor the guest two disks, of which it is the serial number.
     #[error(
         "--pm-volume name={name}: another device of this VM has the id {id}; rename the volume (pmvol volume rename), or \
          give the other another id="
     )]
     SameId {
-        /// The volume.
         name: String,
         /// What its device would be called.
         id: String,
@@ -117,7 +112,6 @@ pub enum InterfaceError {
         durability.name()
     )]
     UnsafeRawNvdimm {
-        /// The volume.
         name: String,
         /// What a flush survives on its pool.
         durability: Durability,

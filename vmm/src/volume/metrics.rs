@@ -39,11 +39,9 @@ pub struct VolumeMetrics {
     pub pool: String,
     /// Name of the volume.
     pub volume: String,
-    /// Its size.
     pub size_bytes: u64,
     /// First failure of a flush.
     pub failure: FirstFailure,
-    /// Its counters.
     pub counters: VolumeCounters,
 }
 

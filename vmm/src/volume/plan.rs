@@ -24,7 +24,6 @@ use crate::pool::{PoolInfo, StoredVolume};
 pub enum Step {
     /// The volume exists and keeps its size.
     Open,
-    /// Create the volume.
     Create(StoredVolume),
     /// Grow the volume to this size.
     Grow(u64),
@@ -35,61 +34,44 @@ pub enum Step {
 pub enum PlanError {
     /// The volume does not exist and may not be created.
     #[error("There is no volume {name:?} in the pool; create it with create=on and size=")]
-    NoVolume {
-        /// The volume.
-        name: String,
-    },
-    /// The volume has another size.
+    NoVolume { name: String },
     #[error("Volume {name:?} has {}, not the {} of size=", Size(*size_bytes), Size(*wanted_bytes))]
     VolumeSize {
-        /// The volume.
         name: String,
-        /// Its size.
         size_bytes: u64,
         /// The size in the configuration.
         wanted_bytes: u64,
     },
-    /// The volume has another format.
     #[error("Volume {name:?} is {found}, not {wanted}: format={found} attaches it (the default is btt)")]
     VolumeFormat {
-        /// The volume.
         name: String,
-        /// Its format.
         found: VolumeFormat,
         /// The format in the configuration.
         wanted: VolumeFormat,
     },
-    /// Two volumes would share the rest.
     #[error("size=remaining is for one volume of a pool, and volume {first:?} has it as well")]
     TwoRemaining {
-        /// The volume.
         name: String,
         /// The volume before it in the configuration.
         first: String,
     },
-    /// New volumes need more than is free.
     #[error(
         "Volume {name:?} needs {}, and {} of the pool are left for it",
         Size(*wanted_bytes), Size(*left_bytes)
     )]
     NoRoom {
-        /// The volume.
         name: String,
-        /// Its size.
         wanted_bytes: u64,
         /// Free bytes that no volume before it takes.
         left_bytes: u64,
     },
-    /// The rest is too small for a volume.
     #[error(
         "Volume {name:?} with size=remaining would have {}, and must have at least {}: {} of the pool are free, and the \
          zones of --pm-memory may need {}",
         Size(*remaining_bytes), Size(*least_bytes), Size(*free_bytes), Size(*memory_bytes)
     )]
     RemainingTooSmall {
-        /// The volume.
         name: String,
-        /// The rest.
         remaining_bytes: u64,
         /// The smallest volume of its format.
         least_bytes: u64,
@@ -113,7 +95,6 @@ pub enum PlanError {
         total_bytes: u64,
         /// Size of the pool without its own data.
         usable_bytes: u64,
-        /// Reserve for volumes.
         strg_bytes: u64,
         /// Sum of all volumes' sizes, with those that would be created.
         volume_bytes: u64,

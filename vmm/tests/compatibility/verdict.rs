@@ -12,7 +12,6 @@ pub enum Verdict {
     Neutral(String),
     /// It is refused, with this reason.
     Refused(String),
-    /// Nobody knows it.
     NotThere(String),
 }
 

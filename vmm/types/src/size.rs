@@ -48,24 +48,12 @@ impl Unit {
 pub enum SizeError {
     /// Text that is not a number with an optional unit.
     #[error("{text:?} is not a size: {SYNTAX}")]
-    Malformed {
-        /// The text.
-        text: String,
-    },
-    /// Fraction of a byte.
+    Malformed { text: String },
     #[error("{text:?} is not a whole number of bytes")]
-    NotWhole {
-        /// The text.
-        text: String,
-    },
+    NotWhole { text: String },
     /// More bytes than can be counted.
     #[error("{text:?} is more than {most_bytes} bytes")]
-    TooLarge {
-        /// The text.
-        text: String,
-        /// The bound.
-        most_bytes: u64,
-    },
+    TooLarge { text: String, most_bytes: u64 },
     /// KB, MB, GB or TB, which are powers of 1000 to some and of 1024 to others.
     #[error(
         "{text:?} could be {decimal_bytes} or {binary_bytes} bytes; \
@@ -73,7 +61,6 @@ pub enum SizeError {
         without_b(text)
     )]
     Ambiguous {
-        /// The text.
         text: String,
         /// Whole bytes if the unit is a power of 1000.
         decimal_bytes: u64,

@@ -28,7 +28,6 @@ const ASKING: Style = Style {
 /// Bytes that it reads of the FIFO at most.
 const EVENT_BUFFER_BYTES: usize = 4096 - 1;
 
-/// Its handle.
 struct Curl(Connection);
 
 impl Curl {

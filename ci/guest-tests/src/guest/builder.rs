@@ -77,7 +77,6 @@ fn guests_dir() -> PathBuf {
 }
 
 impl Kernel {
-    /// Its bzImage.
     pub fn path(self) -> PathBuf {
         guests_dir().join(format!("vmlinuz-{self}"))
     }
@@ -100,7 +99,6 @@ impl Image {
 /// A VMM that would not start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// All it said.
     pub message: String,
 }
 
@@ -162,7 +160,6 @@ impl GuestBuilder {
         self
     }
 
-    /// The guest's kernel.
     pub fn kernel(mut self, kernel: Kernel) -> Self {
         self.kernel = kernel;
         self
@@ -174,13 +171,11 @@ impl GuestBuilder {
         self
     }
 
-    /// The guest's initramfs.
     pub fn image(mut self, image: Image) -> Self {
         self.image = image;
         self
     }
 
-    /// vCPUs at boot.
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
         self

@@ -17,7 +17,6 @@ pub(crate) fn read(path: &Path) -> Result<String> {
     }
 }
 
-/// Its last lines.
 pub(crate) fn tail(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")

@@ -137,7 +137,6 @@ impl Guest {
         http::request_unix(&self.paths.api(), method, &format!("/api/v1/{call}"), body.as_deref())
     }
 
-    /// The API's socket.
     pub fn api_socket(&self) -> PathBuf {
         self.paths.api()
     }
@@ -157,7 +156,6 @@ impl Guest {
         &self.metrics_address
     }
 
-    /// Scrapes the metrics.
     pub fn metrics(&self) -> Result<Metrics> {
         let response = http::request_tcp(&self.metrics_address, "GET", "/metrics", None)?;
         ensure!(response.status == 200, "/metrics: status {}: {}", response.status, response.body);

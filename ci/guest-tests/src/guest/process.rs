@@ -76,7 +76,6 @@ impl VmmProcess {
         Ok(Self { pid: child.id(), child: Mutex::new(child), log: log.to_owned() })
     }
 
-    /// Its process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -91,7 +90,6 @@ impl VmmProcess {
         }
     }
 
-    /// SIGKILL, and wait.
     pub fn kill(&mut self) -> Result<()> {
         let child = self.child.get_mut().expect("no holder panics");
         child.kill()?;
@@ -99,7 +97,6 @@ impl VmmProcess {
         Ok(())
     }
 
-    /// SIGKILL alone.
     pub fn kill_now(&self) -> Result<()> {
         self.signal(libc::SIGKILL)
     }

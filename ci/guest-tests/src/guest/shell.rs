@@ -18,18 +18,13 @@ pub enum Endpoint {
     /// Foreshore, Cloud Hypervisor, Firecracker: a unix socket of the VMM's.
     Socket(PathBuf),
     /// QEMU: the host's kernel.
-    Vhost {
-        /// The guest's address.
-        cid: u32,
-    },
+    Vhost { cid: u32 },
 }
 
 /// What a script wrote and how it ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// Its standard output.
     pub stdout: String,
-    /// Its standard error.
     pub stderr: String,
     /// Its exit code, or 128 and the number of the signal that killed it.
     pub code: i32,

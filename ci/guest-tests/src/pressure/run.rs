@@ -24,7 +24,6 @@ pub const BACK_LIMIT: Duration = Duration::from_secs(60);
 /// Memory held beside what is needed, in percent.
 pub const MOST_OVER_NEED: u64 = 10;
 
-/// At one moment.
 #[derive(Debug, Clone, Copy)]
 pub struct Point {
     /// Since the workload was started; before it is below zero.
@@ -63,11 +62,9 @@ pub enum Watched {
 /// Something that a run under `psi` must have, whatever the time it took.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// Whether it has.
     pub met: bool,
     /// What it is about.
     pub about: About,
-    /// In words.
     pub what: String,
 }
 
@@ -80,7 +77,6 @@ pub enum About {
     Result,
     /// Nothing was swapped in.
     SwapIns,
-    /// Nobody was killed.
     Kills,
     /// What was held went back in time.
     Back,
@@ -95,11 +91,9 @@ pub struct Outcome {
     pub sum: Option<String>,
     /// Why there is none.
     pub broken: Option<String>,
-    /// All phases.
     pub run_s: f64,
     /// Read back from the swap.
     pub swapped_in_bytes: u64,
-    /// Written to it.
     pub swapped_out_bytes: u64,
     /// Faults that waited for a transfer.
     pub major_faults: u64,
@@ -115,7 +109,6 @@ pub struct Outcome {
     pub peak_held_bytes: u64,
     /// Held at last, and what would have been enough then.
     pub last_held_bytes: u64,
-    /// See there.
     pub last_need_bytes: u64,
     /// From the end of the workload until no more was held than that and a tenth; none if it never came.
     pub back_s: Option<f64>,
@@ -265,7 +258,6 @@ impl Outcome {
         self.sum.is_some() && self.sum != alone.sum
     }
 
-    /// The time series.
     pub fn csv(&self) -> String {
         let mut text =
             "elapsed_s,held_mib,total_mib,used_mib,available_mib,swapped_mib,swapped_in_mib,swapped_out_mib,\

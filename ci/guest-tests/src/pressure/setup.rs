@@ -57,15 +57,11 @@ impl FromStr for Workload {
 /// Where memory comes from when DRAM has no more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Config {
-    /// DRAM has enough.
     AllDram,
-    /// On a disk.
     SwapVirtioBlk,
     /// On a raw volume, by virtio-pmem.
     SwapPmem,
-    /// Compressed, in DRAM.
     Zram,
-    /// PM as memory.
     Policy(&'static str),
 }
 
@@ -116,7 +112,6 @@ impl FromStr for Config {
 pub struct Stand {
     /// Booted, its swap on.
     pub guest: Guest,
-    /// Its DRAM.
     pub boot_bytes: u64,
     pool: Option<Pool>,
 }
@@ -152,9 +147,7 @@ fn swap_image() -> std::path::PathBuf {
 /// What a guest is booted with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestSize {
-    /// vCPUs.
     pub cpus: u32,
-    /// DRAM.
     pub dram_mib: u64,
 }
 

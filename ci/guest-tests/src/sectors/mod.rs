@@ -19,10 +19,8 @@ use crate::runner::StoredWrong;
 /// How many sectors a check reads at once.
 const BATCH_SECTORS: usize = 64;
 
-/// A disk's dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// How many sectors.
     pub sectors: u64,
     /// Bytes of each.
     pub sector_bytes: u32,
@@ -34,12 +32,7 @@ pub enum Content {
     /// Nobody has written it, or it was discarded.
     Zeros,
     /// What this operation of that seed's program wrote.
-    Written {
-        /// Of the program.
-        seed: u64,
-        /// Its number.
-        operation: u64,
-    },
+    Written { seed: u64, operation: u64 },
     /// Zeros, because its map entry says so. Read by itself: Linux' driver takes such a sector for the end of what it was
     /// to read of a page, and reports success (btt_read_pg in drivers/nvdimm/btt.c), so that sectors of 512 bytes
     /// behind it in the same page are not read.

@@ -85,7 +85,6 @@ pub struct Erasures {
     pub zeroings: u64,
 }
 
-/// One operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Step {
     Write { sectors: Range<u64>, buffered: bool },
@@ -106,7 +105,6 @@ pub trait Storage: Sync {
     /// Lets go of sectors, which read as zeros then.
     fn discard(&self, sectors: Range<u64>) -> Result<()>;
 
-    /// Writes zeros.
     fn write_zeroes(&self, sectors: Range<u64>) -> Result<()>;
 
     /// Makes durable what was done before.

@@ -20,23 +20,19 @@ pub struct Oracle {
 pub enum Fault {
     /// It is of no version.
     Torn {
-        /// Which one.
         sector: u64,
         /// What it consists of.
         lines: Lines,
     },
     /// It is older than what was acknowledged.
     Lost {
-        /// Which one.
         sector: u64,
-        /// Its version.
         found: u64,
         /// The version that was flushed.
         acknowledged: u64,
     },
     /// It is another sector.
     Misplaced {
-        /// Which one.
         sector: u64,
         /// Whose content it has.
         found: u64,
@@ -63,7 +59,6 @@ impl fmt::Display for Fault {
 pub struct Judgement {
     /// Of the sectors that are whole, by their index.
     pub versions: Vec<Option<u64>>,
-    /// What is wrong.
     pub faults: Vec<Fault>,
     /// Sectors that are newer than what was acknowledged: the crash came between their write and its answer.
     pub newer: usize,

@@ -56,9 +56,7 @@ pub enum Line {
 /// Neighbouring sectors that were written with one version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stretch {
-    /// The first one.
     pub first: u64,
-    /// How many.
     pub count: u64,
     /// What they are now, or newer.
     pub version: u64,

@@ -13,7 +13,6 @@ use crate::runner::StoredWrong;
 /// What came of some rounds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Kills.
     pub rounds: u32,
     /// Looks at guests that were stopped for it.
     pub looks: u32,
@@ -25,7 +24,6 @@ pub struct Tally {
     pub newer: usize,
     /// Writes that a kill or a look has caught between the log and the map.
     pub redo: u64,
-    /// Torn sectors.
     pub torn: usize,
     /// Sectors that are older than they may be.
     pub lost: usize,
@@ -95,7 +93,6 @@ pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tal
     })
 }
 
-/// What lanes share.
 struct Schedule {
     rounds: u32,
     until: Until,

@@ -22,10 +22,8 @@ pub enum Content {
     Whole(u64),
     /// One version of another sector.
     Misplaced {
-        /// Whose it is.
         sector: u64,
     },
-    /// Neither.
     Torn(Lines),
 }
 

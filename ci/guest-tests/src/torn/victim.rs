@@ -45,7 +45,6 @@ const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
 /// How the volume is shown to the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interface {
-    /// An NVDIMM.
     Nvdimm,
     /// virtio-pmem.
     VirtioPmem,
@@ -54,7 +53,6 @@ pub enum Interface {
 }
 
 impl Interface {
-    /// All of them.
     pub const ALL: [Self; 3] = [Self::Nvdimm, Self::VirtioPmem, Self::VirtioBlk];
 
     /// The guest's BTT wants one vCPU for virtio-pmem (docs/volumes.md).
@@ -99,7 +97,6 @@ impl FromStr for Interface {
 /// Whether the volume's sectors are atomic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// They are.
     Btt,
     /// They are not: where the same test must fail.
     Raw,
@@ -176,12 +173,10 @@ impl fmt::Display for Moment {
     }
 }
 
-/// A guest's life.
 #[derive(Debug)]
 pub struct Life {
     /// When it was killed.
     pub moment: Moment,
-    /// What it did.
     pub seen: Seen,
     /// The emulation broke the guest's kernel (docs/testing.md): one crash more, at no moment of ours.
     pub broken: bool,

@@ -11,7 +11,6 @@ const MOST_TOUCH: f64 = 1.05;
 /// What 99 of 100 reports may take until they are a plan.
 const MOST_TO_PLAN_S: f64 = 0.001;
 
-/// One run.
 pub struct Row {
     pub workload: &'static str,
     /// DRAM in percent of what is needed.

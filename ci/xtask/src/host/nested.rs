@@ -84,7 +84,6 @@ fn make_outputs(run: &Path) -> Result<()> {
     beat::make_pipes(run, "beat")
 }
 
-/// A running host.
 struct Boot<'run> {
     host: &'run Arguments,
     run: &'run Path,
@@ -123,7 +122,6 @@ impl<'run> Boot<'run> {
         Self::start_with(&mut command, host, run)
     }
 
-    /// Starts this QEMU.
     fn start_with(command: &mut Command, host: &'run Arguments, run: &'run Path) -> Result<Self> {
         let log = fs::File::create(run.join("qemu.log"))?;
         command.stdout(log.try_clone()?).stderr(log);

@@ -15,7 +15,6 @@ pub const PLACE: &str = "FORESHORE_HOST";
 /// Place where a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// On this machine.
     Direct,
     /// On an emulated host.
     Nested,

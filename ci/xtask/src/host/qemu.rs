@@ -61,7 +61,6 @@ pub struct Files<'run> {
     pub run: &'run Path,
 }
 
-/// Arguments of QEMU.
 pub fn arguments(host: &Arguments, files: &Files<'_>) -> Vec<String> {
     let mut list = List(Vec::new());
     let memory = Memory::new(host);

@@ -14,7 +14,6 @@ use crate::programs;
 pub struct ProgramSet {
     /// Folder of the merged packages below target/ci/roots.
     name: &'static str,
-    /// Lists of packages.
     packages: &'static [&'static [&'static str]],
     /// Paths in the packages.
     pub programs: &'static [&'static str],

@@ -36,7 +36,6 @@ const SCRIPT: &str =
     r#"soak pressure "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
 const TABLE: &str = "table.md";
 
-/// A boot.
 #[derive(Debug, PartialEq, Eq)]
 struct Run {
     workload: String,

@@ -28,7 +28,6 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
-    /// Opens it.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         Ok(Bitmap {

@@ -47,7 +47,6 @@ pub struct Damon {
     monitors: Vec<Monitor>,
 }
 
-/// One node's.
 #[derive(Clone, Debug, Default)]
 struct Monitor {
     ranges: Vec<Range>,
@@ -56,7 +55,6 @@ struct Monitor {
     /// What the schemes had counted at the last look.
     counted: [u64; 2],
     found: Option<Found>,
-    /// When that was.
     found_ms: u64,
 }
 

@@ -39,7 +39,6 @@ struct Found {
     node: u32,
     /// So much of them lies idle.
     idle_bytes: u64,
-    /// All of them.
     span_bytes: u64,
     /// Whether memory that is free, and addresses without memory, are among what lies idle; else neither is.
     with_free: bool,
@@ -118,7 +117,6 @@ impl Roots {
     }
 }
 
-/// What tells.
 #[derive(Debug)]
 enum Source {
     Damon(Damon),

@@ -22,20 +22,10 @@ pub use zoneinfo::zoneinfo;
 pub enum ParseError {
     /// A field that every supported kernel has is not there.
     #[error("{file} has no {field}")]
-    Missing {
-        /// The file.
-        file: &'static str,
-        /// The field.
-        field: &'static str,
-    },
+    Missing { file: &'static str, field: &'static str },
     /// A field is there and is no number that fits.
     #[error("{file} has a {field} that is not a number")]
-    NotANumber {
-        /// The file.
-        file: &'static str,
-        /// The field.
-        field: &'static str,
-    },
+    NotANumber { file: &'static str, field: &'static str },
 }
 
 /// The lines of a text. std looks for their ends some bytes at a time.
@@ -48,7 +38,6 @@ fn lines(mut text: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// The words of a line.
 fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
     line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty())
 }

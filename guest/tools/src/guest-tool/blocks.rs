@@ -16,7 +16,6 @@ const BLOCK_BYTES: usize = 4096;
 /// How the device is opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// O_DIRECT.
     Direct,
     /// Through the page cache, with fdatasync after each round.
     Buffered,
@@ -42,7 +41,6 @@ pub struct Range {
 }
 
 impl Range {
-    /// Opens the device.
     pub fn open(device: &str, mode: Mode, first: u64, count: u64) -> Result<Self> {
         ensure!(count > 0, "no blocks");
         let flags = if mode == Mode::Direct { libc::O_DIRECT } else { 0 };

@@ -63,7 +63,6 @@ struct Writer<'a> {
     number: u64,
     file: File,
     random: Bytes,
-    /// The thread's sectors.
     memory: Aligned,
     stamps: Vec<Stamp>,
     version: u64,

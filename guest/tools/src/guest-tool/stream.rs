@@ -16,7 +16,6 @@ const HUGE_PAGE_BYTES: usize = 2 * MIB;
 const SCALAR: f64 = 3.0;
 const KERNELS: [&str; 4] = ["copy", "scale", "add", "triad"];
 
-/// Where arrays lie.
 enum Place {
     /// Anonymous memory of one node.
     Node(u32),

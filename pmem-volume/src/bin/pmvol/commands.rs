@@ -15,7 +15,6 @@ use super::{manual, print};
 
 /// How a command ended that did not fail.
 pub(crate) enum Outcome {
-    /// Well.
     Done,
     /// A check found damage.
     Unclean,

@@ -14,7 +14,6 @@ use crate::acpi::hotplug_cpus::{
 };
 use crate::memory::layout::HOTPLUG_START;
 
-/// Forever.
 const NO_TIMEOUT: u16 = 0xffff;
 /// The method that looks which processors have changed.
 pub(super) const CHANGED: &str = "\\_SB_.CPUS.CSCN";

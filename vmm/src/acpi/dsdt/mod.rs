@@ -25,13 +25,11 @@ const REVISION: u8 = 2;
 const PRESENT: u8 = 0xf;
 /// "Device check": something may have come (ACPI 6.5, table 5.162).
 const NOTIFY_DEVICE_CHECK: u8 = 1;
-/// "Ejection request".
 const NOTIFY_EJECT_REQUEST: u8 = 3;
 /// "Status changed", which a power button means by being pressed.
 const NOTIFY_STATUS_CHANGED: u8 = 0x80;
 const SERIAL_PORTS: u8 = 8;
 
-/// Finished AML.
 pub struct Raw(pub Vec<u8>);
 
 impl Aml for Raw {

@@ -7,7 +7,6 @@ use axum::routing::put;
 use crate::api::body::PassedOver;
 use crate::api::error::ApiError;
 
-/// Call and reason.
 pub const REFUSED: [(&str, &str); 10] = [
     ("vm.add-device", "there is no device passthrough"),
     ("vm.add-fs", "virtio-fs is not implemented"),

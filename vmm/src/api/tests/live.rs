@@ -32,7 +32,6 @@ pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
     });
 }
 
-/// One connection.
 pub(super) struct Raw(BlockingStream);
 
 impl Raw {
@@ -54,7 +53,6 @@ impl Raw {
         assert_eq!(sendmsg(&self.0, &parts, &mut control, SendFlags::empty()).unwrap(), bytes.len());
     }
 
-    /// One answer.
     pub(super) fn receive(&mut self) -> Answer {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {

@@ -2,7 +2,6 @@
 
 use serde_json::{Value, json};
 
-/// All of them.
 pub fn values() -> Vec<Value> {
     vec![
         Value::Null,

@@ -243,7 +243,6 @@ impl Core {
         Some(found.map_or((0, 0), |blocks| (blocks.online_bytes, blocks.offline_bytes)))
     }
 
-    /// Everything for metrics.
     pub fn sample(&self, now: TimeMs) -> PressureSample {
         let governor = &self.governor;
         let counters = governor.counters().clone();

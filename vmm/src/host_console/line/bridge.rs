@@ -39,7 +39,6 @@ const AGAIN_DELAY: Duration = Duration::from_secs(1);
 /// How long the end waits for a reader who is late.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Where people come.
 pub(super) enum End {
     Pty(Pty),
     Socket {
@@ -67,7 +66,6 @@ pub(super) struct Bridge {
     window: Option<Arc<Window>>,
 }
 
-/// Whoever is there.
 struct Peer {
     /// The same file twice: each is waited for by itself.
     reader: File,

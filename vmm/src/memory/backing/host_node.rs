@@ -14,7 +14,6 @@ const WORD_BITS: usize = u64::BITS as usize;
 /// Why memory cannot come from a node.
 #[derive(Debug, Error)]
 pub enum HostNodeError {
-    /// The host has another few.
     #[error("host_numa_node={node}: the host has no NUMA node {node} with memory; its nodes: {known}")]
     NoSuchNode {
         /// What was asked for.

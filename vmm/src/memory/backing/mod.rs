@@ -31,14 +31,8 @@ use crate::pool::PoolError;
 /// Why a run of blocks has no memory behind it now. All of it is the host's affair: the guest is told BUSY.
 #[derive(Debug, Error)]
 pub enum BackingError {
-    /// The process has too many mappings.
     #[error("The mapping budget of {limit} is used up: {used} in use")]
-    MappingBudget {
-        /// The bound.
-        limit: usize,
-        /// In use.
-        used: usize,
-    },
+    MappingBudget { limit: usize, used: usize },
     /// The kernel does not map memory.
     #[error("{len:#x} bytes at offset {offset:#x} of the zone cannot be mapped")]
     Map {
@@ -50,7 +44,6 @@ pub enum BackingError {
         #[source]
         source: io::Error,
     },
-    /// The host has fewer huge pages than that.
     #[error(
         "{} of huge pages of {} are wanted, the host has {} of them free",
         Size(*wanted_bytes), Size(*page_bytes), Size(*available_bytes)
@@ -66,12 +59,10 @@ pub enum BackingError {
         #[source]
         source: io::Error,
     },
-    /// The pool has less than that.
     #[error("The pool has {available_bytes} bytes left, {wanted_bytes} are wanted")]
     PoolFull {
         /// What was asked for.
         wanted_bytes: u64,
-        /// What there is.
         available_bytes: u64,
     },
     /// The pool does not work.

@@ -36,7 +36,6 @@ pub struct Reservation {
 pub enum Access {
     /// Read only: a store is SIGSEGV here; in the guest, whose slot is read-only too, it is an exit that nobody answers.
     Read,
-    /// Read and write.
     ReadWrite,
     /// Read and write, and a page becomes writable only when the file system's own records of it are durable
     /// (MAP_SYNC): then a store is durable once it has left the CPU's caches. Fails where there is no DAX.
@@ -80,7 +79,6 @@ impl Reservation {
         })
     }
 
-    /// Its first address.
     pub fn addr(&self) -> u64 {
         self.addr as u64
     }

@@ -15,9 +15,7 @@ use crate::metrics::{Expose, Exposition, Family};
 /// What lies behind a segment of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Nothing: PROT_NONE.
     Nothing,
-    /// Anonymous memory.
     Anonymous,
     /// A file, from this offset on.
     File {
@@ -146,12 +144,10 @@ impl MappingBudget {
         Self::new(max - max / 8)
     }
 
-    /// The bound.
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Mappings in use.
     pub fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
@@ -188,7 +184,6 @@ impl Ledger {
         Self { segments: Segments::new(len), budget }
     }
 
-    /// What is mapped.
     pub fn segments(&self) -> &Segments {
         &self.segments
     }

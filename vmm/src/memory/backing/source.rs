@@ -27,7 +27,6 @@ pub enum DramError {
     /// The kernel has none of that size.
     #[error("the host has no huge pages of {}", Size(*page_bytes))]
     NoSuchSize {
-        /// The size.
         page_bytes: u64,
         /// What the kernel says.
         #[source]
@@ -38,20 +37,13 @@ pub enum DramError {
     Unknown(#[source] io::Error),
     /// A part is no whole number of them.
     #[error("{} of memory, which is not a whole number of huge pages of {}", Size(*len), Size(*page_bytes))]
-    NotWhole {
-        /// The part's length.
-        len: u64,
-        /// The size.
-        page_bytes: u64,
-    },
-    /// They are too large to come and go in blocks.
+    NotWhole { len: u64, page_bytes: u64 },
     #[error(
         "huge pages of {} are too large for hotplug_method=virtio-mem, whose blocks are of {}",
         Size(*page_bytes),
         Size(*block_bytes)
     )]
     LargerThanBlock {
-        /// The size.
         page_bytes: u64,
         /// What comes and goes.
         block_bytes: u64,
@@ -216,7 +208,6 @@ impl DramSource {
         self.file.as_ref().map(|mapped| mapped.offset + offset)
     }
 
-    /// The file itself.
     #[cfg(test)]
     pub(super) fn file(&self) -> Option<&Arc<File>> {
         self.file.as_ref().map(|mapped| &mapped.file)

@@ -21,26 +21,14 @@ use crate::file_mark;
 /// Why a file cannot be a zone's memory.
 #[derive(Debug, Error)]
 pub enum ZoneFileError {
-    /// It cannot be opened, or made in the directory.
     #[error("it cannot be opened")]
     Open(#[source] io::Error),
-    /// It is a device, a pipe or a socket.
     #[error("it is {what}, and has to be a file or a directory")]
-    NotAFile {
-        /// What it is.
-        what: &'static str,
-    },
-    /// Some other VM has it.
+    NotAFile { what: &'static str },
     #[error("another process has it locked")]
     InUse(#[source] io::Error),
-    /// It is shorter than the zone.
     #[error("it has {}, and the zone's size is {}", Size(*file_bytes), Size(*size_bytes))]
-    TooShort {
-        /// Its length.
-        file_bytes: u64,
-        /// What is wanted.
-        size_bytes: u64,
-    },
+    TooShort { file_bytes: u64, size_bytes: u64 },
     /// Something is in it, and it is not to be written.
     #[error(
         "there is data in it at {at}: memory begins as zeros, and only with shared=on is the file the guest's to write"
@@ -49,15 +37,10 @@ pub enum ZoneFileError {
         /// Where, in bytes.
         at: u64,
     },
-    /// The file has known content, which memory would overwrite.
     #[error(
         "it holds {content}, and a guest's memory begins as zeros: name another file, or remove this one"
     )]
-    HasContent {
-        /// Its content.
-        content: &'static str,
-    },
-    /// It cannot be made zeros.
+    HasContent { content: &'static str },
     #[error("its file system cannot empty it (fallocate, punch hole)")]
     Empty(#[source] io::Error),
 }
@@ -135,7 +118,6 @@ impl ZoneFile {
         punch_hole(file, 0, size_bytes).map_err(ZoneFileError::Empty)
     }
 
-    /// The file itself.
     pub fn file(&self) -> &Arc<File> {
         &self.file
     }

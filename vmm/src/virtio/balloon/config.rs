@@ -31,7 +31,6 @@ section! {
 }
 
 impl BalloonConfig {
-    /// Its name.
     pub fn id_or_default(&self) -> &str {
         self.id.as_deref().unwrap_or(ID)
     }

@@ -53,7 +53,6 @@ pub struct BalloonOptions {
     pub statistics: bool,
 }
 
-/// A balloon.
 pub struct Balloon {
     name: String,
     options: BalloonOptions,

@@ -18,7 +18,6 @@ use crate::log::sparsely;
 /// must not take a guard of guest memory.
 pub type BalloonObserver = Arc<dyn Fn() + Send + Sync>;
 
-/// Sizes of a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonSizes {
     /// What the driver is asked to have in it.
@@ -40,19 +39,16 @@ pub struct Heard {
     pub number: u64,
     /// Counts the driver's lives: counters may begin anew with each.
     pub driver_life: u64,
-    /// When they came.
     pub at: Instant,
 }
 
 /// Why a size cannot be asked for.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum TargetError {
-    /// More than the guest could live with.
     #[error("a balloon of {bytes} bytes is above its maximum of {max_bytes} bytes")]
     TooLarge {
         /// What was asked for.
         bytes: u64,
-        /// The bound.
         max_bytes: u64,
     },
     /// Not whole blocks.
@@ -60,7 +56,6 @@ pub enum TargetError {
     Unaligned {
         /// What was asked for.
         bytes: u64,
-        /// The unit.
         block_bytes: u64,
     },
 }

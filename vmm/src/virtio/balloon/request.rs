@@ -24,18 +24,13 @@ pub const MAX_RANGES: usize = 256;
 /// Why a chain is not taken; the driver gets it back.
 #[derive(Debug, Error)]
 pub enum ChainError {
-    /// A descriptor points outside of plugged memory.
     #[error("A descriptor points outside of plugged memory")]
     Descriptors(#[from] virtio_queue::Error),
-    /// What it points to cannot be read.
     #[error("A request cannot be read")]
     Read(#[source] io::Error),
     /// Its length is not that of what belongs into it.
     #[error("A request of {bytes} bytes is not what belongs into this queue")]
-    Length {
-        /// What there is.
-        bytes: usize,
-    },
+    Length { bytes: usize },
 }
 
 /// What was in a chain.
@@ -134,7 +129,6 @@ impl Place {
 /// A piece of a listed range: all of it can be given back, or none of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Guest-physical addresses.
     pub range: Range<u64>,
     /// The place that it lies in, by its index; or why it is not given back.
     pub verdict: Result<usize, Refusal>,

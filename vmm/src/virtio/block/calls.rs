@@ -12,12 +12,10 @@ use crate::disk::Step;
 /// Steps before the driver is notified of what is answered.
 const BATCH: usize = 8;
 
-/// A step that is over.
 type Over = (Job, Step, io::Result<()>);
 
 /// Continuation of a pass.
 enum Turn {
-    /// Execute this step.
     Step(Job, Step),
     /// Look again: there may be more than what one guard is held for.
     Again,

@@ -73,7 +73,6 @@ impl BlockHandle {
         &self.disk.shape().id
     }
 
-    /// Its size now.
     pub fn size_bytes(&self) -> u64 {
         self.disk.device().size_bytes()
     }
@@ -83,7 +82,6 @@ impl BlockHandle {
         self.disk.resize(wanted_bytes)
     }
 
-    /// What it counts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(self.disk.metrics())
     }

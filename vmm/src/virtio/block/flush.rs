@@ -48,7 +48,6 @@ pub struct Ticket {
 pub struct Answered(u64);
 
 impl Flushes {
-    /// A flush begins.
     pub fn begin(self: &Arc<Self>) -> Ticket {
         let mut state = self.state.lock();
         let number = state.next;

@@ -19,7 +19,6 @@ pub const PIECE_BYTES_MAX: u64 = 1 << 20;
 /// step that is under way.
 pub const RANGE_PIECE_BYTES_MAX: u64 = 4 << 20;
 
-/// What comes next.
 pub enum Next {
     /// This is to be done.
     Step(Step),
@@ -56,7 +55,6 @@ impl Job {
         self.taken
     }
 
-    /// The request.
     pub fn request(&self) -> &Request {
         &self.request
     }

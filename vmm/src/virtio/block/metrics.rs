@@ -13,22 +13,16 @@ use crate::virtio::{DeviceCounters, signed};
 /// Kinds of requests, as metrics name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// From the disk.
     Read,
-    /// To the disk.
     Write,
-    /// Makes durable.
     Flush,
-    /// Gives blocks away.
     Discard,
-    /// Fills with zeros.
     WriteZeroes,
     /// Asks for the serial number.
     GetId,
 }
 
 impl Kind {
-    /// All of them.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::WriteZeroes, Self::GetId];
 
@@ -169,7 +163,6 @@ impl BlockMetrics {
 pub struct DiskMetrics {
     /// Id of the disk.
     pub disk: String,
-    /// Its counters.
     pub counters: Arc<BlockMetrics>,
 }
 

@@ -81,14 +81,11 @@ pub struct Request {
     pub head: u16,
     /// Where the status byte is.
     pub status: GuestAddress,
-    /// What is asked.
     pub operation: Operation,
 }
 
-/// The status byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Done.
     Ok,
     /// Not done.
     IoError,
@@ -112,7 +109,6 @@ impl Status {
 pub struct Refusal {
     /// Where the status byte is; `None`: the chain can only be given back.
     pub status: Option<GuestAddress>,
-    /// Why.
     pub error: RequestError,
 }
 
@@ -125,28 +121,19 @@ pub enum RequestError {
         /// How many could be read.
         descriptors: usize,
     },
-    /// More descriptors than the device takes.
     #[error("The chain has more than {max} descriptors")]
-    TooManyDescriptors {
-        /// The bound.
-        max: u16,
-    },
+    TooManyDescriptors { max: u16 },
     /// What the device reads comes after what it writes.
     #[error("A descriptor that is read follows one that is written")]
     Order,
     /// There is no place for the status.
     #[error("There is no status byte")]
     NoStatus,
-    /// The header is incomplete.
     #[error("The header has {len} bytes, needed are {HEADER_LEN}")]
-    ShortHeader {
-        /// Its length.
-        len: u64,
-    },
+    ShortHeader { len: u64 },
     /// The header, or what follows it, is not in memory.
     #[error("The {what} cannot be read")]
     Memory {
-        /// Which part.
         what: &'static str,
         /// What vm-memory says.
         #[source]
@@ -154,64 +141,40 @@ pub enum RequestError {
     },
     /// A type that the device does not have, or that was not agreed on.
     #[error("Requests of type {kind} are not supported")]
-    UnknownType {
-        /// The type.
-        kind: u32,
-    },
+    UnknownType { kind: u32 },
     /// Buffers that the type has no use for.
     #[error("A request of type {kind} has {len} bytes of buffers that go the wrong way")]
-    Direction {
-        /// The type.
-        kind: u32,
-        /// How many.
-        len: u64,
-    },
+    Direction { kind: u32, len: u64 },
     /// Not a part of the disk.
     #[error("{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes")]
     Outside {
-        /// Where it begins.
         first_sector: u64,
         /// How long it is.
         len_bytes: u64,
-        /// The bound.
         capacity_bytes: u64,
     },
     /// Not whole blocks.
     #[error("{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes")]
     PartOfBlock {
-        /// Where it begins.
         first_sector: u64,
         /// How long it is.
         len_bytes: u64,
-        /// The unit.
         block_bytes: u32,
     },
     /// A change of what must not change.
     #[error("The disk is read-only, and the request is of type {kind}")]
-    ReadOnly {
-        /// The type.
-        kind: u32,
-    },
+    ReadOnly { kind: u32 },
     /// No list of ranges.
     #[error("{len} bytes are not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes")]
     BadRanges {
         /// How many bytes there are.
         len: u64,
     },
-    /// A range that is longer than the device said.
     #[error("A range has {sectors} sectors, at most {MAX_RANGE_SECTORS} are taken")]
-    LongRange {
-        /// Its length.
-        sectors: u32,
-    },
+    LongRange { sectors: u32 },
     /// Flags that are reserved, or do not belong to the type.
     #[error("The flags {flags:#x} do not go with type {kind}")]
-    BadFlags {
-        /// The type.
-        kind: u32,
-        /// The flags.
-        flags: u32,
-    },
+    BadFlags { kind: u32, flags: u32 },
 }
 
 impl RequestError {

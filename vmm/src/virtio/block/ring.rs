@@ -13,7 +13,6 @@ use crate::disk::{Done, Executor, Step};
 /// Ring of one queue.
 pub(super) struct Ring {
     executor: Box<dyn Executor>,
-    /// By token.
     jobs: Vec<Option<(Job, Option<Ticket>)>>,
     /// Tokens that are not used.
     free: Vec<usize>,

@@ -6,9 +6,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 /// Consecutive bytes of guest memory, if they are there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// The first one.
     pub address: GuestAddress,
-    /// How many.
     pub len: u32,
 }
 

@@ -38,7 +38,6 @@ pub struct DiskShape {
     pub id: String,
     /// What the guest reads as its serial number; [`serial_number`] makes it fit.
     pub serial: String,
-    /// Queues.
     pub queues: u16,
     /// Descriptors of each, a power of two from 4 on.
     pub queue_size: u16,
@@ -46,7 +45,6 @@ pub struct DiskShape {
     pub read_only: bool,
 }
 
-/// A disk.
 pub struct Disk {
     shape: DiskShape,
     device: Arc<dyn BlockDevice>,
@@ -76,7 +74,6 @@ impl Disk {
         &self.shape
     }
 
-    /// Its content.
     pub fn device(&self) -> &Arc<dyn BlockDevice> {
         &self.device
     }
@@ -86,7 +83,6 @@ impl Disk {
         &self.failure
     }
 
-    /// What it counts.
     pub fn metrics(&self) -> &Arc<BlockMetrics> {
         &self.metrics
     }

@@ -19,7 +19,6 @@ const F_SIZE: u64 = 1 << 0;
 /// receiveq, transmitq (5.3.2).
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
-/// A console device.
 pub struct Console {
     /// The worker's while there is one; kept here, so that the next one continues with it.
     host: Arc<Mutex<HostConsole>>,
@@ -36,7 +35,6 @@ impl Console {
         Self { host: Arc::new(Mutex::new(host)), window, metrics: Arc::default(), worker }
     }
 
-    /// The device's counters.
     pub fn metrics(&self) -> Arc<ConsoleMetrics> {
         Arc::clone(&self.metrics)
     }

@@ -75,7 +75,6 @@ impl ZeroAhead {
         self.left = 0..0;
     }
 
-    /// Forgets the run.
     pub(super) fn forget(&mut self) {
         self.pause();
         self.probe = None;

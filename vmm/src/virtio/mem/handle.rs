@@ -30,14 +30,10 @@ pub enum MemEvent {
     SizeChanged {
         /// What is plugged now.
         plugged_bytes: u64,
-        /// What is requested.
         requested_bytes: u64,
     },
     /// What was requested is plugged, no more and no less; never a size that the host had to lower.
-    TargetReached {
-        /// That size.
-        requested_bytes: u64,
-    },
+    TargetReached { requested_bytes: u64 },
     /// The guest has no room for the page descriptors of the requested size.
     Held {
         /// Size that is requested from the guest now.
@@ -45,9 +41,7 @@ pub enum MemEvent {
     },
     /// The host could not do what the driver asked for.
     HostFailure {
-        /// What kept it.
         reason: FailureReason,
-        /// What is plugged.
         plugged_bytes: u64,
         /// What is requested now: after a failed plug, no more than can be had.
         requested_bytes: u64,
@@ -72,7 +66,6 @@ pub struct PluggedSizes {
     pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
-    /// The guest's driver.
     pub driver: DriverState,
     /// The last requested size was withdrawn, because the driver is unsupported.
     pub is_withdrawn: bool,
@@ -81,30 +74,21 @@ pub struct PluggedSizes {
 /// Why a size cannot be requested.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RequestSizeError {
-    /// More than there can ever be.
     #[error("{bytes} bytes of zone {zone:?} are above its maximum of {max_bytes} bytes")]
     TooLarge {
-        /// The zone's id.
         zone: String,
         /// What was asked for.
         bytes: u64,
-        /// The bound.
         max_bytes: u64,
     },
-    /// The driver is unsupported and cannot carry out the request.
     #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
-    UnsupportedDriver {
-        /// The zone's id.
-        zone: String,
-    },
+    UnsupportedDriver { zone: String },
     /// Not whole blocks.
     #[error("{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes")]
     Unaligned {
-        /// The zone's id.
         zone: String,
         /// What was asked for.
         bytes: u64,
-        /// The unit.
         block_bytes: u64,
     },
 }

@@ -45,14 +45,12 @@ pub enum FailureReason {
     HugePages,
     /// The pool has too little left.
     PoolFull,
-    /// The pool fails.
     Pool,
     /// KVM does not take a slot.
     Slot,
 }
 
 impl FailureReason {
-    /// All of them.
     pub const ALL: [Self; 6] =
         [Self::MappingBudget, Self::Map, Self::HugePages, Self::PoolFull, Self::Pool, Self::Slot];
 
@@ -135,7 +133,6 @@ pub struct PlugMetrics {
     pub zone: String,
     /// Name of its tier.
     pub tier: String,
-    /// The device's counters.
     pub counters: Arc<MemMetrics>,
 }
 

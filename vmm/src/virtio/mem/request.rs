@@ -19,7 +19,6 @@ const RESPONSE_BYTES: usize = 10;
 pub(super) struct BlockRun {
     /// Guest-physical address of the first.
     pub(super) addr: u64,
-    /// Their number.
     pub(super) count: u16,
 }
 

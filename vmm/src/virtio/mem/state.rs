@@ -28,7 +28,6 @@ pub(super) enum Refusal {
 /// What the host could not provide of the size that was requested last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shortfall {
-    /// What kept it.
     pub reason: FailureReason,
     /// The size that was requested, before it was lowered to what can be had.
     pub wanted_bytes: u64,

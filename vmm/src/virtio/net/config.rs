@@ -82,7 +82,6 @@ fn prefix_len(mask: Ipv6Addr) -> Option<u8> {
     (ones + bits.trailing_zeros() >= IPV6_BITS).then(|| u8::try_from(ones).expect("at most 128"))
 }
 
-/// An Ethernet address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MacAddress([u8; 6]);
 
@@ -154,7 +153,6 @@ impl GivenFd {
         Self { number, kept: None }
     }
 
-    /// Its number.
     pub fn number(&self) -> RawFd {
         self.number
     }

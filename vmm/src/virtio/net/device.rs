@@ -70,7 +70,6 @@ impl Net {
         Ok(Self { net, kernel, queue_sizes, workers, threads })
     }
 
-    /// What it counts.
     pub fn metrics(&self) -> Arc<NetMetrics> {
         Arc::clone(self.net.metrics())
     }

@@ -6,7 +6,6 @@ use super::header::HEADER_LEN;
 pub const FRAME_LEN_MAX: usize = 65_550 + 4;
 /// The shortest: its two addresses and its type.
 pub const FRAME_LEN_MIN: usize = 14;
-/// Header and frame.
 pub const PACKET_LEN_MAX: usize = HEADER_LEN + FRAME_LEN_MAX;
 /// Frames at a time, and bytes: beyond that others have their turn.
 pub const FRAMES_MAX: usize = 64;
@@ -51,7 +50,6 @@ impl Frames {
         Some(&mut self.bytes[start..end])
     }
 
-    /// It leaves.
     pub fn pop(&mut self) {
         self.left += 1;
         if self.left >= self.ends.len() {
@@ -59,7 +57,6 @@ impl Frames {
         }
     }
 
-    /// All leave.
     pub fn clear(&mut self) {
         self.ends.clear();
         self.left = 0;

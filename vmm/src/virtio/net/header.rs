@@ -23,7 +23,6 @@ const CSUM_LEN: usize = 2;
 /// What one side may leave to the other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offloads {
-    /// A checksum.
     pub csum: bool,
     /// TCP over IPv4 in pieces longer than frames.
     pub tso4: bool,
@@ -93,28 +92,19 @@ pub enum HeaderError {
     /// A checksum is left to the other side, which has not agreed to that.
     #[error("A checksum is missing, and it was not agreed that it may")]
     Csum,
-    /// A checksum belongs outside of the frame.
     #[error("A checksum from {start} on belongs at {at}, beyond the frame's {len} bytes")]
     CsumOutside {
         /// What it is of.
         start: u16,
-        /// Where it goes.
         at: usize,
-        /// The bound.
         len: usize,
     },
     /// A kind of segmentation that was not agreed on.
     #[error("Segmentation of kind {gso_type:#x} was not agreed on")]
-    Gso {
-        /// The kind.
-        gso_type: u8,
-    },
+    Gso { gso_type: u8 },
     /// Segmentation without what it needs.
     #[error("Segmentation of kind {gso_type:#x} needs a length of segments, and a checksum to fill in")]
-    GsoIncomplete {
-        /// The kind.
-        gso_type: u8,
-    },
+    GsoIncomplete { gso_type: u8 },
 }
 
 /// Turns the header that a driver has written before a frame of `frame_len` bytes into what the tap is given: nothing of

@@ -20,7 +20,6 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// All of them.
     pub const ALL: [Self; 2] = [Self::FromGuest, Self::ToGuest];
 
     /// As it is shown.
@@ -48,7 +47,6 @@ pub enum DropReason {
 }
 
 impl DropReason {
-    /// All of them.
     pub const ALL: [Self; 5] = [Self::Host, Self::Buffers, Self::Offload, Self::Ring, Self::Memory];
 
     /// As it is shown.
@@ -66,7 +64,6 @@ impl DropReason {
 /// Frames, and their bytes without the header of virtio.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// How many.
     pub frames: u64,
     /// How long they were together.
     pub bytes: u64,
@@ -162,7 +159,6 @@ impl NetMetrics {
 pub struct NetDeviceMetrics {
     /// Id of the interface.
     pub net: String,
-    /// Its counters.
     pub counters: Arc<NetMetrics>,
 }
 

@@ -22,24 +22,14 @@ pub enum RequestError {
         /// How many could be read.
         descriptors: u16,
     },
-    /// More descriptors than the device takes.
     #[error("The chain has more than {max} descriptors")]
-    TooManyDescriptors {
-        /// The bound.
-        max: u16,
-    },
+    TooManyDescriptors { max: u16 },
     /// A descriptor that the device is to write where it reads, or the other way round.
     #[error("A descriptor goes the wrong way")]
     Direction,
     /// Not even the shortest frame, or no room for a header.
     #[error("The chain has {len} bytes, at least {least} are needed")]
-    TooShort {
-        /// Its length.
-        len: usize,
-        /// The bound.
-        least: usize,
-    },
-    /// More than the longest frame.
+    TooShort { len: usize, least: usize },
     #[error("The chain has more than {PACKET_LEN_MAX} bytes")]
     TooLong,
     /// A buffer is not in memory.
@@ -130,7 +120,6 @@ struct Taken {
 pub struct Hand {
     segments: Vec<Segment>,
     chains: Vec<Taken>,
-    /// Of all chains.
     capacity: usize,
 }
 

@@ -30,11 +30,9 @@ const CONFIG_LEN: usize = 12;
 pub struct NetShape {
     /// What the VMM calls it: in logs, metrics, thread names and the API.
     pub id: String,
-    /// Its Ethernet address.
     pub mac: [u8; 6],
     /// The longest frame's payload, if the driver is to be told.
     pub mtu: Option<u16>,
-    /// Pairs of queues.
     pub pairs: u16,
     /// Descriptors of each queue.
     pub queue_size: u16,
@@ -42,7 +40,6 @@ pub struct NetShape {
     pub csum: bool,
     /// TCP in long pieces; needs `csum`.
     pub tso: bool,
-    /// UDP likewise.
     pub ufo: bool,
 }
 
@@ -52,7 +49,6 @@ pub trait PairUser: Send + Sync {
     fn use_pair(&self, is_active: bool);
 }
 
-/// An interface.
 pub struct Interface {
     shape: NetShape,
     host: Arc<dyn HostInterface>,
@@ -61,7 +57,6 @@ pub struct Interface {
     active_pairs: AtomicU16,
     /// By pair: raised when that has changed.
     wakes: Vec<EventFd>,
-    /// With their pairs.
     users: Mutex<Vec<(u16, Weak<dyn PairUser>)>>,
     is_up: AtomicBool,
     /// Set while the driver is there.
@@ -88,7 +83,6 @@ impl Interface {
         &*self.host
     }
 
-    /// What it counts.
     pub fn metrics(&self) -> &Arc<NetMetrics> {
         &self.metrics
     }

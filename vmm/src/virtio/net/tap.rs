@@ -55,13 +55,10 @@ pub trait HostQueue: Send {
 /// Why there is no interface.
 #[derive(Debug, Error)]
 pub enum TapError {
-    /// The device cannot be opened.
     #[error("Cannot open {DEVICE}: is the module tun loaded?")]
     Open(#[source] io::Error),
-    /// The interface cannot be had.
     #[error("Cannot attach to the interface {name}{hint}")]
     Attach {
-        /// Its name.
         name: String,
         /// Command that root can run instead; may be empty.
         hint: &'static str,
@@ -72,9 +69,7 @@ pub enum TapError {
     /// A setting is not taken.
     #[error("Cannot set {what} of the interface {name}{hint}")]
     Set {
-        /// What.
         what: &'static str,
-        /// Its name.
         name: String,
         /// Command that root can run instead, after a colon; may be empty.
         hint: String,
@@ -85,36 +80,24 @@ pub enum TapError {
     /// A descriptor that was given is none.
     #[error("fd {fd} is no tap interface")]
     NoTap {
-        /// The descriptor.
         fd: RawFd,
         /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// One that was opened in another way.
     #[error("fd {fd} is a tap interface opened {lacks}")]
     Lacks {
-        /// The descriptor.
         fd: RawFd,
         /// What is missing or too much.
         lacks: &'static str,
     },
-    /// Queues of several interfaces.
     #[error("fd {fd} is a queue of {name}, and the one before is of {first}")]
-    Mixed {
-        /// The descriptor.
-        fd: RawFd,
-        /// Its interface.
-        name: String,
-        /// The other one.
-        first: String,
-    },
+    Mixed { fd: RawFd, name: String, first: String },
 }
 
 /// What to make, or to find.
 #[derive(Clone, Debug, Default)]
 pub struct TapOptions {
-    /// The interface.
     pub name: Option<String>,
     /// Queues that send and receive.
     pub pairs: u16,
@@ -268,7 +251,6 @@ impl Tap {
         Ok(())
     }
 
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -536,7 +518,6 @@ pub mod fake {
         queues: Arc<Vec<UnixDatagram>>,
         /// What was set last.
         pub offloads: Arc<Mutex<Offloads>>,
-        /// Likewise.
         pub pairs: Arc<Mutex<u16>>,
         /// What it says has passed.
         pub traffic: Arc<Mutex<Option<[Traffic; 2]>>>,

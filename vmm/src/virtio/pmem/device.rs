@@ -48,11 +48,9 @@ pub struct Pmem {
     answers: Answers,
 }
 
-/// Who answers flushes.
 enum Answers {
     /// The vCPU that asks, within its exit. The activation is there while the device runs.
     InExit(Option<Activation>),
-    /// A thread.
     OnThread {
         worker: WorkerSlot,
         /// Behind the worker, which ends before it does.
@@ -99,7 +97,6 @@ impl Pmem {
         Self { config, flusher, answers }
     }
 
-    /// The device's counters.
     pub fn metrics(&self) -> Arc<PmemMetrics> {
         Arc::clone(&self.flusher.metrics)
     }

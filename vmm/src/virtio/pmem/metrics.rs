@@ -25,7 +25,6 @@ pub struct PmemMetrics {
 pub struct PmemFileMetrics {
     /// Id of the device.
     pub name: String,
-    /// Its file.
     pub file: String,
     /// Size that the guest sees.
     pub size_bytes: u64,
@@ -33,7 +32,6 @@ pub struct PmemFileMetrics {
     pub durability: Option<Durability>,
     /// Set once a flush of the file has failed. All later ones fail as well.
     pub failed: Arc<AtomicBool>,
-    /// Its counters.
     pub counters: Arc<PmemMetrics>,
 }
 

@@ -24,7 +24,6 @@ pub enum Kind {
 pub struct Request {
     /// Head of its descriptor chain.
     pub head: u16,
-    /// What is asked.
     pub kind: Kind,
     /// Where the answer goes.
     response: GuestAddress,
@@ -33,24 +32,15 @@ pub struct Request {
 /// Why a chain is not a request: it cannot be answered either, only given back.
 #[derive(Debug, Error)]
 pub enum RequestError {
-    /// A descriptor is missing.
     #[error("The chain ends before its {0} descriptor")]
     Missing(&'static str),
-    /// A descriptor goes the wrong way.
     #[error("The {0} descriptor goes the wrong way")]
     Direction(&'static str),
-    /// A descriptor is too short.
     #[error("The {which} descriptor has {len} bytes, needed are {WORD_LEN}")]
-    Short {
-        /// Which one.
-        which: &'static str,
-        /// Its length.
-        len: u32,
-    },
+    Short { which: &'static str, len: u32 },
     /// A descriptor points where there is no memory.
     #[error("The {which} descriptor points outside of memory")]
     Memory {
-        /// Which one.
         which: &'static str,
         /// What vm-memory says.
         #[source]

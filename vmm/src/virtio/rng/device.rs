@@ -13,7 +13,6 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice};
 const TYPE_ENTROPY: u16 = 4;
 const QUEUE_SIZES: [u16; 1] = [64];
 
-/// An entropy device.
 pub struct Rng {
     source: EntropySource,
     metrics: Arc<RngMetrics>,
@@ -26,7 +25,6 @@ impl Rng {
         Self { source, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
 
-    /// The device's counters.
     pub fn metrics(&self) -> Arc<RngMetrics> {
         Arc::clone(&self.metrics)
     }

@@ -10,7 +10,6 @@ use thiserror::Error;
 /// Devices behind which there is the kernel's generator: asking it directly needs no file and no seek.
 const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
 
-/// Why a source cannot be used.
 #[derive(Debug, Error)]
 #[error("Cannot open the entropy source {path:?}")]
 pub struct SourceError {

@@ -32,11 +32,7 @@ pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 pub enum Violation {
     /// The operation makes no sense in this state.
     #[error("{op:?} is out of place")]
-    OutOfPlace {
-        /// The operation.
-        op: Op,
-    },
-    /// More payload than our buffer has room for.
+    OutOfPlace { op: Op },
     #[error("{len_bytes} bytes of payload, but credit is {credit_bytes}")]
     CreditExceeded {
         /// Length of the payload.
@@ -49,7 +45,6 @@ pub enum Violation {
 /// What a packet of the guest means for the host's side.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Nothing.
     None,
     /// The guest granted the host's request.
     Connected,
@@ -67,7 +62,6 @@ pub enum Event {
 /// What the guest is to be sent next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Nothing.
     Nothing,
     /// A packet without payload.
     Control(Op),
@@ -81,14 +75,14 @@ pub enum Next {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The host asks; the request is on its way once `sent`.
-    Requesting { sent: bool },
+    Requesting {
+        sent: bool,
+    },
     /// The guest asked; it is owed a response.
     Responding,
-    /// Both agreed.
     Established,
 }
 
-/// One connection.
 #[derive(Debug)]
 pub struct Connection {
     phase: Phase,

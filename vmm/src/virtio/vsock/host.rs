@@ -34,19 +34,11 @@ const MAX_GREETING_BYTES: usize = 32;
 pub enum VsockError {
     /// Not a context id that a guest may have (virtio 1.3, 5.10.4).
     #[error("Context id {cid} is reserved; a guest has one from 3 to 4294967294")]
-    InvalidCid {
-        /// The context id.
-        cid: u32,
-    },
-    /// The socket cannot be listened on.
+    InvalidCid { cid: u32 },
     #[error(transparent)]
     Socket(#[from] UnixSocketError),
-    /// The port is registered twice.
     #[error("Port {port} has a listener in this process already")]
-    PortTaken {
-        /// The port.
-        port: u32,
-    },
+    PortTaken { port: u32 },
 }
 
 /// The ports of the host that end in this process. Complete before the device is made.
@@ -108,20 +100,13 @@ impl VsockPorts {
 pub enum ConnectError {
     /// The listener in this process is gone, or does not take its connections.
     #[error("{port} has no room or no listener in this process")]
-    InProcess {
-        /// The port.
-        port: HostPort,
-    },
+    InProcess { port: HostPort },
     /// The listener wants to hear of privileged processes only.
     #[error("{link} is not from a privileged port, which is at most {LAST_PRIVILEGED_PORT}")]
-    Unprivileged {
-        /// The connection.
-        link: Link,
-    },
+    Unprivileged { link: Link },
     /// Nobody listens on the socket, or there is none.
     #[error("Cannot connect to socket {path:?}")]
     Socket {
-        /// The socket's path.
         path: PathBuf,
         /// What the operating system says.
         #[source]

@@ -6,7 +6,6 @@ use prometheus_client::registry::Unit;
 
 use crate::metrics::{Expose, Exposition, Family, one};
 
-/// Counter.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -16,12 +15,10 @@ impl Counter {
         self.0.fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Adds one.
     pub fn increment(&self) {
         self.add(1);
     }
 
-    /// Returns the count.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -32,12 +29,10 @@ impl Counter {
 pub struct Gauge(AtomicU64);
 
 impl Gauge {
-    /// Sets the value.
     pub fn set(&self, value: u64) {
         self.0.store(value, Ordering::Relaxed);
     }
 
-    /// Returns the value.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -48,7 +43,6 @@ impl Gauge {
 pub struct VsockMetrics {
     /// Sockets that are open on the host, in any state.
     pub connections: Gauge,
-    /// Established connections.
     pub connections_total: Counter,
     /// Connections refused: no listener, no room, or a malformed request.
     pub rejected_total: Counter,

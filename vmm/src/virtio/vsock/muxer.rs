@@ -63,7 +63,6 @@ impl Token {
 
 /// Where sockets are watched for edges of being readable, writable and hung up.
 pub trait Watch {
-    /// Begins to watch.
     fn watch(&mut self, stream: &UnixStream, token: Token) -> io::Result<()>;
     /// Ends it, before the socket is closed.
     fn unwatch(&mut self, stream: &UnixStream);
@@ -83,9 +82,7 @@ pub struct Readiness {
 /// A packet for the guest.
 #[derive(Debug)]
 pub struct Packet<'a> {
-    /// Its header.
     pub header: RawHeader,
-    /// Its payload.
     pub payload: &'a [u8],
 }
 
@@ -232,7 +229,6 @@ impl Muxer {
         }
     }
 
-    /// The host's side.
     pub fn host(&self) -> &HostSide {
         &self.host
     }

@@ -29,7 +29,6 @@ pub struct RawHeader {
     pub socket_type: U16,
     /// What the packet is for.
     pub op: U16,
-    /// By operation.
     pub flags: U32,
     /// Receive buffer of the sender, in bytes.
     pub buf_alloc: U32,
@@ -74,9 +73,7 @@ impl fmt::Display for GuestPort {
 /// What names a connection: the context ids are always the same two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Link {
-    /// The host's end.
     pub host: HostPort,
-    /// The guest's end.
     pub guest: GuestPort,
 }
 
@@ -132,15 +129,12 @@ impl Ended {
 pub enum Op {
     /// Asks for a connection.
     Request,
-    /// Grants it.
     Response,
     /// Refuses or ends it.
     Reset,
     /// Ends directions of it.
     Shutdown(Ended),
-    /// Carries payload.
     Data {
-        /// Its length.
         len_bytes: u32,
     },
     /// Tells the sender's credit.
@@ -152,7 +146,6 @@ pub enum Op {
 /// A packet of the guest, understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestPacket {
-    /// The connection.
     pub link: Link,
     /// What it is for.
     pub op: Op,

@@ -21,7 +21,6 @@ use crate::virtio::{Activation, ActiveQueue};
 pub const CID: u64 = 3;
 pub const QUEUE_SIZE: u16 = 64;
 pub const MIB: u64 = 1 << 20;
-/// An unplugged block.
 pub const UNPLUGGED: u64 = 32 * MIB;
 
 const RX_BUFFERS: u64 = MIB;
@@ -38,7 +37,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const WRITE: u16 = 2;
 const NEXT: u16 = 1;
 
-/// Interrupts, counted.
 #[derive(Default)]
 pub struct Interrupts {
     count: Mutex<u64>,

@@ -15,7 +15,6 @@ const QUEUE_SIZES: [u16; 1] = [8];
 /// Told when a guest has been silent for too long.
 pub type OnSilence = Arc<dyn Fn() + Send + Sync>;
 
-/// A watchdog.
 pub struct Watchdog {
     on_silence: OnSilence,
     metrics: Arc<WatchdogMetrics>,
@@ -28,7 +27,6 @@ impl Watchdog {
         Self { on_silence, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
 
-    /// The device's counters.
     pub fn metrics(&self) -> Arc<WatchdogMetrics> {
         Arc::clone(&self.metrics)
     }

@@ -25,7 +25,6 @@ guest_tests::tests![
 const PORT: u32 = 9800;
 const LIMIT: Duration = Duration::from_secs(120);
 const MOST_RSS_KIB: u64 = 3 * 1024;
-/// At rest.
 const REST_REPORTS: u64 = 8;
 /// A second has ten looks, of which one is a report; twenty would be too many.
 const MOST_SLEEPS: f64 = 13.0;

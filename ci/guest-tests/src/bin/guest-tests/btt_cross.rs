@@ -51,11 +51,9 @@ pub fn seed(own: u64) -> Result<u64> {
 /// A volume, and the disk that it is in a guest.
 pub struct Disk {
     pool: PathBuf,
-    /// The volume's.
     pub name: String,
     /// The volume, while nobody has it.
     pub media: BttMedia,
-    /// The disk's.
     pub shape: Shape,
     /// The first sector of each arena.
     pub arenas: Vec<u64>,
@@ -150,7 +148,6 @@ impl Storage for OnEngine {
 
 /// A guest with some volumes.
 pub struct Linux<'a> {
-    /// The guest.
     pub guest: Guest,
     disks: &'a [Disk],
     /// The disks' nodes, in their order.

@@ -366,7 +366,6 @@ fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
 /// Huge pages as files: unmounted when dropped.
 struct HugeFiles(PathBuf);
 
-/// Counts lost pages.
 #[derive(Default)]
 struct LostPages(AtomicUsize);
 

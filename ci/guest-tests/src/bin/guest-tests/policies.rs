@@ -34,7 +34,6 @@ struct Marks {
     min: u64,
     low: u64,
     high: u64,
-    /// D.
     dram: u64,
     /// Memory that Linux keeps free of user pages (`protection` in /proc/zoneinfo), and that the tables do not count.
     reserve: u64,

@@ -25,7 +25,6 @@ const ANSWER_LOOKS: u32 = 100_000_000;
 /// Looking for a file takes longer than a request.
 const REQUESTS_PER_LOOK: u64 = 16;
 
-/// What is sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Malice {
     /// Well-formed chains whose buffers lie anywhere in a range of guest memory.

@@ -38,13 +38,11 @@ const DRIVER_OK: u8 = 4;
 const FEATURES_OK: u8 = 8;
 const NEEDS_RESET: u8 = 64;
 
-/// A mapped BAR.
 struct Bar {
     base: *mut u8,
     len: usize,
 }
 
-/// A capability's place.
 #[derive(Clone, Copy)]
 struct Region {
     bar: u8,

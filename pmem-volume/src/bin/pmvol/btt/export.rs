@@ -183,7 +183,6 @@ pub(super) fn say_troubles(troubles: &[(usize, Trouble)]) {
 /// Sectors that could not be read, as ranges, with the reason of the first of each.
 #[derive(Default)]
 pub(super) struct LostSectors {
-    /// By first sector.
     ranges: BTreeMap<u64, (u64, String)>,
     count: u64,
 }

@@ -65,7 +65,6 @@ pub(super) fn import(
     Ok(Outcome::Done)
 }
 
-/// The image.
 struct Source<'a> {
     path: &'a Path,
     file: File,

@@ -27,7 +27,6 @@ impl Media {
         Self::open(place, OpenMode::ReadOnly)
     }
 
-    /// To change.
     pub(super) fn change(place: &Place) -> anyhow::Result<Self> {
         Self::open(place, OpenMode::ReadWrite)
     }

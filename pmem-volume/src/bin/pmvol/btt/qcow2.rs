@@ -24,13 +24,8 @@ pub(super) enum Qcow2Error {
     /// Something else.
     #[error("it is no qcow2 image: its first bytes are others")]
     NoMagic,
-    /// It ends within its header.
     #[error("it is no qcow2 image: it has {length_bytes} bytes, less than a header")]
-    Short {
-        /// Its length.
-        length_bytes: usize,
-    },
-    /// A later format.
+    Short { length_bytes: usize },
     #[error("its qcow2 version is {0}, and 2 and 3 are known")]
     Version(u32),
     /// What is not in it comes from another file.

@@ -148,7 +148,6 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
 /// How far it is, also if it ends early.
 struct Written {
     sectors: u64,
-    /// Something was tried.
     is_begun: bool,
     sector_bytes: usize,
 }

@@ -27,9 +27,7 @@ pub(in super::super) trait Rings: Send {
 
 /// What a pair is made of: the queue that receives, and the one that sends.
 pub(in super::super) struct Setup<'a> {
-    /// Guest memory.
     pub(in super::super) regions: &'a Regions,
-    /// What was negotiated.
     pub(in super::super) features: u64,
     /// As the driver has set them up.
     pub(in super::super) queues: [&'a Queue; 2],
@@ -37,13 +35,11 @@ pub(in super::super) struct Setup<'a> {
     pub(in super::super) kicks: [&'a EventFd; 2],
     /// Raised for the driver.
     pub(in super::super) calls: [&'a EventFd; 2],
-    /// Raised for us.
     pub(in super::super) errors: [&'a EventFd; 2],
     /// A queue of the host's interface.
     pub(in super::super) tap: File,
 }
 
-/// Makes a pair.
 pub(in super::super) type Connect =
     Arc<dyn Fn(Setup<'_>) -> Result<Box<dyn Rings>, VhostError> + Send + Sync>;
 
@@ -71,7 +67,6 @@ impl Engine {
         Arc::new(Self { state: Mutex::new(state), kicks, failure })
     }
 
-    /// Ends it.
     pub(super) fn give_up(&self) {
         // Under the lock: who takes a region away meanwhile waits until it is not reached any more.
         let mut state = self.state.lock();

@@ -39,7 +39,6 @@ pub enum VhostError {
     /// It is not there, or not ours.
     #[error("Cannot open {DEVICE}: is the module vhost_net loaded?")]
     Open(#[source] io::Error),
-    /// It is older than what the device offers.
     #[error("{DEVICE} lacks the features {missing:#x}")]
     Features {
         /// What is missing, as bits.
@@ -53,28 +52,20 @@ pub enum VhostError {
         /// What the parameter says.
         value: String,
     },
-    /// It may, for all that is known.
     #[error("Cannot read {ZERO_COPY}, which says whether vhost_net keeps pages that the guest gives back")]
     ZeroCopyUnknown(#[source] io::Error),
-    /// The kernel refuses something.
     #[error("{DEVICE} does not take {what}")]
     Call {
-        /// What.
         what: &'static str,
-        /// What it says.
         #[source]
         source: vhost::Error,
     },
     /// There is no memory, or it lies in too many places.
     #[error("Guest memory lies in {ranges} ranges, and must in 1 to {}", table::RANGES_MAX)]
-    Ranges {
-        /// How many.
-        ranges: usize,
-    },
+    Ranges { ranges: usize },
     /// The kernel follows a ring from its first byte to its last by one address.
     #[error("The {part} at {address:#x}, of {len} bytes, lies in no single range of guest memory")]
     Ring {
-        /// Of a queue.
         part: &'static str,
         /// Where the driver has it.
         address: u64,

@@ -16,12 +16,10 @@ pub(super) struct Range {
     host: u64,
 }
 
-/// All of it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Table(Vec<Range>);
 
 impl Table {
-    /// Of these regions.
     pub(super) fn new(memory: &GuestMemoryMmap) -> Result<Self, VhostError> {
         let range = |region: &vm_memory::GuestRegionMmap| Range {
             guest: region.start_addr().raw_value(),

@@ -29,26 +29,12 @@ const CONFIG_LEN_MAX: usize = 256;
 pub enum TransportError {
     /// A device has queues that the transport has no room for.
     #[error("Device {name} has {queues} queues; there is room for {}", layout::QUEUES_MAX)]
-    TooManyQueues {
-        /// The device's name.
-        name: String,
-        /// Its queues.
-        queues: usize,
-    },
+    TooManyQueues { name: String, queues: usize },
     /// A queue's size is none.
     #[error("Queue {index} of device {name} has a size of {size}: it must be a power of two up to 32768")]
-    QueueSize {
-        /// The device's name.
-        name: String,
-        /// The queue.
-        index: usize,
-        /// Its size.
-        size: u16,
-    },
-    /// An eventfd cannot be made.
+    QueueSize { name: String, index: usize, size: u16 },
     #[error("Cannot make the notifications of device {name}")]
     Notifications {
-        /// The device's name.
         name: String,
         /// What the operating system says.
         #[source]

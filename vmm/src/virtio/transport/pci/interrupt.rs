@@ -25,7 +25,6 @@ pub struct VectorMap {
 }
 
 impl VectorMap {
-    /// Nothing raises anything.
     pub fn new(queues: u16) -> Self {
         let none = || AtomicU16::new(NO_VECTOR);
         Self { config: none(), queues: (0..queues).map(|_| none()).collect() }
@@ -58,7 +57,6 @@ impl VectorMap {
         }
     }
 
-    /// Back to nothing.
     pub fn reset(&self) {
         self.set_config(NO_VECTOR);
         (0..self.queues.len() as u16).for_each(|queue| self.set_queue(queue, NO_VECTOR));
@@ -101,7 +99,6 @@ pub struct PciInterrupt {
 }
 
 impl PciInterrupt {
-    /// All vectors masked.
     pub fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
         let msix = Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });

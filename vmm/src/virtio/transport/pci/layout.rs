@@ -4,15 +4,11 @@ use super::registers;
 use crate::pci::msix;
 use crate::pci::{ConfigSpace, FunctionIds};
 
-/// The one BAR.
 pub const BAR: u8 = 0;
 /// Its length in bytes.
 pub const BAR_LEN: u32 = 0x8000;
-/// Common configuration.
 pub const COMMON_OFFSET: u32 = 0x0000;
-/// ISR status.
 pub const ISR_OFFSET: u32 = 0x1000;
-/// Device configuration.
 pub const DEVICE_OFFSET: u32 = 0x2000;
 /// Its length in bytes.
 pub const DEVICE_LEN: u32 = 0x1000;
@@ -20,7 +16,6 @@ pub const DEVICE_LEN: u32 = 0x1000;
 pub const NOTIFY_OFFSET: u32 = 0x3000;
 /// Bytes between two of them.
 pub const NOTIFY_MULTIPLIER: u32 = 4;
-/// MSI-X table.
 pub const MSIX_TABLE_OFFSET: u32 = 0x4000;
 /// MSI-X pending bits.
 pub const MSIX_PBA_OFFSET: u32 = 0x6000;
@@ -44,9 +39,7 @@ const CFG_PCI: u8 = 5;
 
 /// Offsets in the PCI configuration access capability (4.1.4.9).
 pub mod access {
-    /// BAR, one byte.
     pub const BAR: usize = 4;
-    /// Offset in it.
     pub const OFFSET: usize = 8;
     /// Bytes to access.
     pub const LEN: usize = 12;
@@ -56,9 +49,7 @@ pub mod access {
 
 /// What the transport looks for in configuration space.
 pub struct Capabilities {
-    /// MSI-X.
     pub msix: u16,
-    /// PCI configuration access.
     pub access: u16,
 }
 

@@ -69,7 +69,6 @@ impl Notifications {
         self.update();
     }
 
-    /// The device starts.
     pub fn start(&mut self) {
         self.running = true;
         self.update();

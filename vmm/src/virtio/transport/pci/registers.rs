@@ -55,7 +55,6 @@ pub struct QueueRegisters {
     pub size: u16,
     /// Whether the driver has enabled it.
     pub enabled: bool,
-    /// Descriptor table.
     pub descriptors: u64,
     /// Available ring, which the specification calls driver area.
     pub available: u64,
@@ -69,7 +68,6 @@ impl QueueRegisters {
     }
 }
 
-/// The registers.
 pub struct CommonRegisters {
     features_offered: u64,
     features: u64,
