@@ -22,8 +22,13 @@ fn setup_of(workload: Workload, vm: usize) -> VmSetup {
     let zone = ZoneSizes::empty;
     let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
     host.zones = vec![zone(0, Tier::Dram, 256 * MIB), zone(1, Tier::Pm, 4096 * MIB)];
-    let demand = workload.demand(&workload.defaults(), dram_bytes, DAY_MS, &mut Random::new(1, vm as u64));
-    VmSetup { guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() }, host, demand }
+    let demand =
+        workload.demand(&workload.defaults(), dram_bytes, DAY_MS, &mut Random::new(1, vm as u64));
+    VmSetup {
+        guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() },
+        host,
+        demand,
+    }
 }
 
 fn governed(skip: Skip) -> Governed {
@@ -58,7 +63,8 @@ fn table() {
             let governed = Governed { policy, ..governed(Skip::AtRest) };
             let run = || {
                 let begun = Instant::now();
-                run_host(vec![setup_of(workload, 0)], 4096 * MIB, &governed, &mut ()).expect("in range");
+                run_host(vec![setup_of(workload, 0)], 4096 * MIB, &governed, &mut ())
+                    .expect("in range");
                 begun.elapsed()
             };
             let least = (0..3).map(|_| run()).min().expect("three");

@@ -291,7 +291,11 @@ mod tests {
         distances.set(0, 1, 30);
         distances.set(0, 1, 31);
         distances.set(2, 2, 11);
-        assert_eq!((distances.between(0, 1), distances.between(1, 0)), (31, 17), "one way and the other");
+        assert_eq!(
+            (distances.between(0, 1), distances.between(1, 0)),
+            (31, 17),
+            "one way and the other"
+        );
         assert_eq!((distances.between(2, 2), distances.between(0, 2)), (11, 20));
     }
 }

@@ -45,7 +45,9 @@ impl Unit {
     fn expected(self) -> String {
         match self {
             Unit::Bytes => format!("a size: {}", size::SYNTAX),
-            Unit::Blocks => format!("a multiple of {}: {}", Size(BLOCK_BYTES).compact(), size::SYNTAX),
+            Unit::Blocks => {
+                format!("a multiple of {}: {}", Size(BLOCK_BYTES).compact(), size::SYNTAX)
+            }
             Unit::Ms => "a time: a number with ms, s, m or h".to_owned(),
             Unit::Permille => "a whole number of thousandths".to_owned(),
             Unit::Count => "a whole number".to_owned(),
@@ -287,10 +289,21 @@ pub trait Parameters {
         let table = self.table();
         table.iter().zip(0..).try_for_each(|(param, index)| param.check(self.value(index)))?;
         for (lesser, greater) in self.order() {
-            let (Some(bound), Some(value)) = (self.get(lesser), self.get(greater)) else { continue };
+            let (Some(bound), Some(value)) = (self.get(lesser), self.get(greater)) else {
+                continue;
+            };
             if value < bound {
-                let unit = table.iter().find(|param| param.name == *greater).map_or(Unit::Count, |p| p.unit);
-                return Err(ParamError::BelowOther { name: greater, value, unit, other: lesser, bound });
+                let unit = table
+                    .iter()
+                    .find(|param| param.name == *greater)
+                    .map_or(Unit::Count, |p| p.unit);
+                return Err(ParamError::BelowOther {
+                    name: greater,
+                    value,
+                    unit,
+                    other: lesser,
+                    bound,
+                });
             }
         }
         Ok(())
@@ -415,7 +428,9 @@ mod tests {
         let set = Tides { high_bytes: 512 * MIB, low_bytes: 4 * MIB, period_ms: 2_000, count: 3 };
         assert_eq!(tides, set);
         assert_eq!((tides.get("period"), tides.get("phase")), (Some(2_000), None));
-        tides.set("tides", "period", &Setting::Number(500)).expect("a number is in the parameter's own unit");
+        tides
+            .set("tides", "period", &Setting::Number(500))
+            .expect("a number is in the parameter's own unit");
         assert_eq!(tides.period_ms, 500);
         assert_eq!(Tides::TABLE[0].about, " How high, at the most.");
     }
@@ -436,8 +451,16 @@ mod tests {
                 "64MB",
                 r#"high="64MB" could be 64000000 or 67108864 bytes; use 64M, 64MiB or the number of bytes"#,
             ),
-            ("low", "3M", r#"low is "3M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#),
-            ("moon", "1", r#"parameter "moon" is unknown; those of tides are high, low, period, count"#),
+            (
+                "low",
+                "3M",
+                r#"low is "3M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#,
+            ),
+            (
+                "moon",
+                "1",
+                r#"parameter "moon" is unknown; those of tides are high, low, period, count"#,
+            ),
         ];
         for (name, text, message) in wrong {
             assert_eq!(set(&mut tides, name, text), Err(message.to_owned()));
@@ -459,20 +482,51 @@ mod tests {
 
     #[test]
     fn what_is_shown_can_be_set() {
-        let values = [0, 1, 999, 1_000, 1_024, 59_000, 60_000, 90_000, 3_600_000, 2 * MIB, 3 << 40, u64::MAX];
+        let values = [
+            0,
+            1,
+            999,
+            1_000,
+            1_024,
+            59_000,
+            60_000,
+            90_000,
+            3_600_000,
+            2 * MIB,
+            3 << 40,
+            u64::MAX,
+        ];
         for unit in [Unit::Bytes, Unit::Blocks, Unit::Ms, Unit::Permille, Unit::Count] {
             for value in values.into_iter().filter(|value| unit.fits(*value)) {
-                assert_eq!(unit.parse(&unit.show(value)), Ok(value), "{unit:?} {}", unit.show(value));
+                assert_eq!(
+                    unit.parse(&unit.show(value)),
+                    Ok(value),
+                    "{unit:?} {}",
+                    unit.show(value)
+                );
             }
         }
-        assert_eq!((Unit::Ms.show(90_000), Unit::Bytes.show(3 * MIB)), ("90s".to_owned(), "3M".to_owned()));
+        assert_eq!(
+            (Unit::Ms.show(90_000), Unit::Bytes.show(3 * MIB)),
+            ("90s".to_owned(), "3M".to_owned())
+        );
     }
 
     #[test]
     fn what_is_no_value_is_refused() {
-        for text in
-            ["", "-1", "+1", "M", "1MM", "1.3M", "99999999999999999999", "99999999999T", "é", "1é", "ms"]
-        {
+        for text in [
+            "",
+            "-1",
+            "+1",
+            "M",
+            "1MM",
+            "1.3M",
+            "99999999999999999999",
+            "99999999999T",
+            "é",
+            "1é",
+            "ms",
+        ] {
             for unit in [Unit::Bytes, Unit::Blocks, Unit::Ms, Unit::Permille, Unit::Count] {
                 assert!(unit.parse(text).is_err(), "{unit:?} {text:?}");
             }

@@ -166,9 +166,9 @@ impl Plan {
     /// The targets that differ from what `host` has requested.
     pub fn changes<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneTarget> {
         self.targets.iter().filter(|target| {
-            host.zones
-                .iter()
-                .any(|zone| zone.id == target.zone && zone.requested_bytes != target.requested_bytes)
+            host.zones.iter().any(|zone| {
+                zone.id == target.zone && zone.requested_bytes != target.requested_bytes
+            })
         })
     }
 
@@ -188,8 +188,11 @@ mod tests {
     fn labels_are_distinct_and_fit_a_metric() {
         let labels: HashSet<_> = Reason::ALL.iter().map(|reason| reason.label()).collect();
         assert_eq!(labels.len(), Reason::ALL.len());
-        assert!(labels.iter().all(|label| label.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')));
-        let directions: HashSet<_> = Direction::ALL.iter().map(|direction| direction.label()).collect();
+        assert!(
+            labels.iter().all(|label| label.bytes().all(|b| b.is_ascii_lowercase() || b == b'_'))
+        );
+        let directions: HashSet<_> =
+            Direction::ALL.iter().map(|direction| direction.label()).collect();
         assert_eq!(directions.len(), 3);
     }
 }

@@ -162,7 +162,9 @@ impl Intake {
     /// A guest that was booted in its VM may have a kernel that started late, or again (kexec), never before that.
     fn check_age(&self, heard: Heard) -> Result<(), Refusal> {
         let age_ms = heard.at.since(self.started);
-        heard.not_after(age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS))
+        heard.not_after(
+            age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS),
+        )
     }
 }
 
@@ -219,9 +221,15 @@ mod tests {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(1, 1000), TimeMs(0)).is_ok());
         let bound = 1000 + 50 + MAX_CLOCK_LEAD_MS;
-        assert_eq!(label(intake.accept_line(&report_line(2, bound + 1), TimeMs(50))), "from_the_future");
+        assert_eq!(
+            label(intake.accept_line(&report_line(2, bound + 1), TimeMs(50))),
+            "from_the_future"
+        );
         assert!(intake.accept_line(&report_line(3, 1050), TimeMs(50)).is_ok());
-        assert_eq!(label(intake.accept_line(&report_line(4, bound + 1), TimeMs(50))), "from_the_future");
+        assert_eq!(
+            label(intake.accept_line(&report_line(4, bound + 1), TimeMs(50))),
+            "from_the_future"
+        );
     }
 
     #[test]
@@ -244,7 +252,10 @@ mod tests {
         assert!(intake.accept_line(&report_line(2, 2000), TimeMs(180_000)).is_ok());
         assert!(intake.accept_line(&report_line(3, 180_040), TimeMs(180_050)).is_ok());
         let bound = 180_060 + MAX_CLOCK_LEAD_MS;
-        assert_eq!(label(intake.accept_line(&report_line(4, bound + 1), TimeMs(180_060))), "from_the_future");
+        assert_eq!(
+            label(intake.accept_line(&report_line(4, bound + 1), TimeMs(180_060))),
+            "from_the_future"
+        );
         assert!(intake.accept_line(&report_line(4, bound), TimeMs(180_060)).is_ok());
     }
 
@@ -253,10 +264,19 @@ mod tests {
         let mut intake = greeted();
         assert!(intake.accept_line(&report_line(900, 50_000), TimeMs(50_000)).is_ok());
         intake.connected();
-        assert_eq!(label(intake.accept_line(&report_line(1, 50_001), TimeMs(50_001))), "before_hello");
+        assert_eq!(
+            label(intake.accept_line(&report_line(1, 50_001), TimeMs(50_001))),
+            "before_hello"
+        );
         intake.accept_line(HELLO.as_bytes(), TimeMs(50_001)).expect("hello");
-        assert_eq!(label(intake.accept_line(&report_line(1, 90_000), TimeMs(50_001))), "from_the_future");
-        assert!(intake.accept_line(&report_line(1, 200), TimeMs(50_001)).is_ok(), "a new kernel's clock");
+        assert_eq!(
+            label(intake.accept_line(&report_line(1, 90_000), TimeMs(50_001))),
+            "from_the_future"
+        );
+        assert!(
+            intake.accept_line(&report_line(1, 200), TimeMs(50_001)).is_ok(),
+            "a new kernel's clock"
+        );
     }
 
     #[test]
@@ -299,7 +319,10 @@ mod tests {
         assert!(taken[deaf..].iter().all(|taken| *taken), "and all that follow");
         // Such a guest's clock is bound by the host's as any other's is.
         let bound = 30 * DAY_MS + 60_000 + MAX_CLOCK_LEAD_MS;
-        assert_eq!(label(intake.accept_line(&report_line(60, bound + 1), TimeMs(60_000))), "from_the_future");
+        assert_eq!(
+            label(intake.accept_line(&report_line(60, bound + 1), TimeMs(60_000))),
+            "from_the_future"
+        );
         assert!(speak(&mut intake, 60));
         // Who lied so is outweighed by the truth, and is bound by the VM's age again.
         let honest = Heard { seq: 1, guest_ms: 61_000, at: TimeMs(61_000) };
@@ -324,7 +347,8 @@ mod tests {
     fn one_false_report_does_not_outweigh_all_that_come_after_it() {
         let now = TimeMs(DAY_MS);
         let honest = Heard { seq: 8, guest_ms: DAY_MS, at: now };
-        for lie in [report_line(7, 10), report_line(1 << 53, DAY_MS), report_line(7, DAY_MS + 4000)] {
+        for lie in [report_line(7, 10), report_line(1 << 53, DAY_MS), report_line(7, DAY_MS + 4000)]
+        {
             let mut intake = greeted();
             assert!(intake.accept_line(&lie, now).is_ok());
             assert!(intake.accept_line(&report_line(8, DAY_MS), now).is_err());
@@ -340,9 +364,13 @@ mod tests {
         assert!(intake.accept_line(&report_line(9, 1000), TimeMs(1000)).is_ok());
         for n in 0..1000 {
             let now = TimeMs(1000 + n * 50);
-            let (seq, guest_ms) = ([9, 9, 3, 4, 5, 3, 4, 5], [1000, 1000, 300, 400, 500, 300, 400, 500]);
+            let (seq, guest_ms) =
+                ([9, 9, 3, 4, 5, 3, 4, 5], [1000, 1000, 300, 400, 500, 300, 400, 500]);
             let nth = (n % 8) as usize;
-            assert_eq!(label(intake.accept_line(&report_line(seq[nth], guest_ms[nth]), now)), "out_of_order");
+            assert_eq!(
+                label(intake.accept_line(&report_line(seq[nth], guest_ms[nth]), now)),
+                "out_of_order"
+            );
         }
         assert!(intake.accept_line(&report_line(10, 51_000), TimeMs(51_000)).is_ok());
     }

@@ -106,7 +106,8 @@ mod tests {
     /// What is said to have stayed, of a zone with 256 requested of which so much is plugged at these times.
     fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
         let mut rise = Rise::default();
-        let observe = |&(at, bytes): &(u64, u64)| rise.observe(256, bytes, TimeMs(at)).map(|since| since.0);
+        let observe =
+            |&(at, bytes): &(u64, u64)| rise.observe(256, bytes, TimeMs(at)).map(|since| since.0);
         plugged.iter().map(observe).collect()
     }
 
@@ -145,8 +146,16 @@ mod tests {
 
     #[test]
     fn what_goes_unasked_and_comes_again_is_nothing_new() {
-        let drops =
-            [(0, 0), (100, 2), (1_200, 2), (1_210, 0), (1_220, 2), (2_300, 2), (2_310, 0), (2_320, 4)];
+        let drops = [
+            (0, 0),
+            (100, 2),
+            (1_200, 2),
+            (1_210, 0),
+            (1_220, 2),
+            (2_300, 2),
+            (2_310, 0),
+            (2_320, 4),
+        ];
         let said = stayed(&drops);
         assert_eq!(said[2], Some(100));
         assert_eq!(said[3..], [None; 5]);
@@ -165,7 +174,11 @@ mod tests {
             rise.observe(256, bytes, TimeMs(at));
         }
         assert_eq!(rise.observe(256, 128, TimeMs(5_000)), None);
-        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (0, None), "it is neither there nor news");
+        assert_eq!(
+            (rise.stayed_bytes(128), rise.pending_since()),
+            (0, None),
+            "it is neither there nor news"
+        );
         // It stays for as long as the first time, and goes again.
         assert_eq!(rise.observe(256, 128, TimeMs(6_100)), None);
         assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (0, None));

@@ -7,8 +7,8 @@
 mod placing;
 
 use foreshore_proto::{
-    Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal, Report,
-    Stall, Zone, ZoneKind,
+    Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal,
+    Report, Stall, Zone, ZoneKind,
 };
 
 pub use self::placing::Placing;
@@ -135,7 +135,10 @@ impl Statistics {
     /// Reads the driver's buffer; `None`: not whole entries, none, or too many. Tags of a later version are skipped, and of
     /// a tag that comes twice the last counts.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
-        if bytes.is_empty() || bytes.len() > Self::MAX_BYTES || !bytes.len().is_multiple_of(ENTRY_BYTES) {
+        if bytes.is_empty()
+            || bytes.len() > Self::MAX_BYTES
+            || !bytes.len().is_multiple_of(ENTRY_BYTES)
+        {
             return None;
         }
         let mut statistics = Self::default();
@@ -212,9 +215,15 @@ impl Estimator {
 
     /// The report that an agent would have made, as far as `statistics` tell. After a refusal the next set is judged as if
     /// this one had not come, unless too many of them make sense together.
-    pub fn report(&mut self, statistics: &Statistics, known: Known, now: TimeMs) -> Result<Report, Refusal> {
+    pub fn report(
+        &mut self,
+        statistics: &Statistics,
+        known: Known,
+        now: TimeMs,
+    ) -> Result<Report, Refusal> {
         let need = |tag: Tag| {
-            let missing = || Refusal::WrongShape { reason: format!("no statistic {}", tag.label()) };
+            let missing =
+                || Refusal::WrongShape { reason: format!("no statistic {}", tag.label()) };
             statistics.get(tag).ok_or_else(missing)
         };
         let (total, free) = (need(Tag::Total)?, need(Tag::Free)?);
@@ -222,7 +231,8 @@ impl Estimator {
             let bound = Bound::AtMost(known.memory_bytes);
             return Err(Refusal::OutOfRange { field: "total_bytes", value: total, bound });
         }
-        let mut before = self.last.filter(|(life, _)| *life == known.driver_life).map(|(_, before)| before);
+        let mut before =
+            self.last.filter(|(life, _)| *life == known.driver_life).map(|(_, before)| before);
         if let Some(Err(refusal)) = before.map(|before| check_order(&before, statistics)) {
             if !self.is_insisted_on(statistics, known.driver_life, now) {
                 return Err(refusal);
@@ -230,7 +240,8 @@ impl Estimator {
             // What was counted since the lie is not known.
             before = None;
         }
-        let guest_ms = self.clock.map_or(now.0, |(guest_ms, at)| guest_ms.saturating_add(now.since(at)));
+        let guest_ms =
+            self.clock.map_or(now.0, |(guest_ms, at)| guest_ms.saturating_add(now.since(at)));
         let elapsed_ms = self.clock.map_or(0, |(_, at)| now.since(at));
         let stall = self.estimate_stall(before.as_ref(), statistics, elapsed_ms);
         let raw = RawReport {
@@ -263,14 +274,20 @@ impl Estimator {
 
     /// Whether a set that does not go on from the last one accepted ends a long enough line of such sets.
     fn is_insisted_on(&mut self, statistics: &Statistics, driver_life: u64, now: TimeMs) -> bool {
-        let goes_on =
-            |rival: &Rival| rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok();
+        let goes_on = |rival: &Rival| {
+            rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok()
+        };
         let since = self.rival.filter(goes_on).map_or(now, |rival| rival.since);
         self.rival = Some(Rival { driver_life, last: *statistics, since });
         now.since(since) >= RIVAL_MS
     }
 
-    fn estimate_stall(&self, before: Option<&Statistics>, now: &Statistics, elapsed_ms: u64) -> Stall {
+    fn estimate_stall(
+        &self,
+        before: Option<&Statistics>,
+        now: &Statistics,
+        elapsed_ms: u64,
+    ) -> Stall {
         let Some(before) = before else { return self.stall };
         let since = |tag| match (before.get(tag), now.get(tag)) {
             (Some(before), Some(now)) => now.saturating_sub(before),
@@ -384,8 +401,11 @@ pub fn correct(report: Report, known: Known) -> Report {
     let mut raw = report.as_raw().clone();
     let memory = &mut raw.memory;
     // A driver tells the size of its balloon after it has changed it: what is seen to be there is not in the balloon.
-    let seen_bytes =
-        memory.free_bytes.max(memory.available_bytes).max(memory.anon_bytes).max(memory.cached_bytes);
+    let seen_bytes = memory
+        .free_bytes
+        .max(memory.available_bytes)
+        .max(memory.anon_bytes)
+        .max(memory.cached_bytes);
     memory.total_bytes = memory.total_bytes.saturating_sub(known.ballooned_bytes).max(seen_bytes);
     // Nobody tells in which zones it lies: shared out by what could be in it.
     let used = |zone: &Zone| zone.managed_pages.saturating_sub(zone.free_pages);
@@ -432,14 +452,22 @@ mod tests {
     }
 
     fn bytes(entries: &[(u16, u64)]) -> Vec<u8> {
-        let entry = |(tag, value): &(u16, u64)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat();
+        let entry =
+            |(tag, value): &(u16, u64)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat();
         entries.iter().flat_map(entry).collect()
     }
 
     #[test]
     fn the_wire_is_read_as_the_spec_says() {
-        let read = Statistics::parse(&bytes(&[(5, 480), (4, 100), (15, 9), (16, 1), (0xffff, 2), (4, 101)]))
-            .unwrap();
+        let read = Statistics::parse(&bytes(&[
+            (5, 480),
+            (4, 100),
+            (15, 9),
+            (16, 1),
+            (0xffff, 2),
+            (4, 101),
+        ]))
+        .unwrap();
         assert_eq!(read.get(Tag::Total), Some(480));
         assert_eq!(read.get(Tag::Free), Some(101), "the last of two");
         assert_eq!((read.get(Tag::DirectReclaim), read.get(Tag::SwapIn)), (Some(9), None));
@@ -471,7 +499,10 @@ mod tests {
     fn statistics_that_cannot_be_are_refused_and_the_next_are_taken() {
         let mut estimator = Estimator::default();
         let mut label = |statistics: Statistics| {
-            estimator.report(&statistics, known(), TimeMs(1000)).err().map(|refusal| refusal.label())
+            estimator
+                .report(&statistics, known(), TimeMs(1000))
+                .err()
+                .map(|refusal| refusal.label())
         };
         assert_eq!(label(statistics()), None);
         assert_eq!(label(Statistics::default().with(Tag::Total, 480 * MIB)), Some("wrong_shape"));
@@ -512,11 +543,18 @@ mod tests {
         let mut label = |swap_in, at_s: u64, driver_life| {
             let statistics = statistics().with(Tag::SwapIn, swap_in);
             let known = Known { driver_life, ..known() };
-            estimator.report(&statistics, known, TimeMs(at_s * 1000)).err().map(|refusal| refusal.label())
+            estimator
+                .report(&statistics, known, TimeMs(at_s * 1000))
+                .err()
+                .map(|refusal| refusal.label())
         };
         assert_eq!(label(1 << 40, 0, 1), None);
         for at_s in 1..60 {
-            assert_eq!(label(MIB * (60 - at_s), at_s, 1), Some("out_of_order"), "each counts less: {at_s} s");
+            assert_eq!(
+                label(MIB * (60 - at_s), at_s, 1),
+                Some("out_of_order"),
+                "each counts less: {at_s} s"
+            );
         }
         // A set that goes on from what was accepted ends what was begun; so does another driver.
         assert_eq!(label(1 << 40, 60, 1), None);
@@ -562,7 +600,8 @@ mod tests {
     fn the_clock_and_the_stalls_go_on_from_an_agents() {
         let mut estimator = Estimator::default();
         let agents = {
-            let report = Estimator::default().report(&statistics(), known(), TimeMs(77_000)).unwrap();
+            let report =
+                Estimator::default().report(&statistics(), known(), TimeMs(77_000)).unwrap();
             let mut raw = report.as_raw().clone();
             raw.stall.some_us = 9_000;
             Report::try_from(raw).unwrap()
@@ -582,7 +621,10 @@ mod tests {
             let mut raw = first.as_raw().clone();
             raw.blocks.online_policy = said;
             estimator.follow(&Report::try_from(raw).unwrap(), TimeMs(1000));
-            assert_eq!(policy(estimator.report(&statistics(), known(), TimeMs(2000)).unwrap()), said);
+            assert_eq!(
+                policy(estimator.report(&statistics(), known(), TimeMs(2000)).unwrap()),
+                said
+            );
         }
     }
 
@@ -623,7 +665,8 @@ mod tests {
         let mut raw = report.as_raw().clone();
         raw.idle = vec![NodeIdle { node: 0, idle_bytes: 400 * MIB, span_ms: 1000 }];
         let report = Report::try_from(raw).unwrap();
-        let corrected = correct(report, Known { ballooned_bytes: 128 * MIB, counted: true, ..known() });
+        let corrected =
+            correct(report, Known { ballooned_bytes: 128 * MIB, counted: true, ..known() });
         assert_eq!(corrected.memory().total_bytes, 352 * MIB);
         assert_eq!(corrected.idle()[0].idle_bytes, 352 * MIB);
     }

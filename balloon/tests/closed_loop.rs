@@ -146,10 +146,19 @@ fn every_workload_is_served_and_little_is_held_for_it() {
         );
         // At 400 MiB/s, which is more than `burst`, a MiB may be too late: it depends on when the last look was.
         let swapped_out_bound_mib = u64::from(name == "hard burst after rest");
-        assert!(f.swapped_out_mib <= swapped_out_bound_mib, "{name}: {} MiB swapped out", f.swapped_out_mib);
+        assert!(
+            f.swapped_out_mib <= swapped_out_bound_mib,
+            "{name}: {} MiB swapped out",
+            f.swapped_out_mib
+        );
         // What was in swap before comes back once, and nothing else was ever there.
-        let swapped_in_bound_mib = if name == "swapped before" { SWAPPED_MIB } else { swapped_out_bound_mib };
-        assert!(f.swapped_in_mib <= swapped_in_bound_mib, "{name}: {} MiB swapped in", f.swapped_in_mib);
+        let swapped_in_bound_mib =
+            if name == "swapped before" { SWAPPED_MIB } else { swapped_out_bound_mib };
+        assert!(
+            f.swapped_in_mib <= swapped_in_bound_mib,
+            "{name}: {} MiB swapped in",
+            f.swapped_in_mib
+        );
         assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
             // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. A seventh more is read before the guest has
@@ -168,7 +177,11 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             "sawtooth of 5 s" | "sawtooth of 40 s" => 400 * MIB + may_hold_bytes * 2,
             _ => may_hold_bytes,
         };
-        assert!(rig.over_bytes() <= over_bound_bytes, "{name}: {} MiB over", rig.over_bytes() / MIB);
+        assert!(
+            rig.over_bytes() <= over_bound_bytes,
+            "{name}: {} MiB over",
+            rig.over_bytes() / MIB
+        );
         assert!(f.resizes <= 32, "{name}: {} resizes", f.resizes);
     }
 }
@@ -229,14 +242,19 @@ fn page_cache_that_is_read_again_comes_to_fit_and_stays() {
 fn who_allocates_for_as_long_as_there_is_anything_meets_the_oom_killer_after_the_last_pm() {
     for plug_block_us in [2_000, 8_000] {
         let swap = SwapDevice::from_name("none", 0).expect("listed");
-        let mut psi =
-            Rig::new(Policy::default(), balloon::sim::GuestConfig { swap, plug_block_us, ..config() });
+        let mut psi = Rig::new(
+            Policy::default(),
+            balloon::sim::GuestConfig { swap, plug_block_us, ..config() },
+        );
         psi.run(3_000, 0);
         psi.run_until(57_000, 100, |vm| vm.guest().totals().oom_kills > 0);
         assert!(psi.guest().now() < TimeMs(60_000), "1.5 GiB last for 15 s");
         for zone in psi.guest().zones() {
             let now = psi.guest().now();
-            assert_eq!(zone.plugged_bytes, zone.max_bytes, "killed while there was memory, at {now}");
+            assert_eq!(
+                zone.plugged_bytes, zone.max_bytes,
+                "killed while there was memory, at {now}"
+            );
         }
     }
 }
@@ -307,8 +325,10 @@ fn an_agent_that_dies_in_a_burst_leaves_a_guest_that_is_given_more() {
 
 #[test]
 fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
-    let mut psi =
-        Rig::new(Policy::default(), balloon::sim::GuestConfig { refused_permille: 400, ..config() });
+    let mut psi = Rig::new(
+        Policy::default(),
+        balloon::sim::GuestConfig { refused_permille: 400, ..config() },
+    );
     psi.run(3_000, 0);
     psi.run(9_000, 100);
     psi.run(1_000, -900);
@@ -320,7 +340,11 @@ fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
         *part = plans.iter().filter(|plan| plan.direction == Direction::Shrink).count();
     }
     let left_bytes = psi.guest().zones()[1].plugged_bytes;
-    assert_eq!(left_bytes, (peak_bytes / 1000 * 400).next_multiple_of(2 * MIB), "what can go has gone");
+    assert_eq!(
+        left_bytes,
+        (peak_bytes / 1000 * 400).next_multiple_of(2 * MIB),
+        "what can go has gone"
+    );
     assert!(asked[1] * 3 <= asked[0] && asked[1] <= 2, "{asked:?}");
     // What did not go serves the next who want it, at once.
     let plans = psi.run(1_000, 100);
@@ -346,7 +370,11 @@ fn swapped_memory_that_comes_back_finds_room() {
     assert!(!first.is_empty(), "it is short in its first report");
     assert!(first[0].requested_bytes() >= swapped, "{} MiB", first[0].requested_bytes() / MIB);
     psi.run(60_000, 0);
-    assert_eq!(Figures::of(&psi).swapped_out_mib, before.swapped_out_mib, "nothing has to go to make room");
+    assert_eq!(
+        Figures::of(&psi).swapped_out_mib,
+        before.swapped_out_mib,
+        "nothing has to go to make room"
+    );
     assert!(psi.guest().swapped_bytes() < MIB);
 }
 

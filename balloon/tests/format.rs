@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use balloon::proto::{Cause, KernelUse, NodeBlocks, NodeIdle, OnlinePolicy, RawReport, Zone, ZoneKind};
+use balloon::proto::{
+    Cause, KernelUse, NodeBlocks, NodeIdle, OnlinePolicy, RawReport, Zone, ZoneKind,
+};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -11,7 +13,11 @@ const DOCS: &str = include_str!("../../docs/format.md");
 /// One with everything in it that may be left out.
 fn full() -> RawReport {
     let mut report = RawReport {
-        kernel: Some(KernelUse { unused_dentries: Some(1), unused_inodes: Some(1), ..KernelUse::default() }),
+        kernel: Some(KernelUse {
+            unused_dentries: Some(1),
+            unused_inodes: Some(1),
+            ..KernelUse::default()
+        }),
         zones: vec![Zone {
             largest_free_blocks: Some(1),
             user_pages: Some(1),
@@ -57,6 +63,8 @@ fn every_key_of_a_report_is_documented_and_no_other() {
     let kinds = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal, ZoneKind::Movable];
     known.extend(kinds.into_iter().chain([ZoneKind::Device, ZoneKind::Other]).map(word));
     let online = [OnlinePolicy::Offline, OnlinePolicy::Online, OnlinePolicy::OnlineKernel];
-    known.extend(online.into_iter().chain([OnlinePolicy::OnlineMovable, OnlinePolicy::Unknown]).map(word));
+    known.extend(
+        online.into_iter().chain([OnlinePolicy::OnlineMovable, OnlinePolicy::Unknown]).map(word),
+    );
     assert_eq!(documented(), known);
 }

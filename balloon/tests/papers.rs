@@ -19,15 +19,21 @@ struct Loop {
 
 impl Loop {
     fn new(policy: &str, params: &[(&str, &str)]) -> Self {
-        let settings: Vec<_> = params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
+        let settings: Vec<_> =
+            params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
         let policy = Policy::from_name(policy).expect("known");
-        let policy = policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds");
+        let policy = policy
+            .with(settings.iter().map(|(name, setting)| (*name, setting)))
+            .expect("in bounds");
         Loop { rig: Rig::new(policy, config()), asked: Vec::new() }
     }
 
     fn run(&mut self, ms: u64, mib_per_s: i64) {
         let plans = self.rig.run(ms, mib_per_s);
-        assert!(plans.iter().all(|plan| plan.watermark_of == Measure::Free), "they decide by free pages");
+        assert!(
+            plans.iter().all(|plan| plan.watermark_of == Measure::Free),
+            "they decide by free pages"
+        );
         self.asked.extend(plans.iter().map(|plan| (plan.direction, plan.requested_bytes())));
     }
 
@@ -93,7 +99,9 @@ fn a_guest_whose_need_is_constant_comes_to_rest() {
 
 #[test]
 fn what_is_free_goes_back_as_the_paper_says_and_nothing_is_swapped() {
-    for (policy, left_mib) in [("amf", 128 + 384), ("dapper", 128 + 640), ("pmb", 128 + 8), ("memorage", 0)] {
+    for (policy, left_mib) in
+        [("amf", 128 + 384), ("dapper", 128 + 640), ("pmb", 128 + 8), ("memorage", 0)]
+    {
         let mut papers = scaled(policy);
         papers.run(3_000, 0);
         papers.run(8_000, 100);
@@ -103,7 +111,12 @@ fn what_is_free_goes_back_as_the_paper_says_and_nothing_is_swapped() {
         papers.run(180_000, 0);
         let left = papers.rig.requested_bytes();
         assert!(papers.shrinks() > 0, "{policy} of {}", before / MIB);
-        assert!(left / MIB <= left_mib, "{policy}: {} of {} MiB are left", left / MIB, before / MIB);
+        assert!(
+            left / MIB <= left_mib,
+            "{policy}: {} of {} MiB are left",
+            left / MIB,
+            before / MIB
+        );
         assert_eq!(papers.swapped_out_mib(), 0, "{policy}");
         papers.asked.clear();
         papers.run(120_000, 0);

@@ -19,7 +19,8 @@ fn documented(table: &[Param]) -> String {
         let show = |value| param.unit.show(value);
         let (low, high, default) = (show(param.low), show(param.high), show(param.default));
         let (name, unit, about) = (param.name, param.unit.label(), param.about.trim());
-        writeln!(text, "| `{name}` | {unit} | {low} | {high} | {default} | {about} |").expect("a String");
+        writeln!(text, "| `{name}` | {unit} | {low} | {high} | {default} | {about} |")
+            .expect("a String");
     }
     text
 }
@@ -27,7 +28,8 @@ fn documented(table: &[Param]) -> String {
 #[test]
 fn every_parameter_is_documented_with_its_bounds() {
     let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
-    let tables = policies.map(|policy| (policy.name(), policy.table())).chain([("rules", Rules::TABLE)]);
+    let tables =
+        policies.map(|policy| (policy.name(), policy.table())).chain([("rules", Rules::TABLE)]);
     let mut missing = String::new();
     for (name, table) in tables.filter(|(_, table)| !table.is_empty()) {
         let text = documented(table);
@@ -43,7 +45,10 @@ fn a_table_that_has_changed_is_noticed() {
     for (index, param) in Rules::TABLE.iter().enumerate() {
         let others = [
             Param { name: "tide", ..*param },
-            Param { unit: if param.unit == Unit::Count { Unit::Ms } else { Unit::Count }, ..*param },
+            Param {
+                unit: if param.unit == Unit::Count { Unit::Ms } else { Unit::Count },
+                ..*param
+            },
             Param { low: param.low + 2, ..*param },
             Param { high: param.high - 2, ..*param },
             Param { default: param.default + 2, ..*param },
@@ -61,7 +66,10 @@ fn every_pair_of_parameters_is_documented() {
     let policies: Vec<_> = Policy::NAMES.into_iter().filter_map(Policy::from_name).collect();
     let of_policies = policies.iter().filter_map(Policy::parameters).flat_map(Parameters::order);
     let pairs: Vec<_> = of_policies.chain(Rules::default().order()).copied().collect();
-    assert!(pairs.contains(&("floor", "ceiling")) && pairs.contains(&("idle", "max_idle")), "{pairs:?}");
+    assert!(
+        pairs.contains(&("floor", "ceiling")) && pairs.contains(&("idle", "max_idle")),
+        "{pairs:?}"
+    );
     for (lesser, greater) in pairs {
         assert!(DOCS.contains(&format!("`{lesser}` <= `{greater}`")), "{lesser}, {greater}");
     }
@@ -87,7 +95,12 @@ fn every_parameter_of_workloads_is_documented_with_its_bounds_and_defaults() {
     for param in WorkloadParams::TABLE {
         let begin = format!("| `{}` | ", param.name);
         for (value, nth) in [(param.low, 3), (param.high, 4), (param.default, 5)] {
-            assert_eq!(cell(&begin, nth), Some(param.unit.show(value).as_str()), "{} {nth}", param.name);
+            assert_eq!(
+                cell(&begin, nth),
+                Some(param.unit.show(value).as_str()),
+                "{} {nth}",
+                param.name
+            );
         }
     }
     for workload in Workload::ALL {

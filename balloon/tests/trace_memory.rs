@@ -40,7 +40,8 @@ fn peak_bytes<T>(act: impl FnOnce() -> T) -> (usize, T) {
     (PEAK.load(Ordering::Relaxed) - before, result)
 }
 
-const HEADER: &str = r#"{"type":"trace","version":1,"vm":"long","boot_bytes":402653184,"zones":[]}"#;
+const HEADER: &str =
+    r#"{"type":"trace","version":1,"vm":"long","boot_bytes":402653184,"zones":[]}"#;
 
 /// A trace that is made while it is read: a report every 50 ms.
 struct Long {
@@ -91,12 +92,14 @@ fn a_long_trace_is_replayed_in_a_part_of_its_size() {
     let (peak, bytes) = peak_bytes(|| {
         let mut long = Long::new(REPORTS);
         let mut reader = Reader::new(BufReader::new(&mut long)).expect("sound");
-        let (setup, _) = replay(&mut reader, &GuestConfig::default(), 1000, 800).expect("long enough");
+        let (setup, _) =
+            replay(&mut reader, &GuestConfig::default(), 1000, 800).expect("long enough");
         assert_eq!(setup.demand.segments().len() as u64, REPORTS - 1);
         long.bytes
     });
     assert!(peak < bytes / 2, "{peak} for a trace of {bytes}");
-    let (peak, trace) = peak_bytes(|| Trace::read(BufReader::new(Long::new(REPORTS))).expect("sound"));
+    let (peak, trace) =
+        peak_bytes(|| Trace::read(BufReader::new(Long::new(REPORTS))).expect("sound"));
     assert_eq!(trace.entries.len() as u64, REPORTS);
     assert!(peak > bytes, "all of it at a time takes {peak}, so the above tells");
 }

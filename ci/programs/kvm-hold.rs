@@ -21,7 +21,8 @@ const KVM_CREATE_VCPU: libc::c_ulong = 0xae41;
 const KVM_CREATE_IRQCHIP: libc::c_ulong = 0xae60;
 
 fn main() -> Result<()> {
-    let kvm = File::options().read(true).write(true).open("/dev/kvm").context("Cannot open /dev/kvm")?;
+    let kvm =
+        File::options().read(true).write(true).open("/dev/kvm").context("Cannot open /dev/kvm")?;
     let vm = owned(ioctl(kvm.as_raw_fd(), KVM_CREATE_VM).context("Cannot create a VM")?);
     // The vCPU's local APIC starts software-disabled, and stays so: it never runs.
     ioctl(vm.as_raw_fd(), KVM_CREATE_IRQCHIP).context("Cannot create the interrupt controllers")?;

@@ -66,7 +66,8 @@ fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
         let start = extent.start.0;
         (start..start + extent.chunks()).map(|chunk| Extent::chunk(ChunkId(chunk))).collect()
     };
-    let lent: Vec<Extent> = pool.alloc_memory(free_bytes).unwrap().iter().flat_map(chunks).collect();
+    let lent: Vec<Extent> =
+        pool.alloc_memory(free_bytes).unwrap().iter().flat_map(chunks).collect();
     let (kept, given): (Vec<_>, Vec<_>) =
         lent.into_iter().partition(|extent| extent.start.0.is_multiple_of(2));
     pool.free_memory(&given).unwrap();
@@ -82,7 +83,11 @@ struct Samples {
 }
 
 /// Runs batches until there were `rounds` calls. A batch makes so many calls, and returns the time of what is measured.
-fn in_batches(rounds: u64, samples: &mut Samples, mut batch: impl FnMut(u64) -> Duration) -> Duration {
+fn in_batches(
+    rounds: u64,
+    samples: &mut Samples,
+    mut batch: impl FnMut(u64) -> Duration,
+) -> Duration {
     let mut total = Duration::ZERO;
     for first in (0..rounds).step_by(BATCH as usize) {
         let calls = (rounds - first).min(BATCH);
@@ -102,7 +107,12 @@ enum Timed {
 }
 
 /// Lends a number of times in a row and then takes it all back.
-fn lend_and_return(pool: &Pool<WithoutErase>, calls: u64, size_bytes: u64, timed: Timed) -> Duration {
+fn lend_and_return(
+    pool: &Pool<WithoutErase>,
+    calls: u64,
+    size_bytes: u64,
+    timed: Timed,
+) -> Duration {
     let mut extents = Vec::with_capacity(BATCH as usize);
     let start = Instant::now();
     for _ in 0..calls {
@@ -154,7 +164,9 @@ fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Sa
     let mut all = Vec::new();
     let mut bench = |name: &str, mut batch: Batch<'_>| {
         let mut samples = Samples { name: name.to_owned(), batches_ns: Vec::new() };
-        group.bench_function(name, |b| b.iter_custom(|rounds| in_batches(rounds, &mut samples, &mut batch)));
+        group.bench_function(name, |b| {
+            b.iter_custom(|rounds| in_batches(rounds, &mut samples, &mut batch))
+        });
         all.push(samples);
     };
 
@@ -194,7 +206,9 @@ fn print_table(class: &str, all: &mut [Samples]) {
     let mut persist_ns = None;
     for Samples { name, batches_ns } in all {
         batches_ns.sort_by(f64::total_cmp);
-        let (Some(least), Some(median)) = (batches_ns.first(), batches_ns.get(batches_ns.len() / 2)) else {
+        let (Some(least), Some(median)) =
+            (batches_ns.first(), batches_ns.get(batches_ns.len() / 2))
+        else {
             continue;
         };
         let persist_ns = *persist_ns.get_or_insert(*median);
@@ -204,7 +218,9 @@ fn print_table(class: &str, all: &mut [Samples]) {
 
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
-    for (class, durability) in [("write-back", Durability::DaxSync), ("volatile", Durability::Volatile)] {
+    for (class, durability) in
+        [("write-back", Durability::DaxSync), ("volatile", Durability::Volatile)]
+    {
         let mut all = run(&mut criterion, class, durability);
         print_table(class, &mut all);
     }

@@ -70,8 +70,9 @@ fn main() {
     let (volume_bytes, round_bytes, rounds) =
         if is_whole { (VOLUME_BYTES, 8 << 20, 200) } else { (SMALL_VOLUME_BYTES, 4 << 20, 1u64) };
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let places = ["volatile", "dax-sync"]
-        .map(|class| (class, Place::new(&folder.path().join(class), volume_bytes, class == "dax-sync")));
+    let places = ["volatile", "dax-sync"].map(|class| {
+        (class, Place::new(&folder.path().join(class), volume_bytes, class == "dax-sync"))
+    });
     println!(
         "| median, best | class | threads | GB/s | of memcpy | of non-temporal memcpy | of the least \
          | the least of memcpy | the least of non-temporal memcpy | of one thread's | memcpy's |"
@@ -89,8 +90,14 @@ fn main() {
                         // Other places for each, so that nobody finds in a cache what somebody else has just read.
                         let seed = round * EVERYBODY.len() as u64 + turn;
                         let operation = |at, buffer: &mut [u8]| place.work(who, work, at, buffer);
-                        let rate =
-                            gb_per_s(threads, at_once, round_bytes, volume_bytes, (work, seed), &operation);
+                        let rate = gb_per_s(
+                            threads,
+                            at_once,
+                            round_bytes,
+                            volume_bytes,
+                            (work, seed),
+                            &operation,
+                        );
                         rates.of(who, threads).push(rate);
                     }
                 }
@@ -223,7 +230,9 @@ impl Place {
     /// The steps of the format by somebody for whom nothing can go wrong: each sector is looked up, said to be read, looked up
     /// again, and copied. One locked instruction, for what is said is to be seen by writers before the second look.
     fn least_of_a_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
-        for (sector, piece) in (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES)) {
+        for (sector, piece) in
+            (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES))
+        {
             let block = table.word(sector);
             claimed(u64::from(block), || {
                 assert_eq!(table.word(sector), block);
@@ -246,7 +255,8 @@ impl Place {
                 map.write_back(at);
             }
         };
-        let record_at = |sector: u64| (RECORDS_AT.get() + (sector - first) % THREAD_RECORDS) * RECORD_BYTES;
+        let record_at =
+            |sector: u64| (RECORDS_AT.get() + (sector - first) % THREAD_RECORDS) * RECORD_BYTES;
         // 1. The data to where the map says, a half of the record, and the words of the map: this sector's, and the one that
         //    was changed last.
         for (sector, piece) in sectors.clone().zip(buffer.chunks_exact(SECTOR_BYTES)) {
@@ -367,8 +377,9 @@ impl Map {
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
         let offset = libc::off_t::try_from(offset).unwrap();
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let start =
-            unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, file.as_raw_fd(), offset) };
+        let start = unsafe {
+            libc::mmap(ptr::null_mut(), length, protection, flags, file.as_raw_fd(), offset)
+        };
         assert_ne!(start, libc::MAP_FAILED);
         Self { start: start.cast(), length }
     }
@@ -393,7 +404,8 @@ impl Map {
     fn write_back(&self, at: u64) {
         let line = self.at(at, 1);
         // CPUID leaf 7, EBX bit 24 (Intel SDM).
-        static HAS_CLWB: LazyLock<bool> = LazyLock::new(|| __cpuid_count(7, 0).ebx & (1 << 24) != 0);
+        static HAS_CLWB: LazyLock<bool> =
+            LazyLock::new(|| __cpuid_count(7, 0).ebx & (1 << 24) != 0);
         // SAFETY: inside the mapping; the contents stay what they are, and the CPU has the instruction.
         unsafe {
             match *HAS_CLWB {

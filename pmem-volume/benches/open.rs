@@ -39,7 +39,9 @@ fn main() {
     };
     let path = folder.path().join("pool");
     make_pool(&path, size_bytes);
-    println!("\n| open 1 TiB for | time | of the CPU | memory before | peak |\n|---|---|---|---|---|");
+    println!(
+        "\n| open 1 TiB for | time | of the CPU | memory before | peak |\n|---|---|---|---|---|"
+    );
     for mode in ["write", "peek"] {
         let mut lines: Vec<String> = (0..ROUNDS).map(|_| in_child(&path, mode)).collect();
         // By time, which comes first and has a fixed width.
@@ -51,7 +53,8 @@ fn main() {
 
 /// Mounts a tmpfs that promises more than there is memory, visible to this process and its children alone.
 fn own_tmpfs(folder: &Path) -> io::Result<()> {
-    let done = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+    let done =
+        |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     let (tmpfs, options) = (c"tmpfs", c"size=2t");
     let folder = CString::new(folder.as_os_str().as_encoded_bytes()).expect("a path has no zero");
     // SAFETY: system calls on numbers, and on strings that outlive them. There is no other thread yet.
@@ -63,7 +66,13 @@ fn own_tmpfs(folder: &Path) -> io::Result<()> {
         }
         let private = libc::MS_PRIVATE | libc::MS_REC;
         done(libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), private, ptr::null()))?;
-        done(libc::mount(tmpfs.as_ptr(), folder.as_ptr(), tmpfs.as_ptr(), 0, options.as_ptr().cast()))
+        done(libc::mount(
+            tmpfs.as_ptr(),
+            folder.as_ptr(),
+            tmpfs.as_ptr(),
+            0,
+            options.as_ptr().cast(),
+        ))
     }
 }
 

@@ -51,7 +51,10 @@ fn compare(map: &Map, dax: &FileMedia, volatile: &FileMedia, piece_bytes: u64, r
             by_hole.push(time(|| erase(volatile, piece)));
         }
     }
-    println!("\n| {} MiB at a time | median | best | of memset |\n|---|---|---|---|", piece_bytes >> 20);
+    println!(
+        "\n| {} MiB at a time | median | best | of memset |\n|---|---|---|---|",
+        piece_bytes >> 20
+    );
     let memset = median(&mut by_memset);
     for (name, mut times) in [
         ("memset on the mapping", by_memset),
@@ -93,7 +96,14 @@ impl Map {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let start = unsafe {
-            libc::mmap(ptr::null_mut(), length as usize, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+            libc::mmap(
+                ptr::null_mut(),
+                length as usize,
+                protection,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
         };
         assert_ne!(start, libc::MAP_FAILED);
         Self { start, length }

@@ -19,8 +19,8 @@ pub mod unnamed_file;
 
 pub use media::Durability;
 pub use pool::{
-    ChunkId, CreateOptions, Extent, OpenMode, Pool, PoolError, PoolInfo, Shrink, Volume, VolumeFormat,
-    VolumeInfo, VolumeSize,
+    ChunkId, CreateOptions, Extent, OpenMode, Pool, PoolError, PoolInfo, Shrink, Volume,
+    VolumeFormat, VolumeInfo, VolumeSize,
 };
 
 /// Bytes in a chunk: the unit in which a pool is lent and owned.

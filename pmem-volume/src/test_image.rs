@@ -5,7 +5,8 @@ use std::fmt::Write;
 /// Writes bytes as text.
 pub(crate) fn to_text(bytes: &[u8]) -> String {
     let mut text = String::new();
-    for (at, line) in bytes.chunks(16).enumerate().filter(|(_, line)| line.iter().any(|b| *b != 0)) {
+    for (at, line) in bytes.chunks(16).enumerate().filter(|(_, line)| line.iter().any(|b| *b != 0))
+    {
         let _ = write!(text, "{:08x} ", at * 16);
         line.iter().for_each(|b| {
             let _ = write!(text, "{b:02x}");

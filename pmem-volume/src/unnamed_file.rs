@@ -49,7 +49,10 @@ impl Unnamed {
             Ok(file) => Ok(Self { file, temporary: None }),
             // What open(2) says of kernels and file systems that do not know O_TMPFILE.
             Err(error)
-                if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR | libc::ENOENT)) =>
+                if matches!(
+                    error.raw_os_error(),
+                    Some(libc::EOPNOTSUPP | libc::EISDIR | libc::ENOENT)
+                ) =>
             {
                 Self::with_temporary_name(path, mode)
             }
@@ -131,7 +134,9 @@ fn link(file: &File, path: &Path) -> io::Result<()> {
     let target = c_path(path)?;
     let link_at = |folder, source: &CString, flags| {
         // SAFETY: both are C strings that outlive the call; the descriptor lives as long as `file`.
-        match unsafe { libc::linkat(folder, source.as_ptr(), libc::AT_FDCWD, target.as_ptr(), flags) } {
+        match unsafe {
+            libc::linkat(folder, source.as_ptr(), libc::AT_FDCWD, target.as_ptr(), flags)
+        } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
@@ -164,8 +169,10 @@ mod tests {
     use super::*;
 
     fn names_in(folder: &Path) -> Vec<String> {
-        let mut names: Vec<_> =
-            fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<_> = fs::read_dir(folder)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }

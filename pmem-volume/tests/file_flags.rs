@@ -69,7 +69,10 @@ fn create_replaces_no_file_whatever_is_in_it() {
             let arguments = [&["create", "file", "--size", "16M"], force].concat();
             let output = folder.run(&arguments);
             assert!(!output.status.success(), "{content} {force:?}");
-            assert!(String::from_utf8_lossy(&output.stderr).contains("file"), "{content} {force:?}");
+            assert!(
+                String::from_utf8_lossy(&output.stderr).contains("file"),
+                "{content} {force:?}"
+            );
             assert!(fs::read(folder.path("file")).unwrap() == before, "{content} {force:?}");
         }
     };

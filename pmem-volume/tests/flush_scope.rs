@@ -31,7 +31,8 @@ impl Mapping {
         // SAFETY: new mappings at addresses of the kernel's choice, the second inside the first.
         let start = unsafe {
             let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            let room = libc::mmap(ptr::null_mut(), length + PAGE_BYTES, libc::PROT_NONE, anonymous, -1, 0);
+            let room =
+                libc::mmap(ptr::null_mut(), length + PAGE_BYTES, libc::PROT_NONE, anonymous, -1, 0);
             assert_ne!(room, libc::MAP_FAILED);
             let flags = libc::MAP_SHARED | libc::MAP_FIXED;
             let at = room.cast::<u8>().add(PAGE_BYTES).cast::<c_void>();
@@ -67,7 +68,9 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the whole of a mapping that nobody uses any more, and the page before it.
-        unsafe { libc::munmap(self.start.as_ptr().sub(PAGE_BYTES).cast(), self.length + PAGE_BYTES) };
+        unsafe {
+            libc::munmap(self.start.as_ptr().sub(PAGE_BYTES).cast(), self.length + PAGE_BYTES)
+        };
     }
 }
 
@@ -111,7 +114,9 @@ fn parts() -> Option<Parts> {
     let volume = pool.open_volume("data").unwrap();
     assert_eq!(volume.extents().len(), 3, "{:?}", volume.extents());
     let beside = pool.open_volume("filler-1").unwrap();
-    let lent = lent.iter().map(|extent| Mapping::new(pool.file(), extent.offset_bytes(), extent.len_bytes()));
+    let lent = lent
+        .iter()
+        .map(|extent| Mapping::new(pool.file(), extent.offset_bytes(), extent.len_bytes()));
     let others = lent.chain(mapped(&beside)).collect();
     Some(Parts { pieces: mapped(&volume), others, volume, pool, _folder: folder })
 }
@@ -135,8 +140,12 @@ fn leaves_the_others_alone(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
 #[test]
 fn a_flush_writes_all_pieces_of_its_volume_and_nothing_else() {
     let Some(parts) = parts() else { return };
-    let flush = |parts: &Parts| parts.volume.flush_guest_stores(0..parts.volume.size_bytes()).unwrap();
-    assert!(leaves_the_others_alone(&parts, flush), "every flush wrote what is lent, or another volume");
+    let flush =
+        |parts: &Parts| parts.volume.flush_guest_stores(0..parts.volume.size_bytes()).unwrap();
+    assert!(
+        leaves_the_others_alone(&parts, flush),
+        "every flush wrote what is lent, or another volume"
+    );
 }
 
 /// The test above would see it.

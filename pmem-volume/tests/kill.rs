@@ -104,7 +104,9 @@ fn lend(pool: &Pool, ended: &AtomicBool, mut random: Random) {
     while !ended.load(Ordering::Relaxed) {
         // Full: ordinary.
         let extents = pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES).unwrap_or_default();
-        for chunk in extents.iter().flat_map(|extent| (0..extent.chunks()).map(|n| extent.start.0 + n)) {
+        for chunk in
+            extents.iter().flat_map(|extent| (0..extent.chunks()).map(|n| extent.start.0 + n))
+        {
             let start = u64::from(chunk) * CHUNK_BYTES;
             for at in [start, start + CHUNK_BYTES - PAGE_BYTES as u64] {
                 pool.file().write_all_at(&[0x5a; PAGE_BYTES], at).unwrap();
@@ -121,7 +123,8 @@ fn lend(pool: &Pool, ended: &AtomicBool, mut random: Random) {
 fn the_process_that_is_killed() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
     let mut random = Random(std::env::var(SEED_VARIABLE).unwrap().parse().unwrap());
-    let mut busy = Busy::start(Pool::open(&path, OpenMode::ReadWrite).unwrap(), random.below(1 << 30));
+    let mut busy =
+        Busy::start(Pool::open(&path, OpenMode::ReadWrite).unwrap(), random.below(1 << 30));
     loop {
         let pool = Arc::clone(&busy.pool);
         match random.below(14) {
@@ -162,8 +165,9 @@ fn free_name(pool: &Pool, kind: char, random: &mut Random) -> Option<String> {
 }
 
 fn make(pool: &Arc<Pool>, random: &mut Random) {
-    let (kind, format) = [('v', VolumeFormat::Raw), ('v', VolumeFormat::Raw), ('b', VolumeFormat::Btt)]
-        [random.below(3) as usize];
+    let (kind, format) =
+        [('v', VolumeFormat::Raw), ('v', VolumeFormat::Raw), ('b', VolumeFormat::Btt)]
+            [random.below(3) as usize];
     let Some(name) = free_name(pool, kind, random) else { return };
     let chunks = if kind == 'b' { BTT_CHUNKS } else { random.below(3) + 1 };
     say(&format!("make {name} {chunks}"));
@@ -189,8 +193,10 @@ fn split(pool: &Arc<Pool>, random: &mut Random) {
         chunks.saturating_sub(first),
         Origin::of(&volume).base
     ));
-    let parts =
-        [(volume.name.clone(), VolumeSize::Bytes(first * CHUNK_BYTES)), (other, VolumeSize::Remaining)];
+    let parts = [
+        (volume.name.clone(), VolumeSize::Bytes(first * CHUNK_BYTES)),
+        (other, VolumeSize::Remaining),
+    ];
     // Too small: ordinary.
     let parts = pool.split_volume(&volume.name, &parts, SplitContent::GiveUp);
     say(if parts.is_ok() { "done" } else { "refused" });
@@ -199,7 +205,8 @@ fn split(pool: &Arc<Pool>, random: &mut Random) {
 
 fn resize(pool: &Arc<Pool>, random: &mut Random) {
     let Some(volume) = pick(pool, random) else { return };
-    let chunks = if volume.format == VolumeFormat::Btt { 2 * BTT_CHUNKS } else { random.below(5) + 1 };
+    let chunks =
+        if volume.format == VolumeFormat::Btt { 2 * BTT_CHUNKS } else { random.below(5) + 1 };
     say(&format!("resize {} {chunks}", volume.name));
     let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
     // Full, or its size already: ordinary.
@@ -226,7 +233,9 @@ fn mark(pool: &Arc<Pool>, volume: &VolumeInfo, first: u64) {
     say(&format!("mark {} {}", volume.name, places.len()));
     let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
     for (index, at) in (0..).zip(places).skip(first as usize) {
-        pool.file().write_all_at(&Origin::of(volume).mark(index).to_le_bytes(), at + within).unwrap();
+        pool.file()
+            .write_all_at(&Origin::of(volume).mark(index).to_le_bytes(), at + within)
+            .unwrap();
     }
     say("done");
 }
@@ -278,7 +287,10 @@ fn split_known(state: &mut State, words: &[&str]) {
     let origin = |first| Some(Origin { base, first });
     let parts = [
         (words[0], Known { chunks: first, marked: marked.min(first), origin: origin(0) }),
-        (words[2], Known { chunks: rest, marked: marked.saturating_sub(first), origin: origin(first) }),
+        (
+            words[2],
+            Known { chunks: rest, marked: marked.saturating_sub(first), origin: origin(first) },
+        ),
     ];
     state.extend(parts.map(|(name, known)| (name.to_owned(), known)));
 }
@@ -302,7 +314,8 @@ impl Said {
             "make" => drop(next.insert(words[1].to_owned(), Known::new(chunks()))),
             "resize" => {
                 let volume = next.get_mut(words[1]).expect("it is there");
-                *volume = Known { chunks: chunks(), marked: volume.marked.min(chunks()), ..*volume };
+                *volume =
+                    Known { chunks: chunks(), marked: volume.marked.min(chunks()), ..*volume };
             }
             "mark" => {
                 let volume = next.get_mut(words[1]).expect("it is there");
@@ -331,7 +344,10 @@ impl Said {
     /// Which of the states it is that was found.
     fn settle(&mut self, found: &BTreeMap<String, u64>) -> [State; 2] {
         let is = |state: &State| {
-            state.iter().map(|(name, known)| (name, known.chunks)).eq(found.iter().map(|(n, c)| (n, *c)))
+            state
+                .iter()
+                .map(|(name, known)| (name, known.chunks))
+                .eq(found.iter().map(|(n, c)| (n, *c)))
         };
         let before = std::mem::take(&mut self.state);
         let after = self.next.take().unwrap_or_else(|| before.clone());
@@ -363,11 +379,15 @@ fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
                 .for_each(|(page, at)| pool.file().read_exact_at(page, at).unwrap());
             let (word, rest) = pages[0].split_first_chunk::<8>().unwrap();
             let word = u64::from_le_bytes(*word);
-            let is_mark = |known: &Known| index < known.marked && word == known.origin(&volume).mark(index);
+            let is_mark =
+                |known: &Known| index < known.marked && word == known.origin(&volume).mark(index);
             let is_zero = word == 0 && index >= least.marked;
             let what = format!("chunk {index} of {}: {word:#x}", volume.name);
             assert!(is_mark(least) || is_mark(most) || is_zero, "{what}: lost, or not its own");
-            assert!(rest.iter().chain(&pages[1]).all(|byte| *byte == 0), "{what}: somebody's memory");
+            assert!(
+                rest.iter().chain(&pages[1]).all(|byte| *byte == 0),
+                "{what}: somebody's memory"
+            );
         }
     }
 }
@@ -414,10 +434,13 @@ fn verify(path: &Path, said: &mut Said) -> bool {
     for volume in pool.volumes() {
         let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
         for (index, at) in (0..).zip(places(&pool, &volume.name)) {
-            pool.file().write_all_at(&Origin::of(&volume).mark(index).to_le_bytes(), at + within).unwrap();
+            pool.file()
+                .write_all_at(&Origin::of(&volume).mark(index).to_le_bytes(), at + within)
+                .unwrap();
         }
     }
-    let marked = |(name, chunks): (String, u64)| (name, Known { marked: chunks, ..Known::new(chunks) });
+    let marked =
+        |(name, chunks): (String, u64)| (name, Known { marked: chunks, ..Known::new(chunks) });
     said.state = found.into_iter().map(marked).collect();
     report.waiting_bytes() > 0
 }

@@ -28,9 +28,14 @@ fn a_pool_is_made_filled_listed_and_checked() {
     assert_eq!(volumes, [("data", 20), ("dax", 4), ("rest", 36)]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["durability"], "volatile");
-    assert_eq!((info["free_bytes"].as_u64(), info["volume_bytes"].as_u64()), (Some(0), Some(60 << 20)));
+    assert_eq!(
+        (info["free_bytes"].as_u64(), info["volume_bytes"].as_u64()),
+        (Some(0), Some(60 << 20))
+    );
     assert_eq!(info["in_use_by"], Value::Null);
-    assert!(folder.succeed(&["info", "pool"]).contains("STRG         8 MiB (reserved for volumes, "));
+    assert!(
+        folder.succeed(&["info", "pool"]).contains("STRG         8 MiB (reserved for volumes, ")
+    );
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     let full = ["--size", "the pool is full: nothing is free; `pmvol grow`"];
     folder.fail(&["volume", "create", "pool", "more", "--size", "remaining"], &full);
@@ -39,12 +44,18 @@ fn a_pool_is_made_filled_listed_and_checked() {
     assert_eq!(folder.json(&["info", "pool", "--json"])["total_bytes"].as_u64(), Some(96 << 20));
     folder.succeed(&["volume", "resize", "pool", "data", "--size", "48M"]);
     folder.succeed(&["volume", "resize", "pool", "dax", "--size", "8M"]);
-    folder.fail(&["volume", "resize", "pool", "dax", "--size", "4M"], &["--size", "4194304", "--shrink"]);
+    folder.fail(
+        &["volume", "resize", "pool", "dax", "--size", "4M"],
+        &["--size", "4194304", "--shrink"],
+    );
     folder.fail(
         &["volume", "resize", "pool", "data", "--size", "20M", "--shrink"],
         &["--size", "20971520", "cannot shrink"],
     );
-    folder.fail(&["volume", "resize", "pool", "data", "--size", "50M"], &["--size", "52428800", "67108864"]);
+    folder.fail(
+        &["volume", "resize", "pool", "data", "--size", "50M"],
+        &["--size", "52428800", "67108864"],
+    );
     let waits = || folder.json(&["info", "pool", "--json"])["scrubbing_bytes"].as_u64();
     folder.succeed(&["volume", "resize", "pool", "dax", "--size", "4M", "--shrink"]);
     assert_eq!(waits(), Some(0), "what it lost is erased when the command ends");
@@ -62,7 +73,16 @@ fn a_volume_is_split_into_several_with_names() {
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "8M", "--format", "raw"]);
     folder.succeed(&["volume", "create", "pool", "data", "--size", "60M"]);
     overwrite(&folder.path("pool"), (4 << 20) + (6 << 20), b"of the last chunk");
-    let text = folder.succeed(&["volume", "split", "pool", "dax", "--into", "dax=6M", "--into", "tail=rest"]);
+    let text = folder.succeed(&[
+        "volume",
+        "split",
+        "pool",
+        "dax",
+        "--into",
+        "dax=6M",
+        "--into",
+        "tail=rest",
+    ]);
     assert!(text.starts_with("volume dax split into 2:\n") && text.contains("tail  "), "{text}");
     folder.succeed(&["btt", "export", "pool", "tail", "--to", "out"]);
     assert!(std::fs::read(folder.path("out")).unwrap().starts_with(b"of the last chunk\0"));
@@ -73,7 +93,8 @@ fn a_volume_is_split_into_several_with_names() {
     folder.fail(&split, &["\"data\" cannot be split", "holds data", "--force"]);
     folder.succeed(&[&split[..], &["--force"]].concat());
     let list = folder.json(&["volume", "list", "pool", "--json"]);
-    let volumes: Vec<_> = list.as_array().unwrap().iter().map(|v| v["name"].as_str().unwrap()).collect();
+    let volumes: Vec<_> =
+        list.as_array().unwrap().iter().map(|v| v["name"].as_str().unwrap()).collect();
     assert_eq!(volumes, ["dax", "home", "system", "tail"]);
     for name in ["system", "home"] {
         folder.succeed(&["btt", "export", "pool", name, "--to", "out", "--force"]);
@@ -97,7 +118,11 @@ fn sizes_are_parsed_as_in_all_programs() {
     let folder = Folder::new();
     for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
         folder.succeed(&["create", text, "--size", text]);
-        assert_eq!(folder.json(&["info", text, "--json"])["total_bytes"].as_u64(), Some(64 << 20), "{text}");
+        assert_eq!(
+            folder.json(&["info", text, "--json"])["total_bytes"].as_u64(),
+            Some(64 << 20),
+            "{text}"
+        );
     }
     let both = ["--size", "64000000", "67108864", "64MiB"];
     folder.fail(&["create", "pool", "--size", "64MB"], &both);
@@ -112,11 +137,20 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
     folder.fail(&["create", "pool", "--size", "1M"], &["--size", "1048576", "2 MiB"]);
     folder.fail(&["create", "pool", "--size", "1000T"], &["--size", "64 TiB"]);
     folder.fail(&["create", "pool", "--size", "50T"], &["--size", "50 TiB", "free"]);
-    folder.fail(&["create", "pool", "--size", "64M", "--strg", "1M"], &["--strg", "1048576", "2 MiB"]);
+    folder.fail(
+        &["create", "pool", "--size", "64M", "--strg", "1M"],
+        &["--strg", "1048576", "2 MiB"],
+    );
     folder.fail(&["create", "pool", "--size", "64M", "--strg", "64M"], &["--strg", "60 MiB"]);
-    folder.fail(&["create", "nowhere/pool", "--size", "64M"], &["nowhere/pool", "no folder nowhere;"]);
+    folder.fail(
+        &["create", "nowhere/pool", "--size", "64M"],
+        &["nowhere/pool", "no folder nowhere;"],
+    );
     folder.fail(&["create", "/dev/mistyped"], &["/dev/mistyped", "no such device", "lsblk"]);
-    folder.fail(&["create", "/dev/mistyped", "--size", "64M"], &["/dev/mistyped", "no such device", "lsblk"]);
+    folder.fail(
+        &["create", "/dev/mistyped", "--size", "64M"],
+        &["/dev/mistyped", "no such device", "lsblk"],
+    );
     folder.fail(&["info", "pool"], &["pool", "no such file"]);
     folder.fail(&["check", "/proc/self/exe"], &["not a pool"]);
     folder.fail(&["frobnicate"], &["frobnicate"]);
@@ -124,15 +158,23 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
 
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.fail(&["create", "pool", "--size", "64M"], &["exists already"]);
-    folder
-        .fail(&["grow", "pool", "--size", "64M"], &["--size", "pool size 67108864", "64 MiB", "only grows"]);
+    folder.fail(
+        &["grow", "pool", "--size", "64M"],
+        &["--size", "pool size 67108864", "64 MiB", "only grows"],
+    );
     folder.fail(&["grow", "pool", "--size", "65M"], &["--size", "68157440", "2 MiB"]);
     folder.fail(&["grow", "pool", "--size", "1000T"], &["--size", "64 TiB"]);
     folder.fail(&["grow", "pool", "--size", "50T"], &["--size", "50 TiB", "free"]);
     folder.fail(&["grow", "nothing", "--size", "100M"], &["nothing", "no such file"]);
-    folder.fail(&["volume", "create", "pool", "v", "--size", "0"], &["--size", "volume size 0", "2 MiB"]);
+    folder.fail(
+        &["volume", "create", "pool", "v", "--size", "0"],
+        &["--size", "volume size 0", "2 MiB"],
+    );
     folder.fail(&["volume", "create", "pool", "v", "--size", "16M"], &["--size", "18 MiB"]);
-    folder.fail(&["volume", "create", "pool", "v", "--size", "62M"], &["--size", "62 MiB", "60 MiB free"]);
+    folder.fail(
+        &["volume", "create", "pool", "v", "--size", "62M"],
+        &["--size", "62 MiB", "60 MiB free"],
+    );
     folder.fail(&["volume", "create", "pool", "a,b", "--size", "20M"], &["a,b", "','"]);
     folder.fail(&["volume", "delete", "pool", "v"], &["\"v\"", "none"]);
     folder.fail(&["volume", "rename", "pool", "v", "w"], &["\"v\"", "none"]);
@@ -144,13 +186,19 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
 #[test]
 fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
     let folder = Folder::new();
-    folder.fail(&["create", "pool"], &["--size", "pool", "there is nothing yet", "a file needs a size"]);
+    folder.fail(
+        &["create", "pool"],
+        &["--size", "pool", "there is nothing yet", "a file needs a size"],
+    );
     folder.fail(&["create", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
     folder.fail(&["info", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
     let made = folder.run(&["create", "pool", "--size", "64M", "--thin"]);
     assert!(made.status.success());
     assert!(String::from_utf8(made.stderr).unwrap().contains("--thin changes nothing"));
-    assert_eq!(folder.succeed(&["volume", "ls", "pool"]), folder.succeed(&["volume", "list", "pool"]));
+    assert_eq!(
+        folder.succeed(&["volume", "ls", "pool"]),
+        folder.succeed(&["volume", "list", "pool"])
+    );
     assert_eq!(folder.json(&["info", "pool", "--json"])["thin"], true);
     assert!(folder.succeed(&["info", "pool"]).contains("thin         yes"));
     folder.fail(&["grow", "pool"], &["--size", "it is a file, and a file needs a size"]);
@@ -234,7 +282,8 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
     assert!(folder.succeed(&["info", "pool"]).contains("memory     10 MiB"));
     // A process that ends gives nothing back.
     drop(pool);
-    let first_bytes = || std::fs::read(folder.path("pool")).unwrap()[secret as usize..][..6].to_vec();
+    let first_bytes =
+        || std::fs::read(folder.path("pool")).unwrap()[secret as usize..][..6].to_vec();
     assert_eq!(first_bytes(), b"secret");
     let waits = "10 MiB (when it is needed, or now by `pmvol scrub pool`)";
     assert!(folder.succeed(&["info", "pool"]).contains(&format!("to be erased {waits}")));
@@ -244,7 +293,10 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
         (&(10 << 20).into(), &(60 << 20).into())
     );
     let check = folder.succeed(&["check", "pool"]);
-    assert!(check.contains("10 MiB wait to be erased") && check.contains("`pmvol scrub pool`"), "{check}");
+    assert!(
+        check.contains("10 MiB wait to be erased") && check.contains("`pmvol scrub pool`"),
+        "{check}"
+    );
     assert!(check.ends_with("clean\n"), "{check}");
     let check = folder.json(&["check", "pool", "--json"]);
     assert_eq!((&check["waiting_bytes"], &check["clean"]), (&(10 << 20).into(), &true.into()));
@@ -252,7 +304,10 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
     let made = folder.run(&["volume", "create", "pool", "v", "--size", "20M"]);
     let note = String::from_utf8(made.stderr).unwrap();
     assert!(made.status.success());
-    assert!(note.starts_with("pmvol: 10 MiB wait to be erased") && note.lines().count() == 1, "{note}");
+    assert!(
+        note.starts_with("pmvol: 10 MiB wait to be erased") && note.lines().count() == 1,
+        "{note}"
+    );
     assert_eq!(first_bytes(), b"secret");
     assert_eq!(folder.succeed(&["scrub", "pool"]), "pool pool: 10 MiB erased\n");
     assert_eq!(first_bytes(), [0; 6]);
@@ -324,7 +379,10 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     folder.fail(&["repair", "nothing"], &["nothing", "no such file"]);
     // Who can do without the volume.
     let text = folder.succeed(&["repair", "pool", "--give-up-volume", "v"]);
-    assert!(text.contains("mended: volume \"v\", which lacks") && text.ends_with("nothing left\n"), "{text}");
+    assert!(
+        text.contains("mended: volume \"v\", which lacks") && text.ends_with("nothing left\n"),
+        "{text}"
+    );
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     folder.fail(&["repair", "pool", "--give-up-volume", "v"], &["no volume \"v\""]);
 }
@@ -342,7 +400,11 @@ fn exit_codes_tell_damage_from_what_could_not_be_looked_at() {
     let good = std::fs::read(folder.path("pool")).unwrap();
     std::fs::write(folder.path("pool"), &good[..8 << 20]).unwrap();
     for command in ["check", "repair"] {
-        assert_eq!(code(&[command, "pool"]), Some(1), "{command}: a pool that was cut short is damaged");
+        assert_eq!(
+            code(&[command, "pool"]),
+            Some(1),
+            "{command}: a pool that was cut short is damaged"
+        );
     }
 }
 
@@ -352,7 +414,9 @@ fn nobody_is_told_to_make_a_pool_over_one_without_superblocks() {
     folder.succeed(&["create", "pool", "--size", "64M"]);
     overwrite(&folder.path("pool"), 0, &[0; 4096]);
     overwrite(&folder.path("pool"), (2 << 20) - 4096, &[0; 4096]);
-    for arguments in [&["info", "pool"][..], &["check", "pool"], &["repair", "pool"], &["grow", "pool"]] {
+    for arguments in
+        [&["info", "pool"][..], &["check", "pool"], &["repair", "pool"], &["grow", "pool"]]
+    {
         let output = folder.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
@@ -368,7 +432,8 @@ fn repair_counts_what_it_does_not_list() {
     // Sectors 0 to 255 have the blocks of others, and nobody can say whose they are.
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let map_at = (4 << 20) + info["arenas"][0]["map_at_bytes"].as_u64().unwrap();
-    let entries: Vec<u8> = (1000..1256u32).flat_map(|block| (block | 3 << 30).to_le_bytes()).collect();
+    let entries: Vec<u8> =
+        (1000..1256u32).flat_map(|block| (block | 3 << 30).to_le_bytes()).collect();
     overwrite(&folder.path("pool"), map_at, &entries);
     let output = folder.run(&["repair", "pool"]);
     let text = String::from_utf8(output.stdout).unwrap();
@@ -393,7 +458,8 @@ fn a_shell_completes_our_commands_and_flags() {
             "source ./script; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); \
              _pmvol pmvol '{last}' '{before}'; echo ${{COMPREPLY[@]}}"
         );
-        let output = Command::new("bash").args(["-c", &line]).current_dir(folder.0.path()).output().unwrap();
+        let output =
+            Command::new("bash").args(["-c", &line]).current_dir(folder.0.path()).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     };
@@ -406,14 +472,19 @@ fn a_shell_completes_our_commands_and_flags() {
 fn manual_pages_say_what_help_says() {
     let folder = Folder::new();
     let page = folder.succeed(&["man"]);
-    assert!(page.contains("\n.SH EXIT STATUS\n0: done") && !page.contains("pmvol\\-help"), "{page}");
+    assert!(
+        page.contains("\n.SH EXIT STATUS\n0: done") && !page.contains("pmvol\\-help"),
+        "{page}"
+    );
     assert!(page.contains(".TH pmvol 1") && page.contains("\n.SH EXAMPLES\n"), "{page}");
     std::fs::create_dir(folder.path("pages")).unwrap();
     let other = "\n.SH EXTRA\n";
     std::fs::write(folder.path("pages").join("pmvolume.1"), other).unwrap();
     folder.succeed(&["man", "pages"]);
     let read = |name: &str| std::fs::read_to_string(folder.path("pages").join(name)).unwrap();
-    for command in ["create", "info", "check", "grow", "repair", "scrub", "volume", "completion", "man"] {
+    for command in
+        ["create", "info", "check", "grow", "repair", "scrub", "volume", "completion", "man"]
+    {
         assert!(read(&format!("pmvol-{command}.1")).contains(".TH"), "{command}");
     }
     for command in ["create", "list", "resize", "rename", "delete"] {
@@ -445,7 +516,10 @@ fn every_command_shows_an_example() {
         &["volume", "delete"],
     ] {
         let help = folder.succeed(&[command, &["--help"]].concat());
-        assert!(help.contains("Example") && help.contains(&format!("pmvol {}", command.join(" "))), "{help}");
+        assert!(
+            help.contains("Example") && help.contains(&format!("pmvol {}", command.join(" "))),
+            "{help}"
+        );
     }
 }
 
@@ -474,11 +548,21 @@ fn the_examples_of_the_help_work_in_their_order() {
 fn json_says_what_the_text_says() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
-    let (text, json) = (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
+    let (text, json) =
+        (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
     for name in ["path", "uuid", "durability", "durability_meaning"] {
         assert!(text.contains(json[name].as_str().unwrap()), "{name}: {text}");
     }
-    let sizes = ["total", "free", "longest_free_run", "memory", "volume", "scrubbing", "retired", "metadata"];
+    let sizes = [
+        "total",
+        "free",
+        "longest_free_run",
+        "memory",
+        "volume",
+        "scrubbing",
+        "retired",
+        "metadata",
+    ];
     for name in sizes.iter().chain(&["strg", "lendable"]) {
         let bytes = json[format!("{name}_bytes")].as_u64().unwrap();
         assert!(text.contains(&Size(bytes).rounded()), "{name}: {text}");
@@ -596,8 +680,10 @@ impl SmallTmpfs {
     fn new(len_bytes: u64) -> Option<Self> {
         let folder = Folder::new();
         let size = format!("size={len_bytes}");
-        let mount =
-            Command::new("mount").args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(folder.0.path()).output();
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &size, "tmpfs"])
+            .arg(folder.0.path())
+            .output();
         if !mount.is_ok_and(|output| output.status.success()) {
             eprintln!("skipped: nothing can be mounted here (it needs root)");
             return None;
@@ -619,7 +705,9 @@ fn a_full_tmpfs_is_told_with_what_is_needed_and_what_is_free() {
     folder.fail(&["create", "pool", "--size", "64M"], &["--size", "64 MiB are needed"]);
     folder.succeed(&["create", "pool", "--size", "16M"]);
     std::fs::write(folder.path("ballast"), vec![1; 15 << 20]).unwrap();
-    let free = |text: &str| text.contains("are needed and the file system has") && !text.contains("SIGBUS");
+    let free = |text: &str| {
+        text.contains("are needed and the file system has") && !text.contains("SIGBUS")
+    };
     for arguments in [
         &["create", "other", "--size", "8M"][..],
         &["volume", "create", "pool", "v", "--size", "2M", "--format", "raw"],

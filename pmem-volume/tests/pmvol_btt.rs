@@ -54,8 +54,12 @@ fn write(folder: &Folder, sector: &str, bytes: &[u8]) -> std::process::Output {
     let arguments = ["btt", "write", "pool", "v", "--sector", sector];
     let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
     let command = command.args(arguments).current_dir(folder.0.path());
-    let mut child =
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     // Who refuses the place reads nothing.
     let _ = child.stdin.take().unwrap().write_all(bytes);
     child.wait_with_output().unwrap()
@@ -69,7 +73,10 @@ fn sectors_are_written_read_and_looked_at() {
     assert_eq!(info["arenas"][0]["info_blocks"], "both");
     assert_eq!(info["missing"], Value::Null);
     let text = folder.succeed(&["btt", "info", "pool", "v"]);
-    assert!(text.contains("volume v of pool: 24 MiB, BTT version 1.1") && text.contains("writes     yes"));
+    assert!(
+        text.contains("volume v of pool: 24 MiB, BTT version 1.1")
+            && text.contains("writes     yes")
+    );
 
     let last = sectors(&folder) - 1;
     let bytes: Vec<u8> = (0..3 * SECTOR_BYTES).map(|at| (at / 100) as u8).collect();
@@ -90,7 +97,10 @@ fn sectors_are_written_read_and_looked_at() {
     folder.succeed(&["btt", "write", "pool", "v", "--sector", "9", "--from", "one"]);
     let output = write(&folder, "11", &vec![5; SECTOR_BYTES + 7]);
     let text = String::from_utf8(output.stderr).unwrap();
-    assert!(text.contains("1 sector(s) were written, 11 to 11: 7 bytes at the end are no whole"), "{text}");
+    assert!(
+        text.contains("1 sector(s) were written, 11 to 11: 7 bytes at the end are no whole"),
+        "{text}"
+    );
     let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "3"]);
     assert!(read.stdout == [[9; SECTOR_BYTES], [0; SECTOR_BYTES], [5; SECTOR_BYTES]].concat());
 
@@ -98,13 +108,16 @@ fn sectors_are_written_read_and_looked_at() {
     fs::write(folder.path("more"), vec![7; SECTOR_BYTES + 7]).unwrap();
     let more = ["btt", "write", "pool", "v", "--sector", "9", "--from", "more"];
     folder.fail(&more, &["4103 bytes are no whole sectors of 4096", "nothing was written"]);
-    for (bytes, words) in
-        [(&[][..], "there is nothing to write"), (&[1; 3], "3 bytes at the end are no whole sector")]
-    {
+    for (bytes, words) in [
+        (&[][..], "there is nothing to write"),
+        (&[1; 3], "3 bytes at the end are no whole sector"),
+    ] {
         let output = write(&folder, "9", bytes);
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(
-            !output.status.success() && text.contains("nothing was written") && text.contains(words),
+            !output.status.success()
+                && text.contains("nothing was written")
+                && text.contains(words),
             "{text}"
         );
     }
@@ -122,21 +135,31 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
     let folder = with_volume();
     image(&folder.path("in"), 20 * MIB, (0..500).step_by(7).chain([4000]), 0x11);
     let text = folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
-    assert!(text.contains("in imported to volume v of pool: 20 MiB, of which 292 KiB are data"), "{text}");
+    assert!(
+        text.contains("in imported to volume v of pool: 20 MiB, of which 292 KiB are data"),
+        "{text}"
+    );
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out"]);
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
     let blocks = fs::metadata(folder.path("out")).unwrap().blocks() * 512;
     assert!(blocks <= MIB, "{blocks} bytes of the image are no holes");
-    folder.fail(&["btt", "export", "pool", "v", "--to", "out"], &["out", "exists already", "--force"]);
+    folder.fail(
+        &["btt", "export", "pool", "v", "--to", "out"],
+        &["out", "exists already", "--force"],
+    );
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
     folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["no regular file"]);
     // There is no other copy of what --force would replace.
     let pool = fs::read(folder.path("pool")).unwrap();
     fs::write(folder.path("other"), &pool).unwrap();
-    folder.fail(&["btt", "export", "pool", "v", "--to", "pool", "--force"], &["it is what is exported"]);
+    folder.fail(
+        &["btt", "export", "pool", "v", "--to", "pool", "--force"],
+        &["it is what is exported"],
+    );
     folder.fail(&["btt", "export", "pool", "v", "--to", "other", "--force"], &["it is a pool"]);
     assert!(
-        fs::read(folder.path("pool")).unwrap() == pool && fs::read(folder.path("other")).unwrap() == pool
+        fs::read(folder.path("pool")).unwrap() == pool
+            && fs::read(folder.path("other")).unwrap() == pool
     );
 
     // Another image replaces all of it, its holes and what lies behind its end included, only if that is asked for.
@@ -173,7 +196,10 @@ fn raw_volumes_are_copied_as_well() {
     for command in ["info", "check", "repair"] {
         let output = folder.run(&["btt", command, "pool", "v"]);
         let text = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && text.contains("raw: it has no BTT"), "{command}: {text}");
+        assert!(
+            !output.status.success() && text.contains("raw: it has no BTT"),
+            "{command}: {text}"
+        );
     }
 }
 
@@ -231,7 +257,9 @@ fn a_file_with_a_btt_needs_no_pool() {
     let output = folder.run(&["btt", "check", "--file", "zeros"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        String::from_utf8(output.stdout).unwrap().contains("arena 0: damaged: neither info block is whole")
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .contains("arena 0: damaged: neither info block is whole")
     );
     assert!(!folder.run(&["btt", "export", "--file", "zeros", "--to", "out"]).status.success());
     assert!(!folder.path("out").exists());
@@ -271,14 +299,20 @@ fn a_repair_says_what_it_does_and_leaves_what_nobody_knows() {
     assert!(text.contains("would mend: arena 0: 2 sector(s) are marked as lost"), "{text}");
     assert!(damaged == fs::read(folder.path("pool")).unwrap(), "a dry run changed something");
     let text = folder.succeed(&["btt", "repair", "pool", "v"]);
-    assert!(text.contains("mends: arena 0: ") && text.ends_with("mended; nothing left\n"), "{text}");
+    assert!(
+        text.contains("mends: arena 0: ") && text.ends_with("mended; nothing left\n"),
+        "{text}"
+    );
     assert_eq!(folder.succeed(&["btt", "repair", "pool", "v"]), "nothing to mend\n");
     let check = folder.succeed(&["btt", "check", "pool", "v"]);
     assert!(check.contains("note: 2 sector(s) marked as lost"), "{check}");
     let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(text.contains("sector 12 cannot be read") && text.contains("sector 15 cannot be read"), "{text}");
+    assert!(
+        text.contains("sector 12 cannot be read") && text.contains("sector 15 cannot be read"),
+        "{text}"
+    );
     let mut expected = as_long_as_the_volume(&folder, "in");
     [12, 15].iter().for_each(|n| expected[n * SECTOR_BYTES..(n + 1) * SECTOR_BYTES].fill(0));
     assert!(fs::read(folder.path("out")).unwrap() == expected);
@@ -293,7 +327,10 @@ fn a_repair_says_what_it_does_and_leaves_what_nobody_knows() {
     let output = folder.run(&["btt", "repair", "pool", "v"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(text.contains("left: arena 0: block B") && text.contains("`pmvol btt export pool v --to FILE`"));
+    assert!(
+        text.contains("left: arena 0: block B")
+            && text.contains("`pmvol btt export pool v --to FILE`")
+    );
     let output = folder.run(&["btt", "repair", "pool", "v", "--json"]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&report["clean"], report["left"].as_array().unwrap().len()), (&false.into(), 2));
@@ -314,7 +351,8 @@ fn what_is_left_in_a_damaged_pool_is_copied_out() {
     overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 8]);
     let before = fs::read(folder.path("pool")).unwrap();
     assert_eq!(folder.run(&["repair", "pool"]).status.code(), Some(1));
-    folder.fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["owner word of chunk"]);
+    folder
+        .fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["owner word of chunk"]);
     let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{text}");
@@ -323,11 +361,13 @@ fn what_is_left_in_a_damaged_pool_is_copied_out() {
         "{text}"
     );
     assert!(before == fs::read(folder.path("pool")).unwrap());
-    let (there, wanted) = (fs::read(folder.path("out")).unwrap(), fs::read(folder.path("in")).unwrap());
-    let lost = there.chunks(SECTOR_BYTES).zip(wanted.chunks(SECTOR_BYTES)).filter(|(there, wanted)| {
-        assert!(there == wanted || there.iter().all(|byte| *byte == 0));
-        there != wanted
-    });
+    let (there, wanted) =
+        (fs::read(folder.path("out")).unwrap(), fs::read(folder.path("in")).unwrap());
+    let lost =
+        there.chunks(SECTOR_BYTES).zip(wanted.chunks(SECTOR_BYTES)).filter(|(there, wanted)| {
+            assert!(there == wanted || there.iter().all(|byte| *byte == 0));
+            there != wanted
+        });
     assert_eq!(lost.count(), 1024);
 }
 
@@ -346,8 +386,13 @@ fn with_two_arenas() -> (Folder, Vec<u8>) {
 fn overwrite_volume(folder: &Folder, at: u64, bytes: &[u8]) {
     let pool = Pool::open(&folder.path("pool"), OpenMode::ReadOnly).unwrap();
     let volume = pool.open_volume("v").unwrap();
-    let extent = volume.extents().iter().rfind(|extent| extent.volume_offset_bytes() <= at).unwrap();
-    overwrite(&folder.path("pool"), extent.offset_bytes() + at - extent.volume_offset_bytes(), bytes);
+    let extent =
+        volume.extents().iter().rfind(|extent| extent.volume_offset_bytes() <= at).unwrap();
+    overwrite(
+        &folder.path("pool"),
+        extent.offset_bytes() + at - extent.volume_offset_bytes(),
+        bytes,
+    );
 }
 
 #[test]
@@ -356,25 +401,43 @@ fn a_lost_arena_is_named_and_its_sectors_keep_their_place() {
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let second = &info["arenas"][1];
     let first_lost = second["first_sector"].as_u64().unwrap();
-    for at in [second["start_bytes"].as_u64().unwrap(), second["end_bytes"].as_u64().unwrap() - 4096] {
+    for at in
+        [second["start_bytes"].as_u64().unwrap(), second["end_bytes"].as_u64().unwrap() - 4096]
+    {
         overwrite_volume(&folder, at + 60, &[0xff; 4]);
     }
     let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{text}");
     let last = content.len() / SECTOR_BYTES - 1;
-    let named = format!("sectors {first_lost} to {last} cannot be read: they are in arena 1, which is lost");
-    assert!(text.contains(&named) && text.contains("arena 1: neither info block is whole"), "{text}");
+    let named = format!(
+        "sectors {first_lost} to {last} cannot be read: they are in arena 1, which is lost"
+    );
+    assert!(
+        text.contains(&named) && text.contains("arena 1: neither info block is whole"),
+        "{text}"
+    );
     let mut expected = content;
     expected[first_lost as usize * SECTOR_BYTES..].fill(0);
     assert!(fs::read(folder.path("out")).unwrap() == expected);
-    let read =
-        folder.run(&["btt", "read", "pool", "v", "--sector", &(first_lost - 1).to_string(), "--count", "2"]);
+    let read = folder.run(&[
+        "btt",
+        "read",
+        "pool",
+        "v",
+        "--sector",
+        &(first_lost - 1).to_string(),
+        "--count",
+        "2",
+    ]);
     assert_eq!(read.status.code(), Some(1));
-    assert!(read.stdout == expected[(first_lost as usize - 1) * SECTOR_BYTES..][..2 * SECTOR_BYTES]);
+    assert!(
+        read.stdout == expected[(first_lost as usize - 1) * SECTOR_BYTES..][..2 * SECTOR_BYTES]
+    );
     // Nobody knows what is there: neither does an import write over it.
     folder.fail(&["btt", "import", "pool", "v", "--from", "in"], &["holds data"]);
-    folder.fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["arena 1 is missing"]);
+    folder
+        .fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["arena 1 is missing"]);
 }
 
 #[test]
@@ -384,9 +447,10 @@ fn a_damaged_log_is_told_by_the_exit_code_too() {
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
     let (_, log_at) = places(&folder);
     overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
-    for arguments in
-        [&["btt", "export", "pool", "v", "--to", "out"][..], &["btt", "read", "pool", "v", "--sector", "0"]]
-    {
+    for arguments in [
+        &["btt", "export", "pool", "v", "--to", "out"][..],
+        &["btt", "read", "pool", "v", "--sector", "0"],
+    ] {
         let output = folder.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{text}");
@@ -451,7 +515,11 @@ fn qemu_img(folder: &Folder, arguments: &[&str]) -> Option<()> {
         }
         output => {
             let output = output.unwrap();
-            assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+            assert!(
+                output.status.success(),
+                "{arguments:?}: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
             Some(())
         }
     }
@@ -459,7 +527,8 @@ fn qemu_img(folder: &Folder, arguments: &[&str]) -> Option<()> {
 
 fn names_in(folder: &Folder) -> Vec<String> {
     let entries = fs::read_dir(folder.0.path()).unwrap();
-    let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> =
+        entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
@@ -484,13 +553,18 @@ fn qcow2_goes_out_and_in_by_the_real_qemu_img() {
     folder.succeed(&["btt", "export", "pool", "w", "--to", "out"]);
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
     // Of either version, and of another size than the volume's.
-    qemu_img(&folder, &["convert", "-f", "raw", "-O", "qcow2", "-o", "compat=0.10", "in", "old"]).unwrap();
-    folder.succeed(&["btt", "import", "pool", "w", "--from", "old", "--format", "qcow2", "--force"]);
+    qemu_img(&folder, &["convert", "-f", "raw", "-O", "qcow2", "-o", "compat=0.10", "in", "old"])
+        .unwrap();
+    folder
+        .succeed(&["btt", "import", "pool", "w", "--from", "old", "--format", "qcow2", "--force"]);
     folder.succeed(&["btt", "export", "pool", "w", "--to", "out", "--force"]);
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
     qemu_img(&folder, &["create", "-f", "qcow2", "vast", "4T"]).unwrap();
     let words = ["vast", "4398046511104 bytes (4 TiB)", "has room for"];
-    folder.fail(&["btt", "import", "pool", "v", "--from", "vast", "--format", "qcow2", "--force"], &words);
+    folder.fail(
+        &["btt", "import", "pool", "v", "--from", "vast", "--format", "qcow2", "--force"],
+        &words,
+    );
     folder.fail(
         &["btt", "import", "pool", "v", "--from", "in", "--format", "qcow2"],
         &["in", "no qcow2 image"],
@@ -526,10 +600,14 @@ fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
         folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
         let import = ["btt", "import", "pool", "v", "--from", "out", "--force"];
         folder.fail(&import, &["out", "begins as a qcow2 image does", "a guest"]);
-        folder.fail(&[&import[..], &["--format", "qcow2"]].concat(), &["out", words, "nothing is read"]);
+        folder.fail(
+            &[&import[..], &["--format", "qcow2"]].concat(),
+            &["out", words, "nothing is read"],
+        );
         folder.succeed(&[&import[..], &["--format", "raw"]].concat());
         folder.succeed(&["btt", "export", "pool", "v", "--to", "again", "--force"]);
-        let (out, again) = (fs::read(folder.path("out")).unwrap(), fs::read(folder.path("again")).unwrap());
+        let (out, again) =
+            (fs::read(folder.path("out")).unwrap(), fs::read(folder.path("again")).unwrap());
         assert!(out == again && out.starts_with(&evil));
     }
 }
@@ -539,7 +617,12 @@ fn that_qemu_img_is_not_there_or_fails_is_told() {
     let folder = with_volume();
     let run = |path: &str, arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
-        let output = command.args(arguments).env("PATH", path).current_dir(folder.0.path()).output().unwrap();
+        let output = command
+            .args(arguments)
+            .env("PATH", path)
+            .current_dir(folder.0.path())
+            .output()
+            .unwrap();
         assert_eq!(output.status.code(), Some(1));
         String::from_utf8(output.stderr).unwrap()
     };
@@ -594,11 +677,23 @@ fn after_an_interrupted_import_each_sector_is_old_or_new() {
         }
         child.wait().unwrap();
         assert_eq!(folder.json(&["btt", "check", "pool", "v", "--json"])["clean"], true);
-        let read = folder.run(&["btt", "read", "pool", "v", "--sector", "0", "--count", &count.to_string()]);
+        let read = folder.run(&[
+            "btt",
+            "read",
+            "pool",
+            "v",
+            "--sector",
+            "0",
+            "--count",
+            &count.to_string(),
+        ]);
         assert!(read.status.success());
         let mut fresh = 0;
-        for ((there, old), new) in
-            read.stdout.chunks(SECTOR_BYTES).zip(old.chunks(SECTOR_BYTES)).zip(new.chunks(SECTOR_BYTES))
+        for ((there, old), new) in read
+            .stdout
+            .chunks(SECTOR_BYTES)
+            .zip(old.chunks(SECTOR_BYTES))
+            .zip(new.chunks(SECTOR_BYTES))
         {
             assert!(there == old || there == new, "a torn sector");
             fresh += u64::from(there == new);

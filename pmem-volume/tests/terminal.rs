@@ -96,7 +96,10 @@ fn what_takes_over_a_second_shows_how_far_it_is_and_leaves_no_trace() {
         // Erase the line, and nothing after it (ECMA-48, EL).
         assert!(screen.ends_with("\r\u{1b}[2K"), "{screen:?}");
         let piped = pmvol(&["check", "pool"], folder.path()).output().unwrap();
-        assert!(piped.status.success() && piped.stderr.is_empty(), "without a terminal nothing is drawn");
+        assert!(
+            piped.status.success() && piped.stderr.is_empty(),
+            "without a terminal nothing is drawn"
+        );
         return;
     }
     panic!("a check of 8 TiB takes less than a second");
@@ -142,12 +145,16 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
     let pages = vec![0x5a; 1 << 20];
     let (mut ended, mut undone, mut waited) = (0, 0, 0);
     for round in 0.. {
-        assert!(round < 10 * INTERRUPTIONS, "after {ended} interruptions: it is over before it can be");
+        assert!(
+            round < 10 * INTERRUPTIONS,
+            "after {ended} interruptions: it is over before it can be"
+        );
         {
             // A volume with something in it, so that erasing it takes a moment.
             let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
             if pool.volumes().is_empty() {
-                pool.create_volume("v", VolumeSize::Bytes(VOLUME_BYTES), VolumeFormat::Raw).unwrap();
+                pool.create_volume("v", VolumeSize::Bytes(VOLUME_BYTES), VolumeFormat::Raw)
+                    .unwrap();
             }
             let volume = pool.open_volume("v").unwrap();
             for extent in volume.extents() {
@@ -165,13 +172,18 @@ fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
         assert!(report.is_clean(), "{report:?}");
         match pool.volumes().as_slice() {
             [] => waited += u32::from(report.waiting_bytes() > 0),
-            [volume] if volume.size_bytes == VOLUME_BYTES && report.waiting_bytes() == 0 => undone += 1,
+            [volume] if volume.size_bytes == VOLUME_BYTES && report.waiting_bytes() == 0 => {
+                undone += 1
+            }
             volumes => panic!("neither deleted nor as it was: {volumes:?}, {report:?}"),
         }
         drop(pool);
         let again = pmvol(&["scrub", "pool"], folder.path()).output().unwrap();
         assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
-        assert_eq!(Pool::open(&path, OpenMode::ReadOnly).unwrap().check().unwrap().waiting_bytes(), 0);
+        assert_eq!(
+            Pool::open(&path, OpenMode::ReadOnly).unwrap().check().unwrap().waiting_bytes(),
+            0
+        );
         if ended == INTERRUPTIONS {
             break;
         }

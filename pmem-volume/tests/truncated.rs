@@ -35,7 +35,9 @@ const CALLS: [(&str, Call); 6] = [
     }),
     ("deleting", |pool| pool.delete_volume("raw")),
     ("renaming", |pool| pool.rename_volume("raw", "new").map(drop)),
-    ("resizing", |pool| pool.resize_volume("raw", VolumeSize::Bytes(6 * MIB), Shrink::Refuse).map(drop)),
+    ("resizing", |pool| {
+        pool.resize_volume("raw", VolumeSize::Bytes(6 * MIB), Shrink::Refuse).map(drop)
+    }),
 ];
 
 /// Cuts the file, calls, and looks at what has become of the pool.
@@ -52,7 +54,10 @@ fn assert_fails(
     assert!(matches!(error, PoolError::Media(_)), "{what}");
     assert!(!pool.is_writable(), "{what}");
     let cause = pool.info().latched.expect(&what);
-    assert!(cause.contains("the file was cut") || cause.contains("failed to fill"), "{what}: {cause}");
+    assert!(
+        cause.contains("the file was cut") || cause.contains("failed to fill"),
+        "{what}: {cause}"
+    );
     assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })), "{what}");
     assert_eq!(file.metadata().unwrap().len(), cut_to_bytes, "{what}");
 }
@@ -86,7 +91,9 @@ fn a_check_says_what_is_gone_and_leaves_the_pool_as_it_is() {
         let error = pool.check().unwrap_err();
         assert!(matches!(error, PoolError::Media(_)), "{error}");
         assert!(pool.is_writable() && pool.info().latched.is_none());
-        assert_fails(&pool, "lending after a check", 0, |pool| pool.alloc_memory(2 * MIB).map(drop));
+        assert_fails(&pool, "lending after a check", 0, |pool| {
+            pool.alloc_memory(2 * MIB).map(drop)
+        });
     }
 }
 

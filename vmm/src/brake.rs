@@ -35,7 +35,10 @@ struct Seat {
 impl Brake {
     /// Released; for a VM with so many vCPUs.
     pub fn new(vcpus: u8) -> Self {
-        Self { pulled: AtomicBool::new(false), seats: (0..vcpus).map(|_| Seat::default()).collect() }
+        Self {
+            pulled: AtomicBool::new(false),
+            seats: (0..vcpus).map(|_| Seat::default()).collect(),
+        }
     }
 
     /// From now on no vCPU enters the guest. Those that are in it stay there until they are paused.
@@ -126,7 +129,10 @@ pub(crate) mod tests {
     }
 
     /// A thread that runs a guest: a system call that only a signal ends. It says when it is about to begin, each time.
-    pub(crate) fn vcpu(brake: &Arc<Brake>, index: u8) -> (thread::JoinHandle<u32>, mpsc::Receiver<()>) {
+    pub(crate) fn vcpu(
+        brake: &Arc<Brake>,
+        index: u8,
+    ) -> (thread::JoinHandle<u32>, mpsc::Receiver<()>) {
         crate::cpu::run::install_handler().unwrap();
         let (entering, entered) = mpsc::channel();
         let brake = Arc::clone(brake);

@@ -137,8 +137,10 @@ pub struct AddressSpaceMetrics {
 
 impl Expose for AddressSpaceMetrics {
     fn expose(&self, out: &mut Exposition) {
-        let accesses =
-            [("read", &self.counters.unanswered_reads), ("write", &self.counters.unanswered_writes)];
+        let accesses = [
+            ("read", &self.counters.unanswered_reads),
+            ("write", &self.counters.unanswered_writes),
+        ];
         let samples = accesses.map(|(direction, counter)| {
             let labels = and(&one("space", self.space), "direction", direction);
             (labels, counter.load(Ordering::Relaxed))

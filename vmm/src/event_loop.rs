@@ -127,7 +127,10 @@ impl Gate {
     fn pass(&self, stop: &AtomicBool) {
         let mut is_held = self.is_held.lock();
         let mut standing = Vec::new();
-        while self.is_closed() && !self.is_busy.load(Ordering::Relaxed) && !stop.load(Ordering::Acquire) {
+        while self.is_closed()
+            && !self.is_busy.load(Ordering::Relaxed)
+            && !stop.load(Ordering::Acquire)
+        {
             if !*is_held {
                 standing = self.helpers();
                 standing.iter().for_each(|helper| helper.stand_still());
@@ -239,9 +242,9 @@ impl EventLoopHandle {
     /// Registers `subscriber`; its `init` has run when this returns. Must not be called on the loop's thread.
     pub fn add(&self, subscriber: Subscriber) -> Result<SubscriberId, EventLoopError> {
         self.endpoint
-            .call_blocking::<_, _, event_manager::Error>(
-                move |manager| Ok(manager.add_subscriber(subscriber)),
-            )
+            .call_blocking::<_, _, event_manager::Error>(move |manager| {
+                Ok(manager.add_subscriber(subscriber))
+            })
             .map_err(EventLoopError::Ended)
     }
 
@@ -249,7 +252,9 @@ impl EventLoopHandle {
     /// thread.
     pub fn remove(&self, id: SubscriberId) -> Result<Subscriber, EventLoopError> {
         self.endpoint
-            .call_blocking::<_, _, event_manager::Error>(move |manager| manager.remove_subscriber(id))
+            .call_blocking::<_, _, event_manager::Error>(move |manager| {
+                manager.remove_subscriber(id)
+            })
             .map_err(EventLoopError::Ended)
     }
 }
@@ -452,7 +457,9 @@ mod tests {
         let weak: Weak<Watched> = Arc::downgrade(&helper);
         handle.gate().add_helper(weak);
         let (seen, _) = mpsc::channel();
-        let id = handle.add(Box::new(Counter { fd: EventFd::new(EFD_NONBLOCK).unwrap(), seen })).unwrap();
+        let id = handle
+            .add(Box::new(Counter { fd: EventFd::new(EFD_NONBLOCK).unwrap(), seen }))
+            .unwrap();
         handle.hold();
         handle.wait_until_held();
         handle.dismiss();

@@ -105,7 +105,12 @@ mod tests {
         File::create(&other).unwrap();
         symlink("file", &soft).unwrap();
         fs::hard_link(&file, &hard).unwrap();
-        let dotted = folder.path().join(".").join("..").join(folder.path().file_name().unwrap()).join("file");
+        let dotted = folder
+            .path()
+            .join(".")
+            .join("..")
+            .join(folder.path().file_name().unwrap())
+            .join("file");
         for path in [&soft, &hard, &dotted, &file] {
             assert!(is_same(&file, path), "{}", path.display());
             assert_eq!(FileId::of_open(File::open(path).unwrap().as_fd()), FileId::of(&file));

@@ -77,7 +77,9 @@ fn decide(
         // Its bytes may be a pool's, and then the guest would destroy it.
         _ if is_marked_pool => Decision::RefuseMarked,
         PoolContent::Unreadable => Decision::Serve,
-        PoolContent::Pool if mark.is_none() && is_file && access.is_writable => Decision::RefuseUnmarked,
+        PoolContent::Pool if mark.is_none() && is_file && access.is_writable => {
+            Decision::RefuseUnmarked
+        }
         PoolContent::Pool => Decision::ServePool,
     }
 }
@@ -98,7 +100,10 @@ pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestF
             }
         }
     }
-    warn!(?path, "The file holds a pool and is served as raw bytes; --pm-volume attaches a pool's volumes");
+    warn!(
+        ?path,
+        "The file holds a pool and is served as raw bytes; --pm-volume attaches a pool's volumes"
+    );
     Ok(())
 }
 
@@ -146,7 +151,8 @@ mod tests {
         Some(Mark::Memory),
         Some(Mark::Unknown),
     ];
-    const CONTENTS: [PoolContent; 3] = [PoolContent::NoPool, PoolContent::Pool, PoolContent::Unreadable];
+    const CONTENTS: [PoolContent; 3] =
+        [PoolContent::NoPool, PoolContent::Pool, PoolContent::Unreadable];
 
     /// Input of a decision.
     #[derive(Clone, Copy, Debug)]
@@ -175,11 +181,11 @@ mod tests {
         };
         let readable_raw = GuestAccess { is_declared_raw: true, ..READABLE };
         for mark in MARKS {
-            for (is_file, access) in [true, false]
-                .into_iter()
-                .flat_map(|is_file| [WRITABLE, READABLE, RAW, readable_raw].map(|access| (is_file, access)))
-            {
-                let decisions = CONTENTS.map(|content| decide(Case { mark, is_file, access, content }));
+            for (is_file, access) in [true, false].into_iter().flat_map(|is_file| {
+                [WRITABLE, READABLE, RAW, readable_raw].map(|access| (is_file, access))
+            }) {
+                let decisions =
+                    CONTENTS.map(|content| decide(Case { mark, is_file, access, content }));
                 if decisions != expected(mark, is_file, access) {
                     return Err(format!("{mark:?}, {is_file}, {access:?}: {decisions:?}"));
                 }
@@ -227,7 +233,9 @@ mod tests {
 
     #[test]
     fn content_of_a_disk_is_not_examined() {
-        for (mark, access) in [(Some(Mark::Disk), WRITABLE), (Some(Mark::Disk), READABLE), (None, RAW)] {
+        for (mark, access) in
+            [(Some(Mark::Disk), WRITABLE), (Some(Mark::Disk), READABLE), (None, RAW)]
+        {
             let decision = decide(mark, true, access, || panic!("the content is examined"));
             assert_eq!(decision, Decision::Serve);
         }

@@ -38,18 +38,21 @@ pub struct LogConfig {
 ///
 /// Lines are written as they come, without a buffer: what was logged before a crash can be read after it.
 pub fn start(config: &LogConfig) -> Result<(), LogError> {
-    let lines =
-        tracing_subscriber::fmt().with_max_level(level(config.verbosity)).with_target(config.verbosity > 1);
+    let lines = tracing_subscriber::fmt()
+        .with_max_level(level(config.verbosity))
+        .with_target(config.verbosity > 1);
     match &config.file {
         None => lines.with_ansi(stderr().is_terminal()).with_writer(stderr).init(),
         Some(path) => {
             let open = |path: &PathBuf| -> io::Result<File> {
-                let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
+                let file =
+                    OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
                 admit(&file, path)?;
                 standard_stream::append_at(path)?;
                 Ok(file)
             };
-            let file = open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;
+            let file =
+                open(path).map_err(|source| LogError::Open { path: path.clone(), source })?;
             lines.with_ansi(false).with_writer(Arc::new(file)).init();
         }
     }
@@ -119,8 +122,9 @@ mod tests {
             }
         });
         let text = String::from_utf8(lines.0.lock().clone()).unwrap();
-        let of =
-            |place| text.lines().filter(|line| line.contains(place)).map(str::to_owned).collect::<Vec<_>>();
+        let of = |place| {
+            text.lines().filter(|line| line.contains(place)).map(str::to_owned).collect::<Vec<_>>()
+        };
         assert_eq!((of("one place").len(), of("another").len()), (3, 3), "{text}");
         assert!(of("another")[2].contains("times=4 round=3"), "{text}");
     }

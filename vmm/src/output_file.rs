@@ -21,7 +21,9 @@ use crate::file_mark;
 /// Reason to refuse a file for output.
 #[derive(Debug, Error)]
 pub enum OutputFileError {
-    #[error("{path:?} holds {content}, which output would destroy: name another file, or remove this one")]
+    #[error(
+        "{path:?} holds {content}, which output would destroy: name another file, or remove this one"
+    )]
     HasContent { path: PathBuf, content: &'static str },
     #[error("{path:?} is a block device, and output goes to a file, a pipe or a terminal")]
     BlockDevice { path: PathBuf },

@@ -45,7 +45,8 @@ pub fn run(mut launch: Launch) -> Result<(), RunError> {
     launch.config.as_mut().map_or(Ok(()), taps::keep_named)?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
     let events = Events::start();
-    let monitor = launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
+    let monitor =
+        launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
     events.tell(Event::VmmStarting);
     let metrics_socket = launch.metrics.as_ref().map(Socket::for_metrics).transpose()?;
     let result = serve(launch, api, metrics_socket, &events);
@@ -70,9 +71,11 @@ fn serve(
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
         let server = match api {
-            Some(socket) => {
-                Some(Server::start(socket, api::router(handle.clone(), events.clone()), Limits::API)?)
-            }
+            Some(socket) => Some(Server::start(
+                socket,
+                api::router(handle.clone(), events.clone()),
+                Limits::API,
+            )?),
             None => None,
         };
         let metrics = Arc::new(Metrics::new(&launch.vm_name));

@@ -59,9 +59,14 @@ mod tests {
         let link = folder.path().join("link");
         symlink("/dev/stderr", &link).unwrap();
         let own = format!("/proc/{}/fd/1", std::process::id());
-        for path in
-            ["/dev/stdout", "/dev/fd/1", &own, "/dev/stderr", "/proc/self/fd/2", link.to_str().unwrap()]
-        {
+        for path in [
+            "/dev/stdout",
+            "/dev/fd/1",
+            &own,
+            "/dev/stderr",
+            "/proc/self/fd/2",
+            link.to_str().unwrap(),
+        ] {
             assert!(is_at(Path::new(path)), "{path}");
         }
         for path in ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/3", "/tmp/1", "1", "/"] {

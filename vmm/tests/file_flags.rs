@@ -32,8 +32,14 @@ const FILE_BYTES: u64 = 4 * MIB;
 /// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
 /// Flags whose file is only read, or is a pool.
-const NOT_IN_THE_TABLE: [&str; 6] =
-    ["--kernel", "--firmware", "--initramfs", "--rng src=", "--pm-memory pool=", "--pm-volume pool="];
+const NOT_IN_THE_TABLE: [&str; 6] = [
+    "--kernel",
+    "--firmware",
+    "--initramfs",
+    "--rng src=",
+    "--pm-memory pool=",
+    "--pm-volume pool=",
+];
 
 const LOG: &[u8] = b"2026-01-01T00:00:00Z INFO foreshore: a VM of another day\n";
 
@@ -98,7 +104,9 @@ impl Content {
             }
             Self::Known(format) => {
                 let file = hole();
-                for (offset, bytes) in format.samples(FILE_BYTES).next().expect("a place in the file") {
+                for (offset, bytes) in
+                    format.samples(FILE_BYTES).next().expect("a place in the file")
+                {
                     file.write_all_at(bytes, offset).unwrap();
                 }
             }
@@ -197,7 +205,9 @@ impl Flag<'_> {
 
     /// Returns true if the flag refuses a file of length 0 because of its length.
     fn needs_length(self) -> bool {
-        ["--memory-zone file=", "--disk path=", "--pmem file="].iter().any(|flag| self.0.starts_with(flag))
+        ["--memory-zone file=", "--disk path=", "--pmem file="]
+            .iter()
+            .any(|flag| self.0.starts_with(flag))
     }
 
     fn is_of_a_socket(self) -> bool {
@@ -219,7 +229,8 @@ fn open_console(port: Port, text: &str) -> Result<Opened, String> {
 /// Runs the program, because a process has only one log.
 fn open_log(path: &Path) -> Result<Opened, String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
-    let output = command.args(["--kernel", "/nonexistent", "-v", "--log-file"]).arg(path).output().unwrap();
+    let output =
+        command.args(["--kernel", "/nonexistent", "-v", "--log-file"]).arg(path).output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{message}");
     if message.contains("--log-file: ") { Err(message) } else { Ok(Box::new(())) }
@@ -237,7 +248,9 @@ fn rows() -> Vec<Row> {
     let section = section.split_once("\n## ").map_or(section, |(section, _)| section);
     let lines = section.lines().filter(|line| line.starts_with("| `"));
     let mut rows: Vec<Row> = Vec::new();
-    for line in lines.filter(|line| !OTHER_PROGRAMS.iter().any(|program| line[2..].starts_with(program))) {
+    for line in
+        lines.filter(|line| !OTHER_PROGRAMS.iter().any(|program| line[2..].starts_with(program)))
+    {
         let cells: Vec<_> = line.trim_matches('|').split(" | ").map(str::trim).collect();
         let [flags, existing, refused] = cells[..] else { panic!("{line}: not three cells") };
         let refused = match (refused, rows.last()) {
@@ -267,15 +280,22 @@ impl Row {
     fn refuses(&self, content: Content) -> bool {
         self.refused.split([';', ',']).map(str::trim).any(|phrase| match phrase {
             // A pool has a mark as well, but another one.
-            "known content without the mark" => content.known().is_some() && content != Content::DiskOfGuest,
+            "known content without the mark" => {
+                content.known().is_some() && content != Content::DiskOfGuest
+            }
             "disks of guests" => content == Content::DiskOfGuest,
             "files that a VM or pool has" | "files in use" => content == Content::InUse,
             "any data" => {
                 content.known().is_some()
-                    || matches!(content, Content::WrittenByGuest | Content::PoolOfGuest | Content::Log)
+                    || matches!(
+                        content,
+                        Content::WrittenByGuest | Content::PoolOfGuest | Content::Log
+                    )
             }
             "any file" => true,
-            "pools that no guest has written" => [Content::Pool, Content::PoolCopy].contains(&content),
+            "pools that no guest has written" => {
+                [Content::Pool, Content::PoolCopy].contains(&content)
+            }
             "everything else" => content != Content::SocketLeftBehind,
             // There is no file, so there is no content.
             "block devices" | "devices" | "pipes and character devices are written" => false,
@@ -320,7 +340,8 @@ impl Row {
                 let names_content = self.refused.starts_with("known content");
                 assert!(is_named || !names_content, "{content:?} is not named: {error}");
                 assert!(read(&path) == before, "{content:?} was changed");
-                let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+                let names =
+                    fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
                 let others = names.filter(|name| name != "file" && name != "file.lock").count();
                 assert_eq!(others, 0, "{content:?}: a file was left behind");
             }
@@ -359,7 +380,9 @@ fn each_flag_treats_each_content_as_documented() {
 #[test]
 fn rotation_replaces_output_of_a_vmm_alone() {
     const MAX_BYTES: usize = 64 << 10;
-    for (flag, port) in [(Flag("--serial file="), Port::Serial), (Flag("--console file="), Port::Console)] {
+    for (flag, port) in
+        [(Flag("--serial file="), Port::Serial), (Flag("--console file="), Port::Console)]
+    {
         for content in Content::all().filter(|content| *content != Content::SocketLeftBehind) {
             let folder = TempDir::new().unwrap();
             let [path, older] = ["file", "file.1"].map(|name| folder.path().join(name));
@@ -395,7 +418,9 @@ fn flags_with_paths(help: &str) -> Vec<String> {
         // The name of the value, and then the text, which begins with the keys.
         for word in rest.split([',', '|', ' ', '[', ']', '<', '>']) {
             let word = word.trim_end_matches(':');
-            let Some(key) = word.strip_suffix("PATH").or_else(|| word.strip_suffix("FILE")) else { continue };
+            let Some(key) = word.strip_suffix("PATH").or_else(|| word.strip_suffix("FILE")) else {
+                continue;
+            };
             // The path of the API's socket needs no key.
             let has_key = !key.is_empty() && flag != "--api-socket";
             flags.push(if has_key { format!("{flag} {key}") } else { flag.to_owned() });

@@ -156,7 +156,8 @@ fn a_metrics_socket_is_opened_to_others_by_mode_alone() {
     let metrics = folder.path().join("metrics").display().to_string();
     let _vmm = Vmm::start(0o022, folder.path(), &format!("unix:{metrics},mode=0666"));
     let begin = Instant::now();
-    let open = || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
+    let open =
+        || modes(folder.path()).into_iter().filter(|(_, mode)| *mode != 0o600).collect::<Vec<_>>();
     // The socket gets its name a moment before its mode.
     while open().is_empty() {
         assert!(begin.elapsed() < Duration::from_secs(60), "the socket stays private");
@@ -191,7 +192,8 @@ fn no_flag_of_the_vmm_writes_to_a_pool_or_a_file_system() {
     for (path, content) in [(&pool, "a pool"), (&disk, "an ext2, ext3 or ext4 file system")] {
         let before = fs::read(path).unwrap();
         let path_text = path.display().to_string();
-        for flags in [["--log-file", &path_text], ["--event-monitor", &format!("path={path_text}")]] {
+        for flags in [["--log-file", &path_text], ["--event-monitor", &format!("path={path_text}")]]
+        {
             let mut command = Command::new(env!("CARGO_BIN_EXE_foreshore"));
             let output = command.args(["--kernel", "/nonexistent"]).args(flags).output().unwrap();
             let message = String::from_utf8_lossy(&output.stderr).into_owned();

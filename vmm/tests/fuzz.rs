@@ -58,7 +58,10 @@ fn a_parser_of_frames_that_lacks_a_check_is_found_out() {
         harness::net_request_by,
         &[
             ("descriptors", |limits| Limits { max_descriptors: 16, ..limits }),
-            ("checksums", |limits| Limits { offloads: Offloads { csum: true, ..limits.offloads }, ..limits }),
+            ("checksums", |limits| Limits {
+                offloads: Offloads { csum: true, ..limits.offloads },
+                ..limits
+            }),
             ("segmentation", |limits| Limits {
                 offloads: Offloads { tso4: true, ..limits.offloads },
                 ..limits

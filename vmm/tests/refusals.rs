@@ -32,8 +32,9 @@ impl Files {
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         let entries = fs::read_dir(self.0.path()).unwrap().map(|entry| entry.unwrap());
         let content = |entry: &fs::DirEntry| fs::read(entry.path()).unwrap();
-        let mut found: Vec<_> =
-            entries.map(|entry| (entry.file_name().into_string().unwrap(), content(&entry))).collect();
+        let mut found: Vec<_> = entries
+            .map(|entry| (entry.file_name().into_string().unwrap(), content(&entry)))
+            .collect();
         found.sort();
         found
     }
@@ -104,7 +105,10 @@ fn unknown_keys_words_and_missing_keys_are_refused() {
             (&["--pmem", "file=file,colour=red"], &["unknown key", "colour"]),
             (&["--pmem", "size=2M"], &["file= is missing"]),
             (&["--pressure", "policy=greedy"], &["greedy", "psi"]),
-            (&["--pm-volume", "pool=pool,name=data,format=qcow2"], &["format", "qcow2", "btt or raw"]),
+            (
+                &["--pm-volume", "pool=pool,name=data,format=qcow2"],
+                &["format", "qcow2", "btt or raw"],
+            ),
         ],
     );
 }
@@ -123,7 +127,12 @@ fn devices_that_the_vmm_lacks_or_a_vm_cannot_have_are_refused() {
             (&["--pmem", "file=file,iommu=on"], &["iommu=on", "not supported"]),
             (&["--pmem", "file=file,pci_segment=1"], &["pci_segment=1", "not supported"]),
             (
-                &["--pm-volume", "pool=pool,name=data,interface=virtio-pmem", "--cpus", "boot=1,max=2"],
+                &[
+                    "--pm-volume",
+                    "pool=pool,name=data,interface=virtio-pmem",
+                    "--cpus",
+                    "boot=1,max=2",
+                ],
                 &["virtio-pmem", "max=2"],
             ),
             (&["--firmware", "file", "--kernel", "/k"], &["--kernel"]),
@@ -152,7 +161,10 @@ fn files_and_volumes_that_are_named_twice_are_refused() {
         &files,
         &[
             (&["--pmem", "file=file", "--pmem", "file=file"], &["name the same file"]),
-            (&["--pmem", "file=file", "--disk", "path=link"], &["--disk", "link", "name the same file"]),
+            (
+                &["--pmem", "file=file", "--disk", "path=link"],
+                &["--disk", "link", "name the same file"],
+            ),
         ],
     );
 }

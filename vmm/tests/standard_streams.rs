@@ -38,22 +38,31 @@ fn log_and_events_share_the_file_of_both_streams_without_overwriting() {
         ("/dev/stdout", "path=/dev/stdout"),
     ] {
         // `>all 2>&1`, `>all 2>all` and `>>all 2>&1`.
-        for (open, is_shared) in [(create as fn(&Path) -> File, true), (create, false), (append, true)] {
+        for (open, is_shared) in
+            [(create as fn(&Path) -> File, true), (create, false), (append, true)]
+        {
             let (_folder, path) = file();
             let output = open(&path);
             let error = if is_shared { output.try_clone().unwrap() } else { open(&path) };
             let before = fs::read_to_string(&path).unwrap();
-            let status = run(&["--log-file", log, "--event-monitor", events], [output, error]).status;
+            let status =
+                run(&["--log-file", log, "--event-monitor", events], [output, error]).status;
             let text = fs::read_to_string(&path).unwrap();
             assert_eq!(status.code(), Some(1), "{text}");
             assert!(text.starts_with(&before), "{text}");
             assert!(text.contains("foreshore: "), "no error message: {text}");
             assert!(text.contains(" INFO "), "no log: {text}");
-            let events = text.split("\n\n").filter_map(|part| part.get(part.find('{')?..=part.rfind('}')?));
+            let events =
+                text.split("\n\n").filter_map(|part| part.get(part.find('{')?..=part.rfind('}')?));
             let names: Vec<_> = events
-                .map(|event| serde_json::from_str::<serde_json::Value>(event).unwrap()["event"].clone())
+                .map(|event| {
+                    serde_json::from_str::<serde_json::Value>(event).unwrap()["event"].clone()
+                })
                 .collect();
-            assert!(names.contains(&"starting".into()) && names.contains(&"shutdown".into()), "{text}");
+            assert!(
+                names.contains(&"starting".into()) && names.contains(&"shutdown".into()),
+                "{text}"
+            );
             assert!(!text.contains('\0'), "a hole: {text}");
         }
     }

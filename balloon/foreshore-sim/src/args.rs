@@ -175,7 +175,8 @@ fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), Stri
     let mut parts = text.split(',');
     let name = parts.next().unwrap_or_default();
     let settings = parts.map(|part| {
-        let (key, value) = part.split_once('=').ok_or_else(|| format!("{part:?} is not PARAM=VALUE"))?;
+        let (key, value) =
+            part.split_once('=').ok_or_else(|| format!("{part:?} is not PARAM=VALUE"))?;
         Ok((key, Setting::from(value)))
     });
     (name, settings)

@@ -72,7 +72,14 @@ pub(crate) fn svg(panels: &[(String, Vec<Point>)], duration_ms: u64) -> String {
     out
 }
 
-fn panel(out: &mut String, label: &str, points: &[Point], y: u64, duration_ms: u64, most_bytes: u64) {
+fn panel(
+    out: &mut String,
+    label: &str,
+    points: &[Point],
+    y: u64,
+    duration_ms: u64,
+    most_bytes: u64,
+) {
     let _ = writeln!(out, "<g transform=\"translate({LEFT} {})\">", y + TOP);
     let _ = writeln!(out, "<text x=\"0\" y=\"-14\" font-weight=\"bold\">{}</text>", escape(label));
     let mut x = PLOT_WIDTH;
@@ -83,12 +90,18 @@ fn panel(out: &mut String, label: &str, points: &[Point], y: u64, duration_ms: u
     for bytes in ticks(most_bytes, size_step(most_bytes)) {
         let at = up(bytes, most_bytes);
         let _ = writeln!(out, "<path d=\"M0 {at}H{PLOT_WIDTH}\" stroke=\"#dddddd\"/>");
-        let _ = writeln!(out, "<text x=\"-6\" y=\"{}\" text-anchor=\"end\">{}</text>", at + 4.0, Size(bytes));
+        let _ = writeln!(
+            out,
+            "<text x=\"-6\" y=\"{}\" text-anchor=\"end\">{}</text>",
+            at + 4.0,
+            Size(bytes)
+        );
     }
     for ms in ticks(duration_ms, time_step(duration_ms)) {
         let at = along(ms, duration_ms);
         let y = PLOT_HEIGHT + 16;
-        let _ = writeln!(out, "<text x=\"{at}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", time(ms));
+        let _ =
+            writeln!(out, "<text x=\"{at}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", time(ms));
     }
     for (name, colour, value) in CURVES {
         let path = path(points, value, duration_ms, most_bytes);
@@ -97,21 +110,31 @@ fn panel(out: &mut String, label: &str, points: &[Point], y: u64, duration_ms: u
             "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\" stroke-opacity=\"0.75\"><title>{name}</title></path>"
         );
     }
-    let _ = writeln!(out, "<path d=\"M0 0V{PLOT_HEIGHT}H{PLOT_WIDTH}\" fill=\"none\" stroke=\"#000000\"/>");
+    let _ = writeln!(
+        out,
+        "<path d=\"M0 0V{PLOT_HEIGHT}H{PLOT_WIDTH}\" fill=\"none\" stroke=\"#000000\"/>"
+    );
     out.push_str("</g>\n");
 }
 
 /// From point to point, at each from the extreme that is nearer to the one before to the other: what went up and down within a
 /// stretch is as high and as low as it was.
-fn path(points: &[Point], value: fn(&Point) -> Extremes, duration_ms: u64, most_bytes: u64) -> String {
+fn path(
+    points: &[Point],
+    value: fn(&Point) -> Extremes,
+    duration_ms: u64,
+    most_bytes: u64,
+) -> String {
     let mut path = String::new();
     let mut before = None;
     for point in points {
         let Extremes { least, most } = value(point);
-        let is_down = before.is_some_and(|before: u64| before.abs_diff(most) < before.abs_diff(least));
+        let is_down =
+            before.is_some_and(|before: u64| before.abs_diff(most) < before.abs_diff(least));
         let (first, second) = if is_down { (most, least) } else { (least, most) };
         let command = if before.is_none() { 'M' } else { 'L' };
-        let _ = write!(path, "{command}{} {}", along(point.at.0, duration_ms), up(first, most_bytes));
+        let _ =
+            write!(path, "{command}{} {}", along(point.at.0, duration_ms), up(first, most_bytes));
         if second != first {
             let _ = write!(path, "V{}", up(second, most_bytes));
         }
@@ -178,7 +201,9 @@ mod tests {
 
     #[test]
     fn axes_have_round_marks_and_not_too_many() {
-        for duration_ms in [1_000, 15_000, 900_000, 3_600_000, 86_400_000, 31_536_000_000, 315_360_000_000] {
+        for duration_ms in
+            [1_000, 15_000, 900_000, 3_600_000, 86_400_000, 31_536_000_000, 315_360_000_000]
+        {
             let marks = ticks(duration_ms, time_step(duration_ms)).count();
             assert!((2..=9).contains(&marks), "{marks} for {duration_ms}");
         }
@@ -208,8 +233,10 @@ mod tests {
     fn a_burst_and_a_dip_within_a_stretch_are_drawn_to_their_ends() {
         let extremes = |least, most| Extremes { least: least * MIB, most: most * MIB };
         let points = [(0, 256, 256), (1, 256, 1024), (2, 512, 768), (3, 0, 256), (4, 0, 0)];
-        let points = points
-            .map(|(at_s, least, most)| Point { used_bytes: extremes(least, most), ..point(at_s * 2, 0) });
+        let points = points.map(|(at_s, least, most)| Point {
+            used_bytes: extremes(least, most),
+            ..point(at_s * 2, 0)
+        });
         let path = path(&points, |point| point.used_bytes, 10_000, 1024 * MIB);
         assert_eq!(path, "M0 105L172 105V0L344 35V70L516 105V140L688 140H860");
     }

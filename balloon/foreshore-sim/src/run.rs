@@ -9,8 +9,8 @@ use anyhow::{Context, bail};
 use balloon::controller::Rules;
 use balloon::policy::{Policy, amf, dapper};
 use balloon::sim::{
-    Governed, GuestConfig, Outcome, Random, Series, Skip, SwapDevice, VmSetup, WorkloadParams, replay,
-    run_fleet, run_host,
+    Governed, GuestConfig, Outcome, Random, Series, Skip, SwapDevice, VmSetup, WorkloadParams,
+    replay, run_fleet, run_host,
 };
 use balloon::trace::Reader;
 use balloon::{BLOCK_BYTES, HostView, Tier, ZoneSizes};
@@ -69,7 +69,8 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
 /// Writes a plot. Replaces an existing file only if the file is empty or a plot.
 fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
     let mut options = OpenOptions::new();
-    let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    let mut file =
+        options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
     if file.metadata()?.is_file() {
         let mut first = [0; plot::BEGIN.len()];
         let is_plot = file.read_exact(&mut first).is_ok() && first == *plot::BEGIN.as_bytes();
@@ -155,7 +156,8 @@ fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)
     let mut trace = Reader::new(BufReader::new(file)).with_context(failed)?;
     // A trace does not show what is touched: what a workload has that says nothing.
     let touched = WorkloadParams::default();
-    let replayed = replay(&mut trace, &guest(scenario), touched.touches_per_s, touched.hot_permille);
+    let replayed =
+        replay(&mut trace, &guest(scenario), touched.touches_per_s, touched.hot_permille);
     if trace.is_cut_off() {
         eprintln!("foreshore-sim: the last line of {} is cut off, and left out", path.display());
     }

@@ -35,7 +35,8 @@ impl Quantity {
     /// The largest unit in which the largest figure is 1 at least: the least of a short run is not nothing then.
     fn unit(self, rows: &[Row]) -> (&'static str, f64) {
         let columns = COLUMNS.iter().filter(|(_, quantity, _)| *quantity == self);
-        let figures = columns.flat_map(|(_, _, figure)| rows.iter().map(|row| figure(&row.outcome)));
+        let figures =
+            columns.flat_map(|(_, _, figure)| rows.iter().map(|row| figure(&row.outcome)));
         let most = figures.fold(0.0, f64::max);
         let units = self.units();
         let fits = units.iter().find(|(_, per_first)| most * per_first >= 1.0 || most == 0.0);
@@ -87,7 +88,8 @@ pub(crate) fn text(rows: &[Row]) -> String {
         let cells = [heading.to_owned(), unit.to_owned()].into_iter().chain(figures);
         lines.iter_mut().zip(cells).for_each(|(line, cell)| line.push(cell));
     }
-    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+    let width =
+        |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..=COLUMNS.len()).map(width).collect();
     let mut text = String::new();
     for line in &lines {
@@ -150,7 +152,8 @@ mod tests {
 
     #[test]
     fn a_table_has_units_that_show_its_largest_figures() {
-        let units = |rows: &[Row]| [Quantity::SizeTime, Quantity::Size].map(|what| what.unit(rows).0);
+        let units =
+            |rows: &[Row]| [Quantity::SizeTime, Quantity::Size].map(|what| what.unit(rows).0);
         let cases = [
             (row(6.5, 0.0, 2.0), ["GiB h", "GiB"]),
             (row(0.02, 0.0, 0.9), ["GiB min", "MiB"]),
@@ -165,13 +168,15 @@ mod tests {
         // One unit for all that are compared.
         let rows = [row(0.0004, 0.0004, 0.0), row(6.5, 0.0, 0.0)];
         let text = text(&rows);
-        let cells = |line| text.lines().nth(line).expect("a line").split_whitespace().skip(5).take(2);
+        let cells =
+            |line| text.lines().nth(line).expect("a line").split_whitespace().skip(5).take(2);
         assert!(cells(2).eq(["<0.01", "<0.01"]) && cells(3).eq(["6.50", "0.00"]), "{text}");
     }
 
     #[test]
     fn figures_have_three_digits_and_nothing_is_nothing() {
-        let cases = [(0.0, "0.00"), (1e-9, "<0.01"), (0.005, "0.01"), (0.25, "0.25"), (9.994, "9.99")];
+        let cases =
+            [(0.0, "0.00"), (1e-9, "<0.01"), (0.005, "0.01"), (0.25, "0.25"), (9.994, "9.99")];
         let more = [(9.996, "10.0"), (31.26, "31.3"), (99.96, "100"), (31_679.4, "31679")];
         for (value, expected) in cases.into_iter().chain(more) {
             assert_eq!(figure(value), expected);

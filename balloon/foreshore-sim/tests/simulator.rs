@@ -35,8 +35,14 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--swap", "tape"], "[possible values: none, disk, pm]"),
         (&["--workload", "tide"], "the workload \"tide\" is none of steady, ramp, burst"),
         (&["--workload", "ramp,low=5"], "low is 5, must be 10 to 100000"),
-        (&["--workload", "ramp,low=900,high=800"], "high is 800, must be at least low, which is 900"),
-        (&["--workload", "ramp,depth=1"], "parameter \"depth\" is unknown; those of ramp are low, high"),
+        (
+            &["--workload", "ramp,low=900,high=800"],
+            "high is 800, must be at least low, which is 900",
+        ),
+        (
+            &["--workload", "ramp,depth=1"],
+            "parameter \"depth\" is unknown; those of ramp are low, high",
+        ),
         (
             &["--workload", "leak,period=1m"],
             "\"period\" is unknown; those of leak are low, high, touches, hot, files, stream",
@@ -54,11 +60,20 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
         (&["--policy", "psi,cool_down=5ms"], "cool_down is 5ms, must be 100ms to 24h"),
         (&["--policy", "psi,horizon=3s,ceiling=1M"], "ceiling is \"1M\", must be a multiple of 2M"),
-        (&["--policy", "off,floor=4G,ceiling=2G"], "ceiling is 2G, must be at least floor, which is 4G"),
-        (&["--policy", "psi,cool_down=2m"], "max_cool_down is 1m, must be at least cool_down, which is 2m"),
+        (
+            &["--policy", "off,floor=4G,ceiling=2G"],
+            "ceiling is 2G, must be at least floor, which is 4G",
+        ),
+        (
+            &["--policy", "psi,cool_down=2m"],
+            "max_cool_down is 1m, must be at least cool_down, which is 2m",
+        ),
         (&["--policy", "psi,depth=1"], "; those of the rules are floor, ceiling, cool_down"),
         (&["--policy", "psi,lost=2s,lost=3s"], "lost is given twice"),
-        (&["--policy", "fixed"], "'fixed' for '--policy <NAME[,PARAM=VALUE...]>': size= is missing"),
+        (
+            &["--policy", "fixed"],
+            "'fixed' for '--policy <NAME[,PARAM=VALUE...]>': size= is missing",
+        ),
         (&["--policy", "fixed,floor=64M"], "size= is missing"),
     ];
     for (arguments, expected) in cases {
@@ -75,8 +90,10 @@ fn held(args: &[&str]) -> Vec<(String, f64)> {
     assert!(output.status.success(), "{output:?}");
     let rows: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let rows = rows.as_array().expect("an array").iter();
-    rows.map(|row| (row["policy"].as_str().unwrap().to_owned(), row["held_gib_h"].as_f64().unwrap()))
-        .collect()
+    rows.map(|row| {
+        (row["policy"].as_str().unwrap().to_owned(), row["held_gib_h"].as_f64().unwrap())
+    })
+    .collect()
 }
 
 #[test]
@@ -89,7 +106,9 @@ fn policies_of_the_default_comparison_differ() {
         }
     }
     // With the papers' factor `amf` and `dapper` hold the same memory.
-    let [amf, dapper] = &held(&["--policy", "amf", "--policy", "dapper"])[..] else { panic!("two policies") };
+    let [amf, dapper] = &held(&["--policy", "amf", "--policy", "dapper"])[..] else {
+        panic!("two policies")
+    };
     assert!((amf.1 - dapper.1).abs() < 0.005, "{amf:?} and {dapper:?}");
 }
 
@@ -116,11 +135,15 @@ fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/trace-v1.jsonl");
     let damaged = folder.join("damaged.jsonl");
-    let text = std::fs::read_to_string(golden).expect("golden").replace("\"at_ms\":1501", "\"at_ms\":1");
+    let text =
+        std::fs::read_to_string(golden).expect("golden").replace("\"at_ms\":1501", "\"at_ms\":1");
     std::fs::write(&damaged, text).expect("written");
     let cases = [
         (golden, "The trace has 1 reports, must be at least 2"),
-        (damaged.to_str().expect("text"), "Line 5 of the trace: at_ms is 1, which is before the 1500"),
+        (
+            damaged.to_str().expect("text"),
+            "Line 5 of the trace: at_ms is 1, which is before the 1500",
+        ),
         ("/nonexistent/trace", "cannot replay /nonexistent/trace: No such file"),
     ];
     for (path, expected) in cases {
@@ -169,7 +192,16 @@ fn a_recorded_guest_that_shrinks_is_not_grown_for_what_goes() {
 
 #[test]
 fn all_formats_say_the_same_and_a_seed_is_a_run() {
-    let run = ["--workload", "burst", "--policy", "psi,horizon=3s", "--policy", "off", "--duration", "20m"];
+    let run = [
+        "--workload",
+        "burst",
+        "--policy",
+        "psi,horizon=3s",
+        "--policy",
+        "off",
+        "--duration",
+        "20m",
+    ];
     let with = |more: &[&'static str]| printed(&[&run[..], more].concat());
     let json: serde_json::Value = serde_json::from_str(&with(&["--format", "json"])).expect("JSON");
     assert_eq!(json[0]["policy"], "psi,horizon=3s");
@@ -186,9 +218,13 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     let table = with(&[]);
     assert_eq!(table.lines().count(), 4);
     // Memorage's equations: nothing is lent under `off`.
-    let last = |line: usize| table.lines().nth(line).expect("a line").split_whitespace().rev().take(3);
+    let last =
+        |line: usize| table.lines().nth(line).expect("a line").split_whitespace().rev().take(3);
     assert!(last(1).eq(["x", "x", "x"]) && last(3).take(2).eq(["1.00", "1.00"]), "{table}");
-    assert!(last(2).all(|figure| figure.parse::<f64>().is_ok_and(|figure| figure > 1.0)), "{table}");
+    assert!(
+        last(2).all(|figure| figure.parse::<f64>().is_ok_and(|figure| figure > 1.0)),
+        "{table}"
+    );
     let written = [json[0]["storage_wear"].as_f64(), json[0]["pooled_lifetime"].as_f64()];
     let heavy = with(&["--format", "json", "--storage-writes", "1T", "--endurance", "100"]);
     let heavy: serde_json::Value = serde_json::from_str(&heavy).expect("JSON");
@@ -204,7 +240,8 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
 /// The keys of docs/simulator.md, each with its heading in the table.
 fn documented() -> Vec<(&'static str, &'static str)> {
     let docs = include_str!("../../../docs/simulator.md");
-    let (_, from) = docs.split_once("| key | in the table | |\n|---|---|---|\n").expect("the table");
+    let (_, from) =
+        docs.split_once("| key | in the table | |\n|---|---|---|\n").expect("the table");
     let (table, _) = from.split_once("\n\n").expect("its end");
     let cells = |row: &'static str| {
         let mut cells = row.split('|').map(str::trim);
@@ -228,15 +265,18 @@ fn every_key_is_documented_and_there_are_no_others() {
     let table = with("table");
     let mut headings = table.lines().next().expect("a line");
     for (_, heading) in documented() {
-        headings =
-            headings.trim_start().strip_prefix(heading).unwrap_or_else(|| panic!("{heading}: {headings}"));
+        headings = headings
+            .trim_start()
+            .strip_prefix(heading)
+            .unwrap_or_else(|| panic!("{heading}: {headings}"));
     }
     assert_eq!(headings, "");
 }
 
 /// What the guest holds on the average.
 fn held_gib(row: &serde_json::Value) -> f64 {
-    row["held_gib_h"].as_f64().expect("a number") * 3600.0 / row["run_s"].as_f64().expect("a number")
+    row["held_gib_h"].as_f64().expect("a number") * 3600.0
+        / row["run_s"].as_f64().expect("a number")
 }
 
 /// `--pressure policy=psi,cool_down=2s,ceiling=256M,...` is a policy and rules above it.
@@ -258,7 +298,10 @@ fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs(
         assert!(rows.iter().map(|row| row["policy"].as_str()).eq(policies.map(Some)), "{text}");
         let held: Vec<f64> = rows.iter().map(held_gib).collect();
         assert!(held[1] < held[0], "what is taken back sooner is not held: {held:?}");
-        assert!(held[2] > 0.0 && held[2] <= 0.125 && held[2] < held[0], "never above the ceiling: {held:?}");
+        assert!(
+            held[2] > 0.0 && held[2] <= 0.125 && held[2] < held[0],
+            "never above the ceiling: {held:?}"
+        );
         assert_eq!(held[3], 0.0, "off stays off");
         // Plugging takes a part of a second.
         assert!(held[4] > 0.2 && held[4] <= 0.25, "never below the floor: {held:?}");
@@ -273,7 +316,9 @@ fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs(
 
 /// Every figure but how often the controller was asked.
 fn without_steps(json: &str) -> Vec<&str> {
-    json.lines().filter(|line| !["\"steps\"", "\"skipped\""].iter().any(|name| line.contains(name))).collect()
+    json.lines()
+        .filter(|line| !["\"steps\"", "\"skipped\""].iter().any(|name| line.contains(name)))
+        .collect()
 }
 
 #[test]
@@ -287,7 +332,10 @@ fn a_plot_has_a_panel_for_each_policy() {
     printed(&["--duration", "1s", "--policy", "off", "--plot", "/dev/null"]);
     let output = sim(&["--duration", "1s", "--policy", "off", "--plot", "/nonexistent/plot.svg"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write /nonexistent/plot.svg: No such"));
+    assert!(
+        String::from_utf8_lossy(&output.stderr)
+            .contains("cannot write /nonexistent/plot.svg: No such")
+    );
 }
 
 #[test]
@@ -329,9 +377,15 @@ fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
     const MIB: u64 = 1 << 20;
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let day = |burst_mib: u64| {
-        let mut trace = r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#.to_owned();
-        let reports =
-            [(0, 100), (NOON_MS - 500, 100), (NOON_MS, burst_mib), (NOON_MS + 500, 100), (2 * NOON_MS, 100)];
+        let mut trace =
+            r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#.to_owned();
+        let reports = [
+            (0, 100),
+            (NOON_MS - 500, 100),
+            (NOON_MS, burst_mib),
+            (NOON_MS + 500, 100),
+            (2 * NOON_MS, 100),
+        ];
         for ((at, used_mib), seq) in reports.into_iter().zip(1..) {
             let free = (960 - used_mib) * MIB;
             trace += &format!(
@@ -350,10 +404,14 @@ fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
         let curve = svg.lines().find(|line| line.contains("<title>used</title>")).expect("a curve");
         let (_, path) = curve.split_once("d=\"M").expect("a path");
         let (path, _) = path.split_once("H860\"").expect("to the right end");
-        let places = path.split('L').flat_map(|place| place.split(' ').nth(1).expect("y").split('V'));
+        let places =
+            path.split('L').flat_map(|place| place.split(' ').nth(1).expect("y").split('V'));
         let places: Vec<f64> = places.map(|y| y.parse().expect("a number")).collect();
         let most = |a: f64, b: &f64| a.max(*b);
-        (140.0 - places.iter().fold(140.0, |a: f64, b| a.min(*b)), 140.0 - places.iter().fold(0.0, most))
+        (
+            140.0 - places.iter().fold(140.0, |a: f64, b| a.min(*b)),
+            140.0 - places.iter().fold(0.0, most),
+        )
     };
     let (highest, lowest) = day(600);
     assert!(highest > 5.5 * lowest && lowest > 0.0, "{highest} and {lowest}");

@@ -106,14 +106,18 @@ fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
 /// A guest that can swap out pages of the kernel's zones has room for one section at a time, as long as such pages are left.
 fn describable_bytes(report: &Report) -> u64 {
     let kernel = KernelMemory::of(report.zones().iter());
-    let user_pages =
-        report.zones().iter().filter(|zone| zone.serves_kernel()).filter_map(|zone| zone.user_pages);
+    let user_pages = report
+        .zones()
+        .iter()
+        .filter(|zone| zone.serves_kernel())
+        .filter_map(|zone| zone.user_pages);
     let user_bytes = user_pages.fold(0u64, u64::saturating_add).saturating_mul(PAGE_BYTES);
     let floor_bytes = (kernel.managed_bytes / FLOOR_PART).clamp(MIN_FLOOR_BYTES, MAX_FLOOR_BYTES);
     let room_bytes = kernel.room_bytes.saturating_sub(floor_bytes);
     let swappable_bytes = user_bytes.min(report.memory().swap_free_bytes);
     let can_reclaim = swappable_bytes >= 2 * SECTION_DESCRIPTOR_BYTES
-        && kernel.room_bytes.saturating_add(swappable_bytes) >= floor_bytes + SECTION_DESCRIPTOR_BYTES;
+        && kernel.room_bytes.saturating_add(swappable_bytes)
+            >= floor_bytes + SECTION_DESCRIPTOR_BYTES;
     let least = u64::from(can_reclaim || room_bytes >= SECTION_DESCRIPTOR_BYTES);
     (room_bytes / 2 / SECTION_DESCRIPTOR_BYTES).max(least).saturating_mul(SECTION_BYTES)
 }

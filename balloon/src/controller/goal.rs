@@ -76,7 +76,8 @@ impl Controller {
             if requested_bytes == goal_bytes {
                 followed.goal_bytes = None;
             }
-            if std::mem::take(&mut followed.is_goal_new) || requested_bytes != zone.requested_bytes {
+            if std::mem::take(&mut followed.is_goal_new) || requested_bytes != zone.requested_bytes
+            {
                 steps.push(Step { zone: zone.id, requested_bytes, goal_bytes });
             }
         }

@@ -271,8 +271,9 @@ impl Controller {
         let (state, mut decision) = self.policy.decide(state, input, now);
         self.state = state;
         // A policy's sizes begin at what it saw requested.
-        let change =
-            |want: u64| want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes());
+        let change = |want: u64| {
+            want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes())
+        };
         decision.want_bytes = decision.want_bytes.map(change);
         self.lost = Lost::default();
         // A grow that is under way ends a policy's want, and not yet the guest's.
@@ -294,12 +295,15 @@ impl Controller {
         let passes_over = self.passes_over_driverless(host, now);
         let mut seen = Cow::Borrowed(host);
         for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
-            let is_left = followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
+            let is_left =
+                followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             let is_stuck = followed.is_stuck(zone, &self.rules, now);
             // Nobody is there to take it, and somebody else is.
             let is_driverless = zone.driver == DriverState::Absent;
-            let is_passed_over =
-                passes_over && is_driverless && !followed.pinned && zone.outstanding_grow_bytes() > 0;
+            let is_passed_over = passes_over
+                && is_driverless
+                && !followed.pinned
+                && zone.outstanding_grow_bytes() > 0;
             if (is_left && is_stuck) || followed.is_kept() || is_passed_over {
                 seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
@@ -363,8 +367,10 @@ impl Controller {
             zone.tier == Tier::Pm && !followed.pinned && followed.is_kept()
         };
         let kept = host.zones.iter().zip(&self.zones).filter(is_kept_pm);
-        let kept_bytes = kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
-        Spread::new(host, &awaited, &self.zones, last.decision.near, from, limits, now).owing(kept_bytes)
+        let kept_bytes =
+            kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
+        Spread::new(host, &awaited, &self.zones, last.decision.near, from, limits, now)
+            .owing(kept_bytes)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {
@@ -390,7 +396,9 @@ impl Controller {
                 .collect(),
             dry_run: false,
             watermark_bytes: self.last.map_or(0, |last| last.decision.watermark_bytes),
-            watermark_of: self.last.map_or_else(Measure::default, |last| last.decision.watermark_of),
+            watermark_of: self
+                .last
+                .map_or_else(Measure::default, |last| last.decision.watermark_of),
         }
     }
 
@@ -403,7 +411,8 @@ impl Controller {
             // It has been answered, as far as it can be.
             (Reason::HostShort, _) => self.host_shortfall = HostShortfall::default(),
             (_, Direction::Grow) => {
-                self.host_shortfall.is_asked(plan.requested_bytes().saturating_sub(host.requested_bytes()));
+                self.host_shortfall
+                    .is_asked(plan.requested_bytes().saturating_sub(host.requested_bytes()));
             }
             _ => {}
         }

@@ -136,7 +136,8 @@ impl Spread {
         // equally near in the host's order.
         shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
-        let owed_pm = awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
+        let owed_pm =
+            awaited_pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
         Spread {
             shares,
             pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
@@ -156,7 +157,8 @@ impl Spread {
         let wanted = bytes;
         // 1. Memory that the guest has been asked for and still has is there at once.
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
-            let back = share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
+            let back =
+                share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
             let before = share.requested_bytes;
             bytes -= share.add(round_down(back.min(self.room_bytes), share.block_bytes), bytes);
             self.room_bytes -= share.requested_bytes - before;
@@ -210,7 +212,8 @@ impl Spread {
             if over >= share.block_bytes && taken_from.is_some_and(|tier| tier != share.tier) {
                 return (wanted - bytes, None);
             }
-            let allowed = round_down(over.min(share.shrink_cap_bytes).min(bytes), share.block_bytes);
+            let allowed =
+                round_down(over.min(share.shrink_cap_bytes).min(bytes), share.block_bytes);
             share.requested_bytes -= allowed;
             bytes -= allowed;
             if allowed > 0 {
@@ -244,7 +247,8 @@ impl Spread {
 impl Share {
     fn new(zone: &ZoneSizes, tracker: &ZoneTracker, limits: Limits, now: TimeMs) -> Self {
         let block_bytes = zone.block_bytes.max(1);
-        let (ceiling_bytes, ceiling_reason) = ceiling(zone, tracker, limits.unmovable_permille, now);
+        let (ceiling_bytes, ceiling_reason) =
+            ceiling(zone, tracker, limits.unmovable_permille, now);
         Share {
             index: 0,
             tier: zone.tier,
@@ -355,7 +359,11 @@ mod tests {
     #[test]
     fn dram_is_first_also_where_pm_is_nearer() {
         assert_eq!(grown_mib(Some(1), 4), [0, 4, 0, 0]);
-        assert_eq!(grown_mib(Some(1), 6), [2, 4, 0, 0], "the other socket's DRAM before one's own PM");
+        assert_eq!(
+            grown_mib(Some(1), 6),
+            [2, 4, 0, 0],
+            "the other socket's DRAM before one's own PM"
+        );
         assert_eq!(grown_mib(Some(1), 10), [4, 4, 0, 2]);
     }
 
@@ -438,7 +446,11 @@ mod tests {
         for (near, next) in [(None, [2, 0]), (Some(0), [2, 0]), (Some(1), [0, 2])] {
             let mut grown = spread(&with_balloon([60, 0, 0, 0, 0]), near);
             assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));
-            assert_eq!(grown.into_requests(), [64, next[0], next[1], 0, 0].map(|mib| mib * MIB), "{near:?}");
+            assert_eq!(
+                grown.into_requests(),
+                [64, next[0], next[1], 0, 0].map(|mib| mib * MIB),
+                "{near:?}"
+            );
             let mut shrunk = spread(&with_balloon([64, 4, 4, 0, 0]), near);
             assert_eq!(shrunk.shrink(10 * MIB), (10 * MIB, None));
             assert_eq!(shrunk.into_requests(), [62, 0, 0, 0, 0].map(|mib| mib * MIB), "{near:?}");

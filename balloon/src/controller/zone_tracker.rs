@@ -99,12 +99,14 @@ impl ZoneTracker {
         let has_driver_come = self.has_driver_come(zone, now);
         let before = std::mem::replace(&mut self.sizes, *zone);
         let requested_before = std::mem::replace(&mut self.requested_bytes, zone.requested_bytes);
-        let (asked_bytes, is_short) = (requested_before.min(zone.requested_bytes), zone.shortfall.is_some());
+        let (asked_bytes, is_short) =
+            (requested_before.min(zone.requested_bytes), zone.shortfall.is_some());
         let less_bytes = requested_before.saturating_sub(zone.requested_bytes);
         let is_lowered = self.is_requested_by_plan && zone.lowered_by().is_some();
 
         // What goes without being asked back is no progress.
-        let is_asked_back = zone.plugged_bytes < before.plugged_bytes && asked_bytes < before.plugged_bytes;
+        let is_asked_back =
+            zone.plugged_bytes < before.plugged_bytes && asked_bytes < before.plugged_bytes;
         if zone.requested_bytes != requested_before || is_asked_back {
             (self.moved, self.kept) = (now, false);
         }
@@ -196,7 +198,12 @@ impl ZoneTracker {
     ///
     /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is requested never does. A
     /// withdrawn shrink leaves it the whole block; the last part of a block of a grow is as good as there.
-    pub(super) fn fall_back(&mut self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> Option<u64> {
+    pub(super) fn fall_back(
+        &mut self,
+        zone: &ZoneSizes,
+        rules: &Rules,
+        now: TimeMs,
+    ) -> Option<u64> {
         if !self.has_failed(zone, rules, now) {
             return None;
         }
@@ -259,7 +266,14 @@ pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
 }
 
 impl Attempt {
-    fn failed(&mut self, half_bytes: u64, zone: &ZoneSizes, rules: &Rules, now: TimeMs, at_once: bool) {
+    fn failed(
+        &mut self,
+        half_bytes: u64,
+        zone: &ZoneSizes,
+        rules: &Rules,
+        now: TimeMs,
+        at_once: bool,
+    ) {
         self.cap_bytes = Some(half_bytes.max(zone.block_bytes));
         if at_once && half_bytes > 0 {
             return;
@@ -268,7 +282,8 @@ impl Attempt {
     }
 
     fn pause(&mut self, rules: &Rules, now: TimeMs) {
-        self.pause_ms = self.pause_ms.saturating_mul(2).clamp(rules.progress_ms, rules.max_retry_ms);
+        self.pause_ms =
+            self.pause_ms.saturating_mul(2).clamp(rules.progress_ms, rules.max_retry_ms);
         self.retry_at = Some(now + self.pause_ms);
     }
 

@@ -113,7 +113,8 @@ impl Agentless {
         if self.is_agent_awaited(sample.driver_life, now) {
             return None;
         }
-        let result = self.estimator.report(&sample.statistics, known(sample.driver_life, host), now);
+        let result =
+            self.estimator.report(&sample.statistics, known(sample.driver_life, host), now);
         if let Ok(report) = &result {
             self.is_active = true;
             self.memory = Some(*report.memory());
@@ -179,14 +180,16 @@ mod tests {
             balloon_state: Some(BalloonState { sample, ..BalloonState::default() }),
             ..HostView::default()
         };
-        let (mut agentless, mut effects) = (Agentless::new(Onlining::CommandLine), Effects::default());
+        let (mut agentless, mut effects) =
+            (Agentless::new(Onlining::CommandLine), Effects::default());
         let settings = Settings::with_watermark(0);
         let taken = agentless.tick(&settings, &host, TimeMs(1000), &mut effects);
         let report = taken.expect("statistics").expect("sound");
         assert!(agentless.is_active());
         assert_eq!(effects.requests, [Request::AskStatistics]);
         assert_eq!(agentless.place(report.clone(), Reporter::Agent, &host), report);
-        let nodes = |report: &Report| report.zones().iter().map(|zone| zone.node).collect::<Vec<_>>();
+        let nodes =
+            |report: &Report| report.zones().iter().map(|zone| zone.node).collect::<Vec<_>>();
         assert_eq!(nodes(&agentless.place(report, Reporter::Statistics, &host)), [0, 1]);
     }
 }

@@ -15,7 +15,8 @@ use crate::{HostView, TimeMs, ZoneSizes};
 use foreshore_proto::Report;
 
 use super::decision::{
-    DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
+    DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome,
+    ReportDigest,
 };
 
 /// So long a dry run's decision stands for those of its kind, whatever sizes they come to: nothing follows them, and so
@@ -107,7 +108,11 @@ impl Ask {
     }
 
     fn is_reached_by(&self, plugged_bytes: u64) -> bool {
-        if self.grows { plugged_bytes >= self.target_bytes } else { plugged_bytes <= self.target_bytes }
+        if self.grows {
+            plugged_bytes >= self.target_bytes
+        } else {
+            plugged_bytes <= self.target_bytes
+        }
     }
 
     /// Whether a request for `bytes` takes back what this one asks.
@@ -151,7 +156,9 @@ impl Audit {
             .iter()
             .zip(&plan.targets)
             .enumerate()
-            .filter(|(_, (zone, target))| !plan.dry_run && zone.requested_bytes != target.requested_bytes)
+            .filter(|(_, (zone, target))| {
+                !plan.dry_run && zone.requested_bytes != target.requested_bytes
+            })
             .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes, now))
             .collect();
         if asks.is_empty()
@@ -168,7 +175,9 @@ impl Audit {
         let end = match () {
             () if plan.dry_run => Some(Outcome::DryRun),
             () if asks.is_empty() => Some(Outcome::None),
-            () if asks.iter().all(|ask| ask.reached.is_some()) => Some(Outcome::Reached { after_ms: 0 }),
+            () if asks.iter().all(|ask| ask.reached.is_some()) => {
+                Some(Outcome::Reached { after_ms: 0 })
+            }
             () => None,
         };
         if end.is_none() {
@@ -198,8 +207,9 @@ impl Audit {
     /// something else was decided, a dry run's in the last one of its kind.
     fn said_before(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
         let hold = plan.direction == Direction::Hold;
-        let counts =
-            |entry: &Entry| entry.asks.is_empty() && (!hold || entry.plan.direction == Direction::Hold);
+        let counts = |entry: &Entry| {
+            entry.asks.is_empty() && (!hold || entry.plan.direction == Direction::Hold)
+        };
         let mut since = self.ring.iter_mut().rev().take_while(|entry| counts(entry));
         let same = since.find(|entry| entry.policy == policy && entry.is_of_the_kind_of(plan))?;
         let stands = hold || same.plan.targets == plan.targets || now.since(same.at) < DRY_RUN_MS;
@@ -209,14 +219,15 @@ impl Audit {
     /// Ends what the newest decision takes back or turns round.
     fn undo(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
         let target = |ask: &Ask| plan.targets.get(ask.zone);
-        self.end_watch(|ask| target(ask).is_some_and(|target| ask.is_turned_by(target.requested_bytes)));
+        self.end_watch(|ask| {
+            target(ask).is_some_and(|target| ask.is_turned_by(target.requested_bytes))
+        });
         let by = self.total;
         let withdraws = plan.reason == Reason::NoProgress;
         self.close(|entry| {
-            let undone = entry
-                .asks
-                .iter()
-                .any(|ask| target(ask).is_some_and(|target| ask.is_undone_by(target.requested_bytes)));
+            let undone = entry.asks.iter().any(|ask| {
+                target(ask).is_some_and(|target| ask.is_undone_by(target.requested_bytes))
+            });
             let (moved_bytes, after_ms) = (entry.moved_bytes(plugged), now.since(entry.at));
             undone.then_some(match (withdraws, moved_bytes) {
                 (false, _) => Outcome::Superseded { moved_bytes, after_ms, by },
@@ -353,7 +364,8 @@ impl Entry {
 
     /// How it is shown, with the zones as they are.
     pub fn info(&self, zones: &[AuditedZone<'_>], now: TimeMs) -> DecisionInfo {
-        let id = |index: usize| zones.get(index).map_or_else(String::new, |zone| zone.id.to_owned());
+        let id =
+            |index: usize| zones.get(index).map_or_else(String::new, |zone| zone.id.to_owned());
         let plan = &self.plan;
         DecisionInfo {
             seq: self.seq,
@@ -366,7 +378,10 @@ impl Entry {
             near: self.near,
             wanted_bytes: plan.wanted_bytes,
             requested_bytes: plan.requested_bytes(),
-            asked_bytes: self.asks.iter().fold(0, |sum: u64, ask| sum.saturating_add(ask.asked_bytes())),
+            asked_bytes: self
+                .asks
+                .iter()
+                .fold(0, |sum: u64, ask| sum.saturating_add(ask.asked_bytes())),
             available_bytes: self.report.as_ref().map(|report| report.available_bytes),
             dry_run: plan.dry_run,
             input: DecisionInput {
@@ -395,8 +410,9 @@ impl Entry {
             outcome: self.end.clone().unwrap_or_else(|| {
                 let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
                 let moved_bytes = self.moved_bytes(&plugged);
-                let late =
-                    |ask: &Ask| ask.reached.is_none() && zones.get(ask.zone).is_some_and(|zone| zone.late);
+                let late = |ask: &Ask| {
+                    ask.reached.is_none() && zones.get(ask.zone).is_some_and(|zone| zone.late)
+                };
                 if self.asks.iter().any(late) {
                     Outcome::Stuck { moved_bytes }
                 } else {

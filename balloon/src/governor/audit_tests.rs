@@ -50,7 +50,13 @@ impl Fixture {
         self.record_of("psi", plan, zones, now)
     }
 
-    fn record_of(&mut self, policy: &'static str, plan: &Plan, zones: [(u64, u64); 2], now: u64) -> bool {
+    fn record_of(
+        &mut self,
+        policy: &'static str,
+        plan: &Plan,
+        zones: [(u64, u64); 2],
+        now: u64,
+    ) -> bool {
         let host = host(zones);
         let grounds = Grounds { policy, report: None, near: None, host: &host };
         self.0.record(plan, grounds, TimeMs(now))
@@ -191,7 +197,10 @@ fn more_of_the_same_leaves_a_decision_open_and_the_opposite_supersedes_it() {
     f.observe([(12, 12), (0, 0)], 95);
     assert_eq!(
         f.outcomes([12, 0], false)[1..],
-        [Outcome::Superseded { moved_bytes: 8, after_ms: 40, by: 3 }, Outcome::Reached { after_ms: 0 }]
+        [
+            Outcome::Superseded { moved_bytes: 8, after_ms: 40, by: 3 },
+            Outcome::Reached { after_ms: 0 }
+        ]
     );
 }
 

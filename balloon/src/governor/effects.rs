@@ -77,7 +77,8 @@ impl Effects {
 
     /// Returns true if sizes are requested.
     pub(super) fn is_sizing(&self) -> bool {
-        let is_size = |request: &Request| matches!(request, Request::Size(..) | Request::Step { .. });
+        let is_size =
+            |request: &Request| matches!(request, Request::Size(..) | Request::Step { .. });
         self.requests.iter().any(is_size)
     }
 }

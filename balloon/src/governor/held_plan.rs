@@ -25,14 +25,15 @@ impl HeldPlan {
         if plan.reason == Reason::Quiet {
             return false;
         }
-        let is_held =
-            !plan.dry_run && [Some(plan.reason), plan.limited_by].contains(&Some(Reason::Descriptors));
+        let is_held = !plan.dry_run
+            && [Some(plan.reason), plan.limited_by].contains(&Some(Reason::Descriptors));
         let requested_bytes = plan.requested_bytes();
         self.held = self.held.filter(|held| is_held && held.requested_bytes == requested_bytes);
         if !is_held {
             return false;
         }
-        let held = self.held.get_or_insert(Held { since: now, requested_bytes, is_reported: false });
+        let held =
+            self.held.get_or_insert(Held { since: now, requested_bytes, is_reported: false });
         let is_news = !held.is_reported && now.since(held.since) >= patience_ms;
         held.is_reported |= is_news;
         is_news

@@ -84,7 +84,8 @@ impl Governor {
         host: &HostView,
         now: TimeMs,
     ) -> Result<Self, ParamError> {
-        let counters = Counters { policies: BTreeSet::from([policy.name()]), ..Counters::default() };
+        let counters =
+            Counters { policies: BTreeSet::from([policy.name()]), ..Counters::default() };
         let mut governor = Self {
             controller: Controller::new(policy, rules)?,
             intake: Intake::new(now),
@@ -124,7 +125,9 @@ impl Governor {
             }
             Event::Report(report) => self.agent_report(report, host, now, &mut effects),
             Event::Tick => self.tick(host, now, &mut effects),
-            Event::Resize(zone, size_bytes) => self.resize(zone, size_bytes, host, now, &mut effects),
+            Event::Resize(zone, size_bytes) => {
+                self.resize(zone, size_bytes, host, now, &mut effects)
+            }
             Event::BootWith(zone, size_bytes) => {
                 self.observe(host, now, &mut effects);
                 self.controller.set_goal(zone, size_bytes, host, now);
@@ -173,7 +176,13 @@ impl Governor {
     }
 
     /// Decides upon a report of the agent, and takes the next steps towards sizes that a client requested.
-    fn agent_report(&mut self, report: Report, host: &HostView, now: TimeMs, effects: &mut Effects) {
+    fn agent_report(
+        &mut self,
+        report: Report,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) {
         self.report(report, Reporter::Agent, host, now, effects);
         // The plan's requests change the sizes that the goals start from.
         match effects.requests.is_empty() {
@@ -234,8 +243,10 @@ impl Governor {
     fn tick(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) {
         self.watch_agent(now, effects);
         let was_active = self.is_by_statistics();
-        let taken =
-            self.agentless.as_mut().and_then(|agentless| agentless.tick(&self.settings, host, now, effects));
+        let taken = self
+            .agentless
+            .as_mut()
+            .and_then(|agentless| agentless.tick(&self.settings, host, now, effects));
         if self.is_by_statistics() && !was_active {
             effects.notes.push(Note::StatisticsTakeOver);
         }
@@ -311,7 +322,8 @@ impl Governor {
         if !plan.dry_run {
             let size = |target: &ZoneTarget| Request::Size(target.zone, target.requested_bytes);
             effects.requests.extend(plan.changes(host).map(size));
-            let total_bytes = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
+            let total_bytes =
+                self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
             self.shortage.requested(plan, host, total_bytes, now);
         }
         if self.held_plan.is_held_too_long(plan, self.controller.rules().progress_ms, now)
@@ -361,7 +373,9 @@ impl Governor {
     }
 
     fn note_reached(&mut self, effects: &mut Effects) {
-        effects.notes.extend(self.reached.drain(..).map(|(zone, bytes)| Note::Reached(zone, bytes)));
+        effects
+            .notes
+            .extend(self.reached.drain(..).map(|(zone, bytes)| Note::Reached(zone, bytes)));
     }
 
     /// Notes each change of the guest's online policy, which decides how much memory is lent.
@@ -374,7 +388,8 @@ impl Governor {
         self.onlining = now;
         // The balloon's memory is online in any case.
         let has_hotplug = host.zones.iter().any(|zone| host.balloon != Some(zone.id));
-        let is_first_movable = now == OnlinePolicy::OnlineMovable && before == OnlinePolicy::Unknown;
+        let is_first_movable =
+            now == OnlinePolicy::OnlineMovable && before == OnlinePolicy::Unknown;
         if has_hotplug && !is_first_movable {
             effects.notes.push(Note::OnlinePolicy(now));
         }

@@ -33,7 +33,12 @@ impl Governor {
 
     /// Requests as much of the goals as the guest can describe. Returns true if that is more than before. The
     /// timeout of a resize begins when the new sizes are observed.
-    pub(super) fn follow_goals(&mut self, host: &HostView, now: TimeMs, effects: &mut Effects) -> bool {
+    pub(super) fn follow_goals(
+        &mut self,
+        host: &HostView,
+        now: TimeMs,
+        effects: &mut Effects,
+    ) -> bool {
         let steps = self.controller.next_steps(host, now);
         let is_sizing = !steps.is_empty();
         if is_sizing {
@@ -94,7 +99,8 @@ mod tests {
     fn step(event: Event) {
         let host = HostView::default();
         let mut governor =
-            Governor::new(Policy::default(), Rules::default(), false, &host, TimeMs(0)).expect("defaults");
+            Governor::new(Policy::default(), Rules::default(), false, &host, TimeMs(0))
+                .expect("defaults");
         governor.step(event, &host, TimeMs(0));
     }
 

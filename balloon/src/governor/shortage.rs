@@ -34,7 +34,13 @@ pub struct Ended {
 
 impl Shortage {
     /// A plan requests this of a guest whose last report had this total.
-    pub fn requested(&mut self, plan: &Plan, host: &HostView, total_bytes: Option<u64>, now: TimeMs) {
+    pub fn requested(
+        &mut self,
+        plan: &Plan,
+        host: &HostView,
+        total_bytes: Option<u64>,
+        now: TimeMs,
+    ) {
         let (before, after) = (host.requested_bytes(), plan.requested_bytes());
         // What is plugged still, because the guest has not followed a shrink, need not come online.
         let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
@@ -93,7 +99,10 @@ mod tests {
         assert_eq!(shortage.reported(1400, TimeMs(20)), None);
         shortage.grown(500, 1400, TimeMs(20));
         assert_eq!(shortage.reported(1900, TimeMs(30)), None);
-        assert_eq!(shortage.reported(1990, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 1000 }));
+        assert_eq!(
+            shortage.reported(1990, TimeMs(40)),
+            Some(Ended { took_ms: 30, grown_bytes: 1000 })
+        );
         assert_eq!(shortage.reported(1990, TimeMs(50)), None);
     }
 
@@ -104,7 +113,10 @@ mod tests {
         shortage.lacks(400);
         shortage.grown(400, 1000, TimeMs(20));
         assert_eq!(shortage.reported(1400, TimeMs(30)), None);
-        assert_eq!(shortage.reported(1500, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 500 }));
+        assert_eq!(
+            shortage.reported(1500, TimeMs(40)),
+            Some(Ended { took_ms: 30, grown_bytes: 500 })
+        );
     }
 
     #[test]
@@ -114,7 +126,10 @@ mod tests {
         shortage.lacks(600);
         assert_eq!(shortage.reported(1000, TimeMs(20)), None);
         shortage.grown(300, 1000, TimeMs(9_000));
-        assert_eq!(shortage.reported(1300, TimeMs(9_100)), Some(Ended { took_ms: 100, grown_bytes: 300 }));
+        assert_eq!(
+            shortage.reported(1300, TimeMs(9_100)),
+            Some(Ended { took_ms: 100, grown_bytes: 300 })
+        );
     }
 
     #[test]

@@ -57,7 +57,8 @@ impl Technology {
     /// How much longer than in `other` an access takes, if so many thousandths of all are writes.
     pub fn slower_ns(&self, other: &Technology, write_permille: u64) -> u64 {
         let mean = |technology: &Technology| {
-            technology.write_ns * write_permille + technology.read_ns * (1000 - write_permille.min(1000))
+            technology.write_ns * write_permille
+                + technology.read_ns * (1000 - write_permille.min(1000))
         };
         mean(self).saturating_sub(mean(other)) / 1000
     }
@@ -77,14 +78,25 @@ pub struct States {
 }
 
 /// 004, section 6.2, after Micron.
-pub const AMF: States =
-    States { idle_w_per_gib: 0.23, active_w_per_gib: 1.34, transition_w_per_gib: 0.76, transition_s: 1.0 };
+pub const AMF: States = States {
+    idle_w_per_gib: 0.23,
+    active_w_per_gib: 1.34,
+    transition_w_per_gib: 0.76,
+    transition_s: 1.0,
+};
 
 impl States {
     /// Joules of memory that was so much active and so much idle, and of which so much became active.
-    pub fn joules(&self, active_byte_seconds: f64, idle_byte_seconds: f64, activated_bytes: f64) -> f64 {
+    pub fn joules(
+        &self,
+        active_byte_seconds: f64,
+        idle_byte_seconds: f64,
+        activated_bytes: f64,
+    ) -> f64 {
         let transition = self.transition_w_per_gib * self.transition_s * activated_bytes;
-        (self.active_w_per_gib * active_byte_seconds + self.idle_w_per_gib * idle_byte_seconds + transition)
+        (self.active_w_per_gib * active_byte_seconds
+            + self.idle_w_per_gib * idle_byte_seconds
+            + transition)
             / GIB
     }
 }

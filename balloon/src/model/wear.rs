@@ -47,7 +47,8 @@ impl Lending {
     /// Equation 2, right: how many times as fast the storage wears.
     pub fn storage_wear(&self) -> f64 {
         let exchanged = 2.0 * self.share * self.memory_bytes;
-        1.0 + self.bandwidth * self.share + exchanged / (self.exchange_days * self.storage_bytes_per_day)
+        1.0 + self.bandwidth * self.share
+            + exchanged / (self.exchange_days * self.storage_bytes_per_day)
     }
 }
 
@@ -126,6 +127,9 @@ mod tests {
         assert_eq!(figure(0.5, 0.001).memory_lifetime(), 2.0);
         assert!((1_000.0..1_100.0).contains(&figure(0.5, 0.001).storage_wear()));
         let [seldom, often] = [1.0, 0.01].map(|days| figure(0.5, days).storage_wear() - 361.0);
-        assert!(often > 10.0 * seldom, "more than an order of magnitude between tau = 1 and tau = 0.01");
+        assert!(
+            often > 10.0 * seldom,
+            "more than an order of magnitude between tau = 1 and tau = 0.01"
+        );
     }
 }

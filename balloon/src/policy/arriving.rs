@@ -101,7 +101,8 @@ mod tests {
     /// What is said of reports at these times, with these totals and free sizes.
     fn arriving(reports: &[(u64, u64, u64)]) -> Vec<u64> {
         let mut arriving = Arriving::default();
-        let learn = |(at, total, free): &(u64, u64, u64)| arriving.learn(*total, *free, TimeMs(*at));
+        let learn =
+            |(at, total, free): &(u64, u64, u64)| arriving.learn(*total, *free, TimeMs(*at));
         reports.iter().map(learn).collect()
     }
 
@@ -112,10 +113,15 @@ mod tests {
 
     #[test]
     fn a_block_is_arriving_until_it_is_free() {
-        let reports = [(0, 500, 30), (50, 564, 30), (99, 628, 20), (100, 628, 148), (150, 628, 148)];
+        let reports =
+            [(0, 500, 30), (50, 564, 30), (99, 628, 20), (100, 628, 148), (150, 628, 148)];
         assert_eq!(arriving(&reports), [0, 64, 128, 0, 0]);
         assert_eq!(arriving(&[(0, 500, 30), (50, 628, 158)]), [0, 0], "free at once");
-        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 95), (99, 628, 140)]), [0, 0, 0], "most of it");
+        assert_eq!(
+            arriving(&[(0, 500, 30), (50, 628, 95), (99, 628, 140)]),
+            [0, 0, 0],
+            "most of it"
+        );
         assert_eq!(
             arriving(&[(0, 500, 30), (50, 756, 90), (99, 756, 200)]),
             [0, 196, 86],
@@ -128,7 +134,8 @@ mod tests {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
         assert_eq!(arriving(&reports), [0, 128, 128, 0]);
         // Reports each 5 ms get the time, slower ones the number.
-        let reports: Vec<_> = (0..=21).map(|at| (at * 5, if at > 0 { 628 } else { 500 }, 30)).collect();
+        let reports: Vec<_> =
+            (0..=21).map(|at| (at * 5, if at > 0 { 628 } else { 500 }, 30)).collect();
         let fast = arriving(&reports);
         assert_eq!((fast[0], &fast[1..21], fast[21]), (0, [128; 20].as_slice(), 0));
         for ms in [50, 100, 200, 249] {

@@ -136,7 +136,8 @@ impl Default for Policy {
 
 impl Policy {
     /// The names that `--pressure policy=` takes.
-    pub const NAMES: [&'static str; 7] = ["psi", "amf", "dapper", "pmb", "memorage", "fixed", "off"];
+    pub const NAMES: [&'static str; 7] =
+        ["psi", "amf", "dapper", "pmb", "memorage", "fixed", "off"];
 
     /// The policy's name on the command line and in metrics.
     pub fn name(&self) -> &'static str {
@@ -205,7 +206,11 @@ impl Policy {
             match changed.parameters_mut() {
                 Some(params) => params.set(of, name, setting)?,
                 None => {
-                    return Err(ParamError::Unknown { name: name.to_owned(), of, known: "none".to_owned() });
+                    return Err(ParamError::Unknown {
+                        name: name.to_owned(),
+                        of,
+                        known: "none".to_owned(),
+                    });
                 }
             }
         }
@@ -231,7 +236,9 @@ impl Policy {
                 ],
                 &[Reason::Surplus],
             ),
-            Policy::Amf(_) => (&[Reason::LowFree, Reason::AtWatermarks], &[Reason::DescriptorSpace]),
+            Policy::Amf(_) => {
+                (&[Reason::LowFree, Reason::AtWatermarks], &[Reason::DescriptorSpace])
+            }
             Policy::Dapper(_) => (&[Reason::LowFree, Reason::AtWatermarks], &[Reason::FreeShare]),
             Policy::Pmb(_) => (&[Reason::LowFree], &[Reason::FreeUnits]),
             Policy::Memorage(_) => (&[Reason::LowFree], &[Reason::Calm, Reason::StorageShort]),
@@ -277,11 +284,17 @@ impl Policy {
 
     /// Decides on one report. A state of another policy is replaced by the initial one, so that policies can be
     /// exchanged while a VM runs.
-    pub fn decide(&self, state: PolicyState, input: Input<'_>, now: TimeMs) -> (PolicyState, Decision) {
+    pub fn decide(
+        &self,
+        state: PolicyState,
+        input: Input<'_>,
+        now: TimeMs,
+    ) -> (PolicyState, Decision) {
         match self {
             Policy::Amf(_) | Policy::Dapper(_) | Policy::Pmb(_) | Policy::Memorage(_) => {
                 let (left, reserve_bytes) = reserve::without_reserve(input.report, input.host);
-                let (state, decision) = self.decide_on(state, Input { report: &left, ..input }, now);
+                let (state, decision) =
+                    self.decide_on(state, Input { report: &left, ..input }, now);
                 // The agent compares its watermark with free memory that includes the reserve.
                 let watermark_bytes = match decision.watermark_of {
                     Measure::Free => decision.watermark_bytes.saturating_add(reserve_bytes),
@@ -293,7 +306,12 @@ impl Policy {
         }
     }
 
-    fn decide_on(&self, state: PolicyState, input: Input<'_>, now: TimeMs) -> (PolicyState, Decision) {
+    fn decide_on(
+        &self,
+        state: PolicyState,
+        input: Input<'_>,
+        now: TimeMs,
+    ) -> (PolicyState, Decision) {
         /// Calls a policy with its own state, and wraps what that becomes.
         macro_rules! by {
             ($policy:ident, $variant:ident, $params:expr) => {{
@@ -350,7 +368,8 @@ mod tests {
         for name in Policy::NAMES {
             let table = Policy::from_name(name).expect("listed").table();
             for param in table {
-                let rule = crate::controller::Rules::TABLE.iter().any(|rule| rule.name == param.name);
+                let rule =
+                    crate::controller::Rules::TABLE.iter().any(|rule| rule.name == param.name);
                 assert!(!rule, "{} is of {name} and of the rules", param.name);
                 assert_eq!(table.iter().filter(|other| other.name == param.name).count(), 1);
             }

@@ -25,17 +25,21 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
     if report.blocks().block_bytes == 0 {
         return (Cow::Borrowed(report), 0);
     }
-    let ratios =
-        LazyCell::new(|| reserve_ratios(report.zones(), host.pluggable_bytes(), &LINUX_RESERVE_RATIOS));
+    let ratios = LazyCell::new(|| {
+        reserve_ratios(report.zones(), host.pluggable_bytes(), &LINUX_RESERVE_RATIOS)
+    });
     let mut raw: RawReport = report.as_raw().clone();
     let mut reserve_bytes = 0u64;
-    for (zone, left) in report.zones().iter().zip(&mut raw.zones).filter(|(zone, _)| zone.serves_kernel()) {
-        let kept_pages = zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios));
+    for (zone, left) in
+        report.zones().iter().zip(&mut raw.zones).filter(|(zone, _)| zone.serves_kernel())
+    {
+        let kept_pages =
+            zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios));
         let taken_pages = zone.free_pages.min(kept_pages);
         left.free_pages -= taken_pages;
-        left.largest_free_blocks = zone
-            .largest_free_blocks
-            .map(|blocks| blocks.min(left.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES));
+        left.largest_free_blocks = zone.largest_free_blocks.map(|blocks| {
+            blocks.min(left.free_pages * PAGE_BYTES / foreshore_proto::LARGEST_BLOCK_BYTES)
+        });
         reserve_bytes = reserve_bytes.saturating_add(taken_pages * PAGE_BYTES);
     }
     raw.memory.free_bytes = raw.memory.free_bytes.saturating_sub(reserve_bytes);
@@ -58,19 +62,25 @@ pub(super) struct Forecast<'a> {
 impl<'a> Forecast<'a> {
     pub fn new(report: &'a Report, host: &'a HostView) -> Self {
         let zones = report.zones();
-        let mut protected = zones.iter().filter(|zone| zone.serves_kernel()).map(|zone| zone.protected_pages);
-        let reported_pages = protected.try_fold(0u64, |sum, pages| Some(sum.saturating_add(pages?)));
+        let mut protected =
+            zones.iter().filter(|zone| zone.serves_kernel()).map(|zone| zone.protected_pages);
+        let reported_pages =
+            protected.try_fold(0u64, |sum, pages| Some(sum.saturating_add(pages?)));
         let mut forecast = Self { zones, host, now_bytes: None };
         if let Some(reported_pages) = reported_pages {
             let (reported_bytes, bytes) =
                 (reported_pages.saturating_mul(PAGE_BYTES), forecast.reserve_bytes(zones));
-            forecast.now_bytes = (reported_bytes.abs_diff(bytes) <= bytes / TOLERANCE_PART).then_some(bytes);
+            forecast.now_bytes =
+                (reported_bytes.abs_diff(bytes) <= bytes / TOLERANCE_PART).then_some(bytes);
         }
         forecast
     }
 
     fn reserve_bytes(&self, zones: &[Zone]) -> u64 {
-        kept_bytes(zones, &reserve_ratios(zones, self.host.pluggable_bytes(), &LINUX_RESERVE_RATIOS))
+        kept_bytes(
+            zones,
+            &reserve_ratios(zones, self.host.pluggable_bytes(), &LINUX_RESERVE_RATIOS),
+        )
     }
 
     /// Change of the reserve once the guest has followed its requests, lowered to `requested_bytes`
@@ -83,7 +93,8 @@ impl<'a> Forecast<'a> {
             .iter()
             .filter(|zone| zone.tier == Tier::Dram)
             .partition(|zone| self.host.balloon == Some(zone.id));
-        let in_balloons = balloons.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.requested_bytes));
+        let in_balloons =
+            balloons.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.requested_bytes));
         let mut left_bytes = requested_bytes.saturating_sub(in_balloons);
         let mut zones = self.zones.to_vec();
         for dram in dram {
@@ -107,7 +118,8 @@ impl<'a> Forecast<'a> {
         let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
         let now_bytes = change_bytes(0);
         let fits = |part: &u64| {
-            let lost_bytes = part.saturating_add_signed(change_bytes(*part).saturating_sub(now_bytes));
+            let lost_bytes =
+                part.saturating_add_signed(change_bytes(*part).saturating_sub(now_bytes));
             lost_bytes <= surplus_bytes
         };
         let mut parts = (1..=PARTS).rev().map(|part| scale(bytes, part, PARTS));
@@ -212,7 +224,8 @@ mod tests {
             raw.zones[2].managed_pages = plugged_bytes / PAGE_BYTES;
             raw.memory.total_bytes = (384 * MIB) + plugged_bytes;
             let report = Report::try_from(raw.clone()).expect("sound");
-            let mut host = HostView { zones: vec![ZoneSizes::empty(0, Tier::Pm, 24 << 30)], ..host() };
+            let mut host =
+                HostView { zones: vec![ZoneSizes::empty(0, Tier::Pm, 24 << 30)], ..host() };
             host.zones[0].plugged_bytes = plugged_bytes;
             assert_eq!(without_reserve(&report, &host).1, movable_bytes);
         }
@@ -232,7 +245,8 @@ mod tests {
     fn with_dram_to_plug() -> (RawReport, HostView) {
         let mut raw = raw_report();
         for zone in &mut raw.zones {
-            zone.protected_pages = Some(if zone.serves_kernel() { 88 * MIB / PAGE_BYTES } else { 0 });
+            zone.protected_pages =
+                Some(if zone.serves_kernel() { 88 * MIB / PAGE_BYTES } else { 0 });
         }
         let dram = ZoneSizes { guest_numa_node: 0, ..ZoneSizes::empty(1, Tier::Dram, 256 * MIB) };
         let pm = ZoneSizes::empty(0, Tier::Pm, 4096 * MIB);
@@ -279,8 +293,10 @@ mod tests {
         assert_eq!(change_mib(&raw, &host, 80), 88 + 80 - present_mib as i64);
         assert_eq!(change_mib(&raw, &host, 120), 88 + 120 - present_mib as i64);
         // A balloon changes no zone, and is given back last.
-        host.zones
-            .push(ZoneSizes { requested_bytes: 200 * MIB, ..ZoneSizes::empty(2, Tier::Dram, 200 * MIB) });
+        host.zones.push(ZoneSizes {
+            requested_bytes: 200 * MIB,
+            ..ZoneSizes::empty(2, Tier::Dram, 200 * MIB)
+        });
         host.balloon = Some(host.zones[2].id);
         assert_eq!(change_mib(&raw, &host, 280), 88 + 80 - present_mib as i64);
     }

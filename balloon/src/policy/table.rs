@@ -28,7 +28,11 @@ impl Factor {
     /// Returns the factor that the parameters `watermark-scale` and `watermark-share` give. A share takes precedence
     /// unless it is 0.
     pub fn new(watermark_scale: u64, share_permille: u64) -> Self {
-        if share_permille == 0 { Factor::Times(watermark_scale) } else { Factor::ShareOfDram(share_permille) }
+        if share_permille == 0 {
+            Factor::Times(watermark_scale)
+        } else {
+            Factor::ShareOfDram(share_permille)
+        }
     }
 
     fn scale_pages(self, pages: u64, node: &NodeView) -> u64 {
@@ -97,7 +101,8 @@ pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, factor: Factor) -> &'a 
         None => true,
         Some(border) => node.free_pages > border || (row.at && node.free_pages == border),
     };
-    let is_up_to = |index: usize| index.checked_sub(1).is_none_or(|before| !is_above(&table[before]));
+    let is_up_to =
+        |index: usize| index.checked_sub(1).is_none_or(|before| !is_above(&table[before]));
     let rows = table.iter().enumerate().filter(|(index, row)| is_above(row) && is_up_to(*index));
     // The last row has no border of its own, so there is always one.
     rows.map(|(_, row)| row).max_by_key(|row| row.times).unwrap_or(&table[table.len() - 1])

@@ -1,6 +1,8 @@
 //! What the tests of several policies share: a guest of which every figure can be set, and tables' rows and edges.
 
-use foreshore_proto::{Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind};
+use foreshore_proto::{
+    Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind,
+};
 
 use super::table::{self, Factor, Row};
 use super::view::NodeView;
@@ -31,8 +33,11 @@ impl Rig {
     /// Nodes of DRAM of these sizes, and as many nodes of PM behind them, of these sizes and with nothing of it
     /// plugged: the first is near to the first, and so on.
     pub fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
-        let mut host =
-            HostView { boot_bytes: dram_bytes.iter().sum(), pool_free_bytes: 1 << 44, ..HostView::default() };
+        let mut host = HostView {
+            boot_bytes: dram_bytes.iter().sum(),
+            pool_free_bytes: 1 << 44,
+            ..HostView::default()
+        };
         let mut raw = RawReport {
             version: PROTOCOL_VERSION,
             monotonic_ms: 10_000,
@@ -54,7 +59,10 @@ impl Rig {
         let first_pm = dram_bytes.len() as u32;
         for (index, bytes) in (0..).zip(pm_bytes) {
             let node = first_pm + index;
-            host.zones.push(ZoneSizes { guest_numa_node: node, ..ZoneSizes::empty(index, Tier::Pm, *bytes) });
+            host.zones.push(ZoneSizes {
+                guest_numa_node: node,
+                ..ZoneSizes::empty(index, Tier::Pm, *bytes)
+            });
             raw.zones.push(Zone { node, kind: ZoneKind::Movable, ..Zone::default() });
             for from in 0..first_pm {
                 host.distances.set(from, node, if from == index { 17 } else { 28 });
@@ -71,7 +79,8 @@ impl Rig {
         let zones = &self.raw.zones;
         let free_bytes = zones.iter().map(|zone| zone.free_pages).sum::<u64>() * PAGE_BYTES;
         let total_bytes = zones.iter().map(|zone| zone.managed_pages).sum::<u64>() * PAGE_BYTES;
-        self.raw.memory = Memory { total_bytes, free_bytes, available_bytes: free_bytes, ..self.raw.memory };
+        self.raw.memory =
+            Memory { total_bytes, free_bytes, available_bytes: free_bytes, ..self.raw.memory };
     }
 
     /// Sets what is free in a zone of the report.
@@ -185,7 +194,8 @@ impl TableRig {
                 row.above.is_none_or(|border| free > border.pages(&node, Factor::Times(self.scale)))
             })
         };
-        let is_wrong = |(free, times): &(u64, u64)| first(*free).is_some_and(|row| row.times != *times);
+        let is_wrong =
+            |(free, times): &(u64, u64)| first(*free).is_some_and(|row| row.times != *times);
         assert!(cases.iter().any(is_wrong));
     }
 }

@@ -75,7 +75,8 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
         // A node whose own PM is used up is given that of others: what is free of it is an answer to its need.
         node.own_free_pages = node.free_pages + node.pm_free_bytes / PAGE_BYTES;
         let used_up = node.pm_requested_bytes >= node.pm_bytes;
-        node.free_pages = if used_up { node.free_pages + all_pm_pages } else { node.own_free_pages };
+        node.free_pages =
+            if used_up { node.free_pages + all_pm_pages } else { node.own_free_pages };
     }
     nodes
 }
@@ -109,7 +110,8 @@ fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
         ZoneKind::Movable => true,
         // A guest that does not online movable makes the first memory of a node ZONE_NORMAL.
         ZoneKind::Normal => {
-            let plugged = here(Tier::Pm).fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
+            let plugged =
+                here(Tier::Pm).fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
             !movable && zone.managed_pages * PAGE_BYTES <= plugged
         }
         _ => false,
@@ -177,11 +179,13 @@ impl Coming {
         let online_bytes = self.base.online_bytes(memory.total_bytes, input.host);
         // Tables go by the zones' free pages, which are not read together with the total: what only one of the two sees
         // is not there yet.
-        let zones_free_pages = input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
+        let zones_free_pages =
+            input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
         let arriving_bytes = self.arriving.learn(memory.total_bytes, free_bytes, now);
         let requested_bytes = input.host.requested_bytes();
-        self.on_way_bytes = requested_bytes.saturating_add(arriving_bytes).saturating_sub(online_bytes);
+        self.on_way_bytes =
+            requested_bytes.saturating_add(arriving_bytes).saturating_sub(online_bytes);
         self.follow_requests(requested_bytes);
         for grant in &mut self.granted {
             grant.on_way_bytes = grant.on_way_bytes.min(self.on_way_bytes);
@@ -200,7 +204,8 @@ impl Coming {
             let asked_bytes = said_bytes.min(risen_bytes);
             risen_bytes -= asked_bytes;
             grant.lose(said_bytes - asked_bytes);
-            let taken_bytes = grant.on_way_bytes.saturating_sub(self.on_way_bytes).min(fallen_bytes);
+            let taken_bytes =
+                grant.on_way_bytes.saturating_sub(self.on_way_bytes).min(fallen_bytes);
             fallen_bytes -= taken_bytes;
             grant.lose(taken_bytes);
         }
@@ -311,7 +316,8 @@ mod tests {
         let nodes = view(&rig);
         assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB, GIB));
         // With DRAM to plug there as well nobody can tell, but what the host has plugged of it is known.
-        let dram = crate::ZoneSizes { tier: Tier::Dram, plugged_bytes: 512 * MIB, ..rig.host.zones[0] };
+        let dram =
+            crate::ZoneSizes { tier: Tier::Dram, plugged_bytes: 512 * MIB, ..rig.host.zones[0] };
         rig.host.zones.push(dram);
         let nodes = view(&rig);
         assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB + 512 * MIB, 0));
@@ -334,7 +340,10 @@ mod tests {
         let mut coming = Coming::default();
         let observe = |rig: &Rig, coming: &mut Coming, at| {
             let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
-            coming.observe(Input { report: &report, host: &rig.host, is_carried_out: true }, TimeMs(at));
+            coming.observe(
+                Input { report: &report, host: &rig.host, is_carried_out: true },
+                TimeMs(at),
+            );
         };
         observe(&rig, &mut coming, 0);
         let nodes = view(&rig);
@@ -363,7 +372,10 @@ mod tests {
         let mut coming = Coming::default();
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
         for at in [0, 1_000, 2_000] {
-            coming.observe(Input { report: &report, host: &rig.host, is_carried_out: true }, TimeMs(at));
+            coming.observe(
+                Input { report: &report, host: &rig.host, is_carried_out: true },
+                TimeMs(at),
+            );
         }
         assert_eq!(coming.bytes(), 0);
     }
@@ -372,10 +384,13 @@ mod tests {
     /// each policy how much is asked for, and how much of that is online first.
     fn short() -> [(Rig, u64, u64); 4] {
         let case = |policy, settings: &[(&str, &str)], asked_mib, online_mib| {
-            let settings = settings.iter().map(|(name, text)| (*name, crate::params::Setting::from(*text)));
+            let settings =
+                settings.iter().map(|(name, text)| (*name, crate::params::Setting::from(*text)));
             let settings: Vec<_> = settings.collect();
             let policy = Policy::from_name(policy).expect("listed");
-            let policy = policy.with(settings.iter().map(|(name, value)| (*name, value))).expect("in bounds");
+            let policy = policy
+                .with(settings.iter().map(|(name, value)| (*name, value)))
+                .expect("in bounds");
             let mut rig = Rig::new(policy, &[213 * MIB], &[2 * GIB]);
             let zone = &mut rig.raw.zones[0];
             (zone.min_pages, zone.low_pages, zone.high_pages) = (384, 480, 576);
@@ -440,7 +455,12 @@ mod tests {
             asked_and_online(&mut rig, asked_bytes, online_bytes, 0);
             assert_eq!(rig.report(50).want_bytes, None);
             let decision = rig.report(1_000);
-            assert_eq!(rig.added(decision), online_bytes, "{}: one slow report later", rig.policy.name());
+            assert_eq!(
+                rig.added(decision),
+                online_bytes,
+                "{}: one slow report later",
+                rig.policy.name()
+            );
         }
     }
 
@@ -462,7 +482,11 @@ mod tests {
                 for free_mib in [33, 33, 33, 35, 35] {
                     rig.free(0, free_mib * MIB / PAGE_BYTES);
                     let decision = rig.report(50);
-                    assert_eq!(rig.added(decision), wanted_bytes - 64 * MIB, "{name}, {is_taken_back}");
+                    assert_eq!(
+                        rig.added(decision),
+                        wanted_bytes - 64 * MIB,
+                        "{name}, {is_taken_back}"
+                    );
                 }
             }
         }

@@ -1,8 +1,8 @@
 //! Reports of the simulated guest's agent, and their times. The agent's own code sets the pace.
 
 use foreshore_proto::{
-    Blocks, Cause, Counters, KernelUse, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks, OnlinePolicy,
-    PROTOCOL_VERSION, Pace, RawReport, Report, Settings, Stall, Zone, ZoneKind,
+    Blocks, Cause, Counters, KernelUse, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks,
+    OnlinePolicy, PROTOCOL_VERSION, Pace, RawReport, Report, Settings, Stall, Zone, ZoneKind,
 };
 
 use super::demand::Segment;
@@ -286,19 +286,22 @@ impl Agent {
         let free = guest.free_by_zone(&mut self.free);
         let boot = guest.boot();
         zones.clear();
-        let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64, user: u64| Zone {
-            protected_pages: Some(0),
-            node,
-            kind,
-            free_pages: free / PAGE_BYTES,
-            min_pages: marks.min,
-            low_pages: marks.low,
-            high_pages: marks.high,
-            managed_pages: managed / PAGE_BYTES,
-            largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
-            user_pages: Some(user / PAGE_BYTES),
-        };
-        for part in boot.kernel_zones(boot.kernel_bytes() - free.kernel_bytes, guest.kernel_used_bytes()) {
+        let zone =
+            |node, kind, free: u64, marks: super::guest::Marks, managed: u64, user: u64| Zone {
+                protected_pages: Some(0),
+                node,
+                kind,
+                free_pages: free / PAGE_BYTES,
+                min_pages: marks.min,
+                low_pages: marks.low,
+                high_pages: marks.high,
+                managed_pages: managed / PAGE_BYTES,
+                largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
+                user_pages: Some(user / PAGE_BYTES),
+            };
+        for part in
+            boot.kernel_zones(boot.kernel_bytes() - free.kernel_bytes, guest.kernel_used_bytes())
+        {
             let (kernel, used_bytes) = (part.zone, part.pinned_bytes + part.user_bytes);
             let free_bytes = kernel.bytes - used_bytes;
             zones.push(Zone {
@@ -321,7 +324,8 @@ impl Agent {
             let node = sizes.guest_numa_node;
             let plugged = zone(node, ZoneKind::Movable, free, marks, movable_bytes, user_bytes);
             // Linux has one ZONE_MOVABLE in a node.
-            match zones.iter_mut().find(|zone| zone.node == node && zone.kind == ZoneKind::Movable) {
+            match zones.iter_mut().find(|zone| zone.node == node && zone.kind == ZoneKind::Movable)
+            {
                 Some(movable) => add(movable, &plugged),
                 None => zones.push(plugged),
             }
@@ -336,7 +340,8 @@ fn add(zone: &mut Zone, part: &Zone) {
     zone.low_pages += part.low_pages;
     zone.high_pages += part.high_pages;
     zone.managed_pages += part.managed_pages;
-    zone.largest_free_blocks = zone.largest_free_blocks.zip(part.largest_free_blocks).map(|(a, b)| a + b);
+    zone.largest_free_blocks =
+        zone.largest_free_blocks.zip(part.largest_free_blocks).map(|(a, b)| a + b);
     zone.user_pages = zone.user_pages.zip(part.user_pages).map(|(a, b)| a + b);
 }
 
@@ -389,7 +394,8 @@ mod tests {
         for (growth, stream) in [(10 << 20, 0), (10 << 20, 30 << 20), (0, 30 << 20)] {
             for watermark_bytes in [0, 10 << 20, 150 << 20, 1 << 30] {
                 for watermark_of in [Measure::Free, Measure::Available] {
-                    let case = format!("{growth} and {stream} to {watermark_bytes} {watermark_of:?}");
+                    let case =
+                        format!("{growth} and {stream} to {watermark_bytes} {watermark_of:?}");
                     let segment = Segment {
                         anon_bytes: 100 << 20,
                         anon_bytes_per_s: growth,
@@ -402,7 +408,11 @@ mod tests {
                     agent.report(&guest, Cause::Rest);
                     // Of available memory page cache takes next to nothing.
                     if watermark_of == Measure::Available && stream > 0 {
-                        assert_eq!(agent.news_due(&guest, &segment).is_some(), growth > 0, "{case}");
+                        assert_eq!(
+                            agent.news_due(&guest, &segment).is_some(),
+                            growth > 0,
+                            "{case}"
+                        );
                         continue;
                     }
                     let due = agent.news_due(&guest, &segment).expect(&case);

@@ -98,10 +98,16 @@ impl Demand {
         }
         for (index, pair) in segments.windows(2).enumerate() {
             if pair[1].at <= pair[0].at {
-                return Err(DemandError::Order { index: index + 1, at: pair[1].at, last: pair[0].at });
+                return Err(DemandError::Order {
+                    index: index + 1,
+                    at: pair[1].at,
+                    last: pair[0].at,
+                });
             }
         }
-        if let Some((index, segment)) = segments.iter().enumerate().find(|(_, s)| s.hot_permille > 1000) {
+        if let Some((index, segment)) =
+            segments.iter().enumerate().find(|(_, s)| s.hot_permille > 1000)
+        {
             return Err(DemandError::Hot { index, value: segment.hot_permille });
         }
         segments.retain(|segment| segment.at < end || segment.at == TimeMs(0));
@@ -163,13 +169,20 @@ mod tests {
         let up = segment(1_000, 500, 1_000);
         assert_eq!([1_000, 1_001, 2_500].map(|at| up.anon_bytes_at(TimeMs(at))), [500, 501, 2_000]);
         let down = segment(0, 500, -250);
-        assert_eq!([0, 1_000, 2_000, 9_000].map(|at| down.anon_bytes_at(TimeMs(at))), [500, 250, 0, 0]);
+        assert_eq!(
+            [0, 1_000, 2_000, 9_000].map(|at| down.anon_bytes_at(TimeMs(at))),
+            [500, 250, 0, 0]
+        );
     }
 
     #[test]
     fn segments_begin_at_the_start_and_follow_each_other() {
-        let demand = |segments| Demand::new(segments, TimeMs(100)).map_err(|error| error.to_string());
-        assert_eq!(demand(vec![]), Err("The first segment begins at 100ms, must be 0ms".to_owned()));
+        let demand =
+            |segments| Demand::new(segments, TimeMs(100)).map_err(|error| error.to_string());
+        assert_eq!(
+            demand(vec![]),
+            Err("The first segment begins at 100ms, must be 0ms".to_owned())
+        );
         assert_eq!(
             demand(vec![segment(5, 0, 0)]),
             Err("The first segment begins at 5ms, must be 0ms".to_owned())
@@ -178,8 +191,8 @@ mod tests {
         assert_eq!(twice, Err("Segment 2 begins at 7ms, must be after 7ms".to_owned()));
         let hot = demand(vec![Segment { hot_permille: 1001, ..segment(0, 0, 0) }]);
         assert_eq!(hot, Err("Segment 0 has 1001 thousandths in use, must be 0 to 1000".to_owned()));
-        let late =
-            demand(vec![segment(0, 8, 10_000), segment(50, 9, 0), segment(100, 1 << 40, 0)]).expect("sound");
+        let late = demand(vec![segment(0, 8, 10_000), segment(50, 9, 0), segment(100, 1 << 40, 0)])
+            .expect("sound");
         assert_eq!(late.segments().len(), 2);
         assert_eq!(late.peak_bytes(), 508);
     }

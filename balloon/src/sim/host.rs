@@ -66,8 +66,11 @@ pub fn run_host(
     };
     let mut vms = setups.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
     // Who is furthest behind goes next, so that all of them see the pool as it is at their time.
-    while let Some((index, _)) =
-        vms.iter().enumerate().filter_map(|(index, vm)| Some((index, vm.now()?))).min_by_key(|(_, now)| *now)
+    while let Some((index, _)) = vms
+        .iter()
+        .enumerate()
+        .filter_map(|(index, vm)| Some((index, vm.now()?)))
+        .min_by_key(|(_, now)| *now)
     {
         match index {
             0 => vms[0].turn(&mut pool, observer),
@@ -104,7 +107,8 @@ pub fn run_fleet(
         }
     };
     let parts: Vec<Result<Vec<(usize, Outcome)>, ParamError>> = std::thread::scope(|scope| {
-        let handles: Vec<_> = (0..threads.clamp(1, hosts.max(1))).map(|_| scope.spawn(work)).collect();
+        let handles: Vec<_> =
+            (0..threads.clamp(1, hosts.max(1))).map(|_| scope.spawn(work)).collect();
         handles.into_iter().map(|handle| handle.join().expect("a model does not panic")).collect()
     });
     let mut all = Vec::with_capacity(hosts);

@@ -64,8 +64,11 @@ mod tests {
     /// Simulates a second in which programs want `anon_mib`. Returns whether the agent begins a
     /// conversion after it.
     fn begins(guest: &mut Guest, agent: &mut Agent, anon_mib: u64) -> bool {
-        let segment =
-            Segment { anon_bytes: anon_mib * MIB, kernel_bytes: KERNEL_BYTES, ..Segment::default() };
+        let segment = Segment {
+            anon_bytes: anon_mib * MIB,
+            kernel_bytes: KERNEL_BYTES,
+            ..Segment::default()
+        };
         guest.live(guest.now() + 1_000, &segment, &mut HostPool(0));
         agent.report(guest, Cause::Rest);
         let was_converting = guest.is_converting();
@@ -131,7 +134,8 @@ mod tests {
         agent.report(&guest, Cause::Rest);
         agent.give_kernel_block(&mut guest);
         assert!(guest.is_converting());
-        let segment = Segment { kernel_bytes: KERNEL_BYTES, anon_bytes: 220 * MIB, ..Segment::default() };
+        let segment =
+            Segment { kernel_bytes: KERNEL_BYTES, anon_bytes: 220 * MIB, ..Segment::default() };
         guest.live(TimeMs(8_000), &segment, &mut HostPool(0));
         assert_eq!((guest.plugged_bytes(), guest.is_converting()), (256 * MIB, true));
         guest.live(TimeMs(20_000), &segment, &mut HostPool(0));
@@ -144,6 +148,9 @@ mod tests {
         let begun: Vec<bool> = (0..10).map(|_| begins(&mut guest, &mut agent, 0)).collect();
         assert_eq!(begun.iter().filter(|is_begun| **is_begun).count(), 1, "{begun:?}");
         assert!(agent.is_at_rest());
-        assert_eq!((guest.kernel_block_bytes(), guest.total_bytes()), (128 * MIB, (384 - 28 + 256) * MIB));
+        assert_eq!(
+            (guest.kernel_block_bytes(), guest.total_bytes()),
+            (128 * MIB, (384 - 28 + 256) * MIB)
+        );
     }
 }

@@ -100,21 +100,26 @@ impl Outcome {
         let boot_byte_s = config.boot_bytes as f64 * self.run_s;
         let [dram_byte_s, pm_byte_s] = totals.plugged_byte_ms.map(|sum| sum as f64 / 1e3);
         let mut joules = 0.0;
-        for (technology, byte_s, touches) in
-            [(energy::DRAM, boot_byte_s + dram_byte_s, touches[0]), (energy::PRAM, pm_byte_s, touches[1])]
-        {
+        for (technology, byte_s, touches) in [
+            (energy::DRAM, boot_byte_s + dram_byte_s, touches[0]),
+            (energy::PRAM, pm_byte_s, touches[1]),
+        ] {
             let bytes = touches * LINE_BYTES;
             joules += technology.idle_joules(byte_s);
             joules += technology.access_joules(bytes * (1.0 - write), bytes * write);
         }
         if config.swap.is_pm {
-            joules +=
-                energy::PRAM.access_joules(totals.swapped_in_bytes as f64, totals.swapped_out_bytes as f64);
+            joules += energy::PRAM
+                .access_joules(totals.swapped_in_bytes as f64, totals.swapped_out_bytes as f64);
         }
         self.energy_kj = joules / 1e3;
         // PM that is not plugged is there and idle.
-        let all_pm: u64 =
-            guest.zones().iter().filter(|zone| zone.tier == crate::Tier::Pm).map(|zone| zone.max_bytes).sum();
+        let all_pm: u64 = guest
+            .zones()
+            .iter()
+            .filter(|zone| zone.tier == crate::Tier::Pm)
+            .map(|zone| zone.max_bytes)
+            .sum();
         let idle_byte_s = (all_pm as f64 * self.run_s - pm_byte_s).max(0.0);
         let activated: u64 = totals.plugged_in_bytes.iter().sum();
         let active_byte_s = boot_byte_s + dram_byte_s + pm_byte_s;
@@ -169,7 +174,8 @@ impl Outcome {
     /// Takes another VM's in.
     pub fn add(&mut self, other: &Outcome) {
         let vms = self.vms + other.vms;
-        let mean = |a: f64, b: f64| (a * self.vms as f64 + b * other.vms as f64) / vms.max(1) as f64;
+        let mean =
+            |a: f64, b: f64| (a * self.vms as f64 + b * other.vms as f64) / vms.max(1) as f64;
         let lent_share = mean(self.lent_share, other.lent_share);
         *self = Outcome {
             vms,

@@ -36,7 +36,8 @@ mod tests {
     fn the_numbers_are_those_of_the_paper() {
         // The reference implementation's first numbers for the seed 1234567.
         let mut random = Random(1_234_567);
-        let expected = [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423];
+        let expected =
+            [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423];
         assert_eq!([(); 3].map(|()| random.next_u64()), expected);
     }
 
@@ -46,7 +47,8 @@ mod tests {
         assert_ne!(a.next_u64(), b.next_u64());
         let drawn: Vec<u64> = (0..1000).map(|_| a.between(3, 6)).collect();
         assert!(
-            (3..6).all(|value| drawn.contains(&value)) && drawn.iter().all(|value| (3..6).contains(value))
+            (3..6).all(|value| drawn.contains(&value))
+                && drawn.iter().all(|value| (3..6).contains(value))
         );
         assert_eq!(a.between(9, 9), 9);
     }

@@ -2,7 +2,9 @@
 
 use std::io::BufRead;
 
-use foreshore_proto::{Counters, LINUX_RESERVE_RATIOS, Report, Zone, ZoneKind, kept_pages, reserve_ratios};
+use foreshore_proto::{
+    Counters, LINUX_RESERVE_RATIOS, Report, Zone, ZoneKind, kept_pages, reserve_ratios,
+};
 use thiserror::Error;
 
 use super::demand::{Demand, Segment};
@@ -115,7 +117,9 @@ impl Files {
             let evicted_bytes = reclaimed_bytes.saturating_sub(bytes(|counters| counters.pswpout));
             self.gone_bytes += i128::from(evicted_bytes) - i128::from(back_bytes);
             let passed_ms = at_ms.saturating_sub(*last_ms);
-            for (sum, ms) in [(&mut self.again_bytes, AGAIN_MS), (&mut self.thrashing_bytes, THRASH_MS)] {
+            for (sum, ms) in
+                [(&mut self.again_bytes, AGAIN_MS), (&mut self.thrashing_bytes, THRASH_MS)]
+            {
                 *sum = (*sum - scale(*sum, passed_ms.min(ms), ms)).saturating_add(back_bytes);
             }
         }
@@ -227,7 +231,8 @@ impl Moments {
     /// Keeps the least and the most of equal stretches, each at its moment, and where all begins and ends. What is seen
     /// later is kept whole again, until that is too much.
     fn thin_out(&mut self) {
-        let (Some(first), Some(last)) = (self.seen.first().copied(), self.seen.last().copied()) else {
+        let (Some(first), Some(last)) = (self.seen.first().copied(), self.seen.last().copied())
+        else {
             return;
         };
         let stretches = (self.most / 4).max(1) as u64;
@@ -285,7 +290,8 @@ pub fn replay(
     let mut last: Option<(TimeMs, Box<Report>)> = None;
     for entry in trace {
         let entry = entry?;
-        let is_of_last = matches!((&entry, &last), (Entry::Host { at, .. }, Some((of, _))) if at == of);
+        let is_of_last =
+            matches!((&entry, &last), (Entry::Host { at, .. }, Some((of, _))) if at == of);
         if !is_of_last && let Some((at, report)) = last.take() {
             see(at, &report, &mut unwanted);
         }
@@ -334,7 +340,8 @@ pub fn replay(
         return Err(ReplayError::Boot(boot_bytes));
     }
     // The simulated guest's balloon, if it had one, is hotplugged memory.
-    let mut host = HostView { boot_bytes, distances: header.distances.clone(), ..HostView::default() };
+    let mut host =
+        HostView { boot_bytes, distances: header.distances.clone(), ..HostView::default() };
     host.zones = header.zones.clone();
     // The run starts as a guest does: with what it booted with and what its zones never go below.
     for zone in &mut host.zones {
@@ -363,23 +370,29 @@ impl Used {
         let memory = report.memory();
         let swapped = memory.swap_total_bytes - memory.swap_free_bytes;
         let (mut high_pages, mut low_pages, mut all_kept_pages, mut descriptors) = (0, 0, 0, 0);
-        let mut boot_pages = boot_memory(header.boot_bytes, &header.zones).managed_movable_bytes() / 4096;
+        let mut boot_pages =
+            boot_memory(header.boot_bytes, &header.zones).managed_movable_bytes() / 4096;
         let serves_kernel =
             |node: u32| report.zones().iter().any(|zone| zone.node == node && zone.serves_kernel());
         // Agents that do not report the reserve did not count memory that can be plugged.
         let ratios = reserve_ratios(report.zones(), 0, &LINUX_RESERVE_RATIOS);
-        let kept =
-            |zone: &Zone| zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios));
+        let kept = |zone: &Zone| {
+            zone.protected_pages.unwrap_or_else(|| kept_pages(zone, report.zones(), &ratios))
+        };
         for zone in report.zones() {
             high_pages += zone.high_pages;
             low_pages += zone.low_pages;
             match zone.kind {
                 ZoneKind::Movable => {
                     // Descriptors of boot memory are no part of the total.
-                    let of_boot =
-                        if serves_kernel(zone.node) { boot_pages.min(zone.managed_pages) } else { 0 };
+                    let of_boot = if serves_kernel(zone.node) {
+                        boot_pages.min(zone.managed_pages)
+                    } else {
+                        0
+                    };
                     boot_pages -= of_boot;
-                    descriptors += ((zone.managed_pages - of_boot) * 4096).div_ceil(128 * MIB) * 2 * MIB;
+                    descriptors +=
+                        ((zone.managed_pages - of_boot) * 4096).div_ceil(128 * MIB) * 2 * MIB;
                 }
                 _ => all_kept_pages += kept(zone),
             }
@@ -392,15 +405,18 @@ impl Used {
         // MemAvailable includes reclaimable slabs in the same way as page cache.
         let slab_bytes = kernel.slab_reclaimable_bytes;
         let slab_left_out = (slab_bytes / 2).min(low_bytes);
-        let beside_free = memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
+        let beside_free =
+            memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
         let beside_free = beside_free.saturating_sub(slab_bytes - slab_left_out);
-        let cached_bytes = memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
+        let cached_bytes =
+            memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
         let cached_left_out = (cached_bytes / 2).min(low_bytes);
         // Descriptors are used by the kernel.
         let kept = left_out + cached_left_out + descriptors;
         let used_kernel_bytes = (kernel.total_bytes() - slab_bytes).saturating_add(slab_left_out);
         let kept = kept.saturating_add(used_kernel_bytes);
-        let anon_bytes = (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
+        let anon_bytes =
+            (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
         // Linux reclaims the dentries and inodes on LRU lists as it reclaims page cache. Other
         // reclaimable slabs may be pinned, so the guest needs them (docs/agent.md).
         let kernel = report.kernel().map(|kernel| KernelUsed {
@@ -441,7 +457,9 @@ mod tests {
     fn of_more_the_begin_the_end_and_every_peak_stay_where_they_were() {
         // At rest for hours, but for three bursts of one report each, and a dip.
         let spikes = [(1_234, 900), (50_001, 800), (99_998, 700), (70_000, 1)];
-        let level = |at: u64| spikes.iter().find(|(spike, _)| *spike == at).map_or(100 + at % 3, |(_, v)| *v);
+        let level = |at: u64| {
+            spikes.iter().find(|(spike, _)| *spike == at).map_or(100 + at % 3, |(_, v)| *v)
+        };
         let kept = pushed(64, (0..100_000).map(|at| (at * 1_000, level(at))));
         assert_eq!(kept[0], Seen { anon_bytes: level(0), ..Seen::default() });
         assert_eq!(
@@ -449,7 +467,10 @@ mod tests {
             Some(&Seen { at_ms: 99_999_000, anon_bytes: level(99_999), ..Seen::default() })
         );
         for (at, anon_bytes) in spikes {
-            assert!(kept.contains(&Seen { at_ms: at * 1_000, anon_bytes, ..Seen::default() }), "{at}");
+            assert!(
+                kept.contains(&Seen { at_ms: at * 1_000, anon_bytes, ..Seen::default() }),
+                "{at}"
+            );
         }
         assert!(kept.windows(2).all(|pair| pair[0].at_ms < pair[1].at_ms), "in order");
         assert!(kept.len() > 16, "there is something in between: {}", kept.len());
@@ -473,10 +494,19 @@ mod tests {
         let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
         assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
         // A file that is deleted and written anew is no more page cache than before.
-        assert_eq!(seen_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(), Some(&(0, 101)));
+        assert_eq!(
+            seen_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(),
+            Some(&(0, 101))
+        );
         // 30 MiB take each other's place and come back: nothing is new of that.
-        let thrashing =
-            seen_of(&[(20, 0, 0), (20, 10, 10), (20, 10, 10), (20, 10, 10), (20, 10, 10), (20, 0, 0)]);
+        let thrashing = seen_of(&[
+            (20, 0, 0),
+            (20, 10, 10),
+            (20, 10, 10),
+            (20, 10, 10),
+            (20, 10, 10),
+            (20, 0, 0),
+        ]);
         assert!(thrashing.iter().map(|seen| seen.0).eq([0, 10, 20, 30, 30, 20]), "{thrashing:?}");
         assert!(thrashing.iter().all(|seen| seen.1 == 20), "{thrashing:?}");
         // A kernel that has booted again begins to count at nothing.
@@ -539,7 +569,8 @@ mod tests {
         let last = segments[segments.len() - 1].anon_bytes_at(end);
         let all = segments.iter().map(|segment| segment.anon_bytes).chain([last]);
         // To the nearest: a rate is in whole bytes a second.
-        all.map(|bytes| (bytes as i64 - segments[0].anon_bytes as i64 + 1000) / MIB as i64).collect()
+        all.map(|bytes| (bytes as i64 - segments[0].anon_bytes as i64 + 1000) / MIB as i64)
+            .collect()
     }
 
     #[test]
@@ -625,7 +656,8 @@ mod tests {
     /// Demand that the replay of a guest of 1 GiB finds. 500 MiB are available, 300 of them free.
     /// Every two seconds, a report contains the next of `parts` in addition.
     fn demand_of(parts: &[&str]) -> Vec<Segment> {
-        let mut text = String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
+        let mut text =
+            String::from(r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#);
         for (part, seq) in parts.iter().zip(1..) {
             let at = seq * 2_000;
             text += &format!(
@@ -655,7 +687,11 @@ mod tests {
         for segment in &demand {
             let figures = [segment.anon_bytes, segment.kernel_bytes, segment.file_bytes];
             assert_eq!(figures.map(|bytes| bytes / MIB), [394, 100, 0], "{segment:?}");
-            assert_eq!((segment.anon_bytes_per_s, segment.kernel_bytes_per_s), (0, 0), "{segment:?}");
+            assert_eq!(
+                (segment.anon_bytes_per_s, segment.kernel_bytes_per_s),
+                (0, 0),
+                "{segment:?}"
+            );
         }
         assert_eq!(first_stream, 100 * MIB, "page cache of the beginning");
         assert!(demand[1..].iter().all(|segment| segment.stream_bytes_per_s == 0), "{demand:?}");

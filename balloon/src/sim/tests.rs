@@ -51,24 +51,37 @@ fn run(setup: VmSetup, policy: &str) -> Outcome {
 /// What holds of a guest at every moment: what is wanted is in one place each, and fits there.
 fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     let wanted = segment.anon_bytes_at(guest.now());
-    let parts = [guest.resident_bytes(), guest.swapped_bytes(), guest.waiting_bytes(), guest.killed_bytes()];
+    let parts = [
+        guest.resident_bytes(),
+        guest.swapped_bytes(),
+        guest.waiting_bytes(),
+        guest.killed_bytes(),
+    ];
     if parts.iter().sum::<u64>() != wanted {
-        return Err(format!("{wanted} is wanted, resident, swapped, waiting and killed are {parts:?}"));
+        return Err(format!(
+            "{wanted} is wanted, resident, swapped, waiting and killed are {parts:?}"
+        ));
     }
-    let kernel_parts = [guest.kernel_bytes(), guest.kernel_waiting_bytes(), guest.kernel_killed_bytes()];
+    let kernel_parts =
+        [guest.kernel_bytes(), guest.kernel_waiting_bytes(), guest.kernel_killed_bytes()];
     let kernel_wanted = segment.kernel_bytes_at(guest.now());
     if kernel_parts.iter().sum::<u64>() != kernel_wanted {
         return Err(format!(
             "The kernel wants {kernel_wanted}; held, waiting and killed are {kernel_parts:?}"
         ));
     }
-    let used =
-        guest.resident_bytes() + guest.cached_bytes() + guest.descriptor_bytes() + guest.kernel_bytes();
+    let used = guest.resident_bytes()
+        + guest.cached_bytes()
+        + guest.descriptor_bytes()
+        + guest.kernel_bytes();
     if used > guest.total_bytes() {
         return Err(format!("{used} is used of {}", guest.total_bytes()));
     }
     if guest.kernel_used_bytes() > guest.boot().kernel_bytes() {
-        return Err(format!("The kernel holds {}, more than its zones have", guest.kernel_used_bytes()));
+        return Err(format!(
+            "The kernel holds {}, more than its zones have",
+            guest.kernel_used_bytes()
+        ));
     }
     if guest.swapped_bytes() > guest.config().swap.size_bytes {
         return Err(format!("{} is in swap", guest.swapped_bytes()));
@@ -76,10 +89,14 @@ fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
     for zone in guest.zones() {
         let sizes = [zone.requested_bytes, zone.plugged_bytes];
         let is_sound = |size: u64| {
-            (zone.floor_bytes..=zone.max_bytes).contains(&size) && size.is_multiple_of(zone.block_bytes)
+            (zone.floor_bytes..=zone.max_bytes).contains(&size)
+                && size.is_multiple_of(zone.block_bytes)
         };
         if !sizes.into_iter().all(is_sound) {
-            return Err(format!("{} has {sizes:?} of {} to {}", zone.id, zone.floor_bytes, zone.max_bytes));
+            return Err(format!(
+                "{} has {sizes:?} of {} to {}",
+                zone.id, zone.floor_bytes, zone.max_bytes
+            ));
         }
     }
     Ok(())
@@ -174,7 +191,8 @@ fn vms_of_a_host_share_its_pool_and_give_back_what_they_took() {
     let vms = run_host(setups(), 512 * MIB, &governed("psi"), &mut most).expect("in range");
     assert_eq!(most.0, 512 * MIB, "never more than there is");
     let enough = run_host(setups(), 8192 * MIB, &governed("psi"), &mut ()).expect("in range");
-    let swapped = |vms: &[Vm]| vms.iter().map(|vm| vm.guest().totals().swapped_out_bytes).sum::<u64>();
+    let swapped =
+        |vms: &[Vm]| vms.iter().map(|vm| vm.guest().totals().swapped_out_bytes).sum::<u64>();
     assert!(swapped(&vms) > swapped(&enough), "a pool that is too small for all is felt");
 }
 
@@ -208,8 +226,12 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
     }
     for file_bytes in [0, 1024 * MIB] {
         // Some hundred milliseconds of the burst fit into what the guest has.
-        let rest =
-            Segment { anon_bytes: 64 * MIB, hot_permille: 1000, touches_per_s: 1, ..Segment::default() };
+        let rest = Segment {
+            anon_bytes: 64 * MIB,
+            hot_permille: 1000,
+            touches_per_s: 1,
+            ..Segment::default()
+        };
         // Files that do not fit are read without end: nothing is even.
         let rest = Segment { file_bytes, ..rest };
         let burst = Segment { at: TimeMs(10_100), anon_bytes_per_s: 512 << 20, ..rest };
@@ -221,7 +243,10 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
         let mut first = First::default();
         run_host(vec![setup], 1024 * MIB, &governed("psi"), &mut first).expect("in range");
         // An eighth of what is available, at 512 MiB/s, and one look.
-        assert!(first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)), "{file_bytes}: {first:?}");
+        assert!(
+            first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)),
+            "{file_bytes}: {first:?}"
+        );
     }
 }
 
@@ -244,7 +269,8 @@ fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
         let demand = Demand::new(vec![flat], TimeMs(1_500)).expect("in order");
         let guest = GuestConfig { boot_bytes: 512 * MIB, ..GuestConfig::default() };
         let host = view(512 * MIB, 1024 * MIB);
-        Vm::new(guest, host, demand, Policy::default(), Rules::default(), Skip::AtRest).expect("in bounds")
+        Vm::new(guest, host, demand, Policy::default(), Rules::default(), Skip::AtRest)
+            .expect("in bounds")
     };
     let (mut pool, mut log) = (HostPool(0), Log::default());
     let mut run = |vm: &mut Vm, log: &mut Log| {
@@ -259,7 +285,10 @@ fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
         let enough = log.1.iter().filter(|(_, reason)| *reason == crate::plan::Reason::Enough);
         enough.map(|(at, _)| *at).collect::<Vec<_>>()
     };
-    assert_eq!((&log.0[..], decided(&log)), (&[0, 1_000].map(TimeMs)[..], [300, 1_300].map(TimeMs).to_vec()));
+    assert_eq!(
+        (&log.0[..], decided(&log)),
+        (&[0, 1_000].map(TimeMs)[..], [300, 1_300].map(TimeMs).to_vec())
+    );
 
     let (mut vm, mut log) = (start(), Log::default());
     run(&mut vm, &mut log);
@@ -269,7 +298,10 @@ fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
     run(&mut vm, &mut log);
     assert_eq!(vm.guest().wanted_bytes(), 74 * MIB, "it begins where it was");
     assert_eq!(decided(&log).len(), 2);
-    assert!(log.0.len() >= 11 && log.1.iter().any(|(_, reason)| *reason == crate::plan::Reason::ReportsLost));
+    assert!(
+        log.0.len() >= 11
+            && log.1.iter().any(|(_, reason)| *reason == crate::plan::Reason::ReportsLost)
+    );
     vm.go_on(flat, 10_000);
     vm.turn(&mut HostPool(0), &mut ());
     vm.stop();
@@ -331,10 +363,18 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
         // The paper's policy, and ours.
         for policy in ["pmb", "psi"] {
             let with_pm = run_time_s(&run(deficit(dram_permille, "disk"), policy)) / all_dram;
-            assert!(with_pm < 1.1 && with_swap > 1.5 * with_pm, "{policy}, {dram_permille}: {with_pm}");
+            assert!(
+                with_pm < 1.1 && with_swap > 1.5 * with_pm,
+                "{policy}, {dram_permille}: {with_pm}"
+            );
         }
         // The broken variant: at the kernel's own watermark reports come after kswapd, and it is as without PM.
-        let late = run_host(vec![deficit(dram_permille, "disk")], 4096 * MIB, &scaled("pmb", "1"), &mut ());
+        let late = run_host(
+            vec![deficit(dram_permille, "disk")],
+            4096 * MIB,
+            &scaled("pmb", "1"),
+            &mut (),
+        );
         assert!(run_time_s(&Outcome::of(&late.expect("in range")[0])) > 1.2 * all_dram);
     }
 }
@@ -391,16 +431,23 @@ fn a_recorded_guest_wants_the_same_again() {
         // A second lies between two reports at most; the rise at 100 MB/s is in a straight line, and a drop is not.
         let mut far = 0;
         for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
-            let (wanted, seen) = (wanted_bytes(&original.demand, at), wanted_bytes(&again.demand, at));
+            let (wanted, seen) =
+                (wanted_bytes(&original.demand, at), wanted_bytes(&again.demand, at));
             far += u64::from(wanted.abs_diff(seen) > 16 * MIB);
         }
         assert!(far <= 30, "{}: {far} of 900 moments", workload.name());
         // With `psi` no file that was needed was evicted, and the trace does not show that it was.
         let mut without_files = original;
-        let segments = without_files.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s });
-        without_files.demand = Demand::new(segments.collect(), without_files.demand.end()).expect("in order");
+        let segments =
+            without_files.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s });
+        without_files.demand =
+            Demand::new(segments.collect(), without_files.demand.end()).expect("in order");
         let [first, second] = [without_files, again].map(|setup| run(setup, "off").swap_out_gib);
-        assert!((first - second).abs() <= 0.15 * first + 0.05, "{}: {first} and {second}", workload.name());
+        assert!(
+            (first - second).abs() <= 0.15 * first + 0.05,
+            "{}: {first} and {second}",
+            workload.name()
+        );
     }
 }
 
@@ -447,7 +494,10 @@ fn files_that_came_back_come_back_in_a_replay() {
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
     let [first, second] = [&original, &again].map(|setup| run(setup.clone(), "off"));
     let shares = [second.refault_gib / first.refault_gib, second.stall_s / first.stall_s];
-    assert!(first.refault_gib > 1.0 && shares.iter().all(|share| (0.4..2.5).contains(share)), "{shares:?}");
+    assert!(
+        first.refault_gib > 1.0 && shares.iter().all(|share| (0.4..2.5).contains(share)),
+        "{shares:?}"
+    );
     let cured = run(again, "psi");
     assert!(cured.refault_gib < 0.1 * second.refault_gib && cured.grows > 0, "{cured:?}");
 }
@@ -458,10 +508,14 @@ fn a_recorded_guest_that_shrank_did_not_want_what_went() {
     let trace = include_bytes!("../../tests/golden/recorded-shrinking.jsonl");
     let (again, _) = replayed(trace, &GuestConfig::default()).expect("long enough");
     let segments = again.demand.segments();
-    let rises = segments.windows(2).map(|pair| pair[1].anon_bytes.saturating_sub(pair[0].anon_bytes) / MIB);
+    let rises =
+        segments.windows(2).map(|pair| pair[1].anon_bytes.saturating_sub(pair[0].anon_bytes) / MIB);
     assert!(rises.max() <= Some(3), "MiB from one report to the next");
     // A process returns memory slowly after it has freed it.
-    assert!(segments.iter().all(|segment| (31..=100).contains(&(segment.anon_bytes / MIB))), "{segments:?}");
+    assert!(
+        segments.iter().all(|segment| (31..=100).contains(&(segment.anon_bytes / MIB))),
+        "{segments:?}"
+    );
 }
 
 #[test]
@@ -480,12 +534,18 @@ fn a_guest_that_was_short_is_seen_with_what_it_had_in_swap() {
     let trace = recorded(&original, "off");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
     let (wanted, seen) = (original.demand.peak_bytes(), again.demand.peak_bytes());
-    assert!(seen > wanted * 9 / 10 && seen < wanted * 11 / 10, "{} of {}", seen / MIB, wanted / MIB);
+    assert!(
+        seen > wanted * 9 / 10 && seen < wanted * 11 / 10,
+        "{} of {}",
+        seen / MIB,
+        wanted / MIB
+    );
 }
 
 #[test]
 fn memorage_under_a_deficit_of_a_fifth_runs_shorter_than_swap_on_the_same_memory() {
-    let [lent, swapped] = ["memorage", "off"].map(|policy| run_time_s(&run(deficit(800, "pm"), policy)));
+    let [lent, swapped] =
+        ["memorage", "off"].map(|policy| run_time_s(&run(deficit(800, "pm"), policy)));
     // 16.5 % in the mean of the paper's programs, 40.5 % at most.
     assert!(lent < swapped && lent > 0.5 * swapped, "{lent} and {swapped}");
 }
@@ -524,7 +584,8 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
     let mut setup = deficit(750, "disk");
     setup.host = view(384 * MIB, pm_bytes);
     let mut integrated = Integrated::default();
-    let vms = run_host(vec![setup], 4096 * MIB, &scaled("amf", scale), &mut integrated).expect("in range");
+    let vms = run_host(vec![setup], 4096 * MIB, &scaled("amf", scale), &mut integrated)
+        .expect("in range");
     (Outcome::of(&vms[0]), integrated)
 }
 
@@ -540,8 +601,12 @@ fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
             self.0 = self.0.max(guest.descriptor_bytes());
         }
     }
-    let small =
-        Segment { anon_bytes: 64 * MIB, hot_permille: 1000, touches_per_s: 200_000, ..Segment::default() };
+    let small = Segment {
+        anon_bytes: 64 * MIB,
+        hot_permille: 1000,
+        touches_per_s: 200_000,
+        ..Segment::default()
+    };
     let rise = Segment { at: TimeMs(60_000), anon_bytes_per_s: 100 << 20, ..small };
     let full = Segment { at: TimeMs(63_200), anon_bytes: 384 * MIB, ..small };
     let mut host = HostView { boot_bytes: 512 * MIB, ..HostView::default() };
@@ -570,15 +635,26 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
         let all = Policy::Fixed(fixed::Params { size_bytes: UNIFIED_PM_BYTES });
         against_unified(all, true)
     };
-    let share = Policy::from_name("amf").expect("known").with([("watermark-share", &Setting::from("375"))]);
+    let share =
+        Policy::from_name("amf").expect("known").with([("watermark-share", &Setting::from("375"))]);
     let (amf, amf_descriptors) = against_unified(share.expect("in bounds"), false);
     let (all, all_descriptors) = unified();
     assert_eq!(all_descriptors, 256 * MIB, "half of DRAM");
     assert!(amf_descriptors <= all_descriptors / 8, "{} MiB", amf_descriptors / MIB);
     assert_eq!([amf.swap_out_gib, all.swap_out_gib], [0.0, 0.0]);
     // Less memory is powered, and more of the working set is in DRAM.
-    assert!(amf.pm_slower_s < 0.5 * all.pm_slower_s, "{} and {} s", amf.pm_slower_s, all.pm_slower_s);
-    assert!(amf.amf_energy_kj < 0.5 * all.amf_energy_kj, "{} and {}", amf.amf_energy_kj, all.amf_energy_kj);
+    assert!(
+        amf.pm_slower_s < 0.5 * all.pm_slower_s,
+        "{} and {} s",
+        amf.pm_slower_s,
+        all.pm_slower_s
+    );
+    assert!(
+        amf.amf_energy_kj < 0.5 * all.amf_energy_kj,
+        "{} and {}",
+        amf.amf_energy_kj,
+        all.amf_energy_kj
+    );
     // Broken variant: the papers' factor requests all PM and gets as much as the rule of descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);
     assert!(late_descriptors > all_descriptors / 8, "{} MiB", late_descriptors / MIB);
@@ -628,7 +704,11 @@ fn wear_is_by_memorages_equations() {
     assert!(share > 0.2, "{share}");
     assert!((outcome.memory_lifetime * (1.0 - share) - 1.0).abs() < 1e-9);
     let wear = 1.0 + bandwidth * share + 2.0 * pm / stored;
-    assert!((outcome.storage_wear / wear - 1.0).abs() < 1e-9, "{} and {wear}", outcome.storage_wear);
+    assert!(
+        (outcome.storage_wear / wear - 1.0).abs() < 1e-9,
+        "{} and {wear}",
+        outcome.storage_wear
+    );
 
     let mut bears_more = deficit(500, "disk");
     (bears_more.guest.endurance, bears_more.guest.storage_bytes_per_day) = (5, 120 << 30);
@@ -636,7 +716,11 @@ fn wear_is_by_memorages_equations() {
     assert!(busy.storage_wear - 1.0 < 0.11 * (outcome.storage_wear - 1.0), "{}", busy.storage_wear);
     let bandwidth = bandwidth / 10.0;
     let pooled = (1.0 + 3.2 / 5.0) * bandwidth / (1.0 + bandwidth);
-    assert!((busy.pooled_lifetime / pooled - 1.0).abs() < 1e-9, "{} and {pooled}", busy.pooled_lifetime);
+    assert!(
+        (busy.pooled_lifetime / pooled - 1.0).abs() < 1e-9,
+        "{} and {pooled}",
+        busy.pooled_lifetime
+    );
 
     let (without, _) = figures(deficit(500, "disk"), &Governed { policy: Policy::Off, ..governed });
     assert_eq!((without.memory_lifetime, without.storage_wear), (1.0, 1.0));

@@ -233,7 +233,9 @@ impl Vm {
             self.rest_since = None;
             match self.channel.loses_all {
                 true => self.agent.take_back(report),
-                false => self.on_their_way.push_back((self.guest.now() + self.channel.delay_ms, report)),
+                false => {
+                    self.on_their_way.push_back((self.guest.now() + self.channel.delay_ms, report))
+                }
             }
             return;
         }
@@ -246,7 +248,12 @@ impl Vm {
 
     /// Sends a report or a tick to the governor and performs the effects. Returns whether that left everything as it is,
     /// for good.
-    fn step(&mut self, report: Option<&Report>, pool: &mut impl Pool, observer: &mut impl Observer) -> bool {
+    fn step(
+        &mut self,
+        report: Option<&Report>,
+        pool: &mut impl Pool,
+        observer: &mut impl Observer,
+    ) -> bool {
         let now = self.guest.now();
         let mut next = Some(report.map_or(Event::Tick, |report| Event::Report(report.clone())));
         let mut is_at_rest = false;
@@ -283,7 +290,9 @@ impl Vm {
     /// Requests sizes from the guest. The simulated guest has neither a balloon nor a driver to remind.
     fn perform(&mut self, requests: &[Request]) {
         for request in requests {
-            let (Request::Size(zone, size_bytes) | Request::Step { zone, size_bytes, .. }) = *request else {
+            let (Request::Size(zone, size_bytes) | Request::Step { zone, size_bytes, .. }) =
+                *request
+            else {
                 continue;
             };
             for sizes in self.host.zones.iter_mut().filter(|sizes| sizes.id == zone) {
@@ -337,7 +346,11 @@ mod tests {
     impl Observer for Log {
         fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) {
             if plan.changes(host).next().is_some() {
-                self.plans.push((at, plan.targets.iter().map(|t| t.requested_bytes).collect(), plan.reason));
+                self.plans.push((
+                    at,
+                    plan.targets.iter().map(|t| t.requested_bytes).collect(),
+                    plan.reason,
+                ));
             }
         }
     }
@@ -352,14 +365,18 @@ mod tests {
         params.period_ms = params.period_ms.min(1_800_000);
         params.kernel_permille = 300 * seed;
         let demand = workload.demand(&params, dram_bytes, 3_600_000, &mut Random::new(seed, 0));
-        VmSetup { guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() }, host, demand }
+        VmSetup {
+            guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() },
+            host,
+            demand,
+        }
     }
 
     fn run(setup: VmSetup, policy: &Policy, skip: Skip, horizon: impl Fn(&mut Vm)) -> (Log, u64) {
         let mut pool = HostPool(2048 * MIB);
         let rules = Rules::default();
-        let mut vm =
-            Vm::new(setup.guest, setup.host, setup.demand, policy.clone(), rules, skip).expect("defaults");
+        let mut vm = Vm::new(setup.guest, setup.host, setup.demand, policy.clone(), rules, skip)
+            .expect("defaults");
         horizon(&mut vm);
         let mut log = Log::default();
         while vm.now().is_some() {
@@ -389,8 +406,9 @@ mod tests {
     fn skipped_reports_change_nothing() {
         let policies = Policy::NAMES.map(|name| Policy::from_name(name).expect("listed"));
         let skipped: u64 = std::thread::scope(|scope| {
-            let runs =
-                policies.each_ref().map(|policy| scope.spawn(|| assert_that_reports_change_nothing(policy)));
+            let runs = policies
+                .each_ref()
+                .map(|policy| scope.spawn(|| assert_that_reports_change_nothing(policy)));
             runs.into_iter().map(|run| run.join().expect("equal logs")).sum()
         });
         assert!(skipped > 10_000, "{skipped}");

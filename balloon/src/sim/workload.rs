@@ -89,7 +89,9 @@ impl Workload {
             Workload::Steady | Workload::Ramp | Workload::Leak => default,
             Workload::Burst => Params { rate_bytes_per_s: 1 << 30, ..default },
             Workload::Sawtooth => Params { period_ms: MINUTE_MS, ..default },
-            Workload::Diurnal => Params { period_ms: 24 * 60 * MINUTE_MS, low_permille: 400, ..default },
+            Workload::Diurnal => {
+                Params { period_ms: 24 * 60 * MINUTE_MS, low_permille: 400, ..default }
+            }
             Workload::CacheHeavy => Params {
                 low_permille: 400,
                 high_permille: 500,
@@ -110,7 +112,13 @@ impl Workload {
     }
 
     /// What a guest with so much DRAM wants for so long. Whatever is not regular comes from `random`.
-    pub fn demand(self, params: &Params, dram_bytes: u64, duration_ms: u64, random: &mut Random) -> Demand {
+    pub fn demand(
+        self,
+        params: &Params,
+        dram_bytes: u64,
+        duration_ms: u64,
+        random: &mut Random,
+    ) -> Demand {
         let mut track = Track::new(params, dram_bytes, duration_ms);
         let (low, high) = (track.part(params.low_permille), track.part(params.high_permille));
         let period_ms = params.period_ms;
@@ -281,7 +289,13 @@ mod tests {
                 for bytes in [segment.anon_bytes, segment.anon_bytes_at(end)] {
                     let slack = high / 20;
                     let span = low - low / 20..=high + slack;
-                    assert!(span.contains(&bytes), "{} at {}: {}", workload.name(), segment.at, bytes / MIB);
+                    assert!(
+                        span.contains(&bytes),
+                        "{} at {}: {}",
+                        workload.name(),
+                        segment.at,
+                        bytes / MIB
+                    );
                 }
             }
         }
@@ -300,7 +314,8 @@ mod tests {
         let demand = demand(Workload::Diurnal, DAY_MS, 3);
         let at = |hour: u64| {
             let now = TimeMs(hour * 3_600_000 + 200_000);
-            let segment = demand.segments().iter().rev().find(|segment| segment.at <= now).expect("begun");
+            let segment =
+                demand.segments().iter().rev().find(|segment| segment.at <= now).expect("begun");
             segment.anon_bytes_at(now) / MIB
         };
         assert!((390..=450).contains(&at(0)), "{}", at(0));

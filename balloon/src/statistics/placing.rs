@@ -16,12 +16,14 @@ impl Placing {
     /// Takes a report of whomever.
     pub fn learn(&mut self, report: &Report, host: &HostView) {
         if plugged_bytes(host, Tier::Pm) == 0 {
-            let bare_bytes = report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
+            let bare_bytes =
+                report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
             // What is plugged, or has come by ACPI, may not be online yet: then more looks missing. A report from before an
             // unplug that is taken after it tells of more than there is, and nothing would ever correct that. What no guest
             // has is not learned.
             if let Some(missing_bytes) = host.boot_bytes.checked_sub(bare_bytes) {
-                let least_bytes = self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
+                let least_bytes =
+                    self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
                 self.missing_bytes = Some(least_bytes);
             }
         }
@@ -39,8 +41,8 @@ impl Placing {
         let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
         let bare_bytes = host.boot_bytes.saturating_sub(self.missing_bytes.unwrap_or(0));
         let dram_bytes = bare_bytes.saturating_add(plugged_bytes(host, Tier::Dram));
-        let pm_pages =
-            report.memory().total_bytes.saturating_sub(dram_bytes).min(plugged_pm_bytes) / PAGE_BYTES;
+        let pm_pages = report.memory().total_bytes.saturating_sub(dram_bytes).min(plugged_pm_bytes)
+            / PAGE_BYTES;
         let [whole] = report.zones() else { return report };
         if pm_pages == 0 || pm_pages >= whole.managed_pages {
             return report;
@@ -52,7 +54,8 @@ impl Placing {
             managed_pages: whole.managed_pages - pm_pages,
             ..*whole
         }];
-        for zone in host.zones.iter().filter(|zone| zone.tier == Tier::Pm && zone.plugged_bytes > 0) {
+        for zone in host.zones.iter().filter(|zone| zone.tier == Tier::Pm && zone.plugged_bytes > 0)
+        {
             let share = |pages: u64| scale(pages, zone.plugged_bytes, plugged_pm_bytes);
             zones.push(Zone {
                 node: zone.guest_numa_node,
@@ -85,7 +88,8 @@ mod tests {
 
     /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, and so much of each plugged.
     fn host(plugged_mib: [u64; 3]) -> HostView {
-        let zones = [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
+        let zones =
+            [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
         let zone = |(((tier, guest_numa_node), mib), id)| ZoneSizes {
             guest_numa_node,
             requested_bytes: mib * MIB,
@@ -107,7 +111,11 @@ mod tests {
     /// Node, managed MiB and free MiB of each zone.
     fn zones(report: &Report) -> Vec<(u32, u64, u64)> {
         let mib = |pages| pages * PAGE_BYTES / MIB;
-        report.zones().iter().map(|zone| (zone.node, mib(zone.managed_pages), mib(zone.free_pages))).collect()
+        report
+            .zones()
+            .iter()
+            .map(|zone| (zone.node, mib(zone.managed_pages), mib(zone.free_pages)))
+            .collect()
     }
 
     /// A guest that was seen before anything was plugged.
@@ -124,9 +132,14 @@ mod tests {
         assert!(high_mib > 20);
         for (free_mib, in_pm) in [(0, 0), (high_mib, 0), (500, 500 - high_mib), (1500, 1024)] {
             let placed = placing.place(report(1632, free_mib), &host);
-            assert_eq!(zones(&placed), [(0, 608, free_mib - in_pm), (1, 1024, in_pm)], "{free_mib} MiB free");
+            assert_eq!(
+                zones(&placed),
+                [(0, 608, free_mib - in_pm), (1, 1024, in_pm)],
+                "{free_mib} MiB free"
+            );
             assert_eq!(placed.memory(), report(1632, free_mib).memory(), "what was said stays");
-            let marks = |report: &Report| report.zones().iter().map(|zone| zone.high_pages).sum::<u64>();
+            let marks =
+                |report: &Report| report.zones().iter().map(|zone| zone.high_pages).sum::<u64>();
             assert_eq!(marks(&placed), marks(&report(1632, free_mib)));
         }
     }
@@ -137,7 +150,10 @@ mod tests {
         assert_eq!(zones(&placing.place(report(480, 300), &host)), [(0, 480, 300)]);
         assert_eq!(zones(&placing.place(report(736, 700), &host)), [(0, 480, 444), (1, 256, 256)]);
         // A guest that has more than it was given to have is not believed to have it in PM.
-        assert_eq!(zones(&placing.place(report(4000, 4000), &host)), [(0, 2976, 2976), (1, 1024, 1024)]);
+        assert_eq!(
+            zones(&placing.place(report(4000, 4000), &host)),
+            [(0, 2976, 2976), (1, 1024, 1024)]
+        );
     }
 
     #[test]
@@ -169,7 +185,10 @@ mod tests {
                 placing.learn(&report(late_mib, 400), &after_unplug);
             }
             placing.learn(&report(480, 400), &after_unplug);
-            assert_eq!(zones(&placing.place(report(1504, 1200), &host([0, 1024, 0])))[1], (1, 1024, 1024));
+            assert_eq!(
+                zones(&placing.place(report(1504, 1200), &host([0, 1024, 0])))[1],
+                (1, 1024, 1024)
+            );
         }
     }
 
@@ -188,14 +207,21 @@ mod tests {
     fn what_is_in_a_balloon_is_neither_dram_nor_pm() {
         for seen_with_mib in [0, 256, 1024] {
             let mut placing = Placing::default();
-            placing.learn(&report(480 + 1024 - seen_with_mib, 400), &host_with_balloon(seen_with_mib, 0));
+            placing.learn(
+                &report(480 + 1024 - seen_with_mib, 400),
+                &host_with_balloon(seen_with_mib, 0),
+            );
             // Made before the balloon was inflated, taken after that.
             placing.learn(&report(480 + 1024, 400), &host_with_balloon(1024, 0));
             for ballooned_mib in [0, 512, 1024] {
                 let dram_mib = 480 + 1024 - ballooned_mib;
-                let placed =
-                    placing.place(report(dram_mib + 2048, 2200), &host_with_balloon(ballooned_mib, 2048));
-                assert_eq!(zones(&placed), [(0, dram_mib, 152), (1, 2048, 2048)], "{ballooned_mib} MiB");
+                let placed = placing
+                    .place(report(dram_mib + 2048, 2200), &host_with_balloon(ballooned_mib, 2048));
+                assert_eq!(
+                    zones(&placed),
+                    [(0, dram_mib, 152), (1, 2048, 2048)],
+                    "{ballooned_mib} MiB"
+                );
             }
         }
     }
@@ -241,7 +267,8 @@ mod tests {
             let params = [Some(("watermark-scale", "1")), param].into_iter().flatten();
             let params: Vec<_> = params.map(|(name, text)| (name, text.into())).collect();
             let policy = Policy::from_name(name).expect("known");
-            let policy = policy.with(params.iter().map(|(name, value)| (*name, value))).expect("in bounds");
+            let policy =
+                policy.with(params.iter().map(|(name, value)| (*name, value))).expect("in bounds");
             let want = |report: &Report| {
                 let input = Input { report, host: &host, is_carried_out: true };
                 let (_, decision) = policy.decide(policy.initial_state(), input, TimeMs(60_000));

@@ -220,7 +220,11 @@ impl Trace {
 }
 
 /// Reads one line without its newline. False: there is none any more.
-fn read_line(input: &mut impl BufRead, buffer: &mut Vec<u8>, line: u64) -> Result<bool, TraceError> {
+fn read_line(
+    input: &mut impl BufRead,
+    buffer: &mut Vec<u8>,
+    line: u64,
+) -> Result<bool, TraceError> {
     buffer.clear();
     // One byte more than a line and its newline have, so that a longer one shows.
     let most = MAX_LINE_BYTES as u64 + 1;
@@ -250,7 +254,11 @@ fn parse(line: &[u8]) -> Result<Raw, Fault> {
 }
 
 fn in_range(name: &'static str, value: u64, low: u64, high: u64) -> Result<(), Fault> {
-    if (low..=high).contains(&value) { Ok(()) } else { Err(Fault::Range { name, value, low, high }) }
+    if (low..=high).contains(&value) {
+        Ok(())
+    } else {
+        Err(Fault::Range { name, value, low, high })
+    }
 }
 
 fn text(
@@ -375,7 +383,11 @@ fn check_host(raw: &[RawHostZone], header: &Header) -> Result<Vec<HostZone>, Fau
     let checked = raw.iter().zip(&header.zones).map(|(raw, zone)| {
         check_requested(raw.requested_bytes, zone)?;
         check_plugged(raw.plugged_bytes, zone, header.balloon)?;
-        Ok(HostZone { id: zone.id, requested_bytes: raw.requested_bytes, plugged_bytes: raw.plugged_bytes })
+        Ok(HostZone {
+            id: zone.id,
+            requested_bytes: raw.requested_bytes,
+            plugged_bytes: raw.plugged_bytes,
+        })
     });
     checked.collect()
 }
@@ -402,7 +414,11 @@ fn check_plan(raw: RawPlan, zones: &[ZoneSizes]) -> Result<RecordedPlan, Fault> 
         reason: raw.reason,
         limited_by: raw.limited_by,
         wanted_bytes: raw.wanted_bytes,
-        targets: raw.zones.iter().map(|target| (ZoneId(target.id), target.requested_bytes)).collect(),
+        targets: raw
+            .zones
+            .iter()
+            .map(|target| (ZoneId(target.id), target.requested_bytes))
+            .collect(),
         dry_run: raw.dry_run,
     })
 }

@@ -2,7 +2,9 @@
 
 use std::io::Cursor;
 
-use foreshore_proto::{Counters, KernelUse, Measure, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
+use foreshore_proto::{
+    Counters, KernelUse, Measure, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind,
+};
 use proptest::prelude::*;
 
 use super::*;
@@ -60,7 +62,8 @@ fn report() -> Report {
 }
 
 fn plan(requested_mib: [u64; 2]) -> Plan {
-    let target = |(id, mib): (u32, u64)| ZoneTarget { zone: ZoneId(id), requested_bytes: mib * MIB };
+    let target =
+        |(id, mib): (u32, u64)| ZoneTarget { zone: ZoneId(id), requested_bytes: mib * MIB };
     Plan {
         direction: Direction::Grow,
         reason: Reason::LowAvailable,
@@ -148,8 +151,13 @@ fn report_of_kernel() -> Report {
         unused_inodes: Some(507),
     });
     raw.zones[0].user_pages = Some(40_000);
-    raw.counters =
-        Counters { allocstall: 9, allocstall_kernel: 7, numa_miss: 3, numa_other: 4, ..Counters::default() };
+    raw.counters = Counters {
+        allocstall: 9,
+        allocstall_kernel: 7,
+        numa_miss: 3,
+        numa_other: 4,
+        ..Counters::default()
+    };
     Report::try_from(raw).expect("sound")
 }
 
@@ -235,7 +243,12 @@ fn a_damaged_line_is_refused_by_number_value_and_bound() {
         (2, r#""pool_free_bytes":4294967296"#, r#""pool_free_bytes":"much""#, "invalid type"),
         (2, r#"{"id":0"#, r#"{"id":5"#, "its zones are [5, 1], the header's are [0, 1]"),
         (2, r#""type":"host""#, r#""type":"guest""#, "unknown variant `guest`"),
-        (3, r#""at_ms":1500"#, r#""at_ms":999"#, "at_ms is 999, which is before the 1000 of an earlier line"),
+        (
+            3,
+            r#""at_ms":1500"#,
+            r#""at_ms":999"#,
+            "at_ms is 999, which is before the 1000 of an earlier line",
+        ),
         (
             3,
             r#""at_ms":1500"#,
@@ -321,8 +334,16 @@ fn a_balloon_counts_in_pages_where_other_zones_count_in_blocks() {
     let text = String::from_utf8(text).expect("JSON");
     for (from, to, message) in [
         ("66068480", "66068481", "plugged_bytes modulo 4096 is 1, must be 0 to 0"),
-        (r#""balloon":0"#, r#""balloon":1"#, "plugged_bytes modulo block_bytes is 4096, must be 0 to 0"),
-        (r#""requested_bytes":0"#, r#""requested_bytes":4096"#, "requested_bytes modulo block_bytes is 4096"),
+        (
+            r#""balloon":0"#,
+            r#""balloon":1"#,
+            "plugged_bytes modulo block_bytes is 4096, must be 0 to 0",
+        ),
+        (
+            r#""requested_bytes":0"#,
+            r#""requested_bytes":4096"#,
+            "requested_bytes modulo block_bytes is 4096",
+        ),
     ] {
         let error = read(text.replace(from, to)).expect_err(to).to_string();
         assert!(error.contains(message), "{error}");
@@ -341,7 +362,8 @@ fn header_and_entries_keep_their_places() {
 
 #[test]
 fn what_is_not_text_and_what_never_ends_is_refused() {
-    let error = read([GOLDEN.as_bytes(), b"\xff\xfe\n"].concat()).expect_err("no UTF-8").to_string();
+    let error =
+        read([GOLDEN.as_bytes(), b"\xff\xfe\n"].concat()).expect_err("no UTF-8").to_string();
     assert_eq!(error, "Line 8 of the trace: it is not UTF-8");
     let long = format!("{GOLDEN}{}", " ".repeat(MAX_LINE_BYTES + 1));
     let error = read(long).expect_err("too long").to_string();

@@ -43,7 +43,8 @@ impl<W: io::Write> Writer<W> {
     /// The sizes on the host: written if they are others than the last ones. Returns whether they were.
     pub fn host(&mut self, at: TimeMs, host: &HostView) -> io::Result<bool> {
         let zones = host.zones.iter().map(RawHostZone::from);
-        if self.pool_free_bytes == Some(host.pool_free_bytes) && zones.clone().eq(self.zones.iter().copied())
+        if self.pool_free_bytes == Some(host.pool_free_bytes)
+            && zones.clone().eq(self.zones.iter().copied())
         {
             return Ok(false);
         }
@@ -52,7 +53,12 @@ impl<W: io::Write> Writer<W> {
     }
 
     /// The sizes on the host after `lost_lines` could not be written: whatever the last ones were.
-    pub fn host_after_loss(&mut self, at: TimeMs, host: &HostView, lost_lines: u64) -> io::Result<()> {
+    pub fn host_after_loss(
+        &mut self,
+        at: TimeMs,
+        host: &HostView,
+        lost_lines: u64,
+    ) -> io::Result<()> {
         self.write_host(at, host, lost_lines)
     }
 
@@ -80,7 +86,10 @@ impl<W: io::Write> Writer<W> {
             limited_by: plan.limited_by.map(|reason| reason.label().to_owned()),
             wanted_bytes: plan.wanted_bytes,
             zones: targets
-                .map(|target| RawTarget { id: target.zone.0, requested_bytes: target.requested_bytes })
+                .map(|target| RawTarget {
+                    id: target.zone.0,
+                    requested_bytes: target.requested_bytes,
+                })
                 .collect(),
             dry_run: plan.dry_run,
         }))

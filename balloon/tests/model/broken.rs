@@ -123,7 +123,8 @@ impl Broken {
             Broken::EarlyShrink
                 if idle && since(world.last_grow).is_some_and(|ms| ms < rules.cool_down_ms) =>
             {
-                let zone = (0..ZONES).find(|i| unpinned(i) && plan.targets[*i].requested_bytes >= 64 * MIB);
+                let zone = (0..ZONES)
+                    .find(|i| unpinned(i) && plan.targets[*i].requested_bytes >= 64 * MIB);
                 if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
                     plan.targets[zone].requested_bytes -= BLOCK_BYTES;
                     (plan.direction, plan.reason) = (Direction::Shrink, *reason);
@@ -134,8 +135,9 @@ impl Broken {
                 let mut more = (world.host.plugged_bytes() / 8).saturating_sub(taken);
                 for zone in (0..2).filter(unpinned) {
                     let bytes = &mut plan.targets[zone].requested_bytes;
-                    let less =
-                        (*bytes - world.host.zones[zone].floor_bytes).min(more) / BLOCK_BYTES * BLOCK_BYTES;
+                    let less = (*bytes - world.host.zones[zone].floor_bytes).min(more)
+                        / BLOCK_BYTES
+                        * BLOCK_BYTES;
                     (*bytes, more) = (*bytes - less, more - less);
                 }
             }
@@ -155,7 +157,8 @@ impl Broken {
                     && since(world.last_shrink).is_some_and(|ms| ms < rules.cool_down_ms)
                     && world.host.requested_bytes() + BLOCK_BYTES <= rules.ceiling_bytes =>
             {
-                let has_room = |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
+                let has_room =
+                    |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
                 let zone = (2..ZONES).find(|i| unpinned(i) && has_room(&world.host.zones[*i]));
                 if let Some(zone) = zone {
                     plan.targets[zone].requested_bytes += BLOCK_BYTES;
@@ -168,7 +171,8 @@ impl Broken {
                     && since(world.last_grow).is_none_or(|ms| ms >= rules.cool_down_ms)
                     && world.host.requested_bytes() >= rules.floor_bytes + BLOCK_BYTES =>
             {
-                let zone = (0..2).find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
+                let zone = (0..2)
+                    .find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
                 if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
                     for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                         target.requested_bytes = zone.requested_bytes;
@@ -184,14 +188,17 @@ impl Broken {
                 }
             }
             Broken::GrowReason if plan.direction == Direction::Grow => plan.reason = Reason::Enough,
-            Broken::ShrinkReason if plan.direction == Direction::Shrink => plan.reason = Reason::LowAvailable,
+            Broken::ShrinkReason if plan.direction == Direction::Shrink => {
+                plan.reason = Reason::LowAvailable
+            }
             Broken::HoldReason if idle => plan.reason = Reason::DescriptorSpace,
             Broken::DramFirst if plan.direction == Direction::Shrink => {
                 for zone in (0..ZONES).filter(unpinned) {
                     let sizes = &world.host.zones[zone];
                     let step = if sizes.tier == Tier::Dram { BLOCK_BYTES } else { 0 };
-                    plan.targets[zone].requested_bytes =
-                        (sizes.requested_bytes - step.min(sizes.requested_bytes)).max(sizes.floor_bytes);
+                    plan.targets[zone].requested_bytes = (sizes.requested_bytes
+                        - step.min(sizes.requested_bytes))
+                    .max(sizes.floor_bytes);
                 }
             }
             Broken::Hands => {
@@ -200,7 +207,8 @@ impl Broken {
                 }
             }
             Broken::StaysOut
-                if !(rules.floor_bytes..=rules.ceiling_bytes).contains(&world.host.requested_bytes()) =>
+                if !(rules.floor_bytes..=rules.ceiling_bytes)
+                    .contains(&world.host.requested_bytes()) =>
             {
                 (plan.direction, plan.reason) = (Direction::Hold, Reason::Quiet);
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
@@ -208,7 +216,8 @@ impl Broken {
                 }
             }
             Broken::ShortShrink if idle && world.says_short() => {
-                let zone = (0..2).find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
+                let zone = (0..2)
+                    .find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
                 if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
                     plan.targets[zone].requested_bytes -= BLOCK_BYTES;
                     (plan.direction, plan.reason) = (Direction::Shrink, *reason);
@@ -217,11 +226,15 @@ impl Broken {
             Broken::TakesTouched if plan.reason == Reason::Surplus => {
                 if let Some(zone) = (0..2).find(|zone| unpinned(zone)) {
                     let sizes = &world.host.zones[zone];
-                    let least = sizes.requested_bytes.saturating_sub(96 * MIB).max(sizes.floor_bytes);
-                    plan.targets[zone].requested_bytes = least.min(plan.targets[zone].requested_bytes);
+                    let least =
+                        sizes.requested_bytes.saturating_sub(96 * MIB).max(sizes.floor_bytes);
+                    plan.targets[zone].requested_bytes =
+                        least.min(plan.targets[zone].requested_bytes);
                 }
             }
-            Broken::Unseen(reason) if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) => {
+            Broken::Unseen(reason)
+                if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) =>
+            {
                 plan.reason = reason
             }
             Broken::AsksAgain
@@ -230,7 +243,8 @@ impl Broken {
                     && world.host.zones.iter().any(|zone| zone.shortfall.is_some())
                     && world.host.requested_bytes() + BLOCK_BYTES <= rules.ceiling_bytes =>
             {
-                let has_room = |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
+                let has_room =
+                    |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
                 let zone = (2..ZONES).find(|i| unpinned(i) && has_room(&world.host.zones[*i]));
                 if let Some(zone) = zone {
                     plan.targets[zone].requested_bytes += BLOCK_BYTES;
@@ -240,12 +254,14 @@ impl Broken {
             Broken::FallsBelowFloor if plan.reason == Reason::NoProgress => {
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     let there = zone.plugged_bytes.next_multiple_of(BLOCK_BYTES);
-                    target.requested_bytes = target.requested_bytes.min(there.max(zone.floor_bytes));
+                    target.requested_bytes =
+                        target.requested_bytes.min(there.max(zone.floor_bytes));
                 }
             }
             Broken::FlapIsProgress
                 if plan.reason == Reason::NoProgress
-                    && (0..ZONES).all(|zone| !world.is_due(zone) || world.waits[zone].has_flapped)
+                    && (0..ZONES)
+                        .all(|zone| !world.is_due(zone) || world.waits[zone].has_flapped)
                     && (0..ZONES).any(|zone| world.is_due(zone)) =>
             {
                 plan.reason = Reason::InProgress;

@@ -11,9 +11,14 @@ fn is_caught(
     broken: Broken,
     check: impl Fn(usize, Rules, &[(Happening, u64)]) -> Result<(), TestCaseError>,
 ) -> bool {
-    let config =
-        ProptestConfig { cases: 600, failure_persistence: None, max_shrink_iters: 0, ..Default::default() };
-    let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let config = ProptestConfig {
+        cases: 600,
+        failure_persistence: None,
+        max_shrink_iters: 0,
+        ..Default::default()
+    };
+    let mut runner =
+        TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     match runner.run(&life(), |(index, rules, life)| check(index, rules, &life)) {
         Ok(()) => false,
         Err(TestError::Fail(..)) => true,
@@ -68,7 +73,10 @@ fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
 fn a_loop_that_does_not_wait_longer_once_a_shrink_was_undone_is_caught() {
     assert_eq!(wrong_where_a_shrink_is_undone(None), None);
     let wrong = wrong_where_a_shrink_is_undone(Some(Broken::NeverDoubles));
-    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("too soon after a grow")), "{wrong:?}");
+    assert!(
+        wrong.as_ref().is_some_and(|wrong| wrong.contains("too soon after a grow")),
+        "{wrong:?}"
+    );
 }
 
 /// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as often as it is plugged.
@@ -94,7 +102,9 @@ fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
 }
 
 /// What is wrong in the life of a guest that is short and follows nothing, from when nothing is carried out any more.
-fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(broken: Option<Broken>) -> Option<String> {
+fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(
+    broken: Option<Broken>,
+) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let lived = world.live(&[(short(), 300), (Happening::DryRun { on: true }, 1)]);
     let lived = lived.and_then(|()| (0..30).try_for_each(|_| world.live(&[(short(), 1_000)])));
@@ -104,13 +114,15 @@ fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(broken: Option<Broke
 #[test]
 fn a_dry_run_that_goes_on_saying_one_thing_is_caught() {
     assert_eq!(wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(None), None);
-    let wrong = wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(Some(Broken::SaysOneThing));
+    let wrong =
+        wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(Some(Broken::SaysOneThing));
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("it goes on saying")), "{wrong:?}");
 }
 
 #[test]
 fn a_loop_that_never_rests_is_caught() {
     let broken = Broken::Restless;
-    let caught = is_caught(broken, |index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
+    let caught =
+        is_caught(broken, |index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
     assert!(caught, "it goes unnoticed");
 }

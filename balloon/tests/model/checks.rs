@@ -10,13 +10,24 @@ impl World {
             let bytes = target.requested_bytes;
             prop_assert_eq!(zone.id, target.zone);
             prop_assert_eq!(bytes % zone.block_bytes, 0, "whole blocks");
-            prop_assert!(bytes >= zone.floor_bytes && bytes <= zone.max_bytes, "{:?}: {}", zone, bytes);
-            prop_assert!(!pinned || bytes == zone.requested_bytes, "a zone sized by hand is left alone");
+            prop_assert!(
+                bytes >= zone.floor_bytes && bytes <= zone.max_bytes,
+                "{:?}: {}",
+                zone,
+                bytes
+            );
+            prop_assert!(
+                !pinned || bytes == zone.requested_bytes,
+                "a zone sized by hand is left alone"
+            );
         }
         prop_assert_eq!(plan.dry_run, self.dry_run);
         if self.paused {
             prop_assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::Paused));
-            prop_assert!(plan.changes(&self.host).next().is_none(), "a loop that is paused changes nothing");
+            prop_assert!(
+                plan.changes(&self.host).next().is_none(),
+                "a loop that is paused changes nothing"
+            );
         }
         self.check_unheard(plan)?;
         self.check_waits(plan)?;
@@ -81,7 +92,12 @@ impl World {
             return Ok(());
         }
         for zone in 0..ZONES {
-            prop_assert!(!self.is_due(zone), "{:?} is waited for: {:?}", self.host.zones[zone], plan);
+            prop_assert!(
+                !self.is_due(zone),
+                "{:?} is waited for: {:?}",
+                self.host.zones[zone],
+                plan
+            );
         }
         Ok(())
     }
@@ -96,7 +112,9 @@ impl World {
             prop_assert!(self.told < 2 * ZONES, "it goes on saying {:?}", plan.reason);
             return Ok(());
         }
-        let Some(decision) = self.controller.status().last_decision.filter(|_| self.arrived.is_some()) else {
+        let Some(decision) =
+            self.controller.status().last_decision.filter(|_| self.arrived.is_some())
+        else {
             return Ok(());
         };
         let limits = [
@@ -159,7 +177,8 @@ impl World {
 
     /// Where it is known of every node what is idle, `psi` takes no more than that, or what is free.
     fn check_idle(&self, plan: &Plan) -> Result<(), TestCaseError> {
-        let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived) else {
+        let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
+        else {
             return Ok(());
         };
         let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
@@ -180,13 +199,19 @@ impl World {
         prop_assert!(own.contains(&plan.reason) || rules.contains(&plan.reason), "{:?}", plan);
         let host = self.base();
         prop_assert!(plan.requested_bytes() > host.requested_bytes());
-        prop_assert!(plan.requested_bytes() <= self.controller.rules().ceiling_bytes, "above the ceiling");
+        prop_assert!(
+            plan.requested_bytes() <= self.controller.rules().ceiling_bytes,
+            "above the ceiling"
+        );
         let is_asked_twice = plan.reason == Reason::HostShort && !self.is_lacking;
         prop_assert!(!is_asked_twice, "what the host lacks is asked for again: {:?}", plan);
         self.check_seen(plan)?;
         let (mut new_pm, mut owed) = (0, 0);
         for (index, (zone, target)) in host.zones.iter().zip(&plan.targets).enumerate() {
-            prop_assert!(target.requested_bytes >= zone.requested_bytes, "nothing shrinks in a grow");
+            prop_assert!(
+                target.requested_bytes >= zone.requested_bytes,
+                "nothing shrinks in a grow"
+            );
             if zone.tier == Tier::Pm && !self.is_stuck(index) {
                 new_pm += target.requested_bytes.saturating_sub(zone.plugged_bytes);
                 owed += zone.outstanding_grow_bytes();
@@ -194,8 +219,9 @@ impl World {
         }
         prop_assert!(new_pm <= host.pool_free_bytes.max(owed), "more PM than the pool has");
         let undone = self.last_shrink.is_some_and(|at| self.now.since(at) < self.cool_down_ms);
-        let by_order = [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize, Reason::HostShort]
-            .contains(&plan.reason);
+        let by_order =
+            [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize, Reason::HostShort]
+                .contains(&plan.reason);
         let justified = by_order || self.misled || self.wants(plan.reason);
         prop_assert!(!undone || justified, "given back without pressure: {:?}", plan.reason);
         Ok(())
@@ -203,7 +229,11 @@ impl World {
 
     fn check_shrink(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (_, own) = self.controller.policy().reasons();
-        prop_assert!(own.contains(&plan.reason) || plan.reason == Reason::AboveCeiling, "{:?}", plan);
+        prop_assert!(
+            own.contains(&plan.reason) || plan.reason == Reason::AboveCeiling,
+            "{:?}",
+            plan
+        );
         self.check_idle(plan)?;
         self.check_left(plan)?;
         let host = self.base();
@@ -216,12 +246,12 @@ impl World {
         prop_assert!(self.has_followed(), "the last step has not been followed");
         let cooled = self.last_grow.is_none_or(|at| self.now.since(at) >= self.cool_down_ms);
         prop_assert!(cooled, "taken back too soon after a grow");
-        let is_next = self.last_shrink.is_none_or(|at| self.now.since(at) >= rules.shrink_interval_ms);
+        let is_next =
+            self.last_shrink.is_none_or(|at| self.now.since(at) >= rules.shrink_interval_ms);
         prop_assert!(is_next, "a step too soon after the last");
-        let dram_taken =
-            host.zones.iter().zip(&plan.targets).any(|(zone, target)| {
-                zone.tier == Tier::Dram && target.requested_bytes < zone.requested_bytes
-            });
+        let dram_taken = host.zones.iter().zip(&plan.targets).any(|(zone, target)| {
+            zone.tier == Tier::Dram && target.requested_bytes < zone.requested_bytes
+        });
         let pm_is_left = (0..ZONES).any(|zone| {
             let sizes = &host.zones[zone];
             sizes.tier == Tier::Pm
@@ -235,7 +265,8 @@ impl World {
     /// A hold asks for nothing new: at most it comes nearer to what the guest has. Its reason is no other policy's.
     fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let own = self.controller.policy().reasons();
-        let is_of = |(grow, shrink): (&[Reason], &[Reason])| [grow, shrink].concat().contains(&plan.reason);
+        let is_of =
+            |(grow, shrink): (&[Reason], &[Reason])| [grow, shrink].concat().contains(&plan.reason);
         let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
         let foreign = policies.map(|policy| policy.reasons()).any(is_of) && !is_of(own);
         prop_assert!(!foreign, "{:?} of {}", plan.reason, self.controller.policy().name());
@@ -249,7 +280,8 @@ impl World {
                 if then > now && then > zone.plugged_bytes && at_floor {
                     continue;
                 }
-                let (left, was) = (then.abs_diff(zone.plugged_bytes), now.abs_diff(zone.plugged_bytes));
+                let (left, was) =
+                    (then.abs_diff(zone.plugged_bytes), now.abs_diff(zone.plugged_bytes));
                 prop_assert!(left < was || left < BLOCK_BYTES, "{:?}: {}", zone, then);
             }
         }

@@ -119,17 +119,20 @@ pub(super) fn report() -> impl Strategy<Value = Happening> {
     let swap_used_mib = prop_oneof![2 => Just(0u64), 1 => 0u64..4096];
     let idle = prop::option::of((0u64..=1000, 1u64..20_000));
     let free = prop::array::uniform4(prop_oneof![1 => Just(0u64), 1 => 0u64..60, 2 => 0u64..=1000]);
-    (free, 0u64..=1000, 0u64..400, counted, swap_used_mib, idle, prop::bool::weighted(0.2)).prop_map(
-        |(free_permille, cached_permille, stall_ms, counted, swap_used_mib, idle, late)| Happening::Report {
-            free_permille,
-            cached_permille,
-            stall_ms: if stall_ms > 300 { stall_ms } else { 0 },
-            counted,
-            swap_used_mib,
-            idle,
-            late,
-        },
-    )
+    (free, 0u64..=1000, 0u64..400, counted, swap_used_mib, idle, prop::bool::weighted(0.2))
+        .prop_map(
+            |(free_permille, cached_permille, stall_ms, counted, swap_used_mib, idle, late)| {
+                Happening::Report {
+                    free_permille,
+                    cached_permille,
+                    stall_ms: if stall_ms > 300 { stall_ms } else { 0 },
+                    counted,
+                    swap_used_mib,
+                    idle,
+                    late,
+                }
+            },
+        )
 }
 
 fn happening() -> impl Strategy<Value = Happening> {

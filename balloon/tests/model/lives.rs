@@ -98,7 +98,8 @@ fn what_is_on_its_way_is_not_idle() {
 fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
     let missing = said(Said { cached_permille: 139, file_refaults: 256, ..Said::default() });
     let free_permille = [59, 0, 0, 642];
-    let waiting = said(Said { free_permille, cached_permille: 165, stall_ms: 301, ..Said::default() });
+    let waiting =
+        said(Said { free_permille, cached_permille: 165, stall_ms: 301, ..Said::default() });
     let life = [
         (follow(0), 1),
         (Happening::Oom { pages: 16_163 }, 1),

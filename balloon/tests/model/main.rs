@@ -17,8 +17,8 @@ use balloon::params::Setting;
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::policy::{Policy, fixed, psi};
 use balloon::proto::{
-    Blocks, Counters, Memory, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall, Zone,
-    ZoneKind,
+    Blocks, Counters, Memory, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall,
+    Zone, ZoneKind,
 };
 use balloon::rise::STAYS_MS;
 use balloon::{BLOCK_BYTES, HostView, MIB, Shortfall, Tier, TimeMs, ZoneId, ZoneSizes};
@@ -56,7 +56,8 @@ const POLICIES: [(&str, &[(&str, &str)]); 12] = [
 
 fn policy(index: usize) -> Policy {
     let (name, params) = POLICIES[index];
-    let settings: Vec<_> = params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
+    let settings: Vec<_> =
+        params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
     let policy = Policy::from_name(name).expect("known");
     policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds")
 }
@@ -235,7 +236,8 @@ impl World {
                 self.count(stall_ms, counted);
                 (self.swap_used_mib, self.idle) = (swap_used_mib, idle);
                 let pages = self.managed_pages();
-                let free_pages = std::array::from_fn(|zone| pages[zone] * free_permille[zone] / 1000);
+                let free_pages =
+                    std::array::from_fn(|zone| pages[zone] * free_permille[zone] / 1000);
                 let report = self.report(free_pages, cached_permille);
                 if late {
                     self.late.push_back(report);
@@ -291,7 +293,8 @@ impl World {
                     self.size_by_hand(zone, if above { u64::MAX } else { 0 });
                 }
                 let all_blocks = self.host.requested_bytes() / BLOCK_BYTES;
-                let (floor, ceiling) = if above { (0, all_blocks / 2) } else { (all_blocks + 32, 1 << 20) };
+                let (floor, ceiling) =
+                    if above { (0, all_blocks / 2) } else { (all_blocks + 32, 1 << 20) };
                 self.set_bounds(floor * BLOCK_BYTES, ceiling * BLOCK_BYTES);
             }
             Happening::Oom { pages } => {
@@ -327,7 +330,8 @@ impl World {
         self.see_growth();
         self.see_sizes();
         let sizes = &mut self.host.zones[zone];
-        sizes.requested_bytes = bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
+        sizes.requested_bytes =
+            bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
         sizes.shortfall = None;
         (self.pinned[zone], self.by_hand[zone]) = (true, true);
     }
@@ -338,7 +342,8 @@ impl World {
         let missing_bytes = sizes.requested_bytes.saturating_sub(least_bytes);
         let has_bytes = missing_bytes * permille / 1000 / BLOCK_BYTES * BLOCK_BYTES;
         if has_bytes < missing_bytes {
-            let wanted_bytes = std::mem::replace(&mut sizes.requested_bytes, least_bytes + has_bytes);
+            let wanted_bytes =
+                std::mem::replace(&mut sizes.requested_bytes, least_bytes + has_bytes);
             sizes.shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes });
             self.is_lacking = true;
         }
@@ -418,7 +423,8 @@ impl World {
     /// What a shrink took and comes back soon was taken too early: nothing goes for twice as long.
     fn has_grown(&mut self) {
         let rules = self.controller.rules();
-        let is_soon = self.last_shrink.is_some_and(|at| self.now.since(at) < rules.max_cool_down_ms);
+        let is_soon =
+            self.last_shrink.is_some_and(|at| self.now.since(at) < rules.max_cool_down_ms);
         if !is_soon {
             self.cool_down_ms = rules.cool_down_ms;
         } else if self.last_shrink > self.last_grow {
@@ -472,7 +478,8 @@ impl World {
 
     /// Whether it may think so: to a loop that did not see it stay, what was plugged for a while was no progress.
     fn may_be_due(&self, zone: usize) -> bool {
-        self.is_due(zone) || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
+        self.is_due(zone)
+            || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
     }
 
     fn is_due_since(&self, zone: usize, since: TimeMs) -> bool {
@@ -503,7 +510,11 @@ impl World {
                 && waited_ms >= self.controller.rules().progress_ms
             {
                 let there = zone.plugged_bytes / BLOCK_BYTES * BLOCK_BYTES;
-                let whole = if is_shrink { zone.plugged_bytes.next_multiple_of(BLOCK_BYTES) } else { there };
+                let whole = if is_shrink {
+                    zone.plugged_bytes.next_multiple_of(BLOCK_BYTES)
+                } else {
+                    there
+                };
                 zone.requested_bytes = whole.max(zone.floor_bytes);
             }
         }
@@ -521,19 +532,23 @@ impl World {
         let unit = if zone == BALLOON { 4096 } else { BLOCK_BYTES };
         let zone = &mut self.host.zones[zone];
         let part = |bytes: u64| bytes * permille / 1000 / unit * unit;
-        let (grow, shrink) = (part(zone.outstanding_grow_bytes()), part(zone.outstanding_shrink_bytes()));
+        let (grow, shrink) =
+            (part(zone.outstanding_grow_bytes()), part(zone.outstanding_shrink_bytes()));
         zone.plugged_bytes = zone.plugged_bytes + grow - shrink;
     }
 
     /// What the guest manages of each node, DRAM's hotplug part included, in the order of the zones.
     fn managed_pages(&self) -> [u64; ZONES] {
         let boot = [0, 0, BOOT_MIB[0], BOOT_MIB[1]];
-        std::array::from_fn(|zone| boot[zone] * PAGES_PER_MIB + self.host.zones[zone].plugged_bytes / 4096)
+        std::array::from_fn(|zone| {
+            boot[zone] * PAGES_PER_MIB + self.host.zones[zone].plugged_bytes / 4096
+        })
     }
 
     fn report(&mut self, free_pages: [u64; ZONES], cached_permille: u64) -> Report {
         self.seq += 1;
-        let online_policy = if self.movable { OnlinePolicy::OnlineMovable } else { OnlinePolicy::Online };
+        let online_policy =
+            if self.movable { OnlinePolicy::OnlineMovable } else { OnlinePolicy::Online };
         let managed_pages = self.managed_pages();
         let bytes = |pages: [u64; ZONES]| pages.iter().sum::<u64>() * 4096;
         let (total_bytes, free_bytes) = (bytes(managed_pages), bytes(free_pages));
@@ -681,14 +696,16 @@ fn is_held_unheard(plan: &Plan) -> bool {
 
 /// Whether every DRAM zone has all it may have.
 fn dram_is_full(host: &HostView, plan: &Plan) -> bool {
-    let mut zones = host.zones.iter().zip(&plan.targets).filter(|(zone, _)| zone.tier == Tier::Dram);
+    let mut zones =
+        host.zones.iter().zip(&plan.targets).filter(|(zone, _)| zone.tier == Tier::Dram);
     zones.all(|(zone, target)| target.requested_bytes == zone.max_bytes)
 }
 
 /// The same cases in every run: what a change breaks shows with that change. `FORESHORE_MODEL_CASES` looks through so many
 /// others.
 fn config(cases: u32) -> ProptestConfig {
-    let others = std::env::var("FORESHORE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number"));
+    let others =
+        std::env::var("FORESHORE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number"));
     match others {
         Some(cases) => ProptestConfig { cases, ..ProptestConfig::default() },
         None => ProptestConfig { cases, rng_seed: RngSeed::Fixed(5), ..ProptestConfig::default() },

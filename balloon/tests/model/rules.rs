@@ -28,7 +28,8 @@ fn value(param: &Param) -> BoxedStrategy<u64> {
     if ["floor", "ceiling"].contains(&param.name) {
         return Just(default).boxed();
     }
-    let near = (0u32..=8, 1_000u64..2_000)
-        .prop_map(move |(shift, permille)| (((default * permille / 1000) << shift) >> 4).clamp(low, high));
+    let near = (0u32..=8, 1_000u64..2_000).prop_map(move |(shift, permille)| {
+        (((default * permille / 1000) << shift) >> 4).clamp(low, high)
+    });
     prop_oneof![4 => Just(default), 4 => near, 1 => Just(low), 1 => Just(high)].boxed()
 }

@@ -24,7 +24,9 @@ impl World {
                     Reason::LowAvailable => taken && coming_bytes < bridge_bytes,
                     // What is swapped out counts.
                     Reason::Filling => (filled || swapped) && self.may_fill(),
-                    Reason::Swapping | Reason::Stalled => coming_bytes < bridge_bytes + total_bytes / 4,
+                    Reason::Swapping | Reason::Stalled => {
+                        coming_bytes < bridge_bytes + total_bytes / 4
+                    }
                     // Refaults that are waited for, which `check_seen` looks for.
                     _ => reason == Reason::Thrashing,
                 }
@@ -32,14 +34,17 @@ impl World {
             Policy::Amf(params) => self.is_a_node_below(report, params.watermark_scale),
             Policy::Dapper(params) => self.is_a_node_below(report, params.watermark_scale * 2),
             Policy::Pmb(params) => free_bytes < self.high_bytes(false) * params.watermark_scale,
-            Policy::Memorage(params) => free_bytes < self.high_bytes(false) * params.watermark_scale,
+            Policy::Memorage(params) => {
+                free_bytes < self.high_bytes(false) * params.watermark_scale
+            }
             Policy::Fixed(_) | Policy::Off => false,
         }
     }
 
     /// Whether `psi` may provide for a fill, if there is one: it fills at most half of what there is in time.
     pub(super) fn may_fill(&self) -> bool {
-        let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived) else {
+        let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
+        else {
             return false;
         };
         let most_bytes = self.bridge_bytes(params, report) + report.memory().total_bytes / 2;
@@ -48,13 +53,15 @@ impl World {
 
     /// The most that `psi` takes for a bridge.
     fn bridge_bytes(&self, params: &psi::Params, report: &Report) -> u64 {
-        let least_bytes = params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
+        let least_bytes =
+            params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
         (report.memory().total_bytes / 1000 * params.headroom_permille).max(least_bytes)
     }
 
     /// A shrink leaves what the guest would ask for again.
     pub(super) fn check_left(&self, plan: &Plan) -> Result<(), TestCaseError> {
-        let by_order = [Reason::AboveCeiling, Reason::FixedSize, Reason::StorageShort].contains(&plan.reason);
+        let by_order =
+            [Reason::AboveCeiling, Reason::FixedSize, Reason::StorageShort].contains(&plan.reason);
         let Some((_, report)) = self.arrived.as_ref().filter(|_| !by_order && !self.misled) else {
             return Ok(());
         };
@@ -67,9 +74,13 @@ impl World {
                 (report.memory().available_bytes, least_bytes)
             }
             Policy::Amf(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale),
-            Policy::Dapper(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale * 2),
+            Policy::Dapper(params) => {
+                (free_bytes, self.high_bytes(false) * params.watermark_scale * 2)
+            }
             Policy::Pmb(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale),
-            Policy::Memorage(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale),
+            Policy::Memorage(params) => {
+                (free_bytes, self.high_bytes(false) * params.watermark_scale)
+            }
             Policy::Fixed(_) | Policy::Off => return Ok(()),
         };
         let left_bytes = has_bytes.saturating_sub(self.taken_bytes(plan));
@@ -134,15 +145,18 @@ impl World {
     fn high_bytes(&self, all: bool) -> u64 {
         let (_, report) = self.arrived.as_ref().expect("asked of a report");
         let zones = report.zones().iter().filter(|zone| zone.managed_pages > 0);
-        zones.filter(|zone| all || zone.kind == ZoneKind::Normal).map(|zone| zone.high_pages * 4096).sum()
+        zones
+            .filter(|zone| all || zone.kind == ZoneKind::Normal)
+            .map(|zone| zone.high_pages * 4096)
+            .sum()
     }
 
     /// Whether less is free of a node with DRAM and the PM near to it than so many times its high watermark.
     fn is_a_node_below(&self, report: &Report, times: u64) -> bool {
         let zones = report.zones();
         // In the order of the zones: DRAM, and the PM that is near to it.
-        [(2, 1), (3, 0)]
-            .into_iter()
-            .any(|(dram, pm)| zones[dram].free_pages + zones[pm].free_pages <= zones[dram].high_pages * times)
+        [(2, 1), (3, 0)].into_iter().any(|(dram, pm)| {
+            zones[dram].free_pages + zones[pm].free_pages <= zones[dram].high_pages * times
+        })
     }
 }

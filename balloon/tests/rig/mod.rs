@@ -6,7 +6,9 @@ pub mod workload;
 use balloon::controller::Rules;
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
-use balloon::sim::{Demand, Guest, GuestConfig, HostPool, Observer, Segment, Skip, SwapDevice, Totals, Vm};
+use balloon::sim::{
+    Demand, Guest, GuestConfig, HostPool, Observer, Segment, Skip, SwapDevice, Totals, Vm,
+};
 use balloon::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 /// What init and the agent use.
@@ -56,7 +58,8 @@ impl Rig {
         let idle = Segment { anon_bytes: IDLE_BYTES, ..habits };
         let demand = Demand::new(vec![idle], TimeMs(1)).expect("in order");
         // All reports are given: what a test looks at is between them.
-        let vm = Vm::new(config, host, demand, policy, Rules::default(), Skip::Nothing).expect("in bounds");
+        let vm = Vm::new(config, host, demand, policy, Rules::default(), Skip::Nothing)
+            .expect("in bounds");
         Rig { vm, habits, pool: HostPool(2048 * MIB) }
     }
 

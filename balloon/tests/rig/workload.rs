@@ -136,8 +136,11 @@ pub fn workloads() -> Vec<Workload> {
         Workload::new("files read again", &[(600_000, 0)]).with(|workload| {
             (workload.habits.file_bytes, workload.habits.touches_per_s) = (600 * MIB, 250_000);
         }),
-        Workload::new("pinned pages", &[(3_000, 0), (8_600, 100), (10_000, 0), (1_000, -860), (300_000, 0)])
-            .with(|workload| workload.config.refused_permille = 400),
+        Workload::new(
+            "pinned pages",
+            &[(3_000, 0), (8_600, 100), (10_000, 0), (1_000, -860), (300_000, 0)],
+        )
+        .with(|workload| workload.config.refused_permille = 400),
         Workload::new("swapped before", &[(120_000, 0)]).with(|workload| {
             workload.ungoverned = TO_SWAP.to_vec();
             workload.habits.touches_per_s = 250_000;

@@ -5,10 +5,11 @@ use std::future::Future;
 use anyhow::{Context, Result, bail, ensure};
 use cloud_hypervisor_client::apis::{DefaultApi, Error};
 use cloud_hypervisor_client::models::{
-    ConsoleConfig, ConsoleMode, CpusConfig, DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig,
-    ImageType, MemoryConfig, NetConfig, PayloadConfig, PmemConfig, ReceiveMigrationData, RestoreConfig,
-    RngConfig, SendMigrationData, SerialConfig, VdpaConfig, VmAddUserDevice, VmConfig, VmCoredumpData,
-    VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig, VmState, VsockConfig,
+    ConsoleConfig, ConsoleMode, CpusConfig, DeviceConfig, DiskConfig, FsConfig,
+    GenericVhostUserConfig, ImageType, MemoryConfig, NetConfig, PayloadConfig, PmemConfig,
+    ReceiveMigrationData, RestoreConfig, RngConfig, SendMigrationData, SerialConfig, VdpaConfig,
+    VmAddUserDevice, VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk,
+    VmResizeZone, VmSnapshotConfig, VmState, VsockConfig,
 };
 use cloud_hypervisor_client::{SocketBasedApiClient, socket_based_api_client};
 
@@ -28,7 +29,11 @@ type Answer<T> = std::result::Result<T, Error>;
 
 impl Calls {
     /// A call that must succeed.
-    async fn ok<T>(&mut self, call: &'static str, answer: impl Future<Output = Answer<T>>) -> Result<T> {
+    async fn ok<T>(
+        &mut self,
+        call: &'static str,
+        answer: impl Future<Output = Answer<T>>,
+    ) -> Result<T> {
         self.made.push(call);
         answer.await.with_context(|| call)
     }
@@ -43,7 +48,8 @@ impl Calls {
         self.made.push(call);
         match answer.await {
             Err(Error::Api(error)) if error.code.as_u16() == status => {
-                let messages: Vec<String> = serde_json::from_str(&error.body).with_context(|| error.body)?;
+                let messages: Vec<String> =
+                    serde_json::from_str(&error.body).with_context(|| error.body)?;
                 ensure!(!messages.is_empty(), "{call}: a refusal without a reason");
                 Ok(())
             }
@@ -53,7 +59,11 @@ impl Calls {
     }
 
     /// A device for a VM that does not run. Of that there is nothing to tell, 204, which this client cannot read.
-    async fn cold<T>(&mut self, call: &'static str, answer: impl Future<Output = Answer<T>>) -> Result<()> {
+    async fn cold<T>(
+        &mut self,
+        call: &'static str,
+        answer: impl Future<Output = Answer<T>>,
+    ) -> Result<()> {
         self.made.push(call);
         match answer.await {
             Err(Error::Serde(error)) if error.is_eof() => Ok(()),
@@ -68,14 +78,20 @@ impl Calls {
         Ok(())
     }
 
-    async fn until<F: Future<Output = Result<bool>>>(&self, what: &str, is_so: impl Fn() -> F) -> Result<()> {
+    async fn until<F: Future<Output = Result<bool>>>(
+        &self,
+        what: &str,
+        is_so: impl Fn() -> F,
+    ) -> Result<()> {
         let looks = async {
             while !is_so().await? {
                 tokio::time::sleep(LOOK).await;
             }
             Ok(())
         };
-        tokio::time::timeout(PATIENCE, looks).await.with_context(|| format!("It is not so: {what}"))?
+        tokio::time::timeout(PATIENCE, looks)
+            .await
+            .with_context(|| format!("It is not so: {what}"))?
     }
 
     async fn until_it_has(&self, bytes: i64) -> Result<()> {
@@ -102,7 +118,11 @@ fn config(vm: &Vm) -> VmConfig {
         ..MemoryConfig::new(BOOT_BYTES)
     };
     VmConfig {
-        cpus: Some(CpusConfig { kvm_hyperv: Some(false), nested: Some(true), ..CpusConfig::new(1, 1) }),
+        cpus: Some(CpusConfig {
+            kvm_hyperv: Some(false),
+            nested: Some(true),
+            ..CpusConfig::new(1, 1)
+        }),
         memory: Some(memory),
         disks: Some(vec![disk(vm, 0)]),
         rng: Some(RngConfig { iommu: Some(false), ..RngConfig::new("/dev/urandom".to_owned()) }),
@@ -153,7 +173,9 @@ pub async fn run(vm: &Vm, until_up: UntilUp<'_>) -> Result<Vec<&'static str>> {
 /// What is refused whatever the VM is.
 async fn without_a_place_here(calls: &mut Calls) -> Result<()> {
     let path = || "/nonexistent".to_owned();
-    calls.refused("vm.add-device", 501, calls.api.vm_add_device_put(DeviceConfig::default())).await?;
+    calls
+        .refused("vm.add-device", 501, calls.api.vm_add_device_put(DeviceConfig::default()))
+        .await?;
     let fs = FsConfig::new("tag".to_owned(), path(), 1, 1024);
     calls.refused("vm.add-fs", 501, calls.api.vm_add_fs_put(fs)).await?;
     let generic = GenericVhostUserConfig::default();
@@ -161,7 +183,9 @@ async fn without_a_place_here(calls: &mut Calls) -> Result<()> {
     calls.refused("vm.add-generic-vhost-user", 501, generic).await?;
     let user = calls.api.vm_add_user_device_put(VmAddUserDevice::new(path()));
     calls.refused("vm.add-user-device", 501, user).await?;
-    calls.refused("vm.add-vdpa", 501, calls.api.vm_add_vdpa_put(VdpaConfig::new(path(), 1))).await?;
+    calls
+        .refused("vm.add-vdpa", 501, calls.api.vm_add_vdpa_put(VdpaConfig::new(path(), 1)))
+        .await?;
     calls.refused("vm.coredump", 501, calls.api.vm_coredump_put(VmCoredumpData::default())).await?;
     let receive = ReceiveMigrationData::new("unix:/nonexistent".to_owned());
     calls.refused("vm.receive-migration", 501, calls.api.vm_receive_migration_put(receive)).await?;
@@ -184,7 +208,10 @@ async fn created(calls: &mut Calls, vm: &Vm) -> Result<()> {
 async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
     calls.state(VmState::Running).await?;
     let counters = calls.ok("vm.counters", calls.api.vm_counters_get()).await?;
-    ensure!(counters.get("disk0").is_some_and(|disk| disk.contains_key("read_bytes")), "{counters:?}");
+    ensure!(
+        counters.get("disk0").is_some_and(|disk| disk.contains_key("read_bytes")),
+        "{counters:?}"
+    );
 
     let resize = VmResize { desired_ram: Some(BOOT_BYTES + HOTPLUG_BYTES), ..Default::default() };
     calls.ok("vm.resize", calls.api.vm_resize_put(resize)).await?;

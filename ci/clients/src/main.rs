@@ -22,7 +22,8 @@ fn run() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let client = args.next().context("Which client?")?;
     let paths: Vec<PathBuf> = args.by_ref().take(9).map(PathBuf::from).collect();
-    let [api_socket, kernel, initramfs, console, vsock, first, second, pmem, events] = &paths[..] else {
+    let [api_socket, kernel, initramfs, console, vsock, first, second, pmem, events] = &paths[..]
+    else {
         bail!(
             "API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM EVENTS are wanted, and not {paths:?}"
         );
@@ -45,7 +46,8 @@ fn run() -> Result<()> {
         println!("{} calls", calls.len());
         return Ok(());
     }
-    let (_, replay) = replay::ALL.iter().find(|(name, _)| *name == client).context("No such client")?;
+    let (_, replay) =
+        replay::ALL.iter().find(|(name, _)| *name == client).context("No such client")?;
     replay(&vm, &until_up)
 }
 

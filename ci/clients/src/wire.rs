@@ -33,7 +33,8 @@ pub struct Connection(UnixStream);
 impl Connection {
     /// Connects to a VMM.
     pub fn open(path: &Path) -> Result<Self> {
-        let stream = UnixStream::connect(path).with_context(|| format!("Cannot connect to {path:?}"))?;
+        let stream =
+            UnixStream::connect(path).with_context(|| format!("Cannot connect to {path:?}"))?;
         stream.set_read_timeout(Some(PATIENCE))?;
         Ok(Self(stream))
     }
@@ -62,14 +63,18 @@ impl Connection {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
             let mut byte = [0];
-            self.0.read_exact(&mut byte).context("The connection ended before the answer's head did")?;
+            self.0
+                .read_exact(&mut byte)
+                .context("The connection ended before the answer's head did")?;
             head.push(byte[0]);
         }
         let head = String::from_utf8(head)?;
         let (status, len) =
             parse(&head).with_context(|| format!("An answer that cannot be read: {head:?}"))?;
         let mut body = vec![0; len];
-        self.0.read_exact(&mut body).context("The connection ended before the answer's body did")?;
+        self.0
+            .read_exact(&mut body)
+            .context("The connection ended before the answer's body did")?;
         Ok(Answer { status, body: String::from_utf8(body)? })
     }
 
@@ -120,7 +125,8 @@ pub const GO: Style = Style {
 impl Style {
     /// A request in one piece.
     pub fn request(&self, method: &str, call: &str, body: &str) -> String {
-        let mut request = format!("{method} {}/api/v1/{call} HTTP/1.1\r\n{}", self.base, self.headers);
+        let mut request =
+            format!("{method} {}/api/v1/{call} HTTP/1.1\r\n{}", self.base, self.headers);
         if !body.is_empty() {
             request += &format!("{}Content-Length: {}\r\n", self.with_body, body.len());
         } else if self.says_empty && method == "PUT" {
@@ -154,13 +160,15 @@ mod tests {
 
     #[test]
     fn requests_are_written_in_a_style() {
-        let style = Style { base: "", headers: "Host: a\r\n", with_body: "Type: b\r\n", says_empty: true };
+        let style =
+            Style { base: "", headers: "Host: a\r\n", with_body: "Type: b\r\n", says_empty: true };
         assert_eq!(style.get("vm.info"), "GET /api/v1/vm.info HTTP/1.1\r\nHost: a\r\n\r\n");
         assert_eq!(
             style.put("vm.boot", ""),
             "PUT /api/v1/vm.boot HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
         );
-        let expected = "PUT /api/v1/x HTTP/1.1\r\nHost: a\r\nType: b\r\nContent-Length: 2\r\n\r\n{}";
+        let expected =
+            "PUT /api/v1/x HTTP/1.1\r\nHost: a\r\nType: b\r\nContent-Length: 2\r\n\r\n{}";
         assert_eq!(style.put("x", "{}"), expected);
     }
 }

@@ -53,7 +53,8 @@ impl Owner {
     fn info(&mut self) -> Result<VmInfo, VmError> {
         let said = self.said()?;
         let state = format!("{:?}", said.state);
-        let info = json!({"config": said.config, "state": state, "memory_actual_size": said.memory_bytes});
+        let info =
+            json!({"config": said.config, "state": state, "memory_actual_size": said.memory_bytes});
         Ok(serde_json::from_value(info).expect("vm.info's fields"))
     }
 
@@ -75,7 +76,8 @@ impl Owner {
         }
         said.devices += 1;
         // The first one that the strict client adds to a VM that runs has a name.
-        let id = if said.devices == 2 { "disk1".to_owned() } else { format!("_device{}", said.devices) };
+        let id =
+            if said.devices == 2 { "disk1".to_owned() } else { format!("_device{}", said.devices) };
         let bdf = format!("0000:00:{:02x}.0", said.devices);
         Ok((said.state != VmState::Created).then_some(PciDeviceInfo { id, bdf }))
     }
@@ -112,10 +114,16 @@ impl Owner {
                 answer(reply, self.go(("vm.resume", Event::VmResumed), &[Paused], Running))
             }
             VmRequest::Shutdown(reply) => {
-                answer(reply, self.go(("vm.shutdown", Event::VmShutdown), &[Running, Paused], Created));
+                answer(
+                    reply,
+                    self.go(("vm.shutdown", Event::VmShutdown), &[Running, Paused], Created),
+                );
             }
             VmRequest::Reboot(reply) => {
-                answer(reply, self.go(("vm.reboot", Event::VmRebooted), &[Running, Paused], Running));
+                answer(
+                    reply,
+                    self.go(("vm.reboot", Event::VmRebooted), &[Running, Paused], Running),
+                );
             }
             VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
                 let told = self.said().and_then(|said| match said.state {
@@ -126,7 +134,8 @@ impl Owner {
             }
             VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
             VmRequest::ResizeZone(resize, reply) => {
-                let resize = ResizeRequest { desired_ram: Some(resize.desired_ram), ..Default::default() };
+                let resize =
+                    ResizeRequest { desired_ram: Some(resize.desired_ram), ..Default::default() };
                 answer(reply, self.resize(&resize));
             }
             VmRequest::ResizeDisk(_, reply) => answer(reply, Ok(())),
@@ -190,7 +199,8 @@ fn against<T: Send + 'static>(
             owner.said().unwrap().state = VmState::Running;
         }
         let owner = tokio::spawn(own(requests, owner));
-        let socket = Socket::for_api(&ApiSocket::Path(vm.api_socket.clone(), Default::default())).unwrap();
+        let socket =
+            Socket::for_api(&ApiSocket::Path(vm.api_socket.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(handle, events), Limits::API).unwrap();
         let done = tokio::task::spawn_blocking(move || client(&vm)).await;
         server.stop().await;

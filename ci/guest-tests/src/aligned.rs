@@ -19,7 +19,8 @@ unsafe impl Send for Aligned {}
 impl Aligned {
     pub fn zeroed(len: usize) -> Self {
         assert!(len > 0, "no bytes");
-        let layout = Layout::from_size_align(len, ALIGNMENT_BYTES).expect("a buffer fits into memory");
+        let layout =
+            Layout::from_size_align(len, ALIGNMENT_BYTES).expect("a buffer fits into memory");
         // SAFETY: the layout's size is not zero.
         let start = unsafe { alloc_zeroed(layout) };
         assert!(!start.is_null(), "out of memory");

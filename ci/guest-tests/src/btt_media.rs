@@ -29,7 +29,8 @@ pub struct BttMedia {
 impl BttMedia {
     pub fn open(pool: &crate::Pool, volume: &str) -> Result<Self> {
         let opened = Pool::open(pool.path(), OpenMode::ReadOnly).context("Cannot open the pool")?;
-        let extents = opened.open_volume(volume).context("Cannot open the volume")?.extents().to_vec();
+        let extents =
+            opened.open_volume(volume).context("Cannot open the volume")?.extents().to_vec();
         let file = File::options().read(true).write(true).open(pool.path())?;
         Ok(Self { file, extents })
     }
@@ -61,7 +62,8 @@ impl BttMedia {
 
     /// Holds the volume against what it should be: the table is consistent, and each sector reads as it should.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
-        let findings: Vec<_> = check(self)?.arenas.into_iter().flat_map(|arena| arena.findings).collect();
+        let findings: Vec<_> =
+            check(self)?.arenas.into_iter().flat_map(|arena| arena.findings).collect();
         let is_clean = || {
             ensure!(findings.is_empty(), "The check finds: {findings:?}");
             Ok(())
@@ -69,8 +71,13 @@ impl BttMedia {
         is_clean().context(StoredWrong)?;
         let reader = Reader::open(self)?.map_err(|finding| anyhow::anyhow!("{finding}"))?;
         outcome.check(|first, into| {
-            for (sector, bytes) in (first..).zip(into.chunks_exact_mut(reader.sector_bytes() as usize)) {
-                ensure!(reader.read(sector, bytes)? != Sector::Error, "Sector {sector} is marked as bad");
+            for (sector, bytes) in
+                (first..).zip(into.chunks_exact_mut(reader.sector_bytes() as usize))
+            {
+                ensure!(
+                    reader.read(sector, bytes)? != Sector::Error,
+                    "Sector {sector} is marked as bad"
+                );
             }
             Ok(())
         })
@@ -84,7 +91,8 @@ impl BttMedia {
     /// Damages an arena: nobody knows what this lane did last, and with which block it would go on.
     pub fn erase_lane(&self, arena: usize, lane: u32) -> Result<()> {
         let flog_at = self.arenas()?[arena].0.flog_at;
-        Ok(self.store(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
+        Ok(self
+            .store(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
     }
 
     /// Cuts a range of the volume into ranges of the file.
@@ -111,7 +119,9 @@ impl Media for BttMedia {
     fn read(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
         for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
             let (now, later) = into.split_at_mut((range.end - range.start) as usize);
-            self.file.read_exact_at(now, range.start).map_err(|source| failure("read", &range, source))?;
+            self.file
+                .read_exact_at(now, range.start)
+                .map_err(|source| failure("read", &range, source))?;
             into = later;
         }
         Ok(())
@@ -120,7 +130,9 @@ impl Media for BttMedia {
     fn store(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
         for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
             let (now, later) = bytes.split_at((range.end - range.start) as usize);
-            self.file.write_all_at(now, range.start).map_err(|source| failure("write", &range, source))?;
+            self.file
+                .write_all_at(now, range.start)
+                .map_err(|source| failure("write", &range, source))?;
             bytes = later;
         }
         Ok(())

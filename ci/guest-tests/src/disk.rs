@@ -40,7 +40,8 @@ impl FileSystem {
         match self {
             FileSystem::Ext4 => run("mkfs.ext4", &[&lazy[..], &[text(at)?]].concat()),
             FileSystem::Ext4ByBlocks => {
-                let blocks = ["-O", "^extent,^64bit,^has_journal", "-b", "4096", "-m", "0", text(at)?];
+                let blocks =
+                    ["-O", "^extent,^64bit,^has_journal", "-b", "4096", "-m", "0", text(at)?];
                 run("mkfs.ext4", &[&lazy[..], &blocks].concat())
             }
             // Blocks that files share and DAX did not always go together.
@@ -165,7 +166,8 @@ impl HeldWriteback {
         if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
             return skip("holding write-back would change a machine that is not ours");
         }
-        let before = fs::read_to_string(WRITEBACK).with_context(|| format!("Cannot read {WRITEBACK}"))?;
+        let before =
+            fs::read_to_string(WRITEBACK).with_context(|| format!("Cannot read {WRITEBACK}"))?;
         fs::write(WRITEBACK, "0").with_context(|| format!("Cannot change {WRITEBACK}"))?;
         Ok(Self(before))
     }
@@ -277,7 +279,8 @@ fn private_mounts() -> io::Result<()> {
     }
     let flags = libc::MS_REC | libc::MS_PRIVATE;
     // SAFETY: the path is a C string; the other pointers may be null when only the propagation changes (mount(2)).
-    let result = unsafe { libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), flags, ptr::null()) };
+    let result =
+        unsafe { libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), flags, ptr::null()) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

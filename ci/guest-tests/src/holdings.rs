@@ -28,7 +28,9 @@ pub struct Holdings {
 impl Holdings {
     /// What it has now.
     pub fn of(pid: u32) -> Result<Self> {
-        let count = |what: &str| Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{what}"))?.count());
+        let count = |what: &str| {
+            Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{what}"))?.count())
+        };
         let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
         let (mut mappings, mut own_bytes, mut size) = (0, 0, 0);
         for line in smaps.lines() {
@@ -64,7 +66,10 @@ impl Holdings {
 
     /// Nor is there more memory than an allocator keeps.
     pub fn check_memory(&self, before: &Self) -> Result<()> {
-        ensure!(self.own_bytes <= before.own_bytes + OWN_BYTES_MORE, "{self:?}, and before {before:?}");
+        ensure!(
+            self.own_bytes <= before.own_bytes + OWN_BYTES_MORE,
+            "{self:?}, and before {before:?}"
+        );
         Ok(())
     }
 }
@@ -74,7 +79,8 @@ impl fmt::Debug for Holdings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (files, own_kib) = (self.file_count(), self.own_bytes >> 10);
         let (threads, mappings) = (self.threads, self.mappings);
-        let kinds: Vec<_> = self.files.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+        let kinds: Vec<_> =
+            self.files.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         write!(
             f,
             "{files} files, {threads} threads, {mappings} mappings, {own_kib} KiB of its own: {}",

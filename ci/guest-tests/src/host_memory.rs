@@ -31,7 +31,8 @@ pub fn even_out() -> Result<()> {
 /// Free memory of the host (`MemFree`), without page cache.
 pub fn free_bytes() -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo").context("Cannot read /proc/meminfo")?;
-    let value = text.lines().find_map(|line| line.strip_prefix("MemFree:")?.trim().strip_suffix(" kB"));
+    let value =
+        text.lines().find_map(|line| line.strip_prefix("MemFree:")?.trim().strip_suffix(" kB"));
     let value = value.context("/proc/meminfo has no MemFree")?;
     Ok(value.trim().parse::<u64>().with_context(|| format!("MemFree is {value:?}"))? * 1024)
 }

@@ -25,24 +25,35 @@ pub struct Response {
 }
 
 /// Sends a request to a server on a unix socket.
-pub fn request_unix(socket: &Path, method: &str, path: &str, body: Option<&str>) -> Result<Response> {
-    let mut stream =
-        UnixStream::connect(socket).with_context(|| format!("Cannot connect to {}", socket.display()))?;
+pub fn request_unix(
+    socket: &Path,
+    method: &str,
+    path: &str,
+    body: Option<&str>,
+) -> Result<Response> {
+    let mut stream = UnixStream::connect(socket)
+        .with_context(|| format!("Cannot connect to {}", socket.display()))?;
     stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
 }
 
 /// Sends a request to a server on a TCP address.
-pub fn request_tcp(address: &str, method: &str, path: &str, body: Option<&str>) -> Result<Response> {
-    let mut stream = TcpStream::connect(address).with_context(|| format!("Cannot connect to {address}"))?;
+pub fn request_tcp(
+    address: &str,
+    method: &str,
+    path: &str,
+    body: Option<&str>,
+) -> Result<Response> {
+    let mut stream =
+        TcpStream::connect(address).with_context(|| format!("Cannot connect to {address}"))?;
     stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     exchange(&mut stream, method, path, body)
 }
 
 /// Sends raw bytes to a server on a unix socket and reads what it answers: for requests that are not HTTP.
 pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
-    let mut stream =
-        UnixStream::connect(socket).with_context(|| format!("Cannot connect to {}", socket.display()))?;
+    let mut stream = UnixStream::connect(socket)
+        .with_context(|| format!("Cannot connect to {}", socket.display()))?;
     stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     stream.write_all(bytes)?;
     stream.shutdown(std::net::Shutdown::Write)?;
@@ -50,7 +61,12 @@ pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
 }
 
 /// One request on a connection that stays, with descriptors beside it, and its answer.
-pub fn request_with(stream: &mut UnixStream, call: &str, body: &str, files: &[File]) -> Result<Response> {
+pub fn request_with(
+    stream: &mut UnixStream,
+    call: &str,
+    body: &str,
+    files: &[File],
+) -> Result<Response> {
     stream.set_read_timeout(Some(stretched(ANSWER_LIMIT)))?;
     let request = format!(
         "PUT /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n\
@@ -96,13 +112,16 @@ fn read_response(stream: &mut impl Read) -> Result<Response> {
 
 /// Parses a response; none if it is not complete yet.
 fn parse(bytes: &[u8], ended: bool) -> Result<Option<Response>> {
-    let Some(head_len) = bytes.windows(4).position(|window| window == b"\r\n\r\n") else { return Ok(None) };
+    let Some(head_len) = bytes.windows(4).position(|window| window == b"\r\n\r\n") else {
+        return Ok(None);
+    };
     let head = std::str::from_utf8(&bytes[..head_len]).context("The answer's head is not UTF-8")?;
     let body = &bytes[head_len + 4..];
     let mut lines = head.split("\r\n");
     let status_line = lines.next().unwrap_or_default();
     let status = status_line.split(' ').nth(1).and_then(|status| status.parse().ok());
-    let status: u16 = status.with_context(|| format!("Not an HTTP status line: {status_line:?}"))?;
+    let status: u16 =
+        status.with_context(|| format!("Not an HTTP status line: {status_line:?}"))?;
 
     let header = |name: &str| {
         head.split("\r\n").skip(1).find_map(|line| {
@@ -110,7 +129,9 @@ fn parse(bytes: &[u8], ended: bool) -> Result<Option<Response>> {
             key.eq_ignore_ascii_case(name).then(|| value.trim())
         })
     };
-    let body = if header("transfer-encoding").is_some_and(|coding| coding.eq_ignore_ascii_case("chunked")) {
+    let body = if header("transfer-encoding")
+        .is_some_and(|coding| coding.eq_ignore_ascii_case("chunked"))
+    {
         match dechunk(body)? {
             Some(body) => body,
             None => return Ok(None),
@@ -133,10 +154,12 @@ fn parse(bytes: &[u8], ended: bool) -> Result<Option<Response>> {
 fn dechunk(mut rest: &[u8]) -> Result<Option<Vec<u8>>> {
     let mut body = Vec::new();
     loop {
-        let Some(line_len) = rest.windows(2).position(|window| window == b"\r\n") else { return Ok(None) };
+        let Some(line_len) = rest.windows(2).position(|window| window == b"\r\n") else {
+            return Ok(None);
+        };
         let size = std::str::from_utf8(&rest[..line_len])?;
-        let size =
-            usize::from_str_radix(size.trim(), 16).with_context(|| format!("Chunk size is {size:?}"))?;
+        let size = usize::from_str_radix(size.trim(), 16)
+            .with_context(|| format!("Chunk size is {size:?}"))?;
         rest = &rest[line_len + 2..];
         if size == 0 {
             return Ok(Some(body));

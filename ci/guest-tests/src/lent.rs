@@ -26,7 +26,8 @@ struct Mapping {
 impl Lent {
     pub fn take(pool: &Pool, size_bytes: u64) -> Result<Self> {
         let extents = pool.alloc_memory(size_bytes)?;
-        let mappings = extents.iter().map(|extent| Mapping::new(pool, *extent)).collect::<Result<_>>()?;
+        let mappings =
+            extents.iter().map(|extent| Mapping::new(pool, *extent)).collect::<Result<_>>()?;
         Ok(Self { mappings, extents })
     }
 
@@ -36,7 +37,9 @@ impl Lent {
             // SAFETY: a mapping of ours that can be written to; no reference to it is made.
             unsafe { ptr::write_bytes(mapping.start.as_ptr(), CONTENT, mapping.length) };
             // SAFETY: as above; the content does not change.
-            let result = unsafe { libc::msync(mapping.start.as_ptr().cast(), mapping.length, libc::MS_SYNC) };
+            let result = unsafe {
+                libc::msync(mapping.start.as_ptr().cast(), mapping.length, libc::MS_SYNC)
+            };
             let error = io::Error::last_os_error();
             // devdax knows no msync, and needs none.
             if result != 0 && error.raw_os_error() != Some(libc::EINVAL) {
@@ -50,7 +53,8 @@ impl Lent {
     pub fn find_content(&self) -> Option<(u64, u8)> {
         self.mappings.iter().zip(&self.extents).find_map(|(mapping, extent)| {
             // SAFETY: a mapping of ours, which nobody else has by now and which lives longer than the slice.
-            let bytes = unsafe { std::slice::from_raw_parts(mapping.start.as_ptr(), mapping.length) };
+            let bytes =
+                unsafe { std::slice::from_raw_parts(mapping.start.as_ptr(), mapping.length) };
             // Word by word: emulated, bytes take their time.
             let zero = bytes.chunks_exact(16).position(|words| words != [0; 16])?;
             Some((extent.offset_bytes() + zero as u64 * 16, bytes[zero * 16]))
@@ -68,10 +72,12 @@ impl Mapping {
     fn new(pool: &Pool, extent: Extent) -> Result<Self> {
         let length = usize::try_from(extent.len_bytes())?;
         let offset = libc::off_t::try_from(extent.offset_bytes())?;
-        let (protection, descriptor) = (libc::PROT_READ | libc::PROT_WRITE, pool.file().as_raw_fd());
+        let (protection, descriptor) =
+            (libc::PROT_READ | libc::PROT_WRITE, pool.file().as_raw_fd());
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-        let start =
-            unsafe { libc::mmap(ptr::null_mut(), length, protection, libc::MAP_SHARED, descriptor, offset) };
+        let start = unsafe {
+            libc::mmap(ptr::null_mut(), length, protection, libc::MAP_SHARED, descriptor, offset)
+        };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error()).with_context(|| format!("Cannot map {extent}"));
         }

@@ -28,8 +28,12 @@ pub fn about_flushes(command: &mut Command) -> &mut Command {
 /// The filter: load the number of the system call, and compare it with each of the flushes.
 fn filter() -> Vec<libc::sock_filter> {
     // seccomp_data begins with the number. Programs of another architecture are none of ours.
-    let statement =
-        |code: u32, jump_true: u8, k: u32| libc::sock_filter { code: code as u16, jt: jump_true, jf: 0, k };
+    let statement = |code: u32, jump_true: u8, k: u32| libc::sock_filter {
+        code: code as u16,
+        jt: jump_true,
+        jf: 0,
+        k,
+    };
     let mut filter = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (index, number) in (0u8..).zip(FLUSHES) {
         // To the last statement, over the comparisons that follow and the one that allows.
@@ -48,7 +52,9 @@ fn install(filter: &[libc::sock_filter]) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the kernel copies the program, which lives through the call, and does not write to it.
-    if unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) } != 0 {
+    if unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) }
+        != 0
+    {
         return Err(io::Error::last_os_error());
     }
     Ok(())

@@ -12,7 +12,8 @@ pub fn lack_of_open_files(count: u64) -> io::Result<Option<String>> {
         return Err(io::Error::last_os_error());
     }
     let hard = limit.rlim_max;
-    let lack = || format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)");
+    let lack =
+        || format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)");
     Ok((hard < count).then(lack))
 }
 
@@ -27,7 +28,9 @@ pub fn lack_of_priority(nice: i32) -> Option<String> {
         }
     });
     let err = result.join().expect("does not panic").err()?;
-    Some(format!("no thread may have the nice value {nice}, which needs CAP_SYS_NICE or RLIMIT_NICE: {err}"))
+    Some(format!(
+        "no thread may have the nice value {nice}, which needs CAP_SYS_NICE or RLIMIT_NICE: {err}"
+    ))
 }
 
 #[cfg(test)]

@@ -32,12 +32,16 @@ impl MemorySample {
     pub fn parse(at_ms: u64, meminfo: &str, vmstat: &str, pressure: &str) -> Result<Self> {
         let kib = |key: &str| {
             let line = meminfo.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-            let number = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
-            Ok::<_, anyhow::Error>(number.with_context(|| format!("/proc/meminfo has no {key}"))? * 1024)
+            let number =
+                line.and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+            Ok::<_, anyhow::Error>(
+                number.with_context(|| format!("/proc/meminfo has no {key}"))? * 1024,
+            )
         };
         let counter = |key: &str| {
             let line = vmstat.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
-            line.and_then(|number| number.parse().ok()).with_context(|| format!("/proc/vmstat has no {key}"))
+            line.and_then(|number| number.parse().ok())
+                .with_context(|| format!("/proc/vmstat has no {key}"))
         };
         let stall = |kind: &str| {
             let line = pressure.lines().find(|line| line.starts_with(kind));
@@ -108,11 +112,9 @@ impl fmt::Display for MemorySample {
 mod tests {
     use super::*;
 
-    const MEMINFO: &str =
-        "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable:  400 kB\nSwapTotal: 90 kB\nSwapFree: 70 kB\n";
+    const MEMINFO: &str = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable:  400 kB\nSwapTotal: 90 kB\nSwapFree: 70 kB\n";
     const VMSTAT: &str = "pswpin 1\npswpout 2\npgmajfault 3\noom_kill 4\n";
-    const PRESSURE: &str =
-        "some avg10=0.00 avg60=0.00 avg300=0.00 total=5\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=6\n";
+    const PRESSURE: &str = "some avg10=0.00 avg60=0.00 avg300=0.00 total=5\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=6\n";
 
     #[test]
     fn a_sample_survives_its_line() {

@@ -28,7 +28,9 @@ impl Metrics {
             if line == "# EOF" {
                 ended = true;
             } else if !line.starts_with('#') {
-                samples.push(parse_sample(line).with_context(|| format!("Line {}: {line:?}", index + 1))?);
+                samples.push(
+                    parse_sample(line).with_context(|| format!("Line {}: {line:?}", index + 1))?,
+                );
             }
         }
         ensure!(ended, "The exposition does not end with # EOF");
@@ -40,7 +42,11 @@ impl Metrics {
         let mut found = self.matching(name, labels);
         let sample = found.next().with_context(|| format!("No metric {name} {labels:?}"))?;
         if let Some(other) = found.next() {
-            bail!("More than one metric {name} {labels:?}: {:?} and {:?}", sample.labels, other.labels);
+            bail!(
+                "More than one metric {name} {labels:?}: {:?} and {:?}",
+                sample.labels,
+                other.labels
+            );
         }
         Ok(sample.value)
     }
@@ -79,7 +85,9 @@ impl Metrics {
     ) -> impl Iterator<Item = &'a Sample> {
         self.samples.iter().filter(move |sample| {
             sample.name == name
-                && labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|v| v == value))
+                && labels
+                    .iter()
+                    .all(|(key, value)| sample.labels.get(*key).is_some_and(|v| v == value))
         })
     }
 }

@@ -76,7 +76,9 @@ impl Pool {
     pub fn durability(&self) -> Result<String> {
         let info = self.info()?;
         let durability = info["durability"].as_str();
-        Ok(durability.with_context(|| format!("pmvol info says nothing of durability: {info}"))?.to_owned())
+        Ok(durability
+            .with_context(|| format!("pmvol info says nothing of durability: {info}"))?
+            .to_owned())
     }
 
     /// Waits until what was given back has been erased, which the VMM does in the background.
@@ -93,7 +95,8 @@ impl Pool {
 
 /// Runs `pmvol` and returns what it printed; any exit code but zero is an error.
 pub fn pmvol(arguments: &[&str]) -> Result<String> {
-    let output = Command::new(program("pmvol")).args(arguments).output().context("Cannot start pmvol")?;
+    let output =
+        Command::new(program("pmvol")).args(arguments).output().context("Cannot start pmvol")?;
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     let stderr = String::from_utf8_lossy(&output.stderr);
     ensure!(

@@ -150,10 +150,17 @@ impl QemuBuilder {
         let machine = if self.nvdimm.is_some() { "q35,nvdimm=on" } else { "q35" };
         let mut arguments: Vec<String> = [
             "-nodefaults -display none -no-reboot -accel kvm -cpu host".to_owned(),
-            format!("-M {machine} -smp {} -m {},slots=2,maxmem={max_mib}M", self.cpus, self.memory_mib),
+            format!(
+                "-M {machine} -smp {} -m {},slots=2,maxmem={max_mib}M",
+                self.cpus, self.memory_mib
+            ),
             format!("-kernel {}", self.kernel.path().display()),
             format!("-initrd {}", self.image.path(self.kernel).display()),
-            format!("-serial file:{} -qmp unix:{},server=on,wait=off", console.display(), qmp.display()),
+            format!(
+                "-serial file:{} -qmp unix:{},server=on,wait=off",
+                console.display(),
+                qmp.display()
+            ),
             format!("-device vhost-vsock-pci,guest-cid={}", self.cid()),
         ]
         .iter()
@@ -171,7 +178,10 @@ impl QemuBuilder {
         if let Some((file, bytes)) = &self.nvdimm {
             arguments.extend([
                 "-object".to_owned(),
-                format!("memory-backend-file,id=nv0,share=on,mem-path={},size={bytes}", file.display()),
+                format!(
+                    "memory-backend-file,id=nv0,share=on,mem-path={},size={bytes}",
+                    file.display()
+                ),
                 "-device".to_owned(),
                 "nvdimm,memdev=nv0".to_owned(),
             ]);
@@ -225,7 +235,9 @@ impl QemuGuest {
 
     /// Runs a shell command in the guest, whatever its exit code.
     pub fn try_run(&self, command: &str) -> Result<Output> {
-        self.start_script(RUN_LIMIT, command)?.finish().with_context(|| format!("While it ran `{command}`"))
+        self.start_script(RUN_LIMIT, command)?
+            .finish()
+            .with_context(|| format!("While it ran `{command}`"))
     }
 
     /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
@@ -274,9 +286,10 @@ impl QemuGuest {
             }
         };
         answer()?;
-        for message in
-            [json!({ "execute": "qmp_capabilities" }), json!({ "execute": command, "arguments": arguments })]
-        {
+        for message in [
+            json!({ "execute": "qmp_capabilities" }),
+            json!({ "execute": command, "arguments": arguments }),
+        ] {
             (&stream).write_all(format!("{message}\n").as_bytes())?;
             let value = answer()?;
             if let Some(error) = value.get("error") {

@@ -185,7 +185,10 @@ impl Options {
                 .filter_map(|test| short_name(test).split_once("::"))
                 .map(|(topic, _)| topic)
                 .collect();
-            bail!("no test matches {filter:?}; the topics are {}", Vec::from_iter(topics).join(", "));
+            bail!(
+                "no test matches {filter:?}; the topics are {}",
+                Vec::from_iter(topics).join(", ")
+            );
         }
         Ok(tests.iter().copied().filter(|test| self.wants(test)).collect())
     }
@@ -205,8 +208,10 @@ impl Options {
 
 /// A flag's number, above zero.
 fn positive<T: FromStr + PartialOrd + Default>(flag: &str, value: Option<String>) -> Result<T> {
-    let number =
-        value.as_deref().and_then(|value| value.parse().ok()).filter(|number| *number > T::default());
+    let number = value
+        .as_deref()
+        .and_then(|value| value.parse().ok())
+        .filter(|number| *number > T::default());
     number.with_context(|| format!("{flag} needs a number above 0, not {value:?}"))
 }
 
@@ -240,7 +245,8 @@ pub fn main(tests: &[Test]) -> Result<i32> {
         return Ok(0);
     }
     let verdicts = run_all(chosen, &options);
-    let count = |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
+    let count =
+        |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
     let failed = count(|verdict| matches!(verdict, Verdict::Failed(_) | Verdict::FailedForGood(_)));
     println!(
         "guest tests: {} passed, {failed} failed, {} skipped",
@@ -275,7 +281,9 @@ fn run_all(tests: Vec<Test>, options: &Options) -> Vec<Verdict> {
         for _ in 0..options.jobs {
             scope.spawn(|| {
                 loop {
-                    let Some(test) = queue.lock().expect("no holder panics").pop_front() else { break };
+                    let Some(test) = queue.lock().expect("no holder panics").pop_front() else {
+                        break;
+                    };
                     let verdict = run_and_report(&test, deadline);
                     verdicts.lock().expect("no holder panics").push(verdict);
                 }
@@ -288,13 +296,15 @@ fn run_all(tests: Vec<Test>, options: &Options) -> Vec<Verdict> {
 fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
     let name = short_name(test);
     let started = Instant::now();
-    let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(started));
+    let left =
+        deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(started));
     let verdict = if left.is_zero() {
         Ok(Verdict::Failed("Not run: the tests before it have taken all the time".to_owned()))
     } else {
         run_until_the_emulation_holds(test, deadline)
     };
-    let verdict = verdict.unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
+    let verdict =
+        verdict.unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
     let seconds = started.elapsed().as_secs_f64();
     match &verdict {
         Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
@@ -321,8 +331,10 @@ const MAX_SUSPECTS: usize = 2;
 /// output tells.
 fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Result<Verdict> {
     let name = short_name(test);
-    let left =
-        || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
+    let left = || {
+        deadline
+            .map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()))
+    };
     let mut reruns = Reruns::default();
     loop {
         let verdict = run_in_process(test, test.limit.min(left()))?;
@@ -335,8 +347,12 @@ fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Resu
             return Ok(with_the_reason(verdict, left()));
         }
         match console {
-            Some(console) => println!("rerun {name}: the emulation broke a guest's kernel ({console})"),
-            None => println!("rerun {name}: suspect, it failed without a mark of the emulation\n{output}"),
+            Some(console) => {
+                println!("rerun {name}: the emulation broke a guest's kernel ({console})")
+            }
+            None => println!(
+                "rerun {name}: suspect, it failed without a mark of the emulation\n{output}"
+            ),
         }
     }
 }
@@ -366,9 +382,9 @@ static SUSPECTS: AtomicUsize = AtomicUsize::new(0);
 /// A test that was cut off because the tests before it took too long says so.
 fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
     match verdict {
-        Verdict::Failed(output) if left.is_zero() => {
-            Verdict::Failed(format!("Cut off: all tests together have used their time up\n{output}"))
-        }
+        Verdict::Failed(output) if left.is_zero() => Verdict::Failed(format!(
+            "Cut off: all tests together have used their time up\n{output}"
+        )),
         verdict => verdict,
     }
 }
@@ -381,7 +397,8 @@ pub fn emulated() -> bool {
 /// The guest's console in a test's directory that has the emulation's mark.
 fn broken_console(dir: &Path) -> Option<String> {
     fs::read_dir(dir).ok()?.flatten().find_map(|entry| {
-        let name = entry.file_name().into_string().ok().filter(|name| name.ends_with(".console.log"))?;
+        let name =
+            entry.file_name().into_string().ok().filter(|name| name.ends_with(".console.log"))?;
         let console = fs::read(entry.path()).ok()?;
         has_the_mark(&String::from_utf8_lossy(&console)).then_some(name)
     })
@@ -448,7 +465,9 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
         }
         Ok((Some(StoredWrong::CODE), _)) => Verdict::FailedForGood(output),
         Ok((Some(_), _)) => Verdict::Failed(output),
-        Ok((None, status)) => Verdict::Failed(format!("{output}\nThe test's process ended by {status}")),
+        Ok((None, status)) => {
+            Verdict::Failed(format!("{output}\nThe test's process ended by {status}"))
+        }
         Err(error) => Verdict::Failed(format!("{output}\n{error:#}")),
     }
 }
@@ -545,7 +564,12 @@ mod tests {
                 limit: DEFAULT_LIMIT,
                 class: Class::Usual,
             },
-            Test { name: "guest_tests::boot::long", run: nothing, limit: DEFAULT_LIMIT, class: Class::Long },
+            Test {
+                name: "guest_tests::boot::long",
+                run: nothing,
+                limit: DEFAULT_LIMIT,
+                class: Class::Long,
+            },
             Test {
                 name: "guest_tests::boot::longer",
                 run: nothing,
@@ -559,7 +583,10 @@ mod tests {
         };
         assert_eq!((count(&[]), count(&["--long"]), count(&["--all"])), (1, 2, 3));
         assert_eq!((count(&["--all", "--long"]), count(&["--long", "--all"])), (3, 3));
-        assert_eq!((count(&["boot::"]), count(&["longer"]), count(&["--long", "short"])), (3, 1, 1));
+        assert_eq!(
+            (count(&["boot::"]), count(&["longer"]), count(&["--long", "short"])),
+            (3, 1, 1)
+        );
     }
 
     #[test]
@@ -579,13 +606,17 @@ mod tests {
             },
         ];
         let chosen = |arguments: &[&str]| {
-            let chosen = parse(arguments).unwrap().choose(TESTS).map_err(|error| error.to_string())?;
+            let chosen =
+                parse(arguments).unwrap().choose(TESTS).map_err(|error| error.to_string())?;
             Ok::<_, String>(chosen.iter().map(short_name).collect::<Vec<_>>())
         };
         assert_eq!(chosen(&[]), Ok(vec!["boot::starts"]));
         assert_eq!(chosen(&["starts", "long"]), Ok(vec!["boot::starts", "boot::long"]));
         for wrong in [["starts", "lng"], ["lng", "starts"]] {
-            assert_eq!(chosen(&wrong), Err("no test matches \"lng\"; the topics are boot".to_owned()));
+            assert_eq!(
+                chosen(&wrong),
+                Err("no test matches \"lng\"; the topics are boot".to_owned())
+            );
         }
         assert!(chosen(&["--exact", "boot::start"]).is_err());
     }
@@ -617,7 +648,9 @@ mod tests {
         let failed = || Verdict::Failed("waited".to_owned());
         assert_eq!(with_the_reason(failed(), Duration::from_secs(1)), failed());
         let cut = with_the_reason(failed(), Duration::ZERO);
-        assert!(matches!(cut, Verdict::Failed(why) if why.starts_with("Cut off") && why.ends_with("waited")));
+        assert!(
+            matches!(cut, Verdict::Failed(why) if why.starts_with("Cut off") && why.ends_with("waited"))
+        );
         assert_eq!(with_the_reason(Verdict::Passed, Duration::ZERO), Verdict::Passed);
     }
 
@@ -629,8 +662,12 @@ mod tests {
         fn else_wrong() -> Result<()> {
             Err(anyhow::anyhow!("no such device")).context("Round 3")
         }
-        let test =
-            |run| Test { name: "guest_tests::torn::kills", run, limit: DEFAULT_LIMIT, class: Class::Usual };
+        let test = |run| Test {
+            name: "guest_tests::torn::kills",
+            run,
+            limit: DEFAULT_LIMIT,
+            class: Class::Usual,
+        };
         assert_eq!(run_here(&test(stored_wrong)), StoredWrong::CODE);
         assert_eq!(run_here(&test(else_wrong)), 1);
     }
@@ -654,9 +691,11 @@ mod tests {
         fs::write(dir.join("vm0.vmm.log"), "Oops: int3").unwrap();
         fs::write(dir.join("vm0.console.log"), "Oops: general protection fault").unwrap();
         assert_eq!(broken_console(&dir), None);
-        fs::write(dir.join("vm1.console.log"), b"\xff[ 2.3] Oops: int3: 0000 [#2] PREEMPT SMP").unwrap();
+        fs::write(dir.join("vm1.console.log"), b"\xff[ 2.3] Oops: int3: 0000 [#2] PREEMPT SMP")
+            .unwrap();
         assert_eq!(broken_console(&dir).as_deref(), Some("vm1.console.log"));
-        let debug = "WARNING: CPU: 1 PID: 181 at arch/x86/kernel/traps.c:1120 exc_debug_kernel+0xca/0x160";
+        let debug =
+            "WARNING: CPU: 1 PID: 181 at arch/x86/kernel/traps.c:1120 exc_debug_kernel+0xca/0x160";
         fs::write(dir.join("vm1.console.log"), debug).unwrap();
         assert_eq!(broken_console(&dir).as_deref(), Some("vm1.console.log"));
         fs::remove_dir_all(&dir).unwrap();

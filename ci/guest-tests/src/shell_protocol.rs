@@ -63,7 +63,8 @@ impl Frame {
             FRAME_STDOUT => Ok(Self::Stdout(payload)),
             FRAME_STDERR => Ok(Self::Stderr(payload)),
             FRAME_EXIT => {
-                let code: [u8; 4] = payload.try_into().map_err(|_| invalid("exit frame is not 4 bytes"))?;
+                let code: [u8; 4] =
+                    payload.try_into().map_err(|_| invalid("exit frame is not 4 bytes"))?;
                 Ok(Self::Exit(i32::from_le_bytes(code)))
             }
             _ => Err(invalid("unknown kind of frame")),
@@ -126,7 +127,10 @@ mod tests {
     #[test]
     fn lengths_beyond_the_bounds_are_refused_before_anything_is_allocated() {
         let frame = [b'o', 0xff, 0xff, 0xff, 0xff];
-        assert_eq!(Frame::read_from(&mut frame.as_slice()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        assert_eq!(
+            Frame::read_from(&mut frame.as_slice()).unwrap_err().kind(),
+            io::ErrorKind::InvalidData
+        );
         let request = [0xff; 4];
         assert_eq!(
             Request::read_from(&mut request.as_slice()).unwrap_err().kind(),
@@ -137,6 +141,9 @@ mod tests {
     #[test]
     fn an_unknown_frame_is_an_error() {
         let frame = [b'?', 0, 0, 0, 0];
-        assert_eq!(Frame::read_from(&mut frame.as_slice()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        assert_eq!(
+            Frame::read_from(&mut frame.as_slice()).unwrap_err().kind(),
+            io::ErrorKind::InvalidData
+        );
     }
 }

@@ -60,7 +60,11 @@ pub fn send_with(stream: &UnixStream, bytes: &[u8], files: &[File]) -> Result<()
             (*header).cmsg_level = libc::SOL_SOCKET;
             (*header).cmsg_type = libc::SCM_RIGHTS;
             (*header).cmsg_len = libc::CMSG_LEN(data_len as u32) as _;
-            std::ptr::copy_nonoverlapping(fds.as_ptr().cast::<u8>(), libc::CMSG_DATA(header), data_len);
+            std::ptr::copy_nonoverlapping(
+                fds.as_ptr().cast::<u8>(),
+                libc::CMSG_DATA(header),
+                data_len,
+            );
         }
     }
     // SAFETY: everything that the message points to lives.

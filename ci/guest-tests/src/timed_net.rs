@@ -51,7 +51,8 @@ fn answer(stream: &mut TcpStream) -> Result<()> {
 }
 
 fn connect(server: SocketAddrV4, wanted: u8) -> Result<TcpStream> {
-    let mut stream = TcpStream::connect(server).with_context(|| format!("Cannot connect to {server}"))?;
+    let mut stream =
+        TcpStream::connect(server).with_context(|| format!("Cannot connect to {server}"))?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(LIMIT))?;
     stream.write_all(&[wanted])?;

@@ -25,12 +25,20 @@ pub(crate) fn stretched(limit: Duration) -> Duration {
 }
 
 /// Waits until `condition` holds. An error of the condition ends the wait at once.
-pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+pub fn wait_until(
+    what: &str,
+    limit: Duration,
+    mut condition: impl FnMut() -> Result<bool>,
+) -> Result<()> {
     wait_for(what, limit, || Ok(condition()?.then_some(())))
 }
 
 /// Waits until `look` finds something, and returns it. An error of `look` ends the wait at once.
-pub fn wait_for<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+pub fn wait_for<T>(
+    what: &str,
+    limit: Duration,
+    mut look: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
     let (started, limit) = (Instant::now(), stretched(limit));
     loop {
         if let Some(found) = look()? {
@@ -65,7 +73,8 @@ mod tests {
 
     #[test]
     fn an_error_ends_the_wait() {
-        let error = wait_until("never", Duration::from_secs(3600), || bail!("the VMM died")).unwrap_err();
+        let error =
+            wait_until("never", Duration::from_secs(3600), || bail!("the VMM died")).unwrap_err();
         assert_eq!(error.to_string(), "the VMM died");
     }
 }

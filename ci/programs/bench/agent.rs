@@ -62,7 +62,8 @@ pub fn measure(samples: &mut Samples) -> Result<()> {
         let (agent, monitors) = after.since(&before);
         samples.add(Row::AgentCpu, FORESHORE, agent);
         samples.add(Row::MonitorsCpu, FORESHORE, monitors);
-        let rss = guest.run("awk '/^VmRSS:/ { print $2 }' /proc/$(pidof foreshore-agent)/status")?;
+        let rss =
+            guest.run("awk '/^VmRSS:/ { print $2 }' /proc/$(pidof foreshore-agent)/status")?;
         let rss_kib: f64 = rss.trim().parse().with_context(|| format!("VmRSS is {rss:?}"))?;
         samples.add(Row::AgentRss, FORESHORE, rss_kib / 1024.0);
         return Ok(());

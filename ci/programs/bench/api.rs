@@ -31,8 +31,8 @@ pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
 }
 
 fn connect(path: &Path) -> Result<UnixStream> {
-    let stream =
-        UnixStream::connect(path).with_context(|| format!("Cannot connect to {}", path.display()))?;
+    let stream = UnixStream::connect(path)
+        .with_context(|| format!("Cannot connect to {}", path.display()))?;
     stream.set_read_timeout(Some(LIMIT))?;
     Ok(stream)
 }

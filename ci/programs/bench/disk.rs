@@ -41,6 +41,7 @@ pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
 
 fn time(vm: &Vm, what: &str, depth: u32) -> Result<f64> {
     let total = vm.run(&format!("guest-tool time-blocks /dev/vda {what} {TRANSFERS} {depth}"))?;
-    let total_us: f64 = total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
+    let total_us: f64 =
+        total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
     Ok(total_us / f64::from(TRANSFERS))
 }

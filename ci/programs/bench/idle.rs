@@ -16,8 +16,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use balloon::controller::{Controller, Event, Rules};
 use balloon::policy::Policy;
 use balloon::proto::{
-    AgentMessage, Blocks, Memory, NodeBlocks, PROTOCOL_VERSION, RawAgentMessage, RawHello, RawReport, Zone,
-    encode_line,
+    AgentMessage, Blocks, Memory, NodeBlocks, PROTOCOL_VERSION, RawAgentMessage, RawHello,
+    RawReport, Zone, encode_line,
 };
 use balloon::{HostView, Intake, MIB, Tier, TimeMs, ZoneSizes};
 
@@ -77,7 +77,9 @@ impl IdleThread {
     /// All times that it was woken.
     pub fn finish(self) -> Result<Vec<Woken>> {
         self.shared.is_over.store(true, Ordering::Relaxed);
-        self.waker.join().map_err(|_| anyhow!("The thread that wakes the idle one has panicked"))??;
+        self.waker
+            .join()
+            .map_err(|_| anyhow!("The thread that wakes the idle one has panicked"))??;
         Ok(std::mem::take(&mut *self.shared.times.lock().expect("nobody panics with it")))
     }
 }
@@ -86,7 +88,12 @@ impl IdleThread {
 type Answer = Result<Option<Woken>>;
 
 /// It is told the next time once it has answered the last one: it is idle then.
-fn wake(mut tell: PipeWriter, started: Instant, answered: &Receiver<Answer>, shared: &Shared) -> Result<()> {
+fn wake(
+    mut tell: PipeWriter,
+    started: Instant,
+    answered: &Receiver<Answer>,
+    shared: &Shared,
+) -> Result<()> {
     while !shared.is_over.load(Ordering::Relaxed) {
         thread::sleep(INTERVAL);
         if !shared.is_wanted.load(Ordering::Relaxed) {
@@ -112,7 +119,8 @@ fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) ->
         let woken = started.elapsed();
         governor.decide(&line)?;
         let decided = started.elapsed();
-        let wake_s = woken.saturating_sub(Duration::from_nanos(u64::from_ne_bytes(told_ns))).as_secs_f64();
+        let wake_s =
+            woken.saturating_sub(Duration::from_nanos(u64::from_ne_bytes(told_ns))).as_secs_f64();
         let decide_s = (decided - woken).as_secs_f64();
         line = governor.next_line();
         if answers.send(Ok(Some(Woken { wake_s, decide_s }))).is_err() {
@@ -134,7 +142,12 @@ impl Governor {
     fn new() -> Result<Self> {
         let policy = Policy::from_name("psi").context("No policy psi")?;
         let zones = vec![ZoneSizes::empty(0, Tier::Pm, 768 * MIB)];
-        let host = HostView { boot_bytes: 384 * MIB, zones, pool_free_bytes: 1 << 30, ..HostView::default() };
+        let host = HostView {
+            boot_bytes: 384 * MIB,
+            zones,
+            pool_free_bytes: 1 << 30,
+            ..HostView::default()
+        };
         let controller = Controller::new(policy, Rules::default())?;
         let mut governor = Self { controller, intake: Intake::new(TimeMs(0)), host, seq: 0 };
         let hello = RawHello {
@@ -211,7 +224,9 @@ mod tests {
         let thread = IdleThread::start().unwrap();
         let count = || thread.shared.times.lock().unwrap().len();
         thread
-            .during(|| wait_until("it was woken three times", Duration::from_secs(60), || Ok(count() >= 3)))
+            .during(|| {
+                wait_until("it was woken three times", Duration::from_secs(60), || Ok(count() >= 3))
+            })
             .unwrap();
         let times = thread.finish().unwrap();
         assert!(times.iter().all(|time| time.wake_s > 0.0 && time.decide_s > 0.0), "{times:?}");

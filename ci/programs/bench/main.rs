@@ -75,9 +75,12 @@ impl Options {
         let out = std::env::var_os("OUT").map_or_else(|| PathBuf::from("."), PathBuf::from);
         let mut options = Self { rounds: 5, groups: GROUPS.map(|(_, group)| group).to_vec(), out };
         while let Some(flag) = arguments.next() {
-            let value = arguments.next().with_context(|| format!("{flag} needs a value\n{USAGE}"))?;
+            let value =
+                arguments.next().with_context(|| format!("{flag} needs a value\n{USAGE}"))?;
             match flag.as_str() {
-                "--rounds" => options.rounds = value.parse().ok().filter(|n| *n > 0).context(USAGE)?,
+                "--rounds" => {
+                    options.rounds = value.parse().ok().filter(|n| *n > 0).context(USAGE)?
+                }
                 "--only" => options.groups = groups(&value)?,
                 "--out" => options.out = value.into(),
                 _ => bail!("unknown flag {flag}\n{USAGE}"),

@@ -29,7 +29,12 @@ pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     }
     with_host(vmm, samples, [Row::NetToGuest, Row::NetFromGuest, Row::NetRoundTrip], false)?;
     if vmm.has_vhost_net() && Path::new("/dev/vhost-net").exists() {
-        with_host(vmm, samples, [Row::VhostToGuest, Row::VhostFromGuest, Row::VhostRoundTrip], true)?;
+        with_host(
+            vmm,
+            samples,
+            [Row::VhostToGuest, Row::VhostFromGuest, Row::VhostRoundTrip],
+            true,
+        )?;
     }
     between_guests(vmm, samples)
 }
@@ -83,7 +88,11 @@ fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>, vhost: bool) -> Result<Vm> 
 }
 
 fn bring_up(vm: &Vm, address: Ipv4Addr) -> Result<()> {
-    wait_until("eth0 is there", LIMIT, || Ok(vm.try_run("test -e /sys/class/net/eth0")?.code == 0))?;
+    wait_until(
+        "eth0 is there",
+        LIMIT,
+        || Ok(vm.try_run("test -e /sys/class/net/eth0")?.code == 0),
+    )?;
     vm.run(&format!("ip addr add {address}/24 dev eth0 && ip link set eth0 up")).map(drop)
 }
 
@@ -92,7 +101,12 @@ fn serve(vm: &Vm) -> Result<()> {
 }
 
 /// The median of some times, after one that counts for nothing.
-fn add(samples: &mut Samples, row: Row, vmm: &Vmm, timed: impl Fn() -> Result<Duration>) -> Result<()> {
+fn add(
+    samples: &mut Samples,
+    row: Row,
+    vmm: &Vmm,
+    timed: impl Fn() -> Result<Duration>,
+) -> Result<()> {
     timed()?;
     let in_unit = |took: Duration| match row.unit() {
         Unit::Microseconds => took.as_secs_f64() * 1e6,

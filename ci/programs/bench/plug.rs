@@ -45,7 +45,11 @@ fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
     let started = Instant::now();
     vm.request_bytes(bytes)?;
     while vm.plugged_bytes()? != bytes {
-        ensure!(started.elapsed() < LIMIT, "{bytes} bytes are not plugged, but {}", vm.plugged_bytes()?);
+        ensure!(
+            started.elapsed() < LIMIT,
+            "{bytes} bytes are not plugged, but {}",
+            vm.plugged_bytes()?
+        );
         thread::sleep(LOOK_INTERVAL);
     }
     Ok(started.elapsed())

@@ -54,7 +54,8 @@ fn fill(samples: &mut Samples) -> Result<()> {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
         .boot()?;
-    let _hog = load(&guest, &format!("exec guest-tool hog {FILL_MIB}"), &format!("held {FILL_MIB}"))?;
+    let _hog =
+        load(&guest, &format!("exec guest-tool hog {FILL_MIB}"), &format!("held {FILL_MIB}"))?;
     let took_ms = wait_for("memory has come online", LIMIT, || {
         let info = guest.api("GET", "vm.pressure", None)?;
         Ok(info["details"]["report_to_online_ms"].as_f64())
@@ -76,7 +77,8 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         // where it has learned patience, of a grow while the guest boots and a shrink after that.
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
-    let _base = load(&guest, &format!("exec guest-tool hog {BASE_MIB}"), &format!("held {BASE_MIB}"))?;
+    let _base =
+        load(&guest, &format!("exec guest-tool hog {BASE_MIB}"), &format!("held {BASE_MIB}"))?;
     let idle = IdleThread::start()?;
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
     let mut enough = 0;
@@ -91,18 +93,27 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         let request = request_to_online(&guest, before_bytes + burst.asked_bytes)?;
         resize(&guest, before_bytes)?;
         guest.api("PUT", "vm.pressure", Some(json!({ "resume": true, "zone": "pm" })))?;
-        eprintln!("bench:     {} MiB asked for on top of {}", burst.asked_bytes / MIB, before_bytes / MIB);
+        eprintln!(
+            "bench:     {} MiB asked for on top of {}",
+            burst.asked_bytes / MIB,
+            before_bytes / MIB
+        );
         samples.add(Row::BurstToPlan, FORESHORE, burst.to_plan.as_secs_f64());
         samples.add(Row::BurstToOnline, FORESHORE, burst.to_online.as_secs_f64());
         samples.add(Row::RequestToOnline, FORESHORE, request.as_secs_f64());
         bursts.push(burst.to_online.as_secs_f64());
         requests.push(request.as_secs_f64());
     }
-    let (burst, request) = (median(&bursts).context("no burst")?, median(&requests).context("no request")?);
+    let (burst, request) =
+        (median(&bursts).context("no burst")?, median(&requests).context("no request")?);
     samples.add(Row::BurstOverRequest, FORESHORE, burst - request);
     let metrics = guest.metrics()?;
     for (row, share) in [(Row::ReportToPlan, 0.5), (Row::ReportToPlanP99, 0.99)] {
-        samples.add(row, FORESHORE, metrics.quantile("foreshore_pressure_report_to_plan_seconds", share)?);
+        samples.add(
+            row,
+            FORESHORE,
+            metrics.quantile("foreshore_pressure_report_to_plan_seconds", share)?,
+        );
     }
     add_idle(samples, &idle.finish()?)
 }
@@ -146,7 +157,11 @@ fn wait_for_rest(guest: &Guest) -> Result<u64> {
 /// By hand, until it is so.
 fn resize(guest: &Guest, bytes: u64) -> Result<()> {
     guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": bytes })))?;
-    guest.wait_until("the zone has its size", LIMIT, || Ok(plugged_and_requested(guest)?.0 == bytes))
+    guest.wait_until(
+        "the zone has its size",
+        LIMIT,
+        || Ok(plugged_and_requested(guest)?.0 == bytes),
+    )
 }
 
 /// What came of a burst, from its first page on.
@@ -178,12 +193,15 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     let asked_at = clocks.started.elapsed();
     let decisions = info["decisions"].as_array().context("No decisions")?;
     let is_grow = |decision: &&Value| {
-        decision["direction"] == "grow" && decision["seq"].as_u64() > Some(last) && asked(decision) > 0
+        decision["direction"] == "grow"
+            && decision["seq"].as_u64() > Some(last)
+            && asked(decision) > 0
     };
     // The newest is the first in the list.
     let grow = decisions.iter().rev().find(is_grow);
     let grow = grow.with_context(|| format!("Memory came, and nobody decided it: {info}"))?;
-    let age = grow["age_ms"].as_u64().map(Duration::from_millis).context("A decision without an age")?;
+    let age =
+        grow["age_ms"].as_u64().map(Duration::from_millis).context("A decision without an age")?;
     drop(script);
     guest.wait_until_run("the burst's memory is free", LIMIT, "! pgrep -f '^guest-tool burst'")?;
     Ok(Some(Burst {
@@ -269,7 +287,10 @@ mod tests {
 
     #[test]
     fn lines_have_a_time() {
-        assert_eq!(Line::parse("total 1500 4096").unwrap(), (Line::Total, Duration::from_micros(1500)));
+        assert_eq!(
+            Line::parse("total 1500 4096").unwrap(),
+            (Line::Total, Duration::from_micros(1500))
+        );
         assert_eq!(Line::parse("tick 7").unwrap(), (Line::Tick, Duration::from_micros(7)));
         assert!(Line::parse("total 1500").is_err() && Line::parse("tick x").is_err());
     }

@@ -41,7 +41,12 @@ pub fn markdown(samples: &Samples, rounds: usize) -> String {
         let cells: Vec<String> = vmms.iter().map(|vmm| cell(samples, row, vmm)).collect();
         let ratio = ratio(samples, row).map_or(String::new(), |ratio| format!("{ratio:.2}"));
         let (target, met) = verdict(samples, row);
-        let _ = writeln!(text, "| {} | {} | {ratio} | {target} | {met} |", row.title(), cells.join(" | "));
+        let _ = writeln!(
+            text,
+            "| {} | {} | {ratio} | {target} | {met} |",
+            row.title(),
+            cells.join(" | ")
+        );
     }
     let _ = writeln!(text, "\nMeasured on: {}.", measured_on());
     text
@@ -89,11 +94,15 @@ fn as_json(samples: &Samples, rounds: usize) -> Value {
                 .into_iter()
                 .map(|vmm| {
                     let values = samples.of(row, &vmm);
-                    (vmm, json!({ "median": median(values), "p99": p99(values), "samples": values }))
+                    (
+                        vmm,
+                        json!({ "median": median(values), "p99": p99(values), "samples": values }),
+                    )
                 })
                 .collect();
             let (target, met) = verdict(samples, row);
-            let value = json!({ "vmms": vmms, "ratio": ratio(samples, row), "target": target, "met": met });
+            let value =
+                json!({ "vmms": vmms, "ratio": ratio(samples, row), "target": target, "met": met });
             (row.key().to_owned(), value)
         })
         .collect();
@@ -113,7 +122,10 @@ mod tests {
         }
         samples.add(Row::VmmMemory, FORESHORE, 7.5);
         let text = markdown(&samples, 3);
-        assert!(text.contains("| 2.10 s (2.00 s to 2.20 s) | 4.20 s (4.00 s to 4.40 s) | 0.50 |"), "{text}");
+        assert!(
+            text.contains("| 2.10 s (2.00 s to 2.20 s) | 4.20 s (4.00 s to 4.40 s) | 0.50 |"),
+            "{text}"
+        );
         assert!(text.contains("| 0.55 x QEMU | yes |"), "{text}");
         assert!(text.contains("| 7.0 MiB | no |"), "{text}");
         assert_eq!(as_json(&samples, 3)["rows"]["boot_seconds"]["vmms"]["qemu"]["median"], 4.2);

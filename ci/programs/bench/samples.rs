@@ -220,7 +220,9 @@ impl Row {
             Self::VhostFromGuest => "TCP over a tap, by vhost-net: 64 MiB from the guest",
             Self::VhostRoundTrip => "TCP over a tap, by vhost-net: a byte to the guest and back",
             Self::NetBetween => "TCP over two taps and a bridge: 64 MiB from guest to guest",
-            Self::NetBetweenRoundTrip => "TCP over two taps and a bridge: a byte to the other guest and back",
+            Self::NetBetweenRoundTrip => {
+                "TCP over two taps and a bridge: a byte to the other guest and back"
+            }
             Self::ApiMedian => "vm.info (QEMU: query-status), median of a run",
             Self::ApiP99 => "vm.info (QEMU: query-status), 99th percentile of a run",
             Self::NvdimmWrite => "BTT, nvdimm on tmpfs: write 4 KiB",
@@ -253,7 +255,9 @@ impl Row {
             Self::AgentCpu => "agent at rest, of a CPU",
             Self::MonitorsCpu => "DAMON on its behalf, of a CPU",
             Self::AgentRss => "agent at rest, resident",
-            Self::StreamCopy => "STREAM copy, raw volume by devdax: time of that in the pool's memory",
+            Self::StreamCopy => {
+                "STREAM copy, raw volume by devdax: time of that in the pool's memory"
+            }
             Self::StreamScale => "STREAM scale, the same",
             Self::StreamAdd => "STREAM add, the same",
             Self::StreamTriad => "STREAM triad, the same",
@@ -355,7 +359,9 @@ impl Samples {
     /// The VMMs that were measured, Foreshore and QEMU first.
     pub fn vmms(&self) -> Vec<String> {
         let mut names: Vec<String> = self.0.keys().map(|(_, vmm)| vmm.clone()).collect();
-        names.sort_by_key(|name| (name != super::vmm::FORESHORE, name != super::vmm::QEMU, name.clone()));
+        names.sort_by_key(|name| {
+            (name != super::vmm::FORESHORE, name != super::vmm::QEMU, name.clone())
+        });
         names.dedup();
         names
     }
@@ -415,7 +421,9 @@ mod tests {
     fn one_of_a_hundred_is_above_the_99th_percentile() {
         let up_to = |last: u32| (1..=last).rev().map(f64::from).collect::<Vec<f64>>();
         assert_eq!(p99(&[]), None);
-        for (last, expected) in [(1, 1.0), (20, 20.0), (99, 99.0), (100, 99.0), (101, 100.0), (1000, 990.0)] {
+        for (last, expected) in
+            [(1, 1.0), (20, 20.0), (99, 99.0), (100, 99.0), (101, 100.0), (1000, 990.0)]
+        {
             assert_eq!(p99(&up_to(last)), Some(expected), "of {last}");
         }
     }

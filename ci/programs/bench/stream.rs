@@ -71,7 +71,10 @@ fn start() -> Result<Guest> {
     guest.wait_until("the memory is plugged", LIMIT, || {
         let zones = guest.api("GET", "vm.memory", None)?;
         let plugged = zones["zones"].as_array().and_then(|zones| {
-            zones.iter().find(|zone| zone["id"] == "pm").and_then(|zone| zone["plugged_bytes"].as_u64())
+            zones
+                .iter()
+                .find(|zone| zone["id"] == "pm")
+                .and_then(|zone| zone["plugged_bytes"].as_u64())
         });
         Ok(plugged == Some(384 * MIB))
     })?;
@@ -81,7 +84,11 @@ fn start() -> Result<Guest> {
 }
 
 fn make_devdax(guest: &Guest) -> Result<()> {
-    guest.wait_until_run("/dev/pmem1 is there", LIMIT, "test -b /dev/pmem0 && test -b /dev/pmem1")?;
+    guest.wait_until_run(
+        "/dev/pmem1 is there",
+        LIMIT,
+        "test -b /dev/pmem0 && test -b /dev/pmem1",
+    )?;
     guest.run_within(LIMIT, &convert(0, Kind::DevDax))?;
     guest.wait_until_run("the device is there", LIMIT, &format!("test -c {DEVDAX}"))
 }

@@ -77,6 +77,7 @@ fn time(vmm: &Vmm, disk: Disk, node: &str, rows: [Row; 2], samples: &mut Samples
 
 fn time_once(vm: &Vm, command: &str) -> Result<f64> {
     let total = vm.run(&format!("guest-tool time '{command}'"))?;
-    let total_us: f64 = total.trim().parse().with_context(|| format!("guest-tool time says {total:?}"))?;
+    let total_us: f64 =
+        total.trim().parse().with_context(|| format!("guest-tool time says {total:?}"))?;
     Ok(total_us / 1e6)
 }

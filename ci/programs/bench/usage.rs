@@ -64,7 +64,8 @@ fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
     for line in smaps.lines() {
         let Some((field, value)) = line.split_once(':') else { continue };
         let Some(kib) = value.trim().strip_suffix(" kB") else { continue };
-        let bytes = kib.trim().parse::<u64>().with_context(|| format!("A line of smaps: {line:?}"))? * 1024;
+        let bytes =
+            kib.trim().parse::<u64>().with_context(|| format!("A line of smaps: {line:?}"))? * 1024;
         match field {
             // The first field of each mapping.
             "Size" => {
@@ -76,7 +77,10 @@ fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
             _ => {}
         }
     }
-    ensure!(guests == 1, "{guests} mappings have the size of the guest's memory, {guest_bytes} bytes");
+    ensure!(
+        guests == 1,
+        "{guests} mappings have the size of the guest's memory, {guest_bytes} bytes"
+    );
     Ok(sum)
 }
 

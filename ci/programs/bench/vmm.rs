@@ -87,10 +87,13 @@ pub enum Vm {
 impl Vmm {
     /// Foreshore, QEMU, and what the environment names.
     pub fn all() -> Vec<Self> {
-        let other = std::env::var_os("FORESHORE_TEST_BENCH_VMM").map(PathBuf::from).map(|program| {
-            let name = program.file_name().map_or_else(|| "other".into(), |name| name.to_string_lossy());
-            Self::Other { name: name.into_owned(), program }
-        });
+        let other =
+            std::env::var_os("FORESHORE_TEST_BENCH_VMM").map(PathBuf::from).map(|program| {
+                let name = program
+                    .file_name()
+                    .map_or_else(|| "other".into(), |name| name.to_string_lossy());
+                Self::Other { name: name.into_owned(), program }
+            });
         [Self::Foreshore, Self::Qemu].into_iter().chain(other).collect()
     }
 
@@ -116,8 +119,12 @@ impl Vmm {
                 forget(&builder.console())?;
                 Ok(Vm::Qemu(builder.start()?))
             }
-            Self::Foreshore => Ok(Vm::Cli(cli(extras, &program("foreshore")).pressure("off").start()?)),
-            Self::Other { program, .. } => Ok(Vm::Cli(cli(extras, program).without("--metrics").start()?)),
+            Self::Foreshore => {
+                Ok(Vm::Cli(cli(extras, &program("foreshore")).pressure("off").start()?))
+            }
+            Self::Other { program, .. } => {
+                Ok(Vm::Cli(cli(extras, program).without("--metrics").start()?))
+            }
         }
     }
 }
@@ -133,9 +140,13 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");
     let builder = match &extras.net {
         Some(Net { tap, host, nth, vhost }) => {
-            let address = host.map_or(String::new(), |host| format!(",ip={host},mask=255.255.255.0"));
+            let address =
+                host.map_or(String::new(), |host| format!(",ip={host},mask=255.255.255.0"));
             let vhost = if *vhost { ",vhost=on" } else { "" };
-            builder.argument("--net", &format!("tap={tap},mac=02:f5:00:00:00:{nth:02x}{address}{vhost}"))
+            builder.argument(
+                "--net",
+                &format!("tap={tap},mac=02:f5:00:00:00:{nth:02x}{address}{vhost}"),
+            )
         }
         None => builder,
     };

@@ -74,12 +74,19 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
 }
 
 /// One guest: the medians of its repeats are its samples.
-fn time(vmm: &Vmm, disk: Disk, effort: Effort, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
+fn time(
+    vmm: &Vmm,
+    disk: Disk,
+    effort: Effort,
+    rows: [Row; 2],
+    samples: &mut Samples,
+) -> Result<()> {
     host_memory::even_out()?;
     let vm = vmm.start(&Extras { disk, ..Extras::default() })?;
     vm.wait_for_shell()?;
     // One of the two is there.
-    let found = || vm.try_run("ls /dev/vda /dev/pmem0s 2>/dev/null || true").map(|output| output.stdout);
+    let found =
+        || vm.try_run("ls /dev/vda /dev/pmem0s 2>/dev/null || true").map(|output| output.stdout);
     wait_until("the disk is there", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
     let mut times_us = [Vec::new(), Vec::new()];
@@ -99,7 +106,8 @@ fn time(vmm: &Vmm, disk: Disk, effort: Effort, rows: [Row; 2], samples: &mut Sam
 
 fn time_once(vm: &Vm, device: &str, what: &str, transfers: u32) -> Result<f64> {
     let total = vm.run(&format!("guest-tool time-blocks {device} {what} {transfers}"))?;
-    let total_us: f64 = total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
+    let total_us: f64 =
+        total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
     Ok(total_us / f64::from(transfers))
 }
 
@@ -150,7 +158,8 @@ fn disk_dir() -> Result<PathBuf> {
 }
 
 fn shell(command: &str) -> Result<()> {
-    let output = Command::new("sh").args(["-c", command]).output().context("Cannot start a shell")?;
+    let output =
+        Command::new("sh").args(["-c", command]).output().context("Cannot start a shell")?;
     ensure!(output.status.success(), "`{command}`: {}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }

@@ -38,7 +38,8 @@ fn timeline() -> Result<()> {
         arguments => (true, arguments),
     };
     let [address, zero, end, events, dir] = arguments else { bail!("{USAGE}") };
-    let seconds = |text: &str| text.parse::<f64>().with_context(|| format!("Not a time: {text:?}\n{USAGE}"));
+    let seconds =
+        |text: &str| text.parse::<f64>().with_context(|| format!("Not a time: {text:?}\n{USAGE}"));
     let events = fs::read_to_string(events).with_context(|| format!("Cannot read {events}"))?;
     let events = parse_events(&events)?;
     let range = Range::new(seconds(zero)?, seconds(end)?)?;
@@ -64,7 +65,8 @@ fn parse_events(text: &str) -> Result<Vec<Event>> {
         let mut cells = line.splitn(3, ',').skip(1);
         let elapsed_s: Option<f64> = cells.next().and_then(|cell| cell.parse().ok());
         let what = cells.next().map(str::to_owned);
-        let (elapsed_s, what) = elapsed_s.zip(what).with_context(|| format!("Not an event: {line:?}"))?;
+        let (elapsed_s, what) =
+            elapsed_s.zip(what).with_context(|| format!("Not an event: {line:?}"))?;
         Ok(Event { elapsed_s, what })
     };
     text.lines().skip(1).map(event).collect()
@@ -81,8 +83,10 @@ mod tests {
     #[test]
     fn events_are_read_below_the_head() {
         let events =
-            parse_events("time_s,elapsed_s,event\n1000.5,0.5,one\n1012.0,12.0,two, three\n").unwrap();
-        let events: Vec<_> = events.iter().map(|event| (event.elapsed_s, event.what.as_str())).collect();
+            parse_events("time_s,elapsed_s,event\n1000.5,0.5,one\n1012.0,12.0,two, three\n")
+                .unwrap();
+        let events: Vec<_> =
+            events.iter().map(|event| (event.elapsed_s, event.what.as_str())).collect();
         assert_eq!(events, [(0.5, "one"), (12.0, "two, three")]);
         for line in ["1000.5,0.5", "1000.5,soon,one", "one"] {
             assert!(parse_events(&format!("head\n{line}")).is_err(), "{line}");

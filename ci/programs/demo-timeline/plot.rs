@@ -17,7 +17,8 @@ pub fn script(range: &Range, events: &[Event]) -> String {
     let times: Vec<f64> = events.iter().map(|event| event.elapsed_s).collect();
     let names_at = spread(&times, range.len_s() as f64);
     let marks = events.iter().zip(names_at).enumerate();
-    let marks: String = marks.map(|(index, (event, name_at))| mark(index + 1, event, name_at)).collect();
+    let marks: String =
+        marks.map(|(index, (event, name_at))| mark(index + 1, event, name_at)).collect();
     include_str!("timeline.gnuplot")
         .replace("@END@", &range.len_s().to_string())
         .replace("@MARKS@", &marks)

@@ -56,7 +56,12 @@ impl Prometheus {
             range.end_s
         );
         let response = http::request_tcp(&self.address, "GET", &path, None)?;
-        ensure!(response.status == 200, "{expression}: status {}: {}", response.status, response.body);
+        ensure!(
+            response.status == 200,
+            "{expression}: status {}: {}",
+            response.status,
+            response.body
+        );
         parse(&response.body).with_context(|| format!("The answer to {expression}"))
     }
 }
@@ -64,14 +69,17 @@ impl Prometheus {
 /// Everything but what RFC 3986 calls unreserved.
 fn percent_encoded(text: &str) -> String {
     let byte = |byte: u8| match byte {
-        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
+            char::from(byte).to_string()
+        }
         other => format!("%{other:02X}"),
     };
     text.bytes().map(byte).collect()
 }
 
 fn parse(body: &str) -> Result<BTreeMap<String, Series>> {
-    let answer: Value = serde_json::from_str(body).with_context(|| format!("Not JSON: {body:?}"))?;
+    let answer: Value =
+        serde_json::from_str(body).with_context(|| format!("Not JSON: {body:?}"))?;
     ensure!(answer["status"] == "success", "No success: {body}");
     let results = answer["data"]["result"].as_array().context("No result")?;
     let mut by_vm = BTreeMap::new();

@@ -48,8 +48,9 @@ pub struct Table {
 impl Table {
     /// Asks for every column.
     pub fn ask(prometheus: &Prometheus, range: &Range) -> Result<Self> {
-        let column =
-            |(name, expression): (&'static str, &str)| Ok((name, prometheus.ask(expression, range)?));
+        let column = |(name, expression): (&'static str, &str)| {
+            Ok((name, prometheus.ask(expression, range)?))
+        };
         Ok(Self { range: *range, columns: COLUMNS.into_iter().map(column).collect::<Result<_>>()? })
     }
 
@@ -63,7 +64,9 @@ impl Table {
 
     fn covered_percent(&self, vm: &str) -> usize {
         let Some(series) = self.series("pm_plugged_bytes", vm) else { return 0 };
-        let (Some((first, _)), Some((last, _))) = (series.first_key_value(), series.last_key_value()) else {
+        let (Some((first, _)), Some((last, _))) =
+            (series.first_key_value(), series.last_key_value())
+        else {
             return 0;
         };
         series.len() * 100 / ((last - first) as usize + 1)
@@ -73,7 +76,9 @@ impl Table {
     pub fn claims(&self) -> Vec<Claim> {
         let covered = |vm| {
             let percent = self.covered_percent(vm);
-            let what = format!("VM {vm} was scraped in {percent} % of the seconds from its start to its end");
+            let what = format!(
+                "VM {vm} was scraped in {percent} % of the seconds from its start to its end"
+            );
             Claim { holds: percent >= LEAST_COVERED_PERCENT, what }
         };
         vec![
@@ -88,7 +93,8 @@ impl Table {
     }
 
     fn every_column_has_samples(&self) -> Claim {
-        let empty = self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
+        let empty =
+            self.columns.iter().filter(|(_, by_vm)| !by_vm.contains_key(VM)).map(|(name, _)| *name);
         let empty: Vec<&str> = empty.collect();
         Claim {
             holds: empty.is_empty(),
@@ -101,8 +107,9 @@ impl Table {
     }
 
     fn pm_was_lent(&self) -> Claim {
-        let tops = ["pm_requested_bytes", "pm_plugged_bytes", "pm_resident_bytes", "pool_memory_bytes"]
-            .map(|column| self.top(column, VM));
+        let tops =
+            ["pm_requested_bytes", "pm_plugged_bytes", "pm_resident_bytes", "pool_memory_bytes"]
+                .map(|column| self.top(column, VM));
         let [requested, plugged, resident, lent] = tops.map(|bytes| bytes / MIB);
         Claim {
             holds: tops.iter().all(|bytes| *bytes >= LEAST_PM_BYTES),
@@ -125,7 +132,8 @@ impl Table {
     }
 
     fn other_swapped_or_killed(&self) -> Claim {
-        let [pages, kills] = ["swapped_out_pages", "oom_kills"].map(|column| self.top(column, OTHER_VM));
+        let [pages, kills] =
+            ["swapped_out_pages", "oom_kills"].map(|column| self.top(column, OTHER_VM));
         Claim {
             holds: pages + kills > 0.0,
             what: format!("VM {OTHER_VM} swapped out {pages} pages and killed {kills} processes"),
@@ -136,7 +144,8 @@ impl Table {
     pub fn to_csv(&self) -> String {
         let names: Vec<&str> = self.columns.iter().map(|(name, _)| *name).collect();
         let mut csv = format!("time_s,elapsed_s,vm,{}\n", names.join(","));
-        let vms: BTreeSet<&String> = self.columns.iter().flat_map(|(_, series)| series.keys()).collect();
+        let vms: BTreeSet<&String> =
+            self.columns.iter().flat_map(|(_, series)| series.keys()).collect();
         for vm in vms {
             for (elapsed_s, time_s) in self.range.steps().enumerate() {
                 let cell = |(_, by_vm): &(&str, BTreeMap<String, Series>)| {
@@ -152,8 +161,13 @@ impl Table {
 
     /// How much there is.
     pub fn summary(&self) -> String {
-        let samples: usize = self.columns.iter().flat_map(|(_, by_vm)| by_vm.values()).map(Series::len).sum();
-        format!("it has {samples} samples of {} figures over {} s", self.columns.len(), self.range.len_s())
+        let samples: usize =
+            self.columns.iter().flat_map(|(_, by_vm)| by_vm.values()).map(Series::len).sum();
+        format!(
+            "it has {samples} samples of {} figures over {} s",
+            self.columns.len(),
+            self.range.len_s()
+        )
     }
 }
 
@@ -163,7 +177,8 @@ mod tests {
 
     /// Three samples, and all has gone well.
     fn table() -> Table {
-        let series = |values: [f64; 3]| Series::from([(1, values[0]), (2, values[1]), (3, values[2])]);
+        let series =
+            |values: [f64; 3]| Series::from([(1, values[0]), (2, values[1]), (3, values[2])]);
         let column = |(name, _): (&'static str, &str)| {
             let [governed, other] = match name {
                 "swapped_out_pages" | "oom_kills" => [[0.0; 3], [0.0, 3.0, 7.0]],
@@ -210,7 +225,8 @@ mod tests {
     #[test]
     fn a_series_without_samples_is_named() {
         let mut table = table();
-        let (_, by_vm) = table.columns.iter_mut().find(|(name, _)| *name == "stall_full_seconds").unwrap();
+        let (_, by_vm) =
+            table.columns.iter_mut().find(|(name, _)| *name == "stall_full_seconds").unwrap();
         by_vm.remove(VM);
         let broken: Vec<_> = table.claims().into_iter().filter(|claim| !claim.holds).collect();
         assert!(broken.len() == 1 && broken[0].what.contains(r#"["stall_full_seconds"]"#));

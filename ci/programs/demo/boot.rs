@@ -15,9 +15,14 @@ pub fn show(builder: &GuestBuilder) -> Result<Guest> {
     event("its guest is up");
     print!("{}", indented(&guest.run("uname -sr; free -m; cat /proc/swaps")?));
 
-    let total_mib: u64 = number(&guest, "awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?;
-    claim(total_mib < 384, &format!("free knows {total_mib} MiB, less than the 384 MiB of DRAM at boot"))?;
-    let pm_blocks = number(&guest, "ls -d /sys/devices/system/node/node1/memory* 2>/dev/null | wc -l")?;
+    let total_mib: u64 =
+        number(&guest, "awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?;
+    claim(
+        total_mib < 384,
+        &format!("free knows {total_mib} MiB, less than the 384 MiB of DRAM at boot"),
+    )?;
+    let pm_blocks =
+        number(&guest, "ls -d /sys/devices/system/node/node1/memory* 2>/dev/null | wc -l")?;
     claim(pm_blocks == 0, "the guest has not one block of PM")?;
     let sizes = Sizes::of(&guest)?;
     claim(

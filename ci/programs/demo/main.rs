@@ -81,7 +81,10 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
         if ended.recv_timeout(limit) != Err(RecvTimeoutError::Timeout) {
             return;
         }
-        println!("  NOT SEEN: the rest; the demo was cut off after {} s (--within)", limit.as_secs());
+        println!(
+            "  NOT SEEN: the rest; the demo was cut off after {} s (--within)",
+            limit.as_secs()
+        );
         print_causes();
         if let Err(error) = keep_logs() {
             println!("  the logs are lost: {error:#}");
@@ -144,7 +147,8 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
     for entry in fs::read_dir(this_tests_dir())? {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "log") {
-            let name = path.file_name().and_then(|name| name.to_str()).context("A file without a name")?;
+            let name =
+                path.file_name().and_then(|name| name.to_str()).context("A file without a name")?;
             logs.push((plain_name(name), path));
         }
     }
@@ -156,7 +160,8 @@ fn logs() -> Result<Vec<(String, PathBuf)>> {
 fn keep_logs() -> Result<()> {
     let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
     for (name, path) in logs()? {
-        fs::copy(&path, out.join(name)).with_context(|| format!("Cannot keep {}", path.display()))?;
+        fs::copy(&path, out.join(name))
+            .with_context(|| format!("Cannot keep {}", path.display()))?;
     }
     Ok(())
 }
@@ -165,7 +170,8 @@ fn keep_logs() -> Result<()> {
 fn print_causes() {
     let printed = logs().and_then(|logs| {
         for (name, path) in logs {
-            let bytes = fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
+            let bytes =
+                fs::read(&path).with_context(|| format!("Cannot read {}", path.display()))?;
             print!("{}", causes(&name, &String::from_utf8_lossy(&bytes)));
         }
         Ok(())

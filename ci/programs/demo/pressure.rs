@@ -28,7 +28,9 @@ pub fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) -> Resu
     check_governed(guest, &governed, dataset_bytes)?;
     print_latency(guest)?;
 
-    println!("  the same fill in another VM, policy-off: the same guest with --pressure policy=off");
+    println!(
+        "  the same fill in another VM, policy-off: the same guest with --pressure policy=off"
+    );
     let other = boot_policy_off()?;
     redis::start(&other)?;
     event("VM policy-off: same fill begins");
@@ -64,7 +66,11 @@ fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
         Some(watch) => watch.look(keys),
         None => Ok(()),
     })?;
-    Ok(Run { fill, swapped_out_pages: vmstat(guest, "pswpout")?, killed: vmstat(guest, "oom_kill")? })
+    Ok(Run {
+        fill,
+        swapped_out_pages: vmstat(guest, "pswpout")?,
+        killed: vmstat(guest, "oom_kill")?,
+    })
 }
 
 /// Looks at the zones while they grow: DRAM has to be first.
@@ -83,7 +89,10 @@ impl<'a> Watch<'a> {
         println!("  {keys:6} keys, the guest has {sizes}");
         if sizes.pm.requested_bytes > 0 && !self.pm_seen {
             self.pm_seen = true;
-            claim(sizes.dram.requested_bytes == 128 * MIB, "PM is asked for once DRAM has no more")?;
+            claim(
+                sizes.dram.requested_bytes == 128 * MIB,
+                "PM is asked for once DRAM has no more",
+            )?;
         }
         Ok(())
     }
@@ -92,8 +101,9 @@ impl<'a> Watch<'a> {
 /// How long the guest waited for memory.
 fn print_latency(guest: &Guest) -> Result<()> {
     let metrics = guest.metrics()?;
-    let total =
-        |suffix: &str| metrics.value(&format!("foreshore_pressure_report_to_online_seconds_{suffix}"), &[]);
+    let total = |suffix: &str| {
+        metrics.value(&format!("foreshore_pressure_report_to_online_seconds_{suffix}"), &[])
+    };
     let (count, seconds) = (total("count")?, total("sum")?);
     claim(
         count > 0.0,
@@ -119,8 +129,12 @@ fn print_side_by_side(governed: &Run, ungoverned: &Run) {
     );
     row("pages swapped out", &|run| run.swapped_out_pages.to_string());
     row("processes killed (OOM)", &|run| run.killed.to_string());
-    row("fill", &|run| if run.fill.completed { "complete".to_owned() } else { "broken off".to_owned() });
+    row("fill", &|run| {
+        if run.fill.completed { "complete".to_owned() } else { "broken off".to_owned() }
+    });
     row("seconds until then", &|run| format!("{:.1}", run.fill.took.as_secs_f64()));
     row("keys seen in Redis", &|run| run.fill.keys.to_string());
-    row("Redis afterwards", &|run| if run.fill.alive { "answers".to_owned() } else { "dead".to_owned() });
+    row("Redis afterwards", &|run| {
+        if run.fill.alive { "answers".to_owned() } else { "dead".to_owned() }
+    });
 }

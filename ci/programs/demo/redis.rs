@@ -103,11 +103,13 @@ fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
 pub fn dataset_bytes(guest: &Guest) -> Result<u64> {
     let text = guest.run(&format!("redis-cli -s {SOCKET} info memory"))?;
     let line = text.lines().find_map(|line| line.strip_prefix("used_memory_dataset:"));
-    line.and_then(|bytes| bytes.trim().parse().ok()).with_context(|| format!("info memory says {text:?}"))
+    line.and_then(|bytes| bytes.trim().parse().ok())
+        .with_context(|| format!("info memory says {text:?}"))
 }
 
 /// Forgets everything and gives the allocator's pages back.
 pub fn flush(guest: &Guest) -> Result<()> {
-    let flush = format!("redis-cli -s {SOCKET} flushall sync && redis-cli -s {SOCKET} memory purge");
+    let flush =
+        format!("redis-cli -s {SOCKET} flushall sync && redis-cli -s {SOCKET} memory purge");
     guest.run_within(SILENCE_LIMIT, &flush).map(drop)
 }

@@ -55,8 +55,12 @@ pub fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
     )?;
     let returned = top.rss_bytes.saturating_sub(after.rss_bytes);
     claim(
-        after.sizes.pm.resident_bytes == 0 && returned + TOLERANCE_BYTES >= top.sizes.pm.resident_bytes,
-        &format!("the VMM's resident memory fell by {} MiB, with no PM in it any more", returned / MIB),
+        after.sizes.pm.resident_bytes == 0
+            && returned + TOLERANCE_BYTES >= top.sizes.pm.resident_bytes,
+        &format!(
+            "the VMM's resident memory fell by {} MiB, with no PM in it any more",
+            returned / MIB
+        ),
     )?;
     guest.no_kernel_complaints()
 }

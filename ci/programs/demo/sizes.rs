@@ -50,7 +50,8 @@ impl fmt::Display for Sizes {
 }
 
 fn zone(metrics: &Metrics, id: &str) -> Result<Zone> {
-    let size = |which: &str| bytes(metrics, &format!("foreshore_memory_{which}_bytes"), &[("zone", id)]);
+    let size =
+        |which: &str| bytes(metrics, &format!("foreshore_memory_{which}_bytes"), &[("zone", id)]);
     Ok(Zone {
         boot_bytes: size("boot")?,
         requested_bytes: size("requested")?,

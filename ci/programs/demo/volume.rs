@@ -52,7 +52,8 @@ impl Acknowledged {
         for lines in self.lines.chunks(200) {
             guest.run(&format!("cat >>/tmp/list <<'END'\n{}\nEND", lines.join("\n")))?;
         }
-        let checked = guest.run_within(IO_LIMIT, &format!("guest-tool check-files {FILES} /tmp/list"))?;
+        let checked =
+            guest.run_within(IO_LIMIT, &format!("guest-tool check-files {FILES} /tmp/list"))?;
         let expected = format!("checked {}", self.lines.len());
         ensure!(checked.trim() == expected, "{checked:?} instead of {expected:?}");
         claim(true, &format!("all {} acknowledged files are there, whole", self.lines.len()))
@@ -77,7 +78,8 @@ pub fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     restarted.power_off()?;
     pool.check()?;
 
-    let other = with_volume(vm, pool, "virtio-pmem").name("restarted-virtio-pmem").cpus(1).boot()?;
+    let other =
+        with_volume(vm, pool, "virtio-pmem").name("restarted-virtio-pmem").cpus(1).boot()?;
     event("restarted with virtio-pmem");
     mount(&other)?;
     claim(true, "the file system mounts, on virtio-pmem with one vCPU")?;

@@ -14,7 +14,8 @@ pub fn run(interface: Interface, kernel: Kernel, rounds: u32, seed: u64, raw: bo
     let setup = Setup { kernel, format, looks, ..Setup::new(interface) };
     let dir = this_tests_dir();
     std::fs::create_dir_all(&dir)?;
-    let victim = |lane| Victim::create(Pool::by_path(&dir.join(format!("pool{lane}"))), setup, seed + lane);
+    let victim =
+        |lane| Victim::create(Pool::by_path(&dir.join(format!("pool{lane}"))), setup, seed + lane);
     let tally = run_rounds((0..LANES).map(victim).collect::<Result<_>>()?, rounds, until)?;
     println!("{setup}, seed {seed}: {tally}");
     // Pools and logs are evidence of what went wrong alone.

@@ -19,8 +19,16 @@ fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments.as_slice() {
-        ["kills", interface, kernel, rounds, seed, raw @ ..] if raw.is_empty() || raw == ["raw"] => {
-            kills::run(interface.parse()?, kernel.parse()?, rounds.parse()?, seed.parse()?, !raw.is_empty())
+        ["kills", interface, kernel, rounds, seed, raw @ ..]
+            if raw.is_empty() || raw == ["raw"] =>
+        {
+            kills::run(
+                interface.parse()?,
+                kernel.parse()?,
+                rounds.parse()?,
+                seed.parse()?,
+                !raw.is_empty(),
+            )
         }
         ["power", task, seed, heard] => {
             match power::run(power::task(task)?, seed.parse()?, heard.as_ref())? {}

@@ -53,7 +53,8 @@ pub enum Task {
 
 /// Does it. `heard` has what the boots before have said; it is empty before the first one.
 pub fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
-    let heard = fs::read_to_string(heard).with_context(|| format!("Cannot read {}", heard.display()))?;
+    let heard =
+        fs::read_to_string(heard).with_context(|| format!("Cannot read {}", heard.display()))?;
     let first = heard.is_empty();
     see_that_the_volatile_is_gone(first)?;
     let mut random = Bytes::new(seed);
@@ -62,7 +63,8 @@ pub fn run(task: Task, seed: u64, heard: &Path) -> Result<Infallible> {
         let interface = Interface::ALL[(random.next_u64() % Interface::ALL.len() as u64) as usize];
         let flushes_lie = task == Task::WriteAndLie;
         let setup = Setup { longest: place.longest, flushes_lie, ..Setup::new(interface) };
-        let victim = victim(place, setup, random.next_u64(), if first { None } else { Some(&heard) });
+        let victim =
+            victim(place, setup, random.next_u64(), if first { None } else { Some(&heard) });
         let mut victim = victim.with_context(|| format!("The pool in {}", place.dir))?;
         if !first {
             judge(place, &mut victim, task)?;
@@ -98,7 +100,8 @@ fn victim(place: Place, setup: Setup, seed: u64, heard: Option<&String>) -> Resu
             let mut victim = Victim::resume(pool, setup, seed);
             // The power cut has cut off the last line, if it had no end.
             for line in heard.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
-                if let Some(line) = line.strip_prefix(place.name).and_then(|line| line.strip_prefix(' '))
+                if let Some(line) =
+                    line.strip_prefix(place.name).and_then(|line| line.strip_prefix(' '))
                     && let Line::Flushed(stretch) = line.parse()?
                 {
                     victim.acknowledge(stretch)?;
@@ -124,7 +127,10 @@ fn judge(place: Place, victim: &mut Victim, task: Task) -> Result<()> {
         judgement.lost()
     );
     if task == Task::LookForLosses && place.class == "page-cache" {
-        ensure!(judgement.lost() > 0, "Flushes did nothing, and nothing was lost: this proves nothing");
+        ensure!(
+            judgement.lost() > 0,
+            "Flushes did nothing, and nothing was lost: this proves nothing"
+        );
         return Ok(());
     }
     judgement.all_is_well().with_context(|| format!("After the power cut, in {}", place.dir))

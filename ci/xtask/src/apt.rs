@@ -13,8 +13,15 @@ use crate::messages::say;
 use crate::programs;
 use crate::root::Root;
 
-const INSTALL: [&str; 7] =
-    ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-y", "-qq", "--no-install-recommends"];
+const INSTALL: [&str; 7] = [
+    "env",
+    "DEBIAN_FRONTEND=noninteractive",
+    "apt-get",
+    "install",
+    "-y",
+    "-qq",
+    "--no-install-recommends",
+];
 
 /// apt, with package lists that are refreshed at most once.
 pub struct Apt<'checkout> {
@@ -63,7 +70,9 @@ impl<'checkout> Apt<'checkout> {
         for is_last in [false, true] {
             // apt's sandbox user cannot write to the cache. The caller verifies the file.
             let mut command = programs::system("apt-get");
-            command.args(["download", "-q", "-o", "APT::Sandbox::User=root", package]).current_dir(cache);
+            command
+                .args(["download", "-q", "-o", "APT::Sandbox::User=root", package])
+                .current_dir(cache);
             let command = command.stdout(Stdio::null()).stderr(Stdio::null());
             if jobs::status(command)?.success() {
                 return Ok(true);
@@ -88,7 +97,8 @@ impl<'checkout> Apt<'checkout> {
                 if !self.download(package)? {
                     bail!("the mirror has no package {package}");
                 }
-                self.newest_cached(package)?.with_context(|| format!("apt left no file of {package}"))?
+                self.newest_cached(package)?
+                    .with_context(|| format!("apt left no file of {package}"))?
             }
         };
         let new = tree.with_file_name(format!("{package}.new"));
@@ -143,9 +153,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         add_expired_sudo(folder.path());
         let checkout = Checkout::new().unwrap();
-        let mut apt = Apt { checkout: &checkout, root: job_of_user(folder.path()), has_fresh_lists: true };
+        let mut apt =
+            Apt { checkout: &checkout, root: job_of_user(folder.path()), has_fresh_lists: true };
         let error = apt.install(&["package"]).unwrap_err().to_string();
-        assert!(error.starts_with("apt could not install: package: sudo asks for a password"), "{error}");
+        assert!(
+            error.starts_with("apt could not install: package: sudo asks for a password"),
+            "{error}"
+        );
         assert!(error.contains("`sudo -v`"), "{error}");
     }
 }

@@ -19,8 +19,9 @@ use crate::programs::{self, user_path};
 use crate::setup;
 
 const FOLDER: &str = "target/bench";
-const MEASUREMENTS: [&str; 11] =
-    ["peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream"];
+const MEASUREMENTS: [&str; 11] = [
+    "peers", "boot", "plug", "disk", "net", "api", "volume", "tree", "pressure", "agent", "stream",
+];
 /// The measurement whose guests have one CPU. A host with a counted clock has only one CPU, and
 /// there two CPUs of a guest would wait for each other.
 const COUNTABLE: &str = "agent";
@@ -28,7 +29,8 @@ const COUNTABLE: &str = "agent";
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
 const PEERS: &str = "FORESHORE_PEERS";
 /// Runs on the host. Logs of guests and VMMs may show the reason of a failure.
-const SCRIPT: &str = r#"bench "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
+const SCRIPT: &str =
+    r#"bench "$@" && exit; code=$?; cp "$FORESHORE_TEST_DIR"/*.log "$OUT"; exit $code"#;
 
 #[derive(Args, Clone, Debug)]
 #[command(args_override_self = true)]
@@ -108,7 +110,9 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         end.note();
         if end.code == 0 {
             let after = load()?;
-            say!("load of this machine before: {before}, after: {after} (valid only if nothing else ran)");
+            say!(
+                "load of this machine before: {before}, after: {after} (valid only if nothing else ran)"
+            );
         } else {
             say!("FAILED ({}): the logs are in {FOLDER}", ends::meaning(end.code));
         }
@@ -131,7 +135,8 @@ fn empty(folder: &Path) -> Result<()> {
 
 /// The path of another VMM, if one is given.
 fn other_vmm() -> Result<Option<PathBuf>> {
-    let Some(path) = env::var_os(OTHER_VMM).filter(|path| !path.is_empty()).map(PathBuf::from) else {
+    let Some(path) = env::var_os(OTHER_VMM).filter(|path| !path.is_empty()).map(PathBuf::from)
+    else {
         return Ok(None);
     };
     if !programs::is_program(&path) {
@@ -165,7 +170,9 @@ mod tests {
 
     #[test]
     fn unknown_measurements_and_numbers_are_refused() {
-        for line in ["--rounds 0", "--rounds x", "--only boot,", "--only boots", "--clock fast", "boot"] {
+        for line in
+            ["--rounds 0", "--rounds x", "--only boot,", "--only boots", "--clock fast", "boot"]
+        {
             assert!(parse(line).is_err(), "{line}");
         }
         for line in ["--clock counted", "--clock counted --only agent,boot"] {

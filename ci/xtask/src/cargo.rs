@@ -18,8 +18,14 @@ use crate::programs;
 /// Interval of the lines about a long build.
 const REPORT_INTERVAL: Duration = Duration::from_secs(30);
 /// Words with which cargo reports its own progress, apart from the start of a crate.
-const PROGRESS: [&str; 6] =
-    ["    Finished ", "    Building [", "    Updating ", "  Downloaded ", " Downloading ", "  Executable "];
+const PROGRESS: [&str; 6] = [
+    "    Finished ",
+    "    Building [",
+    "    Updating ",
+    "  Downloaded ",
+    " Downloading ",
+    "  Executable ",
+];
 const CRATE_STARTS: [&str; 2] = ["   Compiling ", "    Checking "];
 /// Start of cargo's bar: `    Building [===>      ] 3/19: serde(build)   \r`.
 const BAR: &str = "Building [";
@@ -57,7 +63,10 @@ pub fn build(checkout: &Checkout, part: Part) -> Result<()> {
 }
 
 /// A command that runs cargo in the checkout.
-pub fn command(checkout: &Checkout, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
+pub fn command(
+    checkout: &Checkout,
+    arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
+) -> Command {
     let mut cargo = programs::user("cargo");
     cargo.args(arguments).current_dir(checkout.root());
     cargo
@@ -156,7 +165,10 @@ impl Progress {
     }
 
     fn report(&self, seconds: u64) -> String {
-        let steps = self.steps.map(|(done, all)| format!("{done} of {all} steps done, ")).unwrap_or_default();
+        let steps = self
+            .steps
+            .map(|(done, all)| format!("{done} of {all} steps done, "))
+            .unwrap_or_default();
         let last = self.last_crate.as_ref().map(|name| format!(", the last of them {name}"));
         let (crates, last) = (self.crates, last.unwrap_or_default());
         format!("cargo is at work: {steps}{crates} crates begun in {seconds} s{last}")
@@ -181,11 +193,9 @@ mod tests {
         let mut progress = Progress::default();
         let output = "    Updating index\n   Compiling serde v1.0.1\n    Building [==>     ] 3/19: serde(bui";
         assert_eq!(progress.feed(output.as_bytes()), b"");
-        let rest =
-            "ld)   \r   Compiling foreshore v0.1.0 (/f)\nwarning: unused\n\n    Finished `release`\nend";
+        let rest = "ld)   \r   Compiling foreshore v0.1.0 (/f)\nwarning: unused\n\n    Finished `release`\nend";
         assert_eq!(progress.feed(rest.as_bytes()), b"warning: unused\n");
-        let expected =
-            "cargo is at work: 3 of 19 steps done, 2 crates begun in 31 s, the last of them foreshore";
+        let expected = "cargo is at work: 3 of 19 steps done, 2 crates begun in 31 s, the last of them foreshore";
         assert_eq!(progress.report(31), expected);
         assert_eq!(progress.take_line(), b"end");
     }

@@ -22,8 +22,10 @@ pub struct Checkout {
 impl Checkout {
     /// The checkout that this program was built from.
     pub fn new() -> Result<Self> {
-        let package = env::var_os(PACKAGE_FOLDER).unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-        let root = Path::new(&package).ancestors().nth(2).context("xtask is not in ci/xtask")?.to_owned();
+        let package =
+            env::var_os(PACKAGE_FOLDER).unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let root =
+            Path::new(&package).ancestors().nth(2).context("xtask is not in ci/xtask")?.to_owned();
         let debs = match env::var_os("FORESHORE_DEB_CACHE") {
             Some(folder) if !folder.is_empty() => std::path::absolute(folder)?,
             _ => root.join("target/ci/debs"),
@@ -82,7 +84,8 @@ pub fn remove_folder(path: &Path) -> Result<()> {
 
 /// Paths of the entries of a folder, in their order.
 pub fn list(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
+    let entries =
+        fs::read_dir(folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
     let mut paths: Vec<_> = entries.with_context(|| format!("Cannot list {}", folder.display()))?;
     paths.sort();
     Ok(paths)
@@ -90,7 +93,8 @@ pub fn list(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// Copies a file and its mode.
 pub fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to).with_context(|| format!("Cannot copy {} to {}", from.display(), to.display()))?;
+    fs::copy(from, to)
+        .with_context(|| format!("Cannot copy {} to {}", from.display(), to.display()))?;
     Ok(())
 }
 
@@ -105,7 +109,8 @@ pub fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
 
 /// Gives a finished file its name.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
-    fs::rename(from, to).with_context(|| format!("Cannot rename {} to {}", from.display(), to.display()))
+    fs::rename(from, to)
+        .with_context(|| format!("Cannot rename {} to {}", from.display(), to.display()))
 }
 
 /// Makes a symbolic link, in place of a file that is there. Other processes find one of the two at

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, test_kill_process_group, waitid,
-    waitpid,
+    Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, test_kill_process_group,
+    waitid, waitpid,
 };
 use tempfile::TempDir;
 
@@ -29,7 +29,8 @@ pub const GRACE: Duration = Duration::from_secs(5);
 const END_LIMIT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(20);
 
-static STATE: Mutex<State> = Mutex::new(State { groups: Vec::new(), folders: Vec::new(), is_ending: false });
+static STATE: Mutex<State> =
+    Mutex::new(State { groups: Vec::new(), folders: Vec::new(), is_ending: false });
 
 struct State {
     groups: Vec<Group>,
@@ -138,7 +139,10 @@ fn start(command: &mut Command, is_killable: bool) -> Result<Job> {
         drop(state);
         park();
     }
-    let child = command.process_group(0).spawn().with_context(|| format!("Cannot run {}", name(command)))?;
+    let child = command
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("Cannot run {}", name(command)))?;
     let leader = Pid::from_child(&child);
     state.groups.push(Group { leader, is_killable });
     Ok(Job { child, leader })
@@ -179,7 +183,10 @@ pub fn attempt(command: &mut Command) -> Result<(ExitStatus, String)> {
 }
 
 /// Runs a command as a job, forwards its output and errors at once, and returns its exit status.
-pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
+pub fn stream(
+    command: &mut Command,
+    receive: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<ExitStatus> {
     let (reader, writer) = io::pipe()?;
     let mut job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
     // The command holds ends of the pipe.
@@ -190,7 +197,10 @@ pub fn stream(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -
 
 /// Runs a command as a job, forwards its output at once, and returns its exit status. It has the
 /// standard error of this process.
-pub fn stream_output(command: &mut Command, receive: impl FnMut(&[u8]) -> Result<()>) -> Result<ExitStatus> {
+pub fn stream_output(
+    command: &mut Command,
+    receive: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<ExitStatus> {
     let mut job = spawn(command.stdout(Stdio::piped()))?;
     let output = job.child.stdout.take().context("no pipe")?;
     drain(output, receive).with_context(|| format!("Output of {}", name(command)))?;
@@ -357,7 +367,8 @@ mod tests {
     fn job_that_an_error_leaves_behind_ends_with_its_group() {
         let mut command = Command::new("sh");
         let mut job =
-            spawn(command.args(["-c", "sleep 1000 & echo $!; wait"]).stdout(Stdio::piped())).unwrap();
+            spawn(command.args(["-c", "sleep 1000 & echo $!; wait"]).stdout(Stdio::piped()))
+                .unwrap();
         let (mut line, leader) = (String::new(), job.leader);
         let mut output = io::BufReader::new(job.child().stdout.take().unwrap());
         io::BufRead::read_line(&mut output, &mut line).unwrap();
@@ -374,10 +385,11 @@ mod tests {
     fn output_and_errors_are_streamed_in_their_order() {
         let mut command = Command::new("sh");
         let mut streamed = Vec::new();
-        let status = stream(command.args(["-c", "echo a; echo b >&2; printf c; exit 3"]), |bytes| {
-            streamed.extend_from_slice(bytes);
-            Ok(())
-        });
+        let status =
+            stream(command.args(["-c", "echo a; echo b >&2; printf c; exit 3"]), |bytes| {
+                streamed.extend_from_slice(bytes);
+                Ok(())
+            });
         assert_eq!(status.unwrap().code(), Some(3));
         assert_eq!(streamed, b"a\nb\nc");
     }
@@ -422,7 +434,8 @@ mod tests {
 
     #[test]
     fn exit_code_of_a_signal_is_that_of_a_shell() {
-        let code = |script: &str| exit_code(status(Command::new("sh").args(["-c", script])).unwrap());
+        let code =
+            |script: &str| exit_code(status(Command::new("sh").args(["-c", script])).unwrap());
         assert_eq!(code("exit 7"), 7);
         assert_eq!(code("kill -KILL $$"), 137);
     }

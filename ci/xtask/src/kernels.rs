@@ -61,8 +61,10 @@ impl Pin {
     /// Release of the unpacked kernel, as `uname -r` prints it.
     pub fn release(&self, checkout: &Checkout) -> Result<String> {
         let modules = self.tree(checkout).join("lib/modules");
-        let mut entries = fs::read_dir(&modules).with_context(|| format!("no {}", modules.display()))?;
-        let release = entries.next().with_context(|| format!("{} is empty", modules.display()))??;
+        let mut entries =
+            fs::read_dir(&modules).with_context(|| format!("no {}", modules.display()))?;
+        let release =
+            entries.next().with_context(|| format!("{} is empty", modules.display()))??;
         release.file_name().into_string().ok().context("the release is not text")
     }
 
@@ -84,9 +86,12 @@ pub fn pin(checkout: &Checkout, name: &str) -> Result<Pin> {
 }
 
 fn parse(text: &str) -> Result<Vec<Pin>> {
-    let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.starts_with('#') && !line.trim().is_empty());
+    let lines = (1..)
+        .zip(text.lines())
+        .filter(|(_, line)| !line.starts_with('#') && !line.trim().is_empty());
     let pin = |(number, line): (usize, &str)| {
-        let [name, package, version, sha256] = line.split_whitespace().collect::<Vec<_>>()[..] else {
+        let [name, package, version, sha256] = line.split_whitespace().collect::<Vec<_>>()[..]
+        else {
             bail!("{LOCK}:{number}: not a name, a package, a version and a SHA-256: {line}");
         };
         let [name, package, version, sha256] = [name, package, version, sha256].map(str::to_owned);
@@ -136,7 +141,8 @@ pub fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
     apt.refresh_lists()?;
     let lock = checkout.path(LOCK);
     let comments = read(&lock)?;
-    let mut new: String = comments.split_inclusive('\n').filter(|line| line.starts_with('#')).collect();
+    let mut new: String =
+        comments.split_inclusive('\n').filter(|line| line.starts_with('#')).collect();
     for old in pins(checkout)? {
         let (package, version) =
             newest(&old)?.with_context(|| format!("the mirror has no kernel {}", old.name))?;
@@ -155,11 +161,14 @@ pub fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
 /// Package and version of the newest kernel of the pin's series and flavor.
 fn newest(pin: &Pin) -> Result<Option<(String, String)>> {
     let pattern = pin.search_pattern();
-    let found = jobs::output(programs::system("apt-cache").args(["search", "--names-only", &pattern]))?;
+    let found =
+        jobs::output(programs::system("apt-cache").args(["search", "--names-only", &pattern]))?;
     let mut newest: Option<(String, String)> = None;
     for package in found.lines().filter_map(|line| line.split(' ').next()) {
         let offered = jobs::output(programs::system("apt-cache").args(["madison", package]))?;
-        let Some(version) = offered.lines().next().and_then(|line| line.split('|').nth(1)) else { continue };
+        let Some(version) = offered.lines().next().and_then(|line| line.split('|').nth(1)) else {
+            continue;
+        };
         let version = version.trim();
         let is_newer = match &newest {
             Some((_, known)) => is_newer(version, known)?,

@@ -156,7 +156,9 @@ fn run(task: Task) -> Result<u8> {
         Task::SameTokens { base } => {
             return print(same_tokens::differences(&Repository::at(checkout.root()), &base)?);
         }
-        Task::NamesResolve => return print(names_resolve::unresolved(&Repository::at(checkout.root()))?),
+        Task::NamesResolve => {
+            return print(names_resolve::unresolved(&Repository::at(checkout.root()))?);
+        }
         Task::Demo(arguments) => return demo::run(checkout, &arguments),
         Task::Bench(arguments) => return bench::run(checkout, &arguments),
         Task::Soak(arguments) => return soak::run(checkout, &arguments),

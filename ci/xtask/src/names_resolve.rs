@@ -64,7 +64,8 @@ pub fn unresolved(repository: &Repository) -> Result<Vec<Unresolved>> {
     let mut unresolved = Vec::new();
     for (file, text) in &texts {
         for Reference { line, text, path, anchor } in references(file, text) {
-            let has_heading = |anchor| headings.get(&path).is_some_and(|known| known.contains(anchor));
+            let has_heading =
+                |anchor| headings.get(&path).is_some_and(|known| known.contains(anchor));
             let kind = match &anchor {
                 _ if !repository.exists(&path) => Kind::NoFile,
                 Some(anchor) if !has_heading(anchor) => Kind::NoHeading,
@@ -95,7 +96,8 @@ fn references(file: &str, text: &str) -> Vec<Reference> {
         }
         if file.ends_with(".rs") {
             INCLUDES.iter().for_each(|start| {
-                let included = content.split(start).skip(1).filter_map(|rest| rest.split('"').next());
+                let included =
+                    content.split(start).skip(1).filter_map(|rest| rest.split('"').next());
                 included.for_each(|path| add(line, path, folder));
             });
         }
@@ -208,17 +210,25 @@ mod tests {
 
     #[test]
     fn mentions_include_anchors_and_exclude_other_paths() {
-        let line = &text("see (DOCS/a.md#b-c), DOCS/d/e.md. Not Documentation/DOCS/f.md or DOCS/ alone");
-        assert_eq!(mentions(line).collect::<Vec<_>>(), [text("DOCS/a.md#b-c"), text("DOCS/d/e.md")]);
+        let line =
+            &text("see (DOCS/a.md#b-c), DOCS/d/e.md. Not Documentation/DOCS/f.md or DOCS/ alone");
+        assert_eq!(
+            mentions(line).collect::<Vec<_>>(),
+            [text("DOCS/a.md#b-c"), text("DOCS/d/e.md")]
+        );
     }
 
     #[test]
     fn references_are_relative_to_their_file() {
-        let found = references(&text("DOCS/a/b.md"), "[c](../c.md#d) [web](https://x/y.md) [here](#e)\n");
-        let found: Vec<_> = found.iter().map(|found| (shown(found), found.anchor.as_deref())).collect();
-        assert_eq!(found, [(text("DOCS/c.md"), Some("d")), (text("DOCS/a/b.md"), Some("e"))]);
         let found =
-            references("x/src/a.rs", &text("const A: &str = include_str!(\"../b.txt\"); // DOCS/c.md"));
+            references(&text("DOCS/a/b.md"), "[c](../c.md#d) [web](https://x/y.md) [here](#e)\n");
+        let found: Vec<_> =
+            found.iter().map(|found| (shown(found), found.anchor.as_deref())).collect();
+        assert_eq!(found, [(text("DOCS/c.md"), Some("d")), (text("DOCS/a/b.md"), Some("e"))]);
+        let found = references(
+            "x/src/a.rs",
+            &text("const A: &str = include_str!(\"../b.txt\"); // DOCS/c.md"),
+        );
         let found: Vec<_> = found.iter().map(shown).collect();
         assert_eq!(found, ["x/b.txt".to_owned(), text("DOCS/c.md")]);
     }
@@ -228,7 +238,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         fs::create_dir(root.join("docs")).unwrap();
-        fs::write(root.join("docs").join("a.md"), "# Here\n[b](b.md) [c](#here) [d](#there)\n").unwrap();
+        fs::write(root.join("docs").join("a.md"), "# Here\n[b](b.md) [c](#here) [d](#there)\n")
+            .unwrap();
         fs::write(root.join("e.rs"), text("// DOCS/a.md#here\n// DOCS/f.md\n")).unwrap();
         let status = Command::new("git").arg("-C").arg(root).arg("init").output().unwrap().status;
         assert!(status.success());

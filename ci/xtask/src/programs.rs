@@ -97,7 +97,8 @@ pub fn find(name: &str, path: impl AsRef<std::ffi::OsStr>) -> Option<PathBuf> {
 
 /// The program `name` of the distribution.
 pub fn find_system(name: &str) -> Result<PathBuf> {
-    find(name, SYSTEM_PATH).with_context(|| format!("{name} is not installed (ci/setup installs it)"))
+    find(name, SYSTEM_PATH)
+        .with_context(|| format!("{name} is not installed (ci/setup installs it)"))
 }
 
 /// True for an executable file.
@@ -113,6 +114,8 @@ mod tests {
     fn settings_of_bash_and_cargo_reach_no_program() {
         let removed = ["BASH_ENV", "BASH_FUNC_cp%%", "CDPATH", "CARGO_PKG_NAME"];
         assert!(removed.into_iter().all(is_removed));
-        assert!(!["PATH", "HOME", "BASH", "CARGO_HOME", "CARGO_TARGET_DIR"].into_iter().any(is_removed));
+        assert!(
+            !["PATH", "HOME", "BASH", "CARGO_HOME", "CARGO_TARGET_DIR"].into_iter().any(is_removed)
+        );
     }
 }

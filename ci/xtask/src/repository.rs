@@ -36,13 +36,15 @@ impl Repository {
     /// Paths of all tracked files and of files that git does not ignore.
     pub fn files(&self) -> Result<Vec<String>> {
         let listed = self.git(&["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
-        let paths = listed.split('\0').filter(|path| !path.is_empty() && self.root.join(path).is_file());
+        let paths =
+            listed.split('\0').filter(|path| !path.is_empty() && self.root.join(path).is_file());
         Ok(paths.map(str::to_owned).collect())
     }
 
     /// Reads a file of the work tree. `None` if it is not text.
     pub fn read(&self, path: &str) -> Result<Option<String>> {
-        let bytes = fs::read(self.root.join(path)).with_context(|| format!("Cannot read {path}"))?;
+        let bytes =
+            fs::read(self.root.join(path)).with_context(|| format!("Cannot read {path}"))?;
         Ok(String::from_utf8(bytes).ok())
     }
 
@@ -57,9 +59,11 @@ impl Repository {
 
     /// Rust files that differ between `base` and the work tree. A renamed file is one entry.
     pub fn changed_rust_files(&self, base: &str) -> Result<Vec<ChangedFile>> {
-        let listed = self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
+        let listed =
+            self.git(&["diff", "--name-status", "-z", "--find-renames", base, "--", "*.rs"])?;
         let mut changed = parse_name_status(&listed)?;
-        let untracked = self.git(&["ls-files", "-z", "--others", "--exclude-standard", "--", "*.rs"])?;
+        let untracked =
+            self.git(&["ls-files", "-z", "--others", "--exclude-standard", "--", "*.rs"])?;
         let untracked = untracked.split('\0').filter(|path| !path.is_empty());
         changed.extend(untracked.map(|path| ChangedFile { old: None, new: Some(path.to_owned()) }));
         Ok(changed)
@@ -71,7 +75,8 @@ fn parse_name_status(listed: &str) -> Result<Vec<ChangedFile>> {
     let mut fields = listed.split('\0').filter(|field| !field.is_empty()).map(str::to_owned);
     let mut changed = Vec::new();
     while let Some(status) = fields.next() {
-        let mut path = || fields.next().with_context(|| format!("git printed no path after {status}"));
+        let mut path =
+            || fields.next().with_context(|| format!("git printed no path after {status}"));
         changed.push(match status.as_bytes() {
             [b'A', ..] => ChangedFile { old: None, new: Some(path()?) },
             [b'D', ..] => ChangedFile { old: Some(path()?), new: None },
@@ -92,7 +97,8 @@ mod tests {
     #[test]
     fn renamed_file_is_one_entry() {
         let changed = parse_name_status("M\0a.rs\0R095\0b.rs\0c.rs\0A\0d.rs\0D\0e.rs\0").unwrap();
-        let pairs: Vec<_> = changed.iter().map(|file| (file.old.as_deref(), file.new.as_deref())).collect();
+        let pairs: Vec<_> =
+            changed.iter().map(|file| (file.old.as_deref(), file.new.as_deref())).collect();
         let expected = [
             (Some("a.rs"), Some("a.rs")),
             (Some("b.rs"), Some("c.rs")),

@@ -73,12 +73,19 @@ impl Root {
     /// A remedy if sudo would ask a job for a password, else an empty text. sudo remembers the last
     /// one for some minutes only, and a job may need root later than that.
     pub fn advice(&self) -> String {
-        if self.is_root || self.remembers_password() { String::new() } else { format!(": {ADVICE}") }
+        if self.is_root || self.remembers_password() {
+            String::new()
+        } else {
+            format!(": {ADVICE}")
+        }
     }
 
     /// True if sudo would ask for a password, and there is a terminal to ask at.
     fn asks_for_password(&self) -> bool {
-        !self.is_root && !self.is_job && File::open("/dev/tty").is_ok() && !self.remembers_password()
+        !self.is_root
+            && !self.is_job
+            && File::open("/dev/tty").is_ok()
+            && !self.remembers_password()
     }
 
     fn remembers_password(&self) -> bool {
@@ -113,6 +120,9 @@ pub mod tests {
     fn missing_sudo_is_reported_as_a_need_for_root() {
         let folder = tempfile::tempdir().unwrap();
         let error = job_of_user(folder.path()).run(&["apt-get", "install"], true).unwrap_err();
-        assert_eq!(error.to_string(), "needs root for: apt-get install (neither root nor sudo here)");
+        assert_eq!(
+            error.to_string(),
+            "needs root for: apt-get install (neither root nor sudo here)"
+        );
     }
 }

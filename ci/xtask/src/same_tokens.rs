@@ -60,7 +60,8 @@ pub fn differences(repository: &Repository, base: &str) -> Result<Vec<Difference
 }
 
 fn compare(path: &str, old: &[Token], new: &[Token]) -> Vec<Difference> {
-    let texts = |tokens: &[Token]| tokens.iter().map(|token| token.text.clone()).collect::<Vec<_>>();
+    let texts =
+        |tokens: &[Token]| tokens.iter().map(|token| token.text.clone()).collect::<Vec<_>>();
     let (old_texts, new_texts) = (texts(old), texts(new));
     let shown = |texts: &[String]| {
         let more = if texts.len() > SHOWN_TOKENS { " ..." } else { "" };
@@ -95,7 +96,8 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
         let line = tree.span().start().line;
         match tree {
             TokenTree::Punct(punct) if punct.as_char() == '#' => {
-                let is_inner = matches!(trees.peek(), Some(TokenTree::Punct(next)) if next.as_char() == '!');
+                let is_inner =
+                    matches!(trees.peek(), Some(TokenTree::Punct(next)) if next.as_char() == '!');
                 let bang = is_inner.then(|| trees.next()).flatten();
                 if trees.next_if(is_doc).is_none() {
                     tokens.push(Token { text: "#".to_owned(), line });
@@ -146,7 +148,8 @@ mod tests {
     #[test]
     fn comments_and_layout_do_not_count() {
         let old = "//! A file.\n/// One.\n#[inline]\nfn f(a: u8) -> u8 { a /* here */ + 1 }\n";
-        let new = "//! Another.\n\n#[inline]\n// Plain.\nfn f(\n    a: u8\n) -> u8 {\n    a + 1\n}\n";
+        let new =
+            "//! Another.\n\n#[inline]\n// Plain.\nfn f(\n    a: u8\n) -> u8 {\n    a + 1\n}\n";
         assert_eq!(differences_of(old, new), []);
     }
 

@@ -76,7 +76,9 @@ fn missing_packages() -> Result<Vec<&'static str>> {
     let user_path = user_path();
     let is_missing = |(tool, _): &&Tool| programs::find(tool, &user_path).is_none();
     let mut missing: Vec<_> = USER_TOOLS.iter().filter(is_missing).collect();
-    missing.extend(SYSTEM_TOOLS.iter().filter(|(tool, _)| programs::find(tool, SYSTEM_PATH).is_none()));
+    missing.extend(
+        SYSTEM_TOOLS.iter().filter(|(tool, _)| programs::find(tool, SYSTEM_PATH).is_none()),
+    );
     if !Path::new(STATIC_LIBC.0).exists() {
         missing.push(&STATIC_LIBC);
     }
@@ -109,7 +111,9 @@ fn add_components() -> Result<()> {
     }
     say!("adding rustfmt and clippy");
     if programs::find("rustup", user_path()).is_none() {
-        bail!("cargo fmt and cargo clippy are needed, and rustup, which would add them, is not here");
+        bail!(
+            "cargo fmt and cargo clippy are needed, and rustup, which would add them, is not here"
+        );
     }
     let mut rustup = programs::user("rustup");
     if !jobs::status(rustup.args(["component", "add", "rustfmt", "clippy"]))?.success() {

@@ -53,8 +53,11 @@ impl Agent {
     pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
         blocks.read(Signs::default(), sys::monotonic_ms);
-        let report =
-            RawReport { version: PROTOCOL_VERSION, blocks: blocks.seen().clone(), ..RawReport::default() };
+        let report = RawReport {
+            version: PROTOCOL_VERSION,
+            blocks: blocks.seen().clone(),
+            ..RawReport::default()
+        };
         Ok(Agent {
             proc: Proc::open(proc_root)?,
             blocks: None,
@@ -85,14 +88,20 @@ impl Agent {
 
     /// Watches memory blocks from now on, and sees to it that plugged memory comes online as `online` says.
     pub fn watch_blocks(&mut self, memory_root: &Path, online: Online) -> io::Result<()> {
-        self.blocks = Some(BlockWatch::start(BlockReader::new(memory_root, online), sys::monotonic_ms)?);
+        self.blocks =
+            Some(BlockWatch::start(BlockReader::new(memory_root, online), sys::monotonic_ms)?);
         self.take_charge = true;
         Ok(())
     }
 
     /// Keeps some DRAM for the kernel's own needs from now on, until the agent is told to end. What was there before is
     /// on record under `run`. `cmdline` is the kernel's command line.
-    pub fn keep_reserve(&mut self, sysctl_root: &Path, run: &Path, cmdline: &str) -> io::Result<()> {
+    pub fn keep_reserve(
+        &mut self,
+        sysctl_root: &Path,
+        run: &Path,
+        cmdline: &str,
+    ) -> io::Result<()> {
         self.reserve = Some(Reserve::open(sysctl_root, run, cmdline)?);
         Ok(())
     }
@@ -131,7 +140,9 @@ impl Agent {
         self.observed_ms = sys::monotonic_ms();
         if let Some(watch) = &mut self.blocks {
             let total_bytes = self.report.memory.total_bytes;
-            if let Some((blocks, ranges)) = watch.poll(total_bytes, self.observed_ms, &mut self.take_charge) {
+            if let Some((blocks, ranges)) =
+                watch.poll(total_bytes, self.observed_ms, &mut self.take_charge)
+            {
                 self.report.blocks = blocks;
                 if let Some(idle) = &mut self.idle {
                     idle.set_ranges(ranges);
@@ -141,8 +152,10 @@ impl Agent {
         if let Some(idle) = &mut self.idle {
             idle.poll(&self.report.zones, self.observed_ms, &mut self.report.idle);
         }
-        if let Some(Err(error)) =
-            self.reserve.as_mut().map(|reserve| reserve.adapt(&self.report.zones, self.hotplug_bytes))
+        if let Some(Err(error)) = self
+            .reserve
+            .as_mut()
+            .map(|reserve| reserve.adapt(&self.report.zones, self.hotplug_bytes))
         {
             eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio: {error}");
             self.reserve = None;
@@ -153,7 +166,8 @@ impl Agent {
                 kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
         let total_bytes = self.report.memory.total_bytes;
-        let tuned = self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));
+        let tuned =
+            self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));
         if let Some(Err(error)) = tuned {
             // What has been written is to go back at the end.
             eprintln!("foreshore-agent: Cannot adapt settings of the kernel: {error}");
@@ -205,7 +219,10 @@ impl Agent {
         }
     }
 
-    fn connect_and_report(&mut self, address: &Address) -> Result<std::convert::Infallible, SessionError> {
+    fn connect_and_report(
+        &mut self,
+        address: &Address,
+    ) -> Result<std::convert::Infallible, SessionError> {
         let mut session = Session::connect(self, address)?;
         loop {
             session.turn()?;
@@ -259,7 +276,8 @@ mod tests {
         let dir = tempfile::tempdir().expect("tempdir");
         let setting = dir.path().join("lowmem_reserve_ratio");
         fs::write(&setting, "256 256 32 0 0").expect("write");
-        let mut agent = Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
+        let mut agent =
+            Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
         agent.keep_reserve(dir.path(), &dir.path().join("run"), "").expect("opens");
         // As if these were the guest's. This machine's, which it looks at while it waits, may differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
@@ -278,12 +296,14 @@ mod tests {
         let dir = tempfile::tempdir().expect("tempdir");
         let path = |path: &str| dir.path().join(path);
         let defrag = path("sys/kernel/mm/transparent_hugepage/defrag");
-        fs::create_dir_all(path("sys/kernel/mm/transparent_hugepage/khugepaged/defrag")).expect("no file");
+        fs::create_dir_all(path("sys/kernel/mm/transparent_hugepage/khugepaged/defrag"))
+            .expect("no file");
         fs::create_dir_all(path("sys/devices/system/node")).expect("mkdir");
         // Where all memory is on nodes without CPUs.
         fs::write(path("sys/devices/system/node/has_cpu"), "\n").expect("write");
         fs::write(&defrag, "madvise").expect("write");
-        let mut agent = Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
+        let mut agent =
+            Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
         agent.tune(dir.path(), &path("run"));
         agent.take_report(Cause::Rest).expect("reports");
         assert_eq!(fs::read_to_string(&defrag).expect("read"), "always");

@@ -103,14 +103,17 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
             Some((name, value)) => (name, Some(value.to_owned())),
             None => (arg.as_str(), None),
         };
-        let mut value = |option| inline.clone().or_else(|| args.next()).ok_or(ArgsError::NoValue(option));
+        let mut value =
+            |option| inline.clone().or_else(|| args.next()).ok_or(ArgsError::NoValue(option));
         match name {
             "--cid" => cid = number("--cid", value("--cid")?)?,
             "--port" => port = number("--port", value("--port")?)?,
             "--unix" => unix = Some(PathBuf::from(value("--unix")?)),
             "--online" => online = policy(value("--online")?)?,
             "--reserve" => reserve = switch("--reserve", value("--reserve")?)?,
-            "--kernel-blocks" => kernel_blocks = switch("--kernel-blocks", value("--kernel-blocks")?)?,
+            "--kernel-blocks" => {
+                kernel_blocks = switch("--kernel-blocks", value("--kernel-blocks")?)?
+            }
             "--tune" => tune = switch("--tune", value("--tune")?)?,
             "--idle" => idle = switch("--idle", value("--idle")?)?,
             "--once" if inline.is_none() => once = true,
@@ -136,7 +139,11 @@ fn policy(value: String) -> Result<Online, ArgsError> {
         "auto" => Online::Auto,
         "none" => Online::None,
         _ => {
-            return Err(ArgsError::NotAmong { option: "--online", value, expected: "movable, auto or none" });
+            return Err(ArgsError::NotAmong {
+                option: "--online",
+                value,
+                expected: "movable, auto or none",
+            });
         }
     })
 }
@@ -192,10 +199,16 @@ mod tests {
     #[test]
     fn errors_name_the_option_the_value_and_the_bound() {
         assert_eq!(parsed("--prot 5").expect_err("unknown").to_string(), "Unknown option --prot");
-        assert_eq!(parsed("--once=yes").expect_err("unknown").to_string(), "Unknown option --once=yes");
+        assert_eq!(
+            parsed("--once=yes").expect_err("unknown").to_string(),
+            "Unknown option --once=yes"
+        );
         assert_eq!(parsed("--port").expect_err("no value").to_string(), "--port needs a value");
         let wrong = parsed("--port 4294967296").expect_err("too large");
-        assert_eq!(wrong.to_string(), "--port is 4294967296, must be a number from 0 to 4294967295");
+        assert_eq!(
+            wrong.to_string(),
+            "--port is 4294967296, must be a number from 0 to 4294967295"
+        );
         let wrong = parsed("--online kernel").expect_err("no such policy");
         assert_eq!(wrong.to_string(), "--online is kernel, must be movable, auto or none");
         let wrong = parsed("--reserve=yes").expect_err("no switch");

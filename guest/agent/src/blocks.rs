@@ -29,7 +29,9 @@ impl Online {
     fn is_done_by(self, policy: OnlinePolicy) -> bool {
         match self {
             Online::Movable => policy == OnlinePolicy::OnlineMovable,
-            Online::Auto | Online::None => !matches!(policy, OnlinePolicy::Offline | OnlinePolicy::Unknown),
+            Online::Auto | Online::None => {
+                !matches!(policy, OnlinePolicy::Offline | OnlinePolicy::Unknown)
+            }
         }
     }
 }
@@ -176,8 +178,11 @@ impl BlockReader {
         let was_offline = std::mem::take(&mut self.offline);
         let mut online = Vec::new();
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
-        for (number, path) in entries.filter_map(|e| Some((numbered(&e.file_name(), "memory")?, e.path()))) {
-            let online_it = self.online.word().filter(|_| self.in_charge && was_offline.contains(&number));
+        for (number, path) in
+            entries.filter_map(|e| Some((numbered(&e.file_name(), "memory")?, e.path())))
+        {
+            let online_it =
+                self.online.word().filter(|_| self.in_charge && was_offline.contains(&number));
             let Some(block) = Block::read(&path, online_it, onlined) else { continue };
             if block.online {
                 online.push((number, block.node));
@@ -294,7 +299,14 @@ impl BlockWatch {
             }
         };
         thread::Builder::new().name("blocks".into()).stack_size(STACK_BYTES).spawn(work)?;
-        Ok(BlockWatch { root, requests, answers, busy: false, asked: Signs::default(), ask_again_ms: 0 })
+        Ok(BlockWatch {
+            root,
+            requests,
+            answers,
+            busy: false,
+            asked: Signs::default(),
+            ask_again_ms: 0,
+        })
     }
 
     /// Has them read again if that may be due, and returns what a reading has found since the last call. Never
@@ -338,7 +350,10 @@ impl BlockReader {
             eprintln!("foreshore-agent: {} memory blocks do not come online", onlined.failed);
         }
         *failed = onlined.failed;
-        Answer { blocks: Some((self.seen().clone(), self.ranges.clone())), ask_again_ms: self.due_ms(signs) }
+        Answer {
+            blocks: Some((self.seen().clone(), self.ranges.clone())),
+            ask_again_ms: self.due_ms(signs),
+        }
     }
 }
 
@@ -403,14 +418,20 @@ mod tests {
         );
         let mut reader = BlockReader::new(dir.path(), Online::None);
         reader.read(SIGNS, || 0);
-        let range = |node, start: u64, end: u64| Range { node, start: start * BLOCK, end: end * BLOCK };
-        assert_eq!(reader.ranges, [range(0, 2, 4), range(0, 9, 10), range(1, 10, 12), range(1, 13, 14)]);
+        let range =
+            |node, start: u64, end: u64| Range { node, start: start * BLOCK, end: end * BLOCK };
+        assert_eq!(
+            reader.ranges,
+            [range(0, 2, 4), range(0, 9, 10), range(1, 10, 12), range(1, 13, 14)]
+        );
     }
 
     #[test]
     fn the_zones_of_a_block_that_is_offline_are_not_asked_for() {
         let dir = sysfs("offline", &[(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")]);
-        let read = |name: &str| Block::read(&dir.path().join(name), None, &mut Onlined::default()).unwrap();
+        let read = |name: &str| {
+            Block::read(&dir.path().join(name), None, &mut Onlined::default()).unwrap()
+        };
         let (offline, online) = (read("memory32"), read("memory33"));
         assert_eq!((offline.online, offline.movable), (false, false));
         assert_eq!((online.online, online.movable), (true, true));
@@ -418,8 +439,10 @@ mod tests {
 
     #[test]
     fn offline_blocks_are_onlined_movable() {
-        let dir =
-            sysfs("offline", &[(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")]);
+        let dir = sysfs(
+            "offline",
+            &[(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")],
+        );
         let mut reader = BlockReader::new(dir.path(), Online::Movable);
         assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "not in charge yet");
         assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
@@ -441,7 +464,11 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable");
         fs::write(&path, "online_movable\n").expect("write");
         BlockReader::new(dir.path(), Online::Movable).take_charge().expect("nothing to do");
-        assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable\n", "not written again");
+        assert_eq!(
+            fs::read_to_string(&path).expect("read"),
+            "online_movable\n",
+            "not written again"
+        );
     }
 
     #[test]
@@ -499,7 +526,9 @@ mod tests {
     #[test]
     fn where_some_are_offline_that_should_not_be_they_are_read_more_often() {
         let dir = sysfs("offline", &[(0, 0, "offline", "Normal")]);
-        for (online, due_ms) in [(Online::Movable, 2_000), (Online::Auto, 2_000), (Online::None, 31_000)] {
+        for (online, due_ms) in
+            [(Online::Movable, 2_000), (Online::Auto, 2_000), (Online::None, 31_000)]
+        {
             let mut reader = BlockReader::new(dir.path(), online);
             reader.read(SIGNS, || 1_000);
             assert_eq!(reader.due_ms(SIGNS), due_ms);
@@ -509,11 +538,12 @@ mod tests {
     #[test]
     fn the_thread_reads_when_it_is_due_and_answers_once() {
         let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
-        let mut watch =
-            BlockWatch::start(BlockReader::new(dir.path(), Online::Movable), || 1_000).expect("starts");
+        let mut watch = BlockWatch::start(BlockReader::new(dir.path(), Online::Movable), || 1_000)
+            .expect("starts");
         let mut take_charge = true;
-        let (blocks, ranges) =
-            (0..).find_map(|_| watch.poll(7, 0, &mut take_charge)).expect("polls until it has answered");
+        let (blocks, ranges) = (0..)
+            .find_map(|_| watch.poll(7, 0, &mut take_charge))
+            .expect("polls until it has answered");
         assert_eq!(blocks.nodes, [node(0, 1, 0, 0)]);
         assert_eq!(ranges, [Range { node: 0, start: 0, end: BLOCK }]);
         assert!(!take_charge, "passed on");

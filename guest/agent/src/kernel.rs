@@ -18,7 +18,11 @@ pub fn hello() -> RawHello {
     RawHello {
         version: PROTOCOL_VERSION,
         agent_version: env!("CARGO_PKG_VERSION").into(),
-        kernel_release: release.chars().filter(char::is_ascii_graphic).take(MAX_TEXT_CHARS).collect(),
+        kernel_release: release
+            .chars()
+            .filter(char::is_ascii_graphic)
+            .take(MAX_TEXT_CHARS)
+            .collect(),
         kernel_version: version.chars().filter(is_line).take(MAX_TEXT_CHARS).collect(),
         preemption: preemption(&version, &Evidence::collect()).into(),
         page_size_bytes: sys::page_size_bytes(),
@@ -50,7 +54,8 @@ impl Evidence {
     fn model(&self) -> Option<&'static str> {
         const MODELS: [&str; 4] = ["none", "voluntary", "full", "lazy"];
         let known = |text: &str| MODELS.into_iter().find(|model| *model == text);
-        let in_use = || MODELS.into_iter().find(|model| self.scheduler.contains(&format!("({model})")));
+        let in_use =
+            || MODELS.into_iter().find(|model| self.scheduler.contains(&format!("({model})")));
         let logged = || {
             let said = self.log.lines().filter_map(|line| line.split_once("Dynamic Preempt: "));
             said.filter_map(|(_, model)| known(model.trim())).next_back()

@@ -16,7 +16,9 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use foreshore_proto::{Blocks, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, RawReport, short_node};
+use foreshore_proto::{
+    Blocks, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, RawReport, short_node,
+};
 
 use crate::blocks::{STACK_BYTES, numbered};
 use crate::sys;
@@ -46,8 +48,12 @@ struct Exhausted {
 impl KernelBlocks {
     /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is /proc/iomem.
     pub fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
-        let mut turner =
-            Turner { memory_root: memory_root.to_owned(), iomem: iomem.to_owned(), unmoved: None, turn };
+        let mut turner = Turner {
+            memory_root: memory_root.to_owned(),
+            iomem: iomem.to_owned(),
+            unmoved: None,
+            turn,
+        };
         let (requests, inbox) = sync_channel(1);
         let (outbox, results) = sync_channel(1);
         let work = move || {
@@ -120,8 +126,9 @@ impl Turner {
     /// because they have pages that never move.
     fn turn_one(&mut self, node: u32) -> io::Result<u32> {
         let block_bytes = fs::read_to_string(self.memory_root.join("block_size_bytes"))?;
-        let block_bytes =
-            u64::from_str_radix(block_bytes.trim(), 16).map_err(|_| io::ErrorKind::InvalidData)?.max(1);
+        let block_bytes = u64::from_str_radix(block_bytes.trim(), 16)
+            .map_err(|_| io::ErrorKind::InvalidData)?
+            .max(1);
         let ranges = virtio_mem_ranges(&fs::read_to_string(&self.iomem)?);
         let mut blocks: Vec<(u32, PathBuf)> = fs::read_dir(&self.memory_root)?
             .flatten()
@@ -129,7 +136,8 @@ impl Turner {
             .filter(|(number, path)| {
                 let start = u64::from(*number).saturating_mul(block_bytes);
                 let end = start.saturating_add(block_bytes);
-                let is_plugged = ranges.iter().any(|range| range.start <= start && end <= range.end);
+                let is_plugged =
+                    ranges.iter().any(|range| range.start <= start && end <= range.end);
                 is_plugged && path.join(format!("node{node}")).exists() && is_movable(path)
             })
             .collect();
@@ -138,7 +146,10 @@ impl Turner {
         let after_unmoved = blocks.partition_point(|(number, _)| Some(*number) <= self.unmoved);
         blocks.rotate_left(after_unmoved);
         if blocks.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::NotFound, format!("node {node} has no movable block")));
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("node {node} has no movable block"),
+            ));
         }
         let mut last = io::Error::other(format!("the blocks of node {node} are being unplugged"));
         for (number, path) in blocks {
@@ -184,7 +195,8 @@ fn virtio_mem_ranges(iomem: &str) -> Vec<std::ops::Range<u64>> {
     let range = |line: &str| {
         let (range, _) = line.split_once(" : ").filter(|(_, name)| name.trim() == VIRTIO_MEM)?;
         let (start, last) = range.trim().split_once('-')?;
-        let (start, last) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(last, 16).ok()?);
+        let (start, last) =
+            (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(last, 16).ok()?);
         Some(start..last.saturating_add(1))
     };
     let mut ranges: Vec<std::ops::Range<u64>> = Vec::new();
@@ -209,7 +221,13 @@ mod tests {
 
     fn zone(node: u32, kind: ZoneKind, managed_mib: u64, free_mib: u64) -> Zone {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
-        Zone { node, kind, managed_pages: pages(managed_mib), free_pages: pages(free_mib), ..Zone::default() }
+        Zone {
+            node,
+            kind,
+            managed_pages: pages(managed_mib),
+            free_pages: pages(free_mib),
+            ..Zone::default()
+        }
     }
 
     /// 384 MiB of boot memory, 36 MiB of it movable, two plugged blocks of DRAM, and 512 MiB of PM.
@@ -243,7 +261,8 @@ mod tests {
         let mut growth = KernelBlockGrowth::default();
         let mut report = RawReport { kernel: Some(KernelUse::default()), ..RawReport::default() };
         for (text, at_ms) in [(before, 0), (&*after, 1_000)] {
-            let locked = crate::parse::zoneinfo(text.as_bytes(), &mut report.zones).expect("parses");
+            let locked =
+                crate::parse::zoneinfo(text.as_bytes(), &mut report.zones).expect("parses");
             growth.update(&report, locked, at_ms);
         }
         assert_eq!(growth.bytes_within(1_000), 0);
@@ -258,7 +277,10 @@ mod tests {
                     108000000-10fffffff : System RAM (virtio_mem)\n\
                     140000000-27fffffff : virtio2\n  \
                     140000000-147ffffff : System RAM (virtio_mem)\n";
-        assert_eq!(virtio_mem_ranges(text), [0x1_0000_0000..0x1_1000_0000, 0x1_4000_0000..0x1_4800_0000]);
+        assert_eq!(
+            virtio_mem_ranges(text),
+            [0x1_0000_0000..0x1_1000_0000, 0x1_4000_0000..0x1_4800_0000]
+        );
         assert_eq!(virtio_mem_ranges("junk\n-1 : System RAM (virtio_mem)\n"), []);
     }
 
@@ -272,7 +294,8 @@ mod tests {
             "100000000-10fffffff : System RAM (virtio_mem)\n140000000-147ffffff : System RAM (virtio_mem)\n",
         );
         for (number, node) in [(0, 0), (32, 0), (33, 0), (40, 1)] {
-            fs::create_dir_all(dir.path().join(format!("memory{number}/node{node}"))).expect("mkdir");
+            fs::create_dir_all(dir.path().join(format!("memory{number}/node{node}")))
+                .expect("mkdir");
             put(&format!("memory{number}/state"), "online\n");
             put(&format!("memory{number}/valid_zones"), "Movable\n");
         }
@@ -280,7 +303,12 @@ mod tests {
     }
 
     fn turner(dir: &tempfile::TempDir, turn: fn(&Path) -> io::Result<()>) -> Turner {
-        Turner { memory_root: dir.path().to_owned(), iomem: dir.path().join("iomem"), unmoved: None, turn }
+        Turner {
+            memory_root: dir.path().to_owned(),
+            iomem: dir.path().join("iomem"),
+            unmoved: None,
+            turn,
+        }
     }
 
     /// Blocks 32 and 33 have pages that do not move: Linux finds that at once for 33, and only after the limit for 32.
@@ -300,18 +328,23 @@ mod tests {
         // The second attempt tries block 33 first, which takes no time, and then block 32.
         assert_eq!(attempt(), io::ErrorKind::Interrupted);
         fs::write(dir.path().join("memory32/valid_zones"), "Normal\n").expect("write");
-        assert_eq!(turner.turn_one(0).expect_err("no block moves").kind(), io::ErrorKind::ResourceBusy);
+        assert_eq!(
+            turner.turn_one(0).expect_err("no block moves").kind(),
+            io::ErrorKind::ResourceBusy
+        );
     }
 
     #[test]
     fn node_without_a_block_is_left_alone_until_its_blocks_change() {
         let dir = sysfs();
         for number in [32, 33] {
-            fs::write(dir.path().join(format!("memory{number}/valid_zones")), "Normal\n").expect("write");
+            fs::write(dir.path().join(format!("memory{number}/valid_zones")), "Normal\n")
+                .expect("write");
         }
         let mut report =
             RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
-        let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
+        let mut kernel_blocks =
+            KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
         let mut now_ms = 1_000;
         while kernel_blocks.exhausted.is_none() {
             kernel_blocks.poll(&report, 0, now_ms);
@@ -329,8 +362,9 @@ mod tests {
     fn the_lowest_plugged_block_of_the_node_is_turned() {
         let dir = sysfs();
         let mut turner = turner(&dir, turn);
-        let state =
-            |number: u32| fs::read_to_string(dir.path().join(format!("memory{number}/state"))).expect("read");
+        let state = |number: u32| {
+            fs::read_to_string(dir.path().join(format!("memory{number}/state"))).expect("read")
+        };
         assert_eq!(turner.turn_one(0).expect("turns"), 32);
         assert_eq!(state(32), "online_kernel");
         assert_eq!([0, 33, 40].map(state), ["online\n"; 3]);
@@ -344,8 +378,10 @@ mod tests {
     #[test]
     fn the_thread_turns_one_block_at_a_time() {
         let dir = sysfs();
-        let report = RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
-        let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
+        let report =
+            RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
+        let mut kernel_blocks =
+            KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
         let turned = (0..).map(|_| kernel_blocks.poll(&report, 0, 1_000)).position(|turned| turned);
         assert!(turned.is_some_and(|polls| polls > 0));
         assert!(!kernel_blocks.is_busy, "reports show first what it has brought");

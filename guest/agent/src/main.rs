@@ -62,7 +62,9 @@ fn main() -> ExitCode {
 fn execute(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Help => print(args::HELP.as_bytes()),
-        Command::Version => print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
+        Command::Version => {
+            print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes())
+        }
         Command::Once => once(),
         Command::Run(options) => run(&options),
     }
@@ -74,7 +76,10 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
 
 fn once() -> anyhow::Result<()> {
     let mut line = Vec::new();
-    encode_report(Agent::open(Path::new(PROC), Path::new(MEMORY))?.take_report(Cause::Rest)?, &mut line);
+    encode_report(
+        Agent::open(Path::new(PROC), Path::new(MEMORY))?.take_report(Cause::Rest)?,
+        &mut line,
+    );
     print(&line)
 }
 
@@ -94,7 +99,10 @@ fn run(options: &Options) -> anyhow::Result<()> {
         try_to("give the guest its vm.lowmem_reserve_ratio back", left);
     }
     if options.kernel_blocks && options.online == Online::Movable {
-        try_to("watch the kernel's memory", agent.watch_kernel_memory(Path::new(MEMORY), Path::new(IOMEM)));
+        try_to(
+            "watch the kernel's memory",
+            agent.watch_kernel_memory(Path::new(MEMORY), Path::new(IOMEM)),
+        );
     }
     if options.tune {
         agent.tune(Path::new(ROOT), Path::new(RUN));

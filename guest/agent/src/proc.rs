@@ -116,7 +116,8 @@ impl Proc {
     /// Fills in everything of a report that comes from /proc.
     pub fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
         let (memory, kernel) = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
-        let (unused_dentries, unused_inodes) = (self.unused(&self.dentries), self.unused(&self.inodes));
+        let (unused_dentries, unused_inodes) =
+            (self.unused(&self.dentries), self.unused(&self.inodes));
         (report.memory, report.kernel) =
             (memory, Some(KernelUse { unused_dentries, unused_inodes, ..kernel }));
         let total_bytes = report.memory.total_bytes;
@@ -259,8 +260,12 @@ mod tests {
         }
         // On the machine that the test runs on: what is not asked for would have been the end.
         let proc = Proc::open(Path::new("/proc")).expect("open");
-        let texts =
-            [Some(&proc.meminfo), Some(&proc.vmstat), proc.buddyinfo.as_ref(), proc.pressure.as_ref()];
+        let texts = [
+            Some(&proc.meminfo),
+            Some(&proc.vmstat),
+            proc.buddyinfo.as_ref(),
+            proc.pressure.as_ref(),
+        ];
         for text in texts.into_iter().flatten() {
             let mut buffer = vec![0; FIRST_BUFFER_BYTES];
             let length = text.read(&mut buffer).expect("read").len();
@@ -273,9 +278,11 @@ mod tests {
     fn guest() -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("tempdir");
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
-        for (from, name) in
-            [("6.12-two-nodes", "vmstat"), ("6.12-filled", "zoneinfo"), ("6.12-filled", "buddyinfo")]
-        {
+        for (from, name) in [
+            ("6.12-two-nodes", "vmstat"),
+            ("6.12-filled", "zoneinfo"),
+            ("6.12-filled", "buddyinfo"),
+        ] {
             std::fs::copy(data.join(from).join(name), dir.path().join(name)).expect("copy");
         }
         put_meminfo(&dir, 1_000_000, 335_488);
@@ -283,7 +290,9 @@ mod tests {
     }
 
     fn put_meminfo(dir: &tempfile::TempDir, total_kib: u64, free_kib: u64) {
-        let text = format!("MemTotal: {total_kib} kB\nMemFree: {free_kib} kB\nMemAvailable: {free_kib} kB\n");
+        let text = format!(
+            "MemTotal: {total_kib} kB\nMemFree: {free_kib} kB\nMemAvailable: {free_kib} kB\n"
+        );
         std::fs::write(dir.path().join("meminfo"), text).expect("write");
     }
 
@@ -311,7 +320,11 @@ mod tests {
         assert_eq!(zones_at(&mut proc, &mut report, 2_100), by_zoneinfo, "memory has come");
         // Blocks that are about to leave are on the lists: by two MiB more than is free.
         put_meminfo(&dir, 1_000_004, 335_488 - 2_048);
-        assert_eq!(zones_at(&mut proc, &mut report, 2_150), by_zoneinfo, "what is free does not fit");
+        assert_eq!(
+            zones_at(&mut proc, &mut report, 2_150),
+            by_zoneinfo,
+            "what is free does not fit"
+        );
         put_meminfo(&dir, 1_000_004, 335_488 + 2_047);
         assert_eq!(zones_at(&mut proc, &mut report, 2_200), by_buddyinfo);
         // A zone has come.
@@ -328,8 +341,11 @@ mod tests {
         let (mut proc, mut report) = (Proc::open(dir.path()).expect("open"), RawReport::default());
         let before = zones_at(&mut proc, &mut report, 1_000);
         let text = std::fs::read_to_string(dir.path().join("zoneinfo")).expect("read");
-        std::fs::write(dir.path().join("zoneinfo"), text.replace("free     10002", "free     10003"))
-            .expect("write");
+        std::fs::write(
+            dir.path().join("zoneinfo"),
+            text.replace("free     10002", "free     10003"),
+        )
+        .expect("write");
         let after = zones_at(&mut proc, &mut report, 1_050);
         assert_eq!((before[1].0, after[1].0, &before[2..]), (10_002, 10_003, &after[2..]));
     }
@@ -345,7 +361,8 @@ mod tests {
         assert_eq!(unused(&mut Proc::open(dir.path()).expect("open")), Some((None, None)));
         let fs = dir.path().join("sys/fs");
         std::fs::create_dir_all(&fs).expect("mkdir");
-        std::fs::write(fs.join("dentry-state"), "164829\t139103\t45\t0\t93217\t0\n").expect("write");
+        std::fs::write(fs.join("dentry-state"), "164829\t139103\t45\t0\t93217\t0\n")
+            .expect("write");
         std::fs::write(fs.join("inode-nr"), "120413\t507\n").expect("write");
         let mut proc = Proc::open(dir.path()).expect("open");
         assert_eq!(unused(&mut proc), Some((Some(139_103), Some(507))));

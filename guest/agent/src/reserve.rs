@@ -94,7 +94,8 @@ impl Reserve {
             return Ok(());
         }
         self.ours.push(wanted.to_vec());
-        let lines = std::iter::once(&self.initial).chain(&self.ours).map(|ratios| text_of(ratios) + "\n");
+        let lines =
+            std::iter::once(&self.initial).chain(&self.ours).map(|ratios| text_of(ratios) + "\n");
         record::replace(&self.record, &lines.collect::<String>())
     }
 
@@ -177,10 +178,14 @@ mod tests {
         let guest = Guest::new();
         guest.set("256\t8\t32\t0\t0\n");
         let cmdline = r#"console=hvc0 sysctl.vm.lowmem_reserve_ratio="256 8 32 0 0" quiet"#;
-        let open = |cmdline| Reserve::open(guest.0.path(), &guest.0.path().join("run/agent"), cmdline);
+        let open =
+            |cmdline| Reserve::open(guest.0.path(), &guest.0.path().join("run/agent"), cmdline);
         // DRAM that the kernel got is ZONE_NORMAL, and ZONE_DMA32 need not keep 32 MiB of it.
-        let zones =
-            [zone(0, ZoneKind::Dma32, 295), zone(0, ZoneKind::Normal, 256), zone(0, ZoneKind::Movable, 36)];
+        let zones = [
+            zone(0, ZoneKind::Dma32, 295),
+            zone(0, ZoneKind::Normal, 256),
+            zone(0, ZoneKind::Movable, 36),
+        ];
         let mut reserve = open(cmdline).expect("opens");
         reserve.adapt(&zones, 0).expect("writes");
         assert_eq!(guest.setting(), "256 256 1 0 0");
@@ -223,7 +228,11 @@ mod tests {
         zones[0].low_pages = (6 << 20) / PAGE_BYTES;
         reserve.adapt(&zones, 0).expect("nothing to do");
         assert_eq!(guest.setting(), "256 4 32 0 0");
-        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS)[1], 4, "an agent that starts now wants the same");
+        assert_eq!(
+            reserve_ratios(&zones, 0, &DEFAULTS)[1],
+            4,
+            "an agent that starts now wants the same"
+        );
     }
 
     #[test]
@@ -376,7 +385,8 @@ mod tests {
     #[test]
     fn an_agent_that_keeps_nothing_gives_back_what_another_kept() {
         let guest = Guest::new();
-        let restore = || Reserve::restore_after_another(guest.0.path(), &guest.0.path().join("run/agent"));
+        let restore =
+            || Reserve::restore_after_another(guest.0.path(), &guest.0.path().join("run/agent"));
         restore().expect("nothing to do");
         assert_eq!(guest.setting(), "256\t256\t32\t0\t0\n");
         guest.agent(&plugged()[0]);

@@ -5,8 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use foreshore_proto::{
-    Cause, LineReader, Measure, NextLine, Pace, RawAgentMessage, Settings, VmmMessage, decode_vmm_message,
-    encode_line, encode_report,
+    Cause, LineReader, Measure, NextLine, Pace, RawAgentMessage, Settings, VmmMessage,
+    decode_vmm_message, encode_line, encode_report,
 };
 use thiserror::Error;
 
@@ -139,7 +139,8 @@ impl<'a> Session<'a> {
         };
         let events = libc::POLLIN | if pending { libc::POLLOUT } else { 0 };
         let termination = self.agent.termination.as_ref().map(AsFd::as_fd);
-        let triggers = self.agent.triggers.as_ref().map_or([None; TRIGGERS], |triggers| triggers.fds());
+        let triggers =
+            self.agent.triggers.as_ref().map_or([None; TRIGGERS], |triggers| triggers.fds());
         let [some, full] = triggers.map(|fd| sys::pollfd(fd, libc::POLLPRI));
         let mut fds = [
             sys::pollfd(Some(self.socket.as_fd()), events),
@@ -153,7 +154,8 @@ impl<'a> Session<'a> {
             return Err(SessionError::Terminated);
         }
         let triggers = self.agent.triggers.as_mut();
-        let stalled = triggers.is_some_and(|triggers| triggers.fired([some, full], sys::monotonic_ms()));
+        let stalled =
+            triggers.is_some_and(|triggers| triggers.fired([some, full], sys::monotonic_ms()));
         let ended = libc::POLLIN | libc::POLLHUP | libc::POLLERR;
         Ok(Ready { readable: socket & ended != 0, writable: socket & libc::POLLOUT != 0, stalled })
     }
@@ -220,7 +222,9 @@ impl<'a> Session<'a> {
                     self.agent.hotplug_bytes = settings.hotplug_bytes;
                 }
                 Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.take_charge = true,
-                Err(refusal) => eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}"),
+                Err(refusal) => {
+                    eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}")
+                }
             }
         }
         Ok(())
@@ -247,7 +251,9 @@ mod tests {
     fn message(vmm: &mut BufReader<UnixStream>) -> AgentMessage {
         let mut line = String::new();
         vmm.read_line(&mut line).expect("a line");
-        decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from).expect("verifies")
+        decode_agent_message(line.trim_end().as_bytes())
+            .and_then(AgentMessage::try_from)
+            .expect("verifies")
     }
 
     fn settings(rest_interval_ms: u32) -> Vec<u8> {
@@ -270,7 +276,9 @@ mod tests {
             while session.agent.report.seq < seq {
                 session.turn().expect("goes on");
             }
-            let AgentMessage::Report(report) = message(&mut reader) else { panic!("a second hello") };
+            let AgentMessage::Report(report) = message(&mut reader) else {
+                panic!("a second hello")
+            };
             assert_eq!(report.seq(), seq);
             assert!(last <= Some(report.monotonic_ms()));
             last = Some(report.monotonic_ms());
@@ -306,7 +314,8 @@ mod tests {
 
     #[test]
     fn a_look_compares_what_the_vmm_has_named_with_its_watermark() {
-        let plenty = Memory { free_bytes: u64::MAX, available_bytes: u64::MAX, ..Memory::default() };
+        let plenty =
+            Memory { free_bytes: u64::MAX, available_bytes: u64::MAX, ..Memory::default() };
         let nothing = Memory::default();
         for (free, available, measure, reports) in [
             (plenty, nothing, Measure::Free, 1),
@@ -342,8 +351,12 @@ mod tests {
     #[test]
     fn nobody_there_is_an_error_that_says_where() {
         let address = Address::Vsock { cid: 1, port: 1 };
-        let error = Session::connect(&mut agent(), &address).expect_err("nobody listens on a reserved port");
-        assert!(error.to_string().starts_with("Cannot connect to vsock port 1 of context 1"), "{error}");
+        let error = Session::connect(&mut agent(), &address)
+            .expect_err("nobody listens on a reserved port");
+        assert!(
+            error.to_string().starts_with("Cannot connect to vsock port 1 of context 1"),
+            "{error}"
+        );
     }
 
     /// A guest whose kernel leaves memory offline, and the block that it left so.
@@ -375,8 +388,10 @@ mod tests {
         let (ours, _vmm) = UnixStream::pair().expect("socketpair");
         while sys::send(ours.as_fd(), &[b'x'; 4096]).expect("send") > 0 {}
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
-        let turns =
-            (0..1000).take_while(|_| !is_online(&state)).map(|_| session.turn().expect("goes on")).count();
+        let turns = (0..1000)
+            .take_while(|_| !is_online(&state))
+            .map(|_| session.turn().expect("goes on"))
+            .count();
         assert!(turns < 1000 && session.is_pending());
         assert_eq!(session.agent.report.seq, 0, "nothing was reported meanwhile");
     }
@@ -384,8 +399,10 @@ mod tests {
     #[test]
     fn memory_comes_online_also_while_there_is_no_vmm() {
         let (_dir, mut agent, state) = offline_guest();
-        let waits =
-            (0..1000).take_while(|_| !is_online(&state)).filter(|_| agent.is_told_to_end_within(20)).count();
+        let waits = (0..1000)
+            .take_while(|_| !is_online(&state))
+            .filter(|_| agent.is_told_to_end_within(20))
+            .count();
         assert_eq!(waits, 0, "nobody told it to end");
         assert!(is_online(&state));
     }

@@ -20,7 +20,8 @@ pub fn monotonic_ms() -> u64 {
     // SAFETY: `now` is a timespec that outlives the call, which writes nothing else.
     let result = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     debug_assert_eq!(result, 0, "Linux always has this clock");
-    let (seconds, nanos) = (u64::try_from(now.tv_sec).unwrap_or(0), u64::try_from(now.tv_nsec).unwrap_or(0));
+    let (seconds, nanos) =
+        (u64::try_from(now.tv_sec).unwrap_or(0), u64::try_from(now.tv_nsec).unwrap_or(0));
     seconds.saturating_mul(1000).saturating_add(nanos / 1_000_000)
 }
 
@@ -41,7 +42,9 @@ pub fn kernel() -> io::Result<(String, String)> {
     check(unsafe { libc::uname(&raw mut name) })?;
     let text = |field: &[libc::c_char]| {
         let bytes: Vec<u8> = field.iter().map(|&c| c.to_ne_bytes()[0]).collect();
-        CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
+        CStr::from_bytes_until_nul(&bytes)
+            .map(|text| text.to_string_lossy().into_owned())
+            .unwrap_or_default()
     };
     Ok((text(&name.release), text(&name.version)))
 }
@@ -90,7 +93,8 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
     let again = libc::timespec { tv_sec: 1, tv_nsec: 0 };
     let times = libc::itimerspec { it_interval: again, it_value: limit };
     // SAFETY: the timer was made above; `times` outlives the call.
-    let set = check(unsafe { libc::timer_settime(timer, 0, &raw const times, std::ptr::null_mut()) });
+    let set =
+        check(unsafe { libc::timer_settime(timer, 0, &raw const times, std::ptr::null_mut()) });
     let result = set.and_then(|_| act());
     // SAFETY: the timer was made above and is not used any more.
     unsafe { libc::timer_delete(timer) };
@@ -111,7 +115,9 @@ pub fn watch_termination() -> io::Result<OwnedFd> {
     // SAFETY: `set` outlives the call, which only reads it; a null pointer asks for no old mask.
     check(unsafe { libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) })?;
     // SAFETY: `set` outlives the call, which only reads it.
-    let fd = check(unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) })?;
+    let fd = check(unsafe {
+        libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
+    })?;
     // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -178,20 +184,24 @@ const VSOCK_ADDRESS_LEN: libc::socklen_t = size_of::<libc::sockaddr_vm>() as lib
 fn bind_vsock(socket: &OwnedFd, port: u32) -> io::Result<()> {
     let address = vsock_address(libc::VMADDR_CID_ANY, port);
     // SAFETY: `address` has the length that is passed and outlives the call, which only reads it.
-    let result = unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN) };
+    let result =
+        unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN) };
     check(result).map(drop)
 }
 
 /// A stream to `port` of `cid`, from a privileged port.
 pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     // SAFETY: socket reads and writes no memory of ours.
-    let fd = check(unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
+    let fd =
+        check(unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
     // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     bind_first(privileged_ports(monotonic_ms()), |port| bind_vsock(&socket, port))?;
     let address = vsock_address(cid, port);
     // SAFETY: `address` has the length that is passed and outlives the call, which only reads it.
-    let result = unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN) };
+    let result = unsafe {
+        libc::connect(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN)
+    };
     check(result)?;
     Ok(socket)
 }
@@ -219,7 +229,9 @@ fn transferred(count: isize) -> io::Result<usize> {
         return Ok(count);
     }
     match io::Error::last_os_error() {
-        error if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(0),
+        error if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+            Ok(0)
+        }
         error => Err(error),
     }
 }
@@ -256,7 +268,8 @@ mod tests {
             1021 => Err(io::ErrorKind::PermissionDenied.into()),
             _ => Ok(()),
         };
-        let kind = |ports: [u32; 2]| bind_first(ports.into_iter(), bind).map_err(|error| error.kind());
+        let kind =
+            |ports: [u32; 2]| bind_first(ports.into_iter(), bind).map_err(|error| error.kind());
         assert_eq!(kind([1023, 1022]), Ok(1022));
         assert_eq!(kind([1023, 1023]), Err(io::ErrorKind::AddrInUse));
         assert_eq!(kind([1021, 1022]), Err(io::ErrorKind::PermissionDenied));

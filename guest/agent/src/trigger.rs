@@ -11,8 +11,10 @@ use std::path::{Path, PathBuf};
 /// Some task has waited for 50 ms of 500 ms, or all of them at once for 15 ms. Linux takes no window shorter than 500 ms,
 /// and from whoever lacks CAP_SYS_RESOURCE none but multiples of 2 s, or, before 6.5, none at all
 /// (psi_trigger_create in kernel/sched/psi.c).
-const REQUESTS: [[&[u8]; 2]; 2] =
-    [[b"some 50000 500000\0", b"some 200000 2000000\0"], [b"full 15000 500000\0", b"full 60000 2000000\0"]];
+const REQUESTS: [[&[u8]; 2]; 2] = [
+    [b"some 50000 500000\0", b"some 200000 2000000\0"],
+    [b"full 15000 500000\0", b"full 60000 2000000\0"],
+];
 
 /// How many triggers there are.
 pub const TRIGGERS: usize = REQUESTS.len();
@@ -32,8 +34,11 @@ impl Triggers {
     /// Registers them with the pressure file under `root`, which is /proc outside of tests. An error if there is none of
     /// them.
     pub fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
-        let mut triggers =
-            Triggers { path: root.join("pressure/memory"), files: [None, None], again_ms: u64::MAX };
+        let mut triggers = Triggers {
+            path: root.join("pressure/memory"),
+            files: [None, None],
+            again_ms: u64::MAX,
+        };
         let result = triggers.register_missing(now_ms);
         if triggers.files.iter().all(Option::is_none) {
             result?;
@@ -78,11 +83,17 @@ impl Triggers {
 }
 
 /// What comes of the first of `requests` that is not refused.
-fn first_granted<T>(requests: [&[u8]; 2], mut register: impl FnMut(&[u8]) -> io::Result<T>) -> io::Result<T> {
+fn first_granted<T>(
+    requests: [&[u8]; 2],
+    mut register: impl FnMut(&[u8]) -> io::Result<T>,
+) -> io::Result<T> {
     let [best, other] = requests;
     match register(best) {
         Err(error)
-            if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied) =>
+            if matches!(
+                error.kind(),
+                io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied
+            ) =>
         {
             register(other)
         }
@@ -92,7 +103,8 @@ fn first_granted<T>(requests: [&[u8]; 2], mut register: impl FnMut(&[u8]) -> io:
 
 /// One write makes one trigger, which lives as long as the file stays open.
 fn register_one(path: &Path, request: &[u8]) -> io::Result<File> {
-    let mut file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let mut file =
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     let written = file.write(request)?;
     if written == request.len() { Ok(file) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
@@ -116,7 +128,9 @@ mod tests {
             let mut asked = Vec::new();
             let result = first_granted(REQUESTS[0], |request| {
                 asked.push(request.to_vec());
-                refusal.filter(|_| request == REQUESTS[0][0]).map_or(Ok(()), |kind| Err(kind.into()))
+                refusal
+                    .filter(|_| request == REQUESTS[0][0])
+                    .map_or(Ok(()), |kind| Err(kind.into()))
             });
             (asked.len(), result.map_err(|error| error.kind()))
         };
@@ -136,7 +150,11 @@ mod tests {
                 let (stall_us, window_us): (u64, u64) =
                     (stall.parse().expect("number"), window.parse().expect("number"));
                 assert_eq!(kind, what);
-                assert!(stall_us > 0 && stall_us <= window_us && (500_000..=10_000_000).contains(&window_us));
+                assert!(
+                    stall_us > 0
+                        && stall_us <= window_us
+                        && (500_000..=10_000_000).contains(&window_us)
+                );
                 assert!(privileged || window_us % 2_000_000 == 0, "{text}");
             }
         }
@@ -165,6 +183,9 @@ mod tests {
     #[test]
     fn a_kernel_without_pressure_information_has_none() {
         let root = tempfile::tempdir().expect("tempdir");
-        assert_eq!(Triggers::register(root.path(), 0).expect_err("none").kind(), io::ErrorKind::NotFound);
+        assert_eq!(
+            Triggers::register(root.path(), 0).expect_err("none").kind(),
+            io::ErrorKind::NotFound
+        );
     }
 }

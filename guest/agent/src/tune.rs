@@ -108,12 +108,14 @@ impl Tuning {
         let text = fs::read_to_string(&tuning.record).unwrap_or_default();
         let recorded = |path: &str| {
             let mut lines = text.lines().filter_map(|line| line.split_once(' '));
-            lines.find(|(recorded, was)| *recorded == path && !was.is_empty()).map(|(_, was)| was.to_owned())
+            lines
+                .find(|(recorded, was)| *recorded == path && !was.is_empty())
+                .map(|(_, was)| was.to_owned())
         };
         for (index, setting) in SETTINGS.iter().enumerate() {
             // On record, and not in force: the kill came before the setting was written, or the owner after it.
-            tuning.was[index] =
-                recorded(setting.path).filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
+            tuning.was[index] = recorded(setting.path)
+                .filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
         }
         let has_begun = recorded(ENABLED).is_some();
         if has_begun || tuning.has_been_left_out() {
@@ -156,7 +158,8 @@ impl Tuning {
         });
         // Full PM counts as full until twice as much is free.
         let full_pages = full_pm_pages(managed_pages);
-        managed_pages > 0 && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }
+        managed_pages > 0
+            && free_pages >= if self.has_free_pm { full_pages } else { 2 * full_pages }
     }
 
     /// Puts everything back that depends on what is plugged.
@@ -174,7 +177,9 @@ impl Tuning {
     /// Linux looks at the guest's size at boot only. Whatever else decides is read here and not at the start: then
     /// /boot may not be mounted, and nobody has set anything yet.
     fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
-        let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else { return Ok(()) };
+        let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else {
+            return Ok(());
+        };
         if by_command_line.is_none() && total_bytes < HUGE_PAGES_FROM_BYTES {
             return Ok(());
         }
@@ -232,7 +237,8 @@ impl Tuning {
     /// Finds the nodes without CPUs that have memory.
     fn find_pm_nodes(&mut self) -> io::Result<()> {
         self.pm_nodes.clear();
-        let with_cpus = match fs::read_to_string(self.root.join("sys/devices/system/node/has_cpu")) {
+        let with_cpus = match fs::read_to_string(self.root.join("sys/devices/system/node/has_cpu"))
+        {
             // A kernel without NUMA has one node, with all CPUs.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             with_cpus => with_cpus?,
@@ -247,9 +253,11 @@ impl Tuning {
     fn set(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         for (index, setting) in SETTINGS.iter().enumerate() {
-            let is_wanted = !self.pm_nodes.is_empty() && (self.has_free_pm || !setting.needs_free_pm);
+            let is_wanted =
+                !self.pm_nodes.is_empty() && (self.has_free_pm || !setting.needs_free_pm);
             if self.was[index].is_some() != is_wanted {
-                result = result.and(if is_wanted { self.change(index) } else { self.put_back(index) });
+                result =
+                    result.and(if is_wanted { self.change(index) } else { self.put_back(index) });
             }
         }
         result
@@ -278,7 +286,8 @@ impl Tuning {
     fn put_back(&mut self, index: usize) -> io::Result<()> {
         let setting = &SETTINGS[index];
         let text = fs::read_to_string(self.root.join(setting.path))?;
-        if let Some(was) = self.was[index].as_deref().filter(|_| chosen(&text) == setting.beside_pm) {
+        if let Some(was) = self.was[index].as_deref().filter(|_| chosen(&text) == setting.beside_pm)
+        {
             self.write(setting.path, was)?;
         }
         self.was[index] = None;
@@ -435,7 +444,8 @@ mod tests {
             assert_eq!(guest.get(DEFRAG), "always");
             guest.get(SETTINGS[3].path)
         };
-        let seen = [199, 200, 100, 99, 199, 200].map(|free_pages| demotion(&mut tuning, free_pages));
+        let seen =
+            [199, 200, 100, 99, 199, 200].map(|free_pages| demotion(&mut tuning, free_pages));
         assert_eq!(seen, ["false", "true", "true", "false", "false", "true"]);
         tuning.restore().expect("restores");
         assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
@@ -486,7 +496,8 @@ mod tests {
 
     #[test]
     fn a_guest_that_was_small_at_boot_has_the_huge_pages_of_a_large_one() {
-        let config = ("boot/config-6.12.1-cloud", "CONFIG_X=y\nCONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
+        let config =
+            ("boot/config-6.12.1-cloud", "CONFIG_X=y\nCONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
         let guest = Guest::small(&[config]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0]), HUGE_PAGES_FROM_BYTES - 1).expect("adapts");
@@ -504,7 +515,8 @@ mod tests {
     #[test]
     fn the_command_line_counts_at_once_and_before_the_build() {
         let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
-        let guest = Guest::small(&[config, ("proc/cmdline", "quiet transparent_hugepage=always\n")]);
+        let guest =
+            Guest::small(&[config, ("proc/cmdline", "quiet transparent_hugepage=always\n")]);
         guest.tuning().adapt(&zones(&[0, 1]), 1 << 20).expect("adapts");
         assert_eq!([guest.get(ENABLED), guest.get(DEFRAG)], ["always", "always"], "beside PM");
         let guest = Guest::small(&[config, ("proc/cmdline", "transparent_hugepage=never\n")]);
@@ -518,9 +530,11 @@ mod tests {
     #[test]
     fn huge_pages_that_somebody_switched_off_stay_off() {
         let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
-        for touched in
-            [(ENABLED, "[always] madvise never\n"), (DEFRAG, "[madvise] never\n"), (ZERO_PAGE, "1\n")]
-        {
+        for touched in [
+            (ENABLED, "[always] madvise never\n"),
+            (DEFRAG, "[madvise] never\n"),
+            (ZERO_PAGE, "1\n"),
+        ] {
             let guest = Guest::small(&[config, touched]);
             let seen = || [guest.get(ENABLED), guest.get(DEFRAG), guest.get(ZERO_PAGE)];
             let before = seen();
@@ -562,7 +576,9 @@ mod tests {
                 guest.get(ENABLED) == "always"
             })
         };
-        for (missing, later) in [(0, 1), (1, 1), (2, 2), (5, 3), (100, 28), (1_000, 24), (20_000, 12_768)] {
+        for (missing, later) in
+            [(0, 1), (1, 1), (2, 2), (5, 3), (100, 28), (1_000, 24), (20_000, 12_768)]
+        {
             assert_eq!(given_after(missing, GIB), Some(later), "{missing} reports without");
             assert_eq!(given_after(missing, 2 * GIB), Some(1), "another size");
         }
@@ -597,8 +613,9 @@ mod tests {
                 }
                 let others = |want: fn(&Setting) -> &'static str| {
                     let others = SETTINGS.iter().filter(|setting| setting.path != path);
-                    others
-                        .for_each(|setting| assert_eq!(guest.get(setting.path), want(setting), "{theirs:?}"));
+                    others.for_each(|setting| {
+                        assert_eq!(guest.get(setting.path), want(setting), "{theirs:?}")
+                    });
                 };
                 guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
                 // The next one as well.
@@ -607,7 +624,10 @@ mod tests {
                 // What was plugged has gone meanwhile.
                 guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
                 others(|setting| setting.usual);
-                assert!(theirs.is_none_or(|theirs| guest.get(path) == theirs), "{theirs:?} is not ours");
+                assert!(
+                    theirs.is_none_or(|theirs| guest.get(path) == theirs),
+                    "{theirs:?} is not ours"
+                );
                 assert!(!guest.run().join(NAME).exists());
             }
         }
@@ -650,7 +670,9 @@ mod tests {
         let all_ours = || {
             SETTINGS.iter().for_each(|setting| guest.put(setting.path, setting.beside_pm));
         };
-        for text in ["", "\n", "junk", " 1\n", "x y\n", &format!("{DEFRAG}\n"), &format!("{DEFRAG} \n")] {
+        for text in
+            ["", "\n", "junk", " 1\n", "x y\n", &format!("{DEFRAG}\n"), &format!("{DEFRAG} \n")]
+        {
             all_ours();
             guest.put(&format!("run/agent/{NAME}"), text);
             guest.tuning().restore().expect("nothing to do");

@@ -7,7 +7,9 @@ use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use foreshore_proto::{AgentMessage, Report, Settings, VmmMessage, decode_agent_message, encode_line};
+use foreshore_proto::{
+    AgentMessage, Report, Settings, VmmMessage, decode_agent_message, encode_line,
+};
 
 /// Against a test that never ends: nothing here takes that long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -17,9 +19,11 @@ struct Agent(Child, BufReader<ChildStderr>);
 impl Agent {
     fn start(socket: &Path) -> Self {
         let program = env!("CARGO_BIN_EXE_foreshore-agent");
-        let arguments = ["--online", "none", "--reserve", "off", "--tune", "off", "--idle", "off", "--unix"];
+        let arguments =
+            ["--online", "none", "--reserve", "off", "--tune", "off", "--idle", "off", "--unix"];
         let mut command = Command::new(program);
-        let mut child = command.args(arguments).arg(socket).stderr(Stdio::piped()).spawn().expect("starts");
+        let mut child =
+            command.args(arguments).arg(socket).stderr(Stdio::piped()).spawn().expect("starts");
         let stderr = child.stderr.take().expect("piped");
         Agent(child, BufReader::new(stderr))
     }
@@ -29,7 +33,10 @@ impl Agent {
         let mut line = String::new();
         while !line.contains(what) {
             line.clear();
-            assert!(self.1.read_line(&mut line).expect("reads") > 0, "it ended without saying {what}");
+            assert!(
+                self.1.read_line(&mut line).expect("reads") > 0,
+                "it ended without saying {what}"
+            );
         }
     }
 
@@ -44,7 +51,8 @@ impl Agent {
 
     /// How often it has slept until now.
     fn wakes(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).expect("reads");
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).expect("reads");
         let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
         line.and_then(|count| count.trim().parse().ok()).expect("Linux counts them")
     }
@@ -88,7 +96,9 @@ impl Vmm {
     fn next(&mut self) -> AgentMessage {
         let mut line = String::new();
         self.0.read_line(&mut line).expect("a line within the limit");
-        decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from).expect("verifies")
+        decode_agent_message(line.trim_end().as_bytes())
+            .and_then(AgentMessage::try_from)
+            .expect("verifies")
     }
 
     fn hello(&mut self) {
@@ -115,7 +125,8 @@ impl Vmm {
         self.0.get_ref().set_nonblocking(true).expect("a socket");
         let mut line = String::new();
         while self.0.read_line(&mut line).is_ok() {
-            let message = decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from);
+            let message =
+                decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from);
             let Ok(AgentMessage::Report(report)) = message else {
                 panic!("expected a report, received {line}")
             };
@@ -298,6 +309,9 @@ fn while_it_reports_fast_it_makes_fewer_than_two_reads_for_each_text() {
     agent.signal(libc::SIGCONT);
     let (reports, reads) = (last - first, after - before);
     // The agent may have been stopped within a report.
-    assert!((reports..2 * TEXTS * (reports + 1)).contains(&reads), "{reads} reads for {reports} reports");
+    assert!(
+        (reports..2 * TEXTS * (reports + 1)).contains(&reads),
+        "{reads} reads for {reports} reports"
+    );
     assert!(agent.end().success());
 }

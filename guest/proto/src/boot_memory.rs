@@ -126,7 +126,11 @@ mod tests {
     use super::*;
 
     fn memory(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> BootMemory {
-        BootMemory { boot_bytes: boot_mib * MIB, dram_bytes: dram_mib * MIB, pm_bytes: pm_mib * MIB }
+        BootMemory {
+            boot_bytes: boot_mib * MIB,
+            dram_bytes: dram_mib * MIB,
+            pm_bytes: pm_mib * MIB,
+        }
     }
 
     /// `movablecore` in MiB, and the ratios of ZONE_DMA32 and ZONE_NORMAL.
@@ -177,7 +181,9 @@ mod tests {
     /// The descriptors of boot memory lie in ZONE_MOVABLE, so the kernel's zones would keep a 64th of boot memory less.
     #[test]
     fn boot_memory_below_the_hole_keeps_the_whole_reserve() {
-        for (boot_mib, pm_mib) in [(192, 384), (192, 2688), (512, 7168), (1024, 8192), (2048, 28_672)] {
+        for (boot_mib, pm_mib) in
+            [(192, 384), (192, 2688), (512, 7168), (1024, 8192), (2048, 28_672)]
+        {
             let memory = memory(boot_mib, 0, pm_mib);
             let kept_bytes: u64 = memory.node().kept_bytes(&memory.reserve_ratios()).iter().sum();
             let reserve_bytes = kernel_reserve_bytes(memory.boot_bytes, memory.hotplug_bytes());

@@ -3,7 +3,9 @@
 //! The agent carries out the conversion (docs/agent.md, "Memory for the kernel"), and the simulator
 //! models it.
 
-use crate::{Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes};
+use crate::{
+    Blocks, KernelGrowth, KernelMemory, RawReport, Zone, ZoneGrowth, kernel_reserve_bytes,
+};
 
 /// Divisor of the usual reserve. The quotient is the threshold of free memory below which the
 /// kernel is short. The whole reserve would be too high a threshold, because programs that fill
@@ -65,14 +67,17 @@ pub fn short_node(
     // Caches count as free, because Linux drops them when the memory is needed, and a converted
     // block would stay with the kernel.
     let room_bytes = kernel.room_bytes.saturating_add(growth.counted.caches_bytes());
-    if blocks.block_bytes == 0 || room_bytes >= short_bytes || kernel.movable_free_bytes < blocks.block_bytes
+    if blocks.block_bytes == 0
+        || room_bytes >= short_bytes
+        || kernel.movable_free_bytes < blocks.block_bytes
     {
         return None;
     }
     let of_node = |node: u32| KernelMemory::of(zones.iter().filter(move |zone| zone.node == node));
     let keeps_enough = |node: u32| {
         let memory = of_node(node);
-        memory.managed_bytes > 0 && memory.movable_bytes >= blocks.block_bytes.saturating_add(least_bytes)
+        memory.managed_bytes > 0
+            && memory.movable_bytes >= blocks.block_bytes.saturating_add(least_bytes)
     };
     let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
     nodes
@@ -118,7 +123,13 @@ mod tests {
 
     fn zone(node: u32, kind: ZoneKind, managed_mib: u64, free_mib: u64) -> Zone {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
-        Zone { node, kind, managed_pages: pages(managed_mib), free_pages: pages(free_mib), ..Zone::default() }
+        Zone {
+            node,
+            kind,
+            managed_pages: pages(managed_mib),
+            free_pages: pages(free_mib),
+            ..Zone::default()
+        }
     }
 
     /// 384 MiB of boot memory, 36 MiB of it movable, two plugged blocks of DRAM, and 512 MiB of PM.
@@ -156,7 +167,11 @@ mod tests {
         assert_eq!(short_node(&zones(68, 300), &blocks(2), &growth, None), Some(0));
         assert_eq!(short_node(&zones(69, 300), &blocks(2), &growth, None), None);
         growth.counted.update(Some(&holds(10_000)), 0, 2_000);
-        assert_eq!(short_node(&zones(93, 300), &blocks(2), &growth, None), None, "an eighth of DRAM at most");
+        assert_eq!(
+            short_node(&zones(93, 300), &blocks(2), &growth, None),
+            None,
+            "an eighth of DRAM at most"
+        );
     }
 
     /// 60 MiB/s in sockets. No kernel counter includes their data.
@@ -171,7 +186,10 @@ mod tests {
         // Half of a sixteenth of 592 MiB, and 30 MiB.
         assert_eq!(short_node(&zones(48, 300), &blocks(2), &growth, None), Some(0));
         assert_eq!(short_node(&zones(49, 300), &blocks(2), &growth, None), None);
-        assert_eq!(short_node(&zones(48, 300), &blocks(2), &KernelBlockGrowth::default(), None), None);
+        assert_eq!(
+            short_node(&zones(48, 300), &blocks(2), &KernelBlockGrowth::default(), None),
+            None
+        );
     }
 
     /// Load that fills the kernel's zones with slabs.
@@ -200,7 +218,8 @@ mod tests {
             };
             growth.counted.update(Some(&kernel), so_far(end.allocstalls), second * 1_000);
             // kswapd keeps the high watermark free.
-            let free_mib = 280u64.saturating_sub(so_far(end.reclaimable_mib + end.unreclaimable_mib));
+            let free_mib =
+                280u64.saturating_sub(so_far(end.reclaimable_mib + end.unreclaimable_mib));
             let mut zones = zones(free_mib, 300);
             zones.iter_mut().for_each(|zone| zone.user_pages = Some(0));
             growth.of_zones.update(&zones, 0, Some(&kernel), second * 1_000);
@@ -213,8 +232,11 @@ mod tests {
     #[test]
     fn caches_of_a_walk_through_all_files_get_no_block() {
         const DENTRIES: u64 = 2_000_000;
-        let walk =
-            Slabs { reclaimable_mib: DENTRIES * 192 / MIB, unused_dentries: DENTRIES, ..Slabs::default() };
+        let walk = Slabs {
+            reclaimable_mib: DENTRIES * 192 / MIB,
+            unused_dentries: DENTRIES,
+            ..Slabs::default()
+        };
         assert_eq!(node_after_load(walk), None);
         let kept = Slabs { reclaimable_mib: 280, unused_dentries: 280 * MIB / 192, ..walk };
         assert_eq!(node_after_load(kept), None);

@@ -97,7 +97,8 @@ impl KernelGrowth {
         if self.allocstalls.replace(allocstalls).is_some_and(|before| before != allocstalls) {
             self.stalled_at_ms = Some(now_ms);
         }
-        self.stalled_at_ms = self.stalled_at_ms.filter(|at_ms| now_ms.saturating_sub(*at_ms) < STALLED_MS);
+        self.stalled_at_ms =
+            self.stalled_at_ms.filter(|at_ms| now_ms.saturating_sub(*at_ms) < STALLED_MS);
         self.caches_bytes = match self.stalled_at_ms {
             Some(_) => 0,
             None => kernel.caches_bytes(),
@@ -109,7 +110,8 @@ impl KernelGrowth {
             return;
         }
         let rate = scale(sample.bytes.saturating_sub(last.bytes), 1_000, elapsed_ms);
-        let remembered = scale(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
+        let remembered =
+            scale(self.bytes_per_s, FORGOTTEN_MS.saturating_sub(elapsed_ms), FORGOTTEN_MS);
         self.bytes_per_s = rate.max(remembered);
     }
 
@@ -157,11 +159,18 @@ impl ZoneGrowth {
     /// compressed pages in the kernel's zones, which [`Zone::user_pages`] does not include.
     ///
     /// Forgets all samples if a zone does not report its user pages.
-    pub fn update(&mut self, zones: &[Zone], other_user_pages: u64, kernel: Option<&KernelUse>, now_ms: u64) {
-        let used_pages = zones.iter().filter(|zone| zone.serves_kernel()).try_fold(0u64, |sum, zone| {
-            let taken = zone.managed_pages.saturating_sub(zone.free_pages);
-            Some(sum.saturating_add(taken.saturating_sub(zone.user_pages?)))
-        });
+    pub fn update(
+        &mut self,
+        zones: &[Zone],
+        other_user_pages: u64,
+        kernel: Option<&KernelUse>,
+        now_ms: u64,
+    ) {
+        let used_pages =
+            zones.iter().filter(|zone| zone.serves_kernel()).try_fold(0u64, |sum, zone| {
+                let taken = zone.managed_pages.saturating_sub(zone.free_pages);
+                Some(sum.saturating_add(taken.saturating_sub(zone.user_pages?)))
+            });
         let (Some(used_pages), Some(kernel)) = (used_pages, kernel) else {
             self.samples.clear();
             return;
@@ -169,14 +178,20 @@ impl ZoneGrowth {
         let kernel_pages = used_pages.saturating_sub(other_user_pages);
         let bytes = kernel_pages.saturating_mul(PAGE_BYTES).saturating_sub(kernel.caches_bytes());
         self.samples.push_back(Sample { at_ms: now_ms, bytes });
-        while self.samples.get(1).is_some_and(|second| now_ms.saturating_sub(second.at_ms) >= WINDOW_MS) {
+        while self
+            .samples
+            .get(1)
+            .is_some_and(|second| now_ms.saturating_sub(second.at_ms) >= WINDOW_MS)
+        {
             self.samples.pop_front();
         }
     }
 
     /// Growth within `ms` at the present rate.
     pub fn bytes_within(&self, ms: u64) -> u64 {
-        let (Some(first), Some(last)) = (self.samples.front(), self.samples.back()) else { return 0 };
+        let (Some(first), Some(last)) = (self.samples.front(), self.samples.back()) else {
+            return 0;
+        };
         let elapsed_ms = last.at_ms.saturating_sub(first.at_ms).max(WINDOW_MS);
         scale(last.bytes.saturating_sub(first.bytes), ms, elapsed_ms)
     }
@@ -245,7 +260,8 @@ mod tests {
             movable_free_bytes: 720 * PAGE_BYTES,
         };
         assert_eq!(memory, expected);
-        let huge = [zone(0, ZoneKind::Normal, u64::MAX, u64::MAX), zone(0, ZoneKind::Normal, u64::MAX, 0)];
+        let huge =
+            [zone(0, ZoneKind::Normal, u64::MAX, u64::MAX), zone(0, ZoneKind::Normal, u64::MAX, 0)];
         assert_eq!(KernelMemory::of(huge.iter()).managed_bytes, u64::MAX);
         assert_eq!(KernelMemory::of([].iter()), KernelMemory::default());
     }
@@ -362,7 +378,9 @@ mod tests {
         let pages = |mib: u64| (mib << 20) / PAGE_BYTES;
         let growth_mib = |other_user_mib: [u64; 2], zones: [[Zone; 1]; 2]| {
             let mut growth = ZoneGrowth::default();
-            for (zones, (at_ms, mib)) in zones.iter().zip([0, 1_000].into_iter().zip(other_user_mib)) {
+            for (zones, (at_ms, mib)) in
+                zones.iter().zip([0, 1_000].into_iter().zip(other_user_mib))
+            {
                 growth.update(zones, pages(mib), Some(&KernelUse::default()), at_ms);
             }
             growth.bytes_within(1_000) >> 20
@@ -370,7 +388,11 @@ mod tests {
         let locked = [zone_mib(50, 400), zone_mib(50, 100)];
         assert_eq!(growth_mib([0, 300], locked), 0);
         assert_eq!(growth_mib([0, 0], locked), 300, "pages that no counter has");
-        assert_eq!(growth_mib([0, 100], [zone_mib(150, 300), zone_mib(50, 300)]), 0, "taken and locked");
+        assert_eq!(
+            growth_mib([0, 100], [zone_mib(150, 300), zone_mib(50, 300)]),
+            0,
+            "taken and locked"
+        );
         let sockets = [zone_mib(350, 50), zone_mib(250, 50)];
         assert_eq!(growth_mib([20, 50], sockets), 70, "of 100 MiB, 30 MiB are locked");
     }

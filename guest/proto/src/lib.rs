@@ -29,7 +29,9 @@ mod wire;
 
 pub use boot_memory::{BootMemory, LOW_BOOT_BYTES};
 pub use demotion::full_pm_pages;
-pub use kernel_blocks::{CONVERSION_MS, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, short_node};
+pub use kernel_blocks::{
+    CONVERSION_MS, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, short_node,
+};
 pub use kernel_memory::{KernelGrowth, KernelMemory, ZoneGrowth};
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
@@ -41,9 +43,9 @@ pub use reserve::{
 pub use scale::scale;
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
-    Blocks, Cause, Counters, KernelUse, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage,
-    RawHello, RawReport, Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message,
-    decode_vmm_message, encode_line, encode_report,
+    Blocks, Cause, Counters, KernelUse, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy,
+    RawAgentMessage, RawHello, RawReport, Settings, Stall, VmmMessage, Zone, ZoneKind,
+    decode_agent_message, decode_vmm_message, encode_line, encode_report,
 };
 
 /// The vsock port on which the VMM listens for the agent.

@@ -90,7 +90,10 @@ mod tests {
     fn the_longest_line_is_accepted_and_one_byte_more_is_not() {
         let mut line = vec![b'x'; MAX_LINE_BYTES];
         line.push(b'\n');
-        assert_eq!(read_all(&mut LineReader::new(), &line), vec![Some(line[..MAX_LINE_BYTES].to_vec())]);
+        assert_eq!(
+            read_all(&mut LineReader::new(), &line),
+            vec![Some(line[..MAX_LINE_BYTES].to_vec())]
+        );
         line.insert(0, b'x');
         line.extend_from_slice(b"ok\n");
         assert_eq!(read_all(&mut LineReader::new(), &line), vec![None, Some(b"ok".to_vec())]);

@@ -103,10 +103,16 @@ fn interval_ms(settings: &Settings, there_bytes: u64, fall: Fall) -> u64 {
     let fast_ms = u64::from(settings.watermark_interval_ms).min(rest_ms);
     let watermark = settings.watermark_bytes;
     let Some(over) = there_bytes.checked_sub(watermark) else { return fast_ms };
-    let by_distance_ms =
-        if over >= watermark { rest_ms } else { fast_ms + scale(rest_ms - fast_ms, over, watermark) };
-    let by_fall_ms =
-        if fall.bytes_per_s == 0 { rest_ms } else { scale(1000, over, fall.bytes_per_s) / REPORTS_BEFORE };
+    let by_distance_ms = if over >= watermark {
+        rest_ms
+    } else {
+        fast_ms + scale(rest_ms - fast_ms, over, watermark)
+    };
+    let by_fall_ms = if fall.bytes_per_s == 0 {
+        rest_ms
+    } else {
+        scale(1000, over, fall.bytes_per_s) / REPORTS_BEFORE
+    };
     by_distance_ms.min(by_fall_ms).clamp(fast_ms, rest_ms)
 }
 
@@ -159,7 +165,9 @@ impl Pace {
         self.read(memory.free_bytes, now_ms);
         (self.seen_free_bytes, self.seen_there_bytes) = (memory.free_bytes, there_bytes);
         self.is_falling = false;
-        if there_bytes.abs_diff(self.steady_bytes) > self.whole_bytes(self.steady_bytes) / STEADY_PART {
+        if there_bytes.abs_diff(self.steady_bytes)
+            > self.whole_bytes(self.steady_bytes) / STEADY_PART
+        {
             self.steady_bytes = there_bytes;
             self.steady_since_ms = now_ms;
         }
@@ -312,7 +320,8 @@ mod tests {
 
     /// The same with the watermark of free memory.
     fn free_pace(free_mib: u64, available_mib: u64) -> Pace {
-        let of_free = Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) };
+        let of_free =
+            Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) };
         let mut pace = Pace::new(of_free);
         pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
         pace
@@ -358,7 +367,11 @@ mod tests {
     }
 
     fn interval(available: u64, fall_per_s: u64) -> u64 {
-        interval_ms(&Settings::with_watermark(60 * MIB), available, Fall { bytes_per_s: fall_per_s })
+        interval_ms(
+            &Settings::with_watermark(60 * MIB),
+            available,
+            Fall { bytes_per_s: fall_per_s },
+        )
     }
 
     #[test]
@@ -397,7 +410,9 @@ mod tests {
 
     #[test]
     fn every_interval_lies_between_the_two_that_the_vmm_names_in_whatever_order_it_names_them() {
-        for (rest_interval_ms, watermark_interval_ms) in [(1_000, 50), (50, 1_000), (20, 20), (60_000, 20)] {
+        for (rest_interval_ms, watermark_interval_ms) in
+            [(1_000, 50), (50, 1_000), (20, 20), (60_000, 20)]
+        {
             for watermark_bytes in [0, 1, 60 * MIB, u64::MAX] {
                 let settings = Settings {
                     rest_interval_ms,
@@ -408,7 +423,10 @@ mod tests {
                     for bytes_per_s in [0, 1, MIB, u64::MAX] {
                         let ms = interval_ms(&settings, available, Fall { bytes_per_s });
                         let fast_ms = u64::from(watermark_interval_ms.min(rest_interval_ms));
-                        assert!((fast_ms..=u64::from(rest_interval_ms)).contains(&ms), "{settings:?}: {ms}");
+                        assert!(
+                            (fast_ms..=u64::from(rest_interval_ms)).contains(&ms),
+                            "{settings:?}: {ms}"
+                        );
                     }
                 }
             }
@@ -531,13 +549,15 @@ mod tests {
             let at_rest = reads_in_ten_seconds(available_mib, |_| 20 * MIB);
             assert!(at_rest <= 2 * 10, "{available_mib} MiB available: {at_rest} reads at rest");
             // Somebody writes a line into a log now and then.
-            let hardly = reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB - now_ms / 1_000 * 4096);
+            let hardly =
+                reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB - now_ms / 1_000 * 4096);
             assert!(
                 hardly <= 3 * 10,
                 "{available_mib} MiB available: {hardly} reads, and hardly anything moves"
             );
             // While something moves, each look is one at what is there: some ten or twenty a second, as before.
-            let moving = reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
+            let moving =
+                reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
             assert!((80..=200).contains(&moving), "{available_mib} MiB available: {moving} reads");
         }
     }
@@ -594,7 +614,10 @@ mod tests {
                 pace.saw_free(free_bytes);
                 soon += u64::from(pace.look_due_ms() - now_ms == FALLING_LOOK_MS);
             }
-            assert!(soon <= FALLING_PART, "{soon} looks soon where {fall_mib} MiB go from each to the next");
+            assert!(
+                soon <= FALLING_PART,
+                "{soon} looks soon where {fall_mib} MiB go from each to the next"
+            );
         }
     }
 
@@ -612,8 +635,16 @@ mod tests {
     fn a_watermark_of_free_memory_is_not_hidden_by_what_is_available() {
         assert_eq!(free_pace(59, 8_000).report_due_ms(), 1_050);
         assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
-        assert_eq!(free_pace(8_000, 59).report_due_ms(), 2_000, "nor is it one of available memory");
-        assert_eq!(free_pace(90, 0).report_due_ms(), 1_000 + 50 + 950 / 2, "in proportion above it");
+        assert_eq!(
+            free_pace(8_000, 59).report_due_ms(),
+            2_000,
+            "nor is it one of available memory"
+        );
+        assert_eq!(
+            free_pace(90, 0).report_due_ms(),
+            1_000 + 50 + 950 / 2,
+            "in proportion above it"
+        );
         let mut pace = free_pace(8_000, 8_000);
         pace.reported(&memory(1_000 * MIB, 8_000 * MIB), 2_000);
         assert_eq!(pace.fall.bytes_per_s, 7_000 * MIB, "what falls is what is free");

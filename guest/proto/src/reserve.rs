@@ -88,8 +88,10 @@ impl NodeMemory {
             .map(|is_whole| self.lowered(ratios, reserve_bytes, is_whole))
             .into_iter()
             .max_by_key(|ratios| {
-                let kept_bytes =
-                    self.kept_bytes(ratios).iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
+                let kept_bytes = self
+                    .kept_bytes(ratios)
+                    .iter()
+                    .fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
                 (self.kernel_share_bytes(ratios).min(enough_bytes), Reverse(kept_bytes))
             });
         ratios.copy_from_slice(&best.expect("two candidates"));
@@ -173,7 +175,8 @@ pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<
 }
 
 fn nodes(zones: &[Zone]) -> impl Iterator<Item = NodeMemory> {
-    let is_first = |at: usize, zone: &Zone| !zones[..at].iter().any(|before| before.node == zone.node);
+    let is_first =
+        |at: usize, zone: &Zone| !zones[..at].iter().any(|before| before.node == zone.node);
     let firsts = zones.iter().enumerate().filter(move |&(at, zone)| is_first(at, zone));
     firsts.map(|(_, zone)| NodeMemory::of(zones, zone.node))
 }
@@ -251,12 +254,16 @@ mod tests {
             zone(0, ZoneKind::Movable, 212),
             zone(1, ZoneKind::Movable, 16_384),
         ];
-        let kept_mib =
-            |ratios: &[u64]| zones.each_ref().map(|zone| kept_pages(zone, &zones, ratios) * PAGE_BYTES / MIB);
+        let kept_mib = |ratios: &[u64]| {
+            zones.each_ref().map(|zone| kept_pages(zone, &zones, ratios) * PAGE_BYTES / MIB)
+        };
         assert_eq!(kept_mib(&LINUX_RESERVE_RATIOS), [14, 3, 16, 0, 0, 0]);
         // A sixteenth of 3683 MiB is 230 MiB, and the descriptors of 16 GiB take 256 MiB.
         let ratios = reserve_ratios(&zones, 16 << 30, &LINUX_RESERVE_RATIOS);
-        assert_eq!((&ratios[..], kept_mib(&ratios)), (&[256, 2, 2, 0, 0][..], [14, 384, 256, 0, 0, 0]));
+        assert_eq!(
+            (&ratios[..], kept_mib(&ratios)),
+            (&[256, 2, 2, 0, 0][..], [14, 384, 256, 0, 0, 0])
+        );
         assert_eq!(kept_mib(&[0, 0, 1]), [0, 0, 256, 0, 0, 0], "no zone keeps more than it has");
         assert_eq!(kept_mib(&[]), [0; 6]);
     }
@@ -284,7 +291,9 @@ mod tests {
         let huge = |kind| Zone { kind, managed_pages: u64::MAX, ..Zone::default() };
         let zones = [ZoneKind::Dma32, ZoneKind::Normal, ZoneKind::Movable].map(huge);
         let ratios = reserve_ratios(&zones, u64::MAX, &LINUX_RESERVE_RATIOS);
-        assert!(zones.iter().all(|zone| kept_pages(zone, &zones, &ratios) <= u64::MAX / PAGE_BYTES));
+        assert!(
+            zones.iter().all(|zone| kept_pages(zone, &zones, &ratios) <= u64::MAX / PAGE_BYTES)
+        );
         assert_eq!(reserve_ratios(&[], u64::MAX, &LINUX_RESERVE_RATIOS), LINUX_RESERVE_RATIOS);
     }
 }

@@ -6,7 +6,8 @@
 
 use crate::kernel_memory::{DENTRY_BYTES, LEAST_INODE_BYTES};
 use crate::wire::{
-    Blocks, Cause, Counters, KernelUse, Memory, NodeIdle, RawAgentMessage, RawHello, RawReport, Stall, Zone,
+    Blocks, Cause, Counters, KernelUse, Memory, NodeIdle, RawAgentMessage, RawHello, RawReport,
+    Stall, Zone,
 };
 use crate::{Bound, LARGEST_BLOCK_BYTES, PROTOCOL_VERSION, Refusal};
 
@@ -50,7 +51,12 @@ fn at_least(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> 
     Ok(())
 }
 
-fn at_most_field(field: &'static str, value: u64, other: &'static str, bound: u64) -> Result<(), Refusal> {
+fn at_most_field(
+    field: &'static str,
+    value: u64,
+    other: &'static str,
+    bound: u64,
+) -> Result<(), Refusal> {
     if value > bound {
         return Err(Refusal::OutOfRange { field, value, bound: Bound::AtMostField(other, bound) });
     }
@@ -73,7 +79,10 @@ fn version(theirs: u32) -> Result<(), Refusal> {
 
 /// A message of the agent with every value inside its bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(clippy::large_enum_variant, reason = "there is one at a time, and nearly every one is a report")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, and nearly every one is a report"
+)]
 pub enum AgentMessage {
     /// The first message of a connection.
     Hello(Hello),
@@ -140,7 +149,9 @@ impl TryFrom<RawHello> for Hello {
             at_most(field, text.len() as u64, MAX_TEXT_BYTES as u64)?;
             let is_allowed = |byte: u8| byte.is_ascii_graphic() || byte == b' ' && field == LINE;
             if !text.bytes().all(is_allowed) {
-                return Err(Refusal::WrongShape { reason: format!("{field} has unprintable characters") });
+                return Err(Refusal::WrongShape {
+                    reason: format!("{field} has unprintable characters"),
+                });
             }
         }
         power_of_two("page_size_bytes", raw.page_size_bytes, PAGE_BYTES_MIN, PAGE_BYTES_MAX)?;
@@ -263,7 +274,12 @@ fn check_memory(memory: &Memory) -> Result<(), Refusal> {
     at_most_field("anon_bytes", memory.anon_bytes, "total_bytes", total)?;
     at_most_field("cached_bytes", memory.cached_bytes, "total_bytes", total)?;
     at_most("swap_total_bytes", memory.swap_total_bytes, MAX_SWAP_BYTES)?;
-    at_most_field("swap_free_bytes", memory.swap_free_bytes, "swap_total_bytes", memory.swap_total_bytes)
+    at_most_field(
+        "swap_free_bytes",
+        memory.swap_free_bytes,
+        "swap_total_bytes",
+        memory.swap_total_bytes,
+    )
 }
 
 fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
@@ -321,7 +337,12 @@ fn check_counters(counters: &Counters) -> Result<(), Refusal> {
         ("oom_kill", counters.oom_kill),
     ];
     fields.into_iter().try_for_each(|(field, value)| at_most(field, value, MAX_COUNT))?;
-    at_most_field("allocstall_kernel", counters.allocstall_kernel, "allocstall", counters.allocstall)
+    at_most_field(
+        "allocstall_kernel",
+        counters.allocstall_kernel,
+        "allocstall",
+        counters.allocstall,
+    )
 }
 
 fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
@@ -333,7 +354,12 @@ fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
         at_most("node", node.node.into(), MAX_NODE)?;
         at_most("online_bytes", node.online_bytes, MAX_MEMORY_BYTES)?;
         at_most("offline_bytes", node.offline_bytes, MAX_MEMORY_BYTES)?;
-        at_most_field("movable_online_bytes", node.movable_online_bytes, "online_bytes", node.online_bytes)?;
+        at_most_field(
+            "movable_online_bytes",
+            node.movable_online_bytes,
+            "online_bytes",
+            node.online_bytes,
+        )?;
     }
     Ok(())
 }
@@ -351,7 +377,11 @@ fn check_idle(raw: &RawReport) -> Result<(), Refusal> {
         }
         // Both factors have been checked: nothing overflows.
         let managed_pages: u64 = zones().map(|zone| zone.managed_pages).sum();
-        at_most("idle_bytes", idle.idle_bytes, (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN)?;
+        at_most(
+            "idle_bytes",
+            idle.idle_bytes,
+            (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN,
+        )?;
         at_least("span_ms", idle.span_ms, 1)?;
         at_most_field("span_ms", idle.span_ms, "monotonic_ms", raw.monotonic_ms)?;
     }
@@ -437,7 +467,10 @@ mod tests {
         assert_eq!(refused_field(|r| r.seq = u64::MAX), "seq");
         assert_eq!(refused_field(|r| r.monotonic_ms = u64::MAX), "monotonic_ms");
         assert_eq!(refused_field(|r| r.stall.some_us = 62_000_000), "some_us");
-        assert_eq!(refused_field(|r| r.stall.full_avg10_basis_points = 10_001), "full_avg10_basis_points");
+        assert_eq!(
+            refused_field(|r| r.stall.full_avg10_basis_points = 10_001),
+            "full_avg10_basis_points"
+        );
         assert_eq!(refused_field(|r| r.zones.clear()), "zones");
         assert_eq!(refused_field(|r| r.zones = vec![r.zones[0]; 257]), "zones");
         assert_eq!(refused_field(|r| r.zones[0].node = 1024), "node");
@@ -446,9 +479,15 @@ mod tests {
         assert_eq!(refused_field(|r| r.zones[0].low_pages = 751), "low_pages");
         assert_eq!(refused_field(|r| r.zones[0].min_pages = 626), "min_pages");
         assert_eq!(refused_field(|r| r.zones[0].managed_pages = u64::MAX), "managed_pages");
-        assert_eq!(refused_field(|r| r.zones[0].largest_free_blocks = Some(u64::MAX)), "largest_free_blocks");
+        assert_eq!(
+            refused_field(|r| r.zones[0].largest_free_blocks = Some(u64::MAX)),
+            "largest_free_blocks"
+        );
         assert_eq!(refused_field(|r| r.zones[0].user_pages = Some(u64::MAX)), "user_pages");
-        assert_eq!(refused_field(|r| r.zones[0].protected_pages = Some(u64::MAX)), "protected_pages");
+        assert_eq!(
+            refused_field(|r| r.zones[0].protected_pages = Some(u64::MAX)),
+            "protected_pages"
+        );
         assert_eq!(refused_field(|r| r.counters.pswpout = u64::MAX), "pswpout");
         assert_eq!(refused_field(|r| r.counters.allocstall_kernel = 1), "allocstall_kernel");
         assert_eq!(refused_field(|r| r.counters.numa_miss = u64::MAX), "numa_miss");
@@ -475,7 +514,11 @@ mod tests {
         assert_eq!(refused_field(|r| r.idle[0].idle_bytes = bound_bytes + 1), "idle_bytes");
         assert_eq!(refused_field(|r| r.idle[0].idle_bytes = u64::MAX), "idle_bytes");
         assert_eq!(refused_field(|r| r.idle[0].span_ms = 0), "span_ms");
-        assert_eq!(refused_field(|r| r.idle[0].span_ms = 1001), "span_ms", "longer than the guest runs");
+        assert_eq!(
+            refused_field(|r| r.idle[0].span_ms = 1001),
+            "span_ms",
+            "longer than the guest runs"
+        );
         let mut raw = raw_report();
         raw.zones.push(Zone { node: 2, ..raw.zones[0] });
         raw.idle = vec![
@@ -543,7 +586,10 @@ mod tests {
         let mut raw = raw_report();
         raw.zones[0].low_pages = 751;
         let refusal = Report::try_from(raw).expect_err("low above high");
-        assert_eq!(refusal.to_string(), "low_pages is 751, must be at most high_pages, which is 750");
+        assert_eq!(
+            refusal.to_string(),
+            "low_pages is 751, must be at most high_pages, which is 750"
+        );
         assert_eq!(refusal.label(), "out_of_range");
     }
 

@@ -9,7 +9,10 @@ use crate::{PROTOCOL_VERSION, Refusal};
 /// What the agent sends, shape checked, values not. `AgentMessage` is the verified form.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-#[allow(clippy::large_enum_variant, reason = "there is one at a time, and nearly every one is a report")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, and nearly every one is a report"
+)]
 pub enum RawAgentMessage {
     /// The first line of a connection.
     Hello(RawHello),
@@ -166,7 +169,9 @@ pub struct Stall {
 }
 
 /// A zone of the guest's page allocator.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum ZoneKind {
     /// ZONE_DMA: below 16 MiB.
@@ -420,7 +425,10 @@ struct Envelope<'a> {
 struct Kind<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Checks that `line` is an object of our version and of one of `kinds`, and returns which, and the line as text.
-fn open_envelope<'a>(line: &'a [u8], kinds: &[&'static str]) -> Result<(&'static str, &'a str), Refusal> {
+fn open_envelope<'a>(
+    line: &'a [u8],
+    kinds: &[&'static str],
+) -> Result<(&'static str, &'a str), Refusal> {
     if line.len() > crate::MAX_LINE_BYTES {
         return Err(Refusal::TooLong { bound_bytes: crate::MAX_LINE_BYTES });
     }
@@ -458,7 +466,8 @@ pub fn decode_vmm_message(line: &[u8]) -> Result<VmmMessage, Refusal> {
 /// Replaces what is in `out` by `message` and a newline. Reuses the buffer, and allocates only while it grows.
 pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.clear();
-    serde_json::to_writer(&mut *out, message).expect("a message is plain data, and a Vec takes every write");
+    serde_json::to_writer(&mut *out, message)
+        .expect("a message is plain data, and a Vec takes every write");
     out.push(b'\n');
 }
 
@@ -521,11 +530,24 @@ mod tests {
         let hello = r#""agent_version":"1","kernel_release":"6","preemption":"none","page_size_bytes":4096"#;
         for (fields, kind) in [(report, "report"), (hello, "hello")] {
             for (line, read) in [
-                (format!(r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields}}}"#), true),
-                (format!(r#"{{{fields},"seq":1,"monotonic_ms":2,"version":1,"type":"{kind}"}}"#), true),
-                (format!(r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields}}} {{}}"#), false),
                 (
-                    format!(r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields},{fields}}}"#),
+                    format!(r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields}}}"#),
+                    true,
+                ),
+                (
+                    format!(r#"{{{fields},"seq":1,"monotonic_ms":2,"version":1,"type":"{kind}"}}"#),
+                    true,
+                ),
+                (
+                    format!(
+                        r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields}}} {{}}"#
+                    ),
+                    false,
+                ),
+                (
+                    format!(
+                        r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields},{fields}}}"#
+                    ),
                     false,
                 ),
                 (format!(r#"{{"type":"{kind}","version":1}}"#), false),
@@ -548,7 +570,11 @@ mod tests {
         assert_eq!(report.cause, Cause::Other);
         assert_eq!(report.zones[0].kind, ZoneKind::Other);
         assert_eq!(report.blocks.online_policy, OnlinePolicy::Unknown);
-        assert_eq!((report.zones[0].largest_free_blocks, report.idle.len()), (None, 0), "nor missed");
+        assert_eq!(
+            (report.zones[0].largest_free_blocks, report.idle.len()),
+            (None, 0),
+            "nor missed"
+        );
     }
 
     #[test]
@@ -615,7 +641,8 @@ mod tests {
             [(4, 4, true, true), (4, 5, true, false), (5, 4, false, true), (5, 5, false, false)]
         {
             let memory = Memory { free_bytes, available_bytes, ..Memory::default() };
-            let under = [of_free, Settings::with_watermark(5)].map(|settings| settings.is_under(&memory));
+            let under =
+                [of_free, Settings::with_watermark(5)].map(|settings| settings.is_under(&memory));
             assert_eq!(
                 under,
                 [under_free, under_available],
@@ -626,8 +653,11 @@ mod tests {
 
     #[test]
     fn settings_cannot_ask_for_a_busy_loop_or_for_silence() {
-        let wild =
-            Settings { rest_interval_ms: u32::MAX, watermark_interval_ms: 0, ..Settings::with_watermark(1) };
+        let wild = Settings {
+            rest_interval_ms: u32::MAX,
+            watermark_interval_ms: 0,
+            ..Settings::with_watermark(1)
+        };
         let tame = wild.clamped();
         assert_eq!(tame.rest_interval_ms, Settings::MAX_INTERVAL_MS);
         assert_eq!(tame.watermark_interval_ms, Settings::MIN_INTERVAL_MS);

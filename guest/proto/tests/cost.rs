@@ -4,8 +4,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use foreshore_proto::{
-    Blocks, NodeBlocks, NodeIdle, PROTOCOL_VERSION, RawAgentMessage, RawReport, Zone, decode_agent_message,
-    encode_report,
+    Blocks, NodeBlocks, NodeIdle, PROTOCOL_VERSION, RawAgentMessage, RawReport, Zone,
+    decode_agent_message, encode_report,
 };
 
 /// The system's allocator, and how often it was asked.
@@ -49,7 +49,10 @@ fn a_report_is_taken_without_a_copy_of_its_fields() {
     encode_report(&report, &mut line);
     let (count, decoded) = allocations(|| decode_agent_message(&line));
     assert_eq!(decoded, Ok(RawAgentMessage::Report(report.clone())));
-    assert_eq!(count, 4, "one for each list, and what serde_json passes over it counts the levels of");
+    assert_eq!(
+        count, 4,
+        "one for each list, and what serde_json passes over it counts the levels of"
+    );
     // By the enum it is many more.
     let (count, decoded) = allocations(|| serde_json::from_slice::<RawAgentMessage>(&line));
     assert!(decoded.is_ok() && count > 10, "{count}");

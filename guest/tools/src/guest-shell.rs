@@ -13,8 +13,8 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
 
 fn main() -> Result<()> {
-    let listener =
-        listen(GUEST_SHELL_PORT).context("Cannot listen on vsock (is the transport's module loaded?)")?;
+    let listener = listen(GUEST_SHELL_PORT)
+        .context("Cannot listen on vsock (is the transport's module loaded?)")?;
     loop {
         let connection = accept(&listener).context("Cannot accept on vsock")?;
         thread::spawn(move || {

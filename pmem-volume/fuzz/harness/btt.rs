@@ -36,7 +36,10 @@ impl Media for Space {
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        assert!(offset_bytes + bytes.len() as u64 <= self.len_bytes(), "a write outside the volume");
+        assert!(
+            offset_bytes + bytes.len() as u64 <= self.len_bytes(),
+            "a write outside the volume"
+        );
         self.0.lock().unwrap().write(offset_bytes, bytes);
         Ok(())
     }
@@ -62,7 +65,10 @@ fn formatted(volume_bytes: u64, sector_bytes: u32) -> Space {
     let mut image = Image::default();
     image.set_len(volume_bytes);
     let space = Space(Mutex::new(image));
-    btt::Layout::new(volume_bytes, sector_bytes, Uuid::from_u128(9)).unwrap().format(&space).unwrap();
+    btt::Layout::new(volume_bytes, sector_bytes, Uuid::from_u128(9))
+        .unwrap()
+        .format(&space)
+        .unwrap();
     space
 }
 
@@ -100,7 +106,9 @@ fn write_some(space: &Space, sector_bytes: u64) {
     let (data_at, map_at) = (INFO_BYTES + offset(88), INFO_BYTES + offset(96));
     for sector in 0..WRITTEN {
         let block = sector ^ 1;
-        space.store(data_at + block * sector_bytes, &vec![sector as u8 + 1; sector_bytes as usize]).unwrap();
+        space
+            .store(data_at + block * sector_bytes, &vec![sector as u8 + 1; sector_bytes as usize])
+            .unwrap();
         let entry = (block as u32 | WRITTEN_ENTRY).to_le_bytes();
         space.store(map_at + sector * 4, &entry).unwrap();
     }
@@ -115,7 +123,10 @@ fn bases() -> &'static [Base] {
         let extension = btt::extend(&two, 36 * MIB).unwrap().unwrap();
         two.0.lock().unwrap().set_len(36 * MIB);
         extension.format(&two).unwrap();
-        extension.link().into_iter().for_each(|(at, word)| two.0.lock().unwrap().write_word(at, word));
+        extension
+            .link()
+            .into_iter()
+            .for_each(|(at, word)| two.0.lock().unwrap().write_word(at, word));
         assert!(btt::check(&two).unwrap().is_clean());
         let all = [(formatted(18 * MIB, 4096), 4096), (formatted(18 * MIB, 512), 512), (two, 4096)];
         let base = |(space, sector_bytes): (Space, u64)| {
@@ -164,8 +175,12 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
         3 => {
             let entry = tail + 32768 + from.below(1024) * 16;
             let fields = [from.value(), from.value(), from.below(8)];
-            let bytes =
-                [fields[0] as u32, fields[1] as u32, fields[1] as u32 ^ fields[2] as u32, fields[2] as u32];
+            let bytes = [
+                fields[0] as u32,
+                fields[1] as u32,
+                fields[1] as u32 ^ fields[2] as u32,
+                fields[2] as u32,
+            ];
             image.write(entry, &bytes.map(u32::to_le_bytes).concat());
         }
         4 => image.write(tail + from.below(12288) * 4, &(from.value() as u32).to_le_bytes()),
@@ -198,7 +213,10 @@ pub fn btt_engine(data: &[u8]) {
     let engine = match Engine::open(&space) {
         Ok(engine) => engine,
         Err(error) => {
-            assert!(!is_clean || matches!(error, EngineError::SectorSize { .. }), "clean, and {error}");
+            assert!(
+                !is_clean || matches!(error, EngineError::SectorSize { .. }),
+                "clean, and {error}"
+            );
             return;
         }
     };
@@ -232,8 +250,13 @@ pub fn btt_engine(data: &[u8]) {
     drop(engine);
     let after = sectors_of(&space);
     let right = before.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes));
-    for (sector, bytes) in right.filter(|(sector, _)| !touched.iter().any(|range| range.contains(sector))) {
-        assert!(after.get(sector) == Some(bytes), "sector {sector} was right, and nobody has written it");
+    for (sector, bytes) in
+        right.filter(|(sector, _)| !touched.iter().any(|range| range.contains(sector)))
+    {
+        assert!(
+            after.get(sector) == Some(bytes),
+            "sector {sector} was right, and nobody has written it"
+        );
     }
     if is_clean {
         assert!(btt::check(&space).unwrap().is_clean(), "what was served is not whole any more");
@@ -262,7 +285,8 @@ pub fn btt_check(data: &[u8]) {
     let report = btt::check(&space).unwrap();
     let reader = btt::Reader::open(&space).unwrap();
     if report.is_clean() {
-        let reader = reader.as_ref().unwrap_or_else(|finding| panic!("clean, and no reader: {finding}"));
+        let reader =
+            reader.as_ref().unwrap_or_else(|finding| panic!("clean, and no reader: {finding}"));
         assert_eq!(reader.sectors(), report.sectors());
     }
     if let Ok(reader) = &reader {
@@ -277,24 +301,43 @@ pub fn btt_check(data: &[u8]) {
     let repair = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
     repair.carry_out(&space).unwrap();
     let found = btt::check(&space).unwrap();
-    assert_eq!(format!("{found:?}"), format!("{:?}", repair.after), "a repair does not do what it said");
+    assert_eq!(
+        format!("{found:?}"),
+        format!("{:?}", repair.after),
+        "a repair does not do what it said"
+    );
     let again = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
     assert!(again.mendings.is_empty(), "what was repaired is still damaged: {again:?}");
     let now = sectors_of(&space);
-    for (sector, bytes) in right.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes)) {
-        assert!(now.get(sector) == Some(bytes), "sector {sector} was right before the repair: {repair:?}");
+    for (sector, bytes) in
+        right.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes))
+    {
+        assert!(
+            now.get(sector) == Some(bytes),
+            "sector {sector} was right before the repair: {repair:?}"
+        );
     }
     let giving_up = btt::plan_repair(&space, btt::GiveUp::Sectors, &mut |_| {}).unwrap();
     let copy = Space(Mutex::new(space.0.lock().unwrap().clone()));
     giving_up.carry_out(&copy).unwrap();
     let found = btt::check(&copy).unwrap();
-    assert_eq!(format!("{found:?}"), format!("{:?}", giving_up.after), "nor if it gives sectors up");
+    assert_eq!(
+        format!("{found:?}"),
+        format!("{:?}", giving_up.after),
+        "nor if it gives sectors up"
+    );
     if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB).unwrap() {
         let mut image = space.0.into_inner().unwrap();
         image.set_len(image.len_bytes + 18 * MIB);
         let grown = Space(Mutex::new(image));
         extension.format(&grown).unwrap();
-        extension.link().into_iter().for_each(|(at, word)| grown.0.lock().unwrap().write_word(at, word));
-        assert!(btt::check(&grown).unwrap().arenas.len() > report.arenas.len(), "growth is not seen");
+        extension
+            .link()
+            .into_iter()
+            .for_each(|(at, word)| grown.0.lock().unwrap().write_word(at, word));
+        assert!(
+            btt::check(&grown).unwrap().arenas.len() > report.arenas.len(),
+            "growth is not seen"
+        );
     }
 }

@@ -53,7 +53,8 @@ impl Image {
             let (now, later) = rest.split_at(rest.len().min(PAGE_BYTES as usize - within));
             let number = at / PAGE_BYTES;
             if self.pages.contains_key(&number) || now != &ZEROS[..now.len()] {
-                self.pages.entry(number).or_insert(ZEROS)[within..within + now.len()].copy_from_slice(now);
+                self.pages.entry(number).or_insert(ZEROS)[within..within + now.len()]
+                    .copy_from_slice(now);
             }
             at += now.len() as u64;
             rest = later;
@@ -105,7 +106,8 @@ impl Image {
 impl PartialEq for Image {
     /// A page of zeros is none.
     fn eq(&self, other: &Self) -> bool {
-        let [this, that] = [self, other].map(|image| image.pages.iter().filter(|(_, page)| **page != ZEROS));
+        let [this, that] =
+            [self, other].map(|image| image.pages.iter().filter(|(_, page)| **page != ZEROS));
         self.len_bytes == other.len_bytes && this.eq(that)
     }
 }

@@ -43,7 +43,8 @@ impl Ground {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let path = folder.path().join("pool");
         let pool = Pool::create(&path, CHUNKS * CHUNK_BYTES, 2 * CHUNK_BYTES).unwrap();
-        for (name, chunks, format) in [("btt", 9, VolumeFormat::Btt), ("raw", 3, VolumeFormat::Raw)] {
+        for (name, chunks, format) in [("btt", 9, VolumeFormat::Btt), ("raw", 3, VolumeFormat::Raw)]
+        {
             pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format).unwrap();
         }
         pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
@@ -105,17 +106,26 @@ impl Ground {
             }
             3 | 4 => {
                 let chunk = from.below(CHUNKS) as u32;
-                let (index, slot, state) = (from.number(2), from.below(u64::from(SLOTS) + 1), from.below(16));
+                let (index, slot, state) =
+                    (from.number(2), from.below(u64::from(SLOTS) + 1), from.below(16));
                 let low = index & 0xfff | slot << 28 | state << 44;
-                image.write_word(CHUNK_TABLE_OFFSET + u64::from(chunk) * 16, seal_word(chunk, 0, low));
+                image.write_word(
+                    CHUNK_TABLE_OFFSET + u64::from(chunk) * 16,
+                    seal_word(chunk, 0, low),
+                );
             }
             5 => {
                 let chunk = from.below(CHUNKS) as u32;
                 let low = from.value() & 0xffff_ffff_ffff;
-                image.write_word(CHUNK_TABLE_OFFSET + u64::from(chunk) * 16 + 8, seal_word(chunk, 1, low));
+                image.write_word(
+                    CHUNK_TABLE_OFFSET + u64::from(chunk) * 16 + 8,
+                    seal_word(chunk, 1, low),
+                );
             }
             6 => image.write_word(CHUNK_TABLE_OFFSET + from.below(CHUNKS * 2) * 8, from.value()),
-            7 => image.write_word(self.btt_offset + from.below(self.btt_bytes / 8) * 8, from.value()),
+            7 => {
+                image.write_word(self.btt_offset + from.below(self.btt_bytes / 8) * 8, from.value())
+            }
             8 => {
                 let info = self.btt_offset + [4096, self.btt_bytes - 4096][from.below(2) as usize];
                 let at = info + from.below(16) * 8;
@@ -189,7 +199,10 @@ fn write_transaction(image: &mut Image, from: &mut Cursor<'_>) {
     image.write(LOG_OFFSET, &LOG_MAGIC);
     image.write_word(LOG_OFFSET + offset_of!(LogHeaderBytes, entries) as u64, entries);
     image.write_word(LOG_OFFSET + offset_of!(LogHeaderBytes, checksum) as u64, u64::from(crc));
-    image.write_word(LOG_OFFSET + offset_of!(LogHeaderBytes, commit) as u64, LOG_COMMITTED | u64::from(crc));
+    image.write_word(
+        LOG_OFFSET + offset_of!(LogHeaderBytes, commit) as u64,
+        LOG_COMMITTED | u64::from(crc),
+    );
     image.write(LOG_OFFSET + size_of::<LogHeaderBytes>() as u64, &bytes);
 }
 
@@ -254,7 +267,10 @@ fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
     let _ = pool.create_volume("new", VolumeSize::Bytes(CHUNK_BYTES), VolumeFormat::Raw);
     for extent in lent.iter().flatten().filter(|extent| !said_to_be_free(before, extent.start.0)) {
         let image = Image::of_file(&ground.file).unwrap();
-        assert!(image.is_zero(extent.offset_bytes(), extent.len_bytes()), "lent memory has old content");
+        assert!(
+            image.is_zero(extent.offset_bytes(), extent.len_bytes()),
+            "lent memory has old content"
+        );
     }
     pool.free_memory(&lent.unwrap_or_default()).unwrap();
     let waiting_bytes = pool.info().scrubbing_bytes;

@@ -5,8 +5,8 @@ use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::layout::{
-    ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, MAP_ENTRY_BYTES,
-    PAGE_BYTES, SIGNATURE, VERSION, checksum,
+    ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK,
+    MAP_ENTRY_BYTES, PAGE_BYTES, SIGNATURE, VERSION, checksum,
 };
 use crate::CHUNK_BYTES;
 use crate::media::Media;
@@ -110,8 +110,10 @@ pub(super) fn read_arena(
             // A later arena's copy has another distance, and one that says that it lies elsewhere is none: what is there
             // would be taken for it.
             let copy_at = |at: u64| {
-                let block =
-                    Some(at).filter(|at| has_signature(space, *at)).map(|at| read_info(space, at))?.ok()?;
+                let block = Some(at)
+                    .filter(|at| has_signature(space, *at))
+                    .map(|at| read_info(space, at))?
+                    .ok()?;
                 let is_copy = parse(&block).is_ok() && start_bytes + block.info2off.get() == at;
                 is_copy.then_some(block)
             };
@@ -164,7 +166,12 @@ impl ArenaInfo {
         let next_is_inside = ARENA_MIN_BYTES <= next && next <= room - ARENA_MIN_BYTES.min(room);
         let next_fits = next == 0 || next_is_inside && next.is_multiple_of(512);
         check_geometry(info)?;
-        require("nextoff", next, next_fits, "the next arena lies inside the volume, aligned to 512")?;
+        require(
+            "nextoff",
+            next,
+            next_fits,
+            "the next arena lies inside the volume, aligned to 512",
+        )?;
         check_regions(info, if next == 0 { room } else { next })?;
         Ok(Self {
             start_bytes: start,
@@ -197,15 +204,31 @@ fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
     let number = u64::from;
     let sector = info.external_lbasize.get();
     let known = SECTOR_SIZES.contains(&sector);
-    require("external_lbasize", number(sector), known, "it is 512 or 4096, or one with integrity data")?;
+    require(
+        "external_lbasize",
+        number(sector),
+        known,
+        "it is 512 or 4096, or one with integrity data",
+    )?;
     let block = info.internal_lbasize.get();
     let holds = (sector..=2 * PAGE_BYTES as u32).contains(&block);
     require("internal_lbasize", number(block), holds, "a block holds a sector and little more")?;
-    let (sectors, blocks, lanes) = (info.external_nlba.get(), info.internal_nlba.get(), info.nfree.get());
+    let (sectors, blocks, lanes) =
+        (info.external_nlba.get(), info.internal_nlba.get(), info.nfree.get());
     require("nfree", number(lanes), lanes > 0 && lanes <= MAX_LANES, "there are 1 to 65536 lanes")?;
-    require("internal_nlba", number(blocks), blocks <= MAP_BLOCK, "a map entry has 30 bits for a block")?;
+    require(
+        "internal_nlba",
+        number(blocks),
+        blocks <= MAP_BLOCK,
+        "a map entry has 30 bits for a block",
+    )?;
     let spare = sectors > 0 && sectors.checked_add(lanes).is_some_and(|sum| sum <= blocks);
-    require("external_nlba", number(sectors), spare, "there is a block for each sector and each lane")
+    require(
+        "external_nlba",
+        number(sectors),
+        spare,
+        "there is a block for each sector and each lane",
+    )
 }
 
 /// Where they lie. The geometry is checked.
@@ -229,6 +252,11 @@ fn check_regions(info: &InfoBytes, arena_bytes: u64) -> Result<(), InfoError> {
     Ok(())
 }
 
-fn require(field: &'static str, value: u64, holds: bool, rule: &'static str) -> Result<(), InfoError> {
+fn require(
+    field: &'static str,
+    value: u64,
+    holds: bool,
+    rule: &'static str,
+) -> Result<(), InfoError> {
     if holds { Ok(()) } else { Err(InfoError::Field { field, value, rule }) }
 }

@@ -23,7 +23,9 @@ pub enum Finding {
     #[error("neither info block is whole ({0})")]
     NoInfo(InfoError),
     /// The first info block is damaged.
-    #[error("the first info block is damaged; its copy is whole. A Linux guest would see no BTT here")]
+    #[error(
+        "the first info block is damaged; its copy is whole. A Linux guest would see no BTT here"
+    )]
     FirstInfo,
     /// The second info block is damaged.
     #[error("the second info block is damaged; the first one is whole")]
@@ -121,7 +123,8 @@ impl Serialize for ArenaReport {
         let mut fields = serializer.serialize_struct("ArenaReport", 7)?;
         fields.serialize_field("start_bytes", &self.start_bytes)?;
         fields.serialize_field("sectors", &self.info.as_ref().map(|info| info.sectors))?;
-        fields.serialize_field("sector_bytes", &self.info.as_ref().map(|info| info.sector_bytes))?;
+        fields
+            .serialize_field("sector_bytes", &self.info.as_ref().map(|info| info.sector_bytes))?;
         fields.serialize_field("redo", &self.redo)?;
         fields.serialize_field("error_sectors", &self.error_sectors)?;
         fields.serialize_field("findings", &self.findings)?;
@@ -194,8 +197,10 @@ fn check_arena(
         report.add(Finding::ErrorFlag);
     }
     let recovery = recover(space, &info).unwrap_or_else(|error| {
-        let finding =
-            Finding::Unreadable { what: "flog, or the map of what it names,", why: error.in_full() };
+        let finding = Finding::Unreadable {
+            what: "flog, or the map of what it names,",
+            why: error.in_full(),
+        };
         Recovery { findings: vec![finding], ..Recovery::default() }
     });
     recovery.findings.iter().for_each(|finding| report.add(finding.clone()));
@@ -216,7 +221,14 @@ fn check_arena(
 
 impl ArenaReport {
     fn new(start_bytes: u64) -> Self {
-        Self { start_bytes, info: None, redo: 0, error_sectors: 0, findings: vec![], findings_total: 0 }
+        Self {
+            start_bytes,
+            info: None,
+            redo: 0,
+            error_sectors: 0,
+            findings: vec![],
+            findings_total: 0,
+        }
     }
 
     fn without_info(start_bytes: u64, error: InfoError) -> Self {
@@ -252,7 +264,8 @@ impl ArenaReport {
         while first < info.sectors {
             let count = MAP_PIECE.min(info.sectors - first);
             let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-            if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
+            if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)
+            {
                 self.add(Finding::Unreadable { what: "map", why: error.in_full() });
                 is_whole = false;
                 first += count;

@@ -64,7 +64,10 @@ pub struct Extension {
 }
 
 /// Plans further arenas for the volume `space`, which is to have `size_bytes`.
-pub fn extend(space: &impl Media, size_bytes: u64) -> Result<Result<Extension, ExtendError>, MediaError> {
+pub fn extend(
+    space: &impl Media,
+    size_bytes: u64,
+) -> Result<Result<Extension, ExtendError>, MediaError> {
     let (mut start, mut number) = (START_BYTES, 0);
     loop {
         let damaged = |reason| Ok(Err(ExtendError::Damaged { arena: number, reason }));
@@ -130,8 +133,10 @@ impl Extension {
         linked.checksum.set(sum);
         let (old, _) = self.last.as_bytes().as_chunks::<8>();
         let (new, _) = linked.as_bytes().as_chunks::<8>();
-        let changed =
-            (0..INFO_BYTES).step_by(8).zip(old.iter().zip(new)).filter(|(_, (old, new))| old != new);
+        let changed = (0..INFO_BYTES)
+            .step_by(8)
+            .zip(old.iter().zip(new))
+            .filter(|(_, (old, new))| old != new);
         let words: Vec<_> = changed.map(|(at, (_, new))| (at, u64::from_le_bytes(*new))).collect();
         [self.last_start, self.last_start + self.last.info2off.get()]
             .into_iter()

@@ -7,7 +7,8 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::arena::ArenaInfo;
 use super::check::Finding;
 use super::layout::{
-    FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO,
+    FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR,
+    MAP_ZERO,
 };
 use super::torn::{self, Suspect, looks_torn};
 use crate::media::{Media, MediaError};
@@ -39,7 +40,11 @@ pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
 }
 
 /// Reads one map entry.
-pub(super) fn read_map(space: &impl Media, arena: &ArenaInfo, sector: u32) -> Result<MapEntry, MediaError> {
+pub(super) fn read_map(
+    space: &impl Media,
+    arena: &ArenaInfo,
+    sector: u32,
+) -> Result<MapEntry, MediaError> {
     Ok(decode_map(sector, read_entry(space, arena, sector)?))
 }
 
@@ -117,7 +122,8 @@ pub(super) struct Recovery {
 pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Result<Recovery, MediaError> {
     let mut bytes = vec![0; (u64::from(arena.lanes) * FLOG_GROUP_BYTES) as usize];
     space.read(arena.flog_at, &mut bytes)?;
-    let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
+    let groups =
+        <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
     let mut recovery = Recovery::default();
     let Some(second) = second_slot(groups) else {
         recovery.findings.push(Finding::FlogPadding);
@@ -158,8 +164,11 @@ impl Recovery {
     ) -> Result<Option<Suspect>, MediaError> {
         let (sector, old, new) =
             (entry.lba.get(), entry.old_map.get() & MAP_BLOCK, entry.new_map.get() & MAP_BLOCK);
-        let bounds =
-            [("lba", sector, arena.sectors), ("old_map", old, arena.blocks), ("new_map", new, arena.blocks)];
+        let bounds = [
+            ("lba", sector, arena.sectors),
+            ("old_map", old, arena.blocks),
+            ("new_map", new, arena.blocks),
+        ];
         for (field, value, bound) in bounds {
             if value >= bound {
                 self.findings.push(Finding::FlogRange { lane, field, value, bound });
@@ -169,7 +178,14 @@ impl Recovery {
         self.free.push((old, lane));
         let sequence = entry.sequence.get() % 3 + 1;
         let has_failed = entry.old_map.get() & MAP_ERROR != 0;
-        self.lanes.push(Lane { number: lane, block: old, has_failed, slot: next_slot, sequence, sector });
+        self.lanes.push(Lane {
+            number: lane,
+            block: old,
+            has_failed,
+            slot: next_slot,
+            sequence,
+            sector,
+        });
         let entry = read_entry(space, arena, sector)?;
         let names = decode_map(sector, entry).block;
         if old != new && names == old {
@@ -182,7 +198,8 @@ impl Recovery {
 /// Which of the four slots is the second one in use: 1, or 2 as Linux before 4.15 had it. Unused slots are zero. A
 /// flog in which no lane has written twice shows no second slot; then it is 1. `None`: neither way fits.
 pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
-    let is_used = |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
+    let is_used =
+        |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
     match [is_used(1), is_used(2), is_used(3)] {
         [_, false, false] => Some(1),
         [false, true, false] => Some(2),
@@ -219,7 +236,8 @@ mod tests {
             for b in 0..5 {
                 let (first, second) = (entry(a), entry(b));
                 let winner = newest([&first, &second]);
-                let follows = |x: u32, y: u32| (1..=3).contains(&x) && (1..=3).contains(&y) && y == x % 3 + 1;
+                let follows =
+                    |x: u32, y: u32| (1..=3).contains(&x) && (1..=3).contains(&y) && y == x % 3 + 1;
                 let expected = if (a, b) == (1, 0) || follows(b, a) {
                     Some(0)
                 } else if follows(a, b) {
@@ -249,7 +267,10 @@ mod tests {
     #[test]
     fn map_entries_have_four_kinds() {
         assert_eq!(decode_map(5, 0), MapEntry { block: 5, kind: MapKind::Data });
-        assert_eq!(decode_map(5, MAP_ERROR | MAP_ZERO | 9), MapEntry { block: 9, kind: MapKind::Data });
+        assert_eq!(
+            decode_map(5, MAP_ERROR | MAP_ZERO | 9),
+            MapEntry { block: 9, kind: MapKind::Data }
+        );
         assert_eq!(decode_map(5, MAP_ZERO | 9), MapEntry { block: 9, kind: MapKind::Zeros });
         assert_eq!(decode_map(5, MAP_ERROR | 9), MapEntry { block: 9, kind: MapKind::Error });
     }

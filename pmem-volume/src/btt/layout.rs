@@ -226,7 +226,8 @@ pub(super) fn write_arenas(
         let (flog_at, backup_at) = (arena.start + arena.logoff, arena.start + arena.info2off);
         space.store(flog_at, &flog)?;
         space.store(backup_at, info.as_bytes())?;
-        space.persist(&[flog_at..flog_at + flog.len() as u64, backup_at..backup_at + INFO_BYTES])?;
+        space
+            .persist(&[flog_at..flog_at + flog.len() as u64, backup_at..backup_at + INFO_BYTES])?;
         space.store(arena.start, info.as_bytes())?;
         space.persist(std::slice::from_ref(&(arena.start..arena.start + INFO_BYTES)))?;
     }
@@ -238,7 +239,9 @@ impl ArenaLayout {
     pub(super) fn all(places: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
         let last = places.len() - 1;
         let numbered = places.iter().enumerate();
-        numbered.map(|(at, (start, size))| Self::new(*start, *size, sector_bytes, at == last)).collect()
+        numbered
+            .map(|(at, (start, size))| Self::new(*start, *size, sector_bytes, at == last))
+            .collect()
     }
 
     /// How many sectors it has.
@@ -296,8 +299,12 @@ impl ArenaLayout {
         for lane in 0..LANES {
             let block = U32::new(self.external_nlba + lane);
             let mut group = FlogGroupBytes::new_zeroed();
-            group.entries[0] =
-                FlogEntryBytes { lba: U32::new(lane), old_map: block, new_map: block, sequence: U32::new(1) };
+            group.entries[0] = FlogEntryBytes {
+                lba: U32::new(lane),
+                old_map: block,
+                new_map: block,
+                sequence: U32::new(1),
+            };
             flog.extend_from_slice(group.as_bytes());
         }
         flog

@@ -30,8 +30,8 @@ pub use content::holds_data;
 pub use engine::{ArenaStatus, Engine, EngineError, Fault};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
-    ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
-    START_BYTES,
+    ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES,
+    SECTOR_BYTES, START_BYTES,
 };
 pub use plain::{PlainError, PlainFile};
 pub use reader::{Lost, Reader, Sector, Trouble};

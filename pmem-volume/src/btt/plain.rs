@@ -74,15 +74,18 @@ pub struct PlainFile {
 impl PlainFile {
     /// Opens a file or device.
     pub fn open(path: &Path, writable: bool) -> Result<Self, PlainError> {
-        let failed = |action| move |source| PlainError::File { path: path.to_owned(), action, source };
+        let failed =
+            |action| move |source| PlainError::File { path: path.to_owned(), action, source };
         let kind = std::fs::metadata(path).map_err(failed("open"))?.file_type();
         // Not to hang on a pipe; and a device that is mounted is not written.
         let exclusive = if writable && kind.is_block_device() { libc::O_EXCL } else { 0 };
         let mut options = OpenOptions::new();
         options.read(true).write(writable).custom_flags(libc::O_NONBLOCK | exclusive);
         let file = options.open(path).map_err(failed("open"))?;
-        let place = Place::of(&file)
-            .map_err(|error| PlainError::Place { path: path.to_owned(), reason: error.to_string() })?;
+        let place = Place::of(&file).map_err(|error| PlainError::Place {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })?;
         let lock = if writable { LockKind::Exclusive } else { LockKind::Shared };
         try_lock(&file, lock)
             .map_err(failed("lock"))?

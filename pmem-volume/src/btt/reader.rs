@@ -114,7 +114,9 @@ impl<'a, S: Media> Reader<'a, S> {
                 }
                 Err(missing) => {
                     let sectors = missing.sectors(reader.sector_bytes);
-                    reader.parts.extend(sectors.map(|sectors| Part::Missing { arena: number, sectors }));
+                    reader
+                        .parts
+                        .extend(sectors.map(|sectors| Part::Missing { arena: number, sectors }));
                     troubles.push((number, Finding::NoInfo(missing.why).into()));
                 }
             }
@@ -149,7 +151,9 @@ impl<'a, S: Media> Reader<'a, S> {
                 Ok(Sector::Zeros)
             }
             MapKind::Data if entry.block >= arena.info.blocks => Ok(Sector::Error),
-            MapKind::Data => self.space.read(arena.info.block_at(entry.block), bytes).map(|()| Sector::Data),
+            MapKind::Data => {
+                self.space.read(arena.info.block_at(entry.block), bytes).map(|()| Sector::Data)
+            }
         }
     }
 
@@ -181,8 +185,11 @@ impl<'a, S: Media> Reader<'a, S> {
     fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let Range { start, end } = sectors;
         let entry_at = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
-        let Ok(written) = self.space.next_data(entry_at(start)..entry_at(end)) else { return Some(start) };
-        let mapped = written.map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
+        let Ok(written) = self.space.next_data(entry_at(start)..entry_at(end)) else {
+            return Some(start);
+        };
+        let mapped =
+            written.map_or(end, |data| ((data.start - arena.info.map_at) / MAP_ENTRY_BYTES) as u32);
         let redone = arena.redo.range(start..end).next().map_or(end, |(sector, _)| *sector);
         let unmapped_end = mapped.min(redone);
         let Some(last) = unmapped_end.checked_sub(1).filter(|last| *last >= start) else {
@@ -211,9 +218,11 @@ impl<'a, S: Media> Reader<'a, S> {
             let count = (part.sectors() - within).min((rest.len() / sector_bytes) as u64);
             let (now, later) = rest.split_at_mut(count as usize * sector_bytes);
             match part {
-                Part::Arena(arena) => self.read_many_in(arena, within as u32, now, &mut |sector, why| {
-                    lost(first + u64::from(sector) - within, why);
-                }),
+                Part::Arena(arena) => {
+                    self.read_many_in(arena, within as u32, now, &mut |sector, why| {
+                        lost(first + u64::from(sector) - within, why);
+                    })
+                }
                 Part::Missing { arena, .. } => {
                     now.fill(0);
                     (first..first + count).for_each(|sector| lost(sector, Lost::Arena(*arena)));
@@ -224,7 +233,13 @@ impl<'a, S: Media> Reader<'a, S> {
     }
 
     /// The same in one arena.
-    fn read_many_in(&self, arena: &Arena, first: u32, into: &mut [u8], lost: &mut dyn FnMut(u32, Lost)) {
+    fn read_many_in(
+        &self,
+        arena: &Arena,
+        first: u32,
+        into: &mut [u8],
+        lost: &mut dyn FnMut(u32, Lost),
+    ) {
         into.fill(0);
         let sector_bytes = self.sector_bytes() as usize;
         let entries = self.entries(arena, first, into.len() / sector_bytes);
@@ -267,7 +282,12 @@ impl<'a, S: Media> Reader<'a, S> {
     }
 
     /// Map entries as recovery leaves them; those that cannot be read by themselves if not all of them can together.
-    fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, MediaError>> {
+    fn entries(
+        &self,
+        arena: &Arena,
+        first: u32,
+        count: usize,
+    ) -> Vec<Result<MapEntry, MediaError>> {
         let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
         let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
         let all = self.space.read(at, &mut bytes);

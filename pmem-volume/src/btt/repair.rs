@@ -154,7 +154,8 @@ impl Mending {
             for (at, bytes) in phase {
                 space.store(*at, bytes)?;
             }
-            let ranges: Vec<_> = phase.iter().map(|(at, bytes)| *at..at + bytes.len() as u64).collect();
+            let ranges: Vec<_> =
+                phase.iter().map(|(at, bytes)| *at..at + bytes.len() as u64).collect();
             space.persist(&ranges)?;
         }
         Ok(())
@@ -189,7 +190,11 @@ fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
 }
 
 /// The flag's word and the checksum, of one block and then of the other: one of them is whole at any time.
-fn without_error_flag(space: &impl Media, number: usize, info: &ArenaInfo) -> Result<Mending, MediaError> {
+fn without_error_flag(
+    space: &impl Media,
+    number: usize,
+    info: &ArenaInfo,
+) -> Result<Mending, MediaError> {
     let mut block = InfoBytes::new_zeroed();
     space.read(info.start_bytes, block.as_mut_bytes())?;
     block.flags.set(block.flags.get() & !FLAG_ERROR);
@@ -213,7 +218,8 @@ impl Survey {
         info: &ArenaInfo,
         give_up: GiveUp,
     ) -> Result<Vec<Mending>, MediaError> {
-        let shared: Vec<_> = self.shared.iter().filter(|(_, owners)| !owners.sectors.is_empty()).collect();
+        let shared: Vec<_> =
+            self.shared.iter().filter(|(_, owners)| !owners.sectors.is_empty()).collect();
         if give_up == GiveUp::Nothing && !shared.is_empty() {
             return Ok(vec![]);
         }
@@ -222,16 +228,21 @@ impl Survey {
         let outside = self.outside.iter().map(|(sector, _)| (*sector, None));
         // The first of those that share a block keeps it.
         let kept = |block: u32| std::iter::once(Some(block)).chain(std::iter::repeat(None));
-        let given_up =
-            shared.iter().flat_map(|(block, owners)| owners.sectors.iter().copied().zip(kept(**block)));
+        let given_up = shared
+            .iter()
+            .flat_map(|(block, owners)| owners.sectors.iter().copied().zip(kept(**block)));
         let lost: Vec<(u32, Option<u32>)> = outside.chain(given_up).collect();
         let needed = lanes.len() + lost.iter().filter(|(_, block)| block.is_none()).count();
         if self.nobodys.len() < needed {
             return Ok(vec![]);
         }
-        if let ([(sector, entry)], [block], true, [], 0) =
-            (&self.outside[..], &self.nobodys[..], shared.is_empty(), &lanes[..], self.error_sectors)
-        {
+        if let ([(sector, entry)], [block], true, [], 0) = (
+            &self.outside[..],
+            &self.nobodys[..],
+            shared.is_empty(),
+            &lanes[..],
+            self.error_sectors,
+        ) {
             return Ok(vec![restored(space, number, info, *sector, *entry, *block)?]);
         }
         let mut nobodys = self.nobodys.clone();
@@ -261,7 +272,8 @@ impl Survey {
 
     /// Lanes without a block, or with one that another lane has, too.
     fn lanes_without(&self) -> Vec<u32> {
-        let is_damaged = |(lane, found): (usize, &Lane)| found.free.is_none().then_some(lane as u32);
+        let is_damaged =
+            |(lane, found): (usize, &Lane)| found.free.is_none().then_some(lane as u32);
         let damaged = self.lanes.iter().enumerate().filter_map(is_damaged);
         let twice = self.shared.values().filter(|owners| owners.sectors.is_empty());
         damaged.chain(twice.flat_map(|owners| owners.lanes.iter().skip(1).copied())).collect()
@@ -337,14 +349,19 @@ fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)])
             let (lba, block) = ((lane % info.sectors).into(), (*block).into());
             group.entries[0] =
                 FlogEntryBytes { lba, old_map: block, new_map: block, sequence: sequence.into() };
-            let word = |start: usize| (at + start as u64, group.as_bytes()[start..start + 8].to_vec());
+            let word =
+                |start: usize| (at + start as u64, group.as_bytes()[start..start + 8].to_vec());
             starts.iter().copied().map(word).collect::<Vec<_>>()
         };
         lanes.iter().flat_map(of_lane).collect()
     };
     const IMPOSSIBLE: u32 = u32::MAX;
-    let phases =
-        [map, words(IMPOSSIBLE, &[8]), words(IMPOSSIBLE, &[0, 16, 24, 32, 40, 48, 56]), words(1, &[8])];
+    let phases = [
+        map,
+        words(IMPOSSIBLE, &[8]),
+        words(IMPOSSIBLE, &[0, 16, 24, 32, 40, 48, 56]),
+        words(1, &[8]),
+    ];
     Mending::new(number, what, phases.into_iter().filter(|phase| !phase.is_empty()).collect())
 }
 

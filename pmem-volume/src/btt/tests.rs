@@ -60,7 +60,8 @@ impl<'a> Writer<'a> {
         let (free, sequence, slot) = self.lanes[lane];
         let old = read_map(self.media, &self.arena, sector).unwrap().block;
         let slot_number = if slot == 0 { 0 } else { self.second };
-        let entry_at = self.arena.flog_at + lane as u64 * FLOG_GROUP_BYTES + slot_number as u64 * 16;
+        let entry_at =
+            self.arena.flog_at + lane as u64 * FLOG_GROUP_BYTES + slot_number as u64 * 16;
         let halves = [[sector, old], [free, sequence]];
         if steps >= 1 {
             self.media.store(self.arena.block_at(free), bytes).unwrap();
@@ -113,22 +114,35 @@ fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
         let mut writer = Writer::new(&media, second);
         for version in 1..=7u32 {
             for sector in [0, 3, 900] {
-                writer.write(version as usize % 2 * 200, sector, &content(sector, version, 4096), ALL_STEPS);
+                writer.write(
+                    version as usize % 2 * 200,
+                    sector,
+                    &content(sector, version, 4096),
+                    ALL_STEPS,
+                );
             }
         }
         assert!(check(&media).unwrap().is_clean());
         let before = media.to_bytes();
         for steps in 0..=ALL_STEPS {
             let media = MemoryMedia::from_bytes(&before);
-            let mut stopped =
-                Writer { media: &media, arena: writer.arena.clone(), lanes: writer.lanes.clone(), second };
+            let mut stopped = Writer {
+                media: &media,
+                arena: writer.arena.clone(),
+                lanes: writer.lanes.clone(),
+                second,
+            };
             stopped.write(200, 3, &content(3, 8, 4096), steps);
             let report = check(&media).unwrap();
             assert!(report.is_clean(), "stopped after {steps}: {report:?}");
             assert_eq!(report.arenas[0].redo, u32::from(steps == 3));
             // The second half of the flog entry is what makes the write count.
             let version = if steps >= 3 { 8 } else { 7 };
-            assert_eq!(read(&media, 3), (Sector::Data, content(3, version, 4096)), "stopped after {steps}");
+            assert_eq!(
+                read(&media, 3),
+                (Sector::Data, content(3, version, 4096)),
+                "stopped after {steps}"
+            );
             assert_eq!(read(&media, 900).1, content(900, 7, 4096));
         }
     }
@@ -155,7 +169,9 @@ fn trimmed_and_failed_sectors_keep_their_blocks() {
     let media = formatted(4096);
     let writer = Writer::new(&media, 1);
     let set = |sector: u32, flags: u32| {
-        media.store(writer.arena.map_at + u64::from(sector) * 4, &(sector | flags).to_le_bytes()).unwrap();
+        media
+            .store(writer.arena.map_at + u64::from(sector) * 4, &(sector | flags).to_le_bytes())
+            .unwrap();
     };
     set(7, MAP_ZERO);
     set(8, MAP_ERROR);
@@ -280,7 +296,8 @@ fn damage_in_map_and_flog_is_named() {
         found[..],
         [Finding::MapRange { sector: 10, .. }, Finding::BlocksLost { count: 1, first: 10 }]
     ));
-    let found = damaged(|m, a| m.store(a.map_at + 40, &(11 | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap());
+    let found =
+        damaged(|m, a| m.store(a.map_at + 40, &(11 | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap());
     assert!(matches!(
         found[..],
         [Finding::BlockTwice { block: 11, .. }, Finding::BlocksLost { count: 1, first: 10 }]
@@ -291,7 +308,9 @@ fn damage_in_map_and_flog_is_named() {
         let media = formatted(4096);
         let arena = Writer::new(&media, 1).arena;
         media.store(arena.flog_at + 3 * 64 + offset, &(MAP_BLOCK - 1).to_le_bytes()).unwrap();
-        assert!(matches!(findings(&media)[..], [Finding::FlogRange { lane: 3, field: f, .. }] if f == field));
+        assert!(
+            matches!(findings(&media)[..], [Finding::FlogRange { lane: 3, field: f, .. }] if f == field)
+        );
     }
     let found = damaged(|m, a| m.store(a.flog_at + 48, &[1; 16]).unwrap());
     assert_eq!(found[0], Finding::FlogPadding);
@@ -379,7 +398,8 @@ fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
 #[test]
 fn a_btt_grows_as_long_as_the_engine_takes_its_arenas() {
     const ARENAS: u64 = 1024;
-    let places: Vec<_> = (0..ARENAS).map(|n| (START_BYTES + n * ARENA_MIN_BYTES, ARENA_MIN_BYTES)).collect();
+    let places: Vec<_> =
+        (0..ARENAS).map(|n| (START_BYTES + n * ARENA_MIN_BYTES, ARENA_MIN_BYTES)).collect();
     let mut common = InfoBytes::new_zeroed();
     common.signature = SIGNATURE;
     common.version_major.set(VERSION.0);
@@ -394,7 +414,9 @@ fn a_btt_grows_as_long_as_the_engine_takes_its_arenas() {
         assert_eq!((found.len() as u64, found.iter().all(Result::is_ok)), (arenas, true));
         match extend(&media, size_bytes + (64 << 20)).unwrap() {
             Ok(_) => assert!(is_taken),
-            Err(error) => assert!(!is_taken && error == ExtendError::TooMany { limit: 1024 }, "{error}"),
+            Err(error) => {
+                assert!(!is_taken && error == ExtendError::TooMany { limit: 1024 }, "{error}")
+            }
         }
     }
 }
@@ -442,9 +464,13 @@ impl Media for Sparse<'_> {
         self.media.read(offset_bytes, into)
     }
 
-    fn next_data(&self, range: std::ops::Range<u64>) -> Result<Option<std::ops::Range<u64>>, MediaError> {
+    fn next_data(
+        &self,
+        range: std::ops::Range<u64>,
+    ) -> Result<Option<std::ops::Range<u64>>, MediaError> {
         let mut page = [0; PAGE_BYTES as usize];
-        for start in (range.start / PAGE_BYTES * PAGE_BYTES..range.end).step_by(PAGE_BYTES as usize) {
+        for start in (range.start / PAGE_BYTES * PAGE_BYTES..range.end).step_by(PAGE_BYTES as usize)
+        {
             self.media.read(start, &mut page)?;
             if page != [0; PAGE_BYTES as usize] {
                 return Ok(Some(start.max(range.start)..(start + PAGE_BYTES).min(range.end)));

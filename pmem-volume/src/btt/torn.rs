@@ -56,9 +56,10 @@ pub(super) fn torn(
     redo: &BTreeMap<u32, u32>,
     free: &[(u32, u32)],
 ) -> Result<Vec<Suspect>, MediaError> {
-    let (mut torn, mut open): (Vec<Suspect>, Vec<Suspect>) = suspects.into_iter().partition(|suspect| {
-        suspect.names >= arena.blocks || free.iter().any(|(block, _)| *block == suspect.names)
-    });
+    let (mut torn, mut open): (Vec<Suspect>, Vec<Suspect>) =
+        suspects.into_iter().partition(|suspect| {
+            suspect.names >= arena.blocks || free.iter().any(|(block, _)| *block == suspect.names)
+        });
     let mut bytes = vec![0; PIECE.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
     let mut first = 0;
     while first < arena.sectors && !open.is_empty() {
@@ -69,7 +70,9 @@ pub(super) fn torn(
         for (sector, entry) in (first..).zip(entries) {
             let entry = decode_map(sector, u32::from_le_bytes(*entry));
             let block = redo.get(&sector).copied().unwrap_or(entry.block);
-            if let Some(at) = open.iter().position(|open| open.names == block && open.sector != sector) {
+            if let Some(at) =
+                open.iter().position(|open| open.names == block && open.sector != sector)
+            {
                 torn.push(open.swap_remove(at));
             }
         }

@@ -29,7 +29,8 @@ pub struct Missing {
 impl Missing {
     /// How many sectors it had, of so many bytes, if it was laid out as all are.
     pub fn sectors(&self, sector_bytes: u32) -> Option<u64> {
-        let size_bytes = (self.end_bytes? - self.start_bytes).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
+        let size_bytes =
+            (self.end_bytes? - self.start_bytes).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
         Some(ArenaLayout::all(&[(self.start_bytes, size_bytes)], sector_bytes)[0].sectors())
     }
 }
@@ -65,7 +66,11 @@ pub fn arenas(space: &impl Media) -> Vec<Place> {
                 let rule = "all arenas have sectors of one size";
                 let why = InfoError::Field { field: "external_lbasize", value, rule };
                 next = info.next_bytes;
-                Err(Missing { start_bytes, end_bytes: Some(next.unwrap_or(start_bytes + size_bytes)), why })
+                Err(Missing {
+                    start_bytes,
+                    end_bytes: Some(next.unwrap_or(start_bytes + size_bytes)),
+                    why,
+                })
             }
             (Ok((info, source)), _) => {
                 next = info.next_bytes;

@@ -60,10 +60,14 @@ impl Lacking {
     /// Counts the blocks that the first `len_bytes` of `file` lack. For a file system that does not
     /// list extents, such as NFS, the count is computed from the number of allocated blocks.
     pub(crate) fn of(file: &File, len_bytes: u64) -> io::Result<Self> {
-        match Self::by_extents(|start, extents| list_extents(file, start..len_bytes, extents), len_bytes) {
+        match Self::by_extents(
+            |start, extents| list_extents(file, start..len_bytes, extents),
+            len_bytes,
+        ) {
             Err(error) if is_unsupported(&error) || error.raw_os_error() == Some(libc::ENOTTY) => {
                 // st_blocks counts in 512 bytes, whatever the file system's block is (stat(2)).
-                let hole_bytes = len_bytes.saturating_sub(file.metadata()?.blocks().saturating_mul(512));
+                let hole_bytes =
+                    len_bytes.saturating_sub(file.metadata()?.blocks().saturating_mul(512));
                 Ok(Self { hole_bytes, shared_bytes: 0 })
             }
             result => result,
@@ -108,7 +112,11 @@ impl Lacking {
     }
 }
 
-fn list_extents(file: &File, range: std::ops::Range<u64>, into: &mut [Extent]) -> io::Result<usize> {
+fn list_extents(
+    file: &File,
+    range: std::ops::Range<u64>,
+    into: &mut [Extent],
+) -> io::Result<usize> {
     let mut request = Request {
         start: range.start,
         length: range.end - range.start,
@@ -152,7 +160,10 @@ pub(crate) fn copy_on_write(file: &File) -> io::Result<Option<&'static str>> {
 
 /// Name of a file system by its magic number (linux/magic.h; openzfs include/sys/fs/zfs.h).
 /// `in_place`: blocks of the file are overwritten in place.
-fn copy_on_write_name(magic: libc::__fsword_t, in_place: impl FnOnce() -> bool) -> Option<&'static str> {
+fn copy_on_write_name(
+    magic: libc::__fsword_t,
+    in_place: impl FnOnce() -> bool,
+) -> Option<&'static str> {
     let name = match magic {
         0x9123_683e => "btrfs",
         0xca45_1a4e => "bcachefs",
@@ -167,7 +178,8 @@ fn overwrites_in_place(file: &File) -> bool {
     const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
     let mut flags: libc::c_int = 0;
     // SAFETY: the kernel writes an int (fs/ioctl.c, ioctl_getflags), and the variable outlives the call.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
+    let result =
+        unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
     result == 0 && flags & FS_NOCOW_FL != 0
 }
 
@@ -206,7 +218,8 @@ mod tests {
         let mut bytes = [0; 8192];
         file.read_exact_at(&mut bytes, 0).unwrap();
         assert!(
-            bytes[..4096].iter().all(|byte| *byte == 0x5a) && bytes[4096..].iter().all(|byte| *byte == 0)
+            bytes[..4096].iter().all(|byte| *byte == 0x5a)
+                && bytes[4096..].iter().all(|byte| *byte == 0)
         );
         let empty = tempfile::tempfile_in(".").unwrap();
         empty.set_len(8 * MIB).unwrap();
@@ -239,7 +252,9 @@ mod tests {
 
     #[test]
     fn copy_on_write_file_systems_are_named_unless_the_file_is_exempt() {
-        for (magic, name) in [(0x9123_683e, "btrfs"), (0xca45_1a4e, "bcachefs"), (0x2fc1_2fc1, "zfs")] {
+        for (magic, name) in
+            [(0x9123_683e, "btrfs"), (0xca45_1a4e, "bcachefs"), (0x2fc1_2fc1, "zfs")]
+        {
             assert_eq!(copy_on_write_name(magic, || false), Some(name));
             assert_eq!(copy_on_write_name(magic, || true), None);
         }

@@ -100,7 +100,9 @@ impl FileMedia {
         // devdax takes it for volatile memory, too.
         let (map, is_synchronous) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
             Ok(map) => (map, true),
-            Err(_) => (map_shared(&file, len_bytes, writable, 0).map_err(|e| failed("mmap", e))?, false),
+            Err(_) => {
+                (map_shared(&file, len_bytes, writable, 0).map_err(|e| failed("mmap", e))?, false)
+            }
         };
         let durability = match is_synchronous {
             _ if place.is_volatile() => Durability::Volatile,
@@ -181,7 +183,8 @@ impl FileMedia {
             self.file.sync_all()?;
         }
         // The same open file, and so the same lock.
-        let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable).map_err(io::Error::other)?;
+        let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable)
+            .map_err(io::Error::other)?;
         let mut grown = grown.thin(self.is_thin);
         grown.sync = Arc::clone(&self.sync);
         if self.place.is_device() {
@@ -264,7 +267,8 @@ impl FileMedia {
         let pages: Vec<_> = ranges
             .iter()
             .map(|r| {
-                r.start / PAGE_BYTES * PAGE_BYTES..r.end.next_multiple_of(PAGE_BYTES).min(self.len_bytes)
+                r.start / PAGE_BYTES * PAGE_BYTES
+                    ..r.end.next_multiple_of(PAGE_BYTES).min(self.len_bytes)
             })
             .collect();
         let pages = coalesce(&pages);
@@ -273,8 +277,9 @@ impl FileMedia {
         // 2. The last range's data, the inode's metadata and the barrier, which cover step 1 as well.
         let sync = || {
             if let Some(first) = others.first() {
-                page_cache::write_pages(&self.file, others)
-                    .map_err(|source| io_error("sync_file_range", &(first.start..last.start), source))?;
+                page_cache::write_pages(&self.file, others).map_err(|source| {
+                    io_error("sync_file_range", &(first.start..last.start), source)
+                })?;
             }
             self.msync(last)
         };
@@ -340,7 +345,9 @@ impl Media for FileMedia {
         // pread() and not the mapping: a read of a hole in tmpfs through a mapping would allocate its pages, and an
         // I/O error comes back as an error. All places that have it are coherent with mappings.
         let range = offset_bytes..offset_bytes + length_bytes;
-        self.file.read_exact_at(into, offset_bytes).map_err(|source| io_error("read", &range, source))
+        self.file
+            .read_exact_at(into, offset_bytes)
+            .map_err(|source| io_error("read", &range, source))
     }
 
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
@@ -376,7 +383,9 @@ impl Media for FileMedia {
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
         // The guard copies out of mappings, too.
         #[cfg(test)]
-        flush::noted::note(flush::noted::Noted::Stored(pointer as usize..pointer as usize + bytes.len()));
+        flush::noted::note(flush::noted::Noted::Stored(
+            pointer as usize..pointer as usize + bytes.len(),
+        ));
         // SAFETY: the destination is inside a writable mapping and nobody else stores there (contract of `Media`);
         // the source is ordinary memory, so they do not overlap.
         unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
@@ -394,9 +403,15 @@ impl Media for FileMedia {
     }
 
     #[inline]
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
         let line = CACHE_LINE_BYTES as u64;
-        let in_lines = offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
+        let in_lines =
+            offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
         if self.durability == Durability::PageCache || !in_lines {
             self.store(offset_bytes, bytes)?;
             return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);
@@ -496,7 +511,12 @@ impl Media for FileMedia {
 }
 
 fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> MediaError {
-    MediaError::Io { operation, offset_bytes: range.start, length_bytes: range.end - range.start, source }
+    MediaError::Io {
+        operation,
+        offset_bytes: range.start,
+        length_bytes: range.end - range.start,
+        source,
+    }
 }
 
 /// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk: a hole that a full
@@ -529,8 +549,14 @@ fn take_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::
     })
 }
 
-fn map_shared(file: &File, len_bytes: u64, writable: bool, sync: libc::c_int) -> io::Result<NonNull<u8>> {
-    let length = usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+fn map_shared(
+    file: &File,
+    len_bytes: u64,
+    writable: bool,
+    sync: libc::c_int,
+) -> io::Result<NonNull<u8>> {
+    let length =
+        usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
     let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
     let kind = if sync == 0 { libc::MAP_SHARED } else { libc::MAP_SHARED_VALIDATE | sync };
     // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
@@ -654,7 +680,11 @@ mod tests {
             media.read(0, &mut back).unwrap();
             for (chunk, bytes) in back.chunks(CHUNK_BYTES as usize).enumerate() {
                 let expected = if chunk == 1 { 0 } else { 0xaa };
-                assert!(bytes.iter().all(|b| *b == expected), "chunk {chunk} in {}", folder.display());
+                assert!(
+                    bytes.iter().all(|b| *b == expected),
+                    "chunk {chunk} in {}",
+                    folder.display()
+                );
             }
         }
     }
@@ -694,7 +724,11 @@ mod tests {
             media.cut_tail().unwrap();
             assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
             assert_eq!(
-                media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
+                media
+                    .grown(3 * CHUNK_BYTES, &mut unheard)
+                    .unwrap()
+                    .load_word(2 * CHUNK_BYTES)
+                    .unwrap(),
                 0
             );
         }

@@ -210,7 +210,12 @@ impl Guard {
     /// `length` bytes at `to` are writable, and nobody else stores there; `length` bytes at `from` are readable, and
     /// elsewhere. One of them lies in a mapping.
     #[inline]
-    pub(super) unsafe fn copy(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
+    pub(super) unsafe fn copy(
+        self,
+        to: *mut u8,
+        from: *const u8,
+        length: usize,
+    ) -> Result<(), PageLost> {
         // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what they need.
         done(unsafe {
             if self.is_wide && length > 0 && length.is_multiple_of(WIDE_BYTES) {
@@ -251,7 +256,10 @@ impl Guard {
     /// # Safety
     /// `length` bytes at `to` lie in a writable mapping and are nobody's. Both are multiples of a cache line.
     pub(super) unsafe fn zero(self, to: *mut u8, length: usize) -> Result<(), PageLost> {
-        assert!((to as usize).is_multiple_of(CACHE_LINE_BYTES) && length.is_multiple_of(CACHE_LINE_BYTES));
+        assert!(
+            (to as usize).is_multiple_of(CACHE_LINE_BYTES)
+                && length.is_multiple_of(CACHE_LINE_BYTES)
+        );
         if length == 0 {
             return Ok(());
         }
@@ -264,8 +272,16 @@ impl Guard {
     /// # Safety
     /// As for [`Guard::copy`] to a mapping. `to` and `length` are multiples of a cache line.
     #[inline]
-    pub(super) unsafe fn stream(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
-        assert!((to as usize).is_multiple_of(CACHE_LINE_BYTES) && length.is_multiple_of(CACHE_LINE_BYTES));
+    pub(super) unsafe fn stream(
+        self,
+        to: *mut u8,
+        from: *const u8,
+        length: usize,
+    ) -> Result<(), PageLost> {
+        assert!(
+            (to as usize).is_multiple_of(CACHE_LINE_BYTES)
+                && length.is_multiple_of(CACHE_LINE_BYTES)
+        );
         if length == 0 {
             return Ok(());
         }
@@ -370,7 +386,8 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
     // SAFETY: the caller's context, which nobody else looks at meanwhile.
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
     let at = &mut registers[libc::REG_RIP as usize];
-    let guarded = (&raw const foreshore_guarded_start as usize)..(&raw const foreshore_guarded_end as usize);
+    let guarded =
+        (&raw const foreshore_guarded_start as usize)..(&raw const foreshore_guarded_end as usize);
     let ours = guarded.contains(&(*at as usize));
     if ours {
         // The stack is as it was at the call, so the pad returns to the caller. The kernel restores the flags; the
@@ -468,7 +485,14 @@ mod tests {
             // SAFETY: a new mapping at an address of the kernel's choice.
             let map = unsafe {
                 let length = 2 * PAGE_BYTES;
-                libc::mmap(ptr::null_mut(), length, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+                libc::mmap(
+                    ptr::null_mut(),
+                    length,
+                    protection,
+                    libc::MAP_SHARED,
+                    file.as_raw_fd(),
+                    0,
+                )
             };
             assert_ne!(map, libc::MAP_FAILED);
             Self { file, map: map.cast() }
@@ -500,11 +524,23 @@ mod tests {
             assert_eq!(guard.load(lost.cast()), Err(PageLost));
             assert_eq!(guard.store(lost.cast(), 1), Err(PageLost));
             assert_eq!(guard.copy(lost.add(5), bytes.as_ptr(), 3), Err(PageLost));
-            assert_eq!(guard.copy(lost.sub(96), bytes.as_ptr(), 200), Err(PageLost), "in the middle");
+            assert_eq!(
+                guard.copy(lost.sub(96), bytes.as_ptr(), 200),
+                Err(PageLost),
+                "in the middle"
+            );
             assert_eq!(guard.zero(lost.sub(64), 128), Err(PageLost), "in the middle");
             for guard in [guard, guard.narrow()] {
-                assert_eq!(guard.copy(lost.sub(256), bytes.as_ptr(), 512), Err(PageLost), "in the middle");
-                assert_eq!(guard.stream(lost.sub(128), bytes.as_ptr(), 192), Err(PageLost), "in the middle");
+                assert_eq!(
+                    guard.copy(lost.sub(256), bytes.as_ptr(), 512),
+                    Err(PageLost),
+                    "in the middle"
+                );
+                assert_eq!(
+                    guard.stream(lost.sub(128), bytes.as_ptr(), 192),
+                    Err(PageLost),
+                    "in the middle"
+                );
             }
             for flush in [LineFlush::detect(), LineFlush::Clflush] {
                 assert_eq!(guard.write_back(flush, lost.sub(3), 7), Err(PageLost));
@@ -528,7 +564,8 @@ mod tests {
                 for guard in [Guard::new(), Guard::new().narrow()] {
                     let mut to = [0u8; 1100];
                     // SAFETY: inside both.
-                    unsafe { guard.copy(to.as_mut_ptr().add(start), from.as_ptr().add(3), length) }.unwrap();
+                    unsafe { guard.copy(to.as_mut_ptr().add(start), from.as_ptr().add(3), length) }
+                        .unwrap();
                     assert_eq!(to[start..start + length], from[3..3 + length]);
                     assert!(to[..start].iter().chain(&to[start + length..]).all(|b| *b == 0));
                 }
@@ -546,7 +583,8 @@ mod tests {
             for (start, length) in [(0, 0), (0, 64), (3, 64), (1, 512), (5, 1024)] {
                 bytes.fill(0);
                 // SAFETY: inside the page and the vector.
-                unsafe { guard.stream(pages.map.add(256), from.as_ptr().add(start), length) }.unwrap();
+                unsafe { guard.stream(pages.map.add(256), from.as_ptr().add(start), length) }
+                    .unwrap();
                 super::super::flush::fence();
                 assert_eq!(bytes[256..256 + length], from[start..start + length]);
                 assert!(bytes[..256].iter().chain(&bytes[256 + length..]).all(|b| *b == 0));
@@ -572,7 +610,8 @@ mod tests {
     fn every_line_of_an_unaligned_range_is_written_back_without_harm() {
         let bytes = vec![0x5au8; 300];
         // SAFETY: the range is inside the vector.
-        unsafe { Guard::new().write_back(LineFlush::detect(), bytes.as_ptr().add(3), 290) }.unwrap();
+        unsafe { Guard::new().write_back(LineFlush::detect(), bytes.as_ptr().add(3), 290) }
+            .unwrap();
         assert!(bytes.iter().all(|b| *b == 0x5a));
     }
 
@@ -656,11 +695,12 @@ mod tests {
 
     #[test]
     fn a_handler_that_was_there_before_gets_the_faults_of_others() {
-        let status = end_of_child("a_handler_that_was_there_before_gets_the_faults_of_others", || {
-            handle(end_process as *const (), 0);
-            guarded_access_fails();
-            touch_lost_page();
-        });
+        let status =
+            end_of_child("a_handler_that_was_there_before_gets_the_faults_of_others", || {
+                handle(end_process as *const (), 0);
+                guarded_access_fails();
+                touch_lost_page();
+            });
         assert_eq!(status.code(), Some(HANDLED));
     }
 
@@ -702,13 +742,16 @@ mod tests {
 
     #[test]
     fn a_signal_after_which_the_process_lives_leaves_the_guard_in_place() {
-        let status = end_of_child("a_signal_after_which_the_process_lives_leaves_the_guard_in_place", || {
-            // The Rust runtime's handler was there before.
-            guarded_access_fails();
-            send_to_this_thread(libc::SI_QUEUE);
-            guarded_access_fails();
-            end_process(0);
-        });
+        let status = end_of_child(
+            "a_signal_after_which_the_process_lives_leaves_the_guard_in_place",
+            || {
+                // The Rust runtime's handler was there before.
+                guarded_access_fails();
+                send_to_this_thread(libc::SI_QUEUE);
+                guarded_access_fails();
+                end_process(0);
+            },
+        );
         assert_eq!(status.code(), Some(HANDLED), "{status:?}");
     }
 

@@ -8,7 +8,8 @@ use std::os::fd::AsRawFd;
 /// The first part of a range that the file system has data for; `None` if the rest of the file is a hole. What was
 /// allocated and never written is a hole as well, where the file system tells them apart.
 pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
-    let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end) else {
+    let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end)
+    else {
         return Ok(None);
     };
     // The end of the file counts as a hole.
@@ -43,7 +44,10 @@ mod tests {
         assert_eq!(next_data(&file, 0..1 << 30).unwrap(), None);
         file.write_all_at(&[1; 8192], 1 << 20).unwrap();
         let data = next_data(&file, 0..1 << 30).unwrap().unwrap();
-        assert!(data.start <= 1 << 20 && data.end >= (1 << 20) + 8192 && data.end <= 4 << 20, "{data:?}");
+        assert!(
+            data.start <= 1 << 20 && data.end >= (1 << 20) + 8192 && data.end <= 4 << 20,
+            "{data:?}"
+        );
         assert_eq!(
             next_data(&file, (1 << 20) + 5..(1 << 20) + 9).unwrap(),
             Some((1 << 20) + 5..(1 << 20) + 9)

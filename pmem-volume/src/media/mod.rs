@@ -69,9 +69,15 @@ impl Durability {
     /// What it means, in one sentence.
     pub fn meaning(self) -> &'static str {
         match self {
-            Durability::DaxSync => "persistent memory, mapped synchronously: a fence makes stores durable",
-            Durability::PageCache => "page cache of a disk: flushes are durable, and survive a loss of power",
-            Durability::Volatile => "volatile memory: survives the death of a process, not that of the host",
+            Durability::DaxSync => {
+                "persistent memory, mapped synchronously: a fence makes stores durable"
+            }
+            Durability::PageCache => {
+                "page cache of a disk: flushes are durable, and survive a loss of power"
+            }
+            Durability::Volatile => {
+                "volatile memory: survives the death of a process, not that of the host"
+            }
         }
     }
 }
@@ -190,7 +196,12 @@ pub trait Media: Send + Sync {
 
     /// Stores bytes that nobody looks at before [`Media::end_persist`] has returned, which makes them durable: until then
     /// they need not even be visible to others.
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
         self.store(offset_bytes, bytes)?;
         self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending)
     }
@@ -282,7 +293,12 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     }
 
     #[inline]
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
         (**self).store_bulk(offset_bytes, bytes, pending)
     }
 

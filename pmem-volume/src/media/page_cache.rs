@@ -12,8 +12,9 @@ use std::os::fd::AsRawFd;
 
 /// Writes the dirty pages of all `ranges` and waits; no barrier and no metadata yet.
 pub(super) fn write_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<()> {
-    let wait =
-        libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let wait = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     for flags in [libc::SYNC_FILE_RANGE_WRITE, wait] {
         for range in ranges {
             sync_file_range(file, range, flags)?;
@@ -80,8 +81,14 @@ mod tests {
         let length = pages * PAGE_BYTES;
         // SAFETY: a new mapping, of which nothing is touched, and which is gone at the end; `resident` has a byte a page.
         unsafe {
-            let map =
-                libc::mmap(ptr::null_mut(), length, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+            let map = libc::mmap(
+                ptr::null_mut(),
+                length,
+                libc::PROT_READ,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            );
             assert_ne!(map, libc::MAP_FAILED);
             assert_eq!(libc::mincore(map, length, resident.as_mut_ptr()), 0);
             assert_eq!(libc::munmap(map, length), 0);

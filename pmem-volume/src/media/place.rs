@@ -153,7 +153,8 @@ fn is_ram_disk(entry: &Path) -> bool {
     let Ok(device) = fs::canonicalize(entry) else { return false };
     let name = device.file_name().unwrap_or_default().to_string_lossy();
     ["ram", "zram"].iter().any(|kind| {
-        name.strip_prefix(kind).is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+        name.strip_prefix(kind)
+            .is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
     })
 }
 
@@ -187,7 +188,11 @@ mod tests {
     use super::*;
 
     /// What sysfs has of a character device, with `attributes`.
-    fn sysfs(device: &str, subsystem: &str, attributes: &[(&str, &str)]) -> (tempfile::TempDir, PathBuf) {
+    fn sysfs(
+        device: &str,
+        subsystem: &str,
+        attributes: &[(&str, &str)],
+    ) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let entry = folder.path().join(device);
         fs::create_dir_all(&entry).unwrap();
@@ -201,8 +206,12 @@ mod tests {
     #[test]
     fn devdax_of_an_nvdimm_is_persistent_and_other_devdax_is_not() {
         let align = [("align", "2097152")];
-        let (_folder, entry) = sysfs("platform/e820_pmem/ndbus0/region0/dax0.1/dax0.0", "dax", &align);
-        assert_eq!(Place::of_character_device(&entry).unwrap(), Place::DevDax { is_volatile: false });
+        let (_folder, entry) =
+            sysfs("platform/e820_pmem/ndbus0/region0/dax0.1/dax0.0", "dax", &align);
+        assert_eq!(
+            Place::of_character_device(&entry).unwrap(),
+            Place::DevDax { is_volatile: false }
+        );
         let virtio = "pci0000:00/0000:00:05.0/virtio2/ndbus0/region0/dax0.1/dax0.0";
         for other in ["platform/hmem.0/dax0.0", virtio] {
             let (_folder, entry) = sysfs(other, "dax", &align);
@@ -223,7 +232,10 @@ mod tests {
     #[test]
     fn other_character_devices_are_named() {
         let error = Place::of(&File::open("/dev/null").unwrap()).unwrap_err();
-        assert!(matches!(&error, PlaceError::NotDax { subsystem } if subsystem == "mem"), "{error}");
+        assert!(
+            matches!(&error, PlaceError::NotDax { subsystem } if subsystem == "mem"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -238,7 +250,8 @@ mod tests {
     #[test]
     fn ram_disks_are_known_by_their_names() {
         let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
-        for (name, expected) in [("ram0", true), ("zram12", true), ("sda", false), ("ramp", false)] {
+        for (name, expected) in [("ram0", true), ("zram12", true), ("sda", false), ("ramp", false)]
+        {
             let entry = folder.path().join(name);
             fs::create_dir(&entry).unwrap();
             assert_eq!(is_ram_disk(&entry), expected, "{name}");

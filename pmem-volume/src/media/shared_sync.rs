@@ -62,7 +62,8 @@ impl SharedSync {
         // 2. Whoever may have taken this one's error began before the kernel answered, which it has.
         let state = self.locked();
         let latest = state.next;
-        let is_awaited = |state: &mut State| state.under_way.first().is_some_and(|first| *first < latest);
+        let is_awaited =
+            |state: &mut State| state.under_way.first().is_some_and(|first| *first < latest);
         let state = self.ended.wait_while(state, is_awaited).expect(NO_PANIC);
         // 3. Then it is known.
         match &state.failed {
@@ -181,7 +182,9 @@ mod tests {
         let shared = SharedSync::default();
         shared.run(|| Ok(()), other).unwrap();
         shared.run(|| Err(error()), other).unwrap_err();
-        let MediaError::Io { source, .. } = shared.run(|| Ok(()), other).unwrap_err() else { panic!() };
+        let MediaError::Io { source, .. } = shared.run(|| Ok(()), other).unwrap_err() else {
+            panic!()
+        };
         assert!(source.to_string().contains("msync of 0x8 bytes at offset 0x0 failed"), "{source}");
     }
 }

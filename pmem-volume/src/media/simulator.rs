@@ -75,7 +75,10 @@ impl Random {
 impl Simulator {
     /// Zeroed media.
     pub(crate) fn new(len_bytes: u64) -> Self {
-        Self { len_bytes, state: Arc::new(Mutex::new(State { file_bytes: len_bytes, ..State::default() })) }
+        Self {
+            len_bytes,
+            state: Arc::new(Mutex::new(State { file_bytes: len_bytes, ..State::default() })),
+        }
     }
 
     /// The file's length, which the media may be a part of.
@@ -132,7 +135,10 @@ impl Simulator {
     /// that is stored later.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
-        assert!(state.untracked.is_none(), "durable words of an image are not tracked before its recording");
+        assert!(
+            state.untracked.is_none(),
+            "durable words of an image are not tracked before its recording"
+        );
         let pending = state.pending.range(range.start / 8 * 8..range.end);
         pending.map(|(at, values)| (*at, *values.last().expect("something was stored"))).collect()
     }
@@ -201,8 +207,10 @@ impl CrashPoint {
     /// extremes, the images in which exactly one word is lost or kept, and distinct samples.
     pub(crate) fn images(&self, bound: usize, random: &mut Random) -> Vec<Simulator> {
         let choices: Vec<usize> = self.pending.iter().map(|(_, values)| values.len() + 1).collect();
-        let total =
-            choices.iter().try_fold(1usize, |product, n| product.checked_mul(*n)).unwrap_or(usize::MAX);
+        let total = choices
+            .iter()
+            .try_fold(1usize, |product, n| product.checked_mul(*n))
+            .unwrap_or(usize::MAX);
         if total <= bound {
             return (0..total).map(|number| self.image(&digits(number, &choices))).collect();
         }
@@ -236,7 +244,8 @@ impl CrashPoint {
         }
         let pending = self.pending.iter().cloned().collect();
         let durable = self.durable.clone();
-        let state = State { file_bytes: self.file_bytes, durable, visible, pending, ..State::default() };
+        let state =
+            State { file_bytes: self.file_bytes, durable, visible, pending, ..State::default() };
         Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
     }
 

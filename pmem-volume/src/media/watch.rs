@@ -79,7 +79,8 @@ fn changing() -> MutexGuard<'static, ()> {
 
 impl fmt::Debug for Watch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (start, end) = (self.entry.start.load(Ordering::Relaxed), self.entry.end.load(Ordering::Relaxed));
+        let (start, end) =
+            (self.entry.start.load(Ordering::Relaxed), self.entry.end.load(Ordering::Relaxed));
         write!(f, "Watch({start:#x}..{end:#x})")
     }
 }
@@ -90,7 +91,10 @@ impl Watch {
     /// # Safety
     /// The range is the caller's as long as this lives: a page that is gone may be replaced at any time. Nobody touches
     /// it any more when this is dropped.
-    pub unsafe fn new(range: Range<usize>, on_lost: Arc<dyn OnPageLost>) -> Result<Self, TooManyRanges> {
+    pub unsafe fn new(
+        range: Range<usize>,
+        on_lost: Arc<dyn OnPageLost>,
+    ) -> Result<Self, TooManyRanges> {
         assert!(range.start < range.end, "an empty range has no pages");
         assert!(range.start.is_multiple_of(PAGE_BYTES) && range.end.is_multiple_of(PAGE_BYTES));
         Guard::new();
@@ -133,7 +137,8 @@ impl Entry {
         let (start, end) = (self.start.load(Ordering::Relaxed), self.end.load(Ordering::Relaxed));
         let on_lost = self.on_lost.load(Ordering::Relaxed);
         fence(Ordering::Acquire);
-        let unchanged = version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
+        let unchanged =
+            version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
         (unchanged && (start..end).contains(&address)).then_some((on_lost.cast_const(), start..end))
     }
 }
@@ -175,8 +180,10 @@ fn replace_page(
 
 /// Maps zeros over a range of addresses. The error is the system call's number.
 fn map_zeros(start: usize, size: usize) -> Result<(), libc::c_int> {
-    let (protection, flags) =
-        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
+    let (protection, flags) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+    );
     // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has given us. mmap is a system
     // call, which a handler may make. `errno` is this thread's and is restored.
     unsafe {
@@ -296,7 +303,10 @@ mod tests {
         // The range has a part of the page.
         assert_eq!(replace(range.clone(), giant), (tries[..2].to_vec(), false));
         assert_eq!(replace(start..at + small, huge), (tries[..1].to_vec(), false));
-        assert_eq!(replace(giant + 4 * huge + small..range.end, huge), (tries[..1].to_vec(), false));
+        assert_eq!(
+            replace(giant + 4 * huge + small..range.end, huge),
+            (tries[..1].to_vec(), false)
+        );
         assert_eq!(replace(giant..2 * giant, giant), (tries.to_vec(), true));
         assert_eq!(replaced_pages(at, range, huge, libc::ENOMEM), (tries[..1].to_vec(), false));
     }
@@ -323,12 +333,19 @@ mod tests {
         unsafe { ptr::write_bytes(start as *mut u8, 0x5a, 3 * HUGE) };
         let count = Arc::new(Count::default());
         // SAFETY: only this test touches the range, and not after the watch has gone.
-        let watch = unsafe { Watch::new(start..start + 3 * HUGE, Arc::clone(&count) as _) }.unwrap();
+        let watch =
+            unsafe { Watch::new(start..start + 3 * HUGE, Arc::clone(&count) as _) }.unwrap();
         assert!(replace(start + HUGE + 5 * PAGE_BYTES + 8));
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
-        for (at, byte) in [(0, 0x5a), (HUGE - 1, 0x5a), (HUGE, 0), (2 * HUGE - 1, 0), (2 * HUGE, 0x5a)] {
+        for (at, byte) in
+            [(0, 0x5a), (HUGE - 1, 0x5a), (HUGE, 0), (2 * HUGE - 1, 0), (2 * HUGE, 0x5a)]
+        {
             // SAFETY: as above.
-            assert_eq!(unsafe { ptr::read_volatile((start + at) as *const u8) }, byte, "at {at:#x}");
+            assert_eq!(
+                unsafe { ptr::read_volatile((start + at) as *const u8) },
+                byte,
+                "at {at:#x}"
+            );
         }
         drop(watch);
         // SAFETY: mapped above, and used no more.
@@ -342,7 +359,8 @@ mod tests {
         let count = Arc::new(Count::default());
         // The range is half of a huge page, and the kernel replaces only whole pages of hugetlbfs.
         // SAFETY: only this test touches the range, and not after the watch has gone.
-        let watch = unsafe { Watch::new(start..start + (1 << 20), Arc::clone(&count) as _) }.unwrap();
+        let watch =
+            unsafe { Watch::new(start..start + (1 << 20), Arc::clone(&count) as _) }.unwrap();
         assert!(!replace(start + PAGE_BYTES));
         drop(watch);
         // SAFETY: mapped above, and used no more.
@@ -383,14 +401,22 @@ mod tests {
         let pages = Pages::new(1);
         let address = pages.byte(0) as usize;
         let sink = tempfile::tempfile_in("/dev/shm").unwrap();
-        let order =
-            Arc::new(Order { address, sink, told: AtomicUsize::new(0), too_late: AtomicUsize::new(0) });
+        let order = Arc::new(Order {
+            address,
+            sink,
+            told: AtomicUsize::new(0),
+            too_late: AtomicUsize::new(0),
+        });
         // SAFETY: the pages are there for longer than the watch, and nobody else's.
-        let _watch = unsafe { Watch::new(pages.start..pages.start + pages.len, Arc::clone(&order) as _) };
+        let _watch =
+            unsafe { Watch::new(pages.start..pages.start + pages.len, Arc::clone(&order) as _) };
         pages.file.set_len(0).unwrap();
         // SAFETY: inside the mapping; the handler is what is under test.
         assert_eq!(unsafe { pages.byte(0).read_volatile() }, 0);
-        assert_eq!((order.told.load(Ordering::Relaxed), order.too_late.load(Ordering::Relaxed)), (1, 0));
+        assert_eq!(
+            (order.told.load(Ordering::Relaxed), order.too_late.load(Ordering::Relaxed)),
+            (1, 0)
+        );
     }
 
     #[test]
@@ -415,7 +441,10 @@ mod tests {
         let find = |address| TABLE.iter().any(|entry| entry.listener_of(address).is_some());
         let end = pages.start + pages.len;
         let watch = pages.watch(&lost).unwrap();
-        assert_eq!([pages.start - 1, pages.start, end - 1, end].map(find), [false, true, true, false]);
+        assert_eq!(
+            [pages.start - 1, pages.start, end - 1, end].map(find),
+            [false, true, true, false]
+        );
         // A row that is being changed.
         watch.entry.version.fetch_add(1, Ordering::Relaxed);
         assert!(!find(pages.start));

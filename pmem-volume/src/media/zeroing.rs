@@ -41,7 +41,11 @@ pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
     let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
     match page_cache::fallocate(file, mode, range) {
         Err(error) if is_full(&error) => each_piece(range, |piece| {
-            zero_on_full(piece, |at, to| file.read_exact_at(to, at), |at, zeros| file.write_all_at(zeros, at))
+            zero_on_full(
+                piece,
+                |at, to| file.read_exact_at(to, at),
+                |at, zeros| file.write_all_at(zeros, at),
+            )
         }),
         result => or_written(file, range, result),
     }
@@ -57,7 +61,9 @@ fn or_written(file: &File, range: &Range<u64>, result: io::Result<()>) -> io::Re
 /// Writes zeros over a range.
 pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     let zeros = vec![0; PIECE_BYTES as usize];
-    each_piece(range, |piece| file.write_all_at(&zeros[..(piece.end - piece.start) as usize], piece.start))
+    each_piece(range, |piece| {
+        file.write_all_at(&zeros[..(piece.end - piece.start) as usize], piece.start)
+    })
 }
 
 /// XFS zeroes a range by a hole, and then gives the hole blocks: which it may no longer have, because others took them
@@ -80,7 +86,10 @@ fn zero_on_full(
     if bytes.iter().all(|byte| *byte == 0) { Ok(()) } else { Err(error) }
 }
 
-fn each_piece(range: &Range<u64>, mut piece: impl FnMut(Range<u64>) -> io::Result<()>) -> io::Result<()> {
+fn each_piece(
+    range: &Range<u64>,
+    mut piece: impl FnMut(Range<u64>) -> io::Result<()>,
+) -> io::Result<()> {
     let mut at = range.start;
     while at < range.end {
         let end = range.end.min(at + PIECE_BYTES);
@@ -176,7 +185,8 @@ mod tests {
         zero_on_full(0..4096, read(0), |_, _| full()).unwrap();
         let error = zero_on_full(0..4096, read(7), |_, _| full()).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
-        zero_on_full(0..4096, |_, _| panic!("nobody looks at what was written"), |_, _| Ok(())).unwrap();
+        zero_on_full(0..4096, |_, _| panic!("nobody looks at what was written"), |_, _| Ok(()))
+            .unwrap();
         let broken = |_: u64, _: &[u8]| Err(io::Error::from_raw_os_error(libc::EIO));
         zero_on_full(0..4096, read(0), broken).unwrap_err();
     }

@@ -10,12 +10,17 @@ use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
 
 /// Finds blocks that the file of a pool lacks. Opening the pool for writing allocates them or
 /// fails.
-pub(super) fn look(path: &Path, media: &FileMedia, writable: bool) -> Result<Vec<Finding>, PoolError> {
+pub(super) fn look(
+    path: &Path,
+    media: &FileMedia,
+    writable: bool,
+) -> Result<Vec<Finding>, PoolError> {
     let mut findings = Vec::new();
     if !media.is_to_have_blocks() {
         return Ok(findings);
     }
-    let failed = |source| PoolError::File { path: path.to_owned(), action: "look at the blocks of", source };
+    let failed =
+        |source| PoolError::File { path: path.to_owned(), action: "look at the blocks of", source };
     let (file, size_bytes) = (media.file(), media.len_bytes());
     let lacking = Lacking::of(file, size_bytes).map_err(failed)?;
     let file_system = copy_on_write(file).map_err(failed)?;
@@ -24,7 +29,8 @@ pub(super) fn look(path: &Path, media: &FileMedia, writable: bool) -> Result<Vec
     }
     // On a copy-on-write file system a file shares blocks with its snapshots, and new blocks would
     // not change that.
-    let lacking = if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
+    let lacking =
+        if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
     if lacking.is_nothing() {
         return Ok(findings);
     }
@@ -40,8 +46,13 @@ fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolErro
     let (file, size_bytes) = (media.file(), media.len_bytes());
     let free_bytes = FileSystem::of(file).map_or(0, |file_system| file_system.free_bytes);
     let (path, lacking_bytes) = (path.to_owned(), lacking.bytes());
-    let refused =
-        |path, source| PoolError::BlocksLost { path, lacking_bytes, size_bytes, free_bytes, source };
+    let refused = |path, source| PoolError::BlocksLost {
+        path,
+        lacking_bytes,
+        size_bytes,
+        free_bytes,
+        source,
+    };
     // Without room, the attempt would fill the file system before it fails.
     if free_bytes < lacking_bytes {
         return Err(refused(path, io::Error::from_raw_os_error(libc::ENOSPC)));

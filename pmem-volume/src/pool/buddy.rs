@@ -54,7 +54,9 @@ impl Buddy {
         let free = joined(free);
         let mut buddy = Self::with_wear(uses);
         let mut keys: [Vec<u64>; ORDERS] = Default::default();
-        buddy.heads.resize(free.last().map_or(0, |run| run.end().0 as usize).max(buddy.heads.len()), 0);
+        buddy
+            .heads
+            .resize(free.last().map_or(0, |run| run.end().0 as usize).max(buddy.heads.len()), 0);
         for extent in free.iter().flat_map(|run| run.extents()) {
             buddy.heads[extent.start.0 as usize] = extent.order + 1;
             keys[usize::from(extent.order)].push(buddy.key(extent));
@@ -144,7 +146,8 @@ impl Buddy {
     /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that holds them, or, if
     /// none does, in as few extents as there are. In the order of the file. Among runs of one length, the least worn.
     pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
-        let shortest = self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
+        let shortest =
+            self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
         let fits = shortest.and_then(|length| {
             let shortest = self.free_runs().filter(|run| run.chunks == length);
             shortest.min_by_key(|run| (self.wear.level_of_run(*run), run.start))
@@ -220,10 +223,14 @@ impl Buddy {
     /// The order to take an extent of `wanted` from: the one with the least worn extent, the smallest among these. If
     /// none is large enough, the largest there is. Something must be free.
     fn source(&self, wanted: u8) -> u8 {
-        let least = |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
+        let least =
+            |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
         let fitting = (wanted..=MAX_ORDER).filter_map(|order| Some((least(order)?, order))).min();
         let smaller = || (0..wanted).rev().find(|order| least(*order).is_some());
-        fitting.map(|(_, order)| order).or_else(smaller).expect("the caller checked that enough is free")
+        fitting
+            .map(|(_, order)| order)
+            .or_else(smaller)
+            .expect("the caller checked that enough is free")
     }
 
     /// Takes one extent of the order, or of the largest smaller one: the least worn, and among these the one on the
@@ -235,7 +242,10 @@ impl Buddy {
         let start = match placement {
             Placement::Low => lowest,
             Placement::High => {
-                level_and_start(*set.range(..=key(level, u32::MAX)).next_back().expect("one at least")).1
+                level_and_start(
+                    *set.range(..=key(level, u32::MAX)).next_back().expect("one at least"),
+                )
+                .1
             }
         };
         let mut extent = Extent { start: ChunkId(start), order: source };
@@ -266,9 +276,11 @@ impl Buddy {
             "{extent} is not aligned"
         );
         let mut whole = extent;
-        let buddy_of = |extent: Extent| Extent { start: ChunkId(extent.start.0 ^ extent.chunks()), ..extent };
+        let buddy_of =
+            |extent: Extent| Extent { start: ChunkId(extent.start.0 ^ extent.chunks()), ..extent };
         while whole.order < MAX_ORDER && self.remove(buddy_of(whole)) {
-            whole = Extent { start: ChunkId(whole.start.0 & !whole.chunks()), order: whole.order + 1 };
+            whole =
+                Extent { start: ChunkId(whole.start.0 & !whole.chunks()), order: whole.order + 1 };
         }
         self.insert(whole);
         self.free_chunks += extent.chunks();
@@ -373,7 +385,11 @@ mod tests {
                 };
                 assert_eq!(runs.iter().map(|r| r.chunks).sum::<u32>(), chunks);
                 assert!(runs.is_sorted());
-                assert_eq!(runs.len() == 1, chunks <= model.longest_run(), "one piece if there is one");
+                assert_eq!(
+                    runs.len() == 1,
+                    chunks <= model.longest_run(),
+                    "one piece if there is one"
+                );
                 let extents: Vec<_> = runs.iter().flat_map(|run| run.extents()).collect();
                 extents.iter().for_each(|e| model.set(*e, false));
                 held.extend(extents);
@@ -442,7 +458,10 @@ mod tests {
             buddy
         };
         let low = fresh().allocate(3, Placement::Low).unwrap();
-        assert_eq!(low, [Extent { start: ChunkId(0), order: 1 }, Extent { start: ChunkId(2), order: 0 }]);
+        assert_eq!(
+            low,
+            [Extent { start: ChunkId(0), order: 1 }, Extent { start: ChunkId(2), order: 0 }]
+        );
         let high = fresh().allocate(3, Placement::High).unwrap();
         assert_eq!(
             high,
@@ -453,7 +472,8 @@ mod tests {
     #[test]
     fn wear_spreads_over_all_that_is_free_and_stays_within_a_few_steps() {
         const CYCLES: u32 = 10_000;
-        for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)] {
+        for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)]
+        {
             let mut buddy = Buddy::default();
             // As in a pool: the first chunks are its own, so the free extents are of all sizes.
             let all = Run { start: ChunkId(2), chunks: 126 };

@@ -70,9 +70,9 @@ impl CheckReport {
     /// How much waits to be erased, if nobody has the pool: what somebody has lent does not wait.
     pub fn waiting_bytes(&self) -> u64 {
         let waiting = |finding: &Finding| match finding {
-            Finding::StillLent { chunks } | Finding::Unscrubbed { chunks } | Finding::Leftover { chunks } => {
-                *chunks
-            }
+            Finding::StillLent { chunks }
+            | Finding::Unscrubbed { chunks }
+            | Finding::Leftover { chunks } => *chunks,
             _ => 0,
         };
         bytes(self.pool.iter().map(waiting).sum())
@@ -94,12 +94,20 @@ impl<'a> Checking<'a> {
     }
 
     /// Lets the next volume be checked, by somebody who says up to where it is.
-    pub(super) fn volume<T>(&mut self, info: &VolumeInfo, check: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
+    pub(super) fn volume<T>(
+        &mut self,
+        info: &VolumeInfo,
+        check: impl FnOnce(&mut dyn FnMut(u64)) -> T,
+    ) -> T {
         self.part(info.size_bytes, check)
     }
 
     /// The same with the next so many bytes.
-    pub(super) fn part<T>(&mut self, size_bytes: u64, check: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
+    pub(super) fn part<T>(
+        &mut self,
+        size_bytes: u64,
+        check: impl FnOnce(&mut dyn FnMut(u64)) -> T,
+    ) -> T {
         self.say(0);
         let checked = check(&mut |reached| self.say(reached.min(size_bytes)));
         self.done_bytes += size_bytes;
@@ -121,7 +129,10 @@ impl<M: Media> Pool<M> {
     }
 
     /// The same; `progress` hears how far free space and volumes are checked.
-    pub fn check_with(self: &Arc<Self>, progress: OnProgress<'_>) -> Result<CheckReport, PoolError> {
+    pub fn check_with(
+        self: &Arc<Self>,
+        progress: OnProgress<'_>,
+    ) -> Result<CheckReport, PoolError> {
         let mut pool = Vec::new();
         let mut free;
         {
@@ -138,7 +149,9 @@ impl<M: Media> Pool<M> {
             free = scan.free;
             if self.mode == super::OpenMode::ReadWrite {
                 // Memory that this process has lent is as it should be.
-                found.retain(|f| !matches!(f, Finding::StillLent { .. } | Finding::Unscrubbed { .. }));
+                found.retain(|f| {
+                    !matches!(f, Finding::StillLent { .. } | Finding::Unscrubbed { .. })
+                });
             }
             pool.append(&mut found);
         }
@@ -168,13 +181,19 @@ impl<M: Media> Pool<M> {
     }
 
     /// Free chunks that do not read as zeros.
-    fn check_free(&self, free: &[Run], checking: &mut Checking<'_>) -> Result<Vec<Finding>, PoolError> {
+    fn check_free(
+        &self,
+        free: &[Run],
+        checking: &mut Checking<'_>,
+    ) -> Result<Vec<Finding>, PoolError> {
         let mut finder = ContentFinder::new();
         let mut found = Findings::default();
         let mut name = |chunk| found.add(Finding::NotErased { chunk });
         for run in free {
             checking.part(run.len_bytes(), |reached| match self.mode {
-                super::OpenMode::ReadWrite => self.look_while_free(*run, &mut finder, reached, &mut name),
+                super::OpenMode::ReadWrite => {
+                    self.look_while_free(*run, &mut finder, reached, &mut name)
+                }
                 _ => looked(finder.look(self.media(), *run, reached, &mut name)),
             })?;
         }
@@ -207,7 +226,11 @@ impl<M: Media> Pool<M> {
     }
 
     /// A volume that somebody in this process has open, and may write meanwhile: what is found every time counts.
-    fn check_in_use(&self, name: &str, reached: &mut dyn FnMut(u64)) -> Result<btt::Report, PoolError> {
+    fn check_in_use(
+        &self,
+        name: &str,
+        reached: &mut dyn FnMut(u64),
+    ) -> Result<btt::Report, PoolError> {
         let extents = {
             let state = self.lock_state();
             let entry = &state.volumes[&state.require_volume(name)?];
@@ -225,11 +248,17 @@ impl<M: Media> Pool<M> {
         Ok(found)
     }
 
-    fn check_volume(self: &Arc<Self>, info: &VolumeInfo, reached: &mut dyn FnMut(u64)) -> VolumeCheck {
+    fn check_volume(
+        self: &Arc<Self>,
+        info: &VolumeInfo,
+        reached: &mut dyn FnMut(u64),
+    ) -> VolumeCheck {
         let result = match info.format {
             VolumeFormat::Raw => Ok(None),
             VolumeFormat::Btt => match self.open_volume(&info.name) {
-                Err(PoolError::VolumeInUse { .. }) => self.check_in_use(&info.name, reached).map(Some),
+                Err(PoolError::VolumeInUse { .. }) => {
+                    self.check_in_use(&info.name, reached).map(Some)
+                }
                 opened => opened.and_then(|volume| volume.check_btt_with(reached)),
             },
         };

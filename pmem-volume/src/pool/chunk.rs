@@ -123,7 +123,10 @@ impl Run {
             let by_length = rest.chunks.ilog2();
             let order = by_alignment.min(by_length).min(u32::from(MAX_ORDER)) as u8;
             let extent = Extent { start: rest.start, order };
-            rest = Run { start: rest.start.plus(extent.chunks()), chunks: rest.chunks - extent.chunks() };
+            rest = Run {
+                start: rest.start.plus(extent.chunks()),
+                chunks: rest.chunks - extent.chunks(),
+            };
             Some(extent)
         })
     }
@@ -176,7 +179,10 @@ mod tests {
     #[test]
     fn runs_that_touch_are_joined() {
         let run = |start, chunks| Run { start: ChunkId(start), chunks };
-        assert_eq!(joined(vec![run(8, 2), run(0, 3), run(3, 1), run(10, 1)]), [run(0, 4), run(8, 3)]);
+        assert_eq!(
+            joined(vec![run(8, 2), run(0, 3), run(3, 1), run(10, 1)]),
+            [run(0, 4), run(8, 3)]
+        );
     }
 
     #[test]

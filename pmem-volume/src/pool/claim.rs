@@ -75,7 +75,9 @@ fn set_waiting(file: &File) -> io::Result<()> {
     // SAFETY: takes numbers only; the descriptor lives as long as `file`.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
     // SAFETY: as above.
-    if flags < 0 || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0 {
+    if flags < 0
+        || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0
+    {
         return Err(io::Error::last_os_error());
     }
     Ok(())
@@ -172,8 +174,12 @@ mod tests {
     fn device_that_has_vanished_is_unreadable() {
         for errno in [libc::EIO, libc::ENXIO, libc::ENODEV] {
             let source = || io::Error::from_raw_os_error(errno);
-            let read =
-                MediaError::Io { operation: "read", offset_bytes: 0, length_bytes: 4096, source: source() };
+            let read = MediaError::Io {
+                operation: "read",
+                offset_bytes: 0,
+                length_bytes: 4096,
+                source: source(),
+            };
             let opened = PoolError::File { path: PathBuf::new(), action: "open", source: source() };
             for error in [read.into(), opened] {
                 assert_eq!(content_by(&error), PoolContent::Unreadable, "{error}");

@@ -19,7 +19,9 @@ use super::open::judge_superblocks;
 use super::opening::{Opened, place_error};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record};
+use super::{
+    MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record,
+};
 use crate::CHUNK_BYTES;
 use crate::file_mode::PRIVATE_MODE;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
@@ -47,14 +49,19 @@ impl Pool {
     /// disk all of it is allocated. If anything fails there is no file.
     pub fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         let size_bytes = Some(size_bytes);
-        Self::create_with(path, CreateOptions { size_bytes, strg_bytes, ..CreateOptions::default() })
+        Self::create_with(
+            path,
+            CreateOptions { size_bytes, strg_bytes, ..CreateOptions::default() },
+        )
     }
 
     /// Makes a pool in a new file, or on a device that is there, and opens it.
     pub fn create_with(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let kind = fs::metadata(path).map(|metadata| metadata.file_type());
         match kind {
-            Ok(kind) if kind.is_block_device() || kind.is_char_device() => Self::create_on(path, options),
+            Ok(kind) if kind.is_block_device() || kind.is_char_device() => {
+                Self::create_on(path, options)
+            }
             _ => Self::create_file(path, options),
         }
     }
@@ -63,18 +70,20 @@ impl Pool {
         let is_thin = options.thin;
         // The file gets its name only when it is a pool: a crash before leaves nothing behind.
         check_new(path)?;
-        let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| PoolError::File {
-            path: path.to_owned(),
-            action: "create",
-            source,
+        let unnamed = Unnamed::in_folder_of(path, PRIVATE_MODE).map_err(|source| {
+            PoolError::File { path: path.to_owned(), action: "create", source }
         })?;
         let what = "there is nothing yet, and";
-        let size_bytes =
-            options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
-        let superblock =
-            Superblock { is_thin, ..plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())? };
-        let file_error =
-            |action| move |source: io::Error| PoolError::File { path: path.to_owned(), action, source };
+        let size_bytes = options
+            .size_bytes
+            .ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
+        let superblock = Superblock {
+            is_thin,
+            ..plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())?
+        };
+        let file_error = |action| {
+            move |source: io::Error| PoolError::File { path: path.to_owned(), action, source }
+        };
         let needed_bytes = if is_thin { superblock.metadata_bytes() } else { size_bytes };
         check_room(path, &unnamed.file, size_bytes, needed_bytes, superblock.metadata_bytes())?;
         let no_room = |error: io::Error| match error.raw_os_error() {
@@ -96,7 +105,9 @@ impl Pool {
         let media = FileMedia::new(file, size_bytes, true)?.thin(is_thin);
         media.reserve(&(0..superblock.metadata_bytes())).map_err(no_room)?;
         write_empty_pool(&media, &superblock)?;
-        unnamed.name(path, Taken::Keeps).map_err(|NamingError { action, source }| match source.kind() {
+        unnamed.name(path, Taken::Keeps).map_err(|NamingError { action, source }| match source
+            .kind()
+        {
             io::ErrorKind::AlreadyExists => PoolError::AlreadyExists { path: path.to_owned() },
             _ => file_error(action)(source),
         })?;
@@ -145,7 +156,9 @@ fn check_new(path: &Path) -> Result<(), PoolError> {
     match path.symlink_metadata() {
         Ok(_) => return Err(PoolError::AlreadyExists { path: path.to_owned() }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(source) => return Err(PoolError::File { path: path.to_owned(), action: "create", source }),
+        Err(source) => {
+            return Err(PoolError::File { path: path.to_owned(), action: "create", source });
+        }
     }
     let folder = folder_of(path);
     if folder.metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
@@ -159,7 +172,11 @@ fn check_new(path: &Path) -> Result<(), PoolError> {
 }
 
 /// A pool is no larger than its device.
-pub(super) fn check_device(path: &Path, needed_bytes: u64, device_bytes: u64) -> Result<(), PoolError> {
+pub(super) fn check_device(
+    path: &Path,
+    needed_bytes: u64,
+    device_bytes: u64,
+) -> Result<(), PoolError> {
     if needed_bytes <= device_bytes {
         return Ok(());
     }
@@ -168,9 +185,11 @@ pub(super) fn check_device(path: &Path, needed_bytes: u64, device_bytes: u64) ->
 
 /// Is there nothing on a device that must be kept?
 fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolError> {
-    let file_error = |source| PoolError::File { path: path.to_owned(), action: "duplicate", source };
+    let file_error =
+        |source| PoolError::File { path: path.to_owned(), action: "duplicate", source };
     let file = || opened.file.try_clone().map_err(file_error);
-    let unknown_volumes = |reason| PoolError::DeviceUnknownVolumes { path: path.to_owned(), reason };
+    let unknown_volumes =
+        |reason| PoolError::DeviceUnknownVolumes { path: path.to_owned(), reason };
     let copies = opened.read_copies(path)?;
     let found = match judge_superblocks(path, copies, opened.length, OpenMode::ReadOnly) {
         Err(PoolError::NotAPool { .. }) => {
@@ -186,7 +205,9 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
                 return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });
             }
             // Volumes may be what is damaged: a record that is lost, chunks of which nobody knows whose they are.
-            if let Some(damage) = pool.findings_at_open().iter().find(|f| f.severity() > Severity::Note) {
+            if let Some(damage) =
+                pool.findings_at_open().iter().find(|f| f.severity() > Severity::Note)
+            {
                 return Err(unknown_volumes(damage.to_string()));
             }
             Some("there is a pool on it already, without volumes".to_owned())
@@ -221,7 +242,8 @@ pub(super) fn plan(
     if !strg_bytes.is_multiple_of(CHUNK_BYTES) {
         return size("STRG size", strg_bytes, "is not a multiple of 2 MiB".to_owned());
     }
-    let superblock = Superblock::new(uuid, created_unix_s, (size_bytes / CHUNK_BYTES) as u32, strg_bytes);
+    let superblock =
+        Superblock::new(uuid, created_unix_s, (size_bytes / CHUNK_BYTES) as u32, strg_bytes);
     let usable_bytes = size_bytes - u64::from(superblock.metadata_chunks()) * CHUNK_BYTES;
     if strg_bytes > usable_bytes {
         let rule = format!(
@@ -237,7 +259,10 @@ pub(super) fn plan(
 ///
 /// 1. Tables and log, persist.
 /// 2. Superblocks: from here on it is a pool.
-pub(super) fn write_empty_pool(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
+pub(super) fn write_empty_pool(
+    media: &dyn Media,
+    superblock: &Superblock,
+) -> Result<(), MediaError> {
     let table = ChunkTable::new(superblock);
     for chunk in (0..table.entries()).map(ChunkId) {
         let owner = if superblock.is_metadata(chunk) { Owner::Metadata } else { Owner::Free };

@@ -19,7 +19,10 @@ pub struct DamagedVolume<M: Media = FileMedia> {
 impl<M: Media> Pool<M> {
     /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is whole opens as well; a part of
     /// one that was split, which still holds what that held, does not.
-    pub fn open_damaged_volume(self: &Arc<Self>, name: &str) -> Result<DamagedVolume<M>, PoolError> {
+    pub fn open_damaged_volume(
+        self: &Arc<Self>,
+        name: &str,
+    ) -> Result<DamagedVolume<M>, PoolError> {
         assert!(self.mode != OpenMode::ReadWrite, "what is damaged is only looked at");
         let state = self.lock_state();
         let entry = &state.volumes[&state.require_volume(name)?];
@@ -28,7 +31,9 @@ impl<M: Media> Pool<M> {
         for (index, chunk) in &entry.chunks {
             let run = runs(std::iter::once(*chunk))[0];
             match extents.last_mut() {
-                Some(last) if last.index + last.run.chunks == *index && last.run.end() == run.start => {
+                Some(last)
+                    if last.index + last.run.chunks == *index && last.run.end() == run.start =>
+                {
                     last.run = Run { start: last.run.start, chunks: last.run.chunks + 1 };
                 }
                 _ => extents.push(VolumeExtent { index: *index, run }),
@@ -61,10 +66,17 @@ impl<M: Media> Media for DamagedVolume<M> {
         assert!(offset_bytes + length_bytes <= self.len_bytes(), "a read outside the volume");
         let (mut at, mut rest) = (offset_bytes, into);
         while !rest.is_empty() {
-            let number = self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
-            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at) else {
+            let number =
+                self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
+            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at)
+            else {
                 let source = io::Error::other("the volume lacks this chunk");
-                return Err(MediaError::Io { operation: "read", offset_bytes: at, length_bytes, source });
+                return Err(MediaError::Io {
+                    operation: "read",
+                    offset_bytes: at,
+                    length_bytes,
+                    source,
+                });
             };
             let within = at - extent.volume_offset_bytes();
             let bytes = (extent.len_bytes() - within).min(rest.len() as u64);
@@ -79,8 +91,10 @@ impl<M: Media> Media for DamagedVolume<M> {
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         let (mut at, view) = (range.start, self.pool.view());
         while at < range.end {
-            let number = self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
-            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at) else {
+            let number =
+                self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
+            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at)
+            else {
                 let next = self.extents.get(number).map_or(range.end, |e| e.volume_offset_bytes());
                 return Ok(Some(at..next.min(range.end)));
             };

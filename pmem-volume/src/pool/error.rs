@@ -98,7 +98,9 @@ pub enum PoolError {
         path: PathBuf,
     },
     /// There is something on the device.
-    #[error("pool {path}: the device is not empty: {found}; --force makes a pool there, and erases it all")]
+    #[error(
+        "pool {path}: the device is not empty: {found}; --force makes a pool there, and erases it all"
+    )]
     DeviceNotEmpty {
         /// The pool.
         path: PathBuf,
@@ -276,7 +278,9 @@ pub enum PoolError {
         pool_bytes: u64,
     },
     /// Somebody has it.
-    #[error("pool {path}: it is in use by {holder}; end that first, or only look with `pmvol info`")]
+    #[error(
+        "pool {path}: it is in use by {holder}; end that first, or only look with `pmvol info`"
+    )]
     InUse {
         /// The pool.
         path: PathBuf,
@@ -383,7 +387,10 @@ pub enum PoolError {
         name: String,
     },
     /// No such volume.
-    #[error("there is no volume {name:?} in the pool{}; `pmvol volume create` makes one", known_text(known))]
+    #[error(
+        "there is no volume {name:?} in the pool{}; `pmvol volume create` makes one",
+        known_text(known)
+    )]
     NoSuchVolume {
         /// The name.
         name: String,
@@ -427,7 +434,9 @@ pub enum PoolError {
         reason: SplitError,
     },
     /// A volume that is whole was to be given up.
-    #[error("volume {name:?} lacks nothing, so it is not given up; `pmvol volume delete` deletes it")]
+    #[error(
+        "volume {name:?} lacks nothing, so it is not given up; `pmvol volume delete` deletes it"
+    )]
     VolumeLacksNothing {
         /// The name.
         name: String,
@@ -496,7 +505,9 @@ fn reserved_text(reserved_bytes: u64) -> String {
 fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
     match requested_bytes {
         0 => "nothing is free".to_owned(),
-        bytes => format!("{} asked for, {} free", Size(bytes).rounded(), Size(free_bytes).rounded()),
+        bytes => {
+            format!("{} asked for, {} free", Size(bytes).rounded(), Size(free_bytes).rounded())
+        }
     }
 }
 
@@ -525,15 +536,20 @@ mod tests {
         let known = names.clone();
         let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
         assert!(text.contains("v0, v1, v2, v3, v4, v5, v6, v7 and 992 more;"), "{text}");
-        let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }.to_string();
+        let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }
+            .to_string();
         assert!(text.contains("the volumes v0, v1;"), "{text}");
     }
 
     #[test]
     fn a_file_of_the_wrong_length_is_named_in_the_command_that_mends_it() {
         let (path, pool_bytes) = (PathBuf::from("/pm/pool"), 64 << 20);
-        let text = PoolError::Truncated { path: path.clone(), file_bytes: 4096, pool_bytes }.to_string();
-        assert!(text.contains("make it 64 MiB again (a file: `truncate -s 67108864 /pm/pool`)"), "{text}");
+        let text =
+            PoolError::Truncated { path: path.clone(), file_bytes: 4096, pool_bytes }.to_string();
+        assert!(
+            text.contains("make it 64 MiB again (a file: `truncate -s 67108864 /pm/pool`)"),
+            "{text}"
+        );
         let text = PoolError::Enlarged { path, file_bytes: 1 << 30, pool_bytes }.to_string();
         assert!(text.contains("`truncate -s 67108864 /pm/pool`: what lies behind"), "{text}");
     }

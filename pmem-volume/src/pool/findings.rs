@@ -63,7 +63,9 @@ pub enum Finding {
         copy: usize,
     },
     /// A copy of a volume record is older than the other.
-    #[error("copy {copy} of volume record {slot} is older than the other one: a crash came between the two")]
+    #[error(
+        "copy {copy} of volume record {slot} is older than the other one: a crash came between the two"
+    )]
     VolumeRecordStale {
         /// Place in the volume table.
         slot: u16,
@@ -154,7 +156,9 @@ pub enum Finding {
     },
     /// A volume lacks chunks. No crash does that: their words were damaged, and what they say now, *free* for instance, may
     /// let somebody else have what the volume held.
-    #[error("volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}")]
+    #[error(
+        "volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}"
+    )]
     IndexMissing {
         /// The volume.
         name: String,
@@ -208,7 +212,9 @@ pub enum Finding {
         reason: &'static str,
     },
     /// Chunks are still marked as lent by a process that ended.
-    #[error("{chunks} chunk(s) are still marked as lent memory; they are erased before they are used again")]
+    #[error(
+        "{chunks} chunk(s) are still marked as lent memory; they are erased before they are used again"
+    )]
     StillLent {
         /// How many.
         chunks: u32,

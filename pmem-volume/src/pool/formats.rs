@@ -43,7 +43,11 @@ const DISTINCT_BYTES: usize = 4;
 /// # Panics
 /// If one of `magics` has fewer than [`DISTINCT_BYTES`] bytes. The compiler calls this for the
 /// table, so such a row does not compile.
-const fn format(name: &'static str, places: &'static [Place], magics: &'static [&'static [u8]]) -> Format {
+const fn format(
+    name: &'static str,
+    places: &'static [Place],
+    magics: &'static [&'static [u8]],
+) -> Format {
     let mut nth = 0;
     while nth < magics.len() {
         assert!(magics[nth].len() >= DISTINCT_BYTES, "so few bytes need further ones or a reason");
@@ -94,7 +98,11 @@ pub(super) const FORMATS: &[Format] = &[
     // Linux fs/squashfs/squashfs_fs.h, SQUASHFS_MAGIC, in both byte orders.
     format("a SquashFS file system", &[Start(0)], &[b"hsqs", b"sqsh"]),
     // Linux include/uapi/linux/cramfs_fs.h. The superblock can follow a boot sector.
-    format("a cramfs file system", &[Start(0), Start(0x200)], &[b"\x45\x3d\xcd\x28", b"\x28\xcd\x3d\x45"]),
+    format(
+        "a cramfs file system",
+        &[Start(0), Start(0x200)],
+        &[b"\x45\x3d\xcd\x28", b"\x28\xcd\x3d\x45"],
+    ),
     // Linux include/uapi/linux/romfs_fs.h.
     format("a romfs file system", &[Start(0)], &[b"-rom1fs-"]),
     // ECMA-119 8.4.2, and the High Sierra format (Linux include/uapi/linux/iso_fs.h).
@@ -202,7 +210,11 @@ pub(super) const FORMATS: &[Format] = &[
     // Linux fs/gfs2 and include/uapi/linux/gfs2_ondisk.h, GFS2_MAGIC.
     format("a GFS or GFS2 file system", &[Start(0x10000)], &[b"\x01\x16\x19\x70"]),
     // Linux fs/ocfs2/ocfs2_fs.h: the superblock is in block 2. libblkid superblocks/ocfs.c.
-    format("an OCFS2 file system", &[Start(0x400), Start(0x800), Start(0x1000), Start(0x2000)], &[b"OCFSV2"]),
+    format(
+        "an OCFS2 file system",
+        &[Start(0x400), Start(0x800), Start(0x1000), Start(0x2000)],
+        &[b"OCFSV2"],
+    ),
     format("an OCFS file system", &[Start(0x2000)], &[b"OracleCFS"]),
     format("an Oracle ASM disk", &[Start(0x20)], &[b"ORCLDISK"]),
     // Linux include/uapi/linux/magic.h, fs/minix/minix.h and include/linux/minix_fs.h, in both byte
@@ -248,7 +260,10 @@ pub(super) const FORMATS: &[Format] = &[
     format(
         "an AFFS file system",
         &[Start(0)],
-        &[b"DOS\0", b"DOS\x01", b"DOS\x02", b"DOS\x03", b"DOS\x04", b"DOS\x05", b"DOS\x06", b"DOS\x07"],
+        &[
+            b"DOS\0", b"DOS\x01", b"DOS\x02", b"DOS\x03", b"DOS\x04", b"DOS\x05", b"DOS\x06",
+            b"DOS\x07",
+        ],
     ),
     // Linux fs/zonefs/zonefs.h, ZONEFS_MAGIC.
     format("a zonefs file system", &[Start(0)], &[b"SFOZ"]),
@@ -271,7 +286,11 @@ pub(super) const FORMATS: &[Format] = &[
     format("a Ceph BlueStore device", &[Start(0)], &[b"bluestore block device"]),
     // Linux include/linux/swap.h and kernel/power: at the end of the first page of 4 to 64 KiB.
     format("swap space", SWAP_PLACES, &[b"SWAPSPACE2", b"SWAP-SPACE"]),
-    format("a hibernated system", SWAP_PLACES, &[b"S1SUSPEND", b"S2SUSPEND", b"ULSUSPEND", b"LINHIB0001"]),
+    format(
+        "a hibernated system",
+        SWAP_PLACES,
+        &[b"S1SUSPEND", b"S2SUSPEND", b"ULSUSPEND", b"LINHIB0001"],
+    ),
     // libblkid superblocks/swap.c: TuxOnIce.
     format("a hibernated system", &[Start(0)], &[b"\xed\xc3\x02\xe9\x98\x56\xe5\x0c"]),
     // LUKS2 On-Disk Format Specification 2.1, and the positions of the second header.
@@ -303,7 +322,11 @@ pub(super) const FORMATS: &[Format] = &[
     // Linux drivers/md/dm-snap-persistent.c, SNAP_MAGIC.
     format("a dm-snapshot store", &[Start(0)], &[b"SnAp"]),
     // LVM2 lib/format_text/layout.h and lib/label/label.h: in one of the first four sectors.
-    format("an LVM physical volume", &[Start(0x200), Start(0), Start(0x400), Start(0x600)], &[b"LABELONE"]),
+    format(
+        "an LVM physical volume",
+        &[Start(0x200), Start(0), Start(0x400), Start(0x600)],
+        &[b"LABELONE"],
+    ),
     // libblkid superblocks/lvm.c: LVM1, with its version.
     format("an LVM physical volume", &[Start(0)], &[b"HM\x01\0", b"HM\x02\0"]),
     // Linux drivers/md/dm-vdo/encodings.c.
@@ -336,7 +359,11 @@ pub(super) const FORMATS: &[Format] = &[
     format("a member of a firmware RAID", &[last(2)], &[b"Intel Raid ISM Cfg Sig. ", b"NVIDIA  "]),
     format("a member of a firmware RAID", &[last(1)], &[b"$XIDE$", b"\x37\xfc\x4d\x1e"]),
     format("a member of a firmware RAID", &[last(11)], &[b"\xf3\x16\x78\x5a", b"\xfd\x16\x78\x5a"]),
-    format("a member of a firmware RAID", &[Start(0x1220)], &[b"\xf0\x16\x78\x5a", b"\xfd\x16\x78\x5a"]),
+    format(
+        "a member of a firmware RAID",
+        &[Start(0x1220)],
+        &[b"\xf0\x16\x78\x5a", b"\xfd\x16\x78\x5a"],
+    ),
     format(
         "a member of a firmware RAID",
         &[
@@ -387,7 +414,11 @@ pub(super) const FORMATS: &[Format] = &[
     format("an Ultrix partition table", &[Start(0x3fb8)], &[b"\x57\x29\x03\0\x01\0\0\0"]),
     format("an AIX disk label", &[Start(0)], &[b"\xc9\xc2\xd4\xc1"]),
     // Linux block/partitions/amiga.c: the Rigid Disk Block is in one of the first 16 sectors.
-    format("an Amiga partition table", &[Start(0), Start(0x200), Start(0x400), Start(0x800)], &[b"RDSK"]),
+    format(
+        "an Amiga partition table",
+        &[Start(0), Start(0x200), Start(0x400), Start(0x800)],
+        &[b"RDSK"],
+    ),
     // UEFI specification 5.2.1. FAT and others begin with a boot sector as well.
     short(
         "a partition table or boot sector",
@@ -397,7 +428,8 @@ pub(super) const FORMATS: &[Format] = &[
     ),
 ];
 
-const SWAP_PLACES: &[Place] = &[Start(0xff6), Start(0x1ff6), Start(0x3ff6), Start(0x7ff6), Start(0xfff6)];
+const SWAP_PLACES: &[Place] =
+    &[Start(0xff6), Start(0x1ff6), Start(0x3ff6), Start(0x7ff6), Start(0xfff6)];
 
 /// Formats of disk images, from the specifications and from QEMU's block/*.c.
 pub(super) const IMAGES: &[Format] = &[
@@ -487,13 +519,17 @@ impl Format {
 
     /// Each way in which content of `len_bytes` can have this format: offsets and bytes.
     pub fn samples(&self, len_bytes: u64) -> impl Iterator<Item = Vec<(u64, &'static [u8])>> {
-        self.places.iter().filter_map(move |place| place.offset(Some(len_bytes))).flat_map(move |offset| {
-            self.magics.iter().map(move |magic| {
-                let further =
-                    self.further.iter().map(|(distance, bytes)| (beside(offset, *distance), *bytes));
-                std::iter::once((offset, *magic)).chain(further).collect()
-            })
-        })
+        self.places.iter().filter_map(move |place| place.offset(Some(len_bytes))).flat_map(
+            move |offset| {
+                self.magics.iter().map(move |magic| {
+                    let further = self
+                        .further
+                        .iter()
+                        .map(|(distance, bytes)| (beside(offset, *distance), *bytes));
+                    std::iter::once((offset, *magic)).chain(further).collect()
+                })
+            },
+        )
     }
 
     fn is_in<E>(
@@ -537,7 +573,8 @@ mod tests {
     #[test]
     fn further_bytes_do_not_occur_in_text() {
         for format in known().filter(|format| !format.further.is_empty()) {
-            let is_text = |bytes: &[u8]| std::str::from_utf8(bytes).is_ok_and(|text| !text.contains('\0'));
+            let is_text =
+                |bytes: &[u8]| std::str::from_utf8(bytes).is_ok_and(|text| !text.contains('\0'));
             let further: Vec<_> = format.further.iter().map(|(_, bytes)| *bytes).collect();
             assert!(!further.iter().all(|bytes| is_text(bytes)), "{}: {further:x?}", format.name);
         }

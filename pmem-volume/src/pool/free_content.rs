@@ -70,14 +70,21 @@ mod tests {
 
     #[test]
     fn any_byte_of_a_chunk_counts_and_each_chunk_is_named_once() {
-        let media: [Box<dyn Media>; 2] =
-            [Box::new(MemoryMedia::new(6 * CHUNK_BYTES)), Box::new(Simulator::new(6 * CHUNK_BYTES))];
+        let media: [Box<dyn Media>; 2] = [
+            Box::new(MemoryMedia::new(6 * CHUNK_BYTES)),
+            Box::new(Simulator::new(6 * CHUNK_BYTES)),
+        ];
         for media in media {
             assert_eq!(found(media.as_ref()).0, [0; 0]);
             let put = |at: u64| media.store_word(at, 1 << 56).unwrap();
             // Chunk 0 is not asked about.
-            let places =
-                [0, CHUNK_BYTES, 2 * CHUNK_BYTES - 8, 4 * CHUNK_BYTES - 8, 5 * CHUNK_BYTES + READ_BYTES];
+            let places = [
+                0,
+                CHUNK_BYTES,
+                2 * CHUNK_BYTES - 8,
+                4 * CHUNK_BYTES - 8,
+                5 * CHUNK_BYTES + READ_BYTES,
+            ];
             places.into_iter().for_each(put);
             let (chunks, heard) = found(media.as_ref());
             assert_eq!(chunks, [1, 3, 5]);

@@ -68,13 +68,15 @@ pub(super) fn give_up(
 
 /// The volume of that name that lacks chunks.
 fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), PoolError> {
-    let mut named = seen.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
+    let mut named =
+        seen.volumes.iter().filter(|(_, volume)| volume.record.name.as_str() == name).peekable();
     if named.peek().is_none() {
         let known = seen.volumes.values().map(|volume| volume.record.name.to_string()).collect();
         return Err(PoolError::NoSuchVolume { name: name.to_owned(), known });
     }
     // A thin one may lack chunks and be whole.
-    let lacks = |volume: &VolumeEntry| !volume.record.thin && volume.allocated() < volume.record.chunks;
+    let lacks =
+        |volume: &VolumeEntry| !volume.record.thin && volume.allocated() < volume.record.chunks;
     let found = named.find(|(_, volume)| lacks(volume)).map(|(slot, volume)| (*slot, volume));
     found.ok_or_else(|| PoolError::VolumeLacksNothing { name: name.to_owned() })
 }

@@ -37,7 +37,8 @@ impl Pool {
         let size_bytes = pool.wanted_bytes(size_bytes)?;
         let new = plan(&pool.superblock, size_bytes)?;
         let old_bytes = pool.superblock.size_bytes();
-        let own_bytes = new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
+        let own_bytes =
+            new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
         let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
         if media.place().is_device() {
             create::check_device(path, size_bytes, pool.device_bytes()?)?;
@@ -53,16 +54,19 @@ impl Pool {
             Ok(grown)
         };
         // The lock stays: both media have the same open file.
-        let grown = carry_out(media, &pool.superblock, &new, lengthen).map_err(|failure| match failure {
-            Failure::NoRoom(source) if media.place().is_device() => {
-                PoolError::File { path: path.to_owned(), action: "erase more of", source }
-            }
-            Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
-                create::file_too_large(size_bytes)
-            }
-            Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
-            Failure::Media(error) => error.into(),
-        })?;
+        let grown =
+            carry_out(media, &pool.superblock, &new, lengthen).map_err(
+                |failure| match failure {
+                    Failure::NoRoom(source) if media.place().is_device() => {
+                        PoolError::File { path: path.to_owned(), action: "erase more of", source }
+                    }
+                    Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                        create::file_too_large(size_bytes)
+                    }
+                    Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
+                    Failure::Media(error) => error.into(),
+                },
+            )?;
         Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
     }
 
@@ -74,17 +78,24 @@ impl Pool {
                 let device_bytes = self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES;
                 match device_bytes > self.superblock.size_bytes() {
                     true => Ok(device_bytes),
-                    false => Err(PoolError::DeviceNotGrown { path: self.path.clone(), device_bytes }),
+                    false => {
+                        Err(PoolError::DeviceNotGrown { path: self.path.clone(), device_bytes })
+                    }
                 }
             }
-            None => Err(PoolError::SizeNeeded { path: self.path.clone(), what: "it is a file, and" }),
+            None => {
+                Err(PoolError::SizeNeeded { path: self.path.clone(), what: "it is a file, and" })
+            }
         }
     }
 
     /// What the pool is to get may be somebody's: a partition that was made larger over another one, for instance.
     fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
-        let failed =
-            |source| PoolError::File { path: self.path.clone(), action: "look behind the end of", source };
+        let failed = |source| PoolError::File {
+            path: self.path.clone(),
+            action: "look behind the end of",
+            source,
+        };
         let file = self.media().file().try_clone().map_err(failed)?;
         let device = FileMedia::new(file, range.end, false)?;
         match super::signature::found_in(&device, range)? {
@@ -167,12 +178,19 @@ pub(super) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, Pool
         ));
     }
     if size_bytes > MAX_POOL_BYTES {
-        return refuse(format!("is more than {}, the largest pool", Size(MAX_POOL_BYTES).rounded()));
+        return refuse(format!(
+            "is more than {}, the largest pool",
+            Size(MAX_POOL_BYTES).rounded()
+        ));
     }
     let chunks = (size_bytes / CHUNK_BYTES) as u32;
     // Two updates: what is announced, and what is published.
-    let grown =
-        Superblock { sequence: old.sequence.wrapping_add(2), chunks, growing_to_bytes: 0, ..old.clone() };
+    let grown = Superblock {
+        sequence: old.sequence.wrapping_add(2),
+        chunks,
+        growing_to_bytes: 0,
+        ..old.clone()
+    };
     let is_whole = |superblock: &Superblock| Superblock::parse(&superblock.to_bytes()).is_ok();
     if grown.chunk_table_end_chunk() == old.chunk_table_end_chunk() && is_whole(&grown) {
         return Ok(grown);
@@ -190,7 +208,11 @@ pub(super) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, Pool
 }
 
 /// Step 1.
-pub(super) fn announce(media: &dyn Media, old: &Superblock, new: &Superblock) -> Result<(), MediaError> {
+pub(super) fn announce(
+    media: &dyn Media,
+    old: &Superblock,
+    new: &Superblock,
+) -> Result<(), MediaError> {
     let sequence = old.sequence.wrapping_add(1);
     rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
 }
@@ -207,7 +229,11 @@ pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superb
 
 /// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old end, or in chunks
 /// that the pool did not have.
-pub(super) fn write_table(media: &dyn Media, old: &Superblock, new: &Superblock) -> Result<(), MediaError> {
+pub(super) fn write_table(
+    media: &dyn Media,
+    old: &Superblock,
+    new: &Superblock,
+) -> Result<(), MediaError> {
     let (from, to) = (ChunkTable::new(old), ChunkTable::new(new));
     if old.chunk_table_offset != new.chunk_table_offset {
         for chunk in (0..from.entries()).map(ChunkId) {

@@ -73,7 +73,8 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
         let locks = fs::read_to_string("/proc/locks").ok()?;
         pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)
     })?;
-    let program = fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned());
+    let program =
+        fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned());
     Some(Holder { pid: Some(pid), program })
 }
 
@@ -118,7 +119,10 @@ mod tests {
         assert_eq!(holder.pid, Some(std::process::id()));
         assert!(holder.program.is_some());
         drop(file);
-        assert!(try_lock(&again, LockKind::Exclusive).unwrap().is_ok(), "the lock died with its holder");
+        assert!(
+            try_lock(&again, LockKind::Exclusive).unwrap().is_ok(),
+            "the lock died with its holder"
+        );
     }
 
     #[test]

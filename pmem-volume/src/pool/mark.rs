@@ -55,8 +55,12 @@ pub enum Mark {
 }
 
 impl Mark {
-    const VALUES: [(Self, &'static [u8]); 4] =
-        [(Self::Pool, b"pool"), (Self::Output, b"output"), (Self::Memory, b"memory"), (Self::Disk, b"disk")];
+    const VALUES: [(Self, &'static [u8]); 4] = [
+        (Self::Pool, b"pool"),
+        (Self::Output, b"output"),
+        (Self::Memory, b"memory"),
+        (Self::Disk, b"disk"),
+    ];
 
     /// Reads the mark of a file. A file system without attributes has none.
     pub fn of(file: &File) -> io::Result<Option<Self>> {
@@ -104,7 +108,9 @@ impl Mark {
             Ok(()) => Ok(()),
             _ if !is_unsupported(&error) => Err(MarkError::Io(error)),
             // Only root sets trusted attributes.
-            Err(error) if is_unsupported(&error) || error.kind() == io::ErrorKind::PermissionDenied => {
+            Err(error)
+                if is_unsupported(&error) || error.kind() == io::ErrorKind::PermissionDenied =>
+            {
                 Err(MarkError::Unsupported)
             }
             Err(error) => Err(MarkError::Io(error)),
@@ -133,7 +139,8 @@ impl Mark {
 #[cfg(test)]
 pub(super) fn set_unknown(file: &File, value: &[u8]) {
     let name = Mark::settable_attribute(file).unwrap();
-    let attribute = ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap();
+    let attribute =
+        ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap();
     store(file, attribute.name, value, libc::XATTR_CREATE).unwrap();
 }
 
@@ -168,7 +175,8 @@ mod tests {
     fn attributes(file: &File) -> String {
         let mut names = [0_u8; 1024];
         // SAFETY: the kernel stores at most as many bytes as `names` has.
-        let len = unsafe { libc::flistxattr(file.as_raw_fd(), names.as_mut_ptr().cast(), names.len()) };
+        let len =
+            unsafe { libc::flistxattr(file.as_raw_fd(), names.as_mut_ptr().cast(), names.len()) };
         String::from_utf8(names[..len as usize].to_vec()).unwrap()
     }
 
@@ -210,7 +218,12 @@ mod tests {
             let mut kept = [0; 100];
             // SAFETY: the kernel stores at most as many bytes as `kept` has.
             let len = unsafe {
-                libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), kept.as_mut_ptr().cast(), kept.len())
+                libc::fgetxattr(
+                    file.as_raw_fd(),
+                    name.as_ptr(),
+                    kept.as_mut_ptr().cast(),
+                    kept.len(),
+                )
             };
             assert_eq!(&kept[..len as usize], value);
         }

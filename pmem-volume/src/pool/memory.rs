@@ -71,7 +71,11 @@ impl<M: Media> Pool<M> {
 
     /// Stores an owner for each chunk of the runs, counts one more use of it, and persists. The closure gets the
     /// chunk's place in the runs.
-    pub(super) fn mark(&self, runs: &[Run], owner: impl Fn(u32) -> Owner) -> Result<(), MediaError> {
+    pub(super) fn mark(
+        &self,
+        runs: &[Run],
+        owner: impl Fn(u32) -> Owner,
+    ) -> Result<(), MediaError> {
         let media = self.media();
         for (place, chunk) in runs.iter().flat_map(|run| run.ids()).enumerate() {
             self.table.set_owner(media, chunk, owner(place as u32))?;
@@ -86,7 +90,11 @@ impl<M: Media> Pool<M> {
         sorted.sort_unstable();
         for (at, extent) in sorted.iter().enumerate() {
             let not_lent = || PoolError::NotLent { extent: *extent };
-            let end = extent.start.0.checked_add(extent.chunks()).filter(|end| *end <= self.table.entries());
+            let end = extent
+                .start
+                .0
+                .checked_add(extent.chunks())
+                .filter(|end| *end <= self.table.entries());
             let twice = at > 0 && sorted[at - 1].start.0 + sorted[at - 1].chunks() > extent.start.0;
             if end.is_none() || twice {
                 return Err(not_lent());

@@ -74,8 +74,12 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
     let whole = [is_whole(&copies[0]), is_whole(&copies[1])];
     let [first, second] = copies;
     match whole {
-        [true, true] if first.sequence() > second.sequence() => Copies::Stale { current: first, stale: 1 },
-        [true, true] if first.sequence() < second.sequence() => Copies::Stale { current: second, stale: 0 },
+        [true, true] if first.sequence() > second.sequence() => {
+            Copies::Stale { current: first, stale: 1 }
+        }
+        [true, true] if first.sequence() < second.sequence() => {
+            Copies::Stale { current: second, stale: 0 }
+        }
         [true, true] if first.as_bytes() == second.as_bytes() => Copies::Agree(first),
         // The same sequence number twice, with different content: nothing that this code or a crash can do.
         [true, true] => Copies::Lost,
@@ -86,12 +90,18 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
 }
 
 /// Reads both copies and decides.
-pub(crate) fn read<T: Mirrored>(media: &dyn Media, offsets: [u64; 2]) -> Result<Copies<T>, MediaError> {
+pub(crate) fn read<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+) -> Result<Copies<T>, MediaError> {
     read_copies(media, offsets).map(choose)
 }
 
 /// Reads both copies.
-pub(crate) fn read_copies<T: Mirrored>(media: &dyn Media, offsets: [u64; 2]) -> Result<[T; 2], MediaError> {
+pub(crate) fn read_copies<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+) -> Result<[T; 2], MediaError> {
     let mut copies = [T::new_zeroed(), T::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(offsets) {
         media.read(offset, copy.as_mut_bytes())?;
@@ -127,7 +137,11 @@ pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
 ///
 /// 1. First copy, persist. From here on the new record counts.
 /// 2. Second copy, persist. From here on damage to one copy loses nothing.
-pub(crate) fn write<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], record: &T) -> Result<(), MediaError> {
+pub(crate) fn write<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+    record: &T,
+) -> Result<(), MediaError> {
     assert!(is_whole(record), "only sealed records are written");
     for offset in offsets {
         write_copy(media, offset, record)?;
@@ -136,7 +150,11 @@ pub(crate) fn write<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], record: &
 }
 
 /// Writes one copy; durable at return.
-pub(crate) fn write_copy<T: Mirrored>(media: &dyn Media, offset: u64, record: &T) -> Result<(), MediaError> {
+pub(crate) fn write_copy<T: Mirrored>(
+    media: &dyn Media,
+    offset: u64,
+    record: &T,
+) -> Result<(), MediaError> {
     media.store(offset, record.as_bytes())?;
     media.persist_range(offset..offset + size_of::<T>() as u64)
 }
@@ -195,7 +213,9 @@ mod tests {
 
     #[test]
     fn the_newer_whole_copy_counts() {
-        assert!(matches!(choose([record(1, 5), record(1, 5)]), Copies::Agree(r) if r.size_bytes == 5));
+        assert!(
+            matches!(choose([record(1, 5), record(1, 5)]), Copies::Agree(r) if r.size_bytes == 5)
+        );
         assert!(matches!(choose([record(2, 6), record(1, 5)]),
             Copies::Stale { current, stale: 1 } if current.size_bytes == 6));
         assert!(matches!(choose([record(1, 5), record(2, 6)]),

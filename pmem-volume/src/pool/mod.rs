@@ -316,7 +316,10 @@ impl<M: Media> Pool<M> {
     pub fn free_space(&self) -> FreeSpace {
         let state = self.lock_state();
         FreeSpace {
-            largest_free_extent_bytes: state.buddy.largest_order().map_or(0, |order| bytes(1 << order)),
+            largest_free_extent_bytes: state
+                .buddy
+                .largest_order()
+                .map_or(0, |order| bytes(1 << order)),
             longest_free_run_bytes: bytes(state.buddy.longest_run()),
         }
     }
@@ -364,7 +367,9 @@ impl<M: Media> Pool<M> {
 
     fn check_not_latched(&self) -> Result<(), PoolError> {
         match self.latched.get() {
-            Some(cause) => Err(PoolError::Latched { path: self.path.clone(), cause: cause.clone() }),
+            Some(cause) => {
+                Err(PoolError::Latched { path: self.path.clone(), cause: cause.clone() })
+            }
             None => Ok(()),
         }
     }
@@ -436,6 +441,9 @@ impl<M: Media> Drop for Pool<M> {
 
 impl<M: Media> std::fmt::Debug for Pool<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pool").field("path", &self.path).field("mode", &self.mode).finish_non_exhaustive()
+        f.debug_struct("Pool")
+            .field("path", &self.path)
+            .field("mode", &self.mode)
+            .finish_non_exhaustive()
     }
 }

@@ -50,7 +50,10 @@ impl Pool {
                 Err(PoolError::SuperblocksDamaged { .. }) if attempts > 0 => {}
                 Ok(pool)
                     if attempts > 0
-                        && pool.findings_at_open().iter().any(|f| f.severity() > Severity::Note) => {}
+                        && pool
+                            .findings_at_open()
+                            .iter()
+                            .any(|f| f.severity() > Severity::Note) => {}
                 result => return result,
             }
         }
@@ -59,13 +62,14 @@ impl Pool {
     fn open_once(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
-        let (superblock, findings) =
-            judge_superblocks(path, copies, opened.length, mode).map_err(|error| opened.or_gone(error))?;
+        let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)
+            .map_err(|error| opened.or_gone(error))?;
         let writable = mode == OpenMode::ReadWrite;
         if writable {
             opened.forget_clean_pages(&superblock.regions());
         }
-        let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?.thin(superblock.is_thin);
+        let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?
+            .thin(superblock.is_thin);
         let mut findings = findings;
         findings.extend(blocks::look(path, &media, writable)?);
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
@@ -81,7 +85,10 @@ impl Pool {
 impl<M: Media> Pool<M> {
     /// Opens a pool for writing on media that is made of its file. For benchmarks and tests.
     #[doc(hidden)]
-    pub fn open_on(path: &Path, media: impl FnOnce(FileMedia) -> M) -> Result<Arc<Self>, PoolError> {
+    pub fn open_on(
+        path: &Path,
+        media: impl FnOnce(FileMedia) -> M,
+    ) -> Result<Arc<Self>, PoolError> {
         let mode = OpenMode::ReadWrite;
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
@@ -125,7 +132,9 @@ impl<M: Media> Pool<M> {
         match &log {
             LogState::Empty => {}
             LogState::Damaged(reason) => findings.push(Finding::LogDamaged { reason }),
-            LogState::Committed(entries) => findings.push(Finding::LogPending { entries: entries.len() }),
+            LogState::Committed(entries) => {
+                findings.push(Finding::LogPending { entries: entries.len() })
+            }
         }
         let mut scan = scan(&Redone::with(media, &words), &superblock)?;
         findings.append(&mut scan.findings);
@@ -184,7 +193,8 @@ impl State {
             retired: scan.retired_chunks,
             damaged: 0,
         };
-        let known = counts.metadata + counts.memory + counts.volume + counts.scrubbing + counts.retired;
+        let known =
+            counts.metadata + counts.memory + counts.volume + counts.scrubbing + counts.retired;
         counts.damaged = superblock.chunks - known - buddy.free_chunks();
         State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, scrub, findings }
     }
@@ -195,7 +205,11 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
         Some(first) if writable => Err(PoolError::Damaged {
             path: path.to_owned(),
             first: Box::new(first.clone()),
-            count: findings.iter().filter(|f| f.severity() > Severity::Note).map(Finding::count).sum(),
+            count: findings
+                .iter()
+                .filter(|f| f.severity() > Severity::Note)
+                .map(Finding::count)
+                .sum(),
         }),
         _ => Ok(()),
     }
@@ -285,10 +299,14 @@ pub(super) fn judge_superblocks(
     }
     let features = bytes.features_read_only.get();
     if features != 0 && mode == OpenMode::ReadWrite {
-        return Err(PoolError::Features { path: path(), features, hint: " well enough to change it" });
+        return Err(PoolError::Features {
+            path: path(),
+            features,
+            hint: " well enough to change it",
+        });
     }
-    let superblock =
-        Superblock::parse(&bytes).map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;
+    let superblock = Superblock::parse(&bytes)
+        .map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;
     let pool_bytes = superblock.size_bytes();
     debug_assert!(pool_bytes.is_multiple_of(CHUNK_BYTES));
     let to_bytes = superblock.growing_to_bytes;
@@ -298,11 +316,17 @@ pub(super) fn judge_superblocks(
     let file_bytes = length.bytes();
     match file_bytes.cmp(&pool_bytes) {
         // What lies behind the pool on a device is not its business; the pool may grow into it.
-        std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => Ok((superblock, findings)),
+        std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => {
+            Ok((superblock, findings))
+        }
         // A crash came while the pool was made larger. What is behind the old end is nobody's yet.
         std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
-        std::cmp::Ordering::Less => Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes }),
-        std::cmp::Ordering::Greater => Err(PoolError::Enlarged { path: path(), file_bytes, pool_bytes }),
+        std::cmp::Ordering::Less => {
+            Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes })
+        }
+        std::cmp::Ordering::Greater => {
+            Err(PoolError::Enlarged { path: path(), file_bytes, pool_bytes })
+        }
         std::cmp::Ordering::Equal => Ok((superblock, findings)),
     }
 }

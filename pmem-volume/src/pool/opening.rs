@@ -52,7 +52,8 @@ impl Opened {
     /// A block device is opened with O_EXCL for writing: the kernel then refuses one that is mounted or otherwise in
     /// use, and refuses others to mount it.
     pub(super) fn new(path: &Path, mode: OpenMode) -> Result<Self, PoolError> {
-        let file_error = |action| move |source| PoolError::File { path: path.to_owned(), action, source };
+        let file_error =
+            |action| move |source| PoolError::File { path: path.to_owned(), action, source };
         let (file, place) = open(path, mode)?;
         let kind = match mode {
             OpenMode::ReadWrite => Some(LockKind::Exclusive),
@@ -84,7 +85,10 @@ impl Opened {
             range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
         };
         if matches!(self.place, Place::Disk | Place::BlockDevice { .. }) {
-            forget_clean_pages(&self.file, &coalesce(&ranges.iter().map(whole).collect::<Vec<_>>()));
+            forget_clean_pages(
+                &self.file,
+                &coalesce(&ranges.iter().map(whole).collect::<Vec<_>>()),
+            );
         }
     }
 
@@ -207,12 +211,18 @@ pub(super) fn place_error(path: &Path, error: PlaceError) -> PoolError {
         PlaceError::NotDax { subsystem } => PoolError::NotDax { path, subsystem },
         PlaceError::Align { align_bytes } => PoolError::DaxAlign { path, align_bytes },
         PlaceError::Other => PoolError::NotAFile { path, kind: "no file or device" },
-        PlaceError::Io { .. } => PoolError::File { path, action: "look at", source: io::Error::other(error) },
+        PlaceError::Io { .. } => {
+            PoolError::File { path, action: "look at", source: io::Error::other(error) }
+        }
     }
 }
 
 /// Takes the lock; who has it now may give it back within `patience`.
-pub(super) fn lock_within(file: &File, kind: LockKind, patience: Duration) -> io::Result<Result<(), Holder>> {
+pub(super) fn lock_within(
+    file: &File,
+    kind: LockKind,
+    patience: Duration,
+) -> io::Result<Result<(), Holder>> {
     while_in_use(patience, || try_lock(file, kind))
 }
 

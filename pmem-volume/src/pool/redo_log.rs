@@ -70,8 +70,8 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     }
     let mut bytes = vec![0; (count * ENTRY_BYTES) as usize];
     media.read(superblock.log_offset + HEADER_BYTES, &mut bytes)?;
-    let entries =
-        <[LogEntryBytes]>::ref_from_bytes(&bytes).expect("a multiple of an entry, which needs no alignment");
+    let entries = <[LogEntryBytes]>::ref_from_bytes(&bytes)
+        .expect("a multiple of an entry, which needs no alignment");
     let crc = checksum(&header, entries);
     if header.checksum != u64::from(crc) || header.commit != LOG_COMMITTED | u64::from(crc) {
         return Ok(LogState::Damaged("its checksum is wrong"));
@@ -206,9 +206,14 @@ pub(crate) fn replay(
 
 /// Is there room for a transaction of so many words?
 pub(crate) fn check_room(superblock: &Superblock, words: u64) -> Result<(), PoolError> {
-    let needed_bytes = size_of::<LogHeaderBytes>() as u64 + words * size_of::<LogEntryBytes>() as u64;
+    let needed_bytes =
+        size_of::<LogHeaderBytes>() as u64 + words * size_of::<LogEntryBytes>() as u64;
     let log_bytes = superblock.log_bytes;
-    if needed_bytes <= log_bytes { Ok(()) } else { Err(PoolError::LogTooSmall { log_bytes, needed_bytes }) }
+    if needed_bytes <= log_bytes {
+        Ok(())
+    } else {
+        Err(PoolError::LogTooSmall { log_bytes, needed_bytes })
+    }
 }
 
 /// Stores words, all of them or none, durably. The log must be empty and have room for them.
@@ -237,8 +242,10 @@ pub(crate) fn commit(
 
 /// A committed transaction.
 fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
-    let entry =
-        |(offset, word): &(u64, u64)| LogEntryBytes { offset: (*offset).into(), word: (*word).into() };
+    let entry = |(offset, word): &(u64, u64)| LogEntryBytes {
+        offset: (*offset).into(),
+        word: (*word).into(),
+    };
     let entries: Vec<_> = words.iter().map(entry).collect();
     let mut header = empty_header();
     header.entries.set(entries.len() as u64);
@@ -252,6 +259,8 @@ fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
 #[cfg(test)]
 pub(crate) fn write_for_test(media: &dyn Media, superblock: &Superblock, words: &[(u64, u64)]) {
     let (header, entries) = transaction(words);
-    media.store(superblock.log_offset + size_of::<LogHeaderBytes>() as u64, entries.as_bytes()).unwrap();
+    media
+        .store(superblock.log_offset + size_of::<LogHeaderBytes>() as u64, entries.as_bytes())
+        .unwrap();
     media.store(superblock.log_offset, header.as_bytes()).unwrap();
 }

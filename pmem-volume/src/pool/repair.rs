@@ -106,7 +106,8 @@ impl Pool {
                 false => erasure.store(&media)?,
             }
         }
-        let opened = Self::from_media_with(path.to_owned(), mode, media, superblock, findings, &planned);
+        let opened =
+            Self::from_media_with(path.to_owned(), mode, media, superblock, findings, &planned);
         match opened {
             Ok(pool) => {
                 pool.finish_repair(dry_run, progress, &mut report)?;
@@ -180,7 +181,8 @@ fn judge_for_repair(
     opened: &Opened,
 ) -> Result<(Superblock, Vec<Finding>, Option<SuperblockBytes>), PoolError> {
     let copies = opened.read_copies(path)?;
-    let judge = |copies| super::open::judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite);
+    let judge =
+        |copies| super::open::judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite);
     match judge(copies.clone()) {
         Err(PoolError::SuperblocksDamaged { path }) => {
             let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
@@ -196,7 +198,8 @@ fn judge_for_repair(
 impl RepairReport {
     /// What was repaired in a BTT, and what is left of it.
     pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
-        let say = |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
+        let say =
+            |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
         self.mended.extend(repair.mendings.iter().map(|mending| say(mending.arena, &mending.what)));
         for (number, arena) in repair.after.arenas.iter().enumerate() {
             self.left.extend(arena.findings.iter().map(|finding| say(number, finding)));
@@ -298,17 +301,23 @@ fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, 
         return Ok(vec![]);
     }
     let magic = u64::from_le_bytes(super::layout::LOG_MAGIC);
-    let wrong =
-        [(magic_at, media.load_word(magic_at)? ^ magic, magic), (commit_at, media.load_word(commit_at)?, 0)];
+    let wrong = [
+        (magic_at, media.load_word(magic_at)? ^ magic, magic),
+        (commit_at, media.load_word(commit_at)?, 0),
+    ];
     if wrong.iter().map(|(_, bits, _)| bits.count_ones()).sum::<u32>() > 1 {
         return Ok(vec![]);
     }
-    let words = wrong.iter().filter(|(_, bits, _)| *bits != 0).map(|(at, _, word)| (*at, *word)).collect();
+    let words =
+        wrong.iter().filter(|(_, bits, _)| *bits != 0).map(|(at, _, word)| (*at, *word)).collect();
     Ok(vec![Mending { what: "one bit of the empty log's head is wrong".to_owned(), words }])
 }
 
 /// Superblocks of which both copies are damaged, each in other words.
-pub(super) fn mend_superblocks(media: &dyn Media, merged: &SuperblockBytes) -> Result<Mending, MediaError> {
+pub(super) fn mend_superblocks(
+    media: &dyn Media,
+    merged: &SuperblockBytes,
+) -> Result<Mending, MediaError> {
     let what = "both superblocks are damaged; their whole parts make one".to_owned();
     mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
 }
@@ -339,7 +348,10 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
         if VolumeRecord::parse(slot, &merged).is_err() {
             continue;
         }
-        let what = format!("both copies of volume record {} are damaged; their whole parts make one", slot.0);
+        let what = format!(
+            "both copies of volume record {} are damaged; their whole parts make one",
+            slot.0
+        );
         mendings.push(mend_copies(media, offsets, &merged, what)?);
     }
     Ok(mendings)
@@ -426,14 +438,17 @@ fn is_accounted(seen: &Scan) -> bool {
                 | Finding::IndexTwice { .. }
         )
     };
-    seen.volumes.values().all(|volume| !volume.record.thin) && !seen.findings.iter().any(hides_chunks)
+    seen.volumes.values().all(|volume| !volume.record.thin)
+        && !seen.findings.iter().any(hides_chunks)
 }
 
 /// Whose a chunk is that no volume can lack, by what its word says with one bit turned back.
 fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
     match says {
         // A volume that has the index already, or does not reach so far.
-        Some(Owner::Volume { .. }) | None => (Owner::Scrub, "no volume lacks a chunk, so it is nobody's"),
+        Some(Owner::Volume { .. }) | None => {
+            (Owner::Scrub, "no volume lacks a chunk, so it is nobody's")
+        }
         // Erased once more: nothing says that it was erased.
         Some(Owner::Free) => (Owner::Scrub, "one bit turned back makes it free"),
         Some(owner) => (owner, "one bit turned back makes it whole"),
@@ -441,7 +456,10 @@ fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
 }
 
 /// Missing indexes that exactly one of the chunks claims.
-fn sole_claims(bad: &BTreeMap<ChunkId, Option<Owner>>, gaps: &Gaps) -> BTreeMap<(Slot, u32), ChunkId> {
+fn sole_claims(
+    bad: &BTreeMap<ChunkId, Option<Owner>>,
+    gaps: &Gaps,
+) -> BTreeMap<(Slot, u32), ChunkId> {
     let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
     for (chunk, says) in bad {
         if let Some(Owner::Volume { slot, index }) = says
@@ -468,14 +486,16 @@ impl Gaps {
     }
 
     fn count(&self) -> u64 {
-        let all: u64 = self.ranges.values().flatten().map(|range| u64::from(range.end - range.start)).sum();
+        let all: u64 =
+            self.ranges.values().flatten().map(|range| u64::from(range.end - range.start)).sum();
         all - self.filled.len() as u64
     }
 
     fn contains(&self, slot: Slot, index: u32) -> bool {
         let ranges = self.ranges.get(&slot).map_or(&[][..], Vec::as_slice);
         let at = ranges.partition_point(|range| range.end <= index);
-        ranges.get(at).is_some_and(|range| range.contains(&index)) && !self.filled.contains(&(slot, index))
+        ranges.get(at).is_some_and(|range| range.contains(&index))
+            && !self.filled.contains(&(slot, index))
     }
 
     /// It was a gap.
@@ -485,8 +505,10 @@ impl Gaps {
     }
 
     fn first(&self) -> Option<(Slot, u32)> {
-        let all =
-            self.ranges.iter().flat_map(|(slot, ranges)| ranges.iter().cloned().map(|range| (*slot, range)));
+        let all = self
+            .ranges
+            .iter()
+            .flat_map(|(slot, ranges)| ranges.iter().cloned().map(|range| (*slot, range)));
         let mut indexes = all.flat_map(|(slot, range)| range.map(move |index| (slot, index)));
         indexes.find(|gap| !self.filled.contains(gap))
     }
@@ -519,7 +541,8 @@ pub(super) fn mend_free(
     let seen = scan(&Redone::with(media, &words), superblock)?;
     let mut finder = ContentFinder::new();
     let mut chunks = Vec::new();
-    let mut checking = Checking::new(seen.free.iter().map(|run| run.len_bytes()).sum(), &[], progress);
+    let mut checking =
+        Checking::new(seen.free.iter().map(|run| run.len_bytes()).sum(), &[], progress);
     for run in &seen.free {
         checking.part(run.len_bytes(), |reached| {
             finder.look(media, *run, reached, &mut |chunk| chunks.push(chunk))
@@ -535,8 +558,10 @@ pub(super) fn mend_free(
         chunks.into_iter().for_each(|chunk| left.add(Finding::NotErased { chunk }));
         return Ok((None, left.into_list()));
     }
-    let what =
-        format!("{} free chunk(s), the first of them {first}, hold old content and are erased", chunks.len());
+    let what = format!(
+        "{} free chunk(s), the first of them {first}, hold old content and are erased",
+        chunks.len()
+    );
     let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, Owner::Scrub)).collect();
     Ok((Some(Mending { what, words }), vec![]))
 }

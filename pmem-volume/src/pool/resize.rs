@@ -76,8 +76,8 @@ impl<M: Media> Pool<M> {
             VolumeSize::Remaining if state.available_chunks() == 0 => return Err(state.full(0)),
             VolumeSize::Remaining => has_bytes + state.available_bytes(),
         };
-        let chunks =
-            chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes - has_bytes))?;
+        let chunks = chunk_count("volume size", size_bytes)?
+            .ok_or_else(|| state.full(size_bytes - has_bytes))?;
         let refuse = |rule| Err(PoolError::Size { what: "volume size", value: size_bytes, rule });
         match (chunks.cmp(&has_chunks), format) {
             (std::cmp::Ordering::Equal, _) => refuse("is what the volume has already".to_owned()),
@@ -86,10 +86,12 @@ impl<M: Media> Pool<M> {
                  and a sector may lie anywhere; copy what is in it to a smaller volume",
                 Size(has_bytes).rounded()
             )),
-            (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => refuse(format!(
-                "is less than the {} that the volume has: what lies behind it would be erased, so it has to be asked for (--shrink)",
-                Size(has_bytes).rounded()
-            )),
+            (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => {
+                refuse(format!(
+                    "is less than the {} that the volume has: what lies behind it would be erased, so it has to be asked for (--shrink)",
+                    Size(has_bytes).rounded()
+                ))
+            }
             (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
             (std::cmp::Ordering::Greater, _) => {
                 Ok(Resize::Grow(Box::new(self.plan_growth(state, slot, chunks)?)))
@@ -101,7 +103,8 @@ impl<M: Media> Pool<M> {
     fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
         let entry = &state.volumes[&slot];
         let more = chunks - entry.record.chunks;
-        let record = VolumeRecord { sequence: self.next_sequence(slot)?, chunks, ..entry.record.clone() };
+        let record =
+            VolumeRecord { sequence: self.next_sequence(slot)?, chunks, ..entry.record.clone() };
         let extension = match record.format {
             VolumeFormat::Raw => None,
             VolumeFormat::Btt => {
@@ -121,7 +124,12 @@ impl<M: Media> Pool<M> {
     /// 1. Owner words of the new chunks, persist. Until the record is there they are left-overs.
     /// 2. Further arenas of a BTT, durable. Nothing of the volume leads to them.
     /// 3. The record, and with it, as one transaction, the words that link the arenas.
-    fn grow_volume(&self, state: &mut State, slot: Slot, growth: Growth) -> Result<VolumeInfo, PoolError> {
+    fn grow_volume(
+        &self,
+        state: &mut State,
+        slot: Slot,
+        growth: Growth,
+    ) -> Result<VolumeInfo, PoolError> {
         let Growth { more, record, extension } = growth;
         let entry = &state.volumes[&slot];
         let has_chunks = entry.record.chunks;
@@ -195,6 +203,8 @@ fn refused(name: &str, source: btt::ExtendError) -> PoolError {
         btt::ExtendError::Damaged { .. } => {
             PoolError::VolumeUnusable { name: name.to_owned(), reason: source.to_string() }
         }
-        btt::ExtendError::TooLittle { .. } | btt::ExtendError::TooMany { .. } => PoolError::BttGrowth(source),
+        btt::ExtendError::TooLittle { .. } | btt::ExtendError::TooMany { .. } => {
+            PoolError::BttGrowth(source)
+        }
     }
 }

@@ -41,7 +41,11 @@ impl<M: Media> Pool<M> {
         // A tmpfs without a limit shows no size.
         if file_system.total_bytes > 0 && file_system.free_bytes < needed_bytes {
             let free_bytes = file_system.free_bytes;
-            return Err(PoolError::FileSystemFull { path: self.path.clone(), needed_bytes, free_bytes });
+            return Err(PoolError::FileSystemFull {
+                path: self.path.clone(),
+                needed_bytes,
+                free_bytes,
+            });
         }
         Ok(())
     }

@@ -86,7 +86,8 @@ impl Scan {
         let mut unknown = BTreeSet::new();
         let mut names = BTreeSet::new();
         for slot in superblock.slots() {
-            let copies = mirrored::read::<VolumeRecordBytes>(media, superblock.volume_record_offsets(slot))?;
+            let copies =
+                mirrored::read::<VolumeRecordBytes>(media, superblock.volume_record_offsets(slot))?;
             let bytes = match copies {
                 Copies::Agree(bytes) => bytes,
                 Copies::Stale { current, stale: copy } => {
@@ -109,13 +110,17 @@ impl Scan {
                 Ok(None) => continue,
                 Ok(Some(record)) if record.chunks <= superblock.chunks || record.thin => record,
                 Ok(Some(record)) => {
-                    let reason = format!("{} chunks in a pool of {}", record.chunks, superblock.chunks);
+                    let reason =
+                        format!("{} chunks in a pool of {}", record.chunks, superblock.chunks);
                     self.found.add(Finding::VolumeRecordInvalid { slot: slot.0, reason });
                     unknown.insert(slot);
                     continue;
                 }
                 Err(error) => {
-                    self.found.add(Finding::VolumeRecordInvalid { slot: slot.0, reason: error.to_string() });
+                    self.found.add(Finding::VolumeRecordInvalid {
+                        slot: slot.0,
+                        reason: error.to_string(),
+                    });
                     unknown.insert(slot);
                     continue;
                 }
@@ -234,7 +239,9 @@ impl Scan {
 
     /// A volume was split, and the chunk is still named as it was before.
     fn claim_for_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
-        let Some((start, (end, slot))) = self.parts.range((origin, 0)..=(origin, index)).next_back() else {
+        let Some((start, (end, slot))) =
+            self.parts.range((origin, 0)..=(origin, index)).next_back()
+        else {
             return false;
         };
         let (start, end, slot) = (start.1, *end, *slot);
@@ -263,8 +270,10 @@ impl Scan {
             let missing = volume.record.chunks - volume.chunks.len() as u32;
             if missing > 0 && !volume.record.thin {
                 // Sorted and each there once: the first that is not in its place has the gap before it.
-                let in_place = |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
-                let first_index = volume.chunks.iter().enumerate().take_while(in_place).count() as u32;
+                let in_place =
+                    |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
+                let first_index =
+                    volume.chunks.iter().enumerate().take_while(in_place).count() as u32;
                 let chunks = volume.record.chunks;
                 findings.add(Finding::IndexMissing { name: name(), missing, chunks, first_index });
             }

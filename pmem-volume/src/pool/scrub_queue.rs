@@ -76,7 +76,8 @@ impl ScrubQueue {
     /// Chunks that were taken are free now, or, if erasing them failed, out of use.
     pub(crate) fn finish(&mut self, batch: &[Run]) {
         let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
-        self.in_flight = self.in_flight.checked_sub(chunks).expect("only what was taken is finished");
+        self.in_flight =
+            self.in_flight.checked_sub(chunks).expect("only what was taken is finished");
     }
 }
 

@@ -123,7 +123,8 @@ impl ScrubWake {
     fn wait_for_work(&self) -> Option<Signals> {
         let signals = locked(&self.signals);
         let idle = |signals: &mut Signals| !signals.work && !signals.ended;
-        let mut signals = self.changed.wait_while(signals, idle).expect("no code panics while it holds it");
+        let mut signals =
+            self.changed.wait_while(signals, idle).expect("no code panics while it holds it");
         signals.work = false;
         (!signals.ended).then_some(*signals)
     }

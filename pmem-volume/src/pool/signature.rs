@@ -26,7 +26,10 @@ pub(super) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError>
 }
 
 /// Describes the content of a part of a device, like [`found_on`].
-pub(super) fn found_in(device: &dyn Media, range: Range<u64>) -> Result<Option<String>, MediaError> {
+pub(super) fn found_in(
+    device: &dyn Media,
+    range: Range<u64>,
+) -> Result<Option<String>, MediaError> {
     let look_bytes = LOOK_BYTES.min(range.end - range.start);
     let mut bytes = vec![0; look_bytes as usize];
     let len_bytes = range.end - range.start;

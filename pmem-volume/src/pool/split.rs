@@ -123,7 +123,8 @@ impl<M: Media> Pool<M> {
         let chunks = check_sizes(parts, &sizes, entry.record.format).map_err(split)?;
         let records = self.plan_parts(&state, slot, parts, &chunks)?;
         if entry.record.format == VolumeFormat::Btt {
-            let space = Space { media: self.media(), extents: &volume_extents(&runs(entry.chunk_ids())) };
+            let space =
+                Space { media: self.media(), extents: &volume_extents(&runs(entry.chunk_ids())) };
             if content == SplitContent::Refuse && self.latch_failure(btt::holds_data(&space))? {
                 return Err(split(SplitError::HoldsData));
             }
@@ -222,7 +223,10 @@ impl<M: Media> Pool<M> {
     }
 
     /// What changes in the copies of the records.
-    pub(super) fn split_words(&self, records: &[VolumeRecord]) -> Result<Vec<(u64, u64)>, MediaError> {
+    pub(super) fn split_words(
+        &self,
+        records: &[VolumeRecord],
+    ) -> Result<Vec<(u64, u64)>, MediaError> {
         let mut words = Vec::new();
         for record in records {
             for offset in self.superblock.volume_record_offsets(record.slot) {
@@ -250,8 +254,11 @@ pub(super) fn finish(
     superblock: &Superblock,
     volumes: &mut BTreeMap<Slot, VolumeEntry>,
 ) -> Result<(), MediaError> {
-    let slots: Vec<_> =
-        volumes.iter().filter(|(_, volume)| volume.record.part.is_some()).map(|(slot, _)| *slot).collect();
+    let slots: Vec<_> = volumes
+        .iter()
+        .filter(|(_, volume)| volume.record.part.is_some())
+        .map(|(slot, _)| *slot)
+        .collect();
     name_chunks(media, superblock, volumes, &slots)?;
     batches(&unformatted_runs(volumes, &slots)).iter().try_for_each(|batch| media.erase(batch))?;
     format_parts(media, volumes, &slots)?;
@@ -284,7 +291,8 @@ fn unformatted<'a>(
     volumes: &'a BTreeMap<Slot, VolumeEntry>,
     slots: &'a [Slot],
 ) -> impl Iterator<Item = &'a VolumeEntry> {
-    let is_unformatted = |volume: &&VolumeEntry| volume.record.part.is_some_and(|part| part.is_unformatted);
+    let is_unformatted =
+        |volume: &&VolumeEntry| volume.record.part.is_some_and(|part| part.is_unformatted);
     slots.iter().map(|slot| &volumes[slot]).filter(is_unformatted)
 }
 
@@ -363,7 +371,9 @@ fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, 
         Some((name, _)) if parts_bytes >= volume_bytes => {
             return Err(SplitError::NoRest { name: name.clone(), parts_bytes });
         }
-        None if parts_bytes != volume_bytes => return Err(SplitError::Sum { parts_bytes, volume_bytes }),
+        None if parts_bytes != volume_bytes => {
+            return Err(SplitError::Sum { parts_bytes, volume_bytes });
+        }
         _ => volume_bytes - parts_bytes,
     };
     let bytes = |(_, size): &(String, VolumeSize)| match size {
@@ -381,7 +391,8 @@ fn check_sizes(
 ) -> Result<Vec<u32>, SplitError> {
     let check = |((name, _), size_bytes): (&(String, VolumeSize), &u64)| {
         let refused = |reason: String| SplitError::Size { name: name.clone(), reason };
-        let chunks = chunk_count("volume size", *size_bytes).map_err(|error| refused(error.to_string()))?;
+        let chunks =
+            chunk_count("volume size", *size_bytes).map_err(|error| refused(error.to_string()))?;
         if format == VolumeFormat::Btt {
             Layout::new(*size_bytes, btt::SECTOR_BYTES, Uuid::nil())
                 .map_err(|error| refused(error.to_string()))?;

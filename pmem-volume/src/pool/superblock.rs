@@ -8,9 +8,9 @@ use zerocopy::FromZeros;
 
 use super::chunk::ChunkId;
 use super::layout::{
-    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET, MAX_CHUNKS,
-    MAX_LOG_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
-    VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
+    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET,
+    MAX_CHUNKS, MAX_LOG_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS,
+    SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
 };
 use super::mirrored;
 use super::table::Slot;
@@ -168,7 +168,8 @@ impl Superblock {
             sequence: bytes.sequence.get(),
             is_thin: bytes.features_compatible.get() & FEATURE_THIN != 0,
             uuid: Uuid::from_bytes(bytes.uuid),
-            chunks: u32::try_from(bytes.chunk_table_entries.get()).expect("checked against the largest pool"),
+            chunks: u32::try_from(bytes.chunk_table_entries.get())
+                .expect("checked against the largest pool"),
             strg_bytes: bytes.strg_bytes.get(),
             chunk_table_offset: bytes.chunk_table_offset.get(),
             volume_table_offsets: bytes.volume_table_offsets.map(|o| o.get()),
@@ -186,20 +187,26 @@ impl Superblock {
 
     fn check_growth(&self) -> Result<(), SuperblockError> {
         let to = self.growing_to_bytes;
-        let larger =
-            to > self.size_bytes() && to.is_multiple_of(CHUNK_BYTES) && to <= MAX_CHUNKS * CHUNK_BYTES;
+        let larger = to > self.size_bytes()
+            && to.is_multiple_of(CHUNK_BYTES)
+            && to <= MAX_CHUNKS * CHUNK_BYTES;
         let rule = "a pool grows to a multiple of 2 MiB, up to 512 TiB";
         require("growing_to_bytes", to, to == 0 || larger, rule)
     }
 
     fn check_regions(&self) -> Result<(), SuperblockError> {
         let inside = |offset: u64, length: u64| {
-            offset.is_multiple_of(8) && offset.checked_add(length).is_some_and(|end| end <= self.size_bytes())
+            offset.is_multiple_of(8)
+                && offset.checked_add(length).is_some_and(|end| end <= self.size_bytes())
         };
         let volume_table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
         let [volumes_a, volumes_b] = self.volume_table_offsets;
         let places = [
-            ("chunk_table_offset", self.chunk_table_offset, u64::from(self.chunks) * CHUNK_ENTRY_BYTES),
+            (
+                "chunk_table_offset",
+                self.chunk_table_offset,
+                u64::from(self.chunks) * CHUNK_ENTRY_BYTES,
+            ),
             ("volume_table_offsets", volumes_a, volume_table_bytes),
             ("volume_table_offsets", volumes_b, volume_table_bytes),
             ("log_offset", self.log_offset, self.log_bytes),
@@ -211,7 +218,12 @@ impl Superblock {
         let mut regions = self.regions();
         regions.sort_by_key(|r| r.start);
         for pair in regions.windows(2) {
-            require("offsets", pair[1].start, pair[0].end <= pair[1].start, "regions do not overlap")?;
+            require(
+                "offsets",
+                pair[1].start,
+                pair[0].end <= pair[1].start,
+                "regions do not overlap",
+            )?;
         }
         Ok(())
     }
@@ -239,14 +251,29 @@ fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
     let rule = "there is one entry for each chunk of the pool";
     require("chunk_table_entries", entries, entries == chunks, rule)?;
     let record = u64::from(bytes.volume_record_bytes.get());
-    require("volume_record_bytes", record, record == VOLUME_RECORD_BYTES, "volume records are 256 bytes")?;
+    require(
+        "volume_record_bytes",
+        record,
+        record == VOLUME_RECORD_BYTES,
+        "volume records are 256 bytes",
+    )?;
     let slots = u64::from(bytes.volume_slots.get());
-    require("volume_slots", slots, slots <= 1 << 16, "a chunk's owner word has 16 bits for a slot")?;
+    require(
+        "volume_slots",
+        slots,
+        slots <= 1 << 16,
+        "a chunk's owner word has 16 bits for a slot",
+    )?;
     let log = bytes.log_bytes.get();
     require("log_bytes", log, log <= MAX_LOG_BYTES, "a log has no more than 2 MiB")
 }
 
-fn require(field: &'static str, value: u64, holds: bool, rule: &'static str) -> Result<(), SuperblockError> {
+fn require(
+    field: &'static str,
+    value: u64,
+    holds: bool,
+    rule: &'static str,
+) -> Result<(), SuperblockError> {
     if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
 }
 
@@ -304,7 +331,10 @@ mod tests {
         assert_eq!(broken(|b| b.log_bytes.set(MAX_LOG_BYTES + 8)), "log_bytes");
         assert_eq!(broken(|b| b.volume_table_offsets[1].set(1 << 30)), "volume_table_offsets");
         assert_eq!(broken(|b| b.growing_to_bytes.set(512 * CHUNK_BYTES)), "growing_to_bytes");
-        assert_eq!(broken(|b| b.growing_to_bytes.set(u64::MAX - CHUNK_BYTES + 1)), "growing_to_bytes");
+        assert_eq!(
+            broken(|b| b.growing_to_bytes.set(u64::MAX - CHUNK_BYTES + 1)),
+            "growing_to_bytes"
+        );
         assert_eq!(broken(|b| b.growing_to_bytes.set(513 * CHUNK_BYTES + 8)), "growing_to_bytes");
         assert_eq!(broken(|b| b.strg_bytes.set(1)), "strg_bytes");
         assert_eq!(broken(|b| b.strg_bytes.set(1 << 40)), "strg_bytes");

@@ -55,7 +55,9 @@ impl std::fmt::Display for Owner {
         match self {
             Owner::Free => f.write_str("free"),
             Owner::Metadata => f.write_str("the pool's own"),
-            Owner::Volume { slot, index } => write!(f, "chunk {index} of the volume in slot {}", slot.0),
+            Owner::Volume { slot, index } => {
+                write!(f, "chunk {index} of the volume in slot {}", slot.0)
+            }
             Owner::Memory => f.write_str("lent memory"),
             Owner::Scrub => f.write_str("to be erased"),
             Owner::Retired => f.write_str("taken out of use"),
@@ -73,7 +75,9 @@ pub(crate) struct BadWord(pub(crate) u64);
 /// A CRC is linear: that of eleven bytes is the sum of what each of them makes by itself in its place, and of what is
 /// made by the initial value (all ones). So the bytes are looked up side by side and not one after the other.
 fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
-    let words = u128::from(low) | u128::from(chunk.0) << CHECK_SHIFT | u128::from(kind) << (CHECK_SHIFT + 32);
+    let words = u128::from(low)
+        | u128::from(chunk.0) << CHECK_SHIFT
+        | u128::from(kind) << (CHECK_SHIFT + 32);
     let bytes = words.to_le_bytes();
     let of_bytes =
         CRC16_TABLES.iter().zip(bytes).fold(0, |crc, (table, byte)| crc ^ table[usize::from(byte)]);
@@ -104,7 +108,8 @@ static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
         while byte < 256 {
             let of_last = crc16_step((byte as u16) << 8);
             let is_last = place == CHECKED_BYTES - 1;
-            tables[place][byte] = if is_last { of_last } else { crc16_step(tables[place + 1][byte]) };
+            tables[place][byte] =
+                if is_last { of_last } else { crc16_step(tables[place + 1][byte]) };
             byte += 1;
         }
     }
@@ -243,21 +248,30 @@ impl ChunkTable {
         Ok(decode_owner(chunk, media.load_word(self.entry_offset(chunk))?))
     }
 
-    pub(crate) fn wear(self, media: &dyn Media, chunk: ChunkId) -> Result<Result<u32, BadWord>, MediaError> {
+    pub(crate) fn wear(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+    ) -> Result<Result<u32, BadWord>, MediaError> {
         Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
     }
 
     /// The table in pieces, to be read one after the other.
     pub(crate) fn pieces(self) -> impl Iterator<Item = Run> {
-        (0..self.entries)
-            .step_by(PIECE_ENTRIES as usize)
-            .map(move |start| Run { start: ChunkId(start), chunks: PIECE_ENTRIES.min(self.entries - start) })
+        (0..self.entries).step_by(PIECE_ENTRIES as usize).map(move |start| Run {
+            start: ChunkId(start),
+            chunks: PIECE_ENTRIES.min(self.entries - start),
+        })
     }
 
     /// Reads the entries of a run. They are copied, which touches no page through the mapping of the media: a hole, of a file
     /// that is only looked at, stays one. What is copied need not be whole where somebody stores meanwhile: so words that
     /// look bad are read again, until they were the same twice.
-    pub(crate) fn read_entries(self, media: &dyn Media, run: Run) -> Result<Vec<Entry>, MediaError> {
+    pub(crate) fn read_entries(
+        self,
+        media: &dyn Media,
+        run: Run,
+    ) -> Result<Vec<Entry>, MediaError> {
         let range = self.byte_range(run);
         let read = || {
             let mut bytes = vec![0; (range.end - range.start) as usize];
@@ -279,7 +293,12 @@ impl ChunkTable {
     }
 
     /// Copies a chunk's words to another table as they are. Not durable yet.
-    pub(crate) fn copy_entry(self, media: &dyn Media, chunk: ChunkId, to: Self) -> Result<(), MediaError> {
+    pub(crate) fn copy_entry(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        to: Self,
+    ) -> Result<(), MediaError> {
         for word in [0, 8] {
             media.store_word(
                 to.entry_offset(chunk) + word,
@@ -290,12 +309,22 @@ impl ChunkTable {
     }
 
     /// Stores the owner. Not durable yet.
-    pub(crate) fn set_owner(self, media: &dyn Media, chunk: ChunkId, owner: Owner) -> Result<(), MediaError> {
+    pub(crate) fn set_owner(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        owner: Owner,
+    ) -> Result<(), MediaError> {
         media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
     }
 
     /// Stores the wear count. Not durable yet.
-    pub(crate) fn set_wear(self, media: &dyn Media, chunk: ChunkId, count: u32) -> Result<(), MediaError> {
+    pub(crate) fn set_wear(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        count: u32,
+    ) -> Result<(), MediaError> {
         media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
     }
 

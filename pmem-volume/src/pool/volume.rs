@@ -142,8 +142,10 @@ impl<M: Media> Pool<M> {
         };
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
-        let entry =
-            VolumeEntry { record, chunks: (0..).zip(taken.iter().flat_map(|run| run.ids())).collect() };
+        let entry = VolumeEntry {
+            record,
+            chunks: (0..).zip(taken.iter().flat_map(|run| run.ids())).collect(),
+        };
         let info = volume_info(&entry);
         state.counts.scrubbing -= chunks;
         state.counts.volume += chunks;
@@ -175,7 +177,8 @@ impl<M: Media> Pool<M> {
         if size == VolumeSize::Remaining && size_bytes == 0 {
             return Err(state.full(0));
         }
-        let chunks = chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
+        let chunks =
+            chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
         let layout = match format {
             VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
             VolumeFormat::Raw => None,
@@ -232,7 +235,8 @@ impl<M: Media> Pool<M> {
             return Err(PoolError::VolumeExists { name: new_name.to_string() });
         }
         let sequence = self.next_sequence(slot)?;
-        let record = VolumeRecord { sequence, name: new_name, ..state.volumes[&slot].record.clone() };
+        let record =
+            VolumeRecord { sequence, name: new_name, ..state.volumes[&slot].record.clone() };
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
         let entry = state.volumes.get_mut(&slot).expect("found above");
@@ -262,8 +266,10 @@ impl<M: Media> Pool<M> {
         if let (OpenMode::ReadWrite, Some(media)) = (self.mode, self.media().as_file())
             && media.durability() == Durability::PageCache
         {
-            let ranges: Vec<_> =
-                extents.iter().map(|e| e.offset_bytes()..e.offset_bytes() + e.len_bytes()).collect();
+            let ranges: Vec<_> = extents
+                .iter()
+                .map(|e| e.offset_bytes()..e.offset_bytes() + e.len_bytes())
+                .collect();
             drop_clean_pages(media.file(), &ranges);
         }
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
@@ -280,13 +286,16 @@ impl<M: Media> Pool<M> {
 impl VolumeEntry {
     /// Has the volume all of its chunks?
     pub(super) fn check_usable(&self) -> Result<(), PoolError> {
-        let unusable = |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
+        let unusable =
+            |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
         if self.record.thin {
             return unusable("it is thin, which this version does not serve".to_owned());
         }
         match self.record.chunks - self.allocated() {
             0 => self.check_finished(),
-            missing => unusable(format!("{missing} of its {} chunks are missing", self.record.chunks)),
+            missing => {
+                unusable(format!("{missing} of its {} chunks are missing", self.record.chunks))
+            }
         }
     }
 
@@ -304,11 +313,18 @@ impl VolumeEntry {
 impl State {
     /// There is not enough free for something.
     pub(super) fn full(&self, requested_bytes: u64) -> PoolError {
-        PoolError::PoolFull { requested_bytes, free_bytes: self.available_bytes(), reserved_bytes: 0 }
+        PoolError::PoolFull {
+            requested_bytes,
+            free_bytes: self.available_bytes(),
+            reserved_bytes: 0,
+        }
     }
 
     pub(super) fn find_volume(&self, name: &str) -> Option<Slot> {
-        self.volumes.iter().find(|(_, entry)| entry.record.name.as_str() == name).map(|(slot, _)| *slot)
+        self.volumes
+            .iter()
+            .find(|(_, entry)| entry.record.name.as_str() == name)
+            .map(|(slot, _)| *slot)
     }
 
     /// The volume, if nobody in this process has it open. Other processes are kept away by the pool's lock.
@@ -389,7 +405,10 @@ impl<M: Media> Volume<M> {
 
 impl<M: Media> Debug for Volume<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Volume").field("pool", &self.pool).field("info", &self.info).finish_non_exhaustive()
+        f.debug_struct("Volume")
+            .field("pool", &self.pool)
+            .field("info", &self.info)
+            .finish_non_exhaustive()
     }
 }
 
@@ -418,7 +437,9 @@ impl Space<'_> {
             "{range:?} is not inside the volume"
         );
         let mut ranges = Vec::new();
-        let first = self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= range.start);
+        let first = self
+            .extents
+            .partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= range.start);
         for extent in &self.extents[first..] {
             let volume_start = extent.volume_offset_bytes();
             if volume_start >= range.end {
@@ -479,7 +500,8 @@ impl Media for Space<'_> {
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        let ranges: Vec<_> = ranges.iter().flat_map(|range| self.file_ranges(range.clone())).collect();
+        let ranges: Vec<_> =
+            ranges.iter().flat_map(|range| self.file_ranges(range.clone())).collect();
         self.media.persist(&ranges)
     }
 }

@@ -7,8 +7,9 @@ use uuid::Uuid;
 use zerocopy::FromZeros;
 
 use super::layout::{
-    MAX_CHUNKS, MAX_NAME_BYTES, VOLUME_EMPTY, VOLUME_FLAG_PART, VOLUME_FLAG_THIN, VOLUME_FLAG_UNFORMATTED,
-    VOLUME_FORMAT_BTT, VOLUME_FORMAT_RAW, VOLUME_LIVE, VOLUME_MAGIC, VolumeRecordBytes,
+    MAX_CHUNKS, MAX_NAME_BYTES, VOLUME_EMPTY, VOLUME_FLAG_PART, VOLUME_FLAG_THIN,
+    VOLUME_FLAG_UNFORMATTED, VOLUME_FORMAT_BTT, VOLUME_FORMAT_RAW, VOLUME_LIVE, VOLUME_MAGIC,
+    VolumeRecordBytes,
 };
 use super::mirrored;
 use super::table::Slot;
@@ -61,7 +62,9 @@ pub enum NameError {
         character: char,
     },
     /// Something that looks like a flag or a hidden file.
-    #[error("the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _")]
+    #[error(
+        "the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _"
+    )]
     Start {
         /// The text.
         name: String,
@@ -100,7 +103,9 @@ impl std::str::FromStr for VolumeName {
             !(c.is_alphanumeric() || *c == '_' || (*at > 0 && (*c == '.' || *c == '-')))
         };
         match name.char_indices().find(is_wrong) {
-            Some((0, character @ ('.' | '-'))) => Err(NameError::Start { name: name.to_owned(), character }),
+            Some((0, character @ ('.' | '-'))) => {
+                Err(NameError::Start { name: name.to_owned(), character })
+            }
             Some((_, character)) => Err(NameError::Character { name: name.to_owned(), character }),
             None => Ok(Self(name.to_owned())),
         }
@@ -137,7 +142,9 @@ pub enum VolumeRecordError {
         index: u32,
     },
     /// No part, but with a place that only a part has.
-    #[error("it is no part of another volume, and names the one in slot {slot} and its chunk {index}")]
+    #[error(
+        "it is no part of another volume, and names the one in slot {slot} and its chunk {index}"
+    )]
     NoPart {
         /// Where that would be.
         slot: u32,
@@ -204,7 +211,8 @@ impl VolumeRecord {
         };
         let mut flags = if self.thin { VOLUME_FLAG_THIN } else { 0 };
         if let Some(part) = self.part {
-            flags |= VOLUME_FLAG_PART | if part.is_unformatted { VOLUME_FLAG_UNFORMATTED } else { 0 };
+            flags |=
+                VOLUME_FLAG_PART | if part.is_unformatted { VOLUME_FLAG_UNFORMATTED } else { 0 };
             bytes.origin_slot.set(u32::from(part.origin.0));
             bytes.origin_index.set(part.index);
         }
@@ -220,7 +228,10 @@ impl VolumeRecord {
     }
 
     /// Verifies a whole record. `None`: the slot is empty.
-    pub(crate) fn parse(slot: Slot, bytes: &VolumeRecordBytes) -> Result<Option<Self>, VolumeRecordError> {
+    pub(crate) fn parse(
+        slot: Slot,
+        bytes: &VolumeRecordBytes,
+    ) -> Result<Option<Self>, VolumeRecordError> {
         if bytes.slot != u32::from(slot.0) {
             return Err(VolumeRecordError::Slot(bytes.slot.get()));
         }
@@ -275,9 +286,14 @@ impl VolumeRecord {
 const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
 
 /// Of which volume the record in `own` is a part. The first part has the volume's slot, and only that one.
-fn parse_part(own: Slot, bytes: &VolumeRecordBytes, is_unformatted: bool) -> Result<Part, VolumeRecordError> {
+fn parse_part(
+    own: Slot,
+    bytes: &VolumeRecordBytes,
+    is_unformatted: bool,
+) -> Result<Part, VolumeRecordError> {
     let (slot, index) = (bytes.origin_slot.get(), bytes.origin_index.get());
-    let origin = u16::try_from(slot).map(Slot).map_err(|_| VolumeRecordError::Origin { slot, index })?;
+    let origin =
+        u16::try_from(slot).map(Slot).map_err(|_| VolumeRecordError::Origin { slot, index })?;
     if u64::from(index) >= MAX_CHUNKS || (origin == own) != (index == 0) {
         return Err(VolumeRecordError::Origin { slot, index });
     }
@@ -335,7 +351,8 @@ mod tests {
         let refused = |name: &str| name.parse::<VolumeName>().unwrap_err();
         assert_eq!(refused(""), NameError::Empty);
         assert!(matches!(refused(&"x".repeat(65)), NameError::TooLong { length_bytes: 65, .. }));
-        for (name, wrong) in [("a b", ' '), ("a,b", ','), ("a=b", '='), ("a/b", '/'), ("a\n", '\n')] {
+        for (name, wrong) in [("a b", ' '), ("a,b", ','), ("a=b", '='), ("a/b", '/'), ("a\n", '\n')]
+        {
             assert!(
                 matches!(refused(name), NameError::Character { character, .. } if character == wrong),
                 "{name:?}"
@@ -393,8 +410,14 @@ mod tests {
             assert_eq!(part_of(slot, index), Err(VolumeRecordError::Origin { slot, index }));
         }
         assert!(part_of(9, 0).is_ok() && part_of(8, 1).is_ok());
-        assert_eq!(broken(|b| b.origin_slot.set(4)), VolumeRecordError::NoPart { slot: 4, index: 0 });
-        assert_eq!(broken(|b| b.origin_index.set(7)), VolumeRecordError::NoPart { slot: 0, index: 7 });
+        assert_eq!(
+            broken(|b| b.origin_slot.set(4)),
+            VolumeRecordError::NoPart { slot: 4, index: 0 }
+        );
+        assert_eq!(
+            broken(|b| b.origin_index.set(7)),
+            VolumeRecordError::NoPart { slot: 0, index: 7 }
+        );
         let mut empty = empty_record(Slot(9), 8);
         empty.origin_index.set(1);
         assert_eq!(VolumeRecord::parse(Slot(9), &empty), Err(VolumeRecordError::NotEmpty));

@@ -25,7 +25,8 @@ impl<M: Media> Volume<M> {
             // Most volumes. The first one starts where the volume does.
             [only] if offset_bytes < only.len_bytes() => only,
             extents => {
-                let is_before = |e: &VolumeExtent| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes;
+                let is_before =
+                    |e: &VolumeExtent| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes;
                 let Some(extent) = extents.get(extents.partition_point(is_before)) else {
                     panic!("{offset_bytes:#x} is not inside the volume");
                 };
@@ -98,7 +99,8 @@ impl<M: Media> Media for Volume<M> {
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.pool().change(|media| Space { media, extents: self.extents() }.store(offset_bytes, bytes))
+        self.pool()
+            .change(|media| Space { media, extents: self.extents() }.store(offset_bytes, bytes))
     }
 
     #[inline]
@@ -138,7 +140,12 @@ impl<M: Media> Media for Volume<M> {
     }
 
     #[inline]
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
         pool.require_changeable()?;
         pool.noted(match self.in_file(offset_bytes, length_bytes) {

@@ -17,12 +17,20 @@ impl Folder {
     }
 
     pub fn run(&self, arguments: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_pmvol")).args(arguments).current_dir(self.0.path()).output().unwrap()
+        Command::new(env!("CARGO_BIN_EXE_pmvol"))
+            .args(arguments)
+            .current_dir(self.0.path())
+            .output()
+            .unwrap()
     }
 
     pub fn succeed(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -47,5 +55,10 @@ impl Folder {
 
 pub fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
     use std::os::unix::fs::FileExt;
-    std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, offset_bytes).unwrap();
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(path)
+        .unwrap()
+        .write_all_at(bytes, offset_bytes)
+        .unwrap();
 }

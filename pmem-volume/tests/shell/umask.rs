@@ -62,7 +62,8 @@ fn last_umask(child: &mut Child) -> String {
     loop {
         assert!(child.try_wait().unwrap().is_none(), "the program has ended");
         let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
-        let umask = status.lines().find_map(|line| line.strip_prefix("Umask:")).expect("a line").trim();
+        let umask =
+            status.lines().find_map(|line| line.strip_prefix("Umask:")).expect("a line").trim();
         if umask == "0077" || begin.elapsed() > PATIENCE {
             return umask.to_owned();
         }

@@ -126,7 +126,9 @@ pub enum ConfigError {
         why: String,
     },
     /// A path that does not fit into a socket's address.
-    #[error("{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}")]
+    #[error(
+        "{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}"
+    )]
     SocketPath { flag: &'static str, path: String, len: usize, most: usize },
     /// A name that something else has.
     #[error("{flag}: the id {id} is taken")]

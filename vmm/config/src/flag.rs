@@ -202,7 +202,8 @@ impl Options {
                 if value.is_some_and(|value| refused.is_neutral_text(value)) {
                     continue;
                 }
-                let value = value.map_or_else(String::new, |value| format!("={}", value.escape_debug()));
+                let value =
+                    value.map_or_else(String::new, |value| format!("={}", value.escape_debug()));
                 return Err(refused.error(flag, value));
             }
             let known: &[_] = if value.is_some() { &keys } else { table.words };
@@ -234,7 +235,9 @@ impl Options {
 
     /// Value of a key, if it was given.
     pub fn take<T: FlagValue>(&self, key: &'static str) -> Result<Option<T>, ConfigError> {
-        let Some((_, value)) = self.given().find(|(given, _)| *given == key) else { return Ok(None) };
+        let Some((_, value)) = self.given().find(|(given, _)| *given == key) else {
+            return Ok(None);
+        };
         T::read(value).map(Some).ok_or_else(|| T::error(self.flag, key, value))
     }
 
@@ -254,7 +257,12 @@ fn unknown(
 ) -> ConfigError {
     let key = key.to_owned();
     if !has_value && keys.contains(&&*key) {
-        return ConfigError::BadValue { flag, key, value: String::new(), expected: "a value".to_owned() };
+        return ConfigError::BadValue {
+            flag,
+            key,
+            value: String::new(),
+            expected: "a value".to_owned(),
+        };
     }
     let keys = keys.iter().map(|key| format!("{key}="));
     let known: Vec<_> = words.iter().map(|&word| word.to_owned()).chain(keys).collect();

@@ -11,7 +11,8 @@ impl Table {
         let keys = (self.keys)();
         let pairs = keys.iter().map(Key::form);
         let words = self.words.join("|");
-        let forms: Vec<_> = Some(words).filter(|words| !words.is_empty()).into_iter().chain(pairs).collect();
+        let forms: Vec<_> =
+            Some(words).filter(|words| !words.is_empty()).into_iter().chain(pairs).collect();
         let default = |key: &Key| {
             let default = key.default.as_deref().filter(|default| !OFF.contains(default))?;
             Some(format!("{}={default}", key.name))
@@ -31,8 +32,10 @@ impl Table {
             write!(text, "\n  {}", self.words.join("|")).expect("a string");
         }
         for key in (self.keys)() {
-            let default =
-                key.default.as_ref().map_or_else(String::new, |default| format!(" [default: {default}]"));
+            let default = key
+                .default
+                .as_ref()
+                .map_or_else(String::new, |default| format!(" [default: {default}]"));
             write!(text, "\n  {}: {}{default}", key.form(), key.description()).expect("a string");
         }
         text

@@ -247,7 +247,9 @@ impl<T: JsonValue> JsonValue for Vec<T> {
     fn from_json(json: Value, walk: &mut Walk) -> Result<Self, JsonError> {
         let Value::Array(list) = json else { return Err(walk.wrong(&json, "a list")) };
         let items = list.into_iter().enumerate();
-        items.map(|(nth, item)| walk.within(Step::Index(nth), |walk| T::from_json(item, walk))).collect()
+        items
+            .map(|(nth, item)| walk.within(Step::Index(nth), |walk| T::from_json(item, walk)))
+            .collect()
     }
 
     fn absent() -> Option<Self> {
@@ -308,7 +310,8 @@ impl JsonValue for Map<String, Value> {
 
 /// Reads a body, and returns it with warnings about it.
 pub fn read_body<T: JsonValue>(bytes: &[u8]) -> Result<(T, Vec<String>), JsonError> {
-    let body: Body = serde_json::from_slice(bytes).map_err(|error| FieldError::Syntax(error.to_string()))?;
+    let body: Body =
+        serde_json::from_slice(bytes).map_err(|error| FieldError::Syntax(error.to_string()))?;
     let mut walk = Walk::default();
     let value = T::from_json(body.0, &mut walk)?;
     Ok((value, walk.into_warnings()))
@@ -368,7 +371,10 @@ impl<'de> Visitor<'de> for BodyVisitor {
         let mut object = Map::new();
         while let Some(key) = from.next_key::<String>()? {
             if object.contains_key(&key) {
-                return Err(A::Error::custom(format_args!("{} is given twice", key.escape_debug())));
+                return Err(A::Error::custom(format_args!(
+                    "{} is given twice",
+                    key.escape_debug()
+                )));
             }
             let Body(value) = from.next_value()?;
             object.insert(key, value);

@@ -62,7 +62,9 @@ pub fn unbracketed(text: &str) -> &str {
 pub fn items(text: &str) -> Option<Vec<&str>> {
     match unbracketed(text) {
         "" => Some(Vec::new()),
-        inner => split(inner, &[',', ':']).ok().map(|items| items.into_iter().map(str::trim).collect()),
+        inner => {
+            split(inner, &[',', ':']).ok().map(|items| items.into_iter().map(str::trim).collect())
+        }
     }
 }
 

@@ -21,8 +21,7 @@ pub const VHOST_USER: &[Refused] = &[
     Refused { key: "vhost_socket", neutral: &[], why: NO_VHOST_USER },
 ];
 
-const NO_RATE_LIMITS: &str =
-    "there are no rate limits: io.max of the VMM's cgroup limits disks, and tc on the tap limits networks";
+const NO_RATE_LIMITS: &str = "there are no rate limits: io.max of the VMM's cgroup limits disks, and tc on the tap limits networks";
 
 /// Of what could be slowed down.
 pub const RATE_LIMITS: &[Refused] = &[

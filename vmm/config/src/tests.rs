@@ -77,9 +77,15 @@ fn error(text: &str) -> String {
 fn flag_is_read_with_defaults() {
     let read = thing("path=/a=b,size=8M,count=7,kind=well-done,shared=on,list=[1,3-5]");
     assert_eq!((&*read.path.to_string_lossy(), read.size, read.count_max), ("/a=b", 8 << 20, 7));
-    assert_eq!((read.kind, read.inner.shared, read.list), (Kind::WellDone, true, Some(vec![1, 3, 4, 5])));
+    assert_eq!(
+        (read.kind, read.inner.shared, read.list),
+        (Kind::WellDone, true, Some(vec![1, 3, 4, 5]))
+    );
     let least = thing("path=/a");
-    assert_eq!((least.size, least.count_max, least.kind, least.list), (4 << 20, 1, Kind::Raw, None));
+    assert_eq!(
+        (least.size, least.count_max, least.kind, least.list),
+        (4 << 20, 1, Kind::Raw, None)
+    );
     assert!(!least.inner.shared && least.parts.is_empty());
     assert_eq!(Options::parse(&Table::of::<Thing>(), &[], "tty,path=/a").unwrap().words(), ["tty"]);
 }
@@ -112,7 +118,9 @@ fn values_are_trimmed_and_an_empty_one_is_not_given() {
 
 #[test]
 fn option_words_and_switches_are_read_in_any_case_after_a_key() {
-    for (text, shared) in [("on", true), ("On", true), ("TRUE", true), ("off", false), ("False", false)] {
+    for (text, shared) in
+        [("on", true), ("On", true), ("TRUE", true), ("off", false), ("False", false)]
+    {
         assert_eq!(thing(&format!("path=/a,shared={text}")).inner.shared, shared);
     }
     for text in ["well-done", "Well-Done", "WellDone", "WELLDONE"] {
@@ -120,7 +128,10 @@ fn option_words_and_switches_are_read_in_any_case_after_a_key() {
     }
     assert_eq!(thing("path=/a,kind=Uncooked").kind, Kind::Raw);
     assert_eq!(thing("path=/a,kind=foreign").kind, Kind::Foreign);
-    assert!(error("TTY,path=/a").starts_with(r#"--thing: unknown key "TTY""#), "words without a value");
+    assert!(
+        error("TTY,path=/a").starts_with(r#"--thing: unknown key "TTY""#),
+        "words without a value"
+    );
     assert!(error("Path=/a").starts_with(r#"--thing: unknown key "Path""#), "keys");
     assert_eq!(error("path=/a,kind=rare"), r#"--thing: kind="rare" is not raw or well-done"#);
     assert_eq!(error("path=/a,shared=maybe"), r#"--thing: shared="maybe" is not on or off"#);
@@ -186,7 +197,10 @@ fn refused_keys_are_accepted_with_a_neutral_value() {
     }
     let refused = "--thing: hugepages=on is not supported by foreshore: there are none";
     assert_eq!(error("path=/a,hugepages=on"), refused);
-    assert_eq!(error("hugepages"), "--thing: hugepages is not supported by foreshore: there are none");
+    assert_eq!(
+        error("hugepages"),
+        "--thing: hugepages is not supported by foreshore: there are none"
+    );
     assert!(!error("hugepages=a\nb").contains('\n'));
 }
 
@@ -194,10 +208,12 @@ fn refused_keys_are_accepted_with_a_neutral_value() {
 fn unreadable_values_are_named() {
     let expected = r#"--thing: size="4Q" is not a size: bytes, or a number with K, M, G or T"#;
     assert_eq!(error("path=/a,size=4Q"), expected);
-    let expected =
-        r#"--thing: size="64MB" could be 64000000 or 67108864 bytes; use 64M, 64MiB or the number of bytes"#;
+    let expected = r#"--thing: size="64MB" could be 64000000 or 67108864 bytes; use 64M, 64MiB or the number of bytes"#;
     assert_eq!(error("path=/a,size=64MB"), expected);
-    assert_eq!(error("path=/a,count=256"), r#"--thing: count="256" is not a whole number from 0 to 255"#);
+    assert_eq!(
+        error("path=/a,count=256"),
+        r#"--thing: count="256" is not a whole number from 0 to 255"#
+    );
     assert_eq!(error("list=[1,2"), r#"--thing: "list=[1,2" has a bracket that is not closed"#);
     assert!(error("list=1]").contains("bracket"));
     assert!(error(r#"path="a"#).contains("quote"));
@@ -220,10 +236,15 @@ fn json_is_read_and_shown() {
     assert_eq!(serde_json::from_value::<Thing>(json).unwrap(), read_thing);
     let alias = read(json!({"path": "/a", "kind": "RAW"})).unwrap().0;
     assert_eq!(serde_json::to_value(alias.kind).unwrap(), "Raw");
-    let least = read(json!({"path": "/a", "size": null, "hugepages": false, "parts": null, "other": null}));
+    let least =
+        read(json!({"path": "/a", "size": null, "hugepages": false, "parts": null, "other": null}));
     assert_eq!(least.unwrap(), (thing("path=/a"), Vec::new()));
     let shown = r#"{"path":"/a","size":4194304,"count_max":1,"kind":"Raw","shared":false}"#;
-    assert_eq!(serde_json::to_string(&thing("path=/a")).unwrap(), shown, "in the order of the table");
+    assert_eq!(
+        serde_json::to_string(&thing("path=/a")).unwrap(),
+        shown,
+        "in the order of the table"
+    );
 }
 
 #[test]
@@ -233,10 +254,19 @@ fn json_errors_name_field_value_and_bound() {
         (json!({}), "path is missing"),
         (json!({"path": 7}), "path is 7, and must be a path"),
         (json!({"path": ["a"]}), "path is a list, and must be a path"),
-        (with("count_max", json!(256)), "count_max is 256, and must be a whole number from 0 to 255"),
+        (
+            with("count_max", json!(256)),
+            "count_max is 256, and must be a whole number from 0 to 255",
+        ),
         (with("count_max", json!(-1)), "count_max is -1, and must be a whole number from 0 to 255"),
-        (with("count_max", json!(0.5)), "count_max is 0.5, and must be a whole number from 0 to 255"),
-        (with("count_max", json!("a")), r#"count_max is "a", and must be a whole number from 0 to 255"#),
+        (
+            with("count_max", json!(0.5)),
+            "count_max is 0.5, and must be a whole number from 0 to 255",
+        ),
+        (
+            with("count_max", json!("a")),
+            r#"count_max is "a", and must be a whole number from 0 to 255"#,
+        ),
         (with("kind", json!("Rare")), r#"kind is "Rare", and must be Raw or WellDone"#),
         (with("kind", json!("raw")), r#"kind is "raw", and must be Raw or WellDone"#),
         (with("kind", json!("uncooked")), r#"kind is "uncooked", and must be Raw or WellDone"#),
@@ -246,7 +276,10 @@ fn json_errors_name_field_value_and_bound() {
         (with("parts", json!({"a": 1})), "parts is an object, and must be a list"),
         (with("parts", json!([true])), "parts[0] is true, and must be an object"),
         (with("parts", json!([[]])), "parts[0] is a list, and must be an object"),
-        (with("parts", json!([{"name": "a", "width": 1}, {"width": 1}])), "parts[1].name is missing"),
+        (
+            with("parts", json!([{"name": "a", "width": 1}, {"width": 1}])),
+            "parts[1].name is missing",
+        ),
         (with("parts", json!([{"name": "a"}])), "parts[0].width is missing"),
         (
             with("parts", json!([{"nam\n": 1}])),
@@ -265,7 +298,8 @@ fn json_errors_name_field_value_and_bound() {
 /// A client must read the answers of a newer VMM.
 #[test]
 fn unknown_fields_of_an_answer_are_ignored() {
-    let part = serde_json::from_value::<Part>(json!({"name": "a", "width": 1, "later": 1})).unwrap();
+    let part =
+        serde_json::from_value::<Part>(json!({"name": "a", "width": 1, "later": 1})).unwrap();
     assert_eq!(part, Part { name: "a".to_owned(), width: 1, on: None });
     assert!(serde_json::from_value::<Part>(json!({"name": "a"})).is_err());
 }
@@ -310,8 +344,9 @@ fn help_has_every_key_with_form_and_default() {
         "things of every kind\n  tty\n  path=PATH: Place\n  size=SIZE: Size (7 to 8M) [default: 4M]\n"
     ));
     assert!(
-        listing
-            .ends_with("\n  limit=N: Limit [default: 3]\n  shared=on|off: Let others use it [default: off]"),
+        listing.ends_with(
+            "\n  limit=N: Limit [default: 3]\n  shared=on|off: Let others use it [default: off]"
+        ),
         "{listing}"
     );
 }

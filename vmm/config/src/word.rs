@@ -31,7 +31,8 @@ pub trait Words: Copy + PartialEq + 'static {
     /// Reads a word of the flag.
     fn word_from_flag(text: &str) -> Option<Self> {
         let has = |word: &&Word<Self>| {
-            let mut names = [word.flag, word.json].into_iter().chain(word.flag_aliases.iter().copied());
+            let mut names =
+                [word.flag, word.json].into_iter().chain(word.flag_aliases.iter().copied());
             names.any(|name| name.eq_ignore_ascii_case(text))
         };
         Self::WORDS.iter().find(has).map(|word| word.value)
@@ -44,7 +45,9 @@ pub trait Words: Copy + PartialEq + 'static {
 
     /// Reads a name in JSON.
     fn word_from_json(json: &Value, walk: &Walk) -> Result<Self, JsonError> {
-        let has = |word: &&Word<Self>| word.json == json || word.json_aliases.iter().any(|name| name == json);
+        let has = |word: &&Word<Self>| {
+            word.json == json || word.json_aliases.iter().any(|name| name == json)
+        };
         let found = Self::WORDS.iter().find(has);
         found.map(|word| word.value).ok_or_else(|| {
             let shown = Self::WORDS.iter().filter(|word| word.is_shown).map(|word| word.json);

@@ -8,8 +8,8 @@ use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::proto::{
     AgentMessage, Blocks, Cause, Counters, KernelUse, LineReader, MAX_LINE_BYTES, Memory, NextLine,
-    NodeBlocks, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawAgentMessage, RawHello, RawReport, Report,
-    Stall, Zone, ZoneKind, encode_line,
+    NodeBlocks, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawAgentMessage, RawHello, RawReport,
+    Report, Stall, Zone, ZoneKind, encode_line,
 };
 use balloon::{HostView, Intake, MIB, Tier, TimeMs, ZoneSizes};
 
@@ -63,9 +63,12 @@ fn policy(cursor: &mut Cursor<'_>) -> Policy {
 /// A zone of DRAM and one of PM in larger blocks, of which so much is plugged.
 fn host(cursor: &mut Cursor<'_>) -> HostView {
     let mut host = HostView { boot_bytes: BOOT_BYTES, ..HostView::default() };
-    host.zones = vec![ZoneSizes::empty(0, Tier::Dram, 128 * MIB), ZoneSizes::empty(1, Tier::Pm, 1024 * MIB)];
+    host.zones =
+        vec![ZoneSizes::empty(0, Tier::Dram, 128 * MIB), ZoneSizes::empty(1, Tier::Pm, 1024 * MIB)];
     host.zones[1].block_bytes = cursor.pick(&[2 * MIB, 4 * MIB]);
-    for (zone, plugged_bytes) in host.zones.iter_mut().zip(cursor.pick(&[[0, 0], [128, 512], [64, 0]])) {
+    for (zone, plugged_bytes) in
+        host.zones.iter_mut().zip(cursor.pick(&[[0, 0], [128, 512], [64, 0]]))
+    {
         (zone.requested_bytes, zone.plugged_bytes) = (plugged_bytes * MIB, plugged_bytes * MIB);
     }
     host
@@ -169,18 +172,32 @@ impl Vm {
             user_pages: Some(managed_bytes.saturating_sub(free_bytes) / PAGE),
             protected_pages: None,
         };
-        let mut zones =
-            vec![zone(0, ZoneKind::Dma32, total_bytes, free_bytes.min(total_bytes - total_bytes / 4))];
+        let mut zones = vec![zone(
+            0,
+            ZoneKind::Dma32,
+            total_bytes,
+            free_bytes.min(total_bytes - total_bytes / 4),
+        )];
         for sizes in self.host.zones.iter().filter(|sizes| sizes.plugged_bytes > 0) {
             let free_bytes = cursor.pick(&[sizes.plugged_bytes, 0, sizes.plugged_bytes / 2]);
             let free_bytes = odd(cursor, free_bytes, &[1 << 62, sizes.plugged_bytes + PAGE]);
-            zones.push(zone(sizes.guest_numa_node, ZoneKind::Movable, sizes.plugged_bytes, free_bytes));
+            zones.push(zone(
+                sizes.guest_numa_node,
+                ZoneKind::Movable,
+                sizes.plugged_bytes,
+                free_bytes,
+            ));
         }
         let node = NodeBlocks { node: 0, online_bytes: total_bytes, ..NodeBlocks::default() };
         let kernel_bytes = cursor.pick(&[0, total_bytes / 8, total_bytes / 2]);
         let kernel = KernelUse {
             slab_reclaimable_bytes: odd(cursor, kernel_bytes, &[u64::MAX, 1 << 45]),
-            unused_dentries: cursor.pick(&[None, Some(0), Some(kernel_bytes / 192), Some(u64::MAX)]),
+            unused_dentries: cursor.pick(&[
+                None,
+                Some(0),
+                Some(kernel_bytes / 192),
+                Some(u64::MAX),
+            ]),
             ..KernelUse::default()
         };
         RawReport {
@@ -206,7 +223,11 @@ impl Vm {
                 block_bytes: cursor.pick(&[128 * MIB, 0]),
                 nodes: vec![node],
             },
-            idle: vec![NodeIdle { node: 0, idle_bytes, span_ms: odd(cursor, 60_000, &[0, u64::MAX]) }],
+            idle: vec![NodeIdle {
+                node: 0,
+                idle_bytes,
+                span_ms: odd(cursor, 60_000, &[0, u64::MAX]),
+            }],
         }
     }
 
@@ -225,7 +246,9 @@ impl Vm {
                 match message {
                     Ok(AgentMessage::Report(report)) => self.believe(&report),
                     Ok(AgentMessage::Hello(_)) => {}
-                    Err(refusal) => assert!(!refusal.label().is_empty() && refusal.to_string().len() < 4096),
+                    Err(refusal) => {
+                        assert!(!refusal.label().is_empty() && refusal.to_string().len() < 4096)
+                    }
                 }
             }
         }
@@ -252,22 +275,39 @@ impl Vm {
         assert_eq!(plan.targets.len(), host.zones.len());
         for (zone, target) in host.zones.iter().zip(&plan.targets) {
             let bytes = target.requested_bytes;
-            assert!(target.zone == zone.id && bytes.is_multiple_of(zone.block_bytes), "{zone:?}: {bytes}");
+            assert!(
+                target.zone == zone.id && bytes.is_multiple_of(zone.block_bytes),
+                "{zone:?}: {bytes}"
+            );
             assert!((zone.floor_bytes..=zone.max_bytes).contains(&bytes), "{zone:?}: {bytes}");
         }
         let (before, after) = (host.requested_bytes(), plan.requested_bytes());
         match plan.direction {
             Direction::Grow => {
-                assert!(after > before && after <= rules.ceiling_bytes, "{after} after {before}: {plan:?}");
-                let is_followed = host.zones.iter().all(|zone| zone.requested_bytes == zone.plugged_bytes);
-                let new_pm = plan.targets[1].requested_bytes.saturating_sub(host.zones[1].plugged_bytes);
-                assert!(!is_followed || new_pm <= host.pool_free_bytes, "more PM than there is: {plan:?}");
+                assert!(
+                    after > before && after <= rules.ceiling_bytes,
+                    "{after} after {before}: {plan:?}"
+                );
+                let is_followed =
+                    host.zones.iter().all(|zone| zone.requested_bytes == zone.plugged_bytes);
+                let new_pm =
+                    plan.targets[1].requested_bytes.saturating_sub(host.zones[1].plugged_bytes);
+                assert!(
+                    !is_followed || new_pm <= host.pool_free_bytes,
+                    "more PM than there is: {plan:?}"
+                );
             }
             Direction::Shrink => {
-                assert!(after < before && after >= rules.floor_bytes, "{after} after {before}: {plan:?}");
+                assert!(
+                    after < before && after >= rules.floor_bytes,
+                    "{after} after {before}: {plan:?}"
+                );
                 let share = host.plugged_bytes() * rules.shrink_share_permille / 1000;
                 let step = rules.shrink_step_bytes.max(share);
-                assert!(before - after <= step, "{after} after {before}, more than {step}: {plan:?}");
+                assert!(
+                    before - after <= step,
+                    "{after} after {before}, more than {step}: {plan:?}"
+                );
             }
             // A request that is withdrawn comes back to what the guest has, and what the VM's floor loses by that is asked for
             // elsewhere, in whole blocks.
@@ -276,7 +316,10 @@ impl Vm {
                 let keeps_floor = after < rules.floor_bytes.saturating_add(block_bytes);
                 for (zone, target) in host.zones.iter().zip(&plan.targets) {
                     let (now, then) = (zone.requested_bytes, target.requested_bytes);
-                    assert!(keeps_floor || then <= now.max(zone.plugged_bytes), "{zone:?}: {plan:?}");
+                    assert!(
+                        keeps_floor || then <= now.max(zone.plugged_bytes),
+                        "{zone:?}: {plan:?}"
+                    );
                 }
             }
         }
@@ -306,9 +349,12 @@ fn mutate(line: &mut Vec<u8>, cursor: &mut Cursor<'_>) {
     match cursor.number(1) {
         // Instead of a number, a text, or a list.
         224..=239 => {
-            let colons = line.iter().enumerate().filter(|(_, byte)| **byte == b':').map(|(at, _)| at);
+            let colons =
+                line.iter().enumerate().filter(|(_, byte)| **byte == b':').map(|(at, _)| at);
             let colons: Vec<usize> = colons.collect();
-            let Some(at) = colons.get(cursor.number(1) as usize % colons.len().max(1)) else { return };
+            let Some(at) = colons.get(cursor.number(1) as usize % colons.len().max(1)) else {
+                return;
+            };
             let ends = |byte: &u8| [b',', b'}', b']'].contains(byte);
             let end = line[*at..].iter().position(ends).map_or(line.len(), |len| at + len);
             line.splice(at + 1..end, cursor.pick(&values).bytes());

@@ -41,9 +41,11 @@ pub fn balloon_request(bytes: &[u8]) {
 /// The same with other places than the model knows of: what is wrong must come out.
 pub fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Place>) {
     let mut cursor = Cursor::new(bytes);
-    let region = |range: Range<u64>| (GuestAddress(range.start), (range.end - range.start) as usize);
+    let region =
+        |range: Range<u64>| (GuestAddress(range.start), (range.end - range.start) as usize);
     let memory =
-        GuestMemoryMmap::from_ranges(&[region(BOOT), region(DRAM), region(PM), region(VOLUME)]).unwrap();
+        GuestMemoryMmap::from_ranges(&[region(BOOT), region(DRAM), region(PM), region(VOLUME)])
+            .unwrap();
     let view = GuestView::new(memory.clone());
     for range in [DRAM, PM] {
         let (start, len) = (GuestAddress(range.start), range.end - range.start);
@@ -89,8 +91,9 @@ pub fn balloon_request_by(bytes: &[u8], wrong: impl FnOnce(Vec<Place>) -> Vec<Pl
         }
         _ => {
             let readable = gather(&memory, &chain, is_plugged);
-            let sound = readable
-                .filter(|bytes| !bytes.is_empty() && bytes.len() <= 640 && bytes.len().is_multiple_of(10));
+            let sound = readable.filter(|bytes| {
+                !bytes.is_empty() && bytes.len() <= 640 && bytes.len().is_multiple_of(10)
+            });
             assert_eq!(read_statistics(mapped, popped).is_ok(), sound.is_some(), "{chain:x?}");
             None
         }
@@ -108,8 +111,17 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
     for slot in 0..BUFFERS_LEN / 16 {
         // Page numbers near borders mostly, four at a time; read as statistics they are tags and values.
         for entry in 0..4 {
-            let border =
-                cursor.pick(&[0u64, 0x1ff, 0x400, 0x7ff, 0xbff, 0xfff, 0x1400, 0xf_ffff, 0xffff_fffe]);
+            let border = cursor.pick(&[
+                0u64,
+                0x1ff,
+                0x400,
+                0x7ff,
+                0xbff,
+                0xfff,
+                0x1400,
+                0xf_ffff,
+                0xffff_fffe,
+            ]);
             let page = border.wrapping_add(cursor.number(1) % 4) as u32;
             memory.write_obj(page, GuestAddress(BUFFERS + 16 * slot + 4 * entry)).unwrap();
         }
@@ -119,14 +131,29 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
     for index in 0..count {
         let odd = cursor.number(1);
         let (address, len) = if is_free {
-            let start = cursor.pick(&[0x10_0000, BOOT.end - PAGE, DRAM.start, PM.start - PAGE, VOLUME.start]);
+            let start = cursor.pick(&[
+                0x10_0000,
+                BOOT.end - PAGE,
+                DRAM.start,
+                PM.start - PAGE,
+                VOLUME.start,
+            ]);
             let shift = cursor.pick(&[0, 0, 0, 1, PAGE - 1, PAGE]);
             (
                 start + shift,
-                cursor.pick(&[PAGE as u32, PAGE as u32, 0x20_0000, 1, 0, PAGE as u32 + 1, 0x80_0000]),
+                cursor.pick(&[
+                    PAGE as u32,
+                    PAGE as u32,
+                    0x20_0000,
+                    1,
+                    0,
+                    PAGE as u32 + 1,
+                    0x80_0000,
+                ]),
             )
         } else {
-            let address = cursor.pick(&[BUFFERS, BUFFERS, BUFFERS + 16, DRAM.start, VOLUME.end - 8]);
+            let address =
+                cursor.pick(&[BUFFERS, BUFFERS, BUFFERS + 16, DRAM.start, VOLUME.end - 8]);
             (address, cursor.pick(&[4u32, 1024, 160, 40, 8, 10, 20, 3, 4096, 650, 0x1_0000]))
         };
         let address = if odd == 255 { u64::MAX - cursor.number(1) } else { address };
@@ -144,7 +171,8 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
     // Behind the table's end there are zeros: a buffer of nothing, which ends a chain.
     let (mut chain, mut at, mut total) = (Vec::new(), 0u16, 0u64);
     while chain.len() < usize::from(QUEUE_SIZE) && at < QUEUE_SIZE {
-        let (address, len, writes, next) = table.get(usize::from(at)).copied().unwrap_or((0, 0, false, None));
+        let (address, len, writes, next) =
+            table.get(usize::from(at)).copied().unwrap_or((0, 0, false, None));
         total += u64::from(len);
         if total > u64::from(u32::MAX) {
             break;
@@ -159,14 +187,21 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
 }
 
 /// What can be read of a chain, a byte at a time; `None`: not all of it is in memory that is plugged.
-fn gather(memory: &GuestMemoryMmap, chain: &[Buffer], is_plugged: impl Fn(u64) -> bool) -> Option<Vec<u8>> {
+fn gather(
+    memory: &GuestMemoryMmap,
+    chain: &[Buffer],
+    is_plugged: impl Fn(u64) -> bool,
+) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     for (address, len, _) in chain.iter().filter(|(_, _, writes)| !writes) {
         let end = address.checked_add(u64::from(*len))?;
         // Every page that it is in.
-        for at in (*address..end).step_by(PAGE as usize).chain(end.checked_sub(1).filter(|_| *len > 0)) {
+        for at in
+            (*address..end).step_by(PAGE as usize).chain(end.checked_sub(1).filter(|_| *len > 0))
+        {
             let pluggable = (DRAM.start..PM.end).contains(&at);
-            let reachable = BOOT.contains(&at) || VOLUME.contains(&at) || pluggable && is_plugged(at);
+            let reachable =
+                BOOT.contains(&at) || VOLUME.contains(&at) || pluggable && is_plugged(at);
             if !reachable {
                 return None;
             }
@@ -184,12 +219,14 @@ fn check_pages(
     listed: &Option<Listed>,
     is_plugged: impl Fn(u64) -> bool,
 ) {
-    let sound =
-        gather(memory, chain, is_plugged).filter(|bytes| !bytes.is_empty() && bytes.len().is_multiple_of(4));
+    let sound = gather(memory, chain, is_plugged)
+        .filter(|bytes| !bytes.is_empty() && bytes.len().is_multiple_of(4));
     assert_eq!(listed.is_some(), sound.is_some(), "{chain:x?}");
     let (Some(listed), Some(bytes)) = (listed, sound) else { return };
-    let pages =
-        bytes.chunks(4).take(MAX_PAGES).map(|page| u64::from(u32::from_le_bytes(page.try_into().unwrap())));
+    let pages = bytes
+        .chunks(4)
+        .take(MAX_PAGES)
+        .map(|page| u64::from(u32::from_le_bytes(page.try_into().unwrap())));
     assert_eq!(listed.is_cut, bytes.len() > 4 * MAX_PAGES);
     check_ranges(listed, &pages.collect());
 }
@@ -210,7 +247,11 @@ fn check_ranges(listed: &Listed, pages: &BTreeSet<u64>) {
     let mut shown = BTreeSet::new();
     for range in &listed.ranges {
         assert!(range.start < range.end && range.start % PAGE == 0 && range.end % PAGE == 0);
-        assert!(shown.last().is_none_or(|last| (last + 1) * PAGE < range.start), "{:x?}", listed.ranges);
+        assert!(
+            shown.last().is_none_or(|last| (last + 1) * PAGE < range.start),
+            "{:x?}",
+            listed.ranges
+        );
         shown.extend(range.start / PAGE..range.end / PAGE);
     }
     assert_eq!(&shown, pages);
@@ -247,7 +288,8 @@ fn check_cut(
             assert_eq!(piece.verdict, expected, "page {page:#x} of {range:x?}");
         }
         let borders = [BOOT.end, DRAM.start, DRAM.end, PM.end];
-        let crosses = borders.iter().any(|border| piece.range.start < *border && *border < piece.range.end);
+        let crosses =
+            borders.iter().any(|border| piece.range.start < *border && *border < piece.range.end);
         assert!(!crosses, "{piece:x?}");
     }
     assert_eq!(next, range.end);

@@ -38,7 +38,8 @@ pub fn blk_request(bytes: &[u8]) {
 /// The same, of a parser that goes by other limits than the model: what is wrong must come out.
 pub fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut cursor = Cursor::new(bytes);
-    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
+    let memory =
+        GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
     let limits = Limits {
         capacity_bytes: 1 << 20,
         block_bytes: cursor.pick(&[512, 512, 4096]),
@@ -53,9 +54,14 @@ pub fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let table_len = if is_indirect {
         let len = 16 * chain.len() as u32;
         // The largest is of 65535 descriptors, and what is behind is one too many.
-        let lens = [len, len, len, len, len + 16, len - 16, len - 1, 0, 0xf_fff0, 0x10_0000, u32::MAX];
+        let lens =
+            [len, len, len, len, len + 16, len - 16, len - 1, 0, 0xf_fff0, 0x10_0000, u32::MAX];
         let len = cursor.pick(&lens);
-        write_descriptor(&memory, DESCRIPTORS, Descriptor { address: INDIRECT, len, flags: TABLE, next: 0 });
+        write_descriptor(
+            &memory,
+            DESCRIPTORS,
+            Descriptor { address: INDIRECT, len, flags: TABLE, next: 0 },
+        );
         len
     } else {
         16 * u32::from(QUEUE_SIZE)
@@ -83,19 +89,35 @@ fn queue() -> Queue {
 fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
     for slot in 0..8 {
         let kind = cursor.pick(&[0u32, 0, 1, 1, 4, 8, 11, 13, 14, 2, u32::MAX]);
-        let sector =
-            cursor.pick(&[0u64, 8, 2040, 2047, 2048, 7, 1 << 55, u64::MAX, u64::MAX / 512, (1 << 55) + 8]);
+        let sector = cursor.pick(&[
+            0u64,
+            8,
+            2040,
+            2047,
+            2048,
+            7,
+            1 << 55,
+            u64::MAX,
+            u64::MAX / 512,
+            (1 << 55) + 8,
+        ]);
         let at = BUFFERS + 0x100 * slot;
         memory.write_obj(kind, GuestAddress(at)).unwrap();
         memory.write_obj(sector, GuestAddress(at + 8)).unwrap();
         // A range behind it.
         memory.write_obj(sector, GuestAddress(at + 16)).unwrap();
-        memory.write_obj(cursor.pick(&[8u32, 1, 0, 2048, 2049, u32::MAX]), GuestAddress(at + 24)).unwrap();
+        memory
+            .write_obj(cursor.pick(&[8u32, 1, 0, 2048, 2049, u32::MAX]), GuestAddress(at + 24))
+            .unwrap();
         memory.write_obj(cursor.pick(&[0u32, 0, 1, 2, u32::MAX]), GuestAddress(at + 28)).unwrap();
     }
 }
 
-fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, is_indirect: bool) -> Vec<Descriptor> {
+fn write_chain(
+    memory: &GuestMemoryMmap<()>,
+    cursor: &mut Cursor<'_>,
+    is_indirect: bool,
+) -> Vec<Descriptor> {
     let table = if is_indirect { INDIRECT } else { DESCRIPTORS };
     // Mostly a header, some data, a status byte.
     let count = cursor.pick(&[3u16, 3, 3, 4, 4, 2, 1, QUEUE_SIZE]);
@@ -116,9 +138,21 @@ fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, is_indirec
             let len = match index {
                 0 => cursor.pick(&[16u32, 16, 16, 16, 16, 16, 32, 15, 17, 4, 0]),
                 _ if last => cursor.pick(&[1u32, 1, 1, 1, 1, 1, 513, 4097, 0, 2]),
-                _ => {
-                    cursor.pick(&[512u32, 4096, 512, 4096, 16, 32, 20, 1024, 8192, 0, 513, 1 << 20, u32::MAX])
-                }
+                _ => cursor.pick(&[
+                    512u32,
+                    4096,
+                    512,
+                    4096,
+                    16,
+                    32,
+                    20,
+                    1024,
+                    8192,
+                    0,
+                    513,
+                    1 << 20,
+                    u32::MAX,
+                ]),
             };
             let flips = if odd > 250 { WRITE } else { 0 };
             let next = if odd == 240 { cursor.number(1) as u16 } else { index + 1 };
@@ -175,7 +209,12 @@ fn check_against_model(
 }
 
 /// The specification once more, byte by byte: a chain at the start of a table, behind which there are zeros.
-fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], table_len: u32, limits: &Limits) -> Outcome {
+fn model(
+    memory: &GuestMemoryMmap<()>,
+    chain: &[Descriptor],
+    table_len: u32,
+    limits: &Limits,
+) -> Outcome {
     let (error, unsupported) =
         (Outcome::Refused(Status::IoError.code()), Outcome::Refused(Status::Unsupported.code()));
     // 1. The descriptors that the device sees (2.7.5.3 of tables).
@@ -238,7 +277,11 @@ fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], table_len: u32, lim
         11 if !limits.discard => unsupported,
         13 if !limits.write_zeroes => unsupported,
         11 | 13
-            if limits.read_only || writable > 0 || data == 0 || !data.is_multiple_of(16) || data > 512 =>
+            if limits.read_only
+                || writable > 0
+                || data == 0
+                || !data.is_multiple_of(16)
+                || data > 512 =>
         {
             error
         }
@@ -264,17 +307,27 @@ fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], table_len: u32, lim
 }
 
 /// Bytes of a list of buffers, one at a time; `None`: too few, or not in memory.
-fn gather(memory: &GuestMemoryMmap<()>, list: &[(u64, u32)], skip: usize, count: usize) -> Option<Vec<u8>> {
-    let places =
-        list.iter().flat_map(|(at, len)| (0..u64::from(*len)).map(move |offset| at.checked_add(offset)));
-    let bytes: Option<Vec<u8>> =
-        places.skip(skip).take(count).map(|place| memory.read_obj(GuestAddress(place?)).ok()).collect();
+fn gather(
+    memory: &GuestMemoryMmap<()>,
+    list: &[(u64, u32)],
+    skip: usize,
+    count: usize,
+) -> Option<Vec<u8>> {
+    let places = list
+        .iter()
+        .flat_map(|(at, len)| (0..u64::from(*len)).map(move |offset| at.checked_add(offset)));
+    let bytes: Option<Vec<u8>> = places
+        .skip(skip)
+        .take(count)
+        .map(|place| memory.read_obj(GuestAddress(place?)).ok())
+        .collect();
     bytes.filter(|bytes| bytes.len() == count)
 }
 
 /// What was accepted can be carried out: it ends, and touches nothing else of the disk.
 fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits) {
-    let within = |offset: u64, len: u64| assert!(offset + len <= limits.capacity_bytes, "{offset}+{len}");
+    let within =
+        |offset: u64, len: u64| assert!(offset + len <= limits.capacity_bytes, "{offset}+{len}");
     let mut job = Job::new(request, true);
     let mut buffers = Buffers::default();
     for _ in 0..100 {

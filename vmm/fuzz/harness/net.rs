@@ -36,7 +36,8 @@ pub fn net_request(bytes: &[u8]) {
 /// The same, of a parser that goes by other limits than the model: what is wrong must come out.
 pub fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut cursor = Cursor::new(bytes);
-    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
+    let memory =
+        GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
     let some = |cursor: &mut Cursor<'_>| cursor.pick(&[true, true, false]);
     let csum = some(&mut cursor);
     let (tso4, tso6) = (csum && some(&mut cursor), csum && some(&mut cursor));
@@ -49,7 +50,8 @@ pub fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
         let start = cursor.pick(&[34u16, 34, 0, 14, 1000, u16::MAX]);
         let flags = cursor.pick(&[0u8, 1, 1, 2, 3, 0xff]);
         let header =
-            [&[flags, kind, 7, 7][..], &size.to_le_bytes(), &start.to_le_bytes(), &[16, 0, 9, 9]].concat();
+            [&[flags, kind, 7, 7][..], &size.to_le_bytes(), &start.to_le_bytes(), &[16, 0, 9, 9]]
+                .concat();
         memory.write_slice(&header, GuestAddress(BUFFERS + 0x100 * slot)).unwrap();
     }
     let writes = cursor.pick(&[false, true]);
@@ -61,7 +63,8 @@ pub fn net_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let mut room = vec![0xaa; PACKET_LEN_MAX];
     let parsed_by = wrong(limits);
     let room: &mut [u8; PACKET_LEN_MAX] = room.as_mut_slice().try_into().unwrap();
-    let sent = read_packet(&memory, &mut popped, &parsed_by, room).ok().map(|len| room[..len].to_vec());
+    let sent =
+        read_packet(&memory, &mut popped, &parsed_by, room).ok().map(|len| room[..len].to_vec());
     assert_eq!(
         sent,
         seen.as_ref().and_then(|seen| model_sent(&memory, seen, offloads)),
@@ -98,7 +101,11 @@ fn queue(memory: &GuestMemoryMmap<()>) -> Queue {
     queue
 }
 
-fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, writes: bool) -> Vec<Descriptor> {
+fn write_chain(
+    memory: &GuestMemoryMmap<()>,
+    cursor: &mut Cursor<'_>,
+    writes: bool,
+) -> Vec<Descriptor> {
     let count = cursor.pick(&[1u16, 2, 2, 3, 4, 5, QUEUE_SIZE]);
     let chain: Vec<_> = (0..count)
         .map(|index| {
@@ -113,12 +120,15 @@ fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, writes: bo
                 _ => slot,
             };
             let len = match index {
-                0 => cursor.pick(&[12u32, 12, 12, 26, 72, 1526, 11, 5, 0, 65_566, 65_567, u32::MAX]),
+                0 => {
+                    cursor.pick(&[12u32, 12, 12, 26, 72, 1526, 11, 5, 0, 65_566, 65_567, u32::MAX])
+                }
                 _ => cursor.pick(&[60u32, 14, 13, 1514, 0, 1, 40_000, 65_554, 65_555, 1 << 31]),
             };
             let flips = if odd > 250 { WRITE } else { 0 };
             let next = if odd == 240 { cursor.number(1) as u16 } else { index + 1 };
-            let flags = (if writes { WRITE } else { 0 } ^ flips) | if last && odd != 241 { 0 } else { NEXT };
+            let flags = (if writes { WRITE } else { 0 } ^ flips)
+                | if last && odd != 241 { 0 } else { NEXT };
             Descriptor { address, len, flags, next }
         })
         .collect();
@@ -153,15 +163,20 @@ fn model_chain(chain: &[Descriptor], limits: &Limits) -> Option<Vec<Descriptor>>
 }
 
 /// What the tap is given, byte by byte.
-fn model_sent(memory: &GuestMemoryMmap<()>, seen: &[Descriptor], offloads: Offloads) -> Option<Vec<u8>> {
+fn model_sent(
+    memory: &GuestMemoryMmap<()>,
+    seen: &[Descriptor],
+    offloads: Offloads,
+) -> Option<Vec<u8>> {
     let len: u64 = seen.iter().map(|descriptor| u64::from(descriptor.len)).sum();
     if seen.iter().any(|descriptor| descriptor.flags & WRITE != 0)
         || len > (HEADER_LEN + FRAME_LEN_MAX) as u64
     {
         return None;
     }
-    let places =
-        seen.iter().flat_map(|d| (0..u64::from(d.len)).map(move |offset| d.address.checked_add(offset)));
+    let places = seen
+        .iter()
+        .flat_map(|d| (0..u64::from(d.len)).map(move |offset| d.address.checked_add(offset)));
     let mut bytes: Vec<u8> =
         places.map(|place| memory.read_obj(GuestAddress(place?)).ok()).collect::<Option<_>>()?;
     if bytes.len() < 26 {
@@ -207,15 +222,21 @@ fn model_room(seen: &[Descriptor]) -> Option<usize> {
 }
 
 /// What is written is all there, and nothing else is.
-fn check_written(memory: &GuestMemoryMmap<()>, seen: &[Descriptor], hand: &mut Hand, packet_len: usize) {
+fn check_written(
+    memory: &GuestMemoryMmap<()>,
+    seen: &[Descriptor],
+    hand: &mut Hand,
+    packet_len: usize,
+) {
     let mut packet: Vec<u8> = (0..packet_len).map(|nth| (nth % 251) as u8 + 1).collect();
     let mut expected = vec![0; MEMORY_LEN as usize];
     memory.read_slice(&mut expected, GuestAddress(0)).unwrap();
     let mut used = Vec::new();
     let result = hand.write(memory, &mut packet, 1, &mut used);
     assert_eq!(packet[10..12], [1, 0]);
-    let places =
-        seen.iter().flat_map(|d| (0..u64::from(d.len)).map(move |offset| d.address.checked_add(offset)));
+    let places = seen
+        .iter()
+        .flat_map(|d| (0..u64::from(d.len)).map(move |offset| d.address.checked_add(offset)));
     let places: Vec<_> = places.take(packet_len).collect();
     let is_there = places.iter().all(|place| place.is_some_and(|place| place < MEMORY_LEN));
     assert_eq!(

@@ -97,7 +97,12 @@ pub struct HotplugPage {
 impl HotplugPage {
     /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on a vCPU's thread.
     pub fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
-        Self { slots: Mutex::default(), dimms: Mutex::default(), cpus: None, eject: Box::new(eject) }
+        Self {
+            slots: Mutex::default(),
+            dimms: Mutex::default(),
+            cpus: None,
+            eject: Box::new(eject),
+        }
     }
 
     /// With the part of vCPUs.
@@ -220,7 +225,10 @@ mod tests {
         let mut slots = PciSlots::default();
         slots.ask(5);
         slots.put(5);
-        assert_eq!((slots.is_leaving(5), slots.read(PCI_DOWN), slots.read(PCI_UP)), (false, 0, 1 << 5));
+        assert_eq!(
+            (slots.is_leaving(5), slots.read(PCI_DOWN), slots.read(PCI_UP)),
+            (false, 0, 1 << 5)
+        );
         assert!(slots.write(PCI_EJECT, 1 << 5).is_empty());
     }
 

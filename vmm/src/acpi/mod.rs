@@ -183,12 +183,17 @@ mod tests {
         assert_eq!((sum(&rsdp[..20]), sum(rsdp), rsdp[15], u32_at(rsdp, 20)), (0, 0, 2, 36));
         let xsdt = table_at(tables, u64_at(rsdp, 24));
         assert_eq!(&xsdt[..4], b"XSDT");
-        let mut found: Vec<&[u8]> =
-            (36..xsdt.len()).step_by(8).map(|offset| table_at(tables, u64_at(xsdt, offset))).collect();
+        let mut found: Vec<&[u8]> = (36..xsdt.len())
+            .step_by(8)
+            .map(|offset| table_at(tables, u64_at(xsdt, offset)))
+            .collect();
         assert_eq!(&found[0][..4], b"FACP");
         // ACPI 6.5, table 5.9: X_DSDT at 140.
         found.push(table_at(tables, u64_at(found[0], 140)));
-        found.into_iter().map(|table| (String::from_utf8(table[..4].to_vec()).unwrap(), table)).collect()
+        found
+            .into_iter()
+            .map(|table| (String::from_utf8(table[..4].to_vec()).unwrap(), table))
+            .collect()
     }
 
     fn large() -> AcpiInput {
@@ -222,8 +227,20 @@ mod tests {
                 },
             ],
             nvdimms: vec![
-                Nvdimm { start: 16 << 30, size_bytes: 1 << 30, node: 1, flush_hint: true, read_only: false },
-                Nvdimm { start: 17 << 30, size_bytes: 1 << 21, node: 0, flush_hint: false, read_only: true },
+                Nvdimm {
+                    start: 16 << 30,
+                    size_bytes: 1 << 30,
+                    node: 1,
+                    flush_hint: true,
+                    read_only: false,
+                },
+                Nvdimm {
+                    start: 17 << 30,
+                    size_bytes: 1 << 21,
+                    node: 0,
+                    flush_hint: false,
+                    read_only: true,
+                },
             ],
         }
     }
@@ -249,13 +266,15 @@ mod tests {
 
     #[test]
     fn tables_are_written_where_the_start_info_points() {
-        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         let tables = build(&large()).unwrap();
         tables.write(&memory).unwrap();
         let mut bytes = vec![0; tables.bytes().len()];
         memory.read_slice(&mut bytes, RSDP_START).unwrap();
         assert_eq!(bytes, tables.bytes());
-        let tiny: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0xa_0000)]).unwrap();
+        let tiny: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0xa_0000)]).unwrap();
         assert!(matches!(tables.write(&tiny), Err(AcpiError::Write(_))));
     }
 
@@ -267,7 +286,8 @@ mod tests {
             return;
         };
         for (name, table) in walk(&build(&large()).unwrap()) {
-            let path = std::path::Path::new(&directory).join(format!("{}.aml", name.to_lowercase()));
+            let path =
+                std::path::Path::new(&directory).join(format!("{}.aml", name.to_lowercase()));
             std::fs::write(path, table).unwrap();
         }
     }

@@ -9,8 +9,9 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Arg, BufferData, CreateDWordField, Device, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule,
-    FieldUpdateRule, If, Local, Method, Name, OpRegion, OpRegionSpace, Return, Store, Uuid,
+    Arg, BufferData, CreateDWordField, Device, Equal, Field, FieldAccessType, FieldEntry,
+    FieldLockRule, FieldUpdateRule, If, Local, Method, Name, OpRegion, OpRegionSpace, Return,
+    Store, Uuid,
 };
 use zerocopy::{Immutable, IntoBytes};
 
@@ -131,7 +132,10 @@ pub fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
     let mut body = vec![0; 4];
     for (index, nvdimm) in nvdimms.iter().enumerate() {
         let Nvdimm { start, size_bytes, .. } = *nvdimm;
-        if size_bytes == 0 || !size_bytes.is_multiple_of(PAGE_BYTES) || !start.is_multiple_of(PAGE_BYTES) {
+        if size_bytes == 0
+            || !size_bytes.is_multiple_of(PAGE_BYTES)
+            || !start.is_multiple_of(PAGE_BYTES)
+        {
             return Err(AcpiError::BadNvdimm { start, size_bytes });
         }
         append(&mut body, index, nvdimm);
@@ -250,7 +254,8 @@ pub fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
         )
         .to_aml_bytes(&mut children);
     }
-    Device::new(path("NVDR"), vec![&Name::new(path("_HID"), &"ACPI0012"), &Raw(children)]).to_aml_bytes(sink);
+    Device::new(path("NVDR"), vec![&Name::new(path("_HID"), &"ACPI0012"), &Raw(children)])
+        .to_aml_bytes(sink);
 }
 
 /// `_DSM` of a DIMM (ACPI 6.5, 9.1.1): function 0 says which functions there are, function 1 is Get Health Information: a
@@ -329,8 +334,10 @@ mod tests {
     #[test]
     fn structures_have_the_lengths_that_linux_insists_on() {
         let nfit = nfit(&[nvdimm(true), nvdimm(false)]).unwrap();
-        let lengths: Vec<(u16, usize)> =
-            structures(&nfit).into_iter().map(|(kind, structure)| (kind, structure.len())).collect();
+        let lengths: Vec<(u16, usize)> = structures(&nfit)
+            .into_iter()
+            .map(|(kind, structure)| (kind, structure.len()))
+            .collect();
         assert_eq!(lengths, [(0, 56), (1, 48), (4, 32), (6, 24), (0, 56), (1, 48), (4, 32)]);
     }
 
@@ -342,12 +349,21 @@ mod tests {
             (structures[3].1, structures[4].1, structures[5].1, structures[6].1);
         // Table 5.144: index 4, flags 6, domain 12, GUID 16, base 32, length 40, attributes 48.
         assert_eq!((u16_at(range, 4), u16_at(range, 6), range[12]), (2, 2, 1));
-        let guid = [0x79, 0xd3, 0xf0, 0x66, 0xf3, 0xb4, 0x74, 0x40, 0xac, 0x43, 0x0d, 0x33, 0x18, 0xb7, 0x8c];
+        let guid = [
+            0x79, 0xd3, 0xf0, 0x66, 0xf3, 0xb4, 0x74, 0x40, 0xac, 0x43, 0x0d, 0x33, 0x18, 0xb7,
+            0x8c,
+        ];
         assert_eq!(range[16..31], guid);
-        assert_eq!((u64_at(range, 32), u64_at(range, 40), u64_at(range, 48)), (1 << 34, 1 << 28, 0x8008));
+        assert_eq!(
+            (u64_at(range, 32), u64_at(range, 40), u64_at(range, 48)),
+            (1 << 34, 1 << 28, 0x8008)
+        );
         // Table 5.145: handle 4, range index 12, control region index 14, size 16, ways 42, flags 44.
         assert_eq!((mapping[4], u16_at(mapping, 12), u16_at(mapping, 14)), (2, 2, 2));
-        assert_eq!((u64_at(mapping, 16), u16_at(mapping, 40), u16_at(mapping, 42)), (1 << 28, 0, 1));
+        assert_eq!(
+            (u64_at(mapping, 16), u16_at(mapping, 40), u16_at(mapping, 42)),
+            (1 << 28, 0, 1)
+        );
         assert_eq!(u16_at(mapping, 44), 0);
         // Table 5.149: index 4, serial number 24, interface 28, windows 30.
         assert_eq!(
@@ -355,7 +371,10 @@ mod tests {
             (2, 2, 0x1901, 0)
         );
         // Table 5.152: handle 4, count 8, addresses from 16.
-        assert_eq!((hint[4], u16_at(hint, 8), u64_at(hint, 16)), (2, 1, FLUSH_HINT_START + FLUSH_HINT_LEN));
+        assert_eq!(
+            (hint[4], u16_at(hint, 8), u64_at(hint, 16)),
+            (2, 1, FLUSH_HINT_START + FLUSH_HINT_LEN)
+        );
     }
 
     #[test]
@@ -367,7 +386,9 @@ mod tests {
         let of = |kind, at: usize| {
             let structures = structures(&nfit);
             let found = structures.iter().filter(move |(found, _)| *found == kind);
-            found.map(|(_, structure)| u64_at(&[structure, &[0; 8][..]].concat(), at)).collect::<Vec<_>>()
+            found
+                .map(|(_, structure)| u64_at(&[structure, &[0; 8][..]].concat(), at))
+                .collect::<Vec<_>>()
         };
         // In the order of the flags: Linux numbers regions, and with them /dev/pmem0s, in the order of the ranges.
         assert!(of(0, 32).iter().copied().eq(nvdimms.iter().map(|nvdimm| nvdimm.start)));

@@ -51,7 +51,10 @@ pub struct NumaNode {
 /// # Panics
 /// If a node does not say its distance to each.
 pub fn tables(nodes: &[NumaNode]) -> Vec<Vec<u8>> {
-    assert!(nodes.iter().all(|node| node.distances.len() == nodes.len()), "a distance to each node");
+    assert!(
+        nodes.iter().all(|node| node.distances.len() == nodes.len()),
+        "a distance to each node"
+    );
     let mut tables = vec![srat(nodes), slit(nodes)];
     tables.extend(hmat(nodes));
     tables
@@ -217,23 +220,30 @@ mod tests {
         bytes.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes)).collect()
     }
 
-    fn figures(read_latency_ns: u32, write_latency_ns: u32, bandwidth_mb_per_s: u64) -> Performance {
+    fn figures(
+        read_latency_ns: u32,
+        write_latency_ns: u32,
+        bandwidth_mb_per_s: u64,
+    ) -> Performance {
         Performance { read_latency_ns, write_latency_ns, bandwidth_mb_per_s }
     }
 
     /// Two sockets, and PM that is near to the second.
     fn nodes() -> Vec<NumaNode> {
         let memory = |start: u64, len: u64, hotpluggable| NodeMemory { start, len, hotpluggable };
-        let node =
-            |vcpus: &[u8], near, distances: [u8; 3], memory: &[NodeMemory], performance: [Performance; 2]| {
-                NumaNode {
-                    vcpus: vcpus.to_vec(),
-                    memory: memory.to_vec(),
-                    distances: distances.to_vec(),
+        let node = |vcpus: &[u8],
                     near,
-                    performance: performance.to_vec(),
-                }
-            };
+                    distances: [u8; 3],
+                    memory: &[NodeMemory],
+                    performance: [Performance; 2]| {
+            NumaNode {
+                vcpus: vcpus.to_vec(),
+                memory: memory.to_vec(),
+                distances: distances.to_vec(),
+                near,
+                performance: performance.to_vec(),
+            }
+        };
         let (near, far) = (figures(90, 86, 40_000), figures(180, 172, 20_000));
         vec![
             node(
@@ -265,7 +275,10 @@ mod tests {
         let processors: Vec<&[u8]> = srat[48..96].chunks(16).collect();
         assert_eq!(processors[1][..5], [0, 16, 0, 1, 1]);
         assert_eq!(processors[2][..5], [0, 16, 1, 2, 1]);
-        assert_eq!(processor_affinity(0x0403_0201, 7), [0, 16, 1, 7, 1, 0, 0, 0, 0, 2, 3, 4, 0, 0, 0, 0]);
+        assert_eq!(
+            processor_affinity(0x0403_0201, 7),
+            [0, 16, 1, 7, 1, 0, 0, 0, 0, 2, 3, 4, 0, 0, 0, 0]
+        );
         // Table 5.58: type 1, length, domain at 2, base at 8, length at 16, flags at 28.
         let ranges: Vec<_> = srat[96..]
             .chunks(40)
@@ -303,7 +316,9 @@ mod tests {
         let hmat = hmat(&nodes()).unwrap();
         assert_eq!((&hmat[..4], hmat[8], u32_at(&hmat, 36)), (&b"HMAT"[..], 2, 0));
         // 5.2.27.3: type 0, length 40 at 4, flags at 8 (bit 0: the initiator is valid), initiator at 12, memory at 16.
-        for (structure, (initiator, memory)) in hmat[40..160].chunks(40).zip([(0, 0), (1, 1), (1, 2)]) {
+        for (structure, (initiator, memory)) in
+            hmat[40..160].chunks(40).zip([(0, 0), (1, 1), (1, 2)])
+        {
             assert_eq!(structure[..8], [0, 0, 0, 0, 40, 0, 0, 0]);
             assert_eq!(structure[8..12], [1, 0, 0, 0]);
             assert_eq!((u32_at(structure, 12), u32_at(structure, 16)), (initiator, memory));
@@ -327,7 +342,10 @@ mod tests {
             assert_eq!(u32_at(structure, 4), 64);
             // Flags: memory, and not a cache of it.
             assert_eq!(structure[8..12], [0, data_type, 0, 0]);
-            assert_eq!((u32_at(structure, 12), u32_at(structure, 16), u64_at(structure, 24)), (2, 3, unit));
+            assert_eq!(
+                (u32_at(structure, 12), u32_at(structure, 16), u64_at(structure, 24)),
+                (2, 3, unit)
+            );
             let ids: Vec<u32> = (32..52).step_by(4).map(|at| u32_at(structure, at)).collect();
             assert_eq!(ids, [0, 1, 0, 1, 2]);
             assert_eq!(u16s(&structure[52..]), entries);

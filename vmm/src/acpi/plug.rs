@@ -52,7 +52,11 @@ impl Plug {
     /// A guest that boots with `boot` of `max`.
     pub fn new(boot: u8, max: u8) -> Self {
         let state = |index| if index < boot { State::Present } else { State::Absent };
-        Self { states: (0..max).map(state).collect(), added: BTreeSet::new(), asked: BTreeSet::new() }
+        Self {
+            states: (0..max).map(state).collect(),
+            added: BTreeSet::new(),
+            asked: BTreeSet::new(),
+        }
     }
 
     fn of(&self, state: State) -> impl Iterator<Item = u8> {
@@ -67,7 +71,11 @@ impl Plug {
     /// Those that are on their way out, ascending.
     pub fn pending(&self) -> Vec<u8> {
         let is_pending = |state: &State| matches!(state, State::Leaving | State::Gone);
-        (0..).zip(&self.states).filter(|(_, state)| is_pending(state)).map(|(index, _)| index).collect()
+        (0..)
+            .zip(&self.states)
+            .filter(|(_, state)| is_pending(state))
+            .map(|(index, _)| index)
+            .collect()
     }
 
     /// What it takes to have `desired` of them, which is 1 to the most.

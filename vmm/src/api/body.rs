@@ -39,7 +39,10 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
                 status: StatusCode::REQUEST_TIMEOUT,
                 reason: format!("it did not end within {} s", BODY_TIMEOUT.as_secs()),
             })?
-            .map_err(|error| ApiError::Body { status: error.status(), reason: error.body_text() })?;
+            .map_err(|error| ApiError::Body {
+                status: error.status(),
+                reason: error.body_text(),
+            })?;
         let (value, warnings) = parse(&bytes)?;
         for warning in warnings {
             tracing::warn!(call, "{warning}");
@@ -102,7 +105,10 @@ mod tests {
             br#"{"desired_ram": "2G"}"#,
             r#""2G", and must be a whole number from 0 to 18446744073709551615"#,
         );
-        told(br#"{"desired_ram": -1}"#, "-1, and must be a whole number from 0 to 18446744073709551615");
+        told(
+            br#"{"desired_ram": -1}"#,
+            "-1, and must be a whole number from 0 to 18446744073709551615",
+        );
         assert!(text(br#"{"desired_ram": 1"#).contains("EOF"));
     }
 

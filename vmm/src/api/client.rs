@@ -72,7 +72,12 @@ impl Client {
     }
 
     /// The same with the descriptors of these numbers beside it.
-    pub async fn put_with(&self, call: &str, body: String, fds: &[RawFd]) -> Result<Bytes, ClientError> {
+    pub async fn put_with(
+        &self,
+        call: &str,
+        body: String,
+        fds: &[RawFd],
+    ) -> Result<Bytes, ClientError> {
         let stream = self.connect().await?;
         if !fds.is_empty() {
             send_descriptors(&stream, fds).await.map_err(|error| self.unsent(error))?;
@@ -87,7 +92,8 @@ impl Client {
         mut take: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> Result<(), ClientError> {
         let stream = self.connect().await?;
-        let answer = send(stream, Method::GET, call, None).await.map_err(|error| self.unreadable(error))?;
+        let answer =
+            send(stream, Method::GET, call, None).await.map_err(|error| self.unreadable(error))?;
         let status = answer.status();
         if !status.is_success() {
             let body = collect(answer).await.map_err(|error| self.unreadable(error))?;
@@ -107,7 +113,12 @@ impl Client {
             .map_err(|source| ClientError::Connect { path: self.path.clone(), source })
     }
 
-    async fn call(&self, method: Method, call: &str, body: Option<String>) -> Result<Bytes, ClientError> {
+    async fn call(
+        &self,
+        method: Method,
+        call: &str,
+        body: Option<String>,
+    ) -> Result<Bytes, ClientError> {
         let stream = self.connect().await?;
         self.finish(stream, method, call, body).await
     }
@@ -147,7 +158,8 @@ async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> 
     loop {
         stream.writable().await?;
         let sent = stream.try_io(Interest::WRITABLE, || {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
                 let reason = format!("{} are more than a call takes, {MAX_DESCRIPTORS}", fds.len());

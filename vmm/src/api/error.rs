@@ -56,10 +56,11 @@ impl ApiError {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::UnknownCall(_)
-            | Self::Vm(VmError::NotCreated | VmError::NoSuchDisk { .. } | VmError::NoSuchDevice { .. }) => {
-                StatusCode::NOT_FOUND
-            }
-            Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
+            | Self::Vm(
+                VmError::NotCreated | VmError::NoSuchDisk { .. } | VmError::NoSuchDevice { .. },
+            ) => StatusCode::NOT_FOUND,
+            Self::WrongMethod { .. }
+            | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
                 StatusCode::METHOD_NOT_ALLOWED
             }
             Self::TooManyFollowers { .. }
@@ -90,7 +91,8 @@ impl ApiError {
 impl IntoResponse for ApiError {
     /// A JSON list: the error, then its causes.
     fn into_response(self) -> Response {
-        let causes = std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());
+        let causes =
+            std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());
         let chain: Vec<String> = causes.map(ToString::to_string).collect();
         tracing::debug!(status = %self.status(), error = chain[0], "A request is refused");
         (self.status(), Json(chain)).into_response()

@@ -38,8 +38,10 @@ impl Descriptors {
         let mut waiting = self.0.lock();
         waiting.extend(fds);
         if waiting.len() > MAX_WAITING {
-            let reason =
-                format!("{} file descriptors wait for a call, at most {MAX_WAITING} may", waiting.len());
+            let reason = format!(
+                "{} file descriptors wait for a call, at most {MAX_WAITING} may",
+                waiting.len()
+            );
             waiting.clear();
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
@@ -68,7 +70,8 @@ impl FdReader {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(self.stream.as_ref(), &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
+        let received =
+            recvmsg(self.stream.as_ref(), &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
         let fds = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
@@ -136,9 +139,11 @@ mod tests {
                 };
                 waiting.take().into_iter().map(read).collect::<Vec<_>>().join(",")
             };
-            let router =
-                Router::new().route("/take", put(take)).route("/leave", put(async |_: Request| "left"));
-            let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
+            let router = Router::new()
+                .route("/take", put(take))
+                .route("/leave", put(async |_: Request| "left"));
+            let socket =
+                Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
             let server = Server::start(socket, router, Limits::API).unwrap();
             tokio::task::spawn_blocking(move || test(&path)).await.unwrap();
             server.stop().await;
@@ -180,7 +185,10 @@ mod tests {
     }
 
     fn request(call: &str, body: &str) -> String {
-        format!("PUT /{call} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+        format!(
+            "PUT /{call} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        )
     }
 
     /// Whether everybody else closes the descriptor that `send` is given: only then does a pipe's reader see the end.
@@ -237,7 +245,9 @@ mod tests {
             send(&stream, &request("take", "{}"), &[&file; MAX_WAITING]);
             assert_eq!(receive(&mut stream).unwrap().split(',').count(), 127);
             // Who hangs up in the middle leaves nothing behind.
-            assert_closed(|file| send(&BlockingStream::connect(path).unwrap(), "PUT /ta", &[file; 30]));
+            assert_closed(|file| {
+                send(&BlockingStream::connect(path).unwrap(), "PUT /ta", &[file; 30])
+            });
         });
     }
 }

@@ -130,7 +130,9 @@ impl Seats {
         let candidates = states.iter().filter(|(state, _)| state.has_asked == (silent == 0));
         let longest = candidates.filter_map(|(state, seat)| Some((state.waits.since()?, seat)));
         match longest.min_by_key(|(since, _)| *since) {
-            Some((since, seat)) if since.elapsed() >= self.limits.grace => Room::Instead(Arc::clone(seat)),
+            Some((since, seat)) if since.elapsed() >= self.limits.grace => {
+                Room::Instead(Arc::clone(seat))
+            }
             Some((since, _)) => Room::From(since + self.limits.grace),
             None => Room::None,
         }
@@ -417,7 +419,10 @@ mod tests {
                 last.rotate_left(1);
                 last[1] = silent(&seats);
             }
-            assert!(!has_to_go(&kept, Duration::ZERO).await && !has_to_go(&served, Duration::ZERO).await);
+            assert!(
+                !has_to_go(&kept, Duration::ZERO).await
+                    && !has_to_go(&served, Duration::ZERO).await
+            );
             let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
             assert_eq!((count(&seats.counters.silent), count(&seats.counters.idle)), (100, 0));
             assert_eq!(count(&seats.counters.accepted), 104);
@@ -516,7 +521,11 @@ mod tests {
             ("the first byte", |_| (), |seat| seat.read(true)),
             ("the first request", |seat| seat.read(true), |seat| assert!(seat.called())),
             ("the head of a body", |seat| seat.read(true), |seat| assert!(seat.promised_body())),
-            ("the end of a body", |seat| assert!(seat.promised_body()), |seat| assert!(seat.called())),
+            (
+                "the end of a body",
+                |seat| assert!(seat.promised_body()),
+                |seat| assert!(seat.called()),
+            ),
             ("an answer", |seat| assert!(seat.called()), Seat::answered),
         ];
         run(async {

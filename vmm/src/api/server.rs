@@ -209,7 +209,8 @@ async fn serve_connection<A: Accepted>(
     http.title_case_headers(true);
     // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
     http.half_close(true);
-    let stream = WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
+    let stream =
+        WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
     let calls = TowerToHyperService::new(router);
     let served = Arc::clone(&seat);
     let service = service_fn(move |request: Request<Incoming>| {

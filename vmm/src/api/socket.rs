@@ -64,8 +64,11 @@ impl Socket {
                     listener.set_nonblocking(true)?;
                     Ok(listener)
                 };
-                let listener =
-                    bind().map_err(|source| SocketError::BindAddress { flag, address: *address, source })?;
+                let listener = bind().map_err(|source| SocketError::BindAddress {
+                    flag,
+                    address: *address,
+                    source,
+                })?;
                 Ok(Self { listener: Listener::Tcp(listener), file: None })
             }
         }
@@ -79,7 +82,11 @@ impl Socket {
         }
     }
 
-    fn bind_path(flag: &'static str, path: &Path, access: &SocketAccess) -> Result<Self, SocketError> {
+    fn bind_path(
+        flag: &'static str,
+        path: &Path,
+        access: &SocketAccess,
+    ) -> Result<Self, SocketError> {
         let (listener, file) = unix_socket::listen(flag, path, access)?;
         Ok(Self { listener: Listener::Unix(listener), file: Some(file) })
     }
@@ -110,8 +117,9 @@ fn is_listening_unix_socket(fd: RawFd) -> bool {
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
         // SAFETY: `value` and `len` are valid for writes of what `len` says; a descriptor that is closed or no
         // socket is an error.
-        let result =
-            unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len) };
+        let result = unsafe {
+            libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len)
+        };
         (result == 0).then_some(value)
     };
     option(libc::SO_DOMAIN) == Some(libc::AF_UNIX) && option(libc::SO_ACCEPTCONN) == Some(1)
@@ -126,9 +134,10 @@ mod tests {
 
     #[test]
     fn what_cannot_be_bound_is_named() {
-        let text = Socket::for_api(&ApiSocket::Path("/nowhere/api".into(), SocketAccess::default()))
-            .unwrap_err()
-            .to_string();
+        let text =
+            Socket::for_api(&ApiSocket::Path("/nowhere/api".into(), SocketAccess::default()))
+                .unwrap_err()
+                .to_string();
         assert_eq!(text, r#"--api-socket: cannot listen on "/nowhere/api""#);
         let any = MetricsAddress::Tcp("127.0.0.1:0".parse().unwrap(), Vec::new());
         let first = Socket::for_metrics(&any).unwrap();

@@ -20,8 +20,8 @@ use crate::config::{ApiSocket, DeviceConfig, test_config};
 use crate::events::{Event, Events};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::{
-    PciDeviceInfo, PoolInfo, PoolStatus, Requests, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError,
-    VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+    PciDeviceInfo, PoolInfo, PoolStatus, Requests, ResizeDiskRequest, ResizeRequest, ResizeStatus,
+    VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 
@@ -68,10 +68,13 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
             VmRequest::Delete(reply) => reply.send(Ok(())).unwrap(),
             VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
             VmRequest::ResizeZone(resize, reply) => {
-                let known = VmError::BadRequest("The VM has no zone \"x\"; its zones: dram".to_owned());
+                let known =
+                    VmError::BadRequest("The VM has no zone \"x\"; its zones: dram".to_owned());
                 reply.send(if resize.id == "x" { Err(known) } else { Ok(()) }).unwrap();
             }
-            VmRequest::ResizeDisk(resize, reply) => reply.send(answer_resize_disk(&resize)).unwrap(),
+            VmRequest::ResizeDisk(resize, reply) => {
+                reply.send(answer_resize_disk(&resize)).unwrap()
+            }
             VmRequest::AddDevice(device, reply) => reply.send(answer_add(&device)).unwrap(),
             VmRequest::RemoveDevice(id, reply) => {
                 let known = id == "_disk0";
@@ -90,16 +93,23 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
                 reply.send(Err(VmError::CannotResume { reason })).unwrap();
             }
             VmRequest::Pressure(_, reply) => reply.send(Ok(pressure())).unwrap(),
-            VmRequest::ChangePressure(_, reply) | VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
+            VmRequest::ChangePressure(_, reply)
+            | VmRequest::PowerButton(reply)
+            | VmRequest::Nmi(reply) => {
                 reply.send(Ok(())).unwrap();
             }
             VmRequest::Boot(reply) => {
-                let refused =
-                    VmError::WrongState { verb: "vm.boot", state: VmState::Running, needs: "created" };
+                let refused = VmError::WrongState {
+                    verb: "vm.boot",
+                    state: VmState::Running,
+                    needs: "created",
+                };
                 reply.send(Err(refused)).unwrap();
             }
             VmRequest::Shutdown(reply) => reply.send(Err(VmError::NotCreated)).unwrap(),
-            VmRequest::Reboot(reply) => reply.send(Err(VmError::Failed("no memory".to_owned()))).unwrap(),
+            VmRequest::Reboot(reply) => {
+                reply.send(Err(VmError::Failed("no memory".to_owned()))).unwrap()
+            }
             VmRequest::ShutdownVmm(reply) => {
                 reply.send(Ok(())).unwrap();
                 return;
@@ -223,7 +233,9 @@ fn run_serving<F: Future<Output = ()>>(
         tokio::spawn(own(requests, sender));
         let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(vm, events.clone()), limits).unwrap();
-        timeout(PATIENCE, test(Fixture { server, path, events, asked, _dir: dir })).await.expect("an answer");
+        timeout(PATIENCE, test(Fixture { server, path, events, asked, _dir: dir }))
+            .await
+            .expect("an answer");
     });
 }
 
@@ -268,7 +280,10 @@ impl Client {
 }
 
 fn request(method: &str, path: &str, body: &str) -> String {
-    format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+    format!(
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    )
 }
 
 impl Fixture {
@@ -378,7 +393,10 @@ fn volumes_tell_their_interface_and_why_one_has_failed() {
         let answer: Value = serde_json::from_str(&body).unwrap();
         let volume = &answer["volumes"][0];
         assert_eq!((status, &volume["name"]), (200, &json!("data")));
-        assert_eq!((&volume["interface"], &volume["durability"]), (&json!("nvdimm"), &json!("page-cache")));
+        assert_eq!(
+            (&volume["interface"], &volume["durability"]),
+            (&json!("nvdimm"), &json!("page-cache"))
+        );
         assert_eq!(volume["status"], json!({"state": "failed", "reason": "no room"}));
         assert_eq!(volume["guest_btt"], json!({"verdict": "suspect", "reason": "preempts fully"}));
     });
@@ -400,7 +418,8 @@ fn pools_tell_whose_their_bytes_are_and_why_one_is_read_only() {
 fn a_resize_is_asked_of_the_owner_and_may_be_repeated() {
     run(async |mut fixture| {
         for _ in 0..2 {
-            let (status, body) = fixture.call("PUT", "vm.resize", r#"{"desired_ram": 1073741824}"#).await;
+            let (status, body) =
+                fixture.call("PUT", "vm.resize", r#"{"desired_ram": 1073741824}"#).await;
             assert_eq!((status, body.as_str()), (204, ""));
             assert!(fixture.asked.recv().await.unwrap().contains("desired_ram: Some(1073741824)"));
         }
@@ -426,17 +445,23 @@ fn pressure_is_shown_and_changed() {
         let change = r#"{"pause": true, "resume": true, "zone": "pm"}"#;
         assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
         let asked = fixture.asked.recv().await.unwrap();
-        assert!(asked.contains(r#"pause: Some(true), resume: Some(true), zone: Some("pm")"#), "{asked}");
-        let change =
-            r#"{"policy": "pmb", "params": {"unit": "8M"}, "rules": {"cool_down": 2000, "floor": "64M"}}"#;
+        assert!(
+            asked.contains(r#"pause: Some(true), resume: Some(true), zone: Some("pm")"#),
+            "{asked}"
+        );
+        let change = r#"{"policy": "pmb", "params": {"unit": "8M"}, "rules": {"cool_down": 2000, "floor": "64M"}}"#;
         assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
         let asked = fixture.asked.recv().await.unwrap();
         let params = r#"params: Some(ParamSettings({"unit": Text("8M")})), "#;
-        let rules = r#"rules: Some(ParamSettings({"cool_down": Number(2000), "floor": Text("64M")}))"#;
+        let rules =
+            r#"rules: Some(ParamSettings({"cool_down": Number(2000), "floor": Text("64M")}))"#;
         assert!(asked.contains(&format!("{params}{rules}")), "{asked}");
         // What is null is as good as left out.
         assert_eq!(
-            fixture.call("PUT", "vm.pressure", r#"{"policy": null, "size": null, "params": null}"#).await.0,
+            fixture
+                .call("PUT", "vm.pressure", r#"{"policy": null, "size": null, "params": null}"#)
+                .await
+                .0,
             204
         );
     });
@@ -460,18 +485,33 @@ fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
             (r#"{"policy": "magic"}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
             (r#"{"policy": "PSI"}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
             (r#"{"policy": "fixed"}"#, "size= is missing"),
-            (r#"{"policy": "psi", "size": 2097152}"#, "is not taken by policy psi, but by fixed alone"),
+            (
+                r#"{"policy": "psi", "size": 2097152}"#,
+                "is not taken by policy psi, but by fixed alone",
+            ),
             (r#"{"policy": "fixed", "size": 0, "params": {"size": 0}}"#, "size is given twice"),
             (r#"{"size": 0, "params": {"size": "2M"}}"#, "size is given twice"),
             (r#"{"policy": "fixed", "size": -1}"#, "size is -1, and must be a whole number from 0"),
-            (r#"{"policy": "fixed", "size": 2097152.5}"#, "size is 2097152.5, and must be a whole number"),
+            (
+                r#"{"policy": "fixed", "size": 2097152.5}"#,
+                "size is 2097152.5, and must be a whole number",
+            ),
             (r#"{"policy": "fixed", "size": "2M"}"#, r#"size is "2M", and must be a whole number"#),
             (r#"{"policy": "fixed", "size": 1e300}"#, ", and must be a whole number from 0"),
-            (r#"{"policy": "fixed", "size": 18446744073709551616}"#, ", and must be a whole number from 0"),
+            (
+                r#"{"policy": "fixed", "size": 18446744073709551616}"#,
+                ", and must be a whole number from 0",
+            ),
             (r#"{"policy": "fixed", "size": 1}"#, "a multiple of 2M"),
             (r#"{"policy": "fixed", "size": 70368746274816}"#, "must be 0 to 64T"),
-            (r#"{"params": {"idle": -1}}"#, "params.idle is -1, and must be a whole number, or a text"),
-            (r#"{"params": {"idle": 1.5}}"#, "params.idle is 1.5, and must be a whole number, or a text"),
+            (
+                r#"{"params": {"idle": -1}}"#,
+                "params.idle is -1, and must be a whole number, or a text",
+            ),
+            (
+                r#"{"params": {"idle": 1.5}}"#,
+                "params.idle is 1.5, and must be a whole number, or a text",
+            ),
             (
                 r#"{"rules": {"cool_down": ["2s"]}}"#,
                 "rules.cool_down is a list, and must be a whole number, or",
@@ -538,7 +578,8 @@ fn events_are_followed_until_the_vmm_ends() {
         while !body.ends_with("0\r\n\r\n") {
             assert_ne!(client.0.read_line(&mut body).await.unwrap(), 0, "{body}");
         }
-        let events: Vec<Value> = body.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let events: Vec<Value> =
+            body.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         let events: Vec<_> = events.iter().filter(|event| event.is_object()).collect();
         assert_eq!((&events[0]["source"], &events[0]["event"]), (&json!("vm"), &json!("booted")));
         assert_eq!(events[0]["properties"], Value::Null);
@@ -588,7 +629,8 @@ fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
 #[test]
 fn a_vm_is_created_from_what_is_valid_and_deleted() {
     run(async |mut fixture| {
-        let created = fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/vmlinux"}}"#).await;
+        let created =
+            fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/vmlinux"}}"#).await;
         assert_eq!(created, (204, String::new()));
         assert!(fixture.asked.recv().await.unwrap().contains(r#"kernel: Some("/vmlinux")"#));
         for (body, text) in [
@@ -596,7 +638,10 @@ fn a_vm_is_created_from_what_is_valid_and_deleted() {
             ("[]", "it is not a JSON object"),
             ("{", "EOF"),
             ("{}", "payload is missing"),
-            (r#"{"payload": {"kernel": "/k"}, "disks": [{"path": "/d"}, {}]}"#, "disks[1].path is missing"),
+            (
+                r#"{"payload": {"kernel": "/k"}, "disks": [{"path": "/d"}, {}]}"#,
+                "disks[1].path is missing",
+            ),
             (r#"{"payload": {"kernel": "/k"}, "memory": {"size": 1}}"#, "--memory: size is 1"),
             (r#"{"payload": {"kernel": "/k"}, "fs": [{}]}"#, "--fs is not supported by foreshore"),
         ] {
@@ -692,7 +737,9 @@ fn sizes_out_of_bounds_never_reach_the_owner() {
             let (status, answer) = fixture.call("PUT", "vm.resize", body).await;
             assert_eq!((status, messages(&answer)), (400, vec![text.to_owned()]));
         }
-        for body in ["", "null", "[1, 2, 3]", "{", r#"{"desired_vcpus": 256}"#, r#"{"desired_ram": "1G"}"#] {
+        for body in
+            ["", "null", "[1, 2, 3]", "{", r#"{"desired_vcpus": 256}"#, r#"{"desired_ram": "1G"}"#]
+        {
             assert_eq!(fixture.call("PUT", "vm.resize", body).await.0, 400, "{body}");
         }
         assert!(fixture.asked.try_recv().is_err());
@@ -703,7 +750,10 @@ fn sizes_out_of_bounds_never_reach_the_owner() {
 fn unknown_calls_and_wrong_methods_are_told_apart() {
     run(async |fixture| {
         let (status, body) = fixture.call("PUT", "vm.fly", "").await;
-        assert_eq!((status, messages(&body)), (404, vec!["There is no call /api/v1/vm.fly".to_owned()]));
+        assert_eq!(
+            (status, messages(&body)),
+            (404, vec!["There is no call /api/v1/vm.fly".to_owned()])
+        );
         let (status, body) = fixture.call("GET", "vm.resize", "").await;
         assert_eq!(status, 405);
         assert_eq!(messages(&body), ["/api/v1/vm.resize does not take GET"]);
@@ -721,7 +771,11 @@ fn a_body_over_the_limit_is_refused() {
         assert_eq!((status, messages(&body).len()), (413, 1));
         // Neither is one that only says so, or one that comes in chunks.
         let mut client = fixture.connect().await;
-        client.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n").await;
+        client
+            .send(
+                "PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n",
+            )
+            .await;
         assert_eq!(client.receive().await.unwrap().0, 413);
         let mut client = fixture.connect().await;
         let chunk = format!("{:x}\r\n{huge}\r\n0\r\n\r\n", huge.len());
@@ -793,7 +847,10 @@ fn our_own_client_gets_answers_and_reasons() {
         let body = r#"{"desired_ram": 2097152}"#.to_owned();
         assert!(client.put("vm.resize", Some(body)).await.unwrap().is_empty());
         let error = client.put("vm.reboot", None).await.unwrap_err();
-        assert!(matches!(&error, ClientError::Refused { status, .. } if status.as_u16() == 500), "{error}");
+        assert!(
+            matches!(&error, ClientError::Refused { status, .. } if status.as_u16() == 500),
+            "{error}"
+        );
         assert_eq!(error.to_string(), "500 Internal Server Error: no memory");
     });
 }

@@ -27,7 +27,11 @@ impl<S> WriteTimeout<S> {
         Self { stream, limit, seat, stuck: None }
     }
 
-    fn bound<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn bound<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.stuck = None;
             return written;

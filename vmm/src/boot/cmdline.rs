@@ -14,9 +14,11 @@ const MAX_BYTES: usize = 2047;
 /// - Plugged memory can be unplugged again only if it is in ZONE_MOVABLE.
 /// - Memory that may come above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that cannot reach it
 ///   (arch/x86/kernel/pci-dma.c). There are none: every device here takes 64-bit addresses.
-const DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
+const DEFAULTS: [(&str, &str); 2] =
+    [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
 /// The same for memory that comes and never goes: it is the kernel's as well.
-const DIMM_DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online"), ("swiotlb", "noforce")];
+const DIMM_DEFAULTS: [(&str, &str); 2] =
+    [("memhp_default_state", "online"), ("swiotlb", "noforce")];
 
 /// ZONE_MOVABLE in boot memory.
 const MOVABLE_DRAM: &str = "movablecore";
@@ -42,7 +44,8 @@ pub enum Pluggable {
 impl Pluggable {
     /// What the guest's zones can be given.
     pub fn of(zones: &[ZoneSpec]) -> Self {
-        let grows = |growth| zones.iter().any(|zone| zone.growth == growth && zone.hotplug_bytes > 0);
+        let grows =
+            |growth| zones.iter().any(|zone| zone.growth == growth && zone.hotplug_bytes > 0);
         match (grows(Growth::VirtioMem), grows(Growth::Dimms)) {
             (true, _) => Self::Blocks,
             (false, true) => Self::Dimms,
@@ -54,7 +57,9 @@ impl Pluggable {
 /// Why a command line is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CommandLineError {
-    #[error("the command line has {actual_bytes} bytes with what is added to it, the limit is {MAX_BYTES}")]
+    #[error(
+        "the command line has {actual_bytes} bytes with what is added to it, the limit is {MAX_BYTES}"
+    )]
     TooLong { actual_bytes: usize },
     /// A zero byte or a line break.
     #[error("the command line has the control character {character:?} at byte {at}")]
@@ -74,7 +79,8 @@ pub fn compose(
     }
     let (kernel, init) = split_at_init_arguments(user.trim());
     let mut parts = vec![kernel.trim_end().to_owned()];
-    let unset = defaults(kernel, pluggable, share).into_iter().filter(|(name, _)| !sets(kernel, name));
+    let unset =
+        defaults(kernel, pluggable, share).into_iter().filter(|(name, _)| !sets(kernel, name));
     parts.extend(unset.map(|(name, value)| match value.contains(' ') {
         true => format!("{name}=\"{value}\""),
         false => format!("{name}={value}"),
@@ -99,10 +105,12 @@ fn defaults(
         Pluggable::Dimms => &DIMM_DEFAULTS,
         Pluggable::Blocks => &DEFAULTS,
     };
-    let mut defaults: Vec<_> = of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
+    let mut defaults: Vec<_> =
+        of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
     // The reserve is computed for this division of DRAM. If the user has set another division, no
     // reserve is set.
-    let is_divided = sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
+    let is_divided =
+        sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     if let Some(share) = share.filter(|_| !is_divided) {
         defaults.extend(share.movablecore().map(|size| (MOVABLE_DRAM, size.into())));
         defaults.push((RESERVE_RATIO, share.lowmem_reserve_ratio().into()));
@@ -182,13 +190,15 @@ mod tests {
         let line = compose("memhp_default_state=offline quiet", Pluggable::Blocks, None).unwrap();
         assert_eq!(line, "memhp_default_state=offline quiet swiotlb=noforce");
         let line =
-            compose("memhp-default-state=online_kernel swiotlb=4096", Pluggable::Blocks, None).unwrap();
+            compose("memhp-default-state=online_kernel swiotlb=4096", Pluggable::Blocks, None)
+                .unwrap();
         assert_eq!(line, "memhp-default-state=online_kernel swiotlb=4096");
     }
 
     #[test]
     fn what_can_be_plugged_is_what_the_zones_can_be_given() {
-        let [dram, more_dram, pm] = [zone(Tier::Dram, 1, 0), zone(Tier::Dram, 1, 1), zone(Tier::Pm, 0, 1)];
+        let [dram, more_dram, pm] =
+            [zone(Tier::Dram, 1, 0), zone(Tier::Dram, 1, 1), zone(Tier::Pm, 0, 1)];
         let dimms = ZoneSpec { growth: Growth::Dimms, ..more_dram.clone() };
         for (zones, pluggable) in [
             (vec![], Pluggable::Nothing),
@@ -213,17 +223,28 @@ mod tests {
         let alone = |user: &str| compose(user, Pluggable::Blocks, Some(share)).unwrap();
         assert_eq!(alone("quiet -- single"), format!("quiet {OURS} {SHARE} -- single"));
         assert_eq!(compose("", Pluggable::Blocks, None).unwrap(), OURS);
-        for user in ["movablecore=0", "kernelcore=384M", "movable_node", "movable-node", "\"kernelcore=50%\""]
-        {
+        for user in [
+            "movablecore=0",
+            "kernelcore=384M",
+            "movable_node",
+            "movable-node",
+            "\"kernelcore=50%\"",
+        ] {
             assert_eq!(alone(user), format!("{user} {OURS}"), "it is the user's to say");
         }
         // Not the parameter, only words that look like it.
-        for user in ["movablecore", "xmovablecore=1", "init=/kernelcore=1", "movable_nodes", "kernelcore"] {
+        for user in
+            ["movablecore", "xmovablecore=1", "init=/kernelcore=1", "movable_nodes", "kernelcore"]
+        {
             assert_eq!(alone(user), format!("{user} {OURS} {SHARE}"));
         }
         for text in ["kernelcore=1", "movable_node", "a -- b", "--"] {
             let user = format!("foreshore.run=\"echo {text} x\" quiet");
-            assert_eq!(alone(&user), format!("{user} {OURS} {SHARE}"), "in the midst of another word");
+            assert_eq!(
+                alone(&user),
+                format!("{user} {OURS} {SHARE}"),
+                "in the midst of another word"
+            );
         }
         assert_eq!(alone("-- movablecore=1"), format!("{OURS} {SHARE} -- movablecore=1"));
         let dram = KernelShare::of(&[zone(Tier::Dram, 512, 1024)]);
@@ -237,7 +258,10 @@ mod tests {
         assert_eq!(taken("  a\tb=\"c d\"e  "), ["a", "b=\"c d\"e"]);
         assert_eq!(taken("a=\"b c"), ["a=\"b c"], "an open quotation goes on to the end");
         assert_eq!(taken(" \t "), [""; 0]);
-        assert_eq!(split_at_init_arguments("a \"b -- c\" -- d -- e"), ("a \"b -- c\" ", "-- d -- e"));
+        assert_eq!(
+            split_at_init_arguments("a \"b -- c\" -- d -- e"),
+            ("a \"b -- c\" ", "-- d -- e")
+        );
     }
 
     #[test]
@@ -246,7 +270,10 @@ mod tests {
             compose(" console=hvc0 root=/dev/vda ", Pluggable::Nothing, None).unwrap(),
             "console=hvc0 root=/dev/vda"
         );
-        assert_eq!(compose("quiet -- single", Pluggable::Nothing, None).unwrap(), "quiet -- single");
+        assert_eq!(
+            compose("quiet -- single", Pluggable::Nothing, None).unwrap(),
+            "quiet -- single"
+        );
         assert_eq!(compose("", Pluggable::Nothing, None).unwrap(), "");
     }
 
@@ -256,8 +283,14 @@ mod tests {
             compose("quiet -- single", Pluggable::Blocks, None).unwrap(),
             format!("quiet {OURS} -- single")
         );
-        assert_eq!(compose("-- single", Pluggable::Blocks, None).unwrap(), format!("{OURS} -- single"));
-        assert_eq!(compose("quiet --", Pluggable::Blocks, None).unwrap(), format!("quiet {OURS} --"));
+        assert_eq!(
+            compose("-- single", Pluggable::Blocks, None).unwrap(),
+            format!("{OURS} -- single")
+        );
+        assert_eq!(
+            compose("quiet --", Pluggable::Blocks, None).unwrap(),
+            format!("quiet {OURS} --")
+        );
         let to_init = compose("quiet -- swiotlb=1", Pluggable::Blocks, None).unwrap();
         assert_eq!(to_init, format!("quiet {OURS} -- swiotlb=1"));
     }
@@ -267,7 +300,10 @@ mod tests {
         let user = "x".repeat(MAX_BYTES);
         assert_eq!(compose(&user, Pluggable::Nothing, None).unwrap().len(), MAX_BYTES);
         let actual_bytes = MAX_BYTES + 1 + OURS.len();
-        assert_eq!(compose(&user, Pluggable::Blocks, None), Err(CommandLineError::TooLong { actual_bytes }));
+        assert_eq!(
+            compose(&user, Pluggable::Blocks, None),
+            Err(CommandLineError::TooLong { actual_bytes })
+        );
     }
 
     #[test]

@@ -70,7 +70,10 @@ impl Compression {
             (b"BZh", Compression::Bzip2),
             (b"\x89LZO", Compression::Lzo),
         ];
-        MAGICS.iter().find(|(magic, _)| payload.starts_with(magic)).map(|&(_, compression)| compression)
+        MAGICS
+            .iter()
+            .find(|(magic, _)| payload.starts_with(magic))
+            .map(|&(_, compression)| compression)
     }
 }
 
@@ -87,7 +90,9 @@ pub enum DecompressError {
     Unsupported(Compression),
     #[error("the {compression} stream of {stream_bytes} bytes ends early")]
     Truncated { compression: Compression, stream_bytes: usize },
-    #[error("the payload claims to unpack to {claimed_bytes} bytes, the limit is {MAX_KERNEL_BYTES}")]
+    #[error(
+        "the payload claims to unpack to {claimed_bytes} bytes, the limit is {MAX_KERNEL_BYTES}"
+    )]
     TooLarge {
         /// What the trailer says.
         claimed_bytes: u32,
@@ -139,7 +144,8 @@ impl<'a> Packed<'a> {
 
     /// Unpacks into a buffer of its own.
     pub fn unpack(&self) -> Result<Scratch, DecompressError> {
-        let mut output = Scratch::new(self.unpacked_bytes()).map_err(|source| self.no_memory(source))?;
+        let mut output =
+            Scratch::new(self.unpacked_bytes()).map_err(|source| self.no_memory(source))?;
         self.unpack_into(output.bytes_mut())?;
         Ok(output)
     }
@@ -148,12 +154,18 @@ impl<'a> Packed<'a> {
     /// in it.
     pub fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
         let Self { payload, stream, compression, claimed_bytes } = *self;
-        assert_eq!(output.len(), self.unpacked_bytes(), "the buffer has the size that the trailer says");
+        assert_eq!(
+            output.len(),
+            self.unpacked_bytes(),
+            "the buffer has the size that the trailer says"
+        );
         let damaged = |reason: String| DecompressError::Damaged { compression, reason };
         let actual_bytes = match compression {
             Compression::Zstd => unpack_zstd(stream, output).map_err(|e| damaged(e.to_string()))?,
             // gzip's trailer is part of its stream.
-            Compression::Gzip => fill(GzDecoder::new(payload), output).map_err(|e| damaged(e.to_string()))?,
+            Compression::Gzip => {
+                fill(GzDecoder::new(payload), output).map_err(|e| damaged(e.to_string()))?
+            }
             Compression::Xz => unpack_xz(stream, output).map_err(|e| damaged(e.to_string()))?,
             Compression::Lz4 => lz4::unpack(stream, output).map_err(|error| match error {
                 lz4::Lz4Error::Truncated => {
@@ -311,7 +323,10 @@ pub mod tests {
                 }
             }
         }
-        assert!(matches!(Packed::new(&[0, 0], Compression::Lz4), Err(DecompressError::Truncated { .. })));
+        assert!(matches!(
+            Packed::new(&[0, 0], Compression::Lz4),
+            Err(DecompressError::Truncated { .. })
+        ));
     }
 
     #[test]

@@ -152,7 +152,8 @@ impl ProgramHeader {
     }
 
     fn segment(&self) -> Segment {
-        let Self { offset, physical_address: address, file_size: file_bytes, memory_size, .. } = *self;
+        let Self { offset, physical_address: address, file_size: file_bytes, memory_size, .. } =
+            *self;
         Segment { offset, address, file_bytes, memory_bytes: memory_size }
     }
 }
@@ -215,9 +216,14 @@ pub fn verify<F: Read + Seek>(
     check_segments(&headers, boot_memory)?;
     let segments: Vec<_> =
         headers.iter().filter(|header| header.is_segment()).map(ProgramHeader::segment).collect();
-    let inside =
-        |segment: &&Segment| entry.checked_sub(segment.address).is_some_and(|at| at < segment.memory_bytes);
-    segments.iter().find(inside).filter(|_| entry <= LAST_ENTRY).ok_or(ElfError::EntryOutside(entry))?;
+    let inside = |segment: &&Segment| {
+        entry.checked_sub(segment.address).is_some_and(|at| at < segment.memory_bytes)
+    };
+    segments
+        .iter()
+        .find(inside)
+        .filter(|_| entry <= LAST_ENTRY)
+        .ok_or(ElfError::EntryOutside(entry))?;
     let ends = segments.iter().map(|segment| segment.address + segment.memory_bytes);
     let end = ends.max().expect("the entry point's segment");
     Ok((segments, LoadedElf { entry, end, is_linux }))
@@ -227,7 +233,8 @@ fn read_program_headers<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,
 ) -> Result<Vec<ProgramHeader>, ElfError> {
-    let truncated = |expected_bytes| ElfError::Truncated { expected_bytes, actual_bytes: image_bytes };
+    let truncated =
+        |expected_bytes| ElfError::Truncated { expected_bytes, actual_bytes: image_bytes };
     let header_bytes = size_of::<FileHeader>() as u64;
     if image_bytes < header_bytes {
         return Err(truncated(header_bytes));
@@ -243,7 +250,9 @@ fn read_program_headers<F: Read + Seek>(
         return Err(ElfError::WrongMachine { class, byte_order, machine });
     }
     match header.kind {
-        ET_REL => return Err(ElfError::NotExecutable { kind: "a kernel module or an object file" }),
+        ET_REL => {
+            return Err(ElfError::NotExecutable { kind: "a kernel module or an object file" });
+        }
         ET_CORE => return Err(ElfError::NotExecutable { kind: "a core dump" }),
         _ => {}
     }
@@ -359,7 +368,9 @@ impl Note<'_> {
     fn is_linux(&self) -> bool {
         const XEN_ELFNOTE_GUEST_OS: u32 = 6;
         self.name == b"Linux\0"
-            || (self.name == b"Xen\0" && self.kind == XEN_ELFNOTE_GUEST_OS && self.description == b"linux\0")
+            || (self.name == b"Xen\0"
+                && self.kind == XEN_ELFNOTE_GUEST_OS
+                && self.description == b"linux\0")
     }
 }
 
@@ -498,7 +509,12 @@ pub mod tests {
     }
 
     fn load_bytes(image: &[u8]) -> Result<LoadedElf, ElfError> {
-        load(&memory(), &mut Cursor::new(image), image.len() as u64, BootMemory::of_small_pages(MEMORY_BYTES))
+        load(
+            &memory(),
+            &mut Cursor::new(image),
+            image.len() as u64,
+            BootMemory::of_small_pages(MEMORY_BYTES),
+        )
     }
 
     fn patched(offset: usize, bytes: &[u8]) -> Vec<u8> {
@@ -516,17 +532,27 @@ pub mod tests {
             image[18..20].copy_from_slice(&machine.to_le_bytes());
             message(&image)
         };
-        assert!(machine(1, 3).starts_with("it is a 32-bit program for x86; foreshore starts 64-bit kernels"));
-        assert_eq!(machine(2, 183), "it is a program for AArch64, and the guest's processor is x86-64");
+        assert!(
+            machine(1, 3)
+                .starts_with("it is a 32-bit program for x86; foreshore starts 64-bit kernels")
+        );
+        assert_eq!(
+            machine(2, 183),
+            "it is a program for AArch64, and the guest's processor is x86-64"
+        );
         assert!(machine(2, 4711).ends_with("class 2, byte order 1, machine 4711"));
         // A program, whose segments begin at 0, and a kernel module.
         let mut program = patched(64 + 56, &PT_INTERP.to_le_bytes());
         program[64 + 24..64 + 32].fill(0);
-        assert_eq!(message(&program), "it is a program for Linux (dynamically linked), not a kernel");
+        assert_eq!(
+            message(&program),
+            "it is a program for Linux (dynamically linked), not a kernel"
+        );
         program[64 + 56] = PT_NOTE as u8 + 1;
         assert!(message(&program).starts_with("it has no PVH note"));
         assert!(
-            message(&patched(16, &[1])).starts_with("it is a kernel module or an object file, not a kernel")
+            message(&patched(16, &[1]))
+                .starts_with("it is a kernel module or an object file, not a kernel")
         );
     }
 
@@ -541,7 +567,10 @@ pub mod tests {
             BootMemory::of_small_pages(MEMORY_BYTES),
         )
         .unwrap();
-        assert_eq!(loaded, LoadedElf { entry: ENTRY, end: LOAD_ADDRESS + 0x100 + 0x1000, is_linux: true });
+        assert_eq!(
+            loaded,
+            LoadedElf { entry: ENTRY, end: LOAD_ADDRESS + 0x100 + 0x1000, is_linux: true }
+        );
         let mut code = [0; 0x101];
         memory.read_slice(&mut code, GuestAddress(LOAD_ADDRESS)).unwrap();
         assert!(code[..0x100].iter().all(|&byte| byte == 0xf4));
@@ -550,8 +579,9 @@ pub mod tests {
 
     #[test]
     fn linux_is_told_by_its_notes() {
-        let linux =
-            |notes: &[u8]| load_bytes(&build(&[0; 64], &[notes, &pvh_note()].concat())).unwrap().is_linux;
+        let linux = |notes: &[u8]| {
+            load_bytes(&build(&[0; 64], &[notes, &pvh_note()].concat())).unwrap().is_linux
+        };
         assert!(linux(&linux_note()));
         assert!(linux(&note(b"Xen\0", 6, b"linux\0")));
         assert!(!linux(&note(b"Xen\0", 6, b"FreeBSD\0")));
@@ -562,7 +592,10 @@ pub mod tests {
     fn a_kernel_without_an_entry_point_is_refused() {
         assert!(matches!(load_bytes(&build(&[0; 64], &linux_note())), Err(ElfError::NoPvhNote)));
         let outside = note(b"Xen\0", 18, &0x30_0000u32.to_le_bytes());
-        assert!(matches!(load_bytes(&build(&[0; 64], &outside)), Err(ElfError::EntryOutside(0x30_0000))));
+        assert!(matches!(
+            load_bytes(&build(&[0; 64], &outside)),
+            Err(ElfError::EntryOutside(0x30_0000))
+        ));
         // Its low half alone would be inside.
         let too_high = pvh_note_to(ENTRY | 1 << 32);
         assert!(matches!(load_bytes(&build(&[0; 64], &too_high)), Err(ElfError::EntryOutside(_))));
@@ -576,7 +609,8 @@ pub mod tests {
         let short = note(b"Xen\0", 18, &(ENTRY as u32).to_le_bytes());
         for notes in [pvh_note(), short, [linux_note(), pvh_note(), pvh_note_to(0)].concat()] {
             let image = build(&[0; 64], &notes);
-            let theirs = Elf::load(&memory(), None, &mut Cursor::new(&image), None).unwrap().pvh_boot_cap;
+            let theirs =
+                Elf::load(&memory(), None, &mut Cursor::new(&image), None).unwrap().pvh_boot_cap;
             assert_eq!(theirs, PvhBootCapability::PvhEntryPresent(GuestAddress(ENTRY)));
             assert_eq!(load_bytes(&image).unwrap().entry, ENTRY);
         }
@@ -641,9 +675,15 @@ pub mod tests {
     #[test]
     fn other_machines_and_odd_headers_are_refused() {
         for (offset, value) in [(4, 1), (5, 2), (18, 183)] {
-            assert!(matches!(load_bytes(&patched(offset, &[value])), Err(ElfError::WrongMachine { .. })));
+            assert!(matches!(
+                load_bytes(&patched(offset, &[value])),
+                Err(ElfError::WrongMachine { .. })
+            ));
         }
-        assert!(matches!(load_bytes(&patched(54, &[32])), Err(ElfError::BadProgramHeaders { size: 32, .. })));
+        assert!(matches!(
+            load_bytes(&patched(54, &[32])),
+            Err(ElfError::BadProgramHeaders { size: 32, .. })
+        ));
         assert!(matches!(load_bytes(&patched(57, &[1])), Err(ElfError::BadProgramHeaders { .. })));
         assert!(matches!(load_bytes(&patched(32, &[63])), Err(ElfError::HeadersOverlap(63))));
         // Note sizes that lead out of their segment end the list.

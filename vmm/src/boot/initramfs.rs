@@ -25,17 +25,15 @@ pub fn load<M: GuestMemoryBackend>(
     kernel_end: u64,
     boot_memory: BootMemory,
 ) -> Result<Initramfs, BootError> {
-    let read_error = |source| BootError::Read { flag: "--initramfs", path: path.to_path_buf(), source };
+    let read_error =
+        |source| BootError::Read { flag: "--initramfs", path: path.to_path_buf(), source };
     let (mut file, size_bytes) = super::open_file("--initramfs", path)?;
     if size_bytes == 0 {
         return Err(BootError::EmptyInitramfs { path: path.to_path_buf() });
     }
     let low_end = boot_memory.low_end();
-    let start = place(size_bytes, kernel_end, low_end).ok_or_else(|| BootError::InitramfsDoesNotFit {
-        path: path.to_path_buf(),
-        size_bytes,
-        kernel_end,
-        low_end,
+    let start = place(size_bytes, kernel_end, low_end).ok_or_else(|| {
+        BootError::InitramfsDoesNotFit { path: path.to_path_buf(), size_bytes, kernel_end, low_end }
     })?;
     let start = GuestAddress(start);
     memory
@@ -75,16 +73,29 @@ mod tests {
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[0xab; 5000]).unwrap();
-        let loaded = load(&memory, file.path(), 0x10_0000, BootMemory::of_small_pages(MEMORY_BYTES)).unwrap();
-        assert_eq!(loaded, Initramfs { start: GuestAddress(MEMORY_BYTES - 8192), size_bytes: 5000 });
+        let loaded =
+            load(&memory, file.path(), 0x10_0000, BootMemory::of_small_pages(MEMORY_BYTES))
+                .unwrap();
+        assert_eq!(
+            loaded,
+            Initramfs { start: GuestAddress(MEMORY_BYTES - 8192), size_bytes: 5000 }
+        );
         let mut bytes = vec![0; 5001];
         memory.read_slice(&mut bytes, loaded.start).unwrap();
         assert_eq!(bytes, [vec![0xab; 5000], vec![0]].concat());
-        let refused =
-            load(&memory, file.path(), MEMORY_BYTES - 8191, BootMemory::of_small_pages(MEMORY_BYTES));
+        let refused = load(
+            &memory,
+            file.path(),
+            MEMORY_BYTES - 8191,
+            BootMemory::of_small_pages(MEMORY_BYTES),
+        );
         assert!(matches!(refused, Err(BootError::InitramfsDoesNotFit { size_bytes: 5000, .. })));
-        let missing =
-            load(&memory, Path::new("/nonexistent/initramfs"), 0, BootMemory::of_small_pages(MEMORY_BYTES));
+        let missing = load(
+            &memory,
+            Path::new("/nonexistent/initramfs"),
+            0,
+            BootMemory::of_small_pages(MEMORY_BYTES),
+        );
         assert!(matches!(missing, Err(BootError::Read { .. })));
     }
 
@@ -93,7 +104,8 @@ mod tests {
         let memory: GuestMemoryMmap =
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
         let boot_memory = BootMemory::of_small_pages(MEMORY_BYTES);
-        let error = |path: &Path| load(&memory, path, 0x10_0000, boot_memory).unwrap_err().to_string();
+        let error =
+            |path: &Path| load(&memory, path, 0x10_0000, boot_memory).unwrap_err().to_string();
         let expected = "--initramfs /dev/null is a character device, and must be a file";
         assert_eq!(error(Path::new("/dev/null")), expected);
         let folder = tempfile::TempDir::new().unwrap();

@@ -67,7 +67,8 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     let image = start..start + packed.unpacked_bytes();
     packed.unpack_into(&mut bytes[image.clone()])?;
     // 3. Its segments.
-    let verified = elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory);
+    let verified =
+        elf::verify(&mut Cursor::new(&bytes[image.clone()]), image.len() as u64, boot_memory);
     if let Ok((segments, loaded)) = verified
         && let Some(plan) = plan_for(&segments, &image, &window)
     {
@@ -116,7 +117,8 @@ fn plan_for(segments: &[Segment], image: &Range<usize>, window: &Range<u64>) -> 
             len: usize::try_from(segment.file_bytes).ok()?,
         })
     });
-    let mut plan = Plan::new(image, (window.end - window.start) as usize, moves.collect::<Option<_>>()?)?;
+    let mut plan =
+        Plan::new(image, (window.end - window.start) as usize, moves.collect::<Option<_>>()?)?;
     plan.round_up(image, window);
     Some(plan)
 }
@@ -181,9 +183,12 @@ impl Plan {
     /// Has the image's end cleared up to the end of the host's huge page, so that it can be given back. Nothing
     /// but zeros is there, unless a part goes there: then the page is in use anyway.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
-        let end = (window.start + image.end as u64).next_multiple_of(HUGE_PAGE_BYTES as u64).min(window.end);
+        let end = (window.start + image.end as u64)
+            .next_multiple_of(HUGE_PAGE_BYTES as u64)
+            .min(window.end);
         let end = (end - window.start) as usize;
-        let is_free = self.moves.iter().all(|part| part.to + part.len <= image.end || part.to >= end);
+        let is_free =
+            self.moves.iter().all(|part| part.to + part.len <= image.end || part.to >= end);
         if let Some(last) = self.rests.last_mut().filter(|last| is_free && last.end == image.end) {
             last.end = end;
         }

@@ -62,7 +62,9 @@ fn unpack_beside(
 fn loads_in_place(payload: &[u8], compression: Compression) {
     let (here, there) = (memory(MEMORY_BYTES), memory(MEMORY_BYTES));
     let packed = Packed::new(payload, compression).unwrap();
-    let Outcome::Loaded(loaded) = load(&here, &packed, MEMORY_BYTES).unwrap() else { panic!("not in place") };
+    let Outcome::Loaded(loaded) = load(&here, &packed, MEMORY_BYTES).unwrap() else {
+        panic!("not in place")
+    };
     assert_eq!(loaded, unpack_beside(&there, payload, compression, MEMORY_BYTES).unwrap());
     assert!(contents(&here) == contents(&there), "memory differs");
 }
@@ -151,7 +153,11 @@ fn what_cannot_be_moved_or_is_refused_is_left_to_the_loader() {
     // Above the hole for devices.
     let ranges = [(GuestAddress(0), 3 * GIB as usize), (GuestAddress(4 * GIB), MIB as usize)];
     let large = GuestMemoryMmap::from_ranges(&ranges).unwrap();
-    is_left_to_the_loader(&kernel(&[a, part(0x3000, 4 * GIB, 0x1000, 2)], 0), 3 * GIB + MIB, &large);
+    is_left_to_the_loader(
+        &kernel(&[a, part(0x3000, 4 * GIB, 0x1000, 2)], 0),
+        3 * GIB + MIB,
+        &large,
+    );
 }
 
 #[test]
@@ -225,7 +231,8 @@ fn most_of_a_distributions_kernel_is_not_moved() {
     let parts = segments.map(|(offset, address, len)| (image.start + offset, at(address), len));
     let mut plan = Plan::new(&image, 512 << 20, moves(&parts)).unwrap();
     assert_eq!(plan.moves, moves(&parts[2..]));
-    let rests = [at(0xe0_0000)..at(0x100_0000), at(0x2aa_7960)..at(0x2c0_0000), at(0x420_0000)..image.end];
+    let rests =
+        [at(0xe0_0000)..at(0x100_0000), at(0x2aa_7960)..at(0x2c0_0000), at(0x420_0000)..image.end];
     assert_eq!(plan.rests, rests);
     plan.round_up(&image, &(MIB..512 * MIB));
     assert_eq!(plan.rests[2], at(0x420_0000)..at(0x460_0000));
@@ -262,7 +269,8 @@ fn whole_huge_pages_are_given_back() {
         let mut pages = vec![0u8; whole.len() / PAGE_BYTES];
         let bytes = &mut scratch.bytes_mut()[whole.clone()];
         // SAFETY: `pages` has a byte for each page of the range, which is mapped.
-        let result = unsafe { libc::mincore(bytes.as_mut_ptr().cast(), bytes.len(), pages.as_mut_ptr()) };
+        let result =
+            unsafe { libc::mincore(bytes.as_mut_ptr().cast(), bytes.len(), pages.as_mut_ptr()) };
         assert_eq!(result, 0);
         pages.iter().filter(|&&page| page & 1 != 0).count()
     };
@@ -288,7 +296,8 @@ fn moves_down_ascend_and_then_moves_up_descend() {
 
 #[test]
 fn parts_outside_or_out_of_order_have_no_plan() {
-    let none = |parts: &[(usize, usize, usize)]| assert_eq!(Plan::new(&(10..50), 100, moves(parts)), None);
+    let none =
+        |parts: &[(usize, usize, usize)]| assert_eq!(Plan::new(&(10..50), 100, moves(parts)), None);
     none(&[(9, 20, 10)]);
     none(&[(45, 20, 10)]);
     none(&[(10, 91, 10)]);
@@ -329,7 +338,8 @@ fn orderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
 }
 
 fn disorderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
-    let part = (0..120usize, 0..650usize, 1..40usize).prop_map(|(from, to, len)| Move { from, to, len });
+    let part =
+        (0..120usize, 0..650usize, 1..40usize).prop_map(|(from, to, len)| Move { from, to, len });
     (0..60usize, 0..200usize, prop::collection::vec(part, 0..4))
         .prop_map(|(start, len, parts)| (start..start + len, parts))
 }

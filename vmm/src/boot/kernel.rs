@@ -70,7 +70,8 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     path: &Path,
     boot_memory: BootMemory,
 ) -> Result<LoadedKernel, BootError> {
-    let read_error = |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
+    let read_error =
+        |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
     let elf_error = |source| BootError::Elf { flag: "--kernel", path: path.to_path_buf(), source };
     let (mut file, file_bytes) = super::open_file("--kernel", path)?;
     let head = read_head(&mut file).map_err(read_error)?;
@@ -104,12 +105,20 @@ pub fn load_firmware<M: GuestMemoryBackend>(
 ) -> Result<LoadedKernel, BootError> {
     let (flag, path) = ("--firmware", path.to_path_buf());
     let (mut file, file_bytes) = super::open_file(flag, &path)?;
-    let head = read_head(&mut file).map_err(|source| BootError::Read { flag, path: path.clone(), source })?;
+    let head = read_head(&mut file).map_err(|source| BootError::Read {
+        flag,
+        path: path.clone(),
+        source,
+    })?;
     if !head.starts_with(ELF_MAGIC) {
         return Err(BootError::NotAFirmware { path, found: describe(&head) });
     }
-    let elf::LoadedElf { entry, end, is_linux } = elf::load(memory, &mut file, file_bytes, boot_memory)
-        .map_err(|source| BootError::Elf { flag, path, source })?;
+    let elf::LoadedElf { entry, end, is_linux } =
+        elf::load(memory, &mut file, file_bytes, boot_memory).map_err(|source| BootError::Elf {
+            flag,
+            path,
+            source,
+        })?;
     Ok(LoadedKernel { entry, end, is_linux, bzimage: None })
 }
 
@@ -293,7 +302,9 @@ mod tests {
         let end = image.len() - 64;
         for len in [HEAD_BYTES, 3 * 512, end - 1] {
             let error = load_bytes(&image[..len]).unwrap_err();
-            assert!(matches!(error, BootError::Truncated { actual_bytes, .. } if actual_bytes == len as u64));
+            assert!(
+                matches!(error, BootError::Truncated { actual_bytes, .. } if actual_bytes == len as u64)
+            );
         }
         assert!(load_bytes(&image[..end]).is_ok());
     }
@@ -380,13 +391,21 @@ mod tests {
         let payload = read_payload(path, &mut file, file_bytes, &header).unwrap();
         let packed = Packed::new(payload.bytes(), loaded.bzimage.unwrap()).unwrap();
         let beside = self::memory(memory_bytes);
-        let expected =
-            load_image(&beside, &packed.unpack().unwrap(), BootMemory::of_small_pages(memory_bytes)).unwrap();
+        let expected = load_image(
+            &beside,
+            &packed.unpack().unwrap(),
+            BootMemory::of_small_pages(memory_bytes),
+        )
+        .unwrap();
         assert_eq!((loaded.entry, loaded.end), (expected.entry, expected.end));
         assert!(contents(memory) == contents(&beside), "memory differs");
         // SAFETY: the memory is anonymous, and the test's own.
         let again = unsafe {
-            inplace::load(&self::memory(memory_bytes), &packed, BootMemory::of_small_pages(memory_bytes))
+            inplace::load(
+                &self::memory(memory_bytes),
+                &packed,
+                BootMemory::of_small_pages(memory_bytes),
+            )
         }
         .unwrap();
         assert!(matches!(again, Outcome::Loaded(_)), "{again:?}");

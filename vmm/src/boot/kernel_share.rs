@@ -62,7 +62,8 @@ pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
 
 fn boot_memory(zones: &[ZoneSpec]) -> BootMemory {
     let plugged_bytes = |tier: Tier| {
-        let zones = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem && zone.tier == tier);
+        let zones =
+            zones.iter().filter(|zone| zone.growth == Growth::VirtioMem && zone.tier == tier);
         zones.fold(0u64, |sum, zone| sum.saturating_add(zone.hotplug_bytes))
     };
     let dram = zones.iter().filter(|zone| zone.tier == Tier::Dram);
@@ -111,7 +112,8 @@ pub(super) mod tests {
 
     #[test]
     fn a_vm_without_pm_keeps_its_boot_memory_whole() {
-        let share = KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
+        let share =
+            KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
         assert_eq!(share.movablecore(), None);
         // The reserve is 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of movable memory divided by it is 21.
         assert_eq!(share.lowmem_reserve_ratio(), "256 21 32 0 0");
@@ -122,8 +124,9 @@ pub(super) mod tests {
 
     #[test]
     fn a_ratio_that_boot_memory_cannot_describe_is_named() {
-        let check =
-            |boot_mib, pm_mib| check_ratio(&[zone(Tier::Dram, boot_mib, 0), zone(Tier::Pm, 0, pm_mib)]);
+        let check = |boot_mib, pm_mib| {
+            check_ratio(&[zone(Tier::Dram, boot_mib, 0), zone(Tier::Pm, 0, pm_mib)])
+        };
         check(512, 7168).expect("14:1");
         check(256, 3584).expect("14:1");
         let error = check(512, 32_768).expect_err("64:1");
@@ -136,7 +139,8 @@ pub(super) mod tests {
         let error = check(8192, 147_456).expect_err("18:1");
         assert_eq!(error.most_bytes / MIB, ((3072 + 2496) / 2 - 512) * 64);
         check(64, 1024).expect_err("the kernel alone fills it");
-        let dimms = |mib| check_ratio(&[ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 384, mib) }]);
+        let dimms =
+            |mib| check_ratio(&[ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 384, mib) }]);
         dimms(1024).expect("3:1");
         assert_eq!(dimms(24_576).expect_err("64:1").hotplug_bytes, 24_576 * MIB);
     }

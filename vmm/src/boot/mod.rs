@@ -201,7 +201,10 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
 /// # Safety
 /// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is anonymous, mapped shared, or
 /// a private mapping of a file that has no data: pages of one would have the file's contents again when they are given back.
-pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
+pub unsafe fn load<M: GuestMemoryBackend>(
+    memory: &M,
+    request: &BootRequest,
+) -> Result<BootInfo, BootError> {
     // What a firmware boots has a command line of its own.
     let cmdline = match request.is_firmware {
         true => String::new(),
@@ -217,8 +220,11 @@ pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> 
         .filter(|_| !request.is_firmware)
         .map(|path| initramfs::load(memory, path, kernel.end, request.boot_memory))
         .transpose()?;
-    let handover =
-        pvh::Handover { cmdline: &cmdline, initramfs: initramfs.as_ref(), boot_memory: request.boot_memory };
+    let handover = pvh::Handover {
+        cmdline: &cmdline,
+        initramfs: initramfs.as_ref(),
+        boot_memory: request.boot_memory,
+    };
     handover.write(memory)?;
     reset_vector::write(memory, request.boot_memory)?;
     let entry = PvhEntry::new(kernel.entry);

@@ -3,7 +3,9 @@
 //! The ABI is Xen's docs/misc/pvh.pandoc ("x86/HVM direct boot ABI") and
 //! xen/include/public/arch-x86/hvm/start_info.h; the reader is Linux's arch/x86/platform/pvh/enlighten.c.
 
-use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
+use linux_loader::loader::elf::start_info::{
+    hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
+};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::{BootError, Initramfs};
@@ -48,7 +50,8 @@ impl MemoryRange {
 
 /// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when plugged.
 pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
-    let range = |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
+    let range =
+        |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
     let (low_end, high_end) = (boot_memory.low_end(), boot_memory.high_end());
     let mut map = vec![
         range(0, EBDA_START.min(low_end), RangeKind::Usable),
@@ -157,7 +160,9 @@ impl Handover<'_> {
             move |_| BootError::TooLittleMemory { boot_memory_bytes, address: address.raw_value() }
         };
         let map = memory_map(self.boot_memory);
-        for (range, at) in map.iter().zip((0..).map(|i| i * size_of::<hvm_memmap_table_entry>() as u64)) {
+        for (range, at) in
+            map.iter().zip((0..).map(|i| i * size_of::<hvm_memmap_table_entry>() as u64))
+        {
             let MemoryRange { start: addr, len: size, kind } = *range;
             let entry = hvm_memmap_table_entry { addr, size, type_: kind as u32, reserved: 0 };
             let at = MEMORY_MAP.unchecked_add(at);
@@ -207,7 +212,10 @@ mod tests {
             let usable = map.iter().filter(|range| range.kind == RangeKind::Usable);
             assert_eq!(usable.map(|range| range.len).sum::<u64>(), bytes - hole);
         }
-        assert_eq!(memory_map(BootMemory::of_small_pages(LOW_RAM_END)).last().unwrap().start, ECAM_START);
+        assert_eq!(
+            memory_map(BootMemory::of_small_pages(LOW_RAM_END)).last().unwrap().start,
+            ECAM_START
+        );
         let high = memory_map(BootMemory::of_small_pages(5 * GIB));
         assert_eq!(high.last().unwrap().start, HIGH_RAM_START);
         assert_eq!(high.last().unwrap().len, 2 * GIB);
@@ -244,7 +252,8 @@ mod tests {
 
     #[test]
     fn start_info_has_the_offsets_of_its_abi() {
-        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         let initramfs = Initramfs { start: GuestAddress(0x123_4000), size_bytes: 0x5678 };
         let handover = Handover {
             cmdline: "quiet",
@@ -271,13 +280,15 @@ mod tests {
 
     #[test]
     fn without_modules_the_list_is_absent() {
-        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         let handover =
             Handover { cmdline: "", initramfs: None, boot_memory: BootMemory::of_small_pages(MIB) };
         handover.write(&memory).unwrap();
         assert_eq!(memory.read_obj::<u32>(START_INFO.unchecked_add(12)).unwrap(), 0);
         assert_eq!(memory.read_obj::<u64>(START_INFO.unchecked_add(16)).unwrap(), 0);
-        let tiny: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x8000)]).unwrap();
+        let tiny: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x8000)]).unwrap();
         assert!(matches!(handover.write(&tiny), Err(BootError::TooLittleMemory { .. })));
     }
 
@@ -290,6 +301,9 @@ mod tests {
             assert!(segment.default_32 && segment.page_granular && segment.code_or_data);
             assert_eq!((segment.base, segment.limit), (0, u32::MAX));
         }
-        assert_eq!((entry.task.limit, entry.task.kind, entry.task.code_or_data), (0x67, 0xb, false));
+        assert_eq!(
+            (entry.task.limit, entry.task.kind, entry.task.code_or_data),
+            (0x67, 0xb, false)
+        );
     }
 }

@@ -31,7 +31,8 @@ mod tests {
 
     #[test]
     fn the_code_writes_the_reset_value_to_the_reset_register() {
-        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         write(&memory, BootMemory::of_small_pages(1 << 20)).unwrap();
         let code: [u8; 9] = memory.read_obj(GuestAddress(0xf_fff0)).unwrap();
         // ba iw: mov dx, 0x602; b0 ib: mov al, 1; ee: out dx, al; f4: hlt; eb fd: jmp -3.

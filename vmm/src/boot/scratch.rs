@@ -40,7 +40,9 @@ impl Scratch {
         match &self.region {
             None => &mut [],
             // SAFETY: as in `bytes`; the mapping is writable and `self` is borrowed exclusively.
-            Some(region) => unsafe { std::slice::from_raw_parts_mut(region.as_ptr(), region.size()) },
+            Some(region) => unsafe {
+                std::slice::from_raw_parts_mut(region.as_ptr(), region.size())
+            },
         }
     }
 }

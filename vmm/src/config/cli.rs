@@ -11,9 +11,10 @@ use thiserror::Error;
 
 use super::at_guest_shutdown::AtGuestShutdown;
 use super::{
-    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MemoryZoneConfig,
-    MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig, PmVolumeConfig,
-    PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign, pressure,
+    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig,
+    MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig,
+    PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig,
+    foreign, pressure,
 };
 use crate::events::EventMonitor;
 use crate::host_console::config as console;
@@ -246,12 +247,15 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     let mut warnings = Vec::new();
     let missing_seccomp = missing_seccomp(flags.seccomp.as_deref())?;
     if flags.log_format.is_some() {
-        warnings.push("--log-format: log lines have one format, which it does not change".to_owned());
+        warnings
+            .push("--log-format: log lines have one format, which it does not change".to_owned());
     }
     let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
     let event_monitor = flags.event_monitor.as_deref().map(EventMonitor::parse).transpose()?;
     let (metrics, vm_name) = match flags.metrics.as_deref() {
-        Some(text) => MetricsAddress::parse_named(text).map(|(address, name)| (Some(address), name))?,
+        Some(text) => {
+            MetricsAddress::parse_named(text).map(|(address, name)| (Some(address), name))?
+        }
         None => (None, None),
     };
     if let Some(MetricsAddress::Tcp(address, _)) = &metrics
@@ -263,7 +267,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     }
     let vm_name = vm_name.unwrap_or_else(|| default_name(api_socket.as_ref()));
     let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
-    let at_guest_shutdown = if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
+    let at_guest_shutdown =
+        if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
     let config = match (&api_socket, flags.vm) {
         (Some(_), None) => None,
         (_, vm) => Some(vm_config(vm.unwrap_or_default())?),
@@ -420,7 +425,9 @@ mod tests {
     use super::*;
 
     fn parse(args: &[&str]) -> Result<Command, CliError> {
-        parse_command_line(std::iter::once("foreshore").chain(args.iter().copied()).map(OsString::from))
+        parse_command_line(
+            std::iter::once("foreshore").chain(args.iter().copied()).map(OsString::from),
+        )
     }
 
     /// What the launch of a VM has.
@@ -489,7 +496,10 @@ mod tests {
             config(args).pm_volumes.into_iter().map(|volume| volume.name).collect()
         };
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "pool=/p,name=b", "-v"]), ["a", "b"]);
-        assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "--pm-volume", "pool=/p,name=b"]), ["a", "b"]);
+        assert_eq!(
+            names(&["--pm-volume", "pool=/p,name=a", "--pm-volume", "pool=/p,name=b"]),
+            ["a", "b"]
+        );
     }
 
     #[test]
@@ -510,12 +520,18 @@ mod tests {
             "pool=/p,size=1G,near=1",
         ];
         let config = config(&nodes);
-        assert_eq!((config.memory.zones.len(), config.numa.len(), config.pm_memory[0].near), (2, 2, Some(1)));
+        assert_eq!(
+            (config.memory.zones.len(), config.numa.len(), config.pm_memory[0].near),
+            (2, 2, Some(1))
+        );
         assert_eq!(
             error(&nodes[2..]),
             "--memory: size is 512 MiB, and must be 0 with --memory-zone: each zone has sizes of its own"
         );
-        assert!(error(&["--numa", "guest_numa_id=0,cpus=1"]).starts_with("--numa: cpus is 1, and must be 0"));
+        assert!(
+            error(&["--numa", "guest_numa_id=0,cpus=1"])
+                .starts_with("--numa: cpus is 1, and must be 0")
+        );
         assert!(
             error(&["--memory", "size=0", "--memory-zone", "id=a,size=1G,file=/f,hugepages=on"])
                 .starts_with("--memory-zone: file=/f and hugepages=on")
@@ -525,7 +541,8 @@ mod tests {
     #[test]
     fn disks_may_follow_one_flag_or_have_one_each() {
         let config = config(&["--disk", "path=/a", "path=/b", "--disk", "path=/c,readonly=on"]);
-        let paths: Vec<_> = config.disks.iter().map(|disk| disk.path.display().to_string()).collect();
+        let paths: Vec<_> =
+            config.disks.iter().map(|disk| disk.path.display().to_string()).collect();
         assert_eq!(paths, ["/a", "/b", "/c"]);
         assert!(config.disks[2].readonly);
         assert!(error(&["--disk", "path=/a,num_queues=2"]).starts_with("--disk: num_queues is 2"));
@@ -572,7 +589,8 @@ mod tests {
             Ok(Command::Launch(launch)) => *launch,
             other => panic!("{other:?}"),
         };
-        let launch = bare(&["--api-socket", "/run/vm.sock", "-v", "--no-shutdown", "--seccomp", "false"]);
+        let launch =
+            bare(&["--api-socket", "/run/vm.sock", "-v", "--no-shutdown", "--seccomp", "false"]);
         assert_eq!((launch.config, launch.at_guest_shutdown), (None, AtGuestShutdown::Stay));
         assert_eq!(bare(&["--api-socket", "fd=7"]).at_guest_shutdown, AtGuestShutdown::End);
         // Whoever describes a VM means to have one.
@@ -595,12 +613,18 @@ mod tests {
         };
         let ours = env!("CARGO_PKG_VERSION");
         let version = print("--version");
-        assert_eq!(version, format!("cloud-hypervisor v54.0.0 (foreshore v{ours})\nforeshore v{ours}\n"));
+        assert_eq!(
+            version,
+            format!("cloud-hypervisor v54.0.0 (foreshore v{ours})\nforeshore v{ours}\n")
+        );
         // As libvirt reads it: a number behind the `v`, and what it needs for each feature is at most 40.
-        let number = version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
+        let number =
+            version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
         assert!(number.parse::<u32>().unwrap() >= 40);
         let help = print("--help");
-        for text in ["Guest:", "Memory and storage:", "Devices:", "Control:", "Examples:", "--pm-volume"] {
+        for text in
+            ["Guest:", "Memory and storage:", "Devices:", "Control:", "Examples:", "--pm-volume"]
+        {
             assert!(help.contains(text), "{text}");
         }
     }
@@ -688,7 +712,10 @@ mod tests {
                 "{flag} is neither here nor refused, or both"
             );
             if is_refused {
-                assert!(error(&[flag, "x"]).starts_with(&format!("{flag} is not supported by foreshore: ")));
+                assert!(
+                    error(&[flag, "x"])
+                        .starts_with(&format!("{flag} is not supported by foreshore: "))
+                );
             }
         }
     }
@@ -710,7 +737,10 @@ mod tests {
             assert_eq!(launch(&["--debug-console", off]), launch(&[]));
         }
         for on in ["tty", "file=/off", ""] {
-            assert!(error(&["--debug-console", on]).starts_with("--debug-console is not supported"), "{on}");
+            assert!(
+                error(&["--debug-console", on]).starts_with("--debug-console is not supported"),
+                "{on}"
+            );
         }
     }
 
@@ -725,7 +755,10 @@ mod tests {
     #[test]
     fn misspelled_flag_is_answered_with_the_nearest() {
         let message = error(&["--memry", "size=1G"]);
-        assert!(message.contains("'--memry'") && message.contains("did you mean '--memory'?"), "{message}");
+        assert!(
+            message.contains("'--memry'") && message.contains("did you mean '--memory'?"),
+            "{message}"
+        );
         assert!(!error(&["--xyzzy"]).contains("did you mean"));
     }
 }

@@ -4,7 +4,8 @@
 use foreshore_config::ConfigError;
 
 use super::{
-    DiskConfig, MemoryZoneConfig, NetConfig, NumaConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, VmConfig,
+    DiskConfig, MemoryZoneConfig, NetConfig, NumaConfig, PmMemoryConfig, PmVolumeConfig,
+    PmemConfig, VmConfig,
 };
 use crate::memory::layout::PCI_SLOTS;
 
@@ -14,7 +15,12 @@ const MOST: usize = 256;
 const MOST_SLOTS: usize = PCI_SLOTS as usize - 1;
 
 /// Refuses more than there may be.
-fn check(flag: &'static str, key: &'static str, count: usize, most: usize) -> Result<(), ConfigError> {
+fn check(
+    flag: &'static str,
+    key: &'static str,
+    count: usize,
+    most: usize,
+) -> Result<(), ConfigError> {
     if count <= most {
         return Ok(());
     }
@@ -41,9 +47,10 @@ impl VmConfig {
         for (flag, count) in on_the_bus {
             check(flag, number, count, MOST_SLOTS)?;
         }
-        let all =
-            on_the_bus.iter().map(|(_, count)| count).sum::<usize>() + usize::from(self.vsock.is_some());
-        let (flag, _) = on_the_bus.into_iter().max_by_key(|(_, count)| *count).expect("there are three");
+        let all = on_the_bus.iter().map(|(_, count)| count).sum::<usize>()
+            + usize::from(self.vsock.is_some());
+        let (flag, _) =
+            on_the_bus.into_iter().max_by_key(|(_, count)| *count).expect("there are three");
         check(flag, "the number of devices on the PCI bus", all, MOST_SLOTS)
     }
 }

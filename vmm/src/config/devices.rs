@@ -7,8 +7,8 @@ use foreshore_config::{ConfigError, JsonError, Object, Walk};
 use serde_json::{Map, Value};
 
 use super::{
-    BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig, PmMemoryConfig,
-    PmemConfig, VmConfig, VsockConfig,
+    BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig,
+    PmMemoryConfig, PmemConfig, VmConfig, VsockConfig,
 };
 use crate::memory::zone::device_id;
 
@@ -127,17 +127,34 @@ impl VmConfig {
         (self.disks.iter().filter_map(|disk| disk.id.as_deref()).map(by(DiskConfig::FLAG)))
             .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()).map(by(PmemConfig::FLAG)))
             .chain(self.net.iter().filter_map(|net| net.id.as_deref()).map(by(NetConfig::FLAG)))
-            .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()).map(by(VsockConfig::FLAG)))
-            .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()).map(by(BalloonConfig::FLAG)))
+            .chain(
+                self.vsock
+                    .iter()
+                    .filter_map(|vsock| vsock.id.as_deref())
+                    .map(by(VsockConfig::FLAG)),
+            )
+            .chain(
+                self.balloon
+                    .iter()
+                    .map(|balloon| balloon.id_or_default())
+                    .map(by(BalloonConfig::FLAG)),
+            )
             .chain(self.memory.zones.iter().map(|zone| &*zone.id).map(by(MemoryZoneConfig::FLAG)))
-            .chain(self.pm_memory.iter().filter_map(|zone| zone.id.as_deref()).map(by(PmMemoryConfig::FLAG)))
+            .chain(
+                self.pm_memory
+                    .iter()
+                    .filter_map(|zone| zone.id.as_deref())
+                    .map(by(PmMemoryConfig::FLAG)),
+            )
     }
 
     /// What devices are called that are not named by whoever wants them: those of memory by their zones.
     fn ids_of_our_own(&self) -> impl Iterator<Item = String> {
         let one = self.memory.zones.is_empty().then_some(DRAM_ZONE);
-        let dram = one.into_iter().chain(self.memory.zones.iter().map(|zone| &*zone.id)).map(device_id);
-        let pm = self.pm_memory.iter().enumerate().map(|(nth, pm)| device_id(&pm.id_or_default(nth)));
+        let dram =
+            one.into_iter().chain(self.memory.zones.iter().map(|zone| &*zone.id)).map(device_id);
+        let pm =
+            self.pm_memory.iter().enumerate().map(|(nth, pm)| device_id(&pm.id_or_default(nth)));
         dram.chain(pm).chain(FIXED.map(str::to_owned))
     }
 
@@ -148,7 +165,8 @@ impl VmConfig {
 
     /// The same, and volumes that are devices.
     fn ids(&self) -> Vec<String> {
-        let volumes = self.chosen_volumes().filter_map(|(volume, chosen)| chosen.device_id(&volume.name));
+        let volumes =
+            self.chosen_volumes().filter_map(|(volume, chosen)| chosen.device_id(&volume.name));
         self.ids_beside_volumes().into_iter().chain(volumes).collect()
     }
 
@@ -163,7 +181,11 @@ impl VmConfig {
 
     /// Adds a device and returns its id, which is none of those `in_use` by devices that the guest has not let go yet. Of one
     /// that cannot be added nothing is left.
-    pub fn add_device(&mut self, mut device: DeviceConfig, in_use: &[String]) -> Result<String, ConfigError> {
+    pub fn add_device(
+        &mut self,
+        mut device: DeviceConfig,
+        in_use: &[String],
+    ) -> Result<String, ConfigError> {
         let mut config = self.clone();
         config.name_devices();
         let (mut taken, flag, kind) = (config.ids(), device.flag(), device.kind());
@@ -194,8 +216,10 @@ impl VmConfig {
         let is_it = |given: &Option<String>| given.as_deref() == Some(id);
         let disk = self.disks.iter().find(|disk| is_it(&disk.id)).cloned().map(DeviceConfig::Disk);
         let net = || self.net.iter().find(|net| is_it(&net.id)).cloned().map(DeviceConfig::Net);
-        let pmem = || self.pmem.iter().find(|pmem| is_it(&pmem.id)).cloned().map(DeviceConfig::Pmem);
-        let vsock = || self.vsock.iter().find(|vsock| is_it(&vsock.id)).cloned().map(DeviceConfig::Vsock);
+        let pmem =
+            || self.pmem.iter().find(|pmem| is_it(&pmem.id)).cloned().map(DeviceConfig::Pmem);
+        let vsock =
+            || self.vsock.iter().find(|vsock| is_it(&vsock.id)).cloned().map(DeviceConfig::Vsock);
         disk.or_else(net).or_else(pmem).or_else(vsock)
     }
 
@@ -231,18 +255,22 @@ mod tests {
     #[test]
     fn ids_are_given_once_and_stay() {
         let mut config = test_config();
-        config.disks =
-            ["path=/a", "path=/b,id=_disk0", "path=/c"].map(|text| DiskConfig::parse(text).unwrap()).to_vec();
+        config.disks = ["path=/a", "path=/b,id=_disk0", "path=/c"]
+            .map(|text| DiskConfig::parse(text).unwrap())
+            .to_vec();
         config.name_devices();
-        let ids =
-            |config: &VmConfig| config.disks.iter().map(|disk| disk.id.clone().unwrap()).collect::<Vec<_>>();
+        let ids = |config: &VmConfig| {
+            config.disks.iter().map(|disk| disk.id.clone().unwrap()).collect::<Vec<_>>()
+        };
         assert_eq!(ids(&config), ["_disk1", "_disk0", "_disk2"]);
         assert!(config.remove_device("_disk0"));
         assert_eq!(add(&mut config, disk("path=/d")), Ok("_disk0".to_owned()));
         assert_eq!(add(&mut config, disk("path=/e")), Ok("_disk3".to_owned()));
         assert_eq!(ids(&config), ["_disk1", "_disk2", "_disk0", "_disk3"]);
         // What the guest has not let go yet is nobody else's.
-        (4..8).for_each(|nth| assert_eq!(add(&mut config, disk("path=/f")), Ok(format!("_disk{nth}"))));
+        (4..8).for_each(|nth| {
+            assert_eq!(add(&mut config, disk("path=/f")), Ok(format!("_disk{nth}")))
+        });
         assert_eq!(add(&mut config, disk("path=/g")), Ok("_disk9".to_owned()));
         assert!(add(&mut config, disk("path=/h,id=_disk8")).is_err());
         let before = config.clone();
@@ -269,8 +297,10 @@ mod tests {
     fn a_configuration_in_which_two_things_have_an_id_is_none() {
         let mut config = test_config();
         config.net = vec![NetConfig::parse("id=a").unwrap()];
-        config.disks =
-            vec![DiskConfig::parse("path=/d").unwrap(), DiskConfig::parse("path=/e,id=_disk0").unwrap()];
+        config.disks = vec![
+            DiskConfig::parse("path=/d").unwrap(),
+            DiskConfig::parse("path=/e,id=_disk0").unwrap(),
+        ];
         // The one without an id gets another.
         assert_eq!(config.validate(), Ok(()));
         config.disks[0].id = Some("a".to_owned());
@@ -283,7 +313,10 @@ mod tests {
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=2M").unwrap()];
         for id in ["mem-dram", "mem-pm"] {
             config.disks[0].id = Some(id.to_owned());
-            assert_eq!(config.validate(), Err(ConfigError::IdTaken { flag: "--disk", id: id.to_owned() }));
+            assert_eq!(
+                config.validate(),
+                Err(ConfigError::IdTaken { flag: "--disk", id: id.to_owned() })
+            );
         }
         config.disks[0].id = Some("watchdog".to_owned());
         assert_eq!(config.validate(), Ok(()));
@@ -305,7 +338,9 @@ mod tests {
             assert_eq!(error, format!("--disk: the id {id} is taken"));
             // A configuration in which it is so from the start is none.
             config.net = vec![NetConfig::parse(&format!("id={id}")).unwrap()];
-            assert!(config.validate().unwrap_err().to_string().contains(&format!("has the id {id}")));
+            assert!(
+                config.validate().unwrap_err().to_string().contains(&format!("has the id {id}"))
+            );
             config = before.clone();
         }
         for id in ["raw", "dimm", "pmem-blk"] {
@@ -320,20 +355,29 @@ mod tests {
     fn a_network_interface_has_the_descriptors_that_came_with_it() {
         let fd = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         let net = |json: Value, fds| DeviceConfig::net(json.as_object().unwrap().clone(), fds);
-        let read = net(json!({"id": "n", "ip": "10.0.0.1", "mask": "255.0.0.0", "fds": [3, 4]}), vec![fd()]);
+        let read = net(
+            json!({"id": "n", "ip": "10.0.0.1", "mask": "255.0.0.0", "fds": [3, 4]}),
+            vec![fd()],
+        );
         let (DeviceConfig::Net(given), warnings) = read.unwrap() else { panic!() };
         assert!(given.fds.len() == 1 && given.fds[0].is_kept());
-        assert!(warnings.len() == 1 && warnings[0].starts_with("--net: fds in JSON"), "{warnings:?}");
+        assert!(
+            warnings.len() == 1 && warnings[0].starts_with("--net: fds in JSON"),
+            "{warnings:?}"
+        );
         let error = net(json!({"fds": ["3"]}), Vec::new()).unwrap_err().to_string();
         assert!(
-            error.starts_with("--net: fds=[\"3\"] is not supported") && error.contains("vm.add-net"),
+            error.starts_with("--net: fds=[\"3\"] is not supported")
+                && error.contains("vm.add-net"),
             "{error}"
         );
         let mut config = test_config();
         assert_eq!(add(&mut config, DeviceConfig::Net(given.clone())), Ok("n".to_owned()));
         let (two, _) = net(json!({}), vec![fd(), fd()]).unwrap();
         assert!(
-            add(&mut config, two).unwrap_err().contains("fd has 2 descriptors, and num_queues asks for 1")
+            add(&mut config, two)
+                .unwrap_err()
+                .contains("fd has 2 descriptors, and num_queues asks for 1")
         );
         config.address_devices(|| MacAddress::local([4; 6]));
         assert_eq!(config.net[0].mac, Some(MacAddress::local([4; 6])));
@@ -345,8 +389,11 @@ mod tests {
     #[test]
     fn what_is_no_device_for_this_vm_changes_nothing() {
         let mut config = test_config();
-        let vsock = |cid| DeviceConfig::Vsock(VsockConfig::parse(&format!("cid={cid},socket=/s")).unwrap());
-        assert!(add(&mut config, disk("path=/d,num_queues=2")).unwrap_err().contains("num_queues is 2"));
+        let vsock =
+            |cid| DeviceConfig::Vsock(VsockConfig::parse(&format!("cid={cid},socket=/s")).unwrap());
+        assert!(
+            add(&mut config, disk("path=/d,num_queues=2")).unwrap_err().contains("num_queues is 2")
+        );
         assert!(add(&mut config, vsock(2)).unwrap_err().contains("cid is 2"));
         assert_eq!(config, test_config());
         assert_eq!(add(&mut config, vsock(3)), Ok("_vsock0".to_owned()));
@@ -358,14 +405,14 @@ mod tests {
     #[test]
     fn a_devices_json_is_read_by_the_rules_of_a_configuration() {
         let read = |json: Value| DeviceConfig::disk(json.as_object().unwrap().clone());
-        let json =
-            json!({"path": "/d", "readonly": true, "image_type": "Raw", "vhost_user": false, "serial": null});
+        let json = json!({"path": "/d", "readonly": true, "image_type": "Raw", "vhost_user": false, "serial": null});
         assert_eq!(read(json).unwrap(), (disk("path=/d,readonly=on,image_type=raw"), Vec::new()));
         let (_, warnings) = read(json!({"path": "/d", "read_only": true})).unwrap();
         assert_eq!(warnings, ["Ignored unknown field: read_only"]);
         let error = |json| read(json).unwrap_err().to_string();
         assert!(
-            error(json!({"path": "/d", "iommu": true})).starts_with("--disk: iommu=true is not supported")
+            error(json!({"path": "/d", "iommu": true}))
+                .starts_with("--disk: iommu=true is not supported")
         );
         assert_eq!(error(json!({})), "path is missing");
         assert_eq!(error(json!({"path": 7})), "path is 7, and must be a path");

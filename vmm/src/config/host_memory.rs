@@ -41,7 +41,8 @@ impl HostMemoryConfig {
         flag: &'static str,
         sizes: [(&'static str, u64); 2],
     ) -> Result<(), ConfigError> {
-        let conflict = |reason: &str| Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
+        let conflict =
+            |reason: &str| Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
         if self.mergeable && (self.shared || self.hugepages) {
             return conflict(
                 "mergeable=on goes with neither shared=on nor hugepages=on: Linux merges pages of private memory alone, and small ones",
@@ -51,10 +52,16 @@ impl HostMemoryConfig {
         if !self.hugepages {
             return conflict("hugepage_size needs hugepages=on");
         }
-        if !page_bytes.is_power_of_two() || !(UNIT_BYTES / 2..=MAX_PAGE_BYTES).contains(&page_bytes) {
+        if !page_bytes.is_power_of_two() || !(UNIT_BYTES / 2..=MAX_PAGE_BYTES).contains(&page_bytes)
+        {
             let value = Size(page_bytes).to_string();
             let expected = "a size that huge pages have: 2M or 1G".to_owned();
-            return Err(ConfigError::BadValue { flag, key: "hugepage_size".to_owned(), value, expected });
+            return Err(ConfigError::BadValue {
+                flag,
+                key: "hugepage_size".to_owned(),
+                value,
+                expected,
+            });
         }
         match sizes.iter().find(|(_, bytes)| !bytes.is_multiple_of(page_bytes)) {
             Some(&(key, bytes)) => {

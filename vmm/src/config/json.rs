@@ -17,7 +17,9 @@ impl VmConfig {
 
     /// Reads and validates a configuration, and returns it with warnings, including those about
     /// ignored fields.
-    pub fn from_json_warned(mut json: Map<String, Value>) -> Result<(Self, Vec<String>), JsonError> {
+    pub fn from_json_warned(
+        mut json: Map<String, Value>,
+    ) -> Result<(Self, Vec<String>), JsonError> {
         foreign::take_sections(&mut json)?;
         let mut walk = Walk::default();
         let config: Self = walk.object(Value::Object(json))?;
@@ -136,7 +138,10 @@ mod tests {
         };
         let (config, warnings) = read(json!([{"id": "a", "fds": [-1]}, {"id": "b", "fds": [7]}]));
         assert!(config.net.iter().all(|net| net.fds.is_empty()));
-        assert!(matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")), "{warnings:?}");
+        assert!(
+            matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")),
+            "{warnings:?}"
+        );
         let (plain, none) = read(json!([{"id": "a"}, {"id": "b", "fds": []}]));
         assert_eq!((plain, none), (config, Vec::new()));
     }
@@ -157,13 +162,22 @@ mod tests {
                 json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "kvm_hyperv": true}}),
                 "--cpus: kvm_hyperv=true is not supported",
             ),
-            (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "Other"}}), "--cpus: profile="),
-            (json!({"disks": [{"path": "/a"}, {"path": "/b", "iommu": true}]}), "--disk: iommu=true"),
+            (
+                json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "Other"}}),
+                "--cpus: profile=",
+            ),
+            (
+                json!({"disks": [{"path": "/a"}, {"path": "/b", "iommu": true}]}),
+                "--disk: iommu=true",
+            ),
             (
                 json!({"disks": [{"path": "/a", "rate_limiter_config": {"bandwidth": {"size": 1}}}]}),
                 "--disk: rate",
             ),
-            (json!({"payload": {"kernel": "/k", "igvm": "/i"}}), "payload: igvm=\"/i\" is not supported"),
+            (
+                json!({"payload": {"kernel": "/k", "igvm": "/i"}}),
+                "payload: igvm=\"/i\" is not supported",
+            ),
             (
                 json!({"memory": {"size": 0, "zones": [{"id": "a", "size": 536870912, "hugepage_size": 2097152}]}}),
                 "--memory-zone: hugepage_size needs hugepages=on",
@@ -193,34 +207,47 @@ mod tests {
             r#"--pressure: unknown key "idle"; the keys are policy, size, params, rules, dry_run, paused, record, record_size"#
         );
         // Clients of a later Cloud Hypervisor go on working.
-        let later =
-            json!({"balloon": {"size": 0, "later": 1}, "disks": [{"path": "/d", "later": {}}], "later": [1]});
+        let later = json!({"balloon": {"size": 0, "later": 1}, "disks": [{"path": "/d", "later": {}}], "later": [1]});
         assert!(read(with(later)).is_ok());
     }
 
     #[test]
     fn words_of_flags_are_refused_in_json() {
-        let memory = |word: &str| with(json!({"memory": {"size": 512 << 20, "hotplug_method": word}}));
+        let memory =
+            |word: &str| with(json!({"memory": {"size": 512 << 20, "hotplug_method": word}}));
         let console = |word: &str| with(json!({"console": {"mode": word}}));
-        let scheduling =
-            |word: &str| with(json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "core_scheduling": word}}));
+        let scheduling = |word: &str| {
+            with(json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "core_scheduling": word}}))
+        };
         let image = |word: &str| with(json!({"disks": [{"path": "/d", "image_type": word}]}));
         for (config, expected) in [
-            (memory("virtio-mem"), "memory.hotplug_method is \"virtio-mem\", and must be Acpi or VirtioMem"),
+            (
+                memory("virtio-mem"),
+                "memory.hotplug_method is \"virtio-mem\", and must be Acpi or VirtioMem",
+            ),
             (memory("acpi"), "memory.hotplug_method is \"acpi\", and must be Acpi or VirtioMem"),
             (scheduling("vcpu"), "cpus.core_scheduling is \"vcpu\", and must be Vm, Vcpu or Off"),
-            (console("off"), "console.mode is \"off\", and must be Off, Null, Tty, Pty, File or Socket"),
+            (
+                console("off"),
+                "console.mode is \"off\", and must be Off, Null, Tty, Pty, File or Socket",
+            ),
             (image("fixed-vhd"), "disks[0].image_type is \"fixed-vhd\", and must be Raw"),
             (image("RAW"), "disks[0].image_type is \"RAW\", and must be Raw"),
         ] {
             assert_eq!(error(config), expected);
         }
-        for config in
-            [memory("VirtioMem"), scheduling("Vcpu"), console("Off"), image("raw"), image("unknown")]
-        {
+        for config in [
+            memory("VirtioMem"),
+            scheduling("Vcpu"),
+            console("Off"),
+            image("raw"),
+            image("unknown"),
+        ] {
             assert!(read(config.clone()).is_ok(), "{config}");
         }
-        for (word, name) in [("qcow2", "qcow2"), ("vhd", "vhd"), ("vhdx", "vhdx"), ("FixedVhd", "vhd")] {
+        for (word, name) in
+            [("qcow2", "qcow2"), ("vhd", "vhd"), ("vhdx", "vhdx"), ("FixedVhd", "vhd")]
+        {
             let refused = format!("--disk: image_type={name} is not supported by foreshore");
             assert!(error(image(word)).starts_with(&refused), "{word}");
         }
@@ -325,8 +352,16 @@ mod tests {
         let name = prop_oneof![
             prop::sample::select(VmConfig::names()).prop_map(str::to_owned),
             prop::sample::select(MemoryConfig::names()).prop_map(str::to_owned),
-            prop::sample::select(vec!["zones", "numa", "net", "boot_vcpus", "kernel", "pm_memory", "x"])
-                .prop_map(str::to_owned),
+            prop::sample::select(vec![
+                "zones",
+                "numa",
+                "net",
+                "boot_vcpus",
+                "kernel",
+                "pm_memory",
+                "x"
+            ])
+            .prop_map(str::to_owned),
         ];
         leaf.prop_recursive(4, 48, 6, move |inner| {
             prop_oneof![

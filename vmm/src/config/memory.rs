@@ -111,14 +111,17 @@ impl MemoryConfig {
             return Err(ConfigError::Conflict { flag, reason });
         }
         if let Some(rate) = self.plug_bandwidth {
-            let reason =
-                format!("plug_bandwidth is {}, and is a key of each zone with --memory-zone", Size(rate));
+            let reason = format!(
+                "plug_bandwidth is {}, and is a key of each zone with --memory-zone",
+                Size(rate)
+            );
             return Err(ConfigError::Conflict { flag, reason });
         }
         // Clients set `shared` beside zones, which have their own; Cloud Hypervisor ignores it there.
         let of_zones = HostMemoryConfig { shared: false, ..self.host.clone() };
         if let Some(key) = of_zones.first_on() {
-            let reason = format!("{key}=on is of no zone with --memory-zone: it is a key of each zone");
+            let reason =
+                format!("{key}=on is of no zone with --memory-zone: it is a key of each zone");
             return Err(ConfigError::Conflict { flag, reason });
         }
         self.zones.iter().try_for_each(MemoryZoneConfig::validate)
@@ -168,7 +171,10 @@ mod tests {
     #[test]
     fn sizes_out_of_bounds_are_named() {
         assert_eq!(error("size=0"), "--memory: size is 0, and must be at least 4 KiB");
-        assert_eq!(error("size=5000"), "--memory: size is 5000 bytes, which is not a multiple of 4 KiB");
+        assert_eq!(
+            error("size=5000"),
+            "--memory: size is 5000 bytes, which is not a multiple of 4 KiB"
+        );
         assert_eq!(error("size=8192T"), "--memory: size is 8192 TiB, and must be at most 4096 TiB");
         assert_eq!(MemoryConfig::parse("size=2049M").unwrap().validate(), Ok(()));
         assert_eq!(
@@ -179,7 +185,10 @@ mod tests {
             error("size=2M,hotplug_method=virtio-mem,hotplug_size=4M,hotplugged_size=6M"),
             "--memory: hotplugged_size is 6 MiB, and must be at most 4 MiB, which is hotplug_size"
         );
-        assert!(error("size=2M,hotplug_method=virtio-mem,hotplugged_size=2M").contains("must be at most 0"));
+        assert!(
+            error("size=2M,hotplug_method=virtio-mem,hotplugged_size=2M")
+                .contains("must be at most 0")
+        );
     }
 
     #[test]
@@ -204,14 +213,16 @@ mod tests {
                 .contains("hotplug_size is 2 MiB, and must be 0")
         );
         assert!(
-            error("size=0").contains("hotplug_size of --memory-zone id=a needs hotplug_method=virtio-mem")
+            error("size=0")
+                .contains("hotplug_size of --memory-zone id=a needs hotplug_method=virtio-mem")
         );
         assert!(
             error("size=0,hotplug_method=virtio-mem,plug_bandwidth=1G")
                 .contains("plug_bandwidth is 1 GiB, and is a key of each zone")
         );
         assert!(
-            error("size=0,prefault=on,hotplug_method=virtio-mem").contains("prefault=on is of no zone"),
+            error("size=0,prefault=on,hotplug_method=virtio-mem")
+                .contains("prefault=on is of no zone"),
             "it would be ignored"
         );
     }
@@ -236,17 +247,21 @@ mod tests {
         );
         assert!(error("size=2M,hotplug_size=5000").contains("not a multiple of 4 KiB"));
         // What Kata says: all of the host's memory, whatever that is.
-        assert_eq!(MemoryConfig::parse("size=2049M,hotplug_size=1572863M").unwrap().validate(), Ok(()));
+        assert_eq!(
+            MemoryConfig::parse("size=2049M,hotplug_size=1572863M").unwrap().validate(),
+            Ok(())
+        );
         let virtio_mem = "hotplug_method=virtio-mem,hotplug_size=1G";
         let large = format!("size=1G,{virtio_mem},hugepages=on,hugepage_size=1G");
-        assert!(
-            error(&large)
-                .contains("hugepage_size=1 GiB and hotplug_method=virtio-mem: its blocks are of 2 MiB")
-        );
+        assert!(error(&large).contains(
+            "hugepage_size=1 GiB and hotplug_method=virtio-mem: its blocks are of 2 MiB"
+        ));
         let small = format!("size=1G,{virtio_mem},hugepages=on,hugepage_size=2M");
         assert_eq!(MemoryConfig::parse(&small).unwrap().validate(), Ok(()));
         assert!(error("size=3M,hugepages=on,hugepage_size=2M").contains("not a multiple of 2 MiB"));
-        assert!(error("size=2M,mergeable=on,shared=on").starts_with("--memory: mergeable=on goes with"));
+        assert!(
+            error("size=2M,mergeable=on,shared=on").starts_with("--memory: mergeable=on goes with")
+        );
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
     }
 
@@ -275,9 +290,12 @@ mod tests {
             assert!(memory.host.shared && memory.resizes_by_acpi());
             assert_eq!((memory.size, memory.hotplug_size), (2049 << 20, Some(1649266655232)));
             let shown = serde_json::to_value(&memory).unwrap();
-            for (key, value) in
-                [("hotplug_method", "\"Acpi\""), ("prefault", "false"), ("thp", "true"), ("reserve", "false")]
-            {
+            for (key, value) in [
+                ("hotplug_method", "\"Acpi\""),
+                ("prefault", "false"),
+                ("thp", "true"),
+                ("reserve", "false"),
+            ] {
                 assert_eq!(shown[key].to_string(), value, "{key}");
             }
         }

@@ -114,7 +114,8 @@ mod tests {
         assert_eq!(zone, expected);
         assert!(zone.validate().is_ok());
         // As Cloud Hypervisor's clients send it.
-        let json = r#"{"id": "mem0", "size": 2097152, "shared": false, "file": "/f", "mergeable": true}"#;
+        let json =
+            r#"{"id": "mem0", "size": 2097152, "shared": false, "file": "/f", "mergeable": true}"#;
         assert_eq!(
             serde_json::from_str::<MemoryZoneConfig>(json).unwrap(),
             MemoryZoneConfig::parse("id=mem0,size=2M,file=/f,mergeable=on").unwrap()
@@ -135,7 +136,9 @@ mod tests {
             "--memory-zone: hotplugged_size is 4 MiB, and must be at most 2 MiB, which is hotplug_size"
         );
         assert!(error("id=__a,size=2M").contains("without '__' in front"));
-        assert!(error("id=a,size=2M,host_numa_node=-1").contains("a whole number from 0 to 4294967295"));
+        assert!(
+            error("id=a,size=2M,host_numa_node=-1").contains("a whole number from 0 to 4294967295")
+        );
     }
 
     #[test]
@@ -144,13 +147,19 @@ mod tests {
             ("mergeable=on,shared=on", "mergeable=on goes with neither"),
             ("mergeable=on,hugepages=on", "mergeable=on goes with neither"),
             ("hugepage_size=2M", "hugepage_size needs hugepages=on"),
-            ("hugepages=on,hugepage_size=3M", r#"hugepage_size="3 MiB" is not a size that huge pages have"#),
+            (
+                "hugepages=on,hugepage_size=3M",
+                r#"hugepage_size="3 MiB" is not a size that huge pages have"#,
+            ),
             ("hugepages=on,hugepage_size=4K", r#"hugepage_size="4 KiB" is not"#),
             ("hugepages=on,hugepage_size=1G", "size is 2 MiB, which is not a multiple of 1 GiB"),
             ("hugepages=on,file=/f", "file=/f and hugepages=on"),
         ] {
             let message = error(&format!("id=a,size=2M,{more}"));
-            assert!(message.starts_with("--memory-zone: ") && message.contains(text), "{more}: {message}");
+            assert!(
+                message.starts_with("--memory-zone: ") && message.contains(text),
+                "{more}: {message}"
+            );
         }
     }
 }

@@ -53,19 +53,23 @@ pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::platform::PlatformConfig;
 pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
 pub use self::pressure::{
-    FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
-    rules_as_well,
+    FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size,
+    check_policy, rules_as_well,
 };
 pub use self::socket::{ApiSocket, MetricsAddress};
 pub use self::topology::{BALLOON_ZONE, DRAM_ZONE, Node, Topology};
-pub use crate::cpu::config::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
+pub use crate::cpu::config::{
+    CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS,
+};
 pub use crate::cpu::packages::{Level, Shape, VcpuPlace};
 pub use crate::host_console::config::{
     ConsoleConfig, ConsoleMode, DEFAULT_MAX_SIZE, FileLimits, LEAST_MAX_RATE,
 };
 pub use crate::virtio::balloon::config::BalloonConfig;
 pub use crate::virtio::block::config::{DiskConfig, ImageType};
-pub use crate::virtio::net::config::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
+pub use crate::virtio::net::config::{
+    BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode,
+};
 pub use crate::virtio::rng::config::RngConfig;
 pub use crate::virtio::vsock::config::{MAX_CID, MIN_CID, VsockConfig};
 pub use crate::volume::config::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
@@ -103,7 +107,9 @@ impl VmConfig {
         self.payload.validate()?;
         self.cpus.validate()?;
         self.memory.validate()?;
-        self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.validate(self.memory.boot_bytes()))?;
+        self.balloon
+            .as_ref()
+            .map_or(Ok(()), |balloon| balloon.validate(self.memory.boot_bytes()))?;
         self.serial.validate("--serial")?;
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
@@ -137,13 +143,15 @@ impl VmConfig {
     /// They are what a guest tells disks by, volumes among them.
     fn check_serial_numbers(&self) -> Result<(), ConfigError> {
         let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
-        let volumes = self.pm_volumes.iter().filter(|volume| volume.interface == VolumeInterface::VirtioBlk);
+        let volumes =
+            self.pm_volumes.iter().filter(|volume| volume.interface == VolumeInterface::VirtioBlk);
         // They are the ids of those without.
         let mut named = self.clone();
         named.name_devices();
-        let serials: Vec<_> = ((0..).zip(&named.disks).map(|(nth, disk)| disk.serial_or_default(nth)))
-            .chain(volumes.map(|volume| serial_number(&volume.name)))
-            .collect();
+        let serials: Vec<_> =
+            ((0..).zip(&named.disks).map(|(nth, disk)| disk.serial_or_default(nth)))
+                .chain(volumes.map(|volume| serial_number(&volume.name)))
+                .collect();
         match serials.iter().enumerate().find(|(nth, serial)| serials[..*nth].contains(serial)) {
             Some((_, serial)) => conflict(format!(
                 "two disks have the serial number {serial:?}: serial= gives one another (volumes have their names)"
@@ -156,19 +164,25 @@ impl VmConfig {
         let flag = "--pm-volume";
         for (nth, volume) in self.pm_volumes.iter().enumerate() {
             let earlier = &self.pm_volumes[..nth];
-            if earlier.iter().any(|other| other.name == volume.name && is_same(&other.pool, &volume.pool)) {
-                let reason = format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
+            if earlier
+                .iter()
+                .any(|other| other.name == volume.name && is_same(&other.pool, &volume.pool))
+            {
+                let reason =
+                    format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
             // Of the payload nothing is known yet; whether `auto` finds something for it is seen when it is loaded.
             choose(volume, self.cpus.max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
-        Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes()).map_err(SectionError::new)?)
+        Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
+            .map_err(SectionError::new)?)
     }
 
     /// Volumes with what is chosen for them if the payload is Linux.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
-        let choose = |volume| Some((volume, choose(volume, self.cpus.max_vcpus, Payload::Linux).ok()?));
+        let choose =
+            |volume| Some((volume, choose(volume, self.cpus.max_vcpus, Payload::Linux).ok()?));
         self.pm_volumes.iter().filter_map(choose)
     }
 
@@ -195,9 +209,11 @@ impl VmConfig {
         let pm = self.pm_memory.iter().map(|pm| ("--pm-memory: size".to_owned(), pm.size));
         let hotplug: Vec<(String, u64)> = dram.into_iter().chain(zones).chain(pm).collect();
         // A configuration without a topology has been refused, and needs no warnings.
-        let boot = Topology::of(self).map(|topology| BootMemory::of(topology.zones())).unwrap_or_default();
+        let boot =
+            Topology::of(self).map(|topology| BootMemory::of(topology.zones())).unwrap_or_default();
         let block_bytes = linux_block_bytes(boot.end());
-        for (name, bytes) in hotplug.iter().filter(|(_, bytes)| !bytes.is_multiple_of(block_bytes)) {
+        for (name, bytes) in hotplug.iter().filter(|(_, bytes)| !bytes.is_multiple_of(block_bytes))
+        {
             warnings.push(format!(
                 "{name} is {}, which is rounded up to {}: Linux adds memory in blocks of {}",
                 Size(*bytes),
@@ -228,7 +244,8 @@ impl VmConfig {
                     .to_owned(),
             );
         }
-        let has_huge_pages = memory.hugepages || self.memory.zones.iter().any(|zone| zone.host.hugepages);
+        let has_huge_pages =
+            memory.hugepages || self.memory.zones.iter().any(|zone| zone.host.hugepages);
         if self.balloon.is_some() && has_huge_pages {
             warnings.push(
                 "--balloon: hugepages=on: the host takes back whole huge pages alone, which free_page_reporting=on reports; \
@@ -237,11 +254,14 @@ impl VmConfig {
             );
         }
         if self.platform.as_ref().is_some_and(PlatformConfig::wants_more_segments) {
-            warnings.push("--platform: there is one PCI segment, whatever num_pci_segments says".to_owned());
+            warnings.push(
+                "--platform: there is one PCI segment, whatever num_pci_segments says".to_owned(),
+            );
         }
         if self.net.iter().any(NetConfig::is_idle_of_given) {
             warnings.push(
-                "--net: ip, mask and host_mac are whose fd it is to set; they are only shown".to_owned(),
+                "--net: ip, mask and host_mac are whose fd it is to set; they are only shown"
+                    .to_owned(),
             );
         }
         if self.serial.mode == ConsoleMode::Tty && self.console.mode == ConsoleMode::Tty {
@@ -316,8 +336,10 @@ mod tests {
         let mut config = least();
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=4G").unwrap()];
         config.numa = vec![NumaConfig::parse("guest_numa_id=0,cpus=0,distances=1@21").unwrap()];
-        config.memory.zones = vec![MemoryZoneConfig::parse("id=a,size=2M,file=/f,shared=on").unwrap()];
-        config.pm_volumes = vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
+        config.memory.zones =
+            vec![MemoryZoneConfig::parse("id=a,size=2M,file=/f,shared=on").unwrap()];
+        config.pm_volumes =
+            vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pmem = vec![PmemConfig::parse("file=/a").unwrap()];
         config.balloon = Some(BalloonConfig::parse("size=64M,floor=32M").unwrap());
@@ -337,7 +359,9 @@ mod tests {
         assert_eq!(zones(json).unwrap(), std::slice::from_ref(&zone));
         assert_eq!(zones(&format!("[{json}, {json}]")).unwrap(), [zone.clone(), zone]);
         assert_eq!(zones("null").unwrap(), []);
-        assert!(zones("7").unwrap_err().to_string().contains("must be an object, or a list of objects"));
+        assert!(
+            zones("7").unwrap_err().to_string().contains("must be an object, or a list of objects")
+        );
     }
 
     #[test]
@@ -345,7 +369,9 @@ mod tests {
         let mut config = least();
         config.serial = ConsoleConfig::parse_serial("tty").unwrap();
         assert!(config.validate().is_ok());
-        let warned = |config: &VmConfig| config.warnings().iter().any(|warning| warning.contains("both tty"));
+        let warned = |config: &VmConfig| {
+            config.warnings().iter().any(|warning| warning.contains("both tty"))
+        };
         assert!(warned(&config));
         config.console = ConsoleConfig::parse_console("off").unwrap();
         assert!(!warned(&config));
@@ -358,7 +384,10 @@ mod tests {
         assert!(config.validate().is_ok());
         config.cpus = CpusConfig::parse("boot=1,max=2").unwrap();
         let error = config.validate().unwrap_err().to_string();
-        assert!(error.starts_with("--pm-volume name=a: interface=virtio-pmem is unsafe"), "{error}");
+        assert!(
+            error.starts_with("--pm-volume name=a: interface=virtio-pmem is unsafe"),
+            "{error}"
+        );
         assert!(error.contains("(max=2)"), "{error}");
         config.pm_volumes[0].force = true;
         assert!(config.validate().is_ok());
@@ -372,7 +401,8 @@ mod tests {
         let mut config = least();
         config.cpus = CpusConfig::parse("boot=2,max=4").unwrap();
         for interface in ["auto", "virtio-pmem", "nvdimm"] {
-            config.pm_volumes = vec![volume(&format!("pool=/p,name=a,format=raw,interface={interface}"))];
+            config.pm_volumes =
+                vec![volume(&format!("pool=/p,name=a,format=raw,interface={interface}"))];
             assert!(config.validate().is_ok(), "{interface}");
         }
     }
@@ -392,7 +422,10 @@ mod tests {
         config.disks = ["path=/a,pci_device_id=7", "path=/b", "path=/c,pci_device_id=7"]
             .map(|text| DiskConfig::parse(text).unwrap())
             .to_vec();
-        assert_eq!(config.validate().unwrap_err().to_string(), "--disk: two disks have the pci_device_id 7");
+        assert_eq!(
+            config.validate().unwrap_err().to_string(),
+            "--disk: two disks have the pci_device_id 7"
+        );
         config.disks.pop();
         assert!(config.validate().is_ok());
     }
@@ -402,13 +435,22 @@ mod tests {
         let mut config = least();
         let disk = |text: &str| DiskConfig::parse(text).unwrap();
         let error = |config: &VmConfig| config.validate().unwrap_err().to_string();
-        config.disks = vec![disk("path=/a,serial=s"), disk("path=/b,id=b"), disk("path=/c,serial=b")];
-        assert!(error(&config).contains(r#"two disks have the serial number "b""#), "{}", error(&config));
+        config.disks =
+            vec![disk("path=/a,serial=s"), disk("path=/b,id=b"), disk("path=/c,serial=b")];
+        assert!(
+            error(&config).contains(r#"two disks have the serial number "b""#),
+            "{}",
+            error(&config)
+        );
         config.disks.pop();
         config.pm_volumes = vec![volume("pool=/p,name=s"), volume("pool=/q,name=s")];
         assert!(config.validate().is_ok(), "on an NVDIMM there are none");
         config.pm_volumes = vec![volume("pool=/p,name=s,interface=virtio-blk")];
-        assert!(error(&config).contains(r#"two disks have the serial number "s""#), "{}", error(&config));
+        assert!(
+            error(&config).contains(r#"two disks have the serial number "s""#),
+            "{}",
+            error(&config)
+        );
         config.pm_volumes = ["production-database-a", "production-database-b"]
             .map(|name| volume(&format!("pool=/p,name={name},interface=virtio-blk")))
             .to_vec();
@@ -425,8 +467,10 @@ mod tests {
             |c| c.serial.mode = ConsoleMode::File,
             |c| c.vsock = Some(VsockConfig { cid: 0, socket: "/s".into(), id: None }),
             |c| {
-                c.pm_memory =
-                    vec![PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() }]
+                c.pm_memory = vec![PmMemoryConfig {
+                    size: 0,
+                    ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap()
+                }]
             },
             |c| c.numa = vec![NumaConfig::parse("guest_numa_id=64").unwrap()],
             |c| c.numa = vec![NumaConfig::parse("guest_numa_id=1").unwrap()],
@@ -454,7 +498,10 @@ mod tests {
         assert_eq!(config.warnings(), Vec::<String>::new());
         // Its boot memory ends at 64 GiB.
         config.memory.size = 63 << 30;
-        assert!(config.warnings()[0].ends_with("rounded up to 2 GiB: Linux adds memory in blocks of 2 GiB"));
+        assert!(
+            config.warnings()[0]
+                .ends_with("rounded up to 2 GiB: Linux adds memory in blocks of 2 GiB")
+        );
         config.memory.size = 512 << 20;
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));
@@ -469,7 +516,9 @@ mod tests {
         config.balloon = Some(BalloonConfig::parse("size=0,free_page_reporting=on").unwrap());
         config.memory.host.hugepages = true;
         assert_eq!(config.validate(), Ok(()));
-        assert!(config.warnings()[0].starts_with("--balloon: hugepages=on: the host takes back whole"));
+        assert!(
+            config.warnings()[0].starts_with("--balloon: hugepages=on: the host takes back whole")
+        );
         let zone = MemoryZoneConfig::parse("id=a,size=512M,hugepages=on").unwrap();
         config.memory = MemoryConfig { size: 0, zones: vec![zone], ..MemoryConfig::default() };
         assert_eq!(config.validate(), Ok(()));

@@ -53,8 +53,11 @@ impl NumaConfig {
         self.check_ranges()?;
         for NumaDistance { destination, distance } in self.distances() {
             let is_self = *destination == self.guest_numa_id;
-            let (least, most) =
-                if is_self { (LOCAL_DISTANCE, LOCAL_DISTANCE) } else { (LOCAL_DISTANCE + 1, MAX_DISTANCE) };
+            let (least, most) = if is_self {
+                (LOCAL_DISTANCE, LOCAL_DISTANCE)
+            } else {
+                (LOCAL_DISTANCE + 1, MAX_DISTANCE)
+            };
             if !(least..=most).contains(distance) {
                 let because = if is_self { ": a node's distance to itself is 10" } else { "" };
                 let reason = format!(
@@ -124,11 +127,14 @@ mod tests {
     fn what_is_no_list_is_refused() {
         assert_eq!(error("cpus=0"), "--numa: guest_numa_id= is missing");
         for cpus in ["a", "3-1", "0-", "256", "1::2", "+1"] {
-            let expected = format!("--numa: cpus={cpus:?} is not a list of numbers, as 0-2:5 or [0-2,5]");
+            let expected =
+                format!("--numa: cpus={cpus:?} is not a list of numbers, as 0-2:5 or [0-2,5]");
             assert_eq!(error(&format!("guest_numa_id=0,cpus={cpus}")), expected);
         }
         for distances in ["1", "1@", "@20", "1@256", "1@20:"] {
-            assert!(error(&format!("guest_numa_id=0,distances={distances}")).contains("as 1@20:2@28"));
+            assert!(
+                error(&format!("guest_numa_id=0,distances={distances}")).contains("as 1@20:2@28")
+            );
         }
         assert!(error("guest_numa_id=0,memory_zones=a::b").contains("a list of ids"));
     }
@@ -136,16 +142,24 @@ mod tests {
     #[test]
     fn numbers_out_of_their_bounds_are_named() {
         assert_eq!(error("guest_numa_id=64"), "--numa: guest_numa_id is 64, and must be 0 to 63");
-        for (distance, bound) in [(0, "11 to 254"), (9, "11 to 254"), (10, "11 to 254"), (255, "11 to 254")] {
+        for (distance, bound) in
+            [(0, "11 to 254"), (9, "11 to 254"), (10, "11 to 254"), (255, "11 to 254")]
+        {
             assert_eq!(
                 error(&format!("guest_numa_id=0,distances=1@{distance}")),
-                format!("--numa: the distance of node 0 to node 1 is {distance}, and must be {bound}")
+                format!(
+                    "--numa: the distance of node 0 to node 1 is {distance}, and must be {bound}"
+                )
             );
         }
-        let to_itself =
-            "the distance of node 0 to node 0 is 20, and must be 10: a node's distance to itself is 10";
+        let to_itself = "the distance of node 0 to node 0 is 20, and must be 10: a node's distance to itself is 10";
         assert!(error("guest_numa_id=0,distances=0@20").contains(to_itself));
-        assert!(NumaConfig::parse("guest_numa_id=0,distances=0@10:1@11:2@254").unwrap().validate().is_ok());
+        assert!(
+            NumaConfig::parse("guest_numa_id=0,distances=0@10:1@11:2@254")
+                .unwrap()
+                .validate()
+                .is_ok()
+        );
     }
 
     #[test]

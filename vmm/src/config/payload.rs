@@ -6,7 +6,11 @@ use foreshore_config::{ConfigError, OFF, Refused, section};
 
 /// Fields of the section in JSON that have flags of their own on the command line.
 const REFUSED: &[Refused] = &[
-    Refused { key: "fw_cfg_config", neutral: &[], why: "there is no firmware configuration device" },
+    Refused {
+        key: "fw_cfg_config",
+        neutral: &[],
+        why: "there is no firmware configuration device",
+    },
     Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
     Refused { key: "host_data", neutral: &[], why: "confidential guests are not supported" },
     Refused { key: "svsm", neutral: OFF, why: "confidential guests are not supported" },
@@ -38,8 +42,8 @@ impl PayloadConfig {
                 });
             }
             (Some(_), Some(_)) => {
-                let reason =
-                    "a VM boots a --kernel or what a --firmware finds, and cannot do both".to_owned();
+                let reason = "a VM boots a --kernel or what a --firmware finds, and cannot do both"
+                    .to_owned();
                 return Err(ConfigError::Conflict { flag: "--firmware", reason });
             }
             _ => {}
@@ -66,10 +70,14 @@ impl PayloadConfig {
 
     /// What is there and not used.
     pub fn warnings(&self) -> Vec<String> {
-        let unused = [("--initramfs", self.initramfs.is_some()), ("--cmdline", self.cmdline.is_some())];
-        let unused = unused.into_iter().filter(|(_, is_there)| self.firmware.is_some() && *is_there);
+        let unused =
+            [("--initramfs", self.initramfs.is_some()), ("--cmdline", self.cmdline.is_some())];
+        let unused =
+            unused.into_iter().filter(|(_, is_there)| self.firmware.is_some() && *is_there);
         unused
-            .map(|(flag, _)| format!("{flag}: it is for a --kernel; a --firmware looks for its own"))
+            .map(|(flag, _)| {
+                format!("{flag}: it is for a --kernel; a --firmware looks for its own")
+            })
             .collect()
     }
 }

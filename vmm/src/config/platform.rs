@@ -62,11 +62,20 @@ mod tests {
     #[test]
     fn segments_are_read_and_bounded() {
         assert_eq!(PlatformConfig::parse("").unwrap().num_pci_segments, 1);
-        assert_eq!(PlatformConfig::parse("num_pci_segments=2,tdx=off").unwrap().num_pci_segments, 2);
+        assert_eq!(
+            PlatformConfig::parse("num_pci_segments=2,tdx=off").unwrap().num_pci_segments,
+            2
+        );
         let error = |text| {
-            PlatformConfig::parse(text).and_then(|platform| platform.validate()).unwrap_err().to_string()
+            PlatformConfig::parse(text)
+                .and_then(|platform| platform.validate())
+                .unwrap_err()
+                .to_string()
         };
-        assert_eq!(error("num_pci_segments=0"), "--platform: num_pci_segments is 0, and must be 1 to 96");
+        assert_eq!(
+            error("num_pci_segments=0"),
+            "--platform: num_pci_segments is 0, and must be 1 to 96"
+        );
         assert!(error("num_pci_segments=97").contains("1 to 96"));
         assert!(error("uuid=x").contains("no SMBIOS"));
     }

@@ -25,7 +25,10 @@ pub(super) fn check(flag: &'static str, configured: Option<u64>) -> Result<(), C
             flag,
             key: "plug_bandwidth".to_owned(),
             value: value.to_string(),
-            expected: format!("0, for no bound, or at least {} per second", Size(MIN_PLUG_BANDWIDTH)),
+            expected: format!(
+                "0, for no bound, or at least {} per second",
+                Size(MIN_PLUG_BANDWIDTH)
+            ),
         }),
         _ => Ok(()),
     }

@@ -77,7 +77,10 @@ impl PmMemoryConfig {
                 flag,
                 key: "scrub_bandwidth".to_owned(),
                 value: self.scrub_bandwidth.to_string(),
-                expected: format!("0, for no bound, or at least {} per second", Size(MIN_SCRUB_BANDWIDTH)),
+                expected: format!(
+                    "0, for no bound, or at least {} per second",
+                    Size(MIN_SCRUB_BANDWIDTH)
+                ),
             });
         }
         plug_bandwidth::check(flag, Some(self.plug_bandwidth))?;
@@ -131,20 +134,26 @@ mod tests {
         };
         assert_eq!(pm, expected);
         assert!(pm.validate().is_ok());
-        assert_eq!(pm, serde_json::from_str(r#"{"pool": "/pm/pool", "size": 4294967296}"#).unwrap());
-        let text =
-            "pool=/p,size=2M,id=far,guest_numa_node=3,near=1,read_latency=400,write_latency=200,bandwidth=2G";
+        assert_eq!(
+            pm,
+            serde_json::from_str(r#"{"pool": "/pm/pool", "size": 4294967296}"#).unwrap()
+        );
+        let text = "pool=/p,size=2M,id=far,guest_numa_node=3,near=1,read_latency=400,write_latency=200,bandwidth=2G";
         let pm = PmMemoryConfig::parse(text).unwrap();
         assert!(pm.validate().is_ok());
         assert_eq!((pm.guest_numa_node, pm.near), (Some(3), Some(1)));
         assert_eq!((pm.read_latency, pm.write_latency, pm.bandwidth), (400, 200, 2 << 30));
-        assert_eq!((pm.id_or_default(0), pm.id_or_default(1)), ("far".to_owned(), "far".to_owned()));
+        assert_eq!(
+            (pm.id_or_default(0), pm.id_or_default(1)),
+            ("far".to_owned(), "far".to_owned())
+        );
     }
 
     #[test]
     fn all_zones_are_of_one_pool() {
         let error = |texts: &[&str]| {
-            let zones: Vec<_> = texts.iter().map(|text| PmMemoryConfig::parse(text).unwrap()).collect();
+            let zones: Vec<_> =
+                texts.iter().map(|text| PmMemoryConfig::parse(text).unwrap()).collect();
             validate_all(&zones).map_err(|error| error.to_string())
         };
         assert_eq!(error(&["pool=/p,size=2M", "pool=/p,size=4M"]), Ok(()));
@@ -169,12 +178,12 @@ mod tests {
         assert_eq!(bound(",scrub_bandwidth=100M"), Some(100 << 20));
         assert_eq!(bound(",scrub_bandwidth=2M"), Some(2 << 20));
         assert_eq!(bound(",scrub_bandwidth=0"), None);
-        let expected =
-            "--pm-memory: scrub_bandwidth=\"1048576\" is not 0, for no bound, or at least 2 MiB per second";
+        let expected = "--pm-memory: scrub_bandwidth=\"1048576\" is not 0, for no bound, or at least 2 MiB per second";
         assert_eq!(error("pool=/p,size=2M,scrub_bandwidth=1M"), expected);
         assert!(error("pool=/p,size=2M,scrub_bandwidth=fast").contains("is not a size"));
         // In JSON it may be missing, as in what older clients send.
-        let pm: PmMemoryConfig = serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
+        let pm: PmMemoryConfig =
+            serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
         assert_eq!(pm.scrub_bandwidth, 1 << 30);
     }
 
@@ -184,11 +193,11 @@ mod tests {
         assert_eq!(pm(",plug_bandwidth=100M").plug_bandwidth, 100 << 20);
         let zones = [pm(",plug_bandwidth=100M"), pm(",id=b,plug_bandwidth=0")];
         assert_eq!(validate_all(&zones), Ok(()));
-        let expected =
-            "--pm-memory: plug_bandwidth=\"1048576\" is not 0, for no bound, or at least 64 MiB per second";
+        let expected = "--pm-memory: plug_bandwidth=\"1048576\" is not 0, for no bound, or at least 64 MiB per second";
         assert_eq!(error("pool=/p,size=2M,plug_bandwidth=1M"), expected);
         assert!(error("pool=/p,size=2M,plug_bandwidth=fast").contains("is not a size"));
-        let pm: PmMemoryConfig = serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
+        let pm: PmMemoryConfig =
+            serde_json::from_str(r#"{"pool": "/p", "size": 2097152}"#).unwrap();
         assert_eq!(pm.plug_bandwidth, 1 << 30);
     }
 
@@ -202,7 +211,10 @@ mod tests {
             "--pm-memory: guest_numa_node is 0, and must be 1 to 63"
         );
         assert!(error("pool=/p,size=2M,guest_numa_node=64").contains("is 64"));
-        assert_eq!(error("pool=/p,size=2M,near=64"), "--pm-memory: near is 64, and must be 0 to 63");
+        assert_eq!(
+            error("pool=/p,size=2M,near=64"),
+            "--pm-memory: near is 64, and must be 0 to 63"
+        );
         for key in ["read_latency", "write_latency"] {
             for value in [0, 65535] {
                 assert_eq!(

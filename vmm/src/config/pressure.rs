@@ -32,8 +32,8 @@ fn parameters() -> Vec<&'static str> {
 fn of_policy(error: ConfigError, text: &str) -> ConfigError {
     let ConfigError::UnknownKey { flag, key, .. } = error else { return error };
     let named = text.split(',').find_map(|part| part.strip_prefix("policy="));
-    let named =
-        named.map_or_else(|| Some(Policy::default()), |name| Policy::from_name(name.trim_matches('"')));
+    let named = named
+        .map_or_else(|| Some(Policy::default()), |name| Policy::from_name(name.trim_matches('"')));
     let own = named.as_ref().map_or(&[][..], Policy::table).iter().map(|param| param.name);
     let rules = Rules::TABLE.iter().map(|param| param.name);
     let keys = TABLE.names().filter(|key| *key != FIXED_SIZE).chain(own).chain(rules);
@@ -137,7 +137,8 @@ impl PressureConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let parameters = parameters();
-        let options = Options::parse(&TABLE, &parameters, text).map_err(|error| of_policy(error, text))?;
+        let options =
+            Options::parse(&TABLE, &parameters, text).map_err(|error| of_policy(error, text))?;
         let settings = options.given().filter(|(key, _)| parameters.contains(key));
         let settings = settings.map(|(key, value)| (key.to_owned(), Setting::from(value)));
         let (rules, params) =
@@ -178,7 +179,9 @@ impl PressureConfig {
         let Some(bytes) = self.record_size else { return Ok(()) };
         let expected = match self.record {
             None => "taken without record=",
-            Some(_) if !(LEAST_RECORD_BYTES..=MOST_RECORD_BYTES).contains(&bytes) => "from 1M to 1T",
+            Some(_) if !(LEAST_RECORD_BYTES..=MOST_RECORD_BYTES).contains(&bytes) => {
+                "from 1M to 1T"
+            }
             Some(_) => return Ok(()),
         };
         let (key, value) = ("record_size".to_owned(), Size(bytes).to_string());
@@ -215,17 +218,26 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
 }
 
 /// Checks that a size is given with the policy that takes one, within its bounds, and with no other. `flag` is who asks.
-pub fn check_fixed_size(flag: &'static str, policy: &str, size: Option<u64>) -> Result<(), ConfigError> {
+pub fn check_fixed_size(
+    flag: &'static str,
+    policy: &str,
+    size: Option<u64>,
+) -> Result<(), ConfigError> {
     let Some(bytes) = size else {
         // Without one it would be 0, and nobody who writes "fixed" means that all memory is to go.
-        return if policy == "fixed" { Err(ConfigError::Missing { flag, key: "size" }) } else { Ok(()) };
+        return if policy == "fixed" {
+            Err(ConfigError::Missing { flag, key: "size" })
+        } else {
+            Ok(())
+        };
     };
     if policy != "fixed" {
         let (key, value) = (FIXED_SIZE.to_owned(), Size(bytes).to_string());
         let expected = format!("taken by policy {policy}, but by fixed alone");
         return Err(ConfigError::BadValue { flag, key, value, expected });
     }
-    let fixed = Policy::Fixed(fixed::Params::default()).with([(FIXED_SIZE, &Setting::Number(bytes))]);
+    let fixed =
+        Policy::Fixed(fixed::Params::default()).with([(FIXED_SIZE, &Setting::Number(bytes))]);
     fixed.map(drop).map_err(|error| parameter(flag, error))
 }
 
@@ -246,7 +258,8 @@ mod tests {
 
     #[test]
     fn a_size_is_whole_blocks_and_for_the_policy_that_keeps_one() {
-        let parsed = |text| PressureConfig::parse(text).unwrap().validate().map_err(|err| err.to_string());
+        let parsed =
+            |text| PressureConfig::parse(text).unwrap().validate().map_err(|err| err.to_string());
         assert_eq!(parsed("policy=fixed,size=256M"), Ok(()));
         assert_eq!(parsed("policy=fixed,size=0"), Ok(()));
         assert_eq!(parsed("policy=fixed,size=64T"), Ok(()));
@@ -283,11 +296,15 @@ mod tests {
 
     #[test]
     fn wrong_parameters_are_told_with_value_and_bound() {
-        let error = |text| PressureConfig::parse(text).and_then(|p| p.validate()).unwrap_err().to_string();
+        let error =
+            |text| PressureConfig::parse(text).and_then(|p| p.validate()).unwrap_err().to_string();
         for (text, message) in [
             ("watermark-scale=0", "--pressure: watermark-scale is 0, must be 1 to 65536"),
             ("cool_down=99ms", "--pressure: cool_down is 99ms, must be 100ms to 24h"),
-            ("cool_down=2m", "--pressure: max_cool_down is 1m, must be at least cool_down, which is 2m"),
+            (
+                "cool_down=2m",
+                "--pressure: max_cool_down is 1m, must be at least cool_down, which is 2m",
+            ),
             ("idle=3", r#"--pressure: idle is "3", must be a time: a number with ms, s, m or h"#),
             (
                 "floor=1M",

@@ -82,14 +82,16 @@ impl MetricsAddress {
         let mut address = Self::parse(address)?;
         match (&mut address, access) {
             (Self::Unix(path, _), _) if !hosts.is_empty() => {
-                let reason = format!("host= is for ADDRESS:PORT, and {} is a unix socket", path.display());
+                let reason =
+                    format!("host= is for ADDRESS:PORT, and {} is a unix socket", path.display());
                 return Err(ConfigError::Conflict { flag, reason });
             }
             (Self::Unix(..), None) => {}
             (Self::Unix(_, socket), Some(access)) => *socket = access,
             (Self::Tcp(_, names), None) => *names = hosts,
             (Self::Tcp(tcp, _), Some(_)) => {
-                let reason = format!("mode= and group= are for unix:PATH, and {tcp} is a TCP address");
+                let reason =
+                    format!("mode= and group= are for unix:PATH, and {tcp} is a TCP address");
                 return Err(ConfigError::Conflict { flag, reason });
             }
         }
@@ -108,7 +110,9 @@ impl MetricsAddress {
         let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
         let address = port.or_else(|_| text.parse()).map_err(|_| ConfigError::Conflict {
             flag,
-            reason: format!("{text:?} is neither ADDRESS:PORT, like 127.0.0.1:9745, nor PORT, nor unix:PATH"),
+            reason: format!(
+                "{text:?} is neither ADDRESS:PORT, like 127.0.0.1:9745, nor PORT, nor unix:PATH"
+            ),
         })?;
         Ok(Self::Tcp(address, Vec::new()))
     }
@@ -157,7 +161,8 @@ mod tests {
 
     #[test]
     fn host_names_are_read() {
-        let names = |text: &str| MetricsAddress::parse_named(text).map(|(address, _)| address.host_names());
+        let names =
+            |text: &str| MetricsAddress::parse_named(text).map(|(address, _)| address.host_names());
         assert_eq!(names("127.0.0.1:1"), Ok(Some(Vec::new())));
         let two = vec!["vm1.example.org".to_owned(), "vm1".to_owned()];
         assert_eq!(names("0.0.0.0:1,host=vm1.example.org,vm=a,host=vm1"), Ok(Some(two)));
@@ -190,7 +195,10 @@ mod tests {
         assert!(error("unix:/run/m,group=").contains("the name or number of a group"));
         assert!(error("127.0.0.1:9745,mode=0660").contains("127.0.0.1:9745 is a TCP address"));
         assert!(error("unix:/run/m,mode=0660,owner=me").contains("unknown key \"owner\""));
-        assert_eq!(MetricsAddress::parse_named("127.0.0.1:1,vm=a").unwrap().1.as_deref(), Some("a"));
+        assert_eq!(
+            MetricsAddress::parse_named("127.0.0.1:1,vm=a").unwrap().1.as_deref(),
+            Some("a")
+        );
     }
 
     #[test]

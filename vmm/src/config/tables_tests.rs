@@ -25,7 +25,8 @@ fn table_keys(table: &Table) -> Names {
 
 /// Paragraph of a flag in the help.
 fn help_of<'a>(help: &'a str, flag: &str) -> &'a str {
-    let begin = help.find(&format!("      {flag} ")).unwrap_or_else(|| panic!("{flag} is not in the help"));
+    let begin =
+        help.find(&format!("      {flag} ")).unwrap_or_else(|| panic!("{flag} is not in the help"));
     let paragraph = &help[begin + flag.len()..];
     paragraph.find("\n\n").map_or(paragraph, |end| &paragraph[..end])
 }
@@ -47,7 +48,8 @@ fn needed(flag: &str) -> &'static [(&'static str, &'static str)] {
 /// Error of a command line with `key=value` in `flag`, if it is about that key.
 fn refusal(flag: &str, key: &str, value: &str) -> Option<String> {
     let others = needed(flag).iter().filter(|(other, _)| *other != key);
-    let pairs: Vec<_> = others.chain([&(key, value)]).map(|(key, value)| format!("{key}={value}")).collect();
+    let pairs: Vec<_> =
+        others.chain([&(key, value)]).map(|(key, value)| format!("{key}={value}")).collect();
     let zones_alone: &[_] = if flag == "--memory-zone" { &["--memory", "size=0"] } else { &[] };
     let pairs = pairs.join(",");
     let args = [&["foreshore", "--kernel", "/k"], zones_alone, &[flag, &*pairs]].concat();
@@ -69,7 +71,8 @@ fn unreadable_value_of_every_key_is_refused_with_its_name() {
     for table in TABLES {
         // An error about a volume's name quotes the name alone. The key is required.
         for name in table.names().filter(|name| (table.flag, *name) != ("--pm-volume", "name")) {
-            let mut errors = unreadable().into_iter().map(|value| refusal(table.flag, name, &value));
+            let mut errors =
+                unreadable().into_iter().map(|value| refusal(table.flag, name, &value));
             assert!(errors.any(|error| error.is_some()), "{} {name}", table.flag);
         }
     }
@@ -116,8 +119,10 @@ fn long_help_lists_the_keys_that_the_parser_takes() {
 fn short_help_has_every_key_in_one_line() {
     let help = command().render_help().to_string();
     for table in TABLES {
-        let line =
-            help.lines().find(|line| line.trim_start().starts_with(&format!("{} ", table.flag))).unwrap();
+        let line = help
+            .lines()
+            .find(|line| line.trim_start().starts_with(&format!("{} ", table.flag)))
+            .unwrap();
         for key in table_keys(&table) {
             let has = line.split([' ', ',', '|']).any(|part| part == key || part.starts_with(&key));
             assert!(has, "{} {key}: {line}", table.flag);
@@ -129,12 +134,19 @@ fn short_help_has_every_key_in_one_line() {
 fn schemas_of_foreshores_own_sections_have_their_keys() {
     let document: Value = serde_json::from_str(include_str!("../../../docs/openapi.json")).unwrap();
     let fields = json::fields();
-    for (schema, section) in
-        [("PmMemoryConfig", "pm_memory"), ("PmVolumeConfig", "pm_volumes"), ("PressureConfig", "pressure")]
-    {
-        let properties = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
+    for (schema, section) in [
+        ("PmMemoryConfig", "pm_memory"),
+        ("PmVolumeConfig", "pm_volumes"),
+        ("PressureConfig", "pressure"),
+    ] {
+        let properties =
+            document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         let (_, fields) = fields.iter().find(|(name, _)| *name == section).unwrap();
-        assert_eq!(names(properties.keys().map(String::as_str)), names(fields.iter().copied()), "{schema}");
+        assert_eq!(
+            names(properties.keys().map(String::as_str)),
+            names(fields.iter().copied()),
+            "{schema}"
+        );
     }
 }
 
@@ -185,7 +197,8 @@ fn fields_of_the_compatibility_page_are_in_the_tables() {
         if ["pm_memory", "pm_volumes", "pressure"].contains(&section) {
             continue;
         }
-        let fields: Vec<_> = rows.iter().filter_map(|(name, _)| name.strip_prefix(schema(section))).collect();
+        let fields: Vec<_> =
+            rows.iter().filter_map(|(name, _)| name.strip_prefix(schema(section))).collect();
         assert!(!fields.is_empty(), "{section}");
         for field in fields {
             assert!(known.contains(&field), "{section}.{field}");
@@ -231,7 +244,8 @@ fn every_key_is_documented_on_a_page_that_names_its_flag() {
     let pages = pages();
     for table in TABLES {
         for name in table.names() {
-            let is_documented = |page: &String| names_flag(page, table.flag) && has_in_code(page, name);
+            let is_documented =
+                |page: &String| names_flag(page, table.flag) && has_in_code(page, name);
             assert!(pages.iter().any(is_documented), "{} {name}", table.flag);
         }
     }

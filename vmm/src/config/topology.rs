@@ -45,16 +45,19 @@ impl Topology {
         let mut zones = dram_zones(config)?;
         let mut cpus = node_cpus(config)?;
         // A VM without --numa has one node, and that has everything but PM.
-        let first = zones.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).min().unwrap_or(0);
+        let first =
+            zones.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).min().unwrap_or(0);
         if cpus.is_empty() {
             cpus.insert(first, (0..config.cpus.max_vcpus).collect());
         }
         zones.extend(pm_zones(config, &zones, &cpus)?);
         let count = count(config, &zones, &cpus)?;
         let places = places(config, &cpus)?;
-        let nodes =
-            (0..count).map(|id| Node { cpus: cpus.remove(&id).unwrap_or_default(), near: id }).collect();
-        let mut topology = Self { places, zones, nodes, distances: vec![0; (count * count) as usize] };
+        let nodes = (0..count)
+            .map(|id| Node { cpus: cpus.remove(&id).unwrap_or_default(), near: id })
+            .collect();
+        let mut topology =
+            Self { places, zones, nodes, distances: vec![0; (count * count) as usize] };
         topology.set_distances(config)?;
         Ok(topology)
     }
@@ -96,7 +99,8 @@ impl Topology {
         let pm_nodes: Vec<u32> =
             self.zones.iter().filter(|zone| pm(zone)).map(|zone| zone.guest_node).collect();
         for (config, &node) in config.pm_memory.iter().zip(&pm_nodes) {
-            let nearest = self.initiators().min_by_key(|&id| (said(id, node).unwrap_or(u8::MAX), id));
+            let nearest =
+                self.initiators().min_by_key(|&id| (said(id, node).unwrap_or(u8::MAX), id));
             let near = config.near.or(nearest).unwrap_or(0);
             if self.nodes.get(near as usize).is_none_or(|node| node.cpus.is_empty()) {
                 let reason = format!("near={near} of node {node}: node {near} has no vCPUs");
@@ -105,14 +109,18 @@ impl Topology {
             self.nodes[node as usize].near = near;
         }
         // 2. All distances.
-        let anchor = |id: u32| if pm_nodes.contains(&id) { self.nodes[id as usize].near } else { id };
-        let between_dram =
-            |from, to| if from == to { LOCAL_DISTANCE } else { said(from, to).unwrap_or(REMOTE_DISTANCE) };
+        let anchor =
+            |id: u32| if pm_nodes.contains(&id) { self.nodes[id as usize].near } else { id };
+        let between_dram = |from, to| {
+            if from == to { LOCAL_DISTANCE } else { said(from, to).unwrap_or(REMOTE_DISTANCE) }
+        };
         let distance = |from: u32, to: u32| match said(from, to) {
             _ if from == to => LOCAL_DISTANCE,
             Some(distance) => distance,
             None if anchor(from) == from && anchor(to) == to => REMOTE_DISTANCE,
-            None => between_dram(anchor(from), anchor(to)).saturating_add(PM_DETOUR).min(MAX_DISTANCE),
+            None => {
+                between_dram(anchor(from), anchor(to)).saturating_add(PM_DETOUR).min(MAX_DISTANCE)
+            }
         };
         let count = self.nodes.len() as u32;
         let distances = (0..count).flat_map(|from| (0..count).map(move |to| (from, to)));
@@ -151,7 +159,8 @@ fn check_ids(config: &VmConfig) -> Result<(), ConfigError> {
     let balloon = config.balloon.as_ref().map(|_| BALLOON_ZONE.to_owned());
     let ids: Vec<String> = balloon.into_iter().chain(dram).chain(one).chain(pm).collect();
     if let Some((_, id)) = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id)) {
-        let is_pm = config.pm_memory.iter().enumerate().any(|(nth, pm)| pm.id_or_default(nth) == *id);
+        let is_pm =
+            config.pm_memory.iter().enumerate().any(|(nth, pm)| pm.id_or_default(nth) == *id);
         let flag = if is_pm { PM_FLAG } else { "--memory-zone" };
         return Err(ConfigError::Conflict { flag, reason: format!("two zones have the id {id}") });
     }
@@ -183,10 +192,15 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
         let id = node.guest_numa_id;
         for name in node.memory_zones() {
             if !zones.iter().any(|zone| zone.id == *name) {
-                let known = zones.iter().map(|zone| zone.id.as_str()).collect::<Vec<_>>().join(", ");
-                let is_pm =
-                    config.pm_memory.iter().enumerate().any(|(nth, pm)| pm.id_or_default(nth) == *name);
-                let hint = if is_pm { "; that of PM says its node itself: guest_numa_node" } else { "" };
+                let known =
+                    zones.iter().map(|zone| zone.id.as_str()).collect::<Vec<_>>().join(", ");
+                let is_pm = config
+                    .pm_memory
+                    .iter()
+                    .enumerate()
+                    .any(|(nth, pm)| pm.id_or_default(nth) == *name);
+                let hint =
+                    if is_pm { "; that of PM says its node itself: guest_numa_node" } else { "" };
                 return conflict(format!(
                     "memory_zones of node {id}: there is no zone {name:?} of DRAM; there is {known}{hint}"
                 ));
@@ -202,7 +216,10 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
         let node = places.get(zone.id.as_str()).copied();
         let node = node.or((config.numa.is_empty() || memory.zones.is_empty()).then_some(0));
         let Some(guest_node) = node else {
-            return conflict(format!("zone {} is in no node: memory_zones= of one must name it", zone.id));
+            return conflict(format!(
+                "zone {} is in no node: memory_zones= of one must name it",
+                zone.id
+            ));
         };
         let host = host_memory(&zone, memory.thp);
         Ok(ZoneSpec {
@@ -249,11 +266,21 @@ fn node_cpus(config: &VmConfig) -> Result<BTreeMap<u32, Vec<u8>>, ConfigError> {
         for &cpu in node.cpus() {
             if cpu >= max_vcpus {
                 let (value, most) = (u64::from(cpu), u64::from(max_vcpus - 1));
-                return Err(ConfigError::OutOfRange { flag: FLAG, key: "cpus", value, least: 0, most });
+                return Err(ConfigError::OutOfRange {
+                    flag: FLAG,
+                    key: "cpus",
+                    value,
+                    least: 0,
+                    most,
+                });
             }
             match owner.insert(cpu, id) {
-                Some(other) if other == id => return conflict(format!("vCPU {cpu} is in node {id} twice")),
-                Some(other) => return conflict(format!("vCPU {cpu} is in node {other} and in node {id}")),
+                Some(other) if other == id => {
+                    return conflict(format!("vCPU {cpu} is in node {id} twice"));
+                }
+                Some(other) => {
+                    return conflict(format!("vCPU {cpu} is in node {other} and in node {id}"));
+                }
                 None => {}
             }
         }
@@ -279,7 +306,8 @@ fn pm_zones(
     dram: &[ZoneSpec],
     cpus: &BTreeMap<u32, Vec<u8>>,
 ) -> Result<Vec<ZoneSpec>, ConfigError> {
-    let mut taken: Vec<u32> = dram.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).collect();
+    let mut taken: Vec<u32> =
+        dram.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).collect();
     let said: Vec<u32> = config.pm_memory.iter().filter_map(|pm| pm.guest_numa_node).collect();
     let mut place = |(nth, pm): (usize, &PmMemoryConfig)| {
         let id = pm.id_or_default(nth);
@@ -309,7 +337,11 @@ fn pm_zones(
 }
 
 /// How many nodes there are: those that somebody names, and no others.
-fn count(config: &VmConfig, zones: &[ZoneSpec], cpus: &BTreeMap<u32, Vec<u8>>) -> Result<u32, ConfigError> {
+fn count(
+    config: &VmConfig,
+    zones: &[ZoneSpec],
+    cpus: &BTreeMap<u32, Vec<u8>>,
+) -> Result<u32, ConfigError> {
     let in_use = |id: u32| cpus.contains_key(&id) || zones.iter().any(|zone| zone.guest_node == id);
     for node in &config.numa {
         let id = node.guest_numa_id;
@@ -317,7 +349,8 @@ fn count(config: &VmConfig, zones: &[ZoneSpec], cpus: &BTreeMap<u32, Vec<u8>>) -
             return conflict(format!("node {id} has neither vCPUs nor memory"));
         }
     }
-    let highest = zones.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).max().unwrap_or(0);
+    let highest =
+        zones.iter().map(|zone| zone.guest_node).chain(cpus.keys().copied()).max().unwrap_or(0);
     check_node("the highest node", highest)?;
     if let Some(gap) = (0..highest).find(|&id| !in_use(id)) {
         return conflict(format!(
@@ -337,7 +370,8 @@ fn count(config: &VmConfig, zones: &[ZoneSpec], cpus: &BTreeMap<u32, Vec<u8>>) -
 fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPlace>, ConfigError> {
     if let Some(topology) = &config.cpus.topology {
         return packages::places_of(topology).ok_or_else(|| {
-            let reason = "topology leaves gaps in the APIC ids, and 255 do not suffice for it".to_owned();
+            let reason =
+                "topology leaves gaps in the APIC ids, and 255 do not suffice for it".to_owned();
             ConfigError::Conflict { flag: "--cpus", reason }
         });
     }
@@ -353,7 +387,10 @@ fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPl
 }
 
 /// The distances that are said, which are the same both ways.
-fn given_distances(nodes: &[NumaConfig], count: u32) -> Result<BTreeMap<(u32, u32), u8>, ConfigError> {
+fn given_distances(
+    nodes: &[NumaConfig],
+    count: u32,
+) -> Result<BTreeMap<(u32, u32), u8>, ConfigError> {
     let mut given = BTreeMap::new();
     for node in nodes {
         let from = node.guest_numa_id;
@@ -366,7 +403,9 @@ fn given_distances(nodes: &[NumaConfig], count: u32) -> Result<BTreeMap<(u32, u3
                 ));
             }
             if given.insert((from, to), entry.distance).is_some() {
-                return conflict(format!("distances of node {from}: that to node {to} is given twice"));
+                return conflict(format!(
+                    "distances of node {from}: that to node {to} is given twice"
+                ));
             }
         }
     }

@@ -25,7 +25,9 @@ fn config(flags: &[&str]) -> VmConfig {
             }
             "--numa" => config.numa.push(NumaConfig::parse(value).unwrap()),
             "--pm-memory" => {
-                config.pm_memory.push(PmMemoryConfig::parse(&format!("pool=/p,size=1G{value}")).unwrap());
+                config
+                    .pm_memory
+                    .push(PmMemoryConfig::parse(&format!("pool=/p,size=1G{value}")).unwrap());
             }
             _ => panic!("{name}"),
         }
@@ -45,7 +47,10 @@ fn error(flags: &[&str]) -> String {
 
 fn matrix(topology: &Topology) -> Vec<Vec<u8>> {
     let nodes = 0..topology.nodes().len() as u32;
-    nodes.clone().map(|from| nodes.clone().map(|to| topology.distance(from, to)).collect()).collect()
+    nodes
+        .clone()
+        .map(|from| nodes.clone().map(|to| topology.distance(from, to)).collect())
+        .collect()
 }
 
 const TWO_NODES: [&str; 5] = [
@@ -73,9 +78,15 @@ fn one_zone_is_one_node_with_all_vcpus() {
 #[test]
 fn pm_has_a_node_of_its_own_without_vcpus() {
     let topology = topology(&["--cpus boot=2", "--pm-memory "]);
-    assert_eq!(topology.nodes(), [Node { cpus: vec![0, 1], near: 0 }, Node { cpus: vec![], near: 0 }]);
+    assert_eq!(
+        topology.nodes(),
+        [Node { cpus: vec![0, 1], near: 0 }, Node { cpus: vec![], near: 0 }]
+    );
     let pm = &topology.zones()[1];
-    assert_eq!((pm.id.as_str(), pm.tier, pm.guest_node, pm.hotplug_bytes), ("pm", Tier::Pm, 1, GIB));
+    assert_eq!(
+        (pm.id.as_str(), pm.tier, pm.guest_node, pm.hotplug_bytes),
+        ("pm", Tier::Pm, 1, GIB)
+    );
     assert_eq!(matrix(&topology), [[10, 17], [17, 10]]);
 }
 
@@ -86,11 +97,15 @@ fn two_sockets_with_pm_each_are_as_far_as_on_real_servers() {
         "--pm-memory ,near=1",
         "--numa guest_numa_id=2,distances=0@17",
     ]));
-    let zones: Vec<_> = topology.zones().iter().map(|zone| (zone.id.as_str(), zone.guest_node)).collect();
+    let zones: Vec<_> =
+        topology.zones().iter().map(|zone| (zone.id.as_str(), zone.guest_node)).collect();
     assert_eq!(zones, [("a", 0), ("b", 1), ("pm", 2), ("pm1", 3)]);
     let near: Vec<_> = topology.nodes().iter().map(|node| node.near).collect();
     assert_eq!(near, [0, 1, 0, 1]);
-    assert_eq!(matrix(&topology), [[10, 20, 17, 27], [20, 10, 27, 17], [17, 27, 10, 27], [27, 17, 27, 10]]);
+    assert_eq!(
+        matrix(&topology),
+        [[10, 20, 17, 27], [20, 10, 27, 17], [17, 27, 10, 27], [27, 17, 27, 10]]
+    );
 }
 
 #[test]
@@ -103,7 +118,10 @@ fn distances_are_as_they_are_said_and_tell_what_pm_is_near_to() {
     ]));
     assert_eq!(topology.nodes()[2].near, 0);
     assert_eq!(topology.nodes()[3].near, 1);
-    assert_eq!(matrix(&topology), [[10, 20, 30, 40], [20, 10, 40, 30], [30, 40, 10, 50], [40, 30, 50, 10]]);
+    assert_eq!(
+        matrix(&topology),
+        [[10, 20, 30, 40], [20, 10, 40, 30], [30, 40, 10, 50], [40, 30, 50, 10]]
+    );
 }
 
 #[test]
@@ -158,7 +176,10 @@ fn what_a_zone_says_is_in_its_specification() {
 #[test]
 fn zones_that_fit_no_node_are_refused() {
     for (more, expected) in [
-        ("--memory-zone id=c,size=2M", "--numa: zone c is in no node: memory_zones= of one must name it"),
+        (
+            "--memory-zone id=c,size=2M",
+            "--numa: zone c is in no node: memory_zones= of one must name it",
+        ),
         ("--memory-zone id=a,size=2M", "--memory-zone: two zones have the id a"),
         ("--pm-memory ,id=a", "--pm-memory: two zones have the id a"),
         (
@@ -192,7 +213,10 @@ fn vcpus_that_fit_no_node_are_refused() {
     };
     assert_eq!(of("--cpus boot=4", "0-1", "1-3"), "--numa: vCPU 1 is in node 0 and in node 1");
     assert_eq!(of("--cpus boot=4", "0:1:1", "2-3"), "--numa: vCPU 1 is in node 0 twice");
-    assert_eq!(of("--cpus boot=4", "0", "2-3"), "--numa: vCPU 1 is in no node: cpus= of one must name it");
+    assert_eq!(
+        of("--cpus boot=4", "0", "2-3"),
+        "--numa: vCPU 1 is in no node: cpus= of one must name it"
+    );
     assert_eq!(of("--cpus boot=2,max=4", "0", "1:4"), "--numa: cpus is 4, and must be 0 to 3");
 }
 
@@ -201,7 +225,8 @@ fn packages_without_apic_ids_are_refused() {
     let nodes: Vec<String> = (0u8..3)
         .map(|node| format!("--numa guest_numa_id={node},cpus={}-{}", node * 80, node * 80 + 79))
         .collect();
-    let flags: Vec<&str> = ["--cpus boot=240"].into_iter().chain(nodes.iter().map(String::as_str)).collect();
+    let flags: Vec<&str> =
+        ["--cpus boot=240"].into_iter().chain(nodes.iter().map(String::as_str)).collect();
     assert_eq!(
         error(&flags),
         "--numa: 3 nodes with up to 80 vCPUs: each is a package, and 255 APIC ids do not suffice for that"

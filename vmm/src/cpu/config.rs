@@ -3,13 +3,17 @@
 use std::collections::BTreeSet;
 
 use foreshore_config::{
-    ConfigError, FlagValue, Item, OFF, Refused, digits, items, range as digit_range, section, unbracketed,
-    words,
+    ConfigError, FlagValue, Item, OFF, Refused, digits, items, range as digit_range, section,
+    unbracketed, words,
 };
 
 const REFUSED: &[Refused] = &[
     Refused { key: "kvm_hyperv", neutral: OFF, why: "guests are Linux" },
-    Refused { key: "profile", neutral: &["host", "Host"], why: "the guest has the host's CPU features" },
+    Refused {
+        key: "profile",
+        neutral: &["host", "Host"],
+        why: "the guest has the host's CPU features",
+    },
 ];
 
 /// The most vCPUs that APIC ids of 8 bits can name: 255 is broadcast.
@@ -95,7 +99,9 @@ impl FlagValue for CpuTopology {
 
     fn read(text: &str) -> Option<Self> {
         let numbers: Vec<u16> = text.split(':').map(digits).collect::<Option<_>>()?;
-        let [threads_per_core, cores_per_die, dies_per_package, packages] = *numbers else { return None };
+        let [threads_per_core, cores_per_die, dies_per_package, packages] = *numbers else {
+            return None;
+        };
         Some(Self { threads_per_core, cores_per_die, dies_per_package, packages })
     }
 }
@@ -149,12 +155,19 @@ impl CpuTopology {
         for (key, value, most) in levels {
             if !(1..=most).contains(&value) {
                 let (value, most) = (value.into(), most.into());
-                return Err(ConfigError::OutOfRange { flag: CpusConfig::FLAG, key, value, least: 1, most });
+                return Err(ConfigError::OutOfRange {
+                    flag: CpusConfig::FLAG,
+                    key,
+                    value,
+                    least: 1,
+                    most,
+                });
             }
         }
         let product: u64 = levels.iter().map(|(_, value, _)| u64::from(*value)).product();
         if product != u64::from(max_vcpus) {
-            let reason = format!("topology has {product} vCPUs, and must have as many as max: {max_vcpus}");
+            let reason =
+                format!("topology has {product} vCPUs, and must have as many as max: {max_vcpus}");
             return Err(ConfigError::Conflict { flag: CpusConfig::FLAG, reason });
         }
         Ok(())
@@ -237,7 +250,10 @@ mod tests {
         assert_eq!(CpusConfig::parse("boot=2"), Ok(counts(2, 2)));
         assert_eq!(CpusConfig::parse("boot=2,max=4"), Ok(counts(2, 4)));
         assert_eq!(CpusConfig::parse("max=4"), Ok(counts(1, 4)));
-        assert_eq!(CpusConfig::parse("boot=1,kvm_hyperv=off,profile=host"), Ok(CpusConfig::default()));
+        assert_eq!(
+            CpusConfig::parse("boot=1,kvm_hyperv=off,profile=host"),
+            Ok(CpusConfig::default())
+        );
     }
 
     #[test]
@@ -256,8 +272,14 @@ mod tests {
             CpuTopology { threads_per_core: 2, cores_per_die: 3, dies_per_package: 2, packages: 2 }
         );
         let wrong = |text: &str| error(&format!("boot=2,max=8,topology={text}"));
-        assert_eq!(wrong("2:3:1:1"), "--cpus: topology has 6 vCPUs, and must have as many as max: 8");
-        assert_eq!(wrong("4:2:1:1"), "--cpus: topology's threads per core is 4, and must be 1 to 2");
+        assert_eq!(
+            wrong("2:3:1:1"),
+            "--cpus: topology has 6 vCPUs, and must have as many as max: 8"
+        );
+        assert_eq!(
+            wrong("4:2:1:1"),
+            "--cpus: topology's threads per core is 4, and must be 1 to 2"
+        );
         assert_eq!(wrong("1:0:1:8"), "--cpus: topology's cores per die is 0, and must be 1 to 254");
         for text in ["2:2:2", "2:2:2:1:1", "2:2:2:x", "2:2:2:-1", "2:2:2:65536"] {
             assert!(wrong(text).contains("is not threads per core:cores per die"), "{text}");
@@ -281,7 +303,10 @@ mod tests {
             let told = error(&format!("boot=2,affinity={text}"));
             assert!(told.contains("is not [vCPU@[CPUs of the host],...]"), "{text}: {told}");
         }
-        assert_eq!(error("boot=2,affinity=[2@[0]]"), "--cpus: affinity's vCPU is 2, and must be 0 to 1");
+        assert_eq!(
+            error("boot=2,affinity=[2@[0]]"),
+            "--cpus: affinity's vCPU is 2, and must be 0 to 1"
+        );
         assert_eq!(error("boot=2,affinity=[1@[0],1@[1]]"), "--cpus: affinity names vCPU 1 twice");
         let beyond = "--cpus: affinity's CPU of the host is 1024, and must be 0 to 1023";
         assert_eq!(error("boot=2,affinity=[1@[1024]]"), beyond);
@@ -290,12 +315,19 @@ mod tests {
 
     #[test]
     fn what_the_guest_sees_and_shares_can_be_said() {
-        let cpus = read("boot=1,nested=off,max_phys_bits=40,core_scheduling=vcpu,features=amx").unwrap();
+        let cpus =
+            read("boot=1,nested=off,max_phys_bits=40,core_scheduling=vcpu,features=amx").unwrap();
         assert_eq!((cpus.nested, cpus.max_phys_bits, cpus.features.amx), (false, 40, true));
         assert_eq!(cpus.core_scheduling, CoreScheduling::Vcpu);
-        assert_eq!(error("boot=1,max_phys_bits=35"), "--cpus: max_phys_bits is 35, and must be 36 to 52");
+        assert_eq!(
+            error("boot=1,max_phys_bits=35"),
+            "--cpus: max_phys_bits is 35, and must be 36 to 52"
+        );
         assert!(error("boot=1,max_phys_bits=53").contains("36 to 52"));
-        assert!(read("features=[amx]").unwrap().features.amx && !read("features=").unwrap().features.amx);
+        assert!(
+            read("features=[amx]").unwrap().features.amx
+                && !read("features=").unwrap().features.amx
+        );
         assert!(error("boot=1,core_scheduling=both").contains("is not vm, vcpu or off"));
         assert!(error("boot=1,features=avx").contains("is not amx"));
         assert!(error("boot=1,kvm_hyperv=on").contains("guests are Linux"));
@@ -312,9 +344,11 @@ mod tests {
         });
         let cpus: CpusConfig = serde_json::from_value(written.clone()).unwrap();
         assert_eq!(serde_json::to_value(&cpus).unwrap(), written);
-        let least: CpusConfig = serde_json::from_value(json!({"boot_vcpus": 1, "max_vcpus": 1})).unwrap();
+        let least: CpusConfig =
+            serde_json::from_value(json!({"boot_vcpus": 1, "max_vcpus": 1})).unwrap();
         assert_eq!(least, CpusConfig::default());
-        let json = json!({"boot_vcpus": 1, "max_vcpus": 2, "affinity": [{"vcpu": 1, "host_cpus": []}]});
+        let json =
+            json!({"boot_vcpus": 1, "max_vcpus": 2, "affinity": [{"vcpu": 1, "host_cpus": []}]});
         let empty: CpusConfig = serde_json::from_value(json).unwrap();
         let told = empty.validate().unwrap_err().to_string();
         assert_eq!(told, "--cpus: affinity leaves vCPU 1 no CPU of the host");

@@ -68,8 +68,9 @@ pub struct Traits {
 pub fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
     let has = |function| supported.as_slice().iter().any(|entry| entry.function == function);
     let with_dies = has(TOPOLOGY_WITH_DIES) || (has(TOPOLOGY) && place.shape.dies.count > 1);
-    let is_written_here =
-        |entry: &kvm_cpuid_entry2| [TOPOLOGY, TOPOLOGY_WITH_DIES, FREQUENCIES].contains(&entry.function);
+    let is_written_here = |entry: &kvm_cpuid_entry2| {
+        [TOPOLOGY, TOPOLOGY_WITH_DIES, FREQUENCIES].contains(&entry.function)
+    };
     let mut entries: Vec<_> =
         supported.as_slice().iter().copied().filter(|entry| !is_written_here(entry)).collect();
     for entry in &mut entries {
@@ -93,7 +94,9 @@ pub fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
 
 /// For guests that would measure how fast their TSC runs.
 fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
-    let Some(first) = entries.iter_mut().find(|entry| entry.function == HYPERVISOR_LEAVES) else { return };
+    let Some(first) = entries.iter_mut().find(|entry| entry.function == HYPERVISOR_LEAVES) else {
+        return;
+    };
     first.eax = first.eax.max(FREQUENCIES);
     entries.push(kvm_cpuid_entry2 {
         function: FREQUENCIES,
@@ -106,7 +109,8 @@ fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
 /// A subleaf for each level, then the end: how far the id is shifted to be the next level's, and how many threads a unit of that has.
 fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kvm_cpuid_entry2> {
     let Shape { threads, cores, dies } = place.shape;
-    let (in_core, in_die) = (u32::from(threads.count), u32::from(threads.count) * u32::from(cores.count));
+    let (in_core, in_die) =
+        (u32::from(threads.count), u32::from(threads.count) * u32::from(cores.count));
     let mut levels = vec![(place.shape.core_shift(), in_core, THREADS)];
     if with_dies && dies.count > 1 {
         levels.push((place.shape.die_shift(), in_die, CORES));

@@ -14,11 +14,16 @@ fn one_package(apic_id: u8, cores: u8) -> VcpuPlace {
 
 /// vCPU `index` of a shape in which every level has a whole power of two, so that ids have no holes.
 fn dense(index: u8, threads: u8, cores: u8, dies: u8) -> VcpuPlace {
-    let shape = Shape { threads: Level::of(threads), cores: Level::of(cores), dies: Level::of(dies) };
+    let shape =
+        Shape { threads: Level::of(threads), cores: Level::of(cores), dies: Level::of(dies) };
     VcpuPlace { apic_id: index, package: index / (threads * cores * dies), shape }
 }
 
-fn leaves(supported: &[kvm_cpuid_entry2], place: VcpuPlace, traits: Traits) -> Vec<kvm_cpuid_entry2> {
+fn leaves(
+    supported: &[kvm_cpuid_entry2],
+    place: VcpuPlace,
+    traits: Traits,
+) -> Vec<kvm_cpuid_entry2> {
     super::place(&CpuId::from_entries(supported).unwrap(), place, traits).as_slice().to_vec()
 }
 
@@ -68,7 +73,11 @@ fn placed(function: u32, subleaf: u32, index: u8, count: u8) -> kvm_cpuid_entry2
 fn apic_ids_and_counts_are_the_vcpus_own() {
     assert_eq!(placed(0x1, 0, 3, 4).ebx, 0x0304_ffff);
     assert_eq!(placed(0x1, 0, 2, 3).ebx, 0x0204_ffff);
-    assert_eq!(placed(0x1, 0, 252, 254).ebx, 0xfcff_ffff, "256 siblings must not carry into the id");
+    assert_eq!(
+        placed(0x1, 0, 252, 254).ebx,
+        0xfcff_ffff,
+        "256 siblings must not carry into the id"
+    );
     assert_eq!(placed(0xb, 1, 3, 4).edx, 3);
     assert_eq!(placed(0x8000_001e, 0, 3, 4).eax, 3);
     assert_eq!(placed(0x8000_0008, 0, 3, 4).ecx & 0xf0ff, 0x2003);
@@ -150,7 +159,8 @@ fn an_amd_guest_with_threads_and_cores() {
 
 #[test]
 fn dies_have_their_leaf_also_where_the_host_has_none() {
-    let supported = [entry(0x0, 0, [0xd, 0, 0, 0]), entry(0xb, 0, [0; 4]), entry(0x8000_001e, 0, [0; 4])];
+    let supported =
+        [entry(0x0, 0, [0xd, 0, 0, 0]), entry(0xb, 0, [0; 4]), entry(0x8000_001e, 0, [0; 4])];
     let placed = leaves(&supported, dense(3, 1, 2, 2), TRAITS);
     let functions: Vec<_> = placed.iter().map(|entry| (entry.function, entry.index)).collect();
     assert_eq!(
@@ -217,12 +227,19 @@ fn amx_is_for_a_guest_that_asked_for_it() {
     let seen = |amx| rows(&leaves(&supported, one_package(0, 1), Traits { amx, ..TRAITS }));
     let (with, without) = (seen(true), seen(false));
     assert_eq!(with, rows(&supported));
-    let gone: Vec<[u32; 6]> =
-        with.iter().zip(&without).map(|(a, b)| std::array::from_fn(|nth| a[nth] ^ b[nth])).collect();
+    let gone: Vec<[u32; 6]> = with
+        .iter()
+        .zip(&without)
+        .map(|(a, b)| std::array::from_fn(|nth| a[nth] ^ b[nth]))
+        .collect();
     assert_eq!(gone, [[0, 0, 0, 0, 0, AMX], [0, 0, AMX_FP16, 0, 0, AMX_COMPLEX], [0; 6]]);
     let has = |entries: &[kvm_cpuid_entry2]| has_amx(&CpuId::from_entries(entries).unwrap());
     assert_eq!(
-        (has(&supported), has(&[leaf(0x7, 1), leaf(0x1, 0)]), has(&[entry(0x7, 0, [!0, !0, !0, !AMX])])),
+        (
+            has(&supported),
+            has(&[leaf(0x7, 1), leaf(0x1, 0)]),
+            has(&[entry(0x7, 0, [!0, !0, !0, !AMX])])
+        ),
         (true, false, false)
     );
 }
@@ -246,7 +263,8 @@ fn a_tsc_whose_speed_is_known_is_told() {
 #[test]
 fn the_timer_mode_that_kvm_has_is_offered() {
     let seen = |tsc_deadline| {
-        leaves(&[entry(0x1, 0, [0; 4])], one_package(0, 1), Traits { tsc_deadline, ..TRAITS })[0].ecx
+        leaves(&[entry(0x1, 0, [0; 4])], one_package(0, 1), Traits { tsc_deadline, ..TRAITS })[0]
+            .ecx
     };
     assert_eq!((seen(false), seen(true)), (HYPERVISOR, HYPERVISOR | TSC_DEADLINE));
 }

@@ -17,9 +17,10 @@ pub struct VcpuMetrics {
 
 impl Expose for VcpuMetrics {
     fn expose(&self, out: &mut Exposition) {
-        let states = [("present", &self.present), ("leaving", &self.leaving), ("parked", &self.parked)];
-        let samples =
-            states.map(|(state, gauge)| (one("state", state), gauge.load(Ordering::Relaxed) as f64));
+        let states =
+            [("present", &self.present), ("leaving", &self.leaving), ("parked", &self.parked)];
+        let samples = states
+            .map(|(state, gauge)| (one("state", state), gauge.load(Ordering::Relaxed) as f64));
         out.gauges(Family("vcpus", "vCPUs by state.", None), samples);
     }
 }

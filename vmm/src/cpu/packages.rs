@@ -82,7 +82,8 @@ pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     let most = packages.iter().map(|cpus| cpus.len() as u32).max()?;
     let needed_bits = most.next_power_of_two().trailing_zeros();
     let last_id = |bits: u32| ((packages.len() as u32 - 1) << bits) + most - 1;
-    let wanted_bits = if packages.len() > 1 { needed_bits.max(LEAST_CORE_BITS) } else { needed_bits };
+    let wanted_bits =
+        if packages.len() > 1 { needed_bits.max(LEAST_CORE_BITS) } else { needed_bits };
     let bits = [wanted_bits, needed_bits].into_iter().find(|bits| last_id(*bits) <= MAX_APIC_ID)?;
     let mut places: Vec<(u8, VcpuPlace)> = Vec::new();
     for (package, cpus) in (0..).zip(&packages) {
@@ -159,7 +160,11 @@ mod tests {
     fn ids_suffice_or_there_are_no_places() {
         let single: Vec<Vec<u8>> = (0..64).map(|cpu| vec![cpu]).collect();
         let single: Vec<&[u8]> = single.iter().map(Vec::as_slice).collect();
-        assert_eq!(ids(&single), (0..64).collect::<Vec<u8>>(), "with fewer bits where 3 are too many");
+        assert_eq!(
+            ids(&single),
+            (0..64).collect::<Vec<u8>>(),
+            "with fewer bits where 3 are too many"
+        );
         let halves: [Vec<u8>; 2] = [(0..127).collect(), (127..254).collect()];
         assert_eq!(ids(&[&halves[0], &halves[1]])[253], 254);
         let uneven: [Vec<u8>; 3] = [(0..80).collect(), (80..160).collect(), (160..240).collect()];

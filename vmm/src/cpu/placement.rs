@@ -95,7 +95,12 @@ pub fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<()
             // What the kernel says is that an argument is invalid.
             let known = fs::read_to_string(ONLINE).unwrap_or_else(|_| "unknown".to_owned());
             let (host_cpus, known) = (host_cpus.to_vec(), known.trim().to_owned());
-            Err(CpuError::Pin { index, host_cpus, known, source: io::Error::from_raw_os_error(errno) })
+            Err(CpuError::Pin {
+                index,
+                host_cpus,
+                known,
+                source: io::Error::from_raw_os_error(errno),
+            })
         }
     }
 }
@@ -116,7 +121,9 @@ mod tests {
         let result = unsafe { libc::sched_getaffinity(0, mem::size_of_val(&set), &raw mut set) };
         assert_eq!(result, 0);
         // SAFETY: each is in the set.
-        (0..libc::CPU_SETSIZE as usize).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
+        (0..libc::CPU_SETSIZE as usize)
+            .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
+            .collect()
     }
 
     #[test]
@@ -147,7 +154,9 @@ mod tests {
         const PR_SCHED_CORE_GET: libc::c_ulong = 0;
         let mut cookie = 0_u64;
         // SAFETY: the kernel writes the cookie, and 0 is the calling thread.
-        match unsafe { libc::prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, 0, SCOPE_THREAD, &raw mut cookie) } {
+        match unsafe {
+            libc::prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, 0, SCOPE_THREAD, &raw mut cookie)
+        } {
             0 => Ok(cookie),
             _ => Err(io::Error::last_os_error()),
         }
@@ -180,6 +189,9 @@ mod tests {
         assert!(matches!(none, [None | Some(0), None | Some(0)]), "{none:?}");
         let [Some(first), Some(second)] = own else { return };
         assert!(first != 0 && second != 0 && first != second, "{own:?}");
-        assert!(shared[0].is_some_and(|cookie| cookie != 0) && shared[0] == shared[1], "{shared:?}");
+        assert!(
+            shared[0].is_some_and(|cookie| cookie != 0) && shared[0] == shared[1],
+            "{shared:?}"
+        );
     }
 }

@@ -283,7 +283,8 @@ impl VcpuThread {
         let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
         let shared = Arc::new(Shared::new(brake));
         let shared_too = Arc::clone(&shared);
-        let vcpu = Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
+        let vcpu =
+            Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
         assert!(runner.send(vcpu).is_ok(), "the thread waits for it");
         Vcpu { shared, thread: Some(thread) }
     }
@@ -469,7 +470,12 @@ impl Runner {
                 // SAFETY: as above.
                 let element_bytes = unsafe { ports::element_bytes(run) };
                 if !ports::write(&self.ports, port, data, element_bytes) {
-                    sparsely!(debug, port = format_args!("{port:#x}"), ?data, "Nobody answers a port write");
+                    sparsely!(
+                        debug,
+                        port = format_args!("{port:#x}"),
+                        ?data,
+                        "Nobody answers a port write"
+                    );
                 }
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
@@ -536,7 +542,8 @@ mod tests {
 
     #[test]
     fn a_thread_without_a_vcpu_ends() {
-        let start = |host_cpus| VcpuThread::start(3, Placement { host_cpus, cores: Cores::Anybody });
+        let start =
+            |host_cpus| VcpuThread::start(3, Placement { host_cpus, cores: Cores::Anybody });
         let VcpuThread { thread, runner, .. } = start(Vec::new()).unwrap();
         assert_eq!(thread.thread().name(), Some("vcpu3"));
         drop(runner);
@@ -546,7 +553,10 @@ mod tests {
 
     /// The loop of a vCPU without a vCPU: tells of each entry its number and whether the brake was pulled, and pulls
     /// it in the exit after entry `pull_in`, as a device does.
-    fn vcpu(shared: &Arc<Shared>, pull_in: u32) -> (mpsc::Receiver<(u32, bool)>, thread::JoinHandle<()>) {
+    fn vcpu(
+        shared: &Arc<Shared>,
+        pull_in: u32,
+    ) -> (mpsc::Receiver<(u32, bool)>, thread::JoinHandle<()>) {
         let (entered, entries) = mpsc::sync_channel(0);
         let shared = Arc::clone(shared);
         let thread = thread::spawn(move || {

@@ -5,8 +5,8 @@
 //! APIC handles.
 
 use kvm_bindings::{
-    KVM_MP_STATE_UNINITIALIZED, Msrs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_segment,
-    kvm_sregs, kvm_vcpu_events,
+    KVM_MP_STATE_UNINITIALIZED, Msrs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
+    kvm_segment, kvm_sregs, kvm_vcpu_events,
 };
 use kvm_ioctls::VcpuFd;
 
@@ -99,7 +99,8 @@ pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuEr
     sregs.tr = segment(entry.task);
     (sregs.cr0, sregs.cr4, sregs.efer) = (entry.cr0, entry.cr4, entry.efer);
     vcpu.set_sregs(&sregs).map_err(error("set the system registers of"))?;
-    let regs = kvm_regs { rip: entry.rip, rbx: entry.rbx, rflags: entry.rflags, ..Default::default() };
+    let regs =
+        kvm_regs { rip: entry.rip, rbx: entry.rbx, rflags: entry.rflags, ..Default::default() };
     vcpu.set_regs(&regs).map_err(error("set the registers of"))
 }
 
@@ -145,7 +146,8 @@ impl Fresh {
         vcpu.set_sregs(&self.sregs).map_err(error("set the system registers of"))?;
         vcpu.set_regs(&self.regs).map_err(error("set the registers of"))?;
         let msrs = Msrs::from_entries(&self.msrs).expect("as many as were read");
-        let (given, taken) = (self.msrs.len(), vcpu.set_msrs(&msrs).map_err(error("set the MSRs of"))?);
+        let (given, taken) =
+            (self.msrs.len(), vcpu.set_msrs(&msrs).map_err(error("set the MSRs of"))?);
         if taken != given {
             return Err(CpuError::Msrs { index, taken, given });
         }

@@ -88,7 +88,10 @@ mod tests {
         let mut buffers = Buffers::default();
         for len in [512, 4096, 4097, 1 << 20, 512, 0] {
             let mut buffer = buffers.take(len);
-            assert_eq!((buffer.len(), buffer.bytes().len(), buffer.bytes_mut().len()), (len, len, len));
+            assert_eq!(
+                (buffer.len(), buffer.bytes().len(), buffer.bytes_mut().len()),
+                (len, len, len)
+            );
             assert!(buffer.bytes().as_ptr().addr().is_multiple_of(4096));
             buffers.put(buffer);
         }

@@ -105,7 +105,13 @@ pub struct DirectIo {
 
 impl DirectIo {
     /// Probes the unit of `file`, which was opened at `path` with O_DIRECT and has `size_bytes`.
-    pub fn new(path: &Path, file: &File, is_file: bool, writable: bool, size_bytes: u64) -> io::Result<Self> {
+    pub fn new(
+        path: &Path,
+        file: &File,
+        is_file: bool,
+        writable: bool,
+        size_bytes: u64,
+    ) -> io::Result<Self> {
         let buffered = is_file.then(|| Buffered::new(file, writable)).transpose()?;
         Ok(Self { path: path.to_owned(), ..Self::with_unit(buffered, probe(file, size_bytes)) })
     }
@@ -146,7 +152,12 @@ impl DirectIo {
     }
 
     /// Fills `data` from `offset_bytes` of `file`.
-    pub fn read(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
+    pub fn read(
+        &self,
+        file: &impl ReadWriteAt,
+        offset_bytes: u64,
+        data: &mut [u8],
+    ) -> io::Result<()> {
         let result = self.with_growing_unit(|unit| self.read_wide(file, offset_bytes, data, unit));
         match &self.buffered {
             Some(buffered) if is_refusal(&result) => buffered.read(data, offset_bytes),
@@ -170,7 +181,12 @@ impl DirectIo {
 
     /// Writes `data`, while the caller holds [`DirectIo::lock_exclusive`] or an exclusive lock of
     /// [`widest_range`].
-    pub fn write_locked(&self, file: &impl ReadWriteAt, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+    pub fn write_locked(
+        &self,
+        file: &impl ReadWriteAt,
+        offset_bytes: u64,
+        data: &[u8],
+    ) -> io::Result<()> {
         let result = self.with_growing_unit(|unit| self.write_wide(file, offset_bytes, data, unit));
         match &self.buffered {
             Some(buffered) if is_refusal(&result) => buffered.write(data, offset_bytes),
@@ -188,11 +204,14 @@ impl DirectIo {
                 unit_bytes *= 2;
                 continue;
             }
-            if result.is_ok() && self.unit_bytes.fetch_max(unit_bytes, Ordering::Relaxed) < unit_bytes {
+            if result.is_ok()
+                && self.unit_bytes.fetch_max(unit_bytes, Ordering::Relaxed) < unit_bytes
+            {
                 let path = &self.path;
                 info!(
                     ?path,
-                    unit_bytes, "The host takes larger transfers only from now on: smaller ones are widened"
+                    unit_bytes,
+                    "The host takes larger transfers only from now on: smaller ones are widened"
                 );
             }
             return result;
@@ -261,7 +280,12 @@ impl DirectIo {
 
     /// Part of a transfer that lies before the end of the last whole unit of the file. The rest is
     /// not written in whole units, because that would extend the file.
-    fn direct_part(&self, offset_bytes: u64, len_bytes: u64, unit_bytes: u64) -> io::Result<Range<u64>> {
+    fn direct_part(
+        &self,
+        offset_bytes: u64,
+        len_bytes: u64,
+        unit_bytes: u64,
+    ) -> io::Result<Range<u64>> {
         let end = offset_bytes + len_bytes;
         let Some(buffered) = &self.buffered else { return Ok(offset_bytes..end) };
         let size_bytes = buffered.size_bytes()?;
@@ -300,7 +324,10 @@ fn probe(file: &impl ReadWriteAt, size_bytes: u64) -> u64 {
         })
     };
     let units = std::iter::successors(Some(SECTOR_BYTES), |unit| Some(unit * 2));
-    units.take_while(|unit| *unit < UNIT_BYTES_MAX).find(|unit| takes(*unit)).unwrap_or(UNIT_BYTES_MAX)
+    units
+        .take_while(|unit| *unit < UNIT_BYTES_MAX)
+        .find(|unit| takes(*unit))
+        .unwrap_or(UNIT_BYTES_MAX)
 }
 
 #[cfg(test)]

@@ -65,7 +65,10 @@ fn assert_served(direct: &DirectIo, media: &Media) {
         let mut expected = media.bytes.lock().clone();
         let mut data = Buffers::default().take(len as usize);
         direct.read(media, offset, data.bytes_mut()).unwrap();
-        assert!(data.bytes() == &expected[offset as usize..][..len as usize], "read {offset}+{len}");
+        assert!(
+            data.bytes() == &expected[offset as usize..][..len as usize],
+            "read {offset}+{len}"
+        );
         data.bytes_mut().iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
         direct.write(media, offset, data.bytes()).unwrap();
         expected[offset as usize..][..len as usize].copy_from_slice(data.bytes());
@@ -179,7 +182,10 @@ fn concurrent_writes_of_neighboring_sectors_are_all_kept() {
                     let offset = u64::from(sector) * 512;
                     direct.write(media, offset, data.bytes()).unwrap();
                     direct.read(media, offset, data.bytes_mut()).unwrap();
-                    assert!(data.bytes().iter().all(|byte| *byte == round as u8), "sector {sector}");
+                    assert!(
+                        data.bytes().iter().all(|byte| *byte == round as u8),
+                        "sector {sector}"
+                    );
                 }
             });
         }

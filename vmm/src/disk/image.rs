@@ -101,14 +101,17 @@ impl RawImage {
         refuse_others(fs::metadata(path).map_err(error("looked at"))?)?;
         // 2. As it will be used, and nobody's else from now on; whatever is asked about it is asked of this open file.
         let flags = if options.direct { libc::O_DIRECT } else { 0 };
-        let file = claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
+        let file =
+            claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
         let kind = refuse_others(file.metadata().map_err(error("looked at"))?)?;
         // 3. What it is like.
         let size_bytes = (&file).seek(SeekFrom::End(0)).map_err(error("measured"))?;
         let device_block_bytes = kind.is_block_device().then(|| device_block_bytes(&file));
-        let block_bytes = options.guest_block_bytes.or(device_block_bytes).unwrap_or(SECTOR_BYTES as u32);
+        let block_bytes =
+            options.guest_block_bytes.or(device_block_bytes).unwrap_or(SECTOR_BYTES as u32);
         let physical_block_bytes = match kind.is_block_device() {
-            true => device_number(&file, libc::BLKPBSZGET as _).map_or(PAGE_BYTES, usable_physical_bytes),
+            true => device_number(&file, libc::BLKPBSZGET as _)
+                .map_or(PAGE_BYTES, usable_physical_bytes),
             false => PAGE_BYTES,
         };
         let physical_block_bytes = physical_block_bytes.max(block_bytes);
@@ -116,13 +119,17 @@ impl RawImage {
         if served_bytes == 0 {
             return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
         }
-        let access = GuestAccess { is_writable: !options.readonly, is_declared_raw: options.is_called_raw };
+        let access =
+            GuestAccess { is_writable: !options.readonly, is_declared_raw: options.is_called_raw };
         guest_file::check(&file, path, access)?;
         if !options.is_called_raw && !guest_file::is_marked(&file) {
             warn_of_format(&file, path);
         }
         if served_bytes != size_bytes {
-            warn!(?path, size_bytes, block_bytes, "The end of the image is no whole block and is not served");
+            warn!(
+                ?path,
+                size_bytes, block_bytes, "The end of the image is no whole block and is not served"
+            );
         }
         let geometry = Geometry {
             block_bytes,
@@ -142,7 +149,9 @@ impl RawImage {
         {
             info!(
                 ?path,
-                block_bytes, unit_bytes, "The host takes larger transfers only: smaller ones are widened"
+                block_bytes,
+                unit_bytes,
+                "The host takes larger transfers only: smaller ones are widened"
             );
         }
         Ok(Arc::new(Self {
@@ -167,8 +176,9 @@ impl RawImage {
 
     /// Checks that the kernel accepts a step without widening, as far as known.
     pub(super) fn is_aligned(&self, step: &Step) -> bool {
-        let is_transfer_aligned =
-            |offset, len| self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64));
+        let is_transfer_aligned = |offset, len| {
+            self.direct.as_ref().is_none_or(|direct| direct.is_aligned(offset, len as u64))
+        };
         match step {
             Step::Read(offset, buffer) | Step::Write(offset, buffer) => {
                 is_transfer_aligned(*offset, buffer.len())
@@ -182,7 +192,8 @@ impl RawImage {
 
     /// Checks that EINVAL, as an answer to this step, may be about its alignment.
     pub(super) fn may_refuse(&self, step: &Step) -> bool {
-        self.direct.is_some() && matches!(step, Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..))
+        self.direct.is_some()
+            && matches!(step, Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..))
     }
 
     /// Makes the image treat every transfer as aligned, as before its host began to refuse some.
@@ -199,7 +210,8 @@ impl RawImage {
         step: &Step,
         event: &Arc<EventFd>,
     ) -> Result<Option<RangeGuard>, RangeInUse> {
-        let (Some(direct), Some((offset_bytes, len_bytes))) = (&self.direct, changed_range(step)) else {
+        let (Some(direct), Some((offset_bytes, len_bytes))) = (&self.direct, changed_range(step))
+        else {
             return Ok(None);
         };
         let range = offset_bytes..offset_bytes + len_bytes;
@@ -302,7 +314,9 @@ pub(super) struct RangeInUse;
 fn changed_range(step: &Step) -> Option<(u64, u64)> {
     match step {
         Step::Write(offset, buffer) => Some((*offset, buffer.len() as u64)),
-        Step::Discard(range) | Step::WriteZeroes(range, _) => Some((range.offset_bytes(), range.len_bytes())),
+        Step::Discard(range) | Step::WriteZeroes(range, _) => {
+            Some((range.offset_bytes(), range.len_bytes()))
+        }
         Step::Read(..) | Step::Flush => None,
     }
 }
@@ -396,7 +410,8 @@ impl BlockDevice for RawImage {
 fn warn_of_format(file: &File, path: &Path) {
     // A page at a page boundary, because O_DIRECT may accept no smaller transfer.
     let mut head = Buffers::default().take(PAGE_BYTES as usize);
-    let format = file.read_at(head.bytes_mut(), 0).ok().and_then(|len| image_format(&head.bytes()[..len]));
+    let format =
+        file.read_at(head.bytes_mut(), 0).ok().and_then(|len| image_format(&head.bytes()[..len]));
     if let Some(format) = format {
         warn!(
             ?path,
@@ -430,7 +445,11 @@ fn device_block_bytes(file: &File) -> u32 {
 
 /// What partitions and file systems shall align to, of what a device says: at least pages, which the host's cache has.
 fn usable_physical_bytes(bytes: u32) -> u32 {
-    if bytes.is_power_of_two() { bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX) } else { PAGE_BYTES }
+    if bytes.is_power_of_two() {
+        bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX)
+    } else {
+        PAGE_BYTES
+    }
 }
 
 /// BLKSSZGET, what the device addresses, and BLKPBSZGET, what its media work with.
@@ -447,9 +466,14 @@ mod tests {
 
     #[test]
     fn physical_blocks_are_pages_or_what_a_device_says() {
-        for (says, used) in
-            [(0, 4096), (512, 4096), (4096, 4096), (16384, 16384), (1 << 30, 1 << 20), (12288, 4096)]
-        {
+        for (says, used) in [
+            (0, 4096),
+            (512, 4096),
+            (4096, 4096),
+            (16384, 16384),
+            (1 << 30, 1 << 20),
+            (12288, 4096),
+        ] {
             assert_eq!(usable_physical_bytes(says), used, "{says}");
         }
     }

@@ -62,9 +62,15 @@ fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     for (whole_name, whole) in changes(BLOCK, BLOCK) {
         let guard = image.lock_aligned(&whole, &event).unwrap();
         assert!(guard.is_some(), "{whole_name}");
-        assert!(image.lock_aligned(&whole, &event).is_ok(), "whole blocks exclude no other whole block");
+        assert!(
+            image.lock_aligned(&whole, &event).is_ok(),
+            "whole blocks exclude no other whole block"
+        );
         for (name, mut step) in changes(SECTOR, SECTOR) {
-            assert!(image.carry_out_unaligned(&mut step, &event).is_none(), "{name} beside {whole_name}");
+            assert!(
+                image.carry_out_unaligned(&mut step, &event).is_none(),
+                "{name} beside {whole_name}"
+            );
         }
     }
     for (name, mut step) in changes(SECTOR, SECTOR) {
@@ -80,7 +86,9 @@ fn calls_wait_for_a_cycle_of_the_same_block() {
     let calls: [(&str, Call); 3] = [
         ("a write of a block", |image| BlockDevice::write(image, 0, data(BLOCK).bytes())),
         ("a write of a sector", |image| BlockDevice::write(image, 0, data(SECTOR).bytes())),
-        ("zeros", |image| BlockDevice::write_zeroes(image, DiskRange::at(0, SECTOR), Unmap::Forbidden)),
+        ("zeros", |image| {
+            BlockDevice::write_zeroes(image, DiskRange::at(0, SECTOR), Unmap::Forbidden)
+        }),
     ];
     for (name, call) in calls {
         let cycle = image.lock_unaligned(SECTOR, SECTOR).unwrap();

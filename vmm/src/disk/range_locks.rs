@@ -119,7 +119,8 @@ mod tests {
 
     #[test]
     fn exclusive_lock_excludes_overlapping_ranges_only() {
-        let (locks, event) = (Arc::new(RangeLocks::default()), Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()));
+        let (locks, event) =
+            (Arc::new(RangeLocks::default()), Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()));
         let try_lock = |range, access| locks.try_lock(range, access, &event);
         let shared = try_lock(0..4096, Access::Shared).unwrap();
         let second = try_lock(512..1024, Access::Shared).unwrap();

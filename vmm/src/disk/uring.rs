@@ -77,7 +77,8 @@ impl Uring {
         let mut ring = IoUring::builder().build(u32::from(depth))?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
+        let needed =
+            [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
         if !needed.into_iter().all(|code| probe.is_supported(code)) {
             return Err(io::Error::other("the kernel's io_uring is too old"));
         }
@@ -156,14 +157,17 @@ impl Uring {
                 let entry = opcode::Write::new(file, rest.as_ptr(), rest.len() as u32);
                 Some(entry.offset(*offset + done as u64).build())
             }
-            Step::Flush => Some(opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build()),
+            Step::Flush => {
+                Some(opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build())
+            }
             Step::Discard(range) if range.len_bytes() > 0 => allocate(range, PUNCH),
             Step::WriteZeroes(range, _) if range.len_bytes() > 0 => match running.way {
                 Way::Punch => allocate(range, PUNCH),
                 Way::Zero => allocate(range, ZERO),
                 Way::Write => {
                     // New memory is zeros, and nobody else writes to it.
-                    let zeros = self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
+                    let zeros =
+                        self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
                     let len = (range.len_bytes() - done as u64).min(ZEROS_BYTES as u64);
                     let entry = opcode::Write::new(file, zeros.bytes().as_ptr(), len as u32);
                     Some(entry.offset(range.offset_bytes() + done as u64).build())
@@ -189,7 +193,9 @@ impl Uring {
 
     /// Goes on without the ring, which is never entered again.
     fn give_up(&mut self) {
-        warn!("io_uring takes no more: this queue of a disk does one transfer at a time from now on");
+        warn!(
+            "io_uring takes no more: this queue of a disk does one transfer at a time from now on"
+        );
         // 1. What the kernel has taken ends, and is taken notice of.
         while self.under_way > self.ring.submission().len() {
             let completed = self.completed();
@@ -281,7 +287,9 @@ impl Running {
             }
             // A discard is a hint (5.2.6.2); zeros are not.
             (Step::Discard(_), result) if result == -libc::EOPNOTSUPP => Some(Ok(())),
-            (Step::WriteZeroes(..), result) if result == -libc::EOPNOTSUPP && self.way != Way::Write => {
+            (Step::WriteZeroes(..), result)
+                if result == -libc::EOPNOTSUPP && self.way != Way::Write =>
+            {
                 self.way = if self.way == Way::Punch { Way::Zero } else { Way::Write };
                 None
             }
@@ -290,7 +298,9 @@ impl Running {
             (Step::WriteZeroes(..), _) if self.way != Way::Write => Some(Ok(())),
             // The file is shorter than it was, or has no room.
             (Step::Read(..), 0) => Some(Err(io::ErrorKind::UnexpectedEof.into())),
-            (Step::Write(..) | Step::WriteZeroes(..), 0) => Some(Err(io::ErrorKind::WriteZero.into())),
+            (Step::Write(..) | Step::WriteZeroes(..), 0) => {
+                Some(Err(io::ErrorKind::WriteZero.into()))
+            }
             (Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..), bytes) => {
                 self.done += bytes as usize;
                 assert!(self.done <= len, "the kernel did more than it was asked for");

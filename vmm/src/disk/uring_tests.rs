@@ -15,7 +15,8 @@ const NAME: &CStr = c"image";
 /// An image in memory, where a file system knows how to make holes, and not how to note zeros.
 fn image() -> (File, Arc<RawImage>) {
     // SAFETY: the name is a string that ends.
-    let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC) };
+    let fd =
+        unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "{}", io::Error::last_os_error());
     // SAFETY: it was just made, and is nobody else's.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
@@ -28,7 +29,9 @@ fn image() -> (File, Arc<RawImage>) {
 
 /// `None`, with the reason: the kernel lets nobody have one, as in many containers.
 fn ring(image: &Arc<RawImage>) -> Option<Uring> {
-    Uring::new(Arc::clone(image), 16).inspect_err(|err| eprintln!("skipped: no io_uring here: {err}")).ok()
+    Uring::new(Arc::clone(image), 16)
+        .inspect_err(|err| eprintln!("skipped: no io_uring here: {err}"))
+        .ok()
 }
 
 fn buffer(len: u64, byte: u8) -> Buffer {
@@ -117,8 +120,10 @@ fn what_the_file_refuses_is_an_error_of_its_step_alone() {
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
     // SAFETY: takes numbers only.
     assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_WRITE) }, 0);
-    let refused: Vec<_> =
-        carry_out(&mut ring, steps()).into_iter().map(|done| done.result.err()?.raw_os_error()).collect();
+    let refused: Vec<_> = carry_out(&mut ring, steps())
+        .into_iter()
+        .map(|done| done.result.err()?.raw_os_error())
+        .collect();
     let eperm = Some(libc::EPERM);
     assert_eq!(refused, [eperm, None, eperm, eperm, eperm, None]);
 }
@@ -128,7 +133,8 @@ fn a_file_that_has_become_short_is_an_error_after_what_it_has() {
     let (file, image) = image();
     let Some(mut ring) = ring(&image) else { return };
     file.set_len(MIB / 2).unwrap();
-    let done = carry_out(&mut ring, vec![Step::Read(0, buffer(MIB, 9)), Step::Read(MIB, buffer(512, 9))]);
+    let done =
+        carry_out(&mut ring, vec![Step::Read(0, buffer(MIB, 9)), Step::Read(MIB, buffer(512, 9))]);
     let kinds: Vec<_> = done.iter().map(|done| done.result.as_ref().unwrap_err().kind()).collect();
     assert_eq!(kinds, [io::ErrorKind::UnexpectedEof; 2]);
 }
@@ -151,7 +157,9 @@ fn draining_waits_for_everything_and_says_how_it_went() {
     }
     let mut bytes = vec![0; IMAGE_BYTES as usize];
     file.read_exact_at(&mut bytes, 0).unwrap();
-    assert!(bytes.chunks(MIB as usize).zip(1..).all(|(chunk, byte)| chunk.iter().all(|b| *b == byte)));
+    assert!(
+        bytes.chunks(MIB as usize).zip(1..).all(|(chunk, byte)| chunk.iter().all(|b| *b == byte))
+    );
 }
 
 fn outcome(running: &mut Running, result: i32) -> Option<Result<(), io::ErrorKind>> {
@@ -194,13 +202,18 @@ fn zeros_are_tried_three_ways_and_a_discard_is_a_hint() {
     assert_eq!(zeros.way, Way::Write);
     assert_eq!(outcome(&mut zeros, 512), None);
     assert_eq!(outcome(&mut zeros, 4096 - 512), Some(Ok(())));
-    let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Forbidden), false);
+    let mut zeros =
+        Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Forbidden), false);
     assert_eq!(zeros.way, Way::Zero);
     assert_eq!(outcome(&mut zeros, 0), Some(Ok(())), "the call says 0 of all of them");
     let mut zeros = Running::new(Step::WriteZeroes(DiskRange::at(0, 4096), Unmap::Allowed), true);
     assert_eq!(outcome(&mut zeros, -libc::ENOSPC), Some(Err(io::ErrorKind::StorageFull)));
-    assert_eq!(outcome(&mut Running::new(Step::Discard(DiskRange::at(0, 512)), false), no), Some(Ok(())));
-    let refused = outcome(&mut Running::new(Step::Discard(DiskRange::at(0, 512)), false), -libc::EPERM);
+    assert_eq!(
+        outcome(&mut Running::new(Step::Discard(DiskRange::at(0, 512)), false), no),
+        Some(Ok(()))
+    );
+    let refused =
+        outcome(&mut Running::new(Step::Discard(DiskRange::at(0, 512)), false), -libc::EPERM);
     assert_eq!(refused, Some(Err(io::ErrorKind::PermissionDenied)));
 }
 
@@ -217,7 +230,9 @@ fn ring_does_not_wait_for_a_range_that_another_step_changes() {
     let path = folder.path().join("image");
     File::create(&path).unwrap().set_len(IMAGE_BYTES).unwrap();
     let options = ImageOptions { direct: true, sparse: true, ..ImageOptions::default() };
-    let Ok(image) = RawImage::open(&path, options) else { return eprintln!("skipped: no O_DIRECT here") };
+    let Ok(image) = RawImage::open(&path, options) else {
+        return eprintln!("skipped: no O_DIRECT here");
+    };
     let Some(mut ring) = ring(&image) else { return };
     let locked = image.lock_unaligned(0, 512).expect("an image with O_DIRECT has locks");
     ring.add(0, Step::Write(4096, buffer(4096, 7)));

@@ -153,7 +153,9 @@ impl Event<'_> {
     /// Whose events it is counted among, if a guest may cause it as often as it likes.
     pub(super) fn concerns(&self) -> Source {
         match self {
-            Self::DeviceActivated { id } | Self::DeviceReset { id } => Source::Device((*id).to_owned()),
+            Self::DeviceActivated { id } | Self::DeviceReset { id } => {
+                Source::Device((*id).to_owned())
+            }
             Self::MemoryReached { zone, .. }
             | Self::MemoryRefused { zone, .. }
             | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
@@ -165,7 +167,9 @@ impl Event<'_> {
     /// What else there is to say.
     pub(super) fn properties(&self) -> Option<BTreeMap<&'static str, String>> {
         let properties = match self {
-            Self::DeviceActivated { id } | Self::DeviceReset { id } => vec![("id", without_braces(id))],
+            Self::DeviceActivated { id } | Self::DeviceReset { id } => {
+                vec![("id", without_braces(id))]
+            }
             Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
@@ -244,21 +248,24 @@ mod tests {
 
     #[test]
     fn the_document_lists_every_event_with_its_properties_and_no_other() {
-        let names =
-            |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+        let names = |cell: &str| -> Vec<String> {
+            cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+        };
         let mut documented = Vec::new();
         for row in DOCUMENT.lines().filter(|line| line.starts_with("| `")) {
             let cells: Vec<_> = row.split('|').map(str::trim).collect();
             let (source, mut properties) = (names(cells[1]).remove(0), names(cells[3]));
             properties.sort();
-            documented
-                .extend(names(cells[2]).into_iter().map(|name| (source.clone(), name, properties.clone())));
+            documented.extend(
+                names(cells[2]).into_iter().map(|name| (source.clone(), name, properties.clone())),
+            );
         }
         let mut told: Vec<_> = ALL
             .iter()
             .map(|event| {
                 let (source, name) = event.name();
-                let properties = event.properties().into_iter().flatten().map(|(key, _)| key.to_owned());
+                let properties =
+                    event.properties().into_iter().flatten().map(|(key, _)| key.to_owned());
                 (source.to_owned(), name.to_owned(), properties.collect::<Vec<_>>())
             })
             .collect();

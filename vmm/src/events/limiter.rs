@@ -181,7 +181,10 @@ impl<E: PartialEq> Account<E> {
 
     fn is_as_new(&mut self, bounds: Bounds, now: Instant) -> bool {
         self.refill(bounds, now);
-        self.left == bounds.burst && !self.is_asked && self.last.is_none() && self.withheld.is_none()
+        self.left == bounds.burst
+            && !self.is_asked
+            && self.last.is_none()
+            && self.withheld.is_none()
     }
 }
 

@@ -42,7 +42,8 @@ fn of_a_zone_what_differs_is_told_at_once_and_what_was_told_last_is_not() {
 #[test]
 fn after_too_much_there_is_one_in_a_span_and_in_time_a_burst_again() {
     let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
-    let mut told = |at| (0..100).filter(|nth| limiter.hear(device(1), nth, at) == Verdict::Tell).count();
+    let mut told =
+        |at| (0..100).filter(|nth| limiter.hear(device(1), nth, at) == Verdict::Tell).count();
     assert_eq!(told(start), 4);
     assert_eq!(told(start + BOUNDS.span - SECOND), 0);
     assert_eq!(told(start + BOUNDS.span), 1);
@@ -80,7 +81,11 @@ fn what_is_over_before_it_could_be_told_is_not() {
     let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
     assert!((0..4).all(|nth| limiter.hear(zone(), &nth, now) == Verdict::Tell));
     assert_eq!(limiter.hear(zone(), &7, now), Verdict::Withhold);
-    assert_eq!(limiter.hear(zone(), &3, now), Verdict::Known, "it is as it was when something was told last");
+    assert_eq!(
+        limiter.hear(zone(), &3, now),
+        Verdict::Known,
+        "it is as it was when something was told last"
+    );
     assert_eq!((limiter.due(), limiter.release_all()), (None, vec![]));
 }
 
@@ -92,8 +97,15 @@ fn what_comes_of_a_request_is_news_and_may_be_told() {
     assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
     hear_hundred(&mut limiter, &zone(), now);
     limiter.ask(zone(), now);
-    assert_eq!(limiter.hear(zone(), &98, now), Verdict::Tell, "what was withheld has been replaced");
-    assert_eq!((limiter.hear(zone(), &1, now), limiter.due()), (Verdict::Withhold, Some(now + BOUNDS.span)));
+    assert_eq!(
+        limiter.hear(zone(), &98, now),
+        Verdict::Tell,
+        "what was withheld has been replaced"
+    );
+    assert_eq!(
+        (limiter.hear(zone(), &1, now), limiter.due()),
+        (Verdict::Withhold, Some(now + BOUNDS.span))
+    );
     // That is for what comes, and not for what was withheld before.
     limiter.ask(zone(), now);
     assert_eq!((limiter.due(), limiter.release(now)), (Some(now + BOUNDS.span), vec![]));
@@ -246,7 +258,8 @@ proptest! {
 
 #[test]
 fn limiters_that_are_wrong_are_found_out() {
-    let resets: Vec<_> = (0..100).flat_map(|nth| [(1, Step::Event(nth)), (0, Step::EndMachine)]).collect();
+    let resets: Vec<_> =
+        (0..100).flat_map(|nth| [(1, Step::Event(nth)), (0, Step::EndMachine)]).collect();
     let flaps: Vec<_> = (0..101).map(|nth| (1, Step::Event(nth % 2))).collect();
     for source in [Source::Vm, device(1), zone()] {
         for steps in [&resets, &flaps] {
@@ -264,7 +277,8 @@ fn limiters_that_are_wrong_are_found_out() {
 #[test]
 fn panics_neither_withhold_restarts_nor_are_replaced_by_them() {
     let (mut limiter, now) = (Limiter::new(Bounds::USUAL), Instant::now());
-    let told = (0..1000).filter(|nth| limiter.hear(Source::Panics, nth, now) == Verdict::Tell).count();
+    let told =
+        (0..1000).filter(|nth| limiter.hear(Source::Panics, nth, now) == Verdict::Tell).count();
     assert_eq!(told, Bounds::USUAL.burst as usize);
     assert_eq!(limiter.hear(Source::Vm, &1000, now), Verdict::Tell);
     // A machine that has ended has panicked all the same.

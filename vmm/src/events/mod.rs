@@ -124,7 +124,8 @@ impl Expose for EventCounters {
             .into_iter()
             .map(|((source, event), count)| (and(&one("source", source), "event", event), count));
         out.counters(Family("events", "Events that were sent.", None), told);
-        let lost = Family("events_lost", "Events lost because a watcher read them too slowly.", None);
+        let lost =
+            Family("events_lost", "Events lost because a watcher read them too slowly.", None);
         out.counters(lost, [(vec![], self.lost())]);
         let help = "Events that were withheld at first, because the guest caused them too often.";
         out.counters(Family("events_withheld", help, None), [(vec![], self.withheld())]);
@@ -261,7 +262,10 @@ impl Watcher {
         self.seen(received)
     }
 
-    fn seen(&self, received: Result<Option<Arc<Told>>, broadcast::error::RecvError>) -> Option<Seen> {
+    fn seen(
+        &self,
+        received: Result<Option<Arc<Told>>, broadcast::error::RecvError>,
+    ) -> Option<Seen> {
         match received {
             Ok(told) => told.map(Seen::Event),
             Err(broadcast::error::RecvError::Lagged(count)) => {
@@ -281,8 +285,12 @@ mod tests {
 
     #[test]
     fn an_event_is_written_as_cloud_hypervisor_writes_it() {
-        let told =
-            Told { timestamp: Duration::new(3, 29_228_206), source: "vm", event: "booted", properties: None };
+        let told = Told {
+            timestamp: Duration::new(3, 29_228_206),
+            source: "vm",
+            event: "booted",
+            properties: None,
+        };
         let expected = "{\n  \"timestamp\": {\n    \"secs\": 3,\n    \"nanos\": 29228206\n  },\n  \"source\": \"vm\",\n  \
                         \"event\": \"booted\",\n  \"properties\": null\n}";
         assert_eq!(serde_json::to_string_pretty(&told).unwrap(), expected);
@@ -336,7 +344,9 @@ mod tests {
             }
             // Some of those between as well, on a machine that takes its time.
             loop {
-                let Some(Seen::Event(told)) = watcher.next().await else { panic!("nothing is told") };
+                let Some(Seen::Event(told)) = watcher.next().await else {
+                    panic!("nothing is told")
+                };
                 if told.properties.as_ref().unwrap()["plugged_bytes"] == "99" {
                     break;
                 }
@@ -364,7 +374,8 @@ mod tests {
             events.tell(Event::VmPausing);
             events.tell(Event::VmPaused);
             events.tell(Event::VmmShutdown);
-            let expected = "rebooting activated rebooted device-added pausing paused reset shutdown";
+            let expected =
+                "rebooting activated rebooted device-added pausing paused reset shutdown";
             assert_eq!(names(&events, watcher).await.join(" "), expected);
         });
     }
@@ -393,7 +404,10 @@ mod tests {
         let (told, lines) = (events.clone(), Arc::<AtomicU64>::default());
         let counted = Arc::clone(&lines);
         let log = move || Log { events: told.clone(), lines: Arc::clone(&counted) };
-        let log = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(log).finish();
+        let log = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::DEBUG)
+            .with_writer(log)
+            .finish();
         tracing::subscriber::with_default(log, || {
             events.tell(Event::VmBooted);
             for plugged_bytes in 0..3 {
@@ -410,8 +424,9 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let events = Events::start_within(Bounds { burst: 4, span: Duration::from_secs(3600) });
-            let reached =
-                |plugged_bytes| events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+            let reached = |plugged_bytes| {
+                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes })
+            };
             let told = || events.counters().told()[&("foreshore", "memory-reached")];
             (0..1000).for_each(|nth| reached(nth % 2));
             assert_eq!(told(), 4);

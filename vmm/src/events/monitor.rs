@@ -54,7 +54,8 @@ impl Monitor {
 fn open(target: &EventMonitor) -> io::Result<File> {
     match target {
         EventMonitor::Path(path) => {
-            let file = OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
+            let file =
+                OpenOptions::new().create(true).append(true).mode(PRIVATE_MODE).open(path)?;
             admit(&file, path)?;
             // The log may be in a standard stream as well.
             let is_shared = standard_stream::append_at(path)?;
@@ -142,7 +143,8 @@ mod tests {
                 '}' => {
                     depth -= 1;
                     if depth == 0 {
-                        let event: serde_json::Value = serde_json::from_str(&text[begin..=at]).unwrap();
+                        let event: serde_json::Value =
+                            serde_json::from_str(&text[begin..=at]).unwrap();
                         found.push(event["event"].as_str().unwrap().to_owned());
                     }
                 }
@@ -231,9 +233,14 @@ mod tests {
 
     #[test]
     fn what_cannot_be_opened_is_named() {
-        let start = |target: &EventMonitor| Monitor::start(target, &Events::start()).unwrap_err().to_string();
+        let start = |target: &EventMonitor| {
+            Monitor::start(target, &Events::start()).unwrap_err().to_string()
+        };
         let path = EventMonitor::Path("/nowhere/events".into());
         assert_eq!(start(&path), "--event-monitor: cannot write events to /nowhere/events");
-        assert_eq!(start(&EventMonitor::Fd(9999)), "--event-monitor: cannot write events to fd=9999");
+        assert_eq!(
+            start(&EventMonitor::Fd(9999)),
+            "--event-monitor: cannot write events to fd=9999"
+        );
     }
 }

@@ -22,9 +22,10 @@ impl EventMonitor {
         match (text.strip_prefix("fd="), text.strip_prefix("path=")) {
             (Some(number), _) => inherited_fd(flag, number).map(Self::Fd),
             (None, Some(path)) if !path.is_empty() => Ok(Self::Path(path.into())),
-            _ => {
-                Err(ConfigError::Conflict { flag, reason: format!("{text:?} is neither path=PATH nor fd=N") })
-            }
+            _ => Err(ConfigError::Conflict {
+                flag,
+                reason: format!("{text:?} is neither path=PATH nor fd=N"),
+            }),
         }
     }
 }

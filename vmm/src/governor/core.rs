@@ -194,7 +194,12 @@ impl Core {
     }
 
     /// Sets the size that a zone has at boot. The policy may change it later.
-    pub fn boot_with(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), GovernorError> {
+    pub fn boot_with(
+        &mut self,
+        id: &str,
+        size_bytes: u64,
+        now: TimeMs,
+    ) -> Result<(), GovernorError> {
         let zone = self.find_resizable(id, size_bytes)?;
         self.step(Event::BootWith(zone, size_bytes), now);
         Ok(())
@@ -258,7 +263,9 @@ impl Core {
 
     fn find(&self, id: &str) -> Result<ZoneId, GovernorError> {
         let index = self.zones.iter().position(|zone| zone.id == id);
-        index.map(|index| ZoneId(index as u32)).ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
+        index
+            .map(|index| ZoneId(index as u32))
+            .ok_or_else(|| GovernorError::NoSuchZone { id: id.to_owned() })
     }
 
     /// Finds a zone that can have this size.

@@ -20,14 +20,26 @@ fn a_guest_that_fills_gets_dram_first_and_then_pm() {
     for available in [200, 150, 100, 60] {
         f.report(available);
     }
-    assert_eq!(f.core.governor.counters().refused.len(), 0, "{:?}", f.core.governor.counters().refused);
+    assert_eq!(
+        f.core.governor.counters().refused.len(),
+        0,
+        "{:?}",
+        f.core.governor.counters().refused
+    );
     assert_eq!(f.dram.sizes().plugged_bytes, 128 * MIB);
     for available in [60, 40, 30] {
         f.report(available);
     }
     assert!(f.pm.sizes().plugged_bytes > 0);
-    let grows: u64 =
-        f.core.governor.counters().plans.iter().filter(|(key, _)| key.1 == "grow").map(|(_, n)| n).sum();
+    let grows: u64 = f
+        .core
+        .governor
+        .counters()
+        .plans
+        .iter()
+        .filter(|(key, _)| key.1 == "grow")
+        .map(|(_, n)| n)
+        .sum();
     assert!(grows > 0);
     assert_eq!(f.core.online_bytes("dram"), Some(128 * MIB));
 }
@@ -41,7 +53,10 @@ fn sizes_of_a_zone_are_read_once_per_report() {
         f.seq += 1;
         let before = [&f.dram, &f.pm].map(|device| *device.reads.lock());
         f.line(&line);
-        assert_eq!([&f.dram, &f.pm].map(|device| *device.reads.lock()), before.map(|reads| reads + 1));
+        assert_eq!(
+            [&f.dram, &f.pm].map(|device| *device.reads.lock()),
+            before.map(|reads| reads + 1)
+        );
     }
     assert!(f.core.governor.counters().plans.keys().any(|key| key.1 == "grow"));
 }
@@ -90,13 +105,18 @@ fn a_resize_by_hand_pins_its_zone_until_the_governor_is_resumed() {
 #[test]
 fn resizes_out_of_bounds_change_nothing() {
     let mut f = fixture("psi", false, true);
-    for (zone, bytes) in [("dram", 129 * MIB), ("dram", 130 * MIB), ("dram", MIB), ("nvram", BLOCK)] {
+    for (zone, bytes) in [("dram", 129 * MIB), ("dram", 130 * MIB), ("dram", MIB), ("nvram", BLOCK)]
+    {
         let refused = f.core.resize(zone, bytes, TimeMs(0)).unwrap_err();
         let is_of_request = !matches!(refused, GovernorError::UnsupportedDriver { .. });
         assert!(is_of_request, "{zone} {bytes}: {refused}");
     }
-    let text = |core: &mut Core, bytes| core.resize("dram", bytes, TimeMs(0)).unwrap_err().to_string();
-    assert_eq!(text(&mut f.core, 130 * MIB), "Zone \"dram\" can have at most 128 MiB plugged, not 130 MiB");
+    let text =
+        |core: &mut Core, bytes| core.resize("dram", bytes, TimeMs(0)).unwrap_err().to_string();
+    assert_eq!(
+        text(&mut f.core, 130 * MIB),
+        "Zone \"dram\" can have at most 128 MiB plugged, not 130 MiB"
+    );
     let not_multiple = "Zone \"dram\" is resized in blocks of 2 MiB; 1 MiB is not a multiple";
     assert_eq!(text(&mut f.core, MIB), not_multiple);
     assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).pinned_zones.is_empty());
@@ -124,7 +144,9 @@ fn a_dry_run_reminds_the_guest_of_nothing_but_what_a_hand_has_asked_for() {
     f.greet();
     f.report(20);
     let reminders = |f: &Fixture| (*f.dram.reminders.lock(), *f.pm.reminders.lock());
-    f.core.change(&PressureChange { dry_run: Some(true), ..Default::default() }, TimeMs(0)).unwrap();
+    f.core
+        .change(&PressureChange { dry_run: Some(true), ..Default::default() }, TimeMs(0))
+        .unwrap();
     assert!(f.dram.sizes().requested_bytes > 0);
     f.core.resize("pm", 64 * MIB, TimeMs(1_000)).unwrap();
     f.core.tick(TimeMs(60_000));
@@ -154,7 +176,11 @@ fn a_driver_that_loads_late_is_asked_with_the_next_report() {
     // What the device's news lead to, and the agent's next report.
     f.core.tick(TimeMs(f.seq * 50 + 1));
     f.report(20);
-    assert!(f.dram.sizes().requested_bytes > 0, "{:?}", f.core.info(1, TimeMs(f.seq * 50)).decisions);
+    assert!(
+        f.dram.sizes().requested_bytes > 0,
+        "{:?}",
+        f.core.info(1, TimeMs(f.seq * 50)).decisions
+    );
     assert_eq!(f.pm.sizes().requested_bytes, 0, "which has no driver yet");
 }
 
@@ -167,7 +193,11 @@ fn a_zone_that_has_no_driver_does_not_keep_a_short_guest_waiting() {
         f.report(20);
     }
     let pm = f.pm.sizes();
-    assert!(pm.requested_bytes > 0, "nothing in 200 ms: {:?}", f.core.info(4, TimeMs(f.seq * 50)).decisions);
+    assert!(
+        pm.requested_bytes > 0,
+        "nothing in 200 ms: {:?}",
+        f.core.info(4, TimeMs(f.seq * 50)).decisions
+    );
     assert_eq!(pm.requested_bytes, pm.plugged_bytes);
     assert_eq!(f.dram.sizes().requested_bytes, 0, "PM has room");
     // With a driver, it is the first again.
@@ -218,7 +248,10 @@ fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() 
     f.core.tick(TimeMs(500));
     let status = |f: &Fixture| f.core.resize_status("pm", TimeMs(500)).unwrap();
     let ResizeStatus::Stuck(reason) = status(&f) else { panic!("{:?}", status(&f)) };
-    assert!(reason.starts_with("pool-full: ") && reason.contains(&(64 * MIB).to_string()), "{reason}");
+    assert!(
+        reason.starts_with("pool-full: ") && reason.contains(&(64 * MIB).to_string()),
+        "{reason}"
+    );
     assert_eq!(f.pm.sizes().plugged_bytes, 24 * MIB);
     // What there is, asked for by hand, is a resize that is reached.
     f.core.resize("pm", 24 * MIB, TimeMs(500)).unwrap();
@@ -333,7 +366,8 @@ fn an_unknown_policy_is_refused_and_the_old_one_stays() {
 #[test]
 fn fixed_keeps_its_size_without_an_agent_and_takes_another_one() {
     let mut f = fixture("off", false, true);
-    let change = |size| PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
+    let change =
+        |size| PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
     f.core.change(&change(Some(128 * MIB + 64 * MIB)), TimeMs(0)).unwrap();
     f.core.tick(TimeMs(1000));
     assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
@@ -352,14 +386,19 @@ fn the_audit_is_bounded_numbered_and_newest_first() {
     f.greet();
     for round in 0..2 * DECISIONS_KEPT as u64 {
         let size = Some((1 + round % 2) * 64 * MIB);
-        let change = PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
+        let change =
+            PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
         f.core.change(&change, TimeMs(0)).unwrap();
         // A dry run says once a second what it comes to.
         f.seq += 20;
         f.report(300);
     }
     let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
-    assert!(info.decisions_total > DECISIONS_KEPT as u64, "{} decisions show nothing", info.decisions_total);
+    assert!(
+        info.decisions_total > DECISIONS_KEPT as u64,
+        "{} decisions show nothing",
+        info.decisions_total
+    );
     assert_eq!(info.decisions.len(), DECISIONS_KEPT);
     assert_eq!(info.decisions[0].seq, info.decisions_total);
     assert!(info.decisions.iter().map(|decision| decision.age_ms).is_sorted());
@@ -382,7 +421,10 @@ fn a_decision_is_shown_with_what_it_was_made_upon_and_what_came_of_it() {
     assert_eq!(grow.input.zones[0].plugged_bytes, 0);
     let dram = f.dram.sizes().requested_bytes;
     assert_eq!((grow.targets[0].zone.as_str(), grow.targets[0].requested_bytes), ("dram", dram));
-    assert_eq!(grow.asked_bytes, grow.targets.iter().map(|target| target.requested_bytes).sum::<u64>());
+    assert_eq!(
+        grow.asked_bytes,
+        grow.targets.iter().map(|target| target.requested_bytes).sum::<u64>()
+    );
 }
 
 #[test]
@@ -402,8 +444,11 @@ fn a_pause_holds_everything_until_it_is_ended_and_may_be_repeated() {
     assert_eq!((info.decisions[0].reason.as_str(), info.decisions[0].times), ("paused", 3));
     // A zone that is resumed does not end the pause, and the end of the pause resumes no zone.
     f.core.resize("pm", 2 * MIB, TimeMs(0)).unwrap();
-    let zone =
-        |id: &str| PressureChange { resume: Some(true), zone: Some(id.to_owned()), ..Default::default() };
+    let zone = |id: &str| PressureChange {
+        resume: Some(true),
+        zone: Some(id.to_owned()),
+        ..Default::default()
+    };
     f.core.change(&zone("dram"), TimeMs(0)).unwrap();
     assert!(f.core.info(0, TimeMs(0)).paused);
     for _ in 0..2 {
@@ -414,7 +459,10 @@ fn a_pause_holds_everything_until_it_is_ended_and_may_be_repeated() {
     assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
     f.core.change(&zone("pm"), TimeMs(0)).unwrap();
     assert!(f.core.info(0, TimeMs(0)).pinned_zones.is_empty());
-    let error = f.core.change(&PressureChange { pause: Some(true), ..zone("nvram") }, TimeMs(0)).unwrap_err();
+    let error = f
+        .core
+        .change(&PressureChange { pause: Some(true), ..zone("nvram") }, TimeMs(0))
+        .unwrap_err();
     assert!(error.to_string().contains("nvram"), "{error}");
     assert!(!f.core.info(0, TimeMs(0)).paused, "what is refused changes nothing");
 }
@@ -445,10 +493,14 @@ fn change(json: serde_json::Value) -> PressureChange {
 #[test]
 fn parameters_are_changed_by_name_all_or_none() {
     let mut f = fixture("psi", false, true);
-    let set = json!({"params": {"idle": "9s", "min_headroom": 67_108_864}, "rules": {"cool_down": "2s"}});
+    let set =
+        json!({"params": {"idle": "9s", "min_headroom": 67_108_864}, "rules": {"cool_down": "2s"}});
     f.core.change(&change(set), TimeMs(0)).unwrap();
     let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
-    assert_eq!((&details["params"]["idle"], &details["rules"]["cool_down"]), (&json!(9_000), &json!(2_000)));
+    assert_eq!(
+        (&details["params"]["idle"], &details["rules"]["cool_down"]),
+        (&json!(9_000), &json!(2_000))
+    );
     assert_eq!(
         (&details["params"]["min_headroom"], &details["params"]["stall"]),
         (&json!(64 * MIB), &json!(100))
@@ -462,7 +514,10 @@ fn parameters_are_changed_by_name_all_or_none() {
             json!({"params": {"idle": "1ms"}, "rules": {"cool_down": "1s"}}),
             "idle is 1ms, must be 100ms to 24h",
         ),
-        (json!({"params": {"unit": "4M"}}), r#"parameter "unit" is unknown; those of psi are burst, "#),
+        (
+            json!({"params": {"unit": "4M"}}),
+            r#"parameter "unit" is unknown; those of psi are burst, "#,
+        ),
         (json!({"rules": {"max_cool_down": "1s"}}), "must be at least cool_down, which is 2s"),
         (
             json!({"policy": "amf", "params": {"idle": "1s"}}),
@@ -481,9 +536,14 @@ fn parameters_are_changed_by_name_all_or_none() {
     // Another policy begins with its own defaults, and the rules stay.
     f.core.change(&change(json!({"policy": "amf", "params": {"reclaim": 50}})), TimeMs(0)).unwrap();
     let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
-    assert_eq!(details["params"], json!({"watermark-scale": 1024, "watermark-share": 0, "reclaim": 50}));
+    assert_eq!(
+        details["params"],
+        json!({"watermark-scale": 1024, "watermark-share": 0, "reclaim": 50})
+    );
     assert_eq!(details["rules"]["cool_down"], json!(2_000));
-    f.core.change(&change(json!({"policy": "fixed", "params": {"size": "64M"}})), TimeMs(0)).unwrap();
+    f.core
+        .change(&change(json!({"policy": "fixed", "params": {"size": "64M"}})), TimeMs(0))
+        .unwrap();
     f.core.tick(TimeMs(1_000));
     assert_eq!(f.dram.sizes().requested_bytes, 64 * MIB);
 }
@@ -512,7 +572,8 @@ fn memory_that_nobody_governs_is_online_as_the_guest_says() {
     fixture.greet();
     assert_eq!(fixture.core.online_beside_boot(0, 384 * MIB), None);
     fixture.report(200);
-    for (node, boot_mib, online_mib) in [(0, 384, 128), (0, 257, 128), (0, 385, 0), (0, 4096, 0), (7, 384, 0)]
+    for (node, boot_mib, online_mib) in
+        [(0, 384, 128), (0, 257, 128), (0, 385, 0), (0, 4096, 0), (7, 384, 0)]
     {
         let online = fixture.core.online_beside_boot(node, boot_mib * MIB);
         assert_eq!(online, Some(online_mib * MIB), "{boot_mib} MiB of node {node}");
@@ -533,8 +594,10 @@ fn states_of_zones_come_in_the_order_of_the_query() {
     };
     let queries = [query("memory", true), query("pm", false), query("dram", false)];
     let reached = Some(ResizeStatus::Reached);
-    let expected = [(128, None), (0, reached.clone()), (128, reached)]
-        .map(|(online_mib, resize_status)| ZoneState { online_bytes: Some(online_mib * MIB), resize_status });
+    let expected =
+        [(128, None), (0, reached.clone()), (128, reached)].map(|(online_mib, resize_status)| {
+            ZoneState { online_bytes: Some(online_mib * MIB), resize_status }
+        });
     assert_eq!(f.core.zone_states(&queries, TimeMs(50)), expected);
 }
 
@@ -584,13 +647,15 @@ fn devices_are_asked_before_anything_is_written_down() {
         device: Arc::clone(&device) as _,
     };
     let free: PoolFree = Arc::new(|| 1024 * MIB);
-    let core = Core::new(&PressureConfig::default(), vec![zone], 384 * MIB, free, TimeMs(0)).unwrap();
+    let core =
+        Core::new(&PressureConfig::default(), vec![zone], 384 * MIB, free, TimeMs(0)).unwrap();
     // That it has come to its end is logged as soon as it is to take a line.
     let target = Target { path: "/trace".into(), file: std::io::sink(), max_bytes: RECORD_BYTES };
     let mut core = core.record(target, "db", TimeMs(0)).unwrap();
     core.agent_connected(TimeMs(0));
     let log = NotingLog(Arc::clone(&noted));
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
+    let subscriber =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
     tracing::subscriber::with_default(subscriber, || {
         let line = |core: &mut Core, line: serde_json::Value, now| {
             let took = || {
@@ -648,7 +713,8 @@ fn steps_towards_a_clients_size_are_requested_before_the_plan_is_logged() {
     f.core.change(&fixed, TimeMs(60)).unwrap();
     let at_plan = Arc::default();
     let log = SizeAtPlan(Arc::clone(&f.pm), Arc::clone(&at_plan));
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
+    let subscriber =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
     f.seq = 1;
     tracing::subscriber::with_default(subscriber, || f.report(200));
     let after = f.pm.sizes().requested_bytes;

@@ -83,7 +83,8 @@ impl ZoneDevice for FakeDevice {
     fn request_step(&self, size_bytes: u64, goal_bytes: u64) {
         self.request(size_bytes);
         let mut sizes = self.sizes.lock();
-        sizes.held_bytes = if sizes.shortfall.is_some() { 0 } else { goal_bytes.saturating_sub(size_bytes) };
+        sizes.held_bytes =
+            if sizes.shortfall.is_some() { 0 } else { goal_bytes.saturating_sub(size_bytes) };
     }
     fn remind(&self) {
         *self.reminders.lock() += 1;

@@ -100,7 +100,9 @@ impl PressureChange {
             config.params.clear();
         }
         // It has two names, and what is set last counts.
-        if self.size.is_some() || self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE)) {
+        if self.size.is_some()
+            || self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE))
+        {
             config.size = self.size;
             config.params.remove(FIXED_SIZE);
         }

@@ -100,15 +100,16 @@ fn expose_governor(out: &mut Exposition, sample: &PressureSample) {
     );
     let dry_run = Family("pressure_dry_run", "1 when plans are not carried out.", None);
     out.flags(dry_run, [(vec![], sample.dry_run)]);
-    let paused = Family("pressure_paused", "1 when the governor is paused and makes no decisions.", None);
+    let paused =
+        Family("pressure_paused", "1 when the governor is paused and makes no decisions.", None);
     out.flags(paused, [(vec![], sample.paused)]);
     let zones = |shown: fn(&GovernedZoneInfo) -> bool| {
-        sample
-            .zones
-            .iter()
-            .map(move |PressureZone { tier, zone }| (and(&one("zone", &zone.id), "tier", tier), shown(zone)))
+        sample.zones.iter().map(move |PressureZone { tier, zone }| {
+            (and(&one("zone", &zone.id), "tier", tier), shown(zone))
+        })
     };
-    let pinned = "1 when the zone was resized manually; the governor does not resize it until resumed.";
+    let pinned =
+        "1 when the zone was resized manually; the governor does not resize it until resumed.";
     out.flags(Family("pressure_pinned", pinned, None), zones(|zone| zone.pinned));
     let driver = "1 when the guest's driver for the zone's device is ready.";
     out.flags(Family("pressure_driver_ready", driver, None), zones(|zone| zone.driver_ready));
@@ -167,8 +168,9 @@ fn expose_recording(out: &mut Exposition, recording: &RecordingInfo) {
 fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
     let connected = Family("pressure_agent_connected", "1 when an agent is connected.", None);
     out.flags(connected, [(vec![], sample.agent_connected)]);
-    let states =
-        AgentState::ALL.into_iter().map(|state| (one("state", state.label()), sample.agent == Some(state)));
+    let states = AgentState::ALL
+        .into_iter()
+        .map(|state| (one("state", state.label()), sample.agent == Some(state)));
     out.flags(
         Family("pressure_agent_state", "1 for the state of the agent, 0 for all others.", None),
         states,
@@ -190,7 +192,10 @@ fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
         let count = sample.refused_total.get(reason).copied().unwrap_or(0);
         (vec![("reason", reason.to_owned())], count)
     });
-    out.counters(Family("pressure_refused_reports", "Lines of the agent that were refused.", None), refused);
+    out.counters(
+        Family("pressure_refused_reports", "Lines of the agent that were refused.", None),
+        refused,
+    );
     out.bytes(
         "pressure_report_watermark",
         "Memory below which the agent reports faster: available, or free if the policy uses that.",
@@ -200,8 +205,11 @@ fn expose_agent(out: &mut Exposition, sample: &PressureSample) {
 
 fn expose_watermarks(out: &mut Exposition, report: &Report) {
     type PagesOf = fn(&Zone) -> u64;
-    let marks: [(&str, PagesOf); 3] =
-        [("min", |zone| zone.min_pages), ("low", |zone| zone.low_pages), ("high", |zone| zone.high_pages)];
+    let marks: [(&str, PagesOf); 3] = [
+        ("min", |zone| zone.min_pages),
+        ("low", |zone| zone.low_pages),
+        ("high", |zone| zone.high_pages),
+    ];
     let samples = marks.map(|(mark, pages)| {
         // The protocol bounds each value and their number, so the sum cannot overflow. It saturates
         // nevertheless, because the guest provides the values.
@@ -227,9 +235,9 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
     });
     let samples = uses.into_iter().flatten().map(|(kind, bytes)| (one("kind", kind), bytes));
     out.bytes("guest_kernel_memory", "Memory that the guest's kernel uses itself.", samples);
-    let caches = report
-        .kernel()
-        .map(|kernel| [("unused_dentries", kernel.unused_dentries), ("unused_inodes", kernel.unused_inodes)]);
+    let caches = report.kernel().map(|kernel| {
+        [("unused_dentries", kernel.unused_dentries), ("unused_inodes", kernel.unused_inodes)]
+    });
     let caches = caches.into_iter().flatten();
     let samples = caches.filter_map(|(kind, count)| Some((one("kind", kind), count? as f64)));
     out.gauges(
@@ -251,7 +259,11 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
         stalls.into_iter().flatten().map(|(memory, count)| (one("memory", memory), count)),
     );
     out.counters(
-        Family("guest_numa_miss_pages", "Pages allocated on another node than the requested one.", None),
+        Family(
+            "guest_numa_miss_pages",
+            "Pages allocated on another node than the requested one.",
+            None,
+        ),
         counters.into_iter().map(|counters| (vec![], counters.numa_miss)),
     );
     out.counters(
@@ -260,7 +272,8 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
     );
     let in_kernel_zones = report.zones().iter().filter(|zone| zone.serves_kernel());
     let user_pages = in_kernel_zones.filter_map(|zone| zone.user_pages);
-    let user_bytes = user_pages.reduce(u64::saturating_add).map(|pages| pages.saturating_mul(PAGE_BYTES));
+    let user_bytes =
+        user_pages.reduce(u64::saturating_add).map(|pages| pages.saturating_mul(PAGE_BYTES));
     out.bytes(
         "guest_user_memory_in_kernel_zones",
         "Memory of programs and page cache in zones that the kernel could use itself.",
@@ -272,8 +285,9 @@ fn expose_kernel(out: &mut Exposition, report: &Report) {
 fn expose_online_memory(out: &mut Exposition, report: &Report) {
     let by_user = report.blocks().nodes.iter().flat_map(|blocks| {
         let kernel_bytes = blocks.online_bytes.saturating_sub(blocks.movable_online_bytes);
-        [("kernel", kernel_bytes), ("movable", blocks.movable_online_bytes)]
-            .map(|(user, bytes)| (vec![("node", blocks.node.to_string()), ("user", user.to_owned())], bytes))
+        [("kernel", kernel_bytes), ("movable", blocks.movable_online_bytes)].map(|(user, bytes)| {
+            (vec![("node", blocks.node.to_string()), ("user", user.to_owned())], bytes)
+        })
     });
     out.bytes(
         "guest_online_memory",
@@ -307,12 +321,16 @@ fn expose_guest(out: &mut Exposition, report: &Report) {
     out.bytes(
         "guest_swap",
         "Swap space of the guest.",
-        [(one("state", "total"), memory.swap_total_bytes), (one("state", "free"), memory.swap_free_bytes)],
+        [
+            (one("state", "total"), memory.swap_total_bytes),
+            (one("state", "free"), memory.swap_free_bytes),
+        ],
     );
     expose_online_memory(out, report);
     let onlining = report.blocks().online_policy;
-    let policies =
-        OnlinePolicy::ALL.into_iter().map(|policy| (one("policy", policy.label()), policy == onlining));
+    let policies = OnlinePolicy::ALL
+        .into_iter()
+        .map(|policy| (one("policy", policy.label()), policy == onlining));
     out.flags(
         Family(
             "guest_online_policy",

@@ -62,8 +62,9 @@ pub const MAX_TRACES: u64 = 16;
 /// may have `max_bytes`. `None` if there are too many traces, or if earlier traces have used all
 /// bytes.
 pub fn room(path: &Path, nth: u64, max_bytes: u64) -> Option<u64> {
-    let len =
-        |path: PathBuf| path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len());
+    let len = |path: PathBuf| {
+        path.metadata().ok().filter(|metadata| metadata.is_file()).map(|file| file.len())
+    };
     if is_stream(path) {
         return Some(max_bytes);
     }
@@ -131,7 +132,10 @@ impl Write for Queue {
         let Some(lines) = &self.lines else { return Ok(line.len()) };
         let bytes = line.len() as u64;
         if self.taken_bytes + bytes > self.max_bytes {
-            warn!(max_bytes = self.max_bytes, "The recording of reports has reached its size and ends");
+            warn!(
+                max_bytes = self.max_bytes,
+                "The recording of reports has reached its size and ends"
+            );
             self.shared.end(RecordingState::Full);
             self.lines = None;
             return Ok(line.len());
@@ -140,7 +144,8 @@ impl Write for Queue {
         // Counted first: the other side may be quicker with it than this one.
         self.shared.queued_lines.fetch_add(1, Ordering::Relaxed);
         self.shared.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
-        let sent = if room { lines.try_send(line.to_vec()) } else { Err(TrySendError::Full(Vec::new())) };
+        let sent =
+            if room { lines.try_send(line.to_vec()) } else { Err(TrySendError::Full(Vec::new())) };
         match sent {
             Ok(()) => self.taken_bytes += bytes,
             Err(refused) => {
@@ -207,8 +212,13 @@ impl Recorder {
                 }
             }
         })?;
-        let queue =
-            Queue { lines: Some(sender), shared: Arc::clone(&shared), taken_bytes: 0, max_bytes, behind: 0 };
+        let queue = Queue {
+            lines: Some(sender),
+            shared: Arc::clone(&shared),
+            taken_bytes: 0,
+            max_bytes,
+            behind: 0,
+        };
         let vm = vm.chars().map(|c| if c.is_ascii_graphic() || c == ' ' { c } else { '?' });
         let header = Header {
             vm: vm.take(MAX_NAME_BYTES).collect(),
@@ -248,7 +258,8 @@ impl Recorder {
         let behind = self.writer.get_ref().behind;
         if behind > 0 {
             // With half of the queue free there is room for more than this one line.
-            let half_empty = self.shared.queued_lines.load(Ordering::Relaxed) <= QUEUE_LINES as u64 / 2
+            let half_empty = self.shared.queued_lines.load(Ordering::Relaxed)
+                <= QUEUE_LINES as u64 / 2
                 && self.shared.queued_bytes.load(Ordering::Relaxed) <= QUEUE_BYTES / 2;
             if !half_empty {
                 self.writer.get_mut().behind += 1;

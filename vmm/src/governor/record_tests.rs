@@ -17,7 +17,8 @@ impl Shown {
     fn lost_lines(&self) -> Vec<u64> {
         let text = String::from_utf8(self.0.lock().clone()).unwrap();
         let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
-        let lines = whole.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let lines =
+            whole.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
         lines.filter_map(|line| line["lost_lines"].as_u64()).collect()
     }
 }
@@ -82,7 +83,8 @@ fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
     assert_eq!((trace.header.vm.as_str(), trace.header.boot_bytes), ("db", 384 * MIB));
     assert_eq!(trace.header.zones.len(), 2);
     assert_eq!((trace.header.distances.between(0, 1), trace.header.balloon), (17, None));
-    let of = |wanted: fn(&Entry) -> bool| trace.entries.iter().filter(|entry| wanted(entry)).count();
+    let of =
+        |wanted: fn(&Entry) -> bool| trace.entries.iter().filter(|entry| wanted(entry)).count();
     assert_eq!(of(|entry| matches!(entry, Entry::Report { .. })), 4);
     assert!(of(|entry| matches!(entry, Entry::Plan { plan, .. } if !plan.targets.is_empty())) > 0);
     // The first sizes, and those after the grow.
@@ -192,5 +194,9 @@ fn traces_of_a_guest_that_restarts_for_ever_have_a_total() {
     assert_eq!(room(&path, 7, 100), None);
     assert_eq!(room(&path, MAX_TRACES - 1, u64::MAX), Some(u64::MAX - 100));
     assert_eq!(room(&path, MAX_TRACES, u64::MAX), None);
-    assert_eq!(room(Path::new("/dev/null"), MAX_TRACES, 100), Some(100), "a device has no traces to count");
+    assert_eq!(
+        room(Path::new("/dev/null"), MAX_TRACES, 100),
+        Some(100),
+        "a device has no traces to count"
+    );
 }

@@ -145,7 +145,8 @@ impl Thread {
         prepare: fn(),
         task: impl FnOnce() -> F + Send + 'static,
     ) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let (end, ended) = oneshot::channel();
         let handle = thread::Builder::new().name(name.to_owned()).spawn(move || {
             prepare();
@@ -260,7 +261,10 @@ impl GovernorHandle {
     }
 
     /// Runs `call` on the governor's thread, and returns its result.
-    pub fn call<R: Send + 'static>(&self, call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static) -> R {
+    pub fn call<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut Core, TimeMs) -> R + Send + 'static,
+    ) -> R {
         let result = call_on(&self.calls, call);
         result.expect("the governor's thread has panicked: it runs as long as its handle exists")
     }

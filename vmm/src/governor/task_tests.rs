@@ -39,7 +39,12 @@ fn slept(clock: libc::clockid_t) -> Duration {
 
 /// A clock that started when the host's were at zero.
 fn from_zero(read: Read) -> Clock {
-    Clock { read, started: Duration::ZERO, started_with_sleep: Duration::ZERO, held: Arc::default() }
+    Clock {
+        read,
+        started: Duration::ZERO,
+        started_with_sleep: Duration::ZERO,
+        held: Arc::default(),
+    }
 }
 
 #[test]
@@ -60,7 +65,12 @@ fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
         crate::governor::fake::serve(stream, &core, &clock, &mut LineBudget::new()).await.unwrap();
     });
     let sample = core.borrow().sample(clock.now());
-    assert_eq!((sample.reports_total, sample.refused_total.len()), (1, 0), "{:?}", sample.refused_total);
+    assert_eq!(
+        (sample.reports_total, sample.refused_total.len()),
+        (1, 0),
+        "{:?}",
+        sample.refused_total
+    );
     // It has come by the clock without sleep, by which it would seem to be of times to come.
     assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
 }
@@ -124,7 +134,10 @@ fn the_hosts_clocks_are_those_of_their_names() {
         Duration::from_secs_f64(text.split(' ').next().unwrap().parse().unwrap())
     };
     let (before, clock, after) = (uptime(), Clock::start(), uptime() + Duration::from_millis(10));
-    assert!((before..=after).contains(&clock.started_with_sleep), "{before:?}, {clock:?}, {after:?}");
+    assert!(
+        (before..=after).contains(&clock.started_with_sleep),
+        "{before:?}, {clock:?}, {after:?}"
+    );
     assert!(clock.started <= clock.started_with_sleep, "{clock:?}");
     let before = read(libc::CLOCK_BOOTTIME);
     let with_sleep = clock.with_sleep();
@@ -140,7 +153,8 @@ fn the_hosts_clocks_are_those_of_their_names() {
 fn decisions_come_whatever_the_rest_of_the_vmm_does() {
     let Fixture { core, dram, .. } = fixture("psi", false, true);
     let (agents, connections) = mpsc::channel(1);
-    let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
+    let governor =
+        GovernorHandle::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
     let enough = std::sync::atomic::AtomicBool::new(false);
     thread::scope(|scope| {
         for _ in 0..2 * thread::available_parallelism().map_or(1, usize::from) {
@@ -204,7 +218,8 @@ fn the_governors_thread_is_before_others_where_that_is_allowed() {
         boot_bytes: 0,
         device: Arc::clone(&device) as _,
     };
-    let core = Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let core =
+        Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
     let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), None).unwrap();
     wait_until("a tick", || !device.0.lock().is_empty());
     drop(governor);
@@ -239,11 +254,13 @@ fn lines_are_parsed_at_normal_priority_and_ticks_do_not_wait_for_it() {
         boot_bytes: 0,
         device: Arc::clone(&device) as _,
     };
-    let core = Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let core =
+        Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
     let (agents, connections) = mpsc::channel(1);
     let clock = Clock::start();
     let governor =
-        GovernorHandle::spawn_parsing(core, clock, Arc::default(), Some(connections), parse_slowly).unwrap();
+        GovernorHandle::spawn_parsing(core, clock, Arc::default(), Some(connections), parse_slowly)
+            .unwrap();
     let (mut agent, vmm) = StdUnixStream::pair().unwrap();
     vmm.set_nonblocking(true).unwrap();
     agents.blocking_send(vmm).unwrap();
@@ -285,8 +302,11 @@ fn message_of_a_closed_connection_is_dropped() {
 /// News come as often as a guest likes to cause them; this thread is before others.
 #[test]
 fn however_often_news_come_ticks_are_few() {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     let ticks = |apart: Duration, is_fast| {
         runtime.block_on(async {
             let plugged = Notify::new();
@@ -314,7 +334,8 @@ fn however_often_news_come_ticks_are_few() {
     // Few of them delay nothing, and none at all leave the clock.
     let few = ticks(Duration::from_millis(400), false);
     assert!((25..=46).contains(&few), "{few}");
-    let (rest, fast) = (ticks(Duration::from_secs(60), false), ticks(Duration::from_secs(60), true));
+    let (rest, fast) =
+        (ticks(Duration::from_secs(60), false), ticks(Duration::from_secs(60), true));
     assert!((19..=23).contains(&rest) && (95..=125).contains(&fast), "{rest} {fast}");
 }
 
@@ -324,8 +345,11 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
     const CONNECTIONS: u64 = 1_000;
     let state = GovernorTask::new(fixture("psi", false, true).core, Clock::start());
     // A clock that jumps as soon as everybody waits.
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let (agents, connections) = mpsc::channel(1);
         let begin = tokio::time::Instant::now();
@@ -356,7 +380,8 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
 fn a_newer_agent_takes_the_older_ones_place() {
     let Fixture { core, .. } = fixture("psi", false, true);
     let (agents, connections) = mpsc::channel(1);
-    let governor = GovernorHandle::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
+    let governor =
+        GovernorHandle::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
     let connect = || {
         let (agent, vmm) = StdUnixStream::pair().unwrap();
         vmm.set_nonblocking(true).unwrap();

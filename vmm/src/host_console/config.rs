@@ -10,7 +10,8 @@ use foreshore_types::size::Size;
 
 use crate::unix_socket::check_path;
 
-const REFUSED: &[Refused] = &[Refused { key: "id", neutral: &["__console"], why: "its id is fixed" }];
+const REFUSED: &[Refused] =
+    &[Refused { key: "id", neutral: &["__console"], why: "its id is fixed" }];
 
 pub(crate) const SERIAL: Table =
     Table::of::<ConsoleConfig>().named("--serial", "COM1, ttyS0; null if not given");
@@ -111,11 +112,12 @@ impl ConsoleConfig {
 
     /// A file or a socket where there must be one, and only there.
     pub fn validate(&self, flag: &'static str) -> Result<(), ConfigError> {
-        let file_fits =
-            (self.mode == ConsoleMode::File) == self.file.is_some() || self.mode == ConsoleMode::Pty;
+        let file_fits = (self.mode == ConsoleMode::File) == self.file.is_some()
+            || self.mode == ConsoleMode::Pty;
         if !file_fits || (self.mode == ConsoleMode::Socket) != self.socket.is_some() {
             let Self { mode, file, socket, .. } = self;
-            let reason = format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
+            let reason =
+                format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
             return Err(ConfigError::Conflict { flag, reason });
         }
         self.check_file_limit(flag, "max_size", self.max_size, LEAST_MAX_SIZE)?;
@@ -149,7 +151,13 @@ impl ConsoleConfig {
             return Err(ConfigError::TooSmall { flag, key, value, least: Size(least) });
         }
         if bytes > MAX_BYTES {
-            return Err(ConfigError::TooLarge { flag, key, value, most: Size(MAX_BYTES), because: "" });
+            return Err(ConfigError::TooLarge {
+                flag,
+                key,
+                value,
+                most: Size(MAX_BYTES),
+                because: "",
+            });
         }
         Ok(())
     }
@@ -173,11 +181,18 @@ mod tests {
         assert_eq!(serial("null").mode, ConsoleMode::Null);
         assert_eq!(serial("tty").mode, ConsoleMode::Tty);
         assert_eq!(serial("pty").mode, ConsoleMode::Pty);
-        let file = ConsoleConfig { mode: ConsoleMode::File, file: Some("/log".into()), ..Default::default() };
+        let file = ConsoleConfig {
+            mode: ConsoleMode::File,
+            file: Some("/log".into()),
+            ..Default::default()
+        };
         assert_eq!(serial("file=/log"), file);
         assert!(file.validate("--serial").is_ok());
-        let socket =
-            ConsoleConfig { mode: ConsoleMode::Socket, socket: Some("/s".into()), ..Default::default() };
+        let socket = ConsoleConfig {
+            mode: ConsoleMode::Socket,
+            socket: Some("/s".into()),
+            ..Default::default()
+        };
         assert_eq!(serial("socket=/s"), socket);
         assert!(socket.validate("--serial").is_ok());
         let json = |text| serde_json::from_str::<ConsoleConfig>(text).unwrap();
@@ -195,7 +210,10 @@ mod tests {
         assert_eq!(max_bytes("file=/log,max_size=2M"), Some(2 << 20));
         assert_eq!(max_bytes("file=/log,max_size=0"), None);
         let json = r#"{"mode":"File","file":"/log","max_size":65536}"#;
-        assert_eq!(serde_json::from_str::<ConsoleConfig>(json).unwrap(), serial("file=/log,max_size=64K"));
+        assert_eq!(
+            serde_json::from_str::<ConsoleConfig>(json).unwrap(),
+            serial("file=/log,max_size=64K")
+        );
         let error = |text| serial(text).validate("--serial").unwrap_err().to_string();
         assert_eq!(
             error("file=/log,max_size=1K"),
@@ -205,7 +223,10 @@ mod tests {
             error("file=/log,max_size=100000T")
                 .starts_with("--serial: max_size is 100000 TiB, and must be at most")
         );
-        assert_eq!(error("tty,max_size=1M"), "--serial: max_size is for a file, and the mode is Tty");
+        assert_eq!(
+            error("tty,max_size=1M"),
+            "--serial: max_size is for a file, and the mode is Tty"
+        );
         assert!(serial("file=/log,max_size=0").validate("--serial").is_ok());
         let text = ConsoleConfig::parse_serial("file=/log,max_size=big").unwrap_err().to_string();
         assert!(text.starts_with("--serial: max_size"), "{text}");
@@ -241,7 +262,10 @@ mod tests {
             ("off,max_rate=0", "Off"),
             ("socket=/s,max_rate=0", "Socket"),
         ] {
-            assert_eq!(error(text), format!("--console: max_rate is for a file, and the mode is {mode}"));
+            assert_eq!(
+                error(text),
+                format!("--console: max_rate is for a file, and the mode is {mode}")
+            );
         }
         let text = ConsoleConfig::parse_console("file=/log,max_rate=fast").unwrap_err().to_string();
         assert!(text.starts_with("--console: max_rate"), "{text}");
@@ -256,7 +280,8 @@ mod tests {
         }
         assert_eq!(error("file="), format!("--console: \"file=\" is not one of {modes}"));
         assert!(
-            error("loud").contains("the keys are off, null, tty, pty, file=, socket=, max_size=, max_rate=")
+            error("loud")
+                .contains("the keys are off, null, tty, pty, file=, socket=, max_size=, max_rate=")
         );
         assert!(error("pty,iommu=on").contains("no virtual IOMMU"));
         let wrong = |mode, file: Option<&str>, socket: Option<&str>| {

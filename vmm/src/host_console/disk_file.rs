@@ -24,7 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_secs(10);
 
 // A guest that waits for the rate must not be taken for one that waits for a stalled disk.
-const _: () = assert!(STEP_LEN_MAX as u128 * 1000 / LEAST_MAX_RATE as u128 * 10 < PATIENCE.as_millis());
+const _: () =
+    assert!(STEP_LEN_MAX as u128 * 1000 / LEAST_MAX_RATE as u128 * 10 < PATIENCE.as_millis());
 // A bucket never has the tokens for a longer step.
 const _: () = assert!(STEP_LEN_MAX as u64 <= BURST_BYTES);
 
@@ -229,7 +230,10 @@ mod tests {
     }
 
     /// A disk that is always ready, behind a rate limit.
-    fn throttled(burst: u64, bytes_per_s: u64) -> (Arc<ConsoleFileMetrics>, Receiver<Vec<u8>>, DiskFile) {
+    fn throttled(
+        burst: u64,
+        bytes_per_s: u64,
+    ) -> (Arc<ConsoleFileMetrics>, Receiver<Vec<u8>>, DiskFile) {
         let rate = NonZeroU64::new(bytes_per_s).unwrap();
         let bucket = Arc::new(Mutex::new(TokenBucket::full(burst, rate, Instant::now())));
         let metrics = Arc::new(ConsoleFileMetrics::default());

@@ -104,9 +104,10 @@ impl ConsoleFiles {
 
     /// Counters of the files that consoles write.
     pub fn metrics(&self) -> impl Iterator<Item = ConsoleFileSource> {
-        self.limited
-            .iter()
-            .map(|(port, file)| ConsoleFileSource { device: port.label(), counters: file.metrics() })
+        self.limited.iter().map(|(port, file)| ConsoleFileSource {
+            device: port.label(),
+            counters: file.metrics(),
+        })
     }
 
     /// The VM has been built, and may write from now on.
@@ -231,7 +232,8 @@ mod tests {
         });
         sealed.write_all(b"of an earlier VM").unwrap();
         // SAFETY: the call touches no memory.
-        let result = unsafe { libc::fcntl(sealed.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
+        let result =
+            unsafe { libc::fcntl(sealed.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
         assert_eq!(result, 0);
         let folder = tempfile::tempdir().unwrap();
         let new = folder.path().join("new");
@@ -304,8 +306,10 @@ mod tests {
                 let sizes = fs::read_dir(folder.path()).unwrap();
                 let sum: u64 = sizes.map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
                 assert!(sum > 1000 && sum <= 2000, "{sum}");
-                let rotations =
-                    metrics.iter().map(|file| file.counters.rotations.load(Ordering::Relaxed)).sum();
+                let rotations = metrics
+                    .iter()
+                    .map(|file| file.counters.rotations.load(Ordering::Relaxed))
+                    .sum();
                 assert!((5..=6_u64).contains(&rotations), "{rotations}");
             }
         }

@@ -98,7 +98,8 @@ impl HostConsole {
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
                 let output = files.output(port, path, config.file_limits());
-                let output = output.map_err(|source| ConsoleError::File { path: path.clone(), source })?;
+                let output =
+                    output.map_err(|source| ConsoleError::File { path: path.clone(), source })?;
                 Self::without_terminal(output, None)
             }
         };
@@ -117,7 +118,11 @@ impl HostConsole {
         let (screen, output) = io::pipe().unwrap();
         let file = |fd| std::fs::File::from(fd);
         let input = Some(file(std::os::fd::OwnedFd::from(input)).into());
-        (Self::without_terminal(ConsoleOutput::to(file(output.into())).unwrap(), input), keyboard, screen)
+        (
+            Self::without_terminal(ConsoleOutput::to(file(output.into())).unwrap(), input),
+            keyboard,
+            screen,
+        )
     }
 }
 
@@ -132,7 +137,8 @@ mod tests {
     #[test]
     fn a_file_that_cannot_be_opened_is_named() {
         let path = Some("/nowhere/at/all".into());
-        let config = ConsoleConfig { mode: ConsoleMode::File, file: path, ..ConsoleConfig::default() };
+        let config =
+            ConsoleConfig { mode: ConsoleMode::File, file: path, ..ConsoleConfig::default() };
         let error = HostConsole::open(Port::Serial, &config, &mut files()).err().unwrap();
         assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
     }

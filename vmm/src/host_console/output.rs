@@ -73,7 +73,8 @@ impl Kind {
             Self::Terminal => {
                 // Linux writes these one by one, and looks for new room before each (n_tty_write): the first may
                 // use up what the second waits for.
-                let special = data.iter().position(|byte| matches!(byte, b'\n' | b'\r' | b'\t' | 8));
+                let special =
+                    data.iter().position(|byte| matches!(byte, b'\n' | b'\r' | b'\t' | 8));
                 special.unwrap_or(data.len()).clamp(1, TERMINAL_STEP_LEN)
             }
         }
@@ -98,7 +99,12 @@ impl Target {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => drop(backlog.drain(..written)),
                 // Whoever shares a non-blocking file may have been faster; signals go first, too.
-                Err(err) if matches!(err.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                Err(err)
+                    if matches!(
+                        err.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) =>
+                {
                     break;
                 }
                 Err(err) => return Err(err),
@@ -128,7 +134,10 @@ impl ConsoleOutput {
     }
 
     /// Output to a file of limited size and rate.
-    pub(super) fn to_rotated(file: RotatedFile, throttle: Option<FileThrottle>) -> io::Result<Self> {
+    pub(super) fn to_rotated(
+        file: RotatedFile,
+        throttle: Option<FileThrottle>,
+    ) -> io::Result<Self> {
         Ok(Self::new(End::DiskFile(DiskFile::start(file, throttle)?)))
     }
 
@@ -180,7 +189,10 @@ impl ConsoleOutput {
         let kept = data.len().min(BACKLOG_LEN_MAX - self.backlog.len());
         self.backlog.extend(&data[..kept]);
         let after = if was_behind { Lost::default() } else { self.flush() };
-        Lost { len: before.len + (data.len() - kept) + after.len, error: before.error.or(after.error) }
+        Lost {
+            len: before.len + (data.len() - kept) + after.len,
+            error: before.error.or(after.error),
+        }
     }
 
     /// Writes what waits, as far as that goes without waiting. Says what was lost.
@@ -282,7 +294,10 @@ mod tests {
         let (mut master, mut slave) = (0, 0);
         let null = std::ptr::null_mut();
         // SAFETY: the two numbers are written, the other arguments may be null.
-        assert_eq!(unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) }, 0);
+        assert_eq!(
+            unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) },
+            0
+        );
         // SAFETY: both were just made, and nobody else knows of them.
         let [master, slave] = [master, slave].map(|fd| unsafe {
             use std::os::fd::FromRawFd;

@@ -74,7 +74,8 @@ mod tests {
         let (mut master, mut slave) = (0, 0);
         let null = std::ptr::null_mut();
         // SAFETY: the two numbers are written, the other arguments may be null.
-        let made = unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
+        let made =
+            unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
         assert_eq!(made, 0);
         let local_flags = || {
             let mut termios = MaybeUninit::<libc::termios>::uninit();

@@ -9,7 +9,11 @@ use std::time::Duration;
 
 /// Waits at most `patience` until one of `events` (POLLIN, POLLOUT), an end or an error can be met without waiting
 /// any more. A signal counts as not ready.
-pub(super) fn ready(fd: BorrowedFd<'_>, events: libc::c_short, patience: Duration) -> io::Result<bool> {
+pub(super) fn ready(
+    fd: BorrowedFd<'_>,
+    events: libc::c_short,
+    patience: Duration,
+) -> io::Result<bool> {
     let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 };
     let timeout_ms = libc::c_int::try_from(patience.as_millis()).unwrap_or(libc::c_int::MAX);
     // SAFETY: `poll` is one valid entry, which lives over the call.

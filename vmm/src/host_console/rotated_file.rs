@@ -247,8 +247,8 @@ pub(super) fn adopt_newer(path: &Path) {
     if !is_free(&path) || is_free(&newer) {
         return;
     }
-    let renamed =
-        replaceable_bytes(&newer, None).and_then(|_| fs::rename(&newer, &path).map_err(failed("rename")));
+    let renamed = replaceable_bytes(&newer, None)
+        .and_then(|_| fs::rename(&newer, &path).map_err(failed("rename")));
     if let Err(err) = renamed {
         warn!(%err, "{newer:?} is not renamed to {path:?}");
     }
@@ -284,7 +284,8 @@ fn replaceable_bytes(path: &Path, known: Option<&File>) -> Result<u64, KeepError
         return Err(KeepError::NotOutput(path.to_owned()));
     }
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
+    let file =
+        OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed("open"))?;
     let opened = file.metadata().map_err(failed("fstat"))?;
     let known = known.map(File::metadata).transpose().map_err(failed("fstat"))?;
     if !has_mark(&file) && known.map(|known| id_of(&known)) != Some(id_of(&opened)) {
@@ -332,9 +333,14 @@ pub struct ConsoleFileSource {
 
 impl Expose for ConsoleFileSource {
     fn expose(&self, out: &mut Exposition) {
-        let get = |counter: &AtomicU64| [(one("device", self.device), counter.load(Ordering::Relaxed))];
+        let get =
+            |counter: &AtomicU64| [(one("device", self.device), counter.load(Ordering::Relaxed))];
         out.counters(
-            Family("console_file_rotations", "Times that a console's file has reached its size limit.", None),
+            Family(
+                "console_file_rotations",
+                "Times that a console's file has reached its size limit.",
+                None,
+            ),
             get(&self.counters.rotations),
         );
         out.counters(
@@ -518,7 +524,9 @@ mod tests {
     /// True if this process has the file open, so that its inode number is not reused.
     fn is_held(id: FileId) -> bool {
         let descriptors = fs::read_dir("/proc/self/fd").unwrap();
-        descriptors.flatten().any(|entry| fs::metadata(entry.path()).is_ok_and(|open| id_of(&open) == id))
+        descriptors
+            .flatten()
+            .any(|entry| fs::metadata(entry.path()).is_ok_and(|open| id_of(&open) == id))
     }
 
     #[test]
@@ -581,7 +589,10 @@ mod tests {
                 file.write_all(&[b'z'; 50]).unwrap();
                 assert_eq!(fs::read(&path).unwrap(), [b'z'; 20]);
                 assert_eq!(counts(&file), (1, 100));
-                assert!(folder_bytes(folder.path()) <= 2 * MAX + named.symlink_metadata().unwrap().len());
+                assert!(
+                    folder_bytes(folder.path())
+                        <= 2 * MAX + named.symlink_metadata().unwrap().len()
+                );
             }
         }
     }

@@ -110,7 +110,8 @@ impl Window {
 /// Makes a terminal another size, as its user does.
 #[cfg(test)]
 pub fn resize(terminal: &impl AsFd, columns: u16, rows: u16) {
-    let size = rustix::termios::Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
+    let size =
+        rustix::termios::Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
     rustix::termios::tcsetwinsize(terminal, size).unwrap();
 }
 

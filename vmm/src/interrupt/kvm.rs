@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 
 use kvm_bindings::{
-    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KvmIrqRouting, kvm_irq_routing_entry,
-    kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_msi,
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KvmIrqRouting,
+    kvm_irq_routing_entry, kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_msi,
 };
 use kvm_ioctls::VmFd;
 use vmm_sys_util::eventfd::EventFd;
@@ -51,7 +51,8 @@ fn fixed_routes() -> Vec<kvm_irq_routing_entry> {
 }
 
 fn chip_route(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
-    let mut entry = kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_IRQCHIP, ..Default::default() };
+    let mut entry =
+        kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_IRQCHIP, ..Default::default() };
     entry.u.irqchip = kvm_irq_routing_irqchip { irqchip, pin };
     entry
 }
@@ -59,7 +60,8 @@ fn chip_route(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
 fn msi_route(gsi: u32, message: MsiMessage) -> kvm_irq_routing_entry {
     let mut entry = kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_MSI, ..Default::default() };
     let (address_lo, address_hi) = halves(message.address);
-    entry.u.msi = kvm_irq_routing_msi { address_lo, address_hi, data: message.data, ..Default::default() };
+    entry.u.msi =
+        kvm_irq_routing_msi { address_lo, address_hi, data: message.data, ..Default::default() };
     entry
 }
 

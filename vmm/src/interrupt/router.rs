@@ -193,7 +193,10 @@ mod tests {
         let mut line = router.connect(message(1)).unwrap();
         line.signal(message(1)).unwrap();
         line.signal(message(1)).unwrap();
-        assert_eq!(controller.take_calls(), [Call::Routes(vec![(24, message(1))]), Call::Register(24)]);
+        assert_eq!(
+            controller.take_calls(),
+            [Call::Routes(vec![(24, message(1))]), Call::Register(24)]
+        );
         assert_eq!(controller.count_of(24), 2);
     }
 
@@ -205,7 +208,10 @@ mod tests {
         let mut line = router.connect(message(2)).unwrap();
         controller.take_calls();
         line.signal(message(3)).unwrap();
-        assert_eq!(controller.take_calls(), [Call::Routes(vec![(24, message(1)), (25, message(3))])]);
+        assert_eq!(
+            controller.take_calls(),
+            [Call::Routes(vec![(24, message(1)), (25, message(3))])]
+        );
     }
 
     #[test]

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use foreshore_types::size::Size;
 use thiserror::Error;
-use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion};
+use vm_memory::{
+    GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion,
+};
 
 use super::backing::resident::resident_bytes;
 use super::backing::{
@@ -177,7 +179,10 @@ pub fn build(
         }
     }
     let map = MemoryMap::new(&zones, options.address_bits)?;
-    check_ranges(map.zones().iter().flat_map(|zone| zone.boot.iter().copied()), options.host_bytes)?;
+    check_ranges(
+        map.zones().iter().flat_map(|zone| zone.boot.iter().copied()),
+        options.host_bytes,
+    )?;
     let host_nodes = zones.iter().map(host_node).collect::<Result<Vec<_>, _>>()?;
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());
@@ -190,10 +195,15 @@ pub fn build(
         let mut in_file = 0;
         for range in &placement.boot {
             let reservation = reserve(*range, host_nodes[index])?;
+            let source = DramSource::of_boot(
+                &spec.host,
+                range.len,
+                file.as_deref().map(|file| (file, in_file)),
+            );
             let source =
-                DramSource::of_boot(&spec.host, range.len, file.as_deref().map(|file| (file, in_file)));
-            let source = source.map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
-            let mut backing = DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), source);
+                source.map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
+            let mut backing =
+                DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), source);
             backing.plug(0, range.len).map_err(|err| not_mapped(spec, range.len, err))?;
             slots.add(*range, &reservation, 0, Access::ReadWrite)?;
             host_ranges[index].push((reservation.addr(), range.len));
@@ -240,9 +250,11 @@ pub fn build(
             continue;
         }
         let backing: Box<dyn Backing> = match (spec.tier, pool) {
-            (Tier::Pm, Some(pool)) => {
-                Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
-            }
+            (Tier::Pm, Some(pool)) => Box::new(PmBacking::new(
+                Arc::clone(pool),
+                Arc::clone(&reservation),
+                Arc::clone(&budget),
+            )),
             _ => {
                 let source = DramSource::of_hotplug(&spec.host, range.len, BLOCK_BYTES)
                     .map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
@@ -255,7 +267,19 @@ pub fn build(
     }
     let file_bytes = Arc::default();
     let boot = boot_regions;
-    Ok(Memory { map, zones, host_ranges, parts, boot, view, slots, budget, hotplug, dimms, file_bytes })
+    Ok(Memory {
+        map,
+        zones,
+        host_ranges,
+        parts,
+        boot,
+        view,
+        slots,
+        budget,
+        hotplug,
+        dimms,
+        file_bytes,
+    })
 }
 
 impl Memory {
@@ -391,7 +415,11 @@ impl Memory {
         match self.slots.add(range, &reservation, 0, access) {
             Ok(slot) => Ok(MappedRange { guest: range, reservation, slot }),
             Err(err) => {
-                self.view.exclusive().remove_region(GuestAddress(range.start), range.len, &reservation);
+                self.view.exclusive().remove_region(
+                    GuestAddress(range.start),
+                    range.len,
+                    &reservation,
+                );
                 Err(err.into())
             }
         }
@@ -454,18 +482,27 @@ fn reserve(range: GuestRange, node: Option<HostNode>) -> Result<Arc<Reservation>
     Ok(Arc::new(reservation))
 }
 
-fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegionMmap>, MemoryError> {
+fn region(
+    range: GuestRange,
+    reservation: &Reservation,
+) -> Result<Arc<GuestRegionMmap>, MemoryError> {
     assert!(range.len <= reservation.len_bytes());
-    let too_large = || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
+    let too_large =
+        || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
     let len = usize::try_from(range.len).map_err(|_| too_large())?;
     let flags = libc::MAP_NORESERVE;
     // SAFETY: the range is reserved; whoever gets the region (the view; loaders through `Memory::boot`) keeps
     // the reservation too. What is PROT_NONE in it is guarded by the view.
     let mapping = unsafe {
-        MmapRegion::build_raw(reservation.addr() as *mut u8, len, libc::PROT_READ | libc::PROT_WRITE, flags)
+        MmapRegion::build_raw(
+            reservation.addr() as *mut u8,
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+        )
     };
-    let mapping =
-        mapping.map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
+    let mapping = mapping
+        .map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
     GuestRegionMmap::new(mapping, GuestAddress(range.start)).map(Arc::new).ok_or_else(too_large)
 }
 
@@ -479,7 +516,8 @@ mod tests {
     use super::super::zone::{HostMemory, HostPages};
     use super::*;
 
-    const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
+    const OPTIONS: MemoryOptions =
+        MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
 
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
@@ -500,7 +538,8 @@ mod tests {
     fn boot_memory_is_there_and_hotplug_memory_is_not() {
         let table = Arc::new(FakeSlots::default());
         let zones = vec![dram_zone(4 * GIB, GIB)];
-        let mut memory = build(zones, None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        let mut memory =
+            build(zones, None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
         assert_eq!(memory.boot().num_regions(), 2);
         assert_eq!(memory.slots().used(), 2);
         assert!(table.covers(3 * GIB - 1) && !table.covers(3 * GIB) && table.covers(5 * GIB - 1));
@@ -544,7 +583,10 @@ mod tests {
     fn zones_are_bound_to_host_nodes_that_there_are() {
         let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let zones = |node| {
-            vec![ZoneSpec { host_node: Some(node), ..dram_zone(64 * MIB, GIB) }, dram_zone(64 * MIB, 0)]
+            vec![
+                ZoneSpec { host_node: Some(node), ..dram_zone(64 * MIB, GIB) },
+                dram_zone(64 * MIB, 0),
+            ]
         };
         let error = build(zones(77), None, table(), OPTIONS).err().unwrap();
         let source = std::error::Error::source(&error).unwrap().to_string();
@@ -594,7 +636,8 @@ mod tests {
             assert_eq!(u64::from_ne_bytes(bytes), at);
         }
         memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
-        let reservations: Vec<_> = memory.parts().map(|(_, reservation)| Arc::clone(reservation)).collect();
+        let reservations: Vec<_> =
+            memory.parts().map(|(_, reservation)| Arc::clone(reservation)).collect();
         let has_file = |nth: usize| memory.file_of(&reservations[nth]).is_some();
         assert_eq!([0, 1, 2].map(has_file), [true, true, false]);
         drop((memory, reservations));
@@ -615,7 +658,10 @@ mod tests {
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let options = MemoryOptions { address_bits: 48, ..OPTIONS };
         let error = build(zones, None, table, options).err().unwrap().to_string();
-        assert!(error.starts_with("Zone \"dram\": 3 GiB of huge pages of 2 MiB cannot be had"), "{error}");
+        assert!(
+            error.starts_with("Zone \"dram\": 3 GiB of huge pages of 2 MiB cannot be had"),
+            "{error}"
+        );
         let host = HostMemory { pages: HostPages::Huge(GIB), ..HostMemory::default() };
         let zones = vec![ZoneSpec { host, ..dram_zone(GIB, GIB) }];
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
@@ -634,7 +680,9 @@ mod tests {
         assert_eq!(read, text);
         assert!(table.covers(128 * MIB - 1) && !table.covers(128 * MIB));
         assert_eq!(memory.resident_bytes().unwrap().len(), 2);
-        assert!(memory.resident_bytes().unwrap().iter().all(|bytes| (4096..=2 * MIB).contains(bytes)));
+        assert!(
+            memory.resident_bytes().unwrap().iter().all(|bytes| (4096..=2 * MIB).contains(bytes))
+        );
     }
 
     #[test]
@@ -643,12 +691,14 @@ mod tests {
         use std::os::unix::fs::FileExt;
         let table = Arc::new(FakeSlots::default());
         let mut memory =
-            build(vec![dram_zone(GIB, 0)], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+            build(vec![dram_zone(GIB, 0)], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS)
+                .unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(8 * MIB).unwrap();
         file.write_all_at(b"first", 4 * MIB).unwrap();
         file.write_all_at(b"second", 0).unwrap();
-        let extents = [Extent { offset: 4 * MIB, len: 2 * MIB }, Extent { offset: 0, len: 2 * MIB }];
+        let extents =
+            [Extent { offset: 4 * MIB, len: 2 * MIB }, Extent { offset: 0, len: 2 * MIB }];
         let volume = memory.add_file_range(file.as_fd(), &extents, Access::Read).unwrap();
         assert_eq!(volume.guest, GuestRange { start: 4 * GIB, len: 4 * MIB });
         assert!(table.covers(4 * GIB));
@@ -668,7 +718,8 @@ mod tests {
         use std::os::fd::AsFd;
         let table = Arc::new(FakeSlots::default());
         let mut memory =
-            build(vec![dram_zone(GIB, 0)], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+            build(vec![dram_zone(GIB, 0)], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS)
+                .unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(2 * MIB).unwrap();
         let extents = [Extent { offset: 0, len: 2 * MIB }];
@@ -677,7 +728,10 @@ mod tests {
             let range = memory.add_file_range(file.as_fd(), &extents, access).unwrap();
             assert_eq!(range.guest, GuestRange { start: 4 * GIB, len: 2 * MIB });
             let at = GuestAddress(4 * GIB);
-            assert_eq!(memory.view().memory().write_obj(7u8, at).is_ok(), access == Access::ReadWrite);
+            assert_eq!(
+                memory.view().memory().write_obj(7u8, at).is_ok(),
+                access == Access::ReadWrite
+            );
             memory.remove_file_range(&range).unwrap();
             assert_eq!(Arc::strong_count(&range.reservation), 1, "somebody keeps it mapped");
             assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
@@ -695,7 +749,8 @@ mod tests {
     fn a_dimm_is_there_for_the_guest_and_its_devices_when_it_comes() {
         let table = Arc::new(FakeSlots::default());
         let zone = ZoneSpec { growth: Growth::Dimms, ..dram_zone(GIB, GIB) };
-        let mut memory = build(vec![zone], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        let mut memory =
+            build(vec![zone], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
         assert!(memory.take_hotplug().is_empty(), "no virtio-mem device has it");
         let mut dimms = memory.take_dimms().unwrap();
         let at = |address| memory.view().memory().write_obj(7u64, GuestAddress(address)).is_ok();

@@ -152,7 +152,8 @@ impl Dimms {
         let offset = self.plan.used_bytes();
         self.backing.plug(offset, len)?;
         if let Err(err) = self.slots.add(dimm, &self.reservation, offset, Access::ReadWrite) {
-            let undone = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
+            let undone =
+                self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
             if let Err(err) = undone {
                 tracing::error!(%err, "Memory of a DIMM that did not come stays with the VM");
             }
@@ -178,9 +179,11 @@ mod tests {
     #[test]
     fn dimms_lie_side_by_side_until_the_range_ends() {
         let mut plan = plan(GIB + MIB);
-        for (len, start) in
-            [(128 * MIB, 4 * GIB), (512 * MIB, 4 * GIB + 128 * MIB), (384 * MIB, 4 * GIB + 640 * MIB)]
-        {
+        for (len, start) in [
+            (128 * MIB, 4 * GIB),
+            (512 * MIB, 4 * GIB + 128 * MIB),
+            (384 * MIB, 4 * GIB + 640 * MIB),
+        ] {
             let dimm = plan.place(len).unwrap();
             assert_eq!(dimm, GuestRange { start, len });
             plan.put(dimm);
@@ -196,7 +199,10 @@ mod tests {
     fn a_dimm_is_whole_blocks_and_there_are_as_many_as_devices() {
         let mut plan = plan(64 * GIB);
         let error = plan.place(100 * MIB).unwrap_err().to_string();
-        assert_eq!(error, "100 MiB more is not a multiple of 128 MiB, the blocks in which memory comes");
+        assert_eq!(
+            error,
+            "100 MiB more is not a multiple of 128 MiB, the blocks in which memory comes"
+        );
         let of_large_pages = DimmPlan::new(plan.range, GIB, GIB, GIB);
         let error = of_large_pages.place(128 * MIB).unwrap_err().to_string();
         assert!(error.contains("not a multiple of 1 GiB"), "{error}");
@@ -204,6 +210,8 @@ mod tests {
             let dimm = plan.place(128 * MIB).unwrap();
             plan.put(dimm);
         }
-        assert!(plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are there"));
+        assert!(
+            plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are there")
+        );
     }
 }

@@ -200,8 +200,11 @@ impl BootMemory {
     /// without a gap.
     fn add(&mut self, boot_bytes: u64, page_bytes: u64) -> (u64, u64) {
         let room_bytes = if self.high_bytes == 0 { LOW_RAM_END - self.low_bytes } else { 0 };
-        let low_bytes =
-            if boot_bytes <= room_bytes { boot_bytes } else { room_bytes - room_bytes % page_bytes };
+        let low_bytes = if boot_bytes <= room_bytes {
+            boot_bytes
+        } else {
+            room_bytes - room_bytes % page_bytes
+        };
         self.low_bytes += low_bytes;
         self.high_bytes = self.high_bytes.saturating_add(boot_bytes - low_bytes);
         (low_bytes, boot_bytes - low_bytes)
@@ -266,10 +269,15 @@ impl MemoryMap {
                 Growth::VirtioMem => UNIT_BYTES,
                 Growth::Dimms => PAGE_BYTES,
             };
-            for (size_bytes, unit_bytes) in [(zone.boot_bytes, PAGE_BYTES), (zone.hotplug_bytes, unit_bytes)]
+            for (size_bytes, unit_bytes) in
+                [(zone.boot_bytes, PAGE_BYTES), (zone.hotplug_bytes, unit_bytes)]
             {
                 if !size_bytes.is_multiple_of(unit_bytes) {
-                    return Err(LayoutError::Unaligned { zone: zone.id.clone(), size_bytes, unit_bytes });
+                    return Err(LayoutError::Unaligned {
+                        zone: zone.id.clone(),
+                        size_bytes,
+                        unit_bytes,
+                    });
                 }
             }
         }
@@ -296,7 +304,9 @@ impl MemoryMap {
             if high > 0 {
                 let len = high;
                 // Side by side, as the kernel's memory map has them.
-                boot.push(map.take(len, PAGE_BYTES, || format!("Boot memory of zone {:?}", zone.id))?);
+                boot.push(
+                    map.take(len, PAGE_BYTES, || format!("Boot memory of zone {:?}", zone.id))?,
+                );
             }
             map.zones.push(ZonePlacement { boot, hotplug: None });
         }
@@ -381,9 +391,17 @@ impl MemoryMap {
         self.zones.iter().flat_map(|zone| zone.boot.iter().copied())
     }
 
-    fn take(&mut self, len: u64, align: u64, what: impl Fn() -> String) -> Result<GuestRange, LayoutError> {
-        let too_far =
-            || LayoutError::AddressSpace { what: what(), size_bytes: len, address_bits: self.address_bits };
+    fn take(
+        &mut self,
+        len: u64,
+        align: u64,
+        what: impl Fn() -> String,
+    ) -> Result<GuestRange, LayoutError> {
+        let too_far = || LayoutError::AddressSpace {
+            what: what(),
+            size_bytes: len,
+            address_bits: self.address_bits,
+        };
         let limit = 1u64.checked_shl(u32::from(self.address_bits)).unwrap_or(u64::MAX);
         let start = self.next_free.checked_next_multiple_of(align).ok_or_else(too_far)?;
         let end = start.checked_add(len).filter(|end| *end <= limit).ok_or_else(too_far)?;
@@ -416,7 +434,8 @@ mod tests {
 
     #[test]
     fn boot_memory_goes_around_the_hole_and_hotplug_parts_lie_behind() {
-        let zones = [zone("dram", Tier::Dram, 4 * GIB, 512 * MIB), zone("pm", Tier::Pm, 0, 3 * GIB)];
+        let zones =
+            [zone("dram", Tier::Dram, 4 * GIB, 512 * MIB), zone("pm", Tier::Pm, 0, 3 * GIB)];
         let mut map = MemoryMap::new(&zones, 40).unwrap();
         let [dram, pm] = map.zones() else { panic!("two zones") };
         let low = GuestRange { start: 0, len: 3 * GIB };
@@ -484,11 +503,16 @@ mod tests {
         // The first ends where the hole begins.
         assert_eq!(boot(&[dram(3 * GIB), dram(GIB)]), [[range(0, 3 * GIB)], [range(4 * GIB, GIB)]]);
         // Boot parts lie side by side whatever their sizes, as a kernel's memory map has them; hotplug parts at 1 GiB each.
-        let zones =
-            [zone("a", Tier::Dram, 3 * GIB + 3 * MIB, 130 * MIB), zone("b", Tier::Dram, 6 * MIB, GIB)];
+        let zones = [
+            zone("a", Tier::Dram, 3 * GIB + 3 * MIB, 130 * MIB),
+            zone("b", Tier::Dram, 6 * MIB, GIB),
+        ];
         assert_eq!(
             boot(&zones),
-            [vec![range(0, 3 * GIB), range(4 * GIB, 3 * MIB)], vec![range(4 * GIB + 3 * MIB, 6 * MIB)]]
+            [
+                vec![range(0, 3 * GIB), range(4 * GIB, 3 * MIB)],
+                vec![range(4 * GIB + 3 * MIB, 6 * MIB)]
+            ]
         );
         let map = MemoryMap::new(&zones, 40).unwrap();
         let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
@@ -504,7 +528,9 @@ mod tests {
     fn huge_pages_do_not_reach_into_the_hole() {
         let range = |start: u64, len: u64| GuestRange { start, len };
         let small = |boot_bytes| zone("dram", Tier::Dram, boot_bytes, 0);
-        let boot = |zones: &[ZoneSpec]| MemoryMap::new(zones, 40).unwrap().boot_ranges().collect::<Vec<_>>();
+        let boot = |zones: &[ZoneSpec]| {
+            MemoryMap::new(zones, 40).unwrap().boot_ranges().collect::<Vec<_>>()
+        };
         let high = HIGH_RAM_START;
         // 2.5 GiB are left below the hole: two pages of 1 GiB, or all of it in pages of 2 MiB.
         assert_eq!(
@@ -520,7 +546,10 @@ mod tests {
             boot(&[small(3 * GIB - MIB), huge(GIB, GIB)]),
             [range(0, 3 * GIB - MIB), range(high, GIB)]
         );
-        assert_eq!(boot(&[huge(3 * GIB, GIB), huge(GIB, GIB)]), [range(0, 3 * GIB), range(high, GIB)]);
+        assert_eq!(
+            boot(&[huge(3 * GIB, GIB), huge(GIB, GIB)]),
+            [range(0, 3 * GIB), range(high, GIB)]
+        );
         assert_eq!(
             boot(&[small(512 * MIB), huge(2 * GIB, GIB)]),
             [range(0, 512 * MIB), range(512 * MIB, 2 * GIB)]
@@ -607,13 +636,19 @@ mod tests {
             (66 * GIB, 66 * GIB, 2 * GIB, 68 * GIB),
             (127 * GIB, 127 * GIB, GIB, 128 * GIB),
         ] {
-            let zones =
-                [zone("dram", Tier::Dram, boot_end - GIB, 600 * MIB), zone("pm", Tier::Pm, 0, 4 * GIB)];
+            let zones = [
+                zone("dram", Tier::Dram, boot_end - GIB, 600 * MIB),
+                zone("pm", Tier::Pm, 0, 4 * GIB),
+            ];
             let map = MemoryMap::new(&zones, 40).unwrap();
             assert_eq!(map.boot_end(), boot_end);
             let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
             let expected = [(dram_start, dram_len), (pm_start, 4 * GIB)];
-            assert_eq!(hotplug, expected.map(|(start, len)| GuestRange { start, len }), "{boot_end:#x}");
+            assert_eq!(
+                hotplug,
+                expected.map(|(start, len)| GuestRange { start, len }),
+                "{boot_end:#x}"
+            );
         }
     }
 
@@ -633,20 +668,29 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
-        let err = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0), zone("pm", Tier::Pm, 0, 1 << 36)], 36);
+        let err = MemoryMap::new(
+            &[zone("dram", Tier::Dram, GIB, 0), zone("pm", Tier::Pm, 0, 1 << 36)],
+            36,
+        );
         let what = "The hotplug part of zone \"pm\"".to_owned();
         assert_eq!(
             err.unwrap_err(),
             LayoutError::AddressSpace { what, size_bytes: 1 << 36, address_bits: 36 }
         );
         let err = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, MIB)], 36).unwrap_err();
-        assert_eq!(err, LayoutError::Unaligned { zone: "dram".into(), size_bytes: MIB, unit_bytes: 2 * MIB });
+        assert_eq!(
+            err,
+            LayoutError::Unaligned { zone: "dram".into(), size_bytes: MIB, unit_bytes: 2 * MIB }
+        );
         let err = MemoryMap::new(&[zone("dram", Tier::Dram, 0, GIB)], 36).unwrap_err();
         assert_eq!(err, LayoutError::BootTooSmall { size_bytes: 0 });
         let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 36).unwrap();
         assert!(matches!(map.allocate(0, 1), Err(LayoutError::BadRange { .. })));
         assert!(matches!(map.allocate(4096, 3), Err(LayoutError::BadRange { .. })));
-        assert!(matches!(map.allocate(u64::MAX - 4095, 1 << 63), Err(LayoutError::AddressSpace { .. })));
+        assert!(matches!(
+            map.allocate(u64::MAX - 4095, 1 << 63),
+            Err(LayoutError::AddressSpace { .. })
+        ));
     }
 
     proptest! {

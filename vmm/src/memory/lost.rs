@@ -223,7 +223,8 @@ impl LostMemory {
         // No lock while files are asked and vCPUs are waited for: vCPUs come here, too.
         let ranges = self.ranges.lock().clone();
         for (range, file) in &ranges {
-            if let Some(file_bytes) = file.as_deref().and_then(|file| cut_to_bytes(file, range.mapped_bytes))
+            if let Some(file_bytes) =
+                file.as_deref().and_then(|file| cut_to_bytes(file, range.mapped_bytes))
             {
                 // The first time counts.
                 let _ = range.cut_to_bytes.compare_exchange(
@@ -378,7 +379,8 @@ mod tests {
     #[test]
     fn a_reason_names_everything_that_is_lost_once() {
         let cut = Loss::CutShort { file_bytes: 0, mapped_bytes: 4 * MIB };
-        let ranges = [("a", None), ("b", Some(Loss::Page)), ("b", Some(Loss::Page)), ("c", Some(cut))];
+        let ranges =
+            [("a", None), ("b", Some(Loss::Page)), ("b", Some(Loss::Page)), ("c", Some(cut))];
         let text = reason(ranges.into_iter()).unwrap();
         assert_eq!(text.matches("b: ").count(), 1, "{text}");
         assert!(text.contains("c: its file was cut short to 0") && !text.contains("a: "), "{text}");

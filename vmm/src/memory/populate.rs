@@ -36,10 +36,12 @@ fn populate_in_steps(
             if start >= len {
                 return Ok(());
             }
-            reservation.populate(offset + start, step_bytes.min(len - start)).inspect_err(|_| {
-                // What the others would find is of no use any more.
-                next.store(steps, Ordering::Relaxed);
-            })?;
+            reservation.populate(offset + start, step_bytes.min(len - start)).inspect_err(
+                |_| {
+                    // What the others would find is of no use any more.
+                    next.store(steps, Ordering::Relaxed);
+                },
+            )?;
         }
     };
     thread::scope(|scope| {

@@ -67,7 +67,10 @@ fn kvms_own_bytes(guest_bytes: u64) -> u64 {
 ///
 /// The check comes before the first slot, because KVM allocates memory for each slot that it accepts, and Linux kills
 /// processes if that memory is short.
-pub fn check_ranges(ranges: impl Iterator<Item = GuestRange>, host_bytes: u64) -> Result<(), SlotError> {
+pub fn check_ranges(
+    ranges: impl Iterator<Item = GuestRange>,
+    host_bytes: u64,
+) -> Result<(), SlotError> {
     let mut guest_bytes = 0u64;
     for range in ranges {
         check_range(range)?;
@@ -152,8 +155,13 @@ impl Slots {
         offset: u64,
         access: Access,
     ) -> Result<u32, SlotError> {
-        let inside = offset.checked_add(guest.len).is_some_and(|end| end <= reservation.len_bytes());
-        assert!(inside, "a slot of {:#x} bytes at {offset:#x} outside of its reservation", guest.len);
+        let inside =
+            offset.checked_add(guest.len).is_some_and(|end| end <= reservation.len_bytes());
+        assert!(
+            inside,
+            "a slot of {:#x} bytes at {offset:#x} outside of its reservation",
+            guest.len
+        );
         check_range(guest)?;
         let mut entries = self.entries.lock();
         let slot = entries.iter().position(Option::is_none).unwrap_or(entries.len());
@@ -252,7 +260,12 @@ pub struct HotplugSlots {
 
 impl HotplugSlots {
     /// For `range`, of which nothing is plugged, in slots of `slot_bytes`.
-    pub fn new(slots: Arc<Slots>, range: GuestRange, reservation: Arc<Reservation>, slot_bytes: u64) -> Self {
+    pub fn new(
+        slots: Arc<Slots>,
+        range: GuestRange,
+        reservation: Arc<Reservation>,
+        slot_bytes: u64,
+    ) -> Self {
         assert!(slot_bytes > 0 && range.len <= reservation.len_bytes());
         let parts = vec![Part::default(); range.len.div_ceil(slot_bytes) as usize];
         Self { slots, range, reservation, slot_bytes, parts, emptied: None }
@@ -291,11 +304,15 @@ impl HotplugSlots {
     /// the driver need not wait for that. A slot alone lets the guest reach nothing: what is not plugged is PROT_NONE.
     /// Unless blocks are plugged into it, it goes with a sweep like any empty slot.
     pub fn prepare(&mut self, wanted_bytes: u64, now: Instant) -> Result<bool, SlotError> {
-        let room = |part: &Part| part.slot.map_or(0, |_| self.slot_bytes.saturating_sub(part.plugged_bytes));
+        let room = |part: &Part| {
+            part.slot.map_or(0, |_| self.slot_bytes.saturating_sub(part.plugged_bytes))
+        };
         if self.parts.iter().map(room).sum::<u64>() >= wanted_bytes {
             return Ok(false);
         }
-        let Some(index) = self.parts.iter().position(|part| part.slot.is_none()) else { return Ok(false) };
+        let Some(index) = self.parts.iter().position(|part| part.slot.is_none()) else {
+            return Ok(false);
+        };
         self.add_part(index)?;
         self.emptied = Some(now);
         Ok(true)
@@ -328,7 +345,9 @@ impl HotplugSlots {
     fn remove_empty(&mut self) -> usize {
         self.emptied = None;
         let empty: Vec<_> = (0..self.parts.len())
-            .filter(|&index| self.parts[index].plugged_bytes == 0 && self.parts[index].slot.is_some())
+            .filter(|&index| {
+                self.parts[index].plugged_bytes == 0 && self.parts[index].slot.is_some()
+            })
             .collect();
         empty.into_iter().filter(|&index| self.remove_part(index)).count()
     }
@@ -342,7 +361,8 @@ impl HotplugSlots {
         let start = index as u64 * self.slot_bytes;
         let len = self.slot_bytes.min(self.range.len - start);
         let guest = GuestRange { start: self.range.start + start, len };
-        self.parts[index].slot = Some(self.slots.add(guest, &self.reservation, start, Access::ReadWrite)?);
+        self.parts[index].slot =
+            Some(self.slots.add(guest, &self.reservation, start, Access::ReadWrite)?);
         Ok(())
     }
 
@@ -401,7 +421,10 @@ pub(crate) mod fake {
     }
 
     impl SlotTable for FakeSlots {
-        unsafe fn set_user_memory_region(&self, region: kvm_userspace_memory_region) -> io::Result<()> {
+        unsafe fn set_user_memory_region(
+            &self,
+            region: kvm_userspace_memory_region,
+        ) -> io::Result<()> {
             let fail = |errno| Err(io::Error::from_raw_os_error(errno));
             if let Some(left) = self.calls_left.lock().as_mut() {
                 if *left == 0 {
@@ -466,7 +489,12 @@ mod tests {
         assert!(error.starts_with("9 TiB at 0x100000000 is more than the "), "{error}");
         assert!(
             slots
-                .add(GuestRange { len: MAX_SLOT_BYTES, ..guest }, &reservation, 0, Access::ReadWrite)
+                .add(
+                    GuestRange { len: MAX_SLOT_BYTES, ..guest },
+                    &reservation,
+                    0,
+                    Access::ReadWrite
+                )
                 .is_ok()
         );
     }
@@ -490,7 +518,11 @@ mod tests {
             "12 TiB of guest memory can make KVM allocate 24 GiB for itself, but the host has only 23 GiB of memory"
         );
         // The last range is checked before a slot is made for the first.
-        assert!(check(&[TIB, 9 * TIB], 1024).unwrap_err().starts_with("9 TiB at 0x10100000000 is more than"));
+        assert!(
+            check(&[TIB, 9 * TIB], 1024)
+                .unwrap_err()
+                .starts_with("9 TiB at 0x10100000000 is more than")
+        );
         check(&[], 0).unwrap();
     }
 
@@ -515,7 +547,11 @@ mod tests {
         let (mut slots, table) = hotplug(8);
         slots.acquire(2 * MIB, 4 * MIB).unwrap();
         assert_eq!(slots.used(), 2);
-        assert!(table.covers(START) && table.covers(START + 2 * SLOT - 1) && !table.covers(START + 2 * SLOT));
+        assert!(
+            table.covers(START)
+                && table.covers(START + 2 * SLOT - 1)
+                && !table.covers(START + 2 * SLOT)
+        );
         let now = Instant::now();
         slots.release(2 * MIB, 2 * MIB, now);
         assert_eq!(slots.sweep(now), 0);

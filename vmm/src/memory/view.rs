@@ -26,7 +26,9 @@ use super::lost::{LossFlag, MemoryLost};
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ViewError {
     /// Empty, off the block grid, or ending beyond the address space.
-    #[error("Pluggable range {start:#x}+{len:#x} is not a whole number of blocks of {block_size:#x} bytes")]
+    #[error(
+        "Pluggable range {start:#x}+{len:#x} is not a whole number of blocks of {block_size:#x} bytes"
+    )]
     BadRange {
         start: u64,
         /// Length in bytes.
@@ -184,7 +186,12 @@ impl MappedMemory {
     }
 
     /// Adds a range of which nothing is plugged yet. It must lie in the regions given to [`GuestView::new`].
-    pub fn add_pluggable(&mut self, start: GuestAddress, len: u64, block_size: u64) -> Result<(), ViewError> {
+    pub fn add_pluggable(
+        &mut self,
+        start: GuestAddress,
+        len: u64,
+        block_size: u64,
+    ) -> Result<(), ViewError> {
         let start = start.raw_value();
         let bad = ViewError::BadRange { start, len, block_size };
         if len == 0 || block_size == 0 || !len.is_multiple_of(block_size) {
@@ -213,7 +220,8 @@ impl MappedMemory {
             .find(|range| range.start <= start && start + len <= range.end())
             .expect("blocks of a pluggable range");
         assert!(
-            (start - range.start).is_multiple_of(range.block_size) && len.is_multiple_of(range.block_size)
+            (start - range.start).is_multiple_of(range.block_size)
+                && len.is_multiple_of(range.block_size)
         );
         let first = (start - range.start) / range.block_size;
         for block in first..first + len / range.block_size {
@@ -241,7 +249,8 @@ impl GuestMemory for MappedMemory {
     type Bitmap = ();
 
     fn check_range(&self, addr: GuestAddress, count: usize, access: Permissions) -> bool {
-        self.allows(addr, count, access) && GuestMemoryBackend::check_range(&self.regions, addr, count)
+        self.allows(addr, count, access)
+            && GuestMemoryBackend::check_range(&self.regions, addr, count)
     }
 
     fn get_slices<'a>(
@@ -427,7 +436,10 @@ mod tests {
             memory.add_pluggable(GuestAddress(64 * MIB), 3 * MIB, BLOCK),
             Err(ViewError::BadRange { .. })
         ));
-        assert!(matches!(memory.add_pluggable(GuestAddress(0), 0, BLOCK), Err(ViewError::BadRange { .. })));
+        assert!(matches!(
+            memory.add_pluggable(GuestAddress(0), 0, BLOCK),
+            Err(ViewError::BadRange { .. })
+        ));
         assert!(matches!(
             memory.add_pluggable(GuestAddress(4 * BLOCK), 4 * BLOCK, BLOCK),
             Err(ViewError::Overlap { .. })

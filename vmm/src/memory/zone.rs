@@ -110,7 +110,10 @@ impl ZoneSpec {
     pub fn boot_page_bytes(&self) -> u64 {
         let largest = || {
             let sizes = [GIB, UNIT_BYTES];
-            sizes.into_iter().find(|size| self.boot_bytes.is_multiple_of(*size)).unwrap_or(PAGE_BYTES)
+            sizes
+                .into_iter()
+                .find(|size| self.boot_bytes.is_multiple_of(*size))
+                .unwrap_or(PAGE_BYTES)
         };
         match self.host.pages {
             HostPages::Huge(page_bytes) => page_bytes,

@@ -65,10 +65,17 @@ impl Value {
             // No size here comes near 2^63.
             Self::Bytes(bytes) => encoder.encode_gauge(&i64::try_from(*bytes).unwrap_or(i64::MAX)),
             Self::Counter(count) => encoder.encode_counter::<NoLabelSet, _, u64>(count, None),
-            Self::SecondsTotal(seconds) => encoder.encode_counter::<NoLabelSet, _, u64>(seconds, None),
+            Self::SecondsTotal(seconds) => {
+                encoder.encode_counter::<NoLabelSet, _, u64>(seconds, None)
+            }
             Self::Latency(sample) => {
                 let sum_s = sample.sum_ns as f64 / 1e9;
-                encoder.encode_histogram::<NoLabelSet>(sum_s, sample.count(), &sample.seconds(), None)
+                encoder.encode_histogram::<NoLabelSet>(
+                    sum_s,
+                    sample.count(),
+                    &sample.seconds(),
+                    None,
+                )
             }
         }
     }
@@ -149,7 +156,8 @@ impl Collector for Exposition {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         for (name, Samples { help, unit, samples }) in &self.0 {
             let Some((_, first)) = samples.first() else { continue };
-            let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), first.metric_type())?;
+            let mut family =
+                encoder.encode_descriptor(name, help, unit.as_ref(), first.metric_type())?;
             for (labels, value) in samples {
                 if labels.is_empty() {
                     value.encode(&mut family)?;

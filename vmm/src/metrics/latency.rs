@@ -90,7 +90,8 @@ mod tests {
         let sample = histogram.sample();
         assert_eq!(sample.count(), 5);
         assert_eq!(sample.sum_ns, 120_000_002_002);
-        let filled: Vec<_> = sample.seconds().into_iter().filter(|(_, count)| *count != 0).collect();
+        let filled: Vec<_> =
+            sample.seconds().into_iter().filter(|(_, count)| *count != 0).collect();
         assert_eq!(filled, [(1e-6, 2), (5e-6, 1), (60.0, 1), (f64::INFINITY, 1)]);
     }
 }

@@ -22,12 +22,17 @@ impl Format {
             let media = parts.next().unwrap_or_default();
             let index = if media.eq_ignore_ascii_case("application/openmetrics-text") {
                 1
-            } else if ["text/plain", "text/*", "*/*"].iter().any(|other| media.eq_ignore_ascii_case(other)) {
+            } else if ["text/plain", "text/*", "*/*"]
+                .iter()
+                .any(|other| media.eq_ignore_ascii_case(other))
+            {
                 0
             } else {
                 continue;
             };
-            let q = parts.find_map(|part| part.strip_prefix("q=")).map_or(1.0, |q| q.parse().unwrap_or(0.0));
+            let q = parts
+                .find_map(|part| part.strip_prefix("q="))
+                .map_or(1.0, |q| q.parse().unwrap_or(0.0));
             quality[index] = quality[index].max((f64::clamp(q, 0.0, 1.0) * 1000.0) as u32);
         }
         let [plain, open] = quality;
@@ -55,7 +60,8 @@ impl Format {
 /// and no end mark.
 fn to_prometheus(open_metrics: &str) -> String {
     let families = open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
-    let counters: BTreeSet<_> = families.filter_map(|family| family.strip_suffix(" counter")).collect();
+    let counters: BTreeSet<_> =
+        families.filter_map(|family| family.strip_suffix(" counter")).collect();
     let mut out = String::with_capacity(open_metrics.len());
     for line in open_metrics.lines() {
         let Some(comment) = line.strip_prefix("# ") else {

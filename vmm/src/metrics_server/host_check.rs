@@ -52,7 +52,8 @@ pub(super) fn check_host(
         // No browser sends such a request.
         (None, _) if version < Version::HTTP_11 => Ok(()),
         (Some(host), 0) => {
-            let malformed = || HostError::Malformed(String::from_utf8_lossy(host.as_bytes()).into_owned());
+            let malformed =
+                || HostError::Malformed(String::from_utf8_lossy(host.as_bytes()).into_owned());
             let authority = Authority::try_from(host.as_bytes()).map_err(|_| malformed())?;
             check_authority(&authority, names)
         }
@@ -122,7 +123,10 @@ mod tests {
             "[::1.evil]",
         ] {
             let refused = check(&[host], &["vm1.example.org"]);
-            assert!(matches!(refused, Err(HostError::Unknown(_) | HostError::Malformed(_))), "{host}");
+            assert!(
+                matches!(refused, Err(HostError::Unknown(_) | HostError::Malformed(_))),
+                "{host}"
+            );
         }
         for host in ["a@localhost", "a b", "", "localhost/x"] {
             assert!(matches!(check(&[host], &[]), Err(HostError::Malformed(_))), "{host:?}");

@@ -55,7 +55,10 @@ async fn check_request(
     }
 }
 
-async fn scrape(State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>, headers: HeaderMap) -> Response {
+async fn scrape(
+    State((metrics, vm)): State<(Arc<Metrics>, VmHandle)>,
+    headers: HeaderMap,
+) -> Response {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let format = Format::negotiate(&accepted.collect::<Vec<_>>().join(","));
     // A VM that is shut down has no zones; the VMM's own metrics go on.
@@ -91,7 +94,8 @@ struct RefusedHosts(AtomicU64);
 
 impl Expose for RefusedHosts {
     fn expose(&self, out: &mut Exposition) {
-        let family = Family("metrics_refused_hosts", "Scrapes refused because of their Host header.", None);
+        let family =
+            Family("metrics_refused_hosts", "Scrapes refused because of their Host header.", None);
         out.counters(family, [(vec![], self.0.load(Ordering::Relaxed))]);
     }
 }

@@ -13,7 +13,11 @@ impl Expose for ProcessMetrics {
         // Without /proc, the other metrics are still exposed.
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let samples = resident(&status).into_iter().map(|(kind, bytes)| (one("kind", kind), bytes));
-        out.bytes("process_resident", "Resident memory of the VMM, including guest memory.", samples);
+        out.bytes(
+            "process_resident",
+            "Resident memory of the VMM, including guest memory.",
+            samples,
+        );
     }
 }
 
@@ -23,7 +27,8 @@ pub struct MissingSeccomp(pub bool);
 
 impl Expose for MissingSeccomp {
     fn expose(&self, out: &mut Exposition) {
-        let help = "1 if --seccomp requests a system call filter, which Foreshore does not have yet.";
+        let help =
+            "1 if --seccomp requests a system call filter, which Foreshore does not have yet.";
         out.flags(Family("seccomp_missing", help, None), [(vec![], self.0)]);
     }
 }
@@ -48,7 +53,10 @@ mod tests {
     fn resident_memory_is_read_by_kind() {
         let status = "Name:\tforeshore\nVmRSS:\t    100 kB\nRssAnon:\t      60 kB\nRssFile:\t      30 kB\n\
                       RssShmem:\t      10 kB\n";
-        assert_eq!(resident(status), [("anonymous", 60 << 10), ("file", 30 << 10), ("shared", 10 << 10)]);
+        assert_eq!(
+            resident(status),
+            [("anonymous", 60 << 10), ("file", 30 << 10), ("shared", 10 << 10)]
+        );
         assert_eq!(resident(""), []);
         let own = std::fs::read_to_string("/proc/self/status").unwrap();
         assert!(resident(&own).iter().any(|(kind, bytes)| *kind == "anonymous" && *bytes > 0));

@@ -279,7 +279,11 @@ fn everything() -> Everything {
         Arc::new(pmem_file),
         Arc::new(lost_memory()),
         Arc::new(GuestBtt::new(vec![(translated, Chosen::Nvdimm)], 1)),
-        Arc::new(PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }),
+        Arc::new(PlugMetrics {
+            zone: "pm".to_owned(),
+            tier: "pm".to_owned(),
+            counters: Arc::new(plugs),
+        }),
         Arc::new(MappingBudget::new(57_339)),
         hotplug(),
         Arc::new(ConsoleFileSource { device: "serial", counters: Arc::new(console_file) }),
@@ -364,8 +368,9 @@ fn types_that_expose(folder: &Path) -> BTreeSet<String> {
             names.extend(types_that_expose(&path));
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let source = std::fs::read_to_string(&path).unwrap();
-            let name =
-                |line: &str| Some(line.strip_prefix("impl Expose for ")?.strip_suffix(" {")?.to_owned());
+            let name = |line: &str| {
+                Some(line.strip_prefix("impl Expose for ")?.strip_suffix(" {")?.to_owned())
+            };
             names.extend(source.lines().filter_map(name));
         }
     }
@@ -375,9 +380,11 @@ fn types_that_expose(folder: &Path) -> BTreeSet<String> {
 #[test]
 fn every_source_is_compared_with_the_document() {
     let names = types_that_expose(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
-    let code: Vec<_> = include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
+    let code: Vec<_> =
+        include_str!("tests.rs").lines().filter(|line| !line.starts_with("use ")).collect();
     let elsewhere = ["EventCounters", "MissingSeccomp", "ProcessMetrics"];
-    let is_made = |name: &str| elsewhere.contains(&name) || code.iter().any(|line| line.contains(name));
+    let is_made =
+        |name: &str| elsewhere.contains(&name) || code.iter().any(|line| line.contains(name));
     let missing: Vec<_> = names.iter().filter(|name| !is_made(name)).collect();
     assert!(names.len() > 20 && missing.is_empty(), "{missing:?} of {names:?}");
 }
@@ -400,8 +407,12 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_memory_requested_bytes{{{vm},zone="dram",tier="dram"}} 67108864"#),
         format!(r#"foreshore_memory_plugged_bytes{{{vm},zone="pm",tier="pm"}} 33554432"#),
         format!(r#"foreshore_memory_online_bytes{{{vm},zone="dram",tier="dram"}} 33554432"#),
-        format!(r#"foreshore_memory_resize_status{{{vm},zone="pm",tier="pm",status="pending"}} 1.0"#),
-        format!(r#"foreshore_memory_driver_state{{{vm},zone="pm",tier="pm",state="unsupported"}} 1.0"#),
+        format!(
+            r#"foreshore_memory_resize_status{{{vm},zone="pm",tier="pm",status="pending"}} 1.0"#
+        ),
+        format!(
+            r#"foreshore_memory_driver_state{{{vm},zone="pm",tier="pm",state="unsupported"}} 1.0"#
+        ),
         format!(r#"foreshore_memory_driver_state{{{vm},zone="pm",tier="pm",state="ready"}} 0.0"#),
         format!(
             r#"foreshore_memory_refused_requests_total{{{vm},zone="pm",tier="pm",reason="pool-full"}} 1"#
@@ -419,11 +430,15 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(
             r#"foreshore_volume_flushes_total{{{vm},pool="/pm/pool",volume="a",interface="virtio-pmem",result="ok"}} 5"#
         ),
-        format!(r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#),
+        format!(
+            r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#
+        ),
         format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
         format!(r#"foreshore_disk_broken_queues_total{{{vm},disk="_disk0"}} 0"#),
         format!(r#"foreshore_disk_io_uring{{{vm},disk="_disk0"}} 0.0"#),
-        format!(r#"foreshore_pmem_info{{{vm},pmem="_pmem0",file="/img",durability="discarded"}} 1.0"#),
+        format!(
+            r#"foreshore_pmem_info{{{vm},pmem="_pmem0",file="/img",durability="discarded"}} 1.0"#
+        ),
         format!(r#"foreshore_pmem_failed{{{vm},pmem="_pmem0"}} 1.0"#),
         format!(
             r#"foreshore_volume_bytes_total{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk",operation="write"}} 4096"#
@@ -465,8 +480,12 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_balloon_guest_bytes{{{vm},statistic="caches"}} 11"#),
         format!(r#"foreshore_balloon_guest_events{{{vm},statistic="oom_kills"}} 11.0"#),
         format!(r#"foreshore_balloon_refused_total{{{vm},reason="unplugged"}} 0"#),
-        format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#),
-        format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="mmio",direction="write"}} 0"#),
+        format!(
+            r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#
+        ),
+        format!(
+            r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="mmio",direction="write"}} 0"#
+        ),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
         format!(r#"foreshore_vcpus{{{vm},state="present"}} 3.0"#),
         format!(r#"foreshore_vcpus{{{vm},state="leaving"}} 1.0"#),
@@ -493,7 +512,10 @@ fn a_scrape_shows_what_the_sources_say() {
     ] {
         assert!(text.lines().any(|shown| shown == line), "{line}\nis not in\n{text}");
     }
-    assert!(!text.contains(r#"foreshore_memory_online_bytes{vm="vm \"1\"",zone="pm""#), "without an agent");
+    assert!(
+        !text.contains(r#"foreshore_memory_online_bytes{vm="vm \"1\"",zone="pm""#),
+        "without an agent"
+    );
     assert!(text.ends_with("# EOF\n"));
 }
 
@@ -503,7 +525,10 @@ fn sources_of_an_ended_vm_are_not_exposed() {
     let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
     drop((pool, others));
     let text = encode();
-    assert!(!text.contains("foreshore_pool_bytes") && !text.contains("foreshore_pressure_"), "{text}");
+    assert!(
+        !text.contains("foreshore_pool_bytes") && !text.contains("foreshore_pressure_"),
+        "{text}"
+    );
     assert!(text.contains("foreshore_volume_size_bytes"));
     drop(registrations);
     let text = encode();
@@ -537,7 +562,9 @@ fn lint(text: &str) -> Vec<String> {
         .filter(|(_, help)| !help.is_empty())
         .map(|(name, _)| name)
         .collect();
-    for (name, kind) in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' ')) {
+    for (name, kind) in
+        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
+    {
         let words: Vec<_> = name.split('_').collect();
         let mut check = |is_wrong: bool, what: &str| {
             if is_wrong {
@@ -552,16 +579,24 @@ fn lint(text: &str) -> Vec<String> {
         let reserved = ["_bucket", "_count", "_sum"].iter().any(|suffix| name.ends_with(suffix));
         check(kind != "histogram" && reserved, "a suffix of histograms");
         check(words.contains(&kind), "the type is in the name");
-        check(name.contains(':') || name.chars().any(|c| c.is_ascii_uppercase()), "a reserved character");
-        let abbreviations = ["s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"];
+        check(
+            name.contains(':') || name.chars().any(|c| c.is_ascii_uppercase()),
+            "a reserved character",
+        );
+        let abbreviations =
+            ["s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"];
         check(words.iter().any(|word| abbreviations.contains(word)), "an abbreviated unit");
-        let other_units = ["minutes", "hours", "days", "weeks", "kilobytes", "megabytes", "bits", "percent"];
+        let other_units =
+            ["minutes", "hours", "days", "weeks", "kilobytes", "megabytes", "bits", "percent"];
         let is_scaled = |word: &&str| {
             ["milli", "micro", "nano", "kibi", "mebi", "kilo", "mega"]
                 .iter()
                 .any(|scale| word.starts_with(scale))
         };
-        check(words.iter().any(|word| other_units.contains(word) || is_scaled(word)), "not a base unit");
+        check(
+            words.iter().any(|word| other_units.contains(word) || is_scaled(word)),
+            "not a base unit",
+        );
     }
     problems
 }
@@ -614,7 +649,8 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
         metrics.add(Arc::new(ServerMetrics::new("metrics", server.counters())));
         let get = async |host: &str| {
             let mut stream = TcpStream::connect(tcp).await.unwrap();
-            let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+            let request =
+                format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
             stream.write_all(request.as_bytes()).await.unwrap();
             let mut answer = String::new();
             stream.read_to_string(&mut answer).await.unwrap();
@@ -626,7 +662,10 @@ fn requests_for_unknown_hosts_are_refused_on_tcp() {
         }
         let answer = get("evil.example").await;
         assert!(answer.starts_with("HTTP/1.1 421 ") && !answer.contains("foreshore_"), "{answer}");
-        assert!(answer.contains("\"evil.example\" is neither an IP address nor localhost"), "{answer}");
+        assert!(
+            answer.contains("\"evil.example\" is neither an IP address nor localhost"),
+            "{answer}"
+        );
         let answer = get("localhost").await;
         assert!(answer.contains("foreshore_metrics_refused_hosts_total{vm=\"a\"} 1\n"), "{answer}");
         let accepted = "foreshore_http_connections_total{vm=\"a\",server=\"metrics\"} 6\n";
@@ -654,11 +693,15 @@ fn every_reason_is_there_from_the_start() {
     let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;
     let _registration = metrics.register(Arc::new(PressureMetrics(source)));
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();
-    let has = |text: &str, line: String| assert!(text.lines().any(|shown| shown == line), "{line} in {text}");
+    let has = |text: &str, line: String| {
+        assert!(text.lines().any(|shown| shown == line), "{line} in {text}")
+    };
     let plans = |text: &str, policy: &str| {
         for direction in balloon::plan::Direction::ALL.map(|direction| direction.label()) {
             for reason in balloon::plan::Reason::ALL.iter().map(|reason| reason.label()) {
-                let labels = format!(r#"vm="a",policy="{policy}",direction="{direction}",reason="{reason}""#);
+                let labels = format!(
+                    r#"vm="a",policy="{policy}",direction="{direction}",reason="{reason}""#
+                );
                 has(text, format!("foreshore_pressure_plans_total{{{labels}}} 0"));
             }
         }
@@ -666,7 +709,10 @@ fn every_reason_is_there_from_the_start() {
     plans(&text, "psi");
     assert!(!text.contains(r#"policy="amf""#), "{text}");
     for reason in balloon::proto::Refusal::LABELS {
-        has(&text, format!(r#"foreshore_pressure_refused_reports_total{{vm="a",reason="{reason}"}} 0"#));
+        has(
+            &text,
+            format!(r#"foreshore_pressure_refused_reports_total{{vm="a",reason="{reason}"}} 0"#),
+        );
     }
     // Those of another policy come with it, and those of the first stay.
     let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
@@ -686,7 +732,11 @@ impl Expose for Stuck {
     fn expose(&self, _out: &mut Exposition) {
         self.has_begun.send(()).unwrap();
         let released = self.release.lock().recv_timeout(Duration::from_secs(60));
-        assert_eq!(released, Err(mpsc::RecvTimeoutError::Disconnected), "no other request was served");
+        assert_eq!(
+            released,
+            Err(mpsc::RecvTimeoutError::Disconnected),
+            "no other request was served"
+        );
     }
 }
 
@@ -702,8 +752,10 @@ fn other_requests_are_served_while_a_source_waits() {
         metrics.add(Arc::new(Stuck { has_begun, release: released.into() }));
         // Without an owner there are no zones.
         let (vm, _) = VmHandle::channel();
-        let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
-        let server = Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
+        let socket =
+            Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
+        let server =
+            Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
         let scrape = tokio::spawn({
             let path = path.clone();
             async move { get(&path, "GET /metrics").await }
@@ -728,18 +780,29 @@ fn metrics_are_served_over_http() {
                 reply.send(Ok(vec![zone("dram", None)])).unwrap();
             }
         });
-        let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
+        let socket =
+            Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
         let Everything { metrics, registrations: _registrations, pool: _pool, others: _others } =
             everything();
-        let server = Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
+        let server =
+            Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
         assert!(answer.contains("Content-Type: text/plain; version=0.0.4"), "{answer}");
-        assert!(answer.contains("foreshore_memory_boot_bytes{") && !answer.contains("# EOF"), "{answer}");
+        assert!(
+            answer.contains("foreshore_memory_boot_bytes{") && !answer.contains("# EOF"),
+            "{answer}"
+        );
         let open = "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\nX-Rest:";
         let answer = get(&path, open).await;
-        assert!(answer.contains("Content-Type: application/openmetrics-text; version=1.0.0"), "{answer}");
-        assert!(answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"), "{answer}");
+        assert!(
+            answer.contains("Content-Type: application/openmetrics-text; version=1.0.0"),
+            "{answer}"
+        );
+        assert!(
+            answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"),
+            "{answer}"
+        );
         assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));
         assert!(get(&path, "GET /other").await.starts_with("HTTP/1.1 404 "));
         assert!(get(&path, "PUT /metrics").await.starts_with("HTTP/1.1 405 "));

@@ -48,7 +48,9 @@ impl BusDevice for HealthRegisters {
         let index = usize::try_from(offset / NVDIMM_HEALTH_REGISTER_LEN).unwrap_or(usize::MAX);
         let is_register = offset.is_multiple_of(NVDIMM_HEALTH_REGISTER_LEN);
         match (<&mut [u8; 4]>::try_from(&mut *data), self.0.get(index)) {
-            (Ok(register), Some(source)) if is_register => *register = source().register().to_le_bytes(),
+            (Ok(register), Some(source)) if is_register => {
+                *register = source().register().to_le_bytes()
+            }
             // No whole register: nobody reads that.
             _ => data.fill(0),
         }

@@ -117,7 +117,8 @@ mod tests {
 
     #[test]
     fn reading_the_page_does_not_flush() {
-        let hint = FlushHint::new("data".to_owned(), Arc::new(Backing::default()), Box::new(|_| ()));
+        let hint =
+            FlushHint::new("data".to_owned(), Arc::new(Backing::default()), Box::new(|_| ()));
         let mut data = [1; 8];
         hint.read(0, &mut data);
         assert_eq!(data, [0; 8]);

@@ -23,7 +23,12 @@ pub struct MsiMessage {
 /// The capability behind its id and link, and the bits of it that the guest may change.
 ///
 /// Table and pending bits lie in BAR `bar` at offsets that are multiples of 8.
-pub fn capability(vectors: u16, bar: u8, table_offset: u32, pba_offset: u32) -> ([u8; 10], [u8; 2]) {
+pub fn capability(
+    vectors: u16,
+    bar: u8,
+    table_offset: u32,
+    pba_offset: u32,
+) -> ([u8; 10], [u8; 2]) {
     assert!(vectors > 0 && vectors <= MAX_VECTORS && bar < 6);
     assert!(table_offset.is_multiple_of(8) && pba_offset.is_multiple_of(8));
     let mut body = [0; 10];

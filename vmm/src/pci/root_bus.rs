@@ -96,7 +96,8 @@ pub struct RootBus {
 impl RootBus {
     /// A bus with nothing but a host bridge; BARs will appear on `memory`.
     pub fn new(memory: &Arc<Bus>) -> Arc<Self> {
-        let addresses = AddressAllocator::new(MMIO32_START, MMIO32_LEN).expect("a window that is not empty");
+        let addresses =
+            AddressAllocator::new(MMIO32_START, MMIO32_LEN).expect("a window that is not empty");
         let mut slots = [const { None }; SLOTS];
         slots[0] = Some(Slot::new(Arc::new(HostBridge::new()), Vec::new()));
         let slots = Slots { slots, reserved: [false; SLOTS], addresses };
@@ -216,7 +217,13 @@ impl RootBus {
 
     fn waiting(&self) -> Vec<Arc<Slot>> {
         let slots = self.slots.lock();
-        slots.slots.iter().flatten().filter(|slot| slot.waits.load(Ordering::SeqCst)).cloned().collect()
+        slots
+            .slots
+            .iter()
+            .flatten()
+            .filter(|slot| slot.waits.load(Ordering::SeqCst))
+            .cloned()
+            .collect()
     }
 
     /// Makes the memory bus agree with the BARs of `slot`. The slot is locked throughout, so that the last of two

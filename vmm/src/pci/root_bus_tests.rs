@@ -110,7 +110,10 @@ fn both_ways_into_configuration_space_find_the_same_functions() {
 fn slots_are_taken_once_and_in_order() {
     let machine = Machine::new();
     assert_eq!(machine.root.add(None, Function::new(1)).unwrap(), 1);
-    assert!(matches!(machine.root.add(Some(1), Function::new(2)), Err(PciError::SlotTaken { slot: 1 })));
+    assert!(matches!(
+        machine.root.add(Some(1), Function::new(2)),
+        Err(PciError::SlotTaken { slot: 1 })
+    ));
     for slot in [0, 32, 255] {
         let error = machine.root.add(Some(slot), Function::new(2)).unwrap_err();
         assert!(matches!(error, PciError::NoSuchSlot { .. }));
@@ -216,7 +219,9 @@ fn two_cpus_that_swap_bars_leave_both_in_their_places() {
                 machine.write(slot as u64, 0x10, PLACES[slot % 2]);
                 machine.write(slot as u64, 0x10, PLACES[(slot + 1) % 2]);
                 start.wait();
-                wrong += u32::from(*functions[slot - 1].base.lock() != Some(PLACES[(slot + 1) % 2].into()));
+                wrong += u32::from(
+                    *functions[slot - 1].base.lock() != Some(PLACES[(slot + 1) % 2].into()),
+                );
             }
             wrong
         };
@@ -447,9 +452,10 @@ fn bus_gives_back(steps: &[Step], remove: Remove) -> Result<(), String> {
                 number = (number + 1) % 250;
                 let function = Arc::new(Tagged::new(number, bars));
                 let expected = match slot {
-                    Some(slot) => {
-                        (1..32).contains(slot).then_some(*slot).filter(|slot| !model.contains_key(slot))
-                    }
+                    Some(slot) => (1..32)
+                        .contains(slot)
+                        .then_some(*slot)
+                        .filter(|slot| !model.contains_key(slot)),
                     None => (1..32).find(|slot| !model.contains_key(slot)),
                 };
                 let found = machine.root.add(*slot, function.clone());
@@ -539,7 +545,8 @@ fn hold_against(machine: &Machine, model: &BTreeMap<u8, Arc<Tagged>>) -> Result<
             }
         }
     }
-    let places = (0..128u64).filter(|place| machine.answers(MMIO32_START + place * u64::from(LARGEST)));
+    let places =
+        (0..128u64).filter(|place| machine.answers(MMIO32_START + place * u64::from(LARGEST)));
     for place in places {
         let at = MMIO32_START + place * u64::from(LARGEST);
         if !claimed.iter().any(|(base, (len, _))| (*base..base + len).contains(&at)) {
@@ -559,7 +566,8 @@ proptest! {
 #[test]
 fn a_bus_that_keeps_addresses_is_found_out() {
     let keeps: Remove = |root, slot| {
-        let removed = root.slots.lock().slots[1..].get_mut(usize::from(slot).checked_sub(1)?)?.take()?;
+        let removed =
+            root.slots.lock().slots[1..].get_mut(usize::from(slot).checked_sub(1)?)?.take()?;
         removed.mapped.lock().is_removed = true;
         root.follow(&removed);
         Some(Arc::clone(&removed.device))
@@ -584,7 +592,8 @@ fn a_bus_that_keeps_bars_is_found_out() {
 #[test]
 fn a_firmware_finds_bars_that_answer() {
     let machine = Machine::new();
-    let slots = [0x1042, 0x1044].map(|device| machine.root.add(None, Function::new(device)).unwrap());
+    let slots =
+        [0x1042, 0x1044].map(|device| machine.root.add(None, Function::new(device)).unwrap());
     let bases = slots.map(|slot| u64::from(machine.read(slot.into(), 0x10) & !0xf));
     assert!(bases.iter().all(|base| !machine.answers(*base)), "a kernel makes them answer");
     machine.root.decode_memory();
@@ -598,5 +607,8 @@ fn a_slot_that_is_reserved_is_for_who_asks_for_it() {
     machine.root.reserve(200);
     assert_eq!(machine.root.add(None, Function::new(1)).unwrap(), 2);
     assert_eq!(machine.root.add(Some(1), Function::new(2)).unwrap(), 1);
-    assert!(matches!(machine.root.add(Some(1), Function::new(3)), Err(PciError::SlotTaken { slot: 1 })));
+    assert!(matches!(
+        machine.root.add(Some(1), Function::new(3)),
+        Err(PciError::SlotTaken { slot: 1 })
+    ));
 }

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::{CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume};
+use super::{
+    CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume,
+};
 
 #[derive(Debug)]
 pub(crate) struct FakePool {
@@ -53,7 +55,10 @@ impl PmPool for FakePool {
     }
 
     fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError> {
-        assert!(len.is_power_of_two() && len >= CHUNK_BYTES, "a power of two of chunks, not {len:#x}");
+        assert!(
+            len.is_power_of_two() && len >= CHUNK_BYTES,
+            "a power of two of chunks, not {len:#x}"
+        );
         let mut used = self.used.lock();
         let free = used.iter().filter(|used| !**used).count() as u64 * CHUNK_BYTES;
         if free < len {
@@ -62,7 +67,8 @@ impl PmPool for FakePool {
         let mut extents = Vec::new();
         let (mut left, mut count) = ((len / CHUNK_BYTES) as usize, used.len().next_power_of_two());
         while left > 0 {
-            let mut starts = (0..used.len()).step_by(count).filter(|start| start + count <= used.len());
+            let mut starts =
+                (0..used.len()).step_by(count).filter(|start| start + count <= used.len());
             let start = starts.find(|&start| used[start..start + count].iter().all(|used| !used));
             match start {
                 Some(start) if count <= left => {

@@ -7,14 +7,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 use foreshore_types::size::Size;
-use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas, is_replaced};
+use pmem_volume::btt::{
+    ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas, is_replaced,
+};
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
 use tracing::warn;
 
 use super::lost_btt::LostBtt;
-use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume, VolumeDisk};
+use super::{
+    CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume, VolumeDisk,
+};
 use crate::persist::{Persist, PersistError};
 use crate::pool::btt_loss::BttLoss;
 
@@ -28,7 +32,10 @@ pub struct LocalPool {
 impl LocalPool {
     /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent wait to be erased, which
     /// takes at most `scrub_bytes_per_s` of the media's bandwidth, where it takes any. `None`: as fast as it goes.
-    pub fn open(path: &Path, scrub_bytes_per_s: Option<NonZeroU64>) -> Result<Arc<Self>, PoolError> {
+    pub fn open(
+        path: &Path,
+        scrub_bytes_per_s: Option<NonZeroU64>,
+    ) -> Result<Arc<Self>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite).map_err(failed)?;
         warn_of_blocks(&pool);
         let scrubber = Scrubber::start(&pool, scrub_bytes_per_s).map_err(PoolError::Scrubber)?;
@@ -74,8 +81,10 @@ impl PmPool for LocalPool {
             },
             err => failed(err),
         })?;
-        let extent =
-            |extent: &pmem_volume::Extent| Extent { offset: extent.offset_bytes(), len: extent.len_bytes() };
+        let extent = |extent: &pmem_volume::Extent| Extent {
+            offset: extent.offset_bytes(),
+            len: extent.len_bytes(),
+        };
         Ok(extents.iter().map(extent).collect())
     }
 
@@ -160,8 +169,10 @@ impl PoolVolume for Volume {
     }
 
     fn extents(&self) -> Vec<Extent> {
-        let extent =
-            |extent: &VolumeExtent| Extent { offset: extent.offset_bytes(), len: extent.len_bytes() };
+        let extent = |extent: &VolumeExtent| Extent {
+            offset: extent.offset_bytes(),
+            len: extent.len_bytes(),
+        };
         Volume::extents(self).iter().map(extent).collect()
     }
 
@@ -190,9 +201,9 @@ impl PoolVolume for Volume {
                 warn_of_read_only(name, &engine.arenas());
                 engine.settle().map_err(failed)
             }
-            Err(err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. })) => {
-                Err(failed(err))
-            }
+            Err(
+                err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }),
+            ) => Err(failed(err)),
             Err(err) => {
                 // What the guest makes of it is the guest's business: it may want to write another BTT.
                 warn!(volume = name, %err, "The volume's BTT is not what is served as a disk");
@@ -224,8 +235,9 @@ fn btt_loss(volume: &Volume) -> Option<BttLoss> {
             Some(BttLoss::Damaged { reason: err.to_string() })
         }
         Err(err) => Some(BttLoss::Replaced { reason: err.to_string() }),
-        Ok(()) => is_replaced(volume)
-            .then(|| BttLoss::Replaced { reason: "the first info block was overwritten".to_owned() }),
+        Ok(()) => is_replaced(volume).then(|| BttLoss::Replaced {
+            reason: "the first info block was overwritten".to_owned(),
+        }),
     }
 }
 
@@ -258,7 +270,10 @@ fn is_of_media(err: &EngineError) -> bool {
 fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
     for (arena, ArenaStatus { first_sector, sectors, read_only, .. }) in arenas.iter().enumerate() {
         if let Some(reason) = read_only {
-            warn!(volume, arena, first_sector, sectors, reason, "An arena of the volume takes no writes");
+            warn!(
+                volume,
+                arena, first_sector, sectors, reason, "An arena of the volume takes no writes"
+            );
         }
     }
 }
@@ -283,7 +298,8 @@ fn run(extent: Extent) -> Run {
         extent.offset.is_multiple_of(CHUNK_BYTES) && extent.len.is_multiple_of(CHUNK_BYTES),
         "{extent:?}"
     );
-    let chunks = |bytes: u64| u32::try_from(bytes / CHUNK_BYTES).expect("pools have less than 2^32 chunks");
+    let chunks =
+        |bytes: u64| u32::try_from(bytes / CHUNK_BYTES).expect("pools have less than 2^32 chunks");
     Run { start: ChunkId(chunks(extent.offset)), chunks: chunks(extent.len) }
 }
 
@@ -351,7 +367,10 @@ mod tests {
         let extents = pool.alloc_memory(32 * MIB).unwrap();
         pool.free_memory(&extents).unwrap();
         let info = pool.info();
-        assert_eq!((info.lendable_bytes, states(info)), (before.lendable_bytes, before.total_bytes));
+        assert_eq!(
+            (info.lendable_bytes, states(info)),
+            (before.lendable_bytes, before.total_bytes)
+        );
         // More than what is clean, as long as anything waits.
         let again = pool.alloc_memory(32 * MIB).unwrap();
         pool.free_memory(&again).unwrap();
@@ -380,7 +399,8 @@ mod tests {
     /// Creates the volume `data` of 24 MiB.
     fn create_data(pool: &LocalPool) {
         let name = "data".to_owned();
-        pool.create_volume(&StoredVolume { name, format: VolumeFormat::Btt, size_bytes: 24 * MIB }).unwrap();
+        pool.create_volume(&StoredVolume { name, format: VolumeFormat::Btt, size_bytes: 24 * MIB })
+            .unwrap();
     }
 
     #[test]
@@ -397,9 +417,14 @@ mod tests {
         assert!(pool.delete_volume("data").is_err(), "it is open");
         drop(volume);
         pool.grow_volume("data", 40 * MIB).unwrap();
-        let raw = StoredVolume { name: "raw".to_owned(), format: VolumeFormat::Raw, size_bytes: 2 * MIB };
+        let raw =
+            StoredVolume { name: "raw".to_owned(), format: VolumeFormat::Raw, size_bytes: 2 * MIB };
         pool.create_volume(&raw).unwrap();
-        let data = StoredVolume { name: "data".to_owned(), format: VolumeFormat::Btt, size_bytes: 40 * MIB };
+        let data = StoredVolume {
+            name: "data".to_owned(),
+            format: VolumeFormat::Btt,
+            size_bytes: 40 * MIB,
+        };
         assert_eq!(pool.volumes(), [data, raw.clone()]);
         pool.delete_volume("data").unwrap();
         assert_eq!(pool.volumes(), [raw]);
@@ -410,7 +435,8 @@ mod tests {
     fn lone_word(before: &[u8], after: &[u8]) -> (u64, [u8; 8], [u8; 8]) {
         let pairs = before.as_chunks::<8>().0.iter().zip(after.as_chunks::<8>().0);
         let words: Vec<_> = pairs.enumerate().filter(|(_, (old, new))| old != new).collect();
-        let lone: Vec<_> = words.chunk_by(|a, b| a.0 + 1 == b.0).filter(|run| run.len() == 1).collect();
+        let lone: Vec<_> =
+            words.chunk_by(|a, b| a.0 + 1 == b.0).filter(|run| run.len() == 1).collect();
         let [[(at, (old, new))]] = lone[..] else { panic!("{} lone words", lone.len()) };
         (*at as u64 * 8, **old, **new)
     }
@@ -446,7 +472,8 @@ mod tests {
         let signature = b"BTT_ARENA_INFO\0\0";
         let bytes = fs::read(&path).unwrap();
         let at =
-            bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block") * 4096;
+            bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block")
+                * 4096;
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         // As `ndctl create-namespace -m fsdax` does in the guest, which then uses all of the volume.
         file.write_all_at(b"NVDIMM_PFN_INFO\0", at as u64).unwrap();
@@ -471,7 +498,8 @@ mod tests {
     /// its bytes and changes none.
     fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
         let before = fs::read(path).unwrap();
-        let VolumeDisk { device, btt_loss } = pool.open_volume("data").unwrap().into_disk().unwrap();
+        let VolumeDisk { device, btt_loss } =
+            pool.open_volume("data").unwrap().into_disk().unwrap();
         assert!(matches!(btt_loss, Some(BttLoss::Replaced { .. })));
         let Geometry { block_bytes, read_only, discard, .. } = device.geometry();
         assert_eq!((block_bytes, read_only, discard), (512, true, false));
@@ -483,8 +511,9 @@ mod tests {
         }
         assert!(device.read(24 * MIB, &mut [0; 512]).is_err());
         assert!(device.read(u64::MAX - 511, &mut [0; 512]).is_err());
-        let is_refused =
-            |result: io::Result<()>| result.unwrap_err().kind() == io::ErrorKind::ReadOnlyFilesystem;
+        let is_refused = |result: io::Result<()>| {
+            result.unwrap_err().kind() == io::ErrorKind::ReadOnlyFilesystem
+        };
         assert!(is_refused(device.write(7 * 512, &[1; 4096])));
         assert!(is_refused(device.discard(DiskRange::at(0, 4096))));
         assert!(is_refused(device.write_zeroes(DiskRange::at(0, 4096), Unmap::Allowed)));
@@ -510,7 +539,10 @@ mod tests {
     fn info_blocks(path: &Path) -> Vec<u64> {
         let bytes = fs::read(path).unwrap();
         let pages = bytes.chunks(4096).zip((0..).step_by(4096));
-        pages.filter(|(page, _)| page.starts_with(b"BTT_ARENA_INFO\0\0")).map(|(_, at)| at).collect()
+        pages
+            .filter(|(page, _)| page.starts_with(b"BTT_ARENA_INFO\0\0"))
+            .map(|(_, at)| at)
+            .collect()
     }
 
     #[test]
@@ -521,7 +553,8 @@ mod tests {
         for at in second.into_iter().chain([third_copy]) {
             file.write_all_at(&[0x55; 4096], at).unwrap();
         }
-        let VolumeDisk { device, btt_loss } = pool.open_volume("data").unwrap().into_disk().unwrap();
+        let VolumeDisk { device, btt_loss } =
+            pool.open_volume("data").unwrap().into_disk().unwrap();
         let Some(BttLoss::Damaged { reason }) = btt_loss else { panic!("{btt_loss:?}") };
         assert!(reason.contains("arena 1") && reason.contains("pmvol btt export"), "{reason}");
         assert_eq!(device.write(0, &[1; 4096]).unwrap_err().to_string(), reason);

@@ -39,16 +39,26 @@ impl Expose for PoolMetrics {
         let Some(source) = self.source.upgrade() else { return };
         let (labels, info) = (one("pool", &self.pool), source.info());
         let with = |value| [(labels.clone(), value)];
-        let family = Family("pool_info", "Durability of completed flushes of the pool; always 1.", None);
+        let family =
+            Family("pool_info", "Durability of completed flushes of the pool; always 1.", None);
         out.gauges(family, [(and(&labels, "durability", source.durability().name()), 1.0)]);
-        let failed =
-            Family("pool_failed", "1 when a write to the pool has failed and it is read-only.", None);
+        let failed = Family(
+            "pool_failed",
+            "1 when a write to the pool has failed and it is read-only.",
+            None,
+        );
         out.flags(failed, [(labels.clone(), info.failed)]);
         let states = states(&info).map(|(state, bytes)| (and(&labels, "state", state), bytes));
-        out.bytes("pool", "Bytes of the pool by state, without metadata and damaged chunks.", states);
-        let help = "Bytes that the pool can lend as memory, including those that must be erased first.";
+        out.bytes(
+            "pool",
+            "Bytes of the pool by state, without metadata and damaged chunks.",
+            states,
+        );
+        let help =
+            "Bytes that the pool can lend as memory, including those that must be erased first.";
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
-        let scrubbed = Family("pool_scrubbed", "Bytes erased since the pool was opened.", Some(Unit::Bytes));
+        let scrubbed =
+            Family("pool_scrubbed", "Bytes erased since the pool was opened.", Some(Unit::Bytes));
         out.counters(scrubbed, with(info.scrubbed_bytes));
     }
 }

@@ -24,7 +24,11 @@ impl PvPanicMetrics {
 
 impl Expose for PvPanicMetrics {
     fn expose(&self, out: &mut Exposition) {
-        let samples = GuestPanic::ALL.map(|report| (one("event", report.label()), self.reports(report)));
-        out.counters(Family("guest_panics", "Panics reported by the guest's kernel.", None), samples);
+        let samples =
+            GuestPanic::ALL.map(|report| (one("event", report.label()), self.reports(report)));
+        out.counters(
+            Family("guest_panics", "Panics reported by the guest's kernel.", None),
+            samples,
+        );
     }
 }

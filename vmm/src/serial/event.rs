@@ -26,7 +26,12 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(uart: SharedUart, timer: RawFd, drained: EventFd, input: Option<ConsoleInput>) -> Self {
+    pub(super) fn new(
+        uart: SharedUart,
+        timer: RawFd,
+        drained: EventFd,
+        input: Option<ConsoleInput>,
+    ) -> Self {
         let waiting = Interest::new("input of the serial port", INPUT, EventSet::IN);
         Self { uart, timer, drained, input, waiting }
     }
@@ -128,7 +133,8 @@ mod tests {
             let (console, keyboard, screen) = HostConsole::pipes();
             // Blocking, so that the test can wait for the interrupt.
             let irq = EventFd::new(0).unwrap();
-            let serial = Serial::new(console, irq.try_clone().unwrap(), &event_loop.handle()).unwrap();
+            let serial =
+                Serial::new(console, irq.try_clone().unwrap(), &event_loop.handle()).unwrap();
             Self { _event_loop: event_loop, serial, irq, keyboard, screen }
         }
         fn read(&self, register: u64) -> u8 {

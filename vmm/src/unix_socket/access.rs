@@ -77,7 +77,10 @@ impl SocketAccess {
 pub fn check_path(flag: &'static str, path: &Path) -> Result<(), ConfigError> {
     let bytes = path.as_os_str().as_bytes();
     if bytes.is_empty() {
-        return Err(ConfigError::Conflict { flag, reason: "the path of the socket is empty".to_owned() });
+        return Err(ConfigError::Conflict {
+            flag,
+            reason: "the path of the socket is empty".to_owned(),
+        });
     }
     if bytes.len() > MAX_SOCKET_PATH_BYTES {
         let (path, len) = (path.to_string_lossy().into_owned(), bytes.len());

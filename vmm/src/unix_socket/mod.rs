@@ -56,7 +56,9 @@ pub fn listen(
     match what_is_at(path).map_err(fail)? {
         Place::Free => {}
         Place::Used => return Err(in_use("answers on it")),
-        Place::SomethingElse => return Err(UnixSocketError::Exists { flag, path: path.to_owned() }),
+        Place::SomethingElse => {
+            return Err(UnixSocketError::Exists { flag, path: path.to_owned() });
+        }
         Place::LeftBehind => {
             tracing::info!(?path, "A socket that was left behind is replaced");
             fs::remove_file(path).map_err(fail)?;
@@ -87,7 +89,8 @@ fn open_to(path: &Path, access: &SocketAccess) -> io::Result<()> {
         return Ok(());
     }
     let group = access.group.as_deref().map(group::id_of).transpose()?;
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+    let file =
+        OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
     if !file.metadata()?.file_type().is_socket() {
         return Err(io::Error::other("something else has taken its place"));
     }
@@ -145,7 +148,12 @@ pub struct SocketFile {
 impl SocketFile {
     fn at(path: &Path, lock: PathLock) -> io::Result<Self> {
         let metadata = fs::symlink_metadata(path)?;
-        Ok(Self { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino(), _lock: lock })
+        Ok(Self {
+            path: path.to_owned(),
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            _lock: lock,
+        })
     }
 }
 
@@ -200,7 +208,8 @@ mod tests {
         let first = listen_on(&path).unwrap();
         let text = listen_on(&path).unwrap_err().to_string();
         assert!(
-            text.starts_with("--api-socket: ") && text.ends_with("in use: another process has its lock"),
+            text.starts_with("--api-socket: ")
+                && text.ends_with("in use: another process has its lock"),
             "{text}"
         );
         drop(first);

@@ -83,7 +83,8 @@ impl TestDriver {
     pub fn new(queues: usize) -> Self {
         let event = |flags| (0..queues).map(|_| EventFd::new(flags).unwrap()).collect();
         Self {
-            memory: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap(),
+            memory: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)])
+                .unwrap(),
             view: None,
             interrupt: Arc::new(TestInterrupt {
                 queues: event(EFD_NONBLOCK),
@@ -173,7 +174,9 @@ impl TestDriver {
         let available = self.ring(queue).available;
         let next: u16 = self.load(available + 2);
         self.store(available + 4 + 2 * u64::from(next % QUEUE_SIZE), head);
-        self.memory.store(next.wrapping_add(1), GuestAddress(available + 2), Ordering::Release).unwrap();
+        self.memory
+            .store(next.wrapping_add(1), GuestAddress(available + 2), Ordering::Release)
+            .unwrap();
     }
 
     /// Says that so many more chains are available than there are, without notification.
@@ -203,7 +206,8 @@ impl TestDriver {
         if next == self.seen[queue] {
             return None;
         }
-        let element: VirtqUsedElem = self.load(ring.used + 4 + 8 * u64::from(self.seen[queue] % QUEUE_SIZE));
+        let element: VirtqUsedElem =
+            self.load(ring.used + 4 + 8 * u64::from(self.seen[queue] % QUEUE_SIZE));
         self.seen[queue] = self.seen[queue].wrapping_add(1);
         Some((element.id() as u16, element.len()))
     }

@@ -212,10 +212,14 @@ mod tests {
             }
             let guard = view.memory();
             let interrupt = driver.interrupt();
-            let popped = std::iter::from_fn(|| queue.pop(&guard, &*interrupt).map(|_| ())).take(100).count();
+            let popped =
+                std::iter::from_fn(|| queue.pop(&guard, &*interrupt).map(|_| ())).take(100).count();
             assert_eq!(popped, if breaks { 0 } else { usize::from(index) }, "index {index}");
             assert_eq!((queue.is_broken(), driver.resets_needed()), (breaks, usize::from(breaks)));
-            assert!(!queue.wait_for_more(&guard), "index {index}: there is nothing to come back for");
+            assert!(
+                !queue.wait_for_more(&guard),
+                "index {index}: there is nothing to come back for"
+            );
         }
     }
 }

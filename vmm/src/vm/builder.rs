@@ -90,7 +90,11 @@ pub fn build(
         told,
         Arc::clone(resources.metrics()),
     )?;
-    config.disks.iter().filter_map(|disk| disk.pci_device_id).for_each(|slot| fabric.pci.reserve(slot));
+    config
+        .disks
+        .iter()
+        .filter_map(|disk| disk.pci_device_id)
+        .for_each(|slot| fabric.pci.reserve(slot));
     lost::watch_zones(config, resources, &memory, &fabric.lost)?;
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let cpu_registers = cpu_registers(config, events);
@@ -110,12 +114,16 @@ pub fn build(
         |vsock| devices::attach_vsock(vsock, &mut fabric, &memory, &device_loop.handle(), &agents);
     config.vsock.as_ref().map(attach_vsock).transpose()?;
     let plugged = Arc::new(Notify::new());
-    let signals =
-        devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
+    let signals = devices::MemorySignals {
+        plugged: Arc::clone(&plugged),
+        events: resources.events().clone(),
+    };
     let budgets = resources.plug_budgets();
-    let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals, budgets)?;
+    let zones =
+        devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals, budgets)?;
     let dimms = memory.take_dimms();
-    let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
+    let balloon =
+        devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     devices::attach_disks(config, &mut fabric, &memory)?;
     devices::attach_nets(resources.taps(), &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
@@ -212,7 +220,8 @@ fn build_memory(
     hypervisor: &Hypervisor,
 ) -> Result<Memory, BuildError> {
     let options = MemoryOptions {
-        address_bits: cpuid::physical_address_bits(&hypervisor.cpuid).min(config.cpus.max_phys_bits),
+        address_bits: cpuid::physical_address_bits(&hypervisor.cpuid)
+            .min(config.cpus.max_phys_bits),
         slot_limit: hypervisor.slot_limit,
         host_bytes: slots::host_bytes(),
     };
@@ -227,7 +236,8 @@ fn build_memory(
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
     let dram = if config.memory.zones.is_empty() { "--memory" } else { "--memory-zone" };
     let flags = if pm.is_some() { format!("{dram}, --pm-memory") } else { dram.to_owned() };
-    memory::build(topology.zones().to_vec(), pool, table, options).map_err(BuildError::device(flags))
+    memory::build(topology.zones().to_vec(), pool, table, options)
+        .map_err(BuildError::device(flags))
 }
 
 /// Whether the host's kernel writes what a guest stores to memory that is lent: it does to all that is dirty in its page
@@ -239,7 +249,11 @@ fn is_written_back(durability: Durability) -> bool {
     }
 }
 
-fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Result<BootInfo, BuildError> {
+fn load_kernel(
+    config: &VmConfig,
+    topology: &Topology,
+    memory: &Memory,
+) -> Result<BootInfo, BuildError> {
     let firmware = config.payload.firmware.as_deref();
     let request = BootRequest {
         kernel: firmware.or(config.payload.kernel.as_deref()).ok_or(BuildError::NoKernel)?,

@@ -17,8 +17,9 @@ impl<K: PartialEq, T> Cached<K, T> {
 
     /// The value for `key`, which `read` reads if there is none that is young enough.
     pub fn get(&mut self, key: K, now: Instant, read: impl FnOnce() -> T) -> &T {
-        let is_good =
-            |(of, at, _): &(K, Instant, T)| *of == key && now.saturating_duration_since(*at) < self.max_age;
+        let is_good = |(of, at, _): &(K, Instant, T)| {
+            *of == key && now.saturating_duration_since(*at) < self.max_age
+        };
         let last = self.last.take().filter(is_good);
         &self.last.insert(last.unwrap_or_else(|| (key, now, read()))).2
     }

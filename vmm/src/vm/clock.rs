@@ -62,7 +62,11 @@ impl GuestClock {
     pub(super) fn hold(&self, pause: Pause) {
         let mut held = self.held.lock();
         if held.era == pause.0 && held.ns.is_none() {
-            held.ns = self.source.get_ns().inspect_err(|err| debug!(%err, "The guest's clock goes on")).ok();
+            held.ns = self
+                .source
+                .get_ns()
+                .inspect_err(|err| debug!(%err, "The guest's clock goes on"))
+                .ok();
         }
     }
 

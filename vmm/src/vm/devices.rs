@@ -40,22 +40,23 @@ pub(super) fn attach_serial(
     fabric: &mut Fabric,
     event_loop: &EventLoopHandle,
 ) -> Result<(), BuildError> {
-    let console =
-        HostConsole::open(Port::Serial, &config.serial, files).map_err(BuildError::device("--serial"))?;
+    let console = HostConsole::open(Port::Serial, &config.serial, files)
+        .map_err(BuildError::device("--serial"))?;
     let Some(mut console) = console else { return Ok(()) };
     if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
         // There is one keyboard, and it is the console's.
         console.input = None;
     }
-    let serial =
-        Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop).map_err(BuildError::device("--serial"))?;
+    let serial = Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop)
+        .map_err(BuildError::device("--serial"))?;
     fabric.expose(serial.metrics());
     fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
     Ok(())
 }
 
 /// Builds a device that stays as long as the machine, if the configuration has it.
-type Build = fn(&VmConfig, &mut ConsoleFiles, &DeviceContext) -> Result<Option<NewDevice>, BuildError>;
+type Build =
+    fn(&VmConfig, &mut ConsoleFiles, &DeviceContext) -> Result<Option<NewDevice>, BuildError>;
 
 /// Devices that need a configuration and the machine's context only, in the order of their slots.
 const FIXED: [Build; 4] = [
@@ -64,7 +65,9 @@ const FIXED: [Build; 4] = [
         let console = console.map_err(BuildError::device("--console"))?;
         Ok(console.map(|console| console::build(console, context)))
     },
-    |config, _, context| rng::build(&config.rng, context).map(Some).map_err(BuildError::device("--rng")),
+    |config, _, context| {
+        rng::build(&config.rng, context).map(Some).map_err(BuildError::device("--rng"))
+    },
     |config, _, context| Ok(watchdog::build(config.watchdog, context)),
     |config, _, context| Ok(pvpanic::build(config.pvpanic, context)),
 ];
@@ -141,8 +144,14 @@ pub(super) fn attach_disk(
 }
 
 /// Network interfaces. Resources keep the host's side of them.
-pub(super) fn attach_nets(taps: &Taps, fabric: &mut Fabric, memory: &Memory) -> Result<(), BuildError> {
-    taps.list().iter().try_for_each(|(config, tap)| attach_net(config, tap, taps, fabric, memory).map(drop))
+pub(super) fn attach_nets(
+    taps: &Taps,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<(), BuildError> {
+    taps.list()
+        .iter()
+        .try_for_each(|(config, tap)| attach_net(config, tap, taps, fabric, memory).map(drop))
 }
 
 /// One, with threads of its own.
@@ -257,7 +266,8 @@ mod tests {
         runtime.block_on(async {
             let (plugged, events) = (Arc::<Notify>::default(), Events::start());
             let mut watcher = events.watch();
-            let observer = MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
+            let observer =
+                MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
             observer("pm", MemEvent::DriverUnsupported);
             // The governor looks at the zone at once.
             plugged.notified().await;
@@ -281,7 +291,8 @@ mod tests {
             machine("pm", MemEvent::TargetReached { requested_bytes });
             events.counters().told()[&("foreshore", "memory-reached")]
         };
-        let observer = || MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
+        let observer =
+            || MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
         let first = observer();
         assert!((0..10_000).all(|_| reached(&first, 0) == 1));
         let told = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));

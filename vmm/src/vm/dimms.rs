@@ -18,7 +18,9 @@ impl KvmMachine {
     pub(super) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
         // What is asked for is what the next boot begins with. A guest that reboots into a layout that cannot be would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
-            VmError::BadRequest(format!("desired_ram {size_bytes}: the VM could not boot again: {err}"))
+            VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: the VM could not boot again: {err}"
+            ))
         })?;
         let more = size_bytes.saturating_sub(self.dram_bytes());
         match &self.dimms {
@@ -127,7 +129,8 @@ mod tests {
         };
         let table = Arc::new(FakeSlots::default());
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
-        let mut memory = build(vec![spec], None, Arc::clone(&table) as Arc<dyn SlotTable>, options).unwrap();
+        let mut memory =
+            build(vec![spec], None, Arc::clone(&table) as Arc<dyn SlotTable>, options).unwrap();
         let mut machine = machine();
         machine.dimms = memory.take_dimms();
         machine.memory = memory;
@@ -142,7 +145,10 @@ mod tests {
     fn what_is_more_comes_as_a_dimm_and_what_is_less_changes_nothing() {
         let (mut machine, _table) = growing(1024 * MIB);
         machine.resize_dram((65 + 256) * MIB).unwrap();
-        assert_eq!((machine.memory_bytes(), told(&machine), told(&machine)), ((65 + 256) * MIB, 0, NONE));
+        assert_eq!(
+            (machine.memory_bytes(), told(&machine), told(&machine)),
+            ((65 + 256) * MIB, 0, NONE)
+        );
         for mib in [65 + 256, 65 + 128, 65, 16] {
             machine.resize_dram(mib * MIB).unwrap();
         }
@@ -154,7 +160,9 @@ mod tests {
     #[test]
     fn a_size_that_no_boot_could_have_is_refused() {
         let (mut machine, _table) = growing(1024 * MIB);
-        for (size_bytes, text) in [(MIB, "below the minimum"), (1 << 50, "40-bit physical address space")] {
+        for (size_bytes, text) in
+            [(MIB, "below the minimum"), (1 << 50, "40-bit physical address space")]
+        {
             let error = machine.resize_dram(size_bytes).unwrap_err();
             assert!(
                 matches!(&error, VmError::BadRequest(reason) if reason.contains("boot again") && reason.contains(text)),
@@ -167,7 +175,8 @@ mod tests {
     #[test]
     fn what_cannot_come_is_refused_and_the_guest_not_told() {
         let (mut machine, table) = growing(1024 * MIB);
-        let resize = |mib| ResizeRequest { desired_ram: Some(mib * MIB), ..ResizeRequest::default() };
+        let resize =
+            |mib| ResizeRequest { desired_ram: Some(mib * MIB), ..ResizeRequest::default() };
         machine.check_resize(&resize(65 + 128)).unwrap();
         for (mib, text) in [
             (66, "desired_ram 69206016: 1 MiB more is not a multiple of 128 MiB"),
@@ -175,14 +184,20 @@ mod tests {
         ] {
             let before = machine.check_resize(&resize(mib)).unwrap_err();
             let error = machine.resize_dram(mib * MIB).unwrap_err();
-            assert!(matches!(&error, VmError::BadRequest(reason) if reason.contains(text)), "{error}");
+            assert!(
+                matches!(&error, VmError::BadRequest(reason) if reason.contains(text)),
+                "{error}"
+            );
             assert_eq!(before.to_string(), error.to_string());
         }
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 193 * MIB };
         assert!(matches!(machine.resize_zone(&zone), Err(VmError::BadRequest(_))));
         *table.calls_left.lock() = Some(0);
         let error = machine.resize_dram(193 * MIB).unwrap_err();
-        assert!(matches!(&error, VmError::Failed(reason) if reason.contains("KVM does not take")), "{error}");
+        assert!(
+            matches!(&error, VmError::Failed(reason) if reason.contains("KVM does not take")),
+            "{error}"
+        );
         *table.calls_left.lock() = None;
         assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
         let (mut machine, _table) = growing(0);
@@ -202,7 +217,8 @@ mod tests {
         machine.resize_dram((65 + 256) * MIB).unwrap();
         let mut watcher = machine.told.watch();
         let desired_ram = Some((65 + MOST_MIB + 128) * MIB);
-        let before = machine.check_resize(&ResizeRequest { desired_ram, ..ResizeRequest::default() });
+        let before =
+            machine.check_resize(&ResizeRequest { desired_ram, ..ResizeRequest::default() });
         let error = machine.resize_dram((65 + MOST_MIB + 128) * MIB).unwrap_err();
         assert_eq!(before.unwrap_err().to_string(), error.to_string());
         machine.told.end();
@@ -211,12 +227,17 @@ mod tests {
         while let Some(Seen::Event(told)) = runtime.block_on(watcher.next()) {
             refused.push((told.event, told.properties.clone().unwrap()));
         }
-        let properties = [("zone", "dram"), ("reason", "descriptors"), ("requested_bytes", "268435456")];
-        let event = ("memory-refused", properties.map(|(key, value)| (key, value.to_owned())).into());
+        let properties =
+            [("zone", "dram"), ("reason", "descriptors"), ("requested_bytes", "268435456")];
+        let event =
+            ("memory-refused", properties.map(|(key, value)| (key, value.to_owned())).into());
         assert_eq!(refused, [event.clone(), event], "one for each request");
         let text = "page descriptors of 2944 MiB more, which take 46 MiB; it has room for those of 2816 MiB";
         assert!(error.to_string().contains(text), "{error}");
-        assert_eq!((machine.memory_bytes(), told(&machine), told(&machine)), ((65 + 256) * MIB, 0, NONE));
+        assert_eq!(
+            (machine.memory_bytes(), told(&machine), told(&machine)),
+            ((65 + 256) * MIB, 0, NONE)
+        );
         machine.resize_dram((65 + MOST_MIB) * MIB).unwrap();
     }
 }

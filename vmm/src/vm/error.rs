@@ -78,14 +78,18 @@ impl BuildError {
             source.downcast_ref(),
             Some(TapError::Attach { source, .. }) if source.raw_os_error() == Some(libc::EBUSY)
         );
-        let is_image =
-            matches!(source.downcast_ref(), Some(ImageError::InUse { .. } | ImageError::DeviceInUse { .. }));
+        let is_image = matches!(
+            source.downcast_ref(),
+            Some(ImageError::InUse { .. } | ImageError::DeviceInUse { .. })
+        );
         let is_pmem = matches!(
             source.downcast_ref(),
             Some(PmemFileError::InUse { .. } | PmemFileError::DeviceInUse { .. })
         );
-        let is_socket =
-            matches!(source.downcast_ref(), Some(VsockError::Socket(UnixSocketError::InUse { .. })));
+        let is_socket = matches!(
+            source.downcast_ref(),
+            Some(VsockError::Socket(UnixSocketError::InUse { .. }))
+        );
         is_tap || is_image || is_pmem || is_socket
     }
 }

@@ -92,7 +92,10 @@ impl Fabric {
         let NewDevice { id, function, slot, removable, source, handle, undo } = new;
         // Configurations with two devices of one id are refused, and so is an added device whose id
         // is taken. Otherwise a removal could reach another device.
-        assert!(self.devices.iter().all(|attached| attached.id != id), "two devices have the id {id}");
+        assert!(
+            self.devices.iter().all(|attached| attached.id != id),
+            "two devices have the id {id}"
+        );
         let (device, loops) = match function {
             Function::Pci(device) => (device, Vec::new()),
             Function::Virtio(device) => {
@@ -127,7 +130,9 @@ impl Fabric {
     /// An event that raises the interrupt `gsi` of the I/O APIC.
     pub(super) fn line(&self, gsi: u32) -> Result<EventFd, BuildError> {
         let line = EventFd::new(EFD_NONBLOCK).map_err(BuildError::device("an interrupt line"))?;
-        self.interrupts.register_irqfd(&line, gsi).map_err(BuildError::device("an interrupt line"))?;
+        self.interrupts
+            .register_irqfd(&line, gsi)
+            .map_err(BuildError::device("an interrupt line"))?;
         Ok(line)
     }
 }

@@ -51,7 +51,9 @@ impl ZoneDevice for MemHandle {
         match MemHandle::request_step(self, size_bytes, goal_bytes) {
             Ok(()) => {}
             // The device has refused the driver since the governor read the sizes.
-            Err(err @ RequestSizeError::UnsupportedDriver { .. }) => debug!(%err, "Zone not resized"),
+            Err(err @ RequestSizeError::UnsupportedDriver { .. }) => {
+                debug!(%err, "Zone not resized")
+            }
             // The controller keeps to blocks and bounds; a size that breaks them is its bug, not the guest's.
             Err(err) => error!(%err, "Governor requested an invalid zone size"),
         }
@@ -98,7 +100,8 @@ impl BalloonSource for BalloonHandle {
 
     fn state(&self) -> BalloonState {
         let sample = self.statistics().map(|heard| {
-            let (statistics, number, driver_life) = (heard.statistics, heard.number, heard.driver_life);
+            let (statistics, number, driver_life) =
+                (heard.statistics, heard.number, heard.driver_life);
             Sample { statistics, number, driver_life }
         });
         BalloonState {
@@ -173,9 +176,14 @@ pub(super) fn start(
     };
     let clock = Clock::start();
     let pressure = config.governing();
-    let mut core =
-        Core::new(&pressure, zones, config.memory.boot_bytes() - balloon_bytes, pool_free, clock.now())
-            .map_err(BuildError::Pressure)?;
+    let mut core = Core::new(
+        &pressure,
+        zones,
+        config.memory.boot_bytes() - balloon_bytes,
+        pool_free,
+        clock.now(),
+    )
+    .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
         core = core.with_statistics(Arc::new(balloon.clone()), onlining(config));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
@@ -187,7 +195,8 @@ pub(super) fn start(
     }
     for handle in handles.iter().filter(|handle| handle.zone().hotplugged_bytes > 0) {
         let zone = handle.zone();
-        core.boot_with(&zone.id, zone.hotplugged_bytes, clock.now()).map_err(BuildError::Pressure)?;
+        core.boot_with(&zone.id, zone.hotplugged_bytes, clock.now())
+            .map_err(BuildError::Pressure)?;
     }
     let core = core.with_distances(distances(&topology)).with_beside(beside);
     let core = match &pressure.record {
@@ -198,7 +207,8 @@ pub(super) fn start(
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);
     }));
-    GovernorHandle::spawn(core, clock, plugged, Some(agents)).map_err(BuildError::device("the governor"))
+    GovernorHandle::spawn(core, clock, plugged, Some(agents))
+        .map_err(BuildError::device("the governor"))
 }
 
 /// Records what the governor sees. A machine that follows upon another does without a recording that cannot be had:

@@ -103,7 +103,11 @@ impl Leaving {
 
 impl KvmMachine {
     /// Steps 2 to 5 of adding.
-    pub(super) fn add(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
+    pub(super) fn add(
+        &mut self,
+        id: &str,
+        device: &DeviceConfig,
+    ) -> Result<PciDeviceInfo, VmError> {
         if self.fabric.devices.iter().any(|attached| attached.id == id) {
             // One that was asked to go, and has not gone yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
@@ -113,7 +117,10 @@ impl KvmMachine {
         if matches!(device, DeviceConfig::Vsock(_)) && !leaving.is_empty() {
             // The configuration does without the other already, and the guest has it yet.
             self.hotplug.count(kind, "add", "error");
-            return Err(VmError::DeviceLeaving { reason: "a VM has one vsock device".to_owned(), leaving });
+            return Err(VmError::DeviceLeaving {
+                reason: "a VM has one vsock device".to_owned(),
+                leaving,
+            });
         }
         self.leaving.wait_for(kind, END_LIMIT);
         let slot = self.attach(device).map_err(|err| {
@@ -131,9 +138,12 @@ impl KvmMachine {
 
     /// Devices of a kind that the guest was asked to let go, and has not; empty if there are none.
     fn being_asked(&self, kind: &str) -> String {
-        let attached = self.fabric.devices.iter().filter(|attached| attached.removable == Some(kind));
-        let leaving: Vec<_> =
-            attached.filter(|attached| attached.is_leaving).map(|attached| attached.id.as_str()).collect();
+        let attached =
+            self.fabric.devices.iter().filter(|attached| attached.removable == Some(kind));
+        let leaving: Vec<_> = attached
+            .filter(|attached| attached.is_leaving)
+            .map(|attached| attached.id.as_str())
+            .collect();
         leaving.join(", ")
     }
 
@@ -159,8 +169,9 @@ impl KvmMachine {
             }
             DeviceConfig::Pmem(config) => {
                 let file = self.pmem_files.add(config)?;
-                pmem::attach_file(config, &file, &self.pmem_files, memory, fabric)
-                    .inspect_err(|_| self.pmem_files.remove(config.id.as_deref().unwrap_or_default()))
+                pmem::attach_file(config, &file, &self.pmem_files, memory, fabric).inspect_err(
+                    |_| self.pmem_files.remove(config.id.as_deref().unwrap_or_default()),
+                )
             }
             DeviceConfig::Vsock(config) => {
                 devices::attach_vsock(config, fabric, memory, &self.loops[0].handle(), &self.agents)
@@ -179,7 +190,8 @@ impl KvmMachine {
 
     /// Step 1 of removing.
     pub(super) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
-        let Some(attached) = self.fabric.devices.iter_mut().find(|attached| attached.id == id) else {
+        let Some(attached) = self.fabric.devices.iter_mut().find(|attached| attached.id == id)
+        else {
             return Err(VmError::NoSuchDevice { id: id.to_owned() });
         };
         let Some(kind) = attached.removable else {
@@ -257,7 +269,9 @@ mod tests {
         fn disk(&self, name: &str) -> DeviceConfig {
             let path = self.folder.path().join(name);
             File::create(&path).unwrap().set_len(1 << 20).unwrap();
-            DeviceConfig::Disk(DiskConfig::parse(&format!("path={},id={name}", path.display())).unwrap())
+            DeviceConfig::Disk(
+                DiskConfig::parse(&format!("path={},id={name}", path.display())).unwrap(),
+            )
         }
 
         fn add(&mut self, name: &str) -> Result<PciDeviceInfo, VmError> {
@@ -324,7 +338,10 @@ mod tests {
             rig.machine.ask_to_let_go("p").unwrap();
             rig.eject(1);
             rig.machine.leaving.wait();
-            assert_eq!((rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()), before);
+            assert_eq!(
+                (rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()),
+                before
+            );
             assert!(rig.machine.pmem_files.list().is_empty());
         }
         // On a bus that is full nothing of it is left either.
@@ -332,7 +349,10 @@ mod tests {
             rig.add(&format!("disk{nth}")).unwrap();
         }
         assert!(matches!(rig.machine.add("p", &device), Err(VmError::Failed(_))));
-        assert_eq!((rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()), before);
+        assert_eq!(
+            (rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()),
+            before
+        );
         drop(PmemFiles::default().add(&config).unwrap());
     }
 
@@ -340,7 +360,8 @@ mod tests {
     fn a_vsock_device_comes_and_goes_with_its_socket() {
         let mut rig = Rig::new();
         let socket = rig.folder.path().join("vsock");
-        let config = VsockConfig::parse(&format!("cid=3,socket={},id=v", socket.display())).unwrap();
+        let config =
+            VsockConfig::parse(&format!("cid=3,socket={},id=v", socket.display())).unwrap();
         for _ in 0..3 {
             rig.machine.add("v", &DeviceConfig::Vsock(config.clone())).unwrap();
             assert!(socket.exists());
@@ -356,14 +377,17 @@ mod tests {
         let mut rig = Rig::new();
         let vsock = |name: &str| {
             let socket = rig.folder.path().join(name);
-            let config = VsockConfig::parse(&format!("cid=3,socket={},id={name}", socket.display())).unwrap();
+            let config =
+                VsockConfig::parse(&format!("cid=3,socket={},id={name}", socket.display()))
+                    .unwrap();
             DeviceConfig::Vsock(config)
         };
         let (first, second) = (vsock("first"), vsock("second"));
         rig.machine.add("first", &first).unwrap();
         rig.machine.ask_to_let_go("first").unwrap();
         let error = rig.machine.add("second", &second).unwrap_err();
-        let is_named = matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "first");
+        let is_named =
+            matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "first");
         assert!(is_named && error.to_string().starts_with("a VM has one vsock device."), "{error}");
         assert_eq!(rig.machine.fabric.pci.used() - 1, 1, "the guest has not seen it");
         rig.eject(1);
@@ -407,7 +431,8 @@ mod tests {
             assert!(matches!(rig.machine.add("other", &other_id), Err(VmError::Failed(_))));
             rig.machine.ask_to_let_go("image").unwrap();
             let error = rig.machine.add("other", &other_id).unwrap_err();
-            let is_named = matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "image");
+            let is_named =
+                matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "image");
             assert!(is_named && error.to_string().contains("is in use"), "{error}");
             rig.eject(1);
             rig.machine.add("other", &other_id).unwrap();

@@ -87,7 +87,9 @@ fn permit_amx() -> io::Result<()> {
     const ARCH_REQ_XCOMP_GUEST_PERM: libc::c_ulong = 0x1025;
     const XFEATURE_XTILEDATA: libc::c_ulong = 18;
     // SAFETY: a system call that takes numbers.
-    match unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_GUEST_PERM, XFEATURE_XTILEDATA) } {
+    match unsafe {
+        libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_GUEST_PERM, XFEATURE_XTILEDATA)
+    } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
@@ -129,8 +131,9 @@ impl Hypervisor {
                 return Err(KvmError::Capability { capability: name });
             }
         }
-        let cpuid =
-            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(call("tell what CPUID it supports"))?;
+        let cpuid = kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(call("tell what CPUID it supports"))?;
         if amx && !cpuid::has_amx(&cpuid) {
             return Err(KvmError::NoAmx(None));
         }
@@ -147,7 +150,8 @@ impl Hypervisor {
         }
         // Order: the identity map and the TSS must be placed before the first vCPU (Intel only, harmless on AMD),
         // and the interrupt controllers must exist before the first vCPU gets its local APIC.
-        vm.set_identity_map_address(KVM_IDENTITY_MAP_START).map_err(call("place the identity map"))?;
+        vm.set_identity_map_address(KVM_IDENTITY_MAP_START)
+            .map_err(call("place the identity map"))?;
         vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;
         vm.create_irq_chip().map_err(call("create the interrupt controllers"))?;
         // What interrupts before the guest has set up MSIs is routed as afterwards.

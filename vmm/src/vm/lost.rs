@@ -75,7 +75,10 @@ struct Watcher {
 
 /// Pauses the VM when memory is lost, as long as the loop that this returns is there. It has a thread of its own: the
 /// others may wait for what is lost.
-pub(super) fn watch(memory: &Arc<LostMemory>, events: &EventSender) -> Result<EventLoop, BuildError> {
+pub(super) fn watch(
+    memory: &Arc<LostMemory>,
+    events: &EventSender,
+) -> Result<EventLoop, BuildError> {
     let timer = if memory.has_files() { Some(timer()?) } else { None };
     let event_loop = EventLoop::spawn("_lost")?;
     let watcher = Watcher { memory: Arc::clone(memory), timer, events: events.clone(), told: None };

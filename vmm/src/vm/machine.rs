@@ -17,8 +17,8 @@ use super::hotplug_metrics::HotplugMetrics;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pools::OpenPool;
 use super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, ResizeDiskRequest, ResizeRequest, ResizeStatus,
-    ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, ResizeDiskRequest, ResizeRequest,
+    ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
@@ -137,13 +137,15 @@ impl Machine for KvmMachine {
     fn memory_bytes(&self) -> u64 {
         let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
         let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
-        let ballooned_bytes = self.balloon.as_ref().map_or(0, |balloon| balloon.sizes().actual_bytes);
+        let ballooned_bytes =
+            self.balloon.as_ref().map_or(0, |balloon| balloon.sizes().actual_bytes);
         let dimm_bytes = self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
         (boot_bytes + plugged_bytes + dimm_bytes).saturating_sub(ballooned_bytes)
     }
 
     fn counters(&self) -> Counters {
-        let counters = |attached: &AttachedDevice| Some((attached.id.clone(), attached.handle()?.counters()));
+        let counters =
+            |attached: &AttachedDevice| Some((attached.id.clone(), attached.handle()?.counters()));
         self.fabric.devices.iter().filter_map(counters).collect()
     }
 
@@ -159,7 +161,8 @@ impl Machine for KvmMachine {
     }
 
     fn volumes(&self) -> Vec<VolumeInfo> {
-        let verdict = |volume: &AttachedVolume| self.guest_btt.verdict(volume.pool_path(), volume.name());
+        let verdict =
+            |volume: &AttachedVolume| self.guest_btt.verdict(volume.pool_path(), volume.name());
         self.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
     }
 
@@ -168,7 +171,9 @@ impl Machine for KvmMachine {
     }
 
     fn complete(&self, config: &mut VmConfig) {
-        for (port, console) in [(Port::Serial, &mut config.serial), (Port::Console, &mut config.console)] {
+        for (port, console) in
+            [(Port::Serial, &mut config.serial), (Port::Console, &mut config.console)]
+        {
             if console.mode == ConsoleMode::Pty {
                 console.file = self.lines.path(port);
             }
@@ -182,7 +187,9 @@ impl Machine for KvmMachine {
     fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError> {
         resize.desired_vcpus.map_or(Ok(()), |desired| self.vcpus_step(desired).map(drop))?;
         resize.desired_ram.map_or(Ok(()), |size_bytes| self.check_dram(size_bytes))?;
-        resize.desired_balloon.map_or(Ok(()), |size_bytes| self.without_balloon(size_bytes).map(drop))
+        resize
+            .desired_balloon
+            .map_or(Ok(()), |size_bytes| self.without_balloon(size_bytes).map(drop))
     }
 
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {
@@ -196,9 +203,11 @@ impl Machine for KvmMachine {
     fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
         let ResizeZoneRequest { id, desired_ram } = resize;
         match self.memory.zones().iter().position(|spec| spec.id == *id) {
-            Some(nth) if self.memory.zones()[nth].growth == Growth::Dimms => Err(VmError::BadRequest(
-                format!("desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"),
-            )),
+            Some(nth) if self.memory.zones()[nth].growth == Growth::Dimms => {
+                Err(VmError::BadRequest(format!(
+                    "desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"
+                )))
+            }
             Some(nth) => self.resize(nth, &format!("zone {id}"), *desired_ram),
             None => {
                 let known = self.zone_ids(|_| true).join(", ");
@@ -214,7 +223,8 @@ impl Machine for KvmMachine {
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let ResizeDiskRequest { id, desired_size } = resize;
-        let disks = || self.fabric.devices.iter().filter_map(|attached| attached.handle()?.as_disk());
+        let disks =
+            || self.fabric.devices.iter().filter_map(|attached| attached.handle()?.as_disk());
         let Some(disk) = disks().find(|disk| disk.id() == id) else {
             let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
@@ -227,8 +237,10 @@ impl Machine for KvmMachine {
     }
 
     fn devices(&self) -> Vec<PciDeviceInfo> {
-        let info =
-            |attached: &AttachedDevice| PciDeviceInfo { id: attached.id.clone(), bdf: bdf(attached.slot) };
+        let info = |attached: &AttachedDevice| PciDeviceInfo {
+            id: attached.id.clone(),
+            bdf: bdf(attached.slot),
+        };
         self.fabric.devices.iter().map(info).collect()
     }
 
@@ -284,15 +296,22 @@ impl KvmMachine {
 
     /// What a balloon of that size leaves of the most that may be in it; `None` if there is none, and none is asked for.
     fn without_balloon(&self, size_bytes: u64) -> Result<Option<u64>, VmError> {
-        let refuse =
-            |reason: String| Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")));
+        let refuse = |reason: String| {
+            Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")))
+        };
         let Some(balloon) = &self.balloon else {
-            return if size_bytes == 0 { Ok(None) } else { refuse("the VM has no balloon".to_owned()) };
+            return if size_bytes == 0 {
+                Ok(None)
+            } else {
+                refuse("the VM has no balloon".to_owned())
+            };
         };
         let sizes = balloon.sizes();
         let Some(left_bytes) = sizes.max_bytes.checked_sub(size_bytes) else {
             let most_bytes = sizes.max_bytes;
-            return refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"));
+            return refuse(format!(
+                "the guest keeps its floor, which leaves at most {most_bytes} bytes"
+            ));
         };
         if !size_bytes.is_multiple_of(sizes.block_bytes) {
             return refuse(format!("it is not a multiple of {} bytes", sizes.block_bytes));
@@ -302,10 +321,17 @@ impl KvmMachine {
 
     /// The hotplug part of a zone of that size, boot part included, which is called `what` where it cannot be. `None` if it has no such
     /// part: then the bounds leave only the size that it has.
-    fn hotplugged_bytes(&self, nth: usize, what: &str, size_bytes: u64) -> Result<Option<u64>, VmError> {
+    fn hotplugged_bytes(
+        &self,
+        nth: usize,
+        what: &str,
+        size_bytes: u64,
+    ) -> Result<Option<u64>, VmError> {
         let spec = &self.memory.zones()[nth];
         let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
-        let Some(hotplugged) = size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes) else {
+        let Some(hotplugged) =
+            size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes)
+        else {
             return Err(VmError::BadRequest(format!(
                 "desired_ram {size_bytes}: {what} has {boot_bytes} bytes of boot memory and can have at most \
                  {most_bytes}"
@@ -321,7 +347,12 @@ impl KvmMachine {
     }
 
     /// Like [`Self::hotplugged_bytes`], but also refuses a size that the guest's driver cannot reach.
-    fn check_zone_resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<Option<u64>, VmError> {
+    fn check_zone_resize(
+        &self,
+        nth: usize,
+        what: &str,
+        size_bytes: u64,
+    ) -> Result<Option<u64>, VmError> {
         let hotplugged = self.hotplugged_bytes(nth, what, size_bytes)?;
         if let Some(bytes) = hotplugged {
             let id = self.memory.zones()[nth].id.clone();
@@ -332,7 +363,9 @@ impl KvmMachine {
 
     /// Sets the size of a zone, likewise.
     fn resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<(), VmError> {
-        let Some(hotplugged) = self.check_zone_resize(nth, what, size_bytes)? else { return Ok(()) };
+        let Some(hotplugged) = self.check_zone_resize(nth, what, size_bytes)? else {
+            return Ok(());
+        };
         let spec = &self.memory.zones()[nth];
         self.told.expect_of_zone(&spec.id);
         let id = spec.id.clone();
@@ -359,7 +392,8 @@ impl KvmMachine {
 
     fn zone_info(&self, spec: &ZoneSpec, state: ZoneState) -> ZoneInfo {
         let ZoneState { online_bytes, resize_status } = state;
-        let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
+        let sizes =
+            self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
         let dimms = self.dimms_of(spec);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
         let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
@@ -395,7 +429,11 @@ impl KvmFactory {
 }
 
 impl MachineFactory for KvmFactory {
-    fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
+    fn build(
+        &mut self,
+        config: &VmConfig,
+        events: EventSender,
+    ) -> Result<Box<dyn Machine>, VmError> {
         match builder::build(config, &mut self.resources, &events) {
             Ok(machine) => Ok(Box::new(machine)),
             Err(err) => Err(VmError::Failed(foreshore_types::chain(&err))),
@@ -404,8 +442,9 @@ impl MachineFactory for KvmFactory {
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
         match device {
-            DeviceConfig::Net(net) => taps::check(net)
-                .map_err(|err| VmError::BadRequest(format!("--net: {}", foreshore_types::chain(&err)))),
+            DeviceConfig::Net(net) => taps::check(net).map_err(|err| {
+                VmError::BadRequest(format!("--net: {}", foreshore_types::chain(&err)))
+            }),
             _ => Ok(()),
         }
     }
@@ -519,7 +558,11 @@ pub(super) mod tests {
             machine.pause()();
             let held = clock.now();
             pass(SPAN);
-            assert_eq!(clock.now(), held, "somebody would be late for the time in which nobody could move");
+            assert_eq!(
+                clock.now(),
+                held,
+                "somebody would be late for the time in which nobody could move"
+            );
             machine.resume();
             pass(SPAN);
             let gone_by = clock.now().since(held);

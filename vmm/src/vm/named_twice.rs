@@ -14,7 +14,9 @@ use std::sync::OnceLock;
 use thiserror::Error;
 
 use super::request::VmError;
-use crate::config::{ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, Launch, MetricsAddress, VmConfig};
+use crate::config::{
+    ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, Launch, MetricsAddress, VmConfig,
+};
 use crate::events::EventMonitor;
 use crate::file_id::{FileId, folder_of, link_target};
 use crate::host_console::names_beside;
@@ -72,7 +74,9 @@ impl Kind {
         match (self, other) {
             (Read, Read) | (Pool, Pool) | (Console, Console) => true,
             (Rotated, Rotated) | (Stream, Stream) | (Vsock, Vsock) => true,
-            (Boot, other) | (other, Boot) => !matches!(other, Console | Rotated | Output | Stream | Vsock),
+            (Boot, other) | (other, Boot) => {
+                !matches!(other, Console | Rotated | Output | Stream | Vsock)
+            }
             _ => false,
         }
     }
@@ -172,13 +176,18 @@ fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     };
     let outputs = || uses.iter().filter(|other| other.kind == Kind::Output);
     let named = outputs().filter_map(|other| of_port(other.path.file_name()?));
-    let linked = outputs().filter_map(|other| of_port(fs::canonicalize(&other.path).ok()?.file_name()?));
+    let linked =
+        outputs().filter_map(|other| of_port(fs::canonicalize(&other.path).ok()?.file_name()?));
     named.chain(linked).collect()
 }
 
 /// Adds a device to `config`, after a check that nothing else in `config` uses its file. Returns
 /// the device's id.
-pub fn add_device(config: &mut VmConfig, device: DeviceConfig, in_use: &[String]) -> Result<String, VmError> {
+pub fn add_device(
+    config: &mut VmConfig,
+    device: DeviceConfig,
+    in_use: &[String],
+) -> Result<String, VmError> {
     let id = config.add_device(device, in_use)?;
     check(config).map_err(|error| VmError::BadRequest(error.to_string()))?;
     Ok(id)
@@ -186,10 +195,13 @@ pub fn add_device(config: &mut VmConfig, device: DeviceConfig, in_use: &[String]
 
 fn uses_of_vmm(launch: &Launch) -> Vec<Use> {
     let mut uses = Vec::new();
-    let kind_of = |path: &Path| if standard_stream::is_at(path) { Kind::Stream } else { Kind::Output };
+    let kind_of =
+        |path: &Path| if standard_stream::is_at(path) { Kind::Stream } else { Kind::Output };
     uses.extend(launch.log.file.as_deref().map(|path| Use::new("--log-file", path, kind_of(path))));
     match &launch.event_monitor {
-        Some(EventMonitor::Path(path)) => uses.push(Use::new("--event-monitor path", path, kind_of(path))),
+        Some(EventMonitor::Path(path)) => {
+            uses.push(Use::new("--event-monitor path", path, kind_of(path)))
+        }
         Some(EventMonitor::Fd(fd)) => uses.push(Use {
             name: format!("--event-monitor fd={fd}"),
             path: format!("/proc/self/fd/{fd}").into(),
@@ -215,13 +227,23 @@ fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
         let kind = storage(!zone.host.shared);
         uses.extend(zone.file.as_deref().map(|path| Use::new("--memory-zone file", path, kind)));
     }
-    uses.extend(config.pm_memory.iter().map(|zone| Use::new("--pm-memory pool", &zone.pool, Kind::Pool)));
     uses.extend(
-        config.pm_volumes.iter().map(|volume| Use::new("--pm-volume pool", &volume.pool, Kind::Pool)),
+        config.pm_memory.iter().map(|zone| Use::new("--pm-memory pool", &zone.pool, Kind::Pool)),
     );
-    uses.extend(config.disks.iter().map(|disk| Use::new("--disk path", &disk.path, storage(disk.readonly))));
     uses.extend(
-        config.pmem.iter().map(|pmem| Use::new("--pmem file", &pmem.file, storage(pmem.discard_writes))),
+        config
+            .pm_volumes
+            .iter()
+            .map(|volume| Use::new("--pm-volume pool", &volume.pool, Kind::Pool)),
+    );
+    uses.extend(
+        config.disks.iter().map(|disk| Use::new("--disk path", &disk.path, storage(disk.readonly))),
+    );
+    uses.extend(
+        config
+            .pmem
+            .iter()
+            .map(|pmem| Use::new("--pmem file", &pmem.file, storage(pmem.discard_writes))),
     );
     let payload = &config.payload;
     let boot = [
@@ -234,7 +256,9 @@ fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
     uses.extend(boot.map(|(flag, path)| Use::new(flag, path, Kind::Boot)));
     uses.extend(uses_of_console("--serial", &config.serial));
     uses.extend(uses_of_console("--console", &config.console));
-    uses.extend(config.vsock.iter().map(|vsock| Use::new("--vsock socket", &vsock.socket, Kind::Vsock)));
+    uses.extend(
+        config.vsock.iter().map(|vsock| Use::new("--vsock socket", &vsock.socket, Kind::Vsock)),
+    );
     let record = config.pressure.iter().filter_map(|pressure| pressure.record.as_deref());
     uses.extend(record.map(|path| Use::new("--pressure record", path, Kind::Output)));
     uses
@@ -270,8 +294,8 @@ mod tests {
 
     use super::*;
     use crate::config::{
-        Command, DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig,
-        VsockConfig, parse_command_line, test_config,
+        Command, DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig,
+        PressureConfig, VsockConfig, parse_command_line, test_config,
     };
 
     /// Adds the use of a file to a configuration.
@@ -281,7 +305,9 @@ mod tests {
         config.disks.push(DiskConfig::parse(&format!("path={}", path.display())).unwrap());
     };
     const READONLY_DISK: Add = |config, path| {
-        config.disks.push(DiskConfig::parse(&format!("path={},readonly=on", path.display())).unwrap());
+        config
+            .disks
+            .push(DiskConfig::parse(&format!("path={},readonly=on", path.display())).unwrap());
     };
     const PMEM: Add = |config, path| {
         config.pmem.push(PmemConfig::parse(&format!("file={},size=2M", path.display())).unwrap());
@@ -295,10 +321,14 @@ mod tests {
         config.memory.zones.push(MemoryZoneConfig::parse(&text).unwrap());
     };
     const PM_MEMORY: Add = |config, path| {
-        config.pm_memory.push(PmMemoryConfig::parse(&format!("pool={},size=2M", path.display())).unwrap());
+        config
+            .pm_memory
+            .push(PmMemoryConfig::parse(&format!("pool={},size=2M", path.display())).unwrap());
     };
     const PM_VOLUME: Add = |config, path| {
-        config.pm_volumes.push(PmVolumeConfig::parse(&format!("pool={},name=a", path.display())).unwrap());
+        config
+            .pm_volumes
+            .push(PmVolumeConfig::parse(&format!("pool={},name=a", path.display())).unwrap());
     };
 
     fn checked(uses: &[(Add, &Path)]) -> Result<(), NamedTwice> {
@@ -346,13 +376,16 @@ mod tests {
         config.serial = ConsoleConfig::parse_serial(&format!("socket={}", path.display())).unwrap();
     };
     const CONSOLE_SOCKET: Add = |config, path| {
-        config.console = ConsoleConfig::parse_console(&format!("socket={}", path.display())).unwrap();
+        config.console =
+            ConsoleConfig::parse_console(&format!("socket={}", path.display())).unwrap();
     };
     const VSOCK: Add = |config, path| {
-        config.vsock = Some(VsockConfig::parse(&format!("cid=3,socket={}", path.display())).unwrap());
+        config.vsock =
+            Some(VsockConfig::parse(&format!("cid=3,socket={}", path.display())).unwrap());
     };
     const RECORD: Add = |config, path| {
-        config.pressure = Some(PressureConfig::parse(&format!("record={}", path.display())).unwrap());
+        config.pressure =
+            Some(PressureConfig::parse(&format!("record={}", path.display())).unwrap());
     };
     const KERNEL: Add = |config, path| config.payload.kernel = Some(path.to_owned());
     const INITRAMFS: Add = |config, path| config.payload.initramfs = Some(path.to_owned());
@@ -372,12 +405,15 @@ mod tests {
         symlink("missing", &dangling).unwrap();
         let dotted_missing = PathBuf::from(format!("{}/./missing", folder.path().display()));
         let pairs = [&soft, &hard, &dotted, &file].map(|other| (&file, other));
-        let pairs =
-            pairs.into_iter().chain([&dangling, &dotted_missing, &missing].map(|other| (&missing, other)));
+        let pairs = pairs
+            .into_iter()
+            .chain([&dangling, &dotted_missing, &missing].map(|other| (&missing, other)));
         let outputs = [SERIAL, CONSOLE_SOCKET, VSOCK, RECORD];
         for (one, other) in pairs {
             for output in outputs {
-                for second in [DISK, READONLY_DISK, PRIVATE_PMEM, ZONE, PM_VOLUME, KERNEL, INITRAMFS, RNG] {
+                for second in
+                    [DISK, READONLY_DISK, PRIVATE_PMEM, ZONE, PM_VOLUME, KERNEL, INITRAMFS, RNG]
+                {
                     let text = checked(&[(output, one), (second, other)]).unwrap_err().to_string();
                     assert!(text.contains("--serial and --console can share"), "{text}");
                 }
@@ -424,8 +460,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let other_folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let text =
-            checked(&[(VSOCK, &path("vm")), (SERIAL_SOCKET, &path("vm_5000"))]).unwrap_err().to_string();
+        let text = checked(&[(VSOCK, &path("vm")), (SERIAL_SOCKET, &path("vm_5000"))])
+            .unwrap_err()
+            .to_string();
         assert!(text.contains("--serial") && text.contains("vm (port 5000 of the host)"), "{text}");
         symlink(path("vm_1"), path("link")).unwrap();
         File::create(path("vm_1")).unwrap();
@@ -439,7 +476,9 @@ mod tests {
         check_uses(uses.chain(uses_of_vm(&config))).unwrap_err();
         let elsewhere = other_folder.path().join("vm_5000");
         fs::write(&elsewhere, "").unwrap();
-        for path in [path("vm_x"), path("vm_4294967296"), path("vm_05000"), path("vm5000"), elsewhere] {
+        for path in
+            [path("vm_x"), path("vm_4294967296"), path("vm_05000"), path("vm5000"), elsewhere]
+        {
             checked(&[(VSOCK, &folder.path().join("vm")), (SERIAL_SOCKET, &path)]).unwrap();
         }
         checked(&[(VSOCK, &path("vm")), (DISK, &path("vm_5000"))]).unwrap();
@@ -458,13 +497,15 @@ mod tests {
         let (folder, file, others) = one_file();
         let path = |path: &Path| path.display().to_string();
         let missing = folder.path().join("missing");
-        for (one, other) in others.iter().map(|other| (&file, other)).chain([(&missing, &missing)]) {
+        for (one, other) in others.iter().map(|other| (&file, other)).chain([(&missing, &missing)])
+        {
             let [log, events] =
                 [["--log-file", &path(one)], ["--event-monitor", &format!("path={}", path(other))]];
             let [api, metrics] =
                 [["--api-socket", &path(other)], ["--metrics", &format!("unix:{}", path(one))]];
             for flags in [[log, events], [log, api], [metrics, events], [metrics, api]] {
-                let error = check_uses(uses_of_vmm(&launch(flags.as_flattened())).into_iter()).unwrap_err();
+                let error =
+                    check_uses(uses_of_vmm(&launch(flags.as_flattened())).into_iter()).unwrap_err();
                 let text = error.to_string();
                 assert!(flags.iter().all(|[flag, _]| text.contains(flag)), "{text}");
             }

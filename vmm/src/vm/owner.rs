@@ -21,9 +21,9 @@ use tracing::{error, info};
 
 pub use self::restart::RestartMetrics;
 use super::request::{
-    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Requests, ResizeDiskRequest, ResizeRequest,
-    ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, check_vcpus, device_tree,
-    hotplugged,
+    BalloonInfo, Counters, PciDeviceInfo, PoolInfo, Reply, Requests, ResizeDiskRequest,
+    ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo,
+    check_vcpus, device_tree, hotplugged,
 };
 use super::state::{self, RestartGuard, Verb};
 use super::{named_twice, taps};
@@ -94,7 +94,11 @@ pub trait Machine {
 /// Builds machines: once at boot, again at each reboot.
 pub trait MachineFactory {
     /// Builds a machine, its vCPUs stopped.
-    fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError>;
+    fn build(
+        &mut self,
+        config: &VmConfig,
+        events: EventSender,
+    ) -> Result<Box<dyn Machine>, VmError>;
     /// Refuses a device whose files cannot be what they are said to be; more is seen when it is made.
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
     /// Closes what was kept for the next machine and this configuration has not any more; there is no machine.
@@ -123,7 +127,10 @@ pub enum MachineEvent {
 impl MachineEvent {
     /// Whether it is an end of the guest that leads to a restart, or to no machine, and not to the VMM's failure.
     const fn ends_the_guest(&self) -> bool {
-        matches!(self, Self::GuestShutdown | Self::GuestReset | Self::Vcpu(VcpuEvent::TripleFault { .. }))
+        matches!(
+            self,
+            Self::GuestShutdown | Self::GuestReset | Self::Vcpu(VcpuEvent::TripleFault { .. })
+        )
     }
 }
 
@@ -285,7 +292,15 @@ impl Vm {
         let balloon = self.machine.as_ref().and_then(|machine| machine.balloon());
         let device_tree = self.machine.as_ref().map(|machine| device_tree(machine.devices()));
         let state = self.state;
-        VmInfo { config, state, memory_actual_size, pause_reason, balloon, guest_kernel, device_tree }
+        VmInfo {
+            config,
+            state,
+            memory_actual_size,
+            pause_reason,
+            balloon,
+            guest_kernel,
+            device_tree,
+        }
     }
 
     /// The configuration follows: the machine that a reboot builds goes on with what was set.
@@ -479,7 +494,11 @@ impl<F: MachineFactory> Owner<F> {
     }
 
     /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.
-    pub async fn run(mut self, config: Option<VmConfig>, mut requests: Requests) -> Result<(), RunError> {
+    pub async fn run(
+        mut self,
+        config: Option<VmConfig>,
+        mut requests: Requests,
+    ) -> Result<(), RunError> {
         self.busy = requests.busy();
         if let Some(config) = config {
             self.create(config).and_then(|()| self.busily(Self::boot)).map_err(RunError::Boot)?;
@@ -586,7 +605,10 @@ impl<F: MachineFactory> Owner<F> {
         self.told.tell(Event::VmShutdown);
     }
 
-    fn resize(&mut self, resize: impl FnOnce(&mut Vm) -> Result<(), VmError>) -> Result<(), VmError> {
+    fn resize(
+        &mut self,
+        resize: impl FnOnce(&mut Vm) -> Result<(), VmError>,
+    ) -> Result<(), VmError> {
         let told = self.told.clone();
         let vm = self.vm()?;
         if vm.machine.is_none() {
@@ -686,9 +708,8 @@ impl<F: MachineFactory> Owner<F> {
                     }
                 }
             }
-            event @ (MachineEvent::GuestReset | MachineEvent::Vcpu(VcpuEvent::TripleFault { .. })) => {
-                self.restart_by_guest(event)
-            }
+            event @ (MachineEvent::GuestReset
+            | MachineEvent::Vcpu(VcpuEvent::TripleFault { .. })) => self.restart_by_guest(event),
             MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
             MachineEvent::Ejected { slot } => {
                 vm.machine.iter_mut().for_each(|machine| machine.ejected(slot));
@@ -743,12 +764,16 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Pressure(decisions, reply) => {
                 self.of_vm(reply, |vm| Ok(vm.running()?.pressure(decisions)));
             }
-            VmRequest::ChangePressure(change, reply) => self.of_vm(reply, |vm| vm.change_pressure(&change)),
+            VmRequest::ChangePressure(change, reply) => {
+                self.of_vm(reply, |vm| vm.change_pressure(&change))
+            }
             VmRequest::Boot(reply) => answer(reply, self.busily(Self::boot)),
             VmRequest::Pause(reply) => self.pause(reply),
             VmRequest::Resume(reply) => answer(reply, self.resume()),
             VmRequest::Shutdown(reply) => answer(reply, self.busily(Self::shut_down)),
-            VmRequest::Reboot(reply) => answer(reply, self.busily(|owner| owner.reboot(Events::tell))),
+            VmRequest::Reboot(reply) => {
+                answer(reply, self.busily(|owner| owner.reboot(Events::tell)))
+            }
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
             VmRequest::ShutdownVmm(reply) => {

@@ -18,7 +18,11 @@ use crate::volume::file::PmemFile;
 
 /// A virtio-pmem device for each file, in their order: the guest numbers them so, behind the volumes. Resources keep the
 /// files as long as the VM has them.
-pub(super) fn attach(files: &PmemFiles, memory: &mut Memory, fabric: &mut Fabric) -> Result<(), BuildError> {
+pub(super) fn attach(
+    files: &PmemFiles,
+    memory: &mut Memory,
+    fabric: &mut Fabric,
+) -> Result<(), BuildError> {
     files
         .list()
         .iter()
@@ -38,7 +42,8 @@ pub(super) fn attach_file(
     let range = memory
         .add_file_range(file.file(), &[extent], file.access())
         .map_err(BuildError::device(flag(config)))?;
-    let watched = fabric.lost.watch_file(flag(config), &range.reservation, file.file(), file.len_bytes());
+    let watched =
+        fabric.lost.watch_file(flag(config), &range.reservation, file.file(), file.len_bytes());
     let watched = match watched.map_err(BuildError::device(flag(config))) {
         Ok(watched) => watched,
         Err(err) => {

@@ -94,7 +94,10 @@ mod tests {
             (0, lent.free_bytes + 16 * MIB)
         );
         for info in [before, lent, back] {
-            assert_eq!((states(&info), info.total_bytes, info.strg_bytes), (64 * MIB, 64 * MIB, 16 * MIB));
+            assert_eq!(
+                (states(&info), info.total_bytes, info.strg_bytes),
+                (64 * MIB, 64 * MIB, 16 * MIB)
+            );
         }
     }
 

@@ -81,11 +81,21 @@ pub fn device_tree(devices: Vec<PciDeviceInfo>) -> DeviceTree {
     let nodes = devices.into_iter().flat_map(|PciDeviceInfo { id, bdf }| {
         let function = format!("_virtio-pci-{id}");
         let (resources, children) = (Vec::new(), Vec::new());
-        let device =
-            DeviceNode { id: id.clone(), resources, parent: Some(function.clone()), children, pci_bdf: None };
+        let device = DeviceNode {
+            id: id.clone(),
+            resources,
+            parent: Some(function.clone()),
+            children,
+            pci_bdf: None,
+        };
         let (resources, children) = (Vec::new(), vec![id.clone()]);
-        let above =
-            DeviceNode { id: function.clone(), resources, parent: None, children, pci_bdf: Some(bdf) };
+        let above = DeviceNode {
+            id: function.clone(),
+            resources,
+            parent: None,
+            children,
+            pci_bdf: Some(bdf),
+        };
         [(id, device), (function, above)]
     });
     nodes.collect()
@@ -133,7 +143,8 @@ impl fmt::Display for ResizeRequest {
             ("desired_ram", desired_ram),
             ("desired_balloon", desired_balloon),
         ];
-        let wishes = wishes.into_iter().filter_map(|(name, wish)| Some(format!("{name} {}", wish?)));
+        let wishes =
+            wishes.into_iter().filter_map(|(name, wish)| Some(format!("{name} {}", wish?)));
         f.write_str(&wishes.collect::<Vec<_>>().join(", "))
     }
 }
@@ -146,7 +157,12 @@ pub(super) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
 /// Gives a zone of a VM that does not run as much DRAM as was asked for, boot part included. It is the boot part that changes, as in
 /// Cloud Hypervisor; but where a part of it is hotplugged, because that was asked for while the VM ran, that part does, as far as it
 /// goes: else the next boot would have both.
-fn set_size(boot_bytes: &mut u64, hotplug: Option<u64>, hotplugged_size: &mut Option<u64>, size_bytes: u64) {
+fn set_size(
+    boot_bytes: &mut u64,
+    hotplug: Option<u64>,
+    hotplugged_size: &mut Option<u64>,
+    size_bytes: u64,
+) {
     let most = boot_bytes.saturating_add(hotplug.unwrap_or(0));
     let has_part = hotplugged_size.is_some_and(|bytes| bytes > 0);
     if has_part && (*boot_bytes..=most).contains(&size_bytes) {
@@ -166,7 +182,12 @@ impl ResizeRequest {
         }
         if let Some(size_bytes) = self.desired_ram {
             let memory = &mut config.memory;
-            set_size(&mut memory.size, memory.hotplug_size, &mut memory.hotplugged_size, size_bytes);
+            set_size(
+                &mut memory.size,
+                memory.hotplug_size,
+                &mut memory.hotplugged_size,
+                size_bytes,
+            );
         }
         match (self.desired_balloon, &mut config.balloon) {
             (None, _) | (Some(0), None) => {}
@@ -200,7 +221,12 @@ impl ResizeZoneRequest {
         let zones = &mut config.memory.zones;
         match zones.iter_mut().find(|zone| zone.id == self.id) {
             Some(zone) => {
-                set_size(&mut zone.size, zone.hotplug_size, &mut zone.hotplugged_size, self.desired_ram);
+                set_size(
+                    &mut zone.size,
+                    zone.hotplug_size,
+                    &mut zone.hotplugged_size,
+                    self.desired_ram,
+                );
             }
             None => {
                 let known = zones.iter().map(|zone| &*zone.id).collect::<Vec<_>>().join(", ");
@@ -376,7 +402,9 @@ pub enum VmError {
     /// There is one, and a VMM has one at most.
     #[error("The VM is already created; vm.delete ends it")]
     AlreadyCreated,
-    #[error("The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost")]
+    #[error(
+        "The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost"
+    )]
     CannotResume {
         /// Why it was paused.
         reason: String,

@@ -143,10 +143,11 @@ mod tests {
         let (gate, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
         // Waits until the gate is dropped, and not at all after that.
-        let resident = Resident::new(move || match wait.lock().recv_timeout(Duration::from_secs(30)) {
-            Err(mpsc::RecvTimeoutError::Disconnected) => Ok(vec![4096]),
-            _ => Err(io::Error::other("the gate stays closed")),
-        });
+        let resident =
+            Resident::new(move || match wait.lock().recv_timeout(Duration::from_secs(30)) {
+                Err(mpsc::RecvTimeoutError::Disconnected) => Ok(vec![4096]),
+                _ => Err(io::Error::other("the gate stays closed")),
+            });
         let mut gate = Some(gate);
         let threads = Arc::new(AtomicUsize::new(0));
         let started = Arc::clone(&threads);

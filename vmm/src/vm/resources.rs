@@ -45,7 +45,17 @@ impl Resources {
     /// Nothing is open yet.
     pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
         let (pools, paths_of_pools, pmem, taps, lines, plug_budgets) = Default::default();
-        Self { pools, paths_of_pools, pmem, taps, lines, plug_budgets, metrics, events, machines: 0 }
+        Self {
+            pools,
+            paths_of_pools,
+            pmem,
+            taps,
+            lines,
+            plug_budgets,
+            metrics,
+            events,
+            machines: 0,
+        }
     }
 
     /// The same for another VM: nothing is open.
@@ -90,7 +100,9 @@ impl Resources {
                 continue;
             }
             let is_one = |known: &&PathBuf| match self.pools.get(*known) {
-                Some(pool) => FileId::of(path).is_some_and(|id| FileId::of_open(pool.file()) == Some(id)),
+                Some(pool) => {
+                    FileId::of(path).is_some_and(|id| FileId::of_open(pool.file()) == Some(id))
+                }
                 None => is_same(known, path),
             };
             let known = self.paths_of_pools.values().find(is_one).unwrap_or(path).clone();
@@ -136,20 +148,26 @@ impl Resources {
     fn plan_volumes(&self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
         let mut steps: Vec<_> = config.pm_volumes.iter().map(|_| Step::Open).collect();
         let paths = config.pm_memory.iter().map(|zone| &zone.pool);
-        let paths: BTreeSet<_> = paths.chain(config.pm_volumes.iter().map(|volume| &volume.pool)).collect();
+        let paths: BTreeSet<_> =
+            paths.chain(config.pm_volumes.iter().map(|volume| &volume.pool)).collect();
         for path in paths {
             let pool = self.pool(path);
             let zones = config.pm_memory.iter().filter(|zone| zone.pool == *path);
             let memory_bytes = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.size));
-            let (places, volumes): (Vec<_>, Vec<_>) =
-                config.pm_volumes.iter().enumerate().filter(|(_, volume)| volume.pool == *path).unzip();
-            let planned = plan(&volumes, &pool.volumes(), &pool.info(), memory_bytes).map_err(|error| {
-                let flag = match error.volume() {
-                    Some(name) => format!("--pm-volume pool={},name={name}", path.display()),
-                    None => format!("--pm-memory pool={}", path.display()),
-                };
-                BuildError::device(flag)(error)
-            })?;
+            let (places, volumes): (Vec<_>, Vec<_>) = config
+                .pm_volumes
+                .iter()
+                .enumerate()
+                .filter(|(_, volume)| volume.pool == *path)
+                .unzip();
+            let planned =
+                plan(&volumes, &pool.volumes(), &pool.info(), memory_bytes).map_err(|error| {
+                    let flag = match error.volume() {
+                        Some(name) => format!("--pm-volume pool={},name={name}", path.display()),
+                        None => format!("--pm-memory pool={}", path.display()),
+                    };
+                    BuildError::device(flag)(error)
+                })?;
             for (place, step) in places.into_iter().zip(planned) {
                 steps[place] = step;
             }
@@ -264,7 +282,8 @@ fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
 
 /// Whether a part of a pool is gone: opening it says so, and what to do.
 fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
-    file.try_clone_to_owned().is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
+    file.try_clone_to_owned()
+        .is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
 }
 
 /// What erasing in a pool may take: `--pm-memory` says it, of its own pool.
@@ -292,7 +311,8 @@ mod tests {
     }
 
     fn pm_zone(pool: &Path, size: u64) -> PmMemoryConfig {
-        PmMemoryConfig::parse(&format!("pool={},size={size},scrub_bandwidth=0", pool.display())).unwrap()
+        PmMemoryConfig::parse(&format!("pool={},size={size},scrub_bandwidth=0", pool.display()))
+            .unwrap()
     }
 
     #[test]
@@ -302,7 +322,8 @@ mod tests {
         let file = std::fs::File::create(&path).unwrap();
         file.set_len(4 * MIB).unwrap();
         let mut config = test_config();
-        let unnamed = PmemConfig::parse(&format!("file={},size=2M", folder.path().display())).unwrap();
+        let unnamed =
+            PmemConfig::parse(&format!("file={},size=2M", folder.path().display())).unwrap();
         let named = PmemConfig::parse(&format!("file={}", path.display())).unwrap();
         config.pmem = vec![unnamed.clone(), named, unnamed];
         let resources = resources();
@@ -321,11 +342,16 @@ mod tests {
         assert_eq!((then[0], then[2]), (first[0], first[2]));
         // What cannot be opened costs nobody else's file.
         let mut with_one_more = config.clone();
-        with_one_more.pmem.push(PmemConfig::parse(&format!("file={}.none", path.display())).unwrap());
+        with_one_more
+            .pmem
+            .push(PmemConfig::parse(&format!("file={}.none", path.display())).unwrap());
         resources.pmem().open(&with_one_more).unwrap_err();
         assert_eq!(files(&resources), then);
         // On tmpfs a flush is nothing that could fail.
-        assert_eq!(failed, resources.pmem().list()[1].1.durability() == Some(Durability::PageCache));
+        assert_eq!(
+            failed,
+            resources.pmem().list()[1].1.durability() == Some(Durability::PageCache)
+        );
         resources.pmem().list()[1].1.persist().unwrap();
     }
 
@@ -369,7 +395,10 @@ mod tests {
         let most = LocalPool::open(&pool, None).unwrap().info().free_migrate_bytes;
         open(most).unwrap();
         open_all(&[most - 2 * MIB, 2 * MIB]).unwrap();
-        assert!(open_all(&[most, 2 * MIB]).is_err(), "zones are of one pool, and fit into it together");
+        assert!(
+            open_all(&[most, 2 * MIB]).is_err(),
+            "zones are of one pool, and fit into it together"
+        );
         let message = foreshore_types::chain(&open(most + 2 * MIB).unwrap_err());
         for part in ["--pm-memory", &pool.display().to_string(), "64 MiB", "16 MiB"] {
             assert!(message.contains(part), "nothing of {part} in: {message}");

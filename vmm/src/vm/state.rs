@@ -93,7 +93,8 @@ impl RestartGuard {
             return Restart::GiveUp;
         }
         let doublings = self.early_restarts.checked_sub(2);
-        let delay_s = doublings.map_or(0, |doublings| 1_u64.checked_shl(doublings).unwrap_or(u64::MAX));
+        let delay_s =
+            doublings.map_or(0, |doublings| 1_u64.checked_shl(doublings).unwrap_or(u64::MAX));
         Restart::After(Duration::from_secs(delay_s).min(Self::MAX_DELAY))
     }
 }
@@ -172,7 +173,9 @@ mod tests {
         for nth in 0..1000 {
             // A reset between faults keeps the VM alive, and does not shorten the delay.
             let decision = guard.decide(nth % 3 != 0, SOON);
-            assert!(matches!(decision, Restart::After(delay) if nth < 6 || delay == RestartGuard::MAX_DELAY));
+            assert!(
+                matches!(decision, Restart::After(delay) if nth < 6 || delay == RestartGuard::MAX_DELAY)
+            );
         }
     }
 }

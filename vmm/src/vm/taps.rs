@@ -134,7 +134,9 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let mut config = test_config();
         config.net = vec![NetConfig::parse(&format!("id=n,fd={}", file.as_raw_fd())).unwrap()];
-        assert!(matches!(keep_named(&mut config), Err(TapError::NoTap { fd, .. }) if fd == file.as_raw_fd()));
+        assert!(
+            matches!(keep_named(&mut config), Err(TapError::NoTap { fd, .. }) if fd == file.as_raw_fd())
+        );
         assert!(!config.net[0].fds[0].is_kept());
         let taps = Taps::default();
         let message = foreshore_types::chain(&taps.open(&config).unwrap_err());

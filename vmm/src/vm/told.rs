@@ -111,7 +111,8 @@ mod tests {
         };
         let event_loop = EventLoop::spawn("test").unwrap();
         let teller = Teller::new(events);
-        let mut device = teller.wrap("rng", Box::new(Rng::new(EntropySource::Kernel, event_loop.handle())));
+        let mut device =
+            teller.wrap("rng", Box::new(Rng::new(EntropySource::Kernel, event_loop.handle())));
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);
         activation.queues[0] = None;

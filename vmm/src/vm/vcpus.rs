@@ -93,7 +93,10 @@ pub(super) struct Vcpus<P: Processor = Vcpu> {
 
 impl<P: Processor> Vcpus<P> {
     /// Those that the guest boots with, paused.
-    pub(super) fn new(maker: Box<dyn Maker<P>>, registers: Arc<CpuRegisters>) -> Result<Self, CpuError> {
+    pub(super) fn new(
+        maker: Box<dyn Maker<P>>,
+        registers: Arc<CpuRegisters>,
+    ) -> Result<Self, CpuError> {
         let metrics = Arc::new(VcpuMetrics::default());
         let (made, unfinished) = (BTreeMap::new(), BTreeMap::new());
         let mut vcpus = Self { made, unfinished, maker, registers, metrics, run: false };
@@ -179,7 +182,9 @@ impl<P: Processor> Vcpus<P> {
         let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);
         used().for_each(|(_, made)| made.processor.begin_afresh());
         let deadline = Instant::now() + EXIT_LIMIT;
-        if let Some((&index, _)) = used().find(|(_, made)| !made.processor.wait_until_fresh(deadline)) {
+        if let Some((&index, _)) =
+            used().find(|(_, made)| !made.processor.wait_until_fresh(deadline))
+        {
             return Err(CpuError::Busy { index });
         }
         come.clone().for_each(|index| self.unpark(index));
@@ -287,7 +292,8 @@ mod tests {
     impl Vcpus {
         /// Of a machine that has none.
         pub(in crate::vm) fn none() -> Self {
-            Self::new(Box::new(NoVcpus), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ()))).unwrap()
+            Self::new(Box::new(NoVcpus), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ())))
+                .unwrap()
         }
     }
 
@@ -405,7 +411,8 @@ mod tests {
 
         fn counts(&self) -> [u64; 3] {
             let metrics = &self.vcpus.metrics;
-            [&metrics.present, &metrics.leaving, &metrics.parked].map(|gauge| gauge.load(Ordering::Relaxed))
+            [&metrics.present, &metrics.leaving, &metrics.parked]
+                .map(|gauge| gauge.load(Ordering::Relaxed))
         }
     }
 
@@ -436,7 +443,10 @@ mod tests {
         for _ in 0..2 {
             assert!(matches!(rig.vcpus.give(2..4), Err(CpuError::Busy { index: 3 })));
             // Neither does the other one come.
-            assert_eq!(rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())), (2, None));
+            assert_eq!(
+                rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())),
+                (2, None)
+            );
             assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
             assert_eq!(rig.counts(), [2, 0, 2]);
         }
@@ -478,8 +488,13 @@ mod tests {
         // However often it is tried.
         for _ in 0..3 {
             let error = rig.vcpus.give(1..4).unwrap_err();
-            assert!(matches!(error, CpuError::Kvm { source, .. } if source.errno() == libc::ENOMEM));
-            assert_eq!(rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())), (1, None));
+            assert!(
+                matches!(error, CpuError::Kvm { source, .. } if source.errno() == libc::ENOMEM)
+            );
+            assert_eq!(
+                rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())),
+                (1, None)
+            );
         }
         rig.told();
         *rig.broken.lock() = None;

@@ -29,7 +29,9 @@ use crate::pool::{PmPool, PoolError, PoolVolume, VolumeDisk};
 use crate::virtio::block::{Block, DiskShape};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::{GuestBtt, VolumeKey};
-use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
+use crate::volume::interface::{
+    Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
+};
 use crate::volume::metrics::{VolumeCounters, VolumeMetrics};
 use crate::volume::plan::Step;
 
@@ -69,7 +71,8 @@ pub(super) fn attach(
 ) -> Result<Attached, BuildError> {
     let chosen = choose_all(config, payload, resources)?;
     let opened = open(config, steps, resources, created)?;
-    let mut attached = Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
+    let mut attached =
+        Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
     let mut healths = Vec::new();
     for ((volume, opened), chosen) in config.pm_volumes.iter().zip(opened).zip(chosen) {
         let pool = resources.pool(&volume.pool);
@@ -315,7 +318,8 @@ fn attach_virtio_blk(
     memory: &Memory,
 ) -> Result<Shown, BuildError> {
     let extents = volume.extents().len();
-    let VolumeDisk { device, btt_loss } = volume.into_disk().map_err(BuildError::device(flag(config)))?;
+    let VolumeDisk { device, btt_loss } =
+        volume.into_disk().map_err(BuildError::device(flag(config)))?;
     let served = Arc::downgrade(&device);
     if let Some(loss) = &btt_loss {
         events.tell_of_guest(loss_event(loss, &config.pool.display().to_string(), &config.name));
@@ -399,7 +403,9 @@ mod tests {
         let mut config = test_config();
         config.pm_volumes = volumes
             .iter()
-            .map(|options| PmVolumeConfig::parse(&format!("pool={},{options}", pool.display())).unwrap())
+            .map(|options| {
+                PmVolumeConfig::parse(&format!("pool={},{options}", pool.display())).unwrap()
+            })
             .collect();
         config
     }
@@ -424,14 +430,19 @@ mod tests {
     #[test]
     fn failed_start_leaves_no_volume() {
         let (_folder, path) = pool_with(&["old"]);
-        let config =
-            config(&path, &["name=rest,size=remaining,create=on", "name=new,size=20M,create=on", "name=old"]);
+        let config = config(
+            &path,
+            &["name=rest,size=remaining,create=on", "name=new,size=20M,create=on", "name=old"],
+        );
         let before = names_and_sizes(&path);
         assert_eq!(start(&config, false).unwrap(), [84, 20, 20]);
         assert_eq!(names_and_sizes(&path), before);
         assert_eq!(start(&config, true).unwrap(), [84, 20, 20]);
         let after = names_and_sizes(&path);
-        assert_eq!(after, [("new".to_owned(), 20), ("old".to_owned(), 20), ("rest".to_owned(), 84)]);
+        assert_eq!(
+            after,
+            [("new".to_owned(), 20), ("old".to_owned(), 20), ("rest".to_owned(), 84)]
+        );
         // The second start creates none, so it deletes none.
         assert_eq!(start(&config, false).unwrap(), [84, 20, 20]);
         assert_eq!(names_and_sizes(&path), after);
@@ -473,11 +484,19 @@ mod tests {
         let config = config(pool, &["name=data,interface=virtio-blk"]);
         let mut resources = resources();
         let steps = resources.open_pools(&config).unwrap();
-        let mut volumes = open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
+        let mut volumes =
+            open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
         let mut machine = machine();
         let (fabric, memory) = (&mut machine.fabric, &machine.memory);
-        attach_virtio_blk(&config.pm_volumes[0], volumes.remove(0), 1, &machine.told, fabric, memory)
-            .unwrap();
+        attach_virtio_blk(
+            &config.pm_volumes[0],
+            volumes.remove(0),
+            1,
+            &machine.told,
+            fabric,
+            memory,
+        )
+        .unwrap();
         let sent = machine.told.counters().told();
         let names = sent.into_iter().filter(|(_, count)| *count > 0).map(|((_, name), _)| name);
         names.filter(|name| name.starts_with("volume-")).collect()

@@ -22,22 +22,30 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
     let sizes: [(&str, &str, SizeOf); 8] = [
         ("memory_boot", "Memory of the zone at boot.", |zone| Some(zone.boot_bytes)),
         ("memory_hotplug", "Upper limit of the plugged size.", |zone| Some(zone.hotplug_bytes)),
-        ("memory_requested", "Plugged size requested from the guest.", |zone| Some(zone.requested_bytes)),
+        ("memory_requested", "Plugged size requested from the guest.", |zone| {
+            Some(zone.requested_bytes)
+        }),
         (
             "memory_held",
             "Part of the requested size that waits until the guest has DRAM for its page descriptors.",
             |zone| Some(zone.held_bytes),
         ),
         ("memory_plugged", "Memory that the guest has plugged.", |zone| Some(zone.plugged_bytes)),
-        ("memory_descriptor", "Least guest DRAM that page descriptors of the plugged memory take.", |zone| {
-            Some(zone.descriptor_bytes)
-        }),
-        ("memory_online", "Online memory in the zone's address range, as reported by the agent.", |zone| {
-            zone.online_bytes
-        }),
-        ("memory_resident", "Host memory that backs the zone; for pm, memory of the pool.", |zone| {
-            Some(zone.resident_bytes)
-        }),
+        (
+            "memory_descriptor",
+            "Least guest DRAM that page descriptors of the plugged memory take.",
+            |zone| Some(zone.descriptor_bytes),
+        ),
+        (
+            "memory_online",
+            "Online memory in the zone's address range, as reported by the agent.",
+            |zone| zone.online_bytes,
+        ),
+        (
+            "memory_resident",
+            "Host memory that backs the zone; for pm, memory of the pool.",
+            |zone| Some(zone.resident_bytes),
+        ),
     ];
     for (name, help, size) in sizes {
         out.bytes(name, help, zones.iter().filter_map(|zone| Some((labels_of(zone), size(zone)?))));
@@ -45,8 +53,11 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
 }
 
 fn expose_statuses(out: &mut Exposition, zones: &[ZoneInfo]) {
-    let family =
-        Family("memory_resize_status", "1 for the status of the last resize, 0 for all others.", None);
+    let family = Family(
+        "memory_resize_status",
+        "1 for the status of the last resize, 0 for all others.",
+        None,
+    );
     let statuses = zones.iter().flat_map(|zone| {
         let current = match zone.status {
             ResizeStatus::Reached => "reached",
@@ -66,9 +77,11 @@ fn expose_drivers(out: &mut Exposition, zones: &[ZoneInfo]) {
         "1 for the state of the guest's virtio-mem driver, 0 for all others.",
         None,
     );
-    let states = zones.iter().filter_map(|zone| Some((zone, zone.driver?))).flat_map(|(zone, current)| {
-        DriverState::ALL.map(|state| (and(&labels_of(zone), "state", state.label()), state == current))
-    });
+    let states =
+        zones.iter().filter_map(|zone| Some((zone, zone.driver?))).flat_map(|(zone, current)| {
+            DriverState::ALL
+                .map(|state| (and(&labels_of(zone), "state", state.label()), state == current))
+        });
     out.flags(family, states);
 }
 

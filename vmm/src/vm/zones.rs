@@ -23,8 +23,13 @@ pub fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
         Tier::Dram if config.memory.zones.is_empty() => "--memory".to_owned(),
         Tier::Dram => format!("--memory-zone id={}", zone.id),
         Tier::Pm => {
-            let pool = config.pm_memory.first().map(|pm| pm.pool.display().to_string()).unwrap_or_default();
-            let id = if config.pm_memory.len() > 1 { format!(",id={}", zone.id) } else { String::new() };
+            let pool = config
+                .pm_memory
+                .first()
+                .map(|pm| pm.pool.display().to_string())
+                .unwrap_or_default();
+            let id =
+                if config.pm_memory.len() > 1 { format!(",id={}", zone.id) } else { String::new() };
             format!("--pm-memory pool={pool}{id}")
         }
     }
@@ -32,18 +37,28 @@ pub fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
 
 /// The NUMA nodes for the tables. Hotplug parts are named from the start: Linux makes no node later.
 pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
-    let range =
-        |range: &GuestRange, hotpluggable| NodeMemory { start: range.start, len: range.len, hotpluggable };
+    let range = |range: &GuestRange, hotpluggable| NodeMemory {
+        start: range.start,
+        len: range.len,
+        hotpluggable,
+    };
     let node = |(id, node): (u32, &crate::config::Node)| {
-        let zones = topology.zones().iter().zip(map.zones()).filter(|(zone, _)| zone.guest_node == id);
+        let zones =
+            topology.zones().iter().zip(map.zones()).filter(|(zone, _)| zone.guest_node == id);
         let memory = zones.flat_map(|(_, placement)| {
             let boot = placement.boot.iter().map(|at| range(at, false));
             boot.chain(placement.hotplug.iter().map(|at| range(at, true)))
         });
         NumaNode {
-            vcpus: node.cpus.iter().map(|cpu| topology.places()[usize::from(*cpu)].apic_id).collect(),
+            vcpus: node
+                .cpus
+                .iter()
+                .map(|cpu| topology.places()[usize::from(*cpu)].apic_id)
+                .collect(),
             memory: memory.collect(),
-            distances: (0..topology.nodes().len() as u32).map(|to| topology.distance(id, to)).collect(),
+            distances: (0..topology.nodes().len() as u32)
+                .map(|to| topology.distance(id, to))
+                .collect(),
             near: node.near,
             performance: (0..)
                 .zip(topology.nodes())
@@ -59,7 +74,8 @@ pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Ve
 /// to; from elsewhere, latency grows and bandwidth shrinks with the distance.
 fn performance(config: &VmConfig, topology: &Topology, from: u32, to: u32) -> Performance {
     let pm_zones = topology.zones().iter().filter(|zone| zone.tier == Tier::Pm);
-    let pm = pm_zones.zip(&config.pm_memory).find(|(zone, _)| zone.guest_node == to).map(|(_, pm)| pm);
+    let pm =
+        pm_zones.zip(&config.pm_memory).find(|(zone, _)| zone.guest_node == to).map(|(_, pm)| pm);
     let local = pm.map_or(DRAM_PERFORMANCE, pm_performance);
     let distance = |from| u32::from(topology.distance(from, to));
     let near = match pm {
@@ -112,9 +128,10 @@ mod tests {
         config.memory.zones = ["id=a,size=2G,hotplug_size=1G", "id=b,size=2G"]
             .map(|text| MemoryZoneConfig::parse(text).unwrap())
             .to_vec();
-        config.numa = ["guest_numa_id=0,cpus=0,memory_zones=a", "guest_numa_id=1,cpus=1,memory_zones=b"]
-            .map(|text| NumaConfig::parse(text).unwrap())
-            .to_vec();
+        config.numa =
+            ["guest_numa_id=0,cpus=0,memory_zones=a", "guest_numa_id=1,cpus=1,memory_zones=b"]
+                .map(|text| NumaConfig::parse(text).unwrap())
+                .to_vec();
         config.pm_memory = ["near=0", "near=1,read_latency=400,write_latency=200,bandwidth=2000M"]
             .map(|text| PmMemoryConfig::parse(&format!("pool=/pm/pool,size=4G,{text}")).unwrap())
             .to_vec();
@@ -152,7 +169,8 @@ mod tests {
         assert!(nodes[1].memory.iter().all(|memory| memory.hotpluggable && memory.len == 4 * GIB));
         assert_eq!(nodes[0].memory.iter().filter(|memory| memory.hotpluggable).count(), 1);
         assert_eq!((nodes[0].performance.as_slice(), nodes[1].near), (&[DRAM_PERFORMANCE][..], 0));
-        let pm = Performance { read_latency_ns: 305, write_latency_ns: 90, bandwidth_mb_per_s: 6600 };
+        let pm =
+            Performance { read_latency_ns: 305, write_latency_ns: 90, bandwidth_mb_per_s: 6600 };
         assert_eq!(nodes[1].performance, [pm]);
     }
 

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use foreshore_config::{ConfigError, FlagValue, JsonError, JsonValue, Walk, Words, section, size, words};
+use foreshore_config::{
+    ConfigError, FlagValue, JsonError, JsonValue, Walk, Words, section, size, words,
+};
 use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -153,7 +155,9 @@ impl PmVolumeConfig {
             (true, VolumeSize::Existing, _) => {
                 conflict(format!("create=on of volume {} needs a size=", self.name))
             }
-            (true, _, true) => conflict(format!("volume {} cannot be created readonly=on", self.name)),
+            (true, _, true) => {
+                conflict(format!("volume {} cannot be created readonly=on", self.name))
+            }
             _ => Ok(()),
         }
     }
@@ -182,7 +186,10 @@ mod tests {
         for wrong in [r#""2M""#, "-1", "1.5", "[]"] {
             let json = format!(r#"{{"pool": "/p", "name": "a", "size": {wrong}}}"#);
             let error = serde_json::from_str::<PmVolumeConfig>(&json).unwrap_err().to_string();
-            assert!(error.contains("must be a whole number of bytes, or \"remaining\""), "{wrong}: {error}");
+            assert!(
+                error.contains("must be a whole number of bytes, or \"remaining\""),
+                "{wrong}: {error}"
+            );
         }
     }
 
@@ -226,16 +233,37 @@ mod tests {
     fn errors_name_flag_value_and_bound() {
         assert_eq!(error("name=a"), "--pm-volume: pool= is missing");
         assert_eq!(error("pool=/p"), "--pm-volume: name= is missing");
-        assert_eq!(error("pool=/p,name=a,size=0"), "--pm-volume: size is 0, and must be at least 2 MiB");
+        assert_eq!(
+            error("pool=/p,name=a,size=0"),
+            "--pm-volume: size is 0, and must be at least 2 MiB"
+        );
         assert!(error("pool=/p,name=a,size=3M").contains("not a multiple of 2 MiB"));
         assert!(error("pool=/p,name=a,size=rest").contains(r#"size="rest" is not a size"#));
-        assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm, virtio-pmem or virtio-blk"));
-        assert!(error("pool=/p,name=a/b").starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#));
+        assert!(
+            error("pool=/p,name=a,interface=scsi")
+                .contains("auto, nvdimm, virtio-pmem or virtio-blk")
+        );
+        assert!(
+            error("pool=/p,name=a/b")
+                .starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#)
+        );
         assert_eq!(error("pool=/p,name="), "--pm-volume: name= is missing");
-        assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).ends_with("65 bytes; at most 64 fit"));
-        assert_eq!(error("pool=/p,name=a,format=qcow2"), r#"--pm-volume: format="qcow2" is not btt or raw"#);
-        assert_eq!(error("pool=/p,name=a,format=raw,format=btt"), "--pm-volume: format is given twice");
-        assert_eq!(error("pool=/p,name=a,create=on"), "--pm-volume: create=on of volume a needs a size=");
+        assert!(
+            error(&format!("pool=/p,name={}", "a".repeat(65)))
+                .ends_with("65 bytes; at most 64 fit")
+        );
+        assert_eq!(
+            error("pool=/p,name=a,format=qcow2"),
+            r#"--pm-volume: format="qcow2" is not btt or raw"#
+        );
+        assert_eq!(
+            error("pool=/p,name=a,format=raw,format=btt"),
+            "--pm-volume: format is given twice"
+        );
+        assert_eq!(
+            error("pool=/p,name=a,create=on"),
+            "--pm-volume: create=on of volume a needs a size="
+        );
         assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));
     }
 }

@@ -49,7 +49,9 @@ pub enum PmemFileError {
     /// A new file has no size of its own.
     #[error("It is a directory, in which a file is made: size= has to say how large")]
     DirectoryWithoutSize,
-    #[error("It is a directory, in which an empty file is made: discard_writes=on would show zeros for ever")]
+    #[error(
+        "It is a directory, in which an empty file is made: discard_writes=on would show zeros for ever"
+    )]
     DirectoryWithoutWrites,
     /// The guest would touch what is not there.
     #[error("It has {}, less than the {} that size= asks for", Size(*file_bytes), Size(*wanted_bytes))]
@@ -91,13 +93,16 @@ impl PmemFile {
         let is_directory = config.file.is_dir();
         let file = match (is_directory, config.size) {
             (true, None) => return Err(PmemFileError::DirectoryWithoutSize),
-            (true, Some(_)) if config.discard_writes => return Err(PmemFileError::DirectoryWithoutWrites),
+            (true, Some(_)) if config.discard_writes => {
+                return Err(PmemFileError::DirectoryWithoutWrites);
+            }
             (true, Some(bytes)) => new_file(&config.file, bytes)?,
             (false, _) => existing_file(&config.file, !config.discard_writes)?,
         };
         let len_bytes = shown_bytes(&file, config.size)?;
         if !is_directory {
-            let access = GuestAccess { is_writable: !config.discard_writes, is_declared_raw: false };
+            let access =
+                GuestAccess { is_writable: !config.discard_writes, is_declared_raw: false };
             guest_file::check(&file, &config.file, access)?;
         }
         let contents = match config.discard_writes {
@@ -182,8 +187,12 @@ impl Persist for PmemFile {
 /// A file without a name, which goes with its last user.
 fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
     let mut options = File::options();
-    let file =
-        options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(PRIVATE_MODE).open(directory);
+    let file = options
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_TMPFILE)
+        .mode(PRIVATE_MODE)
+        .open(directory);
     let file = file.map_err(|source| PmemFileError::Open { path: directory.to_owned(), source })?;
     file.set_len(bytes).map_err(PmemFileError::Length)?;
     Ok(file)
@@ -257,7 +266,9 @@ mod tests {
             "It has 8 MiB, less than the 10 MiB that size= asks for"
         );
         let path = file(&folder, 3 * MIB);
-        assert!(error(&config(&path, "")).starts_with("It has 3 MiB, which is no multiple of 2 MiB"));
+        assert!(
+            error(&config(&path, "")).starts_with("It has 3 MiB, which is no multiple of 2 MiB")
+        );
         assert_eq!(PmemFile::open(&config(&path, ",size=2M")).unwrap().len_bytes(), 2 * MIB);
         let path = file(&folder, 0);
         assert!(error(&config(&path, "")).starts_with("It has 0,"));
@@ -269,7 +280,9 @@ mod tests {
     fn a_directory_gets_a_file_without_a_name() {
         let folder = folder();
         assert!(error(&config(folder.path(), "")).contains("size= has to say"));
-        assert!(error(&config(folder.path(), ",size=4M,discard_writes=on")).contains("zeros for ever"));
+        assert!(
+            error(&config(folder.path(), ",size=4M,discard_writes=on")).contains("zeros for ever")
+        );
         let pmem = PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
         assert_eq!(pmem.len_bytes(), 4 * MIB);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
@@ -287,7 +300,8 @@ mod tests {
             assert!(message.contains(&format!("process {}", std::process::id())), "{message}");
         }
         drop(writer);
-        let readers = [(); 2].map(|()| PmemFile::open(&config(&path, ",discard_writes=on")).unwrap());
+        let readers =
+            [(); 2].map(|()| PmemFile::open(&config(&path, ",discard_writes=on")).unwrap());
         assert!(error(&config(&path, "")).contains("in use"));
         drop(readers);
         PmemFile::open(&config(&path, "")).unwrap();
@@ -300,7 +314,8 @@ mod tests {
         let pmem = PmemFile::open(&config(&path, ",discard_writes=on")).unwrap();
         assert_eq!((pmem.access(), pmem.durability()), (Access::ReadWritePrivate, None));
         // SAFETY: a query.
-        let flags = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&pmem.file()), libc::F_GETFL) };
+        let flags =
+            unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&pmem.file()), libc::F_GETFL) };
         assert_eq!(flags & libc::O_ACCMODE, libc::O_RDONLY);
         pmem.persist().unwrap();
     }
@@ -346,7 +361,8 @@ mod tests {
         // each page, and it goes again.
         unsafe {
             let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
-            let at = libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, fd, 0);
+            let at =
+                libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, fd, 0);
             assert_ne!(at, libc::MAP_FAILED);
             assert_eq!(libc::mincore(at, len, resident.as_mut_ptr()), 0);
             libc::munmap(at, len);

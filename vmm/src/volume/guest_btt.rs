@@ -71,7 +71,10 @@ impl GuestBtt {
                  guest with preempt=voluntary, or give it a newer kernel (docs/volumes.md)"
             );
         } else {
-            info!(verdict = verdict.label(), reason, "The guest's BTT driver is still not to be trusted");
+            info!(
+                verdict = verdict.label(),
+                reason, "The guest's BTT driver is still not to be trusted"
+            );
         }
         first
     }
@@ -84,7 +87,8 @@ impl GuestBtt {
     /// What is thought of the driver for the volume called `name` in `pool`. `None`: the VMM translates it, or nothing is
     /// known yet.
     pub fn verdict(&self, pool: &Path, name: &str) -> Option<Verdict> {
-        let (_, interface) = self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
+        let (_, interface) =
+            self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
         match self.kernel() {
             Some(kernel) => Some(judge(&kernel, *interface, self.max_vcpus)),
             // What is wrong with every kernel is known before one says who it is.
@@ -102,7 +106,8 @@ impl GuestBtt {
 
 impl Expose for GuestBtt {
     fn expose(&self, out: &mut Exposition) {
-        let verdicts = self.verdicts_total().map(|(verdict, count)| (one("verdict", verdict), count));
+        let verdicts =
+            self.verdicts_total().map(|(verdict, count)| (one("verdict", verdict), count));
         let help = "Connections of agents, by the verdict on the BTT driver of the guest's kernel.";
         out.counters(Family("guest_btt_verdicts", help, None), verdicts);
     }
@@ -168,7 +173,8 @@ mod tests {
     #[test]
     fn volumes_of_one_name_in_two_pools_have_verdicts_of_their_own() {
         let other = VolumeKey { pool: PathBuf::from("/q"), name: "data".to_owned() };
-        let btt = GuestBtt::new(vec![(key("data"), Chosen::Nvdimm), (other, Chosen::VirtioPmem)], 2);
+        let btt =
+            GuestBtt::new(vec![(key("data"), Chosen::Nvdimm), (other, Chosen::VirtioPmem)], 2);
         btt.hello(&hello("6.12.117", "voluntary"));
         assert_eq!(btt.verdict(Path::new("/p"), "data"), Some(Verdict::Safe));
         assert_eq!(btt.verdict(Path::new("/q"), "data").unwrap().label(), "unsafe");

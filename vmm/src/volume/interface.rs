@@ -119,7 +119,11 @@ pub enum InterfaceError {
 }
 
 /// Chooses the volume's interface, or says why the wish is refused.
-pub fn choose(volume: &PmVolumeConfig, max_vcpus: u8, payload: Payload) -> Result<Chosen, InterfaceError> {
+pub fn choose(
+    volume: &PmVolumeConfig,
+    max_vcpus: u8,
+    payload: Payload,
+) -> Result<Chosen, InterfaceError> {
     match volume.format {
         VolumeFormat::Btt => choose_for_btt(volume, max_vcpus, payload),
         VolumeFormat::Raw => choose_for_raw(volume),
@@ -133,9 +137,13 @@ fn choose_for_btt(
 ) -> Result<Chosen, InterfaceError> {
     let name = || volume.name.clone();
     match (volume.interface, payload) {
-        (VolumeInterface::Nvdimm, _) | (VolumeInterface::Auto, Payload::Linux) => Ok(Chosen::Nvdimm),
+        (VolumeInterface::Nvdimm, _) | (VolumeInterface::Auto, Payload::Linux) => {
+            Ok(Chosen::Nvdimm)
+        }
         // Who has no NVDIMM driver, as firmware, has one for this.
-        (VolumeInterface::VirtioBlk, _) | (VolumeInterface::Auto, Payload::Unknown) => Ok(Chosen::VirtioBlk),
+        (VolumeInterface::VirtioBlk, _) | (VolumeInterface::Auto, Payload::Unknown) => {
+            Ok(Chosen::VirtioBlk)
+        }
         (VolumeInterface::VirtioPmem, _) if max_vcpus > 1 && !volume.force => {
             Err(InterfaceError::UnsafeVirtioPmem { name: name(), max_vcpus })
         }
@@ -215,8 +223,9 @@ mod tests {
 
     #[test]
     fn raw_bytes_are_no_disk() {
-        let text =
-            choose(&volume("format=raw,interface=virtio-blk"), 1, Payload::Linux).unwrap_err().to_string();
+        let text = choose(&volume("format=raw,interface=virtio-blk"), 1, Payload::Linux)
+            .unwrap_err()
+            .to_string();
         for part in ["data", "interface=virtio-blk", "format=raw", "interface=virtio-pmem"] {
             assert!(text.contains(part), "{part} in {text}");
         }
@@ -286,7 +295,8 @@ mod tests {
         use Payload::{Linux, Unknown};
         use VolumeInterface::{Auto, Nvdimm, VirtioBlk, VirtioPmem};
         let chosen = |interface, vcpus, payload, force| {
-            choose(&PmVolumeConfig { interface, force, ..volume("format=btt") }, vcpus, payload).ok()
+            choose(&PmVolumeConfig { interface, force, ..volume("format=btt") }, vcpus, payload)
+                .ok()
         };
         assert_eq!(chosen(Auto, 1, Linux, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(Auto, 64, Linux, false), Some(Chosen::Nvdimm));
@@ -302,7 +312,8 @@ mod tests {
 
     #[test]
     fn a_refusal_names_the_volume_the_count_and_the_way_out() {
-        let text = choose(&volume("interface=virtio-pmem"), 2, Payload::Linux).unwrap_err().to_string();
+        let text =
+            choose(&volume("interface=virtio-pmem"), 2, Payload::Linux).unwrap_err().to_string();
         for part in ["data", "max=2", "spinlock", "interface=nvdimm", "force=on"] {
             assert!(text.contains(part), "{part} in {text}");
         }

@@ -98,7 +98,8 @@ impl GuestKernel {
         }
         let version = parse_version(&self.release)?;
         // `6.1.0-56`: an ABI number of a kernel that has fixes of its own.
-        let is_abi = version.patch == 0 && self.release.split('-').nth(1).is_some_and(starts_with_digit);
+        let is_abi =
+            version.patch == 0 && self.release.split('-').nth(1).is_some_and(starts_with_digit);
         (!is_abi).then_some(version)
     }
 }
@@ -110,7 +111,8 @@ fn starts_with_digit(text: &str) -> bool {
 /// The numbers at the beginning: two or three, up to whatever else there is.
 fn parse_version(text: &str) -> Option<KernelVersion> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let mut numbers = text[..end].split('.').filter(|number| !number.is_empty()).map(str::parse::<u16>);
+    let mut numbers =
+        text[..end].split('.').filter(|number| !number.is_empty()).map(str::parse::<u16>);
     let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
     let patch = numbers.next().unwrap_or(Ok(0)).ok()?;
     Some(KernelVersion { major, minor, patch })
@@ -254,7 +256,8 @@ mod tests {
         ];
         for (release, affected) in edges {
             let expected = if affected { ["unsafe", "safe", "suspect"] } else { ["safe"; 3] };
-            for (preemption, expected) in ["full", "voluntary", "dynamic"].into_iter().zip(expected) {
+            for (preemption, expected) in ["full", "voluntary", "dynamic"].into_iter().zip(expected)
+            {
                 assert_eq!(label(release, preemption), expected, "{release} {preemption}");
             }
         }
@@ -294,9 +297,16 @@ mod tests {
 
     #[test]
     fn a_name_that_tells_no_fixes_is_suspect_only_with_full_preemption() {
-        for release in
-            ["6.1.0-56-amd64", "6.8.0-45-generic", "linux", "6", "6.x", "99999.1.1", "", "6.1.70000"]
-        {
+        for release in [
+            "6.1.0-56-amd64",
+            "6.8.0-45-generic",
+            "linux",
+            "6",
+            "6.x",
+            "99999.1.1",
+            "",
+            "6.1.70000",
+        ] {
             assert_eq!(label(release, "full"), "suspect", "{release}");
             assert_eq!(label(release, "voluntary"), "safe", "{release}");
             assert_eq!(label(release, "dynamic"), "unknown", "{release}");
@@ -312,7 +322,10 @@ mod tests {
         for release in ["6.12.117", "6.1.10", "99.0.0", "linux"] {
             let kernel = kernel(release, "", "voluntary");
             let verdict = judge(&kernel, Chosen::VirtioPmem, 2);
-            assert!(verdict.reason().is_some_and(|reason| reason.contains("spinlock")), "{verdict:?}");
+            assert!(
+                verdict.reason().is_some_and(|reason| reason.contains("spinlock")),
+                "{verdict:?}"
+            );
             assert_eq!(verdict.label(), "unsafe");
             assert_eq!(judge(&kernel, Chosen::VirtioPmem, 1), Verdict::Safe);
             assert_eq!(judge(&kernel, Chosen::Nvdimm, 2), Verdict::Safe);
@@ -322,7 +335,8 @@ mod tests {
 
     #[test]
     fn the_table_is_sorted_and_its_ranges_are_none_that_is_empty() {
-        let edges: Vec<_> = LANES_SHARED.iter().flat_map(|(first, fixed)| [*first, *fixed]).collect();
+        let edges: Vec<_> =
+            LANES_SHARED.iter().flat_map(|(first, fixed)| [*first, *fixed]).collect();
         assert!(edges.windows(2).all(|pair| pair[0] < pair[1]), "{edges:?}");
     }
 

@@ -61,9 +61,15 @@ impl VolumeMetrics {
 
     fn flushes(&self) -> [(&'static str, u64); 2] {
         let (done, failed) = match &self.counters {
-            VolumeCounters::VirtioPmem(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
-            VolumeCounters::Nvdimm(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
-            VolumeCounters::VirtioBlk { disk, .. } => (disk.done(Kind::Flush), disk.failed(Kind::Flush)),
+            VolumeCounters::VirtioPmem(counters) => {
+                (get(&counters.flushes), get(&counters.flush_failures))
+            }
+            VolumeCounters::Nvdimm(counters) => {
+                (get(&counters.flushes), get(&counters.flush_failures))
+            }
+            VolumeCounters::VirtioBlk { disk, .. } => {
+                (disk.done(Kind::Flush), disk.failed(Kind::Flush))
+            }
         };
         [("ok", done), ("error", failed)]
     }
@@ -97,8 +103,12 @@ impl VolumeMetrics {
 
     fn bad_requests(&self) -> Option<u64> {
         match &self.counters {
-            VolumeCounters::VirtioPmem(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
-            VolumeCounters::VirtioBlk { disk, .. } => Some(disk.bad_requests.load(Ordering::Relaxed)),
+            VolumeCounters::VirtioPmem(counters) => {
+                Some(counters.bad_requests.load(Ordering::Relaxed))
+            }
+            VolumeCounters::VirtioBlk { disk, .. } => {
+                Some(disk.bad_requests.load(Ordering::Relaxed))
+            }
             VolumeCounters::Nvdimm(_) => None,
         }
     }

@@ -42,7 +42,9 @@ pub enum PlanError {
         /// The size in the configuration.
         wanted_bytes: u64,
     },
-    #[error("Volume {name:?} is {found}, not {wanted}: format={found} attaches it (the default is btt)")]
+    #[error(
+        "Volume {name:?} is {found}, not {wanted}: format={found} attaches it (the default is btt)"
+    )]
     VolumeFormat {
         name: String,
         found: VolumeFormat,
@@ -135,7 +137,8 @@ pub fn plan(
     memory_bytes: u64,
 ) -> Result<Vec<Step>, PlanError> {
     check_one_remaining(volumes)?;
-    let mut steps = volumes.iter().map(|volume| step(volume, stored)).collect::<Result<Vec<_>, _>>()?;
+    let mut steps =
+        volumes.iter().map(|volume| step(volume, stored)).collect::<Result<Vec<_>, _>>()?;
     let mut free_bytes = pool.available_bytes();
     for step in &steps {
         if let Some(Step::Create(StoredVolume { name, size_bytes, .. })) = step {
@@ -150,10 +153,17 @@ pub fn plan(
     let usable_bytes = pool.usable_bytes();
     if memory_bytes > usable_bytes.saturating_sub(pool.strg_bytes.max(volume_bytes)) {
         let (total_bytes, strg_bytes) = (pool.total_bytes, pool.strg_bytes);
-        return Err(PlanError::Promise { memory_bytes, total_bytes, usable_bytes, strg_bytes, volume_bytes });
+        return Err(PlanError::Promise {
+            memory_bytes,
+            total_bytes,
+            usable_bytes,
+            strg_bytes,
+            volume_bytes,
+        });
     }
     // Memory of an earlier machine may still be lent, so less may be free now than later.
-    let rest_bytes = usable_bytes.saturating_sub(volume_bytes.saturating_add(memory_bytes)).min(free_bytes);
+    let rest_bytes =
+        usable_bytes.saturating_sub(volume_bytes.saturating_add(memory_bytes)).min(free_bytes);
     let rest = Rest { rest_bytes: rest_bytes - rest_bytes % CHUNK_BYTES, free_bytes, memory_bytes };
     for (volume, slot) in volumes.iter().zip(&mut steps).filter(|(_, step)| step.is_none()) {
         *slot = Some(rest.step(volume, stored)?);
@@ -176,11 +186,13 @@ fn step(volume: &PmVolumeConfig, stored: &[StoredVolume]) -> Result<Option<Step>
     let name = || volume.name.clone();
     let Some(found) = stored.iter().find(|stored| stored.name == volume.name) else {
         return match volume.size {
-            VolumeSize::Bytes(size_bytes) if volume.create => Ok(Some(Step::Create(StoredVolume {
-                name: name(),
-                format: volume.format.into(),
-                size_bytes,
-            }))),
+            VolumeSize::Bytes(size_bytes) if volume.create => {
+                Ok(Some(Step::Create(StoredVolume {
+                    name: name(),
+                    format: volume.format.into(),
+                    size_bytes,
+                })))
+            }
             VolumeSize::Remaining if volume.create => Ok(None),
             _ => Err(PlanError::NoVolume { name: name() }),
         };
@@ -228,7 +240,11 @@ impl Rest {
                 memory_bytes,
             });
         }
-        Ok(Step::Create(StoredVolume { name, format: volume.format.into(), size_bytes: rest_bytes }))
+        Ok(Step::Create(StoredVolume {
+            name,
+            format: volume.format.into(),
+            size_bytes: rest_bytes,
+        }))
     }
 }
 
@@ -264,7 +280,11 @@ mod tests {
     }
 
     /// Plans `volumes` beside zones of `memory_bytes` in a pool that has `stored` already.
-    fn planned(volumes: &[&str], stored: &[StoredVolume], memory_bytes: u64) -> Result<Vec<Step>, PlanError> {
+    fn planned(
+        volumes: &[&str],
+        stored: &[StoredVolume],
+        memory_bytes: u64,
+    ) -> Result<Vec<Step>, PlanError> {
         let volumes: Vec<_> = volumes.iter().map(|options| volume(options)).collect();
         let volume_bytes = stored.iter().map(|stored| stored.size_bytes).sum();
         plan(&volumes.iter().collect::<Vec<_>>(), stored, &pool(volume_bytes), memory_bytes)
@@ -286,16 +306,25 @@ mod tests {
     fn order_of_flags_does_not_matter() {
         let (rest, fixed) = ("name=rest,size=remaining,create=on", "name=a,size=100M,create=on");
         let (rest_step, fixed_step) = (create("rest", 408 * MIB), create("a", 100 * MIB));
-        assert_eq!(planned(&[rest, fixed], &[], 512 * MIB), Ok(vec![rest_step.clone(), fixed_step.clone()]));
+        assert_eq!(
+            planned(&[rest, fixed], &[], 512 * MIB),
+            Ok(vec![rest_step.clone(), fixed_step.clone()])
+        );
         assert_eq!(planned(&[fixed, rest], &[], 512 * MIB), Ok(vec![fixed_step, rest_step]));
     }
 
     #[test]
     fn existing_volume_grows_by_the_rest_and_never_shrinks() {
-        let found = [stored("rest", VolumeFormat::Btt, 408 * MIB), stored("b", VolumeFormat::Raw, 20 * MIB)];
+        let found = [
+            stored("rest", VolumeFormat::Btt, 408 * MIB),
+            stored("b", VolumeFormat::Raw, 20 * MIB),
+        ];
         let rest = "name=rest,size=remaining";
         assert_eq!(planned(&[rest], &found, 512 * MIB), Ok(vec![Step::Grow(488 * MIB)]));
-        assert_eq!(planned(&["name=rest,size=remaining,readonly=on"], &found, 0), Ok(vec![Step::Open]));
+        assert_eq!(
+            planned(&["name=rest,size=remaining,readonly=on"], &found, 0),
+            Ok(vec![Step::Open])
+        );
         assert_eq!(planned(&["name=rest"], &found, 0), Ok(vec![Step::Open]));
         let error = planned(&[rest], &found, 594 * MIB).unwrap_err();
         assert_eq!(error.volume(), None);
@@ -337,7 +366,8 @@ mod tests {
 
     #[test]
     fn impossible_volume_is_refused_with_its_name() {
-        let found = [stored("a", VolumeFormat::Btt, 20 * MIB), stored("r", VolumeFormat::Raw, 20 * MIB)];
+        let found =
+            [stored("a", VolumeFormat::Btt, 20 * MIB), stored("r", VolumeFormat::Raw, 20 * MIB)];
         for (volumes, refused, parts) in [
             (&["name=b"][..], "b", &["no volume \"b\"", "create=on"][..]),
             (&["name=b,size=2M"], "b", &["no volume \"b\""]),
@@ -347,7 +377,11 @@ mod tests {
             (&["name=a,format=raw"], "a", &["is btt, not raw", "format=btt"]),
             (&["name=r,format=btt"], "r", &["is raw, not btt", "format=raw"]),
             (&["name=r,size=20M,create=on"], "r", &["is raw, not btt"]),
-            (&["name=b,size=600M,create=on", "name=c,size=500M,create=on"], "c", &["500 MiB", "380 MiB"]),
+            (
+                &["name=b,size=600M,create=on", "name=c,size=500M,create=on"],
+                "c",
+                &["500 MiB", "380 MiB"],
+            ),
             (&["name=a,size=remaining", "name=c,size=remaining,create=on"], "c", &["\"a\""]),
         ] {
             let error = planned(volumes, &found, 0).unwrap_err();

@@ -54,8 +54,10 @@ mod tests {
 
     #[test]
     fn the_flag_is_read() {
-        let pmem =
-            PmemConfig::parse("file=/img,size=1G,discard_writes=on,id=root,iommu=off,pci_segment=0").unwrap();
+        let pmem = PmemConfig::parse(
+            "file=/img,size=1G,discard_writes=on,id=root,iommu=off,pci_segment=0",
+        )
+        .unwrap();
         let expected = PmemConfig {
             file: "/img".into(),
             size: Some(1 << 30),
@@ -80,7 +82,10 @@ mod tests {
         assert_eq!(error("size=2M"), "--pmem: file= is missing");
         assert_eq!(error("file=,size=2M"), "--pmem: file= is missing");
         assert_eq!(error("file=/a,size=0"), "--pmem: size is 0, and must be at least 2 MiB");
-        assert_eq!(error("file=/a,size=3M"), "--pmem: size is 3 MiB, which is not a multiple of 2 MiB");
+        assert_eq!(
+            error("file=/a,size=3M"),
+            "--pmem: size is 3 MiB, which is not a multiple of 2 MiB"
+        );
         assert!(error("file=/a,size=8192T").contains("at most 4096 TiB"));
         assert!(error("file=/a,discard_writes=maybe").contains("on or off"));
         assert!(error("file=/a,iommu=on").contains("there is no virtual IOMMU"));
@@ -95,11 +100,15 @@ mod tests {
     #[test]
     fn names_are_unique() {
         let all = |texts: &[&str]| {
-            let devices: Vec<_> = texts.iter().map(|text| PmemConfig::parse(text).unwrap()).collect();
+            let devices: Vec<_> =
+                texts.iter().map(|text| PmemConfig::parse(text).unwrap()).collect();
             validate_all(&devices).map_err(|error| error.to_string())
         };
         assert_eq!(all(&["file=/a", "file=/b", "file=/c,id=c"]), Ok(()));
-        assert_eq!(all(&["file=/a,id=c", "file=/b,id=c"]), Err("--pmem: id c is given twice".to_owned()));
+        assert_eq!(
+            all(&["file=/a,id=c", "file=/b,id=c"]),
+            Err("--pmem: id c is given twice".to_owned())
+        );
         assert_eq!(
             all(&["file=/a,id=_pmem1", "file=/b"]),
             Err("--pmem: id _pmem1 is given twice".to_owned())

@@ -54,7 +54,8 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
         match request {
             VmRequest::Info(reply) => drop(reply.send(Ok(info()))),
             VmRequest::AddDevice(_, reply) => {
-                let added = PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:01.0".to_owned() };
+                let added =
+                    PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:01.0".to_owned() };
                 drop(reply.send(Ok(runs.load(Ordering::Relaxed).then_some(added))));
             }
             VmRequest::Memory(reply) => drop(reply.send(Ok(Vec::new()))),
@@ -105,7 +106,8 @@ impl Api {
             let (vm, requests) = VmHandle::channel();
             let (asked, runs) = (Arc::default(), Arc::default());
             tokio::spawn(own(requests, Arc::clone(&asked), Arc::clone(&runs)));
-            let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
+            let socket =
+                Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
             let server = Server::start(socket, router(vm, Events::start()), Limits::API).unwrap();
             test(Self { path, asked, runs, _server: server, _dir: dir }).await
         })
@@ -115,13 +117,18 @@ impl Api {
     pub async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
         let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
         let len = body.len();
-        let head =
-            format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len}\r\n\r\n");
+        let head = format!(
+            "{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len}\r\n\r\n"
+        );
         stream.write_all((head + body).as_bytes()).await.unwrap();
         let (mut status, mut len, mut line) = (None, 0, String::new());
         while line != "\r\n" {
             line.clear();
-            assert_ne!(stream.read_line(&mut line).await.unwrap(), 0, "{method} {call}: half an answer");
+            assert_ne!(
+                stream.read_line(&mut line).await.unwrap(),
+                0,
+                "{method} {call}: half an answer"
+            );
             status = status.or_else(|| line.split(' ').nth(1)?.parse().ok());
             if let Some((name, value)) = line.split_once(':')
                 && name.eq_ignore_ascii_case("content-length")
@@ -136,7 +143,10 @@ impl Api {
 
     /// What a request comes to that nothing is wrong with. It is answered alike, or there is no such call.
     pub async fn attempt(&self, method: &str, call: &str) -> Tried {
-        let body = VALID.iter().find(|(of, _)| *of == call && method == "PUT").map_or("", |(_, body)| body);
+        let body = VALID
+            .iter()
+            .find(|(of, _)| *of == call && method == "PUT")
+            .map_or("", |(_, body)| body);
         let (mut verdict, mut statuses) = (Verdict::Implemented, BTreeSet::new());
         for runs in [true, false] {
             self.runs.store(runs, Ordering::Relaxed);
@@ -218,10 +228,12 @@ pub async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();
     for (name, statuses) in of_kind("call") {
         let (method, call) = name.split_once(' ').expect("a method and a call");
-        let described = statuses.unwrap_or_else(|| panic!("{name} needs the statuses of its description"));
+        let described =
+            statuses.unwrap_or_else(|| panic!("{name} needs the statuses of its description"));
         let tried = api.attempt(method, call).await;
         if tried.verdict == Verdict::Implemented {
-            let described = described.split(' ').map(|status| status.parse().expect("a status")).collect();
+            let described =
+                described.split(' ').map(|status| status.parse().expect("a status")).collect();
             assert_eq!(tried.statuses, described, "{name}");
         }
         rows.push((name.to_owned(), tried.verdict));

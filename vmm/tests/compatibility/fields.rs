@@ -22,13 +22,21 @@ const PLACES: &[Place] = &[
     Place { schema: "PayloadConfig", path: "/payload", base: || json!({}) },
     Place { schema: "CpusConfig", path: "/cpus", base: || json!({}) },
     Place { schema: "CpuFeatures", path: "/cpus/features", base: || cpus(json!({"features": {}})) },
-    Place { schema: "CpuTopology", path: "/cpus/topology", base: || cpus(json!({"topology": topology()})) },
+    Place {
+        schema: "CpuTopology",
+        path: "/cpus/topology",
+        base: || cpus(json!({"topology": topology()})),
+    },
     Place {
         schema: "CpuAffinity",
         path: "/cpus/affinity/0",
         base: || cpus(json!({"affinity": [{"vcpu": 0, "host_cpus": [0]}]})),
     },
-    Place { schema: "MemoryConfig", path: "/memory", base: || json!({"memory": {"size": HALF_GIB}}) },
+    Place {
+        schema: "MemoryConfig",
+        path: "/memory",
+        base: || json!({"memory": {"size": HALF_GIB}}),
+    },
     Place { schema: "MemoryZoneConfig", path: "/memory/zones/0", base: || zones("z") },
     Place { schema: "PlatformConfig", path: "/platform", base: || json!({"platform": {}}) },
     Place { schema: "DiskConfig", path: "/disks/0", base: || json!({"disks": [{"path": "/d"}]}) },
@@ -36,9 +44,17 @@ const PLACES: &[Place] = &[
     Place { schema: "RngConfig", path: "/rng", base: || json!({"rng": {"src": "/dev/urandom"}}) },
     Place { schema: "BalloonConfig", path: "/balloon", base: || json!({"balloon": {"size": 0}}) },
     Place { schema: "PmemConfig", path: "/pmem/0", base: || json!({"pmem": [{"file": "/p"}]}) },
-    Place { schema: "ConsoleConfig", path: "/console", base: || json!({"console": {"mode": "Off"}}) },
+    Place {
+        schema: "ConsoleConfig",
+        path: "/console",
+        base: || json!({"console": {"mode": "Off"}}),
+    },
     Place { schema: "SerialConfig", path: "/serial", base: || json!({"serial": {"mode": "Off"}}) },
-    Place { schema: "VsockConfig", path: "/vsock", base: || json!({"vsock": {"cid": 3, "socket": "/s"}}) },
+    Place {
+        schema: "VsockConfig",
+        path: "/vsock",
+        base: || json!({"vsock": {"cid": 3, "socket": "/s"}}),
+    },
     Place { schema: "NumaConfig", path: "/numa/0", base: nodes },
     Place { schema: "NumaDistance", path: "/numa/0/distances/0", base: nodes },
 ];
@@ -52,7 +68,10 @@ const WITH: &[(&str, Json)] = &[
     ("CpuTopology.packages", || json!({"cores_per_die": 2})),
     ("CpuTopology.threads_per_core", || json!({"cores_per_die": 2})),
     ("MemoryConfig.hotplug_size", || json!({"hotplug_method": "VirtioMem"})),
-    ("MemoryConfig.hotplugged_size", || json!({"hotplug_method": "VirtioMem", "hotplug_size": 1u64 << 30})),
+    (
+        "MemoryConfig.hotplugged_size",
+        || json!({"hotplug_method": "VirtioMem", "hotplug_size": 1u64 << 30}),
+    ),
     ("MemoryConfig.hugepage_size", || json!({"hugepages": true})),
     ("MemoryConfig.zones", || json!({"size": 0})),
     ("MemoryZoneConfig.hotplugged_size", || json!({"hotplug_size": 1u64 << 30})),
@@ -85,7 +104,8 @@ fn zones(id: &str) -> Value {
 fn nodes() -> Value {
     let zones = ["a", "b"].map(|id| json!({"id": id, "size": HALF_GIB}));
     let distances = json!([{"destination": 1, "distance": 21}]);
-    let near = json!({"guest_numa_id": 0, "cpus": [0], "memory_zones": ["a"], "distances": distances});
+    let near =
+        json!({"guest_numa_id": 0, "cpus": [0], "memory_zones": ["a"], "distances": distances});
     let far = json!({"guest_numa_id": 1, "cpus": [1, 2, 3], "memory_zones": ["b"]});
     json!({"memory": {"size": 0, "zones": zones}, "numa": [near, far]})
 }
@@ -97,7 +117,8 @@ fn merge(object: &mut Value, more: Value) {
 
 /// A VM that has a place for the fields of a schema.
 fn base(place: &Place) -> Map<String, Value> {
-    let mut config = json!({"payload": {"kernel": "/k"}, "cpus": {"boot_vcpus": 2, "max_vcpus": 4}});
+    let mut config =
+        json!({"payload": {"kernel": "/k"}, "cpus": {"boot_vcpus": 2, "max_vcpus": 4}});
     merge(&mut config, (place.base)());
     config.as_object().expect("an object").clone()
 }
@@ -142,9 +163,8 @@ fn attempt(place: &Place, name: &str, field: &str, value: &Value) -> Verdict {
         Ok((_, warnings)) => {
             Verdict::of_warnings(&warnings, &flag_of(place, field)).unwrap_or(Verdict::Implemented)
         }
-        Err(error) => {
-            of_json_error(&error).unwrap_or_else(|| panic!("{name}: {tried} is no fair try: {error}"))
-        }
+        Err(error) => of_json_error(&error)
+            .unwrap_or_else(|| panic!("{name}: {tried} is no fair try: {error}")),
     }
 }
 
@@ -192,8 +212,8 @@ const PAGES: &[(&str, &[&str])] = &[
     (
         "VmConfig",
         &[
-            "balloon", "boot", "consoles", "cpus", "disks", "memory", "net", "pmem", "pvpanic", "vsock",
-            "watchdog",
+            "balloon", "boot", "consoles", "cpus", "disks", "memory", "net", "pmem", "pvpanic",
+            "vsock", "watchdog",
         ],
     ),
     ("VsockConfig", &["vsock"]),
@@ -201,7 +221,9 @@ const PAGES: &[(&str, &[&str])] = &[
 
 /// Whether a page has `word` in code: between backticks, or in a block.
 fn has_in_code(page: &str, word: &str) -> bool {
-    let has = |code: &str| code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word);
+    let has = |code: &str| {
+        code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word)
+    };
     page.lines().any(|line| match line.strip_prefix("    ") {
         Some(code) => has(code),
         None => line.split('`').skip(1).step_by(2).any(has),
@@ -213,11 +235,13 @@ fn has_in_code(page: &str, word: &str) -> bool {
 fn what_each_field_does_that_is_implemented_stands_on_its_page() {
     let mut missing = Vec::new();
     for (name, text) in of_kind("field") {
-        let Some(Verdict::Implemented) = of_config(name, text.expect("values to try it with")) else {
+        let Some(Verdict::Implemented) = of_config(name, text.expect("values to try it with"))
+        else {
             continue;
         };
         let (schema, field) = name.split_once('.').unwrap();
-        let (_, pages) = PAGES.iter().find(|(of, _)| *of == schema).unwrap_or_else(|| panic!("{name}"));
+        let (_, pages) =
+            PAGES.iter().find(|(of, _)| *of == schema).unwrap_or_else(|| panic!("{name}"));
         let is_there = pages.iter().any(|page| {
             let path = format!("{}/../docs/{page}.md", env!("CARGO_MANIFEST_DIR"));
             has_in_code(&std::fs::read_to_string(&path).expect(&path), field)
@@ -277,7 +301,10 @@ fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
     let (shown, warnings) = shown(as_it_is_shown().as_object().unwrap().clone()).unwrap();
     assert_eq!(shown["disks"][0]["id"], "_disk0");
     // Descriptors that were handed over are another process's.
-    assert!(matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")), "{warnings:?}");
+    assert!(
+        matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")),
+        "{warnings:?}"
+    );
     let on = json!({"debug_console": {"mode": "Tty", "iobase": 233}});
     let mut other = as_it_is_shown();
     merge(&mut other, on);
@@ -294,8 +321,8 @@ fn no_field_is_taken_for_a_mistyped_one() {
         for value in [Some(samples.other), samples.default].into_iter().flatten() {
             let mut tried = Value::Object(base(place));
             object_of(&mut tried, place).insert(field.to_owned(), parse(name, value));
-            let warnings =
-                shown(tried.as_object().unwrap().clone()).map_or(Vec::new(), |(_, warnings)| warnings);
+            let warnings = shown(tried.as_object().unwrap().clone())
+                .map_or(Vec::new(), |(_, warnings)| warnings);
             assert!(
                 !warnings.iter().any(|warning| warning.contains("unknown field")),
                 "{name}: {warnings:?}"

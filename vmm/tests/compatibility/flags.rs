@@ -90,12 +90,14 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
         Ok(Some(tried)) => tried,
         Ok(None) => return Verdict::Implemented,
         Err(error) => {
-            return of_cli_error(&error).unwrap_or_else(|| panic!("{with:?} is no fair try: {error}"));
+            return of_cli_error(&error)
+                .unwrap_or_else(|| panic!("{with:?} is no fair try: {error}"));
         }
     };
-    if let Some(neutral) =
-        Verdict::of_warnings(&[tried.warnings.clone(), Vec::from_iter(tried.seccomp_error())].concat(), flag)
-    {
+    if let Some(neutral) = Verdict::of_warnings(
+        &[tried.warnings.clone(), Vec::from_iter(tried.seccomp_error())].concat(),
+        flag,
+    ) {
         return neutral;
     }
     match without {
@@ -115,7 +117,11 @@ fn flag_verdict(flag: &str, sample: Option<&'static str>) -> Verdict {
 fn beside(flag: &str, key: &str) -> Vec<&'static str> {
     let name = format!("{flag} {key}");
     // What says the mode is all there is.
-    let base = if is_mode(flag, key) { None } else { look_up(BASES, &name).or_else(|| look_up(BASES, flag)) };
+    let base = if is_mode(flag, key) {
+        None
+    } else {
+        look_up(BASES, &name).or_else(|| look_up(BASES, flag))
+    };
     let with = look_up(WITH, &name);
     let parts = [base, with].into_iter().flatten().flat_map(|text| text.split(','));
     parts.filter(|part| !part.is_empty() && part.split('=').next() != Some(key)).collect()
@@ -153,10 +159,12 @@ fn key_verdict(flag: &str, key: &str, text: &'static str) -> Verdict {
 
 /// Every flag, and every key of each.
 pub fn rows() -> Vec<(String, Verdict)> {
-    let flags: Vec<_> = of_kind("flag").map(|(flag, sample)| (flag, flag_verdict(flag, sample))).collect();
+    let flags: Vec<_> =
+        of_kind("flag").map(|(flag, sample)| (flag, flag_verdict(flag, sample))).collect();
     let keys = of_kind("key").map(|(name, text)| {
         let (flag, key) = name.split_once(' ').expect("a flag and a key");
-        let (_, of_flag) = flags.iter().find(|(name, _)| *name == flag).expect("every key has a flag");
+        let (_, of_flag) =
+            flags.iter().find(|(name, _)| *name == flag).expect("every key has a flag");
         let verdict = match (of_flag, text) {
             (Verdict::Refused(_) | Verdict::NotThere(_), _) => of_flag.clone(),
             (_, Some(text)) => key_verdict(flag, key, text),
@@ -174,7 +182,8 @@ fn defaults_of_keys_are_taken() {
     for (name, text) in of_kind("key") {
         let (flag, key) = name.split_once(' ').unwrap();
         let Some(default) = text.and_then(|text| samples(text).default) else { continue };
-        if let refused @ (Verdict::Refused(_) | Verdict::NotThere(_)) = try_key(flag, key, default) {
+        if let refused @ (Verdict::Refused(_) | Verdict::NotThere(_)) = try_key(flag, key, default)
+        {
             panic!("{flag} {key}={default}: {refused:?}");
         }
     }

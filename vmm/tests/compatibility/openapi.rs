@@ -7,7 +7,9 @@ use foreshore::api::{MemoryAnswer, PoolsAnswer, VolumesAnswer, call_names};
 use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, VmConfig};
 use foreshore::events::Event;
 use foreshore::governor::info::{GovernedZoneInfo, PressureChange, PressureInfo, RecordingInfo};
-use foreshore::vm::decision::{DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest};
+use foreshore::vm::decision::{
+    DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest,
+};
 use foreshore::vm::request::{BalloonInfo, PoolInfo, VmInfo, VolumeInfo, ZoneInfo};
 use foreshore::volume::kernel_gate::GuestKernel;
 use serde::Serialize;
@@ -30,7 +32,8 @@ fn names(object: &Value) -> BTreeSet<&str> {
 fn calls_are_those_of_the_server() {
     let document = document();
     let paths = &document["paths"];
-    let described: BTreeSet<_> = names(paths).into_iter().map(|path| path.trim_start_matches('/')).collect();
+    let described: BTreeSet<_> =
+        names(paths).into_iter().map(|path| path.trim_start_matches('/')).collect();
     assert_eq!(described, call_names().into_iter().collect());
     Api::run(async |api| {
         for call in described {
@@ -62,8 +65,14 @@ fn sample(document: &Value, schema: &Value) -> Value {
         return example.clone();
     }
     if let Some(path) = schema.get("$ref") {
-        let path = path.as_str().and_then(|path| path.strip_prefix('#')).expect("a schema of this document");
-        return sample(document, document.pointer(path).unwrap_or_else(|| panic!("no schema {path}")));
+        let path = path
+            .as_str()
+            .and_then(|path| path.strip_prefix('#'))
+            .expect("a schema of this document");
+        return sample(
+            document,
+            document.pointer(path).unwrap_or_else(|| panic!("no schema {path}")),
+        );
     }
     if let Some(values) = schema.get("enum") {
         return values[0].clone();
@@ -71,7 +80,10 @@ fn sample(document: &Value, schema: &Value) -> Value {
     match schema["type"].as_str() {
         Some("object") => {
             let properties = schema["properties"].as_object().expect("properties");
-            properties.iter().map(|(name, schema)| (name.clone(), sample(document, schema))).collect()
+            properties
+                .iter()
+                .map(|(name, schema)| (name.clone(), sample(document, schema)))
+                .collect()
         }
         Some("array") => json!([sample(document, &schema["items"])]),
         Some("integer") => json!(1),
@@ -94,8 +106,8 @@ fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
     let document = document();
     let described = &document["components"]["schemas"][schema];
     let whole = sample(&document, described);
-    let read: T =
-        serde_json::from_value(whole.clone()).unwrap_or_else(|error| panic!("{schema}: {error}: {whole}"));
+    let read: T = serde_json::from_value(whole.clone())
+        .unwrap_or_else(|error| panic!("{schema}: {error}: {whole}"));
     assert_eq!(serde_json::to_value(&read).unwrap(), whole, "{schema}: something is not read");
     let described_fields = names(&described["properties"]).into_iter().map(str::to_owned).collect();
     assert_eq!(fields(&read), described_fields, "{schema}");
@@ -109,7 +121,10 @@ fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
         .into_iter()
         .filter(|(name, _)| required.contains(&**name))
         .collect();
-    assert!(serde_json::from_value::<T>(Value::Object(least)).is_ok(), "{schema}: more is required");
+    assert!(
+        serde_json::from_value::<T>(Value::Object(least)).is_ok(),
+        "{schema}: more is required"
+    );
 }
 
 #[test]
@@ -153,7 +168,8 @@ fn what_takes_no_other_keys_says_so() {
         ("pressure", "PressureConfig", with_another("PressureConfig")),
     ] {
         let config = json!({"payload": {"kernel": "/k"}, section: value});
-        let error = VmConfig::from_json(config.as_object().unwrap().clone()).unwrap_err().to_string();
+        let error =
+            VmConfig::from_json(config.as_object().unwrap().clone()).unwrap_err().to_string();
         assert!(error.contains(r#": unknown key "another"; the keys are "#), "{schema}: {error}");
     }
     Api::run(async |api| {
@@ -168,15 +184,21 @@ fn what_takes_no_other_keys_says_so() {
 fn what_is_added_is_described() {
     let document = document();
     let config =
-        VmConfig::from_json(json!({"payload": {"kernel": "/k"}}).as_object().unwrap().clone()).unwrap();
+        VmConfig::from_json(json!({"payload": {"kernel": "/k"}}).as_object().unwrap().clone())
+            .unwrap();
     let info = json!({"config": config, "state": "Running", "memory_actual_size": 1});
     let info: VmInfo = serde_json::from_value(info).unwrap();
     for (schema, fields) in [("VmConfig", fields(&config)), ("VmInfo", fields(&info))] {
-        let theirs: BTreeSet<_> =
-            of_kind("field").filter_map(|(name, _)| name.strip_prefix(schema)?.strip_prefix('.')).collect();
+        let theirs: BTreeSet<_> = of_kind("field")
+            .filter_map(|(name, _)| name.strip_prefix(schema)?.strip_prefix('.'))
+            .collect();
         let ours: BTreeSet<_> =
             fields.iter().map(String::as_str).filter(|field| !theirs.contains(field)).collect();
-        assert_eq!(names(&document["components"]["schemas"][schema]["properties"]), ours, "{schema}");
+        assert_eq!(
+            names(&document["components"]["schemas"][schema]["properties"]),
+            ours,
+            "{schema}"
+        );
     }
 }
 
@@ -187,7 +209,8 @@ fn events_are_as_they_are_described() {
     let (events, _runtime) = (foreshore::events::Events::start(), ());
     let mut watcher = events.watch();
     events.tell(Event::VmBooted);
-    let seen = tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(watcher.next());
+    let seen =
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(watcher.next());
     let Some(foreshore::events::Seen::Event(told)) = seen else { panic!("{seen:?}") };
     let told = serde_json::to_value(&*told).unwrap();
     assert_eq!(names(&told), names(&described));

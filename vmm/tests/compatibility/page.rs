@@ -12,7 +12,8 @@ use crate::{fields, flags};
 
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/compatibility.md");
 /// The rest is written by the test.
-const MARK: &str = "<!-- UPDATE=1 cargo test -p foreshore --test compatibility writes all below -->\n";
+const MARK: &str =
+    "<!-- UPDATE=1 cargo test -p foreshore --test compatibility writes all below -->\n";
 
 /// Schemas of what is not there as a whole: what they belong to. When that is there, they need a place in `fields` or `calls`.
 const PARTS: &[(&str, &str)] = &[
@@ -61,8 +62,10 @@ async fn field_rows(api: &Api, calls: &Rows) -> Rows {
     }
     for name in parts {
         let schema = name.split('.').next().expect("a schema");
-        let (_, whole) =
-            PARTS.iter().find(|(part, _)| *part == schema).unwrap_or_else(|| panic!("{name} has no verdict"));
+        let (_, whole) = PARTS
+            .iter()
+            .find(|(part, _)| *part == schema)
+            .unwrap_or_else(|| panic!("{name} has no verdict"));
         let (kind, whole) = whole.split_once(' ').expect("a kind and a name");
         let verdict = find(if kind == "call" { calls } else { &rows }, whole).clone();
         assert!(
@@ -101,7 +104,10 @@ fn tables() -> String {
 fn the_page_names_the_version_that_clients_are_told() {
     let page = fs::read_to_string(PATH).expect("docs/compatibility.md");
     let (by_hand, _) = page.split_once(MARK).expect("the mark above the tables");
-    assert!(by_hand.contains(COMPATIBLE_WITH) && by_hand.contains("description 0.3.0"), "{COMPATIBLE_WITH}");
+    assert!(
+        by_hand.contains(COMPATIBLE_WITH) && by_hand.contains("description 0.3.0"),
+        "{COMPATIBLE_WITH}"
+    );
 }
 
 #[test]

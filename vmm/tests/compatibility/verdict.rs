@@ -53,7 +53,9 @@ pub fn of_error(error: &ConfigError) -> Option<Verdict> {
         ConfigError::Unsupported { why, .. } | ConfigError::ForeignSection { why, .. } => {
             Some(Verdict::Refused((*why).to_owned()))
         }
-        ConfigError::BadValue { expected, .. } => Some(Verdict::Refused(format!("it must be {expected}"))),
+        ConfigError::BadValue { expected, .. } => {
+            Some(Verdict::Refused(format!("it must be {expected}")))
+        }
         ConfigError::UnknownKey { .. } => Some(Verdict::NotThere("an unknown key".to_owned())),
         _ => None,
     }

@@ -9,8 +9,7 @@ use thiserror::Error;
 pub const SYNTAX: &str = "bytes, or a number with K, M, G or T";
 
 /// Syntax of a size, as `--help` explains it.
-pub const HELP: &str =
-    "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
+pub const HELP: &str = "Sizes are in bytes, or take K, M, G or T (also KiB to TiB), powers of 1024: 512M, 1.5G, 64MiB.";
 
 /// Significant digits behind the decimal point. A multiple of 2^-40 has no more than 40, so cutting
 /// a number after them does not change its number of whole bytes, in T or in a smaller unit.
@@ -140,7 +139,8 @@ fn scale(integer: u64, fraction: &str, base: u8, exponent: u32) -> (u128, bool) 
         }
         whole = u128::from(base) * whole + u128::from(carry);
     }
-    let is_whole = digits.iter().all(|digit| *digit == 0) && rest.bytes().all(|digit| digit == b'0');
+    let is_whole =
+        digits.iter().all(|digit| *digit == 0) && rest.bytes().all(|digit| digit == b'0');
     (whole, is_whole)
 }
 
@@ -169,7 +169,9 @@ impl Size {
         }
         // A few tebibytes are shown in gibibytes: 2047.9 GiB of 2 TiB are free, not 1.9 TiB.
         let [tib, gib, ..] = UNITS;
-        let unit = UNITS.iter().find(|unit| fits(unit) && (unit.power < tib.power || !gib.is_short(bytes)));
+        let unit = UNITS
+            .iter()
+            .find(|unit| fits(unit) && (unit.power < tib.power || !gib.is_short(bytes)));
         match unit {
             Some(unit) => {
                 let tenths = u128::from(bytes % unit.bytes()) * 10 / u128::from(unit.bytes());

@@ -29,6 +29,7 @@ pub(super) fn decide(context: &Context<'_>) -> Verdict {
     }
     let step = rules.lost_step_bytes.saturating_mul(1 << lost.steps.min(32));
     let plan = controller.grow(step, Reason::ReportsLost, last, host, now);
-    let memory = (!rules.dry_run).then_some(Memory::Lost(Lost { steps: lost.steps + 1, at: Some(now) }));
+    let memory =
+        (!rules.dry_run).then_some(Memory::Lost(Lost { steps: lost.steps + 1, at: Some(now) }));
     Verdict { plan: Some(plan), memory }
 }

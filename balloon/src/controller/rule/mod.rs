@@ -84,7 +84,9 @@ impl Controller {
             let Verdict { plan, memory } = rule(&Context { controller: self, event, host, now });
             match memory {
                 Some(Memory::Zones(zones)) => self.zones = zones,
-                Some(Memory::NoneFailed) => self.zones.iter_mut().for_each(|zone| zone.told = false),
+                Some(Memory::NoneFailed) => {
+                    self.zones.iter_mut().for_each(|zone| zone.told = false)
+                }
                 Some(Memory::BoundsTold(told)) => self.told_bounds = told,
                 Some(Memory::Lost(lost)) => self.lost = lost,
                 None => {}

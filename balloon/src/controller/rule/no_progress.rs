@@ -10,8 +10,9 @@ use crate::{HostView, ZoneSizes};
 pub(super) fn decide(context: &Context<'_>) -> Verdict {
     let Context { controller, host, now, .. } = *context;
     let rules = &controller.rules;
-    let has_failed =
-        |(zone, tracker): (&ZoneSizes, &ZoneTracker)| !tracker.pinned && tracker.has_failed(zone, rules, now);
+    let has_failed = |(zone, tracker): (&ZoneSizes, &ZoneTracker)| {
+        !tracker.pinned && tracker.has_failed(zone, rules, now)
+    };
     // None of them, mostly.
     if !host.zones.iter().zip(&controller.zones).any(has_failed) {
         return Verdict { plan: None, memory: Some(Memory::NoneFailed) };
@@ -19,7 +20,9 @@ pub(super) fn decide(context: &Context<'_>) -> Verdict {
     let mut zones = controller.zones.clone();
     let mut asked = host.clone();
     let mut is_news = false;
-    for (zone, tracker) in asked.zones.iter_mut().zip(&mut zones).filter(|(_, tracker)| !tracker.pinned) {
+    for (zone, tracker) in
+        asked.zones.iter_mut().zip(&mut zones).filter(|(_, tracker)| !tracker.pinned)
+    {
         let was_kept = tracker.is_kept();
         let was_told = std::mem::take(&mut tracker.told);
         if let Some(less) = tracker.fall_back(zone, rules, now) {
@@ -36,8 +39,9 @@ pub(super) fn decide(context: &Context<'_>) -> Verdict {
     } else {
         is_news |= !requested(&asked).eq(requested(host));
     }
-    let plan =
-        is_news.then(|| controller.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host));
+    let plan = is_news.then(|| {
+        controller.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host)
+    });
     Verdict { plan, memory: Some(Memory::Zones(zones)) }
 }
 

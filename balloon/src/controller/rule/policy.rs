@@ -28,16 +28,24 @@ impl Controller {
         let reason = last.decision.reason;
         match last.decision.want_bytes {
             // Only of what a dry run leaves outside of the bounds does a policy want what stays there.
-            Some(want) if want > requested && want < floor => {
-                bound(self.grow(floor - requested, reason, last, host, now), want, Reason::BelowFloor)
-            }
-            Some(want) if want < requested && want > ceiling => {
-                bound(self.shrink(requested - ceiling, reason, last, host, now), want, Reason::AboveCeiling)
-            }
+            Some(want) if want > requested && want < floor => bound(
+                self.grow(floor - requested, reason, last, host, now),
+                want,
+                Reason::BelowFloor,
+            ),
+            Some(want) if want < requested && want > ceiling => bound(
+                self.shrink(requested - ceiling, reason, last, host, now),
+                want,
+                Reason::AboveCeiling,
+            ),
             Some(want) if want > requested => self.grow(want - requested, reason, last, host, now),
-            Some(want) if want < requested => self.shrink(requested - want, reason, last, host, now),
+            Some(want) if want < requested => {
+                self.shrink(requested - want, reason, last, host, now)
+            }
             // What is on its way counts as there: the guest will have enough, and has not got it yet.
-            _ if reason == Reason::Enough && self.is_in_progress(&self.without_stuck(host, now)) => {
+            _ if reason == Reason::Enough
+                && self.is_in_progress(&self.without_stuck(host, now)) =>
+            {
                 self.hold(Reason::InProgress, host)
             }
             _ => self.hold(reason, host),
@@ -92,7 +100,9 @@ impl Controller {
         let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
         let requests = spread.into_requests();
         let plan = match limit {
-            limit if taken == 0 => self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host),
+            limit if taken == 0 => {
+                self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host)
+            }
             limit => self.build(Direction::Shrink, reason, limit, requests, host),
         };
         Plan { wanted_bytes: wanted, ..plan }

@@ -85,7 +85,12 @@ fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) 
         assert_eq!((plan.direction, plan.reason), (Direction::Hold, reason));
     }
     let plan = rig.tick(1);
-    assert_eq!((plan.direction, plan.requested_bytes()), (Direction::Grow, 256 * MIB), "{:?}", plan.reason);
+    assert_eq!(
+        (plan.direction, plan.requested_bytes()),
+        (Direction::Grow, 256 * MIB),
+        "{:?}",
+        plan.reason
+    );
     assert_eq!(plan.targets[by_hand].requested_bytes, 128 * MIB, "the hand's request stays");
 }
 

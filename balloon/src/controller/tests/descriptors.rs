@@ -28,8 +28,12 @@ fn nothing_is_requested_from_guest_without_room() {
     let mut rig = Rig::new(Policy::default());
     rig.describe(0);
     // Movable memory holds no page descriptors.
-    let movable =
-        Zone { kind: ZoneKind::Movable, free_pages: 60_000, managed_pages: 60_000, ..Zone::default() };
+    let movable = Zone {
+        kind: ZoneKind::Movable,
+        free_pages: 60_000,
+        managed_pages: 60_000,
+        ..Zone::default()
+    };
     rig.raw.zones.push(movable);
     rig.raw.memory.total_bytes = 4000 * MIB;
     assert_eq!(rig.report(1000, 1).reason, Reason::Descriptors);
@@ -124,7 +128,8 @@ fn unreported_limit_counts_boot_memory_outside_the_balloon() {
         rig.host.boot_bytes = 96 * MIB;
         rig.host.zones.push(balloon);
         rig.host.balloon = Some(balloon.id);
-        let room_bytes = DescriptorLimit::default().room_bytes(&Rules::default(), &rig.host, rig.now);
+        let room_bytes =
+            DescriptorLimit::default().room_bytes(&Rules::default(), &rig.host, rig.now);
         assert_eq!(room_bytes, 8 * boot_mib * MIB, "{in_balloon_mib} MiB in the balloon");
     }
 }

@@ -109,7 +109,11 @@ fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_deci
     assert_eq!((plan.wanted_bytes, plan.requested_bytes()), (800 * MIB, 896 * MIB), "a step");
     rig.controller.set_policy(Policy::default()).expect("in range");
     let plan = rig.report(1_000, 20);
-    assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::AtCeiling), "as it would be");
+    assert_eq!(
+        (plan.direction, plan.reason),
+        (Direction::Hold, Reason::AtCeiling),
+        "as it would be"
+    );
     assert!(plan.wanted_bytes > 1024 * MIB, "what the policy wants: {plan:?}");
 }
 
@@ -117,7 +121,8 @@ fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_deci
 /// what it says by then.
 #[test]
 fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
-    let begin: [fn(&mut Controller); 2] = [Controller::pause, |controller| controller.set_dry_run(true)];
+    let begin: [fn(&mut Controller); 2] =
+        [Controller::pause, |controller| controller.set_dry_run(true)];
     for begin in begin {
         let policy = Policy::from_name("dapper").expect("listed");
         let mut rig = Rig::new(policy.with([("watermark-scale", &"1".into())]).expect("in bounds"));
@@ -149,6 +154,10 @@ fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
         free(&mut rig, 0, 640);
         let plan = rig.report(3_600_000, 640);
         assert_eq!((plan.direction, plan.reason), (Direction::Shrink, Reason::FreeShare));
-        assert_eq!(plan.wanted_bytes, (1024 - 256) * MIB, "a quarter, with between 8 and 12 sixteenths free");
+        assert_eq!(
+            plan.wanted_bytes,
+            (1024 - 256) * MIB,
+            "a quarter, with between 8 and 12 sixteenths free"
+        );
     }
 }

@@ -6,7 +6,10 @@ use super::*;
 fn rule_1_a_grow_goes_to_its_full_target_at_once_dram_first() {
     let mut rig = Rig::fixed(600);
     let plan = rig.tick(0);
-    assert_eq!((plan.direction, plan.reason, plan.limited_by), (Direction::Grow, Reason::FixedSize, None));
+    assert_eq!(
+        (plan.direction, plan.reason, plan.limited_by),
+        (Direction::Grow, Reason::FixedSize, None)
+    );
     assert_eq!(rig.requested_mib(), (128, 472));
     let mut rig = Rig::fixed(100);
     rig.tick(0);

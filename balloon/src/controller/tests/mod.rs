@@ -43,7 +43,11 @@ impl Rig {
             raw: RawReport {
                 version: PROTOCOL_VERSION,
                 monotonic_ms: 10_000,
-                memory: Memory { total_bytes: 352 * MIB, available_bytes: 280 * MIB, ..Memory::default() },
+                memory: Memory {
+                    total_bytes: 352 * MIB,
+                    available_bytes: 280 * MIB,
+                    ..Memory::default()
+                },
                 zones: vec![Zone {
                     kind: ZoneKind::Dma32,
                     free_pages: 70_000,

@@ -20,7 +20,10 @@ fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alon
     }
     // DRAM is tried with less; what it does not take is asked of PM, with which it is the same.
     assert!(seen.len() > 10, "{seen:?}");
-    assert!(seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0), "{seen:?}");
+    assert!(
+        seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0),
+        "{seen:?}"
+    );
     assert!(seen.iter().any(|(_, pm)| *pm > 0), "{seen:?}");
     assert!(rig.host.requested_bytes() <= 64 * MIB + 4 * MIB);
 }
@@ -184,7 +187,11 @@ fn rule_5_what_came_before_a_failure_does_not_undo_it() {
     rig.tick(10);
     assert_eq!(rig.tick(900).reason, Reason::NoProgress);
     rig.tick(100);
-    assert_eq!(rig.requested_mib(), (0, 192), "the first has stayed for a second, and that is no news");
+    assert_eq!(
+        rig.requested_mib(),
+        (0, 192),
+        "the first has stayed for a second, and that is no news"
+    );
     rig.follow();
     rig.tick(10);
     rig.tick(1_000);
@@ -395,7 +402,10 @@ fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
     let mut seen = Vec::new();
     for _ in 0..5 {
         let plan = rig.tick(5_000);
-        assert!(plan.targets.iter().all(|target| target.requested_bytes % (2 * MIB) == 0), "{plan:?}");
+        assert!(
+            plan.targets.iter().all(|target| target.requested_bytes % (2 * MIB) == 0),
+            "{plan:?}"
+        );
         seen.push((plan.reason, rig.requested_mib().0));
     }
     let less = Reason::NoProgress;
@@ -409,7 +419,10 @@ fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
     assert_eq!(rig.requested_mib(), (100, 0));
     rig.host_has(DRAM, 24);
     let plan = rig.tick(10);
-    assert_eq!((plan.direction, plan.reason, plan.limited_by), (Direction::Grow, Reason::HostShort, None));
+    assert_eq!(
+        (plan.direction, plan.reason, plan.limited_by),
+        (Direction::Grow, Reason::HostShort, None)
+    );
     assert_eq!(rig.requested_mib(), (24, 76));
     // What it got comes, and says nothing about what it did not get.
     rig.follow();
@@ -435,7 +448,11 @@ fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
     for second in 0..200 {
         let plan = rig.tick(1_000);
         match rig.host.requested_bytes() {
-            0 => assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::HostShort), "{second}"),
+            0 => assert_eq!(
+                (plan.direction, plan.reason),
+                (Direction::Hold, Reason::HostShort),
+                "{second}"
+            ),
             _ => {
                 asked_s.push(second);
                 rig.host_has(DRAM, 0);
@@ -499,7 +516,11 @@ fn rule_5_what_the_host_could_not_provide_is_kept_for_a_moment() {
         (rig.tick(0).reason, rig.requested_mib())
     };
     assert_eq!(paused_for(990), (Reason::HostShort, (24, 104)));
-    assert_eq!(paused_for(1_000), (Reason::NoReport, (24, 0)), "what is wanted is another question by then");
+    assert_eq!(
+        paused_for(1_000),
+        (Reason::NoReport, (24, 0)),
+        "what is wanted is another question by then"
+    );
 }
 
 #[test]

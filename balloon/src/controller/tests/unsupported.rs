@@ -6,7 +6,8 @@ use super::*;
 fn guest_with_balloon(policy: Policy) -> Rig {
     let mut rig = Rig::new(policy);
     let balloon = ZoneId(2);
-    let zone = ZoneSizes { guest_numa_node: 0, ..ZoneSizes::empty(balloon.0, Tier::Dram, 256 * MIB) };
+    let zone =
+        ZoneSizes { guest_numa_node: 0, ..ZoneSizes::empty(balloon.0, Tier::Dram, 256 * MIB) };
     rig.host.zones.push(zone);
     rig.host.balloon = Some(balloon);
     rig.refuse_driver(DRAM);
@@ -88,7 +89,9 @@ fn a_guest_with_unsupported_drivers_is_governed_by_its_balloon() {
 #[test]
 fn a_floor_counts_as_far_as_it_is_within_reach_of_zones_with_usable_drivers() {
     let mut rig = guest_with_balloon(Policy::Fixed(fixed::Params { size_bytes: 64 * MIB }));
-    rig.controller.set_rules(Rules { floor_bytes: 512 * MIB, ..Rules::default() }).expect("in range");
+    rig.controller
+        .set_rules(Rules { floor_bytes: 512 * MIB, ..Rules::default() })
+        .expect("in range");
     assert_eq!(rig.tick(0).direction, Direction::Grow);
     assert_eq!((rig.host.zones[2].requested_bytes, rig.requested_mib()), (256 * MIB, (0, 0)));
     rig.follow();

@@ -5,7 +5,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::ZoneTracker;
-use crate::{DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes};
+use crate::{
+    DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes,
+};
 
 /// Longest time between two reminders. A loop that withdraws what is not followed requests it again as often.
 const MOST_PATIENCE_MS: u64 = 60_000;
@@ -153,17 +155,21 @@ impl ZoneTracker {
 
     fn is_held(&self, patience_ms: u64, now: TimeMs) -> bool {
         let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, .. } = self.sizes;
-        held_bytes > 0 && plugged_bytes == requested_bytes && now.since(self.rests().0) >= patience_ms
+        held_bytes > 0
+            && plugged_bytes == requested_bytes
+            && now.since(self.rests().0) >= patience_ms
     }
 
     /// Returns true if the zone makes no progress.
     pub fn is_late(&self, patience_ms: u64, now: TimeMs) -> bool {
-        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.rests().0) >= patience_ms
+        self.sizes.plugged_bytes != self.sizes.requested_bytes
+            && now.since(self.rests().0) >= patience_ms
     }
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
     pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
-        let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } = self.sizes;
+        let ZoneSizes { requested_bytes, plugged_bytes, held_bytes, driver, shortfall, .. } =
+            self.sizes;
         let lacks = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
                 "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
@@ -171,7 +177,9 @@ impl ZoneTracker {
             ResizeStatus::Stuck(text)
         };
         if self.sizes.is_withdrawn {
-            return ResizeStatus::Stuck(format!("{UNSUPPORTED_DRIVER_REASON}: {UNSUPPORTED_DRIVER}"));
+            return ResizeStatus::Stuck(format!(
+                "{UNSUPPORTED_DRIVER_REASON}: {UNSUPPORTED_DRIVER}"
+            ));
         }
         if self.is_held(patience_ms, now) {
             return ResizeStatus::Stuck(format!(
@@ -204,7 +212,9 @@ impl ZoneTracker {
 }
 
 pub(super) fn is_reached(sizes: &ZoneSizes) -> bool {
-    sizes.plugged_bytes == sizes.requested_bytes && sizes.held_bytes == 0 && sizes.lowered_by().is_none()
+    sizes.plugged_bytes == sizes.requested_bytes
+        && sizes.held_bytes == 0
+        && sizes.lowered_by().is_none()
 }
 
 #[cfg(test)]
@@ -267,8 +277,12 @@ mod tests {
         let driver = DriverState::Unsupported;
         let withdrawn = ZoneSizes { driver, is_withdrawn: true, ..sizes(0, 0, false) };
         // Neither at the refusal nor when a newer driver loads.
-        let seen =
-            [(withdrawn, 100), (withdrawn, 60_000), (sizes(0, 0, true), 60_100), (sizes(0, 0, true), 70_000)];
+        let seen = [
+            (withdrawn, 100),
+            (withdrawn, 60_000),
+            (sizes(0, 0, true), 60_100),
+            (sizes(0, 0, true), 70_000),
+        ];
         for (sizes, now) in seen {
             assert!(!zone.reaches(sizes, TimeMs(now)), "{now}");
         }
@@ -291,7 +305,8 @@ mod tests {
     #[test]
     fn a_size_is_reached_once_however_often_the_guest_leaves_it() {
         let mut zone = tracker(sizes(0, 0, true), TimeMs(0));
-        let plugged = [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
+        let plugged =
+            [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
         let mut now = 0;
         let reached = plugged.map(|(requested, plugged)| {
             now += 8 * STAYS_MS;
@@ -304,8 +319,9 @@ mod tests {
 
     #[test]
     fn without_progress_it_is_stuck_and_says_why() {
-        let stuck =
-            |sizes, offline| tracker(sizes, TimeMs(0)).status(offline, PATIENCE_MS, TimeMs(PATIENCE_MS));
+        let stuck = |sizes, offline| {
+            tracker(sizes, TimeMs(0)).status(offline, PATIENCE_MS, TimeMs(PATIENCE_MS))
+        };
         assert_eq!(stuck(sizes(10, 0, false), 0), ResizeStatus::NoDriver);
         let reason = |status| match status {
             ResizeStatus::Stuck(reason) => reason,
@@ -337,7 +353,11 @@ mod tests {
         zone.reaches(sizes(10, 8, true), TimeMs(100));
         let rules = Rules { progress_ms: 900, ..Rules::default() };
         let stuck = sizes(10, 8, true);
-        assert_eq!(zone.fall_back(&stuck, &rules, TimeMs(1_050)), Some(8), "half of it is less than a block");
+        assert_eq!(
+            zone.fall_back(&stuck, &rules, TimeMs(1_050)),
+            Some(8),
+            "half of it is less than a block"
+        );
         for now in [1_060, 1_100, 5_000] {
             assert!(!zone.reaches(sizes(8, 8, true), TimeMs(now)), "{now}");
         }
@@ -383,7 +403,9 @@ mod tests {
         }
         let again = [15_000, 35_000, 75_000].map(|now| (now, Reminder::Again));
         assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
-        let ResizeStatus::Stuck(_) = zone.status(0, PATIENCE_MS, TimeMs(80_000)) else { panic!("{zone:?}") };
+        let ResizeStatus::Stuck(_) = zone.status(0, PATIENCE_MS, TimeMs(80_000)) else {
+            panic!("{zone:?}")
+        };
         // What stays is one.
         assert!(!zone.reaches(sizes(10, 8, true), TimeMs(80_000)));
         assert!(!zone.is_late(PATIENCE_MS, TimeMs(84_990)));
@@ -395,7 +417,10 @@ mod tests {
         let reminded = |patience_ms: u64| {
             let mut zone = tracker(sizes(10, 0, true), TimeMs(0));
             let times = (0..=200_000).step_by(100).map(TimeMs);
-            times.filter(|now| zone.remind(patience_ms, *now).is_some()).map(|now| now.0).collect::<Vec<_>>()
+            times
+                .filter(|now| zone.remind(patience_ms, *now).is_some())
+                .map(|now| now.0)
+                .collect::<Vec<_>>()
         };
         assert_eq!(reminded(30_000), [30_000, 90_000, 150_000]);
         assert_eq!(reminded(90_000), [90_000, 180_000], "Nobody is reminded before it is late");
@@ -494,6 +519,9 @@ mod tests {
         }
         let again = [15_000, 35_000, 75_000, 135_000, 195_000].map(|now| (now, Reminder::Again));
         assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
-        assert_eq!(tracker(sizes(10, 0, false), TimeMs(0)).remind(PATIENCE_MS, TimeMs(60_000)), None);
+        assert_eq!(
+            tracker(sizes(10, 0, false), TimeMs(0)).remind(PATIENCE_MS, TimeMs(60_000)),
+            None
+        );
     }
 }

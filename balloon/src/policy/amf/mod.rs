@@ -50,7 +50,12 @@ pub struct State {
 }
 
 /// Decides on one report.
-pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+pub fn decide(
+    params: &Params,
+    mut state: State,
+    input: Input<'_>,
+    now: TimeMs,
+) -> (State, Decision) {
     let factor = params.factor();
     let asked = Asked::new(TABLE_2, factor, &mut state.coming, input, now);
     let decision = if asked.short.is_empty() {

@@ -14,7 +14,8 @@ fn amf(watermark_scale: u64) -> Policy {
     Policy::Amf(super::Params { watermark_scale, ..super::Params::default() })
 }
 
-const PAPERS: TableRig = TableRig { policy: amf, table: TABLE_2, scale: 1024, marks: [MIN, LOW, HIGH] };
+const PAPERS: TableRig =
+    TableRig { policy: amf, table: TABLE_2, scale: 1024, marks: [MIN, LOW, HIGH] };
 
 fn check(free_pages: u64, times: u64) {
     PAPERS.check(free_pages, times);
@@ -106,9 +107,14 @@ mod overlap {
 
 #[test]
 fn the_scale_moves_the_borders() {
-    for (scale, pages, times) in
-        [(4, 4 * HIGH + 1, 0), (4, 4 * HIGH, 1), (4, 4 * MIN, 3), (1, HIGH + 1, 0), (1, HIGH, 5), (1, MIN, 5)]
-    {
+    for (scale, pages, times) in [
+        (4, 4 * HIGH + 1, 0),
+        (4, 4 * HIGH, 1),
+        (4, 4 * MIN, 3),
+        (1, HIGH + 1, 0),
+        (1, HIGH, 5),
+        (1, MIN, 5),
+    ] {
         let mut rig = Rig::new(amf(scale), &[D], &[1024 * GIB]);
         rig.free(0, pages);
         let decision = rig.report(1_000);
@@ -153,7 +159,11 @@ fn watermarks_of_a_node_are_summed_over_its_zones_that_have_memory() {
     rig.raw.zones.push(dma32);
     rig.free(0, 2 * HIGH * 1024);
     let decision = rig.report(1_000);
-    assert_eq!(rig.added(decision), D + 1000 * PAGE_BYTES, "both zones' high, and both zones' memory");
+    assert_eq!(
+        rig.added(decision),
+        D + 1000 * PAGE_BYTES,
+        "both zones' high, and both zones' memory"
+    );
     rig.free(0, 2 * HIGH * 1024 + 1);
     assert_eq!(rig.report(1_000).want_bytes, None, "an empty zone's watermarks do not count");
 }
@@ -234,7 +244,11 @@ fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
     assert_eq!(with_free_sections(122).report(1_000).want_bytes, None);
     let mut rig = with_free_sections(123);
     let decision = rig.report(1_000);
-    assert_eq!((decision.want_bytes, decision.reason), (Some(0), Reason::DescriptorSpace), "all together");
+    assert_eq!(
+        (decision.want_bytes, decision.reason),
+        (Some(0), Reason::DescriptorSpace),
+        "all together"
+    );
     assert!(!decision.pressure);
     // The controller takes them in steps: what is left goes as well, though it is less than 3 % now.
     rig.plug(0, 50 * SECTION_BYTES);

@@ -73,7 +73,12 @@ struct Removing {
 }
 
 /// Decides on one report.
-pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+pub fn decide(
+    params: &Params,
+    mut state: State,
+    input: Input<'_>,
+    now: TimeMs,
+) -> (State, Decision) {
     let asked = Asked::new(TABLE_3, params.factor(), &mut state.coming, input, now);
     let served_before = state.served;
     let decision = if asked.short.is_empty() {
@@ -116,14 +121,20 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
 /// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings back a whole D, so
 /// that much stays above its first border.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
-    let kept_pages = table::first_border(TABLE_3, node, factor).saturating_add(node.dram_bytes / PAGE_BYTES);
+    let kept_pages =
+        table::first_border(TABLE_3, node, factor).saturating_add(node.dram_bytes / PAGE_BYTES);
     let spare_pages = node.own_free_pages.saturating_sub(kept_pages);
     (spare_pages * PAGE_BYTES).min(node.pm_free_bytes).min(node.pm_requested_bytes)
 }
 
 impl State {
     /// The node whose PM is to go, and what is to be left in all.
-    fn remove(&mut self, params: &Params, nodes: &[NodeView], input: Input<'_>) -> Option<(u32, u64)> {
+    fn remove(
+        &mut self,
+        params: &Params,
+        nodes: &[NodeView],
+        input: Input<'_>,
+    ) -> Option<(u32, u64)> {
         if nodes.iter().any(|node| table::leans_on_others(TABLE_3, node, params.factor())) {
             self.removing = None;
             return None;
@@ -131,16 +142,19 @@ impl State {
         let requested_bytes = input.host.requested_bytes();
         // A node of DRAM that was plugged may go, and with it what was to leave for its sake.
         self.removing = self.removing.filter(|removing| {
-            requested_bytes > removing.until_bytes && nodes.iter().any(|node| node.node == removing.node)
+            requested_bytes > removing.until_bytes
+                && nodes.iter().any(|node| node.node == removing.node)
         });
         if self.removing.is_none() {
             self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {
                 // F is the free memory of the node itself (section 4.4.2: "free memory on node1").
                 let free_bytes = node.own_free_pages.saturating_mul(PAGE_BYTES);
-                let bytes =
-                    removed_bytes(TABLE_4, free_bytes, node.pm_bytes).min(spare_bytes(node, params.factor()));
-                (bytes >= BLOCK_BYTES)
-                    .then(|| Removing { node: node.node, until_bytes: requested_bytes.saturating_sub(bytes) })
+                let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
+                    .min(spare_bytes(node, params.factor()));
+                (bytes >= BLOCK_BYTES).then(|| Removing {
+                    node: node.node,
+                    until_bytes: requested_bytes.saturating_sub(bytes),
+                })
             });
         }
         let removing = self.removing?;

@@ -115,7 +115,9 @@ mod table_3 {
 
     #[test]
     fn the_scale_moves_the_borders() {
-        for (pages, times) in [(8 * HIGH + 1, 0), (8 * HIGH, 1), (4 * HIGH, 2), (4 * LOW, 4), (4 * MIN, 8)] {
+        for (pages, times) in
+            [(8 * HIGH + 1, 0), (8 * HIGH, 1), (4 * HIGH, 2), (4 * LOW, 4), (4 * MIN, 8)]
+        {
             let mut rig = Rig::new(dapper(4), &[D], &[4096 * GIB]);
             rig.free(0, pages);
             let decision = rig.report(1_000);
@@ -128,7 +130,8 @@ mod table_3 {
         let policy = dapper(1).with([("watermark-share", &"250".into())]).expect("in bounds");
         let quarter = D / PAGE_BYTES / 4;
         let at_low = quarter * LOW / HIGH;
-        for (pages, times) in [(2 * quarter + 1, 0), (2 * quarter, 1), (quarter, 2), (at_low, 4), (HIGH, 16)]
+        for (pages, times) in
+            [(2 * quarter + 1, 0), (2 * quarter, 1), (quarter, 2), (at_low, 4), (HIGH, 16)]
         {
             let mut rig = Rig::new(policy.clone(), &[D], &[4096 * GIB]);
             rig.free(0, pages);
@@ -201,7 +204,8 @@ mod table_4 {
         (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
         rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
         rig.sum_up();
-        let spare = in_pm.min(free_bytes.saturating_sub(rig.raw.zones[0].managed_pages * PAGE_BYTES));
+        let spare =
+            in_pm.min(free_bytes.saturating_sub(rig.raw.zones[0].managed_pages * PAGE_BYTES));
         let removed = removed_bytes(TABLE_4, free_bytes, P);
         assert_eq!(removed, P / 16 * sixteenths, "{free_bytes} bytes free");
         let decision = rig.report(1_000);
@@ -237,7 +241,9 @@ mod table_4 {
     #[test]
     fn every_broken_table_4_is_caught() {
         let is_caught = |table: &[Removal]| {
-            CASES.iter().any(|(free, sixteenths)| removed_bytes(table, *free, P) != P / 16 * sixteenths)
+            CASES
+                .iter()
+                .any(|(free, sixteenths)| removed_bytes(table, *free, P) != P / 16 * sixteenths)
         };
         assert!(!is_caught(TABLE_4));
         for index in 0..TABLE_4.len() {
@@ -368,7 +374,10 @@ mod table_4 {
         rig.free(0, D / PAGE_BYTES);
         let decision = rig.report(1_000);
         // Node 0 has more free memory than PM: all of its PM goes. Node 1 has four times as much PM, and loses an eighth.
-        assert_eq!((decision.from, decision.want_bytes), (Some(0), Some(P + 2 * HIGH * PAGE_BYTES)));
+        assert_eq!(
+            (decision.from, decision.want_bytes),
+            (Some(0), Some(P + 2 * HIGH * PAGE_BYTES))
+        );
         rig.plug(0, 2 * HIGH * PAGE_BYTES);
         let decision = rig.report(1_000);
         assert_eq!((decision.near, decision.from), (None, Some(1)), "then it is node 1's turn");
@@ -404,6 +413,10 @@ mod table_4 {
         rig.free(1, 0);
         rig.free(2, P / PAGE_BYTES);
         let decision = rig.report(1_000);
-        assert_eq!((decision.from, decision.reason), (Some(0), Reason::FreeShare), "now it is node 0's turn");
+        assert_eq!(
+            (decision.from, decision.reason),
+            (Some(0), Reason::FreeShare),
+            "now it is node 0's turn"
+        );
     }
 }

@@ -40,7 +40,12 @@ struct Calm {
 }
 
 /// Decides on one report.
-pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+pub fn decide(
+    params: &Params,
+    mut state: State,
+    input: Input<'_>,
+    now: TimeMs,
+) -> (State, Decision) {
     state.coming.observe(input, now);
     let host = input.host;
     let trigger_bytes = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
@@ -97,7 +102,8 @@ impl Storage {
             .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))
             .saturating_sub(sum(Tier::Pm, ZoneSizes::outstanding_grow_bytes));
         let (dram, pm) = (sum(Tier::Dram, room), sum(Tier::Pm, room));
-        let above_floor = round_down(free_bytes.saturating_sub(params.storage_floor_bytes), BLOCK_BYTES);
+        let above_floor =
+            round_down(free_bytes.saturating_sub(params.storage_floor_bytes), BLOCK_BYTES);
         let lent = sum(Tier::Pm, |zone| zone.requested_bytes.saturating_sub(zone.floor_bytes));
         let missing = params.storage_floor_bytes.saturating_sub(free_bytes);
         Storage {
@@ -111,7 +117,13 @@ impl Storage {
 impl State {
     /// What has been free for long enough, beyond what is kept. It begins at three times the trigger and leaves two,
     /// so that it does not lead to the next loan.
-    fn surplus(&mut self, params: &Params, trigger_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
+    fn surplus(
+        &mut self,
+        params: &Params,
+        trigger_bytes: u64,
+        free_bytes: u64,
+        now: TimeMs,
+    ) -> u64 {
         if free_bytes <= trigger_bytes.saturating_mul(3) {
             self.calm = None;
             return 0;

@@ -22,7 +22,10 @@ fn memorage_edge_at_pages_high_nothing_is_lent() {
     let mut rig = rig();
     rig.free(0, HIGH);
     let decision = rig.report(1_000);
-    assert_eq!((decision.want_bytes, decision.reason, decision.pressure), (None, Reason::Enough, false));
+    assert_eq!(
+        (decision.want_bytes, decision.reason, decision.pressure),
+        (None, Reason::Enough, false)
+    );
 }
 
 #[test]
@@ -30,7 +33,10 @@ fn memorage_edge_one_page_below_pages_high_a_unit_is_lent() {
     let mut rig = rig();
     rig.free(0, HIGH - 1);
     let decision = rig.report(1_000);
-    assert_eq!((rig.added(decision), decision.reason, decision.pressure), (UNIT, Reason::LowFree, true));
+    assert_eq!(
+        (rig.added(decision), decision.reason, decision.pressure),
+        (UNIT, Reason::LowFree, true)
+    );
     assert_eq!(decision.near, None);
 }
 
@@ -79,7 +85,10 @@ fn memorage_never_more_than_the_zones_have() {
     rig.free(1, 0);
     assert_eq!(rig.report(50).want_bytes, None);
     let decision = rig.report(3_000);
-    assert_eq!((decision.want_bytes, decision.reason, decision.pressure), (None, Reason::AtCeiling, false));
+    assert_eq!(
+        (decision.want_bytes, decision.reason, decision.pressure),
+        (None, Reason::AtCeiling, false)
+    );
 }
 
 #[test]
@@ -125,7 +134,11 @@ fn memorage_gives_back_first_when_storage_runs_short() {
     // What is on its way back is there.
     rig.host.zones[0].requested_bytes -= GIB + 2 * MIB;
     let decision = rig.report(1_000);
-    assert_eq!((decision.want_bytes, decision.reason), (None, Reason::StorageShort), "and is not lent again");
+    assert_eq!(
+        (decision.want_bytes, decision.reason),
+        (None, Reason::StorageShort),
+        "and is not lent again"
+    );
     rig.host.zones[0].requested_bytes = GIB;
     rig.host.zones[0].plugged_bytes = GIB;
     rig.host.pool_free_bytes = 0;

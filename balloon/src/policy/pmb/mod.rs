@@ -31,7 +31,12 @@ pub struct State {
 }
 
 /// Decides on one report.
-pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+pub fn decide(
+    params: &Params,
+    mut state: State,
+    input: Input<'_>,
+    now: TimeMs,
+) -> (State, Decision) {
     state.coming.observe(input, now);
     let watermark = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
     let free_bytes = input.report.memory().free_bytes;
@@ -47,7 +52,9 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         // Twice the watermark stays, or the next few pages would bring back what has gone: of what has been seen free, as who
         // waits for what is on its way may fill it as it comes.
         let spare_bytes = free_bytes.saturating_sub(watermark.saturating_mul(2));
-        match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes * params.unit_bytes {
+        match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes
+            * params.unit_bytes
+        {
             0 => Decision::hold(Reason::Enough),
             bytes => Decision::want(requested_bytes.saturating_sub(bytes), Reason::FreeUnits),
         }

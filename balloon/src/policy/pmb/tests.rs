@@ -83,7 +83,11 @@ fn pmb_units_that_are_wholly_free_return_at_once() {
     let decision = rig.report(1_000);
     assert_eq!((rig.taken(decision), decision.reason), (7 * UNIT, Reason::FreeUnits));
     assert!(!decision.pressure);
-    assert_eq!(with_units(Some(0), 100_000).report(1_000).want_bytes, None, "free pages here and there");
+    assert_eq!(
+        with_units(Some(0), 100_000).report(1_000).want_bytes,
+        None,
+        "free pages here and there"
+    );
 }
 
 #[test]

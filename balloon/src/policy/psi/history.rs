@@ -92,7 +92,8 @@ impl History {
         let Some((newest, older)) = self.newest_and_older() else {
             return Rates::default();
         };
-        let fill_bytes_per_s = older.clone().map(|sample| newest.fill_since(sample)).max().unwrap_or(0);
+        let fill_bytes_per_s =
+            older.clone().map(|sample| newest.fill_since(sample)).max().unwrap_or(0);
         let Some(oldest) = { older }.find(|sample| sample.guest_ms >= signs_from_ms) else {
             return Rates { fill_bytes_per_s, ..Rates::default() };
         };
@@ -108,7 +109,8 @@ impl History {
             swapped_out_bytes: newest.swapped_out_since(oldest),
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
             refaulting: per_s(refaulted) >= params.refault_bytes_per_s,
-            anon_refaulting: per_s(refaulted.saturating_sub(files_refaulted)) >= params.refault_bytes_per_s,
+            anon_refaulting: per_s(refaulted.saturating_sub(files_refaulted))
+                >= params.refault_bytes_per_s,
             files_refaulting: per_s(files_refaulted) >= params.refault_bytes_per_s,
             file_refault_bytes_per_s: per_s(files_refaulted),
             swapping_in: per_s(swapped_in) >= params.refault_bytes_per_s,
@@ -121,7 +123,8 @@ impl History {
         // In the order of the guest's clock: push() sees to that.
         let first_within =
             |ms: u64| self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms > ms);
-        let end = self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms >= MIN_GAP_MS);
+        let end =
+            self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms >= MIN_GAP_MS);
         // At rest nothing lies in the window: stretch it as far as the report before.
         let begin = match first_within(WINDOW_MS) {
             begin if begin < end => begin,
@@ -145,7 +148,9 @@ impl Sample {
             swapped_out_pages: counters.pswpout,
             scanned_pages: counters.pgscan_kswapd.saturating_add(counters.pgscan_direct),
             swapped_in_pages: counters.pswpin,
-            refault_pages: counters.workingset_refault_anon.saturating_add(counters.workingset_refault_file),
+            refault_pages: counters
+                .workingset_refault_anon
+                .saturating_add(counters.workingset_refault_file),
             file_refault_pages: counters.workingset_refault_file,
         }
     }
@@ -186,7 +191,9 @@ impl Sample {
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
         // What is arriving counts as used in the older one: what is kept of it stays so, and is no fill later either.
         let used_bytes = self.used_bytes.saturating_sub(self.arriving_bytes);
-        let rise = used_bytes.saturating_add(swapped).saturating_sub(older.used_bytes.saturating_add(kept));
+        let rise = used_bytes
+            .saturating_add(swapped)
+            .saturating_sub(older.used_bytes.saturating_add(kept));
         if rise < NOISE_BYTES {
             return 0;
         }

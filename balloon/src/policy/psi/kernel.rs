@@ -6,7 +6,9 @@
 //! turns blocks of plugged DRAM into kernel memory. For that it needs movable memory with room for
 //! the pages of a block.
 
-use foreshore_proto::{Blocks, KernelGrowth, KernelMemory, NodeBlocks, Report, kernel_reserve_bytes};
+use foreshore_proto::{
+    Blocks, KernelGrowth, KernelMemory, NodeBlocks, Report, kernel_reserve_bytes,
+};
 
 use crate::units::scale;
 use crate::{HostView, Tier};
@@ -54,13 +56,15 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
 /// that has a block left when the kernel has all plugged blocks.
 fn has_block(report: &Report, host: &HostView) -> bool {
     let Blocks { block_bytes, nodes, .. } = report.blocks();
-    let mut dram = host.zones.iter().filter(|zone| zone.tier == Tier::Dram && host.balloon != Some(zone.id));
+    let mut dram =
+        host.zones.iter().filter(|zone| zone.tier == Tier::Dram && host.balloon != Some(zone.id));
     dram.any(|zone| {
         let room_bytes = zone.requestable_bytes().saturating_sub(zone.plugged_bytes);
         let is_movable = |node: &NodeBlocks| {
             node.node == zone.guest_numa_node && node.movable_online_bytes >= *block_bytes
         };
-        room_bytes >= *block_bytes || (zone.plugged_bytes >= *block_bytes && nodes.iter().any(is_movable))
+        room_bytes >= *block_bytes
+            || (zone.plugged_bytes >= *block_bytes && nodes.iter().any(is_movable))
     })
 }
 
@@ -77,7 +81,12 @@ mod tests {
         report_with(kernel_free_mib, pm_free_mib, block_mib, 1)
     }
 
-    fn report_with(kernel_free_mib: u64, pm_free_mib: u64, block_mib: u64, movable_blocks: u64) -> Report {
+    fn report_with(
+        kernel_free_mib: u64,
+        pm_free_mib: u64,
+        block_mib: u64,
+        movable_blocks: u64,
+    ) -> Report {
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;
         let zone = |node, kind, managed_mib, free_mib| Zone {
             node,
@@ -122,13 +131,18 @@ mod tests {
 
     #[test]
     fn kernel_needs_nothing_where_no_block_can_become_kernel_memory() {
-        let need = |report: &Report, host: &HostView| need(report, host, &KernelGrowth::default()).is_some();
+        let need = |report: &Report, host: &HostView| {
+            need(report, host, &KernelGrowth::default()).is_some()
+        };
         let (movable, none) = (report_with(0, 500, 128, 1), report_with(0, 500, 128, 0));
         assert!(need(&movable, &host(256)), "a block is plugged and movable");
         assert!(need(&none, &host(128)), "another block can be plugged");
         assert!(!need(&none, &host(256)), "the kernel has all blocks");
         assert!(!need(&movable, &HostView::default()), "movable boot memory stays as it is");
-        let pm = HostView { zones: vec![ZoneSizes::empty(0, Tier::Pm, 512 * MIB)], ..HostView::default() };
+        let pm = HostView {
+            zones: vec![ZoneSizes::empty(0, Tier::Pm, 512 * MIB)],
+            ..HostView::default()
+        };
         assert!(!need(&movable, &pm), "PM stays movable");
     }
 
@@ -157,7 +171,8 @@ mod tests {
     #[test]
     fn a_kernel_that_grows_fast_gets_memory_sooner_and_more() {
         let mut growth = KernelGrowth::default();
-        let holds = |mib: u64| KernelUse { slab_unreclaimable_bytes: mib * MIB, ..KernelUse::default() };
+        let holds =
+            |mib: u64| KernelUse { slab_unreclaimable_bytes: mib * MIB, ..KernelUse::default() };
         let missing_mib = |growth: &KernelGrowth, kernel_free| {
             let report = report(kernel_free, 0, 16);
             need(&report, &host(256), growth).map(|need| need.missing_bytes / MIB)

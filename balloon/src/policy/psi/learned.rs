@@ -79,7 +79,8 @@ impl PlugTime {
         if total_bytes > asked.total_bytes {
             // It came between two reports, which may be a second apart: soon after the first of them, for all that
             // is known.
-            let took = asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
+            let took =
+                asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
             let took = took.clamp(PLUG_BOUNDS_MS.0, PLUG_BOUNDS_MS.1);
             self.ms = if took > self.ms { took } else { self.ms - (self.ms - took) / 4 };
             self.asked = None;
@@ -111,20 +112,30 @@ struct Refusal {
 
 impl Refusals {
     pub fn is_settled(&self, now: TimeMs) -> bool {
-        self.zones.iter().all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
+        self.zones
+            .iter()
+            .all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
     }
 
     /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was refused.
     pub fn learn(&mut self, host: &HostView, now: TimeMs) {
         for zone in &host.zones {
-            let index = self.zones.iter().position(|known| known.id == zone.id).unwrap_or_else(|| {
-                let new = Refusal { id: zone.id, going_to: None, stays_bytes: 0, until: None, pause_ms: 0 };
-                self.zones.push(new);
-                self.zones.len() - 1
-            });
+            let index =
+                self.zones.iter().position(|known| known.id == zone.id).unwrap_or_else(|| {
+                    let new = Refusal {
+                        id: zone.id,
+                        going_to: None,
+                        stays_bytes: 0,
+                        until: None,
+                        pause_ms: 0,
+                    };
+                    self.zones.push(new);
+                    self.zones.len() - 1
+                });
             let known = &mut self.zones[index];
             if zone.outstanding_shrink_bytes() > 0 {
-                let to = known.going_to.map_or(zone.requested_bytes, |to| to.min(zone.requested_bytes));
+                let to =
+                    known.going_to.map_or(zone.requested_bytes, |to| to.min(zone.requested_bytes));
                 known.going_to = Some(to);
                 continue;
             }
@@ -134,7 +145,8 @@ impl Refusals {
                 known.pause_ms = known.pause_ms.saturating_mul(2).clamp(REFUSED_MS.0, REFUSED_MS.1);
                 known.until = Some(now + known.pause_ms);
             } else if zone.plugged_bytes < known.stays_bytes {
-                *known = Refusal { going_to: None, until: None, pause_ms: 0, stays_bytes: 0, ..*known };
+                *known =
+                    Refusal { going_to: None, until: None, pause_ms: 0, stays_bytes: 0, ..*known };
             }
         }
     }
@@ -152,11 +164,15 @@ impl Refusals {
             let known = self.zones.iter().find(|known| known.id == id)?;
             known.until.filter(|until| now < *until).map(|_| known.stays_bytes)
         };
-        let pm_stays = host.zones.iter().any(|zone| zone.tier == Tier::Pm && stays(zone.id).is_some());
-        host.zones.iter().filter(|zone| !(pm_stays && zone.tier == Tier::Dram)).fold(0, |sum, zone| {
-            let least = stays(zone.id).unwrap_or(0).max(zone.floor_bytes);
-            sum.saturating_add(zone.requested_bytes.saturating_sub(least))
-        })
+        let pm_stays =
+            host.zones.iter().any(|zone| zone.tier == Tier::Pm && stays(zone.id).is_some());
+        host.zones.iter().filter(|zone| !(pm_stays && zone.tier == Tier::Dram)).fold(
+            0,
+            |sum, zone| {
+                let least = stays(zone.id).unwrap_or(0).max(zone.floor_bytes);
+                sum.saturating_add(zone.requested_bytes.saturating_sub(least))
+            },
+        )
     }
 }
 
@@ -240,7 +256,8 @@ impl Patience {
         self.disturbed();
         if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
             let tooth_ms = now.since(self.grown_at);
-            self.longer_ms = self.ms(params).saturating_mul(2).max(tooth_ms).min(params.max_idle_ms);
+            self.longer_ms =
+                self.ms(params).saturating_mul(2).max(tooth_ms).min(params.max_idle_ms);
             self.regretted_at = now;
         }
         self.grown_at = now;
@@ -264,7 +281,8 @@ impl Patience {
         // Bytes of memory: far from the bounds of either type.
         let least = self.available.least(coming_bytes as i64 - requested_bytes as i64, ms, now);
         let there_bytes = self.there.least(there_bytes as i64, ms, now) as u64;
-        (now.since(since) >= ms).then(|| requested_bytes.saturating_add_signed(least).min(there_bytes))
+        (now.since(since) >= ms)
+            .then(|| requested_bytes.saturating_add_signed(least).min(there_bytes))
     }
 }
 
@@ -318,7 +336,8 @@ impl Cache {
         let came = before.is_none_or(|before| total_bytes > before.total_bytes);
         let in_vain = before.map_or(0, |before| before.in_vain) + u32::from(came);
         // The first of them is what all are held against.
-        let refault_bytes_per_s = before.map_or(refault_bytes_per_s, |before| before.refault_bytes_per_s);
+        let refault_bytes_per_s =
+            before.map_or(refault_bytes_per_s, |before| before.refault_bytes_per_s);
         self.tried = Some(Tried { at: now, total_bytes, refault_bytes_per_s, in_vain });
     }
 
@@ -336,7 +355,8 @@ impl Cache {
         } else if forgotten {
             self.keep_ms = self.keep_ms.saturating_mul(2).min(CACHE_MS.1);
         }
-        self.needed_bytes = if forgotten { cached_bytes } else { self.needed_bytes.max(cached_bytes) };
+        self.needed_bytes =
+            if forgotten { cached_bytes } else { self.needed_bytes.max(cached_bytes) };
         self.missed_at = now;
     }
 

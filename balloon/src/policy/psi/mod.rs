@@ -79,7 +79,12 @@ struct Asked {
 }
 
 /// Decides on one report.
-pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+pub fn decide(
+    params: &Params,
+    mut state: State,
+    input: Input<'_>,
+    now: TimeMs,
+) -> (State, Decision) {
     let memory = input.report.memory();
     state.learn_grow(params, input.host);
     state.base.learn(input, now);
@@ -103,7 +108,9 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let reserve = Forecast::new(input.report, input.host);
     let reserve_change_bytes = reserve.change_bytes(input.host.requested_bytes());
     let coming = |available_bytes: u64| {
-        let bytes = available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes);
+        let bytes = available_bytes
+            .saturating_add(input.host.requested_bytes())
+            .saturating_sub(online_bytes);
         bytes.saturating_add_signed(-reserve_change_bytes)
     };
     let with_cache_bytes =
@@ -114,7 +121,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     if files_count && rates.files_refaulting && rates.stalled {
         state.cache.missed(input.report, now);
     }
-    let available_bytes = with_cache_bytes.saturating_sub(state.cache.needed_bytes(input.report, now));
+    let available_bytes =
+        with_cache_bytes.saturating_sub(state.cache.needed_bytes(input.report, now));
     let coming_bytes = coming(available_bytes);
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
     let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
@@ -130,7 +138,9 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     // The block that the agent gives to the kernel needs free memory as well.
     let beside_block_bytes = coming_bytes.saturating_sub(kernel.map_or(0, |need| need.need_bytes));
     let for_kernel = (missing_bytes > 0).then_some((Reason::KernelMemory, missing_bytes));
-    let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input).or(for_kernel) {
+    let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input)
+        .or(for_kernel)
+    {
         Some((reason, need_bytes)) => {
             state.active_at = now;
             let step = state.next_step(params, now);
@@ -139,7 +149,9 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
                 step,
                 requested_bytes: input.host.requested_bytes(),
                 total_bytes: memory.total_bytes,
-                file_refault_bytes_per_s: signs.misses_files.then_some(rates.file_refault_bytes_per_s),
+                file_refault_bytes_per_s: signs
+                    .misses_files
+                    .then_some(rates.file_refault_bytes_per_s),
             });
             let step_bytes = need_bytes.max(params.min_step_bytes.saturating_mul(1 << step.streak));
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
@@ -239,7 +251,8 @@ struct Needs {
 impl Marks {
     fn new(params: &Params, needs: Needs) -> Self {
         let total_bytes = needs.total_bytes;
-        let rest_bytes = Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
+        let rest_bytes =
+            Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
         // A burst may look faster than anything can last, and what is plugged in vain costs the guest's time twice: what an
         // aim, which has two of these, provides for the rate is never more than there is.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
@@ -270,7 +283,8 @@ impl Marks {
     }
 
     fn rest_bytes(params: &Params, total_bytes: u64, kswapd_bytes: u64, reaction_ms: u64) -> u64 {
-        let most_bytes = scale(total_bytes, params.headroom_permille, 1000).max(params.min_headroom_bytes);
+        let most_bytes =
+            scale(total_bytes, params.headroom_permille, 1000).max(params.min_headroom_bytes);
         scale(params.burst_bytes_per_s, reaction_ms, 1000)
             .clamp(params.min_headroom_bytes, most_bytes)
             .max(kswapd_bytes.saturating_mul(params.watermark_scale))
@@ -302,13 +316,15 @@ fn shortage(
 ) -> Option<(Reason, u64)> {
     // Page cache that tasks wait for is filled as fast as it comes back.
     let missed_bytes = if signs.misses_files {
-        scale(rates.file_refault_bytes_per_s, params.horizon_ms, 1000).min(input.report.memory().cached_bytes)
+        scale(rates.file_refault_bytes_per_s, params.horizon_ms, 1000)
+            .min(input.report.memory().cached_bytes)
     } else {
         0
     };
     let need_bytes = marks.aim_bytes.saturating_sub(coming_bytes).saturating_add(missed_bytes);
     if coming_bytes < marks.low_bytes {
-        let reason = if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
+        let reason =
+            if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
         return Some((reason, need_bytes));
     }
     // What follows are signs of a shortage that has been; memory on its way is the answer to it already.
@@ -365,7 +381,8 @@ impl State {
     fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
         let total_bytes = report.memory().total_bytes;
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
-        let rest_bytes = Marks::rest_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
+        let rest_bytes =
+            Marks::rest_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
         bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
     }
 
@@ -389,7 +406,9 @@ impl State {
     fn next_step(&self, params: &Params, now: TimeMs) -> Grown {
         let streak = match self.grown {
             Some(grown) if now.since(grown.at) < SAME_GROW_MS => grown.streak,
-            Some(grown) if now.since(grown.at) <= params.streak_ms => (grown.streak + 1).min(MAX_STREAK),
+            Some(grown) if now.since(grown.at) <= params.streak_ms => {
+                (grown.streak + 1).min(MAX_STREAK)
+            }
             _ => 0,
         };
         let same = self.grown.filter(|grown| now.since(grown.at) < SAME_GROW_MS);
@@ -441,16 +460,19 @@ impl State {
         // Page cache that somebody touches is not surplus, however available.
         let memory = input.report.memory();
         let idle_bytes = nodes::idle_bytes(input.report, params.idle_ms).unwrap_or(u64::MAX);
-        let touched_bytes = memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
+        let touched_bytes =
+            memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
         let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
         // Nor is what has not been there for as long: who waits for it may fill it as it comes.
         let requested_bytes = input.host.requested_bytes();
         let online_bytes = self.base.online_bytes(memory.total_bytes, input.host);
-        let on_way_bytes = requested_bytes.saturating_sub(online_bytes).saturating_add(self.arriving.bytes());
+        let on_way_bytes =
+            requested_bytes.saturating_sub(online_bytes).saturating_add(self.arriving.bytes());
         let there_bytes = spare_bytes.saturating_sub(on_way_bytes);
         match self.patience.least_bytes(params, spare_bytes, there_bytes, requested_bytes, now) {
             Some(least) if !filling && least > marks.high_bytes => {
-                let bytes = (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now));
+                let bytes =
+                    (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now));
                 let reserve = Forecast::new(input.report, input.host);
                 reserve.part_beside_reserve(bytes, least - marks.keep_bytes)
             }

@@ -37,7 +37,8 @@ pub(super) fn idle_bytes(report: &Report, span_ms: u64) -> Option<u64> {
     nodes.sort_unstable();
     nodes.dedup();
     nodes.into_iter().try_fold(0u64, |sum, node| {
-        let idle = report.idle().iter().find(|idle| idle.node == node && idle.span_ms >= span_ms)?;
+        let idle =
+            report.idle().iter().find(|idle| idle.node == node && idle.span_ms >= span_ms)?;
         Some(sum.saturating_add(idle.idle_bytes))
     })
 }

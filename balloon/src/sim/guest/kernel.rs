@@ -67,7 +67,9 @@ impl Guest {
     pub(in crate::sim) fn begin_conversion(&mut self, node: u32, block_bytes: u64) -> bool {
         let has_block = |index: &usize| {
             let zone = &self.zones[*index];
-            zone.tier == Tier::Dram && zone.guest_numa_node == node && self.zone_movable_bytes(*index) > 0
+            zone.tier == Tier::Dram
+                && zone.guest_numa_node == node
+                && self.zone_movable_bytes(*index) > 0
         };
         let zone = (0..self.zones.len()).find(has_block);
         let (ends, limit) = (self.now + CONVERSION_MS, self.now + OFFLINE_LIMIT_MS);
@@ -95,7 +97,8 @@ impl Guest {
     /// Completes a conversion that is due. While other movable memory has no room for the pages of
     /// the block, Linux tries again, until the agent cancels the conversion.
     pub(super) fn convert(&mut self) {
-        let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now) else {
+        let Some(conversion) = self.conversion.filter(|conversion| conversion.ends <= self.now)
+        else {
             return;
         };
         let Conversion { zone, block_bytes, limit, .. } = conversion;
@@ -138,7 +141,8 @@ impl Guest {
         let outside_bytes = self.user_bytes() - self.placed.kernel_zone_bytes;
         let moved_bytes = moved_bytes.min(movable_bytes.saturating_sub(outside_bytes));
         let dram_bytes = self.movable_dram_bytes() - self.zone_movable_bytes(zone);
-        let to_dram_bytes = moved_bytes.min(dram_bytes.saturating_sub(self.placed.movable_dram_bytes()));
+        let to_dram_bytes =
+            moved_bytes.min(dram_bytes.saturating_sub(self.placed.movable_dram_bytes()));
         self.placed.kernel_zone_bytes -= moved_bytes;
         self.placed.pm_bytes += moved_bytes - to_dram_bytes;
         self.totals.foreign_bytes += moved_bytes - to_dram_bytes;
@@ -169,7 +173,8 @@ impl Guest {
     /// the rest.
     pub(super) fn boot_kernel(&mut self, segment: &Segment) {
         let high_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
-        let room_bytes = self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes() + high_bytes);
+        let room_bytes =
+            self.boot.kernel_bytes().saturating_sub(self.descriptor_bytes() + high_bytes);
         let held_bytes = segment.kernel_bytes.min(room_bytes);
         self.kernel.held_bytes = held_bytes;
         self.kernel.waiting_bytes = segment.kernel_bytes - held_bytes;
@@ -177,7 +182,8 @@ impl Guest {
 
     /// Updates the wanted kernel memory to the present time.
     pub(super) fn want_kernel(&mut self, segment: &Segment) {
-        let (wanted_bytes, before_bytes) = (segment.kernel_bytes_at(self.now), self.kernel.wanted_bytes());
+        let (wanted_bytes, before_bytes) =
+            (segment.kernel_bytes_at(self.now), self.kernel.wanted_bytes());
         match wanted_bytes.checked_sub(before_bytes) {
             Some(more_bytes) => self.kernel.waiting_bytes += more_bytes,
             None => self.kernel.release(before_bytes - wanted_bytes),

@@ -254,11 +254,13 @@ impl Guest {
         guest.adapt_reserve();
         guest.boot_kernel(segment);
         let room = |guest: &Guest| {
-            guest.room_bytes().saturating_sub(guest.marks_bytes(|marks| marks.high)) / PAGE_BYTES * PAGE_BYTES
+            guest.room_bytes().saturating_sub(guest.marks_bytes(|marks| marks.high)) / PAGE_BYTES
+                * PAGE_BYTES
         };
         guest.resident_bytes = segment.anon_bytes.min(room(&guest));
         guest.waiting_bytes = segment.anon_bytes - guest.resident_bytes;
-        guest.file_bytes = if segment.touches_per_s > 0 { segment.file_bytes.min(room(&guest)) } else { 0 };
+        guest.file_bytes =
+            if segment.touches_per_s > 0 { segment.file_bytes.min(room(&guest)) } else { 0 };
         guest.place();
         guest
     }
@@ -364,7 +366,8 @@ impl Guest {
             {
                 return 0;
             }
-            zone.plugged_bytes.saturating_sub(zone.requested_bytes.max(self.stuck_bytes(zone, plug)))
+            zone.plugged_bytes
+                .saturating_sub(zone.requested_bytes.max(self.stuck_bytes(zone, plug)))
         };
         self.zones.iter().zip(&self.plugs).map(outstanding).sum::<u64>().min(LEAVING_BYTES)
     }
@@ -380,7 +383,8 @@ impl Guest {
         let low = self.marks_bytes(|marks| marks.low);
         let cached = self.cached_bytes();
         let kernel_marks_bytes = self.boot.kernel_mark(|marks| marks.high) * PAGE_BYTES;
-        let kept = self.marks_bytes(|marks| marks.high) - kernel_marks_bytes + self.boot.unavailable_bytes();
+        let kept = self.marks_bytes(|marks| marks.high) - kernel_marks_bytes
+            + self.boot.unavailable_bytes();
         (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
     }
 
@@ -395,7 +399,8 @@ impl Guest {
 
     /// The host asks for sizes.
     pub fn request(&mut self, sizes: impl IntoIterator<Item = u64>) {
-        for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes) {
+        for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes)
+        {
             if zone.requested_bytes != requested_bytes {
                 // A driver that is at work takes the new size up; one that rests, or has to turn round, begins.
                 let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
@@ -449,7 +454,8 @@ impl Guest {
         if anon.max(kernel) > FILL_BYTES_PER_MS * 1000 {
             return 0;
         }
-        let lasts_ms = |room: u64, rate: u64| room.saturating_mul(1000).checked_div(rate).unwrap_or(u64::MAX);
+        let lasts_ms =
+            |room: u64, rate: u64| room.saturating_mul(1000).checked_div(rate).unwrap_or(u64::MAX);
         let low = self.marks_bytes(|marks| marks.low);
         let room = (self.room_bytes() + self.stream_bytes).saturating_sub(low);
         let kernel_low = self.boot.kernel_mark(|marks| marks.low) * PAGE_BYTES;
@@ -467,7 +473,12 @@ impl Guest {
 
     /// When free or available memory comes down to `bytes` if nothing but the segment moves it; `None`: never, or not before
     /// what is under way has been lived through.
-    pub(super) fn falls_to(&self, measure: Measure, bytes: u64, segment: &Segment) -> Option<TimeMs> {
+    pub(super) fn falls_to(
+        &self,
+        measure: Measure,
+        bytes: u64,
+        segment: &Segment,
+    ) -> Option<TimeMs> {
         let growth = segment.anon_bytes_per_s.saturating_add(segment.kernel_bytes_per_s);
         let growth = u64::try_from(growth).unwrap_or(0);
         let there = self.there_bytes(measure);
@@ -492,13 +503,16 @@ impl Guest {
 
     fn step_ms(&self, segment: &Segment) -> u64 {
         match self.even_ms(segment) {
-            0 if self.waiting_bytes + self.kernel.waiting_bytes == 0 && !self.is_moving() => PAGING_STEP_MS,
+            0 if self.waiting_bytes + self.kernel.waiting_bytes == 0 && !self.is_moving() => {
+                PAGING_STEP_MS
+            }
             even_ms => even_ms.max(BUSY_STEP_MS),
         }
     }
 
     fn is_moving(&self) -> bool {
-        self.conversion.is_some() || self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
+        self.conversion.is_some()
+            || self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
     }
 
     /// Lives until `to`, which is in the segment.
@@ -533,7 +547,8 @@ impl Guest {
         let mut stall_us = self.allocate(ms, &mut budget).max(kernel_stall_us);
         self.run_kswapd(&mut budget);
         self.run_kernel_kswapd(&mut budget);
-        stall_us += self.touch(ms.saturating_mul(1000).saturating_sub(stall_us), segment, &mut budget);
+        stall_us +=
+            self.touch(ms.saturating_mul(1000).saturating_sub(stall_us), segment, &mut budget);
         self.read_files(ms, segment);
         self.place();
         self.totals.stall_us += stall_us;
@@ -557,7 +572,8 @@ impl Guest {
             if self.waits_for_conversion(index, grows) {
                 continue;
             }
-            let per_block = if grows { self.config.plug_block_us } else { self.config.unplug_block_us };
+            let per_block =
+                if grows { self.config.plug_block_us } else { self.config.unplug_block_us };
             let block_us = (per_block * zone.block_bytes).div_ceil(BLOCK_BYTES).max(1);
             let done_bytes = (work_us / block_us).saturating_mul(zone.block_bytes);
             let moved = if grows {
@@ -638,7 +654,8 @@ impl Guest {
 
     /// What the guest would have to have for all that is wanted to be there.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
-        let overhead = self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);
+        let overhead =
+            self.total_bytes() - self.capacity_bytes() + self.marks_bytes(|marks| marks.high);
         // The capacity does not include allocated kernel memory, so this counts as overhead.
         let kernel = segment.kernel_bytes_at(self.now).saturating_sub(self.kernel.held_bytes);
         segment.anon_bytes_at(self.now) + kernel + segment.file_bytes + overhead

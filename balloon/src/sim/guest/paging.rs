@@ -149,7 +149,11 @@ impl Guest {
 
     /// Files in use that are not in the page cache.
     pub(super) fn missing_file_bytes(&self, segment: &Segment) -> u64 {
-        if segment.touches_per_s == 0 { 0 } else { segment.file_bytes.saturating_sub(self.file_bytes) }
+        if segment.touches_per_s == 0 {
+            0
+        } else {
+            segment.file_bytes.saturating_sub(self.file_bytes)
+        }
     }
 
     /// Touches pages in use for so long, and brings in those that are not there. Returns the time that it took longer.
@@ -160,7 +164,8 @@ impl Guest {
         }
         let held = self.resident_bytes + self.swapped_bytes;
         let hot =
-            u128::from(crate::units::scale(held, segment.hot_permille, 1000) + segment.file_bytes).max(1);
+            u128::from(crate::units::scale(held, segment.hot_permille, 1000) + segment.file_bytes)
+                .max(1);
         let [anon, file] = [anon, file].map(u128::from);
         // A touch takes 1/rate if the page is there, and a fault more if it is not: of so many tries, so many fault.
         let touch_ns = u128::from(1_000_000_000 / segment.touches_per_s.max(1));
@@ -168,7 +173,8 @@ impl Guest {
         let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
         let touches = u128::from(us) * 1000 / (touch_ns + fault_ns).max(1);
         // Rounded up: the last few pages are touched at some time, too.
-        let faults = |missing: u128| u64::try_from((touches * missing).div_ceil(hot)).unwrap_or(u64::MAX);
+        let faults =
+            |missing: u128| u64::try_from((touches * missing).div_ceil(hot)).unwrap_or(u64::MAX);
         let [anon_faults, file_faults] = [anon, file].map(faults);
         self.swap_in(anon_faults.saturating_mul(PAGE_BYTES), segment, budget);
         self.read_in(file_faults.saturating_mul(PAGE_BYTES * READ_AHEAD_PAGES), segment);

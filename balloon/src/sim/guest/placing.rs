@@ -69,8 +69,12 @@ impl BootZones {
         let [_, _, normal_bytes] = memory.node().zones_bytes.map(|bytes| bytes.min(kernel_bytes));
         // Linux divides min_free_kbytes by the size of the zones (mm/page_alloc.c, __setup_per_zone_wmarks).
         let marks = Marks::lowmem(kernel_bytes);
-        let zone =
-            |kind, bytes| KernelZone { kind, bytes, marks: marks.part(bytes, kernel_bytes), kept_bytes: 0 };
+        let zone = |kind, bytes| KernelZone {
+            kind,
+            bytes,
+            marks: marks.part(bytes, kernel_bytes),
+            kept_bytes: 0,
+        };
         Self {
             hotplug_bytes: memory.hotplug_bytes(),
             block_bytes: 0,
@@ -112,7 +116,11 @@ impl BootZones {
     /// Parts of `used_bytes` in the kernel's zones that have memory, the highest zone first. Linux
     /// allocates page descriptors and other memory of the kernel (`pinned_bytes`) from the highest
     /// zone that has free memory, and places user pages down to the reserve of that zone.
-    pub fn kernel_zones(&self, used_bytes: u64, pinned_bytes: u64) -> impl Iterator<Item = KernelPart<'_>> {
+    pub fn kernel_zones(
+        &self,
+        used_bytes: u64,
+        pinned_bytes: u64,
+    ) -> impl Iterator<Item = KernelPart<'_>> {
         let [low, normal] = &self.kernel_zones;
         let user_bytes = used_bytes.saturating_sub(pinned_bytes);
         let above_pinned_bytes = pinned_bytes.min(normal.bytes);
@@ -125,7 +133,11 @@ impl BootZones {
             // A reserve that grows moves no page.
             user_bytes: user_bytes - below_user_bytes,
         };
-        let below = KernelPart { zone: low, pinned_bytes: below_pinned_bytes, user_bytes: below_user_bytes };
+        let below = KernelPart {
+            zone: low,
+            pinned_bytes: below_pinned_bytes,
+            user_bytes: below_user_bytes,
+        };
         [above, below].into_iter().filter(|part| part.zone.bytes > 0)
     }
 
@@ -287,8 +299,8 @@ impl Guest {
         let kernel_left_bytes = self.boot.kernel_bytes().saturating_sub(self.kernel_used_bytes());
         let kernel_zone_bytes = (held.kernel_zone_bytes + new_bytes).min(kernel_left_bytes);
         // Pages of unplugged PM move to DRAM.
-        let mut homeless_bytes =
-            (user_bytes - movable_bytes - kernel_zone_bytes).saturating_sub(self.plugged_of(Tier::Pm));
+        let mut homeless_bytes = (user_bytes - movable_bytes - kernel_zone_bytes)
+            .saturating_sub(self.plugged_of(Tier::Pm));
         let to_movable_bytes = homeless_bytes.min(dram_bytes - movable_bytes);
         homeless_bytes -= to_movable_bytes;
         let to_kernel_bytes = homeless_bytes.min(limit_bytes.saturating_sub(kernel_zone_bytes));

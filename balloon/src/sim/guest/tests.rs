@@ -31,7 +31,12 @@ fn a_guest_at_rest_leaves_out_nothing_that_changes_it() {
                 stills += u64::from(guest.is_still(segment));
                 guest.live(to, segment, &mut HostPool(0));
                 other.live_in_steps(to, segment, &mut HostPool(0));
-                assert_eq!(format!("{guest:?}"), format!("{other:?}"), "{} at {to}", workload.name());
+                assert_eq!(
+                    format!("{guest:?}"),
+                    format!("{other:?}"),
+                    "{} at {to}",
+                    workload.name()
+                );
             }
         }
     }
@@ -54,7 +59,10 @@ fn a_guest_in_which_something_is_to_happen_is_not_still() {
     assert!(!guest.is_still(&Segment { stream_bytes_per_s: 1, ..segment }));
     assert!(!guest.is_still(&Segment { anon_bytes_per_s: 1, ..segment }));
     assert!(!guest.is_still(&Segment { anon_bytes: 100 * MIB + PAGE_BYTES, ..segment }));
-    assert!(!guest.is_still(&Segment { file_bytes: 0, ..segment }), "files become cache as any other");
+    assert!(
+        !guest.is_still(&Segment { file_bytes: 0, ..segment }),
+        "files become cache as any other"
+    );
     let mut full = guest.clone();
     full.stream_bytes += full.room_bytes();
     assert!(!full.is_still(&segment), "kswapd wakes");
@@ -128,7 +136,8 @@ const KEPT_MIB: u64 = 144;
 #[test]
 fn user_pages_leave_the_reserve_free_beside_descriptors() {
     let mut loaded = Loaded::new();
-    let kept_bytes: u64 = loaded.guest.boot().kernel_zones(0, 0).map(|part| part.zone.kept_bytes).sum();
+    let kept_bytes: u64 =
+        loaded.guest.boot().kernel_zones(0, 0).map(|part| part.zone.kept_bytes).sum();
     assert_eq!(kept_bytes / MIB, KEPT_MIB);
     loaded.plug(2048, 0);
     loaded.live(1500);
@@ -191,7 +200,10 @@ fn plugged_dram_does_not_empty_the_zones_of_the_kernel() {
     let more = Segment { anon_bytes: 400 * MIB, ..Segment::default() };
     guest.live(TimeMs(21_000), &Segment::default(), &mut HostPool(0));
     guest.live(TimeMs(22_000), &more, &mut HostPool(0));
-    assert_eq!((guest.resident_bytes(), guest.totals().oom_kills), (400 * MIB, without.totals().oom_kills));
+    assert_eq!(
+        (guest.resident_bytes(), guest.totals().oom_kills),
+        (400 * MIB, without.totals().oom_kills)
+    );
 }
 
 #[test]

@@ -10,9 +10,9 @@ const HOUR_MS: u64 = 3_600_000;
 fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     let host = view(dram_bytes, 4 * dram_bytes);
     let policy = match policy {
-        Policy::Fixed(_) => {
-            Policy::Fixed(fixed::Params { size_bytes: host.zones.iter().map(|zone| zone.max_bytes).sum() })
-        }
+        Policy::Fixed(_) => Policy::Fixed(fixed::Params {
+            size_bytes: host.zones.iter().map(|zone| zone.max_bytes).sum(),
+        }),
         policy => policy,
     };
     let params = workload.defaults();
@@ -50,7 +50,8 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
         let over = [ours.over_gib_h, theirs.over_gib_h];
         let resizes = [&ours, &theirs].map(|outcome| outcome.grows + outcome.shrinks);
         let waits_longer = ours.stall_s > theirs.stall_s + may_stall_s(workload, ours.run_s);
-        let swaps_more = ours.swap_in_gib + ours.swap_out_gib > theirs.swap_in_gib + theirs.swap_out_gib;
+        let swaps_more =
+            ours.swap_in_gib + ours.swap_out_gib > theirs.swap_in_gib + theirs.swap_out_gib;
         let holds_more = match name {
             // It waits instead.
             _ if theirs.stall_s > ours.stall_s => false,
@@ -63,7 +64,11 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
             "amf" | "dapper" | "fixed" => 8.0 * over[0] > over[1],
             _ => over[0] >= over[1],
         };
-        let said = [(waits_longer, "waits longer"), (swaps_more, "swaps more"), (holds_more, "holds more")];
+        let said = [
+            (waits_longer, "waits longer"),
+            (swaps_more, "swaps more"),
+            (holds_more, "holds more"),
+        ];
         let said = said.into_iter().filter(|(is_so, _)| *is_so);
         lost.extend(said.map(|(_, what)| {
             format!(
@@ -106,7 +111,11 @@ fn a_psi_that_does_not_win_is_seen() {
                 ..psi
             },
         ),
-        ("waits longer than pmb", Workload::CacheHeavy, psi::Params { refault_bytes_per_s: 1 << 40, ..psi }),
+        (
+            "waits longer than pmb",
+            Workload::CacheHeavy,
+            psi::Params { refault_bytes_per_s: 1 << 40, ..psi },
+        ),
         ("holds more than pmb", Workload::Steady, psi::Params { slack_permille: 300, ..psi }),
         (
             "holds more than memorage",
@@ -115,6 +124,10 @@ fn a_psi_that_does_not_win_is_seen() {
         ),
     ] {
         let lost = lost_by(&Policy::Psi(params), workload, 512 * MIB);
-        assert!(lost.iter().any(|lost| lost.contains(what)), "{} {what}: {lost:#?}", workload.name());
+        assert!(
+            lost.iter().any(|lost| lost.contains(what)),
+            "{} {what}: {lost:#?}",
+            workload.name()
+        );
     }
 }

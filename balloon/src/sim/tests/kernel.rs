@@ -180,7 +180,8 @@ fn replay_repeats_recorded_kernel_memory() {
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
     for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
         let wanted_mib = |demand: &Demand| {
-            let segment = demand.segments().iter().rev().find(|segment| segment.at <= at).expect("from 0 on");
+            let segment =
+                demand.segments().iter().rev().find(|segment| segment.at <= at).expect("from 0 on");
             [segment.kernel_bytes_at(at), segment.anon_bytes_at(at)].map(|bytes| bytes / MIB)
         };
         let [first, second] = [&original.demand, &again.demand].map(wanted_mib);
@@ -195,7 +196,8 @@ fn load_with_dram(kernel_mib: u64, anon_mib: u64) -> VmSetup {
     let mut setup = load(kernel_mib, anon_mib);
     let boot_bytes = 384 * MIB;
     setup.guest = GuestConfig { boot_bytes, ..setup.guest };
-    let zones = vec![ZoneSizes::empty(0, Tier::Dram, 256 * MIB), ZoneSizes::empty(1, Tier::Pm, 512 * MIB)];
+    let zones =
+        vec![ZoneSizes::empty(0, Tier::Dram, 256 * MIB), ZoneSizes::empty(1, Tier::Pm, 512 * MIB)];
     setup.host = HostView { boot_bytes, zones, ..HostView::default() };
     setup
 }
@@ -233,7 +235,8 @@ impl Observer for Decisions {
 
 fn decide(setup: VmSetup, policy: &str) -> (Vm, Decisions) {
     let mut decisions = Decisions::default();
-    let mut vms = run_host(vec![setup], 1024 * MIB, &governed(policy), &mut decisions).expect("in range");
+    let mut vms =
+        run_host(vec![setup], 1024 * MIB, &governed(policy), &mut decisions).expect("in range");
     assert_eq!(decisions.lawful.0, None);
     (vms.remove(0), decisions)
 }
@@ -245,9 +248,15 @@ fn rule_13_adds_movable_memory_for_the_blocks_that_the_kernel_gets() {
     assert_eq!((guest.kernel_bytes(), guest.totals().oom_kills), (500 * MIB, 0));
     assert_eq!(guest.kernel_block_bytes(), 256 * MIB, "all DRAM");
     let is_for_kernel = |(at, reason): &(TimeMs, Reason)| {
-        *reason == Reason::KernelMemory && decisions.blocks.first().is_some_and(|(first, _)| at < first)
+        *reason == Reason::KernelMemory
+            && decisions.blocks.first().is_some_and(|(first, _)| at < first)
     };
-    assert!(decisions.grows.iter().any(is_for_kernel), "{:?} {:?}", decisions.grows, decisions.blocks);
+    assert!(
+        decisions.grows.iter().any(is_for_kernel),
+        "{:?} {:?}",
+        decisions.grows,
+        decisions.blocks
+    );
 
     let report = decisions.last.expect("reports");
     let normal = report.zones().iter().find(|zone| zone.kind == ZoneKind::Normal).expect("blocks");
@@ -284,7 +293,10 @@ fn blocks_that_serve_the_kernel_leave_in_parts_as_far_as_they_are_free() {
     let (plugged_mib, vm) = plugged_after_an_hour_with(REST_MIB);
     // The rest of the kernel memory, and page descriptors of the section that is still plugged.
     let pinned_mib = REST_MIB + 2;
-    assert_eq!((plugged_mib, vm.guest().kernel_block_bytes()), (vec![pinned_mib, 0], pinned_mib * MIB));
+    assert_eq!(
+        (plugged_mib, vm.guest().kernel_block_bytes()),
+        (vec![pinned_mib, 0], pinned_mib * MIB)
+    );
     assert_eq!((vm.guest().resident_bytes(), vm.guest().totals().oom_kills), (100 * MIB, 0));
     // The rest of a block serves the kernel when it is plugged again, and another block is movable.
     let mut guest = vm.guest().clone();

@@ -16,7 +16,10 @@ pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let all = counters.as_object().into_iter().flat_map(|devices| devices.values());
     let numbers: Vec<_> =
         all.filter_map(|device| device.as_object()).flat_map(|device| device.values()).collect();
-    ensure!(!numbers.is_empty() && numbers.iter().all(|number| number.as_i64().is_some()), "{counters}");
+    ensure!(
+        !numbers.is_empty() && numbers.iter().all(|number| number.as_i64().is_some()),
+        "{counters}"
+    );
     connection.expect(204, &GO.put("vm.shutdown", ""))?;
     Ok(())
 }

@@ -41,14 +41,20 @@ fn add_nics(vm: &Vm) -> Result<()> {
                          "num_queues": 2, "queue_size": 256, "vhost_user": false, "vhost_mode": "Client",
                          "pci_segment": 0});
         let body = net.to_string();
-        let head = "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n";
-        let request =
-            format!("{head}Content-Length: {}\r\nContent-Type: application/json\r\n\r\n{body}", body.len());
+        let head =
+            "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n";
+        let request = format!(
+            "{head}Content-Length: {}\r\nContent-Type: application/json\r\n\r\n{body}",
+            body.len()
+        );
         stream.write_with(&request, queues)?;
         let answer = stream.answer()?;
         // A body would have to be a device's place.
         ensure!([200, 204].contains(&answer.status), "vm.add-net: {answer:?}");
-        ensure!(answer.body.is_empty() || answer.json()?["bdf"].is_string(), "vm.add-net: {answer:?}");
+        ensure!(
+            answer.body.is_empty() || answer.json()?["bdf"].is_string(),
+            "vm.add-net: {answer:?}"
+        );
     }
     Ok(())
 }
@@ -87,7 +93,8 @@ pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let boot_bytes = kata.info()?["config"]["memory"]["size"].as_u64().context("No size")?;
     let wanted = boot_bytes + (128 << 20);
     kata.put("vm.resize", &json!({"desired_ram": wanted}).to_string())?;
-    let has_come = wait_for("the guest has more memory", || Ok(kata.info()?["memory_actual_size"] == wanted));
+    let has_come =
+        wait_for("the guest has more memory", || Ok(kata.info()?["memory_actual_size"] == wanted));
     has_come.with_context(|| format!("{wanted} bytes: {:?}", kata.info()))?;
     // What it takes for the size that there is now, when the next container comes.
     ensure!(kata.info()?["config"]["memory"]["size"] == wanted, "{:?}", kata.info());

@@ -71,7 +71,8 @@ fn net(mac: &str) -> Value {
 /// What it reads of `vm.info`, all of which must be there.
 fn check(info: &Value, nics: usize) -> Result<()> {
     let of_a_nic = ["ip", "mask", "mac", "num_queues", "queue_size"];
-    let of_nics = (0..nics).flat_map(|nth| of_a_nic.map(|field| format!("/config/net/{nth}/{field}")));
+    let of_nics =
+        (0..nics).flat_map(|nth| of_a_nic.map(|field| format!("/config/net/{nth}/{field}")));
     let of_all = [
         "/state",
         "/config/cpus/boot_vcpus",

@@ -50,14 +50,18 @@ fn add_nics(vm: &Vm) -> Result<()> {
     for (nth, nic) in vm.nics().enumerate() {
         let Nic { mac, queues } = nic?;
         // One pair of queues is two queues.
-        let body =
-            json!({"id": format!("net_{nth}"), "mac": mac, "num_queues": 2 * queues.len()}).to_string();
+        let body = json!({"id": format!("net_{nth}"), "mac": mac, "num_queues": 2 * queues.len()})
+            .to_string();
         let head = "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
-        stream.write_with(&format!("{head}Content-Length: {}\r\n\r\n{body}", body.len()), queues)?;
+        stream
+            .write_with(&format!("{head}Content-Length: {}\r\n\r\n{body}", body.len()), queues)?;
         let answer = stream.receive()?;
         // sscanf("HTTP/1.%*d %d").
         let status = answer.strip_prefix("HTTP/1.").and_then(|rest| rest.split(' ').nth(1));
-        ensure!(status.is_some_and(|status| ["200", "204"].contains(&status)), "vm.add-net: {answer:?}");
+        ensure!(
+            status.is_some_and(|status| ["200", "204"].contains(&status)),
+            "vm.add-net: {answer:?}"
+        );
     }
     Ok(())
 }
@@ -97,7 +101,8 @@ impl Events {
 
 fn name(document: &[u8]) -> Result<String> {
     let text = String::from_utf8_lossy(document);
-    let event: Value = serde_json::from_slice(document).with_context(|| format!("No event: {text}"))?;
+    let event: Value =
+        serde_json::from_slice(document).with_context(|| format!("No event: {text}"))?;
     match (event["source"].as_str(), event["event"].as_str()) {
         (Some(source), Some(name)) => Ok(format!("{source}:{name}")),
         _ => bail!("No event: {text}"),

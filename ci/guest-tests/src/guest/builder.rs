@@ -288,10 +288,12 @@ impl GuestBuilder {
             .with_context(|| format!("Cannot make {}", paths.dir.display()))?;
         let metrics = self.metrics.clone().map_or_else(free_address, Ok)?;
         let mut command = Command::new(&self.program);
-        let listener = self.api_by_descriptor.then(|| inheritable_listener(&paths.api())).transpose()?;
+        let listener =
+            self.api_by_descriptor.then(|| inheritable_listener(&paths.api())).transpose()?;
         let api = listener.as_ref().map(|listener| format!("fd={}", listener.as_raw_fd()));
         let with_api = self.clone().words(api.iter().flat_map(|api| ["--api-socket", api]));
-        let kernel = if self.is_packed { self.kernel.path() } else { unpacked::path_of(self.kernel)? };
+        let kernel =
+            if self.is_packed { self.kernel.path() } else { unpacked::path_of(self.kernel)? };
         command.args(with_api.vmm_arguments(&paths, &metrics, &kernel));
         if self.flushes_lie {
             lie::about_flushes(&mut command);
@@ -308,11 +310,16 @@ impl GuestBuilder {
     pub fn expect_refusal(&self) -> Result<Refusal> {
         let guest = self.start()?;
         let log = guest.paths.vmm_log();
-        let status = guest.wait_for_exit(REFUSAL_LIMIT).context("The VMM did not refuse its command line")?;
+        let status = guest
+            .wait_for_exit(REFUSAL_LIMIT)
+            .context("The VMM did not refuse its command line")?;
         let message = console::read(&log)?;
         let is_understood = CANNOT.iter().any(|words| message.contains(words));
         let code = if is_understood { FAILURE } else { WRONG_COMMAND_LINE };
-        ensure!(status.code() == Some(code), "The VMM ended with {status} and not {code}: {message}");
+        ensure!(
+            status.code() == Some(code),
+            "The VMM ended with {status} and not {code}: {message}"
+        );
         Ok(Refusal { message })
     }
 
@@ -332,7 +339,8 @@ impl GuestBuilder {
             ("--api-socket", Some(text(&paths.api()))),
             ("--metrics", Some(metrics.to_owned())),
         ];
-        let pressure = ("--pressure", self.pressure.as_ref().map(|policy| format!("policy={policy}")));
+        let pressure =
+            ("--pressure", self.pressure.as_ref().map(|policy| format!("policy={policy}")));
         ours.into_iter()
             .chain([pressure])
             .filter(|(flag, _)| {
@@ -357,7 +365,8 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
 
 /// An address on which nothing listened a moment ago.
 fn free_address() -> Result<String> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;
+    let listener =
+        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;
     Ok(listener.local_addr()?.to_string())
 }
 
@@ -377,8 +386,13 @@ mod tests {
 
     #[test]
     fn a_builder_says_what_it_was_told() {
-        let builder =
-            Guest::builder().cpus(2).max_cpus(4).memory("size=1G").pressure("off").cmdline("a=b").verbose();
+        let builder = Guest::builder()
+            .cpus(2)
+            .max_cpus(4)
+            .memory("size=1G")
+            .pressure("off")
+            .cmdline("a=b")
+            .verbose();
         let arguments = arguments(&builder);
         assert_eq!(value(&arguments, "--cpus"), Some("boot=2,max=4"));
         assert_eq!(value(&arguments, "--memory"), Some("size=1G"));
@@ -390,7 +404,8 @@ mod tests {
 
     #[test]
     fn an_argument_replaces_the_builders_own() {
-        let arguments = arguments(&Guest::builder().argument("--kernel", "/dev/null").without("--metrics"));
+        let arguments =
+            arguments(&Guest::builder().argument("--kernel", "/dev/null").without("--metrics"));
         assert_eq!(value(&arguments, "--kernel"), Some("/dev/null"));
         assert_eq!(arguments.iter().filter(|argument| *argument == "--kernel").count(), 1);
         assert_eq!(value(&arguments, "--metrics"), None);
@@ -399,7 +414,8 @@ mod tests {
     #[test]
     fn a_flag_may_be_given_twice() {
         let builder = Guest::builder().pm_volume("pool=p,name=a").pm_volume("pool=p,name=b");
-        let volumes = arguments(&builder).iter().filter(|argument| *argument == "--pm-volume").count();
+        let volumes =
+            arguments(&builder).iter().filter(|argument| *argument == "--pm-volume").count();
         assert_eq!(volumes, 2);
     }
 }

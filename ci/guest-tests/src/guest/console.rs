@@ -102,7 +102,8 @@ mod tests {
 
     #[test]
     fn failure_is_printed_before_the_logs_and_also_without_them() {
-        let path = std::env::temp_dir().join(format!("guest-tests-log-tails-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("guest-tests-log-tails-{}", std::process::id()));
         fs::write(&path, "first\nlast\n").unwrap();
         let error = LogTails::read(&[("the log", &path)]).below("the VMM has ended".to_owned());
         let error = error.context("phase 1");
@@ -125,7 +126,10 @@ WARNING: CPU: 0 PID: 1 at mm/page_alloc.c:1 foo+0x1
 
     #[test]
     fn a_well_kernel_does_not_complain() {
-        assert!(complaints("[    0.000000] Command line: BUG_ON=1\nforeshore-guest: ready\n").is_empty());
+        assert!(
+            complaints("[    0.000000] Command line: BUG_ON=1\nforeshore-guest: ready\n")
+                .is_empty()
+        );
     }
 
     #[test]

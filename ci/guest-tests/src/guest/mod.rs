@@ -128,7 +128,8 @@ impl Guest {
         if response.body.is_empty() {
             return Ok(Value::Null);
         }
-        serde_json::from_str(&response.body).with_context(|| format!("{call} answers {:?}", response.body))
+        serde_json::from_str(&response.body)
+            .with_context(|| format!("{call} answers {:?}", response.body))
     }
 
     /// Calls the API, whatever the answer's status.
@@ -296,7 +297,8 @@ impl Guest {
     /// Adds the state of the VMM's threads and the last lines of the logs to an error.
     fn with_evidence(&self, error: &anyhow::Error) -> anyhow::Error {
         let (vmm, guest) = (self.paths.vmm_log(), self.paths.console());
-        let logs = LogTails::read(&[("the VMM's last lines", &vmm), ("the guest's last lines", &guest)]);
+        let logs =
+            LogTails::read(&[("the VMM's last lines", &vmm), ("the guest's last lines", &guest)]);
         let threads = format!("\n--- the VMM's threads\n{}", self.process.threads());
         logs.below(threads).context(console::without_logs(error))
     }

@@ -116,7 +116,11 @@ impl VmmProcess {
         let _child = self.child.lock().expect("no holder panics");
         // SAFETY: no pointers.
         let sent = unsafe { libc::kill(self.pid as libc::pid_t, signal) };
-        ensure!(sent == 0, "Cannot send signal {signal} to the VMM: {}", io::Error::last_os_error());
+        ensure!(
+            sent == 0,
+            "Cannot send signal {signal} to the VMM: {}",
+            io::Error::last_os_error()
+        );
         Ok(())
     }
 
@@ -188,7 +192,8 @@ mod tests {
         fs::create_dir_all(&dir).unwrap();
         let log = dir.join("log");
         let mut process =
-            VmmProcess::start(Command::new("sh").args(["-c", "echo no kvm here; exit 3"]), &log).unwrap();
+            VmmProcess::start(Command::new("sh").args(["-c", "echo no kvm here; exit 3"]), &log)
+                .unwrap();
         process.wait_for_exit(Duration::from_secs(10)).unwrap();
         let error = format!("{:#}", process.still_running().unwrap_err());
         assert!(error.contains("exit code 3") && error.contains("no kvm here"), "{error}");
@@ -203,7 +208,9 @@ mod tests {
         let count = "while :; do echo; sleep 0.001; done";
         let process = VmmProcess::start(Command::new("sh").args(["-c", count]), &log).unwrap();
         let length = || fs::metadata(&log).unwrap().len();
-        let grows = |from| wait_until("it counts", Duration::from_secs(10), || Ok(length() > from)).unwrap();
+        let grows = |from| {
+            wait_until("it counts", Duration::from_secs(10), || Ok(length() > from)).unwrap()
+        };
         grows(0);
         process.stop().unwrap();
         let stopped = length();
@@ -229,7 +236,8 @@ mod tests {
     fn process_ends_with_the_thread_that_started_it() {
         let start = || end_with_parent(Command::new("sleep").arg("1000")).spawn();
         let mut child = thread::spawn(start).join().unwrap().unwrap();
-        let status = wait_for("the process ended", Duration::from_secs(20), || Ok(child.try_wait()?));
+        let status =
+            wait_for("the process ended", Duration::from_secs(20), || Ok(child.try_wait()?));
         let _ = child.kill();
         assert_eq!(status.unwrap().signal(), Some(libc::SIGKILL));
     }

@@ -60,7 +60,12 @@ impl Script {
             Endpoint::Vhost { cid } => connect_vhost(*cid, GUEST_SHELL_PORT, silence_limit)?,
         };
         Request(script.to_owned()).write_to(&mut stream).context("Cannot send the script")?;
-        Ok(Self { stream: BufReader::new(stream), pending: Vec::new(), stderr: Vec::new(), code: None })
+        Ok(Self {
+            stream: BufReader::new(stream),
+            pending: Vec::new(),
+            stderr: Vec::new(),
+            code: None,
+        })
     }
 
     /// The next line of its standard output, without the newline; none when it has ended or the connection has:
@@ -83,7 +88,8 @@ impl Script {
             if let Some(code) = self.code {
                 break code;
             }
-            self.read_frame().context("The connection to the guest's shell broke, or the script hangs")?;
+            self.read_frame()
+                .context("The connection to the guest's shell broke, or the script hangs")?;
         };
         Ok(Output {
             stdout: String::from_utf8_lossy(&self.pending).into_owned(),
@@ -104,15 +110,17 @@ impl Script {
 
 /// Connects through the VMM's socket: `CONNECT port`, answered by `OK` and the host's port.
 fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
-    let mut stream =
-        UnixStream::connect(vsock).with_context(|| format!("Cannot connect to {}", vsock.display()))?;
+    let mut stream = UnixStream::connect(vsock)
+        .with_context(|| format!("Cannot connect to {}", vsock.display()))?;
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
     stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
     let mut answer = Vec::new();
     // Byte by byte: what follows the newline is the guest's.
     while answer.last() != Some(&b'\n') {
         let mut byte = [0u8];
-        stream.read_exact(&mut byte).with_context(|| format!("Port {port} of the guest does not answer"))?;
+        stream
+            .read_exact(&mut byte)
+            .with_context(|| format!("Port {port} of the guest does not answer"))?;
         answer.push(byte[0]);
         ensure!(
             answer.len() < 64,
@@ -120,7 +128,11 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
             String::from_utf8_lossy(&answer)
         );
     }
-    ensure!(answer.starts_with(b"OK "), "The answer to CONNECT: {:?}", String::from_utf8_lossy(&answer));
+    ensure!(
+        answer.starts_with(b"OK "),
+        "The answer to CONNECT: {:?}",
+        String::from_utf8_lossy(&answer)
+    );
     Ok(stream)
 }
 
@@ -141,7 +153,11 @@ fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStr
     let len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
     // SAFETY: the address lives through the call, and the length is its own.
     let connected = unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), len) };
-    ensure!(connected == 0, "Cannot connect to port {port} of CID {cid}: {}", io::Error::last_os_error());
+    ensure!(
+        connected == 0,
+        "Cannot connect to port {port} of CID {cid}: {}",
+        io::Error::last_os_error()
+    );
     Ok(stream)
 }
 

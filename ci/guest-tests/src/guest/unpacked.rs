@@ -14,7 +14,9 @@ pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
 
 /// The kernel as an ELF file, unpacked on its first use, or as its bzImage.
 pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
-    let Some(folder) = std::env::var_os(VARIABLE).map(PathBuf::from) else { return Ok(kernel.path()) };
+    let Some(folder) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
+        return Ok(kernel.path());
+    };
     let bzimage = kernel.path();
     unpacked_in(&folder, &bzimage).with_context(|| format!("Cannot unpack {}", bzimage.display()))
 }
@@ -54,7 +56,8 @@ fn unpack(bzimage: &[u8]) -> Result<Vec<u8>> {
     };
     ensure!(bzimage.get(MAGIC..MAGIC + 4) == Some(b"HdrS"), "It is no bzImage");
     let start = (usize::from(bzimage[SETUP_SECTORS]) + 1) * 512 + word(PAYLOAD_OFFSET)?;
-    let bytes = word(PAYLOAD_BYTES)?.checked_sub(4).context("Its payload has no size at its end")?;
+    let bytes =
+        word(PAYLOAD_BYTES)?.checked_sub(4).context("Its payload has no size at its end")?;
     let elf_bytes = word(start + bytes)?;
     let payload = bzimage.get(start..start + bytes).context("It is truncated")?;
     let elf = match payload {
@@ -101,7 +104,8 @@ mod tests {
     fn payloads_of_both_kernels_are_unpacked() {
         let elf = [b"\x7fELF", &[7; 100_000][..]].concat();
         let block = lz4_flex::block::compress(&elf);
-        let lz4 = [&[0x02, 0x21, 0x4c, 0x18][..], &(block.len() as u32).to_le_bytes(), &block].concat();
+        let lz4 =
+            [&[0x02, 0x21, 0x4c, 0x18][..], &(block.len() as u32).to_le_bytes(), &block].concat();
         for payload in [zstd::bulk::compress(&elf, 1).unwrap(), lz4] {
             assert!(unpack(&bzimage(&payload, elf.len())).unwrap() == elf);
             assert!(unpack(&bzimage(&payload, elf.len() + 1)).is_err(), "a wrong size");

@@ -177,7 +177,9 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
     while let Some(line) = script.next_line() {
         last_line = Instant::now();
         match line.split(' ').collect::<Vec<_>>()[..] {
-            ["phase", name, micros] => outcome.phases.push((name.to_owned(), micros.parse::<f64>()? / 1e6)),
+            ["phase", name, micros] => {
+                outcome.phases.push((name.to_owned(), micros.parse::<f64>()? / 1e6))
+            }
             ["sum", sum] => outcome.sum = Some(sum.to_owned()),
             _ => bail!("guest-tool load says {line:?}"),
         }
@@ -219,7 +221,9 @@ impl Outcome {
         let over = self.points.iter().rposition(|point| point.held_bytes > enough);
         self.back_s = match over {
             None => Some(0.0),
-            Some(index) => self.points.get(index + 1).map(|point| (point.at_s - self.run_s).max(0.0)),
+            Some(index) => {
+                self.points.get(index + 1).map(|point| (point.at_s - self.run_s).max(0.0))
+            }
         };
     }
 
@@ -297,8 +301,8 @@ struct Watch {
 impl Watch {
     /// Once it has seen the guest for the first time.
     fn new(guest: &Guest) -> Result<Self> {
-        let script =
-            guest.start_script(WATCH_LIMIT, &format!("exec guest-tool watch {WATCH_INTERVAL_MS}"))?;
+        let script = guest
+            .start_script(WATCH_LIMIT, &format!("exec guest-tool watch {WATCH_INTERVAL_MS}"))?;
         let watch = Self {
             script: Mutex::new(script),
             points: Mutex::default(),
@@ -311,7 +315,9 @@ impl Watch {
 
     /// Takes in the next line; false if there is none.
     fn look(&self, guest: &Guest) -> Result<bool> {
-        let Some(line) = self.script.lock().expect("no holder panics").next_line() else { return Ok(false) };
+        let Some(line) = self.script.lock().expect("no holder panics").next_line() else {
+            return Ok(false);
+        };
         let sample = MemorySample::from_line(&line)?;
         let info = guest.api("GET", "vm.info", None)?;
         let held_bytes = info["memory_actual_size"].as_u64();
@@ -359,12 +365,22 @@ mod tests {
 
     fn unmet(outcome: &Outcome) -> Vec<About> {
         let alone = Outcome { sum: Some("1".to_owned()), ..Outcome::default() };
-        outcome.conditions(&alone).iter().filter(|found| !found.met).map(|found| found.about).collect()
+        outcome
+            .conditions(&alone)
+            .iter()
+            .filter(|found| !found.met)
+            .map(|found| found.about)
+            .collect()
     }
 
     #[test]
     fn each_condition_is_found_unmet_by_itself() {
-        let good = Outcome { sum: Some("1".to_owned()), back_s: Some(1.0), run_s: 1e6, ..Outcome::default() };
+        let good = Outcome {
+            sum: Some("1".to_owned()),
+            back_s: Some(1.0),
+            run_s: 1e6,
+            ..Outcome::default()
+        };
         assert!(unmet(&good).is_empty());
         type Spoil = fn(&mut Outcome);
         let spoilt: [(About, Spoil); 6] = [

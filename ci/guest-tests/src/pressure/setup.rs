@@ -49,7 +49,10 @@ impl FromStr for Workload {
     fn from_str(text: &str) -> Result<Self> {
         let found = WORKLOADS.into_iter().find(|workload| workload.name == text);
         found.with_context(|| {
-            format!("No workload {text:?}: there are {}", WORKLOADS.map(|workload| workload.name).join(", "))
+            format!(
+                "No workload {text:?}: there are {}",
+                WORKLOADS.map(|workload| workload.name).join(", ")
+            )
         })
     }
 }
@@ -124,7 +127,9 @@ impl Stand {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             read => Some(read.with_context(|| format!("Cannot read {}", trace_file().display()))?),
         };
-        for file in self.pool.iter().map(|pool| pool.path().to_owned()).chain([swap_image(), trace_file()]) {
+        for file in
+            self.pool.iter().map(|pool| pool.path().to_owned()).chain([swap_image(), trace_file()])
+        {
             match std::fs::remove_file(&file) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     return Err(error).with_context(|| format!("Cannot remove {}", file.display()));
@@ -164,7 +169,9 @@ pub fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
     let mut pool = None;
     let (guest, swap) = match config {
         Config::AllDram => (guest.pressure("off"), None),
-        Config::Zram => (guest.pressure("off").cmdline(&format!("foreshore.zram={MORE_MIB}M")), None),
+        Config::Zram => {
+            (guest.pressure("off").cmdline(&format!("foreshore.zram={MORE_MIB}M")), None)
+        }
         Config::SwapVirtioBlk => {
             File::create(swap_image())?.set_len(MORE_MIB * MIB)?;
             let disk = format!("path={}", swap_image().display());
@@ -181,10 +188,12 @@ pub fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
         Config::Policy(policy) => {
             let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
             // fixed has no default; as much as any of them may give.
-            let size = if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
+            let size =
+                if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
             let policy = format!("{policy}{size},record={}", trace_file().display());
             let cmdline = format!("foreshore.zram={FALLBACK_ZRAM_MIB}M");
-            let memory = format!("pool={},size={}M", pool.name(), MORE_MIB.next_multiple_of(BLOCK_MIB));
+            let memory =
+                format!("pool={},size={}M", pool.name(), MORE_MIB.next_multiple_of(BLOCK_MIB));
             (guest.pm_memory(&memory).pressure(&policy).cmdline(&cmdline), None)
         }
     };

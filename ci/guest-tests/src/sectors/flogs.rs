@@ -61,11 +61,14 @@ struct Lane {
 
 /// All there are. A number follows the other in the cycle 1, 2, 3; a first entry has no other.
 fn states() -> Vec<Lane> {
-    use Crash::{Done, FailedAfter, NextHalfWritten, Pending, PendingOnTrimmed, TrimmedAfter, Untouched};
+    use Crash::{
+        Done, FailedAfter, NextHalfWritten, Pending, PendingOnTrimmed, TrimmedAfter, Untouched,
+    };
     let first = [Untouched, NextHalfWritten].map(|crash| Lane { sequences: [1, 0], crash });
     let pairs = [[1, 2], [3, 2], [3, 1], [2, 1], [2, 3], [1, 3]];
     let crashes = [Done, Pending, PendingOnTrimmed, TrimmedAfter, FailedAfter, NextHalfWritten];
-    let later = pairs.into_iter().flat_map(|pair| crashes.map(|crash| Lane { sequences: pair, crash }));
+    let later =
+        pairs.into_iter().flat_map(|pair| crashes.map(|crash| Lane { sequences: pair, crash }));
     first.into_iter().chain(later).collect()
 }
 
@@ -107,7 +110,9 @@ impl Flogs {
     pub fn make(&self, media: &impl Media) -> Result<()> {
         let arena = Arena::read(media)?;
         ensure!(sector_of(LANES - 1) < arena.sectors, "{} sectors are too few", arena.sectors);
-        (0..LANES).try_for_each(|lane| arena.make_lane(media, lane, state_of(lane, self.shift), self.padding))
+        (0..LANES).try_for_each(|lane| {
+            arena.make_lane(media, lane, state_of(lane, self.shift), self.padding)
+        })
     }
 }
 
@@ -137,9 +142,11 @@ impl Arena {
         let mut info = [0; 4096];
         media.read(START_BYTES, &mut info)?;
         ensure!(info.starts_with(b"BTT_ARENA_INFO\0\0"), "There is no BTT");
-        let u32_at = |at: usize| u32::from_le_bytes(info[at..at + 4].try_into().expect("four bytes"));
-        let place =
-            |at: usize| START_BYTES + u64::from_le_bytes(info[at..at + 8].try_into().expect("eight bytes"));
+        let u32_at =
+            |at: usize| u32::from_le_bytes(info[at..at + 4].try_into().expect("four bytes"));
+        let place = |at: usize| {
+            START_BYTES + u64::from_le_bytes(info[at..at + 8].try_into().expect("eight bytes"))
+        };
         ensure!(u32_at(72) == LANES, "{} lanes", u32_at(72));
         Ok(Self {
             sector_bytes: u32_at(56),
@@ -151,7 +158,13 @@ impl Arena {
         })
     }
 
-    fn make_lane(&self, media: &impl Media, lane: u32, state: Lane, padding: Padding) -> Result<()> {
+    fn make_lane(
+        &self,
+        media: &impl Media,
+        lane: u32,
+        state: Lane,
+        padding: Padding,
+    ) -> Result<()> {
         let sector = sector_of(lane);
         // What the lane has at first, and what the sector has.
         let (spare, own) = (self.sectors + lane, sector);
@@ -193,11 +206,13 @@ impl Arena {
         };
         let [a, b] = state.sequences;
         let newest_is_second = [[1, 2], [2, 3], [3, 1]].contains(&[a, b]);
-        let [first_entry, second_entry] = if newest_is_second { [older, newest] } else { [newest, older] };
+        let [first_entry, second_entry] =
+            if newest_is_second { [older, newest] } else { [newest, older] };
         let mut group = [0; GROUP_BYTES as usize];
         for (slot, entry, sequence) in [(0, first_entry, a), (second, second_entry, b)] {
             let words = entry.into_iter().chain([sequence]).flat_map(u32::to_le_bytes);
-            group[slot * ENTRY_BYTES..(slot + 1) * ENTRY_BYTES].copy_from_slice(&words.collect::<Vec<u8>>());
+            group[slot * ENTRY_BYTES..(slot + 1) * ENTRY_BYTES]
+                .copy_from_slice(&words.collect::<Vec<u8>>());
         }
         media.store(self.flog_at + u64::from(lane) * GROUP_BYTES, &group)?;
         Ok(())
@@ -227,8 +242,13 @@ mod tests {
             Flogs { padding, shift }.make(&media).unwrap();
             let report = check(&media).unwrap();
             assert_eq!(report.arenas[0].findings, [], "{padding:?}");
-            let each = |crash: Crash| (0..LANES).filter(|lane| state_of(*lane, shift).crash == crash).count();
-            assert_eq!(report.arenas[0].redo as usize, each(Crash::Pending) + each(Crash::PendingOnTrimmed));
+            let each = |crash: Crash| {
+                (0..LANES).filter(|lane| state_of(*lane, shift).crash == crash).count()
+            };
+            assert_eq!(
+                report.arenas[0].redo as usize,
+                each(Crash::Pending) + each(Crash::PendingOnTrimmed)
+            );
             let reader = Reader::open(&media).unwrap().unwrap();
             let shape = Shape { sectors: reader.sectors(), sector_bytes };
             let read = |first: u64, into: &mut [u8]| {

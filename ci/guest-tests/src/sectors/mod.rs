@@ -50,7 +50,8 @@ impl Content {
             bytes[..8].copy_from_slice(&sector.to_le_bytes());
             bytes[8..16].copy_from_slice(&seed.to_le_bytes());
             bytes[16..24].copy_from_slice(&operation.to_le_bytes());
-            Bytes::new(sector ^ seed.rotate_left(20) ^ operation.rotate_left(40)).fill(&mut bytes[24..]);
+            Bytes::new(sector ^ seed.rotate_left(20) ^ operation.rotate_left(40))
+                .fill(&mut bytes[24..]);
         }
     }
 }
@@ -212,7 +213,8 @@ mod tests {
             Ok(())
         }
         fn discard(&self, sectors: Range<u64>) -> Result<()> {
-            self.bytes.lock().unwrap()[sectors.start as usize * 512..sectors.end as usize * 512].fill(0);
+            self.bytes.lock().unwrap()[sectors.start as usize * 512..sectors.end as usize * 512]
+                .fill(0);
             Ok(())
         }
         fn write_zeroes(&self, sectors: Range<u64>) -> Result<()> {
@@ -233,7 +235,10 @@ mod tests {
         let outcome = Outcome::of_history(SHAPE, &history).unwrap();
         memory.check(&outcome).unwrap();
         for other in [&history[..2], &["writes:1:300:2", "discards:2:300:3", "writes:4:40:1"]] {
-            assert!(memory.check(&Outcome::of_history(SHAPE, other).unwrap()).is_err(), "{other:?}");
+            assert!(
+                memory.check(&Outcome::of_history(SHAPE, other).unwrap()).is_err(),
+                "{other:?}"
+            );
         }
     }
 
@@ -242,9 +247,10 @@ mod tests {
         // The last write of all is nobody's to overwrite.
         let program: Program = "writes:9:200:1".parse().unwrap();
         let outcome = Outcome::of_history(SHAPE, &["writes:9:200:1"]).unwrap();
-        for broken in
-            [Memory { lost: Some(199), ..Memory::new() }, Memory { torn: Some(199), ..Memory::new() }]
-        {
+        for broken in [
+            Memory { lost: Some(199), ..Memory::new() },
+            Memory { torn: Some(199), ..Memory::new() },
+        ] {
             run(&program, SHAPE, &broken).unwrap();
             let error = broken.check(&outcome).unwrap_err();
             assert_eq!(StoredWrong::code_of(&error), StoredWrong::CODE, "{error:?}");

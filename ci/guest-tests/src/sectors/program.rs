@@ -48,12 +48,16 @@ impl FromStr for Program {
 
     fn from_str(text: &str) -> Result<Self> {
         let wrong = || {
-            anyhow!("{text:?} is not writes:SEED:OPERATIONS:THREADS[:FIRST-END], direct:... or discards:...")
+            anyhow!(
+                "{text:?} is not writes:SEED:OPERATIONS:THREADS[:FIRST-END], direct:... or discards:..."
+            )
         };
         let parts: Vec<&str> = text.split(':').collect();
         let (mix, seed, operations, threads, sectors) = match parts[..] {
             [mix, seed, operations, threads] => (mix, seed, operations, threads, None),
-            [mix, seed, operations, threads, sectors] => (mix, seed, operations, threads, Some(sectors)),
+            [mix, seed, operations, threads, sectors] => {
+                (mix, seed, operations, threads, Some(sectors))
+            }
             _ => bail!(wrong()),
         };
         let mix = match mix {
@@ -120,7 +124,9 @@ impl Program {
 
     /// How many operations begin in front of `border` and end behind it.
     pub fn crossings(&self, shape: Shape, border: u64) -> usize {
-        self.effects(shape).filter(|(sectors, _)| sectors.start < border && border < sectors.end).count()
+        self.effects(shape)
+            .filter(|(sectors, _)| sectors.start < border && border < sectors.end)
+            .count()
     }
 
     /// How often it discards and writes zeros.
@@ -168,12 +174,12 @@ impl Program {
     /// What the operations leave, in an order that comes to the same: each thread has sectors of its own.
     pub(super) fn effects(&self, shape: Shape) -> impl Iterator<Item = (Range<u64>, Content)> {
         let seed = self.seed;
-        (0..self.threads).flat_map(move |thread| self.steps(shape, thread)).map(move |(operation, step)| {
-            match step {
+        (0..self.threads).flat_map(move |thread| self.steps(shape, thread)).map(
+            move |(operation, step)| match step {
                 Step::Write { sectors, .. } => (sectors, Content::Written { seed, operation }),
                 Step::Discard(sectors) | Step::WriteZeroes(sectors) => (sectors, Content::Zeros),
-            }
-        })
+            },
+        )
     }
 }
 
@@ -248,7 +254,8 @@ mod tests {
     #[test]
     fn every_kind_and_length_occurs() {
         let steps = all_steps("discards:1:4000:2");
-        let count = |wanted: fn(&Step) -> bool| steps.iter().filter(|(_, step)| wanted(step)).count();
+        let count =
+            |wanted: fn(&Step) -> bool| steps.iter().filter(|(_, step)| wanted(step)).count();
         assert!(count(|step| matches!(step, Step::Discard(_))) > 300);
         assert!(count(|step| matches!(step, Step::WriteZeroes(_))) > 300);
         for buffered in [true, false] {
@@ -262,7 +269,9 @@ mod tests {
             let these = steps.iter().filter(|(_, step)| sectors(step).count() as u64 == len);
             assert!(these.count() > 0, "no operation of {len} sectors");
         }
-        assert!(all_steps("writes:1:400:2").iter().all(|(_, step)| matches!(step, Step::Write { .. })));
+        assert!(
+            all_steps("writes:1:400:2").iter().all(|(_, step)| matches!(step, Step::Write { .. }))
+        );
         let direct = |step: &Step| matches!(step, Step::Write { buffered: false, .. });
         assert!(all_steps("direct:1:400:2").iter().all(|(_, step)| direct(step)));
     }

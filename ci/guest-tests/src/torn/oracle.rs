@@ -77,7 +77,8 @@ impl Judgement {
 
     /// An error if anything is wrong.
     pub fn all_is_well(&self) -> Result<()> {
-        let shown: Vec<String> = self.faults.iter().take(SHOWN_FAULTS).map(Fault::to_string).collect();
+        let shown: Vec<String> =
+            self.faults.iter().take(SHOWN_FAULTS).map(Fault::to_string).collect();
         ensure!(
             self.faults.is_empty(),
             "{} of {} sectors are wrong:\n{}",
@@ -101,7 +102,10 @@ impl Oracle {
     /// A flush was completed, of which the guest has heard.
     pub fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
         for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
-            let index = self.area.index(sector).with_context(|| format!("Nobody writes sector {sector}"))?;
+            let index = self
+                .area
+                .index(sector)
+                .with_context(|| format!("Nobody writes sector {sector}"))?;
             let version = &mut self.acknowledged[index];
             *version = stretch.version.max(*version);
         }
@@ -120,7 +124,9 @@ impl Oracle {
                     (Some(found), Some(Fault::Lost { sector, found, acknowledged }))
                 }
                 Content::Whole(found) => (Some(found), None),
-                Content::Misplaced { sector: found } => (None, Some(Fault::Misplaced { sector, found })),
+                Content::Misplaced { sector: found } => {
+                    (None, Some(Fault::Misplaced { sector, found }))
+                }
                 Content::Torn(lines) => (None, Some(Fault::Torn { sector, lines })),
             };
             judgement.newer += usize::from(version > Some(acknowledged));
@@ -152,7 +158,11 @@ mod tests {
         }
         oracle
             .judge(|number, bytes| {
-                let found = if number == exception { content.to_vec() } else { sector(number, number - 250) };
+                let found = if number == exception {
+                    content.to_vec()
+                } else {
+                    sector(number, number - 250)
+                };
                 bytes.copy_from_slice(&found);
                 Ok(())
             })
@@ -178,7 +188,10 @@ mod tests {
         let mut torn = sector(258, 8);
         torn[..512].copy_from_slice(&sector(258, 9)[..512]);
         assert_eq!(judged(258, &torn).torn(), 1);
-        assert_eq!(judged(258, &sector(257, 8)).faults, [Fault::Misplaced { sector: 258, found: 257 }]);
+        assert_eq!(
+            judged(258, &sector(257, 8)).faults,
+            [Fault::Misplaced { sector: 258, found: 257 }]
+        );
     }
 
     #[test]

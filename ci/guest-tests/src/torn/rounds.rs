@@ -60,7 +60,9 @@ impl fmt::Display for Tally {
 /// FORESHORE_TEST_SEED, or one that nobody has had. It is printed, so that the schedule can be had again.
 pub fn seed() -> Result<u64> {
     let seed = match std::env::var("FORESHORE_TEST_SEED") {
-        Ok(text) => text.parse().with_context(|| format!("FORESHORE_TEST_SEED is {text:?}, no number"))?,
+        Ok(text) => {
+            text.parse().with_context(|| format!("FORESHORE_TEST_SEED is {text:?}, no number"))?
+        }
         Err(_) => SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64 % 1_000_000_000,
     };
     println!("FORESHORE_TEST_SEED={seed}");
@@ -79,7 +81,8 @@ pub enum Until {
 /// Kills guests of all victims at once, `rounds` in all at most. After each, every sector must be whole and as new as it
 /// was said to be, `pmvol check` has nothing to say, and the next guest finds what we have found. Ends at the first fault.
 pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
-    let schedule = Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };
+    let schedule =
+        Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };
     thread::scope(|scope| {
         let lane = |(lane, mut victim): (usize, Victim)| {
             let schedule = &schedule;
@@ -108,9 +111,11 @@ impl Schedule {
             if round > self.rounds {
                 break;
             }
-            let tally =
-                self.one_round(lane, victim).with_context(|| format!("Round {round}, in lane {lane}"));
-            let end = tally.as_ref().map_or(true, |tally| self.until == Until::Torn && tally.torn > 0);
+            let tally = self
+                .one_round(lane, victim)
+                .with_context(|| format!("Round {round}, in lane {lane}"));
+            let end =
+                tally.as_ref().map_or(true, |tally| self.until == Until::Torn && tally.torn > 0);
             self.stop.fetch_or(end, Ordering::Relaxed);
             let tally = tally?;
             // One that says nothing is had again.

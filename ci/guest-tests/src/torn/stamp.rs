@@ -36,7 +36,11 @@ impl fmt::Display for Lines {
         let mut first = 0;
         for (version, count) in &self.0 {
             let separator = if first == 0 { "" } else { ", " };
-            write!(formatter, "{separator}lines {first} to {} of version {version}", first + count - 1)?;
+            write!(
+                formatter,
+                "{separator}lines {first} to {} of version {version}",
+                first + count - 1
+            )?;
             first += count;
         }
         Ok(())
@@ -104,7 +108,8 @@ fn fixed_word(sector: u64, index: usize) -> u64 {
         1 => sector,
         // The multipliers of splitmix64's finisher: neighbours have nothing in common.
         _ => {
-            let mixed = (sector << 16 ^ index as u64).wrapping_add(1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let mixed =
+                (sector << 16 ^ index as u64).wrapping_add(1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             (mixed ^ mixed >> 31).wrapping_mul(0x94d0_49bb_1331_11eb)
         }
     }

@@ -89,7 +89,10 @@ impl FromStr for Interface {
     fn from_str(text: &str) -> Result<Self> {
         let found = Self::ALL.into_iter().find(|interface| interface.to_string() == text);
         found.with_context(|| {
-            format!("No interface {text:?}: there are {}", Self::ALL.map(|i| i.to_string()).join(", "))
+            format!(
+                "No interface {text:?}: there are {}",
+                Self::ALL.map(|i| i.to_string()).join(", ")
+            )
         })
     }
 }
@@ -168,7 +171,9 @@ impl fmt::Display for Moment {
             Self::Writing(delay) => {
                 write!(formatter, "killed {} us after all had flushed", delay.as_micros())
             }
-            Self::Starting(thousandths) => write!(formatter, "killed {thousandths}/1000 into its start"),
+            Self::Starting(thousandths) => {
+                write!(formatter, "killed {thousandths}/1000 into its start")
+            }
         }
     }
 }
@@ -213,7 +218,16 @@ impl Victim {
     pub fn create(pool: Pool, setup: Setup, seed: u64) -> Result<Self> {
         pmvol(&["create", &pool.name(), "--size", POOL_SIZE])?;
         let format = if setup.format == Format::Raw { "raw" } else { "btt" };
-        pmvol(&["volume", "create", &pool.name(), "data", "--size", VOLUME_SIZE, "--format", format])?;
+        pmvol(&[
+            "volume",
+            "create",
+            &pool.name(),
+            "data",
+            "--size",
+            VOLUME_SIZE,
+            "--format",
+            format,
+        ])?;
         Ok(Self::resume(pool, setup, seed))
     }
 
@@ -305,7 +319,9 @@ impl Victim {
             if lives.is_ok() {
                 guest.kill_now()?;
             }
-            let read = reader.join().map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
+            let read = reader
+                .join()
+                .map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
             lives.and(read).and(watched)
         })?;
         self.hear(&heard, &mut seen)?;
@@ -366,7 +382,9 @@ impl Victim {
                 Ok(line) => line,
                 // The writer has ended first, and its reader says why.
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                Err(RecvTimeoutError::Timeout) => bail!("Within {IO_LIMIT:?} a thread has flushed nothing"),
+                Err(RecvTimeoutError::Timeout) => {
+                    bail!("Within {IO_LIMIT:?} a thread has flushed nothing")
+                }
             };
             silent.hear(&line);
             self.take(&line, seen)?;
@@ -396,8 +414,11 @@ impl Victim {
         let judgement = self.judge_volume(&volume)?;
         seen.looks += 1;
         seen.newer += judgement.newer;
-        seen.redo +=
-            report.iter().flat_map(|report| &report.arenas).map(|arena| u64::from(arena.redo)).sum::<u64>();
+        seen.redo += report
+            .iter()
+            .flat_map(|report| &report.arenas)
+            .map(|arena| u64::from(arena.redo))
+            .sum::<u64>();
         Ok(judgement.faults.is_empty())
     }
 
@@ -420,8 +441,11 @@ impl Victim {
     fn compare_found(&self, thread: usize, versions: &[u64]) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let per_thread = AREA.per_thread as usize;
-        let ours =
-            last.versions.chunks(per_thread).nth(thread).context("A thread that nobody has started")?;
+        let ours = last
+            .versions
+            .chunks(per_thread)
+            .nth(thread)
+            .context("A thread that nobody has started")?;
         let theirs: Vec<Option<u64>> = versions.iter().copied().map(Some).collect();
         let compare = || {
             ensure!(
@@ -448,15 +472,16 @@ impl Victim {
 
     fn judge_volume(&self, volume: &Volume) -> Result<Judgement> {
         match self.setup.format {
-            Format::Raw => {
-                self.oracle.judge(|sector, bytes| Ok(volume.read(sector * SECTOR_BYTES as u64, bytes)?))
-            }
+            Format::Raw => self
+                .oracle
+                .judge(|sector, bytes| Ok(volume.read(sector * SECTOR_BYTES as u64, bytes)?)),
             Format::Btt => self.judge_btt(volume),
         }
     }
 
     fn judge_btt(&self, volume: &Volume) -> Result<Judgement> {
-        let reader = Reader::open(volume)?.map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
+        let reader = Reader::open(volume)?
+            .map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
         self.oracle.judge(|sector, bytes| match reader.read(sector, bytes)? {
             Sector::Data | Sector::Zeros => Ok(()),
             Sector::Error => bail!("Its map entry says that the media is bad"),
@@ -473,7 +498,8 @@ impl Victim {
 /// `pmvol check`, and what the logs of the BTTs in it have still to write.
 pub fn check(pool: &Pool) -> Result<u64> {
     let report: Value = serde_json::from_str(&pmvol(&["check", &pool.name(), "--json"])?)?;
-    let volumes = report["volumes"].as_array().context("pmvol check --json says nothing of volumes")?;
+    let volumes =
+        report["volumes"].as_array().context("pmvol check --json says nothing of volumes")?;
     let arenas = volumes.iter().filter_map(|volume| volume["btt"]["arenas"].as_array()).flatten();
     arenas.map(|arena| arena["redo"].as_u64().context("An arena without redo")).sum()
 }

@@ -96,19 +96,26 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     };
     let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")
         .with_context(|| format!("{} with DRAM alone", workload.name))?;
-    ensure!(whole.sum.is_some(), "{} does not run with DRAM alone: {:?}", workload.name, whole.broken);
+    ensure!(
+        whole.sum.is_some(),
+        "{} does not run with DRAM alone: {:?}",
+        workload.name,
+        whole.broken
+    );
     let need_mib = whole.peak_need_bytes / MIB;
     let mut rows = vec![keep(&Config::AllDram, 100, whole)?];
     for share in &options.shares {
         for config in options.configs.iter().filter(|config| **config != Config::AllDram) {
             let dram_mib = (need_mib * share / 100).next_multiple_of(DRAM_STEP_MIB);
-            let outcome = run(config, dram_mib, &config.to_string())
-                .with_context(|| format!("{} with {share} % of DRAM and {config}", workload.name))?;
+            let outcome = run(config, dram_mib, &config.to_string()).with_context(|| {
+                format!("{} with {share} % of DRAM and {config}", workload.name)
+            })?;
             rows.push(keep(config, *share, outcome)?);
         }
     }
     for share in &options.shares {
-        let drawn: Vec<&Row> = rows.iter().filter(|row| row.share == *share || row.share == 100).collect();
+        let drawn: Vec<&Row> =
+            rows.iter().filter(|row| row.share == *share || row.share == 100).collect();
         let name = format!("{}-{share}-{round}", workload.name);
         fs::write(options.out.join(format!("{name}.gnuplot")), plot::script(&name, &drawn))?;
     }

@@ -58,7 +58,11 @@ mod tests {
         let (one, other) = (row("psi"), row("zram"));
         let script = script("bfs-50-1", &[&one, &other]);
         for title in ["psi", "zram"] {
-            assert_eq!(script.matches(&format!("title '{title}'")).count(), PANELS.len(), "{script}");
+            assert_eq!(
+                script.matches(&format!("title '{title}'")).count(),
+                PANELS.len(),
+                "{script}"
+            );
         }
         assert!(script.contains("set output 'bfs-50-1.svg'"), "{script}");
     }

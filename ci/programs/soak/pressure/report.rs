@@ -88,22 +88,28 @@ pub fn markdown(rows: &[Row]) -> String {
         let of = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value);
         let first = kind[0];
         let broken = kind.iter().find_map(|row| row.outcome.broken.clone());
-        let run = broken.clone().unwrap_or_else(|| format!("{:.2} s", of(&|outcome| outcome.run_s)));
+        let run =
+            broken.clone().unwrap_or_else(|| format!("{:.2} s", of(&|outcome| outcome.run_s)));
         let dram_s = median(&whole(rows, first.workload), |outcome| outcome.run_s);
         let ratio = match broken {
             Some(_) => String::new(),
             None => format!("{:.2}", of(&|outcome| outcome.run_s) / dram_s),
         };
-        let phases: Vec<String> = first.outcome.phases.iter().map(|(name, _)| name.clone()).collect();
         let phases: Vec<String> =
-            phases.iter().map(|name| format!("{name} {:.3}", of(&|outcome| phase(outcome, name)))).collect();
+            first.outcome.phases.iter().map(|(name, _)| name.clone()).collect();
+        let phases: Vec<String> = phases
+            .iter()
+            .map(|name| format!("{name} {:.3}", of(&|outcome| phase(outcome, name))))
+            .collect();
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
         let back = match kind.iter().all(|row| row.outcome.back_s.is_some()) {
             true => format!("{:.0} s", of(&|outcome| outcome.back_s.unwrap_or(f64::NAN))),
             false => "not".to_owned(),
         };
-        let to_plan = kind.iter().filter_map(|row| row.outcome.report_to_plan_s).max_by(f64::total_cmp);
-        let to_plan = to_plan.map_or_else(String::new, |to_plan_s| format!("{} ms", to_plan_s * 1e3));
+        let to_plan =
+            kind.iter().filter_map(|row| row.outcome.report_to_plan_s).max_by(f64::total_cmp);
+        let to_plan =
+            to_plan.map_or_else(String::new, |to_plan_s| format!("{} ms", to_plan_s * 1e3));
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
@@ -128,7 +134,8 @@ pub fn markdown(rows: &[Row]) -> String {
 /// What psi is held to, and every run to the same result.
 pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
-    let mut say = |counts: bool, met: bool, what: String| verdicts.push(Verdict { what, met, counts });
+    let mut say =
+        |counts: bool, met: bool, what: String| verdicts.push(Verdict { what, met, counts });
     for kind in kinds(rows) {
         let first = kind[0];
         let dram = whole(rows, first.workload);
@@ -166,9 +173,11 @@ pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
             say(false, to_plan_s <= MOST_TO_PLAN_S, text);
         }
         // Of each condition the round that did not meet it, if there is one.
-        let rounds: Vec<Vec<Condition>> = kind.iter().map(|row| row.outcome.conditions(alone)).collect();
+        let rounds: Vec<Vec<Condition>> =
+            kind.iter().map(|row| row.outcome.conditions(alone)).collect();
         for index in 0..rounds[0].len() {
-            let worst = rounds.iter().map(|round| &round[index]).min_by_key(|condition| condition.met);
+            let worst =
+                rounds.iter().map(|round| &round[index]).min_by_key(|condition| condition.met);
             let Condition { met, what: condition, .. } = worst.expect("a kind has a row");
             say(true, *met, format!("{what}: {condition}"));
         }
@@ -181,7 +190,8 @@ mod tests {
     use super::*;
 
     fn row(share: u64, config: &str, run_s: f64) -> Row {
-        let outcome = Outcome { run_s, sum: Some("1".to_owned()), back_s: Some(1.0), ..Outcome::default() };
+        let outcome =
+            Outcome { run_s, sum: Some("1".to_owned()), back_s: Some(1.0), ..Outcome::default() };
         Row { workload: "bfs", share, config: config.to_owned(), csv: String::new(), outcome }
     }
 
@@ -192,7 +202,12 @@ mod tests {
 
     #[test]
     fn rounds_of_a_kind_are_one_row_with_their_median() {
-        let rows = [row(100, "all-dram", 2.0), row(50, "psi", 2.0), row(50, "psi", 2.2), row(50, "psi", 9.0)];
+        let rows = [
+            row(100, "all-dram", 2.0),
+            row(50, "psi", 2.0),
+            row(50, "psi", 2.2),
+            row(50, "psi", 9.0),
+        ];
         let text = markdown(&rows);
         assert!(text.contains("| bfs | 50 % | psi | 2.20 s | 1.10 |"), "{text}");
         assert_eq!(text.lines().count(), 4, "{text}");

@@ -130,7 +130,8 @@ impl<'run> Demo<'run> {
     /// Shows all phases, and returns the exit code.
     fn show(&self, prometheus: &Prometheus) -> Result<u8> {
         let mut narrator = Narrator::new(&self.folder);
-        let end = reruns::run(self.checkout, &self.folder, print, || self.run_on_host(&mut narrator))?;
+        let end =
+            reruns::run(self.checkout, &self.folder, print, || self.run_on_host(&mut narrator))?;
         let mut code = end.code;
         if code == 0 {
             let is_drawn = attempt(|| self.draw(prometheus, &mut narrator)).unwrap_or(false);
@@ -148,7 +149,16 @@ impl<'run> Demo<'run> {
         narrator.begin();
         let mut host = programs::task(self.checkout, "host")?;
         let timeout = (self.limit_s + END_S).to_string();
-        host.args(["--no-build", "--mem", HOST_MIB, "--cpus", HOST_CPUS, "--timeout", &timeout, "--out"]);
+        host.args([
+            "--no-build",
+            "--mem",
+            HOST_MIB,
+            "--cpus",
+            HOST_CPUS,
+            "--timeout",
+            &timeout,
+            "--out",
+        ]);
         host.arg(&self.folder);
         for port in self.metrics_ports {
             host.arg("--forward").arg(format!("{port}:{port}"));
@@ -180,7 +190,8 @@ impl<'run> Demo<'run> {
                 crate::messages::write_output(bytes);
                 Ok(())
             };
-            if attempt(|| picture::draw(self, prometheus, zero, &["unjudged"], show)) != Some(true) {
+            if attempt(|| picture::draw(self, prometheus, zero, &["unjudged"], show)) != Some(true)
+            {
                 say!("the picture cannot be drawn");
             }
         }

@@ -25,7 +25,10 @@ pub fn draw(
     mut show: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<bool> {
     let mut timeline = programs::user(demo.checkout.programs().join("demo-timeline"));
-    timeline.arg(format!("127.0.0.1:{}", prometheus.port())).arg(zero.to_string()).arg(seconds(now()?));
+    timeline
+        .arg(format!("127.0.0.1:{}", prometheus.port()))
+        .arg(zero.to_string())
+        .arg(seconds(now()?));
     timeline.arg(demo.folder.join(EVENTS)).arg(&demo.folder).args(options);
     if !jobs::stream_output(&mut timeline, &mut show)?.success() {
         return Ok(false);

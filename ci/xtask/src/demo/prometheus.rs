@@ -46,7 +46,10 @@ impl Prometheus {
             if job.try_wait()?.is_some() {
                 let log = fs::read_to_string(folder.join("prometheus.log"))?;
                 let lines: Vec<_> = log.lines().collect();
-                bail!("Prometheus ended: {}", lines[lines.len().saturating_sub(LAST_LINES)..].join("\n"));
+                bail!(
+                    "Prometheus ended: {}",
+                    lines[lines.len().saturating_sub(LAST_LINES)..].join("\n")
+                );
             }
             thread::sleep(POLL);
         }

@@ -40,7 +40,8 @@ struct Pipes {
 /// Makes the pipes of the backend `name` in the folder of a run.
 pub fn make_pipes(run: &Path, name: &str) -> Result<()> {
     for end in ["in", "out"] {
-        mkfifoat(CWD, run.join(format!("{name}.{end}")), Mode::from(0o600)).context("Cannot make a pipe")?;
+        mkfifoat(CWD, run.join(format!("{name}.{end}")), Mode::from(0o600))
+            .context("Cannot make a pipe")?;
     }
     Ok(())
 }
@@ -86,7 +87,12 @@ pub struct Beat {
 impl Beat {
     /// After `most_silent` requests without a response, the host stands still.
     pub fn new(run: &Path, most_silent: u32) -> Result<Self> {
-        Ok(Self { pipes: Pipes::open(run, "beat")?, silent: 0, most_silent, is_end_requested: false })
+        Ok(Self {
+            pipes: Pipes::open(run, "beat")?,
+            silent: 0,
+            most_silent,
+            is_end_requested: false,
+        })
     }
 
     /// Sends a request. With `is_over`, also requests once that the host end the command.

@@ -13,7 +13,8 @@ const MAX_HOSTS: usize = 4;
 
 /// Number of hosts with one CPU and `memory_mib` each. One if commands run on this machine itself.
 pub fn hosts_at_once(memory_mib: u64) -> Result<usize> {
-    let available_mib = parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
+    let available_mib =
+        parse_available(&read("/proc/meminfo".as_ref())?).context("no MemAvailable")?;
     let cpus = thread::available_parallelism()?.get();
     Ok(match place::choose()?.0 {
         Place::Direct => 1,
@@ -52,7 +53,8 @@ mod tests {
 
     #[test]
     fn available_memory_is_that_of_the_kernel() {
-        let meminfo = "MemTotal:       24682516 kB\nMemFree:          500 kB\nMemAvailable:   20744192 kB\n";
+        let meminfo =
+            "MemTotal:       24682516 kB\nMemFree:          500 kB\nMemAvailable:   20744192 kB\n";
         assert_eq!(parse_available(meminfo), Some(20258));
         assert_eq!(parse_available("MemAvailableX: 1 kB"), None);
     }

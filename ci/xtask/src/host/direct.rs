@@ -35,9 +35,11 @@ pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
         link(&pin.image(checkout)?, &guests.join(format!("vmlinuz-{}", pin.name)))?;
     }
     let (program, arguments) = host.command.split_first().context("no command")?;
-    let path = env::join_paths([checkout.programs()].into_iter().chain(env::split_paths(&user_path())))?;
+    let path =
+        env::join_paths([checkout.programs()].into_iter().chain(env::split_paths(&user_path())))?;
     // timeout ends the whole process group, also if this task is killed.
-    let mut command = programs::ending_with_this_one("TERM", &programs::find_system("timeout")?, path)?;
+    let mut command =
+        programs::ending_with_this_one("TERM", &programs::find_system("timeout")?, path)?;
     command.args(["-k", &GRACE.as_secs().to_string(), &host.timeout_s.to_string()]);
     command.arg(program).args(arguments).current_dir(work.path());
     command.env("GUESTS", guests).env("OUT", out).env(PLACE, Place::Direct.to_string());

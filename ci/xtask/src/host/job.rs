@@ -22,7 +22,9 @@ const PASSED_ON_PREFIX: &str = "FORESHORE_TEST_";
 
 /// Copies the files of `--put` to a folder.
 pub fn copy_puts(host: &Arguments, folder: &Path) -> Result<()> {
-    host.puts.iter().try_for_each(|put| copy(put, &folder.join(put.file_name().context("no name")?)))
+    host.puts
+        .iter()
+        .try_for_each(|put| copy(put, &folder.join(put.file_name().context("no name")?)))
 }
 
 /// Makes the archive `job.tar` in the folder of a run.
@@ -37,7 +39,9 @@ pub fn make(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     for flag in flags(host) {
         write(&job.join(flag), "")?;
     }
-    jobs::run(programs::system("tar").arg("-cf").arg(run.join("job.tar")).arg("-C").arg(&job).arg("."))
+    jobs::run(
+        programs::system("tar").arg("-cf").arg(run.join("job.tar")).arg("-C").arg(&job).arg("."),
+    )
 }
 
 /// Files by which the host recognizes its disks and memories.
@@ -64,7 +68,8 @@ fn environment(measured_on: &str) -> Vec<u8> {
         (PLACE, &Place::Nested.to_string()),
         (MEASURED_ON, measured_on),
     ];
-    let mut lines: Vec<_> = fixed.iter().map(|(name, value)| export(name, value.as_ref())).collect();
+    let mut lines: Vec<_> =
+        fixed.iter().map(|(name, value)| export(name, value.as_ref())).collect();
     for (name, value) in env::vars_os() {
         if let Some(name) = name.to_str().filter(|name| is_passed_on(name)) {
             lines.push(export(name, &value));
@@ -109,10 +114,13 @@ mod tests {
 
     #[test]
     fn variables_of_tests_alone_are_passed_on() {
-        let passed = ["FORESHORE_TEST_DIR", "FORESHORE_TEST_BENCH_VMM", "RUST_LOG", "RUST_BACKTRACE"];
+        let passed =
+            ["FORESHORE_TEST_DIR", "FORESHORE_TEST_BENCH_VMM", "RUST_LOG", "RUST_BACKTRACE"];
         assert!(passed.into_iter().all(is_passed_on));
         assert!(
-            !["FORESHORE_PEERS", "FORESHORE_TEST_dir", "PATH", "RUST_LOGS"].into_iter().any(is_passed_on)
+            !["FORESHORE_PEERS", "FORESHORE_TEST_dir", "PATH", "RUST_LOGS"]
+                .into_iter()
+                .any(is_passed_on)
         );
     }
 

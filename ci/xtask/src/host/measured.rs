@@ -37,13 +37,15 @@ fn commit(checkout: &Checkout) -> Result<String> {
     // Neither a repository nor git need be here.
     let described = jobs::attempt(git.stderr(Stdio::null()));
     let commit = described.ok().filter(|(status, _)| status.success());
-    let commit = commit.map_or_else(|| "of no commit".to_owned(), |(_, commit)| commit.trim().to_owned());
+    let commit =
+        commit.map_or_else(|| "of no commit".to_owned(), |(_, commit)| commit.trim().to_owned());
     Ok(format!("foreshore {commit}"))
 }
 
 fn cpu_model() -> Result<String> {
     let cpus = fs::read_to_string("/proc/cpuinfo")?;
     let line = cpus.lines().find(|line| line.starts_with("model name"));
-    let model = line.and_then(|line| line.split_once(": ")).context("/proc/cpuinfo has no model name")?;
+    let model =
+        line.and_then(|line| line.split_once(": ")).context("/proc/cpuinfo has no model name")?;
     Ok(model.1.to_owned())
 }

@@ -70,7 +70,10 @@ fn mend(program: &mut [u8]) -> Result<bool> {
     let context = CONTEXT.split_whitespace().map(parse_byte).collect::<Result<Vec<_>>>()?;
     let pattern = [&STORE[..], &context].concat();
     let is_match = |bytes: &[u8]| {
-        bytes.iter().zip(&pattern).all(|(byte, expected)| expected.is_none_or(|expected| *byte == expected))
+        bytes
+            .iter()
+            .zip(&pattern)
+            .all(|(byte, expected)| expected.is_none_or(|expected| *byte == expected))
     };
     let mut found = program.windows(pattern.len()).enumerate().filter(|(_, bytes)| is_match(bytes));
     let (Some((start, _)), None) = (found.next(), found.next()) else { return Ok(false) };
@@ -88,7 +91,8 @@ mod tests {
 
     /// The store and its context, with a displacement.
     fn instructions() -> Vec<u8> {
-        let context = CONTEXT.split_whitespace().map(|text| parse_byte(text).unwrap().unwrap_or(0x77));
+        let context =
+            CONTEXT.split_whitespace().map(|text| parse_byte(text).unwrap().unwrap_or(0x77));
         [0x89, 0xb3, 1, 2, 3, 4].into_iter().chain(context).collect()
     }
 

@@ -113,8 +113,9 @@ struct PowerCut {
 }
 
 fn parse_forward(text: &str) -> Result<(u16, u16)> {
-    let parsed =
-        text.split_once(':').and_then(|(host, guest)| Some((host.parse().ok()?, guest.parse().ok()?)));
+    let parsed = text
+        .split_once(':')
+        .and_then(|(host, guest)| Some((host.parse().ok()?, guest.parse().ok()?)));
     parsed.ok_or_else(|| anyhow!("not HOSTPORT:PORT"))
 }
 
@@ -199,7 +200,10 @@ pub(crate) mod tests {
     fn options_after_the_separator_belong_to_the_command() {
         let arguments = parse("--cpus 1 -- guest-tests --exact --cpus 3").unwrap();
         assert_eq!(arguments.cpus, 1);
-        assert_eq!(arguments.command, ["guest-tests", "--exact", "--cpus", "3"].map(OsString::from));
+        assert_eq!(
+            arguments.command,
+            ["guest-tests", "--exact", "--cpus", "3"].map(OsString::from)
+        );
         assert_eq!(parse("guest-tests").unwrap_err().kind(), ErrorKind::UnknownArgument);
     }
 
@@ -219,7 +223,8 @@ pub(crate) mod tests {
         ] {
             assert!(parse(line).is_err(), "{line}");
         }
-        for line in ["--counted -- a", "--nvdimm 1 --mem 3071 -- a", "--nvdimm-file f --mem 1 -- a"] {
+        for line in ["--counted -- a", "--nvdimm 1 --mem 3071 -- a", "--nvdimm-file f --mem 1 -- a"]
+        {
             assert!(parse(line).unwrap().check().is_err(), "{line}");
         }
     }

@@ -65,7 +65,8 @@ fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     // Hard links: this run keeps its disks when another task builds new ones.
     let disks = ["root.ext4", "peers.ext4"];
     for disk in &disks[..if host.peers { 2 } else { 1 }] {
-        fs::hard_link(checkout.ci("host").join(disk), run.join(disk)).context("Cannot link a disk")?;
+        fs::hard_link(checkout.ci("host").join(disk), run.join(disk))
+            .context("Cannot link a disk")?;
     }
     make_outputs(run)?;
     if let Some(disk) = &host.disk {
@@ -291,7 +292,8 @@ fn report(host: &Arguments, run: &Path, end: &End) -> Result<u8> {
         }
         None => {
             let code = jobs::exit_code(end.status);
-            let cause = end.cause.clone().unwrap_or_else(|| format!("QEMU ended with exit code {code}"));
+            let cause =
+                end.cause.clone().unwrap_or_else(|| format!("QEMU ended with exit code {code}"));
             say!("the host ended before the command did: {cause}");
         }
     }
@@ -368,7 +370,8 @@ mod tests {
     fn end(run: &Path, host: &Arguments, script: &str, limit: impl FnOnce(&mut Boot<'_>)) -> End {
         make_outputs(run).unwrap();
         let mut shell = Command::new("sh");
-        let mut boot = Boot::start_with(shell.args(["-c", script]).current_dir(run), host, run).unwrap();
+        let mut boot =
+            Boot::start_with(shell.args(["-c", script]).current_dir(run), host, run).unwrap();
         limit(&mut boot);
         boot.wait().unwrap()
     }

@@ -133,7 +133,12 @@ fn add_network(list: &mut List, host: &Arguments) {
 
 /// Adds the ports that the job's output, its exit code and the heartbeat use, and the monitor.
 fn add_ports(list: &mut List, in_run: &dyn Fn(&str) -> String) {
-    list.add(["-chardev", &format!("pipe,id=monitor,path={}", in_run("monitor")), "-mon", "chardev=monitor"]);
+    list.add([
+        "-chardev",
+        &format!("pipe,id=monitor,path={}", in_run("monitor")),
+        "-mon",
+        "chardev=monitor",
+    ]);
     // Without ioeventfd a write to a port is in its file before the writer continues: power-off
     // loses nothing.
     list.add(["-device", "virtio-serial-pci,ioeventfd=off"]);
@@ -171,7 +176,10 @@ impl Memory {
             }
         }
         if host.nvdimm_file.is_some() {
-            memory.set_apart(NVDIMM_FILE_MIB, &format!("{}M", FOUR_GIB_MIB + memory.size_mib - BELOW_4G_MIB));
+            memory.set_apart(
+                NVDIMM_FILE_MIB,
+                &format!("{}M", FOUR_GIB_MIB + memory.size_mib - BELOW_4G_MIB),
+            );
         }
         memory
     }
@@ -258,7 +266,13 @@ mod tests {
     #[test]
     fn counted_host_runs_on_one_thread_with_its_memory_allocated() {
         let line = line("--cpus 1 --counted --prealloc");
-        assert!(line.contains("-accel tcg,thread=single,tb-size=512 -icount shift=0,sleep=off"), "{line}");
-        assert!(line.contains("memory-backend-ram,id=ram,size=4096M,prealloc=on -m 4096"), "{line}");
+        assert!(
+            line.contains("-accel tcg,thread=single,tb-size=512 -icount shift=0,sleep=off"),
+            "{line}"
+        );
+        assert!(
+            line.contains("memory-backend-ram,id=ram,size=4096M,prealloc=on -m 4096"),
+            "{line}"
+        );
     }
 }

@@ -139,7 +139,8 @@ mod tests {
 
     #[test]
     fn broken_run_is_followed_by_another_and_its_logs_stay() {
-        let (end, notes, names) = run_all(&[(HOST_FAILED, PANIC, ""), (1, "", MARKS[1]), (0, "", "")]);
+        let (end, notes, names) =
+            run_all(&[(HOST_FAILED, PANIC, ""), (1, "", MARKS[1]), (0, "", "")]);
         assert_eq!(end, End { code: 0, broken: 2 });
         assert!(notes[0].starts_with("THE EMULATION BROKE the host's kernel: "), "{notes:?}");
         assert!(

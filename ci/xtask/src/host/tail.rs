@@ -93,7 +93,9 @@ mod tests {
     fn line_is_seen_once_it_is_complete_and_whole() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let mut watch = LineWatch::new(file.path(), "all write").unwrap();
-        for (text, is_seen) in [("not all write\nall wri", false), ("te", false), ("\nmore\n", true)] {
+        for (text, is_seen) in
+            [("not all write\nall wri", false), ("te", false), ("\nmore\n", true)]
+        {
             file.write_all(text.as_bytes()).unwrap();
             assert_eq!(watch.sees_line().unwrap(), is_seen, "{text}");
         }

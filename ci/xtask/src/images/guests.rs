@@ -86,7 +86,12 @@ const FLAVORS: [Flavor; 5] = [
         modules: FILE_SYSTEM_MODULES,
     },
     Flavor { name: "redis", kernels: Kernels::Default, programs: Some(&REDIS), modules: &[] },
-    Flavor { name: "workloads", kernels: Kernels::Default, programs: Some(&WORKLOADS), modules: &[] },
+    Flavor {
+        name: "workloads",
+        kernels: Kernels::Default,
+        programs: Some(&WORKLOADS),
+        modules: &[],
+    },
 ];
 
 /// An image, named after its flavor and kernel.
@@ -197,7 +202,9 @@ pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
         let mut inputs = common_inputs(checkout)?;
         inputs.push(checkout.path("guest/image"));
         let ours = built_programs(checkout);
-        for missing in OURS.iter().filter(|name| !ours.iter().any(|program| program.ends_with(name))) {
+        for missing in
+            OURS.iter().filter(|name| !ours.iter().any(|program| program.ends_with(name)))
+        {
             say!("not built yet, left out: {missing}");
         }
         inputs.extend(ours);

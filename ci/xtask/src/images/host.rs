@@ -20,8 +20,8 @@ use crate::programs;
 
 /// Folders of the disk.
 const FOLDERS: &[&str] = &[
-    "dev", "proc", "sys", "tmp", "run", "var", "out", "root", "mnt", "pm", "disk", "peers", "etc", "guests",
-    "usr/bin", "usr/sbin",
+    "dev", "proc", "sys", "tmp", "run", "var", "out", "root", "mnt", "pm", "disk", "peers", "etc",
+    "guests", "usr/bin", "usr/sbin",
 ];
 const MODULES: &[&str] = &[
     "kvm_amd",
@@ -61,7 +61,9 @@ pub fn build(checkout: &Checkout) -> Result<()> {
 /// The programs of the workspace that exist: a half-built tree still boots.
 fn our_programs(checkout: &Checkout) -> Result<Vec<PathBuf>> {
     let mut paths = list(&checkout.programs())?;
-    paths.retain(|path| path.extension().is_none_or(|end| end != "so") && programs::is_program(path));
+    paths.retain(|path| {
+        path.extension().is_none_or(|end| end != "so") && programs::is_program(path)
+    });
     Ok(paths)
 }
 
@@ -95,7 +97,8 @@ fn build_disk(checkout: &Checkout) -> Result<()> {
     }
     add_guest_images(checkout, &stage)?;
     for program in our_programs(checkout)? {
-        let name = program.file_name().context("no name")?.to_str().context("a name is not text")?;
+        let name =
+            program.file_name().context("no name")?.to_str().context("a name is not text")?;
         stage.install(&program, &format!("usr/bin/{name}"))?;
     }
     let extra = checkout.ci("host/extra");
@@ -110,7 +113,8 @@ fn add_guest_images(checkout: &Checkout, stage: &Stage) -> Result<()> {
     if images.is_empty() {
         say!("no guest images yet (guest/image/build makes them)");
     }
-    let add =
-        |image: &PathBuf| copy(image, &stage.path("guests").join(image.file_name().context("no name")?));
+    let add = |image: &PathBuf| {
+        copy(image, &stage.path("guests").join(image.file_name().context("no name")?))
+    };
     images.iter().try_for_each(add)
 }

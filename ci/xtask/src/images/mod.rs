@@ -46,11 +46,13 @@ fn inputs_key(inputs: &[PathBuf]) -> Result<String> {
 }
 
 fn add_input(input: &Path, lines: &mut Vec<Vec<u8>>) -> Result<()> {
-    let metadata = input.symlink_metadata().with_context(|| format!("Cannot read {}", input.display()))?;
+    let metadata =
+        input.symlink_metadata().with_context(|| format!("Cannot read {}", input.display()))?;
     if metadata.is_dir() {
         list(input)?.iter().try_for_each(|path| add_input(path, lines))?;
     } else if metadata.is_file() {
-        let (size, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+        let (size, seconds, nanoseconds) =
+            (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
         let mut line = input.as_os_str().as_bytes().to_owned();
         line.extend(format!(" {size} {seconds}.{nanoseconds:09}\n").into_bytes());
         lines.push(line);
@@ -83,12 +85,16 @@ fn archive(stage: &Path) -> Result<Command> {
     let mut list = names.join(&b'\n');
     list.push(b'\n');
     let mut cpio = programs::system("cpio");
-    cpio.args(["-o", "-H", "newc", "-R", "0:0", "--quiet"]).current_dir(stage).stdin(file_with(&list)?);
+    cpio.args(["-o", "-H", "newc", "-R", "0:0", "--quiet"])
+        .current_dir(stage)
+        .stdin(file_with(&list)?);
     Ok(cpio)
 }
 
 fn add_names(folder: &Path, prefix: &[u8], names: &mut Vec<Vec<u8>>) -> Result<()> {
-    for entry in fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))? {
+    for entry in
+        fs::read_dir(folder).with_context(|| format!("Cannot list {}", folder.display()))?
+    {
         let entry = entry?;
         let name = [prefix, b"/", entry.file_name().as_bytes()].concat();
         if entry.file_type()?.is_dir() {
@@ -103,11 +109,23 @@ fn add_names(folder: &Path, prefix: &[u8], names: &mut Vec<Vec<u8>>) -> Result<(
 /// without data are holes in the file.
 fn make_file_system(stage: &Path, image: &Path, size: impl FnOnce(u64) -> u64) -> Result<()> {
     let used = jobs::output(programs::system("du").arg("-sk").arg(stage))?;
-    let used_kib: u64 = used.split('\t').next().unwrap_or_default().parse().context("du printed no size")?;
+    let used_kib: u64 =
+        used.split('\t').next().unwrap_or_default().parse().context("du printed no size")?;
     let new = image.with_extension("new");
     crate::checkout::remove_file(&new)?;
     let mut mke2fs = programs::system("mke2fs");
-    mke2fs.args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-E", "root_owner=0:0", "-d"]);
+    mke2fs.args([
+        "-q",
+        "-t",
+        "ext4",
+        "-O",
+        "^has_journal",
+        "-m",
+        "0",
+        "-E",
+        "root_owner=0:0",
+        "-d",
+    ]);
     mke2fs.arg(stage).arg(&new).arg(format!("{}k", size(used_kib)));
     jobs::run(mke2fs.stdout(Stdio::null()))?;
     rename(&new, image)?;
@@ -158,7 +176,10 @@ mod tests {
         for inputs in [common_inputs(&checkout).unwrap(), peers] {
             for file in ["src/main.rs", "src/programs.rs", "src/images/staging.rs", "Cargo.toml"] {
                 let path = checkout.path("ci/xtask").join(file);
-                assert!(path.is_file() && inputs.iter().any(|input| path.starts_with(input)), "{file}");
+                assert!(
+                    path.is_file() && inputs.iter().any(|input| path.starts_with(input)),
+                    "{file}"
+                );
             }
         }
     }

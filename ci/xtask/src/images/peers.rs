@@ -45,7 +45,9 @@ pub fn build(checkout: &Checkout) -> Result<()> {
             say!("building the disk with the peers");
             let stage = Stage::new(stage, &["bin", "lib", "share", "qemu"])?;
             fill(&stage, &qemu)?;
-            make_file_system(stage.folder(), &folder.join("peers.ext4"), |used_kib| used_kib * 21 / 20 + 8192)
+            make_file_system(stage.folder(), &folder.join("peers.ext4"), |used_kib| {
+                used_kib * 21 / 20 + 8192
+            })
         })
     })
 }

@@ -69,7 +69,8 @@ impl Stage {
         let busybox = programs::find_system("busybox")?;
         create_folder(&self.path("sbin"))?;
         self.install(&busybox, "bin/busybox")?;
-        let applets = jobs::output(programs::with_path(&busybox, programs::SYSTEM_PATH).arg("--list"))?;
+        let applets =
+            jobs::output(programs::with_path(&busybox, programs::SYSTEM_PATH).arg("--list"))?;
         for applet in applets.lines().filter(|applet| *applet != "busybox") {
             self.link(BUSYBOX, &format!("bin/{applet}"))?;
         }
@@ -100,7 +101,8 @@ impl Stage {
         }
         let mut modprobe = programs::system("modprobe");
         modprobe.args(["-C", "/dev/null", "-S", &release, "-d"]).arg(&tree);
-        let (status, needed) = jobs::attempt(modprobe.args(["-a", "--show-depends"]).args(modules))?;
+        let (status, needed) =
+            jobs::attempt(modprobe.args(["-a", "--show-depends"]).args(modules))?;
         if !status.success() {
             bail!("kernel {kernel} lacks a module of: {}", modules.join(" "));
         }
@@ -108,12 +110,22 @@ impl Stage {
             let name = module.strip_prefix(&source).context("modprobe named another folder")?;
             add_module(&module, &target.join(name))?;
         }
-        jobs::run(programs::system("depmod").args(["-C", "/dev/null", "-b"]).arg(&self.folder).arg(&release))
+        jobs::run(
+            programs::system("depmod")
+                .args(["-C", "/dev/null", "-b"])
+                .arg(&self.folder)
+                .arg(&release),
+        )
     }
 
     /// Adds programs of packages, and every shared object that they need, from these packages
     /// alone.
-    pub fn add_programs(&self, checkout: &Checkout, apt: &mut Apt<'_>, set: &ProgramSet) -> Result<()> {
+    pub fn add_programs(
+        &self,
+        checkout: &Checkout,
+        apt: &mut Apt<'_>,
+        set: &ProgramSet,
+    ) -> Result<()> {
         let root = set.merged(checkout, apt)?;
         create_folder(&self.path("lib64"))?;
         self.link(&format!("/{LOADER}"), "lib64/ld-linux-x86-64.so.2")?;
@@ -127,7 +139,8 @@ impl Stage {
                 bail!("{program} lacks a shared object");
             }
             objects.insert(PathBuf::from(program));
-            let below = shared_objects(&listed).filter_map(|object| object.strip_prefix(&root).ok());
+            let below =
+                shared_objects(&listed).filter_map(|object| object.strip_prefix(&root).ok());
             objects.extend(below.map(Path::to_owned));
         }
         objects.iter().try_for_each(|object| self.add_object(&root, object))
@@ -185,7 +198,10 @@ mod tests {
                       \tlibnone.so => not found\n\
                       \t/lib64/ld-linux-x86-64.so.2 (0x00007f8c)\n";
         let found: Vec<_> = shared_objects(listed).collect();
-        assert_eq!(found, [Path::new("/root/lib/libc.so.6"), Path::new("/root/lib/a (b)/libodd.so")]);
+        assert_eq!(
+            found,
+            [Path::new("/root/lib/libc.so.6"), Path::new("/root/lib/a (b)/libodd.so")]
+        );
     }
 
     #[test]

@@ -22,7 +22,15 @@ pub struct ProgramSet {
 /// Make, check and enlarge ext4 file systems.
 pub const EXT4: ProgramSet = ProgramSet {
     name: "ext4",
-    packages: &[&["libc6", "e2fsprogs", "libext2fs2", "libcom-err2", "libblkid1", "libuuid1", "libss2"]],
+    packages: &[&[
+        "libc6",
+        "e2fsprogs",
+        "libext2fs2",
+        "libcom-err2",
+        "libblkid1",
+        "libuuid1",
+        "libss2",
+    ]],
     programs: &["sbin/mke2fs", "sbin/mkfs.ext4", "sbin/e2fsck", "sbin/fsck.ext4", "sbin/resize2fs"],
 };
 
@@ -128,7 +136,10 @@ pub const REDIS: ProgramSet = ProgramSet {
 /// Loads of the guests that have too little memory.
 pub const WORKLOADS: ProgramSet = ProgramSet {
     name: "workloads",
-    packages: &[REDIS_PACKAGES, &["sqlite3", "libsqlite3-0", "libreadline8", "libtinfo6", "zlib1g", "tcc"]],
+    packages: &[
+        REDIS_PACKAGES,
+        &["sqlite3", "libsqlite3-0", "libreadline8", "libtinfo6", "zlib1g", "tcc"],
+    ],
     programs: &["usr/bin/redis-server", "usr/bin/sqlite3", "usr/bin/tcc"],
 };
 

@@ -34,9 +34,12 @@ impl Boots<'_> {
     pub fn boot(&self, arguments: &[String]) -> Result<u8> {
         create_folder(&self.folder)?;
         let path = self.folder.join(OUTPUT);
-        let mut file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
+        let mut file =
+            File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
         let mut command = programs::task(self.checkout, "host")?;
-        command.args(["--no-build", "--mem", &self.memory_mib.to_string(), "--out"]).arg(&self.folder);
+        command
+            .args(["--no-build", "--mem", &self.memory_mib.to_string(), "--out"])
+            .arg(&self.folder);
         command.args(arguments).current_dir(self.checkout.root());
         let (mut lines, mut errors) = (Lines::default(), Lines::default());
         let receive = |bytes: &[u8]| {
@@ -68,7 +71,8 @@ impl Boots<'_> {
     }
 
     fn show(&self, lines: Vec<Vec<u8>>) {
-        let is_flush = |line: &Vec<u8>| FLUSHES.iter().any(|flush| line.starts_with(flush.as_bytes()));
+        let is_flush =
+            |line: &Vec<u8>| FLUSHES.iter().any(|flush| line.starts_with(flush.as_bytes()));
         for line in lines.iter().filter(|line| !is_flush(line)) {
             write_output(&[self.prefix.as_bytes(), line].concat());
         }
@@ -96,7 +100,8 @@ pub fn output_in(folder: &Path) -> Result<String> {
 
 /// The complete lines about acknowledged flushes. A power cut may have cut off the last line.
 pub fn flushes(output: &str) -> String {
-    let is_flush = |line: &&str| line.ends_with('\n') && FLUSHES.iter().any(|flush| line.starts_with(flush));
+    let is_flush =
+        |line: &&str| line.ends_with('\n') && FLUSHES.iter().any(|flush| line.starts_with(flush));
     output.split_inclusive('\n').filter(is_flush).collect()
 }
 
@@ -137,8 +142,7 @@ mod tests {
 
     #[test]
     fn flushes_are_complete_lines() {
-        let output =
-            "disk: page-cache by nvdimm\ndisk flushed 1 2\nall guests write\ndax flushed 3\ndisk flushed 4";
+        let output = "disk: page-cache by nvdimm\ndisk flushed 1 2\nall guests write\ndax flushed 3\ndisk flushed 4";
         assert_eq!(flushes(output), "disk flushed 1 2\ndax flushed 3\n");
     }
 

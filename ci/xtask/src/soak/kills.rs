@@ -52,10 +52,12 @@ impl Soak<'_> {
         rounds: u32,
         format: Option<&str>,
     ) -> Result<()> {
-        let suffix =
-            |separator: &str| format.map(|format| format!("{separator}{format}")).unwrap_or_default();
+        let suffix = |separator: &str| {
+            format.map(|format| format!("{separator}{format}")).unwrap_or_default()
+        };
         let name = format!("{interface} on {kernel}{}", suffix(", "));
-        let folder = self.checkout.path(FOLDER).join(format!("{interface}-{kernel}{}", suffix("-")));
+        let folder =
+            self.checkout.path(FOLDER).join(format!("{interface}-{kernel}{}", suffix("-")));
         remove_folder(&folder)?;
         let hosts = capacity::hosts_at_once(HOST_MIB.into())?;
         let run = |batch: &Batch| {
@@ -138,8 +140,7 @@ mod tests {
     #[test]
     fn batch_is_a_command_on_a_host_with_one_cpu() {
         let line = arguments("nvdimm", "6.1", &Batch { seed: 7, rounds: 2 }, Some("raw")).join(" ");
-        let expected =
-            "--cpus 1 --timeout 300 -- env FORESHORE_TEST_DIR=/out/soak soak kills nvdimm 6.1 2 7 raw";
+        let expected = "--cpus 1 --timeout 300 -- env FORESHORE_TEST_DIR=/out/soak soak kills nvdimm 6.1 2 7 raw";
         assert_eq!(line, expected);
         crate::host::tests::parse(&line).unwrap();
     }
@@ -156,7 +157,8 @@ mod tests {
 
     #[test]
     fn tally_that_is_missing_or_cut_off_is_none() {
-        for output in ["", "kill 3: 5 looks\n", "nvdimm on 6.1, seed 7: 25 kills, 2", "a, seed x: 1 kills\n"]
+        for output in
+            ["", "kill 3: 5 looks\n", "nvdimm on 6.1, seed 7: 25 kills, 2", "a, seed x: 1 kills\n"]
         {
             assert_eq!(read_tally(output), None, "{output}");
         }

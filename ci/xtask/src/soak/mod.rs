@@ -199,7 +199,8 @@ mod tests {
 
     #[test]
     fn parts_run_in_the_order_of_the_command_line() {
-        let arguments = parse("--only power --only kills --kernel 6.1 --rounds 7 --no-build").unwrap();
+        let arguments =
+            parse("--only power --only kills --kernel 6.1 --rounds 7 --no-build").unwrap();
         assert_eq!(arguments.parts, [Part::Power, Part::Kills]);
         assert_eq!((arguments.rounds(200), arguments.no_build), (7, true));
         assert_eq!(chosen(arguments.kernel.as_ref(), &KERNELS), ["6.1"]);
@@ -211,7 +212,10 @@ mod tests {
         let arguments = parse("").unwrap();
         assert_eq!(arguments.parts.len(), Part::value_variants().len());
         assert_eq!((arguments.workloads.len(), arguments.configs.len()), (5, 9));
-        assert_eq!((arguments.dram.join(" "), arguments.clock), ("75 50".to_owned(), Clock::Counted));
+        assert_eq!(
+            (arguments.dram.join(" "), arguments.clock),
+            ("75 50".to_owned(), Clock::Counted)
+        );
         assert_eq!(parse("--workload bfs,redis").unwrap().workloads, ["bfs", "redis"]);
     }
 }

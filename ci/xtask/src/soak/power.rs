@@ -58,7 +58,8 @@ impl Soak<'_> {
             say!("{}: not all boots print their torn and lost sectors", tasks.name);
             return self.table.add_failure(tasks.name, &seed, &[folder]);
         };
-        let result = format!("{cuts} power cuts, {heard} flushes acknowledged; {torn} torn, {lost} lost");
+        let result =
+            format!("{cuts} power cuts, {heard} flushes acknowledged; {torn} torn, {lost} lost");
         self.table.add(tasks.name, &seed, &result)?;
         DISKS.iter().try_for_each(|disk| remove_file(&folder.join(disk)))
     }

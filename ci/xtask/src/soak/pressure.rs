@@ -84,7 +84,8 @@ impl Run {
         let counted = (clock == Clock::Counted).then_some("--counted");
         let host = ["--cpus", "1", "--prealloc", "--timeout", &limit];
         let command = ["--", "env", "FORESHORE_TEST_DIR=/tmp/soak", "sh", "-c", SCRIPT, "soak"];
-        let choice = ["--workload", &self.workload, "--config", &self.configs, "--dram", &self.dram];
+        let choice =
+            ["--workload", &self.workload, "--config", &self.configs, "--dram", &self.dram];
         let all = host.into_iter().chain(counted).chain(command).chain(choice);
         all.chain(["--rounds", &rounds]).map(str::to_owned).collect()
     }
@@ -110,7 +111,9 @@ impl Soak<'_> {
             self.sum_up(workload, &folder.join(workload), &boots)?;
         }
         let load = load()?;
-        say!("the tables, time series and plots are in {FOLDER}/pressure; load of this machine: {load}");
+        say!(
+            "the tables, time series and plots are in {FOLDER}/pressure; load of this machine: {load}"
+        );
         Ok(())
     }
 
@@ -133,10 +136,13 @@ impl Soak<'_> {
             }
             boot += 1;
             let name = format!("{} {} {}", run.workload, run.dram, run.configs);
-            say!("THE EMULATION STOOD STILL with {name}: boot {boot} of at most {max_boots} begins");
+            say!(
+                "THE EMULATION STOOD STILL with {name}: boot {boot} of at most {max_boots} begins"
+            );
         };
         plot(&run.folder)?;
-        if code == 0 && !has_result(&run.configs, &read(&run.folder.join(TABLE))?, &boots.output()?) {
+        if code == 0 && !has_result(&run.configs, &read(&run.folder.join(TABLE))?, &boots.output()?)
+        {
             bail!("{} {} {}: no result", run.workload, run.dram, run.configs);
         }
         Ok(code == 0)
@@ -145,14 +151,17 @@ impl Soak<'_> {
     /// Prints the table and the verdicts of all boots of a workload.
     fn sum_up(&mut self, workload: &str, folder: &Path, boots: &[(PathBuf, bool)]) -> Result<()> {
         let is_real = self.arguments.clock == Clock::Real;
-        let tables: String =
-            boots.iter().filter_map(|(folder, _)| fs::read_to_string(folder.join(TABLE)).ok()).collect();
+        let tables: String = boots
+            .iter()
+            .filter_map(|(folder, _)| fs::read_to_string(folder.join(TABLE)).ok())
+            .collect();
         let table = if is_real { tables } else { join_tables(&tables) };
         let counted = if is_real { "" } else { "; instructions counted" };
         let table = format!("{table}\nMeasured on: {}{counted}.\n", self.measured_on);
         create_folder(folder)?;
         write(&folder.join(TABLE), &table)?;
-        let outputs: String = boots.iter().filter_map(|(folder, _)| output_in(folder).ok()).collect();
+        let outputs: String =
+            boots.iter().filter_map(|(folder, _)| output_in(folder).ok()).collect();
         let verdicts: Vec<_> = outputs.lines().filter(is_verdict).collect();
         let shown: String = verdicts.iter().map(|verdict| format!("{verdict}\n")).collect();
         write_output(format!("{table}{shown}").as_bytes());
@@ -179,7 +188,8 @@ fn is_verdict(line: &&str) -> bool {
 /// configurations have a verdict only if a result is wrong.
 fn has_result(configs: &str, table: &str, output: &str) -> bool {
     let is_judged = configs.split(',').any(|config| config == "psi");
-    table.lines().count() > HEAD_LINES && (!is_judged || output.lines().any(|line| is_verdict(&line)))
+    table.lines().count() > HEAD_LINES
+        && (!is_judged || output.lines().any(|line| is_verdict(&line)))
 }
 
 /// Lines of a table above its rows.
@@ -191,7 +201,8 @@ fn join_tables(tables: &str) -> String {
     let repeats = |line: &str| {
         line.starts_with("| workload ") || line.starts_with("|---") || line.contains("| all-dram |")
     };
-    let lines = tables.lines().enumerate().filter(|(index, line)| *index <= HEAD_LINES || !repeats(line));
+    let lines =
+        tables.lines().enumerate().filter(|(index, line)| *index <= HEAD_LINES || !repeats(line));
     lines.map(|(_, line)| format!("{line}\n")).collect()
 }
 
@@ -225,10 +236,12 @@ mod tests {
         let arguments = runs[6].arguments(Clock::Counted, 1);
         crate::host::tests::parse(&arguments.join(" ")).unwrap();
         let line = arguments.join("|");
-        let expected =
-            "--cpus|1|--prealloc|--timeout|360|--counted|--|env|FORESHORE_TEST_DIR=/tmp/soak|sh|-c|";
+        let expected = "--cpus|1|--prealloc|--timeout|360|--counted|--|env|FORESHORE_TEST_DIR=/tmp/soak|sh|-c|";
         assert!(line.starts_with(expected), "{line}");
-        assert!(line.ends_with("|soak|--workload|redis|--config|psi|--dram|50|--rounds|1"), "{line}");
+        assert!(
+            line.ends_with("|soak|--workload|redis|--config|psi|--dram|50|--rounds|1"),
+            "{line}"
+        );
     }
 
     #[test]

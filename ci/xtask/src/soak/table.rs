@@ -20,7 +20,8 @@ pub struct Table {
 
 impl Table {
     pub fn create(checkout: &Checkout, path: &Path, measured_on: &str) -> Result<Self> {
-        let mut file = File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
+        let mut file =
+            File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
         writeln!(file, "measured on: {measured_on}")?;
         Ok(Self { path: path.to_owned(), file, root: checkout.root().to_owned(), failures: 0 })
     }
@@ -65,7 +66,9 @@ mod tests {
         let mut table = Table::create(&checkout, &path, "foreshore abc").unwrap();
         table.add("power", "604203", "1 power cuts").unwrap();
         assert!(!table.has_failed());
-        table.add_failure("nvdimm on 6.12", "7", &[checkout.path("target/soak/a"), "/b".into()]).unwrap();
+        table
+            .add_failure("nvdimm on 6.12", "7", &[checkout.path("target/soak/a"), "/b".into()])
+            .unwrap();
         assert!(table.has_failed());
         let expected = "measured on: foreshore abc\n\
                         power                        604203     1 power cuts\n\

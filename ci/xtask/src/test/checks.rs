@@ -50,7 +50,8 @@ fn check(report: &mut Report, name: &str, work: impl FnOnce() -> Result<bool>) -
 fn compile_fuzz_targets(checkout: &Checkout) -> Result<bool> {
     for package in FUZZED {
         let manifest = format!("{package}/fuzz/Cargo.toml");
-        let arguments = ["check", "--locked", "--manifest-path", &manifest, "--target-dir", "target"];
+        let arguments =
+            ["check", "--locked", "--manifest-path", &manifest, "--target-dir", "target"];
         let mut cargo = cargo::command(checkout, arguments);
         // Nothing is linked, so libFuzzer, which is C++, is left out: its build script takes a path
         // as a library that is built already.
@@ -73,7 +74,8 @@ pub fn cut_power(checkout: &Checkout, report: &mut Report) -> Result<()> {
     }
     let has_passed = check(report, "power cuts (ci/soak --only power)", || {
         let mut soak = programs::task(checkout, "soak")?;
-        soak.args(["--no-build", "--only", "power", "--rounds", POWER_CUTS]).current_dir(checkout.root());
+        soak.args(["--no-build", "--only", "power", "--rounds", POWER_CUTS])
+            .current_dir(checkout.root());
         Ok(jobs::status(&mut soak)?.success())
     });
     report.add_passed(usize::from(has_passed));

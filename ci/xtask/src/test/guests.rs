@@ -148,13 +148,15 @@ impl Lanes<'_> {
 
     /// Joins the logs of all lanes, and counts them. Tests of a log that is missing have no verdict.
     fn collect(&self, hosts: usize) -> Result<(String, usize)> {
-        let boots =
-            |lane| (1..).map(move |boot| self.folder(lane, boot)).take_while(|folder| folder.exists());
+        let boots = |lane| {
+            (1..).map(move |boot| self.folder(lane, boot)).take_while(|folder| folder.exists())
+        };
         let folders: Vec<_> = (1..=hosts).flat_map(boots).collect();
         let mut log = Vec::new();
         for folder in &folders {
             let path = folder.join("log");
-            let read = || fs::read(&path).with_context(|| format!("Cannot read {}", path.display()));
+            let read =
+                || fs::read(&path).with_context(|| format!("Cannot read {}", path.display()));
             log.extend(attempt(read).unwrap_or_default());
         }
         write(&self.checkout.ci(LOG), &log)?;
@@ -187,7 +189,12 @@ impl<O: FnMut(&[u8])> Host<O> for EmulatedHost<'_> {
         ] {
             command.arg(option).arg(value.to_string());
         }
-        command.arg("--out").arg(self.folder).args(["--", "guest-tests", "--within", &left.to_string()]);
+        command.arg("--out").arg(self.folder).args([
+            "--",
+            "guest-tests",
+            "--within",
+            &left.to_string(),
+        ]);
         command.arg("--exact").args(tests).current_dir(self.lanes.checkout.root());
         let status = jobs::stream(&mut command, |bytes| log.add(bytes))?;
         Ok(jobs::exit_code(status))

@@ -10,7 +10,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::verdicts::{
-    HOST_DEATH, NO_VERDICT, THE_HOST, failure, has_failure, has_failure_without_verdict, without_verdict,
+    HOST_DEATH, NO_VERDICT, THE_HOST, failure, has_failure, has_failure_without_verdict,
+    without_verdict,
 };
 use crate::host::ends;
 use crate::messages::Lines;
@@ -30,7 +31,8 @@ pub struct Log<O> {
 
 impl<O: FnMut(&[u8])> Log<O> {
     pub fn create(path: &Path, lane: usize, output: O) -> Result<Self> {
-        let file = File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
+        let file =
+            File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
         Ok(Self { file, text: Vec::new(), lines: Lines::default(), lane, output })
     }
 
@@ -84,7 +86,11 @@ pub trait Host<O> {
 }
 
 /// Runs tests until all have a verdict.
-pub fn run_share<O: FnMut(&[u8])>(tests: &[String], host: &mut impl Host<O>, log: &mut Log<O>) -> Result<()> {
+pub fn run_share<O: FnMut(&[u8])>(
+    tests: &[String],
+    host: &mut impl Host<O>,
+    log: &mut Log<O>,
+) -> Result<()> {
     let mut code = host.boot(tests, log)?;
     let mut left = without_verdict(&log.text(), tests);
     let (mut deaths, mut interrupted) = (0, None);
@@ -92,7 +98,10 @@ pub fn run_share<O: FnMut(&[u8])>(tests: &[String], host: &mut impl Host<O>, log
         deaths += 1;
         host.keep_logs(deaths)?;
         let test = left[0].clone();
-        log.add_line(&format!("{HOST_DEATH} the host in {test}: {} tests have no verdict yet", left.len()))?;
+        log.add_line(&format!(
+            "{HOST_DEATH} the host in {test}: {} tests have no verdict yet",
+            left.len()
+        ))?;
         if interrupted.replace(test.clone()) == Some(test) {
             // The test is the cause if a host dies in it twice.
             log.add_line(&failure(&left.remove(0), "the emulated host died in it twice"))?;
@@ -199,18 +208,25 @@ mod tests {
         let output = "test a ... ok (1.0 s)\ntest b ... FAILED (1.0 s)\n  | no\n\n";
         let outcome = run("a b", [ended(output, 1)]);
         assert_eq!(outcome.log, output);
-        assert_eq!(outcome.shown, "2| test a ... ok (1.0 s)\n2| test b ... FAILED (1.0 s)\n2|   | no\n2| \n");
+        assert_eq!(
+            outcome.shown,
+            "2| test a ... ok (1.0 s)\n2| test b ... FAILED (1.0 s)\n2|   | no\n2| \n"
+        );
     }
 
     #[test]
     fn tests_without_a_verdict_run_in_a_new_boot_after_a_death() {
         let outcome = run(
             "a b c",
-            [died("test a ... ok (1.0 s)\ntes"), ended("test b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n", 0)],
+            [
+                died("test a ... ok (1.0 s)\ntes"),
+                ended("test b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n", 0),
+            ],
         );
         assert_eq!(outcome.host.tests, ["a b c", "b c"]);
         assert_eq!(outcome.host.kept, [1]);
-        let death = "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
+        let death =
+            "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
         assert!(outcome.log.contains(death) && !outcome.log.contains("FAILED"), "{}", outcome.log);
         assert!(outcome.shown.contains("\n2| tes\n2| THE EMULATION BROKE"), "{}", outcome.shown);
     }
@@ -227,7 +243,8 @@ mod tests {
 
     #[test]
     fn boots_have_a_limit() {
-        let verdicts = ["test a ... ok\n", "test b ... ok\n", "test c ... ok\n", "test d ... ok\n", ""];
+        let verdicts =
+            ["test a ... ok\n", "test b ... ok\n", "test c ... ok\n", "test d ... ok\n", ""];
         let outcome = run("a b c d e f", verdicts.map(died));
         assert_eq!(outcome.host.tests.len(), MAX_BOOTS);
         // The host died twice in `e`.

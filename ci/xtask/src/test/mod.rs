@@ -164,7 +164,10 @@ mod tests {
     #[test]
     fn lack_of_disk_space_names_the_folder_and_both_sizes() {
         let text = lacking_space(Path::new("/target/ci"), 2_560_000_000);
-        assert_eq!(text, "the first run needs 10 GB of disk space in /target/ci, and 2 GB are free");
+        assert_eq!(
+            text,
+            "the first run needs 10 GB of disk space in /target/ci, and 2 GB are free"
+        );
     }
 
     #[test]

@@ -88,7 +88,8 @@ impl Report {
         }
         let suspects = tally.suspects.len();
         if suspects > MAX_SUSPECTS {
-            let failure = format!("guest tests: {suspects} suspects, at most {MAX_SUSPECTS} are allowed");
+            let failure =
+                format!("guest tests: {suspects} suspects, at most {MAX_SUSPECTS} are allowed");
             say!("{failure}, FAILED");
             self.add_failure(&failure);
         }
@@ -114,7 +115,10 @@ impl Report {
             say!("crash images (pools and BTTs) verified by the oracle: {}", self.crash_images);
         }
         if let Some(guests) = self.guests.as_ref().filter(|guests| !guests.blocks.is_empty()) {
-            say!("output of failed and suspect guest tests (all of it: {}/host-*/log):", guests.folder);
+            say!(
+                "output of failed and suspect guest tests (all of it: {}/host-*/log):",
+                guests.folder
+            );
             write_errors(guests.blocks.concat().as_bytes());
         }
         if !self.failures.is_empty() {
@@ -133,7 +137,10 @@ impl Report {
 /// A line with the seconds of each step, and one with all `seconds`.
 fn format_steps(steps: &[(String, u64)], seconds: u64) -> String {
     let ends = steps.iter().skip(1).map(|(_, start)| *start).chain([seconds]);
-    let lines = steps.iter().zip(ends).map(|((name, start), end)| format!("  {:5} s  {name}\n", end - start));
+    let lines = steps
+        .iter()
+        .zip(ends)
+        .map(|((name, start), end)| format!("  {:5} s  {name}\n", end - start));
     lines.chain([format!("  {seconds:5} s  in all\n")]).collect()
 }
 
@@ -170,7 +177,8 @@ impl Guests {
         let times = &self.tally.times;
         let seconds: f64 = times.iter().map(|(seconds, _)| seconds).sum();
         let longest = times.iter().take(LONGEST_TESTS);
-        let longest: String = longest.map(|(seconds, name)| format!("  {seconds:7.1} s  {name}\n")).collect();
+        let longest: String =
+            longest.map(|(seconds, name)| format!("  {seconds:7.1} s  {name}\n")).collect();
         let (count, boots) = (times.len(), self.boots);
         format!(
             "guest tests: {} s in {count} tests on {boots} boots of hosts; the longest:\n{longest}",
@@ -222,8 +230,9 @@ mod tests {
     #[test]
     fn too_many_suspects_fail_the_run() {
         let log = |count: usize| {
-            let rerun =
-                |number| format!("rerun a::{number}: suspect, it failed\ntest a::{number} ... ok (1.0 s)\n");
+            let rerun = |number| {
+                format!("rerun a::{number}: suspect, it failed\ntest a::{number} ... ok (1.0 s)\n")
+            };
             (0..count).map(rerun).collect::<String>()
         };
         for (count, failed) in [(MAX_SUSPECTS, 0), (MAX_SUSPECTS + 1, 1)] {
@@ -238,7 +247,10 @@ mod tests {
         let guests = guests(LOG, &[]);
         let notes = guests.notes();
         assert!(notes[0].ends_with("(docs/testing.md): 2"), "{notes:?}");
-        assert!(notes[1].ends_with("(logs: target/ci/guest-tests): boot::a_reset_reboots"), "{notes:?}");
+        assert!(
+            notes[1].ends_with("(logs: target/ci/guest-tests): boot::a_reset_reboots"),
+            "{notes:?}"
+        );
         assert!(notes[2].contains("(docs/testing.md): 1\n"), "{notes:?}");
         let times = guests.times();
         let head = "guest tests: 171 s in 5 tests on 2 boots of hosts; the longest:\n    100.1 s  hotplug::a";

@@ -59,7 +59,8 @@ mod tests {
     fn sizes(count: usize, hosts: usize) -> (Vec<usize>, Vec<usize>) {
         let mut shares = divide(&tests(count), hosts);
         let first = shares.first.iter().map(Vec::len).collect();
-        let returns = std::iter::from_fn(|| Some(shares.kept.next_share()).filter(|share| !share.is_empty()));
+        let returns =
+            std::iter::from_fn(|| Some(shares.kept.next_share()).filter(|share| !share.is_empty()));
         (first, returns.map(|share| share.len()).collect())
     }
 

@@ -14,7 +14,8 @@ use crate::root::IS_JOB;
 
 /// The API clients are tested apart. They need more features of hyper (Cargo.toml), which would
 /// otherwise be tested with the VMM although the VMM ships without them.
-const PACKAGES: [&[&str]; 2] = [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
+const PACKAGES: [&[&str]; 2] =
+    [&["--workspace", "--exclude=client-tests"], &["--package=client-tests"]];
 /// Number of images that the simulator of media must have opened. They are different within one
 /// operation or crash point (docs/testing.md).
 const LEAST_CRASH_IMAGES: u64 = 300_000;
@@ -55,8 +56,9 @@ fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
     report.set_crash_images(results.crash_images);
     if results.crash_images < LEAST_CRASH_IMAGES {
         let opened = results.crash_images;
-        let failure =
-            format!("crash images (pools and BTTs): only {opened} were opened and not {LEAST_CRASH_IMAGES}");
+        let failure = format!(
+            "crash images (pools and BTTs): only {opened} were opened and not {LEAST_CRASH_IMAGES}"
+        );
         say!("{failure}, FAILED");
         report.add_failure(&failure);
     }
@@ -167,7 +169,8 @@ impl Results {
                 results.crash_images += count.trim().parse::<u64>().unwrap_or(0);
             } else if let Some(test) = heading(line) {
                 name = Some(test);
-            } else if let (Some(Section::Successes), Some(reason)) = (section, line.strip_prefix("skipped: "))
+            } else if let (Some(Section::Successes), Some(reason)) =
+                (section, line.strip_prefix("skipped: "))
             {
                 // The first reason of a test stands for all.
                 results.skipped.extend(name.take().map(|name| format!("{name}: {reason}")));

@@ -232,9 +232,18 @@ guest tests: 3 passed, 1 failed, 1 skipped
         let verdict = |name, verdict, seconds| Some(Event::Verdict { name, verdict, seconds });
         for (line, event) in [
             ("test boot::boots ... ok (8.5 s)", verdict("boot::boots", Verdict::Passed, Some(8.5))),
-            ("test boot::boots ... skipped: no (2 s) disk", verdict("boot::boots", Verdict::Skipped, None)),
-            ("test boot::boots ... FAILED (0.1 s)", verdict("boot::boots", Verdict::Failed, Some(0.1))),
-            ("test a ... FAILED (no verdict: signal: 9 (SIGKILL))", verdict("a", Verdict::Failed, None)),
+            (
+                "test boot::boots ... skipped: no (2 s) disk",
+                verdict("boot::boots", Verdict::Skipped, None),
+            ),
+            (
+                "test boot::boots ... FAILED (0.1 s)",
+                verdict("boot::boots", Verdict::Failed, Some(0.1)),
+            ),
+            (
+                "test a ... FAILED (no verdict: signal: 9 (SIGKILL))",
+                verdict("a", Verdict::Failed, None),
+            ),
             ("rerun a: suspect, it failed", Some(Event::Rerun { name: "a", is_suspect: true })),
             ("rerun a: the emulation broke a", Some(Event::Rerun { name: "a", is_suspect: false })),
             ("guest tests: 3 passed, 0 failed, 0 skipped", Some(Event::RunnerEnd)),
@@ -248,12 +257,13 @@ guest tests: 3 passed, 1 failed, 1 skipped
 
     #[test]
     fn verdict_that_the_end_of_a_host_cuts_off_is_one_only_of_a_failure() {
-        for (line, verdict) in [("F", Some(Verdict::Failed)), ("o", None), ("", None), ("skip", None)] {
+        for (line, verdict) in
+            [("F", Some(Verdict::Failed)), ("o", None), ("", None), ("skip", None)]
+        {
             assert_eq!(Verdict::parse(line), verdict, "{line:?}");
         }
         let tests = names(&["a", "b", "c"]);
-        let log =
-            "test a ... FAIL\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... o";
+        let log = "test a ... FAIL\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... o";
         assert_eq!(without_verdict(log, &tests), ["b", "c"]);
         // The whole name must match.
         assert_eq!(without_verdict("test ab ... ok (1.0 s)", &tests), tests);
@@ -301,8 +311,11 @@ test balloon::free ... FAILED (3.0 s)
 
     #[test]
     fn last_lines_of_a_long_output_remain() {
-        let output: String = (1..=LAST_LINES + 3).map(|line| format!("  | line {line}\n")).collect();
-        let blocks = failure_blocks(&format!("test a ... FAILED (1.0 s)\n{output}\ntest b ... ok (1.0 s)\n"));
+        let output: String =
+            (1..=LAST_LINES + 3).map(|line| format!("  | line {line}\n")).collect();
+        let blocks = failure_blocks(&format!(
+            "test a ... FAILED (1.0 s)\n{output}\ntest b ... ok (1.0 s)\n"
+        ));
         let lines: Vec<_> = blocks[0].lines().collect();
         assert_eq!((blocks.len(), lines.len()), (1, LAST_LINES + 2));
         assert_eq!(lines[1..3], ["  | (3 lines before these are in the log)", "  | line 4"]);

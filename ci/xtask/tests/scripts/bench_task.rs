@@ -27,7 +27,8 @@ fn choice_and_another_vmm_reach_the_program_that_measures() {
     let Some(tree) = tree() else { return };
     tree.write("other-vmm", "", 0o755).unwrap();
     let output = run(&tree, "--rounds 2 --only boot,plug", 0, "other-vmm");
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let (stdout, stderr) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{stderr}");
     assert_eq!(stdout, "measured: --rounds 2 --only boot,plug other-vmm\n");
     assert!(stderr.contains("bench: load of this machine before: "), "{stderr}");
@@ -40,7 +41,10 @@ fn failed_measurement_leaves_its_logs_and_its_exit_code() {
     let output = run(&tree, "--rounds 2", 3, "");
     assert_eq!(output.status.code(), Some(3));
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(stderr.ends_with("bench: FAILED (exit code 3): the logs are in target/bench\n"), "{stderr}");
+    assert!(
+        stderr.ends_with("bench: FAILED (exit code 3): the logs are in target/bench\n"),
+        "{stderr}"
+    );
     assert!(tree.path("target/bench/vm0.vmm.log").exists());
     assert!(!tree.path("target/bench/earlier.log").exists());
 }
@@ -48,9 +52,16 @@ fn failed_measurement_leaves_its_logs_and_its_exit_code() {
 #[test]
 fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
     let Some(tree) = tree() else { return };
-    for (line, other_vmm) in [("--only boots", ""), ("--clock counted", ""), ("--rounds 1", "missing")] {
+    for (line, other_vmm) in
+        [("--only boots", ""), ("--clock counted", ""), ("--rounds 1", "missing")]
+    {
         let output = run(&tree, line, 0, other_vmm);
-        assert_eq!(output.status.code(), Some(2), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "{line}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         assert!(!tree.path("target/bench").exists(), "{line}");
     }
 }

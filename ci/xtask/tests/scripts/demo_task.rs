@@ -6,7 +6,8 @@ use super::tree::{PROMETHEUS, Tree};
 fn early_end_of_prometheus_is_reported_with_its_last_lines() {
     let Some(tree) = Tree::with_tools(":") else { return };
     tree.write("ci/kernels.lock", "", 0o644).unwrap();
-    tree.write(PROMETHEUS, "#!/bin/sh\necho early\necho the port is taken >&2\nexit 1\n", 0o755).unwrap();
+    tree.write(PROMETHEUS, "#!/bin/sh\necho early\necho the port is taken >&2\nexit 1\n", 0o755)
+        .unwrap();
     let mut command = tree.command_in(tree.folder(), "ci/demo --no-build", "nested").unwrap();
     let output = command.output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);

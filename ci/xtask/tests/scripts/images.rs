@@ -26,7 +26,8 @@ const PACKAGES: &str = "ci/xtask/src/images/trees.rs";
 const CODE: [&str; 3] = [PACKAGES, "ci/xtask/src/programs.rs", "ci/xtask/Cargo.toml"];
 const OUR_PROGRAMS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
 /// Programs of the images that come from Debian packages. Here each is the machine's mke2fs.
-const PACKAGED_PROGRAMS: [&str; 6] = ["mke2fs", "mkfs.ext4", "e2fsck", "fsck.ext4", "resize2fs", "mkfs.xfs"];
+const PACKAGED_PROGRAMS: [&str; 6] =
+    ["mke2fs", "mkfs.ext4", "e2fsck", "fsck.ext4", "resize2fs", "mkfs.xfs"];
 const LOADER: &str = "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2";
 /// Programs that stand first in the PATH of a hostile user.
 const STAND_INS: &str = "awk basename busybox cat chmod cp cpio cut depmod dpkg du find flock grep install ln lz4 \
@@ -35,8 +36,7 @@ const STAND_IN: &str = "#!/bin/sh\necho a stand-in\n";
 const FILE_SYSTEM_CONFIG: &str = "[defaults]\n base_features = sparse_super\n blocksize = 1024\n inode_size = 128\n\
                                   [fs_types]\n ext4 = {\n  features = ^extent\n }\n";
 /// Takes the places of /run, for kmod's configuration, and of /etc/mke2fs.conf.
-const IN_NAMESPACE: &str =
-    "mount --bind hostile/run /run && mount --bind hostile/mke2fs.conf /etc/mke2fs.conf && exec \"$@\"";
+const IN_NAMESPACE: &str = "mount --bind hostile/run /run && mount --bind hostile/mke2fs.conf /etc/mke2fs.conf && exec \"$@\"";
 
 /// Settings of a user or of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,8 +78,13 @@ pub struct Kernel {
 impl Kernel {
     pub fn read() -> Result<Self> {
         let lock = fs::read_to_string(repository().join("ci/kernels.lock"))?;
-        let line = lock.lines().find(|line| line.split(' ').next() == Some(KERNEL)).context("No kernel")?;
-        let [_, package, version, _] = line.split(' ').collect::<Vec<_>>()[..] else { bail!("{line:?}") };
+        let line = lock
+            .lines()
+            .find(|line| line.split(' ').next() == Some(KERNEL))
+            .context("No kernel")?;
+        let [_, package, version, _] = line.split(' ').collect::<Vec<_>>()[..] else {
+            bail!("{line:?}")
+        };
         let packages = std::env::var_os("FORESHORE_DEB_CACHE").map(PathBuf::from);
         let packages = packages.unwrap_or_else(|| repository().join("target/ci/debs"));
         let file = format!("{package}_{}_amd64.deb", version.replace(':', "%3a"));
@@ -89,7 +94,11 @@ impl Kernel {
     /// The first thing that ci/setup would have to fetch or install.
     pub fn missing(&self) -> Option<String> {
         let file = self.packages.join(&self.file);
-        if file.exists() { missing_tool().map(str::to_owned) } else { Some(file.display().to_string()) }
+        if file.exists() {
+            missing_tool().map(str::to_owned)
+        } else {
+            Some(file.display().to_string())
+        }
     }
 }
 
@@ -147,13 +156,25 @@ impl Builder {
             }
         }
         let libc6 = "target/ci/packages/libc6";
-        self.tree.copy(Path::new("/").join(LOADER).as_path(), &format!("{libc6}/{LOADER}"), 0o755)?;
+        self.tree.copy(
+            Path::new("/").join(LOADER).as_path(),
+            &format!("{libc6}/{LOADER}"),
+            0o755,
+        )?;
         let listed = String::from_utf8(output("ldd", Command::new("ldd").arg("/sbin/mke2fs"))?)?;
         for line in listed.lines() {
-            if let Some(library) = line.split_once(" => ").and_then(|(_, rest)| rest.split(' ').next()) {
-                let name =
-                    Path::new(library).file_name().and_then(|name| name.to_str()).context("no name")?;
-                self.tree.copy(Path::new(library), &format!("{libc6}/lib/x86_64-linux-gnu/{name}"), 0o644)?;
+            if let Some(library) =
+                line.split_once(" => ").and_then(|(_, rest)| rest.split(' ').next())
+            {
+                let name = Path::new(library)
+                    .file_name()
+                    .and_then(|name| name.to_str())
+                    .context("no name")?;
+                self.tree.copy(
+                    Path::new(library),
+                    &format!("{libc6}/lib/x86_64-linux-gnu/{name}"),
+                    0o644,
+                )?;
             }
         }
         PACKAGED_PROGRAMS.iter().try_for_each(|program| {
@@ -168,7 +189,11 @@ impl Builder {
         fs::create_dir_all(self.tree.path("hostile/cdpath/ci/xtask"))?;
         self.tree.write("hostile/busybox/busybox", STAND_IN, 0o755)?;
         for dir in ["hostile/modprobe.d", "hostile/run/modprobe.d"] {
-            self.tree.write(&format!("{dir}/ndctl.conf"), "install libnvdimm /bin/true\n", 0o644)?;
+            self.tree.write(
+                &format!("{dir}/ndctl.conf"),
+                "install libnvdimm /bin/true\n",
+                0o644,
+            )?;
         }
         self.tree.write("hostile/run/depmod.d/other.conf", "exclude kernel\n", 0o644)?;
         self.tree.write("hostile/mke2fs.conf", FILE_SYSTEM_CONFIG, 0o644)
@@ -185,12 +210,16 @@ impl Builder {
         // PATH is set here, so that the commands above are the machine's. env keeps the script's
         // name relative, for CDPATH.
         let mut path = self.tree.user_path()?;
-        for (setting, dir) in [(Hostile::Path, "hostile/bin"), (Hostile::Busybox, "hostile/busybox")] {
+        for (setting, dir) in
+            [(Hostile::Path, "hostile/bin"), (Hostile::Busybox, "hostile/busybox")]
+        {
             if has(setting) {
                 path = format!("{}:{path}", self.tree.path(dir).display());
             }
         }
-        command.args(["-c", "umask $0; PATH=$1; shift; exec env \"$@\"", umask, &path]).args(line.split(' '));
+        command
+            .args(["-c", "umask $0; PATH=$1; shift; exec env \"$@\"", umask, &path])
+            .args(line.split(' '));
         command.current_dir(self.tree.folder());
         let options = format!("--config={}", self.tree.path("hostile/modprobe.d").display());
         let settings: [(_, _, &dyn AsRef<std::ffi::OsStr>); 6] = [
@@ -284,7 +313,12 @@ fn shown(entry: Option<&Entry>) -> String {
     let shown = |entry: &Entry| {
         let content = &entry.content;
         let start = String::from_utf8_lossy(&content[..content.len().min(40)]).into_owned();
-        format!("mode {:o}, owner {:?}, {} bytes, {start:?}", entry.mode, entry.owner, content.len())
+        format!(
+            "mode {:o}, owner {:?}, {} bytes, {start:?}",
+            entry.mode,
+            entry.owner,
+            content.len()
+        )
     };
     entry.map_or_else(|| "missing".to_owned(), shown)
 }
@@ -297,7 +331,8 @@ fn archive_files(mut archive: &[u8]) -> Result<Files> {
         ensure!(archive.len() > HEADER && archive.starts_with(b"070701"), "No archive");
         let field = |index: usize| {
             let digits = str::from_utf8(&archive[6 + 8 * index..][..8])?;
-            u32::from_str_radix(digits, 16).with_context(|| format!("{digits:?} is not a hexadecimal number"))
+            u32::from_str_radix(digits, 16)
+                .with_context(|| format!("{digits:?} is not a hexadecimal number"))
         };
         let (mode, owner) = (field(1)?, (field(2)?, field(3)?));
         let (size, name_size) = (field(6)? as usize, field(11)? as usize);
@@ -308,8 +343,10 @@ fn archive_files(mut archive: &[u8]) -> Result<Files> {
         if name == "TRAILER!!!" {
             return Ok(files);
         }
-        files
-            .insert(name.to_owned(), Entry { mode, owner, content: archive[start..start + size].to_owned() });
+        files.insert(
+            name.to_owned(),
+            Entry { mode, owner, content: archive[start..start + size].to_owned() },
+        );
         archive = &archive[next..];
     }
 }
@@ -322,7 +359,8 @@ fn add_directory(files: &mut Files, prefix: &str, dir: &Path) -> Result<()> {
         let name = format!("{prefix}/{}", path.file_name().context("no name")?.display());
         let content = if metadata.is_symlink() {
             fs::read_link(&path)?.into_os_string().into_encoded_bytes()
-        } else if metadata.is_file() && path.extension().is_none_or(|extension| extension != "img") {
+        } else if metadata.is_file() && path.extension().is_none_or(|extension| extension != "img")
+        {
             fs::read(&path)?
         } else {
             Vec::new()
@@ -345,7 +383,8 @@ fn file_system_properties(disk: &Path) -> Result<Files> {
         "Inode count",
         "Reserved block count",
     ];
-    let shown = String::from_utf8(output("dumpe2fs", Command::new("/sbin/dumpe2fs").arg("-h").arg(disk))?)?;
+    let shown =
+        String::from_utf8(output("dumpe2fs", Command::new("/sbin/dumpe2fs").arg("-h").arg(disk))?)?;
     let property = |name: &'static str| {
         let value = shown.lines().find_map(|line| line.strip_prefix(name)).context(name)?;
         Ok((name.to_owned(), Entry { mode: 0, owner: (0, 0), content: value.trim().into() }))
@@ -376,7 +415,9 @@ fn images_depend_on_no_setting_of_user_or_machine() {
     }
     let can_mount = can_mount();
     if !can_mount {
-        eprintln!("skipped: nothing can be mounted here (it needs root), so files of the machine stay");
+        eprintln!(
+            "skipped: nothing can be mounted here (it needs root), so files of the machine stay"
+        );
     }
     compare(&kernel, can_mount).unwrap();
 }

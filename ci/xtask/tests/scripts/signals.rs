@@ -140,7 +140,9 @@ fn wait_for<T>(what: &str, mut value: impl FnMut() -> Result<Option<T>>) -> Resu
 /// True until the process has ended. A zombie has ended.
 fn is_running(process: Pid) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(process.to_string()).join("stat"));
-    stat.is_ok_and(|stat| stat.rsplit(") ").next().is_some_and(|rest| !rest.starts_with(['Z', 'X'])))
+    stat.is_ok_and(|stat| {
+        stat.rsplit(") ").next().is_some_and(|rest| !rest.starts_with(['Z', 'X']))
+    })
 }
 
 /// Checks that a process has ended, or is about to. Ends it if it is not.
@@ -273,8 +275,9 @@ fn time_limit_ends_all_processes_of_a_command() {
 /// True if a process waits for a lock of the file.
 fn is_awaited(lock: &File) -> Result<bool> {
     let suffix = format!(":{}", lock.metadata()?.ino());
-    let is_waiter =
-        |line: &str| line.contains("-> FLOCK") && line.split_whitespace().any(|word| word.ends_with(&suffix));
+    let is_waiter = |line: &str| {
+        line.contains("-> FLOCK") && line.split_whitespace().any(|word| word.ends_with(&suffix))
+    };
     Ok(fs::read_to_string("/proc/locks")?.lines().any(is_waiter))
 }
 

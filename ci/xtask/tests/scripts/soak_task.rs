@@ -26,11 +26,15 @@ fn tree() -> Option<Tree> {
 #[test]
 fn tallies_of_all_kills_are_a_row_of_the_table() {
     let Some(tree) = tree() else { return };
-    let output =
-        run(&tree, "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 60 --seed 7", &[]);
+    let output = run(
+        &tree,
+        "--no-build --only kills --kernel 6.1 --interface nvdimm --rounds 60 --seed 7",
+        &[],
+    );
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{stderr}");
-    let row = "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
+    let row =
+        "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(stdout.contains("nvdimm 6.1 9| nvdimm on 6.1, seed 9: 25 kills"), "{stdout}");
     assert!(stdout.contains("\nmeasured on: ") && stdout.ends_with(row), "{stdout}");

@@ -93,7 +93,8 @@ fn filter_without_a_match_boots_no_host() {
 #[test]
 fn failed_guest_test_is_shown_again_at_the_end() {
     let Some(fakes) = fakes(":") else { return };
-    let output = fakes.run(&["--guest", "--exact", "a::one", "a::two", "a::three"], VERDICTS, 1).unwrap();
+    let output =
+        fakes.run(&["--guest", "--exact", "a::one", "a::two", "a::three"], VERDICTS, 1).unwrap();
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{stdout}{stderr}");
     assert!(stdout.contains("1| test a::one ... ok (1.0 s)\n"), "{stdout}");
@@ -102,7 +103,10 @@ fn failed_guest_test_is_shown_again_at_the_end() {
     assert!(stderr.ends_with(end), "{stderr}");
     assert!(stderr.contains("test: time of each step:\n"), "{stderr}");
     let arguments = fakes.read("target/ci/guest-tests/host-1/arguments").unwrap();
-    assert!(arguments.starts_with("--within ") && arguments.ends_with(" --exact a::one a::two a::three\n"));
+    assert!(
+        arguments.starts_with("--within ")
+            && arguments.ends_with(" --exact a::one a::two a::three\n")
+    );
     let log = fakes.read("target/ci/guest-tests.log").unwrap();
     assert!(log.ends_with(VERDICTS), "{log}");
     assert_eq!(log, fakes.read("target/ci/guest-tests/host-1/log").unwrap());
@@ -140,14 +144,18 @@ fn all_parts_of_a_run_are_counted() {
 
 #[test]
 fn check_that_fails_does_not_end_the_run() {
-    let cargo = format!("[ \"$1\" != clippy ] || exit 1\n{}", UNIT_TESTS.replace("150000", "149999"));
+    let cargo =
+        format!("[ \"$1\" != clippy ] || exit 1\n{}", UNIT_TESTS.replace("150000", "149999"));
     let Some(fakes) = fakes(&cargo) else { return };
     let output = fakes.run(&[], VERDICTS, 1).unwrap();
     let stderr = text(&output.stderr);
-    assert!(text(&output.stdout).ends_with("\n5 passed, 3 failed, 6 skipped\n"), "{}", text(&output.stdout));
+    assert!(
+        text(&output.stdout).ends_with("\n5 passed, 3 failed, 6 skipped\n"),
+        "{}",
+        text(&output.stdout)
+    );
     assert!(stderr.contains("test: lints (cargo clippy): FAILED\n"), "{stderr}");
-    let failed =
-        "test: FAILED:\n  lints (cargo clippy)\n  crash images (pools and BTTs): only 299998 were opened";
+    let failed = "test: FAILED:\n  lints (cargo clippy)\n  crash images (pools and BTTs): only 299998 were opened";
     assert!(stderr.contains(failed), "{stderr}");
 }
 
@@ -157,7 +165,11 @@ fn guest_tests_that_cannot_be_listed_leave_the_results_of_unit_tests() {
     let output = fakes.run(&[], "", 134).unwrap();
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(text(&output.stdout).ends_with("\n4 passed, 1 failed, 5 skipped\n"), "{}", text(&output.stdout));
+    assert!(
+        text(&output.stdout).ends_with("\n4 passed, 1 failed, 5 skipped\n"),
+        "{}",
+        text(&output.stdout)
+    );
     assert!(stderr.contains("guest-tests failed: exit status: 134\n"), "{stderr}");
     assert!(stderr.ends_with("test: FAILED:\n  guest tests\n"), "{stderr}");
     let output = fakes.run(&["--guest", "a::"], "", 134).unwrap();

@@ -54,13 +54,16 @@ pub fn repository() -> PathBuf {
 
 /// The first tool that `ci/setup` would have to install.
 pub fn missing_tool() -> Option<&'static str> {
-    let is_missing = |tool: &&str| !SYSTEM_FOLDERS.iter().any(|folder| Path::new(folder).join(tool).exists());
+    let is_missing =
+        |tool: &&str| !SYSTEM_FOLDERS.iter().any(|folder| Path::new(folder).join(tool).exists());
     TOOLS.into_iter().find(is_missing).or_else(|| (!Path::new(LIBC).exists()).then_some(LIBC))
 }
 
 /// True if something is missing, which the test reports.
 pub fn is_skipped(missing: Option<impl Display>) -> bool {
-    missing.inspect(|missing| eprintln!("skipped: {missing} is not there (ci/setup does that)")).is_some()
+    missing
+        .inspect(|missing| eprintln!("skipped: {missing} is not there (ci/setup does that)"))
+        .is_some()
 }
 
 /// A directory with copies of the wrappers.

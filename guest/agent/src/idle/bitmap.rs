@@ -46,8 +46,10 @@ impl Bitmap {
         }
         let marked = std::mem::take(&mut self.marked);
         if !marked.is_empty() {
-            self.found =
-                marked.into_iter().map(|(node, span, words)| self.read(node, span, &words)).collect();
+            self.found = marked
+                .into_iter()
+                .map(|(node, span, words)| self.read(node, span, &words))
+                .collect();
         }
         for (node, ranges) in nodes_of(ranges).into_iter().take(MAX_NODES as usize) {
             let mut words: Vec<u64> = (0..WORDS).filter_map(|_| self.choose(&ranges)).collect();

@@ -63,11 +63,15 @@ impl Damon {
     /// so many nodes.
     pub fn open(root: &Path, nodes: u32) -> io::Result<Self> {
         let nodes = nodes.clamp(1, MAX_NODES);
-        let damon = Damon { root: root.to_owned(), monitors: vec![Monitor::default(); nodes as usize] };
+        let damon =
+            Damon { root: root.to_owned(), monitors: vec![Monitor::default(); nodes as usize] };
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
             // Not "busy", which is what passes.
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "DAMON is in somebody else's use"));
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "DAMON is in somebody else's use",
+            ));
         }
         // Ours, of an agent that was killed.
         Damon::stop(root);
@@ -126,12 +130,14 @@ impl Damon {
     pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
         let nodes = nodes_of(ranges);
         for number in (0..).take(self.monitors.len()) {
-            let ranges = nodes.iter().find(|(node, _)| *node == number).map(|(_, ranges)| bounded(ranges));
+            let ranges =
+                nodes.iter().find(|(node, _)| *node == number).map(|(_, ranges)| bounded(ranges));
             self.watch(number, ranges.unwrap_or_default(), now_ms)?;
             self.count(number, now_ms);
             // Schemes that count no more, or cannot be read, say nothing of now. One look in vain is forgiven.
             let monitor = &mut self.monitors[number as usize];
-            monitor.found = monitor.found.filter(|_| now_ms.saturating_sub(monitor.found_ms) <= STALE_MS);
+            monitor.found =
+                monitor.found.filter(|_| now_ms.saturating_sub(monitor.found_ms) <= STALE_MS);
         }
         Ok(self.monitors.iter().filter_map(|monitor| monitor.found).collect())
     }
@@ -172,10 +178,13 @@ impl Damon {
             self.monitors[number as usize].found = None;
             return;
         }
-        let [Some(idle), Some(all)] = [IDLE, ALL].map(|scheme| self.counted(number, scheme)) else { return };
+        let [Some(idle), Some(all)] = [IDLE, ALL].map(|scheme| self.counted(number, scheme)) else {
+            return;
+        };
         let monitor = &mut self.monitors[number as usize];
         let [idle_before, all_before] = std::mem::replace(&mut monitor.counted, [idle, all]);
-        let (Some(idle), Some(all)) = (idle.checked_sub(idle_before), all.checked_sub(all_before)) else {
+        let (Some(idle), Some(all)) = (idle.checked_sub(idle_before), all.checked_sub(all_before))
+        else {
             return;
         };
         // Nothing can be known to be idle for longer than it has been looked at.
@@ -184,8 +193,13 @@ impl Damon {
             let span_bytes = span_bytes(&monitor.ranges);
             let idle_bytes = u128::from(span_bytes) * u128::from(idle.min(all)) / u128::from(all);
             let idle_bytes = u64::try_from(idle_bytes).unwrap_or(u64::MAX);
-            monitor.found =
-                Some(Found { node: number, idle_bytes, span_bytes, with_free: true, unseen_bytes: 0 });
+            monitor.found = Some(Found {
+                node: number,
+                idle_bytes,
+                span_bytes,
+                with_free: true,
+                unseen_bytes: 0,
+            });
             monitor.found_ms = now_ms;
         }
     }
@@ -210,7 +224,9 @@ fn is_ours(root: &Path, number: u32) -> bool {
 /// No more ranges than a monitor may begin with.
 fn bounded(ranges: &[Range]) -> Vec<Range> {
     match (ranges.first(), ranges.last()) {
-        (Some(first), Some(last)) if ranges.len() > MAX_RANGES => vec![Range { end: last.end, ..*first }],
+        (Some(first), Some(last)) if ranges.len() > MAX_RANGES => {
+            vec![Range { end: last.end, ..*first }]
+        }
         _ => ranges.to_vec(),
     }
 }
@@ -222,7 +238,11 @@ fn pieces(ranges: &[Range]) -> Vec<Range> {
     let cut = |range: &Range| {
         let (node, end) = (range.node, range.end);
         let starts = (range.start..end).step_by(usize::try_from(piece_bytes).unwrap_or(usize::MAX));
-        starts.map(move |start| Range { node, start, end: start.saturating_add(piece_bytes).min(end) })
+        starts.map(move |start| Range {
+            node,
+            start,
+            end: start.saturating_add(piece_bytes).min(end),
+        })
     };
     ranges.iter().flat_map(cut).collect()
 }
@@ -244,16 +264,21 @@ pub(super) mod tests {
             }
             for scheme in [IDLE, ALL] {
                 let scheme = context.join(format!("schemes/{scheme}"));
-                for directory in
-                    ["stats", "access_pattern/sz", "access_pattern/age", "access_pattern/nr_accesses"]
-                {
+                for directory in [
+                    "stats",
+                    "access_pattern/sz",
+                    "access_pattern/age",
+                    "access_pattern/nr_accesses",
+                ] {
                     fs::create_dir_all(scheme.join(directory)).expect("mkdir");
                 }
             }
             for region in 0..=2 * MAX_RANGES {
-                fs::create_dir_all(context.join(format!("targets/0/regions/{region}"))).expect("mkdir");
+                fs::create_dir_all(context.join(format!("targets/0/regions/{region}")))
+                    .expect("mkdir");
             }
-            fs::write(context.join("monitoring_attrs/intervals/update_us"), "1000000\n").expect("write");
+            fs::write(context.join("monitoring_attrs/intervals/update_us"), "1000000\n")
+                .expect("write");
         }
         dir
     }
@@ -289,7 +314,11 @@ pub(super) mod tests {
         assert_eq!(context("targets/0/regions/31/end"), (4224 * MIB).to_string());
         assert_eq!(read(&dir, "1/contexts/0/targets/0/regions/0/start"), (5120 * MIB).to_string());
         damon.look(&[range(0, 0, 384)], 2_000).expect("writes");
-        assert_eq!(context("targets/0/regions/nr_regions"), "1", "what is known of the pieces stays");
+        assert_eq!(
+            context("targets/0/regions/nr_regions"),
+            "1",
+            "what is known of the pieces stays"
+        );
         for (scheme, accesses, age) in [(IDLE, "0", "3"), (ALL, "4294967295", "0")] {
             let scheme = |file: &str| context(&format!("schemes/{scheme}/{file}"));
             assert_eq!(scheme("action"), "stat");
@@ -326,7 +355,11 @@ pub(super) mod tests {
         count(&dir, 1, 400 * MIB, 2600 * MIB);
         assert_eq!(damon.look(&ranges, 160_000).expect("writes"), [found(128, 512)]);
         count(&dir, 1, 100 * MIB, 200 * MIB);
-        assert_eq!(damon.look(&ranges, 120_000).expect("writes"), [found(128, 512)], "counted anew");
+        assert_eq!(
+            damon.look(&ranges, 120_000).expect("writes"),
+            [found(128, 512)],
+            "counted anew"
+        );
         count(&dir, 1, 300 * MIB, 400 * MIB);
         assert_eq!(damon.look(&ranges, 140_000).expect("writes"), [found(512, 512)]);
         assert_eq!(read(&dir, "1/state"), "update_schemes_stats");
@@ -349,7 +382,8 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn monitors_of_an_agent_that_was_killed_are_taken_over_and_those_of_one_that_ends_are_given_back() {
+    fn monitors_of_an_agent_that_was_killed_are_taken_over_and_those_of_one_that_ends_are_given_back()
+     {
         let dir = sysfs(0);
         let ranges = [range(0, 0, 384)];
         Damon::open(dir.path(), 2).expect("opens").look(&ranges, 0).expect("writes");
@@ -386,9 +420,9 @@ pub(super) mod tests {
             assert!(pieces.is_sorted_by(|one, next| one.end <= next.start));
             assert!(pieces.len() <= FIRST_REGIONS as usize + ranges.len(), "{}", pieces.len());
             assert!(
-                pieces
+                pieces.iter().all(|piece| ranges
                     .iter()
-                    .all(|piece| ranges.iter().any(|r| r.start <= piece.start && piece.end <= r.end))
+                    .any(|r| r.start <= piece.start && piece.end <= r.end))
             );
         }
         assert_eq!(pieces(&[]), []);
@@ -396,7 +430,8 @@ pub(super) mod tests {
 
     #[test]
     fn very_many_ranges_are_taken_as_one() {
-        let many: Vec<Range> = (0..=MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect();
+        let many: Vec<Range> =
+            (0..=MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect();
         assert_eq!(bounded(&many), [range(0, 0, MAX_RANGES as u64 * 256 + 128)]);
         assert_eq!(bounded(&many[1..]).len(), MAX_RANGES);
         assert_eq!(bounded(&[]), []);

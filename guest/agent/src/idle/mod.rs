@@ -53,7 +53,8 @@ impl Found {
             let zones = zones.iter().filter(|zone| zone.node == self.node);
             zones.fold(0u64, |sum, zone| sum.saturating_add(of(zone))).saturating_mul(PAGE_BYTES)
         };
-        let (managed_bytes, free_bytes) = (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
+        let (managed_bytes, free_bytes) =
+            (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
         let idle_bytes = if self.with_free {
             // A block may be plugged in part, and of a part that is not there nothing is ever touched.
             let absent_bytes = self.span_bytes.saturating_sub(managed_bytes);
@@ -104,7 +105,8 @@ impl Roots {
     /// `None` if it is not known.
     fn unseen_bytes(&self, node: u32) -> Option<u64> {
         let enabled = fs::read_to_string(&self.lru_gen).unwrap_or_default();
-        let enabled = enabled.trim().strip_prefix("0x").and_then(|bits| u64::from_str_radix(bits, 16).ok());
+        let enabled =
+            enabled.trim().strip_prefix("0x").and_then(|bits| u64::from_str_radix(bits, 16).ok());
         if enabled.is_none_or(|bits| bits & 1 == 0) {
             return Some(0);
         }
@@ -315,20 +317,34 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_not_idle_memory() {
-        let found =
-            Found { node: 1, idle_bytes: 200 * MIB, span_bytes: 256 * MIB, with_free: true, unseen_bytes: 0 };
+        let found = Found {
+            node: 1,
+            idle_bytes: 200 * MIB,
+            span_bytes: 256 * MIB,
+            with_free: true,
+            unseen_bytes: 0,
+        };
         let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
         // 106 MiB of the ranges have no memory, or memory of the kernel's.
         assert_eq!(idle_mib(found, &zones), Some(94));
         assert_eq!(idle_mib(Found { idle_bytes: 100 * MIB, ..found }, &zones), Some(0));
-        assert_eq!(idle_mib(Found { span_bytes: 0, ..found }, &zones), Some(150), "no more than there is");
+        assert_eq!(
+            idle_mib(Found { span_bytes: 0, ..found }, &zones),
+            Some(150),
+            "no more than there is"
+        );
         assert_eq!(idle_mib(Found { node: 2, ..found }, &zones), None, "gone meanwhile");
     }
 
     #[test]
     fn where_free_memory_is_not_seen_it_counts_as_idle() {
-        let found =
-            Found { node: 1, idle_bytes: 50 * MIB, span_bytes: 256 * MIB, with_free: false, unseen_bytes: 0 };
+        let found = Found {
+            node: 1,
+            idle_bytes: 50 * MIB,
+            span_bytes: 256 * MIB,
+            with_free: false,
+            unseen_bytes: 0,
+        };
         assert_eq!(idle_mib(found, &[zone(1, 150, 10), zone(0, 300, 300)]), Some(60));
         assert_eq!(idle_mib(found, &[zone(1, 150, 149)]), Some(150), "no more than there is");
     }
@@ -347,8 +363,13 @@ mod tests {
         watch.poll(&[zone(0, 4, 1)], 1_000, &mut idle);
         assert_eq!(idle, [], "nothing found yet");
         assert_eq!(ranges.1.recv().expect("passed on").len(), 1);
-        let found =
-            Found { node: 0, idle_bytes: 2 * MIB, span_bytes: 4 * MIB, with_free: false, unseen_bytes: 0 };
+        let found = Found {
+            node: 0,
+            idle_bytes: 2 * MIB,
+            span_bytes: 4 * MIB,
+            with_free: false,
+            unseen_bytes: 0,
+        };
         answers.0.send(vec![found]).expect("takes one");
         for (now_ms, count) in [(2_000, 1), (2_000 + MAX_AGE_MS - 1, 1), (2_000 + MAX_AGE_MS, 0)] {
             watch.poll(&[zone(0, 4, 1)], now_ms, &mut idle);
@@ -372,7 +393,8 @@ mod tests {
         let roots = Roots::under(dir.path());
         assert_eq!(roots.unseen_bytes(1), Some(0), "a kernel without such a LRU");
         fs::create_dir_all(roots.lru_gen.parent().expect("a directory")).expect("mkdir");
-        for (enabled, unseen) in [("0x0000\n", Some(0)), ("0x0006\n", Some(0)), ("0x0007\n", None)] {
+        for (enabled, unseen) in [("0x0000\n", Some(0)), ("0x0006\n", Some(0)), ("0x0007\n", None)]
+        {
             fs::write(&roots.lru_gen, enabled).expect("write");
             assert_eq!(roots.unseen_bytes(1), unseen, "{enabled}");
         }
@@ -390,7 +412,9 @@ mod tests {
         let roots = Roots::under(dir.path());
         assert_eq!(roots.possible_nodes(), 1, "not said");
         fs::create_dir_all(&roots.nodes).expect("mkdir");
-        for (text, nodes) in [("0\n", 1), ("0-1\n", 2), ("0-1,3\n", 4), ("0-1023\n", MAX_NODES), ("\n", 1)] {
+        for (text, nodes) in
+            [("0\n", 1), ("0-1\n", 2), ("0-1,3\n", 4), ("0-1023\n", MAX_NODES), ("\n", 1)]
+        {
             fs::write(roots.nodes.join("possible"), text).expect("write");
             assert_eq!(roots.possible_nodes(), nodes, "{text:?}");
         }
@@ -469,7 +493,8 @@ mod tests {
     #[test]
     fn a_kernel_that_has_neither_says_so() {
         let dir = tempfile::tempdir().expect("tempdir");
-        let error = IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 0).expect_err("neither");
+        let error =
+            IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 0).expect_err("neither");
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

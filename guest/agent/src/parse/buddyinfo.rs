@@ -19,14 +19,17 @@ pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
             continue;
         }
         let (node, kind) = zone_of(line, FILE)?;
-        let Some(zone) = zones.iter_mut().find(|zone| (zone.node, zone.kind) == (node, kind)) else {
+        let Some(zone) = zones.iter_mut().find(|zone| (zone.node, zone.kind) == (node, kind))
+        else {
             continue;
         };
         // `Node 0, zone DMA32`, and a column for each order.
         for (above, word) in words(line).skip(4 + LARGEST_ORDER).enumerate() {
-            let count = number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
+            let count =
+                number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
             let blocks = count.saturating_mul(1u64.checked_shl(above as u32).unwrap_or(u64::MAX));
-            zone.largest_free_blocks = Some(zone.largest_free_blocks.unwrap_or(0).saturating_add(blocks));
+            zone.largest_free_blocks =
+                Some(zone.largest_free_blocks.unwrap_or(0).saturating_add(blocks));
         }
         // The zones were read before: memory that has come online since must not make a report that is refused.
         let bound = zone.managed_pages / (LARGEST_BLOCK_BYTES / 4096);
@@ -41,12 +44,14 @@ pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseE
     let (mut count, mut sum) = (0, 0u64);
     for line in lines(text).filter(|line| line.starts_with(b"Node ")) {
         let (node, kind) = zone_of(line, FILE)?;
-        let Some(zone) = zones.iter_mut().find(|zone| (zone.node, zone.kind) == (node, kind)) else {
+        let Some(zone) = zones.iter_mut().find(|zone| (zone.node, zone.kind) == (node, kind))
+        else {
             return Ok(None);
         };
         zone.free_pages = 0;
         for (order, word) in words(line).skip(4).enumerate() {
-            let blocks = number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
+            let blocks =
+                number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
             let pages = blocks.saturating_mul(1u64.checked_shl(order as u32).unwrap_or(u64::MAX));
             zone.free_pages = zone.free_pages.saturating_add(pages);
         }
@@ -118,14 +123,19 @@ mod tests {
     #[test]
     fn memory_that_came_online_after_the_zones_were_read_makes_no_more_than_they_have() {
         assert_eq!(blocks_of("Node 0, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024), Some(8));
-        assert_eq!(blocks_of("Node 1, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024), None, "another node");
+        assert_eq!(
+            blocks_of("Node 1, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024),
+            None,
+            "another node"
+        );
         assert_eq!(blocks_of("", 8 * 1024), None);
     }
 
     #[test]
     fn free_pages_are_those_of_all_orders() {
         let mut zones = Vec::new();
-        zoneinfo(include_bytes!("../../tests/data/6.12-filled/zoneinfo"), &mut zones).expect("parses");
+        zoneinfo(include_bytes!("../../tests/data/6.12-filled/zoneinfo"), &mut zones)
+            .expect("parses");
         let text = include_bytes!("../../tests/data/6.12-filled/buddyinfo");
         let by_zoneinfo: Vec<u64> = zones.iter().map(|zone| zone.free_pages).collect();
         let sum = free_pages(text, &mut zones).expect("parses").expect("the same zones");
@@ -140,9 +150,17 @@ mod tests {
         let line = "Node 0, zone Normal 1 1 1\n";
         let free = |text: &str, zones: &mut [Zone]| free_pages(text.as_bytes(), zones);
         assert_eq!(free(line, &mut [zone(8)]), Ok(Some(7)));
-        assert_eq!(free(line, &mut [zone(8), Zone { node: 1, ..zone(8) }]), Ok(None), "one has gone");
+        assert_eq!(
+            free(line, &mut [zone(8), Zone { node: 1, ..zone(8) }]),
+            Ok(None),
+            "one has gone"
+        );
         assert_eq!(free(line, &mut [Zone { node: 1, ..zone(8) }]), Ok(None));
-        assert_eq!(free(&format!("{line}Node 1, zone Normal 1\n"), &mut [zone(8)]), Ok(None), "one has come");
+        assert_eq!(
+            free(&format!("{line}Node 1, zone Normal 1\n"), &mut [zone(8)]),
+            Ok(None),
+            "one has come"
+        );
         assert_eq!(free("", &mut [zone(8)]), Ok(None));
         assert!(free("Node 0, zone Normal 1 x\n", &mut [zone(8)]).is_err());
         let most = format!("Node 0, zone Normal {0} {0}\n", u64::MAX);
@@ -151,7 +169,8 @@ mod tests {
 
     #[test]
     fn what_is_no_number_is_named() {
-        let error = buddyinfo(b"Node 0, zone Normal 0 0 0 0 0 0 0 0 0 0 x\n", &mut [zone(1)]).expect_err("x");
+        let error = buddyinfo(b"Node 0, zone Normal 0 0 0 0 0 0 0 0 0 0 x\n", &mut [zone(1)])
+            .expect_err("x");
         assert_eq!(error.to_string(), "/proc/buddyinfo has a count that is not a number");
         assert!(buddyinfo(b"Node x, zone Normal 0\n", &mut [zone(1)]).is_err());
     }

@@ -23,8 +23,12 @@ pub fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
             b"MemTotal:" => total = Some(bytes("MemTotal")?),
             b"MemFree:" => free = Some(bytes("MemFree")?),
             b"MemAvailable:" => available = Some(bytes("MemAvailable")?),
-            b"Buffers:" => memory.cached_bytes = memory.cached_bytes.saturating_add(bytes("Buffers")?),
-            b"Cached:" => memory.cached_bytes = memory.cached_bytes.saturating_add(bytes("Cached")?),
+            b"Buffers:" => {
+                memory.cached_bytes = memory.cached_bytes.saturating_add(bytes("Buffers")?)
+            }
+            b"Cached:" => {
+                memory.cached_bytes = memory.cached_bytes.saturating_add(bytes("Cached")?)
+            }
             b"AnonPages:" => memory.anon_bytes = bytes("AnonPages")?,
             b"SwapTotal:" => memory.swap_total_bytes = bytes("SwapTotal")?,
             b"SwapFree:" => memory.swap_free_bytes = bytes("SwapFree")?,
@@ -35,7 +39,8 @@ pub fn meminfo(text: &[u8]) -> Result<(Memory, KernelUse), ParseError> {
             _ => {}
         }
     }
-    let required = |value: Option<u64>, field| value.ok_or(ParseError::Missing { file: FILE, field });
+    let required =
+        |value: Option<u64>, field| value.ok_or(ParseError::Missing { file: FILE, field });
     memory.total_bytes = required(total, "MemTotal")?;
     memory.free_bytes = required(free, "MemFree")?;
     memory.available_bytes = required(available, "MemAvailable")?;

@@ -62,7 +62,8 @@ mod tests {
 
     #[test]
     fn lines_end_where_the_text_says() {
-        let of = |text: &'static str| lines(text.as_bytes()).map(<[u8]>::to_vec).collect::<Vec<_>>();
+        let of =
+            |text: &'static str| lines(text.as_bytes()).map(<[u8]>::to_vec).collect::<Vec<_>>();
         assert_eq!(of(""), [b""; 0]);
         assert_eq!(of("a\n\nbc"), [&b"a"[..], b"", b"bc"]);
         assert_eq!(of("a\nb\n"), [b"a", b"b"]);

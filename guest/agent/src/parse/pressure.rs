@@ -25,9 +25,12 @@ fn fields<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<(u64, u32), Parse
     let (mut total, mut avg10) = (None, None);
     for word in words {
         if let Some(value) = word.strip_prefix(b"total=") {
-            total = Some(number(value).ok_or(ParseError::NotANumber { file: FILE, field: "total" })?);
+            total =
+                Some(number(value).ok_or(ParseError::NotANumber { file: FILE, field: "total" })?);
         } else if let Some(value) = word.strip_prefix(b"avg10=") {
-            avg10 = Some(hundredths(value).ok_or(ParseError::NotANumber { file: FILE, field: "avg10" })?);
+            avg10 = Some(
+                hundredths(value).ok_or(ParseError::NotANumber { file: FILE, field: "avg10" })?,
+            );
         }
     }
     let total = total.ok_or(ParseError::Missing { file: FILE, field: "total" })?;
@@ -63,7 +66,10 @@ mod tests {
 
     #[test]
     fn a_guest_at_rest() {
-        assert_eq!(pressure(include_bytes!("../../tests/data/6.1-one-node/pressure")), Ok(Stall::default()));
+        assert_eq!(
+            pressure(include_bytes!("../../tests/data/6.1-one-node/pressure")),
+            Ok(Stall::default())
+        );
     }
 
     #[test]

@@ -11,7 +11,11 @@ pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
         // Some two hundred lines, of which a dozen are ours: look at the first letters before anything else.
         let is_ours = matches!(
             line,
-            [b'p', b's' | b'g', ..] | [b'w', ..] | [b'a', b'l', ..] | [b'o', b'o', ..] | [b'n', b'u', ..]
+            [b'p', b's' | b'g', ..]
+                | [b'w', ..]
+                | [b'a', b'l', ..]
+                | [b'o', b'o', ..]
+                | [b'n', b'u', ..]
         );
         if !is_ours {
             continue;
@@ -35,8 +39,12 @@ fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str,
         b"pswpin" => ("pswpin", &mut counters.pswpin),
         b"pswpout" => ("pswpout", &mut counters.pswpout),
         b"pgmajfault" => ("pgmajfault", &mut counters.pgmajfault),
-        b"workingset_refault_anon" => ("workingset_refault_anon", &mut counters.workingset_refault_anon),
-        b"workingset_refault_file" => ("workingset_refault_file", &mut counters.workingset_refault_file),
+        b"workingset_refault_anon" => {
+            ("workingset_refault_anon", &mut counters.workingset_refault_anon)
+        }
+        b"workingset_refault_file" => {
+            ("workingset_refault_file", &mut counters.workingset_refault_file)
+        }
         b"pgscan_kswapd" => ("pgscan_kswapd", &mut counters.pgscan_kswapd),
         b"pgscan_direct" => ("pgscan_direct", &mut counters.pgscan_direct),
         b"pgsteal_kswapd" => ("pgsteal_kswapd", &mut counters.pgsteal_kswapd),
@@ -82,9 +90,11 @@ mod tests {
 
     #[test]
     fn guests_that_swapped() {
-        let swapped = vmstat(include_bytes!("../../tests/data/6.12-swapped/vmstat")).expect("parses");
+        let swapped =
+            vmstat(include_bytes!("../../tests/data/6.12-swapped/vmstat")).expect("parses");
         assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
-        let swapped = vmstat(include_bytes!("../../tests/data/6.1-swapped/vmstat")).expect("parses");
+        let swapped =
+            vmstat(include_bytes!("../../tests/data/6.1-swapped/vmstat")).expect("parses");
         assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
     }
 

@@ -28,9 +28,9 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
                 add_user_pages(rest, current, &mut other_user_pages)?;
                 continue;
             }
-            _ => {
-                line.strip_prefix(b"        ").filter(|rest| matches!(rest, [b'm' | b'l' | b'h' | b'p', ..]))
-            }
+            _ => line
+                .strip_prefix(b"        ")
+                .filter(|rest| matches!(rest, [b'm' | b'l' | b'h' | b'p', ..])),
         };
         let Some(rest) = rest else { continue };
         let mut words = words(rest);
@@ -46,7 +46,8 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
             }
             _ => continue,
         };
-        *place = words.next().and_then(number).ok_or(ParseError::NotANumber { file: FILE, field })?;
+        *place =
+            words.next().and_then(number).ok_or(ParseError::NotANumber { file: FILE, field })?;
     }
     finish(zone, zones);
     if zones.is_empty() {
@@ -60,17 +61,25 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
 /// Locked pages (`nr_zone_unevictable`) are not in [`Zone::user_pages`], because Linux cannot swap
 /// them out, and neither is the compressed data of zram and zswap (`nr_zspages`). Both go to
 /// `other_user_pages` if the zone is one of the kernel's.
-fn add_user_pages(rest: &[u8], zone: &mut Zone, other_user_pages: &mut u64) -> Result<(), ParseError> {
+fn add_user_pages(
+    rest: &[u8],
+    zone: &mut Zone,
+    other_user_pages: &mut u64,
+) -> Result<(), ParseError> {
     let mut words = words(rest);
     let sum = match words.next() {
         Some(
-            b"r_zone_inactive_anon" | b"r_zone_active_anon" | b"r_zone_inactive_file" | b"r_zone_active_file",
+            b"r_zone_inactive_anon"
+            | b"r_zone_active_anon"
+            | b"r_zone_inactive_file"
+            | b"r_zone_active_file",
         ) => zone.user_pages.get_or_insert(0),
         Some(b"r_zone_unevictable" | b"r_zspages") if zone.serves_kernel() => other_user_pages,
         _ => return Ok(()),
     };
     let pages = words.next().and_then(number);
-    let pages = pages.ok_or(ParseError::NotANumber { file: FILE, field: "user pages of a zone" })?;
+    let pages =
+        pages.ok_or(ParseError::NotANumber { file: FILE, field: "user pages of a zone" })?;
     *sum = sum.saturating_add(pages);
     Ok(())
 }
@@ -82,7 +91,8 @@ fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, Par
     for word in words {
         let word = word.strip_prefix(b"(").unwrap_or(word);
         let word = word.strip_suffix(b",").or(word.strip_suffix(b")")).unwrap_or(word);
-        most = most.max(number(word).ok_or(ParseError::NotANumber { file: FILE, field: "protection" })?);
+        most = most
+            .max(number(word).ok_or(ParseError::NotANumber { file: FILE, field: "protection" })?);
     }
     Ok(most)
 }
@@ -133,7 +143,15 @@ mod tests {
             (
                 node,
                 kind,
-                [free_pages, min_pages, low_pages, high_pages, managed_pages, user_pages, protected_pages],
+                [
+                    free_pages,
+                    min_pages,
+                    low_pages,
+                    high_pages,
+                    managed_pages,
+                    user_pages,
+                    protected_pages,
+                ],
             ),
         ) in zones.iter().zip(expected)
         {
@@ -160,9 +178,14 @@ mod tests {
     #[test]
     fn a_guest_of_6_1() {
         let zones = parse(include_bytes!("../../tests/data/6.1-one-node/zoneinfo"));
-        assert_eq!(zones.iter().map(|zone| zone.kind).collect::<Vec<_>>(), [ZoneKind::Dma, ZoneKind::Dma32]);
+        assert_eq!(
+            zones.iter().map(|zone| zone.kind).collect::<Vec<_>>(),
+            [ZoneKind::Dma, ZoneKind::Dma32]
+        );
         assert!(
-            zones.iter().all(|zone| zone.min_pages <= zone.low_pages && zone.low_pages <= zone.high_pages)
+            zones
+                .iter()
+                .all(|zone| zone.min_pages <= zone.low_pages && zone.low_pages <= zone.high_pages)
         );
         assert!(zones.iter().all(|zone| zone.free_pages > 0 && zone.high_pages > 0));
     }
@@ -180,7 +203,11 @@ mod tests {
         let locked = text.replace("nr_zone_unevictable 0", "nr_zone_unevictable 1000");
         assert_eq!(zoneinfo(locked.as_bytes(), &mut zones).expect("parses"), 511);
         let user_pages: Vec<_> = zones.iter().map(|zone| zone.user_pages).collect();
-        assert_eq!(user_pages, [3_328, 63_763, 32_275, 57_651].map(Some), "locked pages are no user pages");
+        assert_eq!(
+            user_pages,
+            [3_328, 63_763, 32_275, 57_651].map(Some),
+            "locked pages are no user pages"
+        );
     }
 
     #[test]
@@ -195,7 +222,9 @@ mod tests {
     #[test]
     fn protection_is_that_from_user_pages_and_at_most_the_zone() {
         let protected = |numbers: &str| {
-            let text = format!("Node 0, zone DMA32\n        managed  500\n        protection: {numbers}\n");
+            let text = format!(
+                "Node 0, zone DMA32\n        managed  500\n        protection: {numbers}\n"
+            );
             parse(text.as_bytes())[0].protected_pages
         };
         assert_eq!(protected("(0, 0, 203, 259, 259)"), Some(259));

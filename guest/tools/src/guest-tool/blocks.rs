@@ -131,8 +131,10 @@ pub fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
     thread::scope(|scope| {
         // One at a time waits for itself: no thread is between.
         let (first, others) = places.split_at(each.min(places.len()));
-        let threads: Vec<_> =
-            others.chunks(each).map(|places| scope.spawn(|| transfer(&range, what, places))).collect();
+        let threads: Vec<_> = others
+            .chunks(each)
+            .map(|places| scope.spawn(|| transfer(&range, what, places)))
+            .collect();
         transfer(&range, what, first)?;
         threads.into_iter().try_for_each(|thread| thread.join().expect("a transfer does not panic"))
     })?;
@@ -173,8 +175,13 @@ mod tests {
 
     fn scratch(name: &str, blocks: u64) -> (std::path::PathBuf, Range) {
         let path = std::env::temp_dir().join(format!("guest-tool-{name}-{}", std::process::id()));
-        let device =
-            OpenOptions::new().create(true).truncate(true).read(true).write(true).open(&path).unwrap();
+        let device = OpenOptions::new()
+            .create(true)
+            .truncate(true)
+            .read(true)
+            .write(true)
+            .open(&path)
+            .unwrap();
         device.set_len(blocks * BLOCK_BYTES as u64).unwrap();
         (path, Range { device, mode: Mode::Buffered, first: 1, count: blocks - 1 })
     }

@@ -80,7 +80,9 @@ mod tests {
     #[test]
     fn the_total_is_that_of_proc_meminfo() {
         let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
         assert_eq!(total_bytes().unwrap(), line.unwrap().parse::<u64>().unwrap() * 1024);
     }
 }

@@ -89,7 +89,8 @@ fn leave_nothing_to_find() -> Result<()> {
     // What is freed from now on stays with those who will need it again, and does not become pages.
     for slab in fs::read_dir("/sys/kernel/slab").context("Cannot read /sys/kernel/slab")? {
         let setting = slab?.path().join("min_partial");
-        fs::write(&setting, EMPTY_SLABS).with_context(|| format!("Cannot write {}", setting.display()))?;
+        fs::write(&setting, EMPTY_SLABS)
+            .with_context(|| format!("Cannot write {}", setting.display()))?;
     }
     Ok(())
 }
@@ -126,7 +127,10 @@ fn run_in_real_time(thread: libc::pid_t) -> Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    ensure!(error.raw_os_error() == Some(libc::ESRCH), "Thread {thread} cannot run in real time: {error}");
+    ensure!(
+        error.raw_os_error() == Some(libc::ESRCH),
+        "Thread {thread} cannot run in real time: {error}"
+    );
     Ok(())
 }
 
@@ -261,7 +265,8 @@ fn usable_pages(zoneinfo: &str) -> Result<u64> {
             (Some("min"), Some(pages), None) => min = pages.parse()?,
             (Some("protection:"), ..) if is_kernels => {
                 let (_, list) = line.split_once('(').context("No list of protections")?;
-                let kept = list.trim_end_matches(')').split(',').nth(NORMAL).context("No zone Normal")?;
+                let kept =
+                    list.trim_end_matches(')').split(',').nth(NORMAL).context("No zone Normal")?;
                 let kept: u64 = kept.trim().parse()?;
                 sum += free.saturating_sub(min + kept);
             }
@@ -305,7 +310,8 @@ Node 1, zone  Movable
 
     #[test]
     fn the_kernels_log_says_who_failed_and_who_was_killed() {
-        let failed = "4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -12\n SUBSYSTEM=virtio\n";
+        let failed =
+            "4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -12\n SUBSYSTEM=virtio\n";
         assert_eq!(news_in(failed).unwrap(), "failed");
         let killed = "3,1100,93471220,-;Out of memory: Killed process 71 (sleep) total-vm:4096kB\n";
         assert_eq!(
@@ -313,7 +319,10 @@ Node 1, zone  Movable
             "killed: Out of memory: Killed process 71 (sleep) total-vm:4096kB"
         );
         assert_eq!(news_in("6,3,1,-;virtio_mem virtio4: plugged size: 0x0\n"), None);
-        assert_eq!(news_in("4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -17\n"), None);
+        assert_eq!(
+            news_in("4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -17\n"),
+            None
+        );
     }
 
     #[test]

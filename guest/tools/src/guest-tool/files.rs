@@ -19,7 +19,8 @@ pub fn write(dir: &Path, bytes: u64) -> Result<()> {
     for number in first.. {
         let name = format!("file-{number:06}");
         Bytes::new(number).fill(&mut content);
-        let mut file = File::create(dir.join(&name)).with_context(|| format!("Cannot create {name}"))?;
+        let mut file =
+            File::create(dir.join(&name)).with_context(|| format!("Cannot create {name}"))?;
         file.write_all(&content).with_context(|| format!("Cannot write {name}"))?;
         file.sync_all().with_context(|| format!("Cannot sync {name}"))?;
         parent.sync_all().context("Cannot sync the directory")?;
@@ -42,13 +43,14 @@ fn next_number(dir: &Path) -> Result<u64> {
 
 /// Compares every file of the list with its hash.
 pub fn check(dir: &Path, list: &Path) -> Result<()> {
-    let list = fs::read_to_string(list).with_context(|| format!("Cannot read {}", list.display()))?;
+    let list =
+        fs::read_to_string(list).with_context(|| format!("Cannot read {}", list.display()))?;
     let mut checked = 0;
     for line in list.lines() {
         let (name, expected) =
             line.split_once(' ').with_context(|| format!("Not a name and a hash: {line:?}"))?;
-        let content =
-            fs::read(dir.join(name)).with_context(|| format!("Acknowledged, but cannot read {name}"))?;
+        let content = fs::read(dir.join(name))
+            .with_context(|| format!("Acknowledged, but cannot read {name}"))?;
         let found = format!("{:016x}", hash(&content));
         ensure!(found == expected, "{name} has hash {found}, acknowledged was {expected}");
         checked += 1;

@@ -39,7 +39,9 @@ pub fn fill(dir: &Path, seed: u64) -> Result<()> {
                 let _ = fs::remove_file(&path);
                 break;
             }
-            Err(error) => return Err(error).with_context(|| format!("Cannot write {}", path.display())),
+            Err(error) => {
+                return Err(error).with_context(|| format!("Cannot write {}", path.display()));
+            }
         }
     }
     ensure!(number > 0, "There was no room for a single file");
@@ -81,8 +83,9 @@ mod tests {
     #[test]
     fn a_file_that_is_missing_changed_or_too_many_is_found() {
         let dir = std::env::temp_dir().join(format!("guest-tool-filled-{}", std::process::id()));
-        let write_all =
-            || (0..300).for_each(|number| write(&dir.join(name(number)), &content(7, number)).unwrap());
+        let write_all = || {
+            (0..300).for_each(|number| write(&dir.join(name(number)), &content(7, number)).unwrap())
+        };
         write_all();
         check(&dir, 7, 300).unwrap();
         assert!(check(&dir, 8, 300).is_err(), "another seed's files passed");

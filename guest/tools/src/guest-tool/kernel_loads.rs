@@ -78,7 +78,9 @@ pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     for index in 0..count {
         // SAFETY: this process has one thread, so the child may call any function.
         match unsafe { libc::fork() } {
-            -1 => return Err(io::Error::last_os_error()).with_context(|| format!("Process {index}")),
+            -1 => {
+                return Err(io::Error::last_os_error()).with_context(|| format!("Process {index}"));
+            }
             0 => map_and_wait(&opened, file_bytes),
             _ => {}
         }

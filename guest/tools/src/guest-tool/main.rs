@@ -119,13 +119,22 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["make-files", dir, count] => kernel_loads::make_files(dir.as_ref(), number(count)?),
         ["miss-files", dir, count] => kernel_loads::miss_files(dir.as_ref(), number(count)?),
         ["fill-sockets", mib] => kernel_loads::fill_sockets(number(mib)?),
-        ["map-by-processes", file, count] => kernel_loads::map_by_processes(file.as_ref(), number(count)?),
+        ["map-by-processes", file, count] => {
+            kernel_loads::map_by_processes(file.as_ref(), number(count)?)
+        }
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
         ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),
-        ["check-filled", dir, seed, count] => filled::check(dir.as_ref(), number(seed)?, number(count)?),
+        ["check-filled", dir, seed, count] => {
+            filled::check(dir.as_ref(), number(seed)?, number(count)?)
+        }
         ["write-blocks", device, mode, first, count, seed, rounds] => blocks::write(
-            &blocks::Range::open(device, blocks::Mode::parse(mode)?, number(first)?, number(count)?)?,
+            &blocks::Range::open(
+                device,
+                blocks::Mode::parse(mode)?,
+                number(first)?,
+                number(count)?,
+            )?,
             number(seed)?,
             number(rounds)?,
         ),
@@ -135,7 +144,11 @@ fn run(arguments: &[&str]) -> Result<()> {
             number(round)?,
         ),
         ["write-stamped", device, first, count, threads, longest, seed] => {
-            let area = Area { first: number(first)?, per_thread: number(count)?, threads: number(threads)? };
+            let area = Area {
+                first: number(first)?,
+                per_thread: number(count)?,
+                threads: number(threads)?,
+            };
             stamped::write(&stamped::Target::new(device, area, number(longest)?)?, number(seed)?)
         }
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?, 1),
@@ -143,7 +156,9 @@ fn run(arguments: &[&str]) -> Result<()> {
             blocks::time(device, what, number(count)?, number(depth)?)
         }
         ["net-serve", port] => net_serve(u16::try_from(number(port)?)?),
-        ["net-time", server, what, count] => net_time(server, what, usize::try_from(number(count)?)?),
+        ["net-time", server, what, count] => {
+            net_time(server, what, usize::try_from(number(count)?)?)
+        }
         ["write-sectors", device, program] => sectors::write(device, program),
         ["check-sectors", device, history @ ..] => sectors::check(device, history),
         ["map-store", file, offset, bytes, seed] => {
@@ -168,7 +183,9 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["stream", array_mib, rounds, places @ ..] if !places.is_empty() => {
             stream::stream(number(array_mib)?, number(rounds)?, places)
         }
-        ["write-tree", dir, seed, files] => tree::write(dir.as_ref(), number(seed)?, number(files)?),
+        ["write-tree", dir, seed, files] => {
+            tree::write(dir.as_ref(), number(seed)?, number(files)?)
+        }
         ["time", command] => time(command),
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["vsock-hold", port, command] => vsock::hold(u32::try_from(number(port)?)?, command),
@@ -180,20 +197,26 @@ fn run(arguments: &[&str]) -> Result<()> {
             let malice = hostile::Malice::Frames { first: number(first)?, end: number(end)? };
             hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))
         }
-        ["hostile-garbage", id, count] => {
-            hostile::attack(number(id)?, hostile::Malice::Garbage, &hostile::Until::Sent(number(count)?))
+        ["hostile-garbage", id, count] => hostile::attack(
+            number(id)?,
+            hostile::Malice::Garbage,
+            &hostile::Until::Sent(number(count)?),
+        ),
+        ["hostile-plugs", blocks, file] => hostile::plug_storm(
+            u16::try_from(number(blocks)?)?,
+            &hostile::Until::Exists(file.into()),
+        ),
+        ["negotiate-without", id, feature] => {
+            hostile::negotiate_without(number(id)?, number(feature)?)
         }
-        ["hostile-plugs", blocks, file] => {
-            hostile::plug_storm(u16::try_from(number(blocks)?)?, &hostile::Until::Exists(file.into()))
-        }
-        ["negotiate-without", id, feature] => hostile::negotiate_without(number(id)?, number(feature)?),
         _ => bail!("{USAGE}"),
     }
 }
 
 fn time(command: &str) -> Result<()> {
     let started = Instant::now();
-    let status = Command::new("sh").args(["-c", command]).status().context("Cannot start a shell")?;
+    let status =
+        Command::new("sh").args(["-c", command]).status().context("Cannot start a shell")?;
     let elapsed = started.elapsed();
     ensure!(status.success(), "`{command}` ended with {status}");
     println!("{}", elapsed.as_micros());
@@ -207,7 +230,8 @@ fn net_serve(port: u16) -> Result<()> {
 }
 
 fn net_time(server: &str, what: &str, count: usize) -> Result<()> {
-    let server: SocketAddrV4 = server.parse().with_context(|| format!("not ADDRESS:PORT: {server:?}"))?;
+    let server: SocketAddrV4 =
+        server.parse().with_context(|| format!("not ADDRESS:PORT: {server:?}"))?;
     let took: Duration = match what {
         "send" => timed_net::send(server, count)?,
         "receive" => timed_net::receive(server, count)?,

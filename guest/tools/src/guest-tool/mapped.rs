@@ -115,8 +115,13 @@ pub fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<(
     let disk = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(disk)?;
     for pass in 0u64.. {
         // SAFETY: the kernel reads bytes of the mapping, which is there.
-        let written = unsafe { libc::pwrite(disk.as_raw_fd(), mapping.start.cast(), len_bytes as usize, 0) };
-        ensure!(written == len_bytes as isize, "Write {pass}: {written}, {}", io::Error::last_os_error());
+        let written =
+            unsafe { libc::pwrite(disk.as_raw_fd(), mapping.start.cast(), len_bytes as usize, 0) };
+        ensure!(
+            written == len_bytes as isize,
+            "Write {pass}: {written}, {}",
+            io::Error::last_os_error()
+        );
         if pass == 0 {
             println!("written");
             io::stdout().flush()?;

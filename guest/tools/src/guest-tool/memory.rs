@@ -38,8 +38,10 @@ pub fn touch(mib: u64) -> Result<()> {
     let held = vec![1u8; usize::try_from(mib)? * MIB];
     println!("touching");
     loop {
-        let sum =
-            held.iter().step_by(PAGE).fold(0u64, |sum, byte| sum + u64::from(*std::hint::black_box(byte)));
+        let sum = held
+            .iter()
+            .step_by(PAGE)
+            .fold(0u64, |sum, byte| sum + u64::from(*std::hint::black_box(byte)));
         std::hint::black_box(sum);
         thread::sleep(Duration::from_millis(200));
     }

@@ -24,7 +24,8 @@ impl Device {
             file.with_context(|| format!("Cannot open {path}"))
         };
         let (direct, buffered) = (open(libc::O_DIRECT)?, open(0)?);
-        let name = Path::new(path).file_name().context("No device")?.to_str().context("Not UTF-8")?;
+        let name =
+            Path::new(path).file_name().context("No device")?.to_str().context("Not UTF-8")?;
         let attribute = |what: &str| -> Result<u64> {
             let text = fs::read_to_string(format!("/sys/class/block/{name}/{what}"))?;
             Ok(text.trim().parse()?)
@@ -32,7 +33,11 @@ impl Device {
         let sector_bytes = attribute("queue/logical_block_size")?;
         // The kernel counts in 512 bytes, whatever the device's sector is.
         let sectors = attribute("size")? * 512 / sector_bytes;
-        Ok(Self { direct, buffered, shape: Shape { sectors, sector_bytes: u32::try_from(sector_bytes)? } })
+        Ok(Self {
+            direct,
+            buffered,
+            shape: Shape { sectors, sector_bytes: u32::try_from(sector_bytes)? },
+        })
     }
 
     fn offset(&self, sector: u64) -> u64 {

@@ -32,7 +32,8 @@ impl Target {
     }
 
     fn open(&self, flags: i32) -> Result<File> {
-        let device = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&self.device);
+        let device =
+            OpenOptions::new().read(true).write(true).custom_flags(flags).open(&self.device);
         device.with_context(|| format!("Cannot open {}", self.device))
     }
 }
@@ -47,7 +48,9 @@ pub fn write(target: &Target, seed: u64) -> Result<()> {
     thread::scope(|scope| {
         for number in 0..target.area.threads {
             scope.spawn(move || {
-                if let Err(error) = Writer::open(target, number, seed).and_then(|mut writer| writer.run()) {
+                if let Err(error) =
+                    Writer::open(target, number, seed).and_then(|mut writer| writer.run())
+                {
                     // All of it ends: a writer that fails alone would not be missed.
                     eprintln!("guest-tool: thread {number}: {error:#}");
                     std::process::exit(1);
@@ -95,7 +98,11 @@ impl<'a> Writer<'a> {
             let start = self.random.next_u64() % (self.target.area.per_thread - count + 1);
             let piece = 1 + self.random.next_u64() % count;
             self.version += 1;
-            self.write_stretch(usize::try_from(start)?, usize::try_from(count)?, usize::try_from(piece)?)?;
+            self.write_stretch(
+                usize::try_from(start)?,
+                usize::try_from(count)?,
+                usize::try_from(piece)?,
+            )?;
             self.file.sync_data().context("Cannot flush")?;
             let first = self.first_sector() + start;
             say(&Line::Flushed(Stretch { first, count, version: self.version }))?;
@@ -106,13 +113,16 @@ impl<'a> Writer<'a> {
     fn write_stretch(&mut self, start: usize, count: usize, piece: usize) -> Result<()> {
         let at = self.first_sector() as usize + start;
         let bytes = &mut self.memory[start * SECTOR_BYTES..][..count * SECTOR_BYTES];
-        for (stamp, sector) in self.stamps[start..].iter().zip(bytes.chunks_exact_mut(SECTOR_BYTES)) {
+        for (stamp, sector) in self.stamps[start..].iter().zip(bytes.chunks_exact_mut(SECTOR_BYTES))
+        {
             stamp.set_version(self.version, sector);
         }
         for (index, part) in bytes.chunks(piece * SECTOR_BYTES).enumerate() {
             let sector = at + index * piece;
             let offset = (sector * SECTOR_BYTES) as u64;
-            self.file.write_all_at(part, offset).with_context(|| format!("Cannot write sector {sector}"))?;
+            self.file
+                .write_all_at(part, offset)
+                .with_context(|| format!("Cannot write sector {sector}"))?;
         }
         Ok(())
     }

@@ -74,8 +74,9 @@ impl Arrays {
     fn get(&mut self) -> [&mut [f64]; 3] {
         // SAFETY: three arrays side by side in memory of this value's own, borrowed mutably and once. Any bits are a
         // number.
-        [0, 1, 2]
-            .map(|nth| unsafe { std::slice::from_raw_parts_mut(self.start().add(nth * self.len), self.len) })
+        [0, 1, 2].map(|nth| unsafe {
+            std::slice::from_raw_parts_mut(self.start().add(nth * self.len), self.len)
+        })
     }
 
     /// Runs one kernel over all of the arrays.
@@ -117,7 +118,14 @@ impl Arrays {
             let flags = MPOL_F_NODE | MPOL_F_ADDR;
             // SAFETY: the kernel fills a number, and looks up an address that is mapped.
             let result = unsafe {
-                libc::syscall(libc::SYS_get_mempolicy, &raw mut found, mask, mask_bits, address, flags)
+                libc::syscall(
+                    libc::SYS_get_mempolicy,
+                    &raw mut found,
+                    mask,
+                    mask_bits,
+                    address,
+                    flags,
+                )
             };
             ensure!(result == 0, "get_mempolicy: {}", io::Error::last_os_error());
             ensure!(found == node as libc::c_int, "A page is on node {found}, not {node}");
@@ -130,7 +138,8 @@ impl Arrays {
 fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
     // <linux/mempolicy.h>
     const MPOL_BIND: libc::c_int = 2;
-    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (prot, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping, wherever the kernel puts it.
     let start = unsafe { libc::mmap(ptr::null_mut(), bytes + HUGE_PAGE_BYTES, prot, flags, -1, 0) };
     ensure!(start != libc::MAP_FAILED, "mmap: {}", io::Error::last_os_error());
@@ -151,7 +160,10 @@ fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
 pub fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
     // Each round makes the numbers fifteen times as large.
     ensure!((1..=200).contains(&rounds), "1 to 200 rounds, not {rounds}");
-    ensure!(array_mib > 0 && array_mib.is_multiple_of(2), "arrays of whole huge pages: {array_mib} MiB");
+    ensure!(
+        array_mib > 0 && array_mib.is_multiple_of(2),
+        "arrays of whole huge pages: {array_mib} MiB"
+    );
     let array_bytes = usize::try_from(array_mib)? * MIB;
     let mut arrays = Vec::new();
     for place in places {
@@ -200,7 +212,10 @@ mod tests {
         assert!(all.check(1).is_err() && all.check(3).is_err());
         for left_out in KERNELS {
             let mut some = arrays(&file);
-            KERNELS.iter().filter(|kernel| **kernel != left_out).for_each(|kernel| some.run(kernel));
+            KERNELS
+                .iter()
+                .filter(|kernel| **kernel != left_out)
+                .for_each(|kernel| some.run(kernel));
             assert!(some.check(1).is_err(), "{left_out}");
         }
         std::fs::remove_file(file).unwrap();

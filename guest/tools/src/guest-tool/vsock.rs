@@ -64,7 +64,8 @@ fn connect(socket: &OwnedFd, port: u32) -> io::Result<()> {
 pub fn send(port: u32) -> Result<()> {
     let socket = socket(Some(PRIVILEGED_PORT))?;
     connect(&socket, port).with_context(|| format!("Port {port} of the host"))?;
-    io::copy(&mut io::stdin().lock(), &mut File::from(socket)).context("The host does not take it all")?;
+    io::copy(&mut io::stdin().lock(), &mut File::from(socket))
+        .context("The host does not take it all")?;
     Ok(())
 }
 
@@ -80,8 +81,12 @@ pub fn hold(port: u32, command: &str) -> Result<()> {
             Ok(()) => held.push(socket),
             Err(_) if running.is_none() => {
                 println!("held {}", held.len());
-                running =
-                    Some(Command::new("sh").args(["-c", command]).spawn().context("Cannot start a shell")?);
+                running = Some(
+                    Command::new("sh")
+                        .args(["-c", command])
+                        .spawn()
+                        .context("Cannot start a shell")?,
+                );
             }
             // The next attempt can take the place of a connection that another process closes.
             Err(_) => thread::sleep(BETWEEN_ATTEMPTS),

@@ -337,14 +337,19 @@ impl From<Format> for VolumeFormat {
 /// Any text, and bytes that are none are named: clap alone says only that some argument has them.
 pub(crate) fn volume_name() -> impl TypedValueParser<Value = String> {
     let text = |name: std::ffi::OsString| {
-        name.into_string()
-            .map_err(|name| format!("the volume name {name:?} is not UTF-8; use letters, digits and . _ -"))
+        name.into_string().map_err(|name| {
+            format!("the volume name {name:?} is not UTF-8; use letters, digits and . _ -")
+        })
     };
     clap::builder::OsStringValueParser::new().try_map(text)
 }
 
 fn parse_volume_size(text: &str) -> Result<VolumeSize, SizeError> {
-    if text == "remaining" { Ok(VolumeSize::Remaining) } else { size::parse(text).map(VolumeSize::Bytes) }
+    if text == "remaining" {
+        Ok(VolumeSize::Remaining)
+    } else {
+        size::parse(text).map(VolumeSize::Bytes)
+    }
 }
 
 fn parse_part(text: &str) -> Result<(String, VolumeSize), String> {

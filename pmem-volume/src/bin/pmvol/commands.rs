@@ -26,7 +26,10 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             let (size_bytes, strg_bytes, thin, force) = (*size, *strg, *thin, *force);
             let create = |progress: OnProgress<'_>| {
                 let progress = Some(progress);
-                Pool::create_with(pool, CreateOptions { size_bytes, strg_bytes, thin, force, progress })
+                Pool::create_with(
+                    pool,
+                    CreateOptions { size_bytes, strg_bytes, thin, force, progress },
+                )
             };
             let made = watched(create).map_err(with_flag)?;
             print::emit(|out| print::pool_made(out, pool, &made.info()))?;
@@ -39,7 +42,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             Ok(Outcome::Done)
         }
         Command::Grow { pool, size, force } => {
-            let grown = watched(|progress| grow(pool, *size, *force, progress)).map_err(with_flag)?;
+            let grown =
+                watched(|progress| grow(pool, *size, *force, progress)).map_err(with_flag)?;
             print::emit(|out| print::pool_grown(out, pool, &grown.info()))?;
             print::note_waiting(&grown);
             Ok(Outcome::Done)
@@ -70,7 +74,8 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
         VolumeCommand::Resize { pool, name, size, shrink } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let (pool, volume) = changed(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
+            let (pool, volume) =
+                changed(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
             print::emit(|out| print::volume_resized(out, &volume))?;
             print::note_waiting(&pool);
         }
@@ -81,8 +86,9 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
         VolumeCommand::Split { pool, name, into, force } => {
             let content = if *force { SplitContent::GiveUp } else { SplitContent::Refuse };
-            let (pool, parts) =
-                changed(pool, |pool, progress| pool.split_volume_with(name, into, content, progress))?;
+            let (pool, parts) = changed(pool, |pool, progress| {
+                pool.split_volume_with(name, into, content, progress)
+            })?;
             print::emit(|out| print::volume_split(out, name, &parts))?;
             print::note_waiting(&pool);
         }
@@ -154,7 +160,11 @@ pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
 
 /// How much more a volume will have, if there is one.
 fn growth(pool: &Pool, name: &str, size: VolumeSize) -> VolumeSize {
-    let has = pool.volumes().into_iter().find(|volume| volume.name == name).map(|volume| volume.size_bytes);
+    let has = pool
+        .volumes()
+        .into_iter()
+        .find(|volume| volume.name == name)
+        .map(|volume| volume.size_bytes);
     match (size, has) {
         (VolumeSize::Bytes(wanted), Some(has)) => VolumeSize::Bytes(wanted.saturating_sub(has)),
         (_, None) => VolumeSize::Bytes(0),
@@ -246,7 +256,12 @@ fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     Ok(outcome(report.is_clean()))
 }
 
-fn repair(path: &Path, dry_run: bool, give_up: Option<&str>, output: &Output) -> anyhow::Result<Outcome> {
+fn repair(
+    path: &Path,
+    dry_run: bool,
+    give_up: Option<&str>,
+    output: &Output,
+) -> anyhow::Result<Outcome> {
     let report = watched(|progress| Pool::repair_with(path, dry_run, give_up, progress))?;
     if output.json {
         print::json(&print::RepairOutput::new(&report, dry_run))?

@@ -66,7 +66,8 @@ impl<'a> InfoReport<'a> {
         if holder.is_none() {
             // As the next who opens it will have it.
             let available_bytes = info.free_bytes + waiting_bytes;
-            let reserved_bytes = info.strg_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
+            let reserved_bytes =
+                info.strg_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
             info.lendable_bytes = available_bytes - reserved_bytes;
         }
         let (free_space, durability_meaning) = (pool.free_space(), info.durability.meaning());
@@ -125,7 +126,11 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "format       version {}", info.format_version)?;
     writeln!(out, "state        {}{}", report.state, findings_of(report))?;
     writeln!(out, "durability   {} ({})", info.durability.name(), report.durability_meaning)?;
-    writeln!(out, "thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" })?;
+    writeln!(
+        out,
+        "thin         {}",
+        if info.thin { "yes: free chunks take no room" } else { "no" }
+    )?;
     if report.lost_blocks_bytes > 0 {
         let lost = Size(report.lost_blocks_bytes).rounded();
         writeln!(
@@ -148,7 +153,11 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "  volumes    {} in {}", Size(info.volume_bytes).rounded(), info.volumes)?;
     writeln!(out, "  scrubbing  {}", Size(info.scrubbing_bytes).rounded())?;
     if info.damaged_bytes > 0 {
-        writeln!(out, "  damaged    {} (owner unknown; kept as it is)", Size(info.damaged_bytes).rounded())?;
+        writeln!(
+            out,
+            "  damaged    {} (owner unknown; kept as it is)",
+            Size(info.damaged_bytes).rounded()
+        )?;
     }
     writeln!(out, "  retired    {}", Size(info.retired_bytes).rounded())?;
     writeln!(out, "  metadata   {}", Size(info.metadata_bytes).rounded())?;
@@ -159,15 +168,25 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     )?;
     writeln!(out, "lendable     {}", Size(info.lendable_bytes).rounded())?;
     if report.waiting_bytes > 0 {
-        writeln!(out, "to be erased {}{}", Size(report.waiting_bytes).rounded(), who_erases(report))?;
+        writeln!(
+            out,
+            "to be erased {}{}",
+            Size(report.waiting_bytes).rounded(),
+            who_erases(report)
+        )?;
     }
     Ok(())
 }
 
 fn findings_of(report: &InfoReport) -> String {
     let (path, count) = (report.path.display(), report.findings as u64);
-    let more = if report.is_damaged() { "; nothing can be changed before it is repaired" } else { "" };
-    if count == 0 { String::new() } else { format!(": {}, see `pmvol check {path}`{more}", findings(count)) }
+    let more =
+        if report.is_damaged() { "; nothing can be changed before it is repaired" } else { "" };
+    if count == 0 {
+        String::new()
+    } else {
+        format!(": {}, see `pmvol check {path}`{more}", findings(count))
+    }
 }
 
 pub(crate) fn findings(count: u64) -> String {
@@ -391,10 +410,18 @@ pub(crate) fn arena_findings(out: Out<'_>, prefix: &str, btt: &btt::Report) -> i
             writeln!(out, "{prefix}arena {number}: and {more} more")?;
         }
         if arena.redo > 0 {
-            writeln!(out, "{prefix}arena {number}: note: {} map entries to redo from the log", arena.redo)?;
+            writeln!(
+                out,
+                "{prefix}arena {number}: note: {} map entries to redo from the log",
+                arena.redo
+            )?;
         }
         if arena.error_sectors > 0 {
-            writeln!(out, "{prefix}arena {number}: note: {} sector(s) marked as lost", arena.error_sectors)?;
+            writeln!(
+                out,
+                "{prefix}arena {number}: note: {} sector(s) marked as lost",
+                arena.error_sectors
+            )?;
         }
     }
     Ok(())

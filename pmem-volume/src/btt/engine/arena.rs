@@ -177,7 +177,8 @@ impl Arena {
     /// Makes durable what nobody would redo who went on with these lanes and knew nothing of them: the words of the map that
     /// they changed last. All others are durable, or are made so before an entry that counts forgets them.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
-        let changed = self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
+        let changed =
+            self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
 
@@ -204,7 +205,8 @@ impl Arena {
         let mut failed = Vec::new();
         let mut first = sectors.start;
         while first < sectors.end {
-            let end = (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
+            let end =
+                (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
             let locked = common.locks.lock(self.map.words_of(&(first..end)));
             let before = failed.len();
             for sector in first..end {
@@ -291,10 +293,16 @@ fn redo(
 }
 
 /// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves one of them whole.
-fn set_error_flag(space: &impl Media, info: &ArenaInfo, source: InfoSource) -> Result<(), MediaError> {
+fn set_error_flag(
+    space: &impl Media,
+    info: &ArenaInfo,
+    source: InfoSource,
+) -> Result<(), MediaError> {
     let (from, other) = match source {
         InfoSource::Second => (info.copy_at, info.start_bytes),
-        InfoSource::Both | InfoSource::Differ | InfoSource::First => (info.start_bytes, info.copy_at),
+        InfoSource::Both | InfoSource::Differ | InfoSource::First => {
+            (info.start_bytes, info.copy_at)
+        }
     };
     let mut block = InfoBytes::new_zeroed();
     space.read(from, block.as_mut_bytes())?;

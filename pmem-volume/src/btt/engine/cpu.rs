@@ -76,6 +76,11 @@ pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
 pub(super) fn wake_all(word: &AtomicU32) {
     // SAFETY: a system call that takes the address, and touches nothing there.
     unsafe {
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX)
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+            i32::MAX,
+        )
     };
 }

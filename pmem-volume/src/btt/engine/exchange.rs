@@ -88,7 +88,12 @@ impl<'a, S: Media> Exchange<'a, S, [Held<'a>; 1]> {
 
 impl<'a, S: Media> Exchange<'a, S, Taken<'a>> {
     /// Step 1, for as many of the wanted sectors as there are lanes.
-    pub(super) fn begin(common: &'a Common<S>, arena: &'a Arena, first: u32, wanted: usize) -> Self {
+    pub(super) fn begin(
+        common: &'a Common<S>,
+        arena: &'a Arena,
+        first: u32,
+        wanted: usize,
+    ) -> Self {
         let lanes = arena.lanes.take(wanted.min(MAX_SECTORS), &arena.info, &common.readers);
         Self { common, arena, first, lanes, locked: None }
     }
@@ -156,7 +161,9 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         let changed_last =
             self.lanes.as_ref().iter().map(|held| map.words_of(&(held.sector..held.sector + 1)));
         joined(changed_last).try_for_each(|words| space.begin_persist(words, pending))?;
-        for (held, data) in self.lanes.as_ref().iter().zip(bytes.chunks_exact(info.sector_bytes as usize)) {
+        for (held, data) in
+            self.lanes.as_ref().iter().zip(bytes.chunks_exact(info.sector_bytes as usize))
+        {
             space.store_bulk(info.block_at(held.block), data, pending)?;
         }
         Ok(())
@@ -189,7 +196,12 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         let locked = self.locked.take().expect("it was logged before");
         let (first, lanes) = (self.first, self.lanes.as_ref());
         let new = |sector: u32, _| map::written(lanes[(sector - first) as usize].block);
-        self.arena.latch(self.arena.map.change(&self.common.space, self.sectors(), &locked, new))?;
+        self.arena.latch(self.arena.map.change(
+            &self.common.space,
+            self.sectors(),
+            &locked,
+            new,
+        ))?;
         for (sector, held) in (first..).zip(self.lanes.as_mut()) {
             let old = held.old;
             held.advance(self.arena.second_slot, sector, old);
@@ -233,8 +245,8 @@ mod tests {
             (&[[8, 16], [0, 8]], &[[8, 16], [0, 8]]),
         ];
         for (ranges, expected) in cases {
-            let found =
-                joined(ranges.iter().map(|[start, end]| *start..*end)).map(|run| [run.start, run.end]);
+            let found = joined(ranges.iter().map(|[start, end]| *start..*end))
+                .map(|run| [run.start, run.end]);
             assert_eq!(found.collect::<Vec<_>>(), expected, "{ranges:?}");
         }
     }

@@ -102,7 +102,10 @@ impl Lanes {
     /// Takes lanes that nobody has, and whose blocks are whole, one after another.
     #[inline]
     fn free(&self) -> impl Iterator<Item = Held<'_>> {
-        self.in_turn().filter_map(|slot| slot.0.try_lock()).map(Held::new).filter(|held| !held.has_failed)
+        self.in_turn()
+            .filter_map(|slot| slot.0.try_lock())
+            .map(Held::new)
+            .filter(|held| !held.has_failed)
     }
 
     /// All slots, from where this thread starts to look.

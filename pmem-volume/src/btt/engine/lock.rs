@@ -51,8 +51,12 @@ impl<T> Lock<T> {
     /// Takes the lock, if nobody has it.
     #[inline]
     pub(super) fn try_lock(&self) -> Option<LockGuard<'_, T>> {
-        let taken =
-            self.state.compare_exchange(FREE, HELD, cpu::taking(Ordering::Acquire), Ordering::Relaxed);
+        let taken = self.state.compare_exchange(
+            FREE,
+            HELD,
+            cpu::taking(Ordering::Acquire),
+            Ordering::Relaxed,
+        );
         taken.is_ok().then(|| LockGuard(self, PhantomData))
     }
 

@@ -91,7 +91,10 @@ impl Map {
         change: impl Fn(u32, u32) -> u32,
     ) -> Result<(), MediaError> {
         let words = self.words_of(&sectors);
-        assert!(locked.words.start <= words.start && words.end <= locked.words.end, "the lines are locked");
+        assert!(
+            locked.words.start <= words.start && words.end <= locked.words.end,
+            "the lines are locked"
+        );
         let mut sector = sectors.start;
         while sector < sectors.end {
             let at = self.word_at(sector);

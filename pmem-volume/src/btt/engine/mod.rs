@@ -229,12 +229,15 @@ impl<S: Media> Engine<S> {
     fn open_next(&mut self, place: walk::Place) -> Result<(), EngineError> {
         let (arena, first_sector) = (self.places.len(), self.sectors);
         let place = match place {
-            Ok((info, source)) => {
-                Place::Arena(Box::new(Arena::open(&self.common, (arena, first_sector), (info, source))?))
-            }
+            Ok((info, source)) => Place::Arena(Box::new(Arena::open(
+                &self.common,
+                (arena, first_sector),
+                (info, source),
+            )?)),
             Err(missing) => {
-                let sectors =
-                    missing.sectors(self.sector_bytes).expect("it was checked that its end is known");
+                let sectors = missing
+                    .sectors(self.sector_bytes)
+                    .expect("it was checked that its end is known");
                 let Missing { start_bytes, why, .. } = missing;
                 Place::Missing { arena, start_bytes, first_sector, sectors, why }
             }
@@ -318,7 +321,8 @@ impl<S: Media> Engine<S> {
         let zeros = [0; exchange::MAX_SECTORS * 512];
         let mut rest = self.inside(sectors)?;
         while !rest.is_empty() {
-            let count = (rest.end - rest.start).min(zeros.len() as u64 / u64::from(self.sector_bytes));
+            let count =
+                (rest.end - rest.start).min(zeros.len() as u64 / u64::from(self.sector_bytes));
             self.write(rest.start, &zeros[..count as usize * self.sector_bytes as usize])?;
             rest.start += count;
         }
@@ -374,7 +378,10 @@ impl<S: Media> Engine<S> {
 
     /// Cuts sectors of the volume into those of arenas.
     #[inline]
-    fn parts(&self, mut rest: Range<u64>) -> impl Iterator<Item = (Result<&Arena, EngineError>, Range<u32>)> {
+    fn parts(
+        &self,
+        mut rest: Range<u64>,
+    ) -> impl Iterator<Item = (Result<&Arena, EngineError>, Range<u32>)> {
         std::iter::from_fn(move || {
             if rest.is_empty() {
                 return None;
@@ -382,7 +389,9 @@ impl<S: Media> Engine<S> {
             let place = match &self.places[..] {
                 // Most volumes.
                 [only] => only,
-                places => &places[places.partition_point(|place| place.sectors().end <= rest.start)],
+                places => {
+                    &places[places.partition_point(|place| place.sectors().end <= rest.start)]
+                }
             };
             let all = place.sectors();
             let end = rest.end.min(all.end);
@@ -398,7 +407,9 @@ impl Place {
     #[inline]
     fn sectors(&self) -> Range<u64> {
         match self {
-            Place::Arena(arena) => arena.first_sector..arena.first_sector + u64::from(arena.info.sectors),
+            Place::Arena(arena) => {
+                arena.first_sector..arena.first_sector + u64::from(arena.info.sectors)
+            }
             Place::Missing { first_sector, sectors, .. } => *first_sector..first_sector + sectors,
         }
     }

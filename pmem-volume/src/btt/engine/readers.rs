@@ -30,7 +30,10 @@ pub(super) struct Hold<'a>(&'a Slot);
 
 impl Readers {
     pub(super) fn new(slots: usize) -> Self {
-        Self { slots: (0..slots).map(|_| Slot(AtomicU64::new(FREE))).collect(), used: AtomicUsize::new(0) }
+        Self {
+            slots: (0..slots).map(|_| Slot(AtomicU64::new(FREE))).collect(),
+            used: AtomicUsize::new(0),
+        }
     }
 
     /// Says that this thread is about to read a block. The map is to be looked at afterwards.
@@ -44,7 +47,8 @@ impl Readers {
                 self.used.fetch_max(number + 1, Ordering::SeqCst);
             }
             let slot = &self.slots[number];
-            let claim = slot.0.compare_exchange(FREE, block_at, Ordering::SeqCst, Ordering::Relaxed);
+            let claim =
+                slot.0.compare_exchange(FREE, block_at, Ordering::SeqCst, Ordering::Relaxed);
             if claim.is_ok() {
                 cpu::set_last_slot(number);
                 cpu::fence_behind_locked();

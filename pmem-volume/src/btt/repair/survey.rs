@@ -53,8 +53,13 @@ pub(super) struct Survey {
 pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
     let lanes = survey_flog(space, info)?;
     let redo: BTreeMap<_, _> = lanes.iter().filter_map(|lane| lane.redo).collect();
-    let mut survey =
-        Survey { lanes, outside: vec![], shared: BTreeMap::new(), nobodys: vec![], error_sectors: 0 };
+    let mut survey = Survey {
+        lanes,
+        outside: vec![],
+        shared: BTreeMap::new(),
+        nobodys: vec![],
+        error_sectors: 0,
+    };
     let mut named = BlockSet::new(info.blocks);
     each_entry(space, info, |sector, entry| {
         let decoded = decode_map(sector, entry);
@@ -73,7 +78,8 @@ pub(super) fn survey(space: &impl Media, info: &ArenaInfo) -> Result<Option<Surv
         }
     }
     survey.nobodys = named.iter_missing().take(MAX_MENDED + 1).collect();
-    if survey.outside.len() + survey.shared.len() > MAX_MENDED || survey.nobodys.len() > MAX_MENDED {
+    if survey.outside.len() + survey.shared.len() > MAX_MENDED || survey.nobodys.len() > MAX_MENDED
+    {
         return Ok(None);
     }
     survey.find_owners(space, info, &redo)?;
@@ -128,7 +134,8 @@ fn each_entry(
 fn survey_flog(space: &impl Media, info: &ArenaInfo) -> Result<Vec<Lane>, MediaError> {
     let mut bytes = vec![0; (u64::from(info.lanes) * FLOG_GROUP_BYTES) as usize];
     space.read(info.flog_at, &mut bytes)?;
-    let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
+    let groups =
+        <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
     let second = likely_second_slot(groups);
     // Torn entries of the map are pending as well, which takes a look at the whole of it.
     let redo = recover(space, info)?.redo;
@@ -143,7 +150,9 @@ fn survey_lane(
     redo: &BTreeMap<u32, u32>,
 ) -> Result<Lane, MediaError> {
     let damaged = Lane { free: None, redo: None, hints: hints(group) };
-    let Some(second) = second.filter(|second| is_padded(group, *second)) else { return Ok(damaged) };
+    let Some(second) = second.filter(|second| is_padded(group, *second)) else {
+        return Ok(damaged);
+    };
     let pair = [&group.entries[0], &group.entries[second]];
     let Some(entry) = newest(pair).map(|newest| pair[newest]) else { return Ok(damaged) };
     let (sector, old, new) =
@@ -151,14 +160,16 @@ fn survey_lane(
     if sector >= info.sectors || old >= info.blocks || new >= info.blocks {
         return Ok(damaged);
     }
-    let is_pending =
-        old != new && (redo.get(&sector) == Some(&new) || read_map(space, info, sector)?.block == old);
+    let is_pending = old != new
+        && (redo.get(&sector) == Some(&new) || read_map(space, info, sector)?.block == old);
     Ok(Lane { free: Some(old), redo: is_pending.then_some((sector, new)), ..damaged })
 }
 
 fn hints(group: &FlogGroupBytes) -> Vec<u32> {
     let used = group.entries.iter().filter(|entry| entry.as_bytes().iter().any(|byte| *byte != 0));
-    used.flat_map(|entry| [entry.old_map, entry.new_map]).map(|block| block.get() & MAP_BLOCK).collect()
+    used.flat_map(|entry| [entry.old_map, entry.new_map])
+        .map(|block| block.get() & MAP_BLOCK)
+        .collect()
 }
 
 /// Which slot is the second one in use: where lanes disagree, that of most. `None`: of hardly any.

@@ -58,9 +58,13 @@ fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>
     let found = check(media).unwrap();
     assert_eq!(format!("{found:?}"), format!("{:?}", repair.after), "it is not what was said");
     let after = sectors(media);
-    for (sector, bytes) in right.iter().filter(|(sector, bytes)| before.get(sector) == Some(bytes)) {
+    for (sector, bytes) in right.iter().filter(|(sector, bytes)| before.get(sector) == Some(bytes))
+    {
         if give_up == GiveUp::Nothing {
-            assert!(after.get(sector) == Some(bytes), "sector L{sector} was right, and is not: {repair:?}");
+            assert!(
+                after.get(sector) == Some(bytes),
+                "sector L{sector} was right, and is not: {repair:?}"
+            );
         }
     }
     assert!(plan(media, give_up).mendings.is_empty(), "a second repair would go on");
@@ -94,7 +98,8 @@ fn set_flog(media: &MemoryMedia, arena: &ArenaInfo, lane: u64, slot: u64, field:
 fn every_bit_of_an_info_block_is_restored_from_its_copy() {
     let media = formatted(4096);
     let good = media.to_bytes();
-    let places = [(START_BYTES, Finding::FirstInfo), (VOLUME_BYTES - INFO_BYTES, Finding::SecondInfo)];
+    let places =
+        [(START_BYTES, Finding::FirstInfo), (VOLUME_BYTES - INFO_BYTES, Finding::SecondInfo)];
     for (block, finding) in places {
         for byte in (0..120).chain(4088..4096) {
             for bit in 0..8 {
@@ -148,7 +153,8 @@ fn lanes_that_make_no_sense_get_the_blocks_that_nobody_has() {
         let before = blocks(&media);
         // Of a lane that wrote once, one that wrote often, and one that never did.
         for lane in [0, 7, 100] {
-            for (field, value) in [(0, MAP_BLOCK), (1, MAP_BLOCK - 1), (2, u32::MAX), (3, 9), (3, 0), (3, 4)]
+            for (field, value) in
+                [(0, MAP_BLOCK), (1, MAP_BLOCK - 1), (2, u32::MAX), (3, 9), (3, 0), (3, 4)]
             {
                 let media = MemoryMedia::from_bytes(&good);
                 (0..4).for_each(|slot| set_flog(&media, &arena, lane, slot, field, value));
@@ -234,8 +240,11 @@ fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
     let stores = &repair.mendings[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);
-        for (at, bytes) in
-            stores.iter().enumerate().filter(|(number, _)| *number != missing).map(|(_, store)| store)
+        for (at, bytes) in stores
+            .iter()
+            .enumerate()
+            .filter(|(number, _)| *number != missing)
+            .map(|(_, store)| store)
         {
             media.store(*at, bytes).unwrap();
         }
@@ -356,10 +365,16 @@ fn a_map_that_is_lost_is_left_and_costs_no_memory() {
 #[test]
 fn the_second_arena_is_repaired_by_itself() {
     let media = MemoryMedia::new(2 * VOLUME_BYTES);
-    crate::btt::Layout::new(VOLUME_BYTES, 4096, uuid::Uuid::from_u128(4)).unwrap().format(&media).unwrap();
+    crate::btt::Layout::new(VOLUME_BYTES, 4096, uuid::Uuid::from_u128(4))
+        .unwrap()
+        .format(&media)
+        .unwrap();
     let extension = crate::btt::extend(&media, 2 * VOLUME_BYTES).unwrap().unwrap();
     extension.format(&media).unwrap();
-    extension.link().into_iter().for_each(|(at, word)| media.store(at, &word.to_le_bytes()).unwrap());
+    extension
+        .link()
+        .into_iter()
+        .for_each(|(at, word)| media.store(at, &word.to_le_bytes()).unwrap());
     let second = arenas(&media)[1].clone().unwrap().0;
     set_flog(&media, &second, 9, 0, 3, 7);
     let damaged = media.to_bytes();
@@ -408,8 +423,9 @@ fn verify_points(points: &[CrashPoint], right: &BTreeMap<u64, Vec<u8>>) -> Resul
                 return Err(failed(format!("{report:?}")));
             }
             let read = sectors(&image);
-            let wrong =
-                right.iter().find(|(sector, bytes)| **sector != 20 && read.get(sector) != Some(bytes));
+            let wrong = right
+                .iter()
+                .find(|(sector, bytes)| **sector != 20 && read.get(sector) != Some(bytes));
             if let Some((sector, _)) = wrong {
                 return Err(failed(format!("sector L{sector} is not what it was")));
             }
@@ -469,8 +485,11 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
         let now = flog(&killed);
         let group_bytes = FLOG_GROUP_BYTES as usize;
         let lanes = before.chunks(group_bytes).zip(now.chunks(group_bytes)).enumerate();
-        let wrote: Vec<_> = lanes.filter(|(_, (before, now))| before != now).map(|(lane, _)| lane).collect();
-        for at in wrote.iter().flat_map(|lane| [8, 24].map(|at| *lane as u64 * FLOG_GROUP_BYTES + at)) {
+        let wrote: Vec<_> =
+            lanes.filter(|(_, (before, now))| before != now).map(|(lane, _)| lane).collect();
+        for at in
+            wrote.iter().flat_map(|lane| [8, 24].map(|at| *lane as u64 * FLOG_GROUP_BYTES + at))
+        {
             Media::store_word(&killed, arena.flog_at + at, u64::MAX).unwrap();
             killed.persist_range(arena.flog_at + at..arena.flog_at + at + 8).unwrap();
         }
@@ -489,7 +508,9 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
         let repair = plan(killed, GiveUp::Nothing);
         assert!(repair.after.is_clean() && !repair.mendings.is_empty(), "{repair:?}");
         carry_out(&repair, killed);
-        for image in killed.take_points().iter().flat_map(|point| point.images(40, &mut Random::new(7))) {
+        for image in
+            killed.take_points().iter().flat_map(|point| point.images(40, &mut Random::new(7)))
+        {
             images += 1;
             plan(&image, GiveUp::Nothing).carry_out(&image).unwrap();
             let report = check(&image).unwrap();
@@ -497,8 +518,9 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
                 return Err(format!("killed at {number}: {report:?}"));
             }
             // What a damaged lane wrote may be lost with it: only it knew that the map was not durable.
-            let wrong =
-                sectors(&image).into_iter().find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);
+            let wrong = sectors(&image)
+                .into_iter()
+                .find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);
             if let Some((sector, _)) = wrong {
                 return Err(format!("killed at {number}: sector L{sector} is not what it was"));
             }

@@ -40,8 +40,9 @@ pub(crate) fn not_durable(noted: &[Noted]) -> Vec<Range<usize>> {
             Noted::Stored(range) => in_caches.push(range.clone()),
             Noted::Streamed(range) => on_their_way.push(range.clone()),
             Noted::WrittenBack(lines) => {
-                let is_covered =
-                    |stored: &mut Range<usize>| lines.start <= stored.start && stored.end <= lines.end;
+                let is_covered = |stored: &mut Range<usize>| {
+                    lines.start <= stored.start && stored.end <= lines.end
+                };
                 on_their_way.extend(in_caches.extract_if(.., is_covered));
             }
             Noted::Fenced => on_their_way.clear(),

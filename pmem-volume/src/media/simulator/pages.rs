@@ -57,7 +57,10 @@ impl Pages {
             let (start, page) = (number * PAGE_BYTES, Arc::clone(page));
             (0..PAGE_WORDS).map(move |word| (start + word as u64 * 8, page[word]))
         };
-        self.pages.range(numbers).flat_map(in_page).filter(move |(at, word)| *word != 0 && range.contains(at))
+        self.pages
+            .range(numbers)
+            .flat_map(in_page)
+            .filter(move |(at, word)| *word != 0 && range.contains(at))
     }
 
     /// Nothing is left from `offset_bytes` on.

@@ -55,7 +55,12 @@ impl Media for OfClass {
         self.note_store(offset_bytes, bytes.len());
         self.file.store(offset_bytes, bytes)
     }
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
         self.store(offset_bytes, bytes)?;
         if self.class != Durability::Volatile {
             pending.add(offset_bytes..offset_bytes + bytes.len() as u64);
@@ -90,7 +95,8 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
         .create_volume("data", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt)
         .unwrap();
     let asked = Arc::new(Mutex::new(Asked::default()));
-    let media = |file| Box::new(OfClass { file, class: said, asked: Arc::clone(&asked) }) as Box<dyn Media>;
+    let media =
+        |file| Box::new(OfClass { file, class: said, asked: Arc::clone(&asked) }) as Box<dyn Media>;
     let pool = Pool::open_on(&fixture.path(), media).unwrap();
     let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
     for (first, sectors) in [(5, 1), (5, 3), (1000, 1)] {
@@ -118,7 +124,8 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
 fn fragmented(fixture: &Fixture) -> u64 {
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(60 * MIB).unwrap();
-    let every_other = memory.iter().flat_map(|e| e.run().ids()).filter(|c| c.0 % 2 == 0).map(Extent::chunk);
+    let every_other =
+        memory.iter().flat_map(|e| e.run().ids()).filter(|c| c.0 % 2 == 0).map(Extent::chunk);
     pool.free_memory(&every_other.collect::<Vec<_>>()).unwrap();
     // Not as a BTT: its map would lie in the last chunk.
     let info = pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
@@ -144,7 +151,8 @@ fn all_that_is_stored_across_a_border_of_extents_is_named() {
         let fixture = Fixture::new();
         let border = fragmented(&fixture);
         let asked = Arc::new(Mutex::new(Asked::default()));
-        let media = |file| Box::new(OfClass { file, class, asked: Arc::clone(&asked) }) as Box<dyn Media>;
+        let media =
+            |file| Box::new(OfClass { file, class, asked: Arc::clone(&asked) }) as Box<dyn Media>;
         let pool = Pool::open_on(&fixture.path(), media).unwrap();
         let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
         *asked.lock().unwrap() = Asked::default();
@@ -152,7 +160,11 @@ fn all_that_is_stored_across_a_border_of_extents_is_named() {
             engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
             let asked = asked.lock().unwrap();
             let left_out = &asked.left_out;
-            assert!(left_out.is_empty(), "{}: {sectors} from {first} on: {left_out:x?}", class.name());
+            assert!(
+                left_out.is_empty(),
+                "{}: {sectors} from {first} on: {left_out:x?}",
+                class.name()
+            );
             // The words of the map, of which none is durable yet.
             assert!(asked.stored.len() >= sectors / 2, "{:x?}", asked.stored);
         }

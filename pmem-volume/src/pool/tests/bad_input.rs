@@ -46,7 +46,10 @@ fn ext4_head() -> Vec<u8> {
 /// A BTT volume's bytes, outside of any pool.
 fn btt_raw() -> Vec<u8> {
     let media = MemoryMedia::new(18 * MIB);
-    btt::Layout::new(18 * MIB, btt::SECTOR_BYTES, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
+    btt::Layout::new(18 * MIB, btt::SECTOR_BYTES, uuid::Uuid::from_u128(3))
+        .unwrap()
+        .format(&media)
+        .unwrap();
     media.to_bytes()
 }
 
@@ -77,7 +80,17 @@ fn a_pool_that_was_cut_or_made_longer_is_left_alone() {
     let fixture = Fixture::new();
     drop(fixture.create(POOL_BYTES, 0));
     let good = fs::read(fixture.path()).unwrap();
-    let cuts = [4096, 4097, 64 << 10, MIB, 2 * MIB - 1, 2 * MIB, 4 * MIB, POOL_BYTES - 4096, POOL_BYTES - 1];
+    let cuts = [
+        4096,
+        4097,
+        64 << 10,
+        MIB,
+        2 * MIB - 1,
+        2 * MIB,
+        4 * MIB,
+        POOL_BYTES - 4096,
+        POOL_BYTES - 1,
+    ];
     for bytes in cuts {
         fs::write(fixture.path(), &good[..bytes as usize]).unwrap();
         let numbers = [&*format!("has {bytes} bytes"), "16777216", "cut short", "Restore"];
@@ -128,7 +141,10 @@ fn what_a_name_or_a_size_must_be_is_said() {
     let before = whole(&fixture);
     let says = |error: PoolError, words: &[&str]| {
         let text = error.to_string();
-        assert!(words.iter().all(|word| text.contains(word)), "{text:?} does not say all of {words:?}");
+        assert!(
+            words.iter().all(|word| text.contains(word)),
+            "{text:?} does not say all of {words:?}"
+        );
     };
     let create = |name: &str, size_bytes| {
         pool.create_volume(name, VolumeSize::Bytes(size_bytes), VolumeFormat::Raw).unwrap_err()
@@ -140,7 +156,10 @@ fn what_a_name_or_a_size_must_be_is_said() {
     says(create("a", 2 * MIB), &["\"a\"", "exists already", "choose another name"]);
     says(pool.rename_volume("a", "a").unwrap_err(), &["that is its name already"]);
     for size_bytes in [0, 1, 4096, 2 * MIB - 1, 2 * MIB + 1, 3 * MIB] {
-        says(create("b", size_bytes), &["volume size", &size_bytes.to_string(), "multiple of 2 MiB"]);
+        says(
+            create("b", size_bytes),
+            &["volume size", &size_bytes.to_string(), "multiple of 2 MiB"],
+        );
         let error = pool.alloc_memory(size_bytes).unwrap_err();
         says(error, &["memory size", &size_bytes.to_string(), "multiple of 2 MiB"]);
     }

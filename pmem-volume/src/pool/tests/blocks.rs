@@ -40,7 +40,11 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
     let look = |path: &Path| Pool::open(path, OpenMode::ReadOnly).unwrap();
     assert_eq!(lost_bytes(&look(&original).findings_at_open()), 0);
     let run = |program: &str, arguments: &[&str]| {
-        Command::new(program).args(arguments).current_dir(folder.path()).status().is_ok_and(|s| s.success())
+        Command::new(program)
+            .args(arguments)
+            .current_dir(folder.path())
+            .status()
+            .is_ok_and(|s| s.success())
     };
     assert!(run("cp", &["--sparse=always", "--reflink=never", "pool", "copy"]));
     assert!(run("cp", &["--sparse=never", "--reflink=never", "pool", "dug"]));
@@ -72,9 +76,12 @@ fn pool_with_lost_blocks_reports_them_and_gets_new_ones() {
 fn repair_takes_lost_blocks() {
     let (folder, original) = pool_on_disk();
     let path = folder.path().join("copy");
-    let copied = Command::new("cp").arg("--sparse=always").args([&original, &path]).status().unwrap();
+    let copied =
+        Command::new("cp").arg("--sparse=always").args([&original, &path]).status().unwrap();
     assert!(copied.success() && allocated_bytes(&path) < 8 << 20);
-    assert!(Pool::repair(&path, true).unwrap().mended.iter().any(|line| line.contains("lost blocks")));
+    assert!(
+        Pool::repair(&path, true).unwrap().mended.iter().any(|line| line.contains("lost blocks"))
+    );
     assert!(allocated_bytes(&path) < 8 << 20, "a dry run takes none");
     assert!(Pool::repair(&path, false).unwrap().left.is_empty());
     assert!(allocated_bytes(&path) >= 32 << 20);
@@ -84,7 +91,8 @@ fn repair_takes_lost_blocks() {
 fn thin_pool_has_lost_nothing() {
     let folder = TempDir::new_in(".").unwrap();
     let path = folder.path().join("pool");
-    let options = CreateOptions { size_bytes: Some(32 << 20), thin: true, ..CreateOptions::default() };
+    let options =
+        CreateOptions { size_bytes: Some(32 << 20), thin: true, ..CreateOptions::default() };
     drop(Pool::create_with(&path, options).unwrap());
     let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
     assert_eq!(lost_bytes(&pool.findings_at_open()), 0);
@@ -95,10 +103,12 @@ fn thin_pool_has_lost_nothing() {
 fn pool_without_room_for_its_blocks_is_opened_read_only() {
     let folder = TempDir::new_in(".").unwrap();
     let path = folder.path().join("pool");
-    let free_bytes =
-        super::super::create::FileSystem::of(&File::open(folder.path()).unwrap()).unwrap().free_bytes;
+    let free_bytes = super::super::create::FileSystem::of(&File::open(folder.path()).unwrap())
+        .unwrap()
+        .free_bytes;
     let size_bytes = (free_bytes + (4 << 30)).next_multiple_of(CHUNK_BYTES);
-    let options = CreateOptions { size_bytes: Some(size_bytes), thin: true, ..CreateOptions::default() };
+    let options =
+        CreateOptions { size_bytes: Some(size_bytes), thin: true, ..CreateOptions::default() };
     match Pool::create_with(&path, options) {
         Ok(pool) => {
             // As a sparse copy of a pool that is not thin.

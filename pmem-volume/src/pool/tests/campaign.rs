@@ -23,7 +23,8 @@ impl Replay {
         if let Some(replay) = INSTEAD.with_borrow(Clone::clone) {
             return replay;
         }
-        std::env::var("PMEM_VOLUME_CRASH_SEED").map_or_else(|_| Self::default(), |text| Self::parse(&text))
+        std::env::var("PMEM_VOLUME_CRASH_SEED")
+            .map_or_else(|_| Self::default(), |text| Self::parse(&text))
     }
 
     /// Is one image, or some of them, to be opened again?
@@ -43,12 +44,16 @@ impl Replay {
         if self.is_wanted() {
             assert!(images > 0, "{self:?} names no image of this test");
         } else {
-            assert!(images >= least, "only {images} images and not {least}: the simulator sees too little");
+            assert!(
+                images >= least,
+                "only {images} images and not {least}: the simulator sees too little"
+            );
         }
     }
 
     fn parse(text: &str) -> Self {
-        let mut numbers = text.split(',').map(|number| number.trim().parse().expect("numbers with commas"));
+        let mut numbers =
+            text.split(',').map(|number| number.trim().parse().expect("numbers with commas"));
         let mut next = || numbers.next();
         let place = |number: Option<u64>| number.map(|number| number as usize);
         Self { seed: next(), step: place(next()), point: place(next()), image: place(next()) }
@@ -89,7 +94,9 @@ pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
         .filter(|n| !n.is_empty())
         .collect();
     let numbers = numbers.join(",");
-    format!("{error}\nPMEM_VOLUME_CRASH_SEED={seed},{step},{numbers} and the name of this test open it again")
+    format!(
+        "{error}\nPMEM_VOLUME_CRASH_SEED={seed},{step},{numbers} and the name of this test open it again"
+    )
 }
 
 static IMAGES: AtomicUsize = AtomicUsize::new(0);
@@ -186,7 +193,9 @@ impl Opened {
             for (number, image) in images.iter().enumerate() {
                 if self.is_wanted(image, false) {
                     verify(image).map_err(|error| {
-                        format!("after a crash in recovery (point {place}, image {number}): {error}")
+                        format!(
+                            "after a crash in recovery (point {place}, image {number}): {error}"
+                        )
                     })?;
                 }
             }
@@ -237,7 +246,8 @@ fn equal_images_are_verified_once_and_counted_once() {
         Ok(())
     };
     let mut opened = Opened::default();
-    let verify_points = |opened: &mut Opened| opened.verify_each(&points, 100, &mut Random::new(1), &verify);
+    let verify_points =
+        |opened: &mut Opened| opened.verify_each(&points, 100, &mut Random::new(1), &verify);
     assert_eq!(verify_points(&mut opened).unwrap(), 16);
     let seen: HashSet<Digest> = calls.borrow().iter().copied().collect();
     assert_eq!((calls.take().len(), seen.len()), (16, 16));
@@ -255,8 +265,9 @@ fn an_image_is_found_again_by_its_numbers() {
         (0..40).for_each(|word| media.store_word(word * 8, word + 1).unwrap());
         media.take_points()
     };
-    let words =
-        |image: &Simulator| (0..40).map(|word| image.load_word(word * 8).unwrap()).collect::<Vec<_>>();
+    let words = |image: &Simulator| {
+        (0..40).map(|word| image.load_word(word * 8).unwrap()).collect::<Vec<_>>()
+    };
     let seen = || {
         let seen = std::sync::Mutex::new(Vec::new());
         let keep = |image: &Simulator| {
@@ -267,7 +278,8 @@ fn an_image_is_found_again_by_its_numbers() {
         seen.into_inner().unwrap()
     };
     assert_eq!(seen(), seen());
-    let wrong = |image: &Simulator| if words(image)[7] == 8 { Err("seven".to_owned()) } else { Ok(()) };
+    let wrong =
+        |image: &Simulator| if words(image)[7] == 8 { Err("seven".to_owned()) } else { Ok(()) };
     let error = verify_each(&points(), 50, &mut Random::new(5), &wrong).unwrap_err();
     assert!(error.starts_with("point 0, image ") && error.ends_with(": seven"), "{error}");
     let (point_and_image, _) = error.split_once(':').unwrap();

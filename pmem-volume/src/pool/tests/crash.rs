@@ -35,7 +35,10 @@ pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc
     new_pool_of(CHUNKS, change)
 }
 
-pub(super) fn new_pool_of(chunks: u32, change: impl Fn(&mut Superblock)) -> (Simulator, Arc<OtherPool>) {
+pub(super) fn new_pool_of(
+    chunks: u32,
+    change: impl Fn(&mut Superblock),
+) -> (Simulator, Arc<OtherPool>) {
     let media = Simulator::new(u64::from(chunks) * CHUNK_BYTES);
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = SLOTS;
@@ -75,7 +78,9 @@ pub(super) fn fill_volume(media: &Simulator, pool: &Arc<OtherPool>, name: &str) 
 pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<OtherPool>, name: &str, from: u32) {
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
-        for (index, chunk) in (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from) {
+        for (index, chunk) in
+            (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from)
+        {
             media.store_word(chunk.offset_bytes(), mark_of(volume.info().uuid, index)).unwrap();
             media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
         }
@@ -178,7 +183,11 @@ pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), Stri
 }
 
 /// The same, where only so many chunks of a volume have content, from its first; the others read as zeros.
-pub(super) fn verify_marked(image: &Simulator, allowed: &[&Volumes], marks: &Marks) -> Result<(), String> {
+pub(super) fn verify_marked(
+    image: &Simulator,
+    allowed: &[&Volumes],
+    marks: &Marks,
+) -> Result<(), String> {
     verify_content(image, allowed, &|volume| marks.get(&volume.uuid).copied())
 }
 
@@ -201,14 +210,17 @@ fn verify_content(
             verify_fresh(image, &volume)?;
         }
         if volume.info().format == VolumeFormat::Raw {
-            let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
+            let places =
+                volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
             let marked = marked.unwrap_or(Marked::own(volume.info(), 0));
             for (index, chunk) in places {
                 let word = Media::load_word(image, chunk.offset_bytes()).unwrap();
                 if index < marked.chunks && word != mark_of(marked.origin, marked.first + index) {
                     return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
                 }
-                if index >= marked.chunks && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
+                if index >= marked.chunks
+                    && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0
+                {
                     return Err(format!("volume {name} can read what chunk {chunk} held before"));
                 }
             }
@@ -247,7 +259,11 @@ pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(
     let metadata_bytes = u64::from(pool.superblock.metadata_chunks()) * CHUNK_BYTES;
     let free = info.total_bytes - metadata_bytes - u64::from(owned) * CHUNK_BYTES;
     if image.file_bytes() != info.total_bytes {
-        return Err(format!("the file has {} bytes and the pool {}", image.file_bytes(), info.total_bytes));
+        return Err(format!(
+            "the file has {} bytes and the pool {}",
+            image.file_bytes(),
+            info.total_bytes
+        ));
     }
     if info.free_bytes != free {
         return Err(format!("{} bytes are free and {free} should be", info.free_bytes));
@@ -371,7 +387,8 @@ fn erasing_a_volume_before_its_record_is_gone_is_found_out() {
         let run = pool.open_volume("v").unwrap().extents()[0].run;
         media.erase(&[run.byte_range()]).unwrap();
         let empty = volume_record::empty_record(table::Slot(0), 9);
-        mirrored::write(media, pool.superblock.volume_record_offsets(table::Slot(0)), &empty).unwrap();
+        mirrored::write(media, pool.superblock.volume_record_offsets(table::Slot(0)), &empty)
+            .unwrap();
     });
     assert!(error.contains("has lost chunk"), "{error}");
 }
@@ -394,9 +411,13 @@ fn a_record_before_its_chunks_is_found_out() {
             created_unix_s: 1,
         };
         record.sequence = empty.sequence.get() + 1;
-        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &record.to_bytes()).unwrap();
+        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &record.to_bytes())
+            .unwrap();
         let run = Run { start: ChunkId(6), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
     });
-    assert!(error.contains("does not open") && error.contains("lacks 2 of its 2 chunks"), "{error}");
+    assert!(
+        error.contains("does not open") && error.contains("lacks 2 of its 2 chunks"),
+        "{error}"
+    );
 }

@@ -36,12 +36,14 @@ impl Start {
         let lent = pool.alloc_memory(3 * CHUNK_BYTES).unwrap();
         fill_memory(&media, &lent);
         let volumes = pool.volumes();
-        let marks = volumes.iter().map(|v| (v.uuid, Marked::own(v, (v.size_bytes / CHUNK_BYTES) as u32)));
+        let marks =
+            volumes.iter().map(|v| (v.uuid, Marked::own(v, (v.size_bytes / CHUNK_BYTES) as u32)));
         Self { media, pool, lent, marks: RefCell::new(marks.collect()) }
     }
 
     fn split(&self, name: &str, parts: [(&str, VolumeSize); 2]) {
-        let whole = self.pool.volumes().into_iter().find(|volume| volume.name == name).unwrap().uuid;
+        let whole =
+            self.pool.volumes().into_iter().find(|volume| volume.name == name).unwrap().uuid;
         let parts = parts.map(|(name, size)| (name.to_owned(), size));
         let parts = self.pool.split_volume(name, &parts, SplitContent::Refuse).unwrap();
         split_marks(&mut self.marks.borrow_mut(), whole, &parts);
@@ -69,9 +71,21 @@ pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("delete and make", delete_and_make, 6100),
     ("delete, scrub and make", delete_scrub_and_make, 6200),
     ("rename", |s| drop(s.pool.rename_volume("v", "a-longer-name").unwrap()), 1700),
-    ("grow a raw volume", |s| drop(s.pool.resize_volume("v", bytes(7), Shrink::Refuse).unwrap()), 2500),
-    ("shrink a raw volume", |s| drop(s.pool.resize_volume("v", bytes(1), Shrink::Allow).unwrap()), 1600),
-    ("grow a BTT volume", |s| drop(s.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap()), 5800),
+    (
+        "grow a raw volume",
+        |s| drop(s.pool.resize_volume("v", bytes(7), Shrink::Refuse).unwrap()),
+        2500,
+    ),
+    (
+        "shrink a raw volume",
+        |s| drop(s.pool.resize_volume("v", bytes(1), Shrink::Allow).unwrap()),
+        1600,
+    ),
+    (
+        "grow a BTT volume",
+        |s| drop(s.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap()),
+        5800,
+    ),
     ("split a raw volume", |s| s.split("v", [("v", bytes(1)), ("y", VolumeSize::Remaining)]), 6900),
     ("split a BTT volume", split_a_btt_volume, 22000),
     ("open after a crash", |s| drop(open(&s.media).unwrap()), 480),
@@ -138,9 +152,11 @@ fn open_after_much(start: &Start) {
     let flip = |at: u64| media.store_word(at, media.load_word(at).unwrap() ^ 1 << 40).unwrap();
     flip(layout::SUPERBLOCK_OFFSETS[1] + 72);
     flip(superblock.volume_record_offsets(Slot(0))[0] + 64);
-    let entry = |chunk: u32| layout::CHUNK_TABLE_OFFSET + u64::from(chunk) * layout::CHUNK_ENTRY_BYTES;
+    let entry =
+        |chunk: u32| layout::CHUNK_TABLE_OFFSET + u64::from(chunk) * layout::CHUNK_ENTRY_BYTES;
     flip(entry(4) + 8);
-    let left = [Owner::Volume { slot: Slot(0), index: 3 }, Owner::Volume { slot: Slot(3), index: 0 }];
+    let left =
+        [Owner::Volume { slot: Slot(0), index: 3 }, Owner::Volume { slot: Slot(3), index: 0 }];
     for (chunk, owner) in (20..).map(ChunkId).zip(left) {
         media.store_word(entry(chunk.0), encode_owner(chunk, owner)).unwrap();
         media.store_word(chunk.offset_bytes() + 8, 7).unwrap();
@@ -157,7 +173,8 @@ fn grow_the_pool(start: &Start) {
     let size_bytes = u64::from(CHUNKS + 3) * CHUNK_BYTES;
     let new = grow::plan(&pool.superblock, size_bytes).unwrap();
     let grown =
-        grow::carry_out(&start.media, &pool.superblock, &new, |media| Ok(media.grown(size_bytes))).unwrap();
+        grow::carry_out(&start.media, &pool.superblock, &new, |media| Ok(media.grown(size_bytes)))
+            .unwrap();
     drop(open(&grown).unwrap());
 }
 

@@ -1,6 +1,8 @@
 //! Crashes while a pool grows: it has its old size or the new one, and all of its content.
 
-use super::crash::{Volumes, fill_volume, new_pool_with, open, say_images, verify_points, volumes_of};
+use super::crash::{
+    Volumes, fill_volume, new_pool_with, open, say_images, verify_points, volumes_of,
+};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 
@@ -47,7 +49,8 @@ fn a_pool_has_its_old_size_or_the_new_one_and_all_of_its_volumes() {
         let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
         assert_eq!(new.chunk_table_offset == u64::from(CHUNKS) * CHUNK_BYTES, moves);
         media.record();
-        let grown = grow::carry_out(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
+        let grown =
+            grow::carry_out(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
         // What Pool::grow() does last.
         drop(open(&grown).unwrap());
         let sizes = sizes_seen(&media, &volumes, 160).unwrap();
@@ -118,13 +121,19 @@ fn a_pool_on_a_file_grows_and_keeps_what_it_has() {
         let before = fixture.image();
         let refused = |bytes| Pool::grow(&fixture.path(), bytes).unwrap_err();
         for bytes in [0, 62 * MIB, 64 * MIB, 65 * MIB, MAX_POOL_BYTES + CHUNK_BYTES] {
-            assert!(matches!(refused(bytes), PoolError::Size { value, .. } if value == bytes), "{bytes}");
+            assert!(
+                matches!(refused(bytes), PoolError::Size { value, .. } if value == bytes),
+                "{bytes}"
+            );
         }
         assert!(matches!(refused(MAX_POOL_BYTES), PoolError::FileSystemFull { .. }));
         assert!(before == fixture.image());
 
         let pool = Pool::grow(&fixture.path(), 96 * MIB).unwrap();
-        assert!(matches!(Pool::open(&fixture.path(), OpenMode::ReadOnly), Err(PoolError::InUse { .. })));
+        assert!(matches!(
+            Pool::open(&fixture.path(), OpenMode::ReadOnly),
+            Err(PoolError::InUse { .. })
+        ));
         assert_eq!((pool.uuid(), pool.volumes()), (uuid, vec![made]));
         assert_eq!((pool.info().total_bytes, pool.info().free_bytes), (96 * MIB, 32 * MIB));
         assert_states_add_up(&pool.info());
@@ -157,7 +166,10 @@ fn a_table_that_does_not_fit_moves_to_what_is_new_or_the_growth_is_refused() {
     // Another table right behind it, in the same chunk.
     let mut crowded = Superblock::new(uuid::Uuid::nil(), 0, 100, 0);
     crowded.volume_table_offsets[1] = CHUNK_BYTES + 1600;
-    assert_eq!(grow::plan(&crowded, 101 * CHUNK_BYTES).unwrap().chunk_table_offset, 100 * CHUNK_BYTES);
+    assert_eq!(
+        grow::plan(&crowded, 101 * CHUNK_BYTES).unwrap().chunk_table_offset,
+        100 * CHUNK_BYTES
+    );
 }
 
 #[test]
@@ -167,7 +179,9 @@ fn a_growth_that_a_crash_stopped_is_seen_and_put_right() {
     let new = grow::plan(&pool.superblock, 96 * MIB).unwrap();
     grow::announce(pool.media(), &pool.superblock, &new).unwrap();
     drop(pool);
-    let resize = |bytes| OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap();
+    let resize = |bytes| {
+        OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap()
+    };
     for file_bytes in [64 * MIB, 80 * MIB, 96 * MIB] {
         resize(file_bytes);
         let report = fixture.check();

@@ -31,13 +31,20 @@ fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize
     for (number, kill) in kills.iter().enumerate() {
         let media = kill.killed();
         media.record();
-        let pool = open(&media).unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
+        let pool =
+            open(&media).unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
         let opened = volumes_of(&pool);
-        assert!([&before, &after, &between].contains(&&opened), "{what}, killed at {number}: {opened:?}");
+        assert!(
+            [&before, &after, &between].contains(&&opened),
+            "{what}, killed at {number}: {opened:?}"
+        );
         if makes_another {
             // Where all slots are taken, there is none to use again.
             let made = pool.create_volume("another", bytes(3), VolumeFormat::Raw);
-            assert!(matches!(made, Ok(_) | Err(PoolError::NoVolumeSlot { .. })), "{what}: {made:?}");
+            assert!(
+                matches!(made, Ok(_) | Err(PoolError::NoVolumeSlot { .. })),
+                "{what}: {made:?}"
+            );
         }
         let made = volumes_of(&pool);
         let allowed = [&before, &after, &between, &made];

@@ -2,8 +2,8 @@
 
 use super::campaign::{Replay, replay_as, seeds, verify_each};
 use super::crash::{
-    Marked, Marks, fill_blocks, fill_memory, fill_volume_from, new_pool_of, open, split_marks, verify_marked,
-    volumes_of,
+    Marked, Marks, fill_blocks, fill_memory, fill_volume_from, new_pool_of, open, split_marks,
+    verify_marked, volumes_of,
 };
 use super::*;
 use crate::media::simulator::{Random, Simulator};
@@ -44,7 +44,8 @@ impl World {
 
     fn pick_volume(&self, random: &mut Random) -> Option<VolumeInfo> {
         let mut volumes = self.pool.volumes();
-        (!volumes.is_empty()).then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
+        (!volumes.is_empty())
+            .then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
     }
 
     /// Does one random thing, and says what. What is refused, because the pool is full, a name is taken or the like,
@@ -199,7 +200,9 @@ impl World {
                 VolumeFormat::Raw if had < chunks => {
                     fill_volume_from(&self.media, &self.pool, &volume.name, had);
                 }
-                VolumeFormat::Btt if had < chunks => fill_blocks(&self.media, &self.pool, &volume.name),
+                VolumeFormat::Btt if had < chunks => {
+                    fill_blocks(&self.media, &self.pool, &volume.name)
+                }
                 _ => {}
             }
             marked.insert(volume.uuid, Marked::own(&volume, chunks));
@@ -214,7 +217,9 @@ fn verify_strg(pool: &OtherPool, strg_bytes: u64) -> Result<(), String> {
     let kept_bytes = strg_bytes.saturating_sub(info.volume_bytes);
     let available_bytes = info.free_bytes + info.scrubbing_bytes;
     if info.strg_bytes != strg_bytes || available_bytes < kept_bytes {
-        return Err(format!("of {strg_bytes} bytes for volumes {kept_bytes} are to be kept: {info:?}"));
+        return Err(format!(
+            "of {strg_bytes} bytes for volumes {kept_bytes} are to be kept: {info:?}"
+        ));
     }
     let lendable_bytes = available_bytes - kept_bytes;
     if info.lendable_bytes != lendable_bytes {
@@ -260,10 +265,13 @@ fn random_operations_survive_a_crash_at_every_persist() {
                 };
                 // Of its own, so that this step alone opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
-                images += verify_each(&points, BOUND, &mut of_step, &judge)
-                    .unwrap_or_else(|error| panic!("{what}: {}", replay_as(&seed.to_string(), step, &error)));
+                images +=
+                    verify_each(&points, BOUND, &mut of_step, &judge).unwrap_or_else(|error| {
+                        panic!("{what}: {}", replay_as(&seed.to_string(), step, &error))
+                    });
             }
-            verify_strg(&world.pool, world.strg_bytes).unwrap_or_else(|error| panic!("{what}: {error}"));
+            verify_strg(&world.pool, world.strg_bytes)
+                .unwrap_or_else(|error| panic!("{what}: {error}"));
             world.fill_new();
         }
     }

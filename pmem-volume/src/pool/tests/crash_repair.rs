@@ -22,7 +22,9 @@ fn survives_crashes(
     fill_volume(&media, &pool, "v");
     let volumes = volumes_of(&pool);
     let superblock = pool.superblock.clone();
-    damage(&|at, wrong_bits| media.store_word(at, media.load_word(at).unwrap() ^ wrong_bits).unwrap());
+    damage(&|at, wrong_bits| {
+        media.store_word(at, media.load_word(at).unwrap() ^ wrong_bits).unwrap()
+    });
     media.persist_range(0..media.len_bytes()).unwrap();
     drop(pool);
     media.record();
@@ -41,7 +43,8 @@ fn survives_crashes(
 #[test]
 fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
     let records = VOLUME_TABLE_OFFSETS;
-    let mend_it = |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
+    let mend_it =
+        |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
     // A record in halves, and a word of the pool's own.
     let both = |flip: &dyn Fn(u64, u64)| {
         flip(records[0] + 48, 1 << 3);
@@ -54,7 +57,10 @@ fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
         flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
         flip(entry(4), 1 << 17);
     };
-    assert_eq!(survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))), 4);
+    assert_eq!(
+        survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))),
+        4
+    );
     // Words that are nobody's only once the gap has been filled.
     let nobodys = |flip: &dyn Fn(u64, u64)| {
         both(flip);
@@ -62,7 +68,10 @@ fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
         flip(entry(9), 1 << 60);
         flip(entry(10), table::encode_owner(ChunkId(10), Owner::Free));
     };
-    assert_eq!(survives_crashes(nobodys, mend_it, |image, superblock| drop(mend_it(image, superblock))), 5);
+    assert_eq!(
+        survives_crashes(nobodys, mend_it, |image, superblock| drop(mend_it(image, superblock))),
+        5
+    );
 }
 
 #[test]
@@ -97,7 +106,8 @@ const DAMAGES: u64 = 250;
 
 /// Damages a few words, in ways that a repair knows and in others.
 fn damage_something(media: &Simulator, random: &mut Random) {
-    let flip = |at: u64, bits: u64| media.store_word(at, media.load_word(at).unwrap() ^ bits).unwrap();
+    let flip =
+        |at: u64, bits: u64| media.store_word(at, media.load_word(at).unwrap() ^ bits).unwrap();
     for _ in 0..random.below(5) + 1 {
         let bit = 1 << random.below(64);
         let chunk = random.below(u64::from(CHUNKS)) as u32;
@@ -161,5 +171,8 @@ fn a_crash_in_the_repair_of_random_damage_changes_nothing_of_its_outcome() {
         }
     }
     replay.count(images, 950);
-    assert!(mended > 50 && left > 20, "{mended} mended and {left} left: one of them is hardly tried");
+    assert!(
+        mended > 50 && left > 20,
+        "{mended} mended and {left} left: one of them is hardly tried"
+    );
 }

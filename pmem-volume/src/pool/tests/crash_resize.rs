@@ -47,7 +47,11 @@ fn sectors(pool: &Arc<Pool<impl Media>>) -> u64 {
 }
 
 /// Images of a BTT volume that grew: record and BTT change together.
-fn verify_growth(points: &[CrashPoint], sectors_of: [u64; 2], held: &[u64]) -> Result<usize, String> {
+fn verify_growth(
+    points: &[CrashPoint],
+    sectors_of: [u64; 2],
+    held: &[u64],
+) -> Result<usize, String> {
     let judge = |image: &Simulator| {
         // Who only looks sees what the next open will make of it.
         let look = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
@@ -104,8 +108,9 @@ fn grow_wrongly(
     let extents = volume_extents(&all);
     let space = Space { media: &media, extents: &extents };
     let before = volume_extents(&[old]);
-    let extension =
-        btt::extend(&Space { media: &media, extents: &before }, record.size_bytes()).unwrap().unwrap();
+    let extension = btt::extend(&Space { media: &media, extents: &before }, record.size_bytes())
+        .unwrap()
+        .unwrap();
     media.record();
     pool.mark(&[added], |place| table::Owner::Volume { slot, index: OLD + place }).unwrap();
     extension.format(&space).unwrap();
@@ -132,8 +137,12 @@ fn linking_arenas_without_the_log_is_found_out() {
 #[test]
 fn a_record_before_the_arenas_are_linked_is_found_out() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
-        mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes())
-            .unwrap();
+        mirrored::write(
+            media,
+            pool.superblock.volume_record_offsets(record.slot),
+            &record.to_bytes(),
+        )
+        .unwrap();
         let words = pool.growth_words(space, extension, record).unwrap();
         redo_log::commit(media, &pool.superblock, &words).unwrap();
     });
@@ -179,7 +188,8 @@ fn an_index_that_is_given_again_before_it_was_disowned_is_found_out() {
     let shrunk = VolumeRecord { sequence: shrunk.sequence + 1, chunks: 3, ..shrunk };
     let grown = VolumeRecord { sequence: shrunk.sequence + 1, chunks: 4, ..shrunk.clone() };
     let write = |record: &VolumeRecord| {
-        mirrored::write(&media, pool.superblock.volume_record_offsets(slot), &record.to_bytes()).unwrap();
+        mirrored::write(&media, pool.superblock.volume_record_offsets(slot), &record.to_bytes())
+            .unwrap();
     };
     write(&shrunk);
     // Missing: the owner word of the chunk that it lost becomes scrub, persist.
@@ -338,11 +348,15 @@ fn sizes_that_cannot_be_are_refused_and_change_nothing() {
     pool.create_volume("btt", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
     pool.create_volume("raw", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
     let before = fixture.image();
-    let refused =
-        |name: &str, bytes| pool.resize_volume(name, VolumeSize::Bytes(bytes), Shrink::Refuse).unwrap_err();
+    let refused = |name: &str, bytes| {
+        pool.resize_volume(name, VolumeSize::Bytes(bytes), Shrink::Refuse).unwrap_err()
+    };
     let says = |error: PoolError, words: &[&str]| {
         let text = error.to_string();
-        assert!(words.iter().all(|word| text.contains(word)), "{text:?} does not say all of {words:?}");
+        assert!(
+            words.iter().all(|word| text.contains(word)),
+            "{text:?} does not say all of {words:?}"
+        );
     };
     says(refused("btt", 0), &["volume size 0", "multiple of 2 MiB"]);
     says(refused("btt", 21 * MIB), &["22020096", "multiple of 2 MiB"]);

@@ -3,14 +3,16 @@
 use std::collections::BTreeMap;
 
 use super::crash::{
-    Replay, Volumes, fill_blocks, new_pool_of, open, open_for, verify_each, verify_fresh, verify_space,
-    volumes_of,
+    Replay, Volumes, fill_blocks, new_pool_of, open, open_for, verify_each, verify_fresh,
+    verify_space, volumes_of,
 };
 use super::*;
 use crate::btt::{self, Engine};
 use crate::media::Media;
 use crate::media::simulator::{Random, Simulator};
-use crate::pool::split::{batches, finish, format_parts, name_chunks, settle_records, unformatted_runs};
+use crate::pool::split::{
+    batches, finish, format_parts, name_chunks, settle_records, unformatted_runs,
+};
 use crate::pool::table::Slot;
 use crate::pool::{SplitContent, SplitError};
 use crate::progress::{Progress, Task};
@@ -36,7 +38,8 @@ fn mark(index: u64) -> u64 {
 fn with_raw_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 5);
     for (name, chunks) in [("x", 1), ("v", 2), ("w", 1)] {
-        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw)
+            .unwrap();
     }
     pool.resize_volume("v", VolumeSize::Bytes(6 * CHUNK_BYTES), Shrink::Refuse).unwrap();
     let volume = pool.open_volume("v").unwrap();
@@ -55,7 +58,9 @@ fn raw_parts() -> [(String, VolumeSize); 3] {
 }
 
 fn after_raw() -> Volumes {
-    [("x", 1), ("w", 1), ("v", 1), ("b", 3), ("c", 2)].map(|(name, chunks)| (name.to_owned(), chunks)).into()
+    [("x", 1), ("w", 1), ("v", 1), ("b", 3), ("c", 2)]
+        .map(|(name, chunks)| (name.to_owned(), chunks))
+        .into()
 }
 
 fn words_of(pool: &Arc<OtherPool>, name: &str) -> Result<Vec<u64>, String> {
@@ -103,7 +108,8 @@ fn a_raw_volume_is_split_whole_or_not_at_all() {
     assert_eq!(parts.iter().map(|v| v.name.as_str()).collect::<Vec<_>>(), ["v", "b", "c"]);
     assert_eq!(volumes_of(&pool), after_raw());
     assert_states_add_up(&pool.info());
-    let images = verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
+    let images =
+        verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
     Replay::from_environment().count(images, 730);
     // They are volumes like any other.
     pool.delete_volume("b").unwrap();
@@ -113,7 +119,11 @@ fn a_raw_volume_is_split_whole_or_not_at_all() {
     verify_space(&media, &pool).unwrap();
 }
 
-fn plan(pool: &OtherPool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<volume_record::VolumeRecord> {
+fn plan(
+    pool: &OtherPool,
+    slot: Slot,
+    parts: &[(String, VolumeSize)],
+) -> Vec<volume_record::VolumeRecord> {
     let chunks: Vec<u32> = parts
         .iter()
         .map(|(_, size)| match size {
@@ -125,7 +135,11 @@ fn plan(pool: &OtherPool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<vol
 }
 
 /// What the records make of the volume's chunks.
-fn entries(pool: &OtherPool, slot: Slot, records: &[volume_record::VolumeRecord]) -> (Parts, Vec<Slot>) {
+fn entries(
+    pool: &OtherPool,
+    slot: Slot,
+    records: &[volume_record::VolumeRecord],
+) -> (Parts, Vec<Slot>) {
     let mut chunks = pool.lock_state().volumes[&slot].chunk_ids().collect::<Vec<_>>().into_iter();
     let parts = records.iter().map(|record| {
         let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
@@ -360,7 +374,9 @@ fn a_pool_is_used_while_parts_are_erased() {
     let pool = fixture.create(640 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(600 * MIB), VolumeFormat::Btt).unwrap();
     let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
-    (0..engine.sectors()).step_by(1000).for_each(|sector| engine.write(sector, &old_sector(sector)).unwrap());
+    (0..engine.sectors())
+        .step_by(1000)
+        .for_each(|sector| engine.write(sector, &old_sector(sector)).unwrap());
     drop(engine);
     let mut heard = Vec::new();
     let mut progress = |now: Progress| {
@@ -378,7 +394,10 @@ fn a_pool_is_used_while_parts_are_erased() {
         let volume = pool.open_volume(name).unwrap();
         let mut bytes = vec![0; volume.size_bytes() as usize];
         volume.read(0, &mut bytes).unwrap();
-        assert!(!bytes.chunks(4096).any(|page| page.ends_with(&[0xcd; 64])), "{name} shows old content");
+        assert!(
+            !bytes.chunks(4096).any(|page| page.ends_with(&[0xcd; 64])),
+            "{name} shows old content"
+        );
     }
     drop(pool);
     assert!(fixture.check().is_clean());
@@ -416,7 +435,10 @@ fn parts_that_cannot_be_are_refused_and_change_nothing() {
     let bytes = |name: &str, mib: u64| (name.to_owned(), VolumeSize::Bytes(mib * MIB));
     let refused = |name: &str, parts: &[(String, VolumeSize)], words: &[&str]| {
         let text = pool.split_volume(name, parts, SplitContent::Refuse).unwrap_err().to_string();
-        assert!(words.iter().all(|word| text.contains(word)), "{text:?} does not say all of {words:?}");
+        assert!(
+            words.iter().all(|word| text.contains(word)),
+            "{text:?} does not say all of {words:?}"
+        );
     };
     refused("nothing", &[bytes("a", 4), rest("b")], &["no volume \"nothing\""]);
     refused("raw", &[], &["\"raw\"", "0 part(s)", "two at least"]);
@@ -440,7 +462,8 @@ fn parts_that_cannot_be_are_refused_and_change_nothing() {
     refused("raw", &[bytes("a", 4), rest("b")], &["in use"]);
     drop(volume);
     assert!(before == fixture.image());
-    let volumes = pool.split_volume("btt", &[bytes("btt", 18), rest("b")], SplitContent::Refuse).unwrap();
+    let volumes =
+        pool.split_volume("btt", &[bytes("btt", 18), rest("b")], SplitContent::Refuse).unwrap();
     assert_eq!(volumes.iter().map(|v| v.size_bytes / MIB).collect::<Vec<_>>(), [18, 22]);
     drop(pool);
     assert!(fixture.check().is_clean());

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use uuid::Uuid;
 
 use super::crash::{
-    Volumes, fill_memory, must_be_found_out, new_pool_of, open, verify_each, verify_marked, verify_points,
-    volumes_of,
+    Volumes, fill_memory, must_be_found_out, new_pool_of, open, verify_each, verify_marked,
+    verify_points, volumes_of,
 };
 use super::*;
 use crate::btt;
@@ -31,14 +31,16 @@ fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> Volum
 }
 
 fn write_record(media: &Simulator, pool: &OtherPool, record: &VolumeRecord) {
-    mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes()).unwrap();
+    mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes())
+        .unwrap();
 }
 
 #[test]
 fn a_slot_that_is_used_again_before_its_chunks_are_disowned_is_found_out() {
     let error = must_be_found_out(|media, pool| {
         let slot = Slot(0);
-        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9)).unwrap();
+        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9))
+            .unwrap();
         // Missing: its owner words become scrub, persist.
         let run = Run { start: ChunkId(8), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
@@ -88,8 +90,12 @@ fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
 fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
     let error = must_be_found_out(|media, pool| {
         let slot = Slot(1);
-        let make =
-            |at| pool.mark(&[Run { start: ChunkId(at), chunks: 1 }], |index| Owner::Volume { slot, index });
+        let make = |at| {
+            pool.mark(&[Run { start: ChunkId(at), chunks: 1 }], |index| Owner::Volume {
+                slot,
+                index,
+            })
+        };
         make(8).unwrap();
         // Missing: its owner word becomes scrub, persist, before anything else.
         make(10).unwrap();
@@ -116,7 +122,8 @@ fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
     media.record();
     pool.create_volume("v", all, VolumeFormat::Raw).unwrap();
     let after = volumes_of(&pool);
-    let judge = |image: &Simulator| verify_marked(image, &[&Volumes::new(), &after], &BTreeMap::new());
+    let judge =
+        |image: &Simulator| verify_marked(image, &[&Volumes::new(), &after], &BTreeMap::new());
     let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &judge)
         .expect_err("the wrong order went unnoticed");
     assert!(error.contains("held before") || error.contains("old content"), "{error}");

@@ -5,8 +5,8 @@ use std::mem::offset_of;
 use super::*;
 use crate::btt;
 use crate::pool::layout::{
-    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
-    VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes,
+    VOLUME_RECORD_BYTES, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 use crate::pool::table::{Owner, Slot, encode_owner, encode_wear};
 
@@ -90,18 +90,26 @@ fn other_versions_and_unknown_features_are_refused() {
     for version in [0, 2, u32::MAX] {
         with_superblock(&fixture, |s| s.version.set(version));
         let error = fixture.open_error(OpenMode::ReadOnly);
-        assert!(matches!(error, PoolError::Version { version: found, supported: 1, .. } if found == version));
+        assert!(
+            matches!(error, PoolError::Version { version: found, supported: 1, .. } if found == version)
+        );
     }
     with_superblock(&fixture, |s| {
         s.version.set(1);
         s.features_incompatible.set(4);
     });
-    assert!(matches!(fixture.open_error(OpenMode::ReadOnly), PoolError::Features { features: 4, .. }));
+    assert!(matches!(
+        fixture.open_error(OpenMode::ReadOnly),
+        PoolError::Features { features: 4, .. }
+    ));
     with_superblock(&fixture, |s| {
         s.features_incompatible.set(0);
         s.features_read_only.set(8);
     });
-    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Features { features: 8, .. }));
+    assert!(matches!(
+        fixture.open_error(OpenMode::ReadWrite),
+        PoolError::Features { features: 8, .. }
+    ));
     assert!(fixture.check().is_clean(), "reading does not need them");
     with_superblock(&fixture, |s| {
         s.features_read_only.set(0);
@@ -214,15 +222,18 @@ fn a_table_that_was_zeroed_is_damage_and_not_an_empty_pool() {
     fixture.overwrite(CHUNK_TABLE_OFFSET, &[0; 4096]);
     assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
     let fixture = with_volume();
-    VOLUME_TABLE_OFFSETS.iter().for_each(|at| fixture.overwrite(*at, &[0; VOLUME_RECORD_BYTES as usize]));
+    VOLUME_TABLE_OFFSETS
+        .iter()
+        .for_each(|at| fixture.overwrite(*at, &[0; VOLUME_RECORD_BYTES as usize]));
     assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
 }
 
 #[test]
 fn two_owners_of_one_index_and_a_lost_index_are_found() {
     let fixture = with_volume();
-    let owner =
-        |chunk, owner| fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
+    let owner = |chunk, owner| {
+        fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes())
+    };
     let of_volume = |index| Owner::Volume { slot: Slot(0), index };
     let pool = fixture.open();
     let first = pool.open_volume("data").unwrap().extents()[0].run.start;
@@ -247,7 +258,11 @@ fn two_owners_of_one_index_and_a_lost_index_are_found() {
 
     owner(0, Owner::Free);
     assert!(
-        fixture.check().pool.iter().any(|f| matches!(f, Finding::MetadataTaken { chunk: ChunkId(0), .. }))
+        fixture
+            .check()
+            .pool
+            .iter()
+            .any(|f| matches!(f, Finding::MetadataTaken { chunk: ChunkId(0), .. }))
     );
     assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
 }
@@ -255,8 +270,9 @@ fn two_owners_of_one_index_and_a_lost_index_are_found() {
 #[test]
 fn leftovers_of_unfinished_operations_are_erased_and_freed() {
     let fixture = with_volume();
-    let owner =
-        |chunk, owner| fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
+    let owner = |chunk, owner| {
+        fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes())
+    };
     // Of a volume that was being made, of one that was being grown, of a table that was being moved, unscrubbed.
     let leftovers = [
         Owner::Volume { slot: Slot(5), index: 0 },
@@ -296,7 +312,10 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
     fs::write(fixture.path(), &with_log).unwrap();
 
     let report = fixture.check();
-    assert_eq!(report.pool, [Finding::LogPending { entries: 2 }, Finding::Unscrubbed { chunks: 1 }]);
+    assert_eq!(
+        report.pool,
+        [Finding::LogPending { entries: 2 }, Finding::Unscrubbed { chunks: 1 }]
+    );
     assert!(report.is_clean());
     let seen = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
     assert_eq!(
@@ -322,15 +341,20 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
         72,
     ] {
         fixture.flip(LOG_OFFSET + offset as u64, 4);
-        assert!(matches!(&fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { first, .. }
-            if matches!(**first, Finding::LogDamaged { .. })));
+        assert!(
+            matches!(&fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { first, .. }
+            if matches!(**first, Finding::LogDamaged { .. }))
+        );
         fixture.flip(LOG_OFFSET + offset as u64, 4);
     }
     // Transactions that would store into a free chunk, a superblock, the log itself, and behind the end.
     for at in [32 * MIB, 40, LOG_OFFSET, 64 * MIB, u64::MAX - 7] {
         redo_log::write_for_test(&media, &superblock, &[(at, 1)]);
         fs::write(fixture.path(), media.to_bytes()).unwrap();
-        assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }), "{at:#x}");
+        assert!(
+            matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }),
+            "{at:#x}"
+        );
     }
 }
 

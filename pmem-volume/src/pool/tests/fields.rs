@@ -11,8 +11,8 @@ use super::crash::{fill_volume, new_pool_of, open, open_for};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::layout::{
-    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogEntryBytes, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes,
-    VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogEntryBytes, LogHeaderBytes, SUPERBLOCK_OFFSETS,
+    SuperblockBytes, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 use crate::pool::mirrored::Mirrored;
 use crate::pool::table::{Owner, Slot, encode_owner, seal_for_test};
@@ -78,7 +78,8 @@ fn sample() -> Simulator {
         superblock.log_bytes = 4096;
     });
     for (name, chunks) in [("v", 3), ("w", 1)] {
-        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw)
+            .unwrap();
         fill_volume(&media, &pool, name);
     }
     drop(pool);
@@ -95,7 +96,9 @@ fn copy_of(media: &Simulator) -> Simulator {
 /// The variant's name, and for a superblock's field that one's.
 fn name_of(error: &PoolError) -> String {
     match error {
-        PoolError::SuperblockInvalid { source, .. } => format!("SuperblockInvalid {}", source.field),
+        PoolError::SuperblockInvalid { source, .. } => {
+            format!("SuperblockInvalid {}", source.field)
+        }
         PoolError::Damaged { first, .. } => {
             format!("Damaged {}", format!("{first:?}").split([' ', '{']).next().unwrap_or_default())
         }
@@ -117,7 +120,10 @@ fn outcome(image: &Simulator) -> String {
         Err(error) => {
             assert!(before == image.content(), "a refused open changed the media: {error}");
             let text = error.to_string();
-            assert!(text.contains("nothing was changed") || text.contains("use "), "no advice in {text:?}");
+            assert!(
+                text.contains("nothing was changed") || text.contains("use "),
+                "no advice in {text:?}"
+            );
             name_of(&error)
         }
         Ok(pool) => {
@@ -132,7 +138,9 @@ fn outcome(image: &Simulator) -> String {
                 .map(|f| format!("{f:?}").split([' ', '{']).next().unwrap_or_default().to_owned())
                 .collect();
             match pool.volumes().len() {
-                2 => format!("opens {}", names.into_iter().collect::<Vec<_>>().join(" ")).trim().to_owned(),
+                2 => format!("opens {}", names.into_iter().collect::<Vec<_>>().join(" "))
+                    .trim()
+                    .to_owned(),
                 volumes => format!("opens with {volumes} volumes"),
             }
         }
@@ -179,7 +187,9 @@ type Expected = &'static [(&'static str, &'static [&'static str])];
 fn assert_outcomes(what: &str, seen: &Outcomes, expected: Expected) {
     let expected: Outcomes = expected
         .iter()
-        .map(|(field, outcomes)| (*field, outcomes.iter().map(|outcome| (*outcome).to_owned()).collect()))
+        .map(|(field, outcomes)| {
+            (*field, outcomes.iter().map(|outcome| (*outcome).to_owned()).collect())
+        })
         .collect();
     for (field, outcomes) in seen {
         assert_eq!(Some(outcomes), expected.get(field), "{what}: {field}");
@@ -215,7 +225,8 @@ fn turn_word_sealed(media: &Simulator, chunk: ChunkId, is_wear: bool, bit: usize
 /// A transaction that was committed and not redone: the volume's last chunk moves to another place.
 fn transaction() -> [(u64, u64); 2] {
     let moved = Owner::Volume { slot: Slot(0), index: 2 };
-    [(LAST, Owner::Scrub), (OTHER, moved)].map(|(chunk, owner)| (entry_of(chunk), encode_owner(chunk, owner)))
+    [(LAST, Owner::Scrub), (OTHER, moved)]
+        .map(|(chunk, owner)| (entry_of(chunk), encode_owner(chunk, owner)))
 }
 
 /// The volume's last chunk, and a free one.
@@ -285,7 +296,10 @@ const SUPERBLOCK_SEALED: Expected = &[
         ],
     ),
     ("volume_record_bytes", &["SuperblockInvalid volume_record_bytes"]),
-    ("log_offset", &["Damaged LogDamaged", "SuperblockInvalid log_offset", "SuperblockInvalid offsets"]),
+    (
+        "log_offset",
+        &["Damaged LogDamaged", "SuperblockInvalid log_offset", "SuperblockInvalid offsets"],
+    ),
     ("log_bytes", &["SuperblockInvalid log_bytes", "SuperblockInvalid offsets", "opens"]),
     ("created_unix_s", &["opens"]),
     ("growing_to_bytes", &["SuperblockInvalid growing_to_bytes", "opens GrowthUnfinished"]),
@@ -299,7 +313,8 @@ fn a_superblock() {
         let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
         assert_all("one copy", &one, "opens SuperblockCopy");
     }
-    let turn_both = |m: &Simulator, bit| SUPERBLOCK_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
+    let turn_both =
+        |m: &Simulator, bit| SUPERBLOCK_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
     let mut both = outcomes(&media, &fields, &turn_both);
     let magic = both.remove("magic").unwrap();
     assert_eq!(magic, BTreeSet::from(["NotAPool".to_owned()]));
@@ -335,7 +350,8 @@ fn a_volume_record() {
         let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
         assert_all("one copy", &one, "opens VolumeRecordCopy");
     }
-    let turn_both = |m: &Simulator, bit| VOLUME_TABLE_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
+    let turn_both =
+        |m: &Simulator, bit| VOLUME_TABLE_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
     assert_all("both copies", &outcomes(&media, &fields, &turn_both), "Damaged VolumeRecordLost");
     let sealed = outcomes(&media, &but_the_checksum(fields), &turn_records);
     assert_outcomes("with a checksum that fits", &sealed, RECORD_SEALED);
@@ -362,8 +378,11 @@ const FREE_OWNER_SEALED: Expected = &[
 #[test]
 fn words_of_the_chunk_table() {
     let media = sample();
-    let chunks =
-        [(ChunkId(0), METADATA_OWNER_SEALED), (ChunkId(2), VOLUME_OWNER_SEALED), (OTHER, FREE_OWNER_SEALED)];
+    let chunks = [
+        (ChunkId(0), METADATA_OWNER_SEALED),
+        (ChunkId(2), VOLUME_OWNER_SEALED),
+        (OTHER, FREE_OWNER_SEALED),
+    ];
     for (chunk, sealed_owner) in chunks {
         let at = entry_of(chunk);
         let what = |word: &str| format!("{word} of {chunk}");

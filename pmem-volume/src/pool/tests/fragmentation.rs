@@ -85,7 +85,10 @@ fn a_million_random_operations_leave_large_extents_and_all_of_it_merges_again() 
              {free_large:.0} % of what is free, {lent_large:.0} % of what is lent",
             largest.map_or("none".to_owned(), |order| order.to_string()),
         );
-        assert!(largest >= Some(LARGE_ORDER - 1), "not even 512 MiB are free in one piece: {largest:?}");
+        assert!(
+            largest >= Some(LARGE_ORDER - 1),
+            "not even 512 MiB are free in one piece: {largest:?}"
+        );
         assert!(free_large > 20.0 && lent_large > 50.0, "{free_large} % and {lent_large} %");
         free.into_iter().chain(lent()).for_each(|extent| buddy.free(extent));
         assert_eq!(buddy.free_chunks(), CHUNKS);

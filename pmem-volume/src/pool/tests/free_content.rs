@@ -9,7 +9,10 @@ fn with_volume(folder: &Path) -> Fixture {
     let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
     let pool = fixture.create(32 * MIB, 0);
     pool.create_volume("v", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
-    pool.open_volume("v").unwrap().extents()[0].run.extents().for_each(|extent| fill(&pool, extent, 0x42));
+    pool.open_volume("v").unwrap().extents()[0]
+        .run
+        .extents()
+        .for_each(|extent| fill(&pool, extent, 0x42));
     fixture
 }
 
@@ -39,7 +42,9 @@ fn old_content_of_a_free_chunk_is_found_and_erased() {
         let done = Pool::repair(&fixture.path(), false).unwrap();
         assert_eq!((&dry.mended, &dry.left), (&done.mended, &done.left));
         assert!(
-            done.mended.iter().any(|text| text.starts_with("2 free chunk(s), the first of them C7,")),
+            done.mended
+                .iter()
+                .any(|text| text.starts_with("2 free chunk(s), the first of them C7,")),
             "{done:?}"
         );
         assert_eq!(done.left, [""; 0]);

@@ -59,12 +59,18 @@ fn who_gives_a_volume_up_gets_the_pool_back_and_reads_nothing_of_it() {
         let dry = give_up(&fixture, "raw", true).unwrap();
         assert!(before == fs::read(fixture.path()).unwrap(), "a dry run changed something");
         let done = give_up(&fixture, "raw", false).unwrap();
-        assert!(done.mended[0].contains("volume \"raw\", which lacks 1 of its 3 chunks"), "{done:?}");
+        assert!(
+            done.mended[0].contains("volume \"raw\", which lacks 1 of its 3 chunks"),
+            "{done:?}"
+        );
         assert_eq!((&dry.mended, &dry.left), (&done.mended, &done.left));
         assert_eq!(done.left, [""; 0]);
         assert!(fixture.check().is_clean());
         let pool = fixture.open();
-        assert_eq!(pool.volumes().iter().map(|volume| volume.name.as_str()).collect::<Vec<_>>(), ["btt"]);
+        assert_eq!(
+            pool.volumes().iter().map(|volume| volume.name.as_str()).collect::<Vec<_>>(),
+            ["btt"]
+        );
         let lent = pool.alloc_memory(pool.info().lendable_bytes).unwrap();
         assert!(lent.iter().any(|extent| extent.run().ids().any(|chunk| chunk == ChunkId(12))));
         assert!(lent.iter().all(|extent| is_zero(&pool, *extent)), "{lost:?}");
@@ -91,16 +97,25 @@ fn only_a_volume_that_lacks_chunks_is_given_up() {
     let before = fs::read(fixture.path()).unwrap();
     for dry_run in [true, false] {
         let error = give_up(&fixture, "btt", dry_run).unwrap_err();
-        assert!(matches!(&error, PoolError::VolumeLacksNothing { name } if name == "btt"), "{error}");
+        assert!(
+            matches!(&error, PoolError::VolumeLacksNothing { name } if name == "btt"),
+            "{error}"
+        );
         let error = give_up(&fixture, "other", dry_run).unwrap_err();
-        assert!(matches!(&error, PoolError::NoSuchVolume { known, .. } if known.len() == 2), "{error}");
+        assert!(
+            matches!(&error, PoolError::NoSuchVolume { known, .. } if known.len() == 2),
+            "{error}"
+        );
     }
     // What the log would store may be the volume's record.
     fixture.flip(layout::LOG_OFFSET + 24, 3);
     fixture.flip(layout::LOG_OFFSET + 25, 3);
     for dry_run in [true, false] {
         let report = give_up(&fixture, "raw", dry_run).unwrap();
-        assert!(report.mended.is_empty() && report.left[0].contains("log is damaged"), "{report:?}");
+        assert!(
+            report.mended.is_empty() && report.left[0].contains("log is damaged"),
+            "{report:?}"
+        );
     }
     fixture.flip(layout::LOG_OFFSET + 24, 3);
     fixture.flip(layout::LOG_OFFSET + 25, 3);
@@ -112,7 +127,8 @@ fn only_a_volume_that_lacks_chunks_is_given_up() {
 fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     let (media, pool) = new_pool_with(|_| {});
     for (name, chunks) in [("v", 3), ("w", 2)] {
-        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw)
+            .unwrap();
         fill_volume(&media, &pool, name);
     }
     let superblock = pool.superblock.clone();
@@ -123,8 +139,9 @@ fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     }
     media.persist_range(0..media.len_bytes()).unwrap();
     let kept = Volumes::from([("w".to_owned(), 2)]);
-    let give_up =
-        |image: &Simulator| mend_tables(image, &superblock, Some("v"), false, &mut vec![]).map(drop);
+    let give_up = |image: &Simulator| {
+        mend_tables(image, &superblock, Some("v"), false, &mut vec![]).map(drop)
+    };
     media.record();
     give_up(&media).unwrap();
     let judge = |image: &Simulator| {

@@ -19,7 +19,8 @@ const POOL_BYTES: u64 = 32 * MIB;
 /// A pool with a bit of everything: lent memory, a chunk to be scrubbed, a retired one, a BTT volume and a raw one.
 fn build() -> MemoryMedia {
     let media = MemoryMedia::new(POOL_BYTES);
-    let superblock = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
+    let superblock =
+        create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
     create::write_empty_pool(&media, &superblock).unwrap();
     let table = ChunkTable::new(&superblock);
     let volume = |slot, name: &str, format, chunks| VolumeRecord {
@@ -33,7 +34,8 @@ fn build() -> MemoryMedia {
         chunks,
         created_unix_s: 1_800_000_001,
     };
-    let (first, second) = (volume(0, "data", VolumeFormat::Btt, 9), volume(1, "größe", VolumeFormat::Raw, 1));
+    let (first, second) =
+        (volume(0, "data", VolumeFormat::Btt, 9), volume(1, "größe", VolumeFormat::Raw, 1));
     let owners = (2..11)
         .map(|chunk| (chunk, Owner::Volume { slot: Slot(0), index: chunk - 2 }))
         .chain([(11, Owner::Volume { slot: Slot(1), index: 0 })])
@@ -43,10 +45,14 @@ fn build() -> MemoryMedia {
         table.set_wear(&media, ChunkId(chunk), chunk * 100).unwrap();
     }
     for record in [&first, &second] {
-        mirrored::write(&media, superblock.volume_record_offsets(record.slot), &record.to_bytes()).unwrap();
+        mirrored::write(&media, superblock.volume_record_offsets(record.slot), &record.to_bytes())
+            .unwrap();
     }
     let part = MemoryMedia::new(first.size_bytes());
-    btt::Layout::new(first.size_bytes(), btt::SECTOR_BYTES, first.uuid).unwrap().format(&part).unwrap();
+    btt::Layout::new(first.size_bytes(), btt::SECTOR_BYTES, first.uuid)
+        .unwrap()
+        .format(&part)
+        .unwrap();
     media.store(2 * CHUNK_BYTES, &part.to_bytes()).unwrap();
     media
 }
@@ -63,7 +69,8 @@ fn this_version_writes_the_golden_image() {
 #[test]
 fn this_version_reads_the_golden_image() {
     let bytes = from_text(&fs::read_to_string(GOLDEN).unwrap(), POOL_BYTES);
-    let superblock = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
+    let superblock =
+        create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
     let open = |mode| {
         let media: Box<dyn Media> = Box::new(MemoryMedia::from_bytes(&bytes));
         Pool::from_media("golden".into(), mode, media, superblock.clone(), vec![]).unwrap()
@@ -72,14 +79,21 @@ fn this_version_reads_the_golden_image() {
     let report = pool.check().unwrap();
     assert_eq!(report.pool, [Finding::StillLent { chunks: 1 }, Finding::Unscrubbed { chunks: 1 }]);
     assert!(report.is_clean());
-    let volumes: Vec<_> = pool.volumes().into_iter().map(|v| (v.name, v.size_bytes, v.format)).collect();
+    let volumes: Vec<_> =
+        pool.volumes().into_iter().map(|v| (v.name, v.size_bytes, v.format)).collect();
     assert_eq!(
         volumes,
-        [("data".into(), 18 * MIB, VolumeFormat::Btt), ("größe".into(), 2 * MIB, VolumeFormat::Raw)]
+        [
+            ("data".into(), 18 * MIB, VolumeFormat::Btt),
+            ("größe".into(), 2 * MIB, VolumeFormat::Raw)
+        ]
     );
     let pool = open(OpenMode::ReadWrite);
     pool.scrub_all().unwrap();
     let info = pool.info();
     assert_eq!((info.free_bytes, info.memory_bytes, info.retired_bytes), (6 * MIB, 0, 2 * MIB));
-    assert_eq!((info.metadata_bytes, info.volume_bytes, info.strg_bytes), (4 * MIB, 20 * MIB, 4 * MIB));
+    assert_eq!(
+        (info.metadata_bytes, info.volume_bytes, info.strg_bytes),
+        (4 * MIB, 20 * MIB, 4 * MIB)
+    );
 }

@@ -46,7 +46,13 @@ impl Hooked {
     }
 
     fn reach(&self, at: u64, length: u64) -> Result<(), MediaError> {
-        match self.bad.lock().unwrap().as_ref().is_some_and(|bad| at < bad.end && bad.start < at + length) {
+        match self
+            .bad
+            .lock()
+            .unwrap()
+            .as_ref()
+            .is_some_and(|bad| at < bad.end && bad.start < at + length)
+        {
             true => Err(MediaError::Io {
                 operation: "read",
                 offset_bytes: at,

@@ -46,13 +46,13 @@ fn value() -> impl Strategy<Value = u64> {
 fn change() -> impl Strategy<Value = Change> {
     prop_oneof![
         (1..20usize, value()).prop_map(|(word, value)| Change::Superblock { word, value }),
-        (0..4u64, 1..31usize, value()).prop_map(|(slot, word, value)| Change::Record { slot, word, value }),
-        (0..16u32, 0..4u16, 0..12u32, 0..6u8).prop_map(|(chunk, slot, index, kind)| Change::Owner {
-            chunk,
+        (0..4u64, 1..31usize, value()).prop_map(|(slot, word, value)| Change::Record {
             slot,
-            index,
-            kind
+            word,
+            value
         }),
+        (0..16u32, 0..4u16, 0..12u32, 0..6u8)
+            .prop_map(|(chunk, slot, index, kind)| Change::Owner { chunk, slot, index, kind }),
         (0..(4 * MIB / 8), value()).prop_map(|(word, value)| Change::Anything { word, value }),
         (0..(18 * MIB / 8), value()).prop_map(|(word, value)| Change::Btt { word, value }),
         prop::collection::vec((value(), value()), 0..5).prop_map(|words| Change::Log { words }),
@@ -70,7 +70,9 @@ fn seal_at<T: mirrored::Mirrored>(bytes: &mut [u8], at: u64, word: usize, value:
 fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
     match change {
         Change::Superblock { word, value } => {
-            SUPERBLOCK_OFFSETS.iter().for_each(|at| seal_at::<SuperblockBytes>(bytes, *at, *word, *value));
+            SUPERBLOCK_OFFSETS
+                .iter()
+                .for_each(|at| seal_at::<SuperblockBytes>(bytes, *at, *word, *value));
         }
         Change::Record { slot, word, value } => VOLUME_TABLE_OFFSETS.iter().for_each(|table| {
             seal_at::<VolumeRecordBytes>(bytes, table + slot * VOLUME_RECORD_BYTES, *word, *value);
@@ -91,7 +93,8 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
             bytes[*word as usize * 8..][..8].copy_from_slice(&value.to_le_bytes());
         }
         Change::Btt { word, value } => {
-            bytes[2 * CHUNK_BYTES as usize + *word as usize * 8..][..8].copy_from_slice(&value.to_le_bytes());
+            bytes[2 * CHUNK_BYTES as usize + *word as usize * 8..][..8]
+                .copy_from_slice(&value.to_le_bytes());
         }
         Change::Log { words } => {
             // Only the log's own bytes are taken over: copying all of the media would cost a test its speed.
@@ -117,7 +120,10 @@ fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(
             }
         }
         (Err(_), Err(_)) => {
-            prop_assert!(bytes == fs::read(copy.path()).unwrap(), "a refused repair changed the media");
+            prop_assert!(
+                bytes == fs::read(copy.path()).unwrap(),
+                "a refused repair changed the media"
+            );
         }
         (dry, done) => prop_assert!(false, "{:?} and {:?}", dry, done),
     }
@@ -132,7 +138,8 @@ fn a_log_as_large_as_a_huge_pool_is_refused_before_it_is_read() {
     let mut superblock = create::plan(HUGE_BYTES, 0, uuid::Uuid::from_u128(1), 1).unwrap();
     superblock.log_offset = superblock.metadata_bytes();
     superblock.log_bytes = HUGE_BYTES - superblock.log_offset;
-    let file = OpenOptions::new().read(true).write(true).create_new(true).open(fixture.path()).unwrap();
+    let file =
+        OpenOptions::new().read(true).write(true).create_new(true).open(fixture.path()).unwrap();
     file.set_len(HUGE_BYTES).unwrap();
     for at in SUPERBLOCK_OFFSETS {
         file.write_all_at(superblock.to_bytes().as_bytes(), at).unwrap();
@@ -209,7 +216,8 @@ proptest! {
 fn looking_at_holes_leaves_them_holes() {
     let fixture = Fixture::new();
     let size_bytes = 1 << 40;
-    let file = OpenOptions::new().create_new(true).read(true).write(true).open(fixture.path()).unwrap();
+    let file =
+        OpenOptions::new().create_new(true).read(true).write(true).open(fixture.path()).unwrap();
     file.set_len(size_bytes).unwrap();
     let chunks = (size_bytes / CHUNK_BYTES) as u32;
     let superblock = Superblock::new(uuid::Uuid::from_u128(1), 1, chunks, 0);

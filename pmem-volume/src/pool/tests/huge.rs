@@ -48,7 +48,8 @@ fn claim_volumes(file: &fs::File, superblock: &Superblock) {
 }
 
 fn claim_owners(file: &fs::File, superblock: &Superblock, owner: impl Fn(u32) -> Owner) {
-    let words = (0..superblock.chunks).map(ChunkId).map(|chunk| encode_owner(chunk, owner(chunk.0)));
+    let words =
+        (0..superblock.chunks).map(ChunkId).map(|chunk| encode_owner(chunk, owner(chunk.0)));
     let bytes: Vec<u8> = words.flat_map(|word| [word, 0]).flat_map(u64::to_le_bytes).collect();
     file.write_all_at(&bytes, superblock.chunk_table_offset).unwrap();
 }
@@ -65,7 +66,11 @@ fn a_process_that_looks_at_a_huge_pool() {
     }
     for dry_run in [true, false] {
         let report = Pool::repair(&path, dry_run).unwrap();
-        assert!(!report.left.is_empty() && report.left.len() < 2000, "{} are left", report.left.len());
+        assert!(
+            !report.left.is_empty() && report.left.len() < 2000,
+            "{} are left",
+            report.left.len()
+        );
     }
     assert!(Pool::open(&path, OpenMode::ReadWrite).is_err());
     let status = fs::read_to_string("/proc/self/status").unwrap();

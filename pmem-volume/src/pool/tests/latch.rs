@@ -111,7 +111,9 @@ fn assert_read_only<M: Media>(
     result: Result<(), EngineError>,
     cause: &str,
 ) {
-    let Err(EngineError::Media(error @ MediaError::Io { .. })) = &result else { panic!("{result:?}") };
+    let Err(EngineError::Media(error @ MediaError::Io { .. })) = &result else {
+        panic!("{result:?}")
+    };
     assert!(error.in_full().contains(cause), "{error:?}");
     let arena = engine.arenas()[0].read_only.clone().expect("the arena is read-only");
     let latched = pool.info().latched.expect("and so is the pool");
@@ -202,7 +204,8 @@ struct Slow {
 impl Slow {
     fn new() -> Self {
         let gate = Barrier::new();
-        let (fails, waiter_fails) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (fails, waiter_fails) =
+            (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let hook = {
             let (gate, fails, waiter_fails) =
                 (Arc::clone(&gate), Arc::clone(&fails), Arc::clone(&waiter_fails));
@@ -218,7 +221,11 @@ impl Slow {
     }
 
     /// Lets a flush of volume `b` fail while `change` waits for the media, which then goes on without an error.
-    fn flush_fails_during<T: Send>(&self, pool: &Arc<OtherPool>, change: impl FnOnce() -> T + Send) -> T {
+    fn flush_fails_during<T: Send>(
+        &self,
+        pool: &Arc<OtherPool>,
+        change: impl FnOnce() -> T + Send,
+    ) -> T {
         let volume = pool.open_volume("b").unwrap();
         self.gate.set(Gate::Armed);
         thread::scope(|scope| {
@@ -317,7 +324,8 @@ fn an_open_stores_again_what_already_reads_as_to_be_erased() {
     drop(pool);
     media.take_stored();
     assert_eq!(open(media.clone()).info().scrubbing_bytes, 4 * MIB);
-    let words: Vec<_> = run.ids().map(|start| table.byte_range(Run { start, chunks: 1 }).start).collect();
+    let words: Vec<_> =
+        run.ids().map(|start| table.byte_range(Run { start, chunks: 1 }).start).collect();
     assert_eq!(media.take_stored(), words);
 }
 

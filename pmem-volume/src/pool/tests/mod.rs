@@ -101,7 +101,9 @@ impl Fixture {
 }
 
 fn fill(pool: &Pool, extent: Extent, byte: u8) {
-    pool.file().write_all_at(&vec![byte; extent.len_bytes() as usize], extent.offset_bytes()).unwrap();
+    pool.file()
+        .write_all_at(&vec![byte; extent.len_bytes() as usize], extent.offset_bytes())
+        .unwrap();
 }
 
 fn is_zero(pool: &Pool, extent: Extent) -> bool {
@@ -129,7 +131,10 @@ fn a_new_pool_is_free_but_for_its_metadata() {
     let pool = fixture.create(64 * MIB, 16 * MIB);
     let info = pool.info();
     assert_states_add_up(&info);
-    assert_eq!((info.total_bytes, info.metadata_bytes, info.free_bytes), (64 * MIB, 4 * MIB, 60 * MIB));
+    assert_eq!(
+        (info.total_bytes, info.metadata_bytes, info.free_bytes),
+        (64 * MIB, 4 * MIB, 60 * MIB)
+    );
     assert_eq!((info.strg_bytes, info.lendable_bytes), (16 * MIB, 44 * MIB));
     assert_eq!(info.durability, Durability::Volatile);
     assert_eq!(pool.free_space().largest_free_extent_bytes, 32 * MIB);
@@ -244,7 +249,11 @@ fn memory_that_was_lent_at_a_crash_is_erased_and_free_at_the_next_open() {
     assert_eq!((pool.info().memory_bytes, pool.info().scrubbing_bytes), (0, 10 * MIB));
     assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "the open waited for it");
     drop(pool);
-    assert_eq!(fixture.check().pool, [Finding::Unscrubbed { chunks: 5 }], "marked again, as another thing");
+    assert_eq!(
+        fixture.check().pool,
+        [Finding::Unscrubbed { chunks: 5 }],
+        "marked again, as another thing"
+    );
     let pool = fixture.open();
     pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 60 * MIB);
@@ -262,7 +271,9 @@ fn a_volume_keeps_its_content_and_its_place() {
     let extents = volume.extents().to_vec();
     assert_eq!(extents.iter().map(|e| e.len_bytes()).sum::<u64>(), 6 * MIB);
     for extent in &extents {
-        pool.file().write_all_at(&vec![0x21; extent.len_bytes() as usize], extent.offset_bytes()).unwrap();
+        pool.file()
+            .write_all_at(&vec![0x21; extent.len_bytes() as usize], extent.offset_bytes())
+            .unwrap();
     }
     volume.flush_guest_stores(0..6 * MIB).unwrap();
     drop((volume, pool));
@@ -344,8 +355,12 @@ fn a_fragmented_volume_is_read_across_its_pieces() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(60 * MIB).unwrap();
-    let every_other: Vec<_> =
-        memory.iter().flat_map(|e| e.run().ids()).filter(|c| c.0 % 2 == 0).map(Extent::chunk).collect();
+    let every_other: Vec<_> = memory
+        .iter()
+        .flat_map(|e| e.run().ids())
+        .filter(|c| c.0 % 2 == 0)
+        .map(Extent::chunk)
+        .collect();
     pool.free_memory(&every_other).unwrap();
     let info = pool.create_volume("bits", VolumeSize::Remaining, VolumeFormat::Btt).unwrap();
     assert_eq!(info.extents, 15);
@@ -392,11 +407,17 @@ fn wrong_sizes_and_names_are_refused_and_change_nothing() {
     assert!(matches!(refused("b", u64::MAX - CHUNK_BYTES + 1), PoolError::PoolFull { .. }));
     assert!(matches!(refused("a", 2 * MIB), PoolError::VolumeExists { .. }));
     assert!(matches!(refused("a b", 2 * MIB), PoolError::Name(_)));
-    assert!(matches!(pool.open_volume("c"), Err(PoolError::NoSuchVolume { known, .. }) if known == ["a"]));
+    assert!(
+        matches!(pool.open_volume("c"), Err(PoolError::NoSuchVolume { known, .. }) if known == ["a"])
+    );
     assert!(matches!(pool.alloc_memory(0), Err(PoolError::Size { .. })));
     assert!(matches!(pool.alloc_memory(MIB), Err(PoolError::Size { .. })));
-    assert!(matches!(pool.alloc_memory(u64::MAX - CHUNK_BYTES + 1), Err(PoolError::PoolFull { .. })));
-    let error = pool.create_volume("b", VolumeSize::Bytes(16 * MIB), VolumeFormat::Btt).unwrap_err();
+    assert!(matches!(
+        pool.alloc_memory(u64::MAX - CHUNK_BYTES + 1),
+        Err(PoolError::PoolFull { .. })
+    ));
+    let error =
+        pool.create_volume("b", VolumeSize::Bytes(16 * MIB), VolumeFormat::Btt).unwrap_err();
     assert!(matches!(error, PoolError::Btt(_)), "{error}");
     assert!(before == fixture.image());
 }
@@ -413,7 +434,10 @@ fn a_pool_is_never_made_over_something() {
 #[test]
 fn what_is_not_a_pool_is_refused_by_kind() {
     let fixture = Fixture::new();
-    assert!(matches!(Pool::open(&fixture.path(), OpenMode::ReadOnly), Err(PoolError::Missing { .. })));
+    assert!(matches!(
+        Pool::open(&fixture.path(), OpenMode::ReadOnly),
+        Err(PoolError::Missing { .. })
+    ));
     assert!(matches!(
         Pool::open(fixture.folder.path(), OpenMode::ReadOnly),
         Err(PoolError::NotAFile { kind: "a directory", .. })
@@ -448,7 +472,9 @@ fn a_pool_in_use_names_its_holder() {
 fn a_file_of_another_length_is_refused() {
     let fixture = Fixture::new();
     drop(fixture.create(64 * MIB, 0));
-    let resize = |bytes| OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap();
+    let resize = |bytes| {
+        OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap()
+    };
     resize(62 * MIB);
     assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Truncated { .. }));
     resize(8192);

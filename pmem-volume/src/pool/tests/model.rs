@@ -155,7 +155,9 @@ impl World {
                 let result = self.pool.alloc_memory(bytes(chunks));
                 let end = end_of(&result);
                 let extents = result.unwrap_or_default();
-                assert!(end != End::Done || extents.iter().map(|e| e.chunks()).sum::<u32>() == chunks);
+                assert!(
+                    end != End::Done || extents.iter().map(|e| e.chunks()).sum::<u32>() == chunks
+                );
                 model.lent.extend(extents);
                 (end, expected)
             }
@@ -186,7 +188,8 @@ impl World {
             }
             Operation::Create { name: number, chunks, format } => {
                 let expected = model.create(&name(number), chunks, format);
-                let end = end_of(&self.pool.create_volume(&name(number), size_of_chunks(chunks), format));
+                let end =
+                    end_of(&self.pool.create_volume(&name(number), size_of_chunks(chunks), format));
                 if expected == End::Done {
                     model.volumes.insert(name(number), (chunks, format));
                 }
@@ -198,15 +201,22 @@ impl World {
                     End::Done if chunks == 0 => End::Full,
                     end => end,
                 };
-                let create = self.pool.create_volume(&name(number), VolumeSize::Remaining, VolumeFormat::Raw);
+                let create = self.pool.create_volume(
+                    &name(number),
+                    VolumeSize::Remaining,
+                    VolumeFormat::Raw,
+                );
                 if expected == End::Done {
                     model.volumes.insert(name(number), (chunks, VolumeFormat::Raw));
                 }
                 (end_of(&create), expected)
             }
             Operation::Delete { name: number } => {
-                let expected =
-                    if model.volumes.remove(&name(number)).is_some() { End::Done } else { End::NoSuch };
+                let expected = if model.volumes.remove(&name(number)).is_some() {
+                    End::Done
+                } else {
+                    End::NoSuch
+                };
                 (end_of(&self.pool.delete_volume(&name(number))), expected)
             }
             Operation::Rename { name: number, new_name } => {
@@ -224,8 +234,10 @@ impl World {
             Operation::Resize { name: number, chunks, shrink } => {
                 let expected = model.resize(&name(number), chunks, shrink);
                 let shrink = if shrink { Shrink::Allow } else { Shrink::Refuse };
-                let end = end_of(&self.pool.resize_volume(&name(number), size_of_chunks(chunks), shrink));
-                if let (End::Done, Some(volume)) = (expected, model.volumes.get_mut(&name(number))) {
+                let end =
+                    end_of(&self.pool.resize_volume(&name(number), size_of_chunks(chunks), shrink));
+                if let (End::Done, Some(volume)) = (expected, model.volumes.get_mut(&name(number)))
+                {
                     volume.0 = chunks;
                 }
                 (end, expected)
@@ -240,7 +252,9 @@ impl World {
                     let size_bytes = bytes(self.model.chunks + 1);
                     let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
                     let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
-                    self.media = grow::carry_out(&self.media, &self.pool.superblock, &new, lengthen).unwrap();
+                    self.media =
+                        grow::carry_out(&self.media, &self.pool.superblock, &new, lengthen)
+                            .unwrap();
                     self.model.chunks += 1;
                     self.reopen();
                 }
@@ -266,7 +280,8 @@ impl World {
         prop_assert_eq!(info.lendable_bytes, bytes(model.lendable()));
         prop_assert_eq!(info.strg_bytes, bytes(STRG));
         prop_assert!(
-            bytes(model.free() + model.in_volumes()) >= info.strg_bytes.min(bytes(model.chunks - METADATA)),
+            bytes(model.free() + model.in_volumes())
+                >= info.strg_bytes.min(bytes(model.chunks - METADATA)),
             "memory has taken what STRG keeps"
         );
         let volumes: BTreeMap<_, _> = self
@@ -280,12 +295,22 @@ impl World {
         let mut taken = BTreeSet::from_iter((0..METADATA).map(ChunkId));
         for name in volumes.keys() {
             for extent in self.pool.open_volume(name).unwrap().extents() {
-                prop_assert!(extent.run.ids().all(|chunk| taken.insert(chunk)), "{} lies over another", name);
+                prop_assert!(
+                    extent.run.ids().all(|chunk| taken.insert(chunk)),
+                    "{} lies over another",
+                    name
+                );
             }
         }
         for extent in &model.lent {
-            prop_assert!(extent.start.0.is_multiple_of(extent.chunks()) && extent.order <= MAX_ORDER);
-            prop_assert!(extent.run().ids().all(|chunk| taken.insert(chunk)), "{} is somebody's", extent);
+            prop_assert!(
+                extent.start.0.is_multiple_of(extent.chunks()) && extent.order <= MAX_ORDER
+            );
+            prop_assert!(
+                extent.run().ids().all(|chunk| taken.insert(chunk)),
+                "{} is somebody's",
+                extent
+            );
         }
         prop_assert!(taken.iter().all(|chunk| chunk.0 < model.chunks));
         prop_assert_eq!(taken.len() as u32, model.chunks - model.free());

@@ -77,12 +77,15 @@ impl Loop {
 fn a_read_only_device_is_called_so_and_can_be_looked_at() {
     let Some(disk) = Loop::new(32 * MIB) else { return };
     disk.create().unwrap();
-    let protect = |flag| Command::new("blockdev").arg(flag).arg(&disk.device).status().unwrap().success();
+    let protect =
+        |flag| Command::new("blockdev").arg(flag).arg(&disk.device).status().unwrap().success();
     if !protect("--setro") {
         eprintln!("skipped: the device cannot be write-protected");
         return;
     }
-    for result in [disk.create(), disk.open(), Pool::grow_with(&disk.device, None, false, &mut unheard)] {
+    for result in
+        [disk.create(), disk.open(), Pool::grow_with(&disk.device, None, false, &mut unheard)]
+    {
         let error = result.unwrap_err();
         assert!(matches!(error, PoolError::DeviceReadOnly { .. }), "{error:?}");
         assert!(error.to_string().contains("the device is read-only"), "{error}");
@@ -106,7 +109,10 @@ fn a_pool_takes_all_of_a_block_device_down_to_the_chunk() {
     let Some(disk) = Loop::new(33 * MIB + 4096) else { return };
     let pool = disk.create().unwrap();
     let info = pool.info();
-    assert_eq!((info.total_bytes, info.durability, info.thin), (32 * MIB, Durability::PageCache, false));
+    assert_eq!(
+        (info.total_bytes, info.durability, info.thin),
+        (32 * MIB, Durability::PageCache, false)
+    );
     let extents = pool.alloc_memory(8 * MIB).unwrap();
     extents.iter().for_each(|extent| fill(&pool, *extent, 0x5a));
     // As after a crash: what was lent is free again, and reads as zeros, on the disk too.
@@ -139,8 +145,9 @@ fn erasing_a_block_device_is_seen_through_mappings_that_were_there_before() {
 fn a_block_device_that_grew_has_room_for_its_pool() {
     let Some(disk) = Loop::new(16 * MIB) else { return };
     drop(disk.create().unwrap());
-    let volume =
-        |name| disk.open().unwrap().create_volume(name, VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw);
+    let volume = |name| {
+        disk.open().unwrap().create_volume(name, VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw)
+    };
     volume("before").unwrap();
     let error = Pool::grow(&disk.device, 32 * MIB).unwrap_err();
     let too_small = matches!(
@@ -163,9 +170,13 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     let text = error.to_string();
     assert!(text.contains("there is data at byte 50331136; --force takes it"), "{text}");
     assert_eq!(disk.open().unwrap().info().total_bytes, 32 * MIB);
-    assert!(disk.content().ends_with(&[b"the end".as_slice(), &[0; 505]].concat()), "it was touched");
+    assert!(
+        disk.content().ends_with(&[b"the end".as_slice(), &[0; 505]].concat()),
+        "it was touched"
+    );
     let mut heard = Vec::new();
-    let pool = Pool::grow_with(&disk.device, None, true, &mut |progress| heard.push(progress)).unwrap();
+    let pool =
+        Pool::grow_with(&disk.device, None, true, &mut |progress| heard.push(progress)).unwrap();
     let erasing = |done_bytes| Progress { task: Task::Erase, done_bytes, total_bytes: 16 * MIB };
     assert_eq!(heard, [erasing(0), erasing(16 * MIB)]);
     assert_eq!((pool.info().total_bytes, pool.volumes().len()), (48 * MIB, 1));
@@ -209,8 +220,13 @@ fn what_is_on_a_device_is_erased_only_by_force_and_volumes_not_even_then() {
     disk.write(9 * MIB, b"precious");
     let before = disk.content();
     let error = disk.create().unwrap_err();
-    assert!(matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("ext4")), "{error}");
-    for (size_bytes, strg_bytes, thin) in [(64, 0, false), (16, 64, false), (3, 0, false), (16, 0, true)] {
+    assert!(
+        matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("ext4")),
+        "{error}"
+    );
+    for (size_bytes, strg_bytes, thin) in
+        [(64, 0, false), (16, 64, false), (3, 0, false), (16, 0, true)]
+    {
         let size_bytes = Some(size_bytes * MIB);
         let options = CreateOptions { size_bytes, strg_bytes: strg_bytes * MIB, thin, ..force() };
         disk.create_with(options).unwrap_err();
@@ -218,11 +234,15 @@ fn what_is_on_a_device_is_erased_only_by_force_and_volumes_not_even_then() {
     assert!(before == disk.content(), "a refused pool has changed the device");
 
     let pool = disk.create_with(force()).unwrap();
-    let found = |error| matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("pool"));
+    let found =
+        |error| matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("pool"));
     let info = pool.create_volume("v", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
     drop(pool);
     let error = disk.create_with(force()).unwrap_err();
-    assert!(matches!(&error, PoolError::DeviceHasVolumes { volumes, .. } if *volumes == ["v"]), "{error}");
+    assert!(
+        matches!(&error, PoolError::DeviceHasVolumes { volumes, .. } if *volumes == ["v"]),
+        "{error}"
+    );
     let pool = disk.open().unwrap();
     assert_eq!(pool.volumes(), [info]);
     pool.delete_volume("v").unwrap();
@@ -332,7 +352,10 @@ fn other_character_devices_are_refused_by_kind_and_without_a_touch() {
     for force in [false, true] {
         let options = CreateOptions { force, ..CreateOptions::default() };
         let error = Pool::create_with(Path::new("/dev/null"), options).unwrap_err();
-        assert!(matches!(&error, PoolError::NotDax { subsystem, .. } if subsystem == "mem"), "{error}");
+        assert!(
+            matches!(&error, PoolError::NotDax { subsystem, .. } if subsystem == "mem"),
+            "{error}"
+        );
     }
     let error = Pool::open(Path::new("/dev/tty"), OpenMode::ReadWrite).unwrap_err();
     assert!(matches!(&error, PoolError::NotDax { .. }), "{error}");
@@ -399,7 +422,8 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
 /// What must hold after a crash while a pool grows on a device. Returns its size.
 fn verify_device(device: &Simulator) -> Result<u64, String> {
     let pool = open_device(device).map_err(|error| format!("it does not open: {error}"))?;
-    let volumes: Vec<_> = pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes)).collect();
+    let volumes: Vec<_> =
+        pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes)).collect();
     if volumes != [("v".to_owned(), 4 * CHUNK_BYTES)] {
         return Err(format!("it has the volumes {volumes:?}"));
     }
@@ -407,7 +431,9 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
     if !report.is_clean() {
         return Err(format!("{report:?}"));
     }
-    for extent in pool.alloc_memory(pool.info().lendable_bytes).map_err(|error| error.to_string())? {
+    for extent in
+        pool.alloc_memory(pool.info().lendable_bytes).map_err(|error| error.to_string())?
+    {
         let range = extent.offset_bytes()..extent.offset_bytes() + extent.len_bytes();
         let dirty = device.dirty_words(range);
         if dirty > 0 {
@@ -525,8 +551,8 @@ fn a_pool_on_a_disk_is_not_thin_unless_it_was_asked_for() {
     let fixture = Fixture::new();
     assert!(fixture.create(64 * MIB, 0).info().thin, "tmpfs is always thin");
     assert!(!fixture.open().superblock.is_thin, "and the pool does not say so");
-    let error =
-        Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default()).unwrap_err();
+    let error = Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default())
+        .unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
     let error = Pool::grow_with(&fixture.path(), None, false, &mut unheard).unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");

@@ -8,7 +8,10 @@ use crate::progress::{Progress, Task};
 fn assert_whole(heard: &[Progress], task: Task, total_bytes: u64) {
     let (first, last) = (heard.first().unwrap(), heard.last().unwrap());
     assert_eq!((first.done_bytes, last.done_bytes), (0, total_bytes), "{heard:?}");
-    assert!(heard.iter().all(|now| now.task == task && now.total_bytes == total_bytes), "{heard:?}");
+    assert!(
+        heard.iter().all(|now| now.task == task && now.total_bytes == total_bytes),
+        "{heard:?}"
+    );
     assert!(heard.is_sorted_by_key(|now| now.done_bytes), "{heard:?}");
 }
 
@@ -54,7 +57,9 @@ fn only_what_a_volume_lacks_is_erased_for_it() {
 fn checks_are_heard_as_one_task_of_free_space_and_all_volumes() {
     let fixture = Fixture::new();
     let pool = fixture.create(128 * MIB, 0);
-    for (name, format) in [("a", VolumeFormat::Btt), ("b", VolumeFormat::Raw), ("c", VolumeFormat::Btt)] {
+    for (name, format) in
+        [("a", VolumeFormat::Btt), ("b", VolumeFormat::Raw), ("c", VolumeFormat::Btt)]
+    {
         pool.create_volume(name, VolumeSize::Bytes(32 * MIB), format).unwrap();
     }
     let mut heard = vec![];
@@ -76,8 +81,11 @@ fn a_file_on_a_disk_is_heard_to_get_its_blocks() {
     let path = folder.path().join("pool");
     let mut heard = vec![];
     let mut progress = |now| heard.push(now);
-    let options =
-        CreateOptions { size_bytes: Some(16 * MIB), progress: Some(&mut progress), ..Default::default() };
+    let options = CreateOptions {
+        size_bytes: Some(16 * MIB),
+        progress: Some(&mut progress),
+        ..Default::default()
+    };
     let pool = Pool::create_with(&path, options).unwrap();
     if pool.durability() == Durability::Volatile {
         eprintln!("skipped: {} is no disk", folder.path().display());

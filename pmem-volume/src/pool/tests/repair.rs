@@ -3,7 +3,9 @@
 use uuid::Uuid;
 
 use super::*;
-use crate::pool::layout::{CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
+use crate::pool::layout::{
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS,
+};
 use crate::pool::repair::{mend_owners, turned_back};
 use crate::pool::table::{Owner, Slot};
 
@@ -37,7 +39,11 @@ fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     let dry = repair(&fixture, true);
     assert!(damaged == fs::read(fixture.path()).unwrap(), "{what}: a dry run changed something");
     let report = repair(&fixture, false);
-    assert_eq!((&report.mended, &report.left), (&dry.mended, &dry.left), "{what}: a dry run says the same");
+    assert_eq!(
+        (&report.mended, &report.left),
+        (&dry.mended, &dry.left),
+        "{what}: a dry run says the same"
+    );
     assert_eq!(report.left, [""; 0], "{what}");
     assert!(report.mended.iter().any(|text| text.contains(words)), "{what}: {:?}", report.mended);
     assert!(good == fs::read(fixture.path()).unwrap(), "{what}: not as it was");
@@ -87,10 +93,19 @@ fn a_lost_owner_word_is_what_is_left_over_or_stays() {
     let freed = table::encode_owner(ChunkId(1), Owner::Free).to_le_bytes();
     mends("of the pool's own, free", |f| f.overwrite(entry(1), &freed), "the superblock says");
     // Which of them is which, nothing says; nor whether a third is free.
-    leaves("two of one volume", |f| [11, 12].iter().for_each(|c| zero(f, *c)), "owner word of chunk C11");
-    leaves("one and a free one", |f| [12, 20].iter().for_each(|c| zero(f, *c)), "owner word of chunk C20");
+    leaves(
+        "two of one volume",
+        |f| [11, 12].iter().for_each(|c| zero(f, *c)),
+        "owner word of chunk C11",
+    );
+    leaves(
+        "one and a free one",
+        |f| [12, 20].iter().for_each(|c| zero(f, *c)),
+        "owner word of chunk C20",
+    );
     // A word that says, one bit off, that it is a chunk which the volume has already.
-    let twice = table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
+    let twice =
+        table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
     mends("a second claim", |f| f.overwrite(entry(20), &twice.to_le_bytes()), "it is nobody's");
 }
 
@@ -102,15 +117,20 @@ fn with_chunk_at(far: ChunkId) -> Fixture {
     let mut options = OpenOptions::new();
     let file = options.read(true).write(true).create_new(true).open(fixture.path()).unwrap();
     file.set_len(size_bytes).unwrap();
-    create::write_empty_pool(&FileMedia::new(file, size_bytes, true).unwrap(), &superblock).unwrap();
-    fixture.open().create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    create::write_empty_pool(&FileMedia::new(file, size_bytes, true).unwrap(), &superblock)
+        .unwrap();
+    fixture
+        .open()
+        .create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw)
+        .unwrap();
     let put = |chunk: ChunkId, owner| {
         fixture.overwrite(entry(chunk.0), &table::encode_owner(chunk, owner).to_le_bytes());
     };
     put(ChunkId(3), Owner::Free);
     put(far, Owner::Volume { slot: Slot(0), index: 1 });
     let pool = fixture.open();
-    let places: Vec<_> = pool.open_volume("v").unwrap().extents().iter().map(|e| e.run.start).collect();
+    let places: Vec<_> =
+        pool.open_volume("v").unwrap().extents().iter().map(|e| e.run.start).collect();
     assert_eq!(places, [ChunkId(2), far]);
     fill(&pool, Extent::chunk(far), 0x42);
     drop(pool);
@@ -147,7 +167,10 @@ fn a_zeroed_word_is_not_taken_for_a_whole_one_that_is_one_bit_away() {
     let damaged = fixture.image();
     for dry_run in [true, false] {
         let report = repair(&fixture, dry_run);
-        assert!(report.left.iter().any(|text| text.contains("owner word of chunk C8476")), "{report:?}");
+        assert!(
+            report.left.iter().any(|text| text.contains("owner word of chunk C8476")),
+            "{report:?}"
+        );
         assert_eq!(report.mended, [""; 0]);
         assert!(damaged == fixture.image() && content_is_there(), "{report:?}");
     }
@@ -214,7 +237,10 @@ fn two_halves_of_a_record_make_one_and_one_lost_word_is_left() {
     let fixture = with_volumes();
     SUPERBLOCK_OFFSETS.iter().for_each(|at| fixture.flip(at + 66, 1));
     let before = fixture.image();
-    assert!(matches!(Pool::repair(&fixture.path(), false), Err(PoolError::SuperblocksDamaged { .. })));
+    assert!(matches!(
+        Pool::repair(&fixture.path(), false),
+        Err(PoolError::SuperblocksDamaged { .. })
+    ));
     assert!(before == fixture.image());
 }
 
@@ -281,11 +307,19 @@ fn a_btt_is_mended_as_far_as_it_says_what_was_there() {
     let (first, second) = (start + 4096, start + 18 * MIB - 4096);
     mends("first", |f| f.flip(first + 100, 2), "volume btt: arena 0: the first info block");
     mends("second", |f| f.flip(second + 60, 2), "volume btt: arena 0: the second info block");
-    leaves("both", |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)), "neither info block");
+    leaves(
+        "both",
+        |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)),
+        "neither info block",
+    );
     // The last page of the map, and two sectors of one block.
     let map_at = second - 16384 - 4096;
     let entry = |block: u32| (block | 3 << 30).to_le_bytes();
-    leaves("map", |f| f.overwrite(map_at, &entry(20)), "volume btt: arena 0: block B20 is named twice");
+    leaves(
+        "map",
+        |f| f.overwrite(map_at, &entry(20)),
+        "volume btt: arena 0: block B20 is named twice",
+    );
 }
 
 #[test]

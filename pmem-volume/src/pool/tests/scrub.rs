@@ -59,8 +59,8 @@ fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<
     loop {
         let stat = fs::read_to_string(format!("/proc/self/task/{task}/stat"));
         // Of `number (name) state ...` the state; S: waits for an event (proc_pid_stat(5)). A thread that is gone has none.
-        let is_asleep =
-            stat.is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")));
+        let is_asleep = stat
+            .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")));
         // Looked at last: who had it before it slept has it now.
         match answer() {
             Some(answer) => return Some(answer),
@@ -111,7 +111,9 @@ fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
             answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap();
         });
         // It has its answer or waits for it; who does not wait is not asleep.
-        let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || answered.try_recv().ok());
+        let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || {
+            answered.try_recv().ok()
+        });
         barrier.set(Gate::Open);
         scrub.join().unwrap();
         assert!(early.is_none(), "lent before it was erased: {early:?}");
@@ -135,10 +137,16 @@ fn what_is_missing_is_erased_on_the_way_and_no_more() {
     pool.free_memory(&memory).unwrap();
     // Too much for all of it: nothing is erased for nothing.
     let error = pool.alloc_memory(30 * MIB).unwrap_err();
-    assert!(matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB), "{error}");
+    assert!(
+        matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB),
+        "{error}"
+    );
     let create = |size| pool.create_volume("b", size, VolumeFormat::Raw);
     let error = create(VolumeSize::Bytes(30 * MIB)).unwrap_err();
-    assert!(matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB), "{error}");
+    assert!(
+        matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB),
+        "{error}"
+    );
     assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([0, 8, 0, 28], 14 * MIB));
     // All that is left is all that is left.
     assert_eq!(create(VolumeSize::Remaining).unwrap().size_bytes, 28 * MIB);
@@ -151,7 +159,8 @@ fn small_clean_pieces_are_lent_before_anything_is_erased_for_larger_ones() {
     let (pool, _barrier) = slow_pool();
     let memory = pool.alloc_memory(36 * MIB).unwrap();
     let chunks: Vec<_> = memory.iter().flat_map(|e| e.run().ids()).map(Extent::chunk).collect();
-    let (odd, even): (Vec<_>, Vec<_>) = chunks.into_iter().partition(|extent| extent.start.0 % 2 == 1);
+    let (odd, even): (Vec<_>, Vec<_>) =
+        chunks.into_iter().partition(|extent| extent.start.0 % 2 == 1);
     pool.free_memory(&odd).unwrap();
     pool.scrub_all().unwrap();
     pool.free_memory(&even).unwrap();
@@ -310,7 +319,8 @@ fn holes_cost_no_bandwidth_and_zeroing_does() {
         [(Path::new("/dev/shm"), false, false), (&here, true, false), (&here, false, true)]
     {
         let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
-        let options = CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
+        let options =
+            CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
         let pool = Pool::create_with(&fixture.path(), options).unwrap();
         if folder == here && pool.durability() == Durability::Volatile {
             eprintln!("skipped: {} is in memory", folder.display());
@@ -339,7 +349,8 @@ fn the_scrubber_ends_with_its_pool_or_before_it() {
             // The thread has let go of it.
             assert!(weak.strong_count() <= 1);
         });
-        let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || ended.try_recv().ok());
+        let early =
+            answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || ended.try_recv().ok());
         barrier.set(Gate::Open);
         assert!(early.is_none(), "it did not wait for the batch that its thread is at");
     });

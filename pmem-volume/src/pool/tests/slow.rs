@@ -52,7 +52,11 @@ impl Barrier {
     }
 
     /// What the pool says of itself while `change` waits for the media, and what comes of the change.
-    fn info_during<T: Send>(&self, pool: &OtherPool, change: impl FnOnce() -> T + Send) -> (PoolInfo, T) {
+    fn info_during<T: Send>(
+        &self,
+        pool: &OtherPool,
+        change: impl FnOnce() -> T + Send,
+    ) -> (PoolInfo, T) {
         self.set(Gate::Armed);
         thread::scope(|scope| {
             let change = scope.spawn(change);
@@ -71,7 +75,8 @@ impl Barrier {
 /// Memory, volumes, free and waiting to be erased, in MiB.
 pub(super) fn levels(info: &PoolInfo) -> [u64; 4] {
     assert_states_add_up(info);
-    [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes].map(|bytes| bytes / MIB)
+    [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes]
+        .map(|bytes| bytes / MIB)
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Acquire, Arg, BufferData, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule,
-    FieldUpdateRule, If, LessThan, Local, Method, MethodCall, Multiply, Mutex, Name, Notify, ONE, OpRegion,
-    OpRegionSpace, Release, Return, Store, While,
+    Acquire, Arg, BufferData, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry,
+    FieldLockRule, FieldUpdateRule, If, LessThan, Local, Method, MethodCall, Multiply, Mutex, Name,
+    Notify, ONE, OpRegion, OpRegionSpace, Release, Return, Store, While,
 };
 
 use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, PRESENT, Raw, path};
@@ -38,10 +38,12 @@ pub(super) fn processors(sink: &mut Vec<u8>, input: &AcpiInput) {
 }
 
 fn registers(sink: &mut Vec<u8>) {
-    let start = u32::try_from(HOTPLUG_START + CPUS_OFFSET).expect("a device of the layout below 4 GiB");
+    let start =
+        u32::try_from(HOTPLUG_START + CPUS_OFFSET).expect("a device of the layout below 4 GiB");
     let len = u32::try_from(CPU_REGISTERS_LEN).expect("a few registers");
     OpRegion::new(path("CREG"), OpRegionSpace::SystemMemory, &start, &len).to_aml_bytes(sink);
-    let fields = [(b"CSEL", CPU_SELECT), (b"CSTS", CPU_STATUS), (b"CADD", CPU_ADDED), (b"CASK", CPU_ASKED)];
+    let fields =
+        [(b"CSEL", CPU_SELECT), (b"CSTS", CPU_STATUS), (b"CADD", CPU_ADDED), (b"CASK", CPU_ASKED)];
     let fields = (0..).zip(fields).map(|(nth, (name, offset))| {
         assert_eq!(offset, 4 * nth, "fields follow each other");
         FieldEntry::Named(*name, 32)
@@ -167,7 +169,10 @@ mod tests {
         assert_eq!((count(&aml, b"CSTA\x0a\x02"), count(&aml, b"CEJ0\x0a\x02")), (1, 1));
         assert_eq!((count(&aml, b"CEJ0\x00"), count(&aml, b"_PXM")), (0, 0));
         // Its device and its notification: Notify (C002, Arg1).
-        assert_eq!((count(&aml, b"C002"), count(&aml, b"\x86C002\x69"), count(&aml, b"C003")), (2, 1, 0));
+        assert_eq!(
+            (count(&aml, b"C002"), count(&aml, b"\x86C002\x69"), count(&aml, b"C003")),
+            (2, 1, 0)
+        );
         // A buffer of 8 bytes: uid 2, id 2, enabled, though it is not there at boot.
         assert_eq!(count(&aml, b"_MAT\x11\x0b\x0a\x08\x00\x08\x02\x02\x01\x00\x00\x00"), 1);
         // Each list is read before the loop, and in it.
@@ -184,8 +189,13 @@ mod tests {
             performance: vec![],
         };
         let nodes = vec![node(&[0]), node(&[8]), node(&[])];
-        let input =
-            AcpiInput { boot_vcpus: 1, max_vcpus: 2, apic_ids: vec![0, 8], nodes, ..AcpiInput::default() };
+        let input = AcpiInput {
+            boot_vcpus: 1,
+            max_vcpus: 2,
+            apic_ids: vec![0, 8],
+            nodes,
+            ..AcpiInput::default()
+        };
         let aml = aml(&input);
         assert_eq!((count(&aml, b"_PXM\x00"), count(&aml, b"_PXM\x01")), (1, 1));
         assert_eq!(count(&aml, b"\x00\x08\x01\x08\x01\x00\x00\x00"), 1);

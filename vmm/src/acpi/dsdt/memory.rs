@@ -2,10 +2,10 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Acquire, Add, AddressSpace, AddressSpaceCacheable, And, Arg, CreateQWordField, Device, EISAName, Equal,
-    Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, If, LessThan, Local, Method,
-    MethodCall, Mutex, Name, Notify, ONE, OpRegion, OpRegionSpace, Or, Release, ResourceTemplate, Return,
-    ShiftLeft, Store, Subtract, While, ZERO,
+    Acquire, Add, AddressSpace, AddressSpaceCacheable, And, Arg, CreateQWordField, Device,
+    EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, If,
+    LessThan, Local, Method, MethodCall, Mutex, Name, Notify, ONE, OpRegion, OpRegionSpace, Or,
+    Release, ResourceTemplate, Return, ShiftLeft, Store, Subtract, While, ZERO,
 };
 
 use super::{PRESENT, Raw, path};
@@ -47,7 +47,8 @@ pub(super) fn controller(sink: &mut Vec<u8>) {
 }
 
 fn registers(sink: &mut Vec<u8>) {
-    let start = u32::try_from(HOTPLUG_START + DIMMS_OFFSET).expect("a device of the layout below 4 GiB");
+    let start =
+        u32::try_from(HOTPLUG_START + DIMMS_OFFSET).expect("a device of the layout below 4 GiB");
     let len = u32::try_from(DIMMS_LEN).expect("a few registers");
     OpRegion::new(path("MREG"), OpRegionSpace::SystemMemory, &start, &len).to_aml_bytes(sink);
     let names = [*b"MSEL", *b"MBSL", *b"MBSH", *b"MLNL", *b"MLNH", *b"MPRX", *b"MSTS", *b"MNXT"];
@@ -83,13 +84,15 @@ fn status(sink: &mut Vec<u8>) {
     let mut body = Vec::new();
     Store::new(&Local(0), &ZERO).to_aml_bytes(&mut body);
     And::new(&Local(1), &path("MSTS"), &ONE).to_aml_bytes(&mut body);
-    If::new(&Equal::new(&Local(1), &ONE), vec![&Store::new(&Local(0), &PRESENT)]).to_aml_bytes(&mut body);
+    If::new(&Equal::new(&Local(1), &ONE), vec![&Store::new(&Local(0), &PRESENT)])
+        .to_aml_bytes(&mut body);
     of_a_dimm(sink, "MSTA", &body);
 }
 
 /// A range with the registers' bounds in it.
 fn resources(sink: &mut Vec<u8>) {
-    let memory = AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 0u64, u64::MAX - 1, None);
+    let memory =
+        AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 0u64, u64::MAX - 1, None);
     let mut body = Vec::new();
     Name::new(path("MR64"), &ResourceTemplate::new(vec![&memory])).to_aml_bytes(&mut body);
     for (name, at) in [("MINA", MIN_AT), ("MAXA", MAX_AT), ("LENA", LEN_AT)] {
@@ -179,7 +182,10 @@ mod tests {
             assert_eq!(count(&aml, method), MAX_DIMMS);
         }
         // Its device, and its notification: Notify (M03F, 1).
-        assert_eq!((count(&aml, b"M03F"), count(&aml, b"\x86M03F\x01"), count(&aml, b"M040")), (2, 1, 0));
+        assert_eq!(
+            (count(&aml, b"M03F"), count(&aml, b"\x86M03F\x01"), count(&aml, b"M040")),
+            (2, 1, 0)
+        );
         // Memory that never goes has no way to.
         assert_eq!(count(&aml, b"_EJ0"), 0);
         // A register that tells once is read before the loop and at its end.
@@ -188,7 +194,8 @@ mod tests {
 
     #[test]
     fn a_descriptors_fields_are_where_they_are_written() {
-        let memory = AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 1u64, 0x12u64, None);
+        let memory =
+            AddressSpace::new_memory(AddressSpaceCacheable::Cacheable, true, 1u64, 0x12u64, None);
         let mut bytes = Vec::new();
         memory.to_aml_bytes(&mut bytes);
         let at = |at: u8| u64::from_le_bytes(*bytes[usize::from(at)..].first_chunk().unwrap());

@@ -5,9 +5,9 @@ mod memory;
 mod pci;
 
 use acpi_tables::aml::{
-    And, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If,
-    Interrupt, Local, Memory32Fixed, Method, MethodCall, Name, Notify, ONE, OpRegion, OpRegionSpace, Package,
-    Path, ResourceTemplate, Scope, Store, ZERO,
+    And, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule,
+    FieldUpdateRule, IO, If, Interrupt, Local, Memory32Fixed, Method, MethodCall, Name, Notify,
+    ONE, OpRegion, OpRegionSpace, Package, Path, ResourceTemplate, Scope, Store, ZERO,
 };
 use acpi_tables::{Aml, AmlSink};
 
@@ -15,8 +15,8 @@ use super::ged::Event;
 use super::pm::S5_SLEEP_TYPE;
 use super::{AcpiInput, nfit, table};
 use crate::memory::layout::{
-    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
-    NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START, SERIAL_GSI, SERIAL_PORT,
+    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN,
+    HOTPLUG_START, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START, SERIAL_GSI, SERIAL_PORT,
 };
 
 /// Revision 2: integers of 64 bits (ACPI 6.5, 20.3.5).
@@ -73,7 +73,8 @@ pub fn path(name: &str) -> Path {
 }
 
 fn addresses(start: u64, len: u64) -> Memory32Fixed {
-    let below_4_gib = |value: u64| u32::try_from(value).expect("a device of the layout below 4 GiB");
+    let below_4_gib =
+        |value: u64| u32::try_from(value).expect("a device of the layout below 4 GiB");
     Memory32Fixed::new(true, below_4_gib(start), below_4_gib(len))
 }
 
@@ -183,7 +184,13 @@ mod tests {
     }
 
     fn node(vcpus: &[u8]) -> NumaNode {
-        NumaNode { vcpus: vcpus.to_vec(), memory: vec![], distances: vec![], near: 0, performance: vec![] }
+        NumaNode {
+            vcpus: vcpus.to_vec(),
+            memory: vec![],
+            distances: vec![],
+            near: 0,
+            performance: vec![],
+        }
     }
 
     #[test]
@@ -209,8 +216,7 @@ mod tests {
         // Extended interrupt: 0x89, length 6, flags, one number. Bit 0 is the consumer, bit 1 an edge, bit 2 active-low.
         let flags = |gsi: u32| {
             let [low, ..] = gsi.to_le_bytes();
-            let of =
-                |window: &&[u8]| matches!(**window, [0x89, 6, 0, _, 1, number, 0, 0, 0] if number == low);
+            let of = |window: &&[u8]| matches!(**window, [0x89, 6, 0, _, 1, number, 0, 0, 0] if number == low);
             dsdt.windows(9).find(of).map(|window| window[3])
         };
         assert_eq!((flags(GED_GSI), flags(SERIAL_GSI)), (Some(0b001), Some(0b011)));

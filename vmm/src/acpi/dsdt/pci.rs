@@ -2,10 +2,10 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    AddressSpace, AddressSpaceCacheable, And, Arg, CreateDWordField, Device, EISAName, Else, Equal, Field,
-    FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If, Local, Method, Name, NotEqual,
-    Notify, ONE, OpRegion, OpRegionSpace, Or, Package, ResourceTemplate, Return, ShiftLeft, Store, Uuid,
-    ZERO,
+    AddressSpace, AddressSpaceCacheable, And, Arg, CreateDWordField, Device, EISAName, Else, Equal,
+    Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If, Local, Method,
+    Name, NotEqual, Notify, ONE, OpRegion, OpRegionSpace, Or, Package, ResourceTemplate, Return,
+    ShiftLeft, Store, Uuid, ZERO,
 };
 
 use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, Raw, path};

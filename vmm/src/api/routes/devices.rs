@@ -14,12 +14,16 @@ use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
 
 /// Answers where the device is, or nothing if the VM does not run: then it will have it when it boots.
-async fn add(vm: VmHandle, (device, warnings): (DeviceConfig, Vec<String>)) -> Result<Response, ApiError> {
+async fn add(
+    vm: VmHandle,
+    (device, warnings): (DeviceConfig, Vec<String>),
+) -> Result<Response, ApiError> {
     let added = vm.ask(|reply| VmRequest::AddDevice(Box::new(device), reply)).await?;
     for warning in warnings {
         tracing::warn!("{warning}");
     }
-    Ok(added.map_or_else(|| StatusCode::NO_CONTENT.into_response(), |info| Json(info).into_response()))
+    Ok(added
+        .map_or_else(|| StatusCode::NO_CONTENT.into_response(), |info| Json(info).into_response()))
 }
 
 pub(super) async fn add_disk(

@@ -92,9 +92,9 @@ pub fn router(vm: VmHandle, events: Events) -> Router {
 
 /// The same with another silence.
 pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Router {
-    let calls = calls(events, quiet)
-        .into_iter()
-        .fold(Router::new(), |router, (call, methods)| router.route(&format!("/api/v1/{call}"), methods));
+    let calls = calls(events, quiet).into_iter().fold(Router::new(), |router, (call, methods)| {
+        router.route(&format!("/api/v1/{call}"), methods)
+    });
     refused::with_refused(calls)
         .fallback(async |uri: Uri| ApiError::UnknownCall(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| ApiError::WrongMethod {

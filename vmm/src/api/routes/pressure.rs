@@ -15,7 +15,10 @@ use crate::vm::request::{VmHandle, VmRequest};
 /// The call, as it is named in errors.
 const CALL: &str = "vm.pressure";
 
-pub(super) async fn show(State(vm): State<VmHandle>, uri: Uri) -> Result<Json<PressureInfo>, ApiError> {
+pub(super) async fn show(
+    State(vm): State<VmHandle>,
+    uri: Uri,
+) -> Result<Json<PressureInfo>, ApiError> {
     let decisions = decisions(uri.query().unwrap_or_default())?;
     Ok(Json(vm.ask(|reply| VmRequest::Pressure(decisions, reply)).await?))
 }

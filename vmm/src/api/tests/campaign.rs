@@ -101,7 +101,8 @@ fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
     with_vmm(|path| {
         let mut client = Raw::connect(path);
         let sections = fields();
-        let names = |section: &str| sections.iter().find(|(name, _)| *name == section).unwrap().1.clone();
+        let names =
+            |section: &str| sections.iter().find(|(name, _)| *name == section).unwrap().1.clone();
         let device = |call, section: &str| (call, names(section), needed(section));
         let fixed = |call, names: &[&'static str], needed| (call, names.to_vec(), needed);
         let calls = [
@@ -111,7 +112,11 @@ fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
             device("vm.add-vsock", "vsock"),
             fixed("vm.remove-device", &["id"], json!({"id": "nobody"})),
             fixed("vm.resize", &["desired_vcpus", "desired_ram", "desired_balloon"], json!({})),
-            fixed("vm.resize-zone", &["id", "desired_ram"], json!({"id": "x", "desired_ram": 2 << 20})),
+            fixed(
+                "vm.resize-zone",
+                &["id", "desired_ram"],
+                json!({"id": "x", "desired_ram": 2 << 20}),
+            ),
             fixed("vm.resize-disk", &["id", "desired_size"], json!({"id": "x", "desired_size": 1})),
             fixed(
                 "vm.pressure",
@@ -141,7 +146,8 @@ fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
 
 /// Makes one anew, and shows it.
 fn vm_that_is(state: &str, client: &mut Raw) -> Answer {
-    let steps = ["none", "Created", "Running", "Paused"].iter().position(|known| *known == state).unwrap();
+    let steps =
+        ["none", "Created", "Running", "Paused"].iter().position(|known| *known == state).unwrap();
     check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
     for call in ["vm.create", "vm.boot", "vm.pause"].iter().take(steps) {
         let body = if *call == "vm.create" { vm(json!({})) } else { String::new() };
@@ -156,11 +162,28 @@ fn bodies_that_are_no_object_or_too_long_are_refused() {
         let long = format!(r#"{{"payload": {{"kernel": "{}"}}}}"#, "x".repeat(10 << 20));
         let deep = "[".repeat(60_000);
         let nested = format!(r#"{{"payload": {}"#, r#"{"a":"#.repeat(10_000));
-        for call in ["vm.create", "vm.add-disk", "vm.add-net", "vm.resize", "vm.pressure", "vm.remove-device"]
-        {
-            for body in
-                ["", " ", "{", "[]", "7", "null", "\"{}\"", "{}{}", "{\"a\": }", "\u{feff}{}", &deep, &nested]
-            {
+        for call in [
+            "vm.create",
+            "vm.add-disk",
+            "vm.add-net",
+            "vm.resize",
+            "vm.pressure",
+            "vm.remove-device",
+        ] {
+            for body in [
+                "",
+                " ",
+                "{",
+                "[]",
+                "7",
+                "null",
+                "\"{}\"",
+                "{}{}",
+                "{\"a\": }",
+                "\u{feff}{}",
+                &deep,
+                &nested,
+            ] {
                 let answer = Raw::connect(path).call("PUT", call, body);
                 check(&format!("{call} {:.20}", body), &answer, &[400, 404]);
             }
@@ -181,7 +204,11 @@ fn two_who_create_and_delete_at_once_are_both_answered() {
                 scope.spawn(|| {
                     let mut client = Raw::connect(path);
                     for _ in 0..300 {
-                        check("create", &client.call("PUT", "vm.create", &vm(json!({}))), &[204, 405]);
+                        check(
+                            "create",
+                            &client.call("PUT", "vm.create", &vm(json!({}))),
+                            &[204, 405],
+                        );
                         check("boot", &client.call("PUT", "vm.boot", ""), &[204, 404, 405]);
                         check("info", &client.call("GET", "vm.info", ""), &[200, 404]);
                         check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
@@ -250,7 +277,8 @@ fn so_many_requests_are_answered_and_leave_no_file_open() {
     if std::env::var_os(ALONE).is_none() {
         let name = "api::tests::campaign::so_many_requests_are_answered_and_leave_no_file_open";
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-        let output = command.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();
+        let output =
+            command.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();
         let (text, errors) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success() && text.contains("1 passed"), "{text}{errors}");

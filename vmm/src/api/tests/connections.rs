@@ -53,7 +53,8 @@ fn connection_without_a_request_is_closed_before_one_that_had_requests() {
 /// time-outs are too long to help.
 #[test]
 fn client_that_writes_before_it_is_accepted_does_not_keep_the_next_one_out() {
-    let limits = Limits { connections: 2, head: Duration::from_secs(3600), idle: None, ..Limits::API };
+    let limits =
+        Limits { connections: 2, head: Duration::from_secs(3600), idle: None, ..Limits::API };
     for sent in ["GET /api/v1/vmm.pi", &request("GET", "/api/v1/vmm.events", "")] {
         run_within(limits, async |fixture| {
             let mut idle = fixture.connect().await;
@@ -99,8 +100,9 @@ fn bodies_that_do_not_end_do_not_keep_others_out() {
         let mut stalled = Vec::new();
         for call in ["vm.resize", "vm.pause"].repeat(2 * limits.connections) {
             let mut client = fixture.connect().await;
-            let head =
-                format!("PUT /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{{\"desi");
+            let head = format!(
+                "PUT /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{{\"desi"
+            );
             client.send(head).await;
             stalled.push(client);
         }
@@ -124,7 +126,8 @@ fn bodies_that_do_not_end_do_not_keep_others_out() {
 #[test]
 fn silent_connections_do_not_push_out_requests() {
     const SILENT: usize = 40;
-    let limits = Limits { connections: 16, silent: 8, grace: Duration::from_millis(10), ..Limits::METRICS };
+    let limits =
+        Limits { connections: 16, silent: 8, grace: Duration::from_millis(10), ..Limits::METRICS };
     run_within(limits, async |fixture| {
         let mut kept = fixture.connect().await;
         assert_eq!(kept.call("GET", "vmm.ping", "").await.0, 200);
@@ -191,7 +194,10 @@ fn so_many_follow_events_and_one_more_is_told_so() {
             followers.push(client);
         }
         let (status, body) = fixture.call("GET", "vmm.events", "").await;
-        assert_eq!((status, &*messages(&body)[0]), (429, "Events have 64 followers, and may have no more"));
+        assert_eq!(
+            (status, &*messages(&body)[0]),
+            (429, "Events have 64 followers, and may have no more")
+        );
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         // That one has gone is seen when it is written to.
         followers.pop();
@@ -218,7 +224,8 @@ fn half_a_request_and_silence_holds_nobody_up() {
     run(async |fixture| {
         let (mut head, mut body) = (fixture.connect().await, fixture.connect().await);
         head.send("GET /api/v1/vmm.pi").await;
-        body.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{\"desi").await;
+        body.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{\"desi")
+            .await;
         assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
         // The head's other half is still welcome.
         head.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
@@ -270,7 +277,8 @@ fn a_body_that_no_call_takes_may_come_late() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
         for (method, call) in [("PUT", "vm.pause"), ("PUT", "vm.delete"), ("GET", "vmm.ping")] {
-            let head = format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n");
+            let head =
+                format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n");
             client.send(head).await;
             // Whoever has been answered by now was answered before the body came.
             assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);

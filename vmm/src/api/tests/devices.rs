@@ -11,9 +11,10 @@ fn what_is_added_to_a_vm_that_runs_is_told_where_it_is() {
         let expected = json!({"id": "_disk0", "bdf": "0000:00:06.0"});
         assert_eq!((status, serde_json::from_str::<Value>(&body).unwrap()), (200, expected));
         // To one that does not, there is nothing to tell.
-        for (call, body) in
-            [("vm.add-pmem", r#"{"file": "/p"}"#), ("vm.add-vsock", r#"{"cid": 3, "socket": "/s"}"#)]
-        {
+        for (call, body) in [
+            ("vm.add-pmem", r#"{"file": "/p"}"#),
+            ("vm.add-vsock", r#"{"cid": 3, "socket": "/s"}"#),
+        ] {
             assert_eq!(fixture.call("PUT", call, body).await, (204, String::new()), "{call}");
         }
         let asked = fixture.asked.recv().await.unwrap();
@@ -29,9 +30,19 @@ fn what_is_added_to_a_vm_that_runs_is_told_where_it_is() {
 fn what_cannot_be_added_or_removed_is_told_why() {
     run(async |fixture| {
         for (call, body, status, text) in [
-            ("vm.add-disk", r#"{"path": "/d", "id": "taken"}"#, 409, "--disk: the id taken is taken"),
+            (
+                "vm.add-disk",
+                r#"{"path": "/d", "id": "taken"}"#,
+                409,
+                "--disk: the id taken is taken",
+            ),
             ("vm.add-disk", r#"{"path": "/d", "num_queues": 2}"#, 400, "num_queues is 2"),
-            ("vm.add-disk", r#"{"path": "/d", "iommu": true}"#, 400, "--disk: iommu=true is not supported"),
+            (
+                "vm.add-disk",
+                r#"{"path": "/d", "iommu": true}"#,
+                400,
+                "--disk: iommu=true is not supported",
+            ),
             ("vm.add-disk", "{}", 400, "path"),
             ("vm.add-disk", "", 400, "empty"),
             ("vm.add-disk", "[]", 400, "not a JSON object"),

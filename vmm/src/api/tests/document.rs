@@ -54,18 +54,19 @@ fn calls(section: &str) -> Vec<String> {
 /// An example that nothing was left out of.
 #[track_caller]
 fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
-    let example: Value = serde_json::from_str(example).unwrap_or_else(|error| panic!("{error}: {example}"));
-    let read: T =
-        serde_json::from_value(example.clone()).unwrap_or_else(|error| panic!("{error}: {example}"));
+    let example: Value =
+        serde_json::from_str(example).unwrap_or_else(|error| panic!("{error}: {example}"));
+    let read: T = serde_json::from_value(example.clone())
+        .unwrap_or_else(|error| panic!("{error}: {example}"));
     assert_eq!(serde_json::to_value(read).unwrap(), example);
 }
 
 /// Whether `example` has only what `answer` has as well, of the same kind, whatever the values of numbers and texts are.
 fn is_part(example: &Value, answer: &Value) -> bool {
     match (example, answer) {
-        (Value::Object(example), Value::Object(answer)) => {
-            example.iter().all(|(key, value)| answer.get(key).is_some_and(|answer| is_part(value, answer)))
-        }
+        (Value::Object(example), Value::Object(answer)) => example
+            .iter()
+            .all(|(key, value)| answer.get(key).is_some_and(|answer| is_part(value, answer))),
         (Value::Array(example), Value::Array(answer)) => {
             example.iter().all(|value| answer.iter().any(|answer| is_part(value, answer)))
         }
@@ -128,7 +129,8 @@ fn examples_are_what_is_answered() {
     assert_whole::<Volumes>(volumes);
     let [pools] = &examples(section("pool.info"))[..] else { panic!("not one example") };
     assert_whole::<PoolsAnswer>(pools);
-    let made = examples(section("vm.pressure")).into_iter().filter(|example| example.starts_with('{'));
+    let made =
+        examples(section("vm.pressure")).into_iter().filter(|example| example.starts_with('{'));
     let [made, recording] = &made.collect::<Vec<_>>()[..] else { panic!("not two examples") };
     assert_whole::<RecordingInfo>(recording);
     // What is left out of this one it says.
@@ -157,7 +159,8 @@ fn fields_of_vm_pressure_are_those_of_the_document() {
         lost_lines: 0,
         status: RecordingState::Recording,
     };
-    let answer = serde_json::to_value(PressureInfo { recording: Some(recording), ..pressure() }).unwrap();
+    let answer =
+        serde_json::to_value(PressureInfo { recording: Some(recording), ..pressure() }).unwrap();
     let mut fields: Vec<_> = answer.as_object().unwrap().keys().map(String::as_str).collect();
     fields.sort_unstable();
     let (_, table) = section("vm.pressure").split_once("| field | |\n|---|---|\n").unwrap();
@@ -195,8 +198,10 @@ fn calls_that_the_document_shows_are_answered() {
         for text in calls(section("vm.pressure")) {
             let (_, call) = text.split_once("http://localhost/api/v1/").unwrap();
             let call = call.split([' ', '\'']).next().unwrap();
-            let body = text.split_once("-d '").map_or("", |(_, body)| body.strip_suffix('\'').unwrap());
-            let (method, status) = if text.contains(" -X PUT ") { ("PUT", 204) } else { ("GET", 200) };
+            let body =
+                text.split_once("-d '").map_or("", |(_, body)| body.strip_suffix('\'').unwrap());
+            let (method, status) =
+                if text.contains(" -X PUT ") { ("PUT", 204) } else { ("GET", 200) };
             assert_eq!(fixture.call(method, call, body).await.0, status, "{text}");
             let asked = fixture.asked.recv().await.unwrap();
             if body.is_empty() {
@@ -219,7 +224,8 @@ fn calls_that_the_document_shows_are_answered() {
 
 /// Of both, what either says.
 fn note(all: &mut PressureChange, one: PressureChange) {
-    let PressureChange { policy, size, dry_run, pause, resume, zone, params, rules } = std::mem::take(all);
+    let PressureChange { policy, size, dry_run, pause, resume, zone, params, rules } =
+        std::mem::take(all);
     *all = PressureChange {
         policy: one.policy.or(policy),
         size: one.size.or(size),
@@ -248,7 +254,12 @@ fn states_have_the_names_of_the_document() {
     let (moved_bytes, after_ms, by) = (0, 0, 1);
     assert_named(
         "vm.memory",
-        &[ResizeStatus::Reached, ResizeStatus::Pending, ResizeStatus::NoDriver, ResizeStatus::Stuck(why())],
+        &[
+            ResizeStatus::Reached,
+            ResizeStatus::Pending,
+            ResizeStatus::NoDriver,
+            ResizeStatus::Stuck(why()),
+        ],
     );
     assert_named("vm.volumes", &[VolumeStatus::Ok, VolumeStatus::Failed(why())]);
     assert_named("pool.info", &[PoolStatus::Ok, PoolStatus::ReadOnly(why())]);
@@ -286,7 +297,8 @@ fn every_call_of_the_document_is_there() {
     assert!(calls.len() >= 11, "{calls:?}");
     run(async |fixture| {
         // The VMM's end is last.
-        let (end, others): (Vec<_>, _) = calls.into_iter().partition(|(_, call)| *call == "vmm.shutdown");
+        let (end, others): (Vec<_>, _) =
+            calls.into_iter().partition(|(_, call)| *call == "vmm.shutdown");
         for (method, call) in others.iter().chain(&end) {
             let (status, body) = fixture.call(method, call, "").await;
             assert!(

@@ -22,7 +22,12 @@ pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
         let path = dir.path().join("api");
         let (vm, requests) = VmHandle::channel();
         let events = Events::start();
-        let owner = Owner::new(FakeFactory::default(), AtGuestShutdown::End, events.clone(), Arc::default());
+        let owner = Owner::new(
+            FakeFactory::default(),
+            AtGuestShutdown::End,
+            events.clone(),
+            Arc::default(),
+        );
         let owner = tokio::task::spawn_local(owner.run(None, requests));
         let socket = Socket::for_api(&ApiSocket::Path(path.clone(), Default::default())).unwrap();
         let server = Server::start(socket, router(vm, events), Limits::API).unwrap();
@@ -50,7 +55,10 @@ impl Raw {
             assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
         }
         let parts = [IoSlice::new(bytes.as_bytes())];
-        assert_eq!(sendmsg(&self.0, &parts, &mut control, SendFlags::empty()).unwrap(), bytes.len());
+        assert_eq!(
+            sendmsg(&self.0, &parts, &mut control, SendFlags::empty()).unwrap(),
+            bytes.len()
+        );
     }
 
     pub(super) fn receive(&mut self) -> Answer {
@@ -166,7 +174,12 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
         assert_eq!((status, answer), (200, json!({"id": "eth1", "bdf": "0000:00:05.0"})));
         for (body, fds, status, text) in [
             (body, &[&fd][..], 409, "the id eth0 is taken"),
-            (r#"{"id":"x"}"#, &[&fd, &fd][..], 400, "fd has 2 descriptors, and num_queues asks for 1"),
+            (
+                r#"{"id":"x"}"#,
+                &[&fd, &fd][..],
+                400,
+                "fd has 2 descriptors, and num_queues asks for 1",
+            ),
             (r#"{"id":"x","num_queues":10}"#, &[&fd][..], 400, "num_queues is 10"),
             (r#"{"id":"x","tap":"tap0"}"#, &[&fd][..], 400, "fd is one that is open"),
             (r#"{"id":"__x"}"#, &[&fd][..], 400, "__"),
@@ -187,7 +200,8 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
 }
 
 /// What is asked of the machine, and is known of none but one that is there.
-const OF_A_MACHINE: [&str; 5] = ["vm.counters", "vm.memory", "vm.volumes", "pool.info", "vm.pressure"];
+const OF_A_MACHINE: [&str; 5] =
+    ["vm.counters", "vm.memory", "vm.volumes", "pool.info", "vm.pressure"];
 
 #[test]
 fn what_a_machine_knows_is_answered_while_there_is_one() {
@@ -281,7 +295,8 @@ fn every_call_succeeds_as_it_is_described() {
                     .collect();
                 // What never ends has tests of its own; what is refused has no success.
                 if !success.is_empty() && path != "/vmm.events" {
-                    described.insert((path.trim_start_matches('/').to_owned(), method.clone()), success);
+                    described
+                        .insert((path.trim_start_matches('/').to_owned(), method.clone()), success);
                 }
             }
         }
@@ -299,7 +314,8 @@ fn a_resize_is_in_the_configuration_of_the_next_boot() {
             let body = if body.is_null() { String::new() } else { body.to_string() };
             assert_eq!(client.call("PUT", call, &body), (204, String::new()), "{call} {body}");
         };
-        let method = json!({"size": 512 * MIB, "hotplug_method": "VirtioMem", "hotplug_size": 256 * MIB});
+        let method =
+            json!({"size": 512 * MIB, "hotplug_method": "VirtioMem", "hotplug_size": 256 * MIB});
         put("vm.create", json!({"payload": {"kernel": "/vmlinux"}, "memory": method}));
         put("vm.boot", Value::Null);
         let asked = || info(path)["config"]["memory"]["hotplugged_size"].clone();
@@ -343,7 +359,10 @@ fn a_resize_is_in_the_configuration_of_the_next_boot() {
         put("vm.shutdown", Value::Null);
         put("vm.resize-zone", json!({"id": "b", "desired_ram": 640 * MIB}));
         let zone = info(path)["config"]["memory"]["zones"][1].clone();
-        assert_eq!((&zone["size"], &zone["hotplugged_size"]), (&json!(512 * MIB), &json!(128 * MIB)));
+        assert_eq!(
+            (&zone["size"], &zone["hotplugged_size"]),
+            (&json!(512 * MIB), &json!(128 * MIB))
+        );
         put("vm.delete", Value::Null);
 
         let alone = json!({"size": 0, "hotplug_method": "VirtioMem",

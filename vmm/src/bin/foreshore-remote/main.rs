@@ -237,7 +237,9 @@ fn main() -> ExitCode {
 fn run(args: Vec<OsString>) -> anyhow::Result<String> {
     let flags = match Flags::try_parse_from(args) {
         Ok(flags) => flags,
-        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+        Err(error)
+            if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) =>
+        {
             return Ok(error.render().to_string());
         }
         Err(error) => {
@@ -289,7 +291,8 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             Err(WrongCommandLine(missing.to_owned()).into())
         }
         Verb::Resize(Resize { cpus, memory, balloon }) => {
-            let body = ResizeBody { desired_vcpus: cpus, desired_ram: memory, desired_balloon: balloon };
+            let body =
+                ResizeBody { desired_vcpus: cpus, desired_ram: memory, desired_balloon: balloon };
             put(vmm, "vm.resize", Some(serde_json::to_string(&body)?)).await
         }
         Verb::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
@@ -361,8 +364,18 @@ fn shown(answer: &[u8], to_a_terminal: bool) -> anyhow::Result<String> {
 
 /// Zones in columns.
 fn zones_table(zones: &[ZoneInfo]) -> String {
-    let header =
-        ["ZONE", "NODE", "BOOT", "HOTPLUG", "REQUESTED", "PLUGGED", "ONLINE", "RESIDENT", "DRIVER", "STATUS"];
+    let header = [
+        "ZONE",
+        "NODE",
+        "BOOT",
+        "HOTPLUG",
+        "REQUESTED",
+        "PLUGGED",
+        "ONLINE",
+        "RESIDENT",
+        "DRIVER",
+        "STATUS",
+    ];
     let rows = zones.iter().map(|zone| {
         [
             zone.id.clone(),
@@ -432,7 +445,9 @@ mod tests {
     use super::*;
 
     fn verb(args: &[&str]) -> Verb {
-        Flags::try_parse_from([&["foreshore-remote", "--api-socket", "/s"], args].concat()).unwrap().verb
+        Flags::try_parse_from([&["foreshore-remote", "--api-socket", "/s"], args].concat())
+            .unwrap()
+            .verb
     }
 
     fn zone() -> ZoneInfo {
@@ -492,7 +507,9 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
 
     #[test]
     fn sizes_take_units() {
-        let Verb::Resize(resize) = verb(&["resize", "--memory", "1G", "--cpus", "2"]) else { panic!() };
+        let Verb::Resize(resize) = verb(&["resize", "--memory", "1G", "--cpus", "2"]) else {
+            panic!()
+        };
         assert_eq!((resize.memory, resize.cpus, resize.balloon), (Some(1 << 30), Some(2), None));
         for text in ["64MiB", "64M", "65536K", "0.0625G", "67108864"] {
             let Verb::Resize(resize) = verb(&["resize", "--balloon", text]) else { panic!() };
@@ -572,7 +589,10 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
             match (parsed, told) {
                 (Verb::Refused(refused), Some((_, why))) => {
                     assert_eq!(refused.call(), call);
-                    assert!(page.contains(&format!("| `PUT {call}` | refused | {why} |")), "{name}: {why}");
+                    assert!(
+                        page.contains(&format!("| `PUT {call}` | refused | {why} |")),
+                        "{name}: {why}"
+                    );
                 }
                 (Verb::Refused(_), None) => panic!("{name} is refused, and nobody says why"),
                 (_, Some(_)) => panic!("{name} is not refused any more"),
@@ -602,11 +622,17 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         assert!(error(&["--api-socket", "/s", "fly"]).contains("fly"));
         assert!(error(&["--api-socket", "/s", "resize", "--memory", "1Q"]).contains("not a size"));
         assert!(
-            error(&["--api-socket", "/s", "create", "/nowhere/c"]).starts_with("Cannot read \"/nowhere/c\"")
+            error(&["--api-socket", "/s", "create", "/nowhere/c"])
+                .starts_with("Cannot read \"/nowhere/c\"")
         );
         assert!(error(&["--api-socket", "/s", "resize"]).contains("at least one of"));
-        assert!(error(&["--api-socket", "/s", "add-disk", "readonly=on"]).contains("disk: path= is missing"));
-        assert!(error(&["--api-socket", "/s", "pressure", "policy=amf"]).ends_with("`pressure set`"));
+        assert!(
+            error(&["--api-socket", "/s", "add-disk", "readonly=on"])
+                .contains("disk: path= is missing")
+        );
+        assert!(
+            error(&["--api-socket", "/s", "pressure", "policy=amf"]).ends_with("`pressure set`")
+        );
         assert!(!error(&["--api-socket", "/s", "pressure", "fly"]).contains("`pressure set`"));
         assert!(
             error(&["--api-socket", "/nowhere/s", "ping"])

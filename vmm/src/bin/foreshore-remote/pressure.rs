@@ -91,8 +91,9 @@ impl Choice {
         let policy = self.policy.map(|policy| format!("policy={policy}"));
         for setting in policy.iter().chain(more).flat_map(|text| text.split(',')) {
             let known = setting.split_once('=').filter(|(name, _)| !name.is_empty());
-            let (name, value) = known
-                .with_context(|| format!("{setting:?} is not NAME=VALUE, such as policy=amf or idle=5s"))?;
+            let (name, value) = known.with_context(|| {
+                format!("{setting:?} is not NAME=VALUE, such as policy=amf or idle=5s")
+            })?;
             set(&mut change, name, value)?;
         }
         Ok(change)
@@ -108,7 +109,8 @@ fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
         "record" | "record_size" => bail!("{name}= is for the command line of the VMM alone"),
         _ => {
             let settings: &mut ParamSettings =
-                if is_rule { &mut change.rules } else { &mut change.params }.get_or_insert_default();
+                if is_rule { &mut change.rules } else { &mut change.params }
+                    .get_or_insert_default();
             let new = settings.insert(name.to_owned(), Setting::from(value)).is_none();
             // `--size` is the same.
             new && (name != FIXED_SIZE || change.size.is_none())
@@ -139,7 +141,8 @@ impl Pressure {
                 if json {
                     return text_of(&answer);
                 }
-                let info = serde_json::from_slice(&answer).context("The answer is not vm.pressure's")?;
+                let info =
+                    serde_json::from_slice(&answer).context("The answer is not vm.pressure's")?;
                 Ok(if params { parameters_table(&info) } else { show(&info) })
             }
         }
@@ -151,8 +154,12 @@ impl Pressure {
         let none = PressureChange::default();
         Ok(Some(match self.verb {
             Some(PressureVerb::Pause) => PressureChange { pause: Some(true), ..none },
-            Some(PressureVerb::Resume { zone }) => PressureChange { resume: Some(true), zone, ..none },
-            Some(PressureVerb::DryRun { switch }) => PressureChange { dry_run: Some(on(switch)), ..none },
+            Some(PressureVerb::Resume { zone }) => {
+                PressureChange { resume: Some(true), zone, ..none }
+            }
+            Some(PressureVerb::DryRun { switch }) => {
+                PressureChange { dry_run: Some(on(switch)), ..none }
+            }
             Some(PressureVerb::Set { set, settings }) => {
                 if set.policy.is_none() && set.size.is_none() && settings.is_empty() {
                     bail!("pressure set needs NAME=VALUE, such as policy=amf or idle=5s");
@@ -190,19 +197,32 @@ fn show(info: &PressureInfo) -> String {
     if info.dry_run {
         text.push_str("dry run: nothing is asked of the guest\n");
     }
-    let set: Vec<_> = parameters(info).filter(Parameter::is_set).map(|set| set.to_string()).collect();
+    let set: Vec<_> =
+        parameters(info).filter(Parameter::is_set).map(|set| set.to_string()).collect();
     if !set.is_empty() {
         text.push_str(&format!("set: {} (--params shows all)\n", set.join(" ")));
     }
     let yes_or_no = |yes| if yes { "yes" } else { "no" }.to_owned();
-    let zones =
-        info.zones.iter().map(|zone| [zone.id.clone(), yes_or_no(zone.driver_ready), yes_or_no(zone.pinned)]);
+    let zones = info
+        .zones
+        .iter()
+        .map(|zone| [zone.id.clone(), yes_or_no(zone.driver_ready), yes_or_no(zone.pinned)]);
     text.push_str(&table(["ZONE", "DRIVER", "PINNED"], 2, zones));
     if info.decisions.is_empty() {
         return text;
     }
-    let header =
-        ["DECISION", "AGO", "TIMES", "POLICY", "WHAT", "AVAILABLE", "ASKED", "REQUESTED", "WHY", "OUTCOME"];
+    let header = [
+        "DECISION",
+        "AGO",
+        "TIMES",
+        "POLICY",
+        "WHAT",
+        "AVAILABLE",
+        "ASKED",
+        "REQUESTED",
+        "WHY",
+        "OUTCOME",
+    ];
     // Newest last, as in a log.
     text.push('\n');
     text.push_str(&decisions(header, &info.decisions));
@@ -362,7 +382,8 @@ mod tests {
 
     #[test]
     fn settings_are_taken_as_the_vmm_takes_them_on_its_command_line() {
-        let expected = r#"dry_run=true params={"reclaim":"40"} policy="amf" rules={"ceiling":"1G"}"#;
+        let expected =
+            r#"dry_run=true params={"reclaim":"40"} policy="amf" rules={"ceiling":"1G"}"#;
         for args in [
             &["set", "policy=amf,reclaim=40,ceiling=1G,dry_run=on"][..],
             &["set", "policy=amf", "reclaim=40", "ceiling=1G,dry_run=true"],
@@ -471,7 +492,8 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
             let text = show(&info_with(policy, details));
             text.lines().find_map(|line| line.strip_prefix("set: ")).map(str::to_owned)
         };
-        let default = serde_json::json!({"params": {"idle": 10_000}, "rules": {"ceiling": 1u64 << 46}});
+        let default =
+            serde_json::json!({"params": {"idle": 10_000}, "rules": {"ceiling": 1u64 << 46}});
         assert_eq!(shown("psi", default), None);
         let set = serde_json::json!({"params": {"idle": 9_000, "stall": 100}, "rules": {"ceiling": 1 << 30}});
         assert_eq!(shown("psi", set).unwrap(), "idle=9s ceiling=1G (--params shows all)");
@@ -510,7 +532,12 @@ lost             the rules     3s       3s  No report for this long means that r
                 "64 MiB after 5.0 s, 9 took the rest back",
             ),
             (
-                Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some("pool-full".to_owned()) },
+                Outcome::Partly {
+                    moved_bytes,
+                    after_ms,
+                    by: None,
+                    lack: Some("pool-full".to_owned()),
+                },
                 "64 MiB after 5.0 s, the host lacks the rest: pool-full",
             ),
             (Outcome::Withdrawn { after_ms, by: 9 }, "none of it after 5.0 s, 9 took it back"),

@@ -106,7 +106,8 @@ fn that_plugged_memory_is_not_onlined_movable_is_said_once() {
     f.greet();
     let log = Shown::default();
     let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    let subscriber =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
     tracing::subscriber::with_default(subscriber, || {
         let mut said = |policy: &str| {
             for _ in 0..3 {
@@ -132,7 +133,8 @@ fn that_plugged_memory_is_not_onlined_movable_is_said_once() {
 fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     let mut f = fixture("psi", false, true);
     let now = TimeMs(3_600_000);
-    let line = |f: &mut Fixture, line: serde_json::Value| f.bytes(Ok(line.to_string().as_bytes()), now);
+    let line =
+        |f: &mut Fixture, line: serde_json::Value| f.bytes(Ok(line.to_string().as_bytes()), now);
     f.core.agent_connected(now);
     line(&mut f, hello());
     // 50 ms after a boot that was an hour ago.
@@ -142,7 +144,10 @@ fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     let mut honest = report(1, 200, [0, 0]);
     honest["monotonic_ms"] = json!(now.0 - 100);
     line(&mut f, honest);
-    assert_eq!((f.core.governor.counters().reports, f.core.governor.counters().refused.len()), (2, 0));
+    assert_eq!(
+        (f.core.governor.counters().reports, f.core.governor.counters().refused.len()),
+        (2, 0)
+    );
     // A guest that seems older than its VM has to insist.
     let mut future = report(2, 200, [0, 0]);
     future["monotonic_ms"] = json!(2 * now.0);
@@ -165,9 +170,15 @@ fn a_host_that_has_slept_takes_its_guest_neither_for_a_liar_nor_for_late() {
     let mut next = report(f.seq + 1, 20, [0, 0]);
     next["monotonic_ms"] = json!(now.0 + SLEPT_MS);
     f.core.line(Ok(next.to_string().as_bytes()), now, now + SLEPT_MS, Duration::default);
-    assert_eq!((f.core.governor.counters().reports, f.core.governor.counters().refused.len()), (2, 0));
+    assert_eq!(
+        (f.core.governor.counters().reports, f.core.governor.counters().refused.len()),
+        (2, 0)
+    );
     assert_eq!(f.core.governor.counters().reminders, 0);
-    assert!(f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes >= asked, "it is still to follow");
+    assert!(
+        f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes >= asked,
+        "it is still to follow"
+    );
 }
 
 #[test]
@@ -242,8 +253,11 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     drop(agent);
     vmm.set_nonblocking(true).unwrap();
     // A clock that jumps as soon as everybody waits: it shows what was waited for, and not how long this takes.
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
         let begin = tokio::time::Instant::now();
@@ -268,8 +282,11 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
         agent.shutdown(std::net::Shutdown::Write).unwrap();
         agent
     });
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
         let begin = tokio::time::Instant::now();
@@ -301,8 +318,11 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
         assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
         [agent, vmm]
     };
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let [agent, vmm] = [agent, vmm].map(|stream| {
             stream.set_nonblocking(true).unwrap();

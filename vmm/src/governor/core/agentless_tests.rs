@@ -145,7 +145,12 @@ fn rig_by(config: &PressureConfig, counted: bool) -> Rig {
     rig_with(config, counted, None, Onlining::CommandLine)
 }
 
-fn rig_with(config: &PressureConfig, counted: bool, pm: Option<Arc<FakeDevice>>, onlining: Onlining) -> Rig {
+fn rig_with(
+    config: &PressureConfig,
+    counted: bool,
+    pm: Option<Arc<FakeDevice>>,
+    onlining: Onlining,
+) -> Rig {
     let guest = FakeGuest::new(counted, pm.clone());
     let zone = GovernedZone {
         id: BALLOON_ZONE.to_owned(),
@@ -227,7 +232,12 @@ fn an_idle_guest_without_an_agent_gives_memory_and_gets_it_back_when_it_needs_it
         rig.guest.state.lock().used = BOOT - KERNEL - idle - 50 * MIB;
         rig.wait(5);
         let busy = rig.guest.ballooned();
-        assert!(busy + 500 * MIB < idle, "{} of {} MiB, counted: {counted}", busy / MIB, idle / MIB);
+        assert!(
+            busy + 500 * MIB < idle,
+            "{} of {} MiB, counted: {counted}",
+            busy / MIB,
+            idle / MIB
+        );
         let state = *rig.guest.state.lock();
         assert!(rig.guest.available(&state) > 256 * MIB);
         // And gives it again when the need is over.
@@ -259,7 +269,11 @@ fn what_an_agents_guest_onlines_is_no_matter_for_a_balloon() {
         rig.agent_reports();
     }
     // Of hotplugged memory a quarter would be lent, as its online policy is.
-    assert!(rig.guest.sizes().plugged_bytes > REGION / 4, "{}", rig.guest.sizes().plugged_bytes / MIB);
+    assert!(
+        rig.guest.sizes().plugged_bytes > REGION / 4,
+        "{}",
+        rig.guest.sizes().plugged_bytes / MIB
+    );
 }
 
 #[test]
@@ -396,7 +410,8 @@ fn statistics_that_lie_are_refused_and_counted_and_the_loop_goes_on() {
 fn what_has_come_by_acpi_is_believed_and_nothing_beyond_it() {
     let dimm_bytes = Arc::new(AtomicU64::new(0));
     let mut rig = rig(false);
-    rig.core = rig.core.with_beside(Beside { dimm_bytes: Arc::clone(&dimm_bytes), ..Beside::default() });
+    rig.core =
+        rig.core.with_beside(Beside { dimm_bytes: Arc::clone(&dimm_bytes), ..Beside::default() });
     rig.wait(3);
     let taken = rig.reports();
     // A DIMM as large as the VM came with, of which the kernel keeps nothing.
@@ -407,13 +422,19 @@ fn what_has_come_by_acpi_is_believed_and_nothing_beyond_it() {
         rig.core.tick(rig.now);
     };
     say(&mut rig, grown);
-    assert_eq!((rig.reports(), rig.details()["refused"].clone()), (taken, json!({"out_of_range": 1})));
+    assert_eq!(
+        (rig.reports(), rig.details()["refused"].clone()),
+        (taken, json!({"out_of_range": 1}))
+    );
     dimm_bytes.store(4096 * MIB, Ordering::Relaxed);
     say(&mut rig, grown);
     assert_eq!(rig.reports(), taken + 1);
     assert_eq!(rig.details()["memory"]["total_bytes"], json!(BOOT + 4096 * MIB));
     say(&mut rig, grown.with(Tag::Total, BOOT + 4097 * MIB));
-    assert_eq!((rig.reports(), rig.details()["refused"].clone()), (taken + 1, json!({"out_of_range": 2})));
+    assert_eq!(
+        (rig.reports(), rig.details()["refused"].clone()),
+        (taken + 1, json!({"out_of_range": 2}))
+    );
 }
 
 #[test]
@@ -438,7 +459,8 @@ fn statistics_are_asked_for_faster_when_memory_runs_short() {
 fn page_cache_makes_a_guest_short_for_who_decides_by_free_pages_alone() {
     for (policy, measure) in [("psi", "available"), ("pmb", "free")] {
         let dry_run = true;
-        let mut config = PressureConfig { policy: policy.to_owned(), dry_run, ..PressureConfig::default() };
+        let mut config =
+            PressureConfig { policy: policy.to_owned(), dry_run, ..PressureConfig::default() };
         if policy == "pmb" {
             config.params.insert("watermark-scale".to_owned(), Setting::from("1"));
         }

@@ -27,8 +27,14 @@ fn what_is_to_be_there_in_any_case_is_no_more_than_the_zones_can_have() {
             "size is 2G, must be at most 1152M, which is what all zones can have",
         ),
         // Within what a parameter of its kind can be, and against another one.
-        (json!({"rules": {"ceiling": "1G"}}), "ceiling is 1G, must be at least floor, which is 1152M"),
-        (json!({"params": {"idle": "31s"}}), "max_idle is 30s, must be at least idle, which is 31s"),
+        (
+            json!({"rules": {"ceiling": "1G"}}),
+            "ceiling is 1G, must be at least floor, which is 1152M",
+        ),
+        (
+            json!({"params": {"idle": "31s"}}),
+            "max_idle is 30s, must be at least idle, which is 31s",
+        ),
     ] {
         assert_eq!(f.core.change(&change(wrong), TimeMs(0)).unwrap_err().to_string(), message);
         let info = f.core.info(0, TimeMs(0));
@@ -47,7 +53,8 @@ fn a_machine_is_not_built_with_a_floor_that_it_cannot_have() {
         core.map(drop).map_err(|error| error.to_string())
     };
     assert_eq!(build("floor=0"), Ok(()));
-    let message = |name| Err(format!("{name} is 64M, must be at most 0, which is what all zones can have"));
+    let message =
+        |name| Err(format!("{name} is 64M, must be at most 0, which is what all zones can have"));
     assert_eq!(build("floor=64M"), message("floor"));
     assert_eq!(build("policy=fixed,size=64M"), message("size"));
 }
@@ -64,11 +71,16 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
     };
     // Misspelt, another policy's, and a rule in the wrong place.
     for name in ["cooldown", "idle", "ceiling"] {
-        let refused =
-            f.core.change(&change(json!({"params": {name: "1G"}})), TimeMs(0)).unwrap_err().to_string();
+        let refused = f
+            .core
+            .change(&change(json!({"params": {name: "1G"}})), TimeMs(0))
+            .unwrap_err()
+            .to_string();
         assert_eq!(refused, expected(name));
-        let refused =
-            f.core.change(&change(json!({"policy": "amf", "params": {name: "1G"}})), TimeMs(0)).unwrap_err();
+        let refused = f
+            .core
+            .change(&change(json!({"policy": "amf", "params": {name: "1G"}})), TimeMs(0))
+            .unwrap_err();
         assert_eq!(refused.to_string(), format!("vm.pressure: {}", expected(name)));
     }
 }
@@ -76,8 +88,12 @@ fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_r
 #[test]
 fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
     let mut f = fixture("psi", false, true);
-    let refused = f.core.change(&change(json!({"size": 64 * MIB})), TimeMs(0)).unwrap_err().to_string();
-    assert!(refused.starts_with("parameter \"size\" is unknown; those of psi are burst, "), "{refused}");
+    let refused =
+        f.core.change(&change(json!({"size": 64 * MIB})), TimeMs(0)).unwrap_err().to_string();
+    assert!(
+        refused.starts_with("parameter \"size\" is unknown; those of psi are burst, "),
+        "{refused}"
+    );
     let mut config = PressureConfig::default();
     for (json, size_mib) in [
         (json!({"policy": "fixed", "size": 32 * MIB}), 32),

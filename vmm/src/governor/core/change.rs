@@ -31,7 +31,8 @@ impl Core {
         let policy = match &change.policy {
             Some(name) => {
                 let (policy, params) = (name.clone(), change.params.clone().unwrap_or_default());
-                let config = PressureConfig { policy, params, size: change.size, ..Default::default() };
+                let config =
+                    PressureConfig { policy, params, size: change.size, ..Default::default() };
                 config.policy(CALL)?
             }
             None => {
@@ -44,7 +45,8 @@ impl Core {
         };
         let rules = controller.rules().with(by_name(&change.rules))?;
         fit(&policy, rules.floor_bytes, self.host().region_bytes())?;
-        let has_policy = change.policy.is_some() || change.params.is_some() || change.size.is_some();
+        let has_policy =
+            change.policy.is_some() || change.params.is_some() || change.size.is_some();
         Ok(Change {
             policy: has_policy.then_some(policy),
             rules: change.rules.is_some().then_some(rules),
@@ -93,8 +95,11 @@ impl Present {
         ];
         // Another policy's parameters are set against what it has by itself.
         let same = self.policy.name() == now.policy.name();
-        let before = if same { Some(self.policy.clone()) } else { Policy::from_name(now.policy.name()) };
-        if let Some((from, to)) = before.as_ref().and_then(Policy::parameters).zip(now.policy.parameters()) {
+        let before =
+            if same { Some(self.policy.clone()) } else { Policy::from_name(now.policy.name()) };
+        if let Some((from, to)) =
+            before.as_ref().and_then(Policy::parameters).zip(now.policy.parameters())
+        {
             all.extend(parameters(from, to));
         }
         all.extend(parameters(&self.rules, &now.rules));
@@ -158,8 +163,9 @@ mod tests {
                 });
                 fields.collect::<Vec<_>>()
             };
-            let line =
-                |what, from, to| format!(r#"The governor is set anew what="{what}" from="{from}" to="{to}""#);
+            let line = |what, from, to| {
+                format!(r#"The governor is set anew what="{what}" from="{from}" to="{to}""#)
+            };
             assert_eq!(said(json!({"dry_run": true})), [line("dry_run", "off", "on")]);
             assert_eq!(said(json!({"dry_run": true})), [""; 0], "the same again is no change");
             assert_eq!(said(json!({"pause": true})), [line("paused", "off", "on")]);
@@ -167,10 +173,18 @@ mod tests {
                 said(json!({"params": {"idle": "9s", "stall": 100}, "rules": {"cool_down": "2s"}})),
                 [line("idle", "10s", "9s"), line("cool_down", "5s", "2s")]
             );
-            assert_eq!(said(json!({"params": {"idle": "1s"}, "rules": {"moon": 1}})), [""; 0], "refused");
+            assert_eq!(
+                said(json!({"params": {"idle": "1s"}, "rules": {"moon": 1}})),
+                [""; 0],
+                "refused"
+            );
             assert_eq!(
                 said(json!({"policy": "amf", "params": {"reclaim": 40}, "dry_run": false})),
-                [line("policy", "psi", "amf"), line("dry_run", "on", "off"), line("reclaim", "30", "40")]
+                [
+                    line("policy", "psi", "amf"),
+                    line("dry_run", "on", "off"),
+                    line("reclaim", "30", "40")
+                ]
             );
             assert_eq!(
                 said(json!({"resume": true, "zone": "pm"})),

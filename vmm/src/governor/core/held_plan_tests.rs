@@ -44,7 +44,8 @@ fn dry_run_held_back_by_descriptors_is_not_reported() {
     let mut f = fixture("psi", true, true);
     f.greet();
     (0..400).for_each(|_| report_without_room(&mut f));
-    let holds = f.core.governor.counters().plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
+    let holds =
+        f.core.governor.counters().plans.iter().filter(|(key, _)| key.2 == "descriptors").count();
     assert_eq!((holds, *f.dram.reported_held.lock()), (1, 0));
 }
 

@@ -45,7 +45,11 @@ fn a_kernel_that_kexec_has_started_is_served_as_the_first_one_was() {
     };
     let needed = asked(&f);
     say(&mut f, 1, 20);
-    assert!(f.core.governor.counters().refused.is_empty(), "{:?}", f.core.governor.counters().refused);
+    assert!(
+        f.core.governor.counters().refused.is_empty(),
+        "{:?}",
+        f.core.governor.counters().refused
+    );
     assert!(asked(&f) > needed, "it is short and gets more than {needed}: {}", asked(&f));
     for seq in 2..=2_000 {
         say(&mut f, seq, 340);

@@ -16,11 +16,15 @@ impl Core {
         match note {
             Note::AgentConnected => sparsely!(info, "The guest's agent is connected"),
             Note::AgentGone => sparsely!(info, "The guest's agent is gone"),
-            Note::AgentMissed => sparsely!(warn, "The guest's agent is gone, and none has come since"),
+            Note::AgentMissed => {
+                sparsely!(warn, "The guest's agent is gone, and none has come since")
+            }
             Note::AgentState(AgentState::Silent) => {
                 warn!("The guest's agent is connected, and no report comes");
             }
-            Note::AgentState(state) => info!(state = state.label(), "The guest's agent reports again"),
+            Note::AgentState(state) => {
+                info!(state = state.label(), "The guest's agent reports again")
+            }
             Note::Hello(hello) => {
                 sparsely!(
                     info,
@@ -40,7 +44,9 @@ impl Core {
                 };
                 warn!(reason = refusal.label(), count, %refusal, "{what}");
             }
-            Note::StatisticsTakeOver => info!("Balloon statistics size the guest until its agent reports"),
+            Note::StatisticsTakeOver => {
+                info!("Balloon statistics size the guest until its agent reports")
+            }
             Note::DriverReady(zone) => {
                 sparsely!(info, zone = self.name(zone), "The guest's driver is there");
             }

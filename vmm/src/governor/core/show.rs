@@ -61,7 +61,11 @@ impl View {
         let audited: Vec<_> = self
             .zones
             .iter()
-            .map(|zone| AuditedZone { id: &zone.info.id, plugged_bytes: zone.plugged_bytes, late: zone.late })
+            .map(|zone| AuditedZone {
+                id: &zone.info.id,
+                plugged_bytes: zone.plugged_bytes,
+                late: zone.late,
+            })
             .collect();
         let decisions = self.decisions.iter().map(|entry| entry.info(&audited, self.now)).collect();
         let pinned = self.zones.iter().filter(|zone| self.status.pinned.contains(&zone.id));
@@ -90,8 +94,10 @@ impl View {
             ("refused".to_owned(), json!(self.refused)),
         ]);
         let values = |params: &dyn Parameters| {
-            let values =
-                params.table().iter().filter_map(|param| Some((param.name, params.get(param.name)?)));
+            let values = params
+                .table()
+                .iter()
+                .filter_map(|param| Some((param.name, params.get(param.name)?)));
             json!(values.collect::<BTreeMap<_, _>>())
         };
         details.insert("params".to_owned(), self.policy.parameters().map_or(json!({}), values));
@@ -137,13 +143,14 @@ impl Core {
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
         let governor = &self.governor;
         let patience_ms = governor.controller().rules().progress_ms;
-        let zones = self.zones.iter().zip(self.governed_zones()).zip(0..).map(|((zone, (_, info)), id)| {
-            let id = ZoneId(id);
-            let plugged_bytes = zone.device.sizes().plugged_bytes;
-            let tracker = governor.controller().tracker(id);
-            let late = tracker.is_some_and(|zone| zone.is_late(patience_ms, now));
-            ViewedZone { id, plugged_bytes, late, info }
-        });
+        let zones =
+            self.zones.iter().zip(self.governed_zones()).zip(0..).map(|((zone, (_, info)), id)| {
+                let id = ZoneId(id);
+                let plugged_bytes = zone.device.sizes().plugged_bytes;
+                let tracker = governor.controller().tracker(id);
+                let late = tracker.is_some_and(|zone| zone.is_late(patience_ms, now));
+                ViewedZone { id, plugged_bytes, late, info }
+            });
         let source = |is_active| if is_active { "statistics" } else { "agent" };
         View {
             now,
@@ -212,8 +219,9 @@ impl Core {
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
         let mut left = online.saturating_sub(zone.boot_bytes);
         // A balloon's memory is boot memory.
-        let is_neighbour =
-            |other: &&GovernedZone| other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE;
+        let is_neighbour = |other: &&GovernedZone| {
+            other.guest_numa_node == zone.guest_numa_node && other.id != BALLOON_ZONE
+        };
         for neighbour in self.zones.iter().filter(is_neighbour) {
             let its = left.min(neighbour.device.sizes().plugged_bytes);
             if neighbour.id == id {

@@ -30,7 +30,8 @@ fn a_short_guest_with_a_refused_driver_gets_a_decision_with_the_reason() {
     }
     assert_eq!(requested_bytes(&f), 0);
     let info = f.core.info(50, TimeMs(f.seq * 50));
-    let decision = info.decisions.iter().find(|decision| decision.reason == "unsupported_driver").unwrap();
+    let decision =
+        info.decisions.iter().find(|decision| decision.reason == "unsupported_driver").unwrap();
     assert_eq!((decision.direction.as_str(), decision.requested_bytes), ("hold", 0));
     assert!(decision.wanted_bytes > 0 && decision.times > 100, "{decision:?}");
     assert_eq!(f.core.sample(TimeMs(0)).reminders_total, 0);
@@ -44,7 +45,10 @@ fn a_resize_of_a_zone_with_a_refused_driver_is_an_error_that_names_the_kernel() 
         refuse_all(&f);
         for bytes in [BLOCK, 64 * MIB] {
             let error = f.core.resize("pm", bytes, TimeMs(0)).unwrap_err();
-            assert!(matches!(&error, GovernorError::UnsupportedDriver { id } if id == "pm"), "{error:?}");
+            assert!(
+                matches!(&error, GovernorError::UnsupportedDriver { id } if id == "pm"),
+                "{error:?}"
+            );
             assert!(error.to_string().contains("5.16"), "{error}");
             assert!(f.core.check_resize("pm", bytes).is_err());
         }
@@ -150,7 +154,8 @@ fn guest_with_balloon() -> (Core, Arc<FakeDevice>, Arc<FakeDevice>) {
         boot_bytes: 384 * MIB,
         device: Arc::clone(device) as _,
     };
-    let zones = vec![zone(BALLOON_ZONE, balloon::Tier::Dram, &balloon), zone("pm", balloon::Tier::Pm, &pm)];
+    let zones =
+        vec![zone(BALLOON_ZONE, balloon::Tier::Dram, &balloon), zone("pm", balloon::Tier::Pm, &pm)];
     let config = PressureConfig { policy: "psi".to_owned(), ..Default::default() };
     let core = Core::new(&config, zones, 128 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
     (core, balloon, pm)
@@ -171,7 +176,11 @@ fn a_guest_with_a_refused_driver_is_governed_by_its_balloon() {
     // It inflates when it is at rest.
     for seq in 2..2_000 {
         let plugged_bytes = balloon.sizes().plugged_bytes;
-        say(&mut core, without_hotplug(seq, 90 + plugged_bytes / MIB, plugged_bytes), TimeMs(seq * 50));
+        say(
+            &mut core,
+            without_hotplug(seq, 90 + plugged_bytes / MIB, plugged_bytes),
+            TimeMs(seq * 50),
+        );
     }
     assert!(balloon.sizes().plugged_bytes < deflated_bytes, "{:?}", balloon.sizes());
     assert_eq!(pm.sizes().requested_bytes, 0);

@@ -306,7 +306,9 @@ impl Drop for Bridge {
                 Ok(Written::All) | Err(_) => return,
                 Ok(Written::NoRoom) => {
                     let patience = deadline.saturating_duration_since(Instant::now());
-                    if patience.is_zero() || ready(peer.writer.as_fd(), libc::POLLOUT, patience).is_err() {
+                    if patience.is_zero()
+                        || ready(peer.writer.as_fd(), libc::POLLOUT, patience).is_err()
+                    {
                         return;
                     }
                 }

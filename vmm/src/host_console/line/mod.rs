@@ -88,7 +88,11 @@ struct Line {
 
 impl Lines {
     /// A machine's end of the line that `config` asks for, which is opened if it is not yet.
-    pub(super) fn open(&self, port: Port, config: &ConsoleConfig) -> Result<HostConsole, ConsoleError> {
+    pub(super) fn open(
+        &self,
+        port: Port,
+        config: &ConsoleConfig,
+    ) -> Result<HostConsole, ConsoleError> {
         let mut open = self.0.lock();
         let open = &mut *open;
         if open.lines.get(&port).is_none_or(|line| !line.is_of(config)) {
@@ -121,7 +125,11 @@ impl Lines {
 }
 
 impl Line {
-    fn open(port: Port, config: &ConsoleConfig, event_loop: EventLoopHandle) -> Result<Self, ConsoleError> {
+    fn open(
+        port: Port,
+        config: &ConsoleConfig,
+        event_loop: EventLoopHandle,
+    ) -> Result<Self, ConsoleError> {
         let (end, path, window) = if config.mode == ConsoleMode::Pty {
             let pty = Pty::open().map_err(ConsoleError::Pty)?;
             let path = pty.path().to_owned();
@@ -129,13 +137,14 @@ impl Line {
             (End::Pty(pty), Some(path), window.map_err(ConsoleError::Pty)?.map(Arc::new))
         } else {
             let socket = config.socket.as_ref().ok_or(ConsoleError::NoSocket)?;
-            let (listener, file) = unix_socket::listen(port.flag(), socket, &SocketAccess::default())?;
+            let (listener, file) =
+                unix_socket::listen(port.flag(), socket, &SocketAccess::default())?;
             (End::Socket { listener, _file: file }, None, None)
         };
         let pipe = || -> io::Result<_> { Ok((io::pipe()?, Arc::new(Ring::new()?))) };
         let ((keyboard, typing), ring) = pipe().map_err(ConsoleError::Line)?;
-        let bridge =
-            Bridge::new(end, window.clone(), Arc::clone(&ring), typing).map_err(ConsoleError::Line)?;
+        let bridge = Bridge::new(end, window.clone(), Arc::clone(&ring), typing)
+            .map_err(ConsoleError::Line)?;
         let bridge = event_loop.add(Box::new(bridge)).map_err(ConsoleError::Worker)?;
         Ok(Self { config: config.clone(), path, ring, keyboard, window, event_loop, bridge })
     }

@@ -9,7 +9,8 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, inotify};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, ptsname, unlockpt};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
 };
 use tracing::debug;
 
@@ -34,10 +35,14 @@ impl Pty {
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
         grantpt(&master)?;
         unlockpt(&master)?;
-        let path = PathBuf::from(String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref());
+        let path = PathBuf::from(
+            String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref(),
+        );
         // From when this is closed the master says that nobody is there, which is no news to the watch. Settings stay.
-        let peer =
-            ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        let peer = ioctl_tiocgptpeer(
+            &master,
+            OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC,
+        )?;
         let mut settings = tcgetattr(&peer)?;
         settings.make_raw();
         tcsetattr(&peer, OptionalActions::Now, &settings)?;
@@ -102,7 +107,8 @@ fn watch(path: &Path) -> io::Result<OwnedFd> {
 }
 
 fn ticks() -> io::Result<OwnedFd> {
-    let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
+    let timer =
+        timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
     let ticking = Itimerspec { it_interval: LOOK_INTERVAL, it_value: LOOK_INTERVAL };
     timerfd_settime(&timer, TimerfdTimerFlags::empty(), &ticking)?;
     Ok(timer)
@@ -128,7 +134,12 @@ mod tests {
     use super::*;
 
     fn open(pty: &Pty) -> File {
-        File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(pty.path()).unwrap()
+        File::options()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NOCTTY)
+            .open(pty.path())
+            .unwrap()
     }
 
     #[test]

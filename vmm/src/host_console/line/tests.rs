@@ -23,7 +23,11 @@ fn pty() -> ConsoleConfig {
 }
 
 fn socket(path: &Path) -> ConsoleConfig {
-    ConsoleConfig { mode: ConsoleMode::Socket, socket: Some(path.to_owned()), ..ConsoleConfig::default() }
+    ConsoleConfig {
+        mode: ConsoleMode::Socket,
+        socket: Some(path.to_owned()),
+        ..ConsoleConfig::default()
+    }
 }
 
 fn machine(lines: &Lines, config: &ConsoleConfig) -> HostConsole {
@@ -263,7 +267,8 @@ fn a_path_that_is_there_is_not_taken() {
     let path = folder.path().join("serial");
     std::fs::write(&path, "mine").unwrap();
     let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
-    let error = HostConsole::open(Port::Console, &socket(&path), &mut files).err().unwrap().to_string();
+    let error =
+        HostConsole::open(Port::Console, &socket(&path), &mut files).err().unwrap().to_string();
     assert!(error.starts_with("--console: ") && error.ends_with("is not a socket"), "{error}");
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "mine");
 }

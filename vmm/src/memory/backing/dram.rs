@@ -26,7 +26,11 @@ pub struct DramBacking {
 
 impl DramBacking {
     /// Backs `reservation`, of which nothing is mapped yet.
-    pub fn new(reservation: Arc<Reservation>, budget: Arc<MappingBudget>, source: DramSource) -> Self {
+    pub fn new(
+        reservation: Arc<Reservation>,
+        budget: Arc<MappingBudget>,
+        source: DramSource,
+    ) -> Self {
         let ledger = Ledger::new(reservation.len_bytes(), budget);
         source.prepare(&reservation);
         Self { reservation, ledger, source, detached: Vec::new() }
@@ -49,7 +53,8 @@ impl Backing for DramBacking {
         let (reservation, source) = (&self.reservation, &self.source);
         let plugged = self.ledger.map(1, |segments| {
             source.map(reservation, offset, len).map_err(|err| source.refusal(offset, len, err))?;
-            let of = source.in_file(offset).map_or(Source::Anonymous, |offset| Source::File { offset });
+            let of =
+                source.in_file(offset).map_or(Source::Anonymous, |offset| Source::File { offset });
             segments.set(offset, len, of);
             Ok(())
         });
@@ -66,7 +71,11 @@ impl Backing for DramBacking {
     fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
         let reservation = &self.reservation;
         self.ledger.unmap(|segments| {
-            reservation.unmap(offset, len).map_err(|source| BackingError::Map { offset, len, source })?;
+            reservation.unmap(offset, len).map_err(|source| BackingError::Map {
+                offset,
+                len,
+                source,
+            })?;
             segments.set(offset, len, Source::Nothing);
             Ok(())
         })?;
@@ -78,7 +87,9 @@ impl Backing for DramBacking {
 
     /// Anonymous memory is gone with its mapping.
     fn free_detached(&mut self) -> Result<(), BackingError> {
-        let Some(Range { start: offset, end }) = self.detached.last().cloned() else { return Ok(()) };
+        let Some(Range { start: offset, end }) = self.detached.last().cloned() else {
+            return Ok(());
+        };
         self.give_back().map_err(|source| BackingError::Map { offset, len: end - offset, source })
     }
 
@@ -88,7 +99,8 @@ impl Backing for DramBacking {
         for start in run.clone().step_by(look_bytes as usize) {
             let len = look_bytes.min(run.end - start);
             let pages = self.reservation.pages(start, len).unwrap_or_default();
-            let firsts = (0..len / block_bytes).map(|block| (block * block_bytes) as usize / PAGE_BYTES);
+            let firsts =
+                (0..len / block_bytes).map(|block| (block * block_bytes) as usize / PAGE_BYTES);
             populated.extend(firsts.map(|page| pages.get(page).is_some_and(|page| page & 1 == 1)));
         }
         populated
@@ -111,13 +123,18 @@ mod tests {
     fn backing() -> (DramBacking, Arc<Reservation>) {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let budget = Arc::new(MappingBudget::new(100));
-        (DramBacking::new(Arc::clone(&reservation), budget, DramSource::anonymous(false)), reservation)
+        (
+            DramBacking::new(Arc::clone(&reservation), budget, DramSource::anonymous(false)),
+            reservation,
+        )
     }
 
     fn fill(reservation: &Reservation, offset: u64, len: u64, value: u8) {
         assert!(offset + len <= reservation.len_bytes());
         // SAFETY: the range is in the reservation, and the test has plugged it.
-        unsafe { std::ptr::write_bytes((reservation.addr() + offset) as *mut u8, value, len as usize) };
+        unsafe {
+            std::ptr::write_bytes((reservation.addr() + offset) as *mut u8, value, len as usize)
+        };
     }
 
     fn byte_at(reservation: &Reservation, offset: u64) -> u8 {
@@ -186,7 +203,8 @@ mod tests {
     fn memory_comes_from_the_node_that_it_is_bound_to_also_when_it_comes_back() {
         use super::super::HostNode;
         use super::super::host_node::tests::policy_at;
-        let policy = |reservation: &Reservation| [0, 32 * MIB].map(|at| policy_at(reservation.addr() + at));
+        let policy =
+            |reservation: &Reservation| [0, 32 * MIB].map(|at| policy_at(reservation.addr() + at));
         let (mut backing, reservation) = backing();
         backing.plug(0, LEN).unwrap();
         assert_eq!(policy(&reservation), [(libc::MPOL_DEFAULT, 0); 2], "nobody has said a node");
@@ -204,7 +222,8 @@ mod tests {
     fn plugs_over_the_mapping_budget_are_refused() {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let budget = Arc::new(MappingBudget::new(4));
-        let mut backing = DramBacking::new(reservation, Arc::clone(&budget), DramSource::anonymous(false));
+        let mut backing =
+            DramBacking::new(reservation, Arc::clone(&budget), DramSource::anonymous(false));
         backing.plug(4 * MIB, 2 * MIB).unwrap();
         assert!(matches!(backing.plug(12 * MIB, 2 * MIB), Err(BackingError::MappingBudget { .. })));
         assert_eq!(budget.used(), 3);
@@ -217,7 +236,10 @@ mod tests {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let host = HostMemory { shared: true, ..HostMemory::default() };
         let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
-        (DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source), reservation)
+        (
+            DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source),
+            reservation,
+        )
     }
 
     #[test]
@@ -274,10 +296,14 @@ mod tests {
     fn pages_are_found_at_once_where_they_are_wanted_at_once() {
         for shared in [false, true] {
             let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
-            let host = HostMemory { shared, prefault: true, reserve: true, ..HostMemory::default() };
+            let host =
+                HostMemory { shared, prefault: true, reserve: true, ..HostMemory::default() };
             let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
-            let mut backing =
-                DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source);
+            let mut backing = DramBacking::new(
+                Arc::clone(&reservation),
+                Arc::new(MappingBudget::new(100)),
+                source,
+            );
             backing.plug(4 * MIB, 8 * MIB).unwrap();
             let range = (reservation.addr(), reservation.len_bytes());
             assert_eq!(resident_bytes(&[[range]]).unwrap(), [8 * MIB]);
@@ -311,8 +337,11 @@ mod tests {
             }
             let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
             let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
-            let mut backing =
-                DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source);
+            let mut backing = DramBacking::new(
+                Arc::clone(&reservation),
+                Arc::new(MappingBudget::new(100)),
+                source,
+            );
             backing.plug(4 * MIB, 8 * MIB).unwrap();
             let flags = flags_at(reservation.addr() + 4 * MIB);
             let is_there = |flag: &str| flags.iter().any(|other| other == flag);
@@ -322,7 +351,8 @@ mod tests {
 
     #[test]
     fn huge_pages_are_refused_where_they_cannot_be() {
-        let huge = |page_bytes| HostMemory { pages: HostPages::Huge(page_bytes), ..HostMemory::default() };
+        let huge =
+            |page_bytes| HostMemory { pages: HostPages::Huge(page_bytes), ..HostMemory::default() };
         let error = |page_bytes, len| {
             DramSource::of_hotplug(&huge(page_bytes), len, 2 * MIB).unwrap_err().to_string()
         };
@@ -336,8 +366,13 @@ mod tests {
         let source = DramSource::of_hotplug(&huge(2 * MIB), len, 2 * MIB).unwrap();
         let mut backing = DramBacking::new(reservation, Arc::new(MappingBudget::new(100)), source);
         let err = backing.plug(0, len).unwrap_err();
-        let BackingError::HugePages { wanted_bytes, available_bytes, .. } = err else { panic!("{err:?}") };
-        assert!(wanted_bytes == len && available_bytes < len, "{available_bytes} of {wanted_bytes}");
+        let BackingError::HugePages { wanted_bytes, available_bytes, .. } = err else {
+            panic!("{err:?}")
+        };
+        assert!(
+            wanted_bytes == len && available_bytes < len,
+            "{available_bytes} of {wanted_bytes}"
+        );
         // x86-64 has none of that size.
         assert_eq!(error(32 * MIB, LEN), "the host has no huge pages of 32 MiB");
     }

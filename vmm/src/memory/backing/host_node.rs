@@ -14,7 +14,9 @@ const WORD_BITS: usize = u64::BITS as usize;
 /// Why memory cannot come from a node.
 #[derive(Debug, Error)]
 pub enum HostNodeError {
-    #[error("host_numa_node={node}: the host has no NUMA node {node} with memory; its nodes: {known}")]
+    #[error(
+        "host_numa_node={node}: the host has no NUMA node {node} with memory; its nodes: {known}"
+    )]
     NoSuchNode {
         /// What was asked for.
         node: u32,
@@ -39,8 +41,8 @@ pub struct HostNode(u32);
 impl HostNode {
     /// The host's node of that number.
     pub fn find(node: u32) -> Result<Self, HostNodeError> {
-        let list =
-            fs::read_to_string(HAS_MEMORY).map_err(|source| HostNodeError::Unknown { node, source })?;
+        let list = fs::read_to_string(HAS_MEMORY)
+            .map_err(|source| HostNodeError::Unknown { node, source })?;
         Self::find_in(node, list.trim())
     }
 
@@ -66,8 +68,9 @@ impl HostNode {
         // The kernel takes one bit less than it is told of.
         let bits = MAX_NODES + 1;
         // SAFETY: a policy for pages to come, of the caller's own range; the mask has as many bits as the kernel reads.
-        let result =
-            unsafe { libc::syscall(libc::SYS_mbind, addr, len, libc::MPOL_BIND, mask.as_ptr(), bits, 0) };
+        let result = unsafe {
+            libc::syscall(libc::SYS_mbind, addr, len, libc::MPOL_BIND, mask.as_ptr(), bits, 0)
+        };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
@@ -83,7 +86,14 @@ pub(crate) mod tests {
         const MPOL_F_ADDR: libc::c_int = 1 << 1;
         // SAFETY: it writes to the two that it is given, the mask with as many bits as it is told of.
         let result = unsafe {
-            libc::syscall(libc::SYS_get_mempolicy, &mut mode, mask.as_mut_ptr(), MAX_NODES, addr, MPOL_F_ADDR)
+            libc::syscall(
+                libc::SYS_get_mempolicy,
+                &mut mode,
+                mask.as_mut_ptr(),
+                MAX_NODES,
+                addr,
+                MPOL_F_ADDR,
+            )
         };
         assert_eq!(result, 0, "{}", io::Error::last_os_error());
         (mode, mask[0])

@@ -27,7 +27,11 @@ pub struct PmBacking {
 
 impl PmBacking {
     /// Backs `reservation`, of which nothing is mapped yet.
-    pub fn new(pool: Arc<dyn PmPool>, reservation: Arc<Reservation>, budget: Arc<MappingBudget>) -> Self {
+    pub fn new(
+        pool: Arc<dyn PmPool>,
+        reservation: Arc<Reservation>,
+        budget: Arc<MappingBudget>,
+    ) -> Self {
         let ledger = Ledger::new(reservation.len_bytes(), budget);
         Self { pool, reservation, ledger, detached: Vec::new() }
     }
@@ -60,7 +64,12 @@ impl PmBacking {
 
     /// Maps `extents` side by side at `offset`. On an error, what may still be mapped is in the ledger, and what is
     /// mapped nowhere is left in `extents`.
-    fn map(&mut self, offset: u64, len: u64, extents: &mut Vec<Extent>) -> Result<(), BackingError> {
+    fn map(
+        &mut self,
+        offset: u64,
+        len: u64,
+        extents: &mut Vec<Extent>,
+    ) -> Result<(), BackingError> {
         let (pool, reservation) = (&self.pool, &self.reservation);
         self.ledger.map(extents.len(), |segments| {
             let (mut at, mut mapped) = (offset, 0);
@@ -127,7 +136,11 @@ impl Backing for PmBacking {
         let reservation = &self.reservation;
         let before = self.ledger.segments().in_range(offset, len);
         self.ledger.unmap(|segments| {
-            reservation.unmap(offset, len).map_err(|source| BackingError::Map { offset, len, source })?;
+            reservation.unmap(offset, len).map_err(|source| BackingError::Map {
+                offset,
+                len,
+                source,
+            })?;
             segments.set(offset, len, Source::Nothing);
             Ok(())
         })?;
@@ -150,7 +163,8 @@ impl Backing for PmBacking {
 impl Drop for PmBacking {
     /// The chunks outlive the VM otherwise, lost until the pool is opened again.
     fn drop(&mut self) {
-        let result = self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
+        let result =
+            self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
         if let Err(err) = result {
             error!(%err, "Chunks cannot be given back to the pool");
         }
@@ -186,7 +200,9 @@ mod tests {
     fn fill(reservation: &Reservation, offset: u64, len: u64) {
         assert!(offset + len <= reservation.len_bytes());
         // SAFETY: the range is in the reservation, and the test has plugged it.
-        unsafe { std::ptr::write_bytes((reservation.addr() + offset) as *mut u8, 0x5a, len as usize) };
+        unsafe {
+            std::ptr::write_bytes((reservation.addr() + offset) as *mut u8, 0x5a, len as usize)
+        };
     }
 
     #[test]
@@ -234,7 +250,8 @@ mod tests {
             backing.plug(0, 32 * MIB).unwrap();
             for offset in (0..32 * MIB).step_by(4096) {
                 // SAFETY: the range is in the reservation, and it is plugged.
-                let byte = unsafe { std::ptr::read_volatile((reservation.addr() + offset) as *const u8) };
+                let byte =
+                    unsafe { std::ptr::read_volatile((reservation.addr() + offset) as *const u8) };
                 assert_eq!(byte, 0, "at {offset:#x}");
             }
             fill(&reservation, 0, 32 * MIB);
@@ -243,7 +260,10 @@ mod tests {
             // Six chunks out of the middle, then the rest in one go.
             backing.detach(6 * MIB, 12 * MIB).unwrap();
             backing.free_detached().unwrap();
-            assert_eq!((pool.info().memory_bytes, pool.info().lendable_bytes), (20 * MIB, 40 * MIB));
+            assert_eq!(
+                (pool.info().memory_bytes, pool.info().lendable_bytes),
+                (20 * MIB, 40 * MIB)
+            );
             backing.detach(0, 6 * MIB).unwrap();
             backing.detach(18 * MIB, 14 * MIB).unwrap();
             backing.free_detached().unwrap();

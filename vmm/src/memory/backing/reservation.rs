@@ -52,8 +52,10 @@ impl Reservation {
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let (len, align) = (usize::try_from(len).map_err(|_| invalid())?, align as usize);
         // mmap gives addresses aligned to 4 KiB: take more than needed, and trim.
-        let padded =
-            len.checked_add(align).and_then(|sum| sum.checked_add(GUARD_BYTES)).ok_or_else(invalid)?;
+        let padded = len
+            .checked_add(align)
+            .and_then(|sum| sum.checked_add(GUARD_BYTES))
+            .ok_or_else(invalid)?;
         let raw = map(0, padded, libc::PROT_NONE, ANON | libc::MAP_NORESERVE, None)?;
         let addr = raw.next_multiple_of(align);
         let (head, tail) = (addr - raw, raw + padded - (addr + len + GUARD_BYTES));
@@ -253,7 +255,8 @@ impl Reservation {
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
         // Pages of a file stay in it unless they are taken out of it.
-        let advice = if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+        let advice =
+            if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         // SAFETY: our own range (checked above); guest memory is reached by volatile accesses, and nobody relies on what
         // was there.
         match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
@@ -279,7 +282,11 @@ impl Reservation {
     /// If `offset..offset + len` is not in the reservation: an invariant of ours, never up to the guest.
     fn checked(&self, offset: u64, len: u64) -> usize {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len as u64);
-        assert!(inside && len > 0, "{offset:#x}+{len:#x} is outside of a reservation of {:#x}", self.len);
+        assert!(
+            inside && len > 0,
+            "{offset:#x}+{len:#x} is outside of a reservation of {:#x}",
+            self.len
+        );
         self.addr + offset as usize
     }
 }

@@ -16,7 +16,10 @@ pub fn resident_bytes<R: AsRef<[(u64, u64)]>>(zones: &[R]) -> io::Result<Vec<u64
 /// Huge pages that the host has set aside are not in the first.
 const RESIDENT: [&str; 3] = ["Rss:", "Private_Hugetlb:", "Shared_Hugetlb:"];
 
-fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(smaps: impl BufRead, zones: &[R]) -> io::Result<Vec<u64>> {
+fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(
+    smaps: impl BufRead,
+    zones: &[R],
+) -> io::Result<Vec<u64>> {
     let mut totals = vec![0; zones.len()];
     // The zone that the mapping at hand is in.
     let mut inside = None;
@@ -29,7 +32,8 @@ fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(smaps: impl BufRead, zones: &[R]) -
             && let Some(rest) = RESIDENT.iter().find_map(|name| line.strip_prefix(name))
         {
             let kib = rest.trim().trim_end_matches(" kB").parse::<u64>();
-            totals[zone] += kib.map_err(|err| io::Error::new(io::ErrorKind::InvalidData, err))? * 1024;
+            totals[zone] +=
+                kib.map_err(|err| io::Error::new(io::ErrorKind::InvalidData, err))? * 1024;
         }
     }
     Ok(totals)
@@ -63,7 +67,8 @@ Rss:                   0 kB
 
     #[test]
     fn only_mappings_in_the_ranges_count() {
-        let resident = |ranges: &[(u64, u64)]| resident_bytes_in(SMAPS.as_bytes(), &[ranges]).unwrap();
+        let resident =
+            |ranges: &[(u64, u64)]| resident_bytes_in(SMAPS.as_bytes(), &[ranges]).unwrap();
         assert_eq!(resident(&[(0x1000, 0x2000)]), [4096]);
         assert_eq!(resident(&[(0x5000, 0x4000)]), [16384]);
         assert_eq!(resident(&[(0x1000, 0x2000), (0x5000, 0x4000)]), [20480]);

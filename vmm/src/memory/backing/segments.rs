@@ -101,7 +101,10 @@ impl Segments {
 
     fn join_at(&mut self, at: u64) {
         let Some(&(len, source)) = self.by_start.get(&at) else { return };
-        let Some((&start, &(previous_len, previous))) = self.by_start.range(..at).next_back() else { return };
+        let Some((&start, &(previous_len, previous))) = self.by_start.range(..at).next_back()
+        else {
+            return;
+        };
         if previous.at(previous_len) == source {
             self.by_start.remove(&at);
             self.by_start.insert(start, (previous_len + len, previous));
@@ -118,10 +121,14 @@ pub struct MappingBudget {
 
 impl Expose for MappingBudget {
     fn expose(&self, out: &mut Exposition) {
-        let used = Family("memory_mappings", "Mappings of the process that guest memory uses.", None);
+        let used =
+            Family("memory_mappings", "Mappings of the process that guest memory uses.", None);
         out.gauges(used, [(vec![], self.used() as f64)]);
-        let limit =
-            Family("memory_mappings_limit", "Upper limit of the mappings that guest memory may use.", None);
+        let limit = Family(
+            "memory_mappings_limit",
+            "Upper limit of the mappings that guest memory may use.",
+            None,
+        );
         out.gauges(limit, [(vec![], self.limit() as f64)]);
     }
 }
@@ -196,7 +203,10 @@ impl Ledger {
     ) -> Result<T, BackingError> {
         // A piece in the middle of a segment makes three of it.
         if !self.budget.reserve(2 * pieces) {
-            return Err(BackingError::MappingBudget { limit: self.budget.limit, used: self.budget.used() });
+            return Err(BackingError::MappingBudget {
+                limit: self.budget.limit,
+                used: self.budget.used(),
+            });
         }
         self.settle(2 * pieces, change)
     }

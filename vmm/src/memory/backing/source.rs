@@ -85,7 +85,11 @@ impl DramSource {
 
     /// What `host` asks for, for a part of `len` bytes that is there from the start. `file` is what the zone's boot memory is
     /// of, if it is of a file, and where in it this part is.
-    pub fn of_boot(host: &HostMemory, len: u64, file: Option<(&ZoneFile, u64)>) -> Result<Self, DramError> {
+    pub fn of_boot(
+        host: &HostMemory,
+        len: u64,
+        file: Option<(&ZoneFile, u64)>,
+    ) -> Result<Self, DramError> {
         // Its pages are found when the kernel has been loaded, which gives some back.
         let host = HostMemory { prefault: false, ..host.clone() };
         let Some((zone_file, offset)) = file else { return Self::new(&host, len) };
@@ -93,7 +97,8 @@ impl DramSource {
         if let Some(page_bytes) = huge.filter(|page_bytes| !len.is_multiple_of(*page_bytes)) {
             return Err(DramError::NotWhole { len, page_bytes });
         }
-        let mapped = Mapped { file: Arc::clone(zone_file.file()), offset, access: zone_file.access() };
+        let mapped =
+            Mapped { file: Arc::clone(zone_file.file()), offset, access: zone_file.access() };
         let source = Self::new(&HostMemory { shared: false, ..host }, len)?;
         let pages = huge.map_or(source.pages, Pages::Huge);
         Ok(Self { file: Some(mapped), pages, ..source })
@@ -120,7 +125,9 @@ impl DramSource {
             HostPages::Transparent => Pages::Transparent,
             HostPages::Small => Pages::Small,
             HostPages::Huge(page_bytes) => Pages::Huge(page_bytes),
-            HostPages::HugeAsUsual => Pages::Huge(usual_huge_page_bytes().map_err(DramError::Unknown)?),
+            HostPages::HugeAsUsual => {
+                Pages::Huge(usual_huge_page_bytes().map_err(DramError::Unknown)?)
+            }
         };
         let file = match pages {
             Pages::Huge(page_bytes) if !len.is_multiple_of(page_bytes) => {
@@ -135,7 +142,8 @@ impl DramSource {
             _ if host.shared => Some(memory_file(len, 0).map_err(DramError::NoFile)?),
             _ => None,
         };
-        let file = file.map(|file| Mapped { file: Arc::new(file), offset: 0, access: Access::ReadWrite });
+        let file =
+            file.map(|file| Mapped { file: Arc::new(file), offset: 0, access: Access::ReadWrite });
         let HostMemory { prefault, reserve, mergeable, .. } = *host;
         Ok(Self { file, pages, prefault, reserve, mergeable })
     }
@@ -256,15 +264,20 @@ pub(super) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
 /// The size of huge pages that nobody has said a size of.
 fn usual_huge_page_bytes() -> io::Result<u64> {
     let meminfo = fs::read_to_string("/proc/meminfo")?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("Hugepagesize:")?.trim().strip_suffix("kB"));
-    let kib = line.ok_or(io::ErrorKind::Unsupported)?.trim().parse::<u64>().map_err(io::Error::other)?;
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("Hugepagesize:")?.trim().strip_suffix("kB"));
+    let kib =
+        line.ok_or(io::ErrorKind::Unsupported)?.trim().parse::<u64>().map_err(io::Error::other)?;
     Ok(kib * 1024)
 }
 
 /// How many huge pages of that size the host has free, as far as it says.
 fn free_huge_pages(page_bytes: u64) -> Option<u64> {
     let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_bytes / 1024);
-    let read = |name: &str| fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok();
+    let read = |name: &str| {
+        fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok()
+    };
     // Those that somebody has been promised are among the free.
     read("free_hugepages")?.checked_sub(read("resv_hugepages")?)
 }

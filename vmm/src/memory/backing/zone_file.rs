@@ -87,7 +87,8 @@ impl ZoneFile {
         } else {
             Self::check(&file, path, size_bytes, shared)?;
         }
-        let access = if shared || kind.is_dir() { Access::ReadWrite } else { Access::ReadWritePrivate };
+        let access =
+            if shared || kind.is_dir() { Access::ReadWrite } else { Access::ReadWritePrivate };
         Ok(Self { file: Arc::new(file), access, huge_page_bytes })
     }
 
@@ -97,7 +98,10 @@ impl ZoneFile {
             return Err(ZoneFileError::TooShort { file_bytes, size_bytes });
         }
         if !shared {
-            return match first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes) {
+            return match first_data(file)
+                .map_err(ZoneFileError::Open)?
+                .filter(|at| *at < size_bytes)
+            {
                 Some(at) => Err(ZoneFileError::HasData { at }),
                 None => Ok(()),
             };
@@ -112,7 +116,9 @@ impl ZoneFile {
             }
             file_mark::set(Mark::Memory, file, path);
         }
-        if let Some(at) = first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes) {
+        if let Some(at) =
+            first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes)
+        {
             warn!(%at, "--memory-zone file=: what is in the file is discarded: a guest's memory begins as zeros");
         }
         punch_hole(file, 0, size_bytes).map_err(ZoneFileError::Empty)
@@ -175,7 +181,10 @@ mod tests {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         for shared in [false, true] {
             let zone = ZoneFile::open(folder.path(), SIZE, shared).unwrap();
-            assert_eq!((zone.file().metadata().unwrap().len(), zone.access()), (SIZE, Access::ReadWrite));
+            assert_eq!(
+                (zone.file().metadata().unwrap().len(), zone.access()),
+                (SIZE, Access::ReadWrite)
+            );
             assert_eq!(zone.huge_page_bytes(), None);
             assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         }
@@ -203,7 +212,9 @@ mod tests {
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 16 << 20, 0).unwrap());
         let before = std::fs::read(&path).unwrap();
-        assert!(error(&path, true).starts_with("it holds a pool, and a guest's memory begins as zeros"));
+        assert!(
+            error(&path, true).starts_with("it holds a pool, and a guest's memory begins as zeros")
+        );
         assert!(std::fs::read(&path).unwrap() == before);
         let memory = folder.path().join("memory");
         File::create(&memory).unwrap().set_len(SIZE).unwrap();

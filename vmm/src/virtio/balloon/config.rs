@@ -80,8 +80,7 @@ mod tests {
 
     #[test]
     fn the_flag_is_read() {
-        let text =
-            "size=128M,deflate_on_oom=on,free_page_reporting=on,statistics=off,floor=64M,id=b,pci_segment=0";
+        let text = "size=128M,deflate_on_oom=on,free_page_reporting=on,statistics=off,floor=64M,id=b,pci_segment=0";
         let balloon = BalloonConfig::parse(text).unwrap();
         let expected = BalloonConfig {
             size: 128 * MIB,
@@ -107,7 +106,8 @@ mod tests {
 
     #[test]
     fn the_guest_keeps_a_quarter_unless_it_is_said_otherwise() {
-        let most = |text: &str, boot| BalloonConfig::parse(text).unwrap().max_bytes(boot * MIB) / MIB;
+        let most =
+            |text: &str, boot| BalloonConfig::parse(text).unwrap().max_bytes(boot * MIB) / MIB;
         assert_eq!(most("size=0", 512), 384);
         assert_eq!(most("size=0", 100), 36);
         assert_eq!(most("size=0", 32), 0);
@@ -116,7 +116,11 @@ mod tests {
         // Whole blocks, whatever a quarter is.
         assert_eq!(most("size=0", 1022), 766);
         assert_eq!(most("floor=32M", 513), 480);
-        assert_eq!(most("size=0", 1 << 30), (16 << 20) - 2, "no more than 2^32 pages can be asked for");
+        assert_eq!(
+            most("size=0", 1 << 30),
+            (16 << 20) - 2,
+            "no more than 2^32 pages can be asked for"
+        );
     }
 
     #[test]
@@ -124,7 +128,10 @@ mod tests {
         let expected = "--balloon: size is 386 MiB, and must be at most 384 MiB, which leaves the guest floor= of its boot memory";
         assert_eq!(error("size=386M"), expected);
         assert_eq!(error("size=1M"), "--balloon: size is 1 MiB, which is not a multiple of 2 MiB");
-        assert_eq!(error("floor=3M"), "--balloon: floor is 3 MiB, which is not a multiple of 2 MiB");
+        assert_eq!(
+            error("floor=3M"),
+            "--balloon: floor is 3 MiB, which is not a multiple of 2 MiB"
+        );
         assert!(error("id=__a").contains("without '__' in front"));
         assert!(error("pci_segment=1").contains("one PCI segment"));
         assert!(error("shrink=on").contains("unknown key"));

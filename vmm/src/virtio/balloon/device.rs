@@ -150,12 +150,16 @@ impl VirtioDevice for Balloon {
                     bytes,
                     "{}",
                     match emptied {
-                        false => "The guest has nothing else left, and takes memory out of its balloon",
+                        false =>
+                            "The guest has nothing else left, and takes memory out of its balloon",
                         true =>
                             "The guest empties its balloon: it has nothing else left, or unloads its driver",
                     }
                 );
-                self.shared.metrics.oom_deflated_bytes.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
+                self.shared
+                    .metrics
+                    .oom_deflated_bytes
+                    .fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
                 // The target is whole blocks: the driver goes on to it.
                 self.shared.signal_config();
             }
@@ -213,7 +217,8 @@ fn take_queues(activation: &mut Activation) -> Result<Queues, ActivateError> {
     let stats = if has_stats { Some(activation.take_queue(STATS)?) } else { None };
     let reporting = if has_reporting {
         let first = if has_stats { STATS + 1 } else { STATS };
-        let enabled = |index: &u16| activation.queues.get(usize::from(*index)).is_some_and(Option::is_some);
+        let enabled =
+            |index: &u16| activation.queues.get(usize::from(*index)).is_some_and(Option::is_some);
         let index = (first..=REPORTING).rev().find(enabled).unwrap_or(REPORTING);
         Some((index, activation.take_queue(index)?))
     } else {

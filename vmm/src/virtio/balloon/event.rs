@@ -226,8 +226,12 @@ impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         let Queues { inflate, deflate, stats, reporting } = &self.queues;
         let (stats, reporting) = (stats.as_ref(), reporting.as_ref().map(|(_, queue)| queue));
-        let queues =
-            [(INFLATE, Some(inflate)), (DEFLATE, Some(deflate)), (STATS, stats), (REPORTING, reporting)];
+        let queues = [
+            (INFLATE, Some(inflate)),
+            (DEFLATE, Some(deflate)),
+            (STATS, stats),
+            (REPORTING, reporting),
+        ];
         for (data, queue) in queues {
             let Some(queue) = queue else { continue };
             queue.watch(data, ops);

@@ -147,7 +147,11 @@ impl Expose for BalloonMetrics {
             Refusal::ALL.map(|reason| (one("reason", reason.as_str()), self.refused(reason))),
         );
         out.counters(
-            Family("balloon_discard_failures", "Failed calls to return pages to the host's kernel.", None),
+            Family(
+                "balloon_discard_failures",
+                "Failed calls to return pages to the host's kernel.",
+                None,
+            ),
             [(vec![], get(&self.discard_failures))],
         );
         out.counters(
@@ -158,9 +162,17 @@ impl Expose for BalloonMetrics {
             let tags = Tag::ALL.into_iter().filter(move |tag| tag.is_bytes() == bytes);
             tags.filter_map(|tag| Some((one("statistic", tag.label()), self.statistic(tag)?)))
         };
-        out.bytes("balloon_guest", "Memory statistics in bytes reported by the guest's kernel.", told(true));
+        out.bytes(
+            "balloon_guest",
+            "Memory statistics in bytes reported by the guest's kernel.",
+            told(true),
+        );
         out.gauges(
-            Family("balloon_guest_events", "Events counted by the guest's kernel since its boot.", None),
+            Family(
+                "balloon_guest_events",
+                "Events counted by the guest's kernel since its boot.",
+                None,
+            ),
             told(false).map(|(labels, value)| (labels, value as f64)),
         );
     }
@@ -184,6 +196,9 @@ mod tests {
         let metrics = BalloonMetrics::default();
         assert!(Tag::ALL.iter().all(|tag| metrics.statistic(*tag).is_none()));
         metrics.set_statistic(Tag::OomKills, 0);
-        assert_eq!((metrics.statistic(Tag::OomKills), metrics.statistic(Tag::Caches)), (Some(0), None));
+        assert_eq!(
+            (metrics.statistic(Tag::OomKills), metrics.statistic(Tag::Caches)),
+            (Some(0), None)
+        );
     }
 }

@@ -55,7 +55,8 @@ pub fn read_pages(
     let mut list = vec![0; bytes.min(4 * MAX_PAGES)];
     memory.whole(reader).read_exact(&mut list).map_err(ChainError::Read)?;
     let pages = list.chunks_exact(4).map(|page| {
-        let start = u64::from(u32::from_le_bytes([page[0], page[1], page[2], page[3]])) * PAGE_BYTES;
+        let start =
+            u64::from(u32::from_le_bytes([page[0], page[1], page[2], page[3]])) * PAGE_BYTES;
         start..start + PAGE_BYTES
     });
     Ok(Listed { ranges: join(pages.collect()), is_cut: bytes > 4 * MAX_PAGES })
@@ -68,7 +69,8 @@ pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainE
         let end = start.saturating_add(u64::from(descriptor.len()));
         start.checked_next_multiple_of(PAGE_BYTES).unwrap_or(end)..end - end % PAGE_BYTES
     });
-    let ranges: Vec<_> = buffers.by_ref().take(MAX_RANGES).filter(|range| !range.is_empty()).collect();
+    let ranges: Vec<_> =
+        buffers.by_ref().take(MAX_RANGES).filter(|range| !range.is_empty()).collect();
     let is_cut = buffers.next().is_some();
     if ranges.is_empty() {
         return Err(ChainError::Length { bytes: 0 });
@@ -159,8 +161,11 @@ pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<P
             let blocks = (start - start % BLOCK_BYTES..end).step_by(BLOCK_BYTES as usize);
             for block in blocks {
                 let part = block.max(start)..(block + BLOCK_BYTES).min(end);
-                let verdict =
-                    if is_plugged(memory, part.clone()) { Ok(index) } else { Err(Refusal::Unplugged) };
+                let verdict = if is_plugged(memory, part.clone()) {
+                    Ok(index)
+                } else {
+                    Err(Refusal::Unplugged)
+                };
                 push(part.end, verdict);
             }
         }
@@ -209,10 +214,13 @@ mod tests {
     /// 8 MiB of boot memory, a hole of 8, 16 of DRAM of which blocks 2 and 3 are plugged, 16 of PM, and a volume.
     fn memory() -> (GuestView, Vec<Place>) {
         let at = |start: u64, len: u64| (GuestAddress(start * MIB), (len * MIB) as usize);
-        let regions = GuestMemoryMmap::from_ranges(&[at(0, 8), at(16, 16), at(32, 16), at(64, 4)]).unwrap();
+        let regions =
+            GuestMemoryMmap::from_ranges(&[at(0, 8), at(16, 16), at(32, 16), at(64, 4)]).unwrap();
         let view = GuestView::new(regions);
         for start in [16, 32] {
-            view.exclusive().add_pluggable(GuestAddress(start * MIB), 16 * MIB, BLOCK_BYTES).unwrap();
+            view.exclusive()
+                .add_pluggable(GuestAddress(start * MIB), 16 * MIB, BLOCK_BYTES)
+                .unwrap();
         }
         view.exclusive().set_plugged(GuestAddress(20 * MIB), 4 * MIB, true);
         view.exclusive().set_plugged(GuestAddress(32 * MIB), 16 * MIB, true);
@@ -220,7 +228,8 @@ mod tests {
             let range = GuestRange { start: start * MIB, len: len * MIB };
             Place { range, tier, unit_bytes: PAGE_BYTES }
         };
-        let places = vec![place(0, 8, Tier::Dram), place(16, 16, Tier::Dram), place(32, 16, Tier::Pm)];
+        let places =
+            vec![place(0, 8, Tier::Dram), place(16, 16, Tier::Dram), place(32, 16, Tier::Pm)];
         (view, places)
     }
 
@@ -252,7 +261,10 @@ mod tests {
         places.iter_mut().for_each(|place| place.unit_bytes = 2 * MIB);
         let cut = |range: Range<u64>| -> Vec<_> {
             let pieces = cut(&(range.start * MIB..range.end * MIB), &places, &view.memory());
-            pieces.into_iter().map(|p| (p.range.start / MIB, p.range.end / MIB, p.verdict)).collect()
+            pieces
+                .into_iter()
+                .map(|p| (p.range.start / MIB, p.range.end / MIB, p.verdict))
+                .collect()
         };
         let part = Err(Refusal::HugePage);
         assert_eq!(cut(1..3), [(1, 3, part)], "halves of two pages");

@@ -39,7 +39,10 @@ impl BalloonState {
     /// An empty balloon of which up to `max_bytes` may be asked for.
     pub(super) fn new(max_bytes: u64, block_bytes: u64) -> Self {
         assert!(max_bytes.is_multiple_of(block_bytes) && block_bytes.is_multiple_of(PAGE_BYTES));
-        assert!(max_bytes / PAGE_BYTES <= u64::from(u32::MAX), "more than the configuration can say");
+        assert!(
+            max_bytes / PAGE_BYTES <= u64::from(u32::MAX),
+            "more than the configuration can say"
+        );
         Self {
             max_bytes,
             block_bytes,
@@ -127,7 +130,8 @@ impl BalloonState {
         let actual_bytes = self.actual_bytes();
         // A driver that follows does not go below the target, except with what it had in hand when the target rose. To ask for the same again would take from a guest what it has
         // just been saved by; who wants it back asks anew.
-        let was_asked_to = self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);
+        let was_asked_to =
+            self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);
         if self.deflates_on_oom
             && !was_asked_to
             && actual_bytes < before_bytes

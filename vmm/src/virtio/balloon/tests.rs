@@ -72,7 +72,11 @@ impl Rig {
         let mut parts = memory.take_hotplug();
         for part in &mut parts {
             part.backing.plug(0, 4 * BLOCK_BYTES).unwrap();
-            memory.view().exclusive().set_plugged(GuestAddress(part.range.start), 4 * BLOCK_BYTES, true);
+            memory.view().exclusive().set_plugged(
+                GuestAddress(part.range.start),
+                4 * BLOCK_BYTES,
+                true,
+            );
         }
         for (_, _, reservation) in memory.placed_parts() {
             huge_page_bytes.iter().for_each(|page_bytes| reservation.has_huge_pages(*page_bytes));
@@ -122,7 +126,8 @@ impl Rig {
 
     /// Has the device serve page numbers, given as addresses.
     fn list(&mut self, queue: usize, addresses: &[u64]) {
-        let pages: Vec<u8> = addresses.iter().flat_map(|at| ((at / PAGE) as u32).to_le_bytes()).collect();
+        let pages: Vec<u8> =
+            addresses.iter().flat_map(|at| ((at / PAGE) as u32).to_le_bytes()).collect();
         self.send(queue, &pages);
     }
 
@@ -133,7 +138,11 @@ impl Rig {
     }
 
     fn fill(&self, at: u64, len: u64) {
-        self.memory.view().memory().write_slice(&vec![0xa5; len as usize], GuestAddress(at)).unwrap();
+        self.memory
+            .view()
+            .memory()
+            .write_slice(&vec![0xa5; len as usize], GuestAddress(at))
+            .unwrap();
     }
 
     fn byte(&self, at: u64) -> u8 {
@@ -174,7 +183,10 @@ impl Rig {
 }
 
 fn statistics(entries: &[(u16, u64)]) -> Vec<u8> {
-    entries.iter().flat_map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat()).collect()
+    entries
+        .iter()
+        .flat_map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat())
+        .collect()
 }
 
 #[test]
@@ -233,7 +245,8 @@ fn reported_free_pages_are_given_back_and_shrunk_to_whole_ones() {
     let mut rig = Rig::new(ALL);
     let at = 8 * MIB;
     rig.fill(at, 8 * MIB);
-    let buffers = [Buffer::In(at, 2 << 20), Buffer::In(at + 4 * MIB + 1, 2 * 4096), Buffer::In(at + 7, 100)];
+    let buffers =
+        [Buffer::In(at, 2 << 20), Buffer::In(at + 4 * MIB + 1, 2 * 4096), Buffer::In(at + 7, 100)];
     rig.report(4, &buffers);
     assert_eq!(rig.reported(), 2 * MIB + PAGE);
     assert_eq!(rig.resident(at, 8 * MIB), 2048 - 513);
@@ -286,8 +299,12 @@ fn queues_are_found_whether_or_not_the_driver_leaves_gaps() {
 
 #[test]
 fn a_driver_without_the_queues_of_its_features_is_refused() {
-    let missing: [(u64, &[usize], u16); 4] =
-        [(0, &[1], 0), (0, &[0], 1), (F_STATS_VQ, &[0, 1], 2), (F_REPORTING | F_STATS_VQ, &[0, 1, 2], 4)];
+    let missing: [(u64, &[usize], u16); 4] = [
+        (0, &[1], 0),
+        (0, &[0], 1),
+        (F_STATS_VQ, &[0, 1], 2),
+        (F_REPORTING | F_STATS_VQ, &[0, 1, 2], 4),
+    ];
     for (features, enabled, expected) in missing {
         let mut rig = Rig::off();
         let result = rig.try_start(features, enabled);
@@ -339,7 +356,8 @@ fn chains_that_make_no_sense_are_returned_and_counted() {
 fn lists_and_chains_without_end_are_cut() {
     let mut rig = Rig::new(ALL);
     // More page numbers than anybody has reason to send, in 16 descriptors of the same 64 KiB.
-    let pages: Vec<u8> = (0..16_384u32).flat_map(|page| (2048 + page % 256).to_le_bytes()).collect();
+    let pages: Vec<u8> =
+        (0..16_384u32).flat_map(|page| (2048 + page % 256).to_le_bytes()).collect();
     rig.fill(8 * MIB, MIB);
     rig.driver.write(BUFFERS, &pages);
     let head = rig.driver.add(INFLATE, &[Buffer::Out(BUFFERS, 65_536); 16]);

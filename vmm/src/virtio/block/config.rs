@@ -37,7 +37,11 @@ const REFUSED: &[Refused] = &[
         why: "the whole image is locked",
     },
     // QEMU's names.
-    Refused { key: "logical_block_size", neutral: &[], why: "the key is guest_block_size=512 or 4096" },
+    Refused {
+        key: "logical_block_size",
+        neutral: &[],
+        why: "the key is guest_block_size=512 or 4096",
+    },
     Refused {
         key: "physical_block_size",
         neutral: &[],
@@ -111,7 +115,10 @@ impl DiskConfig {
         self.check_ranges()?;
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
         if !self.queue_size.is_power_of_two() {
-            return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
+            return conflict(format!(
+                "queue_size is {}, which is no power of two",
+                self.queue_size
+            ));
         }
         if let Some(size) = self.guest_block_size
             && !GUEST_BLOCK_SIZES.contains(&size)
@@ -184,9 +191,15 @@ mod tests {
     #[test]
     fn what_is_not_said_is_as_in_cloud_hypervisor() {
         let disk = DiskConfig::parse("path=/d").unwrap();
-        assert_eq!((disk.readonly, disk.direct, disk.num_queues, disk.queue_size), (false, false, 1, 128));
+        assert_eq!(
+            (disk.readonly, disk.direct, disk.num_queues, disk.queue_size),
+            (false, false, 1, 128)
+        );
         assert!(disk.sparse && disk.validate(1).is_ok());
-        assert_eq!((disk.id_or_default(0), disk.id_or_default(2)), ("_disk0".into(), "_disk2".into()));
+        assert_eq!(
+            (disk.id_or_default(0), disk.id_or_default(2)),
+            ("_disk0".into(), "_disk2".into())
+        );
         assert_eq!(serde_json::from_str::<DiskConfig>(r#"{"path": "/d"}"#).unwrap(), disk);
         let of_type = |name: &str| {
             let json = format!(r#"{{"path": "/d", "image_type": "{name}"}}"#);
@@ -195,7 +208,10 @@ mod tests {
         assert_eq!(of_type("Unknown"), disk);
         assert_eq!(of_type("Raw"), DiskConfig::parse("path=/d,image_type=Raw").unwrap());
         for name in ["Qcow2", "FixedVhd", "Vhdx"] {
-            assert!(of_type(name).validate(1).unwrap_err().to_string().contains("only raw images"), "{name}");
+            assert!(
+                of_type(name).validate(1).unwrap_err().to_string().contains("only raw images"),
+                "{name}"
+            );
         }
     }
 
@@ -211,7 +227,10 @@ mod tests {
             "--disk: num_queues is 0, and must be 1 to 4: one for each vCPU at most, and --cpus has 4"
         );
         assert_eq!(error("path=/d,queue_size=2"), "--disk: queue_size is 2, and must be 4 to 1024");
-        assert_eq!(error("path=/d,queue_size=100"), "--disk: queue_size is 100, which is no power of two");
+        assert_eq!(
+            error("path=/d,queue_size=100"),
+            "--disk: queue_size is 100, which is no power of two"
+        );
         assert!(error("path=/d,serial=123456789012345678901").contains("21 bytes, at most 20 fit"));
         for id in ["__disk", "a\nb", "a\0b"] {
             assert!(error(&format!("path=/d,id={id}")).contains("without '__' in front"), "{id:?}");
@@ -219,19 +238,30 @@ mod tests {
         for id in ["volume/data", "a b", "ü", &"a".repeat(78), "_disk7"] {
             DiskConfig::parse(&format!("path=/d,id={id}")).unwrap().validate(4).unwrap();
         }
-        assert_eq!(error("path=/d,pci_device_id=0"), "--disk: pci_device_id is 0, and must be 1 to 31");
-        assert_eq!(error("path=/d,pci_device_id=32"), "--disk: pci_device_id is 32, and must be 1 to 31");
+        assert_eq!(
+            error("path=/d,pci_device_id=0"),
+            "--disk: pci_device_id is 0, and must be 1 to 31"
+        );
+        assert_eq!(
+            error("path=/d,pci_device_id=32"),
+            "--disk: pci_device_id is 32, and must be 1 to 31"
+        );
         for size in [0, 511, 520, 1024, 2048, 8192] {
             let refusal = format!("--disk: guest_block_size is {size}, and must be 512 or 4096");
             assert_eq!(error(&format!("path=/d,guest_block_size={size}")), refusal);
         }
         assert!(
-            error("path=/d,guest_block_size=4K").contains("guest_block_size=\"4K\" is not a whole number")
+            error("path=/d,guest_block_size=4K")
+                .contains("guest_block_size=\"4K\" is not a whole number")
         );
-        assert!(error("path=/d,logical_block_size=512").contains("the key is guest_block_size=512 or 4096"));
+        assert!(
+            error("path=/d,logical_block_size=512")
+                .contains("the key is guest_block_size=512 or 4096")
+        );
         for name in ["qcow2", "vhd", "vhdx"] {
-            let refusal =
-                format!("--disk: image_type={name} is not supported by foreshore: only raw images are");
+            let refusal = format!(
+                "--disk: image_type={name} is not supported by foreshore: only raw images are"
+            );
             assert!(error(&format!("path=/d,image_type={name}")).starts_with(&refusal), "{name}");
         }
         assert!(error("path=/d,image_type=iso").contains("is not raw"));

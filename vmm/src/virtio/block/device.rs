@@ -59,7 +59,8 @@ impl Block {
             let Some(queue) = queue else { continue };
             let (disk, interrupt) = (Arc::clone(&self.disk), Arc::clone(&interrupt));
             let stop = Arc::clone(&self.stop);
-            let worker = Worker::new(disk, view.clone(), interrupt, (index, queue), features, (stop, gate))?;
+            let worker =
+                Worker::new(disk, view.clone(), interrupt, (index, queue), features, (stop, gate))?;
             slot.start(Box::new(worker))?;
         }
         self.disk.set_driver(interrupt);

@@ -93,7 +93,8 @@ impl Worker {
         (stop, gate): (Arc<AtomicBool>, Arc<Gate>),
     ) -> io::Result<Self> {
         let depth = queue.queue.size();
-        let ring = Arc::clone(disk.device()).start(depth).map(|executor| Ring::new(executor, depth));
+        let ring =
+            Arc::clone(disk.device()).start(depth).map(|executor| Ring::new(executor, depth));
         disk.metrics().io_uring.store(ring.is_some(), Ordering::Relaxed);
         Ok(Self {
             disk,
@@ -195,7 +196,8 @@ impl Worker {
         if let Operation::GetId(segments) = &request.operation {
             let serial = self.disk.serial();
             let len = segments.len_bytes();
-            let result = segments.write(memory, 0, &serial[..len as usize]).map_err(io::Error::other);
+            let result =
+                segments.write(memory, 0, &serial[..len as usize]).map_err(io::Error::other);
             self.end(memory, &request, kind, result.map(|()| len));
             return None;
         }
@@ -215,7 +217,8 @@ impl Worker {
     fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
         // What was copied is believed, and so a step begun or success told, only if all of it was there.
         let next = job.next(memory, &mut self.buffers);
-        let next = next.and_then(|next| memory.check_whole().map(|()| next).map_err(io::Error::other));
+        let next =
+            next.and_then(|next| memory.check_whole().map(|()| next).map_err(io::Error::other));
         match next {
             Ok(Next::Step(step)) => return Some((job, step)),
             Ok(Next::Finished(len)) => self.end_job(memory, &job, Ok(len)),
@@ -280,7 +283,13 @@ impl Worker {
     }
 
     /// Counts and answers a request: with the bytes that went to its buffers, or an error.
-    fn end(&mut self, memory: &MappedMemory, request: &Request, kind: Kind, result: io::Result<u64>) {
+    fn end(
+        &mut self,
+        memory: &MappedMemory,
+        request: &Request,
+        kind: Kind,
+        result: io::Result<u64>,
+    ) {
         let metrics = self.disk.metrics();
         metrics.finished(kind, result.is_ok());
         let (status, len) = match result {
@@ -298,7 +307,14 @@ impl Worker {
     }
 
     /// Writes the status, and gives the chain back: `len` bytes and the status were written.
-    fn answer(&mut self, memory: &MappedMemory, head: u16, at: GuestAddress, status: Status, len: u64) {
+    fn answer(
+        &mut self,
+        memory: &MappedMemory,
+        head: u16,
+        at: GuestAddress,
+        status: Status,
+        len: u64,
+    ) {
         let len = match memory.write_obj(status.code(), at) {
             // A chain has less than 2^32 bytes, its status among them.
             Ok(()) => u32::try_from(len + 1).unwrap_or(u32::MAX),
@@ -334,7 +350,10 @@ impl Worker {
     }
 
     fn takes_more(&self) -> bool {
-        !self.gate.is_closed() && self.open < self.depth && self.held_bytes < HELD_BYTES_MAX && !self.lost
+        !self.gate.is_closed()
+            && self.open < self.depth
+            && self.held_bytes < HELD_BYTES_MAX
+            && !self.lost
     }
 
     /// Lets the driver notify again; true if it has added something that it will not notify of.
@@ -348,12 +367,15 @@ impl Worker {
 fn held_bytes(request: &Request) -> u64 {
     let longest = |lengths: &mut dyn Iterator<Item = u64>| lengths.max().unwrap_or(0);
     match &request.operation {
-        Operation::Read(range, _) | Operation::Write(range, _) => range.len_bytes().min(PIECE_BYTES_MAX),
+        Operation::Read(range, _) | Operation::Write(range, _) => {
+            range.len_bytes().min(PIECE_BYTES_MAX)
+        }
         Operation::Discard(ranges) => {
             longest(&mut ranges.iter().map(DiskRange::len_bytes)).min(RANGE_PIECE_BYTES_MAX)
         }
         Operation::WriteZeroes(ranges) => {
-            longest(&mut ranges.iter().map(|(range, _)| range.len_bytes())).min(RANGE_PIECE_BYTES_MAX)
+            longest(&mut ranges.iter().map(|(range, _)| range.len_bytes()))
+                .min(RANGE_PIECE_BYTES_MAX)
         }
         Operation::Flush | Operation::GetId(_) => 0,
     }

@@ -70,7 +70,8 @@ impl Job {
             return Ok(Next::Step(step));
         }
         let writes = !matches!(Kind::from(&self.request.operation), Kind::Read | Kind::GetId);
-        let wants_flush = writes && (self.writes_through || self.request.operation == Operation::Flush);
+        let wants_flush =
+            writes && (self.writes_through || self.request.operation == Operation::Flush);
         if wants_flush && !self.flushed {
             (self.flushed, self.since) = (true, Instant::now());
             return Ok(Next::Step(Step::Flush));
@@ -109,17 +110,22 @@ impl Job {
                 let cut = next_piece(only, &mut self.range, &mut self.begun);
                 cut.map(|piece| Step::WriteZeroes(piece, ranges[self.range].1))
             }
-            Operation::Read(..) | Operation::Write(..) | Operation::Flush | Operation::GetId(_) => None,
+            Operation::Read(..) | Operation::Write(..) | Operation::Flush | Operation::GetId(_) => {
+                None
+            }
         })
     }
 
     /// A step has been done: what was read goes to the guest.
     pub fn done<M: GuestMemory>(&self, memory: &M, step: &Step) -> io::Result<()> {
-        let (Step::Read(offset, buffer), Operation::Read(range, segments)) = (step, &self.request.operation)
+        let (Step::Read(offset, buffer), Operation::Read(range, segments)) =
+            (step, &self.request.operation)
         else {
             return Ok(());
         };
-        segments.write(memory, offset - range.offset_bytes(), buffer.bytes()).map_err(io::Error::other)
+        segments
+            .write(memory, offset - range.offset_bytes(), buffer.bytes())
+            .map_err(io::Error::other)
     }
 }
 

@@ -88,7 +88,11 @@ impl DurationRange {
             return [0; 3];
         }
         let sum_us = self.sum_us.load(Ordering::Relaxed);
-        [self.least_us.load(Ordering::Relaxed), self.most_us.load(Ordering::Relaxed), sum_us / count]
+        [
+            self.least_us.load(Ordering::Relaxed),
+            self.most_us.load(Ordering::Relaxed),
+            sum_us / count,
+        ]
     }
 }
 
@@ -187,10 +191,14 @@ impl Expose for DiskMetrics {
             None,
         );
         out.counters(broken, get(&counters.broken_queues));
-        let by_ring =
-            Family("disk_io_uring", "1 when io_uring executes requests, 0 when system calls do.", None);
+        let by_ring = Family(
+            "disk_io_uring",
+            "1 when io_uring executes requests, 0 when system calls do.",
+            None,
+        );
         out.flags(by_ring, is_set(&counters.io_uring));
-        let failed = Family("disk_failed", "1 when a flush has failed; all writes fail since then.", None);
+        let failed =
+            Family("disk_failed", "1 when a flush has failed; all writes fail since then.", None);
         out.flags(failed, is_set(&counters.read_only));
     }
 }
@@ -227,9 +235,15 @@ impl BlockMetrics {
 
     /// Adds the bytes read and written to the family `name`.
     pub fn expose_bytes(&self, out: &mut Exposition, name: &'static str, labels: &Labels) {
-        let samples = [("read", &self.read_bytes), ("write", &self.written_bytes)]
-            .map(|(operation, bytes)| (and(labels, "operation", operation), bytes.load(Ordering::Relaxed)));
-        out.counters(Family(name, "Bytes read and written by the guest.", Some(Unit::Bytes)), samples);
+        let samples = [("read", &self.read_bytes), ("write", &self.written_bytes)].map(
+            |(operation, bytes)| {
+                (and(labels, "operation", operation), bytes.load(Ordering::Relaxed))
+            },
+        );
+        out.counters(
+            Family(name, "Bytes read and written by the guest.", Some(Unit::Bytes)),
+            samples,
+        );
     }
 }
 
@@ -258,7 +272,10 @@ mod tests {
         metrics.took(Kind::Write, Duration::from_micros(7));
         let counters = metrics.counters();
         assert_eq!(counters.len(), 10);
-        assert_eq!((counters["write_ops"], counters["write_latency_min"], counters["read_ops"]), (1, 7, 0));
+        assert_eq!(
+            (counters["write_ops"], counters["write_latency_min"], counters["read_ops"]),
+            (1, 7, 0)
+        );
         assert_eq!(counters["write_bytes"], i64::MAX as u64);
     }
 }

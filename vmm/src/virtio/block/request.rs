@@ -5,9 +5,9 @@
 
 use thiserror::Error;
 use virtio_bindings::virtio_blk::{
-    VIRTIO_BLK_ID_BYTES, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
-    VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
-    VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+    VIRTIO_BLK_ID_BYTES, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
+    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
+    VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
 };
 use virtio_queue::DescriptorChain;
 use vm_memory::{GuestAddress, GuestMemory};
@@ -43,8 +43,13 @@ pub struct Limits {
 }
 
 /// Returns the range of `len_bytes` from `first_sector`, if the disk has it and it is whole blocks.
-pub fn disk_range(first_sector: u64, len_bytes: u64, limits: &Limits) -> Result<DiskRange, RequestError> {
-    let outside = RequestError::Outside { first_sector, len_bytes, capacity_bytes: limits.capacity_bytes };
+pub fn disk_range(
+    first_sector: u64,
+    len_bytes: u64,
+    limits: &Limits,
+) -> Result<DiskRange, RequestError> {
+    let outside =
+        RequestError::Outside { first_sector, len_bytes, capacity_bytes: limits.capacity_bytes };
     let Some(offset_bytes) = first_sector.checked_mul(SECTOR_BYTES) else { return Err(outside) };
     match offset_bytes.checked_add(len_bytes) {
         Some(end) if end <= limits.capacity_bytes => (),
@@ -52,7 +57,11 @@ pub fn disk_range(first_sector: u64, len_bytes: u64, limits: &Limits) -> Result<
     }
     let block_bytes = u64::from(limits.block_bytes);
     if !offset_bytes.is_multiple_of(block_bytes) || !len_bytes.is_multiple_of(block_bytes) {
-        return Err(RequestError::PartOfBlock { first_sector, len_bytes, block_bytes: limits.block_bytes });
+        return Err(RequestError::PartOfBlock {
+            first_sector,
+            len_bytes,
+            block_bytes: limits.block_bytes,
+        });
     }
     Ok(DiskRange::at(offset_bytes, len_bytes))
 }
@@ -146,7 +155,9 @@ pub enum RequestError {
     #[error("A request of type {kind} has {len} bytes of buffers that go the wrong way")]
     Direction { kind: u32, len: u64 },
     /// Not a part of the disk.
-    #[error("{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes")]
+    #[error(
+        "{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes"
+    )]
     Outside {
         first_sector: u64,
         /// How long it is.
@@ -154,7 +165,9 @@ pub enum RequestError {
         capacity_bytes: u64,
     },
     /// Not whole blocks.
-    #[error("{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes")]
+    #[error(
+        "{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes"
+    )]
     PartOfBlock {
         first_sector: u64,
         /// How long it is.
@@ -240,13 +253,18 @@ fn collect<M: GuestMemory>(
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok((readable, writable)) }
 }
 
-fn read_header<M: GuestMemory>(memory: &M, readable: &mut Segments) -> Result<Header, RequestError> {
+fn read_header<M: GuestMemory>(
+    memory: &M,
+    readable: &mut Segments,
+) -> Result<Header, RequestError> {
     let len = readable.len_bytes();
     if len < HEADER_LEN {
         return Err(RequestError::ShortHeader { len });
     }
     let mut bytes = [0; HEADER_LEN as usize];
-    readable.read(memory, 0, &mut bytes).map_err(|source| RequestError::Memory { what: "header", source })?;
+    readable
+        .read(memory, 0, &mut bytes)
+        .map_err(|source| RequestError::Memory { what: "header", source })?;
     readable.drop_front(HEADER_LEN);
     Ok(Header { kind: le32(&bytes, 0), first_sector: le64(&bytes, 8) })
 }

@@ -104,18 +104,24 @@ impl Worker {
             match ticket {
                 None => over.push((job, step, result)),
                 Some(ticket) => {
-                    over.extend(self.flushed(job, ticket, result).map(|(job, result)| (job, step, result)));
+                    over.extend(
+                        self.flushed(job, ticket, result).map(|(job, result)| (job, step, result)),
+                    );
                 }
             }
         }
         // 2. Those that succeeded are over when all are that they overlapped.
-        over.extend(self.take_settled().into_iter().map(|(job, result)| (job, Step::Flush, result)));
+        over.extend(
+            self.take_settled().into_iter().map(|(job, result)| (job, Step::Flush, result)),
+        );
         if over.is_empty() {
             return false;
         }
         // 3. The next steps are begun when the guard is gone.
         let guard = self.view.memory();
-        let next = over.into_iter().filter_map(|(job, step, result)| self.finish(&guard, job, step, result));
+        let next = over
+            .into_iter()
+            .filter_map(|(job, step, result)| self.finish(&guard, job, step, result));
         let next = next.collect();
         drop(guard);
         self.add(ring, next);

@@ -92,7 +92,12 @@ impl Segments {
     }
 
     /// Copies `data` to guest memory, beginning `skip_bytes` into the buffers.
-    pub fn write<M: GuestMemory>(&self, memory: &M, skip_bytes: u64, data: &[u8]) -> Result<(), AccessError> {
+    pub fn write<M: GuestMemory>(
+        &self,
+        memory: &M,
+        skip_bytes: u64,
+        data: &[u8],
+    ) -> Result<(), AccessError> {
         let mut rest = data;
         for segment in self.part(skip_bytes, rest.len() as u64) {
             let (now, later) = rest.split_at(segment.len as usize);

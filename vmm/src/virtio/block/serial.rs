@@ -28,7 +28,8 @@ mod tests {
     fn long_names_keep_their_beginning_and_differ() {
         assert_eq!(serial_number("data"), "data");
         assert_eq!(serial_number("12345678901234567890"), "12345678901234567890");
-        let (a, b) = (serial_number("production-database-a"), serial_number("production-database-b"));
+        let (a, b) =
+            (serial_number("production-database-a"), serial_number("production-database-b"));
         assert_eq!((a.len(), a.as_str()), (20, "production--79cd333d"));
         assert!(b.starts_with("production--") && a != b, "{b}");
         let umlauts = serial_number(&"ä".repeat(40));

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use tracing::error;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
-    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
-    VIRTIO_BLK_ID_BYTES,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY,
+    VIRTIO_BLK_F_WRITE_ZEROES, VIRTIO_BLK_ID_BYTES,
 };
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
@@ -65,7 +65,8 @@ impl Disk {
         geometry.read_only |= shape.read_only;
         let (interrupt, metrics) = (Mutex::default(), Arc::new(BlockMetrics::default()));
         metrics.size_bytes.store(device.size_bytes(), Ordering::Relaxed);
-        let (write_back, flushes, failure) = (AtomicBool::new(true), Arc::default(), FirstFailure::default());
+        let (write_back, flushes, failure) =
+            (AtomicBool::new(true), Arc::default(), FirstFailure::default());
         Self { shape, device, geometry, write_back, interrupt, metrics, flushes, failure }
     }
 
@@ -225,7 +226,9 @@ impl Disk {
     /// What a flush comes to that went well, when all have ended that it overlapped.
     pub fn settled(&self) -> std::io::Result<()> {
         match self.has_failed() {
-            true => Err(std::io::Error::other("another flush has failed, and it may have been this one")),
+            true => Err(std::io::Error::other(
+                "another flush has failed, and it may have been this one",
+            )),
             false => Ok(()),
         }
     }

@@ -273,7 +273,8 @@ mod tests {
         const WRITE_LEN: u32 = 64 << 10;
         let event_loop = EventLoop::spawn("test").unwrap();
         let (hold, output) = ConsoleOutput::stalled();
-        let mut console = Console::new(HostConsole::without_terminal(output, None), event_loop.handle());
+        let mut console =
+            Console::new(HostConsole::without_terminal(output, None), event_loop.handle());
         let seen = Arc::default();
         let ready = EventFd::new(0).unwrap();
         ready.write(1).unwrap();

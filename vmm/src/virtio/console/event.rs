@@ -122,7 +122,8 @@ impl Worker {
     fn give_back(&mut self, heads: &[u16]) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        let given = heads.iter().take_while(|head| self.transmit.give_back(memory, **head, 0)).count();
+        let given =
+            heads.iter().take_while(|head| self.transmit.give_back(memory, **head, 0)).count();
         let tell = given > 0 && self.transmit.queue.needs_notification(memory).unwrap_or(true);
         drop(guard);
         if tell {
@@ -225,7 +226,11 @@ enum Filled {
 }
 
 /// Puts what can be read now into `chain`.
-fn fill(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>, input: &mut ConsoleInput) -> Filled {
+fn fill(
+    memory: &MappedMemory,
+    chain: DescriptorChain<&MappedMemory>,
+    input: &mut ConsoleInput,
+) -> Filled {
     let mut writer = match Writer::new(memory, chain) {
         Ok(writer) if writer.available_bytes() > 0 => writer,
         _ => return Filled::BadChain,

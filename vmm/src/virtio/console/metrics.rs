@@ -33,7 +33,11 @@ impl Expose for ConsoleMetrics {
             [(vec![], get(&self.lost_bytes))],
         );
         out.counters(
-            Family("console_bad_requests", "Requests without a buffer that the device can use.", None),
+            Family(
+                "console_bad_requests",
+                "Requests without a buffer that the device can use.",
+                None,
+            ),
             [(vec![], get(&self.bad_requests))],
         );
     }

@@ -98,7 +98,9 @@ mod tests {
     }
 
     fn steps(ahead: &mut ZeroAhead) -> Vec<(u64, u64)> {
-        std::iter::from_fn(|| ahead.next()).map(|step| (step.start / BLOCK, step.end / BLOCK)).collect()
+        std::iter::from_fn(|| ahead.next())
+            .map(|step| (step.start / BLOCK, step.end / BLOCK))
+            .collect()
     }
 
     /// Whether the blocks of a run are populated, by a function of their offsets.

@@ -50,7 +50,8 @@ impl PlugBudget {
     /// Full budget of `zone`.
     pub fn new(zone: &ZoneSpec, now: Instant) -> Self {
         let (zone_bytes, bytes_per_s) = (zone.hotplug_bytes, zone.plug_bytes_per_s);
-        let burst = (zone_bytes / BLOCK_BYTES).saturating_mul(REQUESTS_PER_BLOCK).max(MIN_REQUEST_BURST);
+        let burst =
+            (zone_bytes / BLOCK_BYTES).saturating_mul(REQUESTS_PER_BLOCK).max(MIN_REQUEST_BURST);
         Self {
             zone_bytes,
             bytes_per_s,

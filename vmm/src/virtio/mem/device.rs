@@ -58,7 +58,8 @@ impl MemDevice {
         budget: Arc<Mutex<PlugBudget>>,
     ) -> (Self, MemHandle) {
         let HotplugPart { spec, range, linux_block_bytes, backing, slots } = part;
-        let node_id = u16::try_from(spec.guest_node).expect("a node that configuration has validated");
+        let node_id =
+            u16::try_from(spec.guest_node).expect("a node that configuration has validated");
         let name = device_id(&spec.id);
         let shared = Arc::new(Shared {
             state: Mutex::new(MemState::new(
@@ -74,7 +75,8 @@ impl MemDevice {
             metrics: Arc::default(),
             observer,
         });
-        let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, budget, Arc::clone(&shared))));
+        let executor =
+            Arc::new(Mutex::new(Executor::new(backing, slots, view, budget, Arc::clone(&shared))));
         let handle = MemHandle { shared: Arc::clone(&shared) };
         let worker = WorkerSlot::new(event_loop);
         (Self { name, shared, executor, worker, is_refusal_logged: AtomicBool::new(false) }, handle)

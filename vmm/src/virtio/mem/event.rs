@@ -119,7 +119,10 @@ impl Worker {
                 match result {
                     Ok(response) => {
                         if let Some(delay) = pending.delay {
-                            self.shared.metrics.throttled.end(now.saturating_duration_since(delay.since));
+                            self.shared
+                                .metrics
+                                .throttled
+                                .end(now.saturating_duration_since(delay.since));
                         }
                         (pending.head, Some((pending.reply, response)))
                     }

@@ -84,7 +84,9 @@ pub enum RequestSizeError {
     #[error("zone {zone:?} cannot be resized: {UNSUPPORTED_DRIVER}")]
     UnsupportedDriver { zone: String },
     /// Not whole blocks.
-    #[error("{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes")]
+    #[error(
+        "{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes"
+    )]
     Unaligned {
         zone: String,
         /// What was asked for.
@@ -173,9 +175,12 @@ impl MemHandle {
             let mut state = self.shared.state.lock();
             check_size(&self.shared.zone.id, &state, goal_bytes)?;
             check_size(&self.shared.zone.id, &state, bytes)?;
-            let is_no_change = [bytes, goal_bytes].iter().all(|bytes| *bytes == state.plugged_bytes());
+            let is_no_change =
+                [bytes, goal_bytes].iter().all(|bytes| *bytes == state.plugged_bytes());
             if state.driver() == DriverState::Unsupported && !is_no_change {
-                return Err(RequestSizeError::UnsupportedDriver { zone: self.shared.zone.id.clone() });
+                return Err(RequestSizeError::UnsupportedDriver {
+                    zone: self.shared.zone.id.clone(),
+                });
             }
             state.set_requested(bytes, goal_bytes);
             state.is_reached()

@@ -152,7 +152,8 @@ impl PlugMetrics {
 
 impl Expose for PlugMetrics {
     fn expose(&self, out: &mut Exposition) {
-        let (labels, counters) = (and(&one("zone", &self.zone), "tier", &self.tier), &self.counters);
+        let (labels, counters) =
+            (and(&one("zone", &self.zone), "tier", &self.tier), &self.counters);
         out.latencies(
             "memory_plug_duration",
             "Time that the VMM takes for a plug request.",
@@ -172,7 +173,11 @@ impl Expose for PlugMetrics {
             [(labels.clone(), counters.unplug.bytes())],
         );
         out.counters(
-            Family("memory_refused_requests", "Requests of the guest's driver that were refused.", None),
+            Family(
+                "memory_refused_requests",
+                "Requests of the guest's driver that were refused.",
+                None,
+            ),
             self.refused().map(|(reason, count)| (and(&labels, "reason", reason), count)),
         );
         out.counters(

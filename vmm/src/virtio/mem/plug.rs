@@ -66,7 +66,9 @@ impl Executor {
         self.ahead.pause();
         // A request that is refused plugs nothing. One that fails on the host may have erased memory before.
         let plugged_bytes = match request {
-            Request::Plug(run) => self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len),
+            Request::Plug(run) => {
+                self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len)
+            }
             _ => 0,
         };
         self.budget.lock().take(plugged_bytes, now)?;
@@ -111,8 +113,9 @@ impl Executor {
             Err(refusal) => return self.refuse(refusal),
         };
         let run = offset..offset + len;
-        let zeroed =
-            self.ahead.was_zeroed(&run, |run, block_bytes| self.backing.populated_blocks(run, block_bytes));
+        let zeroed = self
+            .ahead
+            .was_zeroed(&run, |run, block_bytes| self.backing.populated_blocks(run, block_bytes));
         let result = self.unplug(offset, len);
         if result.is_ok() && zeroed {
             self.expect_the_run_below(&run);
@@ -190,7 +193,12 @@ impl Executor {
         }
     }
 
-    fn answer_unplug(&mut self, result: Result<(), HostError>, len: u64, started: Instant) -> Response {
+    fn answer_unplug(
+        &mut self,
+        result: Result<(), HostError>,
+        len: u64,
+        started: Instant,
+    ) -> Response {
         match result {
             Ok(()) => {
                 self.shared.metrics.unplug.done(len, started.elapsed());

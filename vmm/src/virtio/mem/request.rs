@@ -127,7 +127,11 @@ pub(super) fn read_request(
 impl ReplySlot {
     /// Writes the answer; returns its length for the used ring. The driver may have had the answer's own place
     /// unplugged by its request: then there is none.
-    pub(super) fn write(&self, memory: &MappedMemory, response: Response) -> Result<u32, AccessError> {
+    pub(super) fn write(
+        &self,
+        memory: &MappedMemory,
+        response: Response,
+    ) -> Result<u32, AccessError> {
         let bytes = response.to_bytes();
         let mut rest = &bytes[..];
         for &(addr, len) in &self.segments {

@@ -138,8 +138,13 @@ impl MemState {
         let mut config = [0; CONFIG_BYTES];
         config[0..8].copy_from_slice(&self.block_bytes.to_le_bytes());
         config[8..10].copy_from_slice(&self.node_id.to_le_bytes());
-        let fields =
-            [self.addr, self.region_bytes, self.usable_bytes, self.plugged_bytes, self.requested_bytes];
+        let fields = [
+            self.addr,
+            self.region_bytes,
+            self.usable_bytes,
+            self.plugged_bytes,
+            self.requested_bytes,
+        ];
         for (field, value) in config[16..].chunks_exact_mut(8).zip(fields) {
             field.copy_from_slice(&value.to_le_bytes());
         }
@@ -150,7 +155,9 @@ impl MemState {
     /// size.
     pub(super) fn set_requested(&mut self, bytes: u64, goal_bytes: u64) {
         assert!(bytes <= goal_bytes && goal_bytes <= self.max_bytes);
-        assert!(bytes.is_multiple_of(self.block_bytes) && goal_bytes.is_multiple_of(self.block_bytes));
+        assert!(
+            bytes.is_multiple_of(self.block_bytes) && goal_bytes.is_multiple_of(self.block_bytes)
+        );
         (self.requested_bytes, self.goal_bytes) = (bytes, goal_bytes);
         (self.shortfall, self.is_withdrawn) = (None, false);
         // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
@@ -233,12 +240,18 @@ impl MemState {
     /// Records a plug or an unplug that has been carried out.
     pub(super) fn commit(&mut self, offset: u64, len: u64, plugged: bool) {
         let already = self.count_plugged(offset, len) * self.block_bytes;
-        assert_eq!(already, if plugged { 0 } else { len }, "a run of blocks that was checked before");
+        assert_eq!(
+            already,
+            if plugged { 0 } else { len },
+            "a run of blocks that was checked before"
+        );
         for block in self.blocks(offset, len) {
             let (word, mask) = ((block / 64) as usize, 1 << (block % 64));
-            self.plugged[word] = if plugged { self.plugged[word] | mask } else { self.plugged[word] & !mask };
+            self.plugged[word] =
+                if plugged { self.plugged[word] | mask } else { self.plugged[word] & !mask };
         }
-        self.plugged_bytes = if plugged { self.plugged_bytes + len } else { self.plugged_bytes - len };
+        self.plugged_bytes =
+            if plugged { self.plugged_bytes + len } else { self.plugged_bytes - len };
     }
 
     /// Shrinks the usable region to what is requested, when nothing is plugged: the end of UNPLUG ALL.

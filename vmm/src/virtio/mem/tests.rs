@@ -146,7 +146,9 @@ impl Guest {
         };
         let hotplug_bytes = blocks * BLOCK_BYTES;
         let zones = match chunks {
-            Some(_) => vec![zone("dram", Tier::Dram, 16 * MIB, 0), zone("pm", Tier::Pm, 0, hotplug_bytes)],
+            Some(_) => {
+                vec![zone("dram", Tier::Dram, 16 * MIB, 0), zone("pm", Tier::Pm, 0, hotplug_bytes)]
+            }
             None => vec![zone("dram", Tier::Dram, 16 * MIB, hotplug_bytes)],
         };
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
@@ -161,11 +163,13 @@ impl Guest {
         });
         let mut part = memory.take_hotplug().pop().unwrap();
         let sticks = Arc::new(AtomicBool::new(false));
-        part.backing = Box::new(StickyBacking { backing: part.backing, sticks: Arc::clone(&sticks) });
+        part.backing =
+            Box::new(StickyBacking { backing: part.backing, sticks: Arc::clone(&sticks) });
         assert_eq!(part.range.start, START);
         let view = memory.view().clone();
         let budget = Arc::new(Mutex::new(PlugBudget::new(&part.spec, Instant::now())));
-        let (device, handle) = MemDevice::new(part, view, event_loop.handle(), observer, Arc::clone(&budget));
+        let (device, handle) =
+            MemDevice::new(part, view, event_loop.handle(), observer, Arc::clone(&budget));
         let (_, signals) = mpsc::channel();
         let kick = EventFd::new(EFD_NONBLOCK).unwrap();
         let mut guest = Self {
@@ -272,11 +276,19 @@ impl Guest {
     }
 
     fn reachable(&self, block: u64) -> bool {
-        self.memory.view().memory().read_obj::<u8>(GuestAddress(START + block * BLOCK_BYTES)).is_ok()
+        self.memory
+            .view()
+            .memory()
+            .read_obj::<u8>(GuestAddress(START + block * BLOCK_BYTES))
+            .is_ok()
     }
 
     fn write(&self, block: u64, value: u64) {
-        self.memory.view().memory().write_obj(value, GuestAddress(START + block * BLOCK_BYTES)).unwrap();
+        self.memory
+            .view()
+            .memory()
+            .write_obj(value, GuestAddress(START + block * BLOCK_BYTES))
+            .unwrap();
     }
 
     fn read(&self, block: u64) -> u64 {
@@ -319,7 +331,12 @@ fn blocks_are_plugged_and_unplugged_up_to_the_requested_size() {
         assert_eq!(guest.config_field(48), 8 * BLOCK_BYTES);
 
         assert_eq!(guest.plug(4, 8), ACK);
-        assert!(!guest.reachable(3) && guest.reachable(4) && guest.reachable(11) && !guest.reachable(12));
+        assert!(
+            !guest.reachable(3)
+                && guest.reachable(4)
+                && guest.reachable(11)
+                && !guest.reachable(12)
+        );
         assert_eq!(guest.config_field(40), 8 * BLOCK_BYTES);
         assert_eq!(guest.plug(3, 1), NACK);
         let requested_bytes = 8 * BLOCK_BYTES;
@@ -329,7 +346,9 @@ fn blocks_are_plugged_and_unplugged_up_to_the_requested_size() {
 
         guest.write(5, 0x55);
         assert_eq!(guest.unplug(5, 2), ACK);
-        assert!(guest.reachable(4) && !guest.reachable(5) && !guest.reachable(6) && guest.reachable(7));
+        assert!(
+            guest.reachable(4) && !guest.reachable(5) && !guest.reachable(6) && guest.reachable(7)
+        );
         assert_eq!(guest.pool_info().memory_bytes, chunks.map_or(0, |_| 6 * BLOCK_BYTES));
         assert_eq!(guest.pool.dirty_free_bytes(), 0);
         assert_eq!(guest.send(STATE, 4, 1), (ACK, 0));
@@ -474,7 +493,9 @@ fn pages_are_ready_for_a_driver_that_zeroes_what_it_unplugs() {
     guest.handle.request_size(24 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 24), ACK);
     guest.handle.request_size(4 * BLOCK_BYTES).unwrap();
-    let touch = |guest: &Guest, blocks: std::ops::Range<u64>| blocks.for_each(|block| guest.write(block, 0));
+    let touch = |guest: &Guest, blocks: std::ops::Range<u64>| {
+        blocks.for_each(|block| guest.write(block, 0))
+    };
     // Not zeroed before it went: nothing is made ready below.
     touch(&guest, 20..23);
     assert_eq!(guest.unplug(20, 4), ACK);
@@ -550,7 +571,8 @@ fn sizes_that_cannot_be_are_refused_with_their_bound() {
     let bytes = max_bytes + BLOCK_BYTES;
     let too_large = RequestSizeError::TooLarge { zone: zone(), bytes, max_bytes };
     assert_eq!(guest.handle.request_size(bytes), Err(too_large));
-    let unaligned = RequestSizeError::Unaligned { zone: zone(), bytes: MIB, block_bytes: BLOCK_BYTES };
+    let unaligned =
+        RequestSizeError::Unaligned { zone: zone(), bytes: MIB, block_bytes: BLOCK_BYTES };
     assert_eq!(guest.handle.request_size(MIB), Err(unaligned));
     assert_eq!(guest.handle.sizes().requested_bytes, 0);
 }
@@ -643,7 +665,10 @@ fn accesses_to_memory_that_comes_and_goes_are_survived() {
     // Rounds go on until the threads have met both kinds of memory often enough.
     let deadline = std::time::Instant::now() + PATIENCE;
     let mut rounds = 0;
-    while rounds < 100 || hits.load(Ordering::Relaxed) < 2000 || misses.load(Ordering::Relaxed) < 2000 {
+    while rounds < 100
+        || hits.load(Ordering::Relaxed) < 2000
+        || misses.load(Ordering::Relaxed) < 2000
+    {
         assert!(std::time::Instant::now() < deadline, "{hits:?} {misses:?} in {rounds} rounds");
         let (first, count) = (rounds * 7 % BLOCKS, 1 + (rounds * 5 % 8) as u16);
         let count = count.min((BLOCKS - first) as u16);

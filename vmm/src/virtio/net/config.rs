@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use foreshore_config::refused_keys as refused;
 use foreshore_config::{
-    ConfigError, Item, JsonError, JsonValue, Refused, Walk, digits, name, section, text_value, words,
+    ConfigError, Item, JsonError, JsonValue, Refused, Walk, digits, name, section, text_value,
+    words,
 };
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -116,7 +117,8 @@ impl FromStr for MacAddress {
         let mut bytes = [0; 6];
         let mut parts = text.split(':');
         for byte in &mut bytes {
-            let part = parts.next().filter(|part| part.len() == 2 && part.is_ascii()).ok_or_else(bad)?;
+            let part =
+                parts.next().filter(|part| part.len() == 2 && part.is_ascii()).ok_or_else(bad)?;
             *byte = u8::from_str_radix(part, 16).map_err(|_| bad())?;
         }
         if parts.next().is_some() || text.contains('+') { Err(bad()) } else { Ok(Self(bytes)) }
@@ -227,7 +229,8 @@ section! {
 /// `vm.info` shows -1 in their place, and clients send that back. Cloud Hypervisor ignores them as
 /// well.
 fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError> {
-    let is_number = |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
+    let is_number =
+        |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
     match &json {
         Value::Array(numbers) if numbers.iter().all(is_number) => {
             if !numbers.is_empty() {
@@ -262,11 +265,17 @@ impl NetConfig {
             });
         }
         if !self.num_queues.is_multiple_of(2) {
-            return conflict(format!("num_queues is {}, and there are two for each pair", self.num_queues));
+            return conflict(format!(
+                "num_queues is {}, and there are two for each pair",
+                self.num_queues
+            ));
         }
         self.check_ranges()?;
         if !self.queue_size.is_power_of_two() {
-            return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
+            return conflict(format!(
+                "queue_size is {}, which is no power of two",
+                self.queue_size
+            ));
         }
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         for (key, mac) in [("mac", self.mac), ("host_mac", self.host_mac)] {
@@ -318,7 +327,9 @@ impl NetConfig {
         }
         if fds.len() != usize::from(self.pairs()) {
             let (count, pairs) = (fds.len(), self.pairs());
-            return conflict(format!("fd has {count} descriptors, and num_queues asks for {pairs}"));
+            return conflict(format!(
+                "fd has {count} descriptors, and num_queues asks for {pairs}"
+            ));
         }
         match self.tap {
             Some(_) => conflict("tap names an interface, and fd is one that is open".to_owned()),
@@ -354,7 +365,9 @@ pub(crate) fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigEr
         {
             return conflict(format!("two devices have the interface {tap}"));
         }
-        if let Some(fd) = net.fds.iter().find(|fd| earlier.iter().any(|other| other.fds.contains(fd))) {
+        if let Some(fd) =
+            net.fds.iter().find(|fd| earlier.iter().any(|other| other.fds.contains(fd)))
+        {
             return conflict(format!("fd {} is given twice", fd.number()));
         }
     }
@@ -406,7 +419,10 @@ mod tests {
     #[test]
     fn what_is_not_said_is_as_in_cloud_hypervisor() {
         let net = NetConfig::parse("tap=,mac=,ip=,mask=").unwrap();
-        assert_eq!((&net.tap, net.ip, net.mask, net.mtu, &net.id), (&None, None, None, None, &None));
+        assert_eq!(
+            (&net.tap, net.ip, net.mask, net.mtu, &net.id),
+            (&None, None, None, None, &None)
+        );
         assert_eq!((net.num_queues, net.queue_size), (2, 256));
         assert!(net.offload_tso && net.offload_ufo && net.offload_csum && net.validate(1).is_ok());
         let json: NetConfig = serde_json::from_str("{}").unwrap();
@@ -445,10 +461,13 @@ mod tests {
 
     #[test]
     fn the_kernel_moves_frames_where_it_is_asked_to() {
-        for (word, mode) in [("off", VhostMode::Off), ("on", VhostMode::On), ("auto", VhostMode::Auto)] {
+        for (word, mode) in
+            [("off", VhostMode::Off), ("on", VhostMode::On), ("auto", VhostMode::Auto)]
+        {
             let net = NetConfig::parse(&format!("vhost={word}")).unwrap();
             assert_eq!(net.vhost, mode);
-            let json: NetConfig = serde_json::from_value(serde_json::json!({"vhost": word})).unwrap();
+            let json: NetConfig =
+                serde_json::from_value(serde_json::json!({"vhost": word})).unwrap();
             assert_eq!(json, net);
         }
         // Clients of Cloud Hypervisor's do not know it.
@@ -476,14 +495,18 @@ mod tests {
             (&serde_json::json!([-1, -1]), &serde_json::json!("10.0.0.1"))
         );
         assert_eq!(serde_json::from_value::<NetConfig>(json).unwrap().fds, []);
-        assert_eq!(serde_json::to_value(NetConfig::parse("tap=a").unwrap()).unwrap().get("fds"), None);
+        assert_eq!(
+            serde_json::to_value(NetConfig::parse("tap=a").unwrap()).unwrap().get("fds"),
+            None
+        );
     }
 
     #[test]
     fn only_numbers_of_descriptors_in_json_are_ignored() {
         let read = |fds: Value| {
             let body = serde_json::json!({"id": "n", "fds": fds}).to_string();
-            read_body::<NetConfig>(body.as_bytes()).map(|(net, warnings)| (net.fds.len(), warnings.len()))
+            read_body::<NetConfig>(body.as_bytes())
+                .map(|(net, warnings)| (net.fds.len(), warnings.len()))
         };
         for numbers in [serde_json::json!([-1]), serde_json::json!([3, -1, 2_147_483_647])] {
             assert_eq!(read(numbers), Ok((0, 1)));
@@ -516,7 +539,10 @@ mod tests {
 
     #[test]
     fn errors_name_flag_value_and_bound() {
-        assert_eq!(error("num_queues=3"), "--net: num_queues is 3, and there are two for each pair");
+        assert_eq!(
+            error("num_queues=3"),
+            "--net: num_queues is 3, and there are two for each pair"
+        );
         assert_eq!(
             error("num_queues=10"),
             "--net: num_queues is 10, and must be 2 to 8: a pair for each vCPU and 127 pairs at most, and --cpus has 4"
@@ -534,7 +560,10 @@ mod tests {
         let mixed = "ip is fe80::1 and mask 255.0.0.0, and both must be IPv4, or both IPv6";
         assert!(error("ip=fe80::1,mask=255.0.0.0").contains(mixed));
         assert!(error("ip=10.0.0.1,mask=ffff::").contains("both IPv6"));
-        assert!(error("ip=fe80::1,mask=ffff:0:ffff::").contains("mask is ffff:0:ffff::, which is no prefix"));
+        assert!(
+            error("ip=fe80::1,mask=ffff:0:ffff::")
+                .contains("mask is ffff:0:ffff::, which is no prefix")
+        );
         assert!(error("fd=2").contains("standard"));
         assert!(error("fd=[3,3],num_queues=4").contains("twice"));
         assert!(error("fd=[3,4]").contains("num_queues asks for 1"));

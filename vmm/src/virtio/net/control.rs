@@ -9,8 +9,8 @@ use tracing::debug;
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_CTRL_GUEST_OFFLOADS, VIRTIO_NET_CTRL_GUEST_OFFLOADS_SET, VIRTIO_NET_CTRL_MQ,
     VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET, VIRTIO_NET_ERR, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS,
-    VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6,
-    VIRTIO_NET_F_GUEST_UFO, VIRTIO_NET_F_MQ, VIRTIO_NET_OK,
+    VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
+    VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO, VIRTIO_NET_F_MQ, VIRTIO_NET_OK,
 };
 use virtio_queue::{DescriptorChain, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory};
@@ -114,7 +114,9 @@ fn read<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Option<R
             let start = request.len.min(COMMAND_LEN_MAX);
             let now = len.min(COMMAND_LEN_MAX - start);
             if now > 0 {
-                memory.read_slice(&mut request.bytes[start..start + now], descriptor.addr()).ok()?;
+                memory
+                    .read_slice(&mut request.bytes[start..start + now], descriptor.addr())
+                    .ok()?;
             }
             request.len = request.len.saturating_add(len);
         }
@@ -202,7 +204,9 @@ impl Control {
         let memory: &MappedMemory = &guard;
         let written = answer.is_some_and(|(at, status)| memory.write_obj(status, at).is_ok());
         let old = self.queue.queue.next_used();
-        if let Err(err) = used::give_back(&mut self.queue.queue, memory, &[(head, u32::from(written))]) {
+        if let Err(err) =
+            used::give_back(&mut self.queue.queue, memory, &[(head, u32::from(written))])
+        {
             debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
             return false;
         }
@@ -265,7 +269,10 @@ mod tests {
         let csum = Offloads { csum: true, ..Offloads::default() };
         assert_eq!(offloads(0), Ok(Command::SetOffloads(Offloads::default())));
         assert_eq!(offloads(1 << 1), Ok(Command::SetOffloads(csum)));
-        assert_eq!(offloads(1 << 1 | 1 << 7), Ok(Command::SetOffloads(Offloads { tso4: true, ..csum })));
+        assert_eq!(
+            offloads(1 << 1 | 1 << 7),
+            Ok(Command::SetOffloads(Offloads { tso4: true, ..csum }))
+        );
         assert_eq!(offloads(1 << 1 | 1 << 9), Ok(Command::SetOffloads(csum)));
         for bits in [1 << 7, 1 << 1 | 1 << 8, 1 << 63, 1] {
             assert_eq!(offloads(bits), Err(CommandError::Offloads { bits }));

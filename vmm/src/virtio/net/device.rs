@@ -45,7 +45,10 @@ impl Net {
     }
 
     /// One whose frames the host's kernel moves ([`vhost::probe`]).
-    pub fn moved_by_kernel(shape: NetShape, host: Arc<dyn HostInterface>) -> Result<Self, NetError> {
+    pub fn moved_by_kernel(
+        shape: NetShape,
+        host: Arc<dyn HostInterface>,
+    ) -> Result<Self, NetError> {
         Self::with(shape, host, Some(vhost::connect()))
     }
 
@@ -81,7 +84,8 @@ impl Net {
         self.net.set_pairs(1)?;
         self.net.set_driver(Arc::clone(&interrupt));
         let control = self.net.control_queue(features);
-        let control = control.and_then(|index| Some((index, queues.get_mut(usize::from(index))?.take()?)));
+        let control =
+            control.and_then(|index| Some((index, queues.get_mut(usize::from(index))?.take()?)));
         let mut queues = queues.into_iter();
         for (pair, slot) in (0..self.net.shape().pairs).zip(&mut self.workers) {
             // A driver may enable fewer than there are; one without the other is of no use.
@@ -288,7 +292,10 @@ mod tests {
         for nth in 0..3 {
             rig.host[0].send(&packet(10 + nth, 50)).unwrap();
             rig.driver.wait_used(RECEIVE);
-            assert_eq!(rig.driver.read(BUFFERS + 100 * u64::from(nth) + 12, 50), vec![10 + nth; 50]);
+            assert_eq!(
+                rig.driver.read(BUFFERS + 100 * u64::from(nth) + 12, 50),
+                vec![10 + nth; 50]
+            );
         }
     }
 
@@ -365,9 +372,11 @@ mod tests {
             rig.driver.kick(TRANSMIT);
             assert_eq!(rig.driver.wait_used(TRANSMIT), (head, 0));
         }
-        for buffers in
-            [&[Buffer::In(BUFFERS, 11)][..], &[Buffer::Out(BUFFERS, 100)], &[Buffer::In(MEMORY_LEN, 100)]]
-        {
+        for buffers in [
+            &[Buffer::In(BUFFERS, 11)][..],
+            &[Buffer::Out(BUFFERS, 100)],
+            &[Buffer::In(MEMORY_LEN, 100)],
+        ] {
             let head = rig.driver.add(RECEIVE, buffers);
             rig.driver.kick(RECEIVE);
             rig.host[0].send(&packet(1, 60)).unwrap();
@@ -376,7 +385,11 @@ mod tests {
         // A loop, and what is behind it.
         rig.driver.set_descriptor(TRANSMIT, 8, (BUFFERS, 10, VRING_DESC_F_NEXT, 8));
         rig.driver.add_again(TRANSMIT, 8);
-        rig.driver.set_descriptor(RECEIVE, 8, (BUFFERS, 10, VRING_DESC_F_NEXT | VRING_DESC_F_WRITE, 8));
+        rig.driver.set_descriptor(
+            RECEIVE,
+            8,
+            (BUFFERS, 10, VRING_DESC_F_NEXT | VRING_DESC_F_WRITE, 8),
+        );
         rig.driver.add_again(RECEIVE, 8);
         rig.offer(BUFFERS, 100);
         rig.driver.kick(RECEIVE);
@@ -504,7 +517,11 @@ mod tests {
         rig.driver.write(at + 0x100, &[0xee]);
         rig.driver.add(
             queue,
-            &[Buffer::Out(at, 2), Buffer::Out(at + 2, bytes.len() as u32 - 2), Buffer::In(at + 0x100, 1)],
+            &[
+                Buffer::Out(at, 2),
+                Buffer::Out(at + 2, bytes.len() as u32 - 2),
+                Buffer::In(at + 0x100, 1),
+            ],
         );
         rig.driver.kick(queue);
         assert_eq!(rig.driver.wait_used(queue).1, 1);

@@ -316,7 +316,9 @@ impl Worker {
                     if *chains_left == 0 {
                         return false;
                     }
-                    let Some(mut chain) = self.receive.pop(memory, &*self.interrupt) else { return false };
+                    let Some(mut chain) = self.receive.pop(memory, &*self.interrupt) else {
+                        return false;
+                    };
                     *chains_left -= 1;
                     let head = chain.head_index();
                     if let Err(err) = self.hand.take(&mut chain, self.limits.max_descriptors) {

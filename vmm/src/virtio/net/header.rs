@@ -4,8 +4,9 @@ use thiserror::Error;
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
     VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO, VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4,
-    VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_HDR_F_NEEDS_CSUM, VIRTIO_NET_HDR_GSO_ECN,
-    VIRTIO_NET_HDR_GSO_NONE, VIRTIO_NET_HDR_GSO_TCPV4, VIRTIO_NET_HDR_GSO_TCPV6, VIRTIO_NET_HDR_GSO_UDP,
+    VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_HDR_F_NEEDS_CSUM,
+    VIRTIO_NET_HDR_GSO_ECN, VIRTIO_NET_HDR_GSO_NONE, VIRTIO_NET_HDR_GSO_TCPV4,
+    VIRTIO_NET_HDR_GSO_TCPV6, VIRTIO_NET_HDR_GSO_UDP,
 };
 
 /// Bytes of the header: with VERSION_1 it always has `num_buffers`.
@@ -103,7 +104,9 @@ pub enum HeaderError {
     #[error("Segmentation of kind {gso_type:#x} was not agreed on")]
     Gso { gso_type: u8 },
     /// Segmentation without what it needs.
-    #[error("Segmentation of kind {gso_type:#x} needs a length of segments, and a checksum to fill in")]
+    #[error(
+        "Segmentation of kind {gso_type:#x} needs a length of segments, and a checksum to fill in"
+    )]
     GsoIncomplete { gso_type: u8 },
 }
 
@@ -174,7 +177,8 @@ mod tests {
     use super::*;
 
     const ALL: Offloads = Offloads { csum: true, tso4: true, tso6: true, ecn: true, ufo: true };
-    const CSUM: Offloads = Offloads { csum: true, tso4: false, tso6: false, ecn: false, ufo: false };
+    const CSUM: Offloads =
+        Offloads { csum: true, tso4: false, tso6: false, ecn: false, ufo: false };
 
     fn header(flags: u8, gso_type: u8, gso_size: u16, start: u16, offset: u16) -> [u8; HEADER_LEN] {
         let mut header = [0xee; HEADER_LEN];
@@ -210,7 +214,10 @@ mod tests {
             );
         }
         for gso_type in [2, 5, 0x80, 0x83, 0xff] {
-            assert_eq!(sent(header(1, gso_type, 1448, 34, 16), ALL), Err(HeaderError::Gso { gso_type }));
+            assert_eq!(
+                sent(header(1, gso_type, 1448, 34, 16), ALL),
+                Err(HeaderError::Gso { gso_type })
+            );
         }
     }
 
@@ -231,12 +238,16 @@ mod tests {
 
     #[test]
     fn frames_from_before_the_agreement_are_no_use() {
-        let received = |mut header, allowed| check_received(&mut header, allowed).map(|()| header[FLAGS]);
+        let received =
+            |mut header, allowed| check_received(&mut header, allowed).map(|()| header[FLAGS]);
         let none = Offloads::default();
         assert_eq!(received(header(2, 0, 0, 0, 0), none), Ok(0));
         assert_eq!(received(header(2, 0, 0, 0, 0), CSUM), Ok(2));
         assert_eq!(received(header(1, 0, 0, 34, 16), none), Err(HeaderError::Csum));
-        assert_eq!(received(header(1, 4, 1448, 34, 16), CSUM), Err(HeaderError::Gso { gso_type: 4 }));
+        assert_eq!(
+            received(header(1, 4, 1448, 34, 16), CSUM),
+            Err(HeaderError::Gso { gso_type: 4 })
+        );
         assert_eq!(received(header(1, 4, 1448, 34, 16), ALL), Ok(1));
     }
 

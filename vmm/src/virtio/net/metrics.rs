@@ -211,8 +211,11 @@ impl Expose for NetDeviceMetrics {
         let labels = one("net", &self.net);
         let is_left_to_kernel = self.counters.is_left_to_kernel();
         let backend = if is_left_to_kernel { "vhost" } else { "vmm" };
-        let family =
-            Family("net_backend", "Backend that transfers the frames of the interface; always 1.", None);
+        let family = Family(
+            "net_backend",
+            "Backend that transfers the frames of the interface; always 1.",
+            None,
+        );
         out.gauges(family, [(and(&labels, "backend", backend), 1.0)]);
         self.expose_traffic(out, &labels);
         // The kernel counts no frame that it drops on the way to the guest.
@@ -247,7 +250,9 @@ mod tests {
         assert_eq!(metrics.traffic(Direction::ToGuest), Some(Traffic { frames: 1, bytes: 100 }));
         let metrics = NetMetrics::default();
         let tap = FakeTap::new(1).0;
-        let count = |frames| Some([Traffic { frames, bytes: 60 * frames }, Traffic { frames: 7, bytes: 7 }]);
+        let count = |frames| {
+            Some([Traffic { frames, bytes: 60 * frames }, Traffic { frames: 7, bytes: 7 }])
+        };
         *tap.traffic.lock() = count(5);
         let host: Arc<dyn HostInterface> = Arc::new(tap.clone());
         metrics.leave_to(&host);

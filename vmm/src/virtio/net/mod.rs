@@ -56,7 +56,8 @@ pub fn build(config: &NetConfig, tap: &Arc<Tap>) -> Result<NewDevice, NetBuildEr
     };
     let is_kernel_used = mover::is_kernel_used(config.vhost, &id, vhost::probe)?;
     let host = Arc::clone(tap) as Arc<dyn HostInterface>;
-    let device = if is_kernel_used { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
+    let device =
+        if is_kernel_used { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
     let device = device?;
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
     let source = Arc::new(metrics.clone());

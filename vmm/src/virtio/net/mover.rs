@@ -18,7 +18,11 @@ pub(super) fn is_kernel_used(
         VhostMode::Auto => {
             let result = probe();
             if let Err(err) = &result {
-                info!(net, error = err as &dyn std::error::Error, "Frames are moved without vhost-net");
+                info!(
+                    net,
+                    error = err as &dyn std::error::Error,
+                    "Frames are moved without vhost-net"
+                );
             }
             Ok(result.is_ok())
         }
@@ -42,6 +46,9 @@ mod tests {
         assert!(is_kernel_used(VhostMode::Auto, "n", || Ok(())).unwrap());
         assert!(!is_kernel_used(VhostMode::Auto, "n", no_device).unwrap());
         let error = is_kernel_used(VhostMode::On, "n", no_device).unwrap_err();
-        assert_eq!(error.to_string(), "Cannot open /dev/vhost-net: is the module vhost_net loaded?");
+        assert_eq!(
+            error.to_string(),
+            "Cannot open /dev/vhost-net: is the module vhost_net loaded?"
+        );
     }
 }

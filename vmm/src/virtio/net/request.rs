@@ -296,7 +296,10 @@ mod tests {
         assert!(error(&[Buffer::Out(BUFFERS, 25)]).contains("25 bytes, at least 26"));
         assert!(error(&[Buffer::Out(BUFFERS, 12), Buffer::In(BUFFERS, 100)]).contains("wrong way"));
         assert!(error(&[Buffer::Out(BUFFERS, PACKET_LEN_MAX as u32 + 1)]).contains("more than"));
-        assert!(error(&[Buffer::Out(BUFFERS, 60_000), Buffer::Out(BUFFERS, 6000)]).contains("more than"));
+        assert!(
+            error(&[Buffer::Out(BUFFERS, 60_000), Buffer::Out(BUFFERS, 6000)])
+                .contains("more than")
+        );
         assert!(error(&[Buffer::Out(BUFFERS, u32::MAX)]).contains("more than"));
         assert!(error(&[Buffer::Out(MEMORY_LEN - 10, 26)]).contains("cannot be reached"));
         assert!(error(&[Buffer::Out(u64::MAX - 10, 26)]).contains("cannot be reached"));
@@ -313,7 +316,9 @@ mod tests {
         let mut driver = TestDriver::new(1);
         let mut hand = Hand::default();
         let mut take = |buffers: &[Buffer]| {
-            with_chain(&mut driver, buffers, |_, chain| hand.take(chain, 4)).unwrap_err().to_string()
+            with_chain(&mut driver, buffers, |_, chain| hand.take(chain, 4))
+                .unwrap_err()
+                .to_string()
         };
         assert!(take(&[Buffer::Out(BUFFERS, 100)]).contains("wrong way"));
         assert!(take(&[Buffer::In(BUFFERS, 50), Buffer::Out(BUFFERS, 50)]).contains("wrong way"));
@@ -339,7 +344,10 @@ mod tests {
     fn a_frame_that_fits_nowhere_is_known_as_such() {
         let hand = |capacities: &[usize]| Hand {
             segments: Vec::new(),
-            chains: capacities.iter().map(|&capacity| Taken { head: 0, segments: 0, capacity }).collect(),
+            chains: capacities
+                .iter()
+                .map(|&capacity| Taken { head: 0, segments: 0, capacity })
+                .collect(),
             capacity: capacities.iter().sum(),
         };
         assert_eq!(hand(&[]).fit(100, 4, true), Fit::More);
@@ -356,7 +364,9 @@ mod tests {
         let mut hand = Hand::default();
         let mut packet = [7; 40];
         let (mut used, at) = (vec![(9, 9)], BUFFERS);
-        for buffers in [[Buffer::In(MEMORY_LEN, 20)], [Buffer::In(at, 30)], [Buffer::In(at + 100, 40)]] {
+        for buffers in
+            [[Buffer::In(MEMORY_LEN, 20)], [Buffer::In(at, 30)], [Buffer::In(at + 100, 40)]]
+        {
             with_chain(&mut driver, &buffers, |memory, chain| {
                 hand.take(chain, 4).unwrap();
                 if hand.fit(40, 32, true) == Fit::Chains(2) {

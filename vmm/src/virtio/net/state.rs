@@ -7,11 +7,11 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_net::{
-    VIRTIO_NET_F_CSUM, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS, VIRTIO_NET_F_CTRL_VQ, VIRTIO_NET_F_GUEST_CSUM,
-    VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO,
-    VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO,
-    VIRTIO_NET_F_MAC, VIRTIO_NET_F_MQ, VIRTIO_NET_F_MRG_RXBUF, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS,
-    VIRTIO_NET_S_LINK_UP,
+    VIRTIO_NET_F_CSUM, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS, VIRTIO_NET_F_CTRL_VQ,
+    VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
+    VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO, VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4,
+    VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MQ,
+    VIRTIO_NET_F_MRG_RXBUF, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS, VIRTIO_NET_S_LINK_UP,
 };
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -90,7 +90,9 @@ impl Interface {
     /// What is offered (5.1.3).
     pub fn features(&self) -> u64 {
         let NetShape { csum, tso, ufo, mtu, pairs, .. } = self.shape;
-        let bits = |on: bool, bits: &[u32]| bits.iter().filter(|_| on).fold(0, |all, bit| all | 1u64 << bit);
+        let bits = |on: bool, bits: &[u32]| {
+            bits.iter().filter(|_| on).fold(0, |all, bit| all | 1u64 << bit)
+        };
         bits(
             true,
             &[
@@ -102,19 +104,20 @@ impl Interface {
                 VIRTIO_NET_F_MRG_RXBUF,
                 VIRTIO_NET_F_CTRL_VQ,
             ],
-        ) | bits(csum, &[VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS])
-            | bits(
-                csum && tso,
-                &[
-                    VIRTIO_NET_F_HOST_TSO4,
-                    VIRTIO_NET_F_HOST_TSO6,
-                    VIRTIO_NET_F_HOST_ECN,
-                    VIRTIO_NET_F_GUEST_TSO4,
-                    VIRTIO_NET_F_GUEST_TSO6,
-                    VIRTIO_NET_F_GUEST_ECN,
-                ],
-            )
-            | bits(csum && ufo, &[VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_F_GUEST_UFO])
+        ) | bits(
+            csum,
+            &[VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS],
+        ) | bits(
+            csum && tso,
+            &[
+                VIRTIO_NET_F_HOST_TSO4,
+                VIRTIO_NET_F_HOST_TSO6,
+                VIRTIO_NET_F_HOST_ECN,
+                VIRTIO_NET_F_GUEST_TSO4,
+                VIRTIO_NET_F_GUEST_TSO6,
+                VIRTIO_NET_F_GUEST_ECN,
+            ],
+        ) | bits(csum && ufo, &[VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_F_GUEST_UFO])
             | bits(mtu.is_some(), &[VIRTIO_NET_F_MTU])
             | bits(pairs > 1, &[VIRTIO_NET_F_MQ])
     }
@@ -140,7 +143,8 @@ impl Interface {
     pub fn config(&self) -> [u8; CONFIG_LEN] {
         let mut config = [0; CONFIG_LEN];
         let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
-        let status = if self.is_up.load(Ordering::Acquire) { VIRTIO_NET_S_LINK_UP as u16 } else { 0 };
+        let status =
+            if self.is_up.load(Ordering::Acquire) { VIRTIO_NET_S_LINK_UP as u16 } else { 0 };
         put(0, &self.shape.mac);
         put(6, &status.to_le_bytes());
         put(8, &self.shape.pairs.to_le_bytes());
@@ -282,7 +286,8 @@ mod tests {
             assert_eq!(features & 1 << VIRTIO_NET_F_MTU != 0, shape.mtu.is_some());
             assert_eq!(features & 1 << VIRTIO_NET_F_HOST_TSO4 != 0, shape.csum && shape.tso);
         }
-        for without in [VIRTIO_F_VERSION_1, VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_CTRL_VQ]
+        for without in
+            [VIRTIO_F_VERSION_1, VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_CTRL_VQ]
         {
             assert!(!Interface::accepts(all & !(1 << without)), "without {without}");
         }

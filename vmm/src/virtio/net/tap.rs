@@ -8,8 +8,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 use libc::{
-    IFF_DETACH_QUEUE, IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, IFF_VNET_HDR, c_int, c_short, c_ulong, ifreq,
-    in6_ifreq,
+    IFF_DETACH_QUEUE, IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, IFF_VNET_HDR, c_int, c_short, c_ulong,
+    ifreq, in6_ifreq,
 };
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -154,7 +154,8 @@ impl Tap {
     }
 
     fn new(name: String, queues: Vec<File>) -> Result<Self, TapError> {
-        let attached = Mutex::new(u16::try_from(queues.len()).expect("no more queues than a device has"));
+        let attached =
+            Mutex::new(u16::try_from(queues.len()).expect("no more queues than a device has"));
         let tap = Self { name, queues, mtu: None, is_ours: true, attached };
         let set = |what| tap.failed(what);
         for queue in &tap.queues {
@@ -181,7 +182,9 @@ impl Tap {
         move |source| {
             let hint = match source.raw_os_error() {
                 Some(libc::EPERM) if !arguments.is_empty() => {
-                    format!(": it takes CAP_NET_ADMIN; without, root does it beforehand: ip {arguments}")
+                    format!(
+                        ": it takes CAP_NET_ADMIN; without, root does it beforehand: ip {arguments}"
+                    )
                 }
                 _ => String::new(),
             };
@@ -191,7 +194,8 @@ impl Tap {
 
     /// Sets what can be set by name, and brings the interface up. One that was there keeps its addresses.
     fn configure(&mut self, options: &TapOptions, was_there: bool) -> Result<(), TapError> {
-        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
+        let socket =
+            UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
         let name = self.name.clone();
         let get = |what: &'static str, request: c_ulong| {
             let mut interface = named(&name);
@@ -224,7 +228,8 @@ impl Tap {
                 })?;
             }
             Some(HostAddress::V6(address, prefix_len)) => {
-                add_ipv6(&self.name, address, prefix_len).map_err(self.failed("the IPv6 address"))?;
+                add_ipv6(&self.name, address, prefix_len)
+                    .map_err(self.failed("the IPv6 address"))?;
             }
             None => {}
         }
@@ -234,18 +239,28 @@ impl Tap {
         if let Some(wanted) = options.mtu.map(c_int::from)
             && wanted != mtu
         {
-            set("the MTU", format!("link set dev {name} mtu {wanted}"), libc::SIOCSIFMTU, &|interface| {
-                interface.ifr_ifru.ifru_mtu = wanted;
-            })?;
+            set(
+                "the MTU",
+                format!("link set dev {name} mtu {wanted}"),
+                libc::SIOCSIFMTU,
+                &|interface| {
+                    interface.ifr_ifru.ifru_mtu = wanted;
+                },
+            )?;
             mtu = wanted;
         }
         let found = get("the state", libc::SIOCGIFFLAGS)?;
         // SAFETY: as above.
         let flags = unsafe { found.ifr_ifru.ifru_flags };
         if c_int::from(flags) & libc::IFF_UP == 0 {
-            set("the state up", format!("link set dev {name} up"), libc::SIOCSIFFLAGS, &|interface| {
-                interface.ifr_ifru.ifru_flags = flags | libc::IFF_UP as c_short;
-            })?;
+            set(
+                "the state up",
+                format!("link set dev {name} up"),
+                libc::SIOCSIFFLAGS,
+                &|interface| {
+                    interface.ifr_ifru.ifru_flags = flags | libc::IFF_UP as c_short;
+                },
+            )?;
         }
         self.mtu = u16::try_from(mtu).ok();
         Ok(())
@@ -266,11 +281,13 @@ impl Tap {
 fn counters(interfaces: &str, name: &str) -> Option<[Traffic; 2]> {
     let of = |line: &'_ str| {
         let (of, values) = line.split_once(':')?;
-        (of.trim() == name)
-            .then(|| values.split_whitespace().map(str::parse::<u64>).collect::<Result<Vec<_>, _>>())
+        (of.trim() == name).then(|| {
+            values.split_whitespace().map(str::parse::<u64>).collect::<Result<Vec<_>, _>>()
+        })
     };
     let values = interfaces.lines().find_map(of)?.ok()?;
-    let traffic = |at: usize| Some(Traffic { bytes: *values.get(at)?, frames: *values.get(at + 1)? });
+    let traffic =
+        |at: usize| Some(Traffic { bytes: *values.get(at)?, frames: *values.get(at + 1)? });
     Some([traffic(0)?, traffic(8)?])
 }
 
@@ -400,7 +417,8 @@ pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> 
 /// Refuses one, which is `fd` to who has given it. Returns its interface's name.
 fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapError> {
     let mut interface = named("");
-    call(queue, libc::TUNGETIFF, &mut interface).map_err(|source| TapError::NoTap { fd, source })?;
+    call(queue, libc::TUNGETIFF, &mut interface)
+        .map_err(|source| TapError::NoTap { fd, source })?;
     // SAFETY: the kernel has filled this member of the union.
     let flags = c_int::from(unsafe { interface.ifr_ifru.ifru_flags });
     match lacks(flags, several) {
@@ -470,7 +488,8 @@ fn ethernet(mac: [u8; 6]) -> libc::sockaddr {
 
 /// As `sockaddr_in` has it: a port of two bytes, and the address.
 fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
-    let mut address = libc::sockaddr { sa_family: libc::AF_INET as libc::sa_family_t, sa_data: [0; 14] };
+    let mut address =
+        libc::sockaddr { sa_family: libc::AF_INET as libc::sa_family_t, sa_data: [0; 14] };
     for (to, from) in address.sa_data[2..].iter_mut().zip(ip.octets()) {
         *to = from as libc::c_char;
     }
@@ -599,7 +618,9 @@ mod tests {
     fn what_is_no_tap_is_refused() {
         let file = tempfile::tempfile().unwrap();
         let fd = file.as_raw_fd();
-        assert!(matches!(Tap::from_fds(&[fd], None), Err(TapError::NoTap { fd: found, .. }) if found == fd));
+        assert!(
+            matches!(Tap::from_fds(&[fd], None), Err(TapError::NoTap { fd: found, .. }) if found == fd)
+        );
         assert!(matches!(check_given(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
     }
 
@@ -608,7 +629,8 @@ mod tests {
         let (queue, _) = attach(name, 0)?;
         // SAFETY: takes no pointer.
         let user = unsafe { libc::geteuid() };
-        for (request, value) in [(libc::TUNSETOWNER, c_ulong::from(user)), (libc::TUNSETPERSIST, 1)] {
+        for (request, value) in [(libc::TUNSETOWNER, c_ulong::from(user)), (libc::TUNSETPERSIST, 1)]
+        {
             // SAFETY: the arguments of both calls are numbers.
             check(unsafe { libc::ioctl(queue.as_raw_fd(), request, value) }).unwrap();
         }
@@ -620,7 +642,8 @@ mod tests {
         // _LINUX_CAPABILITY_VERSION_3 of linux/capability.h, this thread; effective, permitted and inheritable, twice.
         let (header, data) = ([0x2008_0522u32, 0], [0u32; 6]);
         // SAFETY: the kernel reads a header of two numbers and data of six.
-        check(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), data.as_ptr()) } as c_int).unwrap();
+        check(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), data.as_ptr()) } as c_int)
+            .unwrap();
     }
 
     /// In a network namespace of its own.
@@ -628,7 +651,8 @@ mod tests {
     fn interface_of_a_user_is_taken_as_it_is_or_refused_with_the_command() {
         let thread = std::thread::spawn(|| {
             // SAFETY: takes a number; only this thread changes its namespace.
-            if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err() {
+            if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 || make_persistent("down").is_err()
+            {
                 return eprintln!("skipped: no interfaces can be made here (that needs root)");
             }
             make_persistent("up").unwrap();
@@ -638,7 +662,9 @@ mod tests {
             let host_mac = Some([2, 0, 0, 0, 0, 7]);
             open("up", TapOptions { host_mac, mtu: Some(2000), ..TapOptions::default() }).unwrap();
             drop_capabilities();
-            let same = open("up", TapOptions { host_mac, mtu: Some(2000), ..TapOptions::default() }).unwrap();
+            let same =
+                open("up", TapOptions { host_mac, mtu: Some(2000), ..TapOptions::default() })
+                    .unwrap();
             assert_eq!(same.mtu(), Some(2000));
             drop(same);
             assert_eq!(open("up", TapOptions::default()).unwrap().mtu(), Some(2000));
@@ -676,7 +702,9 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         for none in ["vmtap", "short", "Inter-|", ""] {
             assert_eq!(counters(interfaces, none), None, "{none}");
         }
-        assert!(counters(&fs::read_to_string("/proc/thread-self/net/dev").unwrap(), "lo").is_some());
+        assert!(
+            counters(&fs::read_to_string("/proc/thread-self/net/dev").unwrap(), "lo").is_some()
+        );
     }
 
     #[test]
@@ -688,7 +716,9 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         assert_eq!(lacks(all, true), Some("without IFF_MULTI_QUEUE"));
         assert_eq!(lacks(all & !IFF_VNET_HDR, false), Some("without IFF_VNET_HDR"));
         assert_eq!(lacks(all & !IFF_NO_PI, false), Some("without IFF_NO_PI"));
-        assert!(lacks(libc::IFF_TUN | IFF_NO_PI | IFF_VNET_HDR, false).unwrap().starts_with("as tun"));
+        assert!(
+            lacks(libc::IFF_TUN | IFF_NO_PI | IFF_VNET_HDR, false).unwrap().starts_with("as tun")
+        );
     }
 
     #[test]
@@ -696,7 +726,10 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         let interface = named("a-name-of-15-byt-and-more");
         assert_eq!(name_of(&interface), "a-name-of-15-by");
         let address = ipv4([10, 1, 2, 3].into());
-        assert_eq!((i32::from(address.sa_family), &address.sa_data[..6]), (2, &[0, 0, 10, 1, 2, 3][..]));
+        assert_eq!(
+            (i32::from(address.sa_family), &address.sa_data[..6]),
+            (2, &[0, 0, 10, 1, 2, 3][..])
+        );
         assert_eq!(ethernet([2, 0, 0, 0, 0, 9]).sa_data[..6], [2, 0, 0, 0, 0, 9]);
     }
 
@@ -730,7 +763,9 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
                 ..TapOptions::default()
             };
             let _tap = match Tap::open(&made) {
-                Err(error @ TapError::Open(_)) => return eprintln!("skipped: no tap interface: {error}"),
+                Err(error @ TapError::Open(_)) => {
+                    return eprintln!("skipped: no tap interface: {error}");
+                }
                 tap => tap.unwrap(),
             };
             let addresses = fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap();

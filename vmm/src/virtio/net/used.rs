@@ -51,7 +51,8 @@ pub(super) fn wants_interrupt<M: GuestMemory>(queue: &Queue, memory: &M, old: u1
     if queue.event_idx_enabled() {
         let event = RING_HEADER_LEN + u64::from(queue.size()) * AVAIL_ELEMENT_LEN;
         // Of a ring that cannot be read nothing is known.
-        read(event).is_none_or(|event| new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old))
+        read(event)
+            .is_none_or(|event| new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old))
     } else {
         read(0).is_none_or(|flags| flags & NO_INTERRUPT == 0)
     }
@@ -86,8 +87,10 @@ mod tests {
         assert_eq!(index, 1);
         for (slot, expected) in [(6, (1u32, 10u32)), (7, (2, 20)), (0, (3, 30))] {
             let at = USED + 4 + 8 * slot;
-            let found: (u32, u32) =
-                (memory.read_obj(GuestAddress(at)).unwrap(), memory.read_obj(GuestAddress(at + 4)).unwrap());
+            let found: (u32, u32) = (
+                memory.read_obj(GuestAddress(at)).unwrap(),
+                memory.read_obj(GuestAddress(at + 4)).unwrap(),
+            );
             assert_eq!(found, expected);
         }
     }
@@ -111,7 +114,9 @@ mod tests {
         assert!(!wants_interrupt(&queue, &memory, 7));
         queue.set_event_idx(true);
         // As `vring_need_event` has it, for every place of the event.
-        for (event, wanted) in [(6, false), (7, true), (8, true), (9, true), (10, false), (u16::MAX, false)] {
+        for (event, wanted) in
+            [(6, false), (7, true), (8, true), (9, true), (10, false), (u16::MAX, false)]
+        {
             set(event_at, event);
             assert_eq!(wants_interrupt(&queue, &memory, 7), wanted, "event {event}");
         }

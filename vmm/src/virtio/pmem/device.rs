@@ -137,8 +137,9 @@ impl Flusher {
             return false;
         }
         // 2. Make it durable, once for all of them.
-        let wanted =
-            requests.iter().any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
+        let wanted = requests
+            .iter()
+            .any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
         let answer = if wanted { self.persist() } else { Answer::Failed };
         // 3. Answer, then publish in the used ring.
         let guard = view.memory();
@@ -168,7 +169,12 @@ impl Flusher {
         requests
     }
 
-    fn answer(&self, memory: &MappedMemory, request: Result<Request, RequestError>, flushed: Answer) -> u32 {
+    fn answer(
+        &self,
+        memory: &MappedMemory,
+        request: Result<Request, RequestError>,
+        flushed: Answer,
+    ) -> u32 {
         let result = request.and_then(|request| {
             let (answer, counter) = match (request.kind, flushed) {
                 (Kind::Flush, Answer::Durable) => (Answer::Durable, &self.metrics.flushes),
@@ -332,10 +338,18 @@ mod tests {
         let mut descriptors = Vec::new();
         for chain in chains {
             for (i, &(address, len, flags)) in chain.iter().enumerate() {
-                let flags =
-                    if i + 1 < chain.len() { flags | VRING_DESC_F_NEXT } else { flags & !VRING_DESC_F_NEXT };
+                let flags = if i + 1 < chain.len() {
+                    flags | VRING_DESC_F_NEXT
+                } else {
+                    flags & !VRING_DESC_F_NEXT
+                };
                 let next = descriptors.len() as u16 + 1;
-                descriptors.push(RawDescriptor::from(Descriptor::new(address, len, flags as u16, next)));
+                descriptors.push(RawDescriptor::from(Descriptor::new(
+                    address,
+                    len,
+                    flags as u16,
+                    next,
+                )));
             }
         }
         if !descriptors.is_empty() {

@@ -145,7 +145,11 @@ mod tests {
         let end = f.end.clone();
         let disk = thread::spawn(move || end.send(Ok(())).unwrap());
         f.device.reset();
-        assert_eq!(f.backing.ended.load(Ordering::Relaxed), 1, "the ring may be written after the reset");
+        assert_eq!(
+            f.backing.ended.load(Ordering::Relaxed),
+            1,
+            "the ring may be written after the reset"
+        );
         disk.join().unwrap();
         // Nothing looks at the queue any more, and the device can start anew.
         flush(&mut f, 1);

@@ -40,7 +40,8 @@ impl Expose for PmemFileMetrics {
         let (labels, counters) = (one("pmem", &self.name), &self.counters);
         let durability = self.durability.map_or("discarded", Durability::name);
         let info = and(&and(&labels, "file", &self.file), "durability", durability);
-        let family = Family("pmem_info", "Files that are persistent memory of the guest; always 1.", None);
+        let family =
+            Family("pmem_info", "Files that are persistent memory of the guest; always 1.", None);
         out.gauges(family, [(info, 1.0)]);
         let help = "Size of the file as the guest sees it.";
         out.bytes("pmem_size", help, [(labels.clone(), self.size_bytes)]);

@@ -68,7 +68,10 @@ impl Answer {
 
 impl Request {
     /// Reads a request from `chain`, which was popped from the queue in `memory`.
-    pub fn parse<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Result<Self, RequestError> {
+    pub fn parse<M: GuestMemory>(
+        memory: &M,
+        chain: &mut DescriptorChain<&M>,
+    ) -> Result<Self, RequestError> {
         let head = chain.head_index();
         let request = word(chain.next(), "request", false)?;
         let response = word(chain.next(), "response", true)?;

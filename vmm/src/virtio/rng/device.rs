@@ -46,8 +46,13 @@ impl VirtioDevice for Rng {
     fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
         let queue = activation.take_queue(QUEUE)?;
         let source = self.source.try_clone()?;
-        let worker =
-            Worker::new(activation.view, activation.interrupt, queue, source, Arc::clone(&self.metrics));
+        let worker = Worker::new(
+            activation.view,
+            activation.interrupt,
+            queue,
+            source,
+            Arc::clone(&self.metrics),
+        );
         self.worker.start(Box::new(worker))
     }
 
@@ -146,7 +151,8 @@ mod tests {
         let queue = activation.take_queue(QUEUE).unwrap();
         let metrics = Arc::new(RngMetrics::default());
         let source = EntropySource::File(file);
-        let worker = Worker::new(activation.view, activation.interrupt, queue, source, Arc::clone(&metrics));
+        let worker =
+            Worker::new(activation.view, activation.interrupt, queue, source, Arc::clone(&metrics));
         event_loop.handle().add(Box::new(worker)).unwrap();
         let head = driver.add(0, &[Buffer::In(BUFFERS, 64)]);
         driver.kick(0);

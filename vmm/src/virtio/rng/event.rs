@@ -78,7 +78,8 @@ impl Worker {
             }
             used = true;
         }
-        let tell = used && self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
+        let tell =
+            used && self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
             sparsely!(warn, %err, "The entropy device cannot interrupt");
         }
@@ -118,7 +119,11 @@ impl Worker {
     }
 }
 
-fn write(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>, data: &[u8]) -> io::Result<u32> {
+fn write(
+    memory: &MappedMemory,
+    chain: DescriptorChain<&MappedMemory>,
+    data: &[u8],
+) -> io::Result<u32> {
     let invalid = |err| io::Error::new(io::ErrorKind::InvalidInput, err);
     let mut writer = Writer::new(memory, chain).map_err(invalid)?;
     let data = &data[..data.len().min(writer.available_bytes())];

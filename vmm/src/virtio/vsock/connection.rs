@@ -127,7 +127,10 @@ impl Connection {
 
     /// A connection that the host asks for.
     pub fn requested(now: Instant) -> Self {
-        Self { deadline: Some(now + REQUEST_TIMEOUT), ..Self::new(Phase::Requesting { sent: false }) }
+        Self {
+            deadline: Some(now + REQUEST_TIMEOUT),
+            ..Self::new(Phase::Requesting { sent: false })
+        }
     }
 
     /// A connection that the guest has asked for, with the credit in its request.
@@ -267,7 +270,10 @@ impl Connection {
             Op::Request => self.phase = Phase::Requesting { sent: true },
             Op::Response => self.phase = Phase::Established,
             Op::Data { len_bytes } => {
-                assert!(len_bytes <= self.guest_room_bytes(), "more sent than the guest has room for");
+                assert!(
+                    len_bytes <= self.guest_room_bytes(),
+                    "more sent than the guest has room for"
+                );
                 self.sent += len_bytes;
             }
             Op::Shutdown(ended) => self.told_ended = ended,

@@ -30,7 +30,9 @@ fn a_request_of_the_host_is_established_by_the_response() {
 #[test]
 fn only_a_response_or_a_reset_answers_a_request() {
     let data = Op::Data { len_bytes: 1 };
-    for op in [Op::Request, data, Op::CreditUpdate, Op::CreditRequest, Op::Shutdown(Ended::default())] {
+    for op in
+        [Op::Request, data, Op::CreditUpdate, Op::CreditRequest, Op::Shutdown(Ended::default())]
+    {
         let mut connection = Connection::requested(Instant::now());
         connection.send(Op::Request);
         assert_eq!(connection.on_guest_packet(op, ROOMY), Err(Violation::OutOfPlace { op }));
@@ -51,7 +53,10 @@ fn a_second_handshake_is_a_violation() {
 fn a_guest_that_overruns_our_buffer_is_caught() {
     let mut connection = established();
     let len_bytes = BUFFER_BYTES;
-    assert_eq!(connection.on_guest_packet(Op::Data { len_bytes }, ROOMY), Ok(Event::Data { len_bytes }));
+    assert_eq!(
+        connection.on_guest_packet(Op::Data { len_bytes }, ROOMY),
+        Ok(Event::Data { len_bytes })
+    );
     connection.forwarded(10);
     assert_eq!(
         connection.on_guest_packet(Op::Data { len_bytes: 11 }, ROOMY),

@@ -99,7 +99,8 @@ fn read_line(stream: &mut UnixStream) -> String {
 /// Bytes that repeat so late that a lost or doubled packet shows.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let next = |state: &mut u64| {
-        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        *state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         Some((*state >> 56) as u8)
     };
     std::iter::repeat_with({

@@ -152,7 +152,13 @@ impl Worker {
                     Some((header, payload)) => {
                         let payload_bytes = payload.available_bytes();
                         let mut payload = memory.whole(payload);
-                        self.muxer.on_guest_packet(&header, &mut payload, payload_bytes, watch, now);
+                        self.muxer.on_guest_packet(
+                            &header,
+                            &mut payload,
+                            payload_bytes,
+                            watch,
+                            now,
+                        );
                     }
                     None => self.metrics.bad_buffers_total.increment(),
                 }

@@ -255,7 +255,8 @@ impl Greeting {
         match (words.next(), words.next(), words.next()) {
             // u32's parser alone would take a plus sign.
             (Some(verb), Some(port), None)
-                if verb.eq_ignore_ascii_case("connect") && port.bytes().all(|byte| byte.is_ascii_digit()) =>
+                if verb.eq_ignore_ascii_case("connect")
+                    && port.bytes().all(|byte| byte.is_ascii_digit()) =>
             {
                 port.parse().map_or(Greeted::Refused, |port| Greeted::Connect(GuestPort(port)))
             }
@@ -379,7 +380,9 @@ mod tests {
         let _listener = UnixListener::bind(dir.path().join("vsock_7")).unwrap();
         for guest in [1024, 4000, u32::MAX] {
             let refused = host.connect(from(guest, 7)).unwrap_err();
-            assert!(matches!(refused, ConnectError::Unprivileged { link } if link == from(guest, 7)));
+            assert!(
+                matches!(refused, ConnectError::Unprivileged { link } if link == from(guest, 7))
+            );
         }
         assert!(receiver.try_recv().is_err());
         for guest in [0, 1, 1023] {
@@ -405,7 +408,8 @@ mod tests {
         let ConnectError::Socket { source, .. } = error else { panic!("{error}") };
         assert!(!kept.is_empty());
         assert!(
-            source.kind() == io::ErrorKind::WouldBlock || source.raw_os_error() == Some(libc::EMFILE),
+            source.kind() == io::ErrorKind::WouldBlock
+                || source.raw_os_error() == Some(libc::EMFILE),
             "{source}"
         );
     }

@@ -282,7 +282,13 @@ impl Muxer {
     }
 
     /// A socket has changed.
-    pub fn on_socket(&mut self, token: Token, ready: Readiness, watch: &mut dyn Watch, now: Instant) {
+    pub fn on_socket(
+        &mut self,
+        token: Token,
+        ready: Readiness,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) {
         let Some(socket) = self.sockets.get_mut(&token) else { return };
         socket.readable |= ready.readable || ready.hung_up;
         match &mut socket.role {
@@ -365,7 +371,9 @@ impl Muxer {
             }
         };
         match (self.links.get(&packet.link).copied(), packet.op) {
-            (Some(token), _) => self.on_linked_packet(token, packet, payload, payload_bytes, watch, now),
+            (Some(token), _) => {
+                self.on_linked_packet(token, packet, payload, payload_bytes, watch, now)
+            }
             (None, Op::Request) => self.asking = Some(packet),
             (None, Op::Reset) => {}
             (None, _) => self.owe_reset(packet.link),
@@ -421,7 +429,9 @@ impl Muxer {
         now: Instant,
     ) {
         let socket = self.sockets.get_mut(&token).expect("a link's socket");
-        let Role::Joined(joined) = &mut socket.role else { unreachable!("a link's socket is joined") };
+        let Role::Joined(joined) = &mut socket.role else {
+            unreachable!("a link's socket is joined")
+        };
         match joined.connection.on_guest_packet(packet.op, packet.credit) {
             Ok(Event::None | Event::Ended) => {}
             Ok(Event::Connected) => {
@@ -466,7 +476,9 @@ impl Muxer {
         now: Instant,
     ) -> bool {
         let socket = self.sockets.get_mut(&token).expect("a link's socket");
-        let Role::Joined(joined) = &mut socket.role else { unreachable!("a link's socket is joined") };
+        let Role::Joined(joined) = &mut socket.role else {
+            unreachable!("a link's socket is joined")
+        };
         let mut left = len_bytes as usize;
         if left > payload_bytes {
             return false;
@@ -545,7 +557,13 @@ impl Muxer {
         Packet { header, payload }
     }
 
-    fn on_read_error(&mut self, token: Token, err: &io::Error, watch: &mut dyn Watch, now: Instant) {
+    fn on_read_error(
+        &mut self,
+        token: Token,
+        err: &io::Error,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) {
         match err.kind() {
             io::ErrorKind::WouldBlock => {
                 self.sockets.get_mut(&token).expect("the socket that was read").readable = false;
@@ -597,7 +615,9 @@ impl Muxer {
     /// The guest has left: the host still gets what was sent in order.
     fn part(&mut self, token: Token, watch: &mut dyn Watch, now: Instant) {
         let socket = self.sockets.get_mut(&token).expect("the socket that was parted from");
-        let Role::Joined(joined) = &mut socket.role else { unreachable!("only joined sockets part") };
+        let Role::Joined(joined) = &mut socket.role else {
+            unreachable!("only joined sockets part")
+        };
         if !joined.connection.guest_ended().sending || joined.unsent.is_empty() {
             self.remove(token, watch);
             return;

@@ -134,9 +134,12 @@ fn agent_connects_while_all_other_sockets_are_used() {
         fixture.guest_sends(link, Op::Request, &[]);
         fixture.guest_receives().unwrap().0.op
     };
-    let ops: Vec<_> = (0..BOUND as u32).map(|guest| request(&mut fixture, PORT, 2000 + guest)).collect();
+    let ops: Vec<_> =
+        (0..BOUND as u32).map(|guest| request(&mut fixture, PORT, 2000 + guest)).collect();
     let (taken, refused) = ops.split_at(BOUND - BOUND / OWN_PART);
-    assert!(taken.iter().all(|op| *op == Op::Response) && refused.iter().all(|op| *op == Op::Reset));
+    assert!(
+        taken.iter().all(|op| *op == Op::Response) && refused.iter().all(|op| *op == Op::Reset)
+    );
     let client = fixture.client();
     fixture.poll();
     assert_eq!(fixture.muxer.sockets.len(), taken.len(), "nor do clients on the host get one");
@@ -158,7 +161,8 @@ fn unread_rest_of_a_closed_connection_expires() {
     assert_eq!(fixture.muxer.next_deadline(), Some(fixture.now + DRAIN_TIMEOUT));
     // A host that reads slowly has more time with every part.
     fixture.now += DRAIN_TIMEOUT - Duration::from_millis(1);
-    let left_bytes = |fixture: &Fixture| match &fixture.muxer.sockets.values().next().unwrap().role {
+    let left_bytes = |fixture: &Fixture| match &fixture.muxer.sockets.values().next().unwrap().role
+    {
         Role::Draining { unsent, .. } => unsent.len(),
         _ => panic!("the connection is closed"),
     };
@@ -167,7 +171,10 @@ fn unread_rest_of_a_closed_connection_expires() {
         client.read_exact(&mut vec![0; 4096]).unwrap();
         fixture.poll();
     }
-    assert!(left_bytes(&fixture) > 0 && fixture.muxer.next_deadline() == Some(fixture.now + DRAIN_TIMEOUT));
+    assert!(
+        left_bytes(&fixture) > 0
+            && fixture.muxer.next_deadline() == Some(fixture.now + DRAIN_TIMEOUT)
+    );
     fixture.now += DRAIN_TIMEOUT - Duration::from_millis(1);
     fixture.muxer.expire(&mut fixture.watch, fixture.now);
     assert_eq!(fixture.muxer.sockets.len(), 1);

@@ -40,7 +40,8 @@ impl Watch for Watched {
 }
 
 fn readiness_of(fd: RawFd) -> Readiness {
-    let mut poll = libc::pollfd { fd, events: libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP, revents: 0 };
+    let mut poll =
+        libc::pollfd { fd, events: libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP, revents: 0 };
     // SAFETY: one pollfd is passed, which lives over the call.
     assert!(unsafe { libc::poll(&raw mut poll, 1, 0) } >= 0);
     Readiness {
@@ -624,7 +625,9 @@ impl Fixture {
         assert!(muxer.sockets.len() <= MAX_SOCKETS);
         assert!(muxer.resets.len() <= MAX_RESETS);
         for (link, token) in &muxer.links {
-            assert!(matches!(&muxer.sockets[token].role, Role::Joined(joined) if joined.link == *link));
+            assert!(
+                matches!(&muxer.sockets[token].role, Role::Joined(joined) if joined.link == *link)
+            );
         }
         let joined = muxer.sockets.values().filter(|socket| matches!(socket.role, Role::Joined(_)));
         assert_eq!(joined.count(), muxer.links.len());

@@ -112,7 +112,10 @@ impl Ended {
 
     /// What has ended in `self` or `other`.
     pub fn union(self, other: Self) -> Self {
-        Self { receiving: self.receiving || other.receiving, sending: self.sending || other.sending }
+        Self {
+            receiving: self.receiving || other.receiving,
+            sending: self.sending || other.sending,
+        }
     }
 
     fn from_flags(flags: u32) -> Self {
@@ -170,7 +173,8 @@ impl RawHeader {
 
     /// Understands a packet of the guest.
     pub fn parse_guest_packet(&self) -> Result<GuestPacket, NotUnderstood> {
-        let link = Link { host: HostPort(self.dst_port.get()), guest: GuestPort(self.src_port.get()) };
+        let link =
+            Link { host: HostPort(self.dst_port.get()), guest: GuestPort(self.src_port.get()) };
         let not_understood = NotUnderstood { link, is_reset: self.op.get() == OP_RST };
         if self.socket_type.get() != TYPE_STREAM {
             return Err(not_understood);
@@ -248,8 +252,8 @@ pub(crate) mod tests {
         let credit = Credit { buf_alloc: 0x1112_1314, fwd_cnt: 0x2122_2324 };
         let header = RawHeader::to_guest(3, link, Op::Data { len_bytes: 0x99 }, credit);
         let expected = [
-            2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 4, 3, 2, 1, 8, 7, 6, 5, 0x99, 0, 0, 0, 1, 0, 5,
-            0, 0, 0, 0, 0, 0x14, 0x13, 0x12, 0x11, 0x24, 0x23, 0x22, 0x21,
+            2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 4, 3, 2, 1, 8, 7, 6, 5, 0x99, 0, 0, 0,
+            1, 0, 5, 0, 0, 0, 0, 0, 0x14, 0x13, 0x12, 0x11, 0x24, 0x23, 0x22, 0x21,
         ];
         assert_eq!(header.as_bytes(), expected);
     }

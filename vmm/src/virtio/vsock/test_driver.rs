@@ -123,7 +123,8 @@ pub struct Driver {
 }
 
 pub fn new_view() -> GuestView {
-    let ranges = [(GuestAddress(0), 32 * MIB as usize), (GuestAddress(UNPLUGGED), 2 * MIB as usize)];
+    let ranges =
+        [(GuestAddress(0), 32 * MIB as usize), (GuestAddress(UNPLUGGED), 2 * MIB as usize)];
     let view = GuestView::new(GuestMemoryMmap::from_ranges(&ranges).unwrap());
     view.exclusive().add_pluggable(GuestAddress(UNPLUGGED), 2 * MIB, 2 * MIB).unwrap();
     view
@@ -149,7 +150,8 @@ impl Driver {
 
     pub fn activation(&mut self, features: u64) -> Activation {
         self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
-        let active = |ring: &Ring| Some(ActiveQueue::new(ring.queue(), ring.kick.try_clone().unwrap()));
+        let active =
+            |ring: &Ring| Some(ActiveQueue::new(ring.queue(), ring.kick.try_clone().unwrap()));
         Activation {
             view: self.view.clone(),
             interrupt: self.interrupts.clone(),
@@ -229,8 +231,10 @@ impl Driver {
                 return found;
             }
             let count = interrupts.count.lock().unwrap();
-            let (_count, timeout) =
-                interrupts.changed.wait_timeout_while(count, PATIENCE, |count| *count == before).unwrap();
+            let (_count, timeout) = interrupts
+                .changed
+                .wait_timeout_while(count, PATIENCE, |count| *count == before)
+                .unwrap();
             assert!(!timeout.timed_out(), "the device does not interrupt");
         }
     }

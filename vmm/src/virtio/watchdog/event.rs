@@ -138,7 +138,8 @@ mod tests {
             counter.fetch_add(1, Ordering::Relaxed);
         });
         let mut worker =
-            Worker::new(activation.view, activation.interrupt, queue, Arc::default(), on_silence).unwrap();
+            Worker::new(activation.view, activation.interrupt, queue, Arc::default(), on_silence)
+                .unwrap();
         let ticks = |worker: &mut Worker| (0..100).for_each(|_| worker.tick());
         ticks(&mut worker);
         assert_eq!(silences.load(Ordering::Relaxed), 0, "nobody has begun to ping");

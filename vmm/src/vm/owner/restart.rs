@@ -72,7 +72,10 @@ impl<F: MachineFactory> Owner<F> {
         };
         let delay = match (vm.restarts.decide(fault.is_some(), vm.started.elapsed()), fault) {
             (Restart::GiveUp, Some(event)) => {
-                return Flow::End(Err(RunError::KeepsFaulting { event, count: RestartGuard::LIMIT }));
+                return Flow::End(Err(RunError::KeepsFaulting {
+                    event,
+                    count: RestartGuard::LIMIT,
+                }));
             }
             (Restart::GiveUp, None) => unreachable!("only faults end a guest"),
             (Restart::After(delay), Some(event)) => {

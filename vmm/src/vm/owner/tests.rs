@@ -167,7 +167,11 @@ pub(crate) struct FakeFactory {
 }
 
 impl MachineFactory for FakeFactory {
-    fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
+    fn build(
+        &mut self,
+        config: &VmConfig,
+        events: EventSender,
+    ) -> Result<Box<dyn Machine>, VmError> {
         self.pressure.lock().push(config.governing());
         self.delays.wait("build");
         let mut senders = self.senders.lock();
@@ -219,7 +223,11 @@ async fn start(fail_from: Option<usize>) -> Fixture {
 }
 
 /// Starts an owner with this VM from the start, or none.
-fn serve(fail_from: Option<usize>, config: Option<VmConfig>, at_guest_shutdown: AtGuestShutdown) -> Fixture {
+fn serve(
+    fail_from: Option<usize>,
+    config: Option<VmConfig>,
+    at_guest_shutdown: AtGuestShutdown,
+) -> Fixture {
     let factory = FakeFactory { fail_from, ..Default::default() };
     let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
     let (pressure, delays) = (Arc::clone(&factory.pressure), factory.delays.clone());
@@ -265,8 +273,11 @@ impl Fixture {
 }
 
 fn run(test: impl Future<Output = ()>) {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     tokio::task::LocalSet::new().block_on(&runtime, test);
 }
 
@@ -338,7 +349,8 @@ fn a_guest_that_ends_itself_without_end_is_heard_once() {
 fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
     run(async {
         let vm = start(None).await;
-        let change = async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
+        let change =
+            async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
         let fixed = PressureChange {
             policy: Some("fixed".to_owned()),
             size: Some(256 << 20),
@@ -361,8 +373,11 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         change(pause(true)).await.unwrap();
         assert!(shown().await.paused);
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        let zone =
-            PressureChange { resume: Some(true), zone: Some("pm".to_owned()), ..PressureChange::default() };
+        let zone = PressureChange {
+            resume: Some(true),
+            zone: Some("pm".to_owned()),
+            ..PressureChange::default()
+        };
         change(zone).await.unwrap();
         assert!(shown().await.paused);
         change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
@@ -370,13 +385,15 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         let named = |json| serde_json::from_value::<PressureChange>(json).unwrap();
         let params = serde_json::json!({"policy": "amf", "params": {"reclaim": 40}});
         change(named(params)).await.unwrap();
-        let more = serde_json::json!({"params": {"watermark-scale": 64}, "rules": {"cool_down": "2s"}});
+        let more =
+            serde_json::json!({"params": {"watermark-scale": 64}, "rules": {"cool_down": "2s"}});
         change(named(more)).await.unwrap();
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         // Another policy takes the size with it; one that is refused changes nothing.
         let off = PressureChange { policy: Some("off".to_owned()), ..PressureChange::default() };
         change(off).await.unwrap();
-        let magic = PressureChange { policy: Some("magic".to_owned()), ..PressureChange::default() };
+        let magic =
+            PressureChange { policy: Some("magic".to_owned()), ..PressureChange::default() };
         assert!(change(magic).await.is_err());
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         vm.handle.ask(VmRequest::Boot).await.unwrap();
@@ -384,7 +401,8 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         let params = [("reclaim", 40), ("watermark-scale", 64)];
         let params = params.map(|(name, value)| (name, Setting::Number(value)));
         let none = PressureConfig { rules, dry_run: true, ..PressureConfig::default() };
-        let amf = PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
+        let amf =
+            PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
         let off = PressureConfig { policy: "off".to_owned(), ..none };
         let configured = test_config().governing();
         assert_ne!(configured, set);
@@ -398,13 +416,15 @@ fn a_change_of_nothing_says_nothing_of_the_governor() {
     run(async {
         let config = VmConfig { pressure: None, ..test_config() };
         let vm = serve(None, Some(config), AtGuestShutdown::End);
-        let change = async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
+        let change =
+            async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
         let said = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure;
         change(PressureChange::default()).await.unwrap();
         assert_eq!(said().await, None);
         // Without memory on PM it is off, and what is off can be paused.
         change(PressureChange { pause: Some(true), ..PressureChange::default() }).await.unwrap();
-        let paused = PressureConfig { policy: "off".to_owned(), paused: true, ..PressureConfig::default() };
+        let paused =
+            PressureConfig { policy: "off".to_owned(), paused: true, ..PressureConfig::default() };
         assert_eq!(said().await, Some(paused));
     });
 }
@@ -586,7 +606,10 @@ fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
         vm.handle.ask(VmRequest::Pause).await.unwrap();
         assert!(matches!(vm.handle.ask(VmRequest::Pause).await, Err(VmError::WrongState { .. })));
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
-        assert!(matches!(vm.handle.ask(VmRequest::Resume).await, Err(VmError::CannotResume { .. })));
+        assert!(matches!(
+            vm.handle.ask(VmRequest::Resume).await,
+            Err(VmError::CannotResume { .. })
+        ));
         assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
     });
 }
@@ -624,7 +647,8 @@ fn a_vmm_without_a_vm_serves_until_there_is_one() {
             assert!(matches!(nothing, Err(VmError::NotCreated)), "{nothing:?}");
         }
         vm.handle.ask(VmRequest::Delete).await.unwrap();
-        let create = async || vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await;
+        let create =
+            async || vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await;
         create().await.unwrap();
         assert_eq!(vm.state().await, VmState::Created);
         assert!(matches!(create().await, Err(VmError::AlreadyCreated)));
@@ -658,7 +682,9 @@ fn buttons_and_interrupts_are_for_a_machine_that_stands_still_as_well() {
         assert_eq!(vm.log()[4..], ["pause", "power button", "nmi"]);
         assert_eq!(vm.state().await, VmState::Paused);
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        for refused in [vm.handle.ask(VmRequest::PowerButton).await, vm.handle.ask(VmRequest::Nmi).await] {
+        for refused in
+            [vm.handle.ask(VmRequest::PowerButton).await, vm.handle.ask(VmRequest::Nmi).await]
+        {
             assert!(matches!(refused, Err(VmError::WrongState { .. })));
         }
     });

@@ -32,7 +32,11 @@ fn rule_1_the_bridge_is_what_a_burst_takes_until_more_is_there() {
     assert_eq!(bridge_mib(Needs { total_bytes: 608 * MIB, ..needs }), 76, "an eighth of it");
     assert_eq!(bridge_mib(Needs { total_bytes: 512 * MIB, ..needs }), 64, "no more than an eighth");
     assert_eq!(bridge_mib(Needs { total_bytes: 128 * MIB, ..needs }), 32, "but no less than that");
-    assert_eq!(bridge_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }), 77, "nor than kswapd's watermarks");
+    assert_eq!(
+        bridge_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }),
+        77,
+        "nor than kswapd's watermarks"
+    );
 }
 
 #[test]
@@ -74,20 +78,29 @@ fn rule_2_a_guest_that_fills_fast_is_given_more_before_it_is_short() {
 #[test]
 fn rule_2_a_rate_that_cannot_last_asks_for_no_more_than_there_is() {
     let marks = |fill_bytes_per_s| {
-        let needs = Needs { total_bytes: 400 * MIB, fill_bytes_per_s, reaction_ms: 50, ..Needs::default() };
+        let needs =
+            Needs { total_bytes: 400 * MIB, fill_bytes_per_s, reaction_ms: 50, ..Needs::default() };
         let marks = Marks::new(&Params::default(), needs);
         (marks.low_bytes - marks.rest_bytes) / MIB
     };
     assert_eq!(marks(100 * MIB), 150);
-    assert_eq!((marks(134 * MIB), marks(2048 * MIB)), (200, 200), "a grow provides for twice as much");
+    assert_eq!(
+        (marks(134 * MIB), marks(2048 * MIB)),
+        (200, 200),
+        "a grow provides for twice as much"
+    );
 }
 
 #[test]
 fn rule_2_slow_plugging_looks_further_ahead() {
     let params = Params::default();
     let low_mib = |reaction_ms| {
-        let needs =
-            Needs { total_bytes: 8192 * MIB, reaction_ms, fill_bytes_per_s: 100 * MIB, ..Needs::default() };
+        let needs = Needs {
+            total_bytes: 8192 * MIB,
+            reaction_ms,
+            fill_bytes_per_s: 100 * MIB,
+            ..Needs::default()
+        };
         let marks = Marks::new(&params, needs);
         (marks.low_bytes - marks.rest_bytes) / MIB
     };
@@ -144,7 +157,10 @@ fn rule_2_what_a_slow_report_finds_half_way_counts_as_filled() {
         rig.plug(342);
         let available_mib = available_mib + 214;
         assert_eq!(rig.report(1000, available_mib).reason, Reason::Enough);
-        assert!((0..10).any(|_| rig.report(1000, available_mib).reason == Reason::Surplus), "{is_filled}");
+        assert!(
+            (0..10).any(|_| rig.report(1000, available_mib).reason == Reason::Surplus),
+            "{is_filled}"
+        );
     }
 }
 
@@ -183,7 +199,11 @@ fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
         let mut rig = short_with_a_block_arriving(online_mib);
         for _ in 0..2 {
             let decision = rig.report(50, 43);
-            assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough), "{online_mib} MiB");
+            assert_eq!(
+                (decision.want_bytes, decision.reason),
+                (None, Reason::Enough),
+                "{online_mib} MiB"
+            );
         }
         // 26 of 128 MiB went to page descriptors and reserves: that is no fill later either.
         rig.plug(128);
@@ -244,7 +264,11 @@ fn rule_3_memory_that_is_about_to_leave_is_neither_fill_nor_missing_twice() {
     rig.host.zones[1].requested_bytes = 384 * MIB;
     for available in [400, 350, 272, 272] {
         let decision = rig.report(50, available);
-        assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough), "at {available}");
+        assert_eq!(
+            (decision.want_bytes, decision.reason),
+            (None, Reason::Enough),
+            "at {available}"
+        );
     }
     rig.plug(384);
     assert_eq!(rig.report(50, 272).want_bytes, None);

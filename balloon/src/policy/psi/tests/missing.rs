@@ -126,7 +126,9 @@ fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
         let refaults = pages(grows);
         rig.counters().workingset_refault_file += refaults;
         rig.stall().some_us += if refaults < 2_048 { 0 } else { 500_000 };
-        if let Some(want) = want_mib(rig.report(1000, 250 + plugged_mib)).filter(|want| *want > plugged_mib) {
+        if let Some(want) =
+            want_mib(rig.report(1000, 250 + plugged_mib)).filter(|want| *want > plugged_mib)
+        {
             grows += 1;
             rig.plug(want);
             plugged_mib = want;
@@ -176,8 +178,9 @@ fn rule_7_what_is_swapped_counts_as_need_until_it_is_cold() {
     rig.raw.memory.swap_free_bytes = 904 * MIB;
     let mut warm = rig.clone();
     // With 60 MiB of it back there is surplus beyond what is still to come, and a minute later beyond that as well.
-    let left_after =
-        |rig: &mut Rig, ms| rig.report(ms, 430).want_bytes.map(|want| (want + 430 * MIB) / MIB - 512);
+    let left_after = |rig: &mut Rig, ms| {
+        rig.report(ms, 430).want_bytes.map(|want| (want + 430 * MIB) / MIB - 512)
+    };
     warm.counters().pswpin += 1;
     warm.report(1000, 430);
     let before = left_after(&mut warm, 59_000).expect("shrinks");

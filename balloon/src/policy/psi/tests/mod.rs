@@ -123,7 +123,9 @@ fn rule_11_what_one_decision_leaves_does_not_lead_to_the_opposite_one() {
                     ..Needs::default()
                 };
                 let marks = Marks::new(&params, needs);
-                assert!(marks.low_bytes < marks.watch_bytes && marks.watch_bytes < marks.keep_bytes);
+                assert!(
+                    marks.low_bytes < marks.watch_bytes && marks.watch_bytes < marks.keep_bytes
+                );
                 let grown = Marks::new(&params, Needs { is_at_rest: false, ..needs });
                 let least_step_bytes = marks.low_bytes + params.min_step_bytes;
                 for grown_bytes in [grown.aim_bytes, least_step_bytes] {
@@ -147,7 +149,8 @@ fn rule_11_at_rest_a_guest_holds_less_than_a_tenth_over_need() {
             ..Needs::default()
         };
         let bridge_bytes = Marks::new(&params, needs).rest_bytes;
-        let marks = Marks::new(&params, Needs { used_bytes: need_mib * MIB - bridge_bytes, ..needs });
+        let marks =
+            Marks::new(&params, Needs { used_bytes: need_mib * MIB - bridge_bytes, ..needs });
         assert!(marks.high_bytes - marks.rest_bytes <= need_mib * MIB / 10, "{need_mib} MiB");
     }
 }
@@ -178,7 +181,11 @@ fn rule_13_what_is_near_the_node_that_is_short_comes_first() {
     assert_eq!(near(&[first]), None, "one node alone");
     assert_eq!(near(&[first, second]), Some(1), "4,999 and 10,000 above the watermark");
     assert_eq!(near(&[first, zone(1, ZoneKind::Normal, 6_000)]), None, "half as much is not short");
-    assert_eq!(near(&[first, zone(2, ZoneKind::Movable, 1_000)]), None, "a node of PM is none to be near to");
+    assert_eq!(
+        near(&[first, zone(2, ZoneKind::Movable, 1_000)]),
+        None,
+        "a node of PM is none to be near to"
+    );
     let hotplugged = zone(1, ZoneKind::Movable, 9_000);
     assert_eq!(near(&[first, second, hotplugged]), None, "it has movable memory as well");
 }
@@ -216,7 +223,11 @@ fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() 
     rig.raw.zones[0].kind = ZoneKind::Dma32;
     rig.counters().workingset_refault_file = 1 << 30;
     rig.stall().some_us += 500_000;
-    assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "waiting alone says nothing beside plenty");
+    assert_eq!(
+        rig.report(1000, 250).reason,
+        Reason::Enough,
+        "waiting alone says nothing beside plenty"
+    );
     // What happens from then on counts.
     rig.counters().workingset_refault_file += 20_000;
     rig.stall().some_us += 500_000;
@@ -226,7 +237,10 @@ fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() 
 #[test]
 fn parameters_out_of_range_are_named_with_their_bounds() {
     let wrong = Params { headroom_permille: 501, ..Params::default() };
-    assert_eq!(wrong.validate().expect_err("too much").to_string(), "headroom is 501, must be 10 to 500");
+    assert_eq!(
+        wrong.validate().expect_err("too much").to_string(),
+        "headroom is 501, must be 10 to 500"
+    );
     let wrong = Params { watermark_scale: 0, ..Params::default() };
     assert!(wrong.validate().expect_err("none").to_string().starts_with("watermark-scale is 0,"));
 }

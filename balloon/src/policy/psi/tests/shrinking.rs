@@ -98,8 +98,12 @@ fn rule_8_a_guest_that_has_filled_fast_of_late_keeps_what_it_would_fill_again() 
     let params = Params::default();
     let keep_bytes = |filled_mib| {
         let filled_bytes_per_s = filled_mib * MIB;
-        let needs =
-            Needs { total_bytes: 1024 * MIB, reaction_ms: 300, filled_bytes_per_s, ..Needs::default() };
+        let needs = Needs {
+            total_bytes: 1024 * MIB,
+            reaction_ms: 300,
+            filled_bytes_per_s,
+            ..Needs::default()
+        };
         Marks::new(&params, needs).keep_bytes
     };
     assert_eq!(keep_bytes(100) - keep_bytes(0), 150 * MIB);
@@ -127,7 +131,8 @@ fn rule_8_page_cache_that_is_touched_is_no_surplus() {
         let mut rig = Rig::new();
         rig.plug(512);
         (rig.raw.memory.free_bytes, rig.raw.memory.cached_bytes) = (100 * MIB, 400 * MIB);
-        let idle = idle.iter().map(|&(mib, span_ms)| NodeIdle { node: 0, idle_bytes: mib * MIB, span_ms });
+        let idle =
+            idle.iter().map(|&(mib, span_ms)| NodeIdle { node: 0, idle_bytes: mib * MIB, span_ms });
         rig.raw.idle = idle.collect();
         let want = (0..5).find_map(|_| rig.report(1000, 500).want_bytes);
         want.map_or(0, |want| (512 * MIB - want) / MIB)
@@ -152,7 +157,11 @@ fn rule_9_what_was_taken_too_early_is_left_for_longer() {
     rig.report(58_999, 60);
     rig.plug(402);
     rig.report(1, 60);
-    assert_eq!(ms(&rig), 30_000, "undone inside a minute, and as long after the last grow as counts");
+    assert_eq!(
+        ms(&rig),
+        30_000,
+        "undone inside a minute, and as long after the last grow as counts"
+    );
     for ms in [299_998, 299_999] {
         rig.report(ms, 300);
         rig.report(1, 300);

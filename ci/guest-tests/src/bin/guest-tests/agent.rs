@@ -44,18 +44,22 @@ impl Vmm {
         let mut path = guest.vsock_socket().into_os_string();
         path.push(format!("_{PORT}"));
         let path = PathBuf::from(path);
-        Ok(Vmm { listener: UnixListener::bind(&path).context("Cannot listen for the agent")?, path })
+        Ok(Vmm {
+            listener: UnixListener::bind(&path).context("Cannot listen for the agent")?,
+            path,
+        })
     }
 
     /// Accepts the agent, which says hello.
     fn accept(&self) -> Result<Lines> {
         self.listener.set_nonblocking(true)?;
-        let stream =
-            guest_tests::wait::wait_for("the agent connects", LIMIT, || match self.listener.accept() {
+        let stream = guest_tests::wait::wait_for("the agent connects", LIMIT, || {
+            match self.listener.accept() {
                 Ok((stream, _)) => Ok(Some(stream)),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
                 Err(error) => Err(error.into()),
-            })?;
+            }
+        })?;
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(LIMIT))?;
         let mut lines = Lines(BufReader::new(stream));
@@ -76,7 +80,10 @@ struct Lines(BufReader<UnixStream>);
 impl Lines {
     fn next(&mut self) -> Result<Value> {
         let mut line = String::new();
-        ensure!(self.0.read_line(&mut line).context("No line of the agent's")? > 0, "The agent hung up");
+        ensure!(
+            self.0.read_line(&mut line).context("No line of the agent's")? > 0,
+            "The agent hung up"
+        );
         serde_json::from_str(&line).with_context(|| format!("{line:?} is no JSON"))
     }
 
@@ -116,8 +123,12 @@ fn is_small_and_says_what_it_should(guest: &Guest, lines: &mut Lines) -> Result<
         ensure!(report["seq"] == seq, "Report {seq} is {report}");
         let zones = report["zones"].as_array().context("No zones")?;
         let known = |zone: &&Value| zone["largest_free_blocks"].is_u64();
-        ensure!(zones.iter().filter(known).count() == zones.len(), "Of some zone it is not known: {report}");
-        let free = zones.iter().filter_map(|zone| zone["largest_free_blocks"].as_u64()).sum::<u64>();
+        ensure!(
+            zones.iter().filter(known).count() == zones.len(),
+            "Of some zone it is not known: {report}"
+        );
+        let free =
+            zones.iter().filter_map(|zone| zone["largest_free_blocks"].as_u64()).sum::<u64>();
         ensure!(free > 0, "A guest at rest has no block of 4 MiB free: {report}");
     }
     let (rss_kib, locked_kib) = (status_kib(guest, "VmRSS")?, status_kib(guest, "VmLck")?);
@@ -153,7 +164,8 @@ impl Spent {
 fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     let mut of_next = || -> Result<(u64, u64)> {
         let report = lines.next()?;
-        let number = |field: &str| report[field].as_u64().with_context(|| format!("No {field}: {report}"));
+        let number =
+            |field: &str| report[field].as_u64().with_context(|| format!("No {field}: {report}"));
         Ok((number("seq")?, number("monotonic_ms")?))
     };
     let (first, start_ms) = of_next()?;
@@ -174,13 +186,17 @@ fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
     let took_ms = span_ms(lines, REST_REPORTS)?;
     let after = Spent::read(guest)?;
     let seconds = after.uptime_s - before.uptime_s;
-    let (sleeps, cpu) = ((after.sleeps - before.sleeps) / seconds, (after.cpu_s - before.cpu_s) / seconds);
+    let (sleeps, cpu) =
+        ((after.sleeps - before.sleeps) / seconds, (after.cpu_s - before.cpu_s) / seconds);
     println!(
         "at rest: {REST_REPORTS} reports in {took_ms} ms, it sleeps {sleeps:.1} times a second and takes {:.2} % of a CPU",
         cpu * 100.0
     );
     // One may have come early, because something in the guest has taken and freed memory.
-    ensure!(took_ms >= (REST_REPORTS - 1) * 1000, "{REST_REPORTS} reports at rest came in {took_ms} ms");
+    ensure!(
+        took_ms >= (REST_REPORTS - 1) * 1000,
+        "{REST_REPORTS} reports at rest came in {took_ms} ms"
+    );
     ensure!(sleeps < MOST_SLEEPS, "It wakes {sleeps:.1} times a second at rest");
     ensure!(cpu < MOST_CPU, "It takes {:.2} % of a CPU at rest", cpu * 100.0);
     Ok(())
@@ -198,10 +214,15 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
     let mut lines = vmm.accept()?;
     is_small_and_says_what_it_should(&guest, &mut lines)?;
     // The same count finds out an agent that reports more often, because it is told to.
-    lines.tell(&json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
-        "watermark_interval_ms": 50 }))?;
+    lines.tell(
+        &json!({ "type": "settings", "version": 1, "watermark_bytes": 0, "rest_interval_ms": 50,
+        "watermark_interval_ms": 50 }),
+    )?;
     let took_ms = span_ms(&mut lines, REST_REPORTS)?;
-    ensure!(took_ms < (REST_REPORTS - 1) * 1000, "Told to hurry, it takes {took_ms} ms for {REST_REPORTS}");
+    ensure!(
+        took_ms < (REST_REPORTS - 1) * 1000,
+        "Told to hurry, it takes {took_ms} ms for {REST_REPORTS}"
+    );
     drop((lines, vmm));
     // A VMM that is new knows nothing of what was said before.
     let vmm = Vmm::listen(&guest)?;
@@ -212,9 +233,15 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
     guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
     ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() == "0", "Its monitors stay");
     // Somebody else's monitor is none of the agent's business.
-    guest.run(&format!("echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"))?;
+    guest.run(&format!(
+        "echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"
+    ))?;
     drop(vmm.accept()?);
-    guest.wait_until_run("the agent says so", LIMIT, "grep 'DAMON is in somebody' /run/agent.log")?;
+    guest.wait_until_run(
+        "the agent says so",
+        LIMIT,
+        "grep 'DAMON is in somebody' /run/agent.log",
+    )?;
     guest.run("killall foreshore-agent")?;
     guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
     ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() == "1", "The monitor has gone");
@@ -232,7 +259,8 @@ fn an_agent_on_6_1_is_small_and_does_without_what_that_lacks() -> Result<()> {
 }
 
 fn tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none() -> Result<()> {
-    let small = Guest::builder().cpus(2).memory("size=384M").cmdline("foreshore.zram=256M").pressure("off");
+    let small =
+        Guest::builder().cpus(2).memory("size=384M").cmdline("foreshore.zram=256M").pressure("off");
     let guest = small.boot()?;
     let vmm = Vmm::listen(&guest)?;
     redirect(&guest, "TERM")?;
@@ -257,7 +285,12 @@ fn tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none() -> Res
     ensure!(stalls == 3, "After 1000 reports {stalls} of tasks that wait");
     drop(hog);
     let after = major_faults()?;
-    ensure!(before == after, "The agent had {} major faults before and has {}", before.trim(), after.trim());
+    ensure!(
+        before == after,
+        "The agent had {} major faults before and has {}",
+        before.trim(),
+        after.trim()
+    );
     Ok(())
 }
 
@@ -271,8 +304,8 @@ fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result
         .pressure("off")
         .boot()?;
     let vmm = Vmm::listen(&guest)?;
-    let mut toucher =
-        guest.start_script(Duration::from_secs(600), &format!("exec guest-tool touch {TOUCHED_MIB}"))?;
+    let mut toucher = guest
+        .start_script(Duration::from_secs(600), &format!("exec guest-tool touch {TOUCHED_MIB}"))?;
     ensure!(toucher.next_line().as_deref() == Some("touching"), "Nothing is touched");
     redirect(&guest, "TERM")?;
     let mut lines = vmm.accept()?;
@@ -292,8 +325,9 @@ fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result
     // Still there, and left alone.
     guest.run("killall -STOP guest-tool")?;
     wait_for_idle("it is left alone", &|idle| idle > while_touched + TOUCHED_MIB / 2 * MIB)?;
-    let ticks =
-        guest.run("awk '{ print $14 + $15 }' /proc/$(cat /sys/kernel/mm/damon/admin/kdamonds/0/pid)/stat")?;
+    let ticks = guest.run(
+        "awk '{ print $14 + $15 }' /proc/$(cat /sys/kernel/mm/damon/admin/kdamonds/0/pid)/stat",
+    )?;
     println!("the monitor has taken {} ticks of 10 ms", ticks.trim());
     guest.no_kernel_complaints()
 }
@@ -308,8 +342,9 @@ const LOAD_MIB: u64 = 300;
 fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
     let counters = || -> Result<BTreeMap<String, u64>> {
         let text = guest.run("cat /proc/vmstat")?;
-        let counter =
-            |line: &str| Some((line.split_once(' ')?.0.to_owned(), line.split_once(' ')?.1.parse().ok()?));
+        let counter = |line: &str| {
+            Some((line.split_once(' ')?.0.to_owned(), line.split_once(' ')?.1.parse().ok()?))
+        };
         Ok(text.lines().filter_map(counter).collect())
     };
     let before = counters()?;
@@ -355,7 +390,11 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     guest.wait_until_run("all of PM is online", LIMIT, online)?;
     let (huge, small) = huge_faults(&guest)?;
     println!("{huge} faults got a huge page, {small} did not");
-    ensure!(huge > 8 * small && huge > LOAD_MIB / 4, "Of {} faults {small} got small pages", huge + small);
+    ensure!(
+        huge > 8 * small && huge > LOAD_MIB / 4,
+        "Of {} faults {small} got small pages",
+        huge + small
+    );
     // With the kernel's own setting PM serves small ones alone.
     guest.run("echo madvise >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (huge, small) = huge_faults(&guest)?;

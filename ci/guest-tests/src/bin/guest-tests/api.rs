@@ -35,7 +35,9 @@ pub fn without_a_vm() -> GuestBuilder {
 /// One that serves its API.
 pub fn empty_vmm() -> Result<Guest> {
     let vmm = without_a_vm().start()?;
-    vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.api("GET", "vmm.ping", None).is_ok()))?;
+    vmm.wait_until("the VMM answers", START_LIMIT, || {
+        Ok(vmm.api("GET", "vmm.ping", None).is_ok())
+    })?;
     Ok(vmm)
 }
 
@@ -79,15 +81,22 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     ensure!(created["state"] == "Created", "{created}");
     ensure!(status(&vmm, "PUT", "vm.pause")? == 405, "a VM that does not run is paused");
     ensure!(status(&vmm, "GET", "pool.info")? == 405, "pools of a VM that does not run are shown");
-    ensure!(vmm.try_api("PUT", "vm.create", Some(config(&vmm)))?.status == 405, "it is created twice");
+    ensure!(
+        vmm.try_api("PUT", "vm.create", Some(config(&vmm)))?.status == 405,
+        "it is created twice"
+    );
     // What boots is what the configuration was made to be.
     vmm.api("PUT", "vm.resize", Some(json!({"desired_ram": 640 << 20})))?;
     vmm.api("PUT", "vm.boot", None)?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
-    let mib: u64 = vmm.run("awk '/MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?;
+    let mib: u64 =
+        vmm.run("awk '/MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?;
     ensure!((580..=640).contains(&mib), "MemTotal is {mib} MiB");
     let running = vmm.api("GET", "vm.info", None)?;
-    ensure!(running["state"] == "Running" && running["memory_actual_size"] == 640 << 20, "{running}");
+    ensure!(
+        running["state"] == "Running" && running["memory_actual_size"] == 640 << 20,
+        "{running}"
+    );
     // What is shown can be given to create the same VM again.
     vmm.api("PUT", "vm.delete", None)?;
     ensure!(status(&vmm, "GET", "vm.info")? == 404, "a deleted VM is shown");
@@ -102,7 +111,8 @@ fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
     let pool = Pool::create("64M")?;
     let vmm = empty_vmm()?;
     let mut config = config(&vmm);
-    config["pm_volumes"] = json!([{"pool": pool.path(), "name": "data", "size": 32 << 20, "create": true}]);
+    config["pm_volumes"] =
+        json!([{"pool": pool.path(), "name": "data", "size": 32 << 20, "create": true}]);
     vmm.api("PUT", "vm.create", Some(config))?;
     vmm.api("PUT", "vm.boot", None)?;
     ensure!(pool.check().is_err(), "the pool is free while a VM has it");

@@ -24,7 +24,8 @@ guest_tests::tests![
 ];
 
 /// Every field of Cloud Hypervisor's schemas.
-const NAMES: &str = include_str!("../../../../../vmm/tests/compatibility/cloud-hypervisor-0.3.0.names");
+const NAMES: &str =
+    include_str!("../../../../../vmm/tests/compatibility/cloud-hypervisor-0.3.0.names");
 /// A guest beats each second, unless it stands still.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 /// What a guest takes its time for.
@@ -59,7 +60,10 @@ fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
         object[field] = value;
         object
     };
-    fields.iter().flat_map(|field| values().into_iter().map(move |value| with(field, value))).collect()
+    fields
+        .iter()
+        .flat_map(|field| values().into_iter().map(move |value| with(field, value)))
+        .collect()
 }
 
 /// Sections of a VM, of which there is one.
@@ -155,12 +159,15 @@ fn campaign() -> Result<Vec<Bad>> {
 }
 
 fn send(stream: &mut UnixStream, Bad { call, body, statuses }: &Bad) -> Result<()> {
-    let answer =
-        http::request_with(stream, call, body, &[]).with_context(|| format!("{call} {body:.200}"))?;
+    let answer = http::request_with(stream, call, body, &[])
+        .with_context(|| format!("{call} {body:.200}"))?;
     ensure!(statuses.contains(&answer.status), "{call} {body:.200}: {answer:?}");
     if answer.status >= 400 {
         let messages: Vec<String> = serde_json::from_str(&answer.body)?;
-        ensure!(messages.iter().any(|message| !message.is_empty()), "{call} {body:.200}: {answer:?}");
+        ensure!(
+            messages.iter().any(|message| !message.is_empty()),
+            "{call} {body:.200}: {answer:?}"
+        );
     }
     Ok(())
 }
@@ -193,8 +200,8 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
         Ok(!guest.api("GET", "vm.info", None)?["guest_kernel"].is_null())
     })?;
     let before = guest.api("GET", "vm.info", None)?;
-    let mut heart =
-        guest.start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
+    let mut heart = guest
+        .start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
     let held = guest.holdings()?;
     let connect = || UnixStream::connect(guest.api_socket()).context("Cannot connect");
     // Half a request each, and silence, for as long as it takes.

@@ -31,7 +31,8 @@ fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     let before = files(&this_tests_dir(), BEGINNING_BYTES)?;
     let refusal = builder.clone().name("refused").expect_refusal()?;
     // Warnings about other flags may come before it.
-    let lines: Vec<&str> = refusal.message.lines().filter(|line| !line.contains(" WARN ")).collect();
+    let lines: Vec<&str> =
+        refusal.message.lines().filter(|line| !line.contains(" WARN ")).collect();
     let message = lines.join("\n");
     ensure!(lines.len() == 1, "Not one line:\n{message}");
     for word in words {
@@ -103,7 +104,8 @@ const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 fn memory_beyond_the_address_space_is_refused() -> Result<()> {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
-    let sizes = cpuinfo.lines().find_map(|line| line.strip_prefix("address sizes")).unwrap_or_default();
+    let sizes =
+        cpuinfo.lines().find_map(|line| line.strip_prefix("address sizes")).unwrap_or_default();
     let bits = sizes.trim_start_matches(['\t', ' ', ':']).split(' ').next().unwrap_or_default();
     let bytes = 1u64 << bits.parse::<u32>().with_context(|| format!("Address bits: {bits:?}"))?;
     for method in ["virtio-mem", "acpi"] {
@@ -163,7 +165,8 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let [pmem, image] = ["pmem", "image"].map(|name| file(&dir, name, 4, name));
     let (pmem, image, device) = (pmem?, image?, LoopDevice::create(64)?);
     let (pool_path, pmem_path) = (pool.name(), pmem.display().to_string());
-    let (image_path, device_path) = (image.display().to_string(), device.path().display().to_string());
+    let (image_path, device_path) =
+        (image.display().to_string(), device.path().display().to_string());
     let memory = format!("pool={pool_path},size=128M");
     let volume = format!("pool={pool_path},name=data");
     let with = |flag: &str, value: &str| Guest::builder().memory("size=384M").argument(flag, value);
@@ -209,7 +212,10 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
         .argument("--console", &format!("file={}", unsaid.display()))
         .pm_volume(&volume);
     refuses(&consoles, &["--pm-volume", &process])?;
-    ensure!(fs::read_to_string(&said)? == "by an earlier guest", "The output of an earlier guest is gone");
+    ensure!(
+        fs::read_to_string(&said)? == "by an earlier guest",
+        "The output of an earlier guest is gone"
+    );
     ensure!(!unsaid.exists(), "A guest that never ran has a console's file");
     fs::remove_file(&said)?;
 
@@ -248,7 +254,8 @@ fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
 fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
     let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
     let report = |seq: u64, available_bytes: u64| {
-        let memory = json!({ "total_bytes": 1 << 29, "free_bytes": 0, "available_bytes": available_bytes });
+        let memory =
+            json!({ "total_bytes": 1 << 29, "free_bytes": 0, "available_bytes": available_bytes });
         let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 0, "min_pages": 0, "low_pages": 0,
             "high_pages": 0, "managed_pages": 0 });
         json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": 1000, "memory": memory, "zones": [zone] })
@@ -278,7 +285,9 @@ fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
     guest.run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines.join("' '")))?;
     let refused = |reason: &str| {
         let labels = [("reason", reason)];
-        Ok::<_, anyhow::Error>(guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &labels))
+        Ok::<_, anyhow::Error>(
+            guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &labels),
+        )
     };
     guest.wait_until("the last line is counted", Duration::from_secs(30), || {
         Ok(refused("wrong_shape")? > 0.0)

@@ -43,7 +43,9 @@ fn meminfo_mib(guest: &Guest, what: &str) -> Result<u64> {
 /// What is in the balloon.
 fn actual_bytes(guest: &Guest) -> Result<u64> {
     let info = guest.api("GET", "vm.info", None)?;
-    info["balloon"]["actual_bytes"].as_u64().with_context(|| format!("vm.info without a balloon: {info}"))
+    info["balloon"]["actual_bytes"]
+        .as_u64()
+        .with_context(|| format!("vm.info without a balloon: {info}"))
 }
 
 fn ask(guest: &Guest, bytes: u64) -> Result<()> {
@@ -96,8 +98,14 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     let (available_mib, full_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
     ask(&guest, 256 * MIB)?;
     let (left_mib, taken_bytes) = (meminfo_mib(&guest, "MemAvailable")?, guest.rss_bytes()?);
-    ensure!(left_mib + 240 < available_mib, "{available_mib} MiB were available, and now {left_mib}");
-    ensure!(taken_bytes + 180 * MIB < full_bytes, "{full_bytes} bytes were resident, and now {taken_bytes}");
+    ensure!(
+        left_mib + 240 < available_mib,
+        "{available_mib} MiB were available, and now {left_mib}"
+    );
+    ensure!(
+        taken_bytes + 180 * MIB < full_bytes,
+        "{full_bytes} bytes were resident, and now {taken_bytes}"
+    );
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
     // Statistics say the same as the guest does itself.
@@ -110,7 +118,10 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     let hog = fill(&guest, left_mib + 60)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let saved = guest.metrics()?.value("foreshore_balloon_oom_deflated_bytes_total", &[])?;
-    ensure!(saved > 0.0 && actual_bytes(&guest)? < 256 * MIB, "Nothing was taken out of the balloon");
+    ensure!(
+        saved > 0.0 && actual_bytes(&guest)? < 256 * MIB,
+        "Nothing was taken out of the balloon"
+    );
     drop(hog);
     // And all of it back, when it is asked to.
     ask(&guest, 0)?;
@@ -141,13 +152,17 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     // What stays is freed first: it has had its time when the other one's is back.
     let (silent, reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
-        let back = guest.metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
+        let back =
+            guest.metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
         Ok(back as u64)
     };
     let full = |guest: &Guest| -> Result<u64> {
         let hog = fill(guest, FREED_MIB)?;
         let full_bytes = guest.rss_bytes()?;
-        ensure!(full_bytes > FREED_MIB * MIB, "{full_bytes} bytes are resident of {FREED_MIB} MiB in use");
+        ensure!(
+            full_bytes > FREED_MIB * MIB,
+            "{full_bytes} bytes are resident of {FREED_MIB} MiB in use"
+        );
         drop(hog);
         wait_until_freed(guest)?;
         Ok(full_bytes)
@@ -170,7 +185,10 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
         kept_bytes + 16 * MIB >= silent_bytes,
         "{silent_bytes} bytes were resident, and {kept_bytes} are though nobody reported anything"
     );
-    ensure!(given_back(&silent, "report")? == 0, "Free pages were reported that nobody was to report");
+    ensure!(
+        given_back(&silent, "report")? == 0,
+        "Free pages were reported that nobody was to report"
+    );
     // And it can be had again.
     drop(fill(&reporting, FREED_MIB)?);
     reporting.no_kernel_complaints()
@@ -194,21 +212,29 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     // The watermarks are those that the kernel has, not far off: khugepaged's share is most of them.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
-    let shown = guest.metrics()?.value("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
-    ensure!((0.8..1.25).contains(&(shown / real)), "The high watermarks are {real} bytes, not {shown}");
+    let shown =
+        guest.metrics()?.value("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
+    ensure!(
+        (0.8..1.25).contains(&(shown / real)),
+        "The high watermarks are {real} bytes, not {shown}"
+    );
     // More than it has at hand: it comes out of the balloon in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
     let hog = fill(&guest, need_mib)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let busy_bytes = actual_bytes(&guest)?;
-    ensure!(busy_bytes + 64 * MIB < before_bytes, "{before_bytes} bytes, then {busy_bytes} in the balloon");
+    ensure!(
+        busy_bytes + 64 * MIB < before_bytes,
+        "{before_bytes} bytes, then {busy_bytes} in the balloon"
+    );
     // What is freed goes back to the host without anybody asking, and then into the balloon.
     let full_bytes = guest.rss_bytes()?;
     drop(hog);
     let back = guest.wait_until("free pages are back on the host", FOLLOW_LIMIT, || {
-        let reported =
-            guest.metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?;
+        let reported = guest
+            .metrics()?
+            .value("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?;
         let fallen = guest.rss_bytes()? + need_mib / 2 * MIB < full_bytes;
         Ok(fallen && reported >= (64 * MIB) as f64)
     });
@@ -227,8 +253,13 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
 /// What was decided since, newest first.
 fn decisions_since(guest: &Guest, before: u64) -> Result<Vec<Value>> {
     let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
-    let decisions = info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?;
-    Ok(decisions.iter().filter(|decision| decision["seq"].as_u64() > Some(before)).cloned().collect())
+    let decisions =
+        info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?;
+    Ok(decisions
+        .iter()
+        .filter(|decision| decision["seq"].as_u64() > Some(before))
+        .cloned()
+        .collect())
 }
 
 /// A policy, its parameters, and the reason for which it gives PM back.
@@ -241,8 +272,11 @@ struct Giver {
 /// Goes by the memory that is available.
 const PSI: Giver = Giver { policy: "psi", params: r#"{"idle": "2s"}"#, give_back: "surplus" };
 /// Goes by the memory that is free.
-const AMF: Giver =
-    Giver { policy: "amf", params: r#"{"watermark-scale": 2, "reclaim": 5}"#, give_back: "descriptor_space" };
+const AMF: Giver = Giver {
+    policy: "amf",
+    params: r#"{"watermark-scale": 2, "reclaim": 5}"#,
+    give_back: "descriptor_space",
+};
 
 fn is_given_pm_by(giver: &Giver) -> Result<()> {
     let pool = Pool::create("1G")?;
@@ -281,16 +315,23 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
     ensure!(plugged()? == 0, "PM is plugged before anybody needs it");
     // 1. More than there is, and not faster than statistics come.
     let need_mib = meminfo_mib(guest, "MemAvailable")? + MORE_MIB;
-    let mut load = guest.start_script(FOLLOW_LIMIT, &format!("exec guest-tool leak {need_mib} 60"))?;
+    let mut load =
+        guest.start_script(FOLLOW_LIMIT, &format!("exec guest-tool leak {need_mib} 60"))?;
     let goal = format!("held {need_mib} ");
     while !load.next_line().context("The load was killed")?.starts_with(&goal) {}
     let (given, swapped) = (plugged()?, vmstat(guest, "pswpout")?);
-    println!("{policy}: {} MiB of PM for a load of {need_mib} MiB, {swapped} pages swapped out", given / MIB);
+    println!(
+        "{policy}: {} MiB of PM for a load of {need_mib} MiB, {swapped} pages swapped out",
+        given / MIB
+    );
     ensure!(given >= MORE_MIB / 2 * MIB, "Of PM {given} bytes are plugged");
     ensure!(vmstat(guest, "oom_kill")? == 0, "Something was killed");
     let grows = |decision: &&Value| decision["direction"] == "grow";
     let decisions = decisions_since(guest, before)?;
-    ensure!(decisions.iter().any(|decision| grows(&decision)), "Nobody has decided that: {decisions:?}");
+    ensure!(
+        decisions.iter().any(|decision| grows(&decision)),
+        "Nobody has decided that: {decisions:?}"
+    );
     // 2. It goes back.
     drop(load);
     guest.wait_until("PM goes back", SHRINK_LIMIT, || Ok(plugged()? < BLOCK_MIB * MIB))?;

@@ -33,8 +33,9 @@ fn has_its_devices(kernel: Kernel) -> Result<()> {
 fn rng_feeds_the_kernel(guest: &Guest) -> Result<()> {
     let current = guest.run("cat /sys/class/misc/hw_random/rng_current")?;
     ensure!(current.starts_with("virtio_rng"), "The kernel's source is {current:?}");
-    let read = guest
-        .run("dd if=/dev/hwrng bs=64 count=1 | sha256sum; dd if=/dev/hwrng bs=64 count=1 | sha256sum")?;
+    let read = guest.run(
+        "dd if=/dev/hwrng bs=64 count=1 | sha256sum; dd if=/dev/hwrng bs=64 count=1 | sha256sum",
+    )?;
     let mut sums = read.lines();
     ensure!(sums.next() != sums.next(), "Two reads give the same bytes:\n{read}");
     Ok(())
@@ -47,8 +48,12 @@ fn has_nested_virtualization_and_kvm_clock(guest: &Guest) -> Result<()> {
         flags.split_whitespace().any(|flag| flag == "svm" || flag == "vmx"),
         "The guest cannot run guests: {flags}"
     );
-    let clocks = guest.run("cat /sys/devices/system/clocksource/clocksource0/available_clocksource")?;
-    ensure!(clocks.split_whitespace().any(|clock| clock == "kvm-clock"), "No kvm-clock among {clocks}");
+    let clocks =
+        guest.run("cat /sys/devices/system/clocksource/clocksource0/available_clocksource")?;
+    ensure!(
+        clocks.split_whitespace().any(|clock| clock == "kvm-clock"),
+        "No kvm-clock among {clocks}"
+    );
     Ok(())
 }
 
@@ -57,7 +62,9 @@ fn has_nested_virtualization_and_kvm_clock(guest: &Guest) -> Result<()> {
 fn two_cpus_work(kernel: Kernel) -> Result<Guest> {
     let guest = Guest::builder().kernel(kernel).cpus(2).boot()?;
     ensure!(guest.run("nproc")?.trim() == "2", "Not two CPUs");
-    guest.run("for n in 1 2 3 4; do dd if=/dev/zero of=/tmp/$n bs=1M count=20; done; rm /tmp/*; sync")?;
+    guest.run(
+        "for n in 1 2 3 4; do dd if=/dev/zero of=/tmp/$n bs=1M count=20; done; rm /tmp/*; sync",
+    )?;
     guest.no_kernel_complaints()?;
     let boot_id = || guest.run("cat /proc/sys/kernel/random/boot_id");
     let first = boot_id()?;

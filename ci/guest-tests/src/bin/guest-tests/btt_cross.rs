@@ -43,7 +43,9 @@ const ARENAS_MIB: u64 = 36;
 /// A program's seed: the test's own, or what was asked for.
 pub fn seed(own: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
-        Ok(asked) => Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is no number")? * 1000),
+        Ok(asked) => {
+            Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is no number")? * 1000)
+        }
         Err(_) => Ok(own),
     }
 }
@@ -71,7 +73,12 @@ impl Disk {
 
     /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond 512 GiB alone; Linux' driver
     /// takes an arena of any size, and finds the next by what the info block says (drivers/nvdimm/btt.c, discover_arenas).
-    pub fn create_with_two_arenas(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
+    pub fn create_with_two_arenas(
+        pool: &Pool,
+        name: &str,
+        size_mib: u64,
+        sector_bytes: u32,
+    ) -> Result<Self> {
         Self::create(pool, name, size_mib / 2, sector_bytes)?;
         pmvol(&["volume", "resize", &pool.name(), name, "--size", &format!("{size_mib}M")])?;
         let disk = Self::open(pool, name)?;
@@ -82,7 +89,14 @@ impl Disk {
     fn open(pool: &Pool, name: &str) -> Result<Self> {
         let media = BttMedia::open(pool, name)?;
         let (shape, arenas) = (media.shape()?, media.first_sectors()?);
-        Ok(Self { pool: pool.path().to_owned(), name: name.to_owned(), media, shape, arenas, damaged: None })
+        Ok(Self {
+            pool: pool.path().to_owned(),
+            name: name.to_owned(),
+            media,
+            shape,
+            arenas,
+            damaged: None,
+        })
     }
 
     /// Holds what we read against it while no guest has it: both our readers, and the check.
@@ -95,7 +109,8 @@ impl Disk {
 
     /// Holds what our engine reads against it.
     pub fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
-        let verified = self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
+        let verified =
+            self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
         verified.with_context(|| format!("Volume {}", self.name))
     }
 
@@ -156,14 +171,25 @@ pub struct Linux<'a> {
 
 impl<'a> Linux<'a> {
     /// Boots it, and finds the disks.
-    pub fn boot(pool: &Pool, disks: &'a [Disk], kernel: Kernel, cpus: u32, interface: &str) -> Result<Self> {
-        let mut builder = Guest::builder().kernel(kernel).cpus(cpus).memory("size=384M").pressure("off");
+    pub fn boot(
+        pool: &Pool,
+        disks: &'a [Disk],
+        kernel: Kernel,
+        cpus: u32,
+        interface: &str,
+    ) -> Result<Self> {
+        let mut builder =
+            Guest::builder().kernel(kernel).cpus(cpus).memory("size=384M").pressure("off");
         for disk in disks {
-            builder =
-                builder.pm_volume(&format!("pool={},name={},interface={interface}", pool.name(), disk.name));
+            builder = builder.pm_volume(&format!(
+                "pool={},name={},interface={interface}",
+                pool.name(),
+                disk.name
+            ));
         }
         let guest = builder.boot()?;
-        let count = format!("ls /sys/block | grep -cE '^(pmem.*s|vd.*)$' | grep -qx {}", disks.len());
+        let count =
+            format!("ls /sys/block | grep -cE '^(pmem.*s|vd.*)$' | grep -qx {}", disks.len());
         guest.wait_until_run("the disks are there", IO_LIMIT, &count)?;
         // Which one is found first is the guest's affair: all disks of a test have sizes of their own.
         let sizes = guest.run("cd /sys/block && grep -s . pmem*s/size vd*/size /dev/null; true")?;
@@ -171,7 +197,9 @@ impl<'a> Linux<'a> {
             let size = disk.shape.sectors * u64::from(disk.shape.sector_bytes) / 512;
             let this = |line: &str| Some(line.strip_suffix(&format!("/size:{size}"))?.to_owned());
             let found = sizes.lines().find_map(this);
-            found.with_context(|| format!("No disk has the {size} sectors of {}: {sizes}", disk.name))
+            found.with_context(|| {
+                format!("No disk has the {size} sectors of {}: {sizes}", disk.name)
+            })
         };
         let nodes = disks.iter().map(node).collect::<Result<_>>()?;
         Ok(Self { guest, disks, nodes })
@@ -195,7 +223,8 @@ impl<'a> Linux<'a> {
     pub fn end(self, expected_complaint: Option<&str>) -> Result<()> {
         let log = self.guest.run("dmesg")?;
         let mut complaints = complaints(&log);
-        complaints.retain(|line| expected_complaint.is_none_or(|expected| !line.contains(expected)));
+        complaints
+            .retain(|line| expected_complaint.is_none_or(|expected| !line.contains(expected)));
         ensure!(complaints.is_empty(), "The guest's kernel complains: {complaints:?}");
         self.guest.power_off()
     }
@@ -236,7 +265,8 @@ fn a_disk_goes_to_and_fro() -> Result<()> {
         }
         history.push(ours);
         let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
-        linux.on_each(|_, node| format!("{} && {}", check(node, &history), write(node, &theirs)))?;
+        linux
+            .on_each(|_, node| format!("{} && {}", check(node, &history), write(node, &theirs)))?;
         linux.end(None)?;
         history.push(theirs);
         for disk in &disks {
@@ -250,12 +280,14 @@ fn a_disk_goes_to_and_fro() -> Result<()> {
 /// arena, both have to find out.
 fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
     let pool = Pool::create("96M")?;
-    let disk = |name, sector_bytes| Disk::create_with_two_arenas(&pool, name, ARENAS_MIB, sector_bytes);
+    let disk =
+        |name, sector_bytes| Disk::create_with_two_arenas(&pool, name, ARENAS_MIB, sector_bytes);
     let disks = [disk("sectors-4096", 4096)?, disk("sectors-512", 512)?];
     let mut histories = disks.each_ref().map(|_| Vec::new());
-    for (round, (kernel, cpus, interface, ours, theirs)) in
-        (0..).zip([(Kernel::V6_12, 2, "nvdimm", 4000, 4000), (Kernel::V6_1, 1, "virtio-pmem", 1000, 100)])
-    {
+    for (round, (kernel, cpus, interface, ours, theirs)) in (0..).zip([
+        (Kernel::V6_12, 2, "nvdimm", 4000, 4000),
+        (Kernel::V6_1, 1, "virtio-pmem", 1000, 100),
+    ]) {
         let programs = |mix: &str, seed, operations, threads, disk: &Disk| {
             let around = Program::around(disk.arenas[1], mix, seed + 1, AROUND_BORDER, threads);
             let crossings = around.parse::<Program>()?.crossings(disk.shape, disk.arenas[1]);
@@ -273,7 +305,8 @@ fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
         let theirs: Vec<_> = disks.iter().map(theirs_on).collect::<Result<_>>()?;
         linux.on_each(|number, node| {
             let [everywhere, around] = &theirs[number];
-            [check(node, &histories[number]), write(node, everywhere), write(node, around)].join(" && ")
+            [check(node, &histories[number]), write(node, everywhere), write(node, around)]
+                .join(" && ")
         })?;
         linux.end(None)?;
         for ((disk, history), theirs) in disks.iter().zip(&mut histories).zip(theirs) {
@@ -294,7 +327,8 @@ fn replays(kernel: Kernel) -> Result<()> {
     for (number, shift) in (0..Flogs::states()).step_by(CPUS as usize).enumerate() {
         let padding = if number % 2 == 0 { Padding::Current } else { Padding::Former };
         let sector_bytes = if number % 4 < 2 { 4096 } else { 512 };
-        let disk = Disk::create(&pool, &format!("flogs-{shift}"), 18 + 2 * number as u64, sector_bytes)?;
+        let disk =
+            Disk::create(&pool, &format!("flogs-{shift}"), 18 + 2 * number as u64, sector_bytes)?;
         Flogs { padding, shift }.make(&disk.media)?;
         let made = format!("flogs:{shift}");
         disk.media.verify(&Outcome::of_history(disk.shape, &[&made])?)?;
@@ -335,7 +369,8 @@ fn linux_writes(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
     let disks = two_disks(&pool)?;
     let program = format!("writes:{}:{OPERATIONS}:{cpus}", seed(1)?);
     let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
-    linux.on_each(|_, node| format!("{} && {}", write(node, &program), check(node, &[&program])))?;
+    linux
+        .on_each(|_, node| format!("{} && {}", write(node, &program), check(node, &[&program])))?;
     linux.end(None)?;
     disks.iter().try_for_each(|disk| disk.verify(&[&program]))
 }

@@ -133,12 +133,21 @@ fn every_call() -> Result<()> {
 
 /// It says all by flags, two values to one of them.
 fn flintlock_reads_the_counters() -> Result<()> {
-    let disk =
-        |name: &str, more: &str| Ok::<_, anyhow::Error>(format!("path={}{more}", image(name, 64)?.display()));
+    let disk = |name: &str, more: &str| {
+        Ok::<_, anyhow::Error>(format!("path={}{more}", image(name, 64)?.display()))
+    };
     let (root, metadata) = (disk("disk0", "")?, disk("disk1", ",readonly=on")?);
     let log = this_tests_dir().join("flintlock.log");
     let vmm = Guest::builder()
-        .words(["--log-file", &log.display().to_string(), "-v", "--cpus", "boot=1", "--memory", "size=512M"])
+        .words([
+            "--log-file",
+            &log.display().to_string(),
+            "-v",
+            "--cpus",
+            "boot=1",
+            "--memory",
+            "size=512M",
+        ])
         .words(["--disk", &root, &metadata])
         .start()?;
     Client::new("flintlock").run(&vmm)?;
@@ -153,7 +162,9 @@ fn katas_runtime_in_go_adds_a_disk_and_memory() -> Result<()> {
 }
 
 fn katas_runtime_in_rust_writes_out_every_null() -> Result<()> {
-    let Some(client) = Client::with_nets("kata-runtime-rs", &[22, 23])? else { return skip(NO_TUN) };
+    let Some(client) = Client::with_nets("kata-runtime-rs", &[22, 23])? else {
+        return skip(NO_TUN);
+    };
     client.run_to_the_end()
 }
 

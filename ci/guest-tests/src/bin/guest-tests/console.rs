@@ -49,9 +49,16 @@ impl<F: Read + Write + AsFd> Visitor<F> {
                 let rest = self.heard.split_off(at + what.len());
                 return Ok(std::mem::replace(&mut self.heard, rest));
             }
-            ensure!(since.elapsed() < ANSWER_LIMIT, "Waited in vain for {what:?} after:\n{}", self.heard);
-            let mut poll =
-                libc::pollfd { fd: self.line.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            ensure!(
+                since.elapsed() < ANSWER_LIMIT,
+                "Waited in vain for {what:?} after:\n{}",
+                self.heard
+            );
+            let mut poll = libc::pollfd {
+                fd: self.line.as_fd().as_raw_fd(),
+                events: libc::POLLIN,
+                revents: 0,
+            };
             // SAFETY: one valid entry that lives over the call.
             if unsafe { libc::poll(&raw mut poll, 1, 1000) } <= 0 {
                 continue;
@@ -83,7 +90,8 @@ fn with_shell(console: &str) -> GuestBuilder {
 /// Where the API says that a console is.
 fn path_of(guest: &Guest, section: &str) -> Result<PathBuf> {
     let info = guest.api("GET", "vm.info", None)?;
-    let path = info["config"][section]["file"].as_str().with_context(|| format!("No file in {info}"))?;
+    let path =
+        info["config"][section]["file"].as_str().with_context(|| format!("No file in {info}"))?;
     Ok(PathBuf::from(path))
 }
 
@@ -135,10 +143,14 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
     third.ask_the_shell(1000, 1)?;
     let info = guest.api("GET", "vm.info", None)?;
     let config = &info["config"]["serial"];
-    ensure!(config["mode"] == "Socket" && config["socket"] == socket.display().to_string(), "{config}");
+    ensure!(
+        config["mode"] == "Socket" && config["socket"] == socket.display().to_string(),
+        "{config}"
+    );
     // Another VM does not take it.
-    let refusal =
-        Guest::builder().argument("--serial", &format!("socket={}", socket.display())).expect_refusal()?;
+    let refusal = Guest::builder()
+        .argument("--serial", &format!("socket={}", socket.display()))
+        .expect_refusal()?;
     ensure!(refusal.message.contains("in use"), "{}", refusal.message);
     third.ask_the_shell(2000, 1)?;
     guest.power_off()?;
@@ -184,7 +196,8 @@ fn both_consoles_may_be_the_terminal() -> Result<()> {
 fn resize(terminal: &impl AsFd, columns: u16, rows: u16) -> Result<()> {
     let size = libc::winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
     // SAFETY: the kernel reads one `winsize`.
-    let result = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+    let result =
+        unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
     ensure!(result == 0, "Cannot resize a terminal: {}", io::Error::last_os_error());
     Ok(())
 }
@@ -228,7 +241,8 @@ fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
     let (mut master, mut slave) = (-1, -1);
     let null = std::ptr::null_mut();
     // SAFETY: the two numbers are written, the other arguments may be null.
-    let result = unsafe { libc::openpty(&raw mut master, &raw mut slave, null, null.cast(), null.cast()) };
+    let result =
+        unsafe { libc::openpty(&raw mut master, &raw mut slave, null, null.cast(), null.cast()) };
     ensure!(result == 0, "No pseudo terminal: {}", io::Error::last_os_error());
     // SAFETY: both were just made, and nobody else knows of them.
     let [master, slave] = [master, slave].map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });

@@ -65,7 +65,9 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
     guest.run(&format!("{QCOW2} | dd of=/dev/vda conv=notrunc,fsync 2>/dev/null"))?;
     guest.run("dd if=/dev/vdc of=/dev/vdb bs=1M conv=fsync 2>/dev/null")?;
     // The volume's device is /dev/pmem?s, so the pattern finds the file of --pmem alone.
-    guest.run("for bytes in /dev/pmem?; do dd if=/dev/vdc of=$bytes bs=1M conv=fsync 2>/dev/null; done")?;
+    guest.run(
+        "for bytes in /dev/pmem?; do dd if=/dev/vdc of=$bytes bs=1M conv=fsync 2>/dev/null; done",
+    )?;
     let replace_btt = "volume=$(ndctl list -N -m sector | grep -o 'namespace[0-9.]*' | head -n 1); \
         ndctl create-namespace -f -e $volume -m fsdax && sync";
     guest.run_within(LIMIT, replace_btt)?;
@@ -77,9 +79,10 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
             .run("cmp -n 8388608 /dev/vdb /dev/vdc")
             .with_context(|| format!("{life}: the disk lost the copy of a pool"))?;
         // The replaced namespace is a /dev/pmem? as well.
-        let pmem =
-            "for bytes in /dev/pmem?; do cmp -n 8388608 $bytes /dev/vdc 2>/dev/null && exit 0; done; exit 1";
-        guest.run(pmem).with_context(|| format!("{life}: the file of --pmem lost the copy of a pool"))?;
+        let pmem = "for bytes in /dev/pmem?; do cmp -n 8388608 $bytes /dev/vdc 2>/dev/null && exit 0; done; exit 1";
+        guest
+            .run(pmem)
+            .with_context(|| format!("{life}: the file of --pmem lost the copy of a pool"))?;
         let modes = guest.run("ndctl list -N")?;
         ensure!(modes.contains("fsdax"), "{life}: the volume's namespace is gone: {modes}");
         Ok(())

@@ -103,9 +103,15 @@ fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
     let load = load(&guest)?;
     for round in 0..rounds {
         grow(&guest, 1, 4)?;
-        ensure!(counts(&guest)? == [4.0, 0.0, 0.0] && boot_vcpus(&guest)? == 4, "Four in round {round}");
+        ensure!(
+            counts(&guest)? == [4.0, 0.0, 0.0] && boot_vcpus(&guest)? == 4,
+            "Four in round {round}"
+        );
         shrink(&guest, 1)?;
-        ensure!(counts(&guest)? == [1.0, 0.0, 3.0] && boot_vcpus(&guest)? == 1, "One in round {round}");
+        ensure!(
+            counts(&guest)? == [1.0, 0.0, 3.0] && boot_vcpus(&guest)? == 1,
+            "One in round {round}"
+        );
     }
     // By steps, and not all of them.
     grow(&guest, 1, 3)?;
@@ -139,11 +145,17 @@ fn a_guest_that_keeps_its_vcpus_has_them_until_a_reboot() -> Result<()> {
         ensure!(resize(&guest, vcpus)? == 429, "{vcpus} are not refused while some are leaving");
     }
     ensure!(resize(&guest, 2)? == 204, "To say it twice does harm");
-    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3", "They do not run any more");
+    ensure!(
+        guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3",
+        "They do not run any more"
+    );
     ensure!(boot_vcpus(&guest)? == 2, "The configuration does not say so");
     guest.api("PUT", "vm.reboot", None)?;
     guest.wait_for_shell(BOOT_LIMIT)?;
-    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-1", "It did not boot with 2");
+    ensure!(
+        guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-1",
+        "It did not boot with 2"
+    );
     ensure!(counts(&guest)? == [2.0, 0.0, 0.0], "Some are leaving yet");
     grow(&guest, 2, 3)?;
     guest.no_kernel_complaints()
@@ -172,7 +184,10 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
     grow(&guest, 2, 4)?;
     guest.run("! dmesg | grep 'NMI received for unknown reason .* on CPU [23]'")?;
     guest.reboot_from_inside()?;
-    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3", "It did not boot with 4");
+    ensure!(
+        guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3",
+        "It did not boot with 4"
+    );
     shrink(&guest, 1)?;
     guest.no_kernel_complaints()
 }
@@ -198,7 +213,10 @@ fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "There are not 3");
     guest.api("PUT", "vm.reboot", None)?;
     guest.wait_for_shell(BOOT_LIMIT)?;
-    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-2", "It did not boot with 3");
+    ensure!(
+        guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-2",
+        "It did not boot with 3"
+    );
     guest.no_kernel_complaints()
 }
 
@@ -220,7 +238,8 @@ fn shape(guest: &Guest) -> Result<[usize; 3]> {
 /// How many a list of the kernel's has: `0-1,4`.
 fn numbers(list: &str) -> usize {
     let count = |part: &str| {
-        let mut ends = part.split('-').map(|number| number.trim().parse::<usize>().unwrap_or_default());
+        let mut ends =
+            part.split('-').map(|number| number.trim().parse::<usize>().unwrap_or_default());
         let first = ends.next().unwrap_or_default();
         ends.next().unwrap_or(first) - first + 1
     };
@@ -237,7 +256,8 @@ const PACKAGES: Topology = ("1:1:1:4", [1, 1, 4]);
 
 fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
     for &(topology, expected) in topologies {
-        let guest = shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
+        let guest =
+            shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
         let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
         // Linux before its parser of 6.9 knows an AMD core's threads by TOPOEXT alone (arch/x86/kernel/cpu/amd.c, amd_get_topology),
         // which the emulated host's processor has not: it takes them for cores.
@@ -246,7 +266,10 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
         ensure!(seen == to_be_seen, "{topology} is seen as {seen:?} and not {to_be_seen:?}");
         let info = guest.api("GET", "vm.info", None)?;
         let said = &info["config"]["cpus"]["topology"];
-        ensure!(said["threads_per_core"] == expected[0] && said["packages"] == expected[2], "{info}");
+        ensure!(
+            said["threads_per_core"] == expected[0] && said["packages"] == expected[2],
+            "{info}"
+        );
         guest.no_kernel_complaints()?;
     }
     Ok(())
@@ -260,7 +283,12 @@ fn amd_without_topoext(guest: &Guest) -> Result<bool> {
 
 /// A guest with these vCPUs.
 fn shaped(cpus: u32, flag: &str) -> GuestBuilder {
-    Guest::builder().cpus(cpus).without("--cpus").argument("--cpus", flag).memory("size=384M").pressure("off")
+    Guest::builder()
+        .cpus(cpus)
+        .without("--cpus")
+        .argument("--cpus", flag)
+        .memory("size=384M")
+        .pressure("off")
 }
 
 fn every_topology_is_seen_on_both_kernels() -> Result<()> {

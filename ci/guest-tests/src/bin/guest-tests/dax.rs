@@ -66,14 +66,17 @@ impl VolumeOnHost {
         let volume = peeked.open_volume("data")?;
         ensure!(volume.info().format == VolumeFormat::Raw, "It is {:?}", volume.info());
         let extents = volume.extents().iter();
-        let extents = extents.map(|e| (e.volume_offset_bytes(), e.offset_bytes(), e.len_bytes())).collect();
+        let extents =
+            extents.map(|e| (e.volume_offset_bytes(), e.offset_bytes(), e.len_bytes())).collect();
         let file = File::options().read(true).write(true).open(pool.path())?;
         Ok(Self { file, extents })
     }
 
     fn file_offset(&self, offset: u64) -> Result<u64> {
-        let extent = self.extents.iter().find(|(start, _, len)| (*start..start + len).contains(&offset));
-        let (start, at, _) = extent.with_context(|| format!("No byte {offset:#x} in the volume"))?;
+        let extent =
+            self.extents.iter().find(|(start, _, len)| (*start..start + len).contains(&offset));
+        let (start, at, _) =
+            extent.with_context(|| format!("No byte {offset:#x} in the volume"))?;
         Ok(at + offset - start)
     }
 
@@ -91,7 +94,11 @@ impl VolumeOnHost {
     fn check(&self, offset: u64, len_bytes: u64, seed: u64, first: u64) -> Result<()> {
         for index in 0..len_bytes / 8 {
             let (found, expected) = (self.word(offset + 8 * index)?, word(seed, first + index));
-            ensure!(found == expected, "{found:#x} at {:#x}, not {expected:#x}", offset + 8 * index);
+            ensure!(
+                found == expected,
+                "{found:#x} at {:#x}, not {expected:#x}",
+                offset + 8 * index
+            );
         }
         Ok(())
     }
@@ -105,11 +112,19 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     let volume = VolumeOnHost::find(pool)?;
     let before = flushes(guest, "ok")?;
     // 1. The guest's stores are in the pool.
-    let mut script =
-        guest.start_script(IO_LIMIT, &format!("exec guest-tool map-store {path} 0 {HEAP_BYTES} {SEED}"))?;
-    ensure!(script.next_line().as_deref() == Some("stored"), "Nothing stored: {:?}", script.finish());
+    let mut script = guest.start_script(
+        IO_LIMIT,
+        &format!("exec guest-tool map-store {path} 0 {HEAP_BYTES} {SEED}"),
+    )?;
+    ensure!(
+        script.next_line().as_deref() == Some("stored"),
+        "Nothing stored: {:?}",
+        script.finish()
+    );
     for (at, offset, len) in extents {
-        volume.check(*offset, *len, SEED, at / 8).context("Stored in the guest, not in the pool")?;
+        volume
+            .check(*offset, *len, SEED, at / 8)
+            .context("Stored in the guest, not in the pool")?;
     }
     // 2. The host's stores are in a program that does nothing but look.
     let wait = format!("exec guest-tool map-wait {path} 0 {HEAP_BYTES} 4711");
@@ -133,7 +148,9 @@ impl FileSystem {
         let mounts = guest.run("cat /proc/mounts")?;
         let dax = |line: &str| line.contains("/mnt/data") && line.contains("dax=always");
         ensure!(mounts.lines().any(dax), "{mounts}");
-        guest.run_within(IO_LIMIT, &format!("dd if=/dev/zero of={HEAP} bs=1M count=8 && sync")).map(drop)
+        guest
+            .run_within(IO_LIMIT, &format!("dd if=/dev/zero of={HEAP} bs=1M count=8 && sync"))
+            .map(drop)
     }
 
     fn unmount_and_check(&self, guest: &Guest) -> Result<()> {
@@ -217,15 +234,16 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     wait_for_devdax(&guest)?;
     // The device begins behind its superblock.
     // The seed of the next one has no place yet, and says so by an error.
-    let places =
-        "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
+    let places = "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
     let places = guest.run(places)?;
     let places: Vec<u64> = places
         .lines()
         .filter_map(|line| u64::from_str_radix(line.trim_start_matches("0x"), 16).ok())
         .filter(|place| *place != u64::MAX)
         .collect();
-    let [device, region] = places[..] else { anyhow::bail!("The device and its region are at {places:x?}") };
+    let [device, region] = places[..] else {
+        anyhow::bail!("The device and its region are at {places:x?}")
+    };
     ensure!((device - region).is_multiple_of(2 * MIB), "{device:#x} in {region:#x}: no huge pages");
     reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;
     guest.no_kernel_complaints()?;
@@ -233,7 +251,8 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     // It is found again as what it was made.
     let guest = builder.boot()?;
     wait_for_devdax(&guest)?;
-    guest.run(&format!("guest-tool map-check /dev/dax0.0 0 {HEAP_BYTES} {}", 0x5eed_0000_0000u64))?;
+    guest
+        .run(&format!("guest-tool map-check /dev/dax0.0 0 {HEAP_BYTES} {}", 0x5eed_0000_0000u64))?;
     guest.no_kernel_complaints()
 }
 
@@ -253,7 +272,11 @@ fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
     ensure!(map_sync == "allowed\n", "MAP_SYNC on an NVDIMM is {map_sync}");
     let store = format!("exec guest-tool map-store-sync {HEAP} 0 {HEAP_BYTES} {SEED}");
     let mut script = guest.start_script(IO_LIMIT, &store)?;
-    ensure!(script.next_line().as_deref() == Some("stored"), "Nothing stored: {:?}", script.finish());
+    ensure!(
+        script.next_line().as_deref() == Some("stored"),
+        "Nothing stored: {:?}",
+        script.finish()
+    );
     guest.kill9()?;
     let pool = Pool::at(&disk.after_power_loss()?);
     let guest = builder(&pool).boot()?;

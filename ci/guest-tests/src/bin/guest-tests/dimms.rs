@@ -38,7 +38,9 @@ fn resize_to(guest: &Guest, mib: u64) -> Result<()> {
 
 fn info(guest: &Guest, path: &str) -> Result<u64> {
     let info = guest.api("GET", "vm.info", None)?;
-    info.pointer(path).and_then(Value::as_u64).with_context(|| format!("vm.info has no {path}: {info}"))
+    info.pointer(path)
+        .and_then(Value::as_u64)
+        .with_context(|| format!("vm.info has no {path}: {info}"))
 }
 
 /// What the guest has and what the API says of it.
@@ -55,17 +57,27 @@ fn grows(kernel: Kernel) -> Result<()> {
     wait_until_online(&guest, before + 128)?;
     resize_to(&guest, 1536)?;
     wait_until_online(&guest, before + 1152)?;
-    ensure!(info(&guest, "/config/memory/size")? == 1536 * MIB, "The configuration does not follow");
+    ensure!(
+        info(&guest, "/config/memory/size")? == 1536 * MIB,
+        "The configuration does not follow"
+    );
     ensure!(info(&guest, "/memory_actual_size")? == 1536 * MIB, "DIMMs are not counted");
     let dram = zone(&guest, "dram")?;
-    ensure!(dram.plugged_bytes == 1152 * MIB && dram.state == "reached", "{} bytes", dram.plugged_bytes);
+    ensure!(
+        dram.plugged_bytes == 1152 * MIB && dram.state == "reached",
+        "{} bytes",
+        dram.plugged_bytes
+    );
     // Its agent says what it has of them.
     guest.wait_until("the DIMMs are online", ONLINE_LIMIT, || {
         let memory = guest.api("GET", "vm.memory", None)?;
         Ok(memory.pointer("/zones/0/online_bytes").and_then(Value::as_u64) == Some(1152 * MIB))
     })?;
     let metrics = guest.metrics()?;
-    ensure!(metrics.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])? == 1152.0 * MIB as f64);
+    ensure!(
+        metrics.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])?
+            == 1152.0 * MIB as f64
+    );
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
     ensure!(added == 2.0, "{added} DIMMs are counted");
     // More than the guest booted with: it is real memory.
@@ -90,11 +102,18 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
         wait_until_online(&guest, before + 384)?;
         reboot(&guest, round)?;
         let dram = zone(&guest, "dram")?;
-        ensure!(dram.plugged_bytes == 0, "{} bytes are plugged after the reboot", dram.plugged_bytes);
+        ensure!(
+            dram.plugged_bytes == 0,
+            "{} bytes are plugged after the reboot",
+            dram.plugged_bytes
+        );
         ensure!(info(&guest, "/memory_actual_size")? == 768 * MIB, "not what was asked for");
         // Boot memory: the kernel keeps some of it for itself before it counts.
         let booted = mem_total_mib(&guest)?;
-        ensure!(booted > before + 350, "MemTotal was {before} MiB, and is {booted} after the reboot");
+        ensure!(
+            booted > before + 350,
+            "MemTotal was {before} MiB, and is {booted} after the reboot"
+        );
         // And there is room for more.
         resize_to(&guest, 896)?;
         wait_until_online(&guest, booted + 128)?;
@@ -121,11 +140,20 @@ fn less_memory_is_there_after_the_next_boot() -> Result<()> {
     wait_until_online(&guest, before + 128)?;
     resize_to(&guest, 256)?;
     ensure!(info(&guest, "/config/memory/size")? == 256 * MIB, "The configuration does not follow");
-    ensure!(info(&guest, "/memory_actual_size")? == 512 * MIB, "Memory that nobody took is not counted");
-    ensure!(guest.vmm_log()?.contains("the next boot has less"), "Nobody is told that nothing happens");
+    ensure!(
+        info(&guest, "/memory_actual_size")? == 512 * MIB,
+        "Memory that nobody took is not counted"
+    );
+    ensure!(
+        guest.vmm_log()?.contains("the next boot has less"),
+        "Nobody is told that nothing happens"
+    );
     // Up to what is there nothing has to come.
     resize_to(&guest, 512)?;
-    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "A DIMM came for memory that was there");
+    ensure!(
+        zone(&guest, "dram")?.plugged_bytes == 128 * MIB,
+        "A DIMM came for memory that was there"
+    );
     resize_to(&guest, 256)?;
     ensure!(mem_total_mib(&guest)? == before + 128, "Memory has gone");
     guest.reboot_from_inside()?;
@@ -136,12 +164,17 @@ fn less_memory_is_there_after_the_next_boot() -> Result<()> {
 
 fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
     let pool = Pool::create("512M")?;
-    let guest = growing().pm_memory(&format!("pool={},size=256M", pool.name())).pressure("off").boot()?;
+    let guest =
+        growing().pm_memory(&format!("pool={},size=256M", pool.name())).pressure("off").boot()?;
     let before = mem_total_mib(&guest)?;
     resize_to(&guest, 512)?;
     wait_until_online(&guest, before + 128)?;
     let resize_pm = |mib: u64| {
-        guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": mib * MIB })))?;
+        guest.api(
+            "PUT",
+            "vm.resize-zone",
+            Some(json!({ "id": "pm", "desired_ram": mib * MIB })),
+        )?;
         guest.wait_until(&format!("{mib} MiB of PM are plugged"), ONLINE_LIMIT, || {
             Ok(zone(&guest, "pm")?.plugged_bytes == mib * MIB)
         })
@@ -167,11 +200,17 @@ fn what_is_no_dimm_is_refused_and_all_dimms_can_be_used_up() -> Result<()> {
     }
     let by_zone = json!({ "id": "dram", "desired_ram": 512 * MIB });
     ensure!(guest.try_api("PUT", "vm.resize-zone", Some(by_zone))?.status == 400);
-    ensure!(info(&guest, "/config/memory/size")? == 384 * MIB, "A refused resize has changed something");
+    ensure!(
+        info(&guest, "/config/memory/size")? == 384 * MIB,
+        "A refused resize has changed something"
+    );
     // The page descriptors of 24 GiB would take all of its DRAM.
     let all = json!({ "desired_ram": (384 + 24_576) * MIB });
     let refusal = guest.try_api("PUT", "vm.resize", Some(all))?;
-    ensure!(refusal.status == 409 && refusal.body.contains("page descriptors of 24 GiB"), "{refusal:?}");
+    ensure!(
+        refusal.status == 409 && refusal.body.contains("page descriptors of 24 GiB"),
+        "{refusal:?}"
+    );
     ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "A refused resize has added something");
     let before = mem_total_mib(&guest)?;
     for dimm in 1..=DIMMS {

@@ -57,16 +57,23 @@ fn holds(kernel: Kernel) -> Result<()> {
         let command = format!("exec guest-tool write-blocks /dev/vda {mode} {first} 600 {seed} 2");
         guest.start_script(IO_LIMIT, &command)
     };
-    for writer in [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?] {
+    for writer in
+        [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?]
+    {
         let output = writer.finish()?;
         ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
     }
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/vda {first} 600 {seed} 2"))?;
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool check-blocks /dev/vda {first} 600 {seed} 2"),
+        )?;
     }
-    guest
-        .run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d",
+    )?;
     guest.run_within(
         IO_LIMIT,
         "dd if=/dev/urandom of=/mnt/d/file bs=1M count=20 && sha256sum /mnt/d/file >/mnt/d/sum && umount /mnt/d",
@@ -119,7 +126,8 @@ fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
     second.wait_until("a second VM that only reads runs", IO_LIMIT, || {
         Ok(second.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
     })?;
-    let refusal = guest_with(&format!("path={}", read_only.display())).name("third").expect_refusal()?;
+    let refusal =
+        guest_with(&format!("path={}", read_only.display())).name("third").expect_refusal()?;
     ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
     Ok(())
 }
@@ -156,7 +164,11 @@ fn grows_under_its_guest(guest: &Guest, path: &Path) -> Result<()> {
         guest.try_api("PUT", "vm.resize-disk", Some(json!({ "id": id, "desired_size": mib * MIB })))
     };
     ensure!(resize("data", 64)?.status == 204, "Not resized");
-    guest.wait_until_run("the guest sees it", IO_LIMIT, "test $(cat /sys/block/vdb/size) = 131072")?;
+    guest.wait_until_run(
+        "the guest sees it",
+        IO_LIMIT,
+        "test $(cat /sys/block/vdb/size) = 131072",
+    )?;
     guest.run("dd if=/dev/urandom of=/dev/vdb bs=1M seek=63 count=1 oflag=direct")?;
     ensure!(fs::metadata(path)?.len() == 64 * MIB, "The file has another size");
     let refused = resize("data", 32)?;
@@ -176,8 +188,10 @@ fn what_is_discarded_takes_no_room(guest: &Guest, path: &Path) -> Result<()> {
     ensure!(used_mib()? <= 11, "{} MiB after a discard of 30", used_mib()?);
     guest.run("test $(head -c 31457280 /dev/vdc | tr -d '\\0' | wc -c) = 0")?;
     // As a file system does it.
-    guest
-        .run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vdc && mkdir -p /mnt/d && mount -t ext4 /dev/vdc /mnt/d")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkfs.ext4 -q /dev/vdc && mkdir -p /mnt/d && mount -t ext4 /dev/vdc /mnt/d",
+    )?;
     guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/mnt/d/file bs=1M count=30 && sync")?;
     let full_mib = used_mib()?;
     guest.run_within(IO_LIMIT, "rm /mnt/d/file && sync && fstrim /mnt/d && umount /mnt/d")?;
@@ -281,12 +295,18 @@ fn images_and_a_volume_hold_what_is_written_discarded_and_zeroed() -> Result<()>
     ] {
         let device = format!("/dev/{node}");
         let (write, check) = (write(&device, &discards), check(&device, &[&discards]));
-        guest.run_within(IO_LIMIT, &format!("{write} && echo 3 >/proc/sys/vm/drop_caches && {check}"))?;
+        guest.run_within(
+            IO_LIMIT,
+            &format!("{write} && echo 3 >/proc/sys/vm/drop_caches && {check}"),
+        )?;
         let metrics = guest.metrics()?;
-        let count =
-            |operation, result| metrics.value(family, &[label, ("operation", operation), ("result", result)]);
+        let count = |operation, result| {
+            metrics.value(family, &[label, ("operation", operation), ("result", result)])
+        };
         let expected = discards.parse::<Program>()?.erasures(shape(&guest, node)?);
-        for (operation, least) in [("discard", expected.discards), ("write-zeroes", expected.zeroings)] {
+        for (operation, least) in
+            [("discard", expected.discards), ("write-zeroes", expected.zeroings)]
+        {
             let (done, failed) = (count(operation, "ok")?, count(operation, "error")?);
             ensure!(
                 least > 20 && done >= least as f64 && failed == 0.0,
@@ -345,8 +365,10 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     File::create(&path)?.set_len(256 * MIB)?;
     let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
     let volume = format!("pool={},name=data,interface=virtio-blk", pool.name());
-    let guest =
-        guest_with(&format!("path={},num_queues=2", path.display())).pm_volume(&volume).cpus(2).boot()?;
+    let guest = guest_with(&format!("path={},num_queues=2", path.display()))
+        .pm_volume(&volume)
+        .cpus(2)
+        .boot()?;
     guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
     let write = |node: &str, more: &str| format!("dd if=/dev/urandom of=/dev/{node} bs=1M {more}");
     for node in ["vda", "vdb"] {
@@ -354,7 +376,10 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     }
     let failed = || guest.metrics()?.value("foreshore_disk_failed", &[("disk", "_disk0")]);
     ensure!(failed()? == 0.0, "A flush has failed on a disk that is well");
-    ensure!(guest.metrics()?.value("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0, "No io_uring");
+    ensure!(
+        guest.metrics()?.value("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0,
+        "No io_uring"
+    );
     disk.fill_up()?;
     // Past the guest's cache, and into the host's: it is the flush that fails. A guest whose writes fail sends none.
     for (node, writes) in [
@@ -368,7 +393,8 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
         ensure!(output.code != 0, "A write to {node} succeeds after one that was lost");
     }
     ensure!(failed()? == 1.0, "No metric says that the disk has failed");
-    let output = guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync")?;
+    let output =
+        guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync")?;
     ensure!(output.code != 0, "A second flush succeeds");
     guest.run("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct")?;
     let state = guest.api("GET", "vm.info", None)?["state"].clone();

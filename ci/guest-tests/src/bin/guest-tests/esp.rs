@@ -10,8 +10,9 @@ const ENTRY_BYTES: usize = 32;
 const PARTITION_ENTRY_BYTES: usize = 128;
 const PARTITION_ENTRIES: usize = 128;
 /// C12A7328-F81F-11D2-BA4B-00A0C93EC93B.
-const EFI_SYSTEM_PARTITION: [u8; 16] =
-    [0x28, 0x73, 0x2a, 0xc1, 0x1f, 0xf8, 0xd2, 0x11, 0xba, 0x4b, 0x00, 0xa0, 0xc9, 0x3e, 0xc9, 0x3b];
+const EFI_SYSTEM_PARTITION: [u8; 16] = [
+    0x28, 0x73, 0x2a, 0xc1, 0x1f, 0xf8, 0xd2, 0x11, 0xba, 0x4b, 0x00, 0xa0, 0xc9, 0x3e, 0xc9, 0x3b,
+];
 const DIRECTORY: u8 = 0x10;
 const LONG_NAME: u8 = 0x0f;
 /// Fewer clusters are FAT12.
@@ -86,7 +87,8 @@ impl Volume {
         assert!(units.len() <= 14, "{name}: one entry has room for 13 characters");
         units.truncate(13);
         units.resize(13, 0xffff);
-        let bytes = |units: &[u16]| units.iter().flat_map(|unit| unit.to_le_bytes()).collect::<Vec<_>>();
+        let bytes =
+            |units: &[u16]| units.iter().flat_map(|unit| unit.to_le_bytes()).collect::<Vec<_>>();
         entries.push(0x41);
         entries.extend(bytes(&units[..5]));
         entries.extend([LONG_NAME, 0, sum]);
@@ -164,7 +166,10 @@ fn partition_table(sectors: usize) -> Vec<u8> {
         }
         header.extend([0x22; 16]);
         header.extend(2u64.to_le_bytes());
-        words(&mut header, &[PARTITION_ENTRIES as u32, PARTITION_ENTRY_BYTES as u32, crc32(&entries)]);
+        words(
+            &mut header,
+            &[PARTITION_ENTRIES as u32, PARTITION_ENTRY_BYTES as u32, crc32(&entries)],
+        );
         header
     };
     let mut image = vec![0; SECTOR_BYTES];
@@ -181,10 +186,9 @@ fn partition_table(sectors: usize) -> Vec<u8> {
 
 fn crc32(bytes: &[u8]) -> u32 {
     let step = |sum: u32, byte: &u8| {
-        (0..8).fold(
-            sum ^ u32::from(*byte),
-            |sum, _| if sum & 1 == 1 { sum >> 1 ^ 0xedb8_8320 } else { sum >> 1 },
-        )
+        (0..8).fold(sum ^ u32::from(*byte), |sum, _| {
+            if sum & 1 == 1 { sum >> 1 ^ 0xedb8_8320 } else { sum >> 1 }
+        })
     };
     !bytes.iter().fold(u32::MAX, step)
 }

@@ -41,8 +41,10 @@ struct Interface {
     room_mib: u64,
 }
 
-const NVDIMM: Interface = Interface { name: "nvdimm", path: "*/ACPI0012:*/block/pmem*s", room_mib: 24 };
-const VIRTIO_BLK: Interface = Interface { name: "virtio-blk", path: "*/virtio*/block/vd*", room_mib: 24 };
+const NVDIMM: Interface =
+    Interface { name: "nvdimm", path: "*/ACPI0012:*/block/pmem*s", room_mib: 24 };
+const VIRTIO_BLK: Interface =
+    Interface { name: "virtio-blk", path: "*/virtio*/block/vd*", room_mib: 24 };
 /// Each sector is four exits.
 const VIRTIO_PMEM: Interface =
     Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", room_mib: 4 };
@@ -111,12 +113,14 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let run = |what: &str, command: &str| {
         guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))
     };
-    let table =
-        format!("printf 'label: gpt\\nsize=4M\\n,\\n' | sfdisk -q --wipe always --no-tell-kernel {disk}");
+    let table = format!(
+        "printf 'label: gpt\\nsize=4M\\n,\\n' | sfdisk -q --wipe always --no-tell-kernel {disk}"
+    );
     run("make", &table)?;
     let own = disk.trim_start_matches("/dev/");
-    let look =
-        format!("blockdev --rereadpt {disk} && cd /sys/block/{own} && cat {own}1/size {own}2/size size");
+    let look = format!(
+        "blockdev --rereadpt {disk} && cd /sys/block/{own} && cat {own}1/size {own}2/size size"
+    );
     let found = run("look", &look)?;
     let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
     let [first, second, all] = sizes[..] else { bail!("Not two partitions: {found:?}") };

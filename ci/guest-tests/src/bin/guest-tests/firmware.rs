@@ -229,13 +229,16 @@ pub fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
 /// A guest that boots by this firmware alone.
 pub fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
     let builder = Guest::builder().argument("--firmware", &path.display().to_string());
-    ["--kernel", "--initramfs", "--cmdline"].into_iter().fold(builder, |builder, flag| builder.without(flag))
+    ["--kernel", "--initramfs", "--cmdline"]
+        .into_iter()
+        .fold(builder, |builder, flag| builder.without(flag))
 }
 
 /// The numbers of the lines of our firmware that begin with `what`.
 fn numbers(log: &str, what: &str) -> Result<Vec<Vec<u32>>> {
     let lines = log.lines().filter_map(|line| line.strip_prefix(what));
-    let numbers = |line: &str| line.split_whitespace().map(|text| u32::from_str_radix(text, 16)).collect();
+    let numbers =
+        |line: &str| line.split_whitespace().map(|text| u32::from_str_radix(text, 16)).collect();
     Ok(lines.map(numbers).collect::<Result<_, _>>()?)
 }
 
@@ -243,7 +246,8 @@ fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
     let path = write("firmware.elf", &elf(code()))?;
     let disk = this_tests_dir().join("disk.raw");
     File::create(&disk)?.set_len(1 << 20)?;
-    let guest = with_firmware(&path).argument("--disk", &format!("path={}", disk.display())).start()?;
+    let guest =
+        with_firmware(&path).argument("--disk", &format!("path={}", disk.display())).start()?;
     let console = guest.console_file();
     let log = guest.vmm_log()?;
     let status = guest.wait_for_exit(END_LIMIT).with_context(|| log)?;
@@ -275,12 +279,12 @@ fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
     let Some(firmware) = std::env::var_os("FORESHORE_TEST_FIRMWARE") else {
         return skip("FORESHORE_TEST_FIRMWARE names no firmware");
     };
-    let firmware = fs::canonicalize(&firmware).with_context(|| format!("Cannot find {firmware:?}"))?;
+    let firmware =
+        fs::canonicalize(&firmware).with_context(|| format!("Cannot find {firmware:?}"))?;
     for kernel in [Kernel::V6_12, Kernel::V6_1] {
         let disk = this_tests_dir().join(format!("disk-{kernel}.raw"));
         fs::create_dir_all(this_tests_dir())?;
-        let entry =
-            "title Debian\nlinux /vmlinuz\ninitrd /initrd.img\noptions console=ttyS0 loglevel=5 from=disk\n";
+        let entry = "title Debian\nlinux /vmlinuz\ninitrd /initrd.img\noptions console=ttyS0 loglevel=5 from=disk\n";
         let image = esp::disk(&[
             ("vmlinuz", &fs::read(kernel.path())?),
             ("initrd.img", &fs::read(Image::Basic.path(kernel))?),

@@ -30,8 +30,10 @@ const LITTLE_MIB: u64 = 36;
 
 /// Fills guest memory until so much is available, and holds it.
 fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
-    let available: u64 =
-        guest.run("awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?;
+    let available: u64 = guest
+        .run("awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo")?
+        .trim()
+        .parse()?;
     let mib = available.checked_sub(left_mib).context("It has less than that already")?;
     let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let goal = format!("held {mib}");
@@ -62,9 +64,14 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
     guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
     guest.api("PUT", "vm.pressure", Some(json!({ "pause": true })))?;
     guest.reboot_from_inside()?;
-    guest.wait_until("the next boot's agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    guest.wait_until("the next boot's agent is live", LIMIT, || {
+        Ok(pressure(&guest)?["agent"] == "live")
+    })?;
     let is_paused = || guest.metrics()?.value("foreshore_pressure_paused", &[]);
-    ensure!(pressure(&guest)?["paused"] == true && is_paused()? == 1.0, "The reboot has ended the pause");
+    ensure!(
+        pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
+        "The reboot has ended the pause"
+    );
     // In want, and nothing is decided however many reports say so.
     let hog = fill_but(&guest, LITTLE_MIB)?;
     let held_times = |info: &Value| {
@@ -87,7 +94,10 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
     wait_for_decision(&guest, "the guest has grown", |decision| {
         decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
     })?;
-    ensure!(zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0, "It has grown by nothing");
+    ensure!(
+        zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0,
+        "It has grown by nothing"
+    );
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     drop(hog);
     guest.no_kernel_complaints()
@@ -119,7 +129,10 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     let grown_bytes = zone(&guest, "pm")?.plugged_bytes;
     let info = pressure(&guest)?;
     let recording = &info["recording"];
-    ensure!(recording["status"]["state"] == "recording" && recording["lost_lines"] == 0, "{recording}");
+    ensure!(
+        recording["status"]["state"] == "recording" && recording["lost_lines"] == 0,
+        "{recording}"
+    );
     let reports = guest.metrics()?.value("foreshore_pressure_reports_total", &[])?;
     drop(hog);
     // A guest that starts anew is another one, with a trace of its own.
@@ -136,17 +149,26 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         match entry {
             Entry::Report { report, .. } => {
                 recorded += 1;
-                ensure!(report.memory().total_bytes >= 256 * MIB, "A report of nobody's: {report:?}");
+                ensure!(
+                    report.memory().total_bytes >= 256 * MIB,
+                    "A report of nobody's: {report:?}"
+                );
             }
             Entry::Host { zones, .. } => most_plugged = most_plugged.max(zones[0].plugged_bytes),
             Entry::Plan { plan, .. } if plan.direction == Direction::Grow => {
                 grown += 1;
-                ensure!(!plan.reason.is_empty() && !plan.targets.is_empty(), "It grows by nothing: {plan:?}");
+                ensure!(
+                    !plan.reason.is_empty() && !plan.targets.is_empty(),
+                    "It grows by nothing: {plan:?}"
+                );
             }
             Entry::Plan { .. } => {}
         }
     }
-    ensure!(f64::from(recorded) >= reports, "{recorded} of at least {reports} reports are in the trace");
+    ensure!(
+        f64::from(recorded) >= reports,
+        "{recorded} of at least {reports} reports are in the trace"
+    );
     ensure!(
         grown > 0 && most_plugged >= grown_bytes,
         "{grown} grows up to {most_plugged} bytes, where the guest had {grown_bytes}"
@@ -154,7 +176,8 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
     let mut second = file.clone().into_os_string();
     second.push(".2");
     let second = read(second.as_ref())?;
-    let reports = second.entries.iter().filter(|entry| matches!(entry, Entry::Report { .. })).count();
+    let reports =
+        second.entries.iter().filter(|entry| matches!(entry, Entry::Report { .. })).count();
     ensure!(reports > 0, "The second boot's trace has no report");
     // And the simulator replays it.
     let output = Command::new(program("foreshore-sim"))

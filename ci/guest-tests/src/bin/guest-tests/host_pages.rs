@@ -74,7 +74,8 @@ fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
             (Some(_), None) => {}
         }
     }
-    let is_large = |mapping: &Mapping| mapping.bytes("Size").is_ok_and(|bytes| bytes >= least_bytes);
+    let is_large =
+        |mapping: &Mapping| mapping.bytes("Size").is_ok_and(|bytes| bytes >= least_bytes);
     found.retain(|mapping| mapping.has("wr") && is_large(mapping));
     ensure!(!found.is_empty(), "The VMM has no mapping of {least_bytes} bytes and more");
     Ok(found)
@@ -85,7 +86,10 @@ fn a_size_of_odd_mebibytes_is_all_the_guests() -> Result<()> {
     has_all_odd_mebibytes(&guest, 385)?;
     // Nothing has asked for all of it to be there from the start.
     let resident = zone(&guest, "dram")?.resident_bytes;
-    ensure!((20 * MIB..=200 * MIB).contains(&resident), "{resident} bytes are resident without prefault");
+    ensure!(
+        (20 * MIB..=200 * MIB).contains(&resident),
+        "{resident} bytes are resident without prefault"
+    );
     guest.no_kernel_complaints()
 }
 
@@ -102,13 +106,17 @@ fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
 /// Of memory of files without names.
 fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
     let all = mappings(guest, 2 * MIB)?;
-    all.iter().filter(|mapping| mapping.name.starts_with("/memfd:")).map(|mapping| mapping.bytes(field)).sum()
+    all.iter()
+        .filter(|mapping| mapping.name.starts_with("/memfd:"))
+        .map(|mapping| mapping.bytes(field))
+        .sum()
 }
 
 /// What the host holds in files without names that the VMM has open: those of memory that comes and goes.
 fn in_memory_files(guest: &Guest) -> Result<u64> {
     let is_memory = |path: &Path| {
-        fs::read_link(path).is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:foreshore"))
+        fs::read_link(path)
+            .is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:foreshore"))
     };
     let (mut bytes, mut files) = (0, 0);
     for file in fs::read_dir(format!("/proc/{}/fd", guest.pid()))? {
@@ -176,7 +184,8 @@ fn a_balloon_gives_shared_memory_back() -> Result<()> {
 fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
     for keys in ["prefault=on", "prefault=on,shared=on"] {
         let plug = "hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
-        let guest = Guest::builder().memory(&format!("size=256M,{keys},{plug}")).pressure("off").boot()?;
+        let guest =
+            Guest::builder().memory(&format!("size=256M,{keys},{plug}")).pressure("off").boot()?;
         guest.wait_until("128 MiB are plugged", LIMIT, || {
             Ok(zone(&guest, "dram")?.plugged_bytes == 128 * MIB)
         })?;
@@ -243,7 +252,9 @@ impl SetAside {
 
     /// After the end of the VM.
     fn all_are_back(&self) -> Result<()> {
-        wait_until("all huge pages are the host's again", LIMIT, || Ok(self.available()? == self.pages))
+        wait_until("all huge pages are the host's again", LIMIT, || {
+            Ok(self.available()? == self.pages)
+        })
     }
 }
 
@@ -269,7 +280,8 @@ fn hold(guest: &Guest, mib: u64) -> Result<Script> {
 
 fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     let Some(aside) = SetAside::pages(128)? else { return skip(NO_HUGE_PAGES) };
-    let guest = in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
+    let guest =
+        in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
     // 1. Free memory goes to the host in whole huge pages, and comes again when the guest uses it.
     drop(hold(&guest, 100)?);
     let metrics = || guest.metrics();
@@ -280,9 +292,12 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     drop(hold(&guest, 100)?);
     // 2. Memory in the balloon is not available to the guest, but the VM keeps its pages.
     let before = mem_total_mib(&guest)?;
-    let resize = |bytes: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": bytes })));
+    let resize =
+        |bytes: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": bytes })));
     resize(64 * MIB)?;
-    guest.wait_until("64 MiB are in the balloon", LIMIT, || Ok(mem_total_mib(&guest)? == before - 64))?;
+    guest.wait_until("64 MiB are in the balloon", LIMIT, || {
+        Ok(mem_total_mib(&guest)? == before - 64)
+    })?;
     let parts = metrics()?.value("foreshore_balloon_refused_total", &[("reason", "huge_page")])?;
     ensure!(parts >= 8192.0, "{parts} pages of huge pages stay with the VM");
     resize(0)?;
@@ -298,7 +313,9 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     let Some(none) = SetAside::pages(0)? else { return skip(NO_HUGE_PAGES) };
     let refusal = builder.expect_refusal()?;
     ensure!(
-        refusal.message.contains("256 MiB of huge pages of 2 MiB cannot be had, the host has 0 of them free"),
+        refusal
+            .message
+            .contains("256 MiB of huge pages of 2 MiB cannot be had, the host has 0 of them free"),
         "{}",
         refusal.message
     );
@@ -306,7 +323,8 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     let Some(aside) = SetAside::pages(176)? else { return skip(NO_HUGE_PAGES) };
     let guest = builder.boot()?;
     ensure!(aside.available()? == 48, "The guest's are not set aside");
-    let resize = |mib: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })));
+    let resize =
+        |mib: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })));
     let plugged = |mib: u64| {
         guest.wait_until(&format!("{mib} MiB are plugged"), LIMIT, || {
             Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
@@ -319,9 +337,10 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     let shown = guest.api("GET", "vm.memory", None)?.to_string();
     let reason = format!("huge-pages: the host cannot provide the {} bytes", 256 * MIB);
     ensure!(shown.contains(&reason), "{shown}");
-    let refused = guest
-        .metrics()?
-        .value("foreshore_memory_refused_requests_total", &[("zone", "dram"), ("reason", "huge-pages")])?;
+    let refused = guest.metrics()?.value(
+        "foreshore_memory_refused_requests_total",
+        &[("zone", "dram"), ("reason", "huge-pages")],
+    )?;
     ensure!(refused >= 1.0, "No refused request is counted");
     ensure!(aside.available()? == 0, "The host has huge pages left");
     let hog = hold(&guest, 220)?;
@@ -356,7 +375,9 @@ fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
     let guest = in_huge_pages(keys).boot()?;
     ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
     guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 320 * MIB })))?;
-    guest.wait_until("64 MiB are plugged", LIMIT, || Ok(zone(&guest, "dram")?.plugged_bytes == 64 * MIB))?;
+    guest.wait_until("64 MiB are plugged", LIMIT, || {
+        Ok(zone(&guest, "dram")?.plugged_bytes == 64 * MIB)
+    })?;
     ensure!(aside.used()? == 160, "{} huge pages are in use, not 160", aside.used()?);
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -386,7 +407,9 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     file.set_len(LEN as u64)?;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice.
-    let map = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    let map = unsafe {
+        libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+    };
     ensure!(map != libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
     let lost = Arc::new(LostPages::default());
     let start = map as usize;
@@ -398,9 +421,18 @@ fn lost_huge_page_is_replaced_and_its_neighbors_stay() -> Result<()> {
     unsafe { ptr::write_bytes(map.cast::<u8>(), 0x5a, LEN) };
     ensure!(aside.used()? == 3, "{} huge pages are in use, not 3", aside.used()?);
     file.set_len(2 * HUGE as u64)?;
-    ensure!(lost.0.load(Ordering::Relaxed) == 0, "A lost page was replaced before the first access");
+    ensure!(
+        lost.0.load(Ordering::Relaxed) == 0,
+        "A lost page was replaced before the first access"
+    );
     // The first access is in the middle of the page, and all of the page is replaced.
-    let pages = [(2 * HUGE + 5 * 4096 + 8, 0), (2 * HUGE, 0), (LEN - 1, 0), (0, 0x5a), (2 * HUGE - 1, 0x5a)];
+    let pages = [
+        (2 * HUGE + 5 * 4096 + 8, 0),
+        (2 * HUGE, 0),
+        (LEN - 1, 0),
+        (0, 0x5a),
+        (2 * HUGE - 1, 0x5a),
+    ];
     for (at, expected) in pages {
         ensure!(byte(at) == expected, "{:#x} is read at {at:#x}, not {expected:#x}", byte(at));
     }
@@ -419,7 +451,10 @@ impl HugeFiles {
         let dir = this_tests_dir().join("huge");
         fs::create_dir_all(&dir)?;
         let mount = format!("mount -t hugetlbfs -o pagesize=2M none {}", dir.display());
-        ensure!(Command::new("sh").args(["-c", &mount]).status()?.success(), "`{mount}` has failed");
+        ensure!(
+            Command::new("sh").args(["-c", &mount]).status()?.success(),
+            "`{mount}` has failed"
+        );
         Ok(Self(dir))
     }
 }
@@ -440,17 +475,26 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     // More than there is, and no whole number of pages.
     let refusal = builder("512M", &files.0, "").expect_refusal()?;
     ensure!(
-        refusal.message.contains("512 MiB of huge pages of 2 MiB cannot be had, the host has 144 of them"),
+        refusal
+            .message
+            .contains("512 MiB of huge pages of 2 MiB cannot be had, the host has 144 of them"),
         "{}",
         refusal.message
     );
     let refusal = builder("257M", &files.0, "").expect_refusal()?;
-    ensure!(refusal.message.contains("not a whole number of huge pages of 2 MiB"), "{}", refusal.message);
+    ensure!(
+        refusal.message.contains("not a whole number of huge pages of 2 MiB"),
+        "{}",
+        refusal.message
+    );
     // 1. In the directory: a file without a name, gone with the VM.
     let guest = builder("256M", &files.0, "").boot()?;
     ensure!(aside.available()? == 16, "The guest's are not set aside");
     let name = mappings(&guest, 256 * MIB)?.remove(0).name;
-    ensure!(name.contains("(deleted)") && name.starts_with(&files.0.display().to_string()), "{name}");
+    ensure!(
+        name.contains("(deleted)") && name.starts_with(&files.0.display().to_string()),
+        "{name}"
+    );
     drop(hold(&guest, 100)?);
     ensure!(aside.used()? * 2 >= 100, "{} huge pages are in use", aside.used()?);
     guest.no_kernel_complaints()?;
@@ -485,7 +529,11 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     let guest = builder(&of_file).boot()?;
     ensure!(mib_in(&file)? >= 20, "The guest is not in the file");
     let mapping = &mappings(&guest, 257 * MIB)?[0];
-    ensure!(mapping.name == file.display().to_string(), "The guest's memory is of {}", mapping.name);
+    ensure!(
+        mapping.name == file.display().to_string(),
+        "The guest's memory is of {}",
+        mapping.name
+    );
     // A second guest must not have it.
     let refusal = builder(&of_file).expect_refusal()?;
     ensure!(refusal.message.contains("locked"), "{}", refusal.message);

@@ -75,7 +75,10 @@ fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script
     let (first, end) = hotplug_range(guest)?;
     // What is plugged stays offline, so that the device's random bytes hit nothing the guest uses.
     guest.run("echo offline >/sys/devices/system/memory/auto_online_blocks")?;
-    guest.start_script(ATTACK_LIMIT, &format!("exec guest-tool {how} {device} {first:#x} {end:#x} {STOP}"))
+    guest.start_script(
+        ATTACK_LIMIT,
+        &format!("exec guest-tool {how} {device} {first:#x} {end:#x} {STOP}"),
+    )
 }
 
 /// As large as what the targets have to plug.
@@ -146,7 +149,8 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
             if plugged_bytes > 0 {
                 return guest.wait_until("frames come and go", ATTACK_LIMIT, || {
                     let now = Moved::now(&net, &given)?;
-                    Ok(now.to_guest > before.to_guest + 20 && now.from_guest > before.from_guest + 20)
+                    Ok(now.to_guest > before.to_guest + 20
+                        && now.from_guest > before.from_guest + 20)
                 });
             }
             // 2. and without it takes them out of the tap for nothing. No page of the host's is there afterwards.
@@ -206,7 +210,11 @@ fn report(text: &str) -> Result<Report> {
         rest.trim_start().split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
     };
     let report = || {
-        Some(Report { sent: number("sent")?, answered: number("answered")?, restarted: number("restarted")? })
+        Some(Report {
+            sent: number("sent")?,
+            answered: number("answered")?,
+            restarted: number("restarted")?,
+        })
     };
     report().with_context(|| format!("No report of an attack: {text:?}"))
 }
@@ -230,8 +238,10 @@ fn still_well(guest: &Guest) -> Result<()> {
 }
 
 fn garbage_is_survived(guest: &Guest, device: &str) -> Result<()> {
-    let attack = guest
-        .start_script(ATTACK_LIMIT, &format!("exec guest-tool hostile-garbage {device} {GARBAGE_CHAINS}"))?;
+    let attack = guest.start_script(
+        ATTACK_LIMIT,
+        &format!("exec guest-tool hostile-garbage {device} {GARBAGE_CHAINS}"),
+    )?;
     garbage_was_taken(&ended_well(attack)?)?;
     still_well(guest)
 }
@@ -252,7 +262,8 @@ fn garbage_from_the_blk_driver_is_survived() -> Result<()> {
     std::fs::File::create(&image)?.set_len(32 * MIB)?;
     let guest = target().argument("--disk", &format!("path={}", image.display())).boot()?;
     garbage_is_survived(&guest, BLK)?;
-    let sent = guest.metrics()?.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])?;
+    let sent =
+        guest.metrics()?.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])?;
     ensure!(sent > 0.0, "No request was refused");
     Ok(())
 }
@@ -265,7 +276,8 @@ fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
     let guest = target().argument("--net", &net.option(",vhost=on")).boot()?;
     garbage_is_survived(&guest, NET)?;
     // What it took for a ring that is broken raised the event that the kernel was given for that.
-    let broken = guest.metrics()?.value("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
+    let broken =
+        guest.metrics()?.value("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
     ensure!(broken > 0.0, "No queue was given up");
     Ok(())
 }
@@ -290,7 +302,8 @@ fn garbage_from_the_net_driver_is_survived() -> Result<()> {
     }
     let guest = target().argument("--net", "tap=fstap13").boot()?;
     garbage_is_survived(&guest, NET)?;
-    let refused = guest.metrics()?.value("foreshore_net_bad_requests_total", &[("net", "_net0")])?;
+    let refused =
+        guest.metrics()?.value("foreshore_net_bad_requests_total", &[("net", "_net0")])?;
     ensure!(refused > 0.0, "No request was refused");
     Ok(())
 }
@@ -301,7 +314,9 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
         "setsid sh -c 'guest-tool hostile-garbage {VSOCK} {GARBAGE_CHAINS} >/dev/console 2>&1' >/dev/null 2>&1 &"
     );
     guest.run(&command)?;
-    guest.wait_until("the attack is over", ATTACK_LIMIT, || Ok(report(&guest.console_log()?).is_ok()))?;
+    guest.wait_until("the attack is over", ATTACK_LIMIT, || {
+        Ok(report(&guest.console_log()?).is_ok())
+    })?;
     garbage_was_taken(&report(&guest.console_log()?)?)?;
     guest.api("GET", "vmm.ping", None)?;
     guest.api("GET", "vm.info", None).map(drop)
@@ -313,11 +328,18 @@ fn a_touch_of_unplugged_memory_finds_nothing() -> Result<()> {
     // There is an SRAT, which names the range, once there are two nodes.
     let pool = Pool::create("256M")?;
     let memory = format!("pool={},size=128M", pool.name());
-    let guest = target().pm_memory(&memory).cmdline("iomem=relaxed foreshore.skip=virtio_mem").boot()?;
-    let range = guest.run("dmesg | sed -n 's/.*SRAT: .*mem 0x\\([0-9a-f]*\\)-.*hotplug.*/\\1/p'")?;
-    let first =
-        range.lines().next().with_context(|| format!("SRAT has no hot-pluggable range: {range:?}"))?;
+    let guest =
+        target().pm_memory(&memory).cmdline("iomem=relaxed foreshore.skip=virtio_mem").boot()?;
+    let range =
+        guest.run("dmesg | sed -n 's/.*SRAT: .*mem 0x\\([0-9a-f]*\\)-.*hotplug.*/\\1/p'")?;
+    let first = range
+        .lines()
+        .next()
+        .with_context(|| format!("SRAT has no hot-pluggable range: {range:?}"))?;
     let answer = guest.run(&format!("devmem 0x{first} 64"))?;
-    ensure!(answer.trim() == "0xFFFFFFFFFFFFFFFF", "The guest read {answer:?} where nothing is plugged");
+    ensure!(
+        answer.trim() == "0xFFFFFFFFFFFFFFFF",
+        "The guest read {answer:?} where nothing is plugged"
+    );
     still_well(&guest)
 }

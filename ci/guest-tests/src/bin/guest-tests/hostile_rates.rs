@@ -71,7 +71,8 @@ fn threads(pid: u32) -> Result<Vec<Thread>> {
         let (begin, fields) = stat.rsplit_once(')').context("No name in stat")?;
         // The third field follows the name (proc_pid_stat(5)).
         let fields: Vec<_> = fields.split_whitespace().collect();
-        let field = |nth: usize| fields.get(nth - 3).with_context(|| format!("No field {nth} in {stat}"));
+        let field =
+            |nth: usize| fields.get(nth - 3).with_context(|| format!("No field {nth} in {stat}"));
         let (utime, stime, nice) = (field(14)?, field(15)?, field(19)?);
         let ticks = utime.parse::<u64>()? + stime.parse::<u64>()?;
         threads.push(Thread {
@@ -91,7 +92,10 @@ fn cpu_time_without_vcpus(pid: u32) -> Result<Duration> {
 /// The part of [`cpu_time_without_vcpus`] that was used before others: at a negative nice value.
 fn cpu_time_before_others(pid: u32) -> Result<Duration> {
     let threads = threads(pid)?;
-    ensure!(threads.iter().any(|thread| thread.nice < 0), "No thread of the VMM has a high priority");
+    ensure!(
+        threads.iter().any(|thread| thread.nice < 0),
+        "No thread of the VMM has a high priority"
+    );
     Ok(threads.iter().filter(|thread| thread.nice < 0).map(|thread| thread.cpu).sum())
 }
 
@@ -105,7 +109,8 @@ struct Work {
 impl Work {
     fn of(guest: &Guest) -> Result<Self> {
         let metrics = guest.metrics()?;
-        let count = |name, labels: &[(&str, &str)]| metrics.value(name, labels).map(|value| value as u64);
+        let count =
+            |name, labels: &[(&str, &str)]| metrics.value(name, labels).map(|value| value as u64);
         Ok(Self {
             plugged_bytes: count("foreshore_memory_plug_bytes_total", &[("zone", "pm")])?,
             erased_bytes: count("foreshore_pool_scrubbed_bytes_total", &[])?,
@@ -116,7 +121,8 @@ impl Work {
 
 /// Starts a driver that plugs and unplugs 16 MiB in a loop.
 fn start_plug_storm(guest: &Guest, stop: &str) -> Result<Script> {
-    let mut storm = guest.start_script(LIMIT, &format!("exec guest-tool hostile-plugs 8 {stop}"))?;
+    let mut storm =
+        guest.start_script(LIMIT, &format!("exec guest-tool hostile-plugs 8 {stop}"))?;
     match storm.next_line() {
         Some(line) if line == "storm: begins" => Ok(storm),
         other => {
@@ -140,13 +146,16 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     let (before, begun) = (Work::of(&guest)?, Instant::now());
     let storm = start_plug_storm(&guest, STOP)?;
     let plugged_bytes = |work: &Work| work.plugged_bytes - before.plugged_bytes;
-    guest.wait_until("the burst is used up", LIMIT, || Ok(plugged_bytes(&Work::of(&guest)?) > ZONE_BYTES))?;
+    guest.wait_until("the burst is used up", LIMIT, || {
+        Ok(plugged_bytes(&Work::of(&guest)?) > ZONE_BYTES)
+    })?;
     let (burst, cpu_before) = (begun.elapsed(), cpu_time_without_vcpus(guest.pid())?);
     let slowest = slowest_call(&guest, ATTACK)?;
     let cpu = cpu_time_without_vcpus(guest.pid())? - cpu_before;
     let work = Work::of(&guest)?;
     let elapsed = begun.elapsed();
-    let (plugged_bytes, erased_bytes) = (plugged_bytes(&work), work.erased_bytes - before.erased_bytes);
+    let (plugged_bytes, erased_bytes) =
+        (plugged_bytes(&work), work.erased_bytes - before.erased_bytes);
     let figures = format!(
         "{} MiB plugged and {} MiB erased in {elapsed:.1?}; the VMM's CPU time was {cpu:?} in {:.1?}; {} requests were \
          delayed; an API call took at most {slowest:?}",
@@ -157,7 +166,10 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     );
     println!("{figures}");
     let most_bytes = ZONE_BYTES + (RATE as f64 * elapsed.as_secs_f64()) as u64;
-    ensure!(plugged_bytes <= most_bytes && erased_bytes <= most_bytes, "More than the budget: {figures}");
+    ensure!(
+        plugged_bytes <= most_bytes && erased_bytes <= most_bytes,
+        "More than the budget: {figures}"
+    );
     ensure!(work.delayed > 0 && cpu < (elapsed - burst) / 4, "{figures}");
     guest.run(&format!("touch {STOP}"))?;
     let ended = storm.finish()?;
@@ -213,7 +225,8 @@ fn most_starts(elapsed: Duration) -> u32 {
 
 /// Traces of the boots so far.
 fn traces(dir: &Path) -> Result<usize> {
-    let names = fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
+    let names =
+        fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
     Ok(names.iter().filter(|name| name.to_string_lossy().starts_with("trace")).count())
 }
 
@@ -241,8 +254,12 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     let (starts_so_far, elapsed) = (starts(&console)?, begun.elapsed());
     println!("{starts_so_far} starts in {elapsed:.1?}; an API call took at most {slowest:?}");
     let most = most_starts(elapsed);
-    ensure!((3..=most).contains(&starts_so_far), "{starts_so_far} starts in {elapsed:?}, and not {most}");
-    let delays = guest.metrics()?.value("foreshore_events_total", &[("event", "restart-delayed")])?;
+    ensure!(
+        (3..=most).contains(&starts_so_far),
+        "{starts_so_far} starts in {elapsed:?}, and not {most}"
+    );
+    let delays =
+        guest.metrics()?.value("foreshore_events_total", &[("event", "restart-delayed")])?;
     ensure!(delays >= 2.0, "{delays} delays are counted");
     guest.wait_until("the guest waits for 8 s", LIMIT, || has_waited(8000))?;
     guest.api("PUT", "vm.shutdown", None)?;
@@ -280,14 +297,13 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     let path = format!("{}_{PORT}", guest.vsock_socket().display());
     // The test does not accept connections, because a waiting connection already occupies a socket of the VMM.
     let listener = UnixListener::bind(&path)?;
-    let mut storm = guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;
+    let mut storm =
+        guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;
     let held = storm.next_line().context("The storm has ended")?;
     let begun = Instant::now();
-    guest.wait_until(
-        "the restarted agent is connected",
-        LIMIT,
-        || Ok(agent_connections(&guest)? > before),
-    )?;
+    guest.wait_until("the restarted agent is connected", LIMIT, || {
+        Ok(agent_connections(&guest)? > before)
+    })?;
     let metrics = guest.metrics()?;
     let (open, refused) = (
         metrics.value("foreshore_vsock_open_connections", &[])?,
@@ -349,16 +365,21 @@ impl ConsoleFlood {
         let console = format!("file={},max_size=16M,max_rate={max_rate}", file.display());
         let guest = Guest::builder().memory("size=384M").argument("--console", &console).boot()?;
         let begun = Instant::now();
-        let flood =
-            format!("dd if=/dev/zero of=/dev/hvc0 bs=64k count={} 2>/dev/null", mib * MIB / (64 << 10));
+        let flood = format!(
+            "dd if=/dev/zero of=/dev/hvc0 bs=64k count={} 2>/dev/null",
+            mib * MIB / (64 << 10)
+        );
         guest.run_within(FLOOD_LIMIT, &flood)?;
         let (elapsed, metrics) = (begun.elapsed(), guest.metrics()?);
         guest.power_off()?;
         Ok(Self {
-            bytes: metrics.value("foreshore_console_bytes_total", &[("direction", "from-guest")])?,
+            bytes: metrics
+                .value("foreshore_console_bytes_total", &[("direction", "from-guest")])?,
             lost_bytes: metrics.value("foreshore_console_lost_bytes_total", &[])?,
-            throttled_s: metrics
-                .value("foreshore_console_file_throttled_seconds_total", &[("device", "console")])?,
+            throttled_s: metrics.value(
+                "foreshore_console_file_throttled_seconds_total",
+                &[("device", "console")],
+            )?,
             elapsed,
         })
     }
@@ -384,7 +405,11 @@ fn console_flood_is_held_to_the_rate_without_loss() -> Result<()> {
     );
     println!("{figures}");
     for flood in [&limited, &unlimited] {
-        ensure!(flood.bytes >= (FLOOD_MIB * MIB) as f64, "Only {} bytes came: {figures}", flood.bytes);
+        ensure!(
+            flood.bytes >= (FLOOD_MIB * MIB) as f64,
+            "Only {} bytes came: {figures}",
+            flood.bytes
+        );
         ensure!(flood.lost_bytes == 0.0, "{} bytes were lost: {figures}", flood.lost_bytes);
     }
     let most_mib = (BURST_MIB + QUEUE_MIB) as f64 + limited.elapsed.as_secs_f64();

@@ -40,11 +40,14 @@ pub fn builder() -> GuestBuilder {
 /// Each slot is known to the guest by its number, with a driver of hotplug.
 fn slots_are_registered(guest: &Guest) -> Result<()> {
     let slots = guest.run("ls /sys/bus/pci/slots")?;
-    let mut numbers: Vec<u32> = slots.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+    let mut numbers: Vec<u32> =
+        slots.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     numbers.sort_unstable();
     ensure!(numbers == (1..32).collect::<Vec<_>>(), "The guest has the slots {slots}");
     // A slot without a hotplug driver has no such file.
-    guest.run("test -w /sys/bus/pci/slots/31/power && test $(cat /sys/bus/pci/slots/31/power) = 0")?;
+    guest.run(
+        "test -w /sys/bus/pci/slots/31/power && test $(cat /sys/bus/pci/slots/31/power) = 0",
+    )?;
     guest.run("test $(cat /sys/bus/pci/slots/1/power) = 1").map(drop)
 }
 
@@ -78,7 +81,11 @@ pub fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
 /// Neither the guest nor the VMM has it any more.
 pub fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
     let bdf = bdf.as_str().context("No bdf")?;
-    guest.wait_until_run("the guest has let go", LIMIT, &format!("! test -e /sys/bus/pci/devices/{bdf}"))?;
+    guest.wait_until_run(
+        "the guest has let go",
+        LIMIT,
+        &format!("! test -e /sys/bus/pci/devices/{bdf}"),
+    )?;
     guest.wait_until("the VMM has let go", LIMIT, || {
         let metrics = guest.metrics()?;
         let pending = metrics.value("foreshore_hotplug_pending", &[])?;
@@ -116,7 +123,10 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     let metrics = guest.metrics()?;
     ensure!(metrics.value("foreshore_pci_devices", &[])? == devices + 1.0, "It is not counted");
     let written = [("disk", "harbour"), ("operation", "write"), ("result", "ok")];
-    ensure!(metrics.value("foreshore_disk_operations_total", &written)? > 0.0, "Nothing was written");
+    ensure!(
+        metrics.value("foreshore_disk_operations_total", &written)? > 0.0,
+        "Nothing was written"
+    );
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["config"]["disks"][0]["id"] == "harbour", "{info}");
     let counters = guest.api("GET", "vm.counters", None)?;
@@ -131,10 +141,16 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     guest.wait_until("it is told", LIMIT, || told("device-removed"))?;
     ensure!(remove(guest, "harbour")? == 404, "It can be removed twice");
     ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
-    ensure!(guest.metrics()?.value("foreshore_pci_devices", &[])? == devices, "It is still counted");
+    ensure!(
+        guest.metrics()?.value("foreshore_pci_devices", &[])? == devices,
+        "It is still counted"
+    );
     // Once more, and it has what was written; with the API's own name.
-    let again =
-        guest.api("PUT", "vm.add-disk", Some(json!({"path": path, "serial": "again", "num_queues": 1})))?;
+    let again = guest.api(
+        "PUT",
+        "vm.add-disk",
+        Some(json!({"path": path, "serial": "again", "num_queues": 1})),
+    )?;
     ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, and before {added}");
     let node = wait_for_disk(guest, "again")?;
     guest.run_within(
@@ -194,7 +210,8 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
 fn a_vsock_device_goes_and_comes(guest: &Guest) -> Result<()> {
     let vsock = guest.api("GET", "vm.info", None)?["config"]["vsock"].clone();
     ensure!(vsock["id"] == "_vsock0", "{vsock}");
-    let second = guest.try_api("PUT", "vm.add-vsock", Some(json!({"cid": 4, "socket": "/tmp/other"})))?;
+    let second =
+        guest.try_api("PUT", "vm.add-vsock", Some(json!({"cid": 4, "socket": "/tmp/other"})))?;
     ensure!(second.status == 400 && second.body.contains("one vsock device"), "{second:?}");
     for _ in 0..3 {
         ensure!(remove(guest, "_vsock0")? == 204, "It is not removed");
@@ -255,7 +272,8 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     ensure!(other["bdf"] != added["bdf"], "{other}");
     guest.api("PUT", "vm.resume", None)?;
     wait_until_gone(&guest, "harbour", &added["bdf"])?;
-    guest.run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
+    guest
+        .run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
     wait_for_disk(&guest, "other")?;
     // And what is paused when it is gone can end.
     ensure!(remove(&guest, "other")? == 204, "It is not removed");
@@ -283,7 +301,10 @@ fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
     ensure!(serials.trim() == "stays", "After a reboot the guest has {serials}");
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["config"]["disks"].as_array().is_some_and(|disks| disks.len() == 1), "{info}");
-    ensure!(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0, "Something is pending");
+    ensure!(
+        guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0,
+        "Something is pending"
+    );
     // All three files are free, or the VM's.
     add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
     add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
@@ -336,7 +357,10 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
     for (id, status) in [("nobody", 404), ("__rng", 500)] {
         ensure!(remove(&guest, id)? == status, "{id} is removed with {}", remove(&guest, id)?);
     }
-    ensure!(guest.metrics()?.value("foreshore_pci_devices", &[])? == devices, "Something was added");
+    ensure!(
+        guest.metrics()?.value("foreshore_pci_devices", &[])? == devices,
+        "Something was added"
+    );
     // What the guest lets go without being asked stays in its slot, and is found there again.
     let node = wait_for_disk(&guest, "_disk0")?;
     let power = format!(
@@ -344,7 +368,10 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
          echo /sys/bus/pci/slots/$((0x$(echo $bdf | cut -c9-10)))/power"
     );
     let power = guest.run(&power)?.trim().to_owned();
-    guest.run_within(LIMIT, &format!("echo 0 >{power} && ! test -e /sys/block/{node} && echo 1 >{power}"))?;
+    guest.run_within(
+        LIMIT,
+        &format!("echo 0 >{power} && ! test -e /sys/block/{node} && echo 1 >{power}"),
+    )?;
     // One that was there from the start goes as well.
     let node = wait_for_disk(&guest, "_disk0")?;
     ensure!(remove(&guest, "_disk0")? == 204, "It is not removed");

@@ -6,7 +6,8 @@ use guest_tests::{Guest, Holdings, Kernel};
 use serde_json::{Value, json};
 
 use crate::hotplug::{
-    LIMIT, add_disk, add_pmem, builder, image, remove, slot_of, wait_for_disk, wait_for_pmem, wait_until_gone,
+    LIMIT, add_disk, add_pmem, builder, image, remove, slot_of, wait_for_disk, wait_for_pmem,
+    wait_until_gone,
 };
 use crate::net::{NO_TUN, Net, TRANSFER_BYTES, add_net, from_guest};
 
@@ -47,7 +48,11 @@ impl Before {
 }
 
 /// Each is added and used by `add`, and removed.
-fn come_and_go(guest: &Guest, kind: &str, mut add: impl FnMut(&str) -> Result<Value>) -> Result<()> {
+fn come_and_go(
+    guest: &Guest,
+    kind: &str,
+    mut add: impl FnMut(&str) -> Result<Value>,
+) -> Result<()> {
     let mut before = Before::default();
     for nth in 0..ROUNDS {
         let id = format!("{kind}-{nth}");
@@ -64,7 +69,9 @@ fn disks(guest: &Guest) -> Result<()> {
     come_and_go(guest, "disk", |id| {
         let added = add_disk(guest, &path, id)?;
         let node = wait_for_disk(guest, id)?;
-        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 oflag=direct 2>/dev/null"))?;
+        guest.run(&format!(
+            "dd if=/dev/urandom of=/dev/{node} bs=64k count=4 oflag=direct 2>/dev/null"
+        ))?;
         Ok(added)
     })
 }
@@ -74,7 +81,9 @@ fn files(guest: &Guest) -> Result<()> {
     come_and_go(guest, "pmem", |id| {
         let added = add_pmem(guest, &path, id)?;
         let node = wait_for_pmem(guest)?;
-        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 conv=fsync 2>/dev/null"))?;
+        guest.run(&format!(
+            "dd if=/dev/urandom of=/dev/{node} bs=64k count=4 conv=fsync 2>/dev/null"
+        ))?;
         Ok(added)
     })
 }

@@ -39,11 +39,13 @@ fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
         guest.wait_until_run("the disk is there", IO_LIMIT, &format!("test -b {}", way.disk))?;
         if boot == 0 {
             // With the fewest writes: where each is four flushes to a disk, they take a minute.
-            let make = format!("mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard {}", way.disk);
+            let make =
+                format!("mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard {}", way.disk);
             guest.run_within(IO_LIMIT, &make)?;
         }
         guest.run(&format!("mkdir -p /mnt/data && mount -t ext4 {} /mnt/data", way.disk))?;
-        check_acknowledged(&guest, &acknowledged).with_context(|| format!("By {}", way.interface))?;
+        check_acknowledged(&guest, &acknowledged)
+            .with_context(|| format!("By {}", way.interface))?;
         acknowledged += &write_files(&guest, 12)?;
         guest.run("umount /mnt/data")?;
         guest.no_kernel_complaints()?;
@@ -55,7 +57,8 @@ fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
 
 /// Writes files until so many are acknowledged, and returns their lines.
 fn write_files(guest: &Guest, count: u32) -> Result<String> {
-    let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    let mut writer =
+        guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
     let mut acknowledged = String::new();
     for _ in 0..count {
         acknowledged += &(writer.next_line().context("The writer ended")? + "\n");

@@ -10,7 +10,8 @@ use balloon::controller::Rules;
 use balloon::policy::Policy;
 use balloon::proto::kernel_reserve_bytes;
 use balloon::sim::{
-    Demand, Governed, Guest as SimulatedGuest, GuestConfig, Segment, Skip, SwapDevice, VmSetup, run_host,
+    Demand, Governed, Guest as SimulatedGuest, GuestConfig, Segment, Skip, SwapDevice, VmSetup,
+    run_host,
 };
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
 use guest_tests::guest::{GuestBuilder, Kernel, Script};
@@ -96,13 +97,15 @@ fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64
     };
     // The real kernel manages less memory than the simulated one. The difference counts as used
     // memory.
-    let simulated_bytes = SimulatedGuest::new(guest.clone(), &[pm], &Segment::default()).total_bytes();
+    let simulated_bytes =
+        SimulatedGuest::new(guest.clone(), &[pm], &Segment::default()).total_bytes();
     let used_bytes = (at_rest.used_bytes + simulated_bytes).saturating_sub(at_rest.total_bytes);
     let rest = Segment { anon_bytes: used_bytes, hot_permille: 1000, ..Segment::default() };
     let rate = i64::try_from(load_mib * MIB * 1000 / load_ms.max(1))?;
     let load = Segment { at: TimeMs(REST_MS), anon_bytes_per_s: rate, ..rest };
     let demand = Demand::new(vec![rest, load], TimeMs(REST_MS + load_ms))?;
-    let governed = Governed { policy: Policy::default(), rules: Rules::default(), skip: Skip::Nothing };
+    let governed =
+        Governed { policy: Policy::default(), rules: Rules::default(), skip: Skip::Nothing };
     let setup = VmSetup { guest, host, demand };
     let vms = run_host(vec![setup], pm_mib * MIB, &governed, &mut ())?;
     let guest = vms.first().context("No VM")?.guest();
@@ -122,7 +125,8 @@ const BETWEEN: [u64; 3] = [4, 7, 8];
 /// Starts processes that hold `load_mib` together, and waits until they do.
 fn hold(guest: &Guest, load_mib: u64) -> Result<Vec<Script>> {
     const HOGS: u64 = 4;
-    let start = |_| guest.start_script(LOAD_LIMIT, &format!("exec guest-tool hog {}", load_mib / HOGS));
+    let start =
+        |_| guest.start_script(LOAD_LIMIT, &format!("exec guest-tool hog {}", load_mib / HOGS));
     let mut hogs = (0..HOGS).map(start).collect::<Result<Vec<_>>>()?;
     let goal = format!("held {}", load_mib / HOGS);
     for hog in &mut hogs {
@@ -150,16 +154,26 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
         let plugged_bytes = zone(&guest, "pm")?.plugged_bytes;
         let load_ms = u64::try_from(start.elapsed().as_millis())?;
         let expected_bytes = simulated_pm_bytes(&at_rest, pm_mib, load_mib, load_ms)?;
-        println!("{ratio}:1: {} MiB of PM, simulated {} MiB", plugged_bytes / MIB, expected_bytes / MIB);
+        println!(
+            "{ratio}:1: {} MiB of PM, simulated {} MiB",
+            plugged_bytes / MIB,
+            expected_bytes / MIB
+        );
         let allowed_bytes = (expected_bytes / DIFFERENCE_PART).max(DIFFERENCE_BYTES);
         ensure!(
             plugged_bytes.abs_diff(expected_bytes) <= allowed_bytes,
             "{ratio}:1: {plugged_bytes} bytes of PM are plugged, and {expected_bytes} in the simulator"
         );
         // psi plugs memory while some is still available, so at the largest ratio it plugs all PM.
-        let least_bytes =
-            if ratio == LARGEST_RATIO { pm_mib * MIB } else { load_mib * MIB - at_rest.total_bytes };
-        ensure!(plugged_bytes >= least_bytes, "{ratio}:1: only {plugged_bytes} bytes of PM are plugged");
+        let least_bytes = if ratio == LARGEST_RATIO {
+            pm_mib * MIB
+        } else {
+            load_mib * MIB - at_rest.total_bytes
+        };
+        ensure!(
+            plugged_bytes >= least_bytes,
+            "{ratio}:1: only {plugged_bytes} bytes of PM are plugged"
+        );
         nothing_died(&guest)?;
         drop((hogs, guest));
         fs::remove_file(pool.path())?;
@@ -168,9 +182,12 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
 }
 
 fn at_rest(guest: &Guest) -> Result<AtRest> {
-    let memory =
-        || Ok::<_, anyhow::Error>(guest.api("GET", "vm.pressure", None)?["details"]["memory"].clone());
-    guest.wait_until("the agent has reported", RESIZE_LIMIT, || Ok(memory()?["total_bytes"].is_u64()))?;
+    let memory = || {
+        Ok::<_, anyhow::Error>(guest.api("GET", "vm.pressure", None)?["details"]["memory"].clone())
+    };
+    guest.wait_until("the agent has reported", RESIZE_LIMIT, || {
+        Ok(memory()?["total_bytes"].is_u64())
+    })?;
     let memory = memory()?;
     let bytes = |key: &str| memory[key].as_u64().with_context(|| format!("No {key} in {memory}"));
     let total_bytes = bytes("total_bytes")?;
@@ -189,7 +206,11 @@ fn pm_of_many_times_dram_is_used_beside_dram_to_plug() -> Result<()> {
         .boot()?;
     let hogs = hold(&guest, PM_MIB)?;
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
-    println!("{} MiB of DRAM and {} MiB of PM are plugged", dram.plugged_bytes / MIB, pm.plugged_bytes / MIB);
+    println!(
+        "{} MiB of DRAM and {} MiB of PM are plugged",
+        dram.plugged_bytes / MIB,
+        pm.plugged_bytes / MIB
+    );
     ensure!(pm.plugged_bytes == PM_MIB * MIB, "Only {} bytes of PM are plugged", pm.plugged_bytes);
     nothing_died(&guest)?;
     drop(hogs);
@@ -214,7 +235,8 @@ fn resize_to_sixty_times_dram_completes_with_an_agent() -> Result<()> {
     })?;
     let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == 0.0, "{held} bytes are held back");
-    let delayed = guest.metrics()?.value("foreshore_memory_throttled_requests_total", &[("zone", "dram")])?;
+    let delayed =
+        guest.metrics()?.value("foreshore_memory_throttled_requests_total", &[("zone", "dram")])?;
     ensure!(delayed == 0.0, "The plug budget delayed {delayed} requests of the first grow");
     nothing_died(&guest)
 }
@@ -233,7 +255,9 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
         "No warning: {log}"
     );
     resize_to_24_gib(&guest)?;
-    guest.wait_until("the resize is stuck", RESIZE_LIMIT, || Ok(zone(&guest, "dram")?.state == "stuck"))?;
+    guest.wait_until("the resize is stuck", RESIZE_LIMIT, || {
+        Ok(zone(&guest, "dram")?.state == "stuck")
+    })?;
     let zone = zone(&guest, "dram")?;
     ensure!(zone.plugged_bytes == 8 * 384 * MIB, "{} bytes are plugged", zone.plugged_bytes);
     let memory = guest.api("GET", "vm.memory", None)?;
@@ -254,8 +278,11 @@ fn wait_for_held_event(guest: &Guest, events: &Path) -> Result<()> {
 /// A request of the configuration, at a first start and at a reboot.
 fn boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     let memory = "size=384M,hotplug_method=virtio-mem,hotplug_size=24G,hotplugged_size=24G";
-    let guest =
-        Guest::builder().memory(memory).pressure("off").cmdline("foreshore.agent=off panic=-1").boot()?;
+    let guest = Guest::builder()
+        .memory(memory)
+        .pressure("off")
+        .cmdline("foreshore.agent=off panic=-1")
+        .boot()?;
     for boot in ["start", "reboot"] {
         if boot == "reboot" {
             guest.reboot_from_inside()?;
@@ -263,7 +290,9 @@ fn boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory() -> Result
         guest.wait_until("a multiple is plugged", RESIZE_LIMIT, || {
             Ok(zone(&guest, "dram")?.plugged_bytes == 8 * 384 * MIB)
         })?;
-        guest.wait_until("the rest is stuck", RESIZE_LIMIT, || Ok(zone(&guest, "dram")?.state == "stuck"))?;
+        guest.wait_until("the rest is stuck", RESIZE_LIMIT, || {
+            Ok(zone(&guest, "dram")?.state == "stuck")
+        })?;
         nothing_died(&guest)?;
     }
     Ok(())
@@ -310,10 +339,14 @@ const FILES: Load = Load {
     goal: "all",
     kernel_mib: 400,
 };
-const SOCKETS: Load = Load { command: "exec guest-tool fill-sockets 300", goal: "held 300", kernel_mib: 350 };
+const SOCKETS: Load =
+    Load { command: "exec guest-tool fill-sockets 300", goal: "held 300", kernel_mib: 350 };
 /// Linux reclaims the entries of these names. kernfs caches names of missing files.
-const MISSING_FILES: Load =
-    Load { command: "guest-tool miss-files /sys 2000000 && exec echo all", goal: "all", kernel_mib: 50 };
+const MISSING_FILES: Load = Load {
+    command: "guest-tool miss-files /sys 2000000 && exec echo all",
+    goal: "all",
+    kernel_mib: 50,
+};
 const PROCESSES: Load = Load {
     command: "dd if=/dev/zero of=/run/mapped bs=1M count=8 2>/dev/null && \
               echo 8192 >/proc/sys/kernel/pid_max && exec guest-tool map-by-processes /run/mapped 2000",
@@ -400,7 +433,10 @@ fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()
     while load.next_line().is_some() {}
     let most_kib: u64 = guest.run("sort -n /run/samples | tail -n 1")?.trim().parse()?;
     println!("The kernel had {} of {DRAM_MIB} MiB of DRAM", most_kib / 1024);
-    ensure!(most_kib / 1024 >= DRAM_MIB * KERNEL_PERCENT / 100, "The kernel had only {most_kib} KiB");
+    ensure!(
+        most_kib / 1024 >= DRAM_MIB * KERNEL_PERCENT / 100,
+        "The kernel had only {most_kib} KiB"
+    );
     let killed = killed_names(&guest)?;
     ensure!(killed.first().is_some_and(|name| name == "guest-tool"), "Killed: {killed:?}");
     Ok(())
@@ -441,7 +477,10 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
     ensure!(last.starts_with("killed after "), "The kernel had memory for all processes");
     let killed = killed_names(&guest)?;
     println!("{} processes were killed", killed.len());
-    ensure!(!killed.is_empty() && killed.iter().all(|name| name == "guest-tool"), "Killed: {killed:?}");
+    ensure!(
+        !killed.is_empty() && killed.iter().all(|name| name == "guest-tool"),
+        "Killed: {killed:?}"
+    );
     guest.run("pidof foreshore-agent").context("The agent was killed")?;
     drop(load);
     Ok(())
@@ -467,7 +506,9 @@ fn all_pm_is_used(pm_mib: u64) -> Result<()> {
     let host_mib = pm_mib + 1536;
     let free_mib = free_bytes()? / MIB;
     if free_mib < host_mib {
-        return skip(format!("the host has {free_mib} MiB of free memory, and {host_mib} are needed"));
+        return skip(format!(
+            "the host has {free_mib} MiB of free memory, and {host_mib} are needed"
+        ));
     }
     let pool = Pool::create(&format!("{}M", pm_mib + 64))?;
     let guest = Guest::builder()

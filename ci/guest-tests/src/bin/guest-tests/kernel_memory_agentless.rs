@@ -42,15 +42,19 @@ fn tmpfs_beyond_dram_is_held_without_an_agent() -> Result<()> {
     nothing_died(&guest)
 }
 
-const SOCKETS: Load = Load { command: "exec guest-tool fill-sockets 150", goal: "held 150", kernel_mib: 170 };
+const SOCKETS: Load =
+    Load { command: "exec guest-tool fill-sockets 150", goal: "held 150", kernel_mib: 170 };
 const FILES: Load = Load {
     command: "mkdir -p /files && mount -t tmpfs -o size=4G,nr_inodes=0 files /files && \
               guest-tool make-files /files 150000 && exec echo all",
     goal: "all",
     kernel_mib: 150,
 };
-const MISSING_FILES: Load =
-    Load { command: "guest-tool miss-files /sys 1000000 && exec echo all", goal: "all", kernel_mib: 50 };
+const MISSING_FILES: Load = Load {
+    command: "guest-tool miss-files /sys 1000000 && exec echo all",
+    goal: "all",
+    kernel_mib: 50,
+};
 const PROCESSES: Load = Load {
     command: "dd if=/dev/zero of=/run/mapped bs=1M count=8 2>/dev/null && \
               echo 8192 >/proc/sys/kernel/pid_max && exec guest-tool map-by-processes /run/mapped 1500",

@@ -50,7 +50,10 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     let log = guest.vmm_log()?;
     for words in [flags[0], how] {
         ensure!(reason.contains(words), "Nothing of {words:?} in {reason:?}");
-        ensure!(log.contains("The VM is paused") && log.contains(words), "Nothing of {words:?} in\n{log}");
+        ensure!(
+            log.contains("The VM is paused") && log.contains(words),
+            "Nothing of {words:?} in\n{log}"
+        );
     }
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409 && refused.body.contains(how), "{refused:?}");
@@ -81,7 +84,10 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     guest.api("PUT", "vm.boot", None)?;
     guest.wait_for_shell(IO_LIMIT)?;
     wait_for_bytes(&guest)?;
-    ensure!(guest.api("GET", "vm.info", None)?["pause_reason"].is_null(), "It is still paused for something");
+    ensure!(
+        guest.api("GET", "vm.info", None)?["pause_reason"].is_null(),
+        "It is still paused for something"
+    );
     ensure!(
         guest.metrics()?.value("foreshore_memory_lost", &[("memory", &flag)])? == 0.0,
         "What was lost with the last machine counts for this one"
@@ -136,7 +142,11 @@ fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
     EXT4.make(&guest)?;
     let transfer = format!("exec guest-tool map-transfer {HEAP} {HEAP_BYTES} {SEED} /dev/vda");
     let mut transfer = guest.start_script(IO_LIMIT, &transfer)?;
-    ensure!(transfer.next_line().as_deref() == Some("written"), "Nothing written: {:?}", transfer.finish());
+    ensure!(
+        transfer.next_line().as_deref() == Some("written"),
+        "Nothing written: {:?}",
+        transfer.finish()
+    );
     cut(&path, 0)?;
     wait_until_paused(&guest, &[&flag], "cut short to 0")?;
     drop(transfer);
@@ -154,8 +164,10 @@ fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
 /// Lent memory and volumes lie in one file. A pool is not opened while a part is missing, and is as it was when it is not.
 fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     let pool = Pool::create("256M")?;
-    let (memory, volume) =
-        (format!("--pm-memory pool={}", pool.name()), format!("--pm-volume pool={},name=data", pool.name()));
+    let (memory, volume) = (
+        format!("--pm-memory pool={}", pool.name()),
+        format!("--pm-volume pool={},name=data", pool.name()),
+    );
     let guest = Guest::builder()
         .memory("size=384M")
         .cpus(2)
@@ -171,7 +183,8 @@ fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     let pool_bytes = fs::metadata(pool.path())?.len();
     cut(pool.path(), 4 * MIB)?;
     // As above.
-    let read = guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct");
+    let read =
+        guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct");
     wait_until_paused(&guest, &[&memory, &volume], "cut short to 4 MiB")?;
     drop(read);
     let refused = guest.try_api("PUT", "vm.reboot", None)?;
@@ -204,7 +217,8 @@ fn poison(path: &Path, offset: u64) -> Result<bool> {
     // SAFETY: a new mapping, of which nobody but the kernel touches anything.
     unsafe {
         let fd = file.as_raw_fd();
-        let page = libc::mmap(ptr::null_mut(), len, prot, libc::MAP_SHARED, fd, offset as libc::off_t);
+        let page =
+            libc::mmap(ptr::null_mut(), len, prot, libc::MAP_SHARED, fd, offset as libc::off_t);
         ensure!(page != libc::MAP_FAILED, "Cannot map {}", path.display());
         let result = libc::madvise(page, len, libc::MADV_HWPOISON);
         let error = std::io::Error::last_os_error();

@@ -35,7 +35,9 @@ fn resize_to(guest: &Guest, mib: u64) -> Result<()> {
 fn wait_until_plugged(guest: &Guest, mib: u64) -> Result<()> {
     guest.wait_until(&format!("{mib} MiB are plugged"), PLUG_LIMIT, || {
         let zone = zone(guest, "dram")?;
-        Ok(zone.plugged_bytes == mib * MIB && zone.requested_bytes == mib * MIB && zone.state == "reached")
+        Ok(zone.plugged_bytes == mib * MIB
+            && zone.requested_bytes == mib * MIB
+            && zone.state == "reached")
     })
 }
 
@@ -63,7 +65,8 @@ fn grows_and_shrinks(kernel: Kernel) -> Result<Guest> {
 
 fn bounds_are_refused(guest: &Guest) -> Result<()> {
     for mib in [382, 898, 383, 385] {
-        let response = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
+        let response =
+            guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
         ensure!(response.status == 400, "{mib} MiB: status {}: {}", response.status, response.body);
     }
     ensure!(zone(guest, "dram")?.requested_bytes == 0, "A refused resize has changed the target");
@@ -74,14 +77,16 @@ fn is_movable(guest: &Guest, mib: u64) -> Result<()> {
     let pages = guest.run(
         "awk '/^Node/ { zone = $4 } zone == \"Movable\" && $1 == \"present\" { print $2 }' /proc/zoneinfo",
     )?;
-    let pages: u64 = pages.trim().parse().with_context(|| format!("Pages in Movable: {pages:?}"))?;
+    let pages: u64 =
+        pages.trim().parse().with_context(|| format!("Pages in Movable: {pages:?}"))?;
     ensure!(pages * 4096 >= mib * MIB, "{pages} pages are movable: not what was plugged");
     Ok(())
 }
 
 fn wait_until_metered(guest: &Guest, mib: u64) -> Result<()> {
     guest.wait_until(&format!("the metric shows {mib} MiB"), PLUG_LIMIT, || {
-        let plugged = guest.metrics()?.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])?;
+        let plugged =
+            guest.metrics()?.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])?;
         Ok(plugged == (mib * MIB) as f64)
     })
 }
@@ -138,22 +143,36 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     let zone = guest.api("GET", "vm.memory", None)?["zones"][0].clone();
     let reason = zone["status"]["reason"].as_str().unwrap_or_default();
     ensure!(
-        zone["driver"] == "unsupported" && zone["requested_bytes"] == 0 && reason.starts_with("driver: "),
+        zone["driver"] == "unsupported"
+            && zone["requested_bytes"] == 0
+            && reason.starts_with("driver: "),
         "{zone}"
     );
     let body = json!({ "desired_ram": 640 * MIB });
     let refused = guest.try_api("PUT", "vm.resize", Some(body))?;
-    ensure!(refused.status == 409 && refused.body.contains("5.16"), "{}: {}", refused.status, refused.body);
+    ensure!(
+        refused.status == 409 && refused.body.contains("5.16"),
+        "{}: {}",
+        refused.status,
+        refused.body
+    );
     // The request that was withdrawn is the last event of the refusal.
     guest.wait_until("the refusal is reported", PLUG_LIMIT, || {
         Ok(std::fs::read_to_string(&events)?.contains("\"reason\": \"driver\""))
     })?;
     let (reported, log) = (std::fs::read_to_string(&events)?, guest.vmm_log()?);
-    ensure!(reported.matches("memory-driver-unsupported").count() == 1, "Not one event: {reported}");
-    let warnings = log.lines().filter(|line| line.contains("WARN") && line.contains("5.16")).count();
+    ensure!(
+        reported.matches("memory-driver-unsupported").count() == 1,
+        "Not one event: {reported}"
+    );
+    let warnings =
+        log.lines().filter(|line| line.contains("WARN") && line.contains("5.16")).count();
     ensure!(warnings == 1, "{warnings} warnings: {log}");
     let state = [("zone", "dram"), ("state", "unsupported")];
-    ensure!(guest.metrics()?.value("foreshore_memory_driver_state", &state)? == 1.0, "The metric is not 1");
+    ensure!(
+        guest.metrics()?.value("foreshore_memory_driver_state", &state)? == 1.0,
+        "The metric is not 1"
+    );
     // The kernel that runs has the feature.
     let bind = format!(
         "for dev in /sys/bus/pci/devices/*; do [ $(cat $dev/device) = {MEM} ] && basename $dev; done \
@@ -197,7 +216,10 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
             held = Some(holdings(&guest)?);
         }
         let total = mem_total_mib(&guest)?;
-        ensure!(total == before + 256, "Reboot {round}: MemTotal is {total} MiB, and was {before} without");
+        ensure!(
+            total == before + 256,
+            "Reboot {round}: MemTotal is {total} MiB, and was {before} without"
+        );
         let info = guest.api("GET", "vm.info", None)?;
         ensure!(info["memory_actual_size"] == 640 * MIB, "Reboot {round}: {info}");
     }

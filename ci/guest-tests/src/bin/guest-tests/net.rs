@@ -119,13 +119,18 @@ fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
 }
 
 fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
-    guest.wait_until_run("the interface is there", IO_LIMIT, &format!("test -e /sys/class/net/{name}"))?;
+    guest.wait_until_run(
+        "the interface is there",
+        IO_LIMIT,
+        &format!("test -e /sys/class/net/{name}"),
+    )?;
     guest.run(&format!("ip addr add {address}/24 dev {name} && ip link set {name} up")).map(drop)
 }
 
 /// What the guest sends is what the host gets.
 pub fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
-    let listener = TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
+    let listener =
+        TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
     let port = listener.local_addr()?.port();
     let reader = thread::spawn(move || -> Result<usize> {
         let (mut stream, _) = listener.accept()?;
@@ -133,7 +138,8 @@ pub fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
         check_stream(&mut stream)
     });
     let line = std::str::from_utf8(LINE)?.trim();
-    guest.run_within(IO_LIMIT, &format!("yes {line} | head -c {bytes} | nc {} {port}", net.host))?;
+    guest
+        .run_within(IO_LIMIT, &format!("yes {line} | head -c {bytes} | nc {} {port}", net.host))?;
     let received = reader.join().expect("the reader does not panic")?;
     ensure!(received == bytes, "{received} bytes of {bytes} have come from the guest");
     Ok(())
@@ -148,7 +154,10 @@ fn check_stream(stream: &mut impl Read) -> Result<usize> {
         if len == 0 {
             return Ok(received);
         }
-        ensure!(buffer[..len] == expected[received % LINE.len()..][..len], "Wrong bytes after {received}");
+        ensure!(
+            buffer[..len] == expected[received % LINE.len()..][..len],
+            "Wrong bytes after {received}"
+        );
         received += len;
     }
 }
@@ -205,7 +214,11 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     drop(stream);
     let output = reader.finish()?;
     ensure!(output.code == 0, "The guest has got something else: {}", output.stderr);
-    ensure!(output.stdout.trim() == sent.to_string(), "{} bytes of {sent} have come", output.stdout.trim());
+    ensure!(
+        output.stdout.trim() == sent.to_string(),
+        "{} bytes of {sent} have come",
+        output.stdout.trim()
+    );
     Ok(())
 }
 
@@ -222,7 +235,10 @@ fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
         let labels = [("net", "_net0"), ("direction", direction)];
         let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
         ensure!(bytes >= least_bytes as f64, "{bytes} bytes {direction}");
-        ensure!(metrics.value("foreshore_net_frames_total", &labels)? > 0.0, "no frames {direction}");
+        ensure!(
+            metrics.value("foreshore_net_frames_total", &labels)? > 0.0,
+            "no frames {direction}"
+        );
     }
     for counter in ["foreshore_net_bad_requests_total", "foreshore_net_broken_queues_total"] {
         ensure!(metrics.value(counter, &[("net", "_net0")])? == 0.0, "{counter}");
@@ -231,7 +247,11 @@ fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
 }
 
 /// Segments longer than a frame pass while TRANSFER goes that way: without them the mean could not be so long.
-fn has_long_segments(guest: &Guest, direction: &str, transfer: impl FnOnce() -> Result<()>) -> Result<()> {
+fn has_long_segments(
+    guest: &Guest,
+    direction: &str,
+    transfer: impl FnOnce() -> Result<()>,
+) -> Result<()> {
     let counted = || -> Result<(f64, f64)> {
         let (metrics, labels) = (guest.metrics()?, [("net", "_net0"), ("direction", direction)]);
         let value = |name| metrics.value(name, &labels);
@@ -250,7 +270,9 @@ fn talks(kernel: Kernel, nth: u8) -> Result<()> {
     let guest = net.builder("").kernel(kernel).boot()?;
     net.bring_up(&guest)?;
     let sys = |file: &str| {
-        Ok::<_, anyhow::Error>(guest.run(&format!("cat /sys/class/net/eth0/{file}"))?.trim().to_owned())
+        Ok::<_, anyhow::Error>(
+            guest.run(&format!("cat /sys/class/net/eth0/{file}"))?.trim().to_owned(),
+        )
     };
     ensure!(sys("address")? == "02:f5:00:00:00:01", "The address is {}", sys("address")?);
     ensure!(
@@ -270,8 +292,12 @@ fn talks(kernel: Kernel, nth: u8) -> Result<()> {
     guest.api("PUT", "vm.resume", None)?;
     ping_host(&guest, &net)?;
     // A driver that lets go and comes back finds the device as new.
-    guest.run("echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name")?;
-    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0")?;
+    guest.run(
+        "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
+    )?;
+    guest.run(
+        "cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0",
+    )?;
     guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
@@ -297,7 +323,10 @@ fn several_queues_are_used_and_put_aside() -> Result<()> {
     let guest = net.builder(",num_queues=4").cpus(2).boot()?;
     net.bring_up(&guest)?;
     // As many as there are CPUs, by the driver's own choice.
-    ensure!(guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2", "Not two queues");
+    ensure!(
+        guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2",
+        "Not two queues"
+    );
     ping_host(&guest, &net)?;
     thread::scope(|scope| -> Result<()> {
         let each = [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 8)));
@@ -359,7 +388,10 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
         for (from, to, to_address) in [(&a, &b, address_b), (&b, &a, address_a)] {
             let bytes = TRANSFER_BYTES;
             let reader = listen(to, bytes)?;
-            from.run_within(IO_LIMIT, &format!("yes {line} | head -c {bytes} | nc {to_address} 5001"))?;
+            from.run_within(
+                IO_LIMIT,
+                &format!("yes {line} | head -c {bytes} | nc {to_address} 5001"),
+            )?;
             let output = reader.finish()?;
             ensure!(output.code == 0, "A guest has got something else: {}", output.stderr);
         }
@@ -380,7 +412,11 @@ fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
     host(&format!("ip link del {}", net.tap))?;
-    guest.wait_until_run("the link is down", IO_LIMIT, "test $(cat /sys/class/net/eth0/carrier) = 0")?;
+    guest.wait_until_run(
+        "the link is down",
+        IO_LIMIT,
+        "test $(cat /sys/class/net/eth0/carrier) = 0",
+    )?;
     guest.no_kernel_complaints()?;
     // The next boot makes it anew.
     guest.reboot_from_inside()?;
@@ -420,7 +456,9 @@ fn what_is_no_tap_is_refused() -> Result<()> {
             vmm.api("PUT", "vm.boot", None)?;
         }
     }
-    vmm.wait_until("everything is closed", IO_LIMIT, || Ok(!Path::new("/sys/class/net/fstap7").exists()))
+    vmm.wait_until("everything is closed", IO_LIMIT, || {
+        Ok(!Path::new("/sys/class/net/fstap7").exists())
+    })
 }
 
 fn connect(vmm: &Guest) -> Result<UnixStream> {
@@ -437,8 +475,11 @@ fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
     let vmm = api::empty_vmm()?;
     vmm.api("PUT", "vm.create", Some(api::config(&vmm)))?;
     let mut connection = connect(&vmm)?;
-    for (id, net, mac) in [("net_0", &first, "02:f5:00:00:08:01"), ("net_1", &second, "02:f5:00:00:08:02")] {
-        let body = json!({"id": id, "ip": net.host, "mask": "255.255.255.0", "mac": mac, "num_queues": 2});
+    for (id, net, mac) in
+        [("net_0", &first, "02:f5:00:00:08:01"), ("net_1", &second, "02:f5:00:00:08:02")]
+    {
+        let body =
+            json!({"id": id, "ip": net.host, "mask": "255.255.255.0", "mac": mac, "num_queues": 2});
         let answer = add_with(&mut connection, &body, &net.open(1)?)?;
         ensure!((answer.status, &*answer.body) == (204, ""), "{answer:?}");
     }
@@ -503,7 +544,10 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
         to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
         let counters = guest.api("GET", "vm.counters", None)?;
         for name in ["rx_bytes", "tx_bytes"] {
-            ensure!(counters["lan"][name].as_u64() > Some(TRANSFER_BYTES as u64 / 16), "{name}: {counters}");
+            ensure!(
+                counters["lan"][name].as_u64() > Some(TRANSFER_BYTES as u64 / 16),
+                "{name}: {counters}"
+            );
         }
         ensure!(counters["lan"]["rx_frames"].as_u64() > Some(0), "{counters}");
         let frames = [("net", "lan"), ("direction", "to-guest")];
@@ -511,7 +555,10 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
         guest.api("PUT", "vm.remove-device", Some(json!({"id": "lan"})))?;
         guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
         guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
-        ensure!(guest.metrics()?.value("foreshore_net_frames_total", &frames).is_err(), "It is counted");
+        ensure!(
+            guest.metrics()?.value("foreshore_net_frames_total", &frames).is_err(),
+            "It is counted"
+        );
         ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
     }
     guest.no_kernel_complaints()

@@ -17,7 +17,8 @@ guest_tests::tests![
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
 
 /// What a zone is sized to, and the node that its memory must land in.
-const PLUGGED: [(&str, u64, u32); 4] = [("a", 128, 0), ("b", 256, 1), ("pm", 128, 2), ("pm1", 256, 3)];
+const PLUGGED: [(&str, u64, u32); 4] =
+    [("a", 128, 0), ("b", 256, 1), ("pm", 128, 2), ("pm1", 256, 3)];
 
 /// Two nodes of DRAM with a vCPU each, and PM that is near to each.
 fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
@@ -28,7 +29,10 @@ fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
         .kernel(kernel)
         .cpus(2)
         .memory("size=0,hotplug_method=virtio-mem")
-        .argument("--memory-zone", "id=a,size=256M,hotplug_size=256M,hotplugged_size=128M,host_numa_node=0")
+        .argument(
+            "--memory-zone",
+            "id=a,size=256M,hotplug_size=256M,hotplugged_size=128M,host_numa_node=0",
+        )
         .argument("--memory-zone", "id=b,size=256M,hotplug_size=256M")
         .argument("--numa", "guest_numa_id=0,cpus=0,memory_zones=a,distances=1@21")
         .argument("--numa", "guest_numa_id=1,cpus=[1],memory_zones=b")
@@ -69,7 +73,8 @@ fn check(guest: &Guest, files: &[(&str, &str)]) -> Result<()> {
 
 fn node_mib(guest: &Guest, node: u32) -> Result<u64> {
     let meminfo = format!("/sys/devices/system/node/node{node}/meminfo");
-    let text = guest.run(&format!("awk '$3 == \"MemTotal:\" {{ print int($4 / 1024) }}' {meminfo}"))?;
+    let text =
+        guest.run(&format!("awk '$3 == \"MemTotal:\" {{ print int($4 / 1024) }}' {meminfo}"))?;
     text.trim().parse().with_context(|| format!("MemTotal of node {node}: {text:?}"))
 }
 
@@ -107,7 +112,11 @@ fn demotion_targets(guest: &Guest, node: u32) -> Result<String> {
     Ok(guest.run(&script)?.trim().to_owned())
 }
 
-fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str], targets_of_the_kernel: [&str; 4]) -> Result<()> {
+fn are_seen(
+    kernel: Kernel,
+    tiers_of_the_kernel: &[&str],
+    targets_of_the_kernel: [&str; 4],
+) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = two_sockets(&pool, kernel)?;
     guest.wait_until("what is requested at boot is plugged", PLUG_LIMIT, || {
@@ -139,9 +148,12 @@ fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str], targets_of_the_kernel:
         );
     }
     // 2. The figures of the HMAT, from the node that is near.
-    for (node, near, read_ns, write_ns, mb_per_s) in
-        [(0, 0, 90, 86, 40_000), (1, 1, 90, 86, 40_000), (2, 0, 305, 90, 6600), (3, 1, 400, 200, 2000)]
-    {
+    for (node, near, read_ns, write_ns, mb_per_s) in [
+        (0, 0, 90, 86, 40_000),
+        (1, 1, 90, 86, 40_000),
+        (2, 0, 305, 90, 6600),
+        (3, 1, 400, 200, 2000),
+    ] {
         let dir = format!("node{node}/access0/initiators");
         for (file, expected) in [
             ("read_latency", read_ns),
@@ -152,13 +164,20 @@ fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str], targets_of_the_kernel:
             check(&guest, &[(&format!("{dir}/{file}"), &expected.to_string())])?;
         }
         let initiators = guest.run(&format!("cd /sys/devices/system/node/{dir} && ls -d node*"))?;
-        ensure!(initiators.trim() == format!("node{near}"), "Near to node {node} are {initiators:?}");
+        ensure!(
+            initiators.trim() == format!("node{near}"),
+            "Near to node {node} are {initiators:?}"
+        );
     }
     // 3. Tiers.
     let tiers = tiers(&guest)?;
-    ensure!(tiers == tiers_of_the_kernel, "The memory tiers are {tiers:?} and not {tiers_of_the_kernel:?}");
+    ensure!(
+        tiers == tiers_of_the_kernel,
+        "The memory tiers are {tiers:?} and not {tiers_of_the_kernel:?}"
+    );
     // 4. Reclaim may move pages of DRAM to PM.
-    guest.wait_until("the agent has switched demotion on", PLUG_LIMIT, || is_demotion_on(&guest))?;
+    guest
+        .wait_until("the agent has switched demotion on", PLUG_LIMIT, || is_demotion_on(&guest))?;
     for (node, expected) in (0..).zip(targets_of_the_kernel) {
         let targets = demotion_targets(&guest, node)?;
         ensure!(targets == expected, "Node {node} demotes to {targets:?} and not {expected:?}");
@@ -187,7 +206,8 @@ fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
     let agent = || Ok(guest.api("GET", "vm.pressure", None)?["agent"] == "live");
     guest.wait_until("the agent is live", PLUG_LIMIT, agent)?;
     ensure!(zone(&guest, "pm1")?.requested_bytes == 0, "PM is asked for before anybody needs it");
-    let _load = guest.start_script(PLUG_LIMIT, &format!("exec taskset 2 guest-tool hog {LOAD_MIB}"))?;
+    let _load =
+        guest.start_script(PLUG_LIMIT, &format!("exec taskset 2 guest-tool hog {LOAD_MIB}"))?;
     guest.wait_until("the PM near node 1 is plugged", PLUG_LIMIT, || {
         Ok(zone(&guest, "pm1")?.plugged_bytes > 0)
     })?;
@@ -204,7 +224,10 @@ fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
             .with_context(|| format!("No {id}: {first}"))
     };
     let (near, far) = (asked("pm1")?, asked("pm")?);
-    ensure!(near > 0 && (far == 0 || near == 256 * MIB), "Near are {near} bytes, and farther away {far}");
+    ensure!(
+        near > 0 && (far == 0 || near == 256 * MIB),
+        "Near are {near} bytes, and farther away {far}"
+    );
     guest.wait_until("the guest has it in the node near node 1", PLUG_LIMIT, || {
         Ok(node_mib(&guest, 3)? > 0)
     })?;

@@ -31,7 +31,9 @@ fn guest_with_nvdimms(pool: &Pool) -> GuestBuilder {
 /// What `ndctl list` says: a list of buses, DIMMs, regions or namespaces.
 fn ndctl(guest: &Guest, flags: &str) -> Result<Vec<Value>> {
     let text = guest.run_within(IO_LIMIT, &format!("ndctl list {flags}"))?;
-    match serde_json::from_str(&text).with_context(|| format!("ndctl list {flags} says {text:?}"))? {
+    match serde_json::from_str(&text)
+        .with_context(|| format!("ndctl list {flags} says {text:?}"))?
+    {
         Value::Array(list) => Ok(list),
         one @ Value::Object(_) => Ok(vec![one]),
         other => bail!("ndctl list {flags} says {other}"),
@@ -61,8 +63,12 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     let regions = by_name(&regions);
     ensure!(regions.len() == SIZES_MIB.len(), "{regions:?}");
     for (number, size_mib) in SIZES_MIB.into_iter().enumerate() {
-        let region = regions.get(&format!("region{number}")).with_context(|| format!("{regions:?}"))?;
-        ensure!(region["size"] == size_mib * MIB && region["type"] == "pmem", "Region {number}: {region}");
+        let region =
+            regions.get(&format!("region{number}")).with_context(|| format!("{regions:?}"))?;
+        ensure!(
+            region["size"] == size_mib * MIB && region["type"] == "pmem",
+            "Region {number}: {region}"
+        );
         ensure!(region["available_size"] == 0, "Something is left of region {number}: {region}");
     }
 
@@ -70,7 +76,10 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     let namespaces = ndctl(&guest, "-N")?;
     for (number, namespace) in (0..).zip(&by_name(&namespaces)) {
         let (name, namespace) = namespace;
-        ensure!(*name == format!("namespace{number}.0") && namespace["mode"] == "sector", "{namespace}");
+        ensure!(
+            *name == format!("namespace{number}.0") && namespace["mode"] == "sector",
+            "{namespace}"
+        );
         ensure!(namespace["blockdev"] == format!("pmem{number}s"), "{namespace}");
     }
     ensure!(namespaces.len() == SIZES_MIB.len(), "{namespaces:?}");
@@ -84,7 +93,8 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
     for dimm in &dimms {
         ensure!(dimm["health"]["health_state"] == "ok", "{dimm}");
     }
-    let labels = guest.try_run(IO_LIMIT, "ndctl read-labels nmem0 2>&1 | grep -c NAMESPACE_INDEX")?;
+    let labels =
+        guest.try_run(IO_LIMIT, "ndctl read-labels nmem0 2>&1 | grep -c NAMESPACE_INDEX")?;
     ensure!(labels.stdout.trim() == "0", "There are labels: {labels:?}");
 
     // 4. They can be told apart, and hold what is written to them.
@@ -95,7 +105,10 @@ fn found_in_order(kernel: Kernel) -> Result<()> {
         )?;
     }
     for number in 0..SIZES_MIB.len() {
-        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem{number}s 0 50 {number} 1"))?;
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool check-blocks /dev/pmem{number}s 0 50 {number} 1"),
+        )?;
     }
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -115,12 +128,18 @@ fn as_many_nvdimms_as_there_may_be_are_found() -> Result<()> {
         })
         .boot()?;
     wait_for_disks(&guest, MOST)?;
-    ensure!(ndctl(&guest, "-R")?.len() == MOST && ndctl(&guest, "-N")?.len() == MOST, "Not all are listed");
+    ensure!(
+        ndctl(&guest, "-R")?.len() == MOST && ndctl(&guest, "-N")?.len() == MOST,
+        "Not all are listed"
+    );
     let dimms = ndctl(&guest, "-DH")?;
     let ok = dimms.iter().filter(|dimm| dimm["health"]["health_state"] == "ok");
     ensure!(ok.count() == MOST, "{dimms:?}");
     for verb in ["write-blocks /dev/pmem${n}s direct", "check-blocks /dev/pmem${n}s"] {
-        let each = format!("for n in $(seq 0 {}); do guest-tool {verb} 0 8 $n 1 || exit 1; done", MOST - 1);
+        let each = format!(
+            "for n in $(seq 0 {}); do guest-tool {verb} 0 8 $n 1 || exit 1; done",
+            MOST - 1
+        );
         guest.run_within(IO_LIMIT, &each)?;
     }
     guest.no_kernel_complaints()?;

@@ -109,9 +109,11 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
         .argument("--pmem", &format!("file={}", device.path().display()))
         .argument("--pmem", &format!("file={},size=12M", unnamed.display()))
         .boot()?;
-    let last_is_there = || guest.wait_until_run("/dev/pmem4 is there", IO_LIMIT, "test -b /dev/pmem4");
+    let last_is_there =
+        || guest.wait_until_run("/dev/pmem4 is there", IO_LIMIT, "test -b /dev/pmem4");
     last_is_there()?;
-    let sizes = guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size pmem4/size")?;
+    let sizes =
+        guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size pmem4/size")?;
     let sizes: Vec<_> =
         sizes.lines().map(|sectors| Ok(sectors.parse::<u64>()? / 2048)).collect::<Result<_>>()?;
     ensure!(sizes == [22, 4, 8, 18, 12], "Sizes in MiB: {sizes:?}");
@@ -119,10 +121,16 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     ensure!(line(&guest, "/dev/pmem2", 7)? == "b 7", "Not b");
     let config = guest.api("GET", "vm.info", None)?["config"]["pmem"].clone();
     ensure!(config.as_array().is_some_and(|devices| devices.len() == 4), "vm.info says {config}");
-    ensure!(config[1]["discard_writes"] == true && config[1]["size"] == 8 * MIB, "vm.info says {config}");
+    ensure!(
+        config[1]["discard_writes"] == true && config[1]["size"] == 8 * MIB,
+        "vm.info says {config}"
+    );
     let metrics = guest.metrics()?;
     let size = |pmem| metrics.value("foreshore_pmem_size_bytes", &[("pmem", pmem)]);
-    ensure!(size("_pmem0")? == (4 * MIB) as f64 && size("second")? == (8 * MIB) as f64, "Sizes in metrics");
+    ensure!(
+        size("_pmem0")? == (4 * MIB) as f64 && size("second")? == (8 * MIB) as f64,
+        "Sizes in metrics"
+    );
     let durability = [("pmem", "second"), ("durability", "discarded")];
     ensure!(metrics.value("foreshore_pmem_info", &durability)? == 1.0, "Durability in metrics");
     // A file in a directory has no name, and the machine of the next boot has the same one.

@@ -107,8 +107,9 @@ fn pressure(guest: &Guest) -> Result<Value> {
 fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
     let info = pressure(guest)?;
     let all = info["decisions"].as_array().context("No decisions")?.clone();
-    let found =
-        |decision: &Value| decision["seq"].as_u64() > Some(since) && decision["direction"] == direction;
+    let found = |decision: &Value| {
+        decision["seq"].as_u64() > Some(since) && decision["direction"] == direction
+    };
     Ok(all.into_iter().filter(found).collect())
 }
 
@@ -128,7 +129,9 @@ struct Cache(Script);
 impl Cache {
     /// Everything that follows goes on from what has been read before.
     fn open(guest: &Guest) -> Result<Self> {
-        guest.run("grep -q /mnt /proc/mounts || { mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt; }")?;
+        guest.run(
+            "grep -q /mnt /proc/mounts || { mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt; }",
+        )?;
         guest.run("truncate -s 4G /mnt/hole; rm -f /run/until; mkfifo /run/until")?;
         const SCRIPT: &str = "exec 3</mnt/hole 4<>/run/until
             free() { awk '/^MemFree/ { print $2 }' /proc/meminfo; }
@@ -145,7 +148,10 @@ impl Cache {
 
     fn read_until(&mut self, guest: &Guest, free_bytes: u64) -> Result<()> {
         guest.run(&format!("echo {} >/run/until", free_bytes / 1024))?;
-        ensure!(self.0.next_line().as_deref() == Some("read"), "What is read takes nothing that is free");
+        ensure!(
+            self.0.next_line().as_deref() == Some("read"),
+            "What is read takes nothing that is free"
+        );
         Ok(())
     }
 }
@@ -197,8 +203,9 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         },
         gives_back: "free_share",
     };
-    let followed =
-        follows(&guest, &amf).context("amf").and_then(|()| follows(&guest, &dapper).context("dapper"));
+    let followed = follows(&guest, &amf)
+        .context("amf")
+        .and_then(|()| follows(&guest, &dapper).context("dapper"));
     if followed.is_err() {
         // What a person would ask next.
         println!("{}", guest.api("GET", "vm.memory", None)?);
@@ -251,7 +258,8 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
                 mib(row.up_to)
             );
             ensure!(
-                wanted.abs_diff(row.times * marks.dram) <= 2 * MIB && decision["reason"] == "low_free",
+                wanted.abs_diff(row.times * marks.dram) <= 2 * MIB
+                    && decision["reason"] == "low_free",
                 "It is not {} times {} bytes that are wanted: {decision}",
                 row.times,
                 marks.dram
@@ -265,8 +273,9 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let before = decisions_total(guest)?;
     set(json!({ "dry_run": false }))?;
     guest.wait_until("PM comes", LIMIT, || {
-        let grown =
-            |decision: &Value| decision["reason"] == "low_free" && decision["outcome"]["state"] == "reached";
+        let grown = |decision: &Value| {
+            decision["reason"] == "low_free" && decision["outcome"]["state"] == "reached"
+        };
         Ok(decisions(guest, before, "grow")?.iter().any(grown))
     })?;
     let top = zone(guest, "pm")?.plugged_bytes;
@@ -297,7 +306,9 @@ fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
     for entry in &trace.entries {
         let Entry::Report { report, .. } = entry else { continue };
         let memory = report.memory();
-        if memory.free_bytes < memory.total_bytes / 3 && memory.available_bytes > memory.total_bytes / 2 {
+        if memory.free_bytes < memory.total_bytes / 3
+            && memory.available_bytes > memory.total_bytes / 2
+        {
             *causes.entry(format!("{:?}", report.cause())).or_default() += 1;
         }
     }

@@ -62,10 +62,14 @@ fn dax_sync() -> Expected {
 pub fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
-        return skip(format!("what is on {device} may be somebody's on a machine that is not ours"));
+        return skip(format!(
+            "what is on {device} may be somebody's on a machine that is not ours"
+        ));
     }
     if !path.exists() {
-        return skip(format!("no {device} here (ci/nested/host --nvdimm 512 --pmem-devices 320 has one)"));
+        return skip(format!(
+            "no {device} here (ci/nested/host --nvdimm 512 --pmem-devices 320 has one)"
+        ));
     }
     if device == DEVDAX {
         // It knows no write(). What an earlier test left goes by the library's own means, all of it: a pool whose
@@ -147,7 +151,10 @@ fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
 fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()>) -> Result<()> {
     let name = &pool.name();
     let info = pool.info()?;
-    ensure!(info["durability"] == expected.durability && info["thin"] == expected.thin, "It is {info}");
+    ensure!(
+        info["durability"] == expected.durability && info["thin"] == expected.thin,
+        "It is {info}"
+    );
     // 1. Volumes.
     let open = open(pool)?;
     open.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt)?;
@@ -172,13 +179,19 @@ fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()
     // 4. More of everything.
     grow(name)?;
     let grown = self::open(pool)?;
-    ensure!(grown.info().total_bytes > info["total_bytes"].as_u64().unwrap_or(u64::MAX), "It did not grow");
+    ensure!(
+        grown.info().total_bytes > info["total_bytes"].as_u64().unwrap_or(u64::MAX),
+        "It did not grow"
+    );
     grown.delete_volume("raw")?;
     grown.delete_volume("data")?;
     drop(grown);
     free_chunks_are_zero(pool)?;
     let info = pool.info()?;
-    ensure!(info["durability"] == expected.durability && info["thin"] == expected.thin, "It became {info}");
+    ensure!(
+        info["durability"] == expected.durability && info["thin"] == expected.thin,
+        "It became {info}"
+    );
     ensure!(pool.check()?.ends_with("clean\n"), "Not clean at the end");
     Ok(())
 }
@@ -202,7 +215,11 @@ fn on_tmpfs_it_is_volatile() -> Result<()> {
 fn on_ext4_it_is_page_cache() -> Result<()> {
     let disk = Disk::create(128, 256)?;
     let pool = serves_in_file(disk.dir(), &[], &page_cache())?;
-    ensure!(pool.occupied_bytes()? >= 80 * MIB, "Only {} bytes are allocated", pool.occupied_bytes()?);
+    ensure!(
+        pool.occupied_bytes()? >= 80 * MIB,
+        "Only {} bytes are allocated",
+        pool.occupied_bytes()?
+    );
     Ok(())
 }
 
@@ -233,7 +250,10 @@ fn on_xfs_it_is_page_cache() -> Result<()> {
 
 fn on_ext4_with_dax_it_is_dax_sync() -> Result<()> {
     let mounts = fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
-    if !mounts.lines().any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always")) {
+    if !mounts
+        .lines()
+        .any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always"))
+    {
         return skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)");
     }
     let dir = Path::new("/pm/places");
@@ -249,7 +269,8 @@ fn on_xfs_with_dax_it_is_dax_sync() -> Result<()> {
     FileSystem::Xfs.make(&device)?;
     let at = this_tests_dir().join("xfs");
     mount(&device, &at, FileSystem::Xfs, "dax=always")?;
-    let thick = serves_in_file(&at, &[], &dax_sync()).and_then(|pool| Ok(fs::remove_file(pool.path())?));
+    let thick =
+        serves_in_file(&at, &[], &dax_sync()).and_then(|pool| Ok(fs::remove_file(pool.path())?));
     let thin = serves_in_file(&at, &["--thin"], &Expected { thin: true, ..dax_sync() });
     let device = device.display().to_string();
     let mounted = refused(&["create", &device, "--force"], &[&device, "mounted on", "/xfs"]);
@@ -364,7 +385,10 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
     let (free, files) = (free_bytes(disk.dir())?, names(disk.dir())?);
     let other = disk.dir().join("other").display().to_string();
     for size in ["64M", "24M"] {
-        refused(&["create", &other, "--size", size], &["--size", &other, "MiB are needed", "free"])?;
+        refused(
+            &["create", &other, "--size", size],
+            &["--size", &other, "MiB are needed", "free"],
+        )?;
         ensure!(names(disk.dir())? == files, "Files are left: {:?}", names(disk.dir())?);
         ensure!(
             free_bytes(disk.dir())? == free,
@@ -382,8 +406,8 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
         ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
         // Sequence numbers and checksums of the superblocks may differ; what is behind them may not.
         let after = content(pool.path())?;
-        let differ =
-            before.len() != after.len() || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
+        let differ = before.len() != after.len()
+            || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
         ensure!(
             !differ && before[2 << 20..] == after[2 << 20..],
             "A growth that failed has changed the pool"

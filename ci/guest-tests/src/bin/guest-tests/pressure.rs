@@ -57,8 +57,7 @@ pub fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
 /// Has psi give back without the default waits, which are in its unit tests: for guests that have
 /// reached what they were to.
 fn give_back_soon(guest: &Guest) -> Result<()> {
-    let soon =
-        json!({ "params": { "idle": "1s" }, "rules": { "cool_down": "1s", "shrink_interval": "100ms" } });
+    let soon = json!({ "params": { "idle": "1s" }, "rules": { "cool_down": "1s", "shrink_interval": "100ms" } });
     guest.api("PUT", "vm.pressure", Some(soon)).map(drop)
 }
 
@@ -115,7 +114,10 @@ fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let guest = small_guest(&pool).pressure("off").boot()?;
     let (_hog, held) = fill(&guest, 640)?;
     let swapped = vmstat(&guest, "pswpout")?;
-    ensure!(!held || swapped > 0, "The load was held without the governor, and nothing was swapped");
+    ensure!(
+        !held || swapped > 0,
+        "The load was held without the governor, and nothing was swapped"
+    );
     ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM was plugged with the policy off");
     Ok(())
 }
@@ -134,7 +136,8 @@ impl Ramp {
     /// As much as [`fill`] has where DRAM does not do, in half a minute.
     fn climb(guest: &Guest) -> Result<Self> {
         const COUNTERS: [&str; 3] = ["pgscan_kswapd", "pgscan_direct", "pswpout"];
-        let count = || COUNTERS.iter().map(|counter| vmstat(guest, counter)).collect::<Result<Vec<u64>>>();
+        let count =
+            || COUNTERS.iter().map(|counter| vmstat(guest, counter)).collect::<Result<Vec<u64>>>();
         let before = count()?;
         let mut leak = guest.start_script(GROW_LIMIT, "exec guest-tool leak 640 24")?;
         let mut held = false;
@@ -158,7 +161,11 @@ fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     let ramp = Ramp::climb(&guest)?;
     ensure!(ramp.held, "The load was killed");
     ensure!(ramp.scanned_by_kswapd == 0, "kswapd has looked at {} pages", ramp.scanned_by_kswapd);
-    ensure!(ramp.scanned_directly == 0, "Who allocated has looked at {} pages", ramp.scanned_directly);
+    ensure!(
+        ramp.scanned_directly == 0,
+        "Who allocated has looked at {} pages",
+        ramp.scanned_directly
+    );
     ensure!(ramp.swapped_out == 0, "{} pages were swapped out", ramp.swapped_out);
     ensure!(zone(&guest, "pm")?.plugged_bytes >= 192 * MIB, "It had memory enough without PM");
     guest.no_kernel_complaints()
@@ -169,7 +176,11 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("off").boot()?;
     let ramp = Ramp::climb(&guest)?;
-    ensure!(ramp.scanned_by_kswapd > 0, "kswapd has looked at nothing; the load was held: {}", ramp.held);
+    ensure!(
+        ramp.scanned_by_kswapd > 0,
+        "kswapd has looked at nothing; the load was held: {}",
+        ramp.held
+    );
     Ok(())
 }
 
@@ -193,7 +204,8 @@ fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
         dram.plugged_bytes,
         pm.plugged_bytes
     );
-    let held_mib: u64 = held.split(' ').nth(1).and_then(|mib| mib.parse().ok()).context("It held nothing")?;
+    let held_mib: u64 =
+        held.split(' ').nth(1).and_then(|mib| mib.parse().ok()).context("It held nothing")?;
     ensure!(held_mib >= 768, "Of 1024 MiB it had {held_mib}");
     Ok(())
 }
@@ -237,13 +249,19 @@ fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     // Page tables, descriptors, stacks and slabs beside a load that leaves no DRAM: twice as much as there is.
     ensure!(write_to_memory(&guest, 700)?, "Not all was written");
     let pm = zone(&guest, "pm")?;
-    ensure!(pm.plugged_bytes >= 384 * MIB, "It had memory enough with {} bytes of PM", pm.plugged_bytes);
+    ensure!(
+        pm.plugged_bytes >= 384 * MIB,
+        "It had memory enough with {} bytes of PM",
+        pm.plugged_bytes
+    );
     for (counter, count) in signs_of_shortage(&guest)? {
         ensure!(count == 0, "{counter} is {count}");
     }
     // All that is movable leaves again.
     guest.run("umount /run/load")?;
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 0))?;
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
+        Ok(zone(&guest, "pm")?.plugged_bytes == 0)
+    })?;
     guest.no_kernel_complaints()
 }
 
@@ -268,7 +286,9 @@ fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
             );
         }
         // At worst it panics, and there is nobody left to ask.
-        Err(error) => ensure!(has_run_out(&guest.console_log()?), "It has not run out of memory: {error:#}"),
+        Err(error) => {
+            ensure!(has_run_out(&guest.console_log()?), "It has not run out of memory: {error:#}")
+        }
     }
     Ok(())
 }
@@ -276,8 +296,9 @@ fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
 fn a_silent_agent_is_noticed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
-    let report_age_ms =
-        || -> Result<Option<u64>> { Ok(guest.api("GET", "vm.pressure", None)?["report_age_ms"].as_u64()) };
+    let report_age_ms = || -> Result<Option<u64>> {
+        Ok(guest.api("GET", "vm.pressure", None)?["report_age_ms"].as_u64())
+    };
     guest.wait_until("a report has come", GROW_LIMIT, || Ok(report_age_ms()?.is_some()))?;
     guest.run("killall -STOP foreshore-agent")?;
     guest.wait_until("the last report is 5 s old", GROW_LIMIT, || {

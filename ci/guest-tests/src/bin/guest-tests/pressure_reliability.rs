@@ -37,7 +37,9 @@ fn pressure(guest: &Guest) -> Result<Value> {
 }
 
 fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
-    guest.wait_until(&format!("the agent is {state}"), LIMIT, || Ok(pressure(guest)?["agent"] == state))?;
+    guest.wait_until(&format!("the agent is {state}"), LIMIT, || {
+        Ok(pressure(guest)?["agent"] == state)
+    })?;
     let shown = guest.metrics()?.value("foreshore_pressure_agent_state", &[("state", state)])?;
     ensure!(shown == 1.0, "The metrics do not say that the agent is {state}");
     Ok(())
@@ -111,7 +113,8 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     const FLOOD: u32 = 600;
     let pool = Pool::create("2G")?;
     // With a swap to avoid.
-    let guest = guest_with_pm(&pool, LARGE_PM_MIB).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
+    let guest =
+        guest_with_pm(&pool, LARGE_PM_MIB).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
     for zone in pressure(&guest)?["zones"].as_array().context("No zones")? {
         ensure!(zone["driver_ready"] == true, "The driver is not up: {zone}");
@@ -119,8 +122,9 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs, before it would swap.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
     let hog = fill(&guest, 512)?;
-    let grown =
-        |decision: &Value| decision["direction"] == "grow" && decision["outcome"]["state"] == "reached";
+    let grown = |decision: &Value| {
+        decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
+    };
     guest.wait_until("a grow is reached", LIMIT, || has_decided(&guest, grown))?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let swapped = vmstat(&guest, "pswpout")?;
@@ -148,7 +152,8 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     let flood = guest.start_script(LIMIT, &flood)?;
     guest.wait_until("it is decided amid the flood", LIMIT, || {
         has_decided(&guest, |decision| {
-            let is_new = decision["seq"].as_u64() > Some(decided) && decision["direction"] == "grow";
+            let is_new =
+                decision["seq"].as_u64() > Some(decided) && decision["direction"] == "grow";
             is_new && decision["input"]["report"]["available_bytes"] == 0
         })
     })?;
@@ -160,7 +165,9 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     drop(flood);
     wait_for_agent(&guest, "gone")?;
     // Memory on its way would count for the next reports as well.
-    guest.wait_until("the grow is over", LIMIT, || Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?))?;
+    guest.wait_until("the grow is over", LIMIT, || {
+        Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?)
+    })?;
     // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more. More memory than there can be
     // is not believed, and counted.
     let requested = requested_bytes(&guest)?;
@@ -173,8 +180,12 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     guest.wait_until("the lies are gone", LIMIT, || {
         Ok(pressure(&guest)?["agent"] == "gone" && refused(&guest, "out_of_range")? > out_of_range)
     })?;
-    let (taken, out_of_range) = (reports(&guest)? - taken, refused(&guest, "out_of_range")? - out_of_range);
-    ensure!((taken, out_of_range) == (5.0, 1.0), "{taken} lies are taken, and {out_of_range} are not");
+    let (taken, out_of_range) =
+        (reports(&guest)? - taken, refused(&guest, "out_of_range")? - out_of_range);
+    ensure!(
+        (taken, out_of_range) == (5.0, 1.0),
+        "{taken} lies are taken, and {out_of_range} are not"
+    );
     let has_grown = requested_bytes(&guest)? > requested || requested == ALL;
     ensure!(has_grown, "A guest that says that it is short is given nothing");
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
@@ -211,12 +222,19 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     while pins.next_line().context("The pins were killed")? != "pinned" {}
     let tried = |decision: &Value| {
         decision["direction"] == "shrink"
-            && ["partly", "withdrawn", "stuck"].iter().any(|state| decision["outcome"]["state"] == *state)
+            && ["partly", "withdrawn", "stuck"]
+                .iter()
+                .any(|state| decision["outcome"]["state"] == *state)
     };
     guest.wait_until("a shrink is not followed", SHRINK_LIMIT, || has_decided(&guest, tried))?;
-    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "DRAM was taken in place of PM that stays");
+    ensure!(
+        zone(&guest, "dram")?.plugged_bytes == 128 * MIB,
+        "DRAM was taken in place of PM that stays"
+    );
     drop(pins);
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 0))?;
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
+        Ok(zone(&guest, "pm")?.plugged_bytes == 0)
+    })?;
     guest.no_kernel_complaints()
 }
 
@@ -247,12 +265,17 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     let killed = vmstat(&guest, "oom_kill")?;
     let dry = dry(&guest)?;
     guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 512 * MIB })))?;
-    let held = |decision: &Value| decision["direction"] == "hold" && decision["reason"] == "descriptors";
+    let held =
+        |decision: &Value| decision["direction"] == "hold" && decision["reason"] == "descriptors";
     guest.wait_until("the request is held back", LIMIT, || has_decided(&guest, held))?;
     let before = reports(&guest)?;
     guest.wait_until("more reports come", LIMIT, || Ok(reports(&guest)? >= before + REPORTS))?;
     let pm = zone(&guest, "pm")?;
-    ensure!((pm.requested_bytes, pm.plugged_bytes) == (0, 0), "{} bytes are requested", pm.requested_bytes);
+    ensure!(
+        (pm.requested_bytes, pm.plugged_bytes) == (0, 0),
+        "{} bytes are requested",
+        pm.requested_bytes
+    );
     // A size requested by a client is held back as well.
     guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": 128 * MIB })))?;
     ensure!(
@@ -261,7 +284,9 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     );
     guest.api("PUT", "vm.pressure", Some(json!({ "resume": true })))?;
     drop(dry);
-    guest.wait_until("it has everything", LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB))?;
+    guest.wait_until("it has everything", LIMIT, || {
+        Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB)
+    })?;
     guest.run("pidof foreshore-agent").context("The agent was killed")?;
     ensure!(vmstat(&guest, "oom_kill")? == killed, "A process was killed");
     guest.no_kernel_complaints()

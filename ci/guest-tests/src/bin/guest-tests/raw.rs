@@ -42,18 +42,27 @@ fn holds(kernel: Kernel) -> Result<()> {
     let (_disk, pool) = pool_on_disk(1024)?;
     let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
     wait_for_bytes(&guest)?;
-    ensure!(guest.run("ls /sys/block")?.lines().all(|name| name != "pmem0s"), "A raw volume has a BTT");
+    ensure!(
+        guest.run("ls /sys/block")?.lines().all(|name| name != "pmem0s"),
+        "A raw volume has a BTT"
+    );
     let write = |mode: &str, first: u32, seed: u32| {
-        let command = format!("exec guest-tool write-blocks /dev/pmem0 {mode} {first} 600 {seed} 3");
+        let command =
+            format!("exec guest-tool write-blocks /dev/pmem0 {mode} {first} 600 {seed} 3");
         guest.start_script(IO_LIMIT, &command)
     };
-    for writer in [write("direct", 0, 1)?, write("buffered", 8192, 2)?, write("buffered", 16384, 3)?] {
+    for writer in
+        [write("direct", 0, 1)?, write("buffered", 8192, 2)?, write("buffered", 16384, 3)?]
+    {
         let output = writer.finish()?;
         ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
     }
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0 {first} 600 {seed} 3"))?;
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool check-blocks /dev/pmem0 {first} 600 {seed} 3"),
+        )?;
     }
     // Three rounds of two buffered writers, each with an fdatasync at its end.
     let done = flushes(&guest, "ok")?;
@@ -69,7 +78,10 @@ fn raw_files_survive_a_power_cut() -> Result<()> {
     let (disk, pool) = pool_on_disk(1024)?;
     let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
     wait_for_bytes(&guest)?;
-    guest.run_within(IO_LIMIT, "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0",
+    )?;
     let mount = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0 /mnt/data";
     guest.run(mount)?;
     let acknowledged = write_files_and_kill(guest, 15)?;

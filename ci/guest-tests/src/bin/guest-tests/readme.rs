@@ -21,17 +21,25 @@ const OTHER_TERMINAL: &str = "# It stays in the foreground.";
 /// The block without the lines that depend on the location of the clone: the build, and the paths of the programs, the
 /// kernel and the image.
 fn commands() -> Result<(String, String)> {
-    let (_, section) = README.split_once("\n## Use it\n").context("README.md has no section Use it")?;
+    let (_, section) =
+        README.split_once("\n## Use it\n").context("README.md has no section Use it")?;
     let section = section.split("\n## ").next().unwrap_or(section);
     let block = section.lines().skip_while(|line| !line.starts_with("    "));
-    let block = block.take_while(|line| line.is_empty() || line.starts_with("    ")).map(str::trim_start);
+    let block =
+        block.take_while(|line| line.is_empty() || line.starts_with("    ")).map(str::trim_start);
     let of_clone = |line: &&str| {
-        ["cargo build", "PATH=", "kernel=", "initramfs="].iter().any(|start| line.starts_with(start))
+        ["cargo build", "PATH=", "kernel=", "initramfs="]
+            .iter()
+            .any(|start| line.starts_with(start))
     };
     let lines: Vec<&str> = block.collect();
-    ensure!(lines.iter().filter(|line| of_clone(line)).count() == 4, "Not those four lines: {lines:#?}");
+    ensure!(
+        lines.iter().filter(|line| of_clone(line)).count() == 4,
+        "Not those four lines: {lines:#?}"
+    );
     let text = lines.into_iter().filter(|line| !of_clone(line)).collect::<Vec<_>>().join("\n");
-    let (first, second) = text.split_once(OTHER_TERMINAL).context("No commands for another terminal")?;
+    let (first, second) =
+        text.split_once(OTHER_TERMINAL).context("No commands for another terminal")?;
     Ok((first.to_owned(), second.lines().skip(1).collect::<Vec<_>>().join("\n")))
 }
 
@@ -41,10 +49,12 @@ struct Terminal(Child);
 impl Terminal {
     fn open(commands: &str, output: &Path) -> Result<Self> {
         let guests = std::env::var("GUESTS").unwrap_or_else(|_| "/guests".to_owned());
-        let file = File::create(output).with_context(|| format!("Cannot make {}", output.display()))?;
+        let file =
+            File::create(output).with_context(|| format!("Cannot make {}", output.display()))?;
         // The emulated host has wget of busybox and no curl.
-        let script =
-            format!("set -e\ncommand -v curl >/dev/null || curl() {{ wget -q -O - \"$2\"; }}\n{commands}");
+        let script = format!(
+            "set -e\ncommand -v curl >/dev/null || curl() {{ wget -q -O - \"$2\"; }}\n{commands}"
+        );
         let mut shell = Command::new("sh");
         shell.args(["-c", &script]).env("kernel", format!("{guests}/vmlinuz-6.12"));
         shell.env("initramfs", format!("{guests}/basic-6.12.img")).stdin(Stdio::null());
@@ -79,7 +89,9 @@ fn the_commands_under_use_it_run() -> Result<()> {
         Ok(())
     });
     let checked = checked.with_context(|| fs::read_to_string(&console).unwrap_or_default());
-    let _ = Command::new("foreshore-remote").args(["--api-socket", "/run/vm.sock", "shutdown-vmm"]).status();
+    let _ = Command::new("foreshore-remote")
+        .args(["--api-socket", "/run/vm.sock", "shutdown-vmm"])
+        .status();
     let status = wait_for("the VMM has ended", LIMIT, || Ok(vmm.0.try_wait()?));
     fs::remove_file(POOL)?;
     checked?;

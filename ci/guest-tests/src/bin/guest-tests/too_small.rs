@@ -43,7 +43,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let run = |name: &str, config: Config, dram_mib: u64| {
         // In real time the agent needs a vCPU of its own: emulated, a fill takes one for hundreds of MiB at a time.
         let size = GuestSize { cpus: 2, dram_mib };
-        run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack).with_context(|| name.to_owned())
+        run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack)
+            .with_context(|| name.to_owned())
     };
     let alone = run("all-dram", Config::AllDram, WORKLOAD.mib + ROOM_MIB)?;
     let missed = unmet("DRAM alone", &alone, &alone);
@@ -53,7 +54,11 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let soon = Config::Policy("psi,idle=2s,cool_down=1s");
     let psi = run("psi", soon, dram_mib(SHARE_PERCENT))?;
     let missed = unmet("psi", &psi, &alone);
-    ensure!(missed.is_empty(), "With {} MiB of DRAM under psi: {missed:?}", dram_mib(SHARE_PERCENT));
+    ensure!(
+        missed.is_empty(),
+        "With {} MiB of DRAM under psi: {missed:?}",
+        dram_mib(SHARE_PERCENT)
+    );
     // The same conditions see it where nobody grows the guest, and it lacks less.
     let swap = run("swap", Config::SwapVirtioBlk, dram_mib(SWAPPING_SHARE_PERCENT))?;
     let missed = unmet("swap", &swap, &alone);
@@ -76,9 +81,10 @@ fn what_is_killed_for_memory_is_the_load() -> Result<()> {
     let others = || guest.run("pidof guest-shell foreshore-agent");
     let before = others()?;
     // What compilers need beside their source comes when that is there.
-    for (load, mib, programs) in
-        [("redis", 400, &["redis-server", "guest-tool"][..]), ("compile", 180, &["tcc", "guest-tool"])]
-    {
+    for (load, mib, programs) in [
+        ("redis", 400, &["redis-server", "guest-tool"][..]),
+        ("compile", 180, &["tcc", "guest-tool"]),
+    ] {
         let kills = vmstat(&guest, "oom_kill")?;
         guest.run("dmesg -c >/dev/null")?;
         let end = guest.try_run(LIMIT, &format!("guest-tool load {load} {mib}"))?;
@@ -86,15 +92,31 @@ fn what_is_killed_for_memory_is_the_load() -> Result<()> {
         let log = guest.run("dmesg")?;
         // mm/oom_kill.c: Out of memory: Killed process 197 (redis-server) total-vm:...
         let killed = log.lines().filter_map(|line| {
-            line.split_once("Killed process ")?.1.split_once('(')?.1.split_once(')').map(|(name, _)| name)
+            line.split_once("Killed process ")?
+                .1
+                .split_once('(')?
+                .1
+                .split_once(')')
+                .map(|(name, _)| name)
         });
         let killed: Vec<&str> = killed.collect();
         println!("{load} of {mib} MiB ended with {}, killed: {killed:?}", end.code);
         let counted = vmstat(&guest, "oom_kill")? - kills;
-        ensure!(counted == killed.len() as u64 && counted > 0, "{counted} kills, in the log {killed:?}");
+        ensure!(
+            counted == killed.len() as u64 && counted > 0,
+            "{counted} kills, in the log {killed:?}"
+        );
         ensure!(killed.iter().all(|name| programs.contains(name)), "{load} had {killed:?} killed");
-        ensure!(others()? == before, "The guest's shell and agent were {before:?} and are {:?}", others()?);
-        guest.wait_until_run("its programs have gone", LIMIT, "! pidof redis-server tcc guest-tool")?;
+        ensure!(
+            others()? == before,
+            "The guest's shell and agent were {before:?} and are {:?}",
+            others()?
+        );
+        guest.wait_until_run(
+            "its programs have gone",
+            LIMIT,
+            "! pidof redis-server tcc guest-tool",
+        )?;
     }
     // What it leaves in files the next one takes away.
     guest.run_within(LIMIT, "guest-tool load compile 30")?;

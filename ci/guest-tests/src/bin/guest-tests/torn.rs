@@ -36,7 +36,8 @@ const LANES: u64 = 2;
 /// A victim for each lane, on pools in that directory.
 fn victims(dir: &Path, setup: Setup) -> Result<Vec<Victim>> {
     let seed = seed()?;
-    let victim = |lane| Victim::create(Pool::by_path(&dir.join(format!("pool{lane}"))), setup, seed + lane);
+    let victim =
+        |lane| Victim::create(Pool::by_path(&dir.join(format!("pool{lane}"))), setup, seed + lane);
     (0..LANES).map(victim).collect()
 }
 
@@ -74,7 +75,8 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     ensure!(durability == "page-cache", "A pool on a disk is {durability}");
     // What only a cache has is no older than the last life of the volume.
     for delay_ms in [100, 250] {
-        let life = victim.live_until(Moment::Writing(std::time::Duration::from_millis(delay_ms)))?;
+        let life =
+            victim.live_until(Moment::Writing(std::time::Duration::from_millis(delay_ms)))?;
         ensure!(life.seen.flushes > 0, "No flush was acknowledged: nothing was tried");
     }
     victim.check()?;

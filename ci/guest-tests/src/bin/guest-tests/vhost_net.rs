@@ -16,8 +16,8 @@ use serde_json::json;
 
 use crate::hotplug;
 use crate::net::{
-    IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, loses_the_bus, ping_host, taken,
-    to_guest, to_guest_until,
+    IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, loses_the_bus, ping_host,
+    taken, to_guest, to_guest_until,
 };
 use crate::zones::{MIB, zone};
 
@@ -69,7 +69,10 @@ fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
         let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
         ensure!(bytes > least_bytes as f64, "{bytes} bytes {direction}");
     }
-    ensure!(metrics.value("foreshore_net_broken_queues_total", &[("net", net)])? == 0.0, "A queue broke");
+    ensure!(
+        metrics.value("foreshore_net_broken_queues_total", &[("net", net)])? == 0.0,
+        "A queue broke"
+    );
     Ok(())
 }
 
@@ -86,7 +89,8 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
         let unwanted_before = unwanted(guest)?;
         let before = taken(net)?;
         let transfer = scope.spawn(|| to_guest(guest, net, 2 * TRANSFER_BYTES));
-        guest.wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
+        guest
+            .wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
         guest.api("PUT", "vm.pause", None)?;
         let paused = taken(net)?;
         let socket = UdpSocket::bind((net.host, 0))?;
@@ -118,8 +122,12 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["config"]["net"][0]["vhost"] == "on", "{info}");
     // A driver that lets go and comes back finds the device as new.
-    guest.run("echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name")?;
-    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0")?;
+    guest.run(
+        "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
+    )?;
+    guest.run(
+        "cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0",
+    )?;
     guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
@@ -142,7 +150,10 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
     let guest = net.builder(",num_queues=4,vhost=auto").cpus(2).boot()?;
     net.bring_up(&guest)?;
     is_moved_by_kernel(&guest, "_net0")?;
-    ensure!(guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2", "Not two queues");
+    ensure!(
+        guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2",
+        "Not two queues"
+    );
     // Interrupts go from one vCPU to the other: each time the guest masks a vector, and gives it another message.
     let move_to = |cpus: &str| {
         let set = format!(
@@ -155,7 +166,8 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
         move_to(cpus)?;
         ping_host(&guest, &net)?;
         thread::scope(|scope| -> Result<()> {
-            let each = [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 16)));
+            let each =
+                [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 16)));
             each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
         })?;
         to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
@@ -171,8 +183,7 @@ fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
     };
     let guest = builder().boot()?;
     for _ in 0..3 {
-        let body =
-            json!({"id": "lan", "tap": net.tap, "ip": net.host, "mask": "255.255.255.0", "vhost": "on"});
+        let body = json!({"id": "lan", "tap": net.tap, "ip": net.host, "mask": "255.255.255.0", "vhost": "on"});
         guest.api("PUT", "vm.add-net", Some(body))?;
         net.bring_up(&guest)?;
         is_moved_by_kernel(&guest, "lan")?;
@@ -210,8 +221,10 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
         Ok(net) => net,
         Err(reason) => return skip(reason),
     };
-    let guest =
-        net.builder(",vhost=on").memory("size=384M,hotplug_method=virtio-mem,hotplug_size=512M").boot()?;
+    let guest = net
+        .builder(",vhost=on")
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=512M")
+        .boot()?;
     net.bring_up(&guest)?;
     let resize = |mib: u64| {
         guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": (384 + mib) * MIB })))?;

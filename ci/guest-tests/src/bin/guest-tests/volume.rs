@@ -57,7 +57,8 @@ fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
             &format!("exec guest-tool write-blocks /dev/pmem0s {mode} {first} 600 {seed} {rounds}"),
         )
     };
-    let writers = [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?];
+    let writers =
+        [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?];
     for writer in writers {
         let output = writer.finish()?;
         ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
@@ -122,7 +123,8 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     let writers: Vec<Script> = [(0, 1), (8192, 2)]
         .into_iter()
         .map(|(first, seed)| {
-            let command = format!("exec guest-tool write-blocks /dev/pmem0s direct {first} 600 {seed} 1000");
+            let command =
+                format!("exec guest-tool write-blocks /dev/pmem0s direct {first} 600 {seed} 1000");
             guest.start_script(IO_LIMIT, &command)
         })
         .collect::<Result<_>>()?;
@@ -146,7 +148,8 @@ pub const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/da
 /// Returns a line for each that was acknowledged: its name and its hash.
 pub fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     let mut acknowledged = String::new();
-    let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    let mut writer =
+        guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
     guest.no_kernel_complaints()?;
     for _ in 0..count {
         let line = writer.next_line().context("The writer ended")?;
@@ -213,9 +216,16 @@ fn a_readonly_volume_takes_no_writes() -> Result<()> {
     pool.check()?;
     // The first chunk identifies a VM's use of the pool. The guest could write to all others.
     let after = fs::read(pool.path())?;
-    let changed =
-        before.chunks(1 << 21).zip(after.chunks(1 << 21)).skip(1).filter(|(old, new)| old != new).count();
-    ensure!(before.len() == after.len() && changed == 0, "{changed} chunks of the pool have changed");
+    let changed = before
+        .chunks(1 << 21)
+        .zip(after.chunks(1 << 21))
+        .skip(1)
+        .filter(|(old, new)| old != new)
+        .count();
+    ensure!(
+        before.len() == after.len() && changed == 0,
+        "{changed} chunks of the pool have changed"
+    );
     Ok(())
 }
 

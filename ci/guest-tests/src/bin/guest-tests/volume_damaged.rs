@@ -52,7 +52,8 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
     for disk in &disks {
         let failed = metrics.value("foreshore_volume_failed", &[("volume", &disk.name)])?;
         ensure!(failed == 0.0, "Volume {} has failed, and not an arena of it", disk.name);
-        let read_only = metrics.value("foreshore_volume_read_only_arenas", &[("volume", &disk.name)])?;
+        let read_only =
+            metrics.value("foreshore_volume_read_only_arenas", &[("volume", &disk.name)])?;
         let expected = f64::from(u8::from(disk.damaged.is_some()));
         ensure!(read_only == expected, "Volume {}: {read_only} arenas are read-only", disk.name);
     }
@@ -64,7 +65,11 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
         for (number, (info, source)) in disk.media.arenas()?.into_iter().enumerate() {
             let expected = (disk.damaged == Some(number), InfoSource::Both);
             let found = (info.has_error, source);
-            ensure!(found == expected, "Volume {}, arena {number}: {found:?}, not {expected:?}", disk.name);
+            ensure!(
+                found == expected,
+                "Volume {}, arena {number}: {found:?}, not {expected:?}",
+                disk.name
+            );
         }
         disk.verify_by_engine(&Outcome::of_history(disk.shape, history)?)?;
     }
@@ -74,11 +79,13 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
 /// The VMM's log names the damaged arena, its sectors and the reason, and no other.
 fn is_said(disk: &Disk, log: &str) -> Result<()> {
     let volume = format!("volume=\"{}\"", disk.name);
-    let lines = log.lines().filter(|line| line.contains("takes no writes") && line.contains(&volume));
+    let lines =
+        log.lines().filter(|line| line.contains("takes no writes") && line.contains(&volume));
     let lines: Vec<_> = lines.collect();
     let damaged = disk.damaged.context("Not damaged")?;
     let first_sector = disk.arenas[damaged];
-    let sectors = disk.arenas.get(damaged + 1).copied().unwrap_or(disk.shape.sectors) - first_sector;
+    let sectors =
+        disk.arenas.get(damaged + 1).copied().unwrap_or(disk.shape.sectors) - first_sector;
     let words = [
         format!("arena={damaged} "),
         format!("first_sector={first_sector} "),
@@ -97,7 +104,8 @@ fn is_said(disk: &Disk, log: &str) -> Result<()> {
 /// Writes and discards at both ends of the damaged arena are I/O errors in the guest, and counted.
 fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
     let errors = |operation| {
-        let labels = [("volume", disk.name.as_str()), ("operation", operation), ("result", "error")];
+        let labels =
+            [("volume", disk.name.as_str()), ("operation", operation), ("result", "error")];
         linux.guest.metrics()?.value("foreshore_volume_operations_total", &labels)
     };
     let sectors = match disk.damaged {
@@ -105,14 +113,18 @@ fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
         _ => [disk.arenas[1], disk.shape.sectors - 1],
     };
     for (tried, sector) in (1..).zip(sectors) {
-        let write = format!("dd if=/dev/urandom of=/dev/{node} bs=4096 seek={sector} count=1 oflag=direct");
+        let write =
+            format!("dd if=/dev/urandom of=/dev/{node} bs=4096 seek={sector} count=1 oflag=direct");
         let discard = format!("blkdiscard -o {} -l 4096 /dev/{node}", sector * 4096);
         for (operation, command) in [("write", write), ("discard", discard)] {
             let output = linux.guest.try_run(IO_LIMIT, &command)?;
             let is_error = output.code != 0 && output.stderr.contains("Input/output error");
             ensure!(is_error, "`{command}` in the damaged arena: {output:?}");
             let errors = errors(operation)?;
-            ensure!(errors == f64::from(tried), "{errors} {operation}s have failed, and not {tried}");
+            ensure!(
+                errors == f64::from(tried),
+                "{errors} {operation}s have failed, and not {tried}"
+            );
         }
     }
     Ok(())

@@ -31,7 +31,9 @@ fn write_hard(guest: &Guest) -> Result<()> {
         let command = format!("exec guest-tool write-blocks /dev/vda {mode} {first} 600 {seed} 2");
         guest.start_script(IO_LIMIT, &command)
     };
-    for writer in [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?] {
+    for writer in
+        [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?]
+    {
         let output = writer.finish()?;
         ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
     }
@@ -41,7 +43,10 @@ fn write_hard(guest: &Guest) -> Result<()> {
 fn check(guest: &Guest, device: &str) -> Result<()> {
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks {device} {first} 600 {seed} 2"))?;
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool check-blocks {device} {first} 600 {seed} 2"),
+        )?;
     }
     Ok(())
 }
@@ -51,7 +56,8 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     let guest = guest_with(&pool, "interface=virtio-blk").cpus(2).boot()?;
     wait_for_disk(&guest, "/dev/vda")?;
     write_hard(&guest)?;
-    let labels = [("volume", "data"), ("interface", "virtio-blk"), ("operation", "write"), ("result", "ok")];
+    let labels =
+        [("volume", "data"), ("interface", "virtio-blk"), ("operation", "write"), ("result", "ok")];
     let writes = guest.metrics()?.value("foreshore_volume_operations_total", &labels)?;
     ensure!(writes >= 1800.0, "{writes} writes");
     let volumes = guest.api("GET", "vm.volumes", None)?;

@@ -37,7 +37,9 @@ pub fn has_hints(guest: &Guest) -> Result<bool> {
 }
 
 pub fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
-    guest.run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s direct 0 {count} 1 1")).map(drop)
+    guest
+        .run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s direct 0 {count} 1 1"))
+        .map(drop)
 }
 
 /// A pool on a disk whose image has room for `room_mib`.
@@ -74,8 +76,10 @@ fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
     wait_for_disk(&guest)?;
     write_blocks(&guest, 10)?;
     disk.fill_up()?;
-    let writer =
-        guest.start_script(IO_LIMIT, "exec guest-tool write-blocks /dev/pmem0s direct 1000 4000 2 1000")?;
+    let writer = guest.start_script(
+        IO_LIMIT,
+        "exec guest-tool write-blocks /dev/pmem0s direct 1000 4000 2 1000",
+    )?;
     wait_for_failure(&guest)?;
     let log = guest.vmm_log()?;
     for words in ["The VM is paused", "flush of data failed"] {
@@ -125,15 +129,20 @@ fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
     wait_for_disk(&guest)?;
     write_blocks(&guest, 50)?;
     room.fill_up()?;
-    let writer =
-        guest.start_script(IO_LIMIT, "exec guest-tool write-blocks /dev/pmem0s direct 1000 2000 2 1000")?;
+    let writer = guest.start_script(
+        IO_LIMIT,
+        "exec guest-tool write-blocks /dev/pmem0s direct 1000 2000 2 1000",
+    )?;
     wait_for_failure(&guest)?;
     drop(writer);
 
     room.make_room()?;
     guest.api("PUT", "vm.reboot", None)?;
     guest.wait_for_shell(IO_LIMIT)?;
-    ensure!(guest.api("GET", "vm.info", None)?["pause_reason"].is_null(), "It is still paused for something");
+    ensure!(
+        guest.api("GET", "vm.info", None)?["pause_reason"].is_null(),
+        "It is still paused for something"
+    );
     ensure!(status(&guest)?["state"] == "ok" && has_failed(&guest)? == 0.0, "{}", status(&guest)?);
     wait_for_disk(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
@@ -161,8 +170,12 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
     ensure!(output.code != 0, "A write that cannot be made durable succeeded");
     ensure!(output.stderr.contains("Cannot write"), "It failed otherwise: {}", output.stderr);
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
-    let output = guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/pmem0s bs=4096 count=1 conv=fsync")?;
-    ensure!(output.code != 0 && output.stderr.contains("Input/output error"), "fsync succeeds: {output:?}");
+    let output =
+        guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/pmem0s bs=4096 count=1 conv=fsync")?;
+    ensure!(
+        output.code != 0 && output.stderr.contains("Input/output error"),
+        "fsync succeeds: {output:?}"
+    );
     ensure!(status(&guest)?["state"] == "failed", "vm.volumes says {}", status(&guest)?);
     ensure!(has_failed(&guest)? == 1.0, "No metric says that the volume has failed");
     let state = guest.api("GET", "vm.info", None)?["state"].clone();
@@ -173,7 +186,10 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
 fn persistent_memory_has_no_flush_hints() -> Result<()> {
     let dir = Path::new("/pm");
     let mounts = std::fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
-    if !mounts.lines().any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always")) {
+    if !mounts
+        .lines()
+        .any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always"))
+    {
         return skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)");
     }
     let pool = with_volume(Pool::create_in(dir, "256M")?)?;

@@ -58,7 +58,8 @@ fn written_bytes(mounted: &Path) -> Result<u64> {
     let mounts = fs::read_to_string("/proc/mounts")?;
     let at = mounted.to_str().context("The path is not UTF-8")?;
     let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-    let mount = fields.find(|fields| fields.get(1) == Some(&at)).context("Nothing is mounted there")?;
+    let mount =
+        fields.find(|fields| fields.get(1) == Some(&at)).context("Nothing is mounted there")?;
     let device = mount[0].trim_start_matches("/dev/");
     let stat = fs::read_to_string(format!("/sys/block/{device}/stat"))?;
     // Linux Documentation/block/stat.rst: the seventh is sectors written, of 512 bytes.
@@ -87,7 +88,10 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
 
     // 1. The guest flushes a volume of which little is dirty, while much of its memory is.
     let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);
-    ensure!(before.lent_bytes >= 32 * MIB, "Too little of the lent memory is dirty to tell: {before:?}");
+    ensure!(
+        before.lent_bytes >= 32 * MIB,
+        "Too little of the lent memory is dirty to tell: {before:?}"
+    );
     let flushes_before = flushes(&guest, "ok")?;
     write_blocks(&guest, 100)?;
     let more_flushes = flushes(&guest, "ok")? - flushes_before;
@@ -96,14 +100,27 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
     let (after, written) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
     ensure!(after.volume_bytes == 0, "Not all of the volume has been written: {after:?}");
-    ensure!(after.lent_bytes >= before.lent_bytes, "Lent memory has been written: {before:?}, {after:?}");
-    ensure!(written < before.lent_bytes / 2, "{written} bytes were written for 100 blocks; {before:?}");
+    ensure!(
+        after.lent_bytes >= before.lent_bytes,
+        "Lent memory has been written: {before:?}, {after:?}"
+    );
+    ensure!(
+        written < before.lent_bytes / 2,
+        "{written} bytes were written for 100 blocks; {before:?}"
+    );
 
     // 2. A flush of the whole file would be seen.
     File::open(pool.path())?.sync_data()?;
-    let (at_end, written_at_end) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
-    ensure!(at_end.lent_bytes < after.lent_bytes / 2, "fdatasync is not seen: {after:?}, {at_end:?}");
-    ensure!(written_at_end > written + after.lent_bytes / 2, "fdatasync has written {written_at_end} bytes");
+    let (at_end, written_at_end) =
+        (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
+    ensure!(
+        at_end.lent_bytes < after.lent_bytes / 2,
+        "fdatasync is not seen: {after:?}, {at_end:?}"
+    );
+    ensure!(
+        written_at_end > written + after.lent_bytes / 2,
+        "fdatasync has written {written_at_end} bytes"
+    );
     println!(
         "400 flushes: {} KiB written, {} KiB of lent memory still dirty; fdatasync: {} KiB written",
         written >> 10,

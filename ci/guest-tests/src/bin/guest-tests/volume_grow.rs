@@ -5,7 +5,9 @@ use guest_tests::pool::pmvol;
 use guest_tests::{Guest, Kernel, Pool};
 
 use crate::pool_places::refused;
-use crate::volume::{IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk};
+use crate::volume::{
+    IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk,
+};
 use crate::zones::MIB;
 
 guest_tests::tests![
@@ -71,7 +73,8 @@ fn grows(kernel: Kernel, interface: &str) -> Result<()> {
     check_acknowledged(&guest, &acknowledged)?;
     guest.run_within(IO_LIMIT, "resize2fs /dev/pmem0s")?;
     let large = format!("/mnt/data/large buffered 0 {LARGE_FILE_BLOCKS} 1 1");
-    guest.run_within(IO_LIMIT, &format!(": >/mnt/data/large && guest-tool write-blocks {large}"))?;
+    guest
+        .run_within(IO_LIMIT, &format!(": >/mnt/data/large && guest-tool write-blocks {large}"))?;
     guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0s && echo 3 >/proc/sys/vm/drop_caches")?;
     guest.run(MOUNT)?;
     check_acknowledged(&guest, &acknowledged)?;
@@ -93,7 +96,8 @@ fn small_pool() -> Result<Pool> {
 
 /// Writes files until as many as wanted are acknowledged, and returns their lines.
 fn acknowledge_files(guest: &Guest) -> Result<String> {
-    let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    let mut writer =
+        guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
     let mut acknowledged = String::new();
     for _ in 0..FILES {
         acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
@@ -107,7 +111,10 @@ fn acknowledge_files(guest: &Guest) -> Result<String> {
 fn who_has_it_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
     let holder = format!("process {} (foreshore)", guest.pid());
     let size = pool.path().metadata()?.len();
-    refused(&["volume", "resize", &pool.name(), "data", "--size", "48M"], &[&pool.name(), &holder])?;
+    refused(
+        &["volume", "resize", &pool.name(), "data", "--size", "48M"],
+        &[&pool.name(), &holder],
+    )?;
     refused(&["grow", &pool.name(), "--size", "128M"], &[&pool.name(), &holder])?;
     ensure!(pool.path().metadata()?.len() == size, "A pool in use has another size");
     Ok(())

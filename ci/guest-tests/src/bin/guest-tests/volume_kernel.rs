@@ -40,7 +40,9 @@ fn warnings(guest: &Guest) -> Result<usize> {
 fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
-    guest.wait_until("the agent has said who it is", HELLO_LIMIT, || Ok(!guest_kernel(&guest)?.is_null()))?;
+    guest.wait_until("the agent has said who it is", HELLO_LIMIT, || {
+        Ok(!guest_kernel(&guest)?.is_null())
+    })?;
     let told = guest_kernel(&guest)?;
     let expected = [guest.run("uname -r")?, guest.run("uname -v")?];
     for (field, expected) in ["release", "version"].into_iter().zip(&expected) {
@@ -67,7 +69,10 @@ fn say_hello(guest: &Guest, release: &str, preemption: &str) -> Result<()> {
 fn an_affected_kernel_is_warned_of_once() -> Result<()> {
     let pool = with_volume(Pool::create("256M")?)?;
     let guest = guest_with(&pool, "interface=nvdimm").cmdline("foreshore.agent=off").boot()?;
-    ensure!(guest_kernel(&guest)?.is_null() && judged(&guest)?.is_null(), "Nobody has said a kernel yet");
+    ensure!(
+        guest_kernel(&guest)?.is_null() && judged(&guest)?.is_null(),
+        "Nobody has said a kernel yet"
+    );
     for round in 1..=3 {
         say_hello(&guest, "6.12.57", "full")?;
         guest.wait_until("the kernel is judged", HELLO_LIMIT, || {
@@ -90,7 +95,9 @@ fn an_affected_kernel_is_warned_of_once() -> Result<()> {
     ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
     // Nor does what is said without a volume's being at risk.
     say_hello(&guest, "6.12.57", "voluntary")?;
-    guest.wait_until("it is judged anew", HELLO_LIMIT, || Ok(judged(&guest)?["verdict"] == "safe"))?;
+    guest.wait_until("it is judged anew", HELLO_LIMIT, || {
+        Ok(judged(&guest)?["verdict"] == "safe")
+    })?;
     ensure!(warnings(&guest)? == 1, "{} warnings", warnings(&guest)?);
     guest.run("true").map(drop).context("The guest runs on")
 }

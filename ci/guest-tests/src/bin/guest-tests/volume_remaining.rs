@@ -38,13 +38,19 @@ fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
         .cpus(1)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        .pm_volume(&format!("pool={},name=rest,size=remaining,create=on,interface={interface}", pool.name()))
+        .pm_volume(&format!(
+            "pool={},name=rest,size=remaining,create=on,interface={interface}",
+            pool.name()
+        ))
 }
 
 /// The API reports the disk of a virtio-blk volume, without the BTT's own data.
 fn check_size(pool: &Pool) -> Result<()> {
     let info = pool.info()?;
-    ensure!(info["volume_bytes"] == REST && info["volumes"] == 1, "The volume has not {REST} bytes: {info}");
+    ensure!(
+        info["volume_bytes"] == REST && info["volumes"] == 1,
+        "The volume has not {REST} bytes: {info}"
+    );
     Ok(())
 }
 
@@ -78,7 +84,11 @@ fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
         let pool = pool()?;
         let guest = guest(&pool, interface).pressure("off").boot()?;
         check_size(&pool).with_context(|| format!("interface={interface}"))?;
-        guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": 512 * MIB })))?;
+        guest.api(
+            "PUT",
+            "vm.resize-zone",
+            Some(json!({ "id": "pm", "desired_ram": 512 * MIB })),
+        )?;
         guest.wait_until("all of the zone is plugged", GROW_LIMIT, || {
             Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB)
         })?;
@@ -90,7 +100,9 @@ fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
 }
 
 fn names_in(dir: &Path) -> Result<BTreeSet<String>> {
-    let name = |entry: std::io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    let name = |entry: std::io::Result<fs::DirEntry>| {
+        Ok(entry?.file_name().to_string_lossy().into_owned())
+    };
     fs::read_dir(dir)?.map(name).collect()
 }
 
@@ -101,7 +113,10 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
     let before = names_in(&dir)?;
     for interface in ["virtio-pmem", "nvdimm", "virtio-blk"] {
         let refusal = guest(&pool, interface)
-            .pm_volume(&format!("pool={},name=more,size=32M,create=on,interface={interface}", pool.name()))
+            .pm_volume(&format!(
+                "pool={},name=more,size=32M,create=on,interface={interface}",
+                pool.name()
+            ))
             .pressure("psi,record=/proc/nowhere/trace")
             .verbose()
             .expect_refusal()?;
@@ -110,7 +125,11 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
             "Refused for another reason: {}",
             refusal.message
         );
-        ensure!(refusal.message.contains("deleted the volume"), "It created no volume: {}", refusal.message);
+        ensure!(
+            refusal.message.contains("deleted the volume"),
+            "It created no volume: {}",
+            refusal.message
+        );
         let volumes = pmvol(&["volume", "list", &pool.name(), "--json"])?;
         ensure!(volumes.trim() == "[]", "The pool has volumes: {volumes}");
         pool.check()?;

@@ -28,8 +28,14 @@ fn guest_with(pool: &Pool, volume: &str) -> GuestBuilder {
 fn written(pool: &Pool, volume: &str) -> Result<()> {
     let guest = guest_with(pool, volume).cpus(2).boot()?;
     wait_for_disk(&guest)?;
-    guest.run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s direct 7 {BLOCKS} 1 2"))?;
-    refused(&["btt", "export", &pool.name(), volume, "--to", "nothing"], &["in use by", "foreshore"])?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!("guest-tool write-blocks /dev/pmem0s direct 7 {BLOCKS} 1 2"),
+    )?;
+    refused(
+        &["btt", "export", &pool.name(), volume, "--to", "nothing"],
+        &["in use by", "foreshore"],
+    )?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pmvol(&["btt", "check", &pool.name(), volume]).map(drop)
@@ -48,10 +54,14 @@ fn an_image_of_what_a_guest_wrote_is_a_disk_for_the_next() -> Result<()> {
     wait_for_disk(&guest)?;
     guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 7 {BLOCKS} 1 2"))?;
     // What was never written was not copied either, and goes on as any disk.
-    guest.run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s buffered 4000 {BLOCKS} 2 1"))?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!("guest-tool write-blocks /dev/pmem0s buffered 4000 {BLOCKS} 2 1"),
+    )?;
     guest.run("sync; echo 3 >/proc/sys/vm/drop_caches")?;
     guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 7 {BLOCKS} 1 2"))?;
-    guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 4000 {BLOCKS} 2 1"))?;
+    guest
+        .run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 4000 {BLOCKS} 2 1"))?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pool.check().map(drop)
@@ -61,7 +71,8 @@ fn parts_of_a_volume_are_empty_disks() -> Result<()> {
     let pool = Pool::create("80M")?;
     pool.create_volume("data", "64M")?;
     written(&pool, "data")?;
-    let split = ["volume", "split", &pool.name(), "data", "--into", "system=24M", "--into", "home=rest"];
+    let split =
+        ["volume", "split", &pool.name(), "data", "--into", "system=24M", "--into", "home=rest"];
     refused(&split, &["data", "holds data", "--force"])?;
     pmvol(&[&split[..], &["--force"]].concat())?;
     for (seed, part) in [(3, "system"), (4, "home")] {
@@ -73,7 +84,10 @@ fn parts_of_a_volume_are_empty_disks() -> Result<()> {
         let blocks = format!("/dev/pmem0s direct 0 {BLOCKS} {seed} 2");
         guest.run_within(IO_LIMIT, &format!("guest-tool write-blocks {blocks}"))?;
         guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0s 0 {BLOCKS} {seed} 2"))?;
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool check-blocks /dev/pmem0s 0 {BLOCKS} {seed} 2"),
+        )?;
         guest.no_kernel_complaints()?;
         guest.power_off()?;
         let clean = pmvol(&["btt", "check", &pool.name(), part])?;

@@ -26,7 +26,8 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     let zones = answer.as_array().or_else(|| answer["zones"].as_array());
     let zone = zones.and_then(|zones| zones.iter().find(|zone| zone["id"] == id));
     let zone = zone.with_context(|| format!("vm.memory has no zone {id}: {answer}"))?;
-    let number = |key: &str| zone[key].as_u64().with_context(|| format!("Zone {id} has no {key}: {zone}"));
+    let number =
+        |key: &str| zone[key].as_u64().with_context(|| format!("Zone {id} has no {key}: {zone}"));
     Ok(Zone {
         requested_bytes: number("requested_bytes")?,
         plugged_bytes: number("plugged_bytes")?,
@@ -41,7 +42,8 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
 /// What `pool.info` says of a guest's only pool.
 fn pool_info(guest: &Guest) -> Result<Value> {
     let answer = guest.api("GET", "pool.info", None)?;
-    let pools = answer["pools"].as_array().with_context(|| format!("pool.info has no pools: {answer}"))?;
+    let pools =
+        answer["pools"].as_array().with_context(|| format!("pool.info has no pools: {answer}"))?;
     ensure!(pools.len() == 1, "Not one pool: {answer}");
     Ok(pools[0].clone())
 }
@@ -54,14 +56,18 @@ pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
         REST_LIMIT,
         || {
             let info = pool_info(guest)?;
-            Ok(info["memory_bytes"] == zone(guest, "pm")?.plugged_bytes && info["scrubbing_bytes"] == 0)
+            Ok(info["memory_bytes"] == zone(guest, "pm")?.plugged_bytes
+                && info["scrubbing_bytes"] == 0)
         },
     )?;
     let (info, metrics, by_pmvol) = (pool_info(guest)?, guest.metrics()?, pool.info()?);
-    let number = |name: &str| info[name].as_u64().with_context(|| format!("pool.info has no {name}: {info}"));
+    let number = |name: &str| {
+        info[name].as_u64().with_context(|| format!("pool.info has no {name}: {info}"))
+    };
     ensure!(info["path"] == pool.name() && info["status"]["state"] == "ok", "{info}");
     let path = pool.name();
-    let state = |state: &str| metrics.value("foreshore_pool_bytes", &[("pool", &path), ("state", state)]);
+    let state =
+        |state: &str| metrics.value("foreshore_pool_bytes", &[("pool", &path), ("state", state)]);
     let lendable_bytes = metrics.value("foreshore_pool_lendable_bytes", &[("pool", &path)])?;
     for (name, metered_bytes) in [
         ("free_bytes", state("free")? + state("free-storage")?),
@@ -70,14 +76,23 @@ pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
         ("scrubbing_bytes", state("scrubbing")?),
         ("lendable_bytes", lendable_bytes),
     ] {
-        ensure!(number(name)? as f64 == metered_bytes, "{name}: {metered_bytes} are metered, of {info}");
+        ensure!(
+            number(name)? as f64 == metered_bytes,
+            "{name}: {metered_bytes} are metered, of {info}"
+        );
     }
     let told = info.as_object().context("A pool is an object")?;
     for (name, told) in told.iter().filter(|(name, _)| *name != "status") {
         ensure!(by_pmvol[name] == *told, "{name}: {info}, and pmvol says {by_pmvol}");
     }
-    let states =
-        ["free_bytes", "memory_bytes", "volume_bytes", "scrubbing_bytes", "retired_bytes", "metadata_bytes"];
+    let states = [
+        "free_bytes",
+        "memory_bytes",
+        "volume_bytes",
+        "scrubbing_bytes",
+        "retired_bytes",
+        "metadata_bytes",
+    ];
     let sum = states.iter().try_fold(0, |sum, name| Ok::<_, anyhow::Error>(sum + number(name)?))?;
     ensure!(sum == number("total_bytes")?, "{sum} bytes have a state: {info}");
     Ok(())

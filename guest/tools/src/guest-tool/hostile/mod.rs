@@ -96,8 +96,10 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
                     FRAME_LOOKS
                 }
                 Malice::Garbage => {
-                    let chain: Vec<Descriptor> = (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
-                    let (head, step) = (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
+                    let chain: Vec<Descriptor> =
+                        (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
+                    let (head, step) =
+                        (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
                     // Most indexes go one further; some jump, after which the device may give the queue up.
                     let jumps = step.is_multiple_of(8);
                     is_broken |= jumps;
@@ -128,9 +130,13 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
 /// Negotiates with the device as a driver that lacks one of its features. A device that accepts this is an error.
 pub fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
     let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
-    let without = without.with_context(|| format!("No feature of a device's own: bit {feature}"))?;
+    let without =
+        without.with_context(|| format!("No feature of a device's own: bit {feature}"))?;
     let mut device = Device::take(u16::try_from(device_id)?)?;
-    ensure!(!device.try_negotiate(without)?, "The device accepts a driver without feature {feature}");
+    ensure!(
+        !device.try_negotiate(without)?,
+        "The device accepts a driver without feature {feature}"
+    );
     Ok(())
 }
 
@@ -184,5 +190,10 @@ fn garbage(random: &mut Bytes) -> Descriptor {
     // The device must not write where it could hurt the guest itself: that would show nothing about the VMM.
     let readable_only = address < 5 << 30;
     let flags = random.next_u64() as u16 & 7 & if readable_only { !WRITE } else { u16::MAX } | NEXT;
-    Descriptor { address, len, flags, next: (random.next_u64() % (2 * u64::from(QUEUE_SIZE))) as u16 }
+    Descriptor {
+        address,
+        len,
+        flags,
+        next: (random.next_u64() % (2 * u64::from(QUEUE_SIZE))) as u16,
+    }
 }

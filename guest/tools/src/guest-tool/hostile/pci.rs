@@ -77,8 +77,8 @@ impl Device {
         config.read_exact_at(&mut space, 0).context("Cannot read the configuration space")?;
         let common = capability(&space, CAP_COMMON).context("No common configuration")?;
         let notify = capability(&space, CAP_NOTIFY).context("No notification area")?;
-        let own =
-            capability(&space, CAP_DEVICE).map(|own| Ok::<_, Error>((Bar::map(&dir, own.bar)?, own.offset)));
+        let own = capability(&space, CAP_DEVICE)
+            .map(|own| Ok::<_, Error>((Bar::map(&dir, own.bar)?, own.offset)));
         Ok(Self {
             common: Bar::map(&dir, common.bar)?,
             common_offset: common.offset,
@@ -91,7 +91,8 @@ impl Device {
 
     /// Reads 8 bytes of the device-specific configuration (virtio 1.3, 4.1.4.6).
     pub fn own_u64(&self, offset: usize) -> Result<u64> {
-        let (bar, begin) = self.own.as_ref().context("The device has no configuration of its own")?;
+        let (bar, begin) =
+            self.own.as_ref().context("The device has no configuration of its own")?;
         let half = |at: usize| u64::from(bar.read::<u32>(begin + offset + at));
         Ok(half(0) | half(4) << 32)
     }
@@ -158,8 +159,8 @@ impl Device {
     }
 
     pub fn notify(&mut self, queue: u16) {
-        let offset =
-            usize::from(self.notify_offsets[usize::from(queue)]) * self.notify_region.notify_multiplier;
+        let offset = usize::from(self.notify_offsets[usize::from(queue)])
+            * self.notify_region.notify_multiplier;
         self.notify.write(self.notify_region.offset + offset, queue);
     }
 
@@ -194,7 +195,8 @@ fn id(dir: &Path, file: &str) -> Result<u16> {
 /// Walks the capability list for virtio's structure of that type (4.1.4).
 fn capability(space: &[u8; 256], wanted: u8) -> Option<Region> {
     let byte = |at: usize| space.get(at).copied();
-    let word = |at: usize| Some(u32::from_le_bytes(space.get(at..at + 4)?.try_into().ok()?) as usize);
+    let word =
+        |at: usize| Some(u32::from_le_bytes(space.get(at..at + 4)?.try_into().ok()?) as usize);
     let mut at = usize::from(space[0x34]);
     // A list that loops ends all the same: there is no room for more than 48 capabilities.
     for _ in 0..48 {
@@ -232,12 +234,20 @@ impl Bar {
                 0,
             )
         };
-        ensure!(base != libc::MAP_FAILED, "Cannot map {}: {}", path.display(), io::Error::last_os_error());
+        ensure!(
+            base != libc::MAP_FAILED,
+            "Cannot map {}: {}",
+            path.display(),
+            io::Error::last_os_error()
+        );
         Ok(Self { base: base.cast(), len })
     }
 
     fn at<T: Register>(&self, offset: usize) -> *mut T {
-        assert!(offset + size_of::<T>() <= self.len, "register {offset:#x} lies outside of the BAR");
+        assert!(
+            offset + size_of::<T>() <= self.len,
+            "register {offset:#x} lies outside of the BAR"
+        );
         // SAFETY: the offset lies inside the mapping, as just asserted.
         let register = unsafe { self.base.add(offset) }.cast::<T>();
         assert!(register.is_aligned(), "register {offset:#x} is not aligned");

@@ -47,7 +47,13 @@ pub fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     Ok(())
 }
 
-fn send(device: &mut Device, queue: &mut Queue, code: u16, address: u64, blocks: u16) -> Result<()> {
+fn send(
+    device: &mut Device,
+    queue: &mut Queue,
+    code: u16,
+    address: u64,
+    blocks: u16,
+) -> Result<()> {
     let mut request = [0; REQUEST_BYTES];
     request[..2].copy_from_slice(&code.to_le_bytes());
     request[8..16].copy_from_slice(&address.to_le_bytes());

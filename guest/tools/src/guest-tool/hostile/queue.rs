@@ -139,7 +139,8 @@ impl Queue {
 fn physical_address(virtual_address: u64) -> Result<u64> {
     let map = File::open("/proc/self/pagemap").context("Cannot open pagemap")?;
     let mut entry = [0u8; 8];
-    map.read_exact_at(&mut entry, virtual_address / PAGE_BYTES as u64 * 8).context("Cannot read pagemap")?;
+    map.read_exact_at(&mut entry, virtual_address / PAGE_BYTES as u64 * 8)
+        .context("Cannot read pagemap")?;
     // Bits 0 to 54 are the page frame number, and 0 for who may not know (Documentation/admin-guide/mm/pagemap.rst).
     let frame = u64::from_le_bytes(entry) & ((1 << 55) - 1);
     ensure!(frame != 0, "pagemap does not tell the frame: not root?");

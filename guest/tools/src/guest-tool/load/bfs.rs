@@ -32,7 +32,10 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     phases.end("search");
     for (root, parents) in &searched {
         let levels = validate(*root, parents, &list)?;
-        sum = levels.iter().filter(|level| **level != NOBODY).fold(sum, |sum, level| mixed(sum, *level));
+        sum = levels
+            .iter()
+            .filter(|level| **level != NOBODY)
+            .fold(sum, |sum, level| mixed(sum, *level));
     }
     phases.end("validate");
     Ok(sum)
@@ -178,7 +181,8 @@ mod tests {
     #[test]
     fn names_are_one_to_one() {
         for scale in [3, 10, 11] {
-            let mut names: Vec<u64> = (0..1 << scale).map(|vertex| renamed(vertex, scale)).collect();
+            let mut names: Vec<u64> =
+                (0..1 << scale).map(|vertex| renamed(vertex, scale)).collect();
             names.sort_unstable();
             assert_eq!(names, (0..1 << scale).collect::<Vec<u64>>());
         }

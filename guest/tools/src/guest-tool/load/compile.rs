@@ -30,7 +30,8 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     }
     write_main(&files.path("main.c"))?;
     phases.end("write");
-    let units: Vec<String> = (0..JOBS).map(|unit| format!("u{unit}")).chain(["main".to_owned()]).collect();
+    let units: Vec<String> =
+        (0..JOBS).map(|unit| format!("u{unit}")).chain(["main".to_owned()]).collect();
     let compile = |unit: &String| {
         tcc()
             .args(["-g", "-c", "-o"])
@@ -38,13 +39,18 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
             .arg(files.path(&format!("{unit}.c")))
             .spawn()
     };
-    let jobs = units.iter().map(compile).collect::<Result<Vec<Child>, _>>().context("Cannot start tcc")?;
+    let jobs =
+        units.iter().map(compile).collect::<Result<Vec<Child>, _>>().context("Cannot start tcc")?;
     for mut job in jobs {
         ensure!(job.wait()?.success(), "tcc has failed");
     }
     phases.end("compile");
     let objects = units.iter().map(|unit| files.path(&format!("{unit}.o")));
-    let linked = tcc().args(["-nostdlib", "-static", "-o"]).arg(files.path("program")).args(objects).status();
+    let linked = tcc()
+        .args(["-nostdlib", "-static", "-o"])
+        .arg(files.path("program"))
+        .args(objects)
+        .status();
     ensure!(linked.context("Cannot start tcc")?.success(), "tcc has not linked it");
     phases.end("link");
     let expected = expected_sum(functions);
@@ -108,7 +114,8 @@ if (t[k] & {}u) t[(k + 2) & 3] ^= x + {}u; }} return t[0] + t[1] + t[2] + t[3]; 
 
 /// exit is system call 60 (arch/x86/entry/syscalls/syscall_64.tbl).
 fn write_main(path: &Path) -> Result<()> {
-    let declared: String = (0..JOBS).map(|unit| format!("unsigned unit{unit}(unsigned);\n")).collect();
+    let declared: String =
+        (0..JOBS).map(|unit| format!("unsigned unit{unit}(unsigned);\n")).collect();
     let called = (0..JOBS).fold("1u".to_owned(), |x, unit| format!("unit{unit}({x})"));
     let text = format!(
         "{declared}void _start(void) {{ unsigned long code = {called} & 255;
@@ -118,8 +125,8 @@ __asm__ volatile (\"syscall\" : : \"a\"(60L), \"D\"(code)); }}\n"
 }
 
 fn expected_sum(functions: u64) -> u32 {
-    let called =
-        (0..JOBS).flat_map(|unit| (0..functions).step_by(CALLED).map(move |index| unit * functions + index));
+    let called = (0..JOBS)
+        .flat_map(|unit| (0..functions).step_by(CALLED).map(move |index| unit * functions + index));
     called.fold(1, |x, number| function(number, x))
 }
 #[cfg(test)]
@@ -134,7 +141,8 @@ mod tests {
             write_unit(&path, unit, 40).unwrap();
             let text = fs::read_to_string(&path).unwrap();
             let table = text.lines().find(|line| line.ends_with(",};")).unwrap();
-            let called = table.trim_end_matches(",};").split(',').map(|name| name[1..].parse().unwrap());
+            let called =
+                table.trim_end_matches(",};").split(',').map(|name| name[1..].parse().unwrap());
             x = called.fold(x, |x, number| function(number, x));
         }
         fs::remove_file(path).unwrap();

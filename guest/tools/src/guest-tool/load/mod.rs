@@ -81,7 +81,8 @@ impl MemoryFiles {
         // SAFETY: a string that lives through the call.
         while unsafe { libc::umount2(dir.as_ptr(), libc::MNT_DETACH) } == 0 {}
         // A tmpfs is half of what the memory was when it was mounted, if nobody says otherwise.
-        let status = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4g", "load", DIR]).status();
+        let status =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=4g", "load", DIR]).status();
         ensure!(status.context("Cannot start mount")?.success(), "Cannot mount a tmpfs on {DIR}");
         Ok(Self)
     }

@@ -134,7 +134,10 @@ impl Client {
     fn line(&mut self) -> Result<String> {
         let mut line = String::new();
         self.0.by_ref().take(1 << 16).read_line(&mut line).context("Redis has gone")?;
-        Ok(line.strip_suffix("\r\n").with_context(|| format!("Redis has gone after {line:?}"))?.to_owned())
+        Ok(line
+            .strip_suffix("\r\n")
+            .with_context(|| format!("Redis has gone after {line:?}"))?
+            .to_owned())
     }
 
     /// Runs Lua, and returns the number that it does.

@@ -101,6 +101,9 @@ mod tests {
         assert_eq!(expected.lines().count(), reads + 1);
         let writes = statements.matches("UPDATE").count();
         assert_eq!((reads + writes) as u64, OPERATIONS);
-        assert!(expected.lines().last().unwrap().starts_with(&format!("100|{writes}|")), "{expected}");
+        assert!(
+            expected.lines().last().unwrap().starts_with(&format!("100|{writes}|")),
+            "{expected}"
+        );
     }
 }

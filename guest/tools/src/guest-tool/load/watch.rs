@@ -24,7 +24,9 @@ pub fn watch(interval_ms: u64) -> Result<()> {
         stdout.flush()?;
         // Late ones are left out.
         let next = Duration::from_millis(number * interval_ms);
-        thread::sleep(next.saturating_sub(started.elapsed()).max(Duration::from_millis(interval_ms / 4)));
+        thread::sleep(
+            next.saturating_sub(started.elapsed()).max(Duration::from_millis(interval_ms / 4)),
+        );
     }
     Ok(())
 }

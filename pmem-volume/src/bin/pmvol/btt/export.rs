@@ -24,7 +24,12 @@ const PAGE_BYTES: usize = 4096;
 /// Ranges of sectors that are named.
 const NAMED: usize = 50;
 
-pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool) -> anyhow::Result<Outcome> {
+pub(super) fn export(
+    place: &Place,
+    to: &Path,
+    format: ImageFormat,
+    force: bool,
+) -> anyhow::Result<Outcome> {
     if format == ImageFormat::Qcow2 {
         require_qemu_img()?;
     }
@@ -116,7 +121,9 @@ impl<'a> Content<'a> {
     fn read(&self, at: u64, into: &mut [u8], lost: &mut LostSectors) {
         match self {
             Content::Sectors(reader) => {
-                reader.read_many(at / self.sector_bytes(), into, &mut |sector, why| lost.add(sector, &why));
+                reader.read_many(at / self.sector_bytes(), into, &mut |sector, why| {
+                    lost.add(sector, &why)
+                });
             }
             Content::Bytes(media) => {
                 if media.read(at, into).is_ok() {
@@ -146,7 +153,9 @@ fn copy(
     let mut piece = vec![0; PIECE_BYTES as usize];
     let mut data_bytes = 0;
     let mut next = 0;
-    while let Some(data_at) = Some(next).filter(|at| *at < total_bytes).and_then(|at| content.next_data(at)) {
+    while let Some(data_at) =
+        Some(next).filter(|at| *at < total_bytes).and_then(|at| content.next_data(at))
+    {
         let at = data_at / PIECE_BYTES * PIECE_BYTES;
         next = at + PIECE_BYTES;
         progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
@@ -154,7 +163,9 @@ fn copy(
         content.read(at, bytes, lost);
         let mut page_at = at;
         // Pages with data that follow each other are one write.
-        for run in bytes.chunks(PAGE_BYTES).collect::<Vec<_>>().chunk_by(|a, b| is_zero(a) == is_zero(b)) {
+        for run in
+            bytes.chunks(PAGE_BYTES).collect::<Vec<_>>().chunk_by(|a, b| is_zero(a) == is_zero(b))
+        {
             let length: usize = run.iter().map(|page| page.len()).sum();
             if !is_zero(run[0]) {
                 let from = (page_at - at) as usize;
@@ -220,7 +231,10 @@ impl LostSectors {
             remark(format_args!("and {} more sectors cannot be read", self.count - named));
         }
         if self.count > 0 {
-            remark(format_args!("{} sector(s) could not be read, and are zeros instead", self.count));
+            remark(format_args!(
+                "{} sector(s) could not be read, and are zeros instead",
+                self.count
+            ));
         }
     }
 }

@@ -26,10 +26,13 @@ pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::
         Ok(_) if !replace => bail!("{}: {EXISTS}", path.display()),
         Ok(metadata) => {
             let looked = || format!("cannot look at {}", path.display());
-            let source =
-                fs::metadata(source).with_context(|| format!("cannot look at {}", source.display()))?;
+            let source = fs::metadata(source)
+                .with_context(|| format!("cannot look at {}", source.display()))?;
             if (source.dev(), source.ino()) == (metadata.dev(), metadata.ino()) {
-                bail!("{}: it is what is exported, and --force does not replace that", path.display());
+                bail!(
+                    "{}: it is what is exported, and --force does not replace that",
+                    path.display()
+                );
             }
             let file = File::open(path).with_context(looked)?;
             if pool_content(&file, path) != PoolContent::NoPool {
@@ -136,7 +139,8 @@ fn percent_in(said: &str) -> Option<f64> {
 
 /// Is there a qemu-img? Better asked before anything long is begun.
 pub(super) fn require_qemu_img() -> anyhow::Result<()> {
-    let status = Command::new(QEMU_IMG).arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).status();
+    let status =
+        Command::new(QEMU_IMG).arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).status();
     started(status).map(drop)
 }
 

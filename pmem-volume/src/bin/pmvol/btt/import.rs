@@ -50,7 +50,9 @@ pub(super) fn import(
     let data_bytes = watched(|progress| {
         Copy { target: &target, file, image_bytes, holds_data, data_bytes: 0 }.run(progress)
     })
-    .with_context(|| format!("{} has a part of the image; import it again with --force", place.name()))?;
+    .with_context(|| {
+        format!("{} has a part of the image; import it again with --force", place.name())
+    })?;
     emit(|out| {
         writeln!(
             out,
@@ -270,7 +272,8 @@ impl Copy<'_> {
         while at < self.image_bytes {
             progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
             // Data that starts within a piece: its zeros are found by looking at them.
-            let data = next_data(self.file, at, self.image_bytes).context("cannot look for holes")?;
+            let data =
+                next_data(self.file, at, self.image_bytes).context("cannot look for holes")?;
             let start = data.unwrap_or(self.image_bytes) / PIECE_BYTES * PIECE_BYTES;
             if data.is_none() || start > at {
                 let end = if data.is_none() { total_bytes } else { start };
@@ -279,7 +282,8 @@ impl Copy<'_> {
                 continue;
             }
             self.copy_piece(at)?;
-            at = (at + PIECE_BYTES).min(self.image_bytes.next_multiple_of(self.target.unit_bytes()));
+            at =
+                (at + PIECE_BYTES).min(self.image_bytes.next_multiple_of(self.target.unit_bytes()));
         }
         self.skip(at..total_bytes)
     }
@@ -289,7 +293,9 @@ impl Copy<'_> {
         let image_bytes = (self.image_bytes - at).min(PIECE_BYTES);
         // The image's last sector may be a part of one.
         let mut bytes = vec![0; image_bytes.next_multiple_of(unit_bytes) as usize];
-        self.file.read_exact_at(&mut bytes[..image_bytes as usize], at).context("cannot read the image")?;
+        self.file
+            .read_exact_at(&mut bytes[..image_bytes as usize], at)
+            .context("cannot read the image")?;
         let units: Vec<_> = bytes.chunks(unit_bytes as usize).collect();
         let mut from = 0;
         for run in units.chunk_by(|a, b| is_zero(a) == is_zero(b)) {
@@ -335,12 +341,14 @@ mod tests {
     fn writes_are_made_durable_in_batches_also_with_holes_between_them() {
         let mut pending = Pending::default();
         let mut durable = Vec::new();
-        let written: Vec<_> =
-            (0..300).map(|number| number * 3 * PIECE_BYTES..(number * 3 + 1) * PIECE_BYTES).collect();
+        let written: Vec<_> = (0..300)
+            .map(|number| number * 3 * PIECE_BYTES..(number * 3 + 1) * PIECE_BYTES)
+            .collect();
         for (number, range) in written.iter().enumerate() {
             durable.extend(pending.add(range.clone()));
             let reached = durable.last().map_or(0, |range: &Range<u64>| range.end);
-            let left = written[..=number].iter().filter(|range| range.start >= reached).count() as u64;
+            let left =
+                written[..=number].iter().filter(|range| range.start >= reached).count() as u64;
             assert!(left * PIECE_BYTES < PERSIST_BYTES, "{left} pieces are not durable");
         }
         let per_batch = (PERSIST_BYTES / PIECE_BYTES) as usize;

@@ -29,10 +29,18 @@ pub(crate) fn run(command: &BttCommand) -> anyhow::Result<Outcome> {
             let give_up = if *give_up_sectors { GiveUp::Sectors } else { GiveUp::Nothing };
             repair(place, *dry_run, give_up, output)
         }
-        BttCommand::Read { place, sector, count, hex } => sectors::read(place, *sector, *count, *hex),
-        BttCommand::Write { place, sector, from } => sectors::write(place, *sector, from.as_deref()),
-        BttCommand::Export { place, to, format, force } => export::export(place, to, *format, *force),
-        BttCommand::Import { place, from, format, force } => import::import(place, from, *format, *force),
+        BttCommand::Read { place, sector, count, hex } => {
+            sectors::read(place, *sector, *count, *hex)
+        }
+        BttCommand::Write { place, sector, from } => {
+            sectors::write(place, *sector, from.as_deref())
+        }
+        BttCommand::Export { place, to, format, force } => {
+            export::export(place, to, *format, *force)
+        }
+        BttCommand::Import { place, from, format, force } => {
+            import::import(place, from, *format, *force)
+        }
     }
 }
 
@@ -51,7 +59,8 @@ fn info(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
 fn check(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
     let media = Media::look(place)?;
     media.require_btt()?;
-    let report = watched(|progress| looked_through(&media, progress, |r| btt::check_with(&media, r)))?;
+    let report =
+        watched(|progress| looked_through(&media, progress, |r| btt::check_with(&media, r)))?;
     if output.json {
         json(&print::CheckOutput::new(place, &report))?
     } else {
@@ -60,11 +69,17 @@ fn check(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
     Ok(outcome(report.is_clean()))
 }
 
-fn repair(place: &Place, dry_run: bool, give_up: GiveUp, output: &Output) -> anyhow::Result<Outcome> {
+fn repair(
+    place: &Place,
+    dry_run: bool,
+    give_up: GiveUp,
+    output: &Output,
+) -> anyhow::Result<Outcome> {
     let media = if dry_run { Media::look(place)? } else { Media::change(place)? };
     media.require_btt()?;
-    let repair =
-        watched(|progress| looked_through(&media, progress, |r| btt::plan_repair(&media, give_up, r)))?;
+    let repair = watched(|progress| {
+        looked_through(&media, progress, |r| btt::plan_repair(&media, give_up, r))
+    })?;
     let mut report = RepairReport::default();
     report.add_btt("", &repair);
     if !output.json {

@@ -26,7 +26,9 @@ impl Place {
 
     fn as_arguments(&self) -> String {
         match self {
-            Place { pool: Some(pool), volume: Some(volume), .. } => format!("{} {volume}", pool.display()),
+            Place { pool: Some(pool), volume: Some(volume), .. } => {
+                format!("{} {volume}", pool.display())
+            }
             Place { file: Some(file), .. } => format!("--file {}", file.display()),
             _ => String::new(),
         }
@@ -89,7 +91,14 @@ impl InfoReport {
             }
         }
         let missing = Some(missing.join("\n")).filter(|text| !text.is_empty());
-        Ok(Self { name: place.name(), size_bytes: media.len_bytes(), sector_bytes, sectors, arenas, missing })
+        Ok(Self {
+            name: place.name(),
+            size_bytes: media.len_bytes(),
+            sector_bytes,
+            sectors,
+            arenas,
+            missing,
+        })
     }
 }
 
@@ -198,7 +207,12 @@ pub(super) fn to_mend(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io:
 }
 
 /// After it.
-pub(super) fn left(out: Out<'_>, place: &Place, report: &RepairReport, dry_run: bool) -> io::Result<()> {
+pub(super) fn left(
+    out: Out<'_>,
+    place: &Place,
+    report: &RepairReport,
+    dry_run: bool,
+) -> io::Result<()> {
     report.left.iter().try_for_each(|what| writeln!(out, "left: {what}"))?;
     match (report.mended.is_empty(), report.left.is_empty()) {
         (true, true) => writeln!(out, "nothing to mend"),

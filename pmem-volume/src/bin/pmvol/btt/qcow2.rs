@@ -72,7 +72,8 @@ fn parse(header: &[u8]) -> Result<u64, Qcow2Error> {
     if header.len() < V2_BYTES {
         return Err(short);
     }
-    let number = |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+    let number =
+        |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().expect("eight bytes"));
     // Version 2 has no features.
     let features = match u32::from_be_bytes(header[4..8].try_into().expect("four bytes")) {
         2 => 0,

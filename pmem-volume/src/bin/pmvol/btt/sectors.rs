@@ -29,7 +29,10 @@ pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::
     let sectors = reader.sectors();
     let end = first.saturating_add(count);
     if end > sectors {
-        bail!("sectors {first} to {} are not in the volume, which has {sectors}", end.saturating_sub(1));
+        bail!(
+            "sectors {first} to {} are not in the volume, which has {sectors}",
+            end.saturating_sub(1)
+        );
     }
     let is_terminal = io::stdout().is_terminal();
     let range = first..end;
@@ -56,7 +59,11 @@ fn print(
         let mut dump = HexDump::new(bytes_of(sectors.start));
         let mut at = sectors.start;
         while at < sectors.end {
-            progress(Progress { task: Task::Copy, done_bytes: bytes_of(at - sectors.start), total_bytes });
+            progress(Progress {
+                task: Task::Copy,
+                done_bytes: bytes_of(at - sectors.start),
+                total_bytes,
+            });
             let now = (sectors.end - at).min((PIECE_BYTES / sector_bytes) as u64);
             let bytes = &mut piece[..now as usize * sector_bytes];
             reader.read_many(at, bytes, &mut |sector, why| lost.add(sector, &why));
@@ -101,7 +108,8 @@ impl HexDump {
                 continue;
             }
             (self.before, self.is_starred) = (Some(*line), false);
-            let shown = |b: &u8| if b.is_ascii_graphic() || *b == b' ' { char::from(*b) } else { '.' };
+            let shown =
+                |b: &u8| if b.is_ascii_graphic() || *b == b' ' { char::from(*b) } else { '.' };
             let text: String = line.iter().map(shown).collect();
             let numbers: Vec<_> = line.iter().map(|byte| format!("{byte:02x}")).collect();
             writeln!(out, "{at:08x}  {}  |{text}|", numbers.join(" "))?;
@@ -134,12 +142,19 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
         let copied = written.copy(&engine, first, &mut *source, &mut |done_bytes| {
             // Nobody knows how much comes from a pipe.
             if let Some(total_bytes) = source_bytes {
-                progress(Progress { task: Task::Copy, done_bytes: done_bytes.min(total_bytes), total_bytes });
+                progress(Progress {
+                    task: Task::Copy,
+                    done_bytes: done_bytes.min(total_bytes),
+                    total_bytes,
+                });
             }
         });
         // Also of what was written before something failed, whichever driver comes next.
         let settled = engine.settle();
-        copied.and_then(|()| Ok(settled?)).with_context(|| written.say(first)).map(|()| written.sectors)
+        copied
+            .and_then(|()| Ok(settled?))
+            .with_context(|| written.say(first))
+            .map(|()| written.sectors)
     })?;
     emit(|out| writeln!(out, "{sectors} sector(s) written from sector {first} on"))?;
     Ok(Outcome::Done)
@@ -173,7 +188,11 @@ impl Written {
             self.sectors += (whole / self.sector_bytes) as u64;
             done(self.sectors * self.sector_bytes as u64);
             if whole < length {
-                bail!("{} bytes at the end are no whole sector of {}", length - whole, self.sector_bytes);
+                bail!(
+                    "{} bytes at the end are no whole sector of {}",
+                    length - whole,
+                    self.sector_bytes
+                );
             }
             if length < piece.len() {
                 return Ok(());
@@ -186,7 +205,9 @@ impl Written {
         match self.sectors {
             0 if !self.is_begun => "nothing was written".to_owned(),
             0 => format!("nothing is known to be written from sector {first} on"),
-            sectors => format!("{sectors} sector(s) were written, {first} to {}", first + sectors - 1),
+            sectors => {
+                format!("{sectors} sector(s) were written, {first} to {}", first + sectors - 1)
+            }
         }
     }
 }
@@ -222,7 +243,10 @@ mod tests {
             .for_each(|piece| dump.print(&mut text, piece).unwrap());
         let text = String::from_utf8(text).unwrap();
         let lines: Vec<_> = text.lines().collect();
-        assert_eq!(lines[0], "00001000  41 7e 0a 7a 20 00 00 00 00 00 00 00 00 00 00 00  |A~.z ...........|");
+        assert_eq!(
+            lines[0],
+            "00001000  41 7e 0a 7a 20 00 00 00 00 00 00 00 00 00 00 00  |A~.z ...........|"
+        );
         assert!(lines[1].starts_with("00001010  00 00") && lines[2] == "*");
         assert!(lines[3].starts_with("00001060  01 01") && lines.len() == 4, "{lines:?}");
     }

@@ -105,7 +105,8 @@ pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, Stri
 
 #[test]
 fn a_driver_that_takes_the_map_for_durable_goes_on_where_a_settled_engine_ended() {
-    let images: usize = seeds(12).map(|seed| hand_over_at_random(seed, Wrong::Nothing).unwrap()).sum();
+    let images: usize =
+        seeds(12).map(|seed| hand_over_at_random(seed, Wrong::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 1800);
 }
 
@@ -162,7 +163,8 @@ fn two_exchanges_survive_in_every_order_of_their_steps() {
 #[test]
 fn what_was_found_is_found_again_by_its_numbers() {
     let of_seed = |wrong: Wrong| {
-        seeds(39).try_fold(0, |images, seed| Ok::<_, String>(images + crash_at_random(seed, wrong)?))
+        seeds(39)
+            .try_fold(0, |images, seed| Ok::<_, String>(images + crash_at_random(seed, wrong)?))
     };
     let campaigns: [&dyn Fn(Wrong) -> Result<usize, String>; 2] = [&two_exchanges, &of_seed];
     for campaign in campaigns {

@@ -6,7 +6,9 @@ use super::script::Wrong;
 
 /// Some seed finds it out.
 fn must_be_found_out(campaign: fn(u64, Wrong) -> Result<usize, String>, wrong: Wrong) -> String {
-    (1..40).find_map(|seed| campaign(seed, wrong).err()).unwrap_or_else(|| panic!("{wrong:?} went unnoticed"))
+    (1..40)
+        .find_map(|seed| campaign(seed, wrong).err())
+        .unwrap_or_else(|| panic!("{wrong:?} went unnoticed"))
 }
 
 #[test]

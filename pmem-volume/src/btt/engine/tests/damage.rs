@@ -54,13 +54,19 @@ fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedi
     engine.write(border - 1, &content(border - 1, 7, 4096)).unwrap();
     assert_eq!(read(engine, border - 1), content(border - 1, 7, 4096));
     let why = arenas[1].read_only.clone().expect("the second arena is damaged");
-    let refused = [engine.write(border, &content(border, 7, 4096)), engine.discard(border..border + 1)];
+    let refused =
+        [engine.write(border, &content(border, 7, 4096)), engine.discard(border..border + 1)];
     for result in refused {
-        let Err(EngineError::ReadOnly { arena: 1, why: reason }) = result else { panic!("{result:?}") };
+        let Err(EngineError::ReadOnly { arena: 1, why: reason }) = result else {
+            panic!("{result:?}")
+        };
         assert_eq!(reason.to_string(), why);
     }
     // Across the border, what comes before it is written.
-    assert!(matches!(engine.write(border - 1, &vec![1; 8192]), Err(EngineError::ReadOnly { arena: 1, .. })));
+    assert!(matches!(
+        engine.write(border - 1, &vec![1; 8192]),
+        Err(EngineError::ReadOnly { arena: 1, .. })
+    ));
     engine.flush().unwrap();
     let info = second_of(media);
     for at in [info.start_bytes, info.copy_at] {
@@ -191,7 +197,10 @@ fn info_blocks_are_replaced_by_their_copies_or_their_arena_is_missing() {
     let engine = Engine::open(&media).unwrap();
     let status = &engine.arenas()[1];
     assert_eq!((status.uuid, status.sectors, engine.sectors()), (None, sectors - border, sectors));
-    assert_eq!(status.read_only.as_deref(), Some("neither info block is whole (the checksum is wrong)"));
+    assert_eq!(
+        status.read_only.as_deref(),
+        Some("neither info block is whole (the checksum is wrong)")
+    );
     engine.write(border - 1, &content(border - 1, 1, 4096)).unwrap();
     let results = [
         engine.read(border - 1, &mut vec![0; 8192]),
@@ -204,7 +213,10 @@ fn info_blocks_are_replaced_by_their_copies_or_their_arena_is_missing() {
     spoil(&media, START_BYTES);
     spoil(&media, info_at_copy(&media));
     let error = Engine::open(&media).unwrap_err();
-    assert!(error.to_string().starts_with("arena 0, at 0x1000: neither info block is whole"), "{error}");
+    assert!(
+        error.to_string().starts_with("arena 0, at 0x1000: neither info block is whole"),
+        "{error}"
+    );
 }
 
 /// The first arena's second info block, whose first one is gone.
@@ -281,7 +293,8 @@ impl Failing {
     }
 
     fn pass(&self) -> Result<(), MediaError> {
-        let passed = self.left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        let passed =
+            self.left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
         passed.map(drop).map_err(|_| Self::failure())
     }
 
@@ -432,8 +445,9 @@ fn the_first_failure_makes_the_arena_read_only_until_it_is_opened_again() {
         assert!(matches!(result, Err(EngineError::Media(_))), "{failure}: {result:?}");
         // Reads go on; nothing else does.
         let now: Vec<_> = [2, 3].iter().map(|sector| read(&engine, *sector)).collect();
-        let is_latched =
-            |result| matches!(result, Err(EngineError::ReadOnly { arena: 0, why: Fault::Media(_) }));
+        let is_latched = |result| {
+            matches!(result, Err(EngineError::ReadOnly { arena: 0, why: Fault::Media(_) }))
+        };
         assert!(is_latched(engine.write(9, &content(9, 1, 4096))));
         assert!(is_latched(engine.discard(9..10)));
         assert!(is_latched(engine.flush()), "a failure is not forgotten");
@@ -446,7 +460,10 @@ fn the_first_failure_makes_the_arena_read_only_until_it_is_opened_again() {
         for (sector, now) in (2..4).zip(now) {
             let then = read(&engine, sector);
             let versions = [content(sector, 1, 4096), content(sector, 2, 4096), vec![0; 4096]];
-            assert!(versions.contains(&now) && versions.contains(&then), "{failure}: sector {sector}");
+            assert!(
+                versions.contains(&now) && versions.contains(&then),
+                "{failure}: sector {sector}"
+            );
         }
         engine.write(9, &content(9, 1, 4096)).unwrap();
     }

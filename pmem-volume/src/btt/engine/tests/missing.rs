@@ -30,7 +30,8 @@ fn lose_second(media: &MemoryMedia) {
 fn arenas_behind_one_that_is_missing_keep_their_sectors() {
     let (media, arenas) = thrice();
     lose_second(&media);
-    let [_, second, third] = arenas.iter().map(|arena| arena.first_sector).collect::<Vec<_>>()[..] else {
+    let [_, second, third] = arenas.iter().map(|arena| arena.first_sector).collect::<Vec<_>>()[..]
+    else {
         panic!("three arenas")
     };
     let engine = Engine::open(&media).unwrap();
@@ -54,7 +55,8 @@ fn arenas_behind_one_that_is_missing_keep_their_sectors() {
     assert_eq!((reader.sectors(), troubles.len(), troubles[0].0), (sectors, 1, 1));
     let mut bytes = vec![7; 3 * 4096];
     let mut lost = Vec::new();
-    reader.read_many(third - 2, &mut bytes, &mut |sector, why| lost.push((sector, why.to_string())));
+    reader
+        .read_many(third - 2, &mut bytes, &mut |sector, why| lost.push((sector, why.to_string())));
     let missing = "in arena 1, which is lost".to_owned();
     assert_eq!(lost, [(third - 2, missing.clone()), (third - 1, missing)]);
     assert_eq!(bytes, [vec![0; 8192], content(third, 2, 4096)].concat());
@@ -71,7 +73,10 @@ fn assert_refused(media: &MemoryMedia) {
     assert!(repair.mendings.is_empty(), "{:?}", repair.mendings);
     assert!(matches!(repair.after.arenas[1].findings[..], [Finding::NoInfo(_)]));
     let (reader, troubles) = Reader::open_damaged(media).unwrap();
-    assert_eq!((reader.sectors(), troubles.len()), (u64::from(info_at(media, START_BYTES).sectors), 1));
+    assert_eq!(
+        (reader.sectors(), troubles.len()),
+        (u64::from(info_at(media, START_BYTES).sectors), 1)
+    );
     let mut sector = vec![0; 4096];
     assert_eq!(reader.read(0, &mut sector).unwrap(), Sector::Data);
     assert_eq!(sector, content(0, 1, 4096));
@@ -142,7 +147,10 @@ fn an_arena_with_other_sectors_is_missing_and_the_others_are_served() {
     }
     let engine = Engine::open(&media).unwrap();
     let now = engine.arenas();
-    assert!(now[1].read_only.as_ref().is_some_and(|why| why.contains("sectors of one size")), "{now:?}");
+    assert!(
+        now[1].read_only.as_ref().is_some_and(|why| why.contains("sectors of one size")),
+        "{now:?}"
+    );
     let third = arenas[2].first_sector;
     assert_eq!(now[2].first_sector, third);
     assert_eq!(read(&engine, third), content(third, 1, 4096));
@@ -177,7 +185,10 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
             Some(why) => {
                 assert!(why.contains("os error 5"), "{why}");
                 let result = engine.write(border, &content(border, 2, 4096));
-                assert!(matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })), "{result:?}");
+                assert!(
+                    matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })),
+                    "{result:?}"
+                );
                 assert!(engine.settle().is_err(), "it is not known what is left to be redone");
             }
         }
@@ -189,7 +200,9 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
         match what {
             "first" => assert_eq!(found[..], [Finding::FirstInfo]),
             "second" => assert_eq!(found[..], [Finding::SecondInfo]),
-            _ => assert!(matches!(found[..], [Finding::Unreadable { .. }, ..]), "{what}: {found:?}"),
+            _ => {
+                assert!(matches!(found[..], [Finding::Unreadable { .. }, ..]), "{what}: {found:?}")
+            }
         }
         let (reader, _) = Reader::open_damaged(&failing).unwrap();
         let mut sector = vec![0; 4096];
@@ -206,7 +219,9 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
         assert!(check(&failing.media).unwrap().is_clean(), "{what}");
         // It was not the arena's fault.
         assert_eq!(flags_at(&failing.media, info.start_bytes), 0);
-        assert!(Engine::open(&failing).unwrap().arenas().iter().all(|arena| arena.read_only.is_none()));
+        assert!(
+            Engine::open(&failing).unwrap().arenas().iter().all(|arena| arena.read_only.is_none())
+        );
     }
 }
 

@@ -75,8 +75,8 @@ pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u
 /// A sector that says which one it is, and which version.
 pub(super) fn content(sector: u64, version: u64, sector_bytes: u32) -> Vec<u8> {
     let seed = sector << 32 | version;
-    let words =
-        (0..u64::from(sector_bytes) / 8).map(|at| (seed ^ at << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let words = (0..u64::from(sector_bytes) / 8)
+        .map(|at| (seed ^ at << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     words.flat_map(u64::to_le_bytes).collect()
 }
 
@@ -99,7 +99,8 @@ fn what_is_written_is_read_across_arenas_and_after_another_open() {
         assert!(border > 100 && engine.sectors() > border + 100);
         // More than one exchange takes, and both arenas.
         let sectors = border - 90..border + 90;
-        let bytes: Vec<u8> = sectors.clone().flat_map(|sector| content(sector, 1, sector_bytes)).collect();
+        let bytes: Vec<u8> =
+            sectors.clone().flat_map(|sector| content(sector, 1, sector_bytes)).collect();
         engine.write(sectors.start, &bytes).unwrap();
         let mut back = vec![0; bytes.len()];
         engine.read(sectors.start, &mut back).unwrap();
@@ -113,8 +114,11 @@ fn what_is_written_is_read_across_arenas_and_after_another_open() {
         let engine = Engine::open(media).unwrap();
         for sector in sectors.start - 1..sectors.end + 1 {
             let is_written = sectors.contains(&sector) && sector != border && sector + 1 != border;
-            let expected =
-                if is_written { content(sector, 1, sector_bytes) } else { vec![0; sector_bytes as usize] };
+            let expected = if is_written {
+                content(sector, 1, sector_bytes)
+            } else {
+                vec![0; sector_bytes as usize]
+            };
             assert_eq!(read(&engine, sector), expected, "sector {sector}");
         }
     }
@@ -128,8 +132,9 @@ fn both_paddings_of_the_flog_are_kept() {
     engine.write(5, &content(5, 1, 4096)).unwrap();
     drop(engine);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
-    let group_of =
-        |slot: u64| (0..256u64).find(|lane| word_at(&media, info.flog_at + lane * 64 + slot * 16 + 8) != 0);
+    let group_of = |slot: u64| {
+        (0..256u64).find(|lane| word_at(&media, info.flog_at + lane * 64 + slot * 16 + 8) != 0)
+    };
     let lane = group_of(1).expect("slot 1 is in use");
     let (from, to) = (info.flog_at + lane * 64 + 16, info.flog_at + lane * 64 + 32);
     for word in [0, 8] {
@@ -174,7 +179,8 @@ fn a_reader_finds_what_the_engine_wrote_and_discarded() {
     for (sector_bytes, discarded) in [(4096, Sector::Zeros), (512, Sector::Data)] {
         let media = formatted(sector_bytes);
         let engine = Engine::open(&media).unwrap();
-        let written: Vec<u8> = (3..300).flat_map(|sector| content(sector, 1, sector_bytes)).collect();
+        let written: Vec<u8> =
+            (3..300).flat_map(|sector| content(sector, 1, sector_bytes)).collect();
         engine.write(3, &written).unwrap();
         engine.discard(4..299).unwrap();
         let reader = Reader::open(&media).unwrap().unwrap();
@@ -215,11 +221,14 @@ fn a_volume_of_a_pool_is_served_and_keeps_its_content() {
     let path = folder.path().join("pool");
     let pool = crate::Pool::create(&path, 64 << 20, 0).unwrap();
     let volume = || pool.open_volume("v").unwrap();
-    pool.create_volume("v", crate::VolumeSize::Bytes(VOLUME_BYTES), crate::VolumeFormat::Btt).unwrap();
+    pool.create_volume("v", crate::VolumeSize::Bytes(VOLUME_BYTES), crate::VolumeFormat::Btt)
+        .unwrap();
     let engine = Engine::open(volume()).unwrap();
     let sectors: Vec<u64> = (0..200).map(|number| number * 19 % engine.sectors()).collect();
     for version in 1..4 {
-        sectors.iter().for_each(|sector| engine.write(*sector, &content(*sector, version, 4096)).unwrap());
+        sectors
+            .iter()
+            .for_each(|sector| engine.write(*sector, &content(*sector, version, 4096)).unwrap());
     }
     engine.flush().unwrap();
     drop(engine);

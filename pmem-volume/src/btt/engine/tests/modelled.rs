@@ -30,7 +30,10 @@ mod cpu {
     /// By an exchange: loom knows of no order between a store and what others exchange at the same time, and may have
     /// them see theirs for ever.
     pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
-        lock.swap(free, if LEFT_OUT.get() == LeftOut::Release { Ordering::Relaxed } else { ordering });
+        lock.swap(
+            free,
+            if LEFT_OUT.get() == LeftOut::Release { Ordering::Relaxed } else { ordering },
+        );
     }
 
     pub(super) fn taking(ordering: Ordering) -> Ordering {

@@ -42,7 +42,9 @@ fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> R
     cpu::LEFT_OUT.set(LeftOut::Nothing);
     result.map_err(|panic| match panic.downcast::<String>() {
         Ok(text) => *text,
-        Err(panic) => panic.downcast::<&str>().map_or_else(|_| "a panic".to_owned(), |text| text.to_string()),
+        Err(panic) => {
+            panic.downcast::<&str>().map_or_else(|_| "a panic".to_owned(), |text| text.to_string())
+        }
     })
 }
 
@@ -64,12 +66,14 @@ impl Sector {
     fn write(&self) {
         let mut free = 2;
         for version in 1..=2 {
-            let is_read =
-                self.readers.look_behind_lock().holds(free) && cpu::LEFT_OUT.get() != LeftOut::LookAtReaders;
+            let is_read = self.readers.look_behind_lock().holds(free)
+                && cpu::LEFT_OUT.get() != LeftOut::LookAtReaders;
             if is_read {
                 return;
             }
-            self.blocks[free as usize - 1].iter().for_each(|word| word.store(version, Ordering::Relaxed));
+            self.blocks[free as usize - 1]
+                .iter()
+                .for_each(|word| word.store(version, Ordering::Relaxed));
             let old = self.map.load(Ordering::Relaxed);
             // As a store of the media is: behind all earlier ones.
             self.map.store(free, Ordering::Release);

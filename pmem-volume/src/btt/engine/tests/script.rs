@@ -130,7 +130,8 @@ impl Recorded {
     /// The same of what was begun.
     fn persist_begun<'b>(&self, begun: impl IntoIterator<Item = &'b Begun>) {
         self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
-        let words: Vec<_> = begun.into_iter().flat_map(|begun| begun.words.iter().copied()).collect();
+        let words: Vec<_> =
+            begun.into_iter().flat_map(|begun| begun.words.iter().copied()).collect();
         self.media.persist_written_back(&words);
     }
 
@@ -150,7 +151,9 @@ impl Recorded {
                     || of(Wrong::MapBeforeFlog, Self::in_flog)
                     || of(Wrong::Discard, Self::in_map)
             }
-            false => of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map),
+            false => {
+                of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map)
+            }
         };
         let in_metadata = |range: &Range<u64>| self.in_map(range) || self.in_flog(range);
         is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata)
@@ -215,7 +218,12 @@ impl Media for Recorded {
         Media::store_word(&self.media, offset_bytes, word)
     }
 
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
         let range = offset_bytes..offset_bytes + bytes.len() as u64;
         if self.wrong == Wrong::DataBegunTooEarly {
             self.begin_persist(range, pending)?;
@@ -251,7 +259,8 @@ impl Media for Recorded {
             Wrong::Data => !is_data(range),
             _ => true,
         };
-        let kept = begun.iter().enumerate().filter(|(place, begun)| is_kept((*place, &begun.range)));
+        let kept =
+            begun.iter().enumerate().filter(|(place, begun)| is_kept((*place, &begun.range)));
         self.persist_begun(kept.map(|(_, begun)| begun));
         Ok(())
     }
@@ -549,7 +558,8 @@ impl Oracle {
             let held = self.0.get(&sector).unwrap_or(&untouched);
             let bytes = read(engine, u64::from(sector));
             let allowed = std::iter::once(&held.current).chain(&held.pending);
-            let Some(version) = allowed.copied().find(|v| bytes == sparse_content(sector, *v)) else {
+            let Some(version) = allowed.copied().find(|v| bytes == sparse_content(sector, *v))
+            else {
                 return Err(format!("sector {sector} is none of {held:?}: {:x?}", &bytes[..8]));
             };
             found.0.insert(sector, Held { current: version, pending: vec![] });

@@ -45,7 +45,8 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     let last: Vec<Mutex<Vec<u64>>> = (0..SECTORS).map(|_| Mutex::new(vec![0])).collect();
     thread::scope(|scope| {
         for writer in 0..WRITERS {
-            let (engine, start, versions, writing, last) = (&engine, &start, &versions, &writing, &last);
+            let (engine, start, versions, writing, last) =
+                (&engine, &start, &versions, &writing, &last);
             scope.spawn(move || {
                 let mut random = Random::new(writer + 1);
                 start.wait();
@@ -57,7 +58,8 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
                         DISCARDED
                     } else {
                         let version = versions.fetch_add(1, Ordering::SeqCst);
-                        let bytes = sectors.clone().flat_map(|sector| content(sector, version, 4096));
+                        let bytes =
+                            sectors.clone().flat_map(|sector| content(sector, version, 4096));
                         engine.write(first, &bytes.collect::<Vec<u8>>()).unwrap();
                         version
                     };
@@ -83,7 +85,9 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     for (sector, last) in (0..).zip(last) {
         let version = version_of(sector, &read(&engine, sector)).expect("whole");
         // Of those that ran side by side at the end, any may be the last.
-        assert!(last.into_inner().unwrap().iter().rev().take(WRITERS as usize).any(|v| *v == version));
+        assert!(
+            last.into_inner().unwrap().iter().rev().take(WRITERS as usize).any(|v| *v == version)
+        );
     }
 }
 
@@ -130,7 +134,8 @@ impl Media for Stopping {
         let word = Media::load_word(&self.media, offset_bytes)?;
         let left = &self.stop_after_map_loads;
         if self.map.contains(&offset_bytes)
-            && left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)) == Ok(1)
+            && left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1))
+                == Ok(1)
         {
             self.stop();
         }

@@ -82,8 +82,10 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
     set_map(&media, &info, owner, after);
     // The last write of the sector is that of a lane which had not written before, and a crash kept it from the map.
     let lanes = flog::recover(&media, &info).unwrap().lanes;
-    let lane =
-        lanes.iter().find(|lane| u64::from(lane.sector) != SECTOR && lane.block >= info.sectors).unwrap();
+    let lane = lanes
+        .iter()
+        .find(|lane| u64::from(lane.sector) != SECTOR && lane.block >= info.sectors)
+        .unwrap();
     let words = [SECTOR as u32, owner, lane.block, 2];
     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
     media.store(lane.group_at(&info) + 16, &bytes).unwrap();

@@ -75,7 +75,8 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
     for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
         let (begun, has_begun) = channel();
         let (go_on, goes_on) = channel();
-        let slow = Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
+        let slow =
+            Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
         let slow = Arc::new(slow);
         let mut rig = Rig::new(slow.clone());
         let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
@@ -109,7 +110,8 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
 fn a_queue_zeroes_only_so_much_at_a_time() {
     let (begun, has_begun) = channel();
     let (go_on, goes_on) = channel();
-    let slow = Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
+    let slow =
+        Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
     let mut rig = Rig::new(Arc::new(slow));
     rig.driver.write(DATA, &ranges(&[(0, 1 << 14)]));
     rig.write_header(VIRTIO_BLK_T_WRITE_ZEROES, 0);

@@ -65,7 +65,10 @@ fn requests_that_wait_together_are_all_answered() {
     let heads: Vec<_> = (0..10)
         .map(|nth| {
             let data = DATA + 0x1000 * nth;
-            rig.driver.add(0, &[Buffer::Out(HEADER, 16), Buffer::In(data, 512), Buffer::In(STATUS + nth, 1)])
+            rig.driver.add(
+                0,
+                &[Buffer::Out(HEADER, 16), Buffer::In(data, 512), Buffer::In(STATUS + nth, 1)],
+            )
         })
         .collect();
     rig.driver.kick(0);
@@ -84,7 +87,8 @@ fn every_queue_works() {
     let mut rig = Rig::with(device, features);
     rig.write_header(VIRTIO_BLK_T_IN, 0);
     for queue in 0..3 {
-        rig.driver.add(queue, &[Buffer::Out(HEADER, 16), Buffer::In(DATA, 512), Buffer::In(STATUS, 1)]);
+        rig.driver
+            .add(queue, &[Buffer::Out(HEADER, 16), Buffer::In(DATA, 512), Buffer::In(STATUS, 1)]);
         rig.driver.kick(queue);
         assert_eq!(rig.driver.wait_used(queue).1, 513);
     }
@@ -228,9 +232,10 @@ fn buffers_in_unplugged_memory_are_errors() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     assert_eq!(rig.write(0, &[7; 4096]), OK);
     rig.view.exclusive().add_pluggable(address(0xc_0000), 0x2_0000, 0x1_0000).unwrap();
-    for (kind, buffer) in
-        [(VIRTIO_BLK_T_IN, Buffer::In(0xc_0000, 4096)), (VIRTIO_BLK_T_OUT, Buffer::Out(0xc_0000, 4096))]
-    {
+    for (kind, buffer) in [
+        (VIRTIO_BLK_T_IN, Buffer::In(0xc_0000, 4096)),
+        (VIRTIO_BLK_T_OUT, Buffer::Out(0xc_0000, 4096)),
+    ] {
         assert_eq!(rig.request(kind, 0, &[buffer]), (IOERR, 1));
     }
     assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
@@ -264,7 +269,11 @@ fn the_configuration_tells_the_shape() {
         config[at..at + len].iter().rev().fold(0u64, |value, byte| value << 8 | u64::from(*byte))
     };
     assert_eq!((field(0, 8), field(12, 4)), (2048, 62), "capacity, seg_max");
-    assert_eq!((field(20, 4), field(24, 1), field(26, 2)), (512, 3, 8), "block size, physical, least I/O");
+    assert_eq!(
+        (field(20, 4), field(24, 1), field(26, 2)),
+        (512, 3, 8),
+        "block size, physical, least I/O"
+    );
     assert_eq!((field(32, 1), field(34, 2)), (1, 2), "write-back, queues");
     assert_eq!((field(36, 4), field(40, 4), field(44, 4)), (1 << 22, 32, 8), "discard");
     assert_eq!((field(48, 4), field(52, 4), field(56, 1)), (1 << 22, 32, 1), "write zeroes");

@@ -17,7 +17,8 @@ const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 #[test]
 fn what_is_not_on_the_disk_is_an_error() {
     let (mut rig, fake) = Rig::fake(1 << 20);
-    let read = |rig: &mut Rig, sector, len| rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA, len)]);
+    let read =
+        |rig: &mut Rig, sector, len| rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA, len)]);
     for (sector, len) in [
         (2048, 512),
         (2047, 1024),
@@ -65,7 +66,8 @@ fn types_that_are_none_are_unsupported() {
 #[test]
 fn what_was_not_agreed_on_is_unsupported() {
     let device = Block::new(shape(), Arc::new(Fake::new(1 << 20))).unwrap();
-    let features = device.features() & !(1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES);
+    let features =
+        device.features() & !(1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES);
     let mut rig = Rig::with(device, features);
     for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
         assert_eq!(rig.request(kind, 0, &[Buffer::Out(DATA, 16)]), (UNSUPP, 1));
@@ -166,7 +168,8 @@ fn chains_that_cannot_be_answered_are_given_back() {
 #[test]
 fn headers_that_cannot_be_read_are_errors() {
     let (mut rig, _) = Rig::fake(1 << 20);
-    for out in [Buffer::Out(HEADER, 15), Buffer::Out(MEMORY_LEN, 16), Buffer::Out(u64::MAX - 3, 16)] {
+    for out in [Buffer::Out(HEADER, 15), Buffer::Out(MEMORY_LEN, 16), Buffer::Out(u64::MAX - 3, 16)]
+    {
         rig.driver.write(STATUS, &[UNTOUCHED]);
         rig.driver.add(0, &[out, Buffer::In(STATUS, 1)]);
         rig.driver.kick(0);
@@ -197,7 +200,11 @@ const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
 /// A read of one sector, as it should be; `next` is where the status byte's descriptor says that it goes on.
 fn good_chain(next: Option<u16>) -> [(u64, u32, u32, u16); 3] {
     let more = next.map_or(0, |_| NEXT);
-    [(HEADER, 16, NEXT, 1), (DATA, 512, NEXT | WRITE, 2), (STATUS, 1, WRITE | more, next.unwrap_or_default())]
+    [
+        (HEADER, 16, NEXT, 1),
+        (DATA, 512, NEXT | WRITE, 2),
+        (STATUS, 1, WRITE | more, next.unwrap_or_default()),
+    ]
 }
 
 /// Has the device look at the chain at descriptor 0, and says whether it gave it back unanswered.
@@ -209,13 +216,18 @@ fn is_given_back(rig: &mut Rig) -> bool {
     let (head, len) = rig.driver.wait_used(0);
     assert_eq!(head, 0);
     let refused = rig.metrics().bad_requests.load(Ordering::Relaxed) - before;
-    assert_eq!((rig.status(), len, refused), if len == 0 { (UNTOUCHED, 0, 1) } else { (OK, 513, 0) });
+    assert_eq!(
+        (rig.status(), len, refused),
+        if len == 0 { (UNTOUCHED, 0, 1) } else { (OK, 513, 0) }
+    );
     len == 0
 }
 
 /// The same, of a chain in a table of so many bytes.
 fn is_given_back_from_table(rig: &mut Rig, chain: &[(u64, u32, u32, u16)], table_len: u32) -> bool {
-    (0..).zip(chain).for_each(|(index, descriptor)| rig.driver.write_descriptor(TABLE, index, *descriptor));
+    (0..)
+        .zip(chain)
+        .for_each(|(index, descriptor)| rig.driver.write_descriptor(TABLE, index, *descriptor));
     rig.driver.set_descriptor(0, 0, (TABLE, table_len, INDIRECT, 0));
     is_given_back(rig)
 }
@@ -225,7 +237,9 @@ fn loops_of_descriptors_are_given_back() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for (next, bad) in [(None, false), (Some(0), true), (Some(1), true), (Some(2), true)] {
         let chain = good_chain(next);
-        (0..).zip(chain).for_each(|(index, descriptor)| rig.driver.set_descriptor(0, index, descriptor));
+        (0..)
+            .zip(chain)
+            .for_each(|(index, descriptor)| rig.driver.set_descriptor(0, index, descriptor));
         assert_eq!(is_given_back(&mut rig), bad, "{next:?}");
     }
 }
@@ -235,7 +249,9 @@ fn descriptors_outside_the_table_are_given_back() {
     let (mut rig, _) = Rig::fake(1 << 20);
     for next in [32, 33, u16::MAX] {
         let chain = good_chain(Some(next));
-        (0..).zip(chain).for_each(|(index, descriptor)| rig.driver.set_descriptor(0, index, descriptor));
+        (0..)
+            .zip(chain)
+            .for_each(|(index, descriptor)| rig.driver.set_descriptor(0, index, descriptor));
         assert!(is_given_back(&mut rig), "{next}");
         assert!(is_given_back_from_table(&mut rig, &chain, 48), "{next}");
     }
@@ -258,14 +274,24 @@ fn a_table_within_a_table_is_given_back() {
     let [header, data, status] = good_chain(None);
     let nested = (TABLE, 48, INDIRECT, 0);
     assert!(is_given_back_from_table(&mut rig, &[nested], 16));
-    assert!(is_given_back_from_table(&mut rig, &[header, data, (TABLE, 48, INDIRECT | WRITE, 0)], 48));
-    assert!(is_given_back_from_table(&mut rig, &[header, (TABLE, 48, INDIRECT | NEXT, 2), status], 48));
+    assert!(is_given_back_from_table(
+        &mut rig,
+        &[header, data, (TABLE, 48, INDIRECT | WRITE, 0)],
+        48
+    ));
+    assert!(is_given_back_from_table(
+        &mut rig,
+        &[header, (TABLE, 48, INDIRECT | NEXT, 2), status],
+        48
+    ));
 }
 
 #[test]
 fn tables_of_no_whole_descriptors_are_given_back() {
     let (mut rig, _) = Rig::fake(1 << 20);
-    for (len, bad) in [(0, true), (15, true), (16, true), (32, true), (47, true), (48, false), (49, true)] {
+    for (len, bad) in
+        [(0, true), (15, true), (16, true), (32, true), (47, true), (48, false), (49, true)]
+    {
         assert_eq!(is_given_back_from_table(&mut rig, &good_chain(None), len), bad, "{len}");
     }
     // More than there can be, and more than there is memory.

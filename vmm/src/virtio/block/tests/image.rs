@@ -165,8 +165,9 @@ fn memory_can_be_plugged_while_an_image_takes_its_time() {
     *view.lock() = Some(rig.view.clone());
     assert_eq!(rig.write(0, &pattern(8192, 3)), OK);
     // Two ranges, and more than one piece: there are steps behind the first.
-    let range =
-        |sector: u64, sectors: u32| [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat();
+    let range = |sector: u64, sectors: u32| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
+    };
     rig.driver.write(DATA, &[range(8, 8), range(16, 3 << 13)].concat());
     for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
         assert_eq!(rig.request(kind, 0, &[Buffer::Out(DATA, 32)]), (OK, 1));
@@ -238,7 +239,11 @@ fn a_pool_is_not_given_away_in_use_or_not() {
     drop(pool);
     let before = fs::read(&path).unwrap();
     for options in [WRITABLE, called_raw] {
-        assert!(error(options).contains("is a pool, and marked as one by the host"), "{}", error(options));
+        assert!(
+            error(options).contains("is a pool, and marked as one by the host"),
+            "{}",
+            error(options)
+        );
     }
     // A reader may attach the pool's file. Then no VM can open the pool.
     let image = RawImage::open(&path, READONLY).unwrap();
@@ -257,7 +262,8 @@ fn a_pool_is_not_given_away_in_use_or_not() {
 #[test]
 fn what_a_pmem_device_has_no_disk_gets() {
     let (_folder, path) = image(2 << 20);
-    let config = |options: &str| PmemConfig::parse(&format!("file={}{options}", path.display())).unwrap();
+    let config =
+        |options: &str| PmemConfig::parse(&format!("file={}{options}", path.display())).unwrap();
     let in_use = |options| {
         let error = RawImage::open(&path, options).unwrap_err().to_string();
         assert!(error.contains("in use by process"), "{error}");
@@ -294,7 +300,8 @@ fn image_is_examined_for_other_formats_until_it_is_a_disk() {
     let (folder, path) = image(1 << 20);
     File::options().write(true).open(&path).unwrap().write_all(b"QFI\xfb\0\0\0\x03").unwrap();
     let log = folder.path().join("log");
-    let subscriber = tracing_subscriber::fmt().with_writer(Arc::new(File::create(&log).unwrap())).finish();
+    let subscriber =
+        tracing_subscriber::fmt().with_writer(Arc::new(File::create(&log).unwrap())).finish();
     let warnings = |options| {
         let before = fs::read_to_string(&log).unwrap().len();
         drop(RawImage::open(&path, options).unwrap());
@@ -302,7 +309,10 @@ fn image_is_examined_for_other_formats_until_it_is_a_disk() {
     };
     tracing::subscriber::with_default(subscriber, || {
         // An image that is only read gets no mark.
-        assert_eq!([READONLY, READONLY, WRITABLE, WRITABLE, READONLY].map(warnings), [1, 1, 1, 0, 0]);
+        assert_eq!(
+            [READONLY, READONLY, WRITABLE, WRITABLE, READONLY].map(warnings),
+            [1, 1, 1, 0, 0]
+        );
     });
 }
 
@@ -375,7 +385,10 @@ fn transfers_past_the_page_cache_are_aligned_here() {
     rig.driver.write(DATA + 13, &data);
     let (len, sector) = (data.len() as u32, block / 512);
     assert_eq!(rig.request(VIRTIO_BLK_T_OUT, sector, &[Buffer::Out(DATA + 13, len)]), (OK, 1));
-    assert_eq!(rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA + 0x1_0001, len)]), (OK, len + 1));
+    assert_eq!(
+        rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA + 0x1_0001, len)]),
+        (OK, len + 1)
+    );
     assert_eq!(rig.driver.read(DATA + 0x1_0001, len), data);
 }
 
@@ -397,10 +410,14 @@ fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
         for (queue, nth) in (0..QUEUES).flat_map(|queue| (0..10).map(move |nth| (queue, nth))) {
             let header = HEADER + 0x200 + 0x10 * (queue * 10 + nth) as u64;
             let kind = VIRTIO_BLK_T_OUT.to_le_bytes();
-            rig.driver.write(header, &[&kind[..], &[0; 4], &sector(queue, nth).to_le_bytes()].concat());
+            rig.driver
+                .write(header, &[&kind[..], &[0; 4], &sector(queue, nth).to_le_bytes()].concat());
             let status = STATUS + (queue * 10 + nth) as u64;
             rig.driver.write(status, &[UNTOUCHED]);
-            rig.driver.add(queue, &[Buffer::Out(header, 16), Buffer::Out(DATA, LEN), Buffer::In(status, 1)]);
+            rig.driver.add(
+                queue,
+                &[Buffer::Out(header, 16), Buffer::Out(DATA, LEN), Buffer::In(status, 1)],
+            );
             written += 1;
         }
         (0..QUEUES).for_each(|queue| rig.driver.kick(queue));
@@ -417,6 +434,10 @@ fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
         assert_eq!(rig.driver.read(STATUS, written), vec![OK; written as usize]);
     }
     for (queue, nth) in (0..QUEUES).flat_map(|queue| (0..10).map(move |nth| (queue, nth))) {
-        assert_eq!(rig.read(sector(queue, nth), LEN), Ok(data.clone()), "queue {queue}, block {nth}");
+        assert_eq!(
+            rig.read(sector(queue, nth), LEN),
+            Ok(data.clone()),
+            "queue {queue}, block {nth}"
+        );
     }
 }

@@ -104,11 +104,14 @@ fn ranges_go_in_pieces_that_end_where_blocks_do() {
                 };
                 pieces.push((piece.offset_bytes(), piece.len_bytes()));
             }
-            let covered: Vec<_> = pieces.iter().flat_map(|(at, len)| (*at..at + len).step_by(512)).collect();
+            let covered: Vec<_> =
+                pieces.iter().flat_map(|(at, len)| (*at..at + len).step_by(512)).collect();
             let asked = list.iter().flat_map(|(at, len)| (at * 512..(at + len) * 512).step_by(512));
             assert_eq!(covered, asked.collect::<Vec<_>>());
             for (at, len) in pieces {
-                assert!(len > 0 && at / RANGE_PIECE_BYTES_MAX == (at + len - 1) / RANGE_PIECE_BYTES_MAX);
+                assert!(
+                    len > 0 && at / RANGE_PIECE_BYTES_MAX == (at + len - 1) / RANGE_PIECE_BYTES_MAX
+                );
             }
         }
     }

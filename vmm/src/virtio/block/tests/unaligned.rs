@@ -13,7 +13,8 @@ use crate::disk::image::{ImageOptions, RawImage};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;
-const DIRECT_512: ImageOptions = ImageOptions { direct: true, guest_block_bytes: Some(512), ..WRITABLE };
+const DIRECT_512: ImageOptions =
+    ImageOptions { direct: true, guest_block_bytes: Some(512), ..WRITABLE };
 
 /// A device with sectors of 4096 bytes, and a file system on it if it is mounted.
 struct Device {
@@ -28,8 +29,10 @@ impl Device {
         let folder = TempDir::new().unwrap();
         let image = folder.path().join("image");
         File::create(&image).unwrap().set_len(len_bytes).unwrap();
-        let output =
-            Command::new("losetup").args(["--show", "-f", "--sector-size", "4096"]).arg(&image).output();
+        let output = Command::new("losetup")
+            .args(["--show", "-f", "--sector-size", "4096"])
+            .arg(&image)
+            .output();
         let Some(output) = output.ok().filter(|output| output.status.success()) else {
             eprintln!("skipped: no loop devices with sectors of 4096 bytes here (they need root)");
             return None;
@@ -43,7 +46,8 @@ impl Device {
         let mut device = Self::new(16 * MIB)?;
         let folder = device.folder.path().join("mounted");
         fs::create_dir(&folder).unwrap();
-        let done = |command: &mut Command| command.output().is_ok_and(|output| output.status.success());
+        let done =
+            |command: &mut Command| command.output().is_ok_and(|output| output.status.success());
         device.is_mounted = done(Command::new("mkfs.ext4").arg("-q").arg(&device.path))
             && done(Command::new("mount").arg(&device.path).arg(&folder));
         if !device.is_mounted {
@@ -80,11 +84,17 @@ fn range(sector: u64, sectors: u32) -> Vec<u8> {
 fn exercise(mut rig: Rig, sectors: u64) {
     let mut expected = pattern(64 << 10, 3);
     assert_eq!(rig.write(0, &expected), OK);
-    for (seed, (sector, count)) in (10..).zip([(1, 1), (7, 2), (3, 9), (8, 8), (15, 17), (0, 1), (100, 27)]) {
+    for (seed, (sector, count)) in
+        (10..).zip([(1, 1), (7, 2), (3, 9), (8, 8), (15, 17), (0, 1), (100, 27)])
+    {
         let data = pattern(count * 512, seed);
         assert_eq!(rig.write(sector, &data), OK, "sector {sector}, {count} sectors");
         expected[sector as usize * 512..][..data.len()].copy_from_slice(&data);
-        assert_eq!(rig.read(sector, data.len() as u32), Ok(data), "sector {sector}, {count} sectors");
+        assert_eq!(
+            rig.read(sector, data.len() as u32),
+            Ok(data),
+            "sector {sector}, {count} sectors"
+        );
     }
     // The edges of zeros are kept to the byte; those of a discard as well.
     for (sector, count) in [(33, 30), (65, 2), (72, 8)] {
@@ -173,15 +183,20 @@ fn queues_that_change_the_same_blocks_lose_nothing() {
     for round in 0..50u8 {
         let sent = (0..QUEUES * 4).map(|nth| {
             // Every fourth write is a block of its own; the others are sectors of shared ones.
-            let (sector, sectors) = if nth % 4 == 3 { (64 + nth as u64 * 8, 8) } else { (nth as u64, 1) };
+            let (sector, sectors) =
+                if nth % 4 == 3 { (64 + nth as u64 * 8, 8) } else { (nth as u64, 1) };
             let (header, data) = (HEADER + 0x200 + 0x10 * nth as u64, DATA + 0x1000 * nth as u64);
             let status = STATUS + nth as u64;
-            let bytes = [&VIRTIO_BLK_T_OUT.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+            let bytes =
+                [&VIRTIO_BLK_T_OUT.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
             rig.driver.write(header, &bytes);
             rig.driver.write(data, &pattern(sectors * 512, round ^ nth as u8));
             rig.driver.write(status, &[UNTOUCHED]);
-            let buffers =
-                [Buffer::Out(header, 16), Buffer::Out(data, sectors as u32 * 512), Buffer::In(status, 1)];
+            let buffers = [
+                Buffer::Out(header, 16),
+                Buffer::Out(data, sectors as u32 * 512),
+                Buffer::In(status, 1),
+            ];
             rig.driver.add(nth % QUEUES, &buffers);
             (sector, sectors, nth)
         });

@@ -212,7 +212,10 @@ fn size_that_is_lowered_during_the_delay_counts() {
 #[test]
 fn notification_beside_the_timer_does_not_block_the_loop() {
     let drained = |rate: u64| {
-        let zone = ZoneSpec { plug_bytes_per_s: NonZeroU64::new(rate), ..guest(None).handle.zone().clone() };
+        let zone = ZoneSpec {
+            plug_bytes_per_s: NonZeroU64::new(rate),
+            ..guest(None).handle.zone().clone()
+        };
         let mut budget = PlugBudget::new(&zone, Instant::now());
         budget.take(ZONE_BYTES, Instant::now()).unwrap();
         budget

@@ -107,7 +107,8 @@ fn a_refused_driver_is_logged_once_a_boot_and_reported_once_a_driver() {
     guest.drain_events();
     let log = Log::default();
     let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    let subscriber =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
     let mut reported = 0;
     tracing::subscriber::with_default(subscriber, || {
         for _ in 0..3 {

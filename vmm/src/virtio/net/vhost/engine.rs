@@ -63,7 +63,8 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(rings: Box<dyn Rings>, kicks: [EventFd; 2], failure: EventFd) -> Arc<Self> {
-        let state = State { rings: Some(rings), is_wanted: false, is_standing: false, is_attached: false };
+        let state =
+            State { rings: Some(rings), is_wanted: false, is_standing: false, is_attached: false };
         Arc::new(Self { state: Mutex::new(state), kicks, failure })
     }
 
@@ -204,7 +205,8 @@ mod tests {
     impl Rig {
         fn new() -> Self {
             let event = || EventFd::new(EFD_NONBLOCK).unwrap();
-            let (kicks, failure, record) = ([event(), event()], event(), Arc::<Mutex<Record>>::default());
+            let (kicks, failure, record) =
+                ([event(), event()], event(), Arc::<Mutex<Record>>::default());
             let copies = kicks.each_ref().map(|kick| kick.try_clone().unwrap());
             let rings = Box::new(FakeRings(Arc::clone(&record)));
             let engine = Engine::new(rings, copies, failure.try_clone().unwrap());

@@ -72,7 +72,8 @@ fn set_ring(
     queue: &Queue,
 ) -> Result<[u64; 3], VhostError> {
     let size = u64::from(queue.size());
-    let (descriptors, available, used) = (queue.desc_table(), queue.avail_ring(), queue.used_ring());
+    let (descriptors, available, used) =
+        (queue.desc_table(), queue.avail_ring(), queue.used_ring());
     // With the event's index at the end of both rings (virtio 1.3, 2.7.6 and 2.7.8).
     let starts = [
         table.find("descriptor table", descriptors, 16 * size)?,
@@ -139,7 +140,8 @@ mod tests {
 
     #[test]
     fn what_a_ring_lies_in_stays_reserved_when_its_region_goes() {
-        let [ram, file, zone] = [(); 3].map(|()| Arc::new(Reservation::new(4 << 20, 2 << 20).unwrap()));
+        let [ram, file, zone] =
+            [(); 3].map(|()| Arc::new(Reservation::new(4 << 20, 2 << 20).unwrap()));
         let names = |kept: &[Arc<Reservation>]| {
             let all = [("ram", &ram), ("file", &file), ("zone", &zone)];
             let of = |one| all.iter().find(|(_, known)| Arc::ptr_eq(known, one)).unwrap().0;
@@ -154,7 +156,11 @@ mod tests {
             (vec![ram.clone()], vec![ram.addr(), file.addr()], vec!["ram", "file"]),
             (vec![ram.clone()], vec![last], vec!["ram", "file"]),
             (vec![ram.clone()], vec![file.addr() + file.len_bytes()], vec!["ram"]),
-            (vec![ram.clone(), file.clone(), zone.clone()], vec![file.addr()], vec!["ram", "file", "zone"]),
+            (
+                vec![ram.clone(), file.clone(), zone.clone()],
+                vec![file.addr()],
+                vec!["ram", "file", "zone"],
+            ),
             (vec![], vec![], vec![]),
         ] {
             assert_eq!(names(&reserved(&old, &new, &rings)), expected);

@@ -52,7 +52,9 @@ pub enum VhostError {
         /// What the parameter says.
         value: String,
     },
-    #[error("Cannot read {ZERO_COPY}, which says whether vhost_net keeps pages that the guest gives back")]
+    #[error(
+        "Cannot read {ZERO_COPY}, which says whether vhost_net keeps pages that the guest gives back"
+    )]
     ZeroCopyUnknown(#[source] io::Error),
     #[error("{DEVICE} does not take {what}")]
     Call {

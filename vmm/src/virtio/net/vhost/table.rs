@@ -37,7 +37,12 @@ impl Table {
     }
 
     /// Where this process has all of a ring's part.
-    pub(super) fn find(&self, part: &'static str, address: u64, len: u64) -> Result<u64, VhostError> {
+    pub(super) fn find(
+        &self,
+        part: &'static str,
+        address: u64,
+        len: u64,
+    ) -> Result<u64, VhostError> {
         let holds = |range: &&Range| {
             address >= range.guest
                 && address.checked_add(len).is_some_and(|end| end - range.guest <= range.len)
@@ -108,9 +113,14 @@ mod tests {
         assert_eq!(table.find("used ring", GIB - 70, 70).unwrap(), 0x7000_3fff_ffba);
         assert_eq!(table.find("used ring", GIB, 70).unwrap(), 0x6000_0000_0000);
         assert_eq!(table.find("used ring", 4 * GIB, 4096).unwrap(), 0x5000_0000_0000);
-        for (address, len) in
-            [(GIB - 69, 70), (2 * GIB, 1), (4 * GIB, 4097), (4 * GIB - 1, 2), (u64::MAX, 2), (8, u64::MAX)]
-        {
+        for (address, len) in [
+            (GIB - 69, 70),
+            (2 * GIB, 1),
+            (4 * GIB, 4097),
+            (4 * GIB - 1, 2),
+            (u64::MAX, 2),
+            (8, u64::MAX),
+        ] {
             let error = table.find("used ring", address, len).unwrap_err();
             assert!(matches!(error, VhostError::Ring { address: found, .. } if found == address));
         }

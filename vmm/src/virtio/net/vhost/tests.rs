@@ -258,5 +258,8 @@ fn a_kernel_without_what_is_offered_is_not_used() {
     assert!(check_features(RING_FEATURES | 1 << 26).is_ok());
     let missing = 1 << VIRTIO_F_VERSION_1;
     let error = check_features(RING_FEATURES & !missing).unwrap_err();
-    assert!(matches!(error, VhostError::Features { missing: found } if found == missing), "{error}");
+    assert!(
+        matches!(error, VhostError::Features { missing: found } if found == missing),
+        "{error}"
+    );
 }

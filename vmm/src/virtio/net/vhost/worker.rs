@@ -72,7 +72,8 @@ impl Worker {
     /// its maker may run, and a vCPU may be pinned.
     fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
         let [receive, transmit] = &self.queues;
-        let (tap, kicks) = (self.tap.try_clone()?, [receive.kick.try_clone()?, transmit.kick.try_clone()?]);
+        let (tap, kicks) =
+            (self.tap.try_clone()?, [receive.kick.try_clone()?, transmit.kick.try_clone()?]);
         let failure = self.failure.try_clone()?;
         // Nothing is added or removed between the table and whoever keeps it up to date.
         let mut memory = self.view.exclusive();
@@ -115,7 +116,9 @@ impl Worker {
     fn meet_error(&self, nth: usize) {
         // Fails only when somebody else has seen it.
         let _ = self.errors[nth].read();
-        let Some(engine) = self.engine.as_ref().filter(|engine| !engine.is_given_up()) else { return };
+        let Some(engine) = self.engine.as_ref().filter(|engine| !engine.is_given_up()) else {
+            return;
+        };
         if !self.net.is_active(self.pair) {
             // It was put aside meanwhile. What is wrong with a ring is met again when it is used again.
             return;

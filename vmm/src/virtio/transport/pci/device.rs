@@ -31,7 +31,9 @@ pub enum TransportError {
     #[error("Device {name} has {queues} queues; there is room for {}", layout::QUEUES_MAX)]
     TooManyQueues { name: String, queues: usize },
     /// A queue's size is none.
-    #[error("Queue {index} of device {name} has a size of {size}: it must be a power of two up to 32768")]
+    #[error(
+        "Queue {index} of device {name} has a size of {size}: it must be a power of two up to 32768"
+    )]
     QueueSize { name: String, index: usize, size: u16 },
     #[error("Cannot make the notifications of device {name}")]
     Notifications {
@@ -281,7 +283,11 @@ impl Backend {
         }
     }
 
-    fn try_activate(&mut self, features: u64, queues: &[QueueRegisters]) -> Result<(), ActivateError> {
+    fn try_activate(
+        &mut self,
+        features: u64,
+        queues: &[QueueRegisters],
+    ) -> Result<(), ActivateError> {
         let mut active = Vec::with_capacity(queues.len());
         for (index, registers) in (0..).zip(queues) {
             active.push(match build_queue(registers, features) {
@@ -314,16 +320,28 @@ impl registers::Device for Backend {
     fn accepts_features(&mut self, features: u64) -> bool {
         let accepted = self.device.accepts_features(features);
         if !accepted {
-            sparsely!(info, device = self.device.name(), features, "The driver's features are not enough");
+            sparsely!(
+                info,
+                device = self.device.name(),
+                features,
+                "The driver's features are not enough"
+            );
         }
         accepted
     }
 
     fn accepts_queue(&mut self, index: u16, queue: &QueueRegisters) -> bool {
         let candidate = QueueRegisters { enabled: true, ..*queue };
-        let valid = build_queue(&candidate, 0).is_some_and(|queue| queue.is_valid(&*self.view.memory()));
+        let valid =
+            build_queue(&candidate, 0).is_some_and(|queue| queue.is_valid(&*self.view.memory()));
         if !valid {
-            sparsely!(info, device = self.device.name(), index, ?queue, "The driver's queue cannot be used");
+            sparsely!(
+                info,
+                device = self.device.name(),
+                index,
+                ?queue,
+                "The driver's queue cannot be used"
+            );
         }
         valid
     }

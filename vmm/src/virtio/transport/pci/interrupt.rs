@@ -42,7 +42,9 @@ impl VectorMap {
 
     /// The vector of a queue.
     pub fn queue(&self, queue: u16) -> u16 {
-        self.queues.get(usize::from(queue)).map_or(NO_VECTOR, |vector| vector.load(Ordering::Relaxed))
+        self.queues
+            .get(usize::from(queue))
+            .map_or(NO_VECTOR, |vector| vector.load(Ordering::Relaxed))
     }
 
     /// Maps configuration changes, to nothing if there is no such vector.
@@ -101,7 +103,8 @@ pub struct PciInterrupt {
 impl PciInterrupt {
     pub fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
-        let msix = Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });
+        let msix =
+            Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });
         let (isr, config_changes, needs_reset) = Default::default();
         Self { vectors, isr, config_changes, needs_reset, msix, router }
     }
@@ -290,7 +293,10 @@ mod tests {
         rig.interrupt.set_control(ENABLE);
         assert_eq!(rig.controller.take_calls(), [], "a vector costs nothing until it is used");
         rig.interrupt.signal_queue(0).unwrap();
-        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]);
+        assert_eq!(
+            rig.controller.take_calls(),
+            [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]
+        );
         assert_eq!(rig.controller.count_of(24), 1);
         rig.interrupt.signal_queue_now(0).unwrap();
         assert_eq!(rig.controller.take_calls(), [Call::Signal(MESSAGE)]);
@@ -319,7 +325,10 @@ mod tests {
         rig.interrupt.bind_queue(0, &call).unwrap();
         assert_eq!(rig.controller.take_calls(), [], "without MSI-X its owner takes it");
         rig.interrupt.set_control(ENABLE);
-        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]);
+        assert_eq!(
+            rig.controller.take_calls(),
+            [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]
+        );
         call.write(1).unwrap();
         assert_eq!(rig.controller.count_of(24), 1, "it is the same event");
         // 1. Masked, 2. back with another message, 3. on no vector, 4. on one, 5. given up.
@@ -328,7 +337,10 @@ mod tests {
         rig.interrupt.write_table(24, &7u32.to_le_bytes());
         rig.interrupt.write_table(28, &[0; 4]);
         let other = MsiMessage { data: 7, ..MESSAGE };
-        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, other)]), Call::Register(24)]);
+        assert_eq!(
+            rig.controller.take_calls(),
+            [Call::Routes(vec![(24, other)]), Call::Register(24)]
+        );
         rig.interrupt.write_table(24, &MESSAGE.data.to_le_bytes());
         assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)])], "at once");
         rig.interrupt.vectors.set_queue(0, NO_VECTOR);
@@ -337,7 +349,10 @@ mod tests {
         rig.interrupt.vectors.set_queue(0, 1);
         rig.interrupt.vectors_changed();
         rig.interrupt.vectors_changed();
-        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]);
+        assert_eq!(
+            rig.controller.take_calls(),
+            [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]
+        );
         rig.interrupt.unbind_queue(0);
         rig.interrupt.set_control(ENABLE);
         assert_eq!(rig.controller.take_calls(), [Call::Unregister(24)]);
@@ -367,13 +382,20 @@ mod tests {
     fn without_irqfds_messages_go_out_directly() {
         struct NoIrqfds(Arc<FakeController>);
         impl crate::interrupt::MsiController for NoIrqfds {
-            fn set_msi_routes(&self, _: &std::collections::BTreeMap<u32, MsiMessage>) -> io::Result<()> {
+            fn set_msi_routes(
+                &self,
+                _: &std::collections::BTreeMap<u32, MsiMessage>,
+            ) -> io::Result<()> {
                 Err(io::Error::from_raw_os_error(libc::ENOSPC))
             }
             fn register_irqfd(&self, _: &vmm_sys_util::eventfd::EventFd, _: u32) -> io::Result<()> {
                 unreachable!("there is no route")
             }
-            fn unregister_irqfd(&self, _: &vmm_sys_util::eventfd::EventFd, _: u32) -> io::Result<()> {
+            fn unregister_irqfd(
+                &self,
+                _: &vmm_sys_util::eventfd::EventFd,
+                _: u32,
+            ) -> io::Result<()> {
                 unreachable!("there is no route")
             }
             fn set_line(&self, _: u32, _: bool) -> io::Result<()> {

@@ -67,7 +67,11 @@ pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities
     let (body, writable) = msix::capability(queues + 1, BAR, MSIX_TABLE_OFFSET, MSIX_PBA_OFFSET);
     let msix = config.add_capability(msix::CAPABILITY_ID, &body, &writable);
     let mut add = |cfg_type, offset, len, extra: &[u8], writable: &[u8]| {
-        config.add_capability(VENDOR_CAPABILITY, &capability(cfg_type, offset, len, extra), writable)
+        config.add_capability(
+            VENDOR_CAPABILITY,
+            &capability(cfg_type, offset, len, extra),
+            writable,
+        )
     };
     add(CFG_COMMON, COMMON_OFFSET, registers::LEN as u32, &[], &[]);
     add(CFG_ISR, ISR_OFFSET, 1, &[], &[]);

@@ -52,7 +52,11 @@ impl Notifications {
     pub fn new(io_events: Arc<dyn IoEvents>, queues: u16, synchronous: &[u16]) -> io::Result<Self> {
         let notification = |queue| {
             let kick = EventFd::new(EFD_NONBLOCK)?;
-            Ok(Notification { kick, synchronous: synchronous.contains(&queue), registered_at: None })
+            Ok(Notification {
+                kick,
+                synchronous: synchronous.contains(&queue),
+                registered_at: None,
+            })
         };
         let queues = (0..queues).map(notification).collect::<io::Result<_>>()?;
         Ok(Self { io_events, queues, bar_base: None, running: false })

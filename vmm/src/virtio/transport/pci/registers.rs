@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use virtio_bindings::virtio_config::{
-    VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED,
-    VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
+    VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
+    VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
 };
 
 use super::interrupt::VectorMap;
@@ -118,7 +118,13 @@ impl CommonRegisters {
     }
 
     /// All of the structure as bytes.
-    fn image(&self, status: u8, generation: impl FnOnce() -> u8, offset: u64, len: usize) -> [u8; LEN] {
+    fn image(
+        &self,
+        status: u8,
+        generation: impl FnOnce() -> u8,
+        offset: u64,
+        len: usize,
+    ) -> [u8; LEN] {
         let mut image = [0; LEN];
         let mut put = |at: usize, value: &[u8]| image[at..at + value.len()].copy_from_slice(value);
         put(0x00, &self.device_feature_select.to_le_bytes());
@@ -154,7 +160,10 @@ impl CommonRegisters {
             [low, high] => self.write_u16(offset, u16::from_le_bytes([low, high]), device),
             [b0, b1, b2, b3] => self.write_u32(offset, u32::from_le_bytes([b0, b1, b2, b3])),
             [_, _, _, _, _, _, _, _]
-                if matches!(offset, field::QUEUE_DESC | field::QUEUE_DRIVER | field::QUEUE_DEVICE) =>
+                if matches!(
+                    offset,
+                    field::QUEUE_DESC | field::QUEUE_DRIVER | field::QUEUE_DEVICE
+                ) =>
             {
                 self.write(offset, &data[..4], device);
                 self.write(offset + 4, &data[4..], device);
@@ -521,7 +530,10 @@ mod tests {
         assert_eq!((rig.status(11), rig.device.resets), (11, 0), "it does not run yet");
         assert_eq!(rig.status(15), 15);
         rig.registers.lose_bus(&mut rig.device);
-        assert_eq!((rig.read(0x14, 1), rig.device.active, rig.device.needs_reset), (11 | 64, false, 0));
+        assert_eq!(
+            (rig.read(0x14, 1), rig.device.active, rig.device.needs_reset),
+            (11 | 64, false, 0)
+        );
         assert_eq!(rig.status(15), 11 | 64);
         assert_eq!(rig.status(15 | 64), 11 | 64);
         assert_eq!(rig.device.activations.len(), 1);

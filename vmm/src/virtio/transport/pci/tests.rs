@@ -120,7 +120,8 @@ impl Rig {
         let log = Arc::new(Mutex::new(Log::default()));
         let router = MsiRouter::new(controller.clone());
         let device = Box::new(FakeDevice(log.clone()));
-        let device = VirtioPciDevice::new(device, GuestView::new(ram), &router, io_events.clone()).unwrap();
+        let device =
+            VirtioPciDevice::new(device, GuestView::new(ram), &router, io_events.clone()).unwrap();
         root.add(Some(1), device).unwrap();
         let mut rig = Self { memory, root, controller, io_events, log, bar: 0 };
         rig.bar = rig.config_u32(0x10).into();
@@ -230,7 +231,10 @@ fn a_driver_brings_the_device_up_and_down() {
         let queue = &active.queues[1].as_ref().unwrap().queue;
         assert!(queue.ready());
         assert_eq!((queue.max_size(), queue.size()), (64, 16));
-        assert_eq!((queue.desc_table(), queue.avail_ring(), queue.used_ring()), (0x5000, 0x6000, 0x7000));
+        assert_eq!(
+            (queue.desc_table(), queue.avail_ring(), queue.used_ring()),
+            (0x5000, 0x6000, 0x7000)
+        );
     }
     rig.write(0x14, 1, 0);
     assert_eq!(rig.log.lock().resets, 1);
@@ -358,7 +362,10 @@ fn a_driver_that_never_gives_the_bus_polls() {
     rig.start();
     assert_eq!(rig.read(0x14, 1), 15);
     rig.write(0x3004, 2, 1);
-    assert_eq!((rig.log.lock().synchronous.clone(), rig.controller.take_calls()), (vec![1], vec![]));
+    assert_eq!(
+        (rig.log.lock().synchronous.clone(), rig.controller.take_calls()),
+        (vec![1], vec![])
+    );
 }
 
 #[test]
@@ -498,7 +505,8 @@ fn devices_that_come_and_go_leave_nothing_behind() {
         let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
         let device = Box::new(FakeDevice(rig.log.clone()));
         let device =
-            VirtioPciDevice::new(device, GuestView::new(ram), &router, rig.io_events.clone()).unwrap();
+            VirtioPciDevice::new(device, GuestView::new(ram), &router, rig.io_events.clone())
+                .unwrap();
         rig.root.add(Some(1), device).unwrap();
         rig.write_config(4, &6u16.to_le_bytes());
         rig.start();

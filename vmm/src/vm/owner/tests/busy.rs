@@ -14,7 +14,11 @@ struct Elsewhere {
 }
 
 impl Elsewhere {
-    fn start(factory: FakeFactory, config: Option<VmConfig>, at_guest_shutdown: AtGuestShutdown) -> Self {
+    fn start(
+        factory: FakeFactory,
+        config: Option<VmConfig>,
+        at_guest_shutdown: AtGuestShutdown,
+    ) -> Self {
         let (delays, senders) = (factory.delays.clone(), Arc::clone(&factory.senders));
         let (handle, requests) = VmHandle::channel();
         let thread = std::thread::spawn(move || {
@@ -45,7 +49,9 @@ impl Elsewhere {
     /// Asks, and does not wait for the answer.
     fn ask<T: Send + 'static>(&self, request: impl FnOnce(Reply<T>) -> VmRequest + 'static) {
         let (handle, refused) = (self.handle.clone(), Arc::clone(&self.refused));
-        drop(tokio::task::spawn_local(async move { *refused.lock() = handle.ask(request).await.err() }));
+        drop(tokio::task::spawn_local(
+            async move { *refused.lock() = handle.ask(request).await.err() },
+        ));
     }
 
     fn end(self) {
@@ -64,16 +70,23 @@ fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
         vm.handle.ask(|reply| VmRequest::Create(Box::new(config), reply)).await.unwrap();
         vm.check("build", VmState::Created, |vm| vm.ask(VmRequest::Boot)).await;
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
-        vm.check("resize", VmState::Running, |vm| vm.ask(|reply| VmRequest::Resize(resize, reply))).await;
+        vm.check("resize", VmState::Running, |vm| vm.ask(|reply| VmRequest::Resize(resize, reply)))
+            .await;
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
-        vm.check("resize zone", VmState::Running, |vm| vm.ask(|reply| VmRequest::ResizeZone(zone, reply)))
-            .await;
+        vm.check("resize zone", VmState::Running, |vm| {
+            vm.ask(|reply| VmRequest::ResizeZone(zone, reply))
+        })
+        .await;
         let size = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };
-        vm.check("resize disk", VmState::Running, |vm| vm.ask(|reply| VmRequest::ResizeDisk(size, reply)))
-            .await;
+        vm.check("resize disk", VmState::Running, |vm| {
+            vm.ask(|reply| VmRequest::ResizeDisk(size, reply))
+        })
+        .await;
         let disk = Box::new(DeviceConfig::Disk(DiskConfig::parse("path=/d").unwrap()));
-        vm.check("add device", VmState::Running, |vm| vm.ask(|reply| VmRequest::AddDevice(disk, reply)))
-            .await;
+        vm.check("add device", VmState::Running, |vm| {
+            vm.ask(|reply| VmRequest::AddDevice(disk, reply))
+        })
+        .await;
         vm.check("drop", VmState::Running, |vm| vm.ask(VmRequest::Reboot)).await;
         // What the guest has done by itself.
         let event = |event| move |vm: &Elsewhere| vm.senders.lock().last().unwrap().send(event);

@@ -56,7 +56,9 @@ fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
     run(async {
         let vm = serve(None, None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
-        let add = async |text, fd| vm.handle.ask(|reply| VmRequest::AddDevice(net_of(text, fd), reply)).await;
+        let add = async |text, fd| {
+            vm.handle.ask(|reply| VmRequest::AddDevice(net_of(text, fd), reply)).await
+        };
         let (mut reader, writer) = std::io::pipe().unwrap();
         assert_eq!(add("id=n", writer.into()).await.unwrap(), None);
         let net = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.net;

@@ -74,10 +74,16 @@ fn a_pause_that_is_over_before_everything_stands_still_is_no_pause() {
         assert_eq!(refused.to_string(), expected);
         assert_eq!(told, ["pausing", "resuming", "resumed"]);
         let (refused, told) = undone(async |vm| vm.ask(VmRequest::Shutdown).await.unwrap()).await;
-        assert!(matches!(refused, VmError::WrongState { state: VmState::Created, .. }), "{refused}");
+        assert!(
+            matches!(refused, VmError::WrongState { state: VmState::Created, .. }),
+            "{refused}"
+        );
         assert_eq!(told, ["pausing", "shutdown"]);
         let (refused, told) = undone(async |vm| vm.ask(VmRequest::Reboot).await.unwrap()).await;
-        assert!(matches!(refused, VmError::WrongState { state: VmState::Running, .. }), "{refused}");
+        assert!(
+            matches!(refused, VmError::WrongState { state: VmState::Running, .. }),
+            "{refused}"
+        );
         assert_eq!(told, ["pausing", "rebooting", "rebooted"]);
         let (refused, told) = undone(async |vm| vm.ask(VmRequest::Delete).await.unwrap()).await;
         assert!(matches!(refused, VmError::NotCreated), "{refused}");
@@ -121,6 +127,9 @@ fn a_boot_of_a_vm_that_is_paused_is_a_resume() {
         // Also of one that must not go on.
         vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::CannotResume { .. })));
-        assert_eq!(vm.told().await.join(" "), "booting booted pausing paused resuming resumed failed");
+        assert_eq!(
+            vm.told().await.join(" "),
+            "booting booted pausing paused resuming resumed failed"
+        );
     });
 }

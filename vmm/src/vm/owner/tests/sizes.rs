@@ -23,8 +23,11 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         let vm = serve(None, None, AtGuestShutdown::End);
         vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
         let resize = async |resize| vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
-        let more =
-            ResizeRequest { desired_ram: Some(1 << 30), desired_vcpus: Some(1), desired_balloon: Some(0) };
+        let more = ResizeRequest {
+            desired_ram: Some(1 << 30),
+            desired_vcpus: Some(1),
+            desired_balloon: Some(0),
+        };
         resize(more).await.unwrap();
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
         assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
@@ -32,7 +35,10 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         for ((desired_vcpus, desired_ram, desired_balloon), told) in [
             ((Some(3), None, None), "vm.resize: desired_vcpus is 3, and must be 1"),
             ((Some(0), Some(1 << 30), None), "vm.resize: desired_vcpus is 0, and must be 1"),
-            ((None, Some(2 << 30), Some(1 << 30)), "desired_balloon 1073741824: the VM has no balloon"),
+            (
+                (None, Some(2 << 30), Some(1 << 30)),
+                "desired_balloon 1073741824: the VM has no balloon",
+            ),
             (
                 (Some(1), Some(0), None),
                 "desired_vcpus 1, desired_ram 0: --memory: size is 0, and must be at least 4 KiB",
@@ -97,7 +103,8 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
         // Of an earlier machine.
         vm.send(0, MachineEvent::VcpuEjected { index: 1 });
         assert_eq!(count().await, 4);
-        let expected = "build, resume, resize vcpus, resize vcpus, vcpu ejected, drop, build, resume";
+        let expected =
+            "build, resume, resize vcpus, resize vcpus, vcpu ejected, drop, build, resume";
         assert_eq!(vm.log().join(", "), expected);
     });
 }
@@ -139,7 +146,8 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
         ];
         for row in rows {
             let vm = serve(None, Some(config()), AtGuestShutdown::End);
-            let resize = async |resize| vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
+            let resize =
+                async |resize| vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
             let (last, first) = row.split_last().unwrap();
             for wish in first {
                 resize(wish.clone()).await.unwrap();
@@ -167,15 +175,19 @@ fn a_vm_that_is_paused_is_resized_and_stays_paused() {
         config.cpus.max_vcpus = 4;
         let vm = serve(None, Some(config), AtGuestShutdown::End);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
-        let resize =
-            ResizeRequest { desired_ram: Some(1 << 30), desired_vcpus: Some(2), desired_balloon: Some(0) };
+        let resize = ResizeRequest {
+            desired_ram: Some(1 << 30),
+            desired_vcpus: Some(2),
+            desired_balloon: Some(0),
+        };
         vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
         vm.handle.ask(|reply| VmRequest::ResizeZone(zone, reply)).await.unwrap();
         let disk = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };
         vm.handle.ask(|reply| VmRequest::ResizeDisk(disk, reply)).await.unwrap();
         assert_eq!(vm.state().await, VmState::Paused);
-        let expected = "build, resume, pause, resize vcpus, resize, resize balloon, resize zone, resize disk";
+        let expected =
+            "build, resume, pause, resize vcpus, resize, resize balloon, resize zone, resize disk";
         assert_eq!(vm.log().join(", "), expected);
     });
 }

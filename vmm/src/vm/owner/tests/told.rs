@@ -57,7 +57,11 @@ fn a_guest_that_restarts_in_a_loop_is_told_of_ever_less_but_of_how_it_is() {
         assert!((101..150).contains(&count("rebooting")), "{told:?}");
         assert!(withheld > 900, "{withheld}");
         // Between the guest's last restart and the first that a client asked for: that it was over.
-        assert_eq!(&told[told.len() - 203..][..3], ["rebooted", "rebooting", "rebooted"], "{told:?}");
+        assert_eq!(
+            &told[told.len() - 203..][..3],
+            ["rebooted", "rebooting", "rebooted"],
+            "{told:?}"
+        );
         assert_eq!(&told[told.len() - 3..], ["rebooted", "shutdown", "deleted"]);
     });
 }
