@@ -1,5 +1,5 @@
-//! How fast guests are lived through: a day of one VM under `psi`, each report of it, a day of each workload under each
-//! policy, and a day of 10,000 VMs.
+//! How fast guests are lived through: a day of one VM under `psi`, each report of it, a day of each
+//! workload under each policy, and a day of 10,000 VMs.
 
 use std::time::{Duration, Instant};
 
@@ -47,8 +47,9 @@ fn days(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Of each workload under each policy, in milliseconds: the fastest of three runs, as what else the machine does only adds. Criterion
-/// would take minutes for as many figures, and none of a second needs more.
+/// Of each workload under each policy, in milliseconds: the fastest of three runs, as what else the
+/// machine does only adds. Criterion would take minutes for as many figures, and none of a second
+/// needs more.
 fn table() {
     print!("{:12}", "ms for a day");
     Policy::NAMES.iter().for_each(|name| print!("{name:>10}"));
@@ -74,8 +75,8 @@ fn table() {
     }
 }
 
-/// As `foreshore-sim --workload diurnal --duration 24h --hosts 1000 --vms 10 --policy psi` does it, on all processors.
-/// Once: Criterion would do it ten times at least.
+/// As `foreshore-sim --workload diurnal --duration 24h --hosts 1000 --vms 10 --policy psi` does it,
+/// on all processors. Once: Criterion would do it ten times at least.
 fn fleet() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let host = |host| {
@@ -94,7 +95,8 @@ fn fleet() {
     );
 }
 
-/// What this process has used of its processors: fields 14 and 15 of proc(5)'s stat, in Linux' ticks of 10 ms.
+/// What this process has used of its processors: fields 14 and 15 of proc(5)'s stat, in Linux'
+/// ticks of 10 ms.
 fn cpu_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").expect("Linux");
     let after_name = stat.rsplit_once(')').expect("a name in parentheses").1;

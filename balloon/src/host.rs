@@ -46,7 +46,8 @@ pub enum DriverState {
     Absent,
     /// The driver carries out requests.
     Ready,
-    /// The device has refused the driver, because it lacks a feature. No memory is requested from the zone.
+    /// The device has refused the driver, because it lacks a feature. No memory is requested from
+    /// the zone.
     Unsupported,
 }
 
@@ -64,7 +65,8 @@ impl DriverState {
     }
 }
 
-/// Part of the size requested last that the host could not provide. The device has lowered the request.
+/// Part of the size requested last that the host could not provide. The device has lowered the
+/// request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Shortfall {
     /// Reason as in the metrics: `pool-full`.
@@ -76,7 +78,8 @@ pub struct Shortfall {
 /// Reason of a request that was withdrawn, because the guest's driver is unsupported.
 pub const UNSUPPORTED_DRIVER_REASON: &str = "driver";
 
-/// Reason why a driver is refused, for logs, errors and statuses. Linux commit 61082ad6a6e1, first released in 5.16.
+/// Reason why a driver is refused, for logs, errors and statuses. Linux commit 61082ad6a6e1, first
+/// released in 5.16.
 pub const UNSUPPORTED_DRIVER: &str = "the guest's virtio_mem driver lacks \
     VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE, which Linux has since version 5.16";
 
@@ -101,11 +104,13 @@ pub struct ZoneSizes {
     pub plugged_bytes: u64,
     /// The guest's driver of the device.
     pub driver: DriverState,
-    /// Part of a client's request that is withheld until the guest has room for its page descriptors.
+    /// Part of a client's request that is withheld until the guest has room for its page
+    /// descriptors.
     pub held_bytes: u64,
     /// Shortfall of the last requested size. Cleared by the next request.
     pub shortfall: Option<Shortfall>,
-    /// The last requested size was withdrawn, because the driver is unsupported. Cleared by the next request.
+    /// The last requested size was withdrawn, because the driver is unsupported. Cleared by the
+    /// next request.
     pub is_withdrawn: bool,
 }
 
@@ -134,7 +139,8 @@ impl ZoneSizes {
         self.shortfall.map(|shortfall| shortfall.reason).or(driver)
     }
 
-    /// Upper limit of the requested size: the device's region, or the requested size if the driver is unsupported.
+    /// Upper limit of the requested size: the device's region, or the requested size if the driver
+    /// is unsupported.
     pub fn requestable_bytes(&self) -> u64 {
         match self.driver {
             DriverState::Unsupported => self.requested_bytes.min(self.max_bytes),
@@ -211,7 +217,8 @@ impl Distances {
 pub struct HostView {
     /// The hotplug part of every zone that has one.
     pub zones: Vec<ZoneSizes>,
-    /// Memory that the guest booted with, or that has come since and never goes (DIMMs); it is never unplugged.
+    /// Memory that the guest booted with, or that has come since and never goes (DIMMs); it is
+    /// never unplugged.
     pub boot_bytes: u64,
     /// Volumes and files that are mapped into the guest, which may use any of them as memory.
     pub mapped_bytes: u64,
@@ -219,8 +226,8 @@ pub struct HostView {
     pub pool_free_bytes: u64,
     /// How far the guest's nodes are from each other.
     pub distances: Distances,
-    /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's already, and needs neither
-    /// page descriptors nor onlining.
+    /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's
+    /// already, and needs neither page descriptors nor onlining.
     pub balloon: Option<ZoneId>,
     /// The balloon, if its statistics size a guest without an agent.
     #[serde(skip)]
@@ -249,13 +256,14 @@ impl HostView {
         sizes.into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Sum over all zones of the largest size that may be requested. A zone with an unsupported driver keeps its
-    /// requested size.
+    /// Sum over all zones of the largest size that may be requested. A zone with an unsupported
+    /// driver keeps its requested size.
     pub fn max_bytes(&self) -> u64 {
         self.sum(ZoneSizes::requestable_bytes)
     }
 
-    /// Memory that virtio-mem zones can have plugged together. The guest reserves DRAM for its page descriptors.
+    /// Memory that virtio-mem zones can have plugged together. The guest reserves DRAM for its page
+    /// descriptors.
     pub fn pluggable_bytes(&self) -> u64 {
         self.sum(|zone| match zone.driver {
             _ if self.balloon == Some(zone.id) => 0,

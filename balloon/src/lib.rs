@@ -1,7 +1,7 @@
 //! Pressure policies, and the controller that turns a guest's reports into plans.
 //!
-//! Everything here is pure: no clock, no I/O, nothing of KVM. The caller brings reports, the sizes of the VM's zones
-//! and the time; the same calls give the same plans.
+//! Everything here is pure: no clock, no I/O, nothing of KVM. The caller brings reports, the sizes
+//! of the VM's zones and the time; the same calls give the same plans.
 //!
 //! ```text
 //!   line -> Intake -> Report -+
@@ -10,9 +10,10 @@
 //! ```
 //!
 //! A [`Policy`](policy::Policy) says how much hotplugged memory the guest should have. The
-//! [`Controller`](controller::Controller) stands above every policy: it splits that over the zones, and decides how
-//! fast, in which order, within which bounds, and what to do when the guest does not follow. The
-//! [`Governor`](governor::Governor) turns events of a VM into calls of the controller, and its plans into requests.
+//! [`Controller`](controller::Controller) stands above every policy: it splits that over the zones,
+//! and decides how fast, in which order, within which bounds, and what to do when the guest does
+//! not follow. The [`Governor`](governor::Governor) turns events of a VM into calls of the
+//! controller, and its plans into requests.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]

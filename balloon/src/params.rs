@@ -1,5 +1,5 @@
-//! Parameters by name: one table for each policy and for the rules, from which the flag, the API and docs/policy.md
-//! all take names, units, bounds and defaults.
+//! Parameters by name: one table for each policy and for the rules, from which the flag, the API
+//! and docs/policy.md all take names, units, bounds and defaults.
 
 use std::fmt;
 
@@ -126,7 +126,8 @@ pub struct Param {
     pub about: &'static str,
 }
 
-/// A value as somebody gave it: a number in the parameter's own unit (bytes, milliseconds, thousandths), or a text.
+/// A value as somebody gave it: a number in the parameter's own unit (bytes, milliseconds,
+/// thousandths), or a text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Setting {
@@ -262,8 +263,8 @@ pub trait Parameters {
         Some(self.value(index))
     }
 
-    /// Sets one. `of` says in an error whose parameters these are. Pairs are left for [`Parameters::validate`], so
-    /// that both of a pair can be changed.
+    /// Sets one. `of` says in an error whose parameters these are. Pairs are left for
+    /// [`Parameters::validate`], so that both of a pair can be changed.
     fn set(&mut self, of: &'static str, name: &str, setting: &Setting) -> Result<(), ParamError> {
         let table = self.table();
         let Some(index) = table.iter().position(|param| param.name == name) else {
@@ -331,7 +332,8 @@ fn names(table: &[Param]) -> String {
     table.iter().map(|param| param.name).collect::<Vec<_>>().join(", ")
 }
 
-/// A struct of parameters and its table: `/// what for`, `field: "name", Unit, low => high, default;`.
+/// A struct of parameters and its table: `/// what for`, `field: "name", Unit, low => high,
+/// default;`.
 macro_rules! params {
     (
         $(#[$meta:meta])*

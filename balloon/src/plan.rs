@@ -13,7 +13,8 @@ pub enum Direction {
     Grow,
     /// The guest gives memory back.
     Shrink,
-    /// Nothing new is asked of the guest. A request that it has not followed may be reduced or withdrawn.
+    /// Nothing new is asked of the guest. A request that it has not followed may be reduced or
+    /// withdrawn.
     Hold,
 }
 
@@ -148,7 +149,8 @@ pub struct Plan {
     pub direction: Direction,
     /// Why. For a hold this may be what stood in the way.
     pub reason: Reason,
-    /// What kept a grow or shrink smaller than the policy wanted, or the bound that makes it larger.
+    /// What kept a grow or shrink smaller than the policy wanted, or the bound that makes it
+    /// larger.
     pub limited_by: Option<Reason>,
     /// The hotplugged memory that the policy wanted in all.
     pub wanted_bytes: u64,

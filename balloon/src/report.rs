@@ -4,15 +4,17 @@ use foreshore_proto::{AgentMessage, Refusal, Report, ZoneKind, decode_agent_mess
 
 use crate::TimeMs;
 
-/// How much further than the host's clock a guest's may run between two reports: loose, because it is to catch lies and
-/// not drift.
+/// How much further than the host's clock a guest's may run between two reports: loose, because it
+/// is to catch lies and not drift.
 const MAX_CLOCK_LEAD_MS: u64 = 5_000;
 
-/// How much faster than the host's a guest's clock may be: Linux lets it be slewed by a tenth (adjtimex(2), `tick`).
+/// How much faster than the host's a guest's clock may be: Linux lets it be slewed by a tenth
+/// (adjtimex(2), `tick`).
 const CLOCK_SLEW_PART: u64 = 10;
 
-/// So long reports that go on from one another, but not from the last one accepted, are refused. After that they are
-/// likelier to be true than that one is, and whoever refuses the truth for good is deaf.
+/// So long reports that go on from one another, but not from the last one accepted, are refused.
+/// After that they are likelier to be true than that one is, and whoever refuses the truth for good
+/// is deaf.
 const RIVAL_MS: u64 = 3_000;
 
 /// Parses one line of the agent, without its newline. Parsing needs no state, so another thread can
@@ -53,8 +55,9 @@ impl Heard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Line {
     last: Heard,
-    /// The one that had the least delay, which the clocks are held side by side by. Whoever is held up on the way makes the guest's
-    /// clock seem slow, and what comes in time behind it would seem to be from the future.
+    /// The one that had the least delay, which the clocks are held side by side by. Whoever is
+    /// held up on the way makes the guest's clock seem slow, and what comes in time behind it
+    /// would seem to be from the future.
     quickest: Heard,
     since: TimeMs,
     /// It has been insisted on, for long enough, that the guest is older than its VM.
@@ -87,10 +90,11 @@ impl Line {
 
 /// The state of an agent's connection as far as it decides which reports to believe.
 ///
-/// What one report says must not decide for good what is believed later: a liar would lock the honest out. So nothing
-/// is kept from one connection to the next; what bounds a first report is the host's own clock, because a guest that was
-/// booted in its VM is not older than that. One that was hibernated elsewhere is: its clock goes on from the image.
-/// Within a connection the last accepted report bounds the next one. A line of refused reports outweighs either bound:
+/// What one report says must not decide for good what is believed later: a liar would lock the
+/// honest out. So nothing is kept from one connection to the next; what bounds a first report is
+/// the host's own clock, because a guest that was booted in its VM is not older than that. One that
+/// was hibernated elsewhere is: its clock goes on from the image. Within a connection the last
+/// accepted report bounds the next one. A line of refused reports outweighs either bound:
 /// a lie harms its own guest alone, and so would deafness.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Intake {
@@ -159,7 +163,8 @@ impl Intake {
         self.accepted.map_or_else(|| Ok(Line::begin(heard)), |line| line.go_on(heard))
     }
 
-    /// A guest that was booted in its VM may have a kernel that started late, or again (kexec), never before that.
+    /// A guest that was booted in its VM may have a kernel that started late, or again (kexec),
+    /// never before that.
     fn check_age(&self, heard: Heard) -> Result<(), Refusal> {
         let age_ms = heard.at.since(self.started);
         heard.not_after(

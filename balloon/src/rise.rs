@@ -1,7 +1,8 @@
 //! What a guest has plugged, and how much of that stays.
 //!
-//! A guest without memory for page descriptors plugs a block, fails to add it, and unplugs it again within some 10 ms
-//! (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add), of which the host may see any moment.
+//! A guest without memory for page descriptors plugs a block, fails to add it, and unplugs it again
+//! within some 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add), of which the host
+//! may see any moment.
 
 use crate::TimeMs;
 
@@ -10,17 +11,22 @@ pub const STAYS_MS: u64 = 1_000;
 /// No guest looks for memory for so long before it gives up.
 const MOST_STAYS_MS: u64 = 16_000;
 
-/// Follows what is plugged of one zone. Whatever is plugged counts from when there was so much of it: what came earlier does not
-/// vouch for what comes later. What has stayed once, goes without being asked back, and comes again, is nothing new.
+/// Follows what is plugged of one zone. Whatever is plugged counts from when there was so much of
+/// it: what came earlier does not vouch for what comes later. What has stayed once, goes without
+/// being asked back, and comes again, is nothing new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rise {
-    /// The most that has stayed of what is requested: no more than that is no news. `None`: nothing has been seen yet.
+    /// The most that has stayed of what is requested: no more than that is no news. `None`:
+    /// nothing has been seen yet.
     known_bytes: Option<u64>,
-    /// What has stayed of what is plugged, and has not gone since. Less than what is known once some of that has gone unasked.
+    /// What has stayed of what is plugged, and has not gone since. Less than what is known once
+    /// some of that has gone unasked.
     certain_bytes: u64,
-    /// How long it takes to be certain: longer, once what was certain has gone unasked, than that had stayed.
+    /// How long it takes to be certain: longer, once what was certain has gone unasked, than that
+    /// had stayed.
     stays_ms: u64,
-    /// What is plugged beyond what is certain, and since when there has been so much at least: least and oldest first.
+    /// What is plugged beyond what is certain, and since when there has been so much at least:
+    /// least and oldest first.
     levels: Vec<Level>,
 }
 
@@ -44,8 +50,9 @@ impl Rise {
         rise
     }
 
-    /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last time. If more has stayed for
-    /// long enough than ever did, says since when it has been there. What is plugged at first is nothing new.
+    /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last
+    /// time. If more has stayed for long enough than ever did, says since when it has been
+    /// there. What is plugged at first is nothing new.
     pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {
         // What is asked back and goes may come again later, and is new then.
         let most_bytes = asked_bytes.max(plugged_bytes);
@@ -78,7 +85,8 @@ impl Rise {
         news.map(|level| level.since)
     }
 
-    /// Since when there has been as much as now, if that is news, and it is not known yet whether it stays.
+    /// Since when there has been as much as now, if that is news, and it is not known yet whether
+    /// it stays.
     pub fn pending_since(&self) -> Option<TimeMs> {
         let known_bytes = self.known_bytes?;
         self.levels.last().filter(|level| level.bytes > known_bytes).map(|level| level.since)
@@ -103,7 +111,8 @@ impl Rise {
 mod tests {
     use super::*;
 
-    /// What is said to have stayed, of a zone with 256 requested of which so much is plugged at these times.
+    /// What is said to have stayed, of a zone with 256 requested of which so much is plugged at
+    /// these times.
     fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
         let mut rise = Rise::default();
         let observe =

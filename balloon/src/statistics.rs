@@ -1,8 +1,9 @@
-//! Reports of guests without an agent, made of what virtio-balloon's driver tells (virtio 1.3, 5.5.6.4), and the correction
-//! of reports of guests with a balloon.
+//! Reports of guests without an agent, made of what virtio-balloon's driver tells (virtio 1.3,
+//! 5.5.6.4), and the correction of reports of guests with a balloon.
 //!
-//! The driver tells less than an agent. What is missing is estimated as Linux would compute it (watermarks), or from what
-//! it counts (stall time); docs/balloon.md says how, and how far it is off.
+//! The driver tells less than an agent. What is missing is estimated as Linux would compute it
+//! (watermarks), or from what it counts (stall time); docs/balloon.md says how, and how far it is
+//! off.
 
 mod placing;
 
@@ -24,15 +25,16 @@ const LOW_MEMORY_BYTES: u64 = 3 << 30;
 /// Pages of a huge page, of which khugepaged keeps some free.
 const PAGEBLOCK_PAGES: u64 = 512;
 
-/// What an allocation that enters direct reclaim waits, as far as nobody tells: reclaim looks at 32 pages at a time, and a
-/// few of such rounds with a write or two in between take about this long.
+/// What an allocation that enters direct reclaim waits, as far as nobody tells: reclaim looks at 32
+/// pages at a time, and a few of such rounds with a write or two in between take about this long.
 const STALL_US: u64 = 1000;
 
 /// What a page takes that is swapped in, from a disk that is no worse than an SSD.
 const SWAP_IN_US: u64 = 100;
 
-/// So long sets that go on from one another, but not from the last one accepted, are refused. After that they are likelier
-/// to be true than that one is, and whoever refuses the truth for good is deaf.
+/// So long sets that go on from one another, but not from the last one accepted, are refused. After
+/// that they are likelier to be true than that one is, and whoever refuses the truth for good is
+/// deaf.
 const RIVAL_MS: u64 = 3_000;
 
 /// The span over which `avg10` forgets.
@@ -132,8 +134,8 @@ impl Statistics {
     /// The most that one set may have, in bytes; Linux sends 16 entries.
     pub const MAX_BYTES: usize = 64 * ENTRY_BYTES;
 
-    /// Reads the driver's buffer; `None`: not whole entries, none, or too many. Tags of a later version are skipped, and of
-    /// a tag that comes twice the last counts.
+    /// Reads the driver's buffer; `None`: not whole entries, none, or too many. Tags of a later
+    /// version are skipped, and of a tag that comes twice the last counts.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.is_empty()
             || bytes.len() > Self::MAX_BYTES
@@ -178,7 +180,8 @@ pub struct Known {
     pub counted: bool,
 }
 
-/// Sets of one driver each of which goes on from the one before, none of them from the last one accepted.
+/// Sets of one driver each of which goes on from the one before, none of them from the last one
+/// accepted.
 #[derive(Clone, Copy, Debug)]
 struct Rival {
     driver_life: u64,
@@ -188,19 +191,21 @@ struct Rival {
 
 /// Makes reports of statistics.
 ///
-/// The last set accepted bounds the next one's counters. One lie would do so for good: it is outweighed by a line of refused
-/// sets, as an agent's reports are ([`crate::Intake`]).
+/// The last set accepted bounds the next one's counters. One lie would do so for good: it is
+/// outweighed by a line of refused sets, as an agent's reports are ([`crate::Intake`]).
 #[derive(Clone, Debug, Default)]
 pub struct Estimator {
     last: Option<(u64, Statistics)>,
     /// Those that have been refused since, as far as they make sense together.
     rival: Option<Rival>,
     seq: u64,
-    /// The guest's clock as far as it can be known, and when it stood there. Nobody tells it to us: it goes on from the last
-    /// report of an agent, if there was one, so that policies see one clock.
+    /// The guest's clock as far as it can be known, and when it stood there. Nobody tells it to
+    /// us: it goes on from the last report of an agent, if there was one, so that policies see
+    /// one clock.
     clock: Option<(u64, TimeMs)>,
     stall: Stall,
-    /// What the guest does with memory that is plugged, as an agent said last: it goes on doing so without one.
+    /// What the guest does with memory that is plugged, as an agent said last: it goes on doing so
+    /// without one.
     online_policy: OnlinePolicy,
 }
 
@@ -213,8 +218,9 @@ impl Estimator {
         (self.last, self.rival) = (None, None);
     }
 
-    /// The report that an agent would have made, as far as `statistics` tell. After a refusal the next set is judged as if
-    /// this one had not come, unless too many of them make sense together.
+    /// The report that an agent would have made, as far as `statistics` tell. After a refusal the
+    /// next set is judged as if this one had not come, unless too many of them make sense
+    /// together.
     pub fn report(
         &mut self,
         statistics: &Statistics,
@@ -272,7 +278,8 @@ impl Estimator {
         Ok(correct(report, known))
     }
 
-    /// Whether a set that does not go on from the last one accepted ends a long enough line of such sets.
+    /// Whether a set that does not go on from the last one accepted ends a long enough line of such
+    /// sets.
     fn is_insisted_on(&mut self, statistics: &Statistics, driver_life: u64, now: TimeMs) -> bool {
         let goes_on = |rival: &Rival| {
             rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok()
@@ -343,9 +350,11 @@ fn counters(statistics: &Statistics) -> Counters {
     }
 }
 
-/// All of the guest's memory as one zone: watermarks are shared out by size, so the sums are the same.
+/// All of the guest's memory as one zone: watermarks are shared out by size, so the sums are the
+/// same.
 fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
-    // Linux computes watermarks when it boots and when memory is plugged; a balloon changes nothing about them.
+    // Linux computes watermarks when it boots and when memory is plugged; a balloon changes nothing
+    // about them.
     let whole_bytes =
         if known.counted { total_bytes } else { total_bytes.saturating_add(known.ballooned_bytes) };
     let marks = Watermarks::estimate(whole_bytes);
@@ -373,34 +382,37 @@ pub struct Watermarks {
 }
 
 impl Watermarks {
-    /// What Linux 6.x computes for an x86-64 guest with so much memory, all of it good for kernel and user, and transparent
-    /// huge pages on, as distributions have them.
+    /// What Linux 6.x computes for an x86-64 guest with so much memory, all of it good for kernel
+    /// and user, and transparent huge pages on, as distributions have them.
     pub fn estimate(memory_bytes: u64) -> Self {
         let pages = memory_bytes / PAGE_BYTES;
-        // 1. mm/page_alloc.c, calculate_min_free_kbytes(): sqrt(16 x low memory in KiB), 128 KiB to 256 MiB.
+        // 1. mm/page_alloc.c, calculate_min_free_kbytes(): sqrt(16 x low memory in KiB), 128 KiB to
+        //    256 MiB.
         let plain_kib = (memory_bytes / 1024).saturating_mul(16).isqrt().clamp(128, 262_144);
-        // 2. mm/khugepaged.c, set_recommended_min_free_kbytes(): for each zone 2 page blocks, and one for each pair of
-        //    the 3 types of pages that fall back on one another; at most a twentieth of memory.
+        // 2. mm/khugepaged.c, set_recommended_min_free_kbytes(): for each zone 2 page blocks, and
+        //    one for each pair of the 3 types of pages that fall back on one another; at most a
+        //    twentieth of memory.
         let zones = if memory_bytes > LOW_MEMORY_BYTES { 3 } else { 2 };
         let recommended_pages = (PAGEBLOCK_PAGES * zones * (2 + 3 * 3)).min(pages / 20);
         let min_pages = (plain_kib / 4).max(recommended_pages);
-        // 3. mm/page_alloc.c, __setup_per_zone_wmarks(): a quarter of that apart, or watermark_scale_factor, 10, in ten
-        //    thousand of memory if that is more.
+        // 3. mm/page_alloc.c, __setup_per_zone_wmarks(): a quarter of that apart, or
+        //    watermark_scale_factor, 10, in ten thousand of memory if that is more.
         let distance_pages = (min_pages / 4).max(scale(pages, 10, 10_000));
         let low_pages = min_pages + distance_pages;
         Self { min_pages, low_pages, high_pages: low_pages + distance_pages }
     }
 }
 
-/// A report as it would be if memory in the balloon were none. Only with DEFLATE_ON_OOM does Linux count it as used; without,
-/// the report says so already.
+/// A report as it would be if memory in the balloon were none. Only with DEFLATE_ON_OOM does Linux
+/// count it as used; without, the report says so already.
 pub fn correct(report: Report, known: Known) -> Report {
     if !known.counted || known.ballooned_bytes == 0 {
         return report;
     }
     let mut raw = report.as_raw().clone();
     let memory = &mut raw.memory;
-    // A driver tells the size of its balloon after it has changed it: what is seen to be there is not in the balloon.
+    // A driver tells the size of its balloon after it has changed it: what is seen to be there is
+    // not in the balloon.
     let seen_bytes = memory
         .free_bytes
         .max(memory.available_bytes)
@@ -420,7 +432,8 @@ pub fn correct(report: Report, known: Known) -> Report {
         let managed_pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
         idle.idle_bytes = idle.idle_bytes.min(managed_pages.saturating_mul(PAGE_BYTES));
     }
-    // Every value is inside its bound, as it was before and is smaller now; if not, the report as it came is better than none.
+    // Every value is inside its bound, as it was before and is smaller now; if not, the report as
+    // it came is better than none.
     Report::try_from(raw).unwrap_or(report)
 }
 

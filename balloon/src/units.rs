@@ -14,7 +14,8 @@ pub const BLOCK_BYTES: u64 = 2 * MIB;
 /// A page of the guest. The protocol counts in them; x86-64 has no others.
 pub(crate) const PAGE_BYTES: u64 = 4096;
 
-/// Linux adds memory to its tables in sections of this size, whole even when only a block of it is plugged.
+/// Linux adds memory to its tables in sections of this size, whole even when only a block of it is
+/// plugged.
 pub(crate) const SECTION_BYTES: u64 = 128 * MIB;
 
 /// The page descriptors of a section: 64 bytes for each page of 4 KiB.

@@ -24,7 +24,8 @@ fn a_ramp_far_beyond_dram_swaps_nothing_with_psi() {
     }
 }
 
-/// Ramps of this rate from several moments of a guest that has rested at what it needs: how much kswapd has taken.
+/// Ramps of this rate from several moments of a guest that has rested at what it needs: how much
+/// kswapd has taken.
 fn taken_by_kswapd_bytes(policy: Policy, mib_per_s: i64) -> u64 {
     let mut rested = Rig::new(policy, config());
     for (ms, mib_per_s) in [(3_000, 0), (5_600, 100), (300_000, 0)] {
@@ -115,7 +116,8 @@ fn a_guest_whose_need_is_constant_comes_to_rest() {
     }
 }
 
-/// Where a guest that was left alone for a minute may be: a tenth over what it needs with the bridge.
+/// Where a guest that was left alone for a minute may be: a tenth over what it needs with the
+/// bridge.
 fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     let bridge_bytes = bridge_bytes(rig, report_delay_ms);
     bridge_bytes + (rig.need_bytes() + bridge_bytes) / 10
@@ -144,7 +146,8 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        // At 400 MiB/s, which is more than `burst`, a MiB may be too late: it depends on when the last look was.
+        // At 400 MiB/s, which is more than `burst`, a MiB may be too late: it depends on when the
+        // last look was.
         let swapped_out_bound_mib = u64::from(name == "hard burst after rest");
         assert!(
             f.swapped_out_mib <= swapped_out_bound_mib,
@@ -161,8 +164,8 @@ fn every_workload_is_served_and_little_is_held_for_it() {
         );
         assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
-            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. A seventh more is read before the guest has
-            // grown.
+            // The disk reads 32 KiB in 180 us, so 600 MiB take 3.5 s. A seventh more is read before
+            // the guest has grown.
             "files read again" => 4_020,
             // What is in swap comes back at 4 KiB in 180 us, whatever the host does.
             "swapped before" => SWAPPED_MIB * 256 * 180 / 1_000,
@@ -197,8 +200,8 @@ fn workload(name: &str) -> Workload {
 
 #[test]
 fn twice_the_slack_would_be_seen() {
-    // The broken variant of the test above. After a grow a guest may rest with up to one slack and a half, by where its last
-    // step ended.
+    // The broken variant of the test above. After a grow a guest may rest with up to one slack and
+    // a half, by where its last step ended.
     let policy = Policy::Psi(psi::Params { slack_permille: 200, ..psi::Params::default() });
     let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
     assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));
@@ -287,7 +290,8 @@ fn a_burst_is_answered_within_a_tenth_of_a_second() {
         took.push(psi.guest().now().since(begin));
     }
     took.sort_unstable();
-    // An eighth of what is available is gone after 50 ms, and so little is left that the next look comes 50 ms later at most.
+    // An eighth of what is available is gone after 50 ms, and so little is left that the next look
+    // comes 50 ms later at most.
     assert!(took[took.len() / 2] <= 80, "{took:?}");
     assert!(took[took.len() - 1] <= 115, "{took:?}");
 }

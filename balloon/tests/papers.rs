@@ -48,7 +48,8 @@ impl Loop {
 
 const PAPERS: [&str; 4] = ["amf", "dapper", "pmb", "memorage"];
 
-/// With scales at which this guest's watermarks (4 MiB) leave the first row of the tables: 64 and 128 MiB.
+/// With scales at which this guest's watermarks (4 MiB) leave the first row of the tables: 64 and
+/// 128 MiB.
 fn scaled(policy: &str) -> Loop {
     let scale = if policy == "dapper" { "16" } else { "32" };
     let others: &[(&str, &str)] = match policy {

@@ -1,4 +1,5 @@
-//! docs/policy.md says what the tables of parameters and the list of reasons say, and docs/simulator.md what workloads have.
+//! docs/policy.md says what the tables of parameters and the list of reasons say, and
+//! docs/simulator.md what workloads have.
 
 use std::fmt::Write;
 

@@ -1,4 +1,5 @@
-//! How much memory a long trace takes: alone in its program, because all that is allocated there is counted.
+//! How much memory a long trace takes: alone in its program, because all that is allocated there is
+//! counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{BufReader, Read};

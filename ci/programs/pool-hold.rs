@@ -1,4 +1,5 @@
-//! Takes memory from a pool, fills it, and holds it until it is killed: what a VMM that dies leaves behind.
+//! Takes memory from a pool, fills it, and holds it until it is killed: what a VMM that dies leaves
+//! behind.
 //!
 //! `pool-hold POOL BYTES` prints `held` when it has it.
 

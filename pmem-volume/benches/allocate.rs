@@ -1,4 +1,5 @@
-//! What it costs to lend a chunk and to take it back, beside a plain persist of 64 bytes: `docs/benchmarks.md`.
+//! What it costs to lend a chunk and to take it back, beside a plain persist of 64 bytes:
+//! `docs/benchmarks.md`.
 
 use std::hint::black_box;
 use std::ops::Range;
@@ -12,10 +13,12 @@ use pmem_volume::media::{FileMedia, Media, MediaError};
 use pmem_volume::{CHUNK_BYTES, ChunkId, Durability, Extent, Pool};
 
 const POOL_BYTES: u64 = 8 << 30;
-/// Extents that are taken in a row. They come from one large extent, so that taking one splits two others on average.
+/// Extents that are taken in a row. They come from one large extent, so that taking one splits two
+/// others on average.
 const BATCH: u64 = 128;
 
-/// A file in memory on which an erase does nothing: what remains of taking chunks back is the pool's own work.
+/// A file in memory on which an erase does nothing: what remains of taking chunks back is the
+/// pool's own work.
 struct WithoutErase(FileMedia);
 
 impl Media for WithoutErase {
@@ -59,7 +62,8 @@ fn new_pool(durability: Durability) -> (Arc<Pool<WithoutErase>>, tempfile::TempD
     (Pool::open_on(&path, media).unwrap(), folder)
 }
 
-/// Lends all of the pool but single chunks, so that nothing is left to split or to merge. Returns what keeps it so.
+/// Lends all of the pool but single chunks, so that nothing is left to split or to merge. Returns
+/// what keeps it so.
 fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     let free_bytes = pool.info().free_bytes;
     let chunks = |extent: &Extent| -> Vec<Extent> {
@@ -75,14 +79,15 @@ fn fragment(pool: &Pool<WithoutErase>) -> Vec<Extent> {
     kept
 }
 
-/// Times per call, in ns, of one benchmark: one per batch. A batch is shorter than a time slice, so that most of them
-/// were left alone on a machine that has other things to do.
+/// Times per call, in ns, of one benchmark: one per batch. A batch is shorter than a time slice, so
+/// that most of them were left alone on a machine that has other things to do.
 struct Samples {
     name: String,
     batches_ns: Vec<f64>,
 }
 
-/// Runs batches until there were `rounds` calls. A batch makes so many calls, and returns the time of what is measured.
+/// Runs batches until there were `rounds` calls. A batch makes so many calls, and returns the time
+/// of what is measured.
 fn in_batches(
     rounds: u64,
     samples: &mut Samples,

@@ -1,5 +1,6 @@
-//! What the BTT engine costs beside memcpy(), memcpy() past the cache, and the least that the format asks for, of as much to
-//! as random places by as many threads, in the same run and in the same memory: `docs/benchmarks.md`.
+//! What the BTT engine costs beside memcpy(), memcpy() past the cache, and the least that the
+//! format asks for, of as much to as random places by as many threads, in the same run and in the
+//! same memory: `docs/benchmarks.md`.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -32,7 +33,8 @@ const THREADS: [usize; 2] = [1, 2];
 enum Work {
     ReadRandom,
     WriteRandom,
-    /// Blocks lie in the order of their sectors, as in a volume that was written from one end to the other.
+    /// Blocks lie in the order of their sectors, as in a volume that was written from one end to
+    /// the other.
     ReadInOrder,
     WriteInOrder,
     /// Blocks lie anywhere, as random writes have left them.
@@ -44,7 +46,8 @@ enum Work {
 enum Who {
     Engine,
     Memcpy,
-    /// What nobody who serves a BTT can do without ([`Place::least_of_a_write`]): what there is to gain.
+    /// What nobody who serves a BTT can do without ([`Place::least_of_a_write`]): what there is to
+    /// gain.
     Least,
     /// memcpy() past the cache, where there is such a thing: for stores.
     Stream,
@@ -87,7 +90,8 @@ fn main() {
             for round in 0..rounds {
                 for threads in THREADS {
                     for (turn, who) in (0..).zip(EVERYBODY) {
-                        // Other places for each, so that nobody finds in a cache what somebody else has just read.
+                        // Other places for each, so that nobody finds in a cache what somebody else
+                        // has just read.
                         let seed = round * EVERYBODY.len() as u64 + turn;
                         let operation = |at, buffer: &mut [u8]| place.work(who, work, at, buffer);
                         let rate = gb_per_s(
@@ -116,7 +120,8 @@ impl Rates {
         &mut self.0[threads - 1][who as usize]
     }
 
-    /// The medians of the rounds' ratios: what else the machine did, it did to a whole round. And the ratios of the best.
+    /// The medians of the rounds' ratios: what else the machine did, it did to a whole round. And
+    /// the ratios of the best.
     fn print(&mut self, name: &str, class: &str) {
         for threads in THREADS {
             let mut rates = |who, threads| self.of(who, threads).clone();
@@ -152,27 +157,30 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// A volume that is served, and the memory in which its blocks are: which pages of the machine they are makes a
-/// difference, and so everybody works on the same ones. The engine knows nothing of what the others leave there, and
-/// need not: it is data.
+/// A volume that is served, and the memory in which its blocks are: which pages of the machine they
+/// are makes a difference, and so everybody works on the same ones. The engine knows nothing of
+/// what the others leave there, and need not: it is data.
 struct Place {
     engine: Engine<Volume>,
     /// One for each of the engine's peers: page tables are as cold to one as to the other.
     blocks: [Map; EVERYBODY.len() - 1],
-    /// What [`Place::least_of_a_write`] has for the format's map, of a volume in order and of a scattered one, and flog.
+    /// What [`Place::least_of_a_write`] has for the format's map, of a volume in order and of a
+    /// scattered one, and flog.
     in_order: Map,
     scattered: Map,
     records: Map,
     is_dax: bool,
 }
 
-/// Lines for records as the flog has them: of four threads, and for each as many as the engine gives it lanes.
+/// Lines for records as the flog has them: of four threads, and for each as many as the engine
+/// gives it lanes.
 const RECORDS: u64 = 4 * THREAD_RECORDS;
 const THREAD_RECORDS: u64 = 64;
 const RECORD_BYTES: u64 = 64;
 
 thread_local! {
-    /// Where the records of this thread begin, and the sector whose word of the map it has changed last.
+    /// Where the records of this thread begin, and the sector whose word of the map it has changed
+    /// last.
     static RECORDS_AT: Cell<u64> = {
         static THREADS: AtomicU64 = AtomicU64::new(0);
         Cell::new(THREADS.fetch_add(1, Ordering::Relaxed) * THREAD_RECORDS % RECORDS)
@@ -227,8 +235,9 @@ impl Place {
         }
     }
 
-    /// The steps of the format by somebody for whom nothing can go wrong: each sector is looked up, said to be read, looked up
-    /// again, and copied. One locked instruction, for what is said is to be seen by writers before the second look.
+    /// The steps of the format by somebody for whom nothing can go wrong: each sector is looked up,
+    /// said to be read, looked up again, and copied. One locked instruction, for what is said
+    /// is to be seen by writers before the second look.
     fn least_of_a_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
         for (sector, piece) in
             (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES))
@@ -241,8 +250,9 @@ impl Place {
         }
     }
 
-    /// The same (`pmem_volume::btt`, exchange). One locked instruction, for the lock that the format has for what it changes of
-    /// the map. No checks, no lanes, no free blocks; what is to be durable is so only where it is in the engine.
+    /// The same (`pmem_volume::btt`, exchange). One locked instruction, for the lock that the
+    /// format has for what it changes of the map. No checks, no lanes, no free blocks; what is
+    /// to be durable is so only where it is in the engine.
     fn least_of_a_write(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
         claimed(1, || self.least_of_an_exchange(table, blocks, at, buffer));
     }
@@ -257,8 +267,8 @@ impl Place {
         };
         let record_at =
             |sector: u64| (RECORDS_AT.get() + (sector - first) % THREAD_RECORDS) * RECORD_BYTES;
-        // 1. The data to where the map says, a half of the record, and the words of the map: this sector's, and the one that
-        //    was changed last.
+        // 1. The data to where the map says, a half of the record, and the words of the map: this
+        //    sector's, and the one that was changed last.
         for (sector, piece) in sectors.clone().zip(buffer.chunks_exact(SECTOR_BYTES)) {
             let block = table.word(sector);
             blocks.stream(u64::from(block) * SECTOR_BYTES as u64, piece);
@@ -283,7 +293,8 @@ impl Place {
     }
 }
 
-/// Does something between a locked instruction, which others see before anything that comes behind it, and a store.
+/// Does something between a locked instruction, which others see before anything that comes behind
+/// it, and a store.
 fn claimed(what: u64, work: impl FnOnce()) {
     thread_local! {
         static CLAIM: AtomicU64 = const { AtomicU64::new(0) };
@@ -315,7 +326,8 @@ fn numbers(count: u64, is_shuffled: bool) -> Map {
     Map::new(&file, 0, count * 4)
 }
 
-/// Lets threads do an operation on pieces of the volume, of all together `round_bytes` each, and returns the rate.
+/// Lets threads do an operation on pieces of the volume, of all together `round_bytes` each, and
+/// returns the rate.
 fn gb_per_s(
     threads: usize,
     at_once: usize,
@@ -366,7 +378,8 @@ struct Map {
     length: usize,
 }
 
-// SAFETY: raw memory, of which nobody makes references; that threads may store to the same place at once is known.
+// SAFETY: raw memory, of which nobody makes references; that threads may store to the same place at
+// once is known.
 unsafe impl Sync for Map {}
 
 impl Map {
@@ -406,7 +419,8 @@ impl Map {
         // CPUID leaf 7, EBX bit 24 (Intel SDM).
         static HAS_CLWB: LazyLock<bool> =
             LazyLock::new(|| __cpuid_count(7, 0).ebx & (1 << 24) != 0);
-        // SAFETY: inside the mapping; the contents stay what they are, and the CPU has the instruction.
+        // SAFETY: inside the mapping; the contents stay what they are, and the CPU has the
+        // instruction.
         unsafe {
             match *HAS_CLWB {
                 true => asm!("clwb [{}]", in(reg) line, options(nostack, preserves_flags)),
@@ -429,7 +443,8 @@ impl Map {
     /// Past the cache, in the widest pieces that the CPU has. Whoever calls it fences.
     fn stream(&self, at: u64, buffer: &[u8]) {
         let map = self.at(at, buffer.len());
-        // SAFETY: inside the mapping, which is aligned as its offsets are; the CPU has what is used.
+        // SAFETY: inside the mapping, which is aligned as its offsets are; the CPU has what is
+        // used.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
                 stream_by_64(map.cast(), buffer);

@@ -1,7 +1,8 @@
 //! How long it takes to open a large pool, and how much memory: `docs/benchmarks.md`.
 //!
-//! A pool of 1 TiB with 10^5 extents in use and as many free ones between them is made by the public API on a sparse tmpfs,
-//! and opened in fresh processes, which say how long that took and what their peak of resident memory was.
+//! A pool of 1 TiB with 10^5 extents in use and as many free ones between them is made by the
+//! public API on a sparse tmpfs, and opened in fresh processes, which say how long that took and
+//! what their peak of resident memory was.
 
 use std::env;
 use std::ffi::CString;
@@ -51,13 +52,15 @@ fn main() {
     }
 }
 
-/// Mounts a tmpfs that promises more than there is memory, visible to this process and its children alone.
+/// Mounts a tmpfs that promises more than there is memory, visible to this process and its children
+/// alone.
 fn own_tmpfs(folder: &Path) -> io::Result<()> {
     let done =
         |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     let (tmpfs, options) = (c"tmpfs", c"size=2t");
     let folder = CString::new(folder.as_os_str().as_encoded_bytes()).expect("a path has no zero");
-    // SAFETY: system calls on numbers, and on strings that outlive them. There is no other thread yet.
+    // SAFETY: system calls on numbers, and on strings that outlive them. There is no other thread
+    // yet.
     unsafe {
         if libc::geteuid() == 0 {
             done(libc::unshare(libc::CLONE_NEWNS))?;
@@ -78,7 +81,8 @@ fn own_tmpfs(folder: &Path) -> io::Result<()> {
 
 /// Volumes of pieces of two chunks, with three free ones between them.
 ///
-/// 1. All of the pool is lent. 2. Two of each five chunks come back. 3. Volumes take these: there is nothing else.
+/// 1. All of the pool is lent. 2. Two of each five chunks come back. 3. Volumes take these: there
+///    is nothing else.
 /// 4. The rest comes back.
 fn make_pool(path: &Path, size_bytes: u64) {
     let start = Instant::now();
@@ -128,7 +132,8 @@ fn open_and_report(path: &Path, mode: OpenMode) {
     println!("{ms:6.1} ms | {cpu_ms:.1} ms | {before_mib:.1} MiB | {peak_mib:.1} MiB");
 }
 
-/// CPU time of this process: that of the clock, on a machine that has other things to do, is somebody else's too.
+/// CPU time of this process: that of the clock, on a machine that has other things to do, is
+/// somebody else's too.
 fn cpu_ms() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: a system call that fills the struct.
@@ -137,8 +142,8 @@ fn cpu_ms() -> f64 {
     time.tv_sec as f64 * 1e3 + time.tv_nsec as f64 / 1e6
 }
 
-/// Peak of the resident memory, page tables included: what is mapped of the file counts as well as what is the process's
-/// own (proc(5), VmHWM and VmPTE).
+/// Peak of the resident memory, page tables included: what is mapped of the file counts as well as
+/// what is the process's own (proc(5), VmHWM and VmPTE).
 fn peak_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let field = |name: &str| -> u64 {

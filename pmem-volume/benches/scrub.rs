@@ -1,4 +1,5 @@
-//! How fast chunks are erased, beside memset on the same mapping in the same run: `docs/benchmarks.md`.
+//! How fast chunks are erased, beside memset on the same mapping in the same run:
+//! `docs/benchmarks.md`.
 
 use std::env;
 use std::fs::File;
@@ -44,7 +45,8 @@ fn compare(map: &Map, dax: &FileMedia, volatile: &FileMedia, piece_bytes: u64, r
     for _ in 0..rounds {
         for start in (0..map.length).step_by(piece_bytes as usize) {
             let piece = start..start + piece_bytes;
-            // One after the other on the same piece: whatever else the machine does, it does to both.
+            // One after the other on the same piece: whatever else the machine does, it does to
+            // both.
             by_memset.push(time(|| map.set(piece.clone(), 0)));
             by_erase.push(time(|| erase(dax, piece.clone())));
             volatile.store(start, &ones).unwrap();

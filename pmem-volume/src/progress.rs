@@ -17,8 +17,8 @@ pub enum Task {
     Convert,
 }
 
-/// How far a task is. It starts at 0, never goes back and ends at the total; one call may have several tasks, one after
-/// the other.
+/// How far a task is. It starts at 0, never goes back and ends at the total; one call may have
+/// several tasks, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// What is being done.
@@ -29,14 +29,16 @@ pub struct Progress {
     pub total_bytes: u64,
 }
 
-/// Hears of progress, on the thread that makes it. Between two calls may lie seconds if the media is slow. Should it not
-/// come back, what it was told is done is done, and the rest is as a crash would have left it.
+/// Hears of progress, on the thread that makes it. Between two calls may lie seconds if the media
+/// is slow. Should it not come back, what it was told is done is done, and the rest is as a crash
+/// would have left it.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress);
 
 /// Nobody wants to hear.
 pub(crate) fn unheard(_: Progress) {}
 
-/// Does something to a range piece by piece, in its order, and says after each piece how far that is.
+/// Does something to a range piece by piece, in its order, and says after each piece how far that
+/// is.
 pub(crate) fn in_steps<E>(
     task: Task,
     range: Range<u64>,

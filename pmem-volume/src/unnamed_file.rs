@@ -1,4 +1,5 @@
-//! A file that gets its name when it is finished: a crash while it is being made leaves nothing behind.
+//! A file that gets its name when it is finished: a crash while it is being made leaves nothing
+//! behind.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -16,7 +17,8 @@ use uuid::Uuid;
 pub struct Unnamed {
     /// The file, to be read and written.
     pub file: File,
-    /// Where the file system cannot make nameless files: a name to be changed, or removed on failure.
+    /// Where the file system cannot make nameless files: a name to be changed, or removed on
+    /// failure.
     temporary: Option<PathBuf>,
 }
 
@@ -29,8 +31,8 @@ pub enum Taken {
     IsReplaced,
 }
 
-/// A file could not be given its name. There is no such file then; with [`Taken::IsReplaced`] it may have its name, which
-/// may be lost with the power.
+/// A file could not be given its name. There is no such file then; with [`Taken::IsReplaced`] it
+/// may have its name, which may be lost with the power.
 #[derive(Debug, Error)]
 #[error("cannot {action} the file")]
 pub struct NamingError {
@@ -42,8 +44,9 @@ pub struct NamingError {
 }
 
 impl Unnamed {
-    /// Makes a file in the folder in which `path` will be. Nothing is followed to another place, and nobody else can open
-    /// it by a name; where the file system cannot make such files, it has a name that nobody can know before.
+    /// Makes a file in the folder in which `path` will be. Nothing is followed to another place,
+    /// and nobody else can open it by a name; where the file system cannot make such files, it
+    /// has a name that nobody can know before.
     pub fn in_folder_of(path: &Path, mode: u32) -> io::Result<Self> {
         match options(mode).custom_flags(libc::O_TMPFILE).open(folder_of(path)) {
             Ok(file) => Ok(Self { file, temporary: None }),
@@ -67,7 +70,8 @@ impl Unnamed {
         Ok(Self { file, temporary: Some(temporary) })
     }
 
-    /// Gives the file its name, and makes the name durable. What is in the file is the caller's to make so.
+    /// Gives the file its name, and makes the name durable. What is in the file is the caller's to
+    /// make so.
     pub fn name(mut self, path: &Path, taken: Taken) -> Result<(), NamingError> {
         self.give_name(path, taken).map_err(|source| NamingError { action: "name", source })?;
         let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
@@ -128,8 +132,8 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Names a file that has none. By its descriptor, which before Linux 6.10 only a privileged process may do, or else
-/// through /proc, which may not be mounted (open(2), O_TMPFILE).
+/// Names a file that has none. By its descriptor, which before Linux 6.10 only a privileged process
+/// may do, or else through /proc, which may not be mounted (open(2), O_TMPFILE).
 fn link(file: &File, path: &Path) -> io::Result<()> {
     let target = c_path(path)?;
     let link_at = |folder, source: &CString, flags| {

@@ -1,4 +1,5 @@
-//! The rows of `pmvol` in the table of docs/consoles.md about files that flags name. vmm/tests/file_flags.rs has the VMM's rows.
+//! The rows of `pmvol` in the table of docs/consoles.md about files that flags name.
+//! vmm/tests/file_flags.rs has the VMM's rows.
 
 #[expect(dead_code, reason = "each program of tests uses a part of it")]
 mod shell;

@@ -1,8 +1,9 @@
 //! A flush of a volume writes that volume and nothing else of the pool's file.
 //!
-//! What is dirty is asked of the kernel, mapping by mapping: /proc/self/smaps counts a page of a file that has not been
-//! written back (Linux Documentation/filesystems/proc.rst). The kernel writes dirty pages by itself, too, sooner on a busy
-//! machine; so what must have stayed dirty has to be seen once in a few rounds, and what must be clean in every one.
+//! What is dirty is asked of the kernel, mapping by mapping: /proc/self/smaps counts a page of a
+//! file that has not been written back (Linux Documentation/filesystems/proc.rst). The kernel
+//! writes dirty pages by itself, too, sooner on a busy machine; so what must have stayed dirty has
+//! to be seen once in a few rounds, and what must be clean in every one.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -27,8 +28,9 @@ impl Mapping {
     fn new(file: &File, offset_bytes: u64, len_bytes: u64) -> Self {
         let (length, offset) = (len_bytes as usize, offset_bytes.cast_signed());
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // A guard of one page before it: smaps shows two mappings that touch, in the file as well, as one.
-        // SAFETY: new mappings at addresses of the kernel's choice, the second inside the first.
+        // A guard of one page before it: smaps shows two mappings that touch, in the file as well,
+        // as one. SAFETY: new mappings at addresses of the kernel's choice, the second
+        // inside the first.
         let start = unsafe {
             let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             let room =
@@ -45,7 +47,8 @@ impl Mapping {
     /// Stores to every page.
     fn dirty(&self, byte: u8) {
         for page in (0..self.length).step_by(PAGE_BYTES) {
-            // SAFETY: inside a mapping of ours that can be written to, and to which no reference is made.
+            // SAFETY: inside a mapping of ours that can be written to, and to which no reference is
+            // made.
             unsafe { self.start.as_ptr().add(page).write_volatile(byte) };
         }
     }
@@ -125,8 +128,8 @@ fn dirty_bytes(mappings: &[Mapping]) -> u64 {
     mappings.iter().map(Mapping::dirty_bytes).sum()
 }
 
-/// Dirties everything, makes the volume durable by `flush`, and says whether all that is not the volume's stayed dirty in
-/// one of the rounds.
+/// Dirties everything, makes the volume durable by `flush`, and says whether all that is not the
+/// volume's stayed dirty in one of the rounds.
 fn leaves_the_others_alone(parts: &Parts, flush: impl Fn(&Parts)) -> bool {
     let others_bytes = parts.others.iter().map(|mapping| mapping.length as u64).sum::<u64>();
     (0..ROUNDS).any(|round| {

@@ -1,4 +1,5 @@
-//! The fuzz targets without a fuzzer: a few thousand seeded inputs each, and whatever a fuzzer has found.
+//! The fuzz targets without a fuzzer: a few thousand seeded inputs each, and whatever a fuzzer has
+//! found.
 
 #[path = "../fuzz/harness/mod.rs"]
 mod harness;

@@ -1,6 +1,7 @@
-//! A process that does random things to a real pool, with a scrubber and a second thread beside, is killed again and
-//! again. Afterwards the pool is what the process said it was, or what the operation that it was in would have made of it;
-//! what was written into volumes is there, and what lent memory held is nowhere.
+//! A process that does random things to a real pool, with a scrubber and a second thread beside, is
+//! killed again and again. Afterwards the pool is what the process said it was, or what the
+//! operation that it was in would have made of it; what was written into volumes is there, and what
+//! lent memory held is nowhere.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -46,7 +47,8 @@ fn say(text: &str) {
     out.flush().unwrap();
 }
 
-/// Where the marks of a raw volume's chunks come from: from itself, or, in a part of one that was split, from that.
+/// Where the marks of a raw volume's chunks come from: from itself, or, in a part of one that was
+/// split, from that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Origin {
     base: u64,
@@ -74,7 +76,8 @@ fn places(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
     chunks.map(|chunk| chunk.offset_bytes()).collect()
 }
 
-/// An open pool with what goes on beside: a scrubber, and somebody who borrows memory, writes it and gives it back.
+/// An open pool with what goes on beside: a scrubber, and somebody who borrows memory, writes it
+/// and gives it back.
 struct Busy {
     pool: Arc<Pool>,
     scrubber: Scrubber,
@@ -227,7 +230,8 @@ fn rename(pool: &Arc<Pool>, random: &mut Random) {
     say("done");
 }
 
-/// Writes into a volume's chunks from `first` on, as a guest would: into blocks of a BTT, of which its map knows nothing.
+/// Writes into a volume's chunks from `first` on, as a guest would: into blocks of a BTT, of which
+/// its map knows nothing.
 fn mark(pool: &Arc<Pool>, volume: &VolumeInfo, first: u64) {
     let places = places(pool, &volume.name);
     say(&format!("mark {} {}", volume.name, places.len()));
@@ -361,7 +365,8 @@ impl Said {
     }
 }
 
-/// Holds what volumes read as against what was written: in the first state at least, in the second at most.
+/// Holds what volumes read as against what was written: in the first state at least, in the second
+/// at most.
 fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
     for volume in pool.volumes() {
         let (least, most) = (&least[&volume.name], &most[&volume.name]);

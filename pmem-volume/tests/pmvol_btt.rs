@@ -162,7 +162,8 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
             && fs::read(folder.path("other")).unwrap() == pool
     );
 
-    // Another image replaces all of it, its holes and what lies behind its end included, only if that is asked for.
+    // Another image replaces all of it, its holes and what lies behind its end included, only if
+    // that is asked for.
     image(&folder.path("other"), 6 * MIB + 100, (1000..1030).chain([3]), 0x22);
     folder.fail(&["btt", "import", "pool", "v", "--from", "other"], &["holds data", "--force"]);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "other", "--force"]);
@@ -346,7 +347,8 @@ fn what_is_left_in_a_damaged_pool_is_copied_out() {
     let count = sectors(&folder);
     image(&folder.path("in"), count * SECTOR_BYTES as u64, 0..count, 0x77);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
-    // The owner words of chunks 5 and 6, the volume's fourth and fifth: no repair knows which is which.
+    // The owner words of chunks 5 and 6, the volume's fourth and fifth: no repair knows which is
+    // which.
     overwrite(&folder.path("pool"), (2 << 20) + 5 * 16, &[0; 8]);
     overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 8]);
     let before = fs::read(folder.path("pool")).unwrap();
@@ -474,7 +476,8 @@ fn info_blocks_are_told_as_they_are() {
     fs::write(folder.path("pool"), &good).unwrap();
     overwrite(&folder.path("pool"), INFO_AT + 60, &[0xff]);
     is("the second of the two is whole");
-    // Another UUID, and a checksum that fits: the first word counts as often as there are words behind it and itself.
+    // Another UUID, and a checksum that fits: the first word counts as often as there are words
+    // behind it and itself.
     let mut info = good[INFO_AT as usize..][..4096].to_vec();
     info[16] ^= 1;
     let words = info[..4088].chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
@@ -573,7 +576,8 @@ fn qcow2_goes_out_and_in_by_the_real_qemu_img() {
     assert_eq!(names_in(&folder), names);
 }
 
-/// What a guest writes to sector 0 is not followed, whatever it says, and goes through an export and an import as it is.
+/// What a guest writes to sector 0 is not followed, whatever it says, and goes through an export
+/// and an import as it is.
 #[test]
 fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
     const SECRET: &[u8; 16] = b"the host's alone";
@@ -581,7 +585,8 @@ fn a_guest_that_writes_a_qcow2_header_does_not_get_the_hosts_files() {
     fs::write(folder.path("secret"), SECRET.repeat(4096)).unwrap();
     let names_the_secret: [&[&str]; 2] = [
         &["create", "-q", "-f", "qcow2", "-b", "secret", "-F", "raw", "evil"],
-        // Taken as the image's data, the file is not made anew: what lies in it is what the clusters are.
+        // Taken as the image's data, the file is not made anew: what lies in it is what the
+        // clusters are.
         &["create", "-q", "-f", "qcow2", "-o", "data_file=secret,data_file_raw=on", "evil", "64K"],
     ];
     for (arguments, words) in names_the_secret.into_iter().zip(["backing file", "another file"]) {

@@ -1,4 +1,5 @@
-//! `pmvol` in front of a terminal: what takes its time shows how far it is, and the terminal's Ctrl-C is always safe.
+//! `pmvol` in front of a terminal: what takes its time shows how far it is, and the terminal's
+//! Ctrl-C is always safe.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -18,7 +19,8 @@ const GIB: u64 = 1 << 30;
 fn terminal() -> (File, OwnedFd) {
     let size = libc::winsize { ws_row: 24, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
     let (mut ours, mut theirs) = (-1, -1);
-    // SAFETY: openpty() fills two descriptors that outlive the call, reads the size, and takes null for the rest.
+    // SAFETY: openpty() fills two descriptors that outlive the call, reads the size, and takes null
+    // for the rest.
     let result = unsafe {
         libc::openpty(&raw mut ours, &raw mut theirs, ptr::null_mut(), ptr::null(), &raw const size)
     };
@@ -61,7 +63,8 @@ fn run_on_terminal(arguments: &[&str], folder: &Path) -> (Output, String) {
     (output, screen.join().unwrap())
 }
 
-/// A sparse pool with a volume of nearly all of it, whose check reads a map of a thousandth of its size.
+/// A sparse pool with a volume of nearly all of it, whose check reads a map of a thousandth of its
+/// size.
 fn sparse_pool(folder: &Path, size_bytes: u64) -> bool {
     let options = pmem_volume::CreateOptions {
         size_bytes: Some(size_bytes),
@@ -70,7 +73,8 @@ fn sparse_pool(folder: &Path, size_bytes: u64) -> bool {
     };
     match Pool::create_with(&folder.join("pool"), options) {
         Ok(pool) => pool.create_volume("v", VolumeSize::Remaining, VolumeFormat::Btt).is_ok(),
-        // A tmpfs, which takes no file that is larger than it, or a file system that has no such large ones.
+        // A tmpfs, which takes no file that is larger than it, or a file system that has no such
+        // large ones.
         Err(PoolError::FileSystemFull { .. } | PoolError::Size { .. }) => false,
         Err(error) => panic!("{error}"),
     }
@@ -116,7 +120,8 @@ fn what_is_over_soon_draws_nothing_and_an_error_has_its_line_for_itself() {
     assert!(screen.starts_with("pmvol: --size: "), "{screen:?}");
 }
 
-/// Runs a command on a pool and interrupts it once it is at work, or so many looks later. True: that ended it.
+/// Runs a command on a pool and interrupts it once it is at work, or so many looks later. True:
+/// that ended it.
 fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
     let mut command = pmvol(arguments, pool.parent().unwrap());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -126,7 +131,8 @@ fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
         if peek.holder().is_some() {
             (0..looks).for_each(|_| drop(peek.holder()));
             let pid = i32::try_from(child.id()).unwrap();
-            // SAFETY: sends a signal to a child that is not waited for yet, so the number is still its own.
+            // SAFETY: sends a signal to a child that is not waited for yet, so the number is still
+            // its own.
             assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
             break;
         }
@@ -134,7 +140,8 @@ fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
     child.wait().unwrap().signal() == Some(libc::SIGINT)
 }
 
-/// Ctrl-C is a SIGINT to the terminal's foreground: no handler of ours, the process ends where it is.
+/// Ctrl-C is a SIGINT to the terminal's foreground: no handler of ours, the process ends where it
+/// is.
 #[test]
 fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
     const INTERRUPTIONS: u32 = 20;

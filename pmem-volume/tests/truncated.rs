@@ -1,4 +1,5 @@
-//! A pool's file is cut under the open pool: every call says so, the process lives, and the file stays as it is.
+//! A pool's file is cut under the open pool: every call says so, the process lives, and the file
+//! stays as it is.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -65,7 +66,8 @@ fn assert_fails(
 #[test]
 fn a_call_on_a_pool_without_its_tables_fails_and_the_process_lives() {
     for folder in folders() {
-        // Nothing is left; the chunk table and half of the volume table are gone; the chunk table is gone.
+        // Nothing is left; the chunk table and half of the volume table are gone; the chunk table
+        // is gone.
         for cut_to_bytes in [0, 1 << 20, CHUNK_BYTES] {
             for (name, call) in CALLS {
                 let renames = matches!(name, "renaming");

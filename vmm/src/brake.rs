@@ -5,19 +5,22 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use vmm_sys_util::signal::SIGRTMIN;
 
-/// How often [`Brake::stop`] looks whether the vCPUs are out, and how long it waits in between: a second together. One
-/// that the host's kernel keeps for longer, as it waits for a disk, does not run the guest meanwhile.
+/// How often [`Brake::stop`] looks whether the vCPUs are out, and how long it waits in between: a
+/// second together. One that the host's kernel keeps for longer, as it waits for a disk, does not
+/// run the guest meanwhile.
 const LOOKS: usize = 10_000;
 const LOOK_INTERVAL_NS: libc::c_long = 100_000;
 
 /// Keeps a vCPU whose exit has gone wrong from entering the guest again.
 ///
-/// The owner of the VM is told by an event and pauses every vCPU, but it does so later and on another thread. The vCPU
-/// that pulled the brake, inside its exit, would meanwhile run on as if all were well: a flush that failed would look
-/// like one that did not. So:
-/// 1. the brake is pulled, then the event is sent, then the exit ends: the owner cannot release it before it is pulled;
+/// The owner of the VM is told by an event and pauses every vCPU, but it does so later and on
+/// another thread. The vCPU that pulled the brake, inside its exit, would meanwhile run on as if
+/// all were well: a flush that failed would look like one that did not. So:
+/// 1. the brake is pulled, then the event is sent, then the exit ends: the owner cannot release it
+///    before it is pulled;
 /// 2. a vCPU does not enter the guest while the brake is pulled, whatever else it has been told;
-/// 3. the owner pauses every vCPU, and only then releases the brake: from there on it is the owner that decides.
+/// 3. the owner pauses every vCPU, and only then releases the brake: from there on it is the owner
+///    that decides.
 #[derive(Debug, Default)]
 pub struct Brake {
     pulled: AtomicBool,
@@ -46,8 +49,8 @@ impl Brake {
         self.pulled.store(true, Ordering::SeqCst);
     }
 
-    /// Pulls it, and brings those that are in the guest out: none is when this returns, and none enters it again. May be
-    /// called in a handler of a signal, on any thread.
+    /// Pulls it, and brings those that are in the guest out: none is when this returns, and none
+    /// enters it again. May be called in a handler of a signal, on any thread.
     pub fn stop(&self) {
         self.pull();
         let this = this_thread();
@@ -55,7 +58,8 @@ impl Brake {
             let mut are_out = true;
             for seat in self.seats.iter().filter(|seat| seat.in_guest.load(Ordering::SeqCst)) {
                 let thread = seat.thread.load(Ordering::Relaxed);
-                // A vCPU whose thread is here has left the guest, though it had no time yet to say so.
+                // A vCPU whose thread is here has left the guest, though it had no time yet to say
+                // so.
                 if thread != this {
                     are_out = false;
                     interrupt(thread);
@@ -80,9 +84,11 @@ impl Brake {
         self.pulled.load(Ordering::SeqCst)
     }
 
-    /// Says that the vCPU of this thread is about to enter the guest; false: it must not, and has not said so.
+    /// Says that the vCPU of this thread is about to enter the guest; false: it must not, and has
+    /// not said so.
     ///
-    /// First it says so, then it looks: either it sees that the brake is pulled, or who pulls it sees it in the guest.
+    /// First it says so, then it looks: either it sees that the brake is pulled, or who pulls it
+    /// sees it in the guest.
     pub fn enter(&self, vcpu: u8) -> bool {
         let seat = &self.seats[usize::from(vcpu)];
         seat.thread.store(this_thread(), Ordering::Relaxed);
@@ -107,8 +113,8 @@ fn this_thread() -> libc::pid_t {
 
 /// The signal that ends KVM_RUN, again and again: one that arrives just before it would be lost.
 fn interrupt(thread: libc::pid_t) {
-    // SAFETY: a system call that takes numbers. A thread that has ended meanwhile is an error, or one of this process'
-    // other threads, to which the signal does nothing.
+    // SAFETY: a system call that takes numbers. A thread that has ended meanwhile is an error, or
+    // one of this process' other threads, to which the signal does nothing.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, SIGRTMIN()) };
 }
 
@@ -128,7 +134,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// A thread that runs a guest: a system call that only a signal ends. It says when it is about to begin, each time.
+    /// A thread that runs a guest: a system call that only a signal ends. It says when it is about
+    /// to begin, each time.
     pub(crate) fn vcpu(
         brake: &Arc<Brake>,
         index: u8,
@@ -158,7 +165,8 @@ pub(crate) mod tests {
         for (_, entered) in &vcpus {
             entered.recv_timeout(Duration::from_secs(20)).unwrap();
         }
-        // The third has brought this thread here, as a device's register does, or a signal: it is not waited for.
+        // The third has brought this thread here, as a device's register does, or a signal: it is
+        // not waited for.
         assert!(brake.enter(2));
         brake.stop();
         for (index, (thread, _)) in vcpus.into_iter().enumerate() {

@@ -11,8 +11,8 @@ use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// Something that answers accesses of vCPUs.
 ///
-/// Both calls run on vCPU threads, several at once: an implementation locks what it must, and never blocks on
-/// I/O unless the guest is meant to wait (a synchronous flush).
+/// Both calls run on vCPU threads, several at once: an implementation locks what it must, and never
+/// blocks on I/O unless the guest is meant to wait (a synchronous flush).
 pub trait BusDevice: Send + Sync {
     /// Fills `data` from `offset`, counted from the start of the range that was inserted.
     fn read(&self, offset: u64, data: &mut [u8]);
@@ -54,8 +54,8 @@ pub struct BusMetrics {
     pub unanswered_writes: AtomicU64,
 }
 
-/// A set of disjoint ranges. Lookups share a read lock; ranges change only at build time, when the guest moves
-/// a BAR, and at hotplug.
+/// A set of disjoint ranges. Lookups share a read lock; ranges change only at build time, when the
+/// guest moves a BAR, and at hotplug.
 #[derive(Default)]
 pub struct Bus {
     ranges: RwLock<BTreeMap<u64, Entry>>,

@@ -1,6 +1,8 @@
-//! The real-time clock of a PC, ports 0x70 and 0x71, for firmware that asks it for the time (Motorola MC146818A).
+//! The real-time clock of a PC, ports 0x70 and 0x71, for firmware that asks it for the time
+//! (Motorola MC146818A).
 //!
-//! The host's time in UTC, by 24 hours and in BCD, as it is read. The guest sets nothing: its kernel has better clocks.
+//! The host's time in UTC, by 24 hours and in BCD, as it is read. The guest sets nothing: its
+//! kernel has better clocks.
 
 use std::time::SystemTime;
 

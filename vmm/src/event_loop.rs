@@ -55,8 +55,8 @@ pub struct EventLoopHandle {
     gate: Arc<Gate>,
 }
 
-/// What works for a loop's subscriber and is no thread of this process, as a driver of the host's kernel. It stands still while
-/// the loop does; both calls come on the loop's thread.
+/// What works for a loop's subscriber and is no thread of this process, as a driver of the host's
+/// kernel. It stands still while the loop does; both calls come on the loop's thread.
 pub trait Helper: Send + Sync {
     /// When this returns it does nothing any more.
     fn stand_still(&self);
@@ -94,8 +94,8 @@ impl Gate {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    /// Says whether the subscriber of this loop has something under way that is to end before the loop stands still. Called
-    /// on the loop's thread.
+    /// Says whether the subscriber of this loop has something under way that is to end before the
+    /// loop stands still. Called on the loop's thread.
     pub fn set_busy(&self, is_busy: bool) {
         self.is_busy.store(is_busy, Ordering::Relaxed);
     }
@@ -203,8 +203,8 @@ impl Drop for EventLoop {
 }
 
 impl EventLoopHandle {
-    /// Has the loop stand still before its next event, and when what is under way has ended. Until it is released nobody may
-    /// wait for it to add or remove subscribers.
+    /// Has the loop stand still before its next event, and when what is under way has ended. Until
+    /// it is released nobody may wait for it to add or remove subscribers.
     pub fn hold(&self) {
         self.gate.set_closed(true);
         // A failed kick means that the thread has ended.
@@ -224,7 +224,8 @@ impl EventLoopHandle {
         self.gate.set_closed(false);
     }
 
-    /// Lets it go on for good, so that its subscribers can be taken back. Its helpers do not: what stands still stays so.
+    /// Lets it go on for good, so that its subscribers can be taken back. Its helpers do not: what
+    /// stands still stays so.
     pub fn dismiss(&self) {
         self.gate.dismiss();
     }
@@ -239,7 +240,8 @@ impl EventLoopHandle {
         Arc::clone(&self.gate)
     }
 
-    /// Registers `subscriber`; its `init` has run when this returns. Must not be called on the loop's thread.
+    /// Registers `subscriber`; its `init` has run when this returns. Must not be called on the
+    /// loop's thread.
     pub fn add(&self, subscriber: Subscriber) -> Result<SubscriberId, EventLoopError> {
         self.endpoint
             .call_blocking::<_, _, event_manager::Error>(move |manager| {
@@ -248,8 +250,8 @@ impl EventLoopHandle {
             .map_err(EventLoopError::Ended)
     }
 
-    /// Takes a subscriber back; after that the loop touches nothing of it. Must not be called on the loop's
-    /// thread.
+    /// Takes a subscriber back; after that the loop touches nothing of it. Must not be called on
+    /// the loop's thread.
     pub fn remove(&self, id: SubscriberId) -> Result<Subscriber, EventLoopError> {
         self.endpoint
             .call_blocking::<_, _, event_manager::Error>(move |manager| {
@@ -259,7 +261,8 @@ impl EventLoopHandle {
     }
 }
 
-/// A file that a subscriber waits for at times only: while it does not, a file that is ready would keep the loop busy.
+/// A file that a subscriber waits for at times only: while it does not, a file that is ready would
+/// keep the loop busy.
 pub struct Interest {
     what: &'static str,
     data: u32,
@@ -279,9 +282,9 @@ impl Interest {
         self.on
     }
 
-    /// Begins or ends waiting for `file`, which is the same one until waiting has ended. Where it cannot begin, the
-    /// next call tries again. Where it cannot end, the file is not waited for at all: epoll does not know it, and
-    /// whoever went on as if it were would wait for ever.
+    /// Begins or ends waiting for `file`, which is the same one until waiting has ended. Where it
+    /// cannot begin, the next call tries again. Where it cannot end, the file is not waited for
+    /// at all: epoll does not know it, and whoever went on as if it were would wait for ever.
     pub fn set(&mut self, on: bool, file: &impl AsRawFd, ops: &mut EventOps) {
         if on == self.on {
             return;
@@ -479,7 +482,8 @@ mod tests {
         assert_eq!(counts.recv().unwrap(), 3);
         drop(event_loop.handle().remove(id).unwrap());
         fd.write(1).unwrap();
-        // The subscriber owned the only sender: gone means that nothing can serve the event any more.
+        // The subscriber owned the only sender: gone means that nothing can serve the event any
+        // more.
         assert!(counts.recv().is_err());
         assert!(event_loop.handle().remove(id).is_err());
     }

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 /// Identity of a file or device on this host, whichever path leads to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FileId {
-    /// A file: its file system and its inode. Hard links, symbolic links and bind mounts lead to the same inode.
+    /// A file: its file system and its inode. Hard links, symbolic links and bind mounts lead to
+    /// the same inode.
     Inode {
         /// `st_dev`.
         device: u64,
@@ -57,8 +58,8 @@ pub fn links_of(path: &Path) -> impl Iterator<Item = PathBuf> {
     iter::successors(Some(path.to_owned()), next).take(1 + MAX_LINKS)
 }
 
-/// Path of the file that opening `path` would create: `path` without symbolic links at its end. `None`
-/// if there are too many links.
+/// Path of the file that opening `path` would create: `path` without symbolic links at its end.
+/// `None` if there are too many links.
 pub fn link_target(path: &Path) -> Option<PathBuf> {
     links_of(path).last().filter(|path| !path.is_symlink())
 }

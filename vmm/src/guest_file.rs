@@ -84,8 +84,8 @@ fn decide(
     }
 }
 
-/// Checks that `file`, which was opened as `path`, may be attached to a guest. A file that cannot be
-/// marked is not refused because it has no mark.
+/// Checks that `file`, which was opened as `path`, may be attached to a guest. A file that cannot
+/// be marked is not refused because it has no mark.
 pub fn check(file: &File, path: &Path, access: GuestAccess) -> Result<(), GuestFileError> {
     // A mark that cannot be read protects nothing, so a pool is refused as one without a mark.
     let mark = Mark::of(file).unwrap_or(None);

@@ -1,8 +1,9 @@
-//! Foreshore: a virtual machine monitor whose guest takes memory and storage from one pool of persistent
-//! memory.
+//! Foreshore: a virtual machine monitor whose guest takes memory and storage from one pool of
+//! persistent memory.
 //!
-//! The tree shows the architecture. Pure parts (layout, configuration, ACPI tables, request parsing) know
-//! nothing of KVM; devices know neither each other nor the machine they are part of; only [`vm`] composes.
+//! The tree shows the architecture. Pure parts (layout, configuration, ACPI tables, request
+//! parsing) know nothing of KVM; devices know neither each other nor the machine they are part of;
+//! only [`vm`] composes.
 
 pub mod acpi;
 pub mod api;

@@ -36,7 +36,8 @@ pub struct LogConfig {
 
 /// Sends log lines where `config` says, from now on. To be called once.
 ///
-/// Lines are written as they come, without a buffer: what was logged before a crash can be read after it.
+/// Lines are written as they come, without a buffer: what was logged before a crash can be read
+/// after it.
 pub fn start(config: &LogConfig) -> Result<(), LogError> {
     let lines = tracing_subscriber::fmt()
         .with_max_level(level(config.verbosity))
@@ -84,10 +85,10 @@ impl Occasions {
     }
 }
 
-/// Logs what a guest can cause as often as it likes: `sparsely!(warn, fields, "message")`. The line comes out the
-/// first, second, fourth, eighth time and so on, with the count, so that a guest can neither fill the host's disk nor
-/// be slowed down by the host's log. Each place in the source counts for itself, all devices together; exact numbers
-/// are the metrics' business.
+/// Logs what a guest can cause as often as it likes: `sparsely!(warn, fields, "message")`. The line
+/// comes out the first, second, fourth, eighth time and so on, with the count, so that a guest can
+/// neither fill the host's disk nor be slowed down by the host's log. Each place in the source
+/// counts for itself, all devices together; exact numbers are the metrics' business.
 macro_rules! sparsely {
     ($level:ident, $($line:tt)+) => {{
         static OCCASIONS: $crate::log::Occasions = $crate::log::Occasions::new();

@@ -1,8 +1,9 @@
 //! Port 0x61, by which a PC says why there was a non-maskable interrupt.
 //!
-//! A port that nobody answers reads as all ones: a memory parity error and an I/O check, which Linux then takes `vm.nmi` for
-//! (arch/x86/kernel/nmi.c, default_do_nmi). There never is one. Bit 5, the output of timer 2, is set: who waits for it without a timer
-//! that could set it (arch/x86/kernel/tsc.c, pit_hpet_ptimer_calibrate_cpu) shall not wait for ever.
+//! A port that nobody answers reads as all ones: a memory parity error and an I/O check, which
+//! Linux then takes `vm.nmi` for (arch/x86/kernel/nmi.c, default_do_nmi). There never is one. Bit
+//! 5, the output of timer 2, is set: who waits for it without a timer that could set it
+//! (arch/x86/kernel/tsc.c, pit_hpet_ptimer_calibrate_cpu) shall not wait for ever.
 
 use crate::bus::BusDevice;
 

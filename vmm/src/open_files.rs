@@ -11,8 +11,8 @@ fn get() -> io::Result<libc::rlimit> {
     }
 }
 
-/// Raises the soft limit to the hard one. The soft one is low for the sake of programs that use select(2), which is
-/// not for descriptors above 1023 (getrlimit(2)); this one does not.
+/// Raises the soft limit to the hard one. The soft one is low for the sake of programs that use
+/// select(2), which is not for descriptors above 1023 (getrlimit(2)); this one does not.
 pub fn raise_limit() -> io::Result<()> {
     let mut limit = get()?;
     if limit.rlim_cur == limit.rlim_max {
@@ -28,7 +28,8 @@ pub fn raise_limit() -> io::Result<()> {
 
 /// The number of files that the process may have open now.
 pub fn limit() -> u64 {
-    // It cannot fail with valid arguments (getrlimit(2)); no files is what makes callers the most careful.
+    // It cannot fail with valid arguments (getrlimit(2)); no files is what makes callers the most
+    // careful.
     get().map_or(0, |limit| limit.rlim_cur)
 }
 

@@ -1,5 +1,5 @@
-//! Files that the VMM writes: consoles, events and the log. Output never goes into a file that holds a pool, a file system, a
-//! partition table or a disk image.
+//! Files that the VMM writes: consoles, events and the log. Output never goes into a file that
+//! holds a pool, a file system, a partition table or a disk image.
 //!
 //! Content is checked when the host's user names a file for output for the first time. The file is
 //! then marked, and its content is not checked any more. Otherwise a guest that writes a file

@@ -39,8 +39,8 @@ pub enum RunError {
 
 /// Runs the VM until it ends.
 ///
-/// Sockets are bound first: a VM whose API nobody can reach is not started, and a socket in use is found out
-/// before anything is created.
+/// Sockets are bound first: a VM whose API nobody can reach is not started, and a socket in use is
+/// found out before anything is created.
 pub fn run(mut launch: Launch) -> Result<(), RunError> {
     launch.config.as_mut().map_or(Ok(()), taps::keep_named)?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
@@ -64,8 +64,8 @@ fn serve(
     metrics_socket: Option<Socket>,
     events: &Events,
 ) -> Result<(), RunError> {
-    // The owner is on this thread, which a machine that is built or ends keeps for seconds. Servers are on one of their own, and
-    // answer meanwhile what they can.
+    // The owner is on this thread, which a machine that is built or ends keeps for seconds. Servers
+    // are on one of their own, and answer meanwhile what they can.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
     runtime.block_on(async {
@@ -100,7 +100,8 @@ fn serve(
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
         let owner = Owner::new(factory, launch.at_guest_shutdown, events.clone(), restarts);
         let result = owner.run(launch.config, requests).await;
-        // The last that anybody hears: libvirt takes it for our end, and who follows by the API is let go.
+        // The last that anybody hears: libvirt takes it for our end, and who follows by the API is
+        // let go.
         events.tell(Event::VmmShutdown);
         events.end();
         for server in [server, exposition].into_iter().flatten() {

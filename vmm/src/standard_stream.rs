@@ -1,8 +1,8 @@
 //! The VMM's own standard output and error as the files of flags: `--log-file /dev/stderr`.
 //!
-//! `>all 2>&1` merges the log and the events into one file on purpose. Opening `/dev/stderr` creates a
-//! file description with an offset of its own, which begins at 0. So every writer has to append, or it
-//! overwrites the output of the others.
+//! `>all 2>&1` merges the log and the events into one file on purpose. Opening `/dev/stderr`
+//! creates a file description with an offset of its own, which begins at 0. So every writer has to
+//! append, or it overwrites the output of the others.
 
 use std::fs;
 use std::io::{self, stderr, stdout};

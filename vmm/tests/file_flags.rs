@@ -1,6 +1,6 @@
-//! The table of docs/consoles.md about files that flags name, and the code: every flag of the table meets every kind of content.
-//! A flag or a phrase of the table that this test does not know is a failure, and so is a flag of the VMM that takes a path and
-//! is not in the table. Needs no KVM.
+//! The table of docs/consoles.md about files that flags name, and the code: every flag of the table
+//! meets every kind of content. A flag or a phrase of the table that this test does not know is a
+//! failure, and so is a flag of the VMM that takes a path and is not in the table. Needs no KVM.
 
 use std::any::Any;
 use std::error::Error;
@@ -29,7 +29,8 @@ const MIB: u64 = 1 << 20;
 /// their bytes in it.
 const FILE_BYTES: u64 = 4 * MIB;
 
-/// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and balloon/foreshore-sim/tests/simulator.rs.
+/// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and
+/// balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
 /// Flags whose file is only read, or is a pool.
 const NOT_IN_THE_TABLE: [&str; 6] = [

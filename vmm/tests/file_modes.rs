@@ -1,4 +1,5 @@
-//! Modes of the files and sockets that the VMM makes, under umasks that would open them to all users. Needs no KVM.
+//! Modes of the files and sockets that the VMM makes, under umasks that would open them to all
+//! users. Needs no KVM.
 
 #[path = "../../pmem-volume/tests/shell/umask.rs"]
 mod umask;

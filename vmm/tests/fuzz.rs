@@ -1,4 +1,5 @@
-//! The fuzz targets without a fuzzer: a few thousand seeded inputs each, and whatever a fuzzer has found.
+//! The fuzz targets without a fuzzer: a few thousand seeded inputs each, and whatever a fuzzer has
+//! found.
 
 #[path = "../fuzz/harness/mod.rs"]
 mod harness;
@@ -10,7 +11,8 @@ use seeded::{Random, try_all};
 /// Makes something wrong, as if a check of it were missing.
 type Mistake<T> = fn(T) -> T;
 
-/// Runs a target with each of these mistakes: of so many inputs one must fail with it, or nobody would see it missing.
+/// Runs a target with each of these mistakes: of so many inputs one must fail with it, or nobody
+/// would see it missing.
 fn all_are_found_out<T>(inputs: u64, run: fn(&[u8], Mistake<T>), mistakes: &[(&str, Mistake<T>)]) {
     for (name, mistake) in mistakes {
         let mut random = Random(0xbad_5eed);
@@ -27,7 +29,8 @@ fn any_chain_is_a_request_or_refused() {
     try_all("blk_request", harness::blk_request, 40_000);
 }
 
-/// A parser that takes the disk for larger, for writable, or for one of smaller blocks, as if a check were missing.
+/// A parser that takes the disk for larger, for writable, or for one of smaller blocks, as if a
+/// check were missing.
 #[test]
 fn a_parser_that_lacks_a_check_is_found_out() {
     use foreshore::virtio::block::request::Limits;

@@ -1,4 +1,5 @@
-//! The log and the events in the VMM's own standard streams, which its user redirects. Needs no KVM.
+//! The log and the events in the VMM's own standard streams, which its user redirects. Needs no
+//! KVM.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -28,10 +28,13 @@ Times have ms, s, m or h.";
 pub(crate) const EXIT_STATUS: &str =
     "0: done. 1: it failed, and stderr says why. 2: the command line is wrong.";
 
-/// Replays a recorded or generated demand for memory under several policies, over a model of a guest
+/// Replays a recorded or generated demand for memory under several policies, over a model of a
+/// guest
 ///
-/// For each policy: how long tasks waited for memory, what was swapped, how much memory was held that nobody needed,
-/// how often the guest was resized, energy and wear. docs/simulator.md says what the model knows and what it leaves out.
+/// For each policy: how long tasks waited for memory, what was swapped, how much memory was held
+/// that nobody needed,
+/// how often the guest was resized, energy and wear. docs/simulator.md says what the model knows
+/// and what it leaves out.
 #[derive(Parser)]
 #[command(name = "foreshore-sim", version, after_help = format!("{EXAMPLES}\n{}", size::HELP), args_conflicts_with_subcommands = true)]
 pub(crate) struct Arguments {
@@ -55,15 +58,18 @@ pub(crate) enum Command {
 
 #[derive(Args)]
 pub(crate) struct Scenario {
-    /// What the guest wants: steady, ramp, burst, sawtooth, leak, diurnal or cache-heavy, and its parameters low, high, rate,
+    /// What the guest wants: steady, ramp, burst, sawtooth, leak, diurnal or cache-heavy, and its
+    /// parameters low, high, rate,
     /// period, touches, hot, files, stream
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", default_value = "ramp", value_parser = parse_workload, conflicts_with = "trace")]
     pub(crate) workload: (Workload, WorkloadParams),
     /// Replay what a guest used, as `--pressure record=` has recorded it
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
     pub(crate) trace: Option<PathBuf>,
-    /// A policy, with its parameters and those of the rules above it (floor, ceiling, cool_down, ...), as `--pressure` takes
-    /// them; may be given again. Without it, all policies are compared: fixed with the largest size,
+    /// A policy, with its parameters and those of the rules above it (floor, ceiling, cool_down,
+    /// ...), as `--pressure` takes
+    /// them; may be given again. Without it, all policies are compared: fixed with the largest
+    /// size,
     /// amf and dapper with watermark-share=375, the others with their defaults
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", value_parser = parse_policy)]
     pub(crate) policy: Vec<NamedPolicy>,
@@ -118,10 +124,12 @@ pub(crate) struct Scenario {
     /// What is random is so by this number
     #[arg(long, value_name = "NUMBER", default_value = "1")]
     pub(crate) seed: u64,
-    /// Hand every report to the controller, also those that cannot change anything: slower, and the same
+    /// Hand every report to the controller, also those that cannot change anything: slower, and the
+    /// same
     #[arg(long)]
     pub(crate) every_report: bool,
-    /// Draw the first VM over time under each policy: its memory in all, used and available, and swap
+    /// Draw the first VM over time under each policy: its memory in all, used and available, and
+    /// swap
     #[arg(long, value_name = "FILE.svg", value_parser = clap::builder::PathBufValueParser::new().try_map(svg_path))]
     pub(crate) plot: Option<PathBuf>,
     /// How to print
@@ -160,7 +168,8 @@ fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64
     })
 }
 
-/// A file of another name would be taken for what it is not. What has no extension, such as a pipe, is nobody's guess.
+/// A file of another name would be taken for what it is not. What has no extension, such as a pipe,
+/// is nobody's guess.
 fn svg_path(path: PathBuf) -> Result<PathBuf, String> {
     match path.extension() {
         Some(extension) if !extension.eq_ignore_ascii_case("svg") => {
@@ -225,7 +234,8 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     let settings = settings.iter().map(|(key, value)| (*key, value));
     let is_rule = |name: &str| Rules::TABLE.iter().any(|rule| rule.name == name);
     let (rules, params): (Vec<_>, Vec<_>) = settings.partition(|(name, _)| is_rule(name));
-    // As in `--pressure`: without one it would be 0, and nobody who writes "fixed" means that all memory is to go.
+    // As in `--pressure`: without one it would be 0, and nobody who writes "fixed" means that all
+    // memory is to go.
     if matches!(policy, Policy::Fixed(_)) && !params.iter().any(|(name, _)| *name == "size") {
         return Err("size= is missing".to_owned());
     }

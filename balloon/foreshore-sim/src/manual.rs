@@ -14,7 +14,8 @@ pub(crate) fn completion(shell: Shell) -> anyhow::Result<Vec<u8>> {
 pub(crate) fn page() -> anyhow::Result<Vec<u8>> {
     let mut page = Vec::new();
     clap_mangen::Man::new(Arguments::command().disable_help_subcommand(true)).render(&mut page)?;
-    // What stands behind the help is examples, which clap_mangen cannot know, nor how the program ends.
+    // What stands behind the help is examples, which clap_mangen cannot know, nor how the program
+    // ends.
     let page = String::from_utf8(page)?.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
     Ok(format!("{}\n.SH EXIT STATUS\n{EXIT_STATUS}\n", page.trim_end()).into_bytes())
 }

@@ -8,8 +8,9 @@ use balloon::MIB;
 use balloon::sim::{Extremes, Point};
 use foreshore_types::size::Size;
 
-/// A line of the plot: what it is, its colour, and what of a point it shows. Colours that are told apart by those who do not
-/// see red and green as others do (Okabe and Ito). Later ones are drawn over earlier ones, which shine through.
+/// A line of the plot: what it is, its colour, and what of a point it shows. Colours that are told
+/// apart by those who do not see red and green as others do (Okabe and Ito). Later ones are drawn
+/// over earlier ones, which shine through.
 type Curve = (&'static str, &'static str, fn(&Point) -> Extremes);
 
 /// First bytes of every plot.
@@ -117,8 +118,8 @@ fn panel(
     out.push_str("</g>\n");
 }
 
-/// From point to point, at each from the extreme that is nearer to the one before to the other: what went up and down within a
-/// stretch is as high and as low as it was.
+/// From point to point, at each from the extreme that is nearer to the one before to the other:
+/// what went up and down within a stretch is as high and as low as it was.
 fn path(
     points: &[Point],
     value: fn(&Point) -> Extremes,

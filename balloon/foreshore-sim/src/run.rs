@@ -89,8 +89,8 @@ fn write_plot(path: &Path, svg: &str) -> anyhow::Result<()> {
 /// factor, both policies take all PM at once on current kernels.
 const WATERMARK_SHARE: u64 = 375;
 
-/// Policies of the command line, or all policies if it names none. `fixed` then keeps the largest size that the guest
-/// can have, so its row shows a guest with all memory for the whole run.
+/// Policies of the command line, or all policies if it names none. `fixed` then keeps the largest
+/// size that the guest can have, so its row shows a guest with all memory for the whole run.
 fn policies(scenario: &Scenario, all_bytes: u64) -> Vec<NamedPolicy> {
     if !scenario.policy.is_empty() {
         return scenario.policy.clone();

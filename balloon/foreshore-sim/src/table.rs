@@ -32,7 +32,8 @@ impl Quantity {
         }
     }
 
-    /// The largest unit in which the largest figure is 1 at least: the least of a short run is not nothing then.
+    /// The largest unit in which the largest figure is 1 at least: the least of a short run is not
+    /// nothing then.
     fn unit(self, rows: &[Row]) -> (&'static str, f64) {
         let columns = COLUMNS.iter().filter(|(_, quantity, _)| *quantity == self);
         let figures =
@@ -65,7 +66,8 @@ const COLUMNS: [Column; 15] = [
     ("PM wear", Quantity::Ratio, |outcome| outcome.storage_wear),
 ];
 
-/// Three digits that count, and no more than two behind the point. What is not nothing does not look like it.
+/// Three digits that count, and no more than two behind the point. What is not nothing does not
+/// look like it.
 fn figure(value: f64) -> String {
     match value {
         _ if value >= 99.95 => format!("{value:.0}"),

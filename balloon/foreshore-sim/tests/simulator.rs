@@ -154,10 +154,12 @@ fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
     }
 }
 
-/// `--pressure policy=psi,record=` in a guest of 384 MiB in which a process fills 640 MiB, holds them, and ends.
+/// `--pressure policy=psi,record=` in a guest of 384 MiB in which a process fills 640 MiB, holds
+/// them, and ends.
 const RECORDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/recorded-load.jsonl");
 
-/// The guest test of the same load says that it is held without swapping under `psi`, and swaps or is killed under `off`.
+/// The guest test of the same load says that it is held without swapping under `psi`, and swaps or
+/// is killed under `off`.
 #[test]
 fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_came_to() {
     let figures = |more: &[&str]| -> Vec<serde_json::Value> {

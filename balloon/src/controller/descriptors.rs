@@ -24,7 +24,8 @@ pub(super) struct DescriptorLimit {
     reported: Option<Reported>,
     /// Memory that was added as DIMMs, outside of the zones.
     dimm_bytes: u64,
-    /// DIMMs that were added so recently that the guest may not have allocated their page descriptors.
+    /// DIMMs that were added so recently that the guest may not have allocated their page
+    /// descriptors.
     arriving: Option<Arriving>,
 }
 
@@ -34,8 +35,8 @@ struct Arriving {
     bytes: u64,
 }
 
-/// Time allowed for a guest to bring a DIMM online. A report within this time may precede the allocation of the DIMM's
-/// page descriptors.
+/// Time allowed for a guest to bring a DIMM online. A report within this time may precede the
+/// allocation of the DIMM's page descriptors.
 const ARRIVAL_MS: u64 = 10_000;
 
 /// Limit of zones and DIMMs together, computed from the last report.
@@ -48,7 +49,8 @@ struct Reported {
 impl DescriptorLimit {
     /// Takes the limit from a report. `host` has the sizes at the time of the report.
     pub fn observe(&mut self, report: &Report, host: &HostView, now: TimeMs) {
-        // Balloon statistics have no memory blocks and do not separate the kernel's memory from the rest.
+        // Balloon statistics have no memory blocks and do not separate the kernel's memory from the
+        // rest.
         if report.blocks().block_bytes == 0 {
             return;
         }
@@ -93,8 +95,8 @@ fn balloon_zone_bytes(host: &HostView) -> u64 {
     zones.fold(0, |sum, zone| sum.saturating_add(zone.plugged_bytes))
 }
 
-/// Sum over the zones whose memory needs new descriptors. The balloon zone is boot memory, which has descriptors
-/// already.
+/// Sum over the zones whose memory needs new descriptors. The balloon zone is boot memory, which
+/// has descriptors already.
 fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
     let zones = host.zones.iter().filter(|zone| host.balloon != Some(zone.id));
     zones.fold(0, |sum, zone| sum.saturating_add(size_bytes(zone)))
@@ -103,7 +105,8 @@ fn sum(host: &HostView, size_bytes: impl Fn(&ZoneSizes) -> u64) -> u64 {
 /// Memory that the guest can plug before its next report. Half of the free memory of the kernel's
 /// zones stays free for other allocations.
 ///
-/// A guest that can swap out pages of the kernel's zones has room for one section at a time, as long as such pages are left.
+/// A guest that can swap out pages of the kernel's zones has room for one section at a time, as
+/// long as such pages are left.
 fn describable_bytes(report: &Report) -> u64 {
     let kernel = KernelMemory::of(report.zones().iter());
     let user_pages = report

@@ -1,4 +1,5 @@
-//! The rules above every policy. docs/policy.md lists them; the numbers in comments here are theirs.
+//! The rules above every policy. docs/policy.md lists them; the numbers in comments here are
+//! theirs.
 
 mod descriptors;
 mod goal;
@@ -80,7 +81,8 @@ pub struct Status {
     pub last_report: Option<TimeMs>,
     /// What the policy made of it.
     pub last_decision: Option<Decision>,
-    /// The present cool-down: longer than configured after a shrink that turned out to have been wrong.
+    /// The present cool-down: longer than configured after a shrink that turned out to have been
+    /// wrong.
     pub cool_down_ms: u64,
 }
 
@@ -213,8 +215,8 @@ impl Controller {
         &self.rules
     }
 
-    /// Whether the passing of time alone changes nothing of what the policy decides, once reports have been the same for
-    /// [`Policy::settle_ms`].
+    /// Whether the passing of time alone changes nothing of what the policy decides, once reports
+    /// have been the same for [`Policy::settle_ms`].
     pub fn is_settled(&self, now: TimeMs) -> bool {
         self.policy.is_settled(&self.state, now)
     }
@@ -232,9 +234,9 @@ impl Controller {
         }
     }
 
-    /// Takes the host's present sizes. A zone that has grown of itself, as a balloon does that deflates when its guest
-    /// has nothing else left, is a grow like any other: what the guest took is not taken back at once. A second call with
-    /// the same sizes changes nothing.
+    /// Takes the host's present sizes. A zone that has grown of itself, as a balloon does that
+    /// deflates when its guest has nothing else left, is a grow like any other: what the guest
+    /// took is not taken back at once. A second call with the same sizes changes nothing.
     pub fn observe(&mut self, host: &HostView, now: TimeMs) -> Vec<Seen> {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
@@ -288,9 +290,10 @@ impl Controller {
         });
     }
 
-    /// What the policy is shown. Memory on its way to a zone, or from it, counts for as long as it comes, whoever asked for
-    /// it. Where nothing has come for too long, and rule 5 does not end the request, the zone stays as it is: or what a
-    /// hand has asked for would be waited for by a guest that is short.
+    /// What the policy is shown. Memory on its way to a zone, or from it, counts for as long as it
+    /// comes, whoever asked for it. Where nothing has come for too long, and rule 5 does not
+    /// end the request, the zone stays as it is: or what a hand has asked for would be waited
+    /// for by a guest that is short.
     fn without_stuck<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
         let passes_over = self.passes_over_driverless(host, now);
         let mut seen = Cow::Borrowed(host);
@@ -311,8 +314,9 @@ impl Controller {
         seen
     }
 
-    /// Rule 5: whether zones without a driver are asked last, and not waited for: where another zone can be asked. Where none
-    /// can, they are asked as if somebody were there, for the driver that may come.
+    /// Rule 5: whether zones without a driver are asked last, and not waited for: where another
+    /// zone can be asked. Where none can, they are asked as if somebody were there, for the
+    /// driver that may come.
     fn passes_over_driverless(&self, host: &HostView, now: TimeMs) -> bool {
         let online_policy = self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy);
         spread::has_live_room(host, &self.zones, self.unmovable_permille(online_policy), now)
@@ -335,17 +339,20 @@ impl Controller {
         self.is_growing(host) || self.own(host).any(|zone| zone.outstanding_shrink_bytes() > 0)
     }
 
-    /// Whether memory that the loop has asked for is on its way to the guest. Less than a block is not waited for.
+    /// Whether memory that the loop has asked for is on its way to the guest. Less than a block is
+    /// not waited for.
     fn is_growing(&self, host: &HostView) -> bool {
         self.own(host).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
-    /// Floor of all zones together, at most the sum of their limits: a zone with an unsupported driver cannot grow.
+    /// Floor of all zones together, at most the sum of their limits: a zone with an unsupported
+    /// driver cannot grow.
     fn floor_bytes(&self, host: &HostView) -> u64 {
         self.rules.floor_bytes.min(host.max_bytes())
     }
 
-    /// A decision that needed no report, so that `fixed` works without an agent. An idle guest is assumed.
+    /// A decision that needed no report, so that `fixed` works without an agent. An idle guest is
+    /// assumed.
     fn unreported(&self, decision: Decision, now: TimeMs) -> LastReport {
         LastReport {
             at: now,

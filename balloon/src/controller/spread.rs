@@ -43,19 +43,21 @@ pub(super) struct Spread {
 /// What limits the zones, beside their sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Memory that may be requested in addition to the present requests, see [`super::descriptors`].
+    /// Memory that may be requested in addition to the present requests, see
+    /// [`super::descriptors`].
     pub descriptor_bytes: u64,
     /// What all zones together may be asked for beyond what they are.
     pub room_bytes: u64,
-    /// The share of a zone that may be lent, in thousandths, if the guest does not online it movable.
+    /// The share of a zone that may be lent, in thousandths, if the guest does not online it
+    /// movable.
     pub unmovable_permille: Option<u64>,
     /// Zones without a driver are asked last, see [`has_live_room`].
     pub driverless_last: bool,
 }
 
-/// Whether some zone has no driver that is up, and another that has one can be asked for more now. Never more is
-/// said to be there than [`Spread::grow`] finds: what it did not find would be asked of a zone without a driver, with
-/// every report anew.
+/// Whether some zone has no driver that is up, and another that has one can be asked for more now.
+/// Never more is said to be there than [`Spread::grow`] finds: what it did not find would be asked
+/// of a zone without a driver, with every report anew.
 pub(super) fn has_live_room(
     host: &HostView,
     zones: &[ZoneTracker],
@@ -101,9 +103,10 @@ fn ceiling(
 }
 
 impl Spread {
-    /// Starts from what is requested now. `awaited` is the host without requests of which nothing comes any more: those
-    /// keep nothing from others. `zones` are the host's with what is known of each; `near` is the guest node for whose
-    /// sake they are sized, `from` the one whose memory is to go.
+    /// Starts from what is requested now. `awaited` is the host without requests of which nothing
+    /// comes any more: those keep nothing from others. `zones` are the host's with what is
+    /// known of each; `near` is the guest node for whose sake they are sized, `from` the one
+    /// whose memory is to go.
     pub fn new(
         host: &HostView,
         awaited: &HostView,
@@ -132,8 +135,8 @@ impl Spread {
                 Share { index, distance, is_balloon, ..Share::new(zone, tracker, limits, now) }
             })
             .collect();
-        // DRAM first, and of it a balloon, whose pages Linux takes from any node; within a tier what is near, and what is
-        // equally near in the host's order.
+        // DRAM first, and of it a balloon, whose pages Linux takes from any node; within a tier
+        // what is near, and what is equally near in the host's order.
         shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
         let awaited_pm = awaited.zones.iter().filter(|zone| zone.tier == Tier::Pm);
         let owed_pm =
@@ -202,8 +205,9 @@ impl Spread {
         let mut limit = None;
         let mut taken_from = None;
         let mut stays_in = None;
-        // PM back first, and DRAM only when no PM is left that could go. A step takes from one tier: a guest
-        // serves its devices side by side, and would give DRAM back while it still has PM.
+        // PM back first, and DRAM only when no PM is left that could go. A step takes from one
+        // tier: a guest serves its devices side by side, and would give DRAM back while it
+        // still has PM.
         for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
             if stays_in.is_some_and(|tier| tier != share.tier) {
                 break;
@@ -220,7 +224,8 @@ impl Spread {
                 taken_from = Some(share.tier);
             }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
-                // It has more, and does not let it go: others of its tier are asked, and what is behind that stays.
+                // It has more, and does not let it go: others of its tier are asked, and what is
+                // behind that stays.
                 stays_in = Some(share.tier);
             }
             limit = Some(if stays_in.is_some() { Reason::NoProgress } else { Reason::AtFloor });
@@ -266,7 +271,8 @@ impl Share {
         }
     }
 
-    /// Adds at most `allowed` and, rounded up to a block, `wanted`. Returns what of `wanted` is served.
+    /// Adds at most `allowed` and, rounded up to a block, `wanted`. Returns what of `wanted` is
+    /// served.
     fn add(&mut self, allowed: u64, wanted: u64) -> u64 {
         let added = crate::units::round_up(wanted.min(allowed), self.block_bytes).min(allowed);
         self.requested_bytes += added;
@@ -301,7 +307,8 @@ mod tests {
     use super::*;
     use crate::{MIB, ZoneId};
 
-    /// Nodes 0 and 1 with 4 MiB of DRAM each to come, and 2 and 3 with PM: 2 is near to 0, 3 is near to 1.
+    /// Nodes 0 and 1 with 4 MiB of DRAM each to come, and 2 and 3 with PM: 2 is near to 0, 3 is
+    /// near to 1.
     fn two_sockets(requested_mib: [u64; 4]) -> HostView {
         let tiers = [Tier::Dram, Tier::Dram, Tier::Pm, Tier::Pm];
         let mut host = HostView { pool_free_bytes: 64 * MIB, ..HostView::default() };
@@ -390,7 +397,8 @@ mod tests {
 
     #[test]
     fn the_node_that_memory_is_to_go_from_is_named_whoever_is_equally_far() {
-        // Three nodes of DRAM, and PM of the same number near to each: all other distances are equal.
+        // Three nodes of DRAM, and PM of the same number near to each: all other distances are
+        // equal.
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
         host.zones.truncate(3);

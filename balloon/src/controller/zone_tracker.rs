@@ -1,7 +1,8 @@
 //! One zone as the governor follows it.
 //!
-//! A tracker takes the zone's sizes once per step. From these it derives whether the guest's driver follows the request
-//! (rule 5), what the host could not provide, and the progress of a resize for its status and for reminders.
+//! A tracker takes the zone's sizes once per step. From these it derives whether the guest's driver
+//! follows the request (rule 5), what the host could not provide, and the progress of a resize for
+//! its status and for reminders.
 
 mod resize;
 
@@ -33,7 +34,8 @@ pub struct ZoneTracker {
     /// The last request was a plan's, not a client's.
     is_requested_by_plan: bool,
     rise: Rise,
-    /// The last time that the requested or the plugged size moved, and that is not taken back any more.
+    /// The last time that the requested or the plugged size moved, and that is not taken back any
+    /// more.
     moved: TimeMs,
     grow: Attempt,
     shrink: Attempt,
@@ -55,12 +57,13 @@ pub struct Seen {
     pub lowered_bytes: u64,
     /// The guest's driver has become ready, and is waited for anew.
     pub has_driver_come: bool,
-    /// The requested size has been reached, and stays. True once for each requested size, because a guest may give
-    /// memory back and take it again as often as it likes.
+    /// The requested size has been reached, and stays. True once for each requested size, because
+    /// a guest may give memory back and take it again as often as it likes.
     pub is_reached: bool,
 }
 
-/// How much may be asked at a time, after the guest has not followed, or the host could not provide it.
+/// How much may be asked at a time, after the guest has not followed, or the host could not provide
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Attempt {
     /// At most this may be outstanding; `None`: no limit.
@@ -123,7 +126,8 @@ impl ZoneTracker {
                 self.host = Attempt::default();
             }
         }
-        // A guest that sinks unasked has done nothing of its request. It is waited for where all of it was there.
+        // A guest that sinks unasked has done nothing of its request. It is waited for where all of
+        // it was there.
         let has_left =
             zone.plugged_bytes < before.plugged_bytes && was_settled && resize::is_reached(&before);
         if is_asked_back {
@@ -182,8 +186,9 @@ impl ZoneTracker {
         self.rise.pending_since().is_none_or(|since| self.resize.asked_back_at >= Some(since))
     }
 
-    /// A driver has come: what another one, or none, did not follow says nothing about it. The sizes are those before it
-    /// came, because the memory that it has plugged since still has to stay.
+    /// A driver has come: what another one, or none, did not follow says nothing about it. The
+    /// sizes are those before it came, because the memory that it has plugged since still has
+    /// to stay.
     fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
         self.rise = Rise::of(self.sizes.requested_bytes, self.sizes.plugged_bytes, now);
@@ -192,12 +197,14 @@ impl ZoneTracker {
         self.kept = false;
     }
 
-    /// What to request instead, if the guest has not followed for too long: half of what is missing, so that the
-    /// change itself makes the driver try again; at the end, what it has. A shrink is withdrawn at once, because
-    /// memory that the guest uses is not worth fighting for, and the next one is smaller.
+    /// What to request instead, if the guest has not followed for too long: half of what is
+    /// missing, so that the change itself makes the driver try again; at the end, what it has.
+    /// A shrink is withdrawn at once, because memory that the guest uses is not worth fighting
+    /// for, and the next one is smaller.
     ///
-    /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is requested never does. A
-    /// withdrawn shrink leaves it the whole block; the last part of a block of a grow is as good as there.
+    /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is
+    /// requested never does. A withdrawn shrink leaves it the whole block; the last part of a
+    /// block of a grow is as good as there.
     pub(super) fn fall_back(
         &mut self,
         zone: &ZoneSizes,
@@ -255,7 +262,8 @@ impl ZoneTracker {
     }
 }
 
-/// What is requested of a zone after a request that was not followed: what is there, and so much of a grow.
+/// What is requested of a zone after a request that was not followed: what is there, and so much of
+/// a grow.
 pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
     let left = match zone.requested_bytes > zone.plugged_bytes {
         true => round_down(zone.plugged_bytes + more_bytes, zone.block_bytes),

@@ -18,7 +18,8 @@ pub(super) struct Agent {
 }
 
 impl Agent {
-    /// Returns true once if the agent has been gone for too long. Agents also go whenever their guests end.
+    /// Returns true once if the agent has been gone for too long. Agents also go whenever their
+    /// guests end.
     fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
         let is_late = self.gone.is_some_and(|at| now.since(at) >= lost_ms);
         let is_news = is_late && !self.missed;
@@ -48,7 +49,8 @@ impl Governor {
         effects.notes.push(Note::AgentGone);
     }
 
-    /// State of the agent. An agent that is connected and sends nothing that can be believed is silent.
+    /// State of the agent. An agent that is connected and sends nothing that can be believed is
+    /// silent.
     pub fn agent_state(&self, now: TimeMs) -> AgentState {
         match self.agent {
             Agent { heard: None, .. } => AgentState::Never,
@@ -60,7 +62,8 @@ impl Governor {
         }
     }
 
-    /// Notes once that an agent has fallen silent or does not come back, and once that it reports again.
+    /// Notes once that an agent has fallen silent or does not come back, and once that it reports
+    /// again.
     pub(super) fn watch_agent(&mut self, now: TimeMs, effects: &mut Effects) {
         if self.agent.is_missed(now, self.controller.rules().lost_ms) {
             effects.notes.push(Note::AgentMissed);

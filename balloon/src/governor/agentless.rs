@@ -16,7 +16,8 @@ use crate::{HostView, TimeMs};
 const PATIENCE_MS: u64 = 10_000;
 /// How often statistics are asked for.
 const REST_INTERVAL_MS: u64 = 1_000;
-/// The same under the policy's watermark. An agent reports twice as often then; statistics take the guest more.
+/// The same under the policy's watermark. An agent reports twice as often then; statistics take the
+/// guest more.
 pub const FAST_INTERVAL_MS: u64 = 100;
 
 /// Source of a report.
@@ -84,7 +85,8 @@ impl Agentless {
         self.is_active && self.memory.is_some_and(|memory| settings.is_under(&memory))
     }
 
-    /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
+    /// An agent has reported: it is listened to from now on. Returns the report as if what is in
+    /// the balloon were no memory.
     pub fn agent_reported(&mut self, report: Report, host: &HostView, now: TimeMs) -> Report {
         self.is_active = false;
         self.estimator.follow(&report, now);
@@ -94,7 +96,8 @@ impl Agentless {
         correct(report, known(driver_life.unwrap_or(0), host))
     }
 
-    /// Requests the next statistics when they are due. Returns a report made of new ones if they size the guest.
+    /// Requests the next statistics when they are due. Returns a report made of new ones if they
+    /// size the guest.
     pub fn tick(
         &mut self,
         settings: &Settings,
@@ -131,7 +134,8 @@ impl Agentless {
         }
     }
 
-    /// Divides a report of statistics by nodes. An agent's report stays as it is and calibrates the division.
+    /// Divides a report of statistics by nodes. An agent's report stays as it is and calibrates the
+    /// division.
     pub fn place(&mut self, report: Report, from: Reporter, host: &HostView) -> Report {
         match from {
             Reporter::Statistics => self.placing.place(report, host),

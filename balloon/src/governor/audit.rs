@@ -1,10 +1,11 @@
 //! The audit: what was decided, upon what, why, and what came of it. Pure.
 //!
-//! A decision asks zones for sizes. It stays open until each has followed, or until a later decision takes back or
-//! turns round what it asked; a later one that asks for more of the same leaves it open, and the guest reaches it on
-//! its way. One that was reached is open again if that does not stay for a second, unless something else has been asked of
-//! the zone meanwhile. Decisions that ask for nothing and say what was said before are counted there and take no place: they come
-//! with every report, and what was asked of the guest is to stay in sight.
+//! A decision asks zones for sizes. It stays open until each has followed, or until a later
+//! decision takes back or turns round what it asked; a later one that asks for more of the same
+//! leaves it open, and the guest reaches it on its way. One that was reached is open again if that
+//! does not stay for a second, unless something else has been asked of the zone meanwhile.
+//! Decisions that ask for nothing and say what was said before are counted there and take no place:
+//! they come with every report, and what was asked of the guest is to stay in sight.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,8 +20,8 @@ use super::decision::{
     ReportDigest,
 };
 
-/// So long a dry run's decision stands for those of its kind, whatever sizes they come to: nothing follows them, and so
-/// each report leads to other ones.
+/// So long a dry run's decision stands for those of its kind, whatever sizes they come to: nothing
+/// follows them, and so each report leads to other ones.
 const DRY_RUN_MS: u64 = 1_000;
 
 /// The last decisions.
@@ -49,7 +50,8 @@ pub struct Grounds<'a> {
     pub host: &'a HostView,
 }
 
-/// A decision as it was, and as it is when it changes: whoever has it sees it as it was when it was taken.
+/// A decision as it was, and as it is when it changes: whoever has it sees it as it was when it was
+/// taken.
 #[derive(Clone, Debug)]
 pub struct Entry {
     seq: u64,
@@ -70,13 +72,15 @@ pub struct Entry {
 #[derive(Clone, Copy, Debug)]
 struct Ask {
     zone: usize,
-    /// More than was requested before: what is plugged may be more still, or less, and says nothing about that.
+    /// More than was requested before: what is plugged may be more still, or less, and says
+    /// nothing about that.
     grows: bool,
     /// What was plugged then.
     from_bytes: u64,
     target_bytes: u64,
     reached: Option<TimeMs>,
-    /// It was reached, and something else was asked of the zone since: what becomes of that says nothing about this.
+    /// It was reached, and something else was asked of the zone since: what becomes of that says
+    /// nothing about this.
     is_over: bool,
 }
 
@@ -94,7 +98,8 @@ impl Ask {
         ask
     }
 
-    /// Takes the zone's present sizes. What is unplugged again at once, though it is asked for, has not been reached.
+    /// Takes the zone's present sizes. What is unplugged again at once, though it is asked for, has
+    /// not been reached.
     fn observe(&mut self, sizes: &ZoneSizes, now: TimeMs) {
         let is_reached = self.is_reached_by(sizes.plugged_bytes);
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
@@ -203,8 +208,9 @@ impl Audit {
         true
     }
 
-    /// The policy's decision in which one that asks for nothing is counted: a hold in the last one for its reason since
-    /// something else was decided, a dry run's in the last one of its kind.
+    /// The policy's decision in which one that asks for nothing is counted: a hold in the last one
+    /// for its reason since something else was decided, a dry run's in the last one of its
+    /// kind.
     fn said_before(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
         let hold = plan.direction == Direction::Hold;
         let counts = |entry: &Entry| {
@@ -263,8 +269,8 @@ impl Audit {
                 fresh.push((entry.seq, now));
                 return Some(Outcome::Reached { after_ms });
             }
-            // The device has lowered the request, because the host could not provide all of it or the driver was
-            // refused, and the guest has the lower size.
+            // The device has lowered the request, because the host could not provide all of it or
+            // the driver was refused, and the guest has the lower size.
             let lack = entry.asks.iter().find_map(|ask| {
                 let sizes = sizes.get(ask.zone)?;
                 let has_it = ask.is_undone_by(sizes.requested_bytes)
@@ -278,7 +284,8 @@ impl Audit {
         self.fresh.append(&mut fresh);
     }
 
-    /// What such an ask has reached it has reached for good: something else has been asked of its zone.
+    /// What such an ask has reached it has reached for good: something else has been asked of its
+    /// zone.
     fn end_watch(&mut self, is_over: impl Fn(&Ask) -> bool) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let fresh = self.fresh.iter().map(|&(seq, _)| seq);

@@ -14,7 +14,8 @@ pub struct DecisionInfo {
     pub seq: u64,
     /// How long ago it was made.
     pub age_ms: u64,
-    /// How often it was made, with nothing asked of the guest. Those that asked for something stand for themselves.
+    /// How often it was made, with nothing asked of the guest. Those that asked for something
+    /// stand for themselves.
     pub times: u64,
     /// The policy that was asked.
     pub policy: String,
@@ -102,8 +103,8 @@ pub struct DecisionTarget {
     pub requested_bytes: u64,
 }
 
-/// What came of a decision. `after_ms` counts from the decision; `moved_bytes` is what the guest has followed of
-/// what it was asked.
+/// What came of a decision. `after_ms` counts from the decision; `moved_bytes` is what the guest
+/// has followed of what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
 pub enum Outcome {
@@ -126,7 +127,8 @@ pub enum Outcome {
         /// When.
         after_ms: u64,
     },
-    /// Some of it was followed; the rest was taken back, by decision `by` or because the host could not provide it.
+    /// Some of it was followed; the rest was taken back, by decision `by` or because the host could
+    /// not provide it.
     Partly {
         /// What has moved.
         moved_bytes: u64,

@@ -32,9 +32,11 @@ pub enum Event {
     BootWith(ZoneId, u64),
     /// A client has changed the governor.
     Change(Change),
-    /// The guest gets a DIMM of so many bytes, whose page descriptors need room like those of a zone.
+    /// The guest gets a DIMM of so many bytes, whose page descriptors need room like those of a
+    /// zone.
     AddDimm(u64),
-    /// Follows the requests of a plan: the next steps towards sizes that a client requested. If true, decides after that.
+    /// Follows the requests of a plan: the next steps towards sizes that a client requested. If
+    /// true, decides after that.
     Goals(bool),
     /// Follows steps towards such a size: the second half of a tick.
     Decide,
@@ -51,7 +53,8 @@ pub struct Change {
     pub rules: Option<Rules>,
     /// Decide only.
     pub dry_run: Option<bool>,
-    /// Returns pinned zones to the governor: this one, or all of them and the governor from its pause.
+    /// Returns pinned zones to the governor: this one, or all of them and the governor from its
+    /// pause.
     pub resume: Option<Option<ZoneId>>,
     /// Pause or resume decisions.
     pub paused: Option<bool>,
@@ -97,7 +100,8 @@ pub enum Request {
         /// Size that the client requested.
         goal_bytes: u64,
     },
-    /// Notify the guest's driver again of the requested size. A driver that waits for its next try makes it at once.
+    /// Notify the guest's driver again of the requested size. A driver that waits for its next try
+    /// makes it at once.
     Remind(ZoneId),
     /// Report that a size is out of reach, because the guest has no room for page descriptors.
     ReportHeld(ZoneId),

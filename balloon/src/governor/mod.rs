@@ -6,9 +6,10 @@
 //!   TimeMs ─────────────────────────────────────┘    ::step    └─► the event that follows the requests
 //! ```
 //!
-//! The caller reads the host, calls [`Governor::step`] and performs the [`Effects`]: first the requests, because the
-//! guest waits for them, then the notes. If [`Effects::next`] is set, it reads the host again and calls `step` with
-//! that event, because a device may have lowered what was requested.
+//! The caller reads the host, calls [`Governor::step`] and performs the [`Effects`]: first the
+//! requests, because the guest waits for them, then the notes. If [`Effects::next`] is set, it
+//! reads the host again and calls `step` with that event, because a device may have lowered what
+//! was requested.
 
 mod agent;
 mod agentless;
@@ -41,7 +42,8 @@ use crate::{DriverState, HostView, Intake, ParamError, TimeMs, ZoneId, ZoneSizes
 /// Totals since the governor started.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Plans by policy, direction and reason, without plans that request nothing and repeat an earlier one.
+    /// Plans by policy, direction and reason, without plans that request nothing and repeat an
+    /// earlier one.
     pub plans: BTreeMap<(&'static str, &'static str, &'static str), u64>,
     /// Policies that have been in force.
     pub policies: BTreeSet<&'static str>,
@@ -114,7 +116,8 @@ impl Governor {
         self.agentless = Some(Agentless::new(onlining));
     }
 
-    /// Handles an event. `host` is the host at this moment, read after the last effects were performed.
+    /// Handles an event. `host` is the host at this moment, read after the last effects were
+    /// performed.
     pub fn step(&mut self, event: Event, host: &HostView, now: TimeMs) -> Effects {
         let mut effects = Effects::default();
         match event {
@@ -175,7 +178,8 @@ impl Governor {
         }
     }
 
-    /// Decides upon a report of the agent, and takes the next steps towards sizes that a client requested.
+    /// Decides upon a report of the agent, and takes the next steps towards sizes that a client
+    /// requested.
     fn agent_report(
         &mut self,
         report: Report,
@@ -263,8 +267,8 @@ impl Governor {
         self.goals(true, host, now, effects);
     }
 
-    /// Takes the next steps towards sizes that a client requested. After that, or at once if there are none,
-    /// decides on a tick if `then_decide` is set.
+    /// Takes the next steps towards sizes that a client requested. After that, or at once if there
+    /// are none, decides on a tick if `then_decide` is set.
     fn goals(&mut self, then_decide: bool, host: &HostView, now: TimeMs, effects: &mut Effects) {
         if self.follow_goals(host, now, effects) {
             effects.next = Some(if then_decide { Event::Decide } else { Event::Observe });
@@ -408,7 +412,8 @@ impl Governor {
         self.agentless.as_ref().is_some_and(|agentless| agentless.is_fast(&self.settings))
     }
 
-    /// Returns true if the guest is sized by the statistics of its balloon. `None` without a balloon.
+    /// Returns true if the guest is sized by the statistics of its balloon. `None` without a
+    /// balloon.
     pub fn by_statistics(&self) -> Option<bool> {
         self.agentless.as_ref().map(Agentless::is_active)
     }

@@ -31,8 +31,8 @@ impl Governor {
         self.note_reached(effects);
     }
 
-    /// Requests as much of the goals as the guest can describe. Returns true if that is more than before. The
-    /// timeout of a resize begins when the new sizes are observed.
+    /// Requests as much of the goals as the guest can describe. Returns true if that is more than
+    /// before. The timeout of a resize begins when the new sizes are observed.
     pub(super) fn follow_goals(
         &mut self,
         host: &HostView,

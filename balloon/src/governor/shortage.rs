@@ -1,12 +1,14 @@
 //! How long a guest that was short waited for its memory: pure.
 //!
-//! A shortage begins with the first report that leads to a grow, takes in every grow that follows before it ends,
-//! and ends with the first report in which the guest's own total has grown by what was asked.
+//! A shortage begins with the first report that leads to a grow, takes in every grow that follows
+//! before it ends, and ends with the first report in which the guest's own total has grown by what
+//! was asked.
 
 use crate::plan::Plan;
 use crate::{HostView, TimeMs};
 
-/// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves for itself.
+/// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves
+/// for itself.
 const TOLERANCE_PERCENT: u64 = 2;
 
 /// The present shortage, if there is one.
@@ -57,8 +59,8 @@ impl Shortage {
         self.running.get_or_insert(start).grown_bytes += bytes;
     }
 
-    /// So much of it the host could not provide. The guest waits for as much from elsewhere, if it is to have that, since it
-    /// began to be short.
+    /// So much of it the host could not provide. The guest waits for as much from elsewhere, if it
+    /// is to have that, since it began to be short.
     pub fn lacks(&mut self, bytes: u64) {
         if let Some(running) = &mut self.running {
             running.grown_bytes = running.grown_bytes.saturating_sub(bytes);

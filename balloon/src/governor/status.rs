@@ -11,7 +11,8 @@ pub enum AgentState {
     Never,
     /// It reports.
     Live,
-    /// It is connected, and no report that can be believed has come for as long as makes reports lost.
+    /// It is connected, and no report that can be believed has come for as long as makes reports
+    /// lost.
     Silent,
     /// There was one, and it is not connected any more.
     Gone,

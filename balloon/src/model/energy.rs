@@ -1,8 +1,8 @@
 //! Energy that memory takes.
 //!
-//! Two models: of the technologies (PRAM support in Linux, Table 2) and of the states that memory is in (AMF, section 6).
-//! Their figures cannot be compared with each other: the first has memory that is idle cost as much as its technology
-//! takes to keep it, the second knows one technology.
+//! Two models: of the technologies (PRAM support in Linux, Table 2) and of the states that memory
+//! is in (AMF, section 6). Their figures cannot be compared with each other: the first has memory
+//! that is idle cost as much as its technology takes to keep it, the second knows one technology.
 
 /// What the papers call GB: they do not say which, and this is what a module of "1 GB" holds.
 const GIB: f64 = (1u64 << 30) as f64;
@@ -73,7 +73,8 @@ pub struct States {
     pub active_w_per_gib: f64,
     /// A gigabyte that becomes active, while it does.
     pub transition_w_per_gib: f64,
-    /// For how long it does. The paper does not say; a second is of the order of onlining a section and using it.
+    /// For how long it does. The paper does not say; a second is of the order of onlining a
+    /// section and using it.
     pub transition_s: f64,
 }
 
@@ -86,7 +87,8 @@ pub const AMF: States = States {
 };
 
 impl States {
-    /// Joules of memory that was so much active and so much idle, and of which so much became active.
+    /// Joules of memory that was so much active and so much idle, and of which so much became
+    /// active.
     pub fn joules(
         &self,
         active_byte_seconds: f64,
@@ -157,7 +159,8 @@ mod tests {
         let lazily = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB);
         about(always, 64.0 * 1.34 * DAY_S);
         assert!(lazily < always * 0.4, "{lazily} of {always}");
-        // Becoming active costs less than what 0.7 s of it take: only a resize every second would eat the saving.
+        // Becoming active costs less than what 0.7 s of it take: only a resize every second would
+        // eat the saving.
         let restless = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB * DAY_S);
         assert!(restless > lazily * 1.5);
     }

@@ -1,7 +1,7 @@
 //! How long persistent memory lasts, by Memorage's equations (003, section 4.4).
 //!
-//! Storage and memory wear differently: memory is written much more, storage is much larger. Memory that is lent to by
-//! storage wears less, storage more.
+//! Storage and memory wear differently: memory is written much more, storage is much larger. Memory
+//! that is lent to by storage wears less, storage more.
 
 use serde::Serialize;
 
@@ -17,7 +17,8 @@ pub struct Ratios {
 }
 
 impl Ratios {
-    /// Equation 1: how many times as long the memory lasts if its writes go over all of both evenly.
+    /// Equation 1: how many times as long the memory lasts if its writes go over all of both
+    /// evenly.
     pub fn pooled_lifetime(&self) -> f64 {
         (1.0 + self.capacity / self.endurance) * self.bandwidth / (1.0 + self.bandwidth)
     }
@@ -34,7 +35,8 @@ pub struct Lending {
     pub memory_bytes: f64,
     /// Bs: what is written to storage in a day by those who use it.
     pub storage_bytes_per_day: f64,
-    /// tau: days from one exchange of the borrowed capacity to the next, each of which writes it twice.
+    /// tau: days from one exchange of the borrowed capacity to the next, each of which writes it
+    /// twice.
     pub exchange_days: f64,
 }
 
@@ -115,8 +117,8 @@ mod tests {
 
     #[test]
     fn equation_2_in_the_papers_figure_11() {
-        // 8 GB, 12 GB a day, b = 720. Twice the memory's life takes h = 0.5, and a thousandfold wear of the storage where
-        // the capacity is exchanged a thousand times a day.
+        // 8 GB, 12 GB a day, b = 720. Twice the memory's life takes h = 0.5, and a thousandfold
+        // wear of the storage where the capacity is exchanged a thousand times a day.
         let figure = |share, exchange_days| Lending {
             share,
             bandwidth: 720.0,

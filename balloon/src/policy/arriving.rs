@@ -1,22 +1,24 @@
 //! Memory that a report counts in the guest's total and not yet in what is free.
 //!
-//! Linux onlines a block in isolated pageblocks: its pages are managed, and in the total, one after the other
-//! (mm/memory_hotplug.c, online_pages_range), but free pages of an isolated pageblock are not counted as free
-//! (mm/page_alloc.c, account_freepages) before all of the block has come (undo_isolate_page_range). A report from in
-//! between looks as if the block had been used up; so does one whose figures were read on both sides of that.
+//! Linux onlines a block in isolated pageblocks: its pages are managed, and in the total, one after
+//! the other (mm/memory_hotplug.c, online_pages_range), but free pages of an isolated pageblock are
+//! not counted as free (mm/page_alloc.c, account_freepages) before all of the block has come
+//! (undo_isolate_page_range). A report from in between looks as if the block had been used up; so
+//! does one whose figures were read on both sides of that.
 
 use crate::TimeMs;
 
-/// For so long after the first report that has it in the total, and in so many reports. What is not free by then has been
-/// filled.
+/// For so long after the first report that has it in the total, and in so many reports. What is not
+/// free by then has been filled.
 const ARRIVING_MS: u64 = 100;
 const ARRIVING_REPORTS: u32 = 2;
 
 /// However few reports there are: a guest that is short waits no longer.
 const MAX_ARRIVING_MS: u64 = 500;
 
-/// What came since a report that is older has had that time: a guest that reports no faster is not to wait for another of its
-/// reports. More than the 250 ms of an agent that has no reason to hurry, and that wakes a little late.
+/// What came since a report that is older has had that time: a guest that reports no faster is not
+/// to wait for another of its reports. More than the 250 ms of an agent that has no reason to
+/// hurry, and that wakes a little late.
 const GAP_MS: u64 = 300;
 
 /// What has come into the total and has not been seen free.
@@ -64,7 +66,8 @@ impl Arriving {
         let freed_bytes = self.see(free_bytes.saturating_sub(last.free_bytes));
         let came_bytes = total_bytes.saturating_sub(last.total_bytes);
         let unseen_bytes = came_bytes.saturating_sub(freed_bytes);
-        // A block is free all at once: of one that is free for the most part the rest has been used already.
+        // A block is free all at once: of one that is free for the most part the rest has been used
+        // already.
         if unseen_bytes > came_bytes / 2 && now.since(last.at) <= GAP_MS {
             match self.parts.last_mut() {
                 // No more parts than there are milliseconds, however often a guest reports.

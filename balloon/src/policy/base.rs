@@ -1,12 +1,12 @@
-//! The guest's total without its hotplugged memory, learned from reports: what the host calls plugged and what the
-//! guest has online differ while blocks are on their way.
+//! The guest's total without its hotplugged memory, learned from reports: what the host calls
+//! plugged and what the guest has online differ while blocks are on their way.
 
 use super::Input;
 use crate::units::scale;
 use crate::{HostView, TimeMs};
 
-/// A total that did not move for this long, while nothing was plugged or unplugged, shows what the guest has beside
-/// its hotplugged memory.
+/// A total that did not move for this long, while nothing was plugged or unplugged, shows what the
+/// guest has beside its hotplugged memory.
 const SETTLE_MS: u64 = 2_000;
 
 /// What is known of it.

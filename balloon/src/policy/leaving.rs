@@ -1,7 +1,8 @@
 //! Memory that the guest is about to give back.
 
-/// Linux takes a block that is to go out of what is free first, and out of the total only at the end. A rise in use while
-/// memory is to go is taken for that, as far as it goes: if it is use after all, what was to go is still there to serve it.
+/// Linux takes a block that is to go out of what is free first, and out of the total only at the
+/// end. A rise in use while memory is to go is taken for that, as far as it goes: if it is use
+/// after all, what was to go is still there to serve it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Leaving {
     /// What was used when nothing was on its way back.
@@ -15,8 +16,8 @@ impl Leaving {
         Leaving { still_bytes: Some(used_bytes - i128::from(leaving_bytes)) }
     }
 
-    /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested, and says how much of it is on
-    /// its way out.
+    /// Takes what a report shows as used while `to_go_bytes` are online and no longer requested,
+    /// and says how much of it is on its way out.
     pub fn learn(&mut self, used_bytes: i128, to_go_bytes: u64) -> u64 {
         if to_go_bytes == 0 {
             self.still_bytes = Some(used_bytes);

@@ -1,8 +1,8 @@
 //! Policies: how much hotplugged memory a guest should have.
 //!
-//! A policy is a pure function: parameters, state, input and time go in; a new state and a [`Decision`] come out. It
-//! knows nothing of zones' limits, of cool-downs, or of what the guest refused: that is the controller's business,
-//! and the same for every policy.
+//! A policy is a pure function: parameters, state, input and time go in; a new state and a
+//! [`Decision`] come out. It knows nothing of zones' limits, of cool-downs, or of what the guest
+//! refused: that is the controller's business, and the same for every policy.
 
 pub mod amf;
 pub mod dapper;
@@ -35,24 +35,27 @@ pub struct Input<'a> {
     pub report: &'a Report,
     /// The VM's zones.
     pub host: &'a HostView,
-    /// What is decided is carried out, as far as the rules above let it. Else, in a dry run or a pause, nothing that takes
-    /// several steps begins.
+    /// What is decided is carried out, as far as the rules above let it. Else, in a dry run or a
+    /// pause, nothing that takes several steps begins.
     pub is_carried_out: bool,
 }
 
 /// What a policy wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Decision {
-    /// The hotplugged memory that the guest should have, all zones together; `None` leaves it as it is.
+    /// The hotplugged memory that the guest should have, all zones together; `None` leaves it as
+    /// it is.
     pub want_bytes: Option<u64>,
-    /// The guest node for whose sake the change is: memory near to it comes first and goes last. `None`: the VM as
-    /// a whole.
+    /// The guest node for whose sake the change is: memory near to it comes first and goes last.
+    /// `None`: the VM as a whole.
     pub near: Option<u32>,
-    /// The guest node whose memory is to go: what is nearest to it goes first, within its tier. For a shrink alone.
+    /// The guest node whose memory is to go: what is nearest to it goes first, within its tier.
+    /// For a shrink alone.
     pub from: Option<u32>,
     /// Why.
     pub reason: Reason,
-    /// The guest is short now: no cool-down applies, and should the reports stop here, more is given.
+    /// The guest is short now: no cool-down applies, and should the reports stop here, more is
+    /// given.
     pub pressure: bool,
     /// Under so much memory the agent should report at its fast rate.
     pub watermark_bytes: u64,
@@ -84,7 +87,8 @@ impl Decision {
         Decision { watermark_bytes, watermark_of: Measure::Free, ..self }
     }
 
-    /// The same for a policy with one watermark: it is to be seen coming, but not by most of the guest's memory.
+    /// The same for a policy with one watermark: it is to be seen coming, but not by most of the
+    /// guest's memory.
     fn watching_one(self, watermark_bytes: u64, input: Input<'_>) -> Self {
         let watch_bytes = watermark_bytes.saturating_add(watermark_bytes / 2);
         self.watching_free(watch_bytes.min(input.report.memory().total_bytes / 2))
@@ -223,7 +227,8 @@ impl Policy {
         self.parameters().map_or(Ok(()), |params| params.validate())
     }
 
-    /// Why it grows a guest, and why it shrinks one: its own reasons, beside those of the rules above every policy.
+    /// Why it grows a guest, and why it shrinks one: its own reasons, beside those of the rules
+    /// above every policy.
     pub fn reasons(&self) -> (&'static [Reason], &'static [Reason]) {
         match self {
             Policy::Psi(_) => (
@@ -259,8 +264,9 @@ impl Policy {
         }
     }
 
-    /// For how long reports must have been the same for the passing of time alone to change nothing that is decided, where
-    /// `state` does not say more: the longest time that the policy compares a distance of time with.
+    /// For how long reports must have been the same for the passing of time alone to change nothing
+    /// that is decided, where `state` does not say more: the longest time that the policy
+    /// compares a distance of time with.
     pub fn settle_ms(&self) -> u64 {
         // The stretches over which rates are taken, and after which sizes count as settled.
         const WINDOWS_MS: u64 = 5_000;
@@ -273,8 +279,8 @@ impl Policy {
         }
     }
 
-    /// Whether `state` has nothing in it that time alone will change, once reports have been the same for
-    /// [`Policy::settle_ms`].
+    /// Whether `state` has nothing in it that time alone will change, once reports have been the
+    /// same for [`Policy::settle_ms`].
     pub fn is_settled(&self, state: &PolicyState, now: TimeMs) -> bool {
         match (self, state) {
             (Policy::Psi(params), PolicyState::Psi(state)) => state.is_settled(params, now),
@@ -282,8 +288,8 @@ impl Policy {
         }
     }
 
-    /// Decides on one report. A state of another policy is replaced by the initial one, so that policies can be
-    /// exchanged while a VM runs.
+    /// Decides on one report. A state of another policy is replaced by the initial one, so that
+    /// policies can be exchanged while a VM runs.
     pub fn decide(
         &self,
         state: PolicyState,

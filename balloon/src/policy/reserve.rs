@@ -14,8 +14,9 @@ use foreshore_proto::{
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, Tier, ZoneSizes};
 
-/// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size of these pages.
-/// Reports from balloon statistics do not separate DRAM from other memory, so they stay as they are.
+/// Returns the report without the free pages of DRAM that are reserved for the kernel, and the size
+/// of these pages. Reports from balloon statistics do not separate DRAM from other memory, so they
+/// stay as they are.
 ///
 /// An agent reports the reserve. For an older agent that does not report it, the reserve is
 /// computed as the agent sets it in a guest without ratios of its own. Page descriptors of plugged
@@ -54,8 +55,8 @@ pub(super) fn without_reserve<'a>(report: &'a Report, host: &HostView) -> (Cow<'
 pub(super) struct Forecast<'a> {
     zones: &'a [Zone],
     host: &'a HostView,
-    /// Present reserve. `None` if the agent does not report it, or if the guest has another reserve
-    /// than the agent sets, which is unknown for other sizes.
+    /// Present reserve. `None` if the agent does not report it, or if the guest has another
+    /// reserve than the agent sets, which is unknown for other sizes.
     now_bytes: Option<u64>,
 }
 
@@ -111,8 +112,8 @@ impl<'a> Forecast<'a> {
         bytes(self.reserve_bytes(&zones)) - bytes(now_bytes)
     }
 
-    /// Part of `bytes` that can be given back without the loss of more than `surplus_bytes` of available
-    /// memory. The reserve can grow by more than the DRAM that is given back.
+    /// Part of `bytes` that can be given back without the loss of more than `surplus_bytes` of
+    /// available memory. The reserve can grow by more than the DRAM that is given back.
     pub fn part_beside_reserve(&self, bytes: u64, surplus_bytes: u64) -> u64 {
         let requested_bytes = self.host.requested_bytes();
         let change_bytes = |bytes: u64| self.change_bytes(requested_bytes.saturating_sub(bytes));
@@ -240,8 +241,8 @@ mod tests {
         assert_eq!(without_reserve(&report, &host()).1, 70 * MIB);
     }
 
-    /// 512 MiB of DRAM, of which 88 MiB are movable, 256 MiB more and PM that can be plugged. A sixteenth
-    /// of DRAM and the descriptors of 4352 MiB are kept: 100 to 116 MiB.
+    /// 512 MiB of DRAM, of which 88 MiB are movable, 256 MiB more and PM that can be plugged. A
+    /// sixteenth of DRAM and the descriptors of 4352 MiB are kept: 100 to 116 MiB.
     fn with_dram_to_plug() -> (RawReport, HostView) {
         let mut raw = raw_report();
         for zone in &mut raw.zones {

@@ -1,5 +1,5 @@
-//! Tables that say how much to integrate at which number of free pages, as AMF and Dapper have them, and what both of
-//! them do with one.
+//! Tables that say how much to integrate at which number of free pages, as AMF and Dapper have
+//! them, and what both of them do with one.
 
 use super::view::{self, Coming, NodeView};
 use super::{Decision, Input};
@@ -20,13 +20,14 @@ pub(super) enum Mark {
 pub(super) enum Factor {
     /// One number for all nodes, as in the papers.
     Times(u64),
-    /// A number for each node, so that its scaled high watermark is this share of its DRAM, in thousandths.
+    /// A number for each node, so that its scaled high watermark is this share of its DRAM, in
+    /// thousandths.
     ShareOfDram(u64),
 }
 
 impl Factor {
-    /// Returns the factor that the parameters `watermark-scale` and `watermark-share` give. A share takes precedence
-    /// unless it is 0.
+    /// Returns the factor that the parameters `watermark-scale` and `watermark-share` give. A share
+    /// takes precedence unless it is 0.
     pub fn new(watermark_scale: u64, share_permille: u64) -> Self {
         if share_permille == 0 {
             Factor::Times(watermark_scale)
@@ -45,8 +46,8 @@ impl Factor {
     }
 }
 
-/// Border between rows: `scales` times the watermark, multiplied by the table's factor. If `scales` is 0, the border is
-/// the watermark itself.
+/// Border between rows: `scales` times the watermark, multiplied by the table's factor. If `scales`
+/// is 0, the border is the watermark itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Border {
     pub mark: Mark,
@@ -124,7 +125,8 @@ pub(super) fn first_border(table: &[Row], node: &NodeView, factor: Factor) -> u6
 pub(super) struct Shortage<'a> {
     pub node: NodeView,
     pub row: &'a Row,
-    /// What of the row's amount is not on its way yet: one shortage is answered once, however often it is reported.
+    /// What of the row's amount is not on its way yet: one shortage is answered once, however
+    /// often it is reported.
     pub missing_bytes: u64,
 }
 
@@ -161,7 +163,8 @@ impl<'a> Asked<'a> {
         Asked { nodes, short, requested_bytes, watermark_bytes }
     }
 
-    /// The guest is given what `served` misses; where what is on its way is enough for all, nothing.
+    /// The guest is given what `served` misses; where what is on its way is enough for all,
+    /// nothing.
     pub fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
         let Some(short) = served else { return self.hold(Reason::InProgress) };
         coming.grant(&short.node, short.missing_bytes);

@@ -1,4 +1,5 @@
-//! What the tests of several policies share: a guest of which every figure can be set, and tables' rows and edges.
+//! What the tests of several policies share: a guest of which every figure can be set, and tables'
+//! rows and edges.
 
 use foreshore_proto::{
     Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind,
@@ -30,8 +31,8 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Nodes of DRAM of these sizes, and as many nodes of PM behind them, of these sizes and with nothing of it
-    /// plugged: the first is near to the first, and so on.
+    /// Nodes of DRAM of these sizes, and as many nodes of PM behind them, of these sizes and with
+    /// nothing of it plugged: the first is near to the first, and so on.
     pub fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
         let mut host = HostView {
             boot_bytes: dram_bytes.iter().sum(),
@@ -174,7 +175,8 @@ impl TableRig {
             broken[index].times += 1;
             assert!(self.tells(cases, &broken), "amount of row {index}");
         }
-        // The last border of the paper's separates nothing: the hole below it is given as much as the row above it.
+        // The last border of the paper's separates nothing: the hole below it is given as much as
+        // the row above it.
         for index in 0..self.table.len() - 2 {
             let mut broken = self.table.to_vec();
             broken[index].at = true;
@@ -185,7 +187,8 @@ impl TableRig {
         }
     }
 
-    /// Whether the cases tell a look-up that takes the first row which fits from one that knows where rows end.
+    /// Whether the cases tell a look-up that takes the first row which fits from one that knows
+    /// where rows end.
     pub fn check_overlap(&self, cases: &[(u64, u64)]) {
         assert!(!self.tells(cases, self.table));
         let first = |free: u64| {
@@ -200,7 +203,8 @@ impl TableRig {
     }
 }
 
-/// A test for each case of a table, named after it, and all of them as `CASES`, to hold broken tables against.
+/// A test for each case of a table, named after it, and all of them as `CASES`, to hold broken
+/// tables against.
 macro_rules! cases {
     ($check:path: $($name:ident: $at:expr => $amount:expr;)*) => {
         $(

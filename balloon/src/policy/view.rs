@@ -1,7 +1,7 @@
 //! The guest's nodes as the papers' tables see them, and memory that is on its way to them.
 //!
-//! The papers' kernels add PM to the node that is short. Here it is a node of its own, so "the node" of a table is a
-//! node with DRAM together with the PM that is nearest to it.
+//! The papers' kernels add PM to the node that is short. Here it is a node of its own, so "the
+//! node" of a table is a node with DRAM together with the PM that is nearest to it.
 
 use foreshore_proto::{OnlinePolicy, Zone, ZoneKind};
 
@@ -20,8 +20,8 @@ pub(super) struct NodeView {
     pub free_pages: u64,
     /// The same without the PM of others.
     pub own_free_pages: u64,
-    /// The watermarks of its DRAM's zones, summed. The papers' stay what they were at boot; those of PM would move
-    /// with every integration.
+    /// The watermarks of its DRAM's zones, summed. The papers' stay what they were at boot; those
+    /// of PM would move with every integration.
     pub min_pages: u64,
     pub low_pages: u64,
     pub high_pages: u64,
@@ -72,7 +72,8 @@ pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
         }
     }
     for node in &mut nodes {
-        // A node whose own PM is used up is given that of others: what is free of it is an answer to its need.
+        // A node whose own PM is used up is given that of others: what is free of it is an answer
+        // to its need.
         node.own_free_pages = node.free_pages + node.pm_free_bytes / PAGE_BYTES;
         let used_up = node.pm_requested_bytes >= node.pm_bytes;
         node.free_pages =
@@ -92,8 +93,8 @@ pub(super) fn scaled_high_bytes(nodes: &[NodeView], scale: u64) -> u64 {
     pages.saturating_mul(PAGE_BYTES).saturating_mul(scale)
 }
 
-/// Whether a zone of the guest is PM. A node of PM has memory in ZONE_MOVABLE alone; in a node that has DRAM to plug
-/// as well, nobody can tell, and it counts as DRAM.
+/// Whether a zone of the guest is PM. A node of PM has memory in ZONE_MOVABLE alone; in a node that
+/// has DRAM to plug as well, nobody can tell, and it counts as DRAM.
 fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
     let here = |tier| {
         let zones = input.host.zones.iter();
@@ -150,7 +151,8 @@ pub(super) struct Coming {
 struct Grant {
     node: u32,
     asked_bytes: u64,
-    /// What of that the table has said upon the last report: the next one shows how much the guest was asked for.
+    /// What of that the table has said upon the last report: the next one shows how much the guest
+    /// was asked for.
     said_bytes: u64,
     on_way_bytes: u64,
     /// What the node had free without it.
@@ -164,7 +166,8 @@ impl Grant {
         self.on_way_bytes = self.on_way_bytes.saturating_sub(bytes);
     }
 
-    /// What of it has come and is free, when the node has so much free: one that uses that up is short anew.
+    /// What of it has come and is free, when the node has so much free: one that uses that up is
+    /// short anew.
     fn free_of_it(&self, free_bytes: u64) -> u64 {
         let came_bytes = self.asked_bytes.saturating_sub(self.on_way_bytes);
         free_bytes.saturating_sub(self.free_bytes).min(came_bytes)
@@ -177,8 +180,8 @@ impl Coming {
         let memory = input.report.memory();
         self.base.learn(input, now);
         let online_bytes = self.base.online_bytes(memory.total_bytes, input.host);
-        // Tables go by the zones' free pages, which are not read together with the total: what only one of the two sees
-        // is not there yet.
+        // Tables go by the zones' free pages, which are not read together with the total: what only
+        // one of the two sees is not there yet.
         let zones_free_pages =
             input.report.zones().iter().fold(0u64, |sum, zone| sum + zone.free_pages);
         let free_bytes = memory.free_bytes.min(zones_free_pages * PAGE_BYTES);
@@ -193,8 +196,8 @@ impl Coming {
         self.granted.retain(|grant| grant.on_way_bytes > 0);
     }
 
-    /// A grant is what was asked of the guest: of what a table says, the rules above it may ask for less, and take back
-    /// what they asked for. Neither has come.
+    /// A grant is what was asked of the guest: of what a table says, the rules above it may ask for
+    /// less, and take back what they asked for. Neither has come.
     fn follow_requests(&mut self, requested_bytes: u64) {
         let before_bytes = std::mem::replace(&mut self.requested_bytes, requested_bytes);
         let mut risen_bytes = requested_bytes.saturating_sub(before_bytes);
@@ -216,8 +219,9 @@ impl Coming {
         self.on_way_bytes
     }
 
-    /// What is on its way for the sake of `node`, or of nobody in particular; and what has come of that and is free. The
-    /// kernels of the papers look at a table again once all that they integrate is there.
+    /// What is on its way for the sake of `node`, or of nobody in particular; and what has come of
+    /// that and is free. The kernels of the papers look at a table again once all that they
+    /// integrate is there.
     pub fn for_node(&self, node: &NodeView) -> u64 {
         let others = self.granted.iter().filter(|grant| grant.node != node.node);
         let to_others = others.fold(0u64, |sum, grant| sum.saturating_add(grant.on_way_bytes));
@@ -315,7 +319,8 @@ mod tests {
         rig.raw.zones[2].node = 0;
         let nodes = view(&rig);
         assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB, GIB));
-        // With DRAM to plug there as well nobody can tell, but what the host has plugged of it is known.
+        // With DRAM to plug there as well nobody can tell, but what the host has plugged of it is
+        // known.
         let dram =
             crate::ZoneSizes { tier: Tier::Dram, plugged_bytes: 512 * MIB, ..rig.host.zones[0] };
         rig.host.zones.push(dram);
@@ -380,8 +385,9 @@ mod tests {
         assert_eq!(coming.bytes(), 0);
     }
 
-    /// A guest of 213 MiB of which 33 are free, in rows of twice its DRAM; the policies with one watermark miss 40 MiB. With
-    /// each policy how much is asked for, and how much of that is online first.
+    /// A guest of 213 MiB of which 33 are free, in rows of twice its DRAM; the policies with one
+    /// watermark miss 40 MiB. With each policy how much is asked for, and how much of that is
+    /// online first.
     fn short() -> [(Rig, u64, u64); 4] {
         let case = |policy, settings: &[(&str, &str)], asked_mib, online_mib| {
             let settings =
@@ -464,8 +470,8 @@ mod tests {
         }
     }
 
-    /// Of what a table says the controller asks for less, again and again, or takes it back: neither has come when the guest
-    /// frees pages of its own.
+    /// Of what a table says the controller asks for less, again and again, or takes it back:
+    /// neither has come when the guest frees pages of its own.
     #[test]
     fn what_is_not_asked_of_the_guest_has_not_come() {
         for is_taken_back in [false, true] {
@@ -492,8 +498,8 @@ mod tests {
         }
     }
 
-    /// All that a table asked for comes before it is asked again: blocks that are there and leave the node in its row do not
-    /// have their like asked for.
+    /// All that a table asked for comes before it is asked again: blocks that are there and leave
+    /// the node in its row do not have their like asked for.
     #[test]
     fn a_part_that_is_free_does_not_make_a_second_shortage() {
         for (mut rig, asked_bytes, _) in short().into_iter().take(2) {

@@ -18,7 +18,8 @@ const FORGOTTEN_REPORTS: u64 = 64;
 /// The kernel's trigger: tasks waited for so long within such a time.
 const TRIGGER_US: u64 = 50_000;
 const TRIGGER_WINDOW_MS: u64 = 500;
-/// A guest's clock starts before its agent: every report's own clock is this far ahead of the run's.
+/// A guest's clock starts before its agent: every report's own clock is this far ahead of the
+/// run's.
 const BOOTED_MS: u64 = 10_000;
 
 /// The agent in a guest.
@@ -121,7 +122,8 @@ impl Agent {
         self.kernel_blocks.begin(guest, MEMORY_BLOCK_BYTES, now_ms);
     }
 
-    /// When there will be news, if nothing but the segment moves memory; whether anybody looks is another matter.
+    /// When there will be news, if nothing but the segment moves memory; whether anybody looks is
+    /// another matter.
     pub fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
         if self.is_news(guest) {
             return Some(guest.now());
@@ -137,8 +139,8 @@ impl Agent {
         TimeMs(self.pace.look_due_ms() - BOOTED_MS).since(self.looked)
     }
 
-    /// The next look after `now` that is worth living to: the first one at `at` or later, and before it the one
-    /// that it is compared with.
+    /// The next look after `now` that is worth living to: the first one at `at` or later, and
+    /// before it the one that it is compared with.
     pub fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
         let look_ms = self.look_ms();
         let due = self.looked + at.max(now + 1).since(self.looked).div_ceil(look_ms) * look_ms;
@@ -152,7 +154,8 @@ impl Agent {
             return false;
         }
         let reclaimed_bytes = reclaimed_bytes(guest);
-        // The model gives back to the byte what was taken. Linux reclaims 32 pages at a time, and what is free moves.
+        // The model gives back to the byte what was taken. Linux reclaims 32 pages at a time, and
+        // what is free moves.
         let moved_bytes = if reclaimed_bytes == self.read_reclaimed_bytes { 0 } else { PAGE_BYTES };
         let free_bytes = guest.free_bytes();
         let now_ms = now.0 + BOOTED_MS;

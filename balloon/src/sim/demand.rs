@@ -26,7 +26,8 @@ pub struct Segment {
     pub stream_bytes_per_s: u64,
     /// Pages that are touched in a second, of those that are in use.
     pub touches_per_s: u64,
-    /// The part of anonymous memory that is in use, in thousandths; the rest is never touched again.
+    /// The part of anonymous memory that is in use, in thousandths; the rest is never touched
+    /// again.
     pub hot_permille: u64,
 }
 
@@ -114,8 +115,8 @@ impl Demand {
         Ok(Demand { segments: Arc::new(segments), end })
     }
 
-    /// Goes on after the end for so long: what is wanted then begins with what was wanted last, and is as `segment` says
-    /// apart from that.
+    /// Goes on after the end for so long: what is wanted then begins with what was wanted last, and
+    /// is as `segment` says apart from that.
     pub fn go_on(&mut self, segment: Segment, ms: u64) {
         if ms == 0 {
             return;

@@ -52,7 +52,8 @@ pub struct Governed {
     pub skip: Skip,
 }
 
-/// Runs the VMs of one host to their ends. They share a pool that begins with so much free; the observer sees the first.
+/// Runs the VMs of one host to their ends. They share a pool that begins with so much free; the
+/// observer sees the first.
 pub fn run_host(
     setups: Vec<VmSetup>,
     pool_bytes: u64,
@@ -80,11 +81,12 @@ pub fn run_host(
     Ok(vms)
 }
 
-/// Runs `hosts` hosts on as many threads as there are processors, and adds up what has come of them. `setup` makes the VMs
-/// of one, and says how much its pool has. What comes out depends on neither the threads nor their order.
+/// Runs `hosts` hosts on as many threads as there are processors, and adds up what has come of
+/// them. `setup` makes the VMs of one, and says how much its pool has. What comes out depends on
+/// neither the threads nor their order.
 ///
-/// Threads of the standard library: hosts are independent and take long, so an atomic counter hands them out evenly, and
-/// nothing of what rayon does better is needed.
+/// Threads of the standard library: hosts are independent and take long, so an atomic counter hands
+/// them out evenly, and nothing of what rayon does better is needed.
 pub fn run_fleet(
     hosts: usize,
     governed: &Governed,

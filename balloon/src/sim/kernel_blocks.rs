@@ -80,8 +80,8 @@ mod tests {
         guest_with(0)
     }
 
-    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone of `other_bytes` to plug. Its
-    /// kernel is short of memory.
+    /// Guest of 384 MiB with 256 MiB of plugged DRAM, and another zone of `other_bytes` to plug.
+    /// Its kernel is short of memory.
     fn guest_with(other_bytes: u64) -> Guest {
         let dram = ZoneSizes {
             requested_bytes: 256 * MIB,

@@ -1,4 +1,5 @@
-//! A model of guests, for comparing policies. docs/simulator.md says what it knows and what it leaves out.
+//! A model of guests, for comparing policies. docs/simulator.md says what it knows and what it
+//! leaves out.
 //!
 //! ```text
 //!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Governor -> Requests -> Guest
@@ -6,8 +7,9 @@
 //!                              Pool, shared by the VMs of a host
 //! ```
 //!
-//! The governor and the policies are those of the VMM. Everything else here is a model: it has no clock, no I/O and no
-//! randomness but what a seed gives, so that a run is the same on every machine.
+//! The governor and the policies are those of the VMM. Everything else here is a model: it has no
+//! clock, no I/O and no randomness but what a seed gives, so that a run is the same on every
+//! machine.
 
 mod agent;
 mod demand;

@@ -48,12 +48,13 @@ pub struct Outcome {
     pub pm_written_gib: f64,
     /// The share of memory that rested on PM, in the mean: Memorage's h.
     pub lent_share: f64,
-    /// How many times as long the guest's memory lasts if it wears as PM does and its writes go over memory and PM evenly:
-    /// Memorage's equation 1. Of several VMs, the mean.
+    /// How many times as long the guest's memory lasts if it wears as PM does and its writes go
+    /// over memory and PM evenly: Memorage's equation 1. Of several VMs, the mean.
     pub pooled_lifetime: f64,
     /// How many times as long it lasts for the share that rested on PM: equation 2, left.
     pub memory_lifetime: f64,
-    /// How many times as fast PM wears for what was lent of it: equation 2, right. Of several VMs, the mean.
+    /// How many times as fast PM wears for what was lent of it: equation 2, right. Of several VMs,
+    /// the mean.
     pub storage_wear: f64,
     /// Plans of the governor.
     pub steps: u64,
@@ -142,7 +143,8 @@ impl Outcome {
         self.account_equations(guest, touches);
     }
 
-    /// Memorage's equations 1 and 2, with what is written to memory in the run, and to PM as storage by its volumes and as swap.
+    /// Memorage's equations 1 and 2, with what is written to memory in the run, and to PM as
+    /// storage by its volumes and as swap.
     fn account_equations(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
         let days = self.run_s / 86_400.0;

@@ -1,4 +1,5 @@
-//! Random numbers that are the same on every machine and in every release: a run is known by its seed.
+//! Random numbers that are the same on every machine and in every release: a run is known by its
+//! seed.
 
 /// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 #[derive(Clone, Debug)]

@@ -81,7 +81,8 @@ struct Files {
     last: Option<(u64, Counters)>,
     /// Page cache of the last report.
     cached_bytes: u64,
-    /// What was evicted and has not come back. Less than nothing, if it was evicted before the first report.
+    /// What was evicted and has not come back. Less than nothing, if it was evicted before the
+    /// first report.
     gone_bytes: i128,
     /// What came back of late: so much at least is read again.
     again_bytes: u64,
@@ -94,17 +95,18 @@ struct Files {
 }
 
 impl Files {
-    /// Prepares for reports from another source. The first of them shows `cached_bytes` of page cache.
-    /// The new counters started at another time, and the source may count page cache in another way.
-    /// So neither difference is a change in the guest.
+    /// Prepares for reports from another source. The first of them shows `cached_bytes` of page
+    /// cache. The new counters started at another time, and the source may count page cache in
+    /// another way. So neither difference is a change in the guest.
     fn change_reporter(&mut self, cached_bytes: u64) {
         self.last = None;
         self.gone_bytes += i128::from(self.cached_bytes) - i128::from(cached_bytes);
     }
 
-    /// Takes in a report. Every page that comes into the page cache is there, or was evicted; if it was evicted before, it comes
-    /// back. The rest was read for the first time. What is dropped because its file goes is not seen: files of that size that are
-    /// read later take its place.
+    /// Takes in a report. Every page that comes into the page cache is there, or was evicted; if it
+    /// was evicted before, it comes back. The rest was read for the first time. What is dropped
+    /// because its file goes is not seen: files of that size that are read later take its
+    /// place.
     fn see(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
         if let Some((last_ms, last)) = &self.last {
             // Of a kernel that has booted again the counters begin at nothing.
@@ -164,9 +166,9 @@ impl Unwanted {
         }
     }
 
-    /// Takes in a report, and says how much of what it shows as used is on its way out: what is not anonymous memory, and was
-    /// not there before, as far as there is something to go. A report of the balloon's statistics has no anonymous memory: there
-    /// any rise is.
+    /// Takes in a report, and says how much of what it shows as used is on its way out: what is not
+    /// anonymous memory, and was not there before, as far as there is something to go. A report
+    /// of the balloon's statistics has no anonymous memory: there any rise is.
     fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
         let memory = report.memory();
         self.base.learn(Input { report, host: &self.host, is_carried_out: true }, at);
@@ -228,8 +230,8 @@ impl Moments {
         self.seen.push(seen);
     }
 
-    /// Keeps the least and the most of equal stretches, each at its moment, and where all begins and ends. What is seen
-    /// later is kept whole again, until that is too much.
+    /// Keeps the least and the most of equal stretches, each at its moment, and where all begins
+    /// and ends. What is seen later is kept whole again, until that is too much.
     fn thin_out(&mut self) {
         let (Some(first), Some(last)) = (self.seen.first().copied(), self.seen.last().copied())
         else {
@@ -252,12 +254,13 @@ impl Moments {
     }
 }
 
-/// The VM of a trace, which wants what the recorded one used, and what its pool could give. `guest` has everything that a
-/// trace does not say. However long the trace is, no more than a part of it is held.
+/// The VM of a trace, which wants what the recorded one used, and what its pool could give. `guest`
+/// has everything that a trace does not say. However long the trace is, no more than a part of it
+/// is held.
 ///
-/// A guest that was short had less than it wanted, and what it waited for is not seen: its demand is at least this. What it had
-/// in swap counts as wanted. Files that came back after they had been evicted are read again and again; what else came into the page
-/// cache is read once.
+/// A guest that was short had less than it wanted, and what it waited for is not seen: its demand
+/// is at least this. What it had in swap counts as wanted. Files that came back after they had been
+/// evicted are read again and again; what else came into the page cache is read once.
 pub fn replay(
     trace: &mut Reader<impl BufRead>,
     guest: &GuestConfig,
@@ -286,7 +289,8 @@ pub fn replay(
         let seen = Seen { at_ms, anon_bytes, kernel_bytes: 0, file_bytes, streamed_bytes };
         moments.push(seen, used.kernel);
     };
-    // A report is followed by the sizes of its moment, if they have changed, and by the plan that was made on it.
+    // A report is followed by the sizes of its moment, if they have changed, and by the plan that
+    // was made on it.
     let mut last: Option<(TimeMs, Box<Report>)> = None;
     for entry in trace {
         let entry = entry?;
@@ -397,8 +401,9 @@ impl Used {
                 _ => all_kept_pages += kept(zone),
             }
         }
-        // MemAvailable leaves out the watermarks and what is kept of boot memory; of page cache it leaves out half, or the low
-        // watermarks if that is less (mm/show_mem.c, si_mem_available()). Memory that processes share is not in it.
+        // MemAvailable leaves out the watermarks and what is kept of boot memory; of page cache it
+        // leaves out half, or the low watermarks if that is less (mm/show_mem.c,
+        // si_mem_available()). Memory that processes share is not in it.
         let left_out = (high_pages + all_kept_pages) * 4096;
         let low_bytes = low_pages * 4096;
         let kernel = report.kernel().copied().unwrap_or_default();
@@ -476,7 +481,8 @@ mod tests {
         assert!(kept.len() > 16, "there is something in between: {}", kept.len());
     }
 
-    /// What is seen of files in reports of every second: cached MiB, and what was reclaimed and came back since the last one.
+    /// What is seen of files in reports of every second: cached MiB, and what was reclaimed and
+    /// came back since the last one.
     fn seen_of(reports: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
         let (mut files, mut counters) = (Files::default(), Counters::default());
         let mut see = |(nth, (cached, reclaimed, back)): (usize, &(u64, u64, u64))| {
@@ -534,7 +540,8 @@ mod tests {
     }
     use Line::{Plan, Report, Sizes};
 
-    /// What a guest of 1 GiB with 512 MiB of hotplugged DRAM wants at each report, in MiB more or less than at the first.
+    /// What a guest of 1 GiB with 512 MiB of hotplugged DRAM wants at each report, in MiB more or
+    /// less than at the first.
     fn wanted(lines: &[Line]) -> Vec<i64> {
         let zone = r#""id":0,"tier":"dram","guest_numa_node":0,"block_bytes":2097152,"floor_bytes":0,"max_bytes":536870912"#;
         let mut text = format!(
@@ -575,7 +582,8 @@ mod tests {
 
     #[test]
     fn memory_on_its_way_out_is_not_wanted() {
-        // Of 1536 MiB 500 are in use. A block is taken from the free pages, and 100 ms later from the total.
+        // Of 1536 MiB 500 are in use. A block is taken from the free pages, and 100 ms later from
+        // the total.
         let shrinking = |plan, sizes| {
             wanted(&[
                 Report(1_000, [1536, 1036, 400]),

@@ -26,7 +26,8 @@ impl From<u64> for Extremes {
     }
 }
 
-/// The guest over a stretch of the run: the extremes, so that neither a peak nor a dip is lost however short it is.
+/// The guest over a stretch of the run: the extremes, so that neither a peak nor a dip is lost
+/// however short it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Point {
     /// When the stretch begins.

@@ -23,9 +23,9 @@ impl SwapDevice {
 
     /// The device called `name`.
     ///
-    /// `pm` has the figures that SAY-Go measured for swap on persistent memory. `disk` has those of a virtio-blk disk of
-    /// a guest that touched 60,000 pages at random: 10.8 s and not 0.032 s, so 180 us each; pages went out at about
-    /// 200 MB/s.
+    /// `pm` has the figures that SAY-Go measured for swap on persistent memory. `disk` has those of
+    /// a virtio-blk disk of a guest that touched 60,000 pages at random: 10.8 s and not 0.032
+    /// s, so 180 us each; pages went out at about 200 MB/s.
     pub fn from_name(name: &str, size_bytes: u64) -> Option<Self> {
         let device = |name, size_bytes, in_us, out_us, is_pm| {
             Some(SwapDevice { name, size_bytes, in_us, out_us, is_pm })

@@ -368,7 +368,8 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
                 "{policy}, {dram_permille}: {with_pm}"
             );
         }
-        // The broken variant: at the kernel's own watermark reports come after kswapd, and it is as without PM.
+        // The broken variant: at the kernel's own watermark reports come after kswapd, and it is as
+        // without PM.
         let late = run_host(
             vec![deficit(dram_permille, "disk")],
             4096 * MIB,
@@ -428,7 +429,8 @@ fn a_recorded_guest_wants_the_same_again() {
         let (again, pool_bytes) = replayed(&trace, &original.guest).expect("long enough");
         assert_eq!(pool_bytes, 4096 * MIB);
         assert_eq!(again.host.zones, original.host.zones);
-        // A second lies between two reports at most; the rise at 100 MB/s is in a straight line, and a drop is not.
+        // A second lies between two reports at most; the rise at 100 MB/s is in a straight line,
+        // and a drop is not.
         let mut far = 0;
         for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
             let (wanted, seen) =
@@ -478,7 +480,8 @@ fn page_cache_is_replayed_and_who_grows_for_it_does() {
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let [(first, first_grows), (second, second_grows)] =
             [&original, &again].map(|setup| most_held(setup.clone(), policy));
-        // What `psi` needs depends on which of the files are read again: of those that never left nobody knows.
+        // What `psi` needs depends on which of the files are read again: of those that never left
+        // nobody knows.
         let grows = first_grows > 0 && (policy == "psi" || second_grows > 0);
         assert!(grows, "{policy}: {first_grows} and {second_grows}");
         let is_near = policy == "psi" || first.abs_diff(second) <= first / 4 + 32 * MIB;
@@ -591,8 +594,9 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
 
 const UNIFIED_PM_BYTES: u64 = 16 << 30;
 
-/// Guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors are half of DRAM, and a working set of 384 MiB
-/// after a minute at 64 MiB. In `Unified`, AMF's baseline, all PM is online from the start.
+/// Guest with 512 MiB of DRAM and 16 GiB of PM, whose page descriptors are half of DRAM, and a
+/// working set of 384 MiB after a minute at 64 MiB. In `Unified`, AMF's baseline, all PM is online
+/// from the start.
 fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     #[derive(Default)]
     struct MostDescriptors(u64);
@@ -626,9 +630,10 @@ fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     (Outcome::of(&vms[0]), most.0)
 }
 
-/// The paper's claim at full strength: PM that is not needed takes no DRAM for page descriptors. Its figures (46.1 %
-/// fewer page faults, 29.5 % less swap) are not reproduced, because a kernel whose DRAM is full of descriptors swaps
-/// although PM is free, and the model's kernel places the pages in PM.
+/// The paper's claim at full strength: PM that is not needed takes no DRAM for page descriptors.
+/// Its figures (46.1 % fewer page faults, 29.5 % less swap) are not reproduced, because a kernel
+/// whose DRAM is full of descriptors swaps although PM is free, and the model's kernel places the
+/// pages in PM.
 #[test]
 fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
     let unified = || {
@@ -655,7 +660,8 @@ fn amf_keeps_the_dram_that_unified_gives_to_page_descriptors() {
         amf.amf_energy_kj,
         all.amf_energy_kj
     );
-    // Broken variant: the papers' factor requests all PM and gets as much as the rule of descriptors allows.
+    // Broken variant: the papers' factor requests all PM and gets as much as the rule of
+    // descriptors allows.
     let (_, late_descriptors) = against_unified(Policy::from_name("amf").expect("known"), false);
     assert!(late_descriptors > all_descriptors / 8, "{} MiB", late_descriptors / MIB);
 }
@@ -669,7 +675,8 @@ fn amf_integrates_before_kswapd_wakes() {
     }
 }
 
-/// The guest begins with 256 MiB free and borders that the scale moves past that, from one row to the next.
+/// The guest begins with 256 MiB free and borders that the scale moves past that, from one row to
+/// the next.
 #[test]
 fn amf_integrates_what_table_2_says_of_the_dram_that_the_guest_manages() {
     let dram_bytes = (384 - 16 - 384 / 32) * MIB;
@@ -688,7 +695,8 @@ fn wear_is_by_memorages_equations() {
         (Outcome::of(&vms[0]), *vms[0].guest().totals())
     };
     let (outcome, totals) = figures(deficit(500, "disk"), &governed);
-    // A minute of 200,000 touches a second, half of which write 64 bytes, and what is filled as it is plugged.
+    // A minute of 200,000 touches a second, half of which write 64 bytes, and what is filled as it
+    // is plugged.
     let [dram, pm] = totals.plugged_in_bytes.map(|bytes| bytes as f64);
     let written = 60.0 * 100_000.0 * 64.0 + dram + pm;
     let stored = (12u64 << 30) as f64 * 60.0 / 86_400.0;

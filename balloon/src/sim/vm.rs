@@ -65,15 +65,17 @@ pub struct Channel {
 
 /// A VM and how far it has come.
 ///
-/// **Reports that are left out.** While a guest is at rest (the same is wanted, nothing is on its way, nothing is reclaimed or
-/// touched that is not there) its reports say the same. A policy is a function of its state, a report and the time, and
-/// the time enters only as the distance from something seen. When reports have been the same for longer than all that such
-/// distances are compared with ([`Policy::settle_ms`]), or the state says that none of them matters any more
-/// ([`Controller::is_settled`](crate::controller::Controller::is_settled)), and the decision is to leave everything as it is, the next one decides the same, and so on
-/// until something else is wanted. Before that happens as many reports are given again, so that what a policy keeps of the
-/// last ones is what it would be. The rules above the policy are passed over by a decision that changes nothing: a request that
-/// is not followed, lost reports and cool-downs are no rest. A test here holds runs with and without against each
-/// other, plan by plan.
+/// **Reports that are left out.** While a guest is at rest (the same is wanted, nothing is on its
+/// way, nothing is reclaimed or touched that is not there) its reports say the same. A policy is a
+/// function of its state, a report and the time, and the time enters only as the distance from
+/// something seen. When reports have been the same for longer than all that such distances are
+/// compared with ([`Policy::settle_ms`]), or the state says that none of them matters any more
+/// ([`Controller::is_settled`](crate::controller::Controller::is_settled)), and the decision is to
+/// leave everything as it is, the next one decides the same, and so on until something else is
+/// wanted. Before that happens as many reports are given again, so that what a policy keeps of the
+/// last ones is what it would be. The rules above the policy are passed over by a decision that
+/// changes nothing: a request that is not followed, lost reports and cool-downs are no rest. A test
+/// here holds runs with and without against each other, plan by plan.
 #[derive(Clone, Debug)]
 pub struct Vm {
     guest: Guest,
@@ -209,7 +211,8 @@ impl Vm {
         if self.is_followed() {
             to = to.min(self.ticked + TICK_MS);
         }
-        // The agent looks all the time; as long as everything goes evenly it is known when it will see news.
+        // The agent looks all the time; as long as everything goes evenly it is known when it will
+        // see news.
         let even = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_look(segment));
         let news = self.agent.news_due(&self.guest, segment);
         if let Some(at) = news.into_iter().chain(even).min() {
@@ -246,8 +249,8 @@ impl Vm {
         self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
     }
 
-    /// Sends a report or a tick to the governor and performs the effects. Returns whether that left everything as it is,
-    /// for good.
+    /// Sends a report or a tick to the governor and performs the effects. Returns whether that left
+    /// everything as it is, for good.
     fn step(
         &mut self,
         report: Option<&Report>,
@@ -287,7 +290,8 @@ impl Vm {
             && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
     }
 
-    /// Requests sizes from the guest. The simulated guest has neither a balloon nor a driver to remind.
+    /// Requests sizes from the guest. The simulated guest has neither a balloon nor a driver to
+    /// remind.
     fn perform(&mut self, requests: &[Request]) {
         for request in requests {
             let (Request::Size(zone, size_bytes) | Request::Step { zone, size_bytes, .. }) =
@@ -336,7 +340,8 @@ mod tests {
     use super::*;
     use crate::{MIB, Tier, ZoneSizes};
 
-    /// What a run has come to: every plan that asked for something, and every figure but how often it was asked.
+    /// What a run has come to: every plan that asked for something, and every figure but how often
+    /// it was asked.
     #[derive(Default, PartialEq, Debug)]
     struct Log {
         plans: Vec<(TimeMs, Vec<u64>, Reason)>,

@@ -111,7 +111,8 @@ impl Workload {
         }
     }
 
-    /// What a guest with so much DRAM wants for so long. Whatever is not regular comes from `random`.
+    /// What a guest with so much DRAM wants for so long. Whatever is not regular comes from
+    /// `random`.
     pub fn demand(
         self,
         params: &Params,
@@ -176,8 +177,8 @@ impl Workload {
     }
 }
 
-/// The middle of what is wanted at a time of the day: a parabola each for the day and for the night, which needs no
-/// floating point and is within 6 % of a cosine.
+/// The middle of what is wanted at a time of the day: a parabola each for the day and for the
+/// night, which needs no floating point and is within 6 % of a cosine.
 fn day(low: u64, high: u64, at_ms: u64, period_ms: u64) -> u64 {
     let half = (period_ms / 2).max(1);
     // Night is the first and the last quarter: begin a quarter late.

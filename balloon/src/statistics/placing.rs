@@ -1,14 +1,17 @@
-//! Which memory of a guest is PM, and how much of that is free, where statistics tell of memory as a whole alone.
+//! Which memory of a guest is PM, and how much of that is free, where statistics tell of memory as
+//! a whole alone.
 
 use foreshore_proto::{RawReport, Report, Zone, ZoneKind};
 
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, Tier};
 
-/// Splits the one zone of such reports into DRAM and PM, by what the host knows and by how Linux fills memory.
+/// Splits the one zone of such reports into DRAM and PM, by what the host knows and by how Linux
+/// fills memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Placing {
-    /// What the guest's kernel keeps of boot memory: what was missing of it in totals while no PM was plugged.
+    /// What the guest's kernel keeps of boot memory: what was missing of it in totals while no PM
+    /// was plugged.
     missing_bytes: Option<u64>,
 }
 
@@ -18,9 +21,10 @@ impl Placing {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes =
                 report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
-            // What is plugged, or has come by ACPI, may not be online yet: then more looks missing. A report from before an
-            // unplug that is taken after it tells of more than there is, and nothing would ever correct that. What no guest
-            // has is not learned.
+            // What is plugged, or has come by ACPI, may not be online yet: then more looks missing.
+            // A report from before an unplug that is taken after it tells of more than
+            // there is, and nothing would ever correct that. What no guest has is not
+            // learned.
             if let Some(missing_bytes) = host.boot_bytes.checked_sub(bare_bytes) {
                 let least_bytes =
                     self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
@@ -29,13 +33,14 @@ impl Placing {
         }
     }
 
-    /// A report made of statistics, which has one zone, with one more for the PM of each node. An agent's is not to be
-    /// given here: a guest of its may have one zone too.
+    /// A report made of statistics, which has one zone, with one more for the PM of each node. An
+    /// agent's is not to be given here: a guest of its may have one zone too.
     ///
-    /// Of what is plugged, so much is online as the total has beyond everything else: at least, because the kernel may keep
-    /// some. Processes fill DRAM down to kswapd's watermark before they take PM, so PM is the last that is used, and
-    /// what is free above that watermark is taken to lie there. Where it does not, pages lie in PM for which
-    /// there is room in DRAM, and the guest's driver moves them there when the PM is to go.
+    /// Of what is plugged, so much is online as the total has beyond everything else: at least,
+    /// because the kernel may keep some. Processes fill DRAM down to kswapd's watermark before
+    /// they take PM, so PM is the last that is used, and what is free above that watermark is
+    /// taken to lie there. Where it does not, pages lie in PM for which there is room in DRAM,
+    /// and the guest's driver moves them there when the PM is to go.
     pub fn place(&mut self, report: Report, host: &HostView) -> Report {
         self.learn(&report, host);
         let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
@@ -65,7 +70,8 @@ impl Placing {
                 ..Zone::default()
             });
         }
-        // Every value is inside its bound, being a part of one that was; if not, the report as it came is better than none.
+        // Every value is inside its bound, being a part of one that was; if not, the report as it
+        // came is better than none.
         let raw = RawReport { zones, ..report.as_raw().clone() };
         Report::try_from(raw).unwrap_or(report)
     }
@@ -86,7 +92,8 @@ mod tests {
     const BOOT: u64 = 512 * MIB;
     const KERNEL: u64 = 32 * MIB;
 
-    /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, and so much of each plugged.
+    /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, and so much of each
+    /// plugged.
     fn host(plugged_mib: [u64; 3]) -> HostView {
         let zones =
             [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
@@ -192,7 +199,8 @@ mod tests {
         }
     }
 
-    /// The same guest, whose boot memory has a balloon of 1 GiB at most beside what stays, as the governor has it.
+    /// The same guest, whose boot memory has a balloon of 1 GiB at most beside what stays, as the
+    /// governor has it.
     fn host_with_balloon(ballooned_mib: u64, pm_mib: u64) -> HostView {
         let mut host = host([0, pm_mib, 0]);
         let balloon = &mut host.zones[0];

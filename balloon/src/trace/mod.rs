@@ -1,7 +1,9 @@
-//! Traces: what a guest reported, what its host gave it and what was planned, as JSON lines. docs/format.md has the format.
+//! Traces: what a guest reported, what its host gave it and what was planned, as JSON lines.
+//! docs/format.md has the format.
 //!
-//! [`Writer`] writes whole lines to whatever takes bytes, and decides nothing: not when, not where, not how much.
-//! [`Reader`] believes nothing: an entry that it returns has every value inside its bound, and an error names the line.
+//! [`Writer`] writes whole lines to whatever takes bytes, and decides nothing: not when, not where,
+//! not how much. [`Reader`] believes nothing: an entry that it returns has every value inside its
+//! bound, and an error names the line.
 
 mod reader;
 #[cfg(test)]
@@ -19,7 +21,8 @@ use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 /// The version of the format that this crate writes, and the only one that it reads.
 pub const TRACE_VERSION: u32 = 1;
 
-/// The longest line, without its newline: a report may be as long as the protocol lets it be, and has a wrapping here.
+/// The longest line, without its newline: a report may be as long as the protocol lets it be, and
+/// has a wrapping here.
 pub const MAX_LINE_BYTES: usize = foreshore_proto::MAX_LINE_BYTES + 1024;
 
 /// Of whom the trace is: its first line.

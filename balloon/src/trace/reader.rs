@@ -211,7 +211,8 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Reads all of a trace. Who does not need all of it at a time goes through a [`Reader`]: traces are long.
+    /// Reads all of a trace. Who does not need all of it at a time goes through a [`Reader`]:
+    /// traces are long.
     pub fn read(input: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = Reader::new(input)?;
         let entries = reader.by_ref().collect::<Result<_, _>>()?;
@@ -332,7 +333,8 @@ fn check_requested(value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
     in_range("requested_bytes modulo block_bytes", value % zone.block_bytes, 0, 0)
 }
 
-/// What a zone may have plugged. A balloon's guest counts in pages, and its driver moves up to 256 of them at a time.
+/// What a zone may have plugged. A balloon's guest counts in pages, and its driver moves up to 256
+/// of them at a time.
 fn check_plugged(value: u64, zone: &ZoneSizes, balloon: Option<ZoneId>) -> Result<(), Fault> {
     in_range("plugged_bytes", value, 0, zone.max_bytes)?;
     match balloon == Some(zone.id) {

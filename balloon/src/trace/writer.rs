@@ -9,8 +9,8 @@ use super::{Header, TRACE_VERSION};
 use crate::plan::{Direction, Plan};
 use crate::{HostView, TimeMs};
 
-/// Writes a trace. Every call hands its line over in one piece, so that a trace which is cut off ends in at most one
-/// line that is not whole.
+/// Writes a trace. Every call hands its line over in one piece, so that a trace which is cut off
+/// ends in at most one line that is not whole.
 #[derive(Debug)]
 pub struct Writer<W> {
     out: W,
@@ -40,7 +40,8 @@ impl<W: io::Write> Writer<W> {
         self.write(&Line::Report { at_ms: at.0, report: report.as_raw() })
     }
 
-    /// The sizes on the host: written if they are others than the last ones. Returns whether they were.
+    /// The sizes on the host: written if they are others than the last ones. Returns whether they
+    /// were.
     pub fn host(&mut self, at: TimeMs, host: &HostView) -> io::Result<bool> {
         let zones = host.zones.iter().map(RawHostZone::from);
         if self.pool_free_bytes == Some(host.pool_free_bytes)
@@ -71,7 +72,8 @@ impl<W: io::Write> Writer<W> {
         Ok(())
     }
 
-    /// A plan was made. `host` is what it was made for: targets are written if they differ from that.
+    /// A plan was made. `host` is what it was made for: targets are written if they differ from
+    /// that.
     pub fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) -> io::Result<()> {
         let changes = plan.changes(host).next().is_some();
         let targets = plan.targets.iter().filter(|_| changes);

@@ -55,7 +55,8 @@ fn a_policy_that_takes_or_gives_without_a_reason_where_much_is_left_over_is_caug
     }
 }
 
-/// What is wrong in the life of a guest that is given back what a shrink took, and is to give it again.
+/// What is wrong in the life of a guest that is given back what a shrink took, and is to give it
+/// again.
 fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(10), broken);
     let sized = |mib| {
@@ -79,7 +80,8 @@ fn a_loop_that_does_not_wait_longer_once_a_shrink_was_undone_is_caught() {
     );
 }
 
-/// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as often as it is plugged.
+/// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as
+/// often as it is plugged.
 fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
     let round = [
@@ -101,7 +103,8 @@ fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
 }
 
-/// What is wrong in the life of a guest that is short and follows nothing, from when nothing is carried out any more.
+/// What is wrong in the life of a guest that is short and follows nothing, from when nothing is
+/// carried out any more.
 fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(
     broken: Option<Broken>,
 ) -> Option<String> {

@@ -43,7 +43,8 @@ impl World {
         }
     }
 
-    /// What all zones together have outside of their bounds, whoever asked for it, is taken back as far as that can be.
+    /// What all zones together have outside of their bounds, whoever asked for it, is taken back as
+    /// far as that can be.
     fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (rules, requested) = (self.controller.rules(), self.base().requested_bytes());
         prop_assert!(
@@ -81,7 +82,8 @@ impl World {
         Ok(())
     }
 
-    /// What a guest does not follow it is not asked for as before: what bounces as soon as it is plugged is no progress.
+    /// What a guest does not follow it is not asked for as before: what bounces as soon as it is
+    /// plugged is no progress.
     fn check_waits(&self, plan: &Plan) -> Result<(), TestCaseError> {
         // For the floor's sake it may be.
         if !self.decides()
@@ -102,7 +104,8 @@ impl World {
         Ok(())
     }
 
-    /// A dry run says what the policy decides, and what rules would do about what is there no oftener than once.
+    /// A dry run says what the policy decides, and what rules would do about what is there no
+    /// oftener than once.
     fn check_dry_run(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if !self.dry_run || self.paused {
             return Ok(());
@@ -135,7 +138,8 @@ impl World {
         Ok(())
     }
 
-    /// While nobody is heard nothing goes but what a size or a bound says, and a guest that was short is given more.
+    /// While nobody is heard nothing goes but what a size or a bound says, and a guest that was
+    /// short is given more.
     fn check_unheard(&self, plan: &Plan) -> Result<(), TestCaseError> {
         if self.arrived.is_some() {
             return Ok(());
@@ -175,7 +179,8 @@ impl World {
         Ok(())
     }
 
-    /// Where it is known of every node what is idle, `psi` takes no more than that, or what is free.
+    /// Where it is known of every node what is idle, `psi` takes no more than that, or what is
+    /// free.
     fn check_idle(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
         else {
@@ -262,7 +267,8 @@ impl World {
         Ok(())
     }
 
-    /// A hold asks for nothing new: at most it comes nearer to what the guest has. Its reason is no other policy's.
+    /// A hold asks for nothing new: at most it comes nearer to what the guest has. Its reason is no
+    /// other policy's.
     fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let own = self.controller.policy().reasons();
         let is_of =

@@ -23,7 +23,8 @@ pub(super) enum Happening {
         zone: usize,
         permille: u64,
     },
-    /// It plugs what is asked of a zone, and unplugs it again so much later, of which the loop sees each.
+    /// It plugs what is asked of a zone, and unplugs it again so much later, of which the loop sees
+    /// each.
     Flap {
         zone: usize,
         ms: u64,
@@ -54,7 +55,8 @@ pub(super) enum Happening {
     DryRun {
         on: bool,
     },
-    /// The guest takes so much out of its balloon because it has nothing else left, and the device lowers its target.
+    /// The guest takes so much out of its balloon because it has nothing else left, and the device
+    /// lowers its target.
     Oom {
         pages: u64,
     },
@@ -70,7 +72,8 @@ pub(super) enum Happening {
         floor_mib: u64,
         more_mib: u64,
     },
-    /// Somebody sizes these zones so that all together leave their bounds, which are set to that end as well.
+    /// Somebody sizes these zones so that all together leave their bounds, which are set to that
+    /// end as well.
     Squeeze {
         zones: [bool; ZONES],
         above: bool,
@@ -161,7 +164,8 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// A life: the policy and the rules that it begins with, and what happens after how many milliseconds.
+/// A life: the policy and the rules that it begins with, and what happens after how many
+/// milliseconds.
 pub(super) fn life() -> impl Strategy<Value = (usize, Rules, Vec<(Happening, u64)>)> {
     let ms = prop_oneof![3 => 1u64..200, 2 => 200u64..7000];
     (0..POLICIES.len(), rules::rules(), prop::collection::vec((happening(), ms), 1..120))

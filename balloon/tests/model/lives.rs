@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// What a guest says: how much of each zone is free and how much of the rest is cached, in thousandths, and what has been
-/// counted since.
+/// What a guest says: how much of each zone is free and how much of the rest is cached, in
+/// thousandths, and what has been counted since.
 #[derive(Default)]
 struct Said {
     free_permille: [u64; ZONES],
@@ -78,7 +78,8 @@ fn what_has_just_come_is_nobodys_surplus() {
     lived(7, &units);
 }
 
-/// `psi` gave back page cache that is touched in place of what somebody had asked for and was on its way.
+/// `psi` gave back page cache that is touched in place of what somebody had asked for and was on
+/// its way.
 #[test]
 fn what_is_on_its_way_is_not_idle() {
     let touched = said(Said { cached_permille: 208, idle: Some((19, 10_000)), ..Said::default() });
@@ -93,7 +94,8 @@ fn what_is_on_its_way_is_not_idle() {
     lived(0, &life);
 }
 
-/// Page cache that was missed counts as used, all of it: the model took what is free for what is left.
+/// Page cache that was missed counts as used, all of it: the model took what is free for what is
+/// left.
 #[test]
 fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
     let missing = said(Said { cached_permille: 139, file_refaults: 256, ..Said::default() });
@@ -111,8 +113,8 @@ fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
     lived(1, &life);
 }
 
-/// The model had a report arrive that newer ones had overtaken, which is refused: it was behind what was plugged, and the one
-/// after it seemed to bring that.
+/// The model had a report arrive that newer ones had overtaken, which is refused: it was behind
+/// what was plugged, and the one after it seemed to bring that.
 #[test]
 fn a_report_that_was_overtaken_misleads_nobody() {
     let late = said(Said { late: true, ..Said::default() });
@@ -146,8 +148,8 @@ fn a_report_that_was_overtaken_misleads_nobody() {
     assert!(!world.misled);
 }
 
-/// Above the ceiling a dry run says what would go for that, and the policy's reason: the model took all of it for what `pmb`
-/// takes.
+/// Above the ceiling a dry run says what would go for that, and the policy's reason: the model took
+/// all of it for what `pmb` takes.
 #[test]
 fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
     let life = [
@@ -181,8 +183,8 @@ fn a_loop_that_is_paused_gives_nothing_up() {
     lived(0, &life);
 }
 
-/// What was plugged for long enough and went between two looks was no progress to the loop, which gave up what the floor then
-/// kept asking for: the model began to wait when it was plugged.
+/// What was plugged for long enough and went between two looks was no progress to the loop, which
+/// gave up what the floor then kept asking for: the model began to wait when it was plugged.
 #[test]
 fn what_the_floor_keeps_asking_for_was_given_up_when_the_loop_says_so() {
     let bounds = |zone: Option<usize>, above| Happening::Squeeze {

@@ -1,6 +1,6 @@
-//! The controller under every policy and anything that can happen to it: random reports of several nodes, late ones and
-//! lost ones, refusals, hands, other policies and other bounds. For each thing that must hold there is a loop that breaks
-//! it, and the same checks must notice.
+//! The controller under every policy and anything that can happen to it: random reports of several
+//! nodes, late ones and lost ones, refusals, hands, other policies and other bounds. For each thing
+//! that must hold there is a loop that breaks it, and the same checks must notice.
 
 mod broken;
 mod caught;
@@ -95,7 +95,8 @@ struct World {
     by_hand: [bool; ZONES],
     /// Newer than any that has arrived.
     late: VecDeque<Report>,
-    /// A late report has come, and a policy may still look back at it: what it took it for is its own affair.
+    /// A late report has come, and a policy may still look back at it: what it took it for is its
+    /// own affair.
     misled: bool,
     /// Since when none that comes has been late.
     in_time_since: Option<TimeMs>,
@@ -123,8 +124,9 @@ struct World {
     waits: [Wait; ZONES],
     /// How often a dry run has said what rules 3 and 5 would do about what is as it is.
     told: usize,
-    /// Something of a zone was plugged for a while: whether that was progress depends on who looked when, and with it when the
-    /// loop gives up what is asked of it, and what a dry run takes for withdrawn.
+    /// Something of a zone was plugged for a while: whether that was progress depends on who
+    /// looked when, and with it when the loop gives up what is asked of it, and what a dry run
+    /// takes for withdrawn.
     doubtful: [bool; ZONES],
     broken: Option<Broken>,
 }
@@ -438,8 +440,9 @@ impl World {
         self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
     }
 
-    /// Whether a zone's request, if it is a hand's, may not have moved for too long: nobody waits for it. What was plugged for as
-    /// long as makes it progress and went again between two looks was none to the loop.
+    /// Whether a zone's request, if it is a hand's, may not have moved for too long: nobody waits
+    /// for it. What was plugged for as long as makes it progress and went again between two
+    /// looks was none to the loop.
     fn is_stuck(&self, zone: usize) -> bool {
         let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
         let since = if self.doubtful[zone] { wait.asked } else { wait.since };
@@ -476,7 +479,8 @@ impl World {
         self.is_due_since(zone, self.waits[zone].anew)
     }
 
-    /// Whether it may think so: to a loop that did not see it stay, what was plugged for a while was no progress.
+    /// Whether it may think so: to a loop that did not see it stay, what was plugged for a while
+    /// was no progress.
     fn may_be_due(&self, zone: usize) -> bool {
         self.is_due(zone)
             || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
@@ -537,7 +541,8 @@ impl World {
         zone.plugged_bytes = zone.plugged_bytes + grow - shrink;
     }
 
-    /// What the guest manages of each node, DRAM's hotplug part included, in the order of the zones.
+    /// What the guest manages of each node, DRAM's hotplug part included, in the order of the
+    /// zones.
     fn managed_pages(&self) -> [u64; ZONES] {
         let boot = [0, 0, BOOT_MIB[0], BOOT_MIB[1]];
         std::array::from_fn(|zone| {
@@ -625,8 +630,9 @@ impl World {
                 zone.shortfall = None;
             }
         }
-        // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time, and that
-        // is the only case in which a request that it has given up stays as it is. A loop that decides nothing gives nothing up.
+        // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does
+        // not say so each time, and that is the only case in which a request that it has
+        // given up stays as it is. A loop that decides nothing gives nothing up.
         let has_floor = self.controller.rules().floor_bytes > 0;
         if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {
@@ -650,7 +656,8 @@ impl World {
         Ok(())
     }
 
-    /// A guest that uses as much as ever and follows every request: after a while nothing changes any more.
+    /// A guest that uses as much as ever and follows every request: after a while nothing changes
+    /// any more.
     fn comes_to_rest(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
         self.happen(&Happening::Resume { zone: None });
         self.happen(&Happening::DryRun { on: false });
@@ -701,8 +708,8 @@ fn dram_is_full(host: &HostView, plan: &Plan) -> bool {
     zones.all(|(zone, target)| target.requested_bytes == zone.max_bytes)
 }
 
-/// The same cases in every run: what a change breaks shows with that change. `FORESHORE_MODEL_CASES` looks through so many
-/// others.
+/// The same cases in every run: what a change breaks shows with that change.
+/// `FORESHORE_MODEL_CASES` looks through so many others.
 fn config(cases: u32) -> ProptestConfig {
     let others =
         std::env::var("FORESHORE_MODEL_CASES").ok().map(|cases| cases.parse().expect("a number"));

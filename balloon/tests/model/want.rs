@@ -1,9 +1,11 @@
-//! What a guest wants by what it reported, as docs/policy.md has it, and not by what the policy says of it.
+//! What a guest wants by what it reported, as docs/policy.md has it, and not by what the policy
+//! says of it.
 
 use super::*;
 
 impl World {
-    /// Whether the report that the last step was about shows want that a plan may name as its reason.
+    /// Whether the report that the last step was about shows want that a plan may name as its
+    /// reason.
     pub(super) fn wants(&self, reason: Reason) -> bool {
         let Some((_, report)) = &self.arrived else { return false };
         let free_bytes = report.memory().free_bytes;
@@ -41,7 +43,8 @@ impl World {
         }
     }
 
-    /// Whether `psi` may provide for a fill, if there is one: it fills at most half of what there is in time.
+    /// Whether `psi` may provide for a fill, if there is one: it fills at most half of what there
+    /// is in time.
     pub(super) fn may_fill(&self) -> bool {
         let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived)
         else {
@@ -94,8 +97,9 @@ impl World {
         Ok(())
     }
 
-    /// What a shrink takes for the policy's sake. Of a VM that is above its ceiling a dry run takes more, for that, and gives the
-    /// policy's reason: what goes beyond what the policy wants is nothing that it leaves.
+    /// What a shrink takes for the policy's sake. Of a VM that is above its ceiling a dry run takes
+    /// more, for that, and gives the policy's reason: what goes beyond what the policy wants is
+    /// nothing that it leaves.
     pub(super) fn taken_bytes(&self, plan: &Plan) -> u64 {
         let requested_bytes = self.base().requested_bytes();
         let is_above = self.dry_run && requested_bytes > self.controller.rules().ceiling_bytes;
@@ -115,8 +119,9 @@ impl World {
         self.arrived.as_ref().map_or(0, |(_, report)| self.coming_bytes(report, true))
     }
 
-    /// What will be available once the guest has followed. The least that a policy may take it for: without what has not
-    /// come for too long, and without page cache if some of that was missed; or the most.
+    /// What will be available once the guest has followed. The least that a policy may take it for:
+    /// without what has not come for too long, and without page cache if some of that was
+    /// missed; or the most.
     fn coming_bytes(&self, report: &Report, most: bool) -> u64 {
         let memory = report.memory();
         let has_missed = self.counted_ms[1].iter().any(|ms| *ms <= report.monotonic_ms());
@@ -151,7 +156,8 @@ impl World {
             .sum()
     }
 
-    /// Whether less is free of a node with DRAM and the PM near to it than so many times its high watermark.
+    /// Whether less is free of a node with DRAM and the PM near to it than so many times its high
+    /// watermark.
     fn is_a_node_below(&self, report: &Report, times: u64) -> bool {
         let zones = report.zones();
         // In the order of the zones: DRAM, and the PM that is near to it.

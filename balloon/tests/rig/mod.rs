@@ -67,8 +67,8 @@ impl Rig {
         Self::new(Policy::from_name(policy).expect("known"), config())
     }
 
-    /// Lets `ms` pass while processes want `mib_per_s` more, and returns the plans that changed something. What init and
-    /// the agent use is never freed.
+    /// Lets `ms` pass while processes want `mib_per_s` more, and returns the plans that changed
+    /// something. What init and the agent use is never freed.
     pub fn run(&mut self, ms: u64, mib_per_s: i64) -> Vec<Plan> {
         self.run_until(ms, mib_per_s, |_| false)
     }

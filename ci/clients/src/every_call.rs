@@ -58,7 +58,8 @@ impl Calls {
         }
     }
 
-    /// A device for a VM that does not run. Of that there is nothing to tell, 204, which this client cannot read.
+    /// A device for a VM that does not run. Of that there is nothing to tell, 204, which this
+    /// client cannot read.
     async fn cold<T>(
         &mut self,
         call: &'static str,
@@ -249,7 +250,8 @@ async fn running(calls: &mut Calls, vm: &Vm) -> Result<()> {
 }
 
 async fn ended(calls: &mut Calls) -> Result<()> {
-    // A guest that stands still does not see a button before it goes on: it does not end by itself meanwhile.
+    // A guest that stands still does not see a button before it goes on: it does not end by itself
+    // meanwhile.
     calls.ok("vm.pause", calls.api.pause_vm()).await?;
     calls.ok("vm.power-button", calls.api.power_button_vm()).await?;
     calls.ok("vm.shutdown", calls.api.shutdown_vm()).await?;

@@ -1,6 +1,8 @@
-//! One client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM EVENTS TAP...`.
+//! One client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK
+//! DISK PMEM EVENTS TAP...`.
 //!
-//! Where the client needs the guest to be up, it says `until up`, and goes on when it is told so by a line.
+//! Where the client needs the guest to be up, it says `until up`, and goes on when it is told so by
+//! a line.
 
 use std::io::{BufRead, stdin};
 use std::path::PathBuf;

@@ -56,9 +56,10 @@ impl Connection {
         Ok(String::from_utf8(buffer[..len].to_vec())?)
     }
 
-    /// Reads an answer by the rules of Cloud Hypervisor's own client, which Kata Containers' runtime-rs shares: all that stands
-    /// between the version and the first `\r` is the status, and the length has its name in title case. Others take less
-    /// literally what they are sent.
+    /// Reads an answer by the rules of Cloud Hypervisor's own client, which Kata Containers'
+    /// runtime-rs shares: all that stands between the version and the first `\r` is the status,
+    /// and the length has its name in title case. Others take less literally what they are
+    /// sent.
     pub fn answer(&mut self) -> Result<Answer> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {

@@ -31,7 +31,8 @@ impl Aligned {
 impl Deref for Aligned {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: zeroed() allocated that many initialised bytes, which live as long as self; no one else has them.
+        // SAFETY: zeroed() allocated that many initialised bytes, which live as long as self; no
+        // one else has them.
         unsafe { std::slice::from_raw_parts(self.start, self.layout.size()) }
     }
 }

@@ -1,5 +1,5 @@
-//! A volume's bytes in its pool's file, while no VM has it: to lay out a BTT that no command makes, and to hold what a
-//! guest has left against what it should be.
+//! A volume's bytes in its pool's file, while no VM has it: to lay out a BTT that no command makes,
+//! and to hold what a guest has left against what it should be.
 
 use std::fs::File;
 use std::io;
@@ -60,7 +60,8 @@ impl BttMedia {
         Ok(firsts)
     }
 
-    /// Holds the volume against what it should be: the table is consistent, and each sector reads as it should.
+    /// Holds the volume against what it should be: the table is consistent, and each sector reads
+    /// as it should.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
         let findings: Vec<_> =
             check(self)?.arenas.into_iter().flat_map(|arena| arena.findings).collect();

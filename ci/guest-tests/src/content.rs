@@ -7,7 +7,8 @@ pub struct Bytes(u64);
 impl Bytes {
     /// Starts the sequence of a seed.
     pub fn new(seed: u64) -> Self {
-        // Zero is the one state that xorshift never leaves. The multiplication tells neighbouring seeds apart.
+        // Zero is the one state that xorshift never leaves. The multiplication tells neighbouring
+        // seeds apart.
         Self(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -21,7 +22,8 @@ impl Bytes {
 
     /// The next number below a bound, which is not 0.
     pub fn below(&mut self, bound: u64) -> u64 {
-        // The upper bits are the better ones. That some numbers come a little more often does no harm here.
+        // The upper bits are the better ones. That some numbers come a little more often does no
+        // harm here.
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 

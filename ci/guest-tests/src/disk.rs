@@ -1,4 +1,5 @@
-//! Disks for a test: file systems whose content reaches their image only when it is flushed, and block devices.
+//! Disks for a test: file systems whose content reaches their image only when it is flushed, and
+//! block devices.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -19,7 +20,8 @@ const WRITEBACK: &str = "/proc/sys/vm/dirty_writeback_centisecs";
 pub enum FileSystem {
     /// With extents and a journal, as everybody has it.
     Ext4,
-    /// Without extents: it cannot allocate ahead of writing, and needs blocks to keep track of blocks.
+    /// Without extents: it cannot allocate ahead of writing, and needs blocks to keep track of
+    /// blocks.
     Ext4ByBlocks,
     /// At least 300 MiB.
     Xfs,
@@ -50,14 +52,14 @@ impl FileSystem {
     }
 }
 
-/// A tmpfs of a test's own, which can be filled up: then whatever needs a new block of an image in it fails with an I/O
-/// error, as on a disk that dies.
+/// A tmpfs of a test's own, which can be filled up: then whatever needs a new block of an image in
+/// it fails with an I/O error, as on a disk that dies.
 #[derive(Debug)]
 pub struct Room(PathBuf);
 
 impl Room {
-    /// Mounts one of `size_mib` where this process and its children alone see it, until they end. Skips the test where
-    /// that is not allowed.
+    /// Mounts one of `size_mib` where this process and its children alone see it, until they end.
+    /// Skips the test where that is not allowed.
     pub fn create(size_mib: u64) -> Result<Self> {
         need_private_mounts()?;
         let dir = this_tests_dir().join("room");
@@ -98,8 +100,9 @@ impl Room {
 
 /// A file system in a sparse file on a tmpfs of its own.
 ///
-/// What is in the image is what a loss of power would leave; what is in the page cache of the file system is not. The
-/// tmpfs can be filled up: then whatever needs a new block of the image fails with an I/O error, as on a disk that dies.
+/// What is in the image is what a loss of power would leave; what is in the page cache of the file
+/// system is not. The tmpfs can be filled up: then whatever needs a new block of the image fails
+/// with an I/O error, as on a disk that dies.
 #[derive(Debug)]
 pub struct Disk {
     room: Room,
@@ -108,8 +111,8 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Makes one with ext4 of `disk_mib` with room for `room_mib` of content. Skips the test where that needs more than
-    /// it may.
+    /// Makes one with ext4 of `disk_mib` with room for `room_mib` of content. Skips the test where
+    /// that needs more than it may.
     ///
     /// It is mounted where this process and its children alone see it, and goes when they end.
     pub fn create(disk_mib: u64, room_mib: u64) -> Result<Self> {
@@ -140,8 +143,8 @@ impl Disk {
         self.room.fill_up()
     }
 
-    /// Cuts the power: what the disk has now, mounted anew. Nobody may be writing, and write-back must be held
-    /// ([`HeldWriteback`]), or the copy is of no one moment.
+    /// Cuts the power: what the disk has now, mounted anew. Nobody may be writing, and write-back
+    /// must be held ([`HeldWriteback`]), or the copy is of no one moment.
     pub fn after_power_loss(&self) -> Result<PathBuf> {
         // What nobody has flushed is lost, or this is no power cut.
         let marker = "nobody has flushed this";
@@ -262,8 +265,8 @@ pub fn unmount(at: &Path) -> Result<()> {
     run("umount", &[text(at)?])
 }
 
-/// From here on what is mounted is seen by this process and its children alone, and goes when they end. Skips the test
-/// where that is not allowed.
+/// From here on what is mounted is seen by this process and its children alone, and goes when they
+/// end. Skips the test where that is not allowed.
 pub fn need_private_mounts() -> Result<()> {
     match private_mounts() {
         Ok(()) => Ok(()),
@@ -273,12 +276,14 @@ pub fn need_private_mounts() -> Result<()> {
 
 /// Mounts from here on are seen by this process and its children only.
 fn private_mounts() -> io::Result<()> {
-    // SAFETY: no pointers; only the calling thread, from which a test starts everything, changes its namespace.
+    // SAFETY: no pointers; only the calling thread, from which a test starts everything, changes
+    // its namespace.
     if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
         return Err(io::Error::last_os_error());
     }
     let flags = libc::MS_REC | libc::MS_PRIVATE;
-    // SAFETY: the path is a C string; the other pointers may be null when only the propagation changes (mount(2)).
+    // SAFETY: the path is a C string; the other pointers may be null when only the propagation
+    // changes (mount(2)).
     let result =
         unsafe { libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), flags, ptr::null()) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

@@ -56,8 +56,8 @@ impl Holdings {
         self.files.values().sum()
     }
 
-    /// No more descriptors, threads and mappings than before. A thread that ends may be seen for a moment longer, and what
-    /// serves nobody any more ends later than that.
+    /// No more descriptors, threads and mappings than before. A thread that ends may be seen for a
+    /// moment longer, and what serves nobody any more ends later than that.
     pub fn are_those_of(&self, before: &Self) -> bool {
         self.file_count() <= before.file_count()
             && self.threads <= before.threads

@@ -13,9 +13,9 @@ const HUGE_PAGE_BYTES: u64 = 2 * MIB;
 
 /// Writes to all of the free memory once, in the emulated host.
 ///
-/// There, a page from which code was run belongs to the emulator's translations, and whoever writes to it next waits
-/// until they are dropped: some 50 us for each 4 KiB, in which 100 KiB could be zeroed. A VMM whose guest gets the pages
-/// of the last guest's kernel would pay for that one.
+/// There, a page from which code was run belongs to the emulator's translations, and whoever writes
+/// to it next waits until they are dropped: some 50 us for each 4 KiB, in which 100 KiB could be
+/// zeroed. A VMM whose guest gets the pages of the last guest's kernel would pay for that one.
 pub fn even_out() -> Result<()> {
     if !std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "nested") {
         return Ok(());
@@ -50,8 +50,8 @@ fn write_once(bytes: usize) -> Result<()> {
         )
     };
     ensure!(addr != libc::MAP_FAILED, "{}", io::Error::last_os_error());
-    // SAFETY: advice about the mapping just made: huge pages where there are some, and all pages there, which the kernel
-    // has zeroed.
+    // SAFETY: advice about the mapping just made: huge pages where there are some, and all pages
+    // there, which the kernel has zeroed.
     let populated = unsafe {
         libc::madvise(addr, bytes, libc::MADV_HUGEPAGE);
         libc::madvise(addr, bytes, libc::MADV_POPULATE_WRITE)

@@ -50,7 +50,8 @@ pub fn request_tcp(
     exchange(&mut stream, method, path, body)
 }
 
-/// Sends raw bytes to a server on a unix socket and reads what it answers: for requests that are not HTTP.
+/// Sends raw bytes to a server on a unix socket and reads what it answers: for requests that are
+/// not HTTP.
 pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
     let mut stream = UnixStream::connect(socket)
         .with_context(|| format!("Cannot connect to {}", socket.display()))?;

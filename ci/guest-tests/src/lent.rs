@@ -1,4 +1,5 @@
-//! Memory that a test takes from a pool itself, as a VMM does: chunks, mapped from the pool's file or device.
+//! Memory that a test takes from a pool itself, as a VMM does: chunks, mapped from the pool's file
+//! or device.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -10,7 +11,8 @@ use pmem_volume::{Extent, Pool};
 /// What every byte is that [`Lent::fill`] leaves.
 const CONTENT: u8 = 0x5a;
 
-/// Memory of a pool, mapped. It stays lent when this goes: whoever opens the pool next has to erase it.
+/// Memory of a pool, mapped. It stays lent when this goes: whoever opens the pool next has to erase
+/// it.
 #[derive(Debug)]
 pub struct Lent {
     mappings: Vec<Mapping>,
@@ -52,7 +54,8 @@ impl Lent {
     /// Where a byte is that is not zero, if there is one: its offset in the pool, and the byte.
     pub fn find_content(&self) -> Option<(u64, u8)> {
         self.mappings.iter().zip(&self.extents).find_map(|(mapping, extent)| {
-            // SAFETY: a mapping of ours, which nobody else has by now and which lives longer than the slice.
+            // SAFETY: a mapping of ours, which nobody else has by now and which lives longer than
+            // the slice.
             let bytes =
                 unsafe { std::slice::from_raw_parts(mapping.start.as_ptr(), mapping.length) };
             // Word by word: emulated, bytes take their time.

@@ -14,8 +14,8 @@
 //! # }
 //! ```
 //!
-//! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says which one did not
-//! come.
+//! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says
+//! which one did not come.
 
 pub mod aligned;
 pub mod btt_media;

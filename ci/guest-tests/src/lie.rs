@@ -1,5 +1,5 @@
-//! A kernel that lies about flushes: it calls them a success and does nothing. What is lost then shows that a test of
-//! durability can fail.
+//! A kernel that lies about flushes: it calls them a success and does nothing. What is lost then
+//! shows that a test of durability can fail.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -17,11 +17,12 @@ const FLUSHES: [libc::c_long; 6] = [
 
 /// Makes every flush of the program that the command starts a lie.
 ///
-/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) answers for the kernel: SECCOMP_RET_ERRNO
-/// with an error number of 0 is a system call that was not made and succeeded.
+/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) answers for the kernel:
+/// SECCOMP_RET_ERRNO with an error number of 0 is a system call that was not made and succeeded.
 pub fn about_flushes(command: &mut Command) -> &mut Command {
     let filter = filter();
-    // SAFETY: prctl is async-signal-safe, and the filter was made before the fork; nothing is allocated after it.
+    // SAFETY: prctl is async-signal-safe, and the filter was made before the fork; nothing is
+    // allocated after it.
     unsafe { command.pre_exec(move || install(&filter)) }
 }
 
@@ -51,7 +52,8 @@ fn install(filter: &[libc::sock_filter]) -> io::Result<()> {
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel copies the program, which lives through the call, and does not write to it.
+    // SAFETY: the kernel copies the program, which lives through the call, and does not write to
+    // it.
     if unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) }
         != 0
     {

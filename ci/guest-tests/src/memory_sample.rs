@@ -1,4 +1,5 @@
-//! What a guest has and uses at one moment: guest-tool prints it in the guest as a line, the host reads it.
+//! What a guest has and uses at one moment: guest-tool prints it in the guest as a line, the host
+//! reads it.
 
 use std::fmt;
 

@@ -7,7 +7,8 @@ use anyhow::{Context, Result, bail, ensure};
 /// One line of an exposition.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// The metric's name, suffix included: `foreshore_plans_total`, `foreshore_plug_seconds_bucket`.
+    /// The metric's name, suffix included: `foreshore_plans_total`,
+    /// `foreshore_plug_seconds_bucket`.
     pub name: String,
     pub labels: BTreeMap<String, String>,
     pub value: f64,
@@ -56,7 +57,8 @@ impl Metrics {
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
-    /// Of a histogram: the upper bound of the bucket in which that share of the observations ends. It was no more than that.
+    /// Of a histogram: the upper bound of the bucket in which that share of the observations ends.
+    /// It was no more than that.
     pub fn quantile(&self, histogram: &str, share: f64) -> Result<f64> {
         let count = self.value(&format!("{histogram}_count"), &[])?;
         ensure!(count > 0.0, "{histogram} has seen nothing");

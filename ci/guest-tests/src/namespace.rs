@@ -9,8 +9,8 @@ pub enum Kind {
     FsDax,
 }
 
-/// A script for the guest that makes the raw namespace of a region that kind, by the attributes of Linux
-/// drivers/nvdimm/pfn_devs.c: pages of 2 MiB, struct pages in memory.
+/// A script for the guest that makes the raw namespace of a region that kind, by the attributes of
+/// Linux drivers/nvdimm/pfn_devs.c: pages of 2 MiB, struct pages in memory.
 pub fn convert(region: u32, kind: Kind) -> String {
     let (seed, driver) = match kind {
         Kind::DevDax => ("dax_seed", "dax_pmem"),

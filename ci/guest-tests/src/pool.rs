@@ -16,7 +16,8 @@ use crate::wait::wait_until;
 /// Holes in a few GiB, emulated.
 const SCRUB_LIMIT: Duration = Duration::from_secs(60);
 
-/// A pool file in the test's directory: on tmpfs, where what is given back shows in the file's blocks.
+/// A pool file in the test's directory: on tmpfs, where what is given back shows in the file's
+/// blocks.
 #[derive(Debug, Clone)]
 pub struct Pool {
     path: PathBuf,

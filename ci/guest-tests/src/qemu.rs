@@ -1,4 +1,5 @@
-//! The same guests under Debian's QEMU: what benchmarks compare with, and what shows whether the harness itself works.
+//! The same guests under Debian's QEMU: what benchmarks compare with, and what shows whether the
+//! harness itself works.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -14,7 +15,8 @@ use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Output, Script, VmmProce
 use crate::runner::this_tests_dir;
 use crate::wait::wait_for;
 
-/// Address of the first QEMU guest that runs at a time. Ours have 3 by a socket of their own; these are the host's.
+/// Address of the first QEMU guest that runs at a time. Ours have 3 by a socket of their own; these
+/// are the host's.
 const FIRST_CID: u32 = 100;
 
 const RUN_LIMIT: Duration = Duration::from_secs(60);
@@ -94,8 +96,8 @@ impl QemuBuilder {
         self
     }
 
-    /// A tap of the host as a virtio-net interface; one that is not there is made, without an address. With `vhost` the
-    /// host's kernel moves its frames.
+    /// A tap of the host as a virtio-net interface; one that is not there is made, without an
+    /// address. With `vhost` the host's kernel moves its frames.
     pub fn tap(mut self, name: &str, vhost: bool) -> Self {
         self.tap = Some((name.to_owned(), vhost));
         self
@@ -220,7 +222,8 @@ impl QemuGuest {
         Ok(())
     }
 
-    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an error.
+    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an
+    /// error.
     pub fn run(&self, command: &str) -> Result<String> {
         let output = self.try_run(command)?;
         ensure!(
@@ -240,7 +243,8 @@ impl QemuGuest {
             .with_context(|| format!("While it ran `{command}`"))
     }
 
-    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
+    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the
+    /// script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
         Script::start(&self.endpoint, silence_limit, command)
     }

@@ -1,5 +1,5 @@
-//! Runs guest tests: each in a process of its own, so that a test that hangs or panics takes only itself and the
-//! VMMs it started.
+//! Runs guest tests: each in a process of its own, so that a test that hangs or panics takes only
+//! itself and the VMMs it started.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
@@ -41,7 +41,8 @@ pub enum Class {
     Extended,
 }
 
-/// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is well.
+/// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is
+/// well.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
 /// Table of a module's tests. A row has the name of a test, its limit in seconds if the default is
@@ -102,13 +103,14 @@ pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
 /// Exit code of a test's process that has been skipped; its reason is the last line of its output.
 const SKIPPED_CODE: i32 = 77;
 
-/// The context of an error that nothing excuses: what was stored is not there as it has to be. A test that ends with it gets no
-/// second chance.
+/// The context of an error that nothing excuses: what was stored is not there as it has to be. A
+/// test that ends with it gets no second chance.
 #[derive(Debug)]
 pub struct StoredWrong;
 
 impl StoredWrong {
-    /// Exit code of a process that has ended with it: a test's, and a guest's that holds a disk against what it should be.
+    /// Exit code of a process that has ended with it: a test's, and a guest's that holds a disk
+    /// against what it should be.
     pub const CODE: i32 = 78;
 
     /// The exit code of a process that has ended with that error.
@@ -174,8 +176,8 @@ impl Options {
         Ok(options)
     }
 
-    /// The tests that are wanted. A filter that matches none is an error: who has misspelt one of several would take the
-    /// others' success for its own.
+    /// The tests that are wanted. A filter that matches none is an error: who has misspelt one of
+    /// several would take the others' success for its own.
     fn choose(&self, tests: &[Test]) -> Result<Vec<Test>> {
         if let Some(filter) =
             self.filters.iter().find(|filter| !tests.iter().any(|test| self.matches(test, filter)))
@@ -229,8 +231,8 @@ enum Verdict {
     FailedForGood(String),
 }
 
-/// Runs the tests that the command line asks for and returns the process's exit code. In a test's own process (the
-/// runner starts itself with `--one NAME`) it runs that test.
+/// Runs the tests that the command line asks for and returns the process's exit code. In a test's
+/// own process (the runner starts itself with `--one NAME`) it runs that test.
 pub fn main(tests: &[Test]) -> Result<i32> {
     let mut arguments = std::env::args().skip(1).peekable();
     if arguments.peek().is_some_and(|argument| argument == "--one") {
@@ -321,14 +323,14 @@ fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
 /// How often a test runs anew because the emulation broke a guest's kernel.
 const MAX_RERUNS: usize = 2;
 
-/// Limit of suspects in one boot: tests that fail without the emulation's mark and run once more. The
-/// emulation also breaks guests without a mark, by a triple fault or a vCPU that stands still. A
-/// fault of the programs fails again, or in more tests than these.
+/// Limit of suspects in one boot: tests that fail without the emulation's mark and run once more.
+/// The emulation also breaks guests without a mark, by a triple fault or a vCPU that stands still.
+/// A fault of the programs fails again, or in more tests than these.
 const MAX_SUSPECTS: usize = 2;
 
-/// The emulation that trips over a kernel which patches its own text (docs/testing.md) does so in guests as well: with
-/// two CPUs, while they boot. A test in which that shows in a guest's console says nothing; it runs anew, and the
-/// output tells.
+/// The emulation that trips over a kernel which patches its own text (docs/testing.md) does so in
+/// guests as well: with two CPUs, while they boot. A test in which that shows in a guest's console
+/// says nothing; it runs anew, and the output tells.
 fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Result<Verdict> {
     let name = short_name(test);
     let left = || {
@@ -404,8 +406,9 @@ fn broken_console(dir: &Path) -> Option<String> {
     })
 }
 
-/// A breakpoint that nobody set, or a debug exception in the kernel: what an instruction of several bytes is while half of
-/// it has been patched. Guests here have no debugger, and nobody loads their debug registers.
+/// A breakpoint that nobody set, or a debug exception in the kernel: what an instruction of several
+/// bytes is while half of it has been patched. Guests here have no debugger, and nobody loads their
+/// debug registers.
 fn has_the_mark(console: &str) -> bool {
     console.contains("Oops: int3") || console.contains(" exc_debug_kernel+")
 }
@@ -472,7 +475,8 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
     }
 }
 
-/// The ends of the logs in a test's directory: where nobody can look into it, they are what a failure leaves.
+/// The ends of the logs in a test's directory: where nobody can look into it, they are what a
+/// failure leaves.
 fn last_words(dir: &Path) -> String {
     let mut logs: Vec<PathBuf> = match fs::read_dir(dir) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
@@ -489,10 +493,11 @@ fn last_words(dir: &Path) -> String {
 }
 
 fn end_group(child: &mut Child) {
-    // SAFETY: no pointers. The group is the child's own, and outlives it as long as a member does; a group that is
-    // gone is no error that matters.
+    // SAFETY: no pointers. The group is the child's own, and outlives it as long as a member does;
+    // a group that is gone is no error that matters.
     unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
-    // The child is killed or has ended: this cannot block for long, and its result is known already.
+    // The child is killed or has ended: this cannot block for long, and its result is known
+    // already.
     let _ = child.wait();
 }
 
@@ -522,7 +527,8 @@ pub fn this_tests_dir() -> PathBuf {
     std::env::var_os(TEST_DIR_VARIABLE).map_or_else(|| test_dir("by-hand"), PathBuf::from)
 }
 
-/// On tmpfs in the emulated host: its disk cannot be written to. Short, for a unix socket's path is at most 107 bytes.
+/// On tmpfs in the emulated host: its disk cannot be written to. Short, for a unix socket's path is
+/// at most 107 bytes.
 fn test_dir(name: &str) -> PathBuf {
     std::env::temp_dir().join("guest-tests").join(name.replace("::", "-"))
 }

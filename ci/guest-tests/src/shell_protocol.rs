@@ -1,8 +1,8 @@
 //! What the harness and `guest-shell` say to each other over vsock.
 //!
-//! The client sends one [`Request`]: the length of a shell script, little-endian, and the script. The guest answers
-//! with frames until the script has ended: what it wrote, as it writes it, and its exit code last. Closing the
-//! connection before that kills the script and all it started.
+//! The client sends one [`Request`]: the length of a shell script, little-endian, and the script.
+//! The guest answers with frames until the script has ended: what it wrote, as it writes it, and
+//! its exit code last. Closing the connection before that kills the script and all it started.
 
 use std::io::{self, Read, Write};
 

@@ -1,4 +1,5 @@
-//! TCP that is timed: one end serves, the other measures. Which of both is a guest, and which the host, makes no difference.
+//! TCP that is timed: one end serves, the other measures. Which of both is a guest, and which the
+//! host, makes no difference.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddrV4, TcpListener, TcpStream};
@@ -10,8 +11,9 @@ const BLOCK_BYTES: usize = 64 << 10;
 /// Of an answer that does not come.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Serves connections for ever, one at a time. A connection's first byte says what is wanted: `e`, every byte back; `s`, all of
-/// it taken, and then a byte back; `g`, eight bytes that say how much is wanted, and then so much.
+/// Serves connections for ever, one at a time. A connection's first byte says what is wanted: `e`,
+/// every byte back; `s`, all of it taken, and then a byte back; `g`, eight bytes that say how much
+/// is wanted, and then so much.
 pub fn serve(listener: &TcpListener) -> Result<()> {
     for stream in listener.incoming() {
         answer(&mut stream?)?;

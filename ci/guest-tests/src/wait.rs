@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// How often a condition is looked at. Short against everything that is waited for, long enough not to slow it.
+/// How often a condition is looked at. Short against everything that is waited for, long enough not
+/// to slow it.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static STRETCH: OnceLock<f64> = OnceLock::new();
 
-/// Multiplies every later limit of this process by `factor`: of waits, of scripts in the guest and of answers.
+/// Multiplies every later limit of this process by `factor`: of waits, of scripts in the guest and
+/// of answers.
 ///
 /// Panics if it is called twice, or with a factor below 1.
 pub fn stretch_limits(factor: f64) {

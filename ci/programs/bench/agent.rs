@@ -8,7 +8,8 @@ use crate::vmm::FORESHORE;
 
 /// So long is looked at: thirty reports, and more than once at what has been idle.
 const SPAN_S: u64 = 30;
-/// An agent at rest reports once a second. More in that time, and one or two may come early of a guest that does nothing.
+/// An agent at rest reports once a second. More in that time, and one or two may come early of a
+/// guest that does nothing.
 const MOST_REPORTS: u64 = SPAN_S + 3;
 /// Until the guest has come to rest after its boot.
 const MOST_SPANS: usize = 10;
@@ -20,7 +21,8 @@ struct Spent {
     monitors_ns: f64,
 }
 
-/// Uptime; the time of all threads of the agent; that of DAMON's, which look for idle memory on its behalf.
+/// Uptime; the time of all threads of the agent; that of DAMON's, which look for idle memory on its
+/// behalf.
 const SPENT: &str = "sum() { awk '{ ns += $1 } END { printf \"%.0f\\n\", ns }'; }; \
     cut -d ' ' -f 1 /proc/uptime; cat /proc/$(pidof foreshore-agent)/task/*/schedstat | sum; \
     for comm in $(grep -ls ^kdamond /proc/[0-9]*/comm); do cat ${comm%comm}schedstat; done | sum";

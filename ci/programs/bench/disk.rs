@@ -16,7 +16,8 @@ const REPEATS: usize = 3;
 const DEEP: u32 = 32;
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
-/// Each row is the median of some runs of one guest, after a run that touches everything for the first time.
+/// Each row is the median of some runs of one guest, after a run that touches everything for the
+/// first time.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let image = this_tests_dir().join("disk-image");

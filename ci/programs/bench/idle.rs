@@ -1,9 +1,10 @@
-//! What the host alone takes of a time: a thread beside the guest that has nothing to do but what is asked of it, now and then.
+//! What the host alone takes of a time: a thread beside the guest that has nothing to do but what
+//! is asked of it, now and then.
 //!
-//! The governor's thread is one like that. From when it has a report until the devices are asked it has to be run, and to
-//! read and decide; here another one with its priority is woken by a pipe, and then reads a report and decides upon it, with no VM
-//! behind it. What that takes in the same moments is none of the VMM's doing: that is how soon, and how fast,
-//! this host runs a thread.
+//! The governor's thread is one like that. From when it has a report until the devices are asked it
+//! has to be run, and to read and decide; here another one with its priority is woken by a pipe,
+//! and then reads a report and decides upon it, with no VM behind it. What that takes in the same
+//! moments is none of the VMM's doing: that is how soon, and how fast, this host runs a thread.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -109,8 +110,8 @@ fn wake(
 
 /// Until the other end of the pipe is closed.
 fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
-    // SAFETY: no pointers. On Linux 0 is the calling thread. Without the right to do so it is one among others, as the
-    // governor's is.
+    // SAFETY: no pointers. On Linux 0 is the calling thread. Without the right to do so it is one
+    // among others, as the governor's is.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
     let mut governor = Governor::new()?;
     let mut line = governor.next_line();

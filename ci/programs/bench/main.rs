@@ -1,4 +1,5 @@
-//! Measures Foreshore beside other VMMs, in one boot of the host and taking turns: `ci/bench` runs it.
+//! Measures Foreshore beside other VMMs, in one boot of the host and taking turns: `ci/bench` runs
+//! it.
 //!
 //! It says what it found and never judges by exit code: a time is no test.
 
@@ -120,7 +121,8 @@ fn main() -> ExitCode {
 fn measure(options: &Options) -> Result<()> {
     let vmms = Vmm::all();
     let mut samples = Samples::default();
-    // What is read for the first time comes from a disk: no program shall pay for that in its first round.
+    // What is read for the first time comes from a disk: no program shall pay for that in its first
+    // round.
     for vmm in &vmms {
         boot::measure(vmm, &mut Samples::default())
             .with_context(|| format!("{} does not boot", vmm.name()))?;
@@ -161,8 +163,8 @@ fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     }
 }
 
-/// What one VMM takes for a group, or nothing of it. An emulated host breaks a guest now and then, of whichever VMM: what was
-/// measured of others is not to be lost with it.
+/// What one VMM takes for a group, or nothing of it. An emulated host breaks a guest now and then,
+/// of whichever VMM: what was measured of others is not to be lost with it.
 fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> Result<()>) {
     for _ in 0..TRIES {
         let mut with_these = samples.clone();

@@ -1,4 +1,5 @@
-//! TCP over taps: between a guest and the host, and between two guests, whose taps are in one bridge.
+//! TCP over taps: between a guest and the host, and between two guests, whose taps are in one
+//! bridge.
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::path::Path;

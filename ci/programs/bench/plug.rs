@@ -18,7 +18,8 @@ const USED_MIB: u64 = 700;
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was used.
+/// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was
+/// used.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;

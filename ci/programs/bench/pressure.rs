@@ -16,14 +16,16 @@ use crate::vmm::{FORESHORE, MIB};
 const FILL_MIB: u64 = 640;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What the guest of the bursts uses all the time: more than its DRAM has for it, so that the policy has sized it.
+/// What the guest of the bursts uses all the time: more than its DRAM has for it, so that the
+/// policy has sized it.
 const BASE_MIB: u64 = 300;
 /// More than it has at rest, whatever that is.
 const BURST_MIB: u64 = 192;
 const BURSTS: usize = 16;
 /// A guest whose size nobody changes for so long is at rest: a surplus would have gone back.
 const REST: Duration = Duration::from_secs(4);
-/// A burst for which nothing was added by so long after it has its memory was none that anything was needed for.
+/// A burst for which nothing was added by so long after it has its memory was none that anything
+/// was needed for.
 const ENOUGH: Duration = Duration::from_secs(3);
 /// By how many lines the clocks of host and guest are compared.
 const TICKS: usize = 8;
@@ -64,8 +66,9 @@ fn fill(samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// In one guest, by turns: a burst of allocation that the policy has to grow it for, and as much plugged by the API with
-/// nothing else going on. Both until the first of it is online: from then on the guest can use it.
+/// In one guest, by turns: a burst of allocation that the policy has to grow it for, and as much
+/// plugged by the API with nothing else going on. Both until the first of it is online: from then
+/// on the guest can use it.
 fn bursts(samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let pool = pool()?;
@@ -73,8 +76,9 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=768M", pool.name()))
-        // Else it waits longer than REST before it gives back what the last burst has left, and holds enough for the next: also
-        // where it has learned patience, of a grow while the guest boots and a shrink after that.
+        // Else it waits longer than REST before it gives back what the last burst has left, and
+        // holds enough for the next: also where it has learned patience, of a grow while
+        // the guest boots and a shrink after that.
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
     let _base =
@@ -118,7 +122,8 @@ fn bursts(samples: &mut Samples) -> Result<()> {
     add_idle(samples, &idle.finish()?)
 }
 
-/// What an idle thread took in the same moments: that much of a report's way to a plan is the host's.
+/// What an idle thread took in the same moments: that much of a report's way to a plan is the
+/// host's.
 fn add_idle(samples: &mut Samples, times: &[Woken]) -> Result<()> {
     eprintln!("bench:     an idle thread was woken {} times", times.len());
     let wake: Vec<f64> = times.iter().map(|time| time.wake_s).collect();
@@ -171,8 +176,9 @@ struct Burst {
     asked_bytes: u64,
 }
 
-/// A burst until the first memory is online, by the guest's clock. The plan is the first that asked for something. None if the
-/// guest had enough for it: a policy may hold more for a while after it was wrong.
+/// A burst until the first memory is online, by the guest's clock. The plan is the first that asked
+/// for something. None if the guest had enough for it: a policy may hold more for a while after it
+/// was wrong.
 fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
     let last = guest.api("GET", "vm.pressure?decisions=1", None)?["decisions_total"].as_u64();
     let last = last.context("vm.pressure counts no decisions")?;
@@ -235,8 +241,9 @@ fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
     Ok((online + clocks.offset).saturating_sub(requested))
 }
 
-/// The host's clock and that of `guest-tool burst`, which begins later. The line that came quickest of many says by how much: it
-/// cannot have come before it was written, and what it took, some tenths of a millisecond, is the error.
+/// The host's clock and that of `guest-tool burst`, which begins later. The line that came quickest
+/// of many says by how much: it cannot have come before it was written, and what it took, some
+/// tenths of a millisecond, is the error.
 struct Clocks {
     started: Instant,
     offset: Duration,

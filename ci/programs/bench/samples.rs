@@ -326,8 +326,8 @@ impl Row {
         }
     }
 
-    /// The row whose figures of QEMU this one is compared with: its NVDIMM has no flush hints, and is what its
-    /// users have for a BTT; its disks have images, whose sectors may tear.
+    /// The row whose figures of QEMU this one is compared with: its NVDIMM has no flush hints, and
+    /// is what its users have for a BTT; its disks have images, whose sectors may tear.
     pub fn peer_row(self) -> Self {
         match self {
             Self::HintsWrite | Self::VirtioPmemWrite => Self::NvdimmWrite,

@@ -1,9 +1,11 @@
-//! STREAM over raw volumes, beside guest memory from the same pool: what a program maps shall be as fast as memory.
+//! STREAM over raw volumes, beside guest memory from the same pool: what a program maps shall be as
+//! fast as memory.
 //!
-//! All places are touched by one process in one boot, in turns; what counts is the ratio of their best times, as STREAM
-//! itself takes the best: whatever else the machine does makes a run longer, and none shorter. Guest memory
-//! of the pool (`--pm-memory`) is the fair peer: the same file, the same tmpfs, the same huge pages on the host, and
-//! huge pages in the guest. A second array of it beside the first says how much of a ratio is noise.
+//! All places are touched by one process in one boot, in turns; what counts is the ratio of their
+//! best times, as STREAM itself takes the best: whatever else the machine does makes a run longer,
+//! and none shorter. Guest memory of the pool (`--pm-memory`) is the fair peer: the same file, the
+//! same tmpfs, the same huge pages on the host, and huge pages in the guest. A second array of it
+//! beside the first says how much of a ratio is noise.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -44,7 +44,8 @@ pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// One guest: the medians of its repeats are its samples. Each repeat begins with a new file system.
+/// One guest: the medians of its repeats are its samples. Each repeat begins with a new file
+/// system.
 fn time(vmm: &Vmm, disk: Disk, node: &str, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let vm = vmm.start(&Extras { file_systems: true, disk, ..Extras::default() })?;

@@ -50,8 +50,8 @@ pub struct BesideGuest {
     pub anonymous: u64,
 }
 
-/// Sums a process's mappings, that of the guest's boot memory left out: the one with exactly its size. No other
-/// guest memory may be plugged.
+/// Sums a process's mappings, that of the guest's boot memory left out: the one with exactly its
+/// size. No other guest memory may be plugged.
 pub fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
     let path = format!("/proc/{pid}/smaps");
     let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;

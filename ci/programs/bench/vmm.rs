@@ -114,7 +114,8 @@ impl Vmm {
     pub fn start(&self, extras: &Extras) -> Result<Vm> {
         match self {
             Self::Qemu => {
-                // QEMU empties it when it opens it: until then, it would show the last guest's output.
+                // QEMU empties it when it opens it: until then, it would show the last guest's
+                // output.
                 let builder = qemu(extras);
                 forget(&builder.console())?;
                 Ok(Vm::Qemu(builder.start()?))

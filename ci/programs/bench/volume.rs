@@ -21,8 +21,8 @@ use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
 /// Size of the volumes here.
 pub const VOLUME_BYTES: u64 = 128 * MIB;
 
-/// How a row is measured: the median of so many runs of so many transfers, after a run that touches everything for the
-/// first time.
+/// How a row is measured: the median of so many runs of so many transfers, after a run that touches
+/// everything for the first time.
 #[derive(Clone, Copy)]
 struct Effort {
     transfers: u32,
@@ -31,7 +31,8 @@ struct Effort {
 
 /// A run takes some 10 ms, in which a single interrupt of the host's is a lot.
 const UNFLUSHED: Effort = Effort { transfers: 1000, repeats: 25 };
-/// A BTT write flushes four times (data, both halves of the log entry, map), and a disk takes its time for each.
+/// A BTT write flushes four times (data, both halves of the log entry, map), and a disk takes its
+/// time for each.
 const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
 /// Each flush is an exit.
 const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
@@ -139,8 +140,8 @@ pub fn write_btt_file(path: &Path) -> Result<()> {
     fs::write(path, media.to_bytes()).with_context(|| format!("Cannot write {}", path.display()))
 }
 
-/// A directory on a disk file system, where what is written must be flushed. The emulated host has none that can be
-/// written to: there, a loop device over tmpfs is the disk.
+/// A directory on a disk file system, where what is written must be flushed. The emulated host has
+/// none that can be written to: there, a loop device over tmpfs is the disk.
 fn disk_dir() -> Result<PathBuf> {
     if std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "direct") {
         return Ok(std::env::current_dir()?);

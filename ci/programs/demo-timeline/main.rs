@@ -1,9 +1,10 @@
 //! Phase 5 of the demo: asks Prometheus what it saw and writes it down for a plot:
 //! `demo-timeline ADDRESS:PORT ZERO END EVENTS DIR [unjudged]`.
 //!
-//! ZERO and END are in seconds since 1970; all other times count from ZERO, a whole second. EVENTS is a table with a
-//! head, `time_s,elapsed_s,event`. In DIR it leaves `timeline.csv`, and `timeline.gnuplot`, which draws it. Fails if
-//! Prometheus did not see the whole of what the demo has shown. `unjudged` writes the files alone, for a demo that has failed.
+//! ZERO and END are in seconds since 1970; all other times count from ZERO, a whole second. EVENTS
+//! is a table with a head, `time_s,elapsed_s,event`. In DIR it leaves `timeline.csv`, and
+//! `timeline.gnuplot`, which draws it. Fails if Prometheus did not see the whole of what the demo
+//! has shown. `unjudged` writes the files alone, for a demo that has failed.
 
 mod plot;
 mod prometheus;

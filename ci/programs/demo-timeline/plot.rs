@@ -9,7 +9,8 @@ pub struct Event {
     pub what: String,
 }
 
-/// Names are written this far apart at least, as a part of the time axis, or they cover one another.
+/// Names are written this far apart at least, as a part of the time axis, or they cover one
+/// another.
 const NAME_SPACING: f64 = 0.034;
 
 /// The script: gnuplot runs it in the directory of timeline.csv.
@@ -26,8 +27,8 @@ pub fn script(range: &Range, events: &[Event]) -> String {
         .replace("@OTHER_VM@", OTHER_VM)
 }
 
-/// Where the names of events go that happened at these times, in their order: apart from one another, on the time
-/// axis as far as there is room, and otherwise near their time.
+/// Where the names of events go that happened at these times, in their order: apart from one
+/// another, on the time axis as far as there is room, and otherwise near their time.
 fn spread(times_s: &[f64], axis_s: f64) -> Vec<f64> {
     let spacing_s = axis_s * NAME_SPACING;
     // 1. To the right, away from the one before.
@@ -60,7 +61,8 @@ fn mark(number: usize, event: &Event, name_at: f64) -> String {
     )
 }
 
-/// Arrows with higher numbers are in the top panel alone: timeline.gnuplot takes them away after it.
+/// Arrows with higher numbers are in the top panel alone: timeline.gnuplot takes them away after
+/// it.
 const PAST_TITLE_FROM: usize = 100;
 const LEADS_FROM: usize = 200;
 
@@ -73,7 +75,8 @@ mod tests {
         assert!(spread(&[], 100.0).is_empty());
         assert_eq!(spread(&[5.0, 50.0], 100.0), [5.0, 50.0]);
         assert_eq!(spread(&[5.0, 5.5, 30.0], 100.0), [5.0, 8.4, 30.0]);
-        // At the end they make room to the left, and one that is far enough from them stays where it was.
+        // At the end they make room to the left, and one that is far enough from them stays where
+        // it was.
         let places = spread(&[40.0, 98.0, 99.0, 100.0], 100.0);
         for (place, expected) in places.iter().zip([40.0, 93.2, 96.6, 100.0]) {
             assert!((place - expected).abs() < 1e-9, "{places:?}");

@@ -46,8 +46,8 @@ impl Prometheus {
         Self { address: address.to_owned() }
     }
 
-    /// What an expression was over a span of time, by the label `vm`. See Prometheus' documentation, "HTTP API",
-    /// range queries.
+    /// What an expression was over a span of time, by the label `vm`. See Prometheus'
+    /// documentation, "HTTP API", range queries.
     pub fn ask(&self, expression: &str, range: &Range) -> Result<BTreeMap<String, Series>> {
         let path = format!(
             "/api/v1/query_range?query={}&start={}&end={}&step={STEP_S}",

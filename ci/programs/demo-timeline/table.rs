@@ -31,7 +31,8 @@ pub const OTHER_VM: &str = "policy-off";
 const MIB: f64 = (1u64 << 20) as f64;
 const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 
-/// Of the seconds between a VM's first and last sample, how many may lack one: it is restarted on the way.
+/// Of the seconds between a VM's first and last sample, how many may lack one: it is restarted on
+/// the way.
 const LEAST_COVERED_PERCENT: usize = 60;
 
 /// Something that Prometheus must have seen.

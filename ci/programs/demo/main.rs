@@ -1,9 +1,12 @@
-//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS METRICS_OFF SECONDS`.
+//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS
+//! METRICS_OFF SECONDS`.
 //!
-//! Runs where the VMs run; ci/demo has Prometheus scrape the two addresses meanwhile. Every claim is looked at and
-//! fails the demo if it does not hold. A line that begins with `* ` is an event, which ci/demo marks on the timeline.
+//! Runs where the VMs run; ci/demo has Prometheus scrape the two addresses meanwhile. Every claim
+//! is looked at and fails the demo if it does not hold. A line that begins with `* ` is an event,
+//! which ci/demo marks on the timeline.
 //!
-//! Two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and `policy-off`, for phase 2 alone.
+//! Two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and `policy-off`,
+//! for phase 2 alone.
 
 mod boot;
 mod pressure;
@@ -31,7 +34,8 @@ const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of t
 
 /// As timeout(1) has it.
 const CUT_OFF: i32 = 124;
-/// Duration for which the limits of single steps are chosen; usual on an emulated host that does nothing else.
+/// Duration for which the limits of single steps are chosen; usual on an emulated host that does
+/// nothing else.
 const USUAL: Duration = Duration::from_secs(240);
 /// Of each log, where nobody may be able to look at all of it.
 const LAST_LINES: usize = 12;
@@ -69,12 +73,14 @@ fn demo() -> Result<()> {
     volume::show(guest, &vm, &pool)
 }
 
-/// Factor for the limits of single steps: a demo that may take longer than usual gives each step more time.
+/// Factor for the limits of single steps: a demo that may take longer than usual gives each step
+/// more time.
 fn stretch(limit: Duration) -> f64 {
     limit.div_duration_f64(USUAL).max(1.0)
 }
 
-/// Ends the demo after so long, unless what is returned has been dropped by then. Whoever ends it from outside gets no logs.
+/// Ends the demo after so long, unless what is returned has been dropped by then. Whoever ends it
+/// from outside gets no logs.
 fn cut_off_after(limit: Duration) -> Sender<()> {
     let (in_time, ended) = mpsc::channel();
     thread::spawn(move || {
@@ -141,7 +147,8 @@ fn phase(number: u32, what: &str) {
     println!("== {number}/5 {what}");
 }
 
-/// Consoles, the VMMs' logs and the list of acknowledged files: under which names they are kept, and where they are.
+/// Consoles, the VMMs' logs and the list of acknowledged files: under which names they are kept,
+/// and where they are.
 fn logs() -> Result<Vec<(String, PathBuf)>> {
     let mut logs = Vec::new();
     for entry in fs::read_dir(this_tests_dir())? {
@@ -166,7 +173,8 @@ fn keep_logs() -> Result<()> {
     Ok(())
 }
 
-/// Prints what explains a failure: complaints of the guests' kernels, and the last lines of each log.
+/// Prints what explains a failure: complaints of the guests' kernels, and the last lines of each
+/// log.
 fn print_causes() {
     let printed = logs().and_then(|logs| {
         for (name, path) in logs {
@@ -197,8 +205,8 @@ fn causes(name: &str, log: &str) -> String {
     text
 }
 
-/// `governed.console.log` for `governed0.console.log`: a VM's files have the number of its start in their name, and
-/// the names of this demo's VMs are unique without.
+/// `governed.console.log` for `governed0.console.log`: a VM's files have the number of its start in
+/// their name, and the names of this demo's VMs are unique without.
 fn plain_name(file: &str) -> String {
     let (vm, rest) = file.split_once('.').unwrap_or((file, ""));
     format!("{}.{rest}", vm.trim_end_matches(|c: char| c.is_ascii_digit()))

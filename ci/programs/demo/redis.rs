@@ -10,16 +10,17 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 
 const SOCKET: &str = "/run/redis.sock";
 
-/// With the string's header just under 16 KiB, a size class of jemalloc, which would waste a quarter above it.
-/// Random characters: no compressed swap makes room by them. Every round has key names of its own, because
-/// redis-benchmark's random numbers may repeat from run to run.
+/// With the string's header just under 16 KiB, a size class of jemalloc, which would waste a
+/// quarter above it. Random characters: no compressed swap makes room by them. Every round has key
+/// names of its own, because redis-benchmark's random numbers may repeat from run to run.
 const VALUE_BYTES: u64 = 16_360;
 
 /// The fill is cut into rounds, each a run of redis-benchmark, to see how far it has come.
 const ROUNDS: u64 = 20;
 /// A multiple of the pipeline's length, to which redis-benchmark rounds up.
 const VALUES_PER_ROUND: u64 = 2496;
-/// Commands on the way at once: one at a time, an emulated host measures little but its own task switches.
+/// Commands on the way at once: one at a time, an emulated host measures little but its own task
+/// switches.
 const PIPELINE: u64 = 32;
 
 /// What a fill puts into Redis: 779 MiB, 1.5 times the guest's DRAM.
@@ -69,8 +70,9 @@ pub fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fi
     Ok(Fill { completed, last_words, keys, took, alive: ping.stdout.contains("PONG") })
 }
 
-/// Writes a line with the number of keys after every round. redis-benchmark waits forever for a Redis that is killed,
-/// so the script looks whether its program is still there (that of a zombie is not).
+/// Writes a line with the number of keys after every round. redis-benchmark waits forever for a
+/// Redis that is killed, so the script looks whether its program is still there (that of a zombie
+/// is not).
 fn fill_script() -> String {
     let random_bytes = VALUE_BYTES / 4 * 3;
     format!(

@@ -18,7 +18,8 @@ const FILES: &str = "/mnt/data/files";
 /// How many files are acknowledged before the kill comes.
 const FILES_BEFORE_KILL: usize = 60;
 
-/// The files that a guest has said are durable: name and hash, a line each, in a file outside the VM.
+/// The files that a guest has said are durable: name and hash, a line each, in a file outside the
+/// VM.
 struct Acknowledged {
     path: PathBuf,
     lines: Vec<String>,

@@ -1,4 +1,5 @@
-//! What takes long: many kills of guests that write, power cuts of the host, guests that are too small. `ci/soak` runs it.
+//! What takes long: many kills of guests that write, power cuts of the host, guests that are too
+//! small. `ci/soak` runs it.
 
 mod kills;
 mod power;

@@ -1,7 +1,7 @@
 //! Guests that write until the power of the host is cut, and what the next boot finds.
 //!
-//! What was acknowledged is known outside of the host alone: every line goes to the standard output, and the
-//! lines of all boots before come back in a file.
+//! What was acknowledged is known outside of the host alone: every line goes to the standard
+//! output, and the lines of all boots before come back in a file.
 
 use std::convert::Infallible;
 use std::fs;

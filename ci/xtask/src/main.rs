@@ -52,7 +52,8 @@ enum Task {
     Setup(setup::Arguments),
     /// Build the guests' initramfs images from Debian packages and our programs
     ///
-    ///   basic-KERNEL               busybox, the drivers, e2fsprogs, the agent, guest-shell, guest-tool
+    ///   basic-KERNEL               busybox, the drivers, e2fsprogs, the agent, guest-shell,
+    ///   guest-tool
     ///   ndctl-KERNEL               basic with Debian's ndctl
     ///   redis-6.12                 basic with Debian's Redis
     ///   workloads-6.12             basic with Debian's Redis, SQLite's shell and tcc

@@ -153,8 +153,8 @@ fn normal(path: &Path) -> PathBuf {
     })
 }
 
-/// Anchors of the headings in a Markdown text, as GitHub makes them: lower case, without punctuation,
-/// hyphens for spaces, and a number after an anchor that occurs again.
+/// Anchors of the headings in a Markdown text, as GitHub makes them: lower case, without
+/// punctuation, hyphens for spaces, and a number after an anchor that occurs again.
 fn anchors(text: &str) -> BTreeSet<String> {
     let mut counts = BTreeMap::new();
     let mut is_code = false;

@@ -86,7 +86,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Watches memory blocks from now on, and sees to it that plugged memory comes online as `online` says.
+    /// Watches memory blocks from now on, and sees to it that plugged memory comes online as
+    /// `online` says.
     pub fn watch_blocks(&mut self, memory_root: &Path, online: Online) -> io::Result<()> {
         self.blocks =
             Some(BlockWatch::start(BlockReader::new(memory_root, online), sys::monotonic_ms)?);
@@ -94,8 +95,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Keeps some DRAM for the kernel's own needs from now on, until the agent is told to end. What was there before is
-    /// on record under `run`. `cmdline` is the kernel's command line.
+    /// Keeps some DRAM for the kernel's own needs from now on, until the agent is told to end. What
+    /// was there before is on record under `run`. `cmdline` is the kernel's command line.
     pub fn keep_reserve(
         &mut self,
         sysctl_root: &Path,
@@ -106,14 +107,15 @@ impl Agent {
         Ok(())
     }
 
-    /// From now on, gives blocks of plugged DRAM to the kernel when the kernel runs short of memory.
+    /// From now on, gives blocks of plugged DRAM to the kernel when the kernel runs short of
+    /// memory.
     pub fn watch_kernel_memory(&mut self, memory_root: &Path, iomem: &Path) -> io::Result<()> {
         self.kernel_blocks = Some(KernelBlocks::start(memory_root, iomem)?);
         Ok(())
     }
 
-    /// Adapts settings of the kernel to memory of two kinds from now on, until the agent is told to end. What was there
-    /// before is on record under `run`.
+    /// Adapts settings of the kernel to memory of two kinds from now on, until the agent is told to
+    /// end. What was there before is on record under `run`.
     pub fn tune(&mut self, root: &Path, run: &Path) {
         self.tuning = Some(Tuning::open(root, run));
     }
@@ -248,7 +250,8 @@ impl Agent {
     }
 }
 
-/// Says an error unless it is the one that was said last: a VMM that is away for a day fills no log.
+/// Says an error unless it is the one that was said last: a VMM that is away for a day fills no
+/// log.
 fn say_once(error: &SessionError, said: &mut String) {
     let mut text = error.to_string();
     let mut source = std::error::Error::source(error);
@@ -279,7 +282,8 @@ mod tests {
         let mut agent =
             Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
         agent.keep_reserve(dir.path(), &dir.path().join("run"), "").expect("opens");
-        // As if these were the guest's. This machine's, which it looks at while it waits, may differ.
+        // As if these were the guest's. This machine's, which it looks at while it waits, may
+        // differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
         agent.reserve.as_mut().expect("kept").adapt(&zones, 0).expect("writes");

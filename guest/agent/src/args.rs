@@ -36,7 +36,8 @@ const HOST_CID: u32 = 2;
 pub enum Address {
     /// On the other side of a virtual socket.
     Vsock { cid: u32, port: u32 },
-    /// Behind a socket's file. For tests and measurements on a machine that is no guest; not in the help.
+    /// Behind a socket's file. For tests and measurements on a machine that is no guest; not in the
+    /// help.
     Unix(PathBuf),
 }
 

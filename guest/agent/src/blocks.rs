@@ -1,8 +1,10 @@
-//! /sys/devices/system/memory: the states of memory blocks, and the policy by which they come online.
+//! /sys/devices/system/memory: the states of memory blocks, and the policy by which they come
+//! online.
 //!
-//! A block has a directory of its own, so a guest with a terabyte has eight thousand of them: they are read when
-//! the total has changed, and then at most so often that it costs a twentieth of the time. And writing to one waits
-//! for as long as the kernel is plugging, which is just when reports matter most: so a thread of its own does both.
+//! A block has a directory of its own, so a guest with a terabyte has eight thousand of them: they
+//! are read when the total has changed, and then at most so often that it costs a twentieth of the
+//! time. And writing to one waits for as long as the kernel is plugging, which is just when reports
+//! matter most: so a thread of its own does both.
 
 use std::fs::{self, File};
 use std::io;
@@ -42,7 +44,8 @@ const MAX_AGE_MS: u64 = 30_000;
 /// The same while blocks are offline that should not be.
 const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
-/// Reading takes at most one part in so many of the time; and one in so many where nothing has changed.
+/// Reading takes at most one part in so many of the time; and one in so many where nothing has
+/// changed.
 const COST_PART: u64 = 20;
 const REST_COST_PART: u64 = 1_000;
 
@@ -50,8 +53,8 @@ const REST_COST_PART: u64 = 1_000;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
     pub total_bytes: u64,
-    /// Links to the directory of all blocks: one for each of them, and some more. Blocks that are plugged and stay
-    /// offline do not show in the total.
+    /// Links to the directory of all blocks: one for each of them, and some more. Blocks that are
+    /// plugged and stay offline do not show in the total.
     pub links: u64,
 }
 
@@ -88,7 +91,8 @@ pub struct BlockReader {
     in_charge: bool,
     seen: Blocks,
     ranges: Vec<Range>,
-    /// Blocks that were offline at the last reading. The kernel may have been about to online them.
+    /// Blocks that were offline at the last reading. The kernel may have been about to online
+    /// them.
     offline: Vec<u32>,
     signs: Signs,
     /// When they were read, and when to read them again at the earliest.
@@ -108,8 +112,9 @@ pub struct Onlined {
 }
 
 impl BlockReader {
-    /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing before it is told to
-    /// take charge, and then sees to it that memory comes online in the way of `online`.
+    /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing
+    /// before it is told to take charge, and then sees to it that memory comes online in the
+    /// way of `online`.
     pub fn new(root: &Path, online: Online) -> Self {
         BlockReader {
             root: root.to_owned(),
@@ -125,8 +130,8 @@ impl BlockReader {
         }
     }
 
-    /// Sees to it that plugged memory comes online as is wanted: has the kernel do so, if it does not already, and from
-    /// now on onlines blocks that it left offline.
+    /// Sees to it that plugged memory comes online as is wanted: has the kernel do so, if it does
+    /// not already, and from now on onlines blocks that it left offline.
     pub fn take_charge(&mut self) -> io::Result<()> {
         let Some(word) = self.online.word() else { return Ok(()) };
         self.in_charge = true;
@@ -154,8 +159,8 @@ impl BlockReader {
         due_ms.max(self.not_before_ms)
     }
 
-    /// Reads them again, and onlines, if in charge, what has been offline since the last time. `clock` gives the time
-    /// before and after.
+    /// Reads them again, and onlines, if in charge, what has been offline since the last time.
+    /// `clock` gives the time before and after.
     pub fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> Onlined {
         let start_ms = clock();
         let mut onlined = Onlined::default();
@@ -233,8 +238,9 @@ impl Block {
             online = fs::write(&state_path, word).is_ok();
             *(if online { &mut onlined.count } else { &mut onlined.failed }) += 1;
         }
-        // The first zone is the one that the block is in. Only for a block that is online: of one that is just being added Linux
-        // looks for the zones of node -1, and crashes (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the
+        // The first zone is the one that the block is in. Only for a block that is online: of one
+        // that is just being added Linux looks for the zones of node -1, and crashes
+        // (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the
         // block can be seen).
         let movable = online && {
             let zones = fs::read_to_string(path.join("valid_zones")).unwrap_or_default();
@@ -309,8 +315,8 @@ impl BlockWatch {
         })
     }
 
-    /// Has them read again if that may be due, and returns what a reading has found since the last call. Never
-    /// waits. Clears `take_charge` when it has been passed on.
+    /// Has them read again if that may be due, and returns what a reading has found since the last
+    /// call. Never waits. Clears `take_charge` when it has been passed on.
     pub fn poll(
         &mut self,
         total_bytes: u64,

@@ -32,10 +32,11 @@ pub fn hello() -> RawHello {
 /// What tells the model of a kernel that can have several, best first.
 #[derive(Debug, Default)]
 struct Evidence {
-    /// /sys/kernel/debug/sched/preempt, which has the chosen one in parentheses. debugfs is not mounted everywhere.
+    /// /sys/kernel/debug/sched/preempt, which has the chosen one in parentheses. debugfs is not
+    /// mounted everywhere.
     scheduler: String,
-    /// The kernel's log: it says "Dynamic Preempt: MODEL" at boot and at each change (kernel/sched/core.c), which a busy
-    /// log has lost by now.
+    /// The kernel's log: it says "Dynamic Preempt: MODEL" at boot and at each change
+    /// (kernel/sched/core.c), which a busy log has lost by now.
     log: String,
     /// /proc/cmdline: what was wanted at boot.
     command_line: String,
@@ -69,7 +70,8 @@ impl Evidence {
     }
 }
 
-/// What the kernel's log still has. A record is what one read gives (Documentation/ABI/testing/dev-kmsg).
+/// What the kernel's log still has. A record is what one read gives
+/// (Documentation/ABI/testing/dev-kmsg).
 fn kernel_log() -> io::Result<String> {
     let mut log = String::new();
     let mut kmsg: File = fs::OpenOptions::new()
@@ -97,7 +99,8 @@ fn kernel_log() -> io::Result<String> {
     Ok(log)
 }
 
-/// The preemption model, from `uname -v` and, where it can be chosen at boot, from what tells the choice.
+/// The preemption model, from `uname -v` and, where it can be chosen at boot, from what tells the
+/// choice.
 fn preemption(uname_version: &str, evidence: &Evidence) -> &'static str {
     let has = |flag: &str| uname_version.split_whitespace().any(|word| word == flag);
     if has("PREEMPT_RT") {

@@ -5,7 +5,8 @@
 //! while gigabytes are free. So the agent takes a block offline and onlines it again with
 //! `online_kernel`. Linux first migrates the pages of the block to other blocks
 //! (mm/memory_hotplug.c, offline_pages). The block serves the kernel until the next boot, or until
-//! Linux has unplugged all parts of it (drivers/virtio/virtio_mem.c, virtio_mem_sbm_unplug_request).
+//! Linux has unplugged all parts of it (drivers/virtio/virtio_mem.c,
+//! virtio_mem_sbm_unplug_request).
 //!
 //! A separate thread converts blocks, because the write to a block's state waits for the migration,
 //! which may take long.
@@ -46,7 +47,8 @@ struct Exhausted {
 }
 
 impl KernelBlocks {
-    /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is /proc/iomem.
+    /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is
+    /// /proc/iomem.
     pub fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
         let mut turner = Turner {
             memory_root: memory_root.to_owned(),
@@ -155,8 +157,9 @@ impl Turner {
         for (number, path) in blocks {
             match (self.turn)(&path.join("state")) {
                 Ok(()) => return Ok(number),
-                // Linux holds the lock of all hotplug during the wait (drivers/base/core.c, lock_device_hotplug_sysfs), so nothing
-                // is plugged. One such wait per attempt is enough.
+                // Linux holds the lock of all hotplug during the wait (drivers/base/core.c,
+                // lock_device_hotplug_sysfs), so nothing is plugged. One such wait
+                // per attempt is enough.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {
                     self.unmoved = Some(number);
                     return Err(error);
@@ -173,7 +176,8 @@ impl Turner {
 
 fn is_movable(block: &Path) -> bool {
     let state = fs::read_to_string(block.join("state")).unwrap_or_default();
-    // Linux crashes when the zones of a block that is just being added are read (drivers/base/memory.c, valid_zones_show).
+    // Linux crashes when the zones of a block that is just being added are read
+    // (drivers/base/memory.c, valid_zones_show).
     state.trim() == "online" && {
         let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
         zones.split_whitespace().next() == Some("Movable")
@@ -311,7 +315,8 @@ mod tests {
         }
     }
 
-    /// Blocks 32 and 33 have pages that do not move: Linux finds that at once for 33, and only after the limit for 32.
+    /// Blocks 32 and 33 have pages that do not move: Linux finds that at once for 33, and only
+    /// after the limit for 32.
     fn turn_none(state: &Path) -> io::Result<()> {
         Err(match state.to_string_lossy().contains("memory32") {
             true => io::ErrorKind::Interrupted.into(),

@@ -1,4 +1,5 @@
-//! The guest's agent: reports memory pressure to the VMM over vsock. docs/agent.md says what it does and costs.
+//! The guest's agent: reports memory pressure to the VMM over vsock. docs/agent.md says what it
+//! does and costs.
 
 mod agent;
 mod args;

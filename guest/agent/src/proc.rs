@@ -16,17 +16,20 @@ const FIRST_BUFFER_BYTES: usize = 32 * 1024;
 /// No text is longer than this: zoneinfo takes 150 bytes per zone and CPU.
 const MAX_BUFFER_BYTES: usize = 16 << 20;
 
-/// The kernel hands out whole pieces of a text as long as a page has room for the next one (seq_read_iter in fs/seq_file.c).
+/// The kernel hands out whole pieces of a text as long as a page has room for the next one
+/// (seq_read_iter in fs/seq_file.c).
 const PAGE_BYTES: usize = 4096;
 
 /// Room for the six numbers of dentry-state.
 const UNUSED_BYTES: usize = 256;
 
-/// Watermarks and sizes of zones are read again after so long, or when there is another amount of memory.
+/// Watermarks and sizes of zones are read again after so long, or when there is another amount of
+/// memory.
 const MAX_ZONES_AGE_MS: u64 = 1_000;
 
-/// What free memory by buddyinfo and by meminfo may differ by: each is counted at its own moment. A block of pages that is about
-/// to leave is on the free lists, but not free; one has 2 MiB at least.
+/// What free memory by buddyinfo and by meminfo may differ by: each is counted at its own moment. A
+/// block of pages that is about to leave is on the free lists, but not free; one has 2 MiB at
+/// least.
 const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 
 /// Why a text could not be had.
@@ -149,8 +152,9 @@ impl Proc {
         parse::unused(text.as_ref()?.read_once(&mut buffer).ok()?)
     }
 
-    /// Fills in all that moves fast in zones, by the shorter text of the two that tell of it: zoneinfo has five lines for each
-    /// zone and CPU. False if it does not fit to what is known of them.
+    /// Fills in all that moves fast in zones, by the shorter text of the two that tell of it:
+    /// zoneinfo has five lines for each zone and CPU. False if it does not fit to what is known
+    /// of them.
     fn fill_free_pages(&mut self, report: &mut RawReport) -> Result<bool, ProcError> {
         let Some(buddyinfo) = &self.buddyinfo else { return Ok(false) };
         let text = buddyinfo.read(&mut self.buffer)?;

@@ -4,8 +4,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Replaces a record, whole or not at all: one of which the end is missing would make ours the guest's. Without text there
-/// is none.
+/// Replaces a record, whole or not at all: one of which the end is missing would make ours the
+/// guest's. Without text there is none.
 pub fn replace(record: &Path, text: &str) -> io::Result<()> {
     if text.is_empty() {
         return match fs::remove_file(record) {

@@ -1,14 +1,16 @@
 //! Keeps some DRAM for the kernel's own needs.
 //!
-//! Hotplugged memory is movable: it serves user pages only. User pages fill the nearest node first, down to the
-//! watermark at which kswapd is woken, and only then go to the PM node. After that every page table, socket buffer
-//! or page descriptor takes the DRAM node under the watermark, and kswapd swaps, with gigabytes of PM free. Linux has
-//! a lever against it: `vm.lowmem_reserve_ratio` keeps pages of a zone from allocations that a higher zone of the
-//! same node could serve. Its defaults keep half a megabyte of a small guest; this sizes it to what the kernel needs.
+//! Hotplugged memory is movable: it serves user pages only. User pages fill the nearest node first,
+//! down to the watermark at which kswapd is woken, and only then go to the PM node. After that
+//! every page table, socket buffer or page descriptor takes the DRAM node under the watermark, and
+//! kswapd swaps, with gigabytes of PM free. Linux has a lever against it: `vm.lowmem_reserve_ratio`
+//! keeps pages of a zone from allocations that a higher zone of the same node could serve. Its
+//! defaults keep half a megabyte of a small guest; this sizes it to what the kernel needs.
 //!
-//! The guest gets its own setting back when the agent ends. An agent that is killed cannot do that, and the next one must
-//! not take what it finds for the guest's: so what was there, and what agents have written, is on record for as long as the
-//! guest runs. The record is written first: what is in force and not on record is the guest's own.
+//! The guest gets its own setting back when the agent ends. An agent that is killed cannot do that,
+//! and the next one must not take what it finds for the guest's: so what was there, and what agents
+//! have written, is on record for as long as the guest runs. The record is written first: what is
+//! in force and not on record is the guest's own.
 
 use std::fs;
 use std::io;
@@ -41,8 +43,8 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under `run`, which lasts as
-    /// long as the guest runs. `cmdline` is the kernel's command line.
+    /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under
+    /// `run`, which lasts as long as the guest runs. `cmdline` is the kernel's command line.
     pub fn open(root: &Path, run: &Path, cmdline: &str) -> io::Result<Self> {
         let (path, record) = (root.join(NAME), run.join(NAME));
         let current = ratios_of(&fs::read_to_string(&path)?);
@@ -76,7 +78,8 @@ impl Reserve {
         *before_bytes = hotplug_bytes;
         let wanted = reserve_ratios(zones, hotplug_bytes, &self.least);
         if wanted != self.current {
-            // Without a record the guest is served all the same; only who is killed leaves no trace.
+            // Without a record the guest is served all the same; only who is killed leaves no
+            // trace.
             if let Err(error) = self.put_on_record(&wanted) {
                 let record = self.record.display();
                 eprintln!(

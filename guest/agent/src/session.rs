@@ -160,7 +160,8 @@ impl<'a> Session<'a> {
         Ok(Ready { readable: socket & ended != 0, writable: socket & libc::POLLOUT != 0, stalled })
     }
 
-    /// A cheap look at free memory, and a dearer one at what is available if that has fallen and counts.
+    /// A cheap look at free memory, and a dearer one at what is available if that has fallen and
+    /// counts.
     fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes().unwrap_or(0);
         if !self.pace.is_suspicious(free_bytes, now_ms) {

@@ -55,7 +55,8 @@ pub fn page_size_bytes() -> u64 {
     u64::try_from(size).unwrap_or(4096)
 }
 
-/// Locks all memory that the process has and will have, so that it can report under the pressure it reports.
+/// Locks all memory that the process has and will have, so that it can report under the pressure it
+/// reports.
 pub fn lock_memory() -> io::Result<()> {
     // SAFETY: mlockall reads and writes no memory of ours.
     check(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) }).map(drop)
@@ -67,7 +68,8 @@ pub fn raise_priority() -> io::Result<()> {
     check(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) }).map(drop)
 }
 
-/// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait for the kernel.
+/// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait
+/// for the kernel.
 pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     extern "C" fn ignore(_: libc::c_int) {}
     // SAFETY: plain data, for which zero is a valid value.
@@ -101,8 +103,8 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
     result
 }
 
-/// A descriptor that becomes readable when the process is to end, which it does not do by itself from now on. Of threads
-/// started later; so it is called before any is.
+/// A descriptor that becomes readable when the process is to end, which it does not do by itself
+/// from now on. Of threads started later; so it is called before any is.
 pub fn watch_termination() -> io::Result<OwnedFd> {
     // SAFETY: sigset_t is plain data, and sigemptyset makes a set of it before anything else looks.
     let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
@@ -122,7 +124,8 @@ pub fn watch_termination() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Waits until one of `fds` is ready or `timeout_ms` have passed. An interruption counts as a time-out.
+/// Waits until one of `fds` is ready or `timeout_ms` have passed. An interruption counts as a
+/// time-out.
 pub fn poll(fds: &mut [libc::pollfd], timeout_ms: u64) -> io::Result<()> {
     let timeout = libc::c_int::try_from(timeout_ms).unwrap_or(libc::c_int::MAX);
     let count = libc::nfds_t::try_from(fds.len()).unwrap_or(0);
@@ -142,8 +145,8 @@ pub fn pollfd(fd: Option<BorrowedFd<'_>>, events: libc::c_short) -> libc::pollfd
     libc::pollfd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events, revents: 0 }
 }
 
-/// The highest port that Linux gives to privileged processes only (LAST_RESERVED_PORT in its af_vsock.c): the VMM
-/// takes reports from these alone.
+/// The highest port that Linux gives to privileged processes only (LAST_RESERVED_PORT in its
+/// af_vsock.c): the VMM takes reports from these alone.
 const LAST_PRIVILEGED_PORT: u32 = 1023;
 /// How many of them to try: those of earlier connections may still be in use on one side.
 const PORTS_TO_TRY: u32 = 64;
@@ -154,7 +157,8 @@ fn privileged_ports(now_ms: u64) -> impl Iterator<Item = u32> {
     (0..PORTS_TO_TRY).map(move |n| LAST_PRIVILEGED_PORT - (first + n) % PORTS_TO_TRY)
 }
 
-/// Takes the first of `ports` that `bind` gets. A port in use is not the end of it; anything else is.
+/// Takes the first of `ports` that `bind` gets. A port in use is not the end of it; anything else
+/// is.
 fn bind_first(
     ports: impl Iterator<Item = u32>,
     mut bind: impl FnMut(u32) -> io::Result<()>,

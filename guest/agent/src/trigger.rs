@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 /// For each trigger what is asked of the kernel, best first.
 ///
-/// Some task has waited for 50 ms of 500 ms, or all of them at once for 15 ms. Linux takes no window shorter than 500 ms,
-/// and from whoever lacks CAP_SYS_RESOURCE none but multiples of 2 s, or, before 6.5, none at all
-/// (psi_trigger_create in kernel/sched/psi.c).
+/// Some task has waited for 50 ms of 500 ms, or all of them at once for 15 ms. Linux takes no
+/// window shorter than 500 ms, and from whoever lacks CAP_SYS_RESOURCE none but multiples of 2 s,
+/// or, before 6.5, none at all (psi_trigger_create in kernel/sched/psi.c).
 const REQUESTS: [[&[u8]; 2]; 2] = [
     [b"some 50000 500000\0", b"some 200000 2000000\0"],
     [b"full 15000 500000\0", b"full 60000 2000000\0"],
@@ -31,8 +31,8 @@ pub struct Triggers {
 }
 
 impl Triggers {
-    /// Registers them with the pressure file under `root`, which is /proc outside of tests. An error if there is none of
-    /// them.
+    /// Registers them with the pressure file under `root`, which is /proc outside of tests. An
+    /// error if there is none of them.
     pub fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
         let mut triggers = Triggers {
             path: root.join("pressure/memory"),
@@ -65,8 +65,8 @@ impl Triggers {
         self.files.each_ref().map(|file| file.as_ref().map(AsFd::as_fd))
     }
 
-    /// Takes in what poll has said of them: whether one has fired. Those that the kernel took away are given up, and
-    /// asked for again some time later.
+    /// Takes in what poll has said of them: whether one has fired. Those that the kernel took away
+    /// are given up, and asked for again some time later.
     pub fn fired(&mut self, events: [libc::c_short; TRIGGERS], now_ms: u64) -> bool {
         for (file, events) in self.files.iter_mut().zip(events) {
             if events & (libc::POLLERR | libc::POLLNVAL) != 0 {

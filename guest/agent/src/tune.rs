@@ -1,4 +1,5 @@
-//! Settings of the kernel that are right for memory of one kind, and wrong for a guest that grows into a second one.
+//! Settings of the kernel that are right for memory of one kind, and wrong for a guest that grows
+//! into a second one.
 
 use std::fs;
 use std::io;
@@ -8,21 +9,23 @@ use foreshore_proto::{Zone, full_pm_pages};
 
 use crate::record;
 
-/// What Linux has by itself, and what a guest needs while a node without CPUs, which is how PM looks, has memory.
+/// What Linux has by itself, and what a guest needs while a node without CPUs, which is how PM
+/// looks, has memory.
 ///
-/// 1. A fault takes a huge page from the node that it happens on, and from another one only if it may compact
-///    (mm/mempolicy.c, alloc_pages_mpol). With DRAM full, PM would serve small pages alone. Where there is nothing
-///    to compact for, which is so in a node that is full, Linux goes on to the next node at once (mm/page_alloc.c,
-///    __alloc_pages_slowpath: COMPACT_SKIPPED).
-/// 2. khugepaged takes its huge page from the node that most of the small ones are on, and reclaims there what it lacks
-///    (mm/khugepaged.c, alloc_charge_folio): it swaps DRAM while PM is free.
-/// 3. A page block that changes hands wakes kswapd to restore the zone to a boosted watermark (mm/page_alloc.c,
-///    boost_watermark). In a node that is full it cannot do so without swapping (mm/vmscan.c, balance_pgdat).
-/// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c, can_demote). Kernels
-///    since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c); older kernels find none, and the setting changes
-///    nothing. If PM is full, no page can move. Without swap Linux then still counts all pages as reclaimable
-///    (can_reclaim_anon_pages), and scans DRAM for minutes before it calls the OOM killer. So demotion is off while PM
-///    is full.
+/// 1. A fault takes a huge page from the node that it happens on, and from another one only if it
+///    may compact (mm/mempolicy.c, alloc_pages_mpol). With DRAM full, PM would serve small pages
+///    alone. Where there is nothing to compact for, which is so in a node that is full, Linux goes
+///    on to the next node at once (mm/page_alloc.c, __alloc_pages_slowpath: COMPACT_SKIPPED).
+/// 2. khugepaged takes its huge page from the node that most of the small ones are on, and reclaims
+///    there what it lacks (mm/khugepaged.c, alloc_charge_folio): it swaps DRAM while PM is free.
+/// 3. A page block that changes hands wakes kswapd to restore the zone to a boosted watermark
+///    (mm/page_alloc.c, boost_watermark). In a node that is full it cannot do so without swapping
+///    (mm/vmscan.c, balance_pgdat).
+/// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c,
+///    can_demote). Kernels since 6.7 find that node in the HMAT (drivers/acpi/numa/hmat.c); older
+///    kernels find none, and the setting changes nothing. If PM is full, no page can move. Without
+///    swap Linux then still counts all pages as reclaimable (can_reclaim_anon_pages), and scans
+///    DRAM for minutes before it calls the OOM killer. So demotion is off while PM is full.
 const SETTINGS: [Setting; 4] = [
     Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
     Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0", needs_free_pm: false },
@@ -58,13 +61,15 @@ struct Setting {
     needs_free_pm: bool,
 }
 
-/// The name of the record, which has a line for each setting that the agent has changed: its path, and what was there.
+/// The name of the record, which has a line for each setting that the agent has changed: its path,
+/// and what was there.
 const NAME: &str = "settings";
 
 /// Adapts the kernel's settings to what memory the guest has.
 ///
-/// An agent that is killed leaves them so, and what it leaves is what an owner may have set too. So what was there is on
-/// record for as long as the guest runs, and is put there before a setting is written.
+/// An agent that is killed leaves them so, and what it leaves is what an owner may have set too. So
+/// what was there is on record for as long as the guest runs, and is put there before a setting is
+/// written.
 #[derive(Debug)]
 pub struct Tuning {
     root: PathBuf,
@@ -77,7 +82,8 @@ pub struct Tuning {
     pm_nodes: Vec<u32>,
     has_free_pm: bool,
     huge_pages: HugePages,
-    /// The size at which it was not known how the kernel was built, and how often that has been so.
+    /// The size at which it was not known how the kernel was built, and how often that has been
+    /// so.
     unknown_at: (u64, u64),
 }
 
@@ -86,14 +92,14 @@ pub struct Tuning {
 enum HugePages {
     /// It was not, it has them, or somebody else has chosen.
     Settled,
-    /// It was. `has_begun` where writing the settings has, so that they do not look untouched any more; and what the
-    /// command line says.
+    /// It was. `has_begun` where writing the settings has, so that they do not look untouched any
+    /// more; and what the command line says.
     LeftOut { has_begun: bool, by_command_line: Option<Option<&'static str>> },
 }
 
 impl Tuning {
-    /// Reads what is set under `root`, which is / outside of tests, and the record under `run`, which lasts as long as the
-    /// guest runs.
+    /// Reads what is set under `root`, which is / outside of tests, and the record under `run`,
+    /// which lasts as long as the guest runs.
     pub fn open(root: &Path, run: &Path) -> Self {
         let mut tuning = Self {
             root: root.to_owned(),
@@ -113,7 +119,8 @@ impl Tuning {
                 .map(|(_, was)| was.to_owned())
         };
         for (index, setting) in SETTINGS.iter().enumerate() {
-            // On record, and not in force: the kill came before the setting was written, or the owner after it.
+            // On record, and not in force: the kill came before the setting was written, or the
+            // owner after it.
             tuning.was[index] = recorded(setting.path)
                 .filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
         }
@@ -128,8 +135,8 @@ impl Tuning {
         tuning
     }
 
-    /// Adapts them to the guest's zones and size. Does nothing while these stay as they are. What fails is tried again when
-    /// they change.
+    /// Adapts them to the guest's zones and size. Does nothing while these stay as they are. What
+    /// fails is tried again when they change.
     pub fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.give_huge_pages(total_bytes);
         let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
@@ -174,8 +181,8 @@ impl Tuning {
         Self::open(root, run).restore()
     }
 
-    /// Linux looks at the guest's size at boot only. Whatever else decides is read here and not at the start: then
-    /// /boot may not be mounted, and nobody has set anything yet.
+    /// Linux looks at the guest's size at boot only. Whatever else decides is read here and not at
+    /// the start: then /boot may not be mounted, and nobody has set anything yet.
     fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
         let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else {
             return Ok(());
@@ -213,8 +220,9 @@ impl Tuning {
         written
     }
 
-    /// How the kernel was built, where that is said. /boot may be mounted yet, or never: where it is missing it is looked for
-    /// again when the guest's size changes, and else after once, twice, four times as many reports.
+    /// How the kernel was built, where that is said. /boot may be mounted yet, or never: where it
+    /// is missing it is looked for again when the guest's size changes, and else after once,
+    /// twice, four times as many reports.
     fn config(&mut self, total_bytes: u64) -> Option<String> {
         let (at_bytes, times) = self.unknown_at;
         let times = if total_bytes == at_bytes { times + 1 } else { 1 };
@@ -226,8 +234,9 @@ impl Tuning {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Whether huge pages are off for the guest's size at boot: then Linux clears all of these, while
-    /// `transparent_hugepage=never` and whoever switches them off later touch the first only.
+    /// Whether huge pages are off for the guest's size at boot: then Linux clears all of these,
+    /// while `transparent_hugepage=never` and whoever switches them off later touch the first
+    /// only.
     fn has_been_left_out(&self) -> bool {
         chosen(&self.read(ENABLED)) == "never"
             && chosen(&self.read(DEFRAG)) == "never"
@@ -249,7 +258,8 @@ impl Tuning {
         Ok(())
     }
 
-    /// What somebody else has set stays. One setting that fails keeps none of the others from being set.
+    /// What somebody else has set stays. One setting that fails keeps none of the others from being
+    /// set.
     fn set(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         for (index, setting) in SETTINGS.iter().enumerate() {
@@ -600,7 +610,8 @@ mod tests {
 
     #[test]
     fn an_agent_after_one_that_was_killed_knows_what_is_whose() {
-        // Of each setting: the kernel's, somebody else's, somebody else's that looks like ours, and none.
+        // Of each setting: the kernel's, somebody else's, somebody else's that looks like ours, and
+        // none.
         let foreign = [("defer", "always"), ("7", "0"), ("20000", "0"), ("0", "true")];
         for which in 0..SETTINGS.len() {
             let (other, like_ours) = foreign[which];

@@ -1,4 +1,5 @@
-//! The program itself, before a VMM that comes and goes. It changes nothing on the machine that the tests run on.
+//! The program itself, before a VMM that comes and goes. It changes nothing on the machine that the
+//! tests run on.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -66,7 +67,8 @@ impl Agent {
 
     fn signal(&self, signal: libc::c_int) {
         let pid = libc::pid_t::try_from(self.0.id()).expect("a pid");
-        // SAFETY: kill reads and writes no memory; the process is our child and has not been waited for.
+        // SAFETY: kill reads and writes no memory; the process is our child and has not been waited
+        // for.
         assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
     }
 
@@ -117,8 +119,9 @@ impl Vmm {
         self.report().seq()
     }
 
-    /// Stops the agent after at least `count` more reports. Returns the number of its last report and
-    /// the number of its reads. Reports that this test has not received yet would spoil the ratio.
+    /// Stops the agent after at least `count` more reports. Returns the number of its last report
+    /// and the number of its reads. Reports that this test has not received yet would spoil the
+    /// ratio.
     fn stop_after_reports(&mut self, agent: &Agent, count: u64) -> (u64, u64) {
         let mut seq = (0..count).map(|_| self.report_seq()).last().expect("at least one report");
         agent.stop();
@@ -291,7 +294,8 @@ fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
     assert!(agent.end().success());
 }
 
-/// Each text once, and the longest of them once a second, if what is free adds up; no text to its end and once more.
+/// Each text once, and the longest of them once a second, if what is free adds up; no text to its
+/// end and once more.
 #[test]
 fn while_it_reports_fast_it_makes_fewer_than_two_reads_for_each_text() {
     const REPORTS: u64 = 50;

@@ -1,9 +1,10 @@
 //! Division of the boot memory of a guest with PM between its kernel and its programs.
 //!
-//! PM is online movable and serves programs only. Programs fill DRAM first, so without a bound they leave the kernel no
-//! DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a reserve free in a zone from allocations
-//! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory
-//! gets a ZONE_MOVABLE as large as the reserve (docs/decisions/0022).
+//! PM is online movable and serves programs only. Programs fill DRAM first, so without a bound they
+//! leave the kernel no DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a
+//! reserve free in a zone from allocations that a higher zone of the same node could serve
+//! (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory gets a ZONE_MOVABLE as large as
+//! the reserve (docs/decisions/0022).
 //!
 //! The VMM writes the division to the kernel's command line, and the simulator models it.
 
@@ -13,7 +14,8 @@ use crate::{LINUX_RESERVE_RATIOS, descriptor_bytes, kernel_reserve_bytes};
 const MIB: u64 = 1 << 20;
 /// Boot memory below the hole for devices. The kernel's part of it is ZONE_DMA32.
 pub const LOW_BOOT_BYTES: u64 = 3 << 30;
-/// Linux rounds ZONE_MOVABLE to blocks of the page allocator (mm/mm_init.c, find_zone_movable_pfns_for_nodes).
+/// Linux rounds ZONE_MOVABLE to blocks of the page allocator (mm/mm_init.c,
+/// find_zone_movable_pfns_for_nodes).
 const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
 /// Text, data and boot allocations of the kernel: a fixed part, and a part of boot memory.
 const KERNEL_BYTES: u64 = 64 * MIB;
@@ -40,8 +42,9 @@ impl BootMemory {
 
     /// Part of boot memory that becomes ZONE_MOVABLE: 0 if no PM can be added.
     ///
-    /// ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve. At boot, Linux takes the
-    /// page descriptors of boot memory from the top of ZONE_MOVABLE (mm/memblock.c searches from the top), so they are added.
+    /// ZONE_MOVABLE is a part of the highest zone of boot memory, and that has to keep the reserve.
+    /// At boot, Linux takes the page descriptors of boot memory from the top of ZONE_MOVABLE
+    /// (mm/memblock.c searches from the top), so they are added.
     pub fn movable_bytes(&self) -> u64 {
         if self.pm_bytes == 0 {
             return 0;
@@ -64,29 +67,30 @@ impl BootMemory {
         self.movable_bytes().saturating_sub(descriptor_bytes(self.boot_bytes))
     }
 
-    /// Ratios of `vm.lowmem_reserve_ratio`. They stay in force in a guest without an agent; an agent adapts them. DRAM that can be
-    /// added counts, because it is movable as well and comes before PM.
+    /// Ratios of `vm.lowmem_reserve_ratio`. They stay in force in a guest without an agent; an
+    /// agent adapts them. DRAM that can be added counts, because it is movable as well and
+    /// comes before PM.
     pub fn reserve_ratios(&self) -> [u64; 5] {
         let mut ratios = LINUX_RESERVE_RATIOS;
         self.node().lower_ratios(&mut ratios, self.boot_bytes, self.hotplug_bytes());
         ratios
     }
 
-    /// Memory that boot memory has room to describe. In a guest with an agent, added DRAM brings its own room, because the agent
-    /// gives blocks of it to the kernel.
+    /// Memory that boot memory has room to describe. In a guest with an agent, added DRAM brings
+    /// its own room, because the agent gives blocks of it to the kernel.
     pub fn most_hotplug_bytes(&self) -> u64 {
         let boot_bytes = self.boot_bytes;
         let room_bytes = most_reserve_bytes(boot_bytes);
         let room_bytes = match self.normal_bytes() {
             0 => room_bytes,
             normal_bytes => {
-                // At most half of the memory above the hole is movable. Then each of the kernel's zones
-                // keeps as much, and no zone more than it has.
+                // At most half of the memory above the hole is movable. Then each of the kernel's
+                // zones keeps as much, and no zone more than it has.
                 let descriptor_bytes = descriptor_bytes(boot_bytes);
                 let half_bytes = normal_bytes.saturating_sub(descriptor_bytes) / 2;
                 let ratio = (2 * half_bytes).div_ceil(LOW_BOOT_BYTES).max(1);
-                // The agent wants no more than half of the kernel's zones. A ratio of 1 keeps as much as is
-                // movable in any case.
+                // The agent wants no more than half of the kernel's zones. A ratio of 1 keeps as
+                // much as is movable in any case.
                 let bound_bytes = half_bytes.max((LOW_BOOT_BYTES + half_bytes) / 2);
                 room_bytes.min(half_bytes + half_bytes / ratio).min(bound_bytes)
             }
@@ -114,8 +118,8 @@ impl BootMemory {
     }
 }
 
-/// Largest reserve of `boot_bytes`: half of what the kernel does not take at boot. The other half is
-/// movable, because Linux keeps no more of the highest zone that serves the kernel than there is
+/// Largest reserve of `boot_bytes`: half of what the kernel does not take at boot. The other half
+/// is movable, because Linux keeps no more of the highest zone that serves the kernel than there is
 /// movable memory.
 fn most_reserve_bytes(boot_bytes: u64) -> u64 {
     boot_bytes.saturating_sub(KERNEL_BYTES + boot_bytes / KERNEL_PART) / 2
@@ -150,8 +154,8 @@ mod tests {
         assert_eq!(division(384, 256, 512), (44, [8, 32]));
         // ZONE_NORMAL is the highest zone of the kernel.
         assert_eq!(division(8192, 0, 65_536), (1664, [256, 1]));
-        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve. The reserves are 480, 768,
-        // 1280 and 1920 MiB. 960 MiB of the third can be kept.
+        // If ZONE_NORMAL is small, ZONE_DMA32 keeps the rest of the reserve. The reserves are 480,
+        // 768, 1280 and 1920 MiB. 960 MiB of the third can be kept.
         assert_eq!(division(3584, 0, 16_384), (284, [1, 1]));
         assert_eq!(division(4096, 0, 32_768), (544, [1, 1]));
         assert_eq!(division(4096, 0, 65_536), (544, [1, 1]));
@@ -178,7 +182,8 @@ mod tests {
         }
     }
 
-    /// The descriptors of boot memory lie in ZONE_MOVABLE, so the kernel's zones would keep a 64th of boot memory less.
+    /// The descriptors of boot memory lie in ZONE_MOVABLE, so the kernel's zones would keep a 64th
+    /// of boot memory less.
     #[test]
     fn boot_memory_below_the_hole_keeps_the_whole_reserve() {
         for (boot_mib, pm_mib) in

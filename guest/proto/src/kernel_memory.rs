@@ -1,7 +1,8 @@
 //! Memory that the guest's kernel can use for its own allocations.
 //!
-//! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable (mm/page_alloc.c,
-//! gfp_zone). The agent, the governor and its policies compare these sums, so they are computed here for all.
+//! Slabs, page tables, stacks, sockets and page descriptors come from zones that are not movable
+//! (mm/page_alloc.c, gfp_zone). The agent, the governor and its policies compare these sums, so
+//! they are computed here for all.
 
 use std::collections::VecDeque;
 
@@ -26,7 +27,8 @@ pub(crate) const LEAST_INODE_BYTES: u64 = 512;
 /// Sums over a guest's zones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelMemory {
-    /// Memory that the kernel can use for itself. ZONE_DMA does not count, because only drivers allocate from it.
+    /// Memory that the kernel can use for itself. ZONE_DMA does not count, because only drivers
+    /// allocate from it.
     pub managed_bytes: u64,
     /// Free part of `managed_bytes` above the high watermarks.
     pub room_bytes: u64,
@@ -60,11 +62,12 @@ impl KernelMemory {
     }
 }
 
-/// Rate at which kernel memory grows, and the part of it that Linux reclaims when it needs the memory.
+/// Rate at which kernel memory grows, and the part of it that Linux reclaims when it needs the
+/// memory.
 ///
-/// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A fixed threshold of
-/// free memory reacts too late then, so the governor and the agent add the growth within the time that they need to
-/// provide memory.
+/// A program that creates thousands of files uses hundreds of MiB of kernel memory per second. A
+/// fixed threshold of free memory reacts too late then, so the governor and the agent add the
+/// growth within the time that they need to provide memory.
 ///
 /// A program that walks a file system (`updatedb`) fills the kernel's zones with dentries and
 /// inodes. kswapd drops those on an LRU list as fast as other allocations need the memory, so they
@@ -74,7 +77,8 @@ pub struct KernelGrowth {
     last: Option<Sample>,
     bytes_per_s: u64,
     caches_bytes: u64,
-    /// Stalls of kernel allocations at the last update, and the time of the last update with a new one.
+    /// Stalls of kernel allocations at the last update, and the time of the last update with a new
+    /// one.
     allocstalls: Option<u64>,
     stalled_at_ms: Option<u64>,
 }
@@ -87,8 +91,8 @@ struct Sample {
 }
 
 impl KernelGrowth {
-    /// Updates the rate with the kernel memory at `now_ms`, and with the stalls of kernel allocations since boot. Without kernel
-    /// memory the rate is zero.
+    /// Updates the rate with the kernel memory at `now_ms`, and with the stalls of kernel
+    /// allocations since boot. Without kernel memory the rate is zero.
     pub fn update(&mut self, kernel: Option<&KernelUse>, allocstalls: u64, now_ms: u64) {
         let Some(kernel) = kernel else {
             *self = KernelGrowth::default();
@@ -135,17 +139,19 @@ impl KernelGrowth {
     }
 }
 
-/// Growth of all kernel memory: the pages of the kernel's zones that are neither free nor user pages.
+/// Growth of all kernel memory: the pages of the kernel's zones that are neither free nor user
+/// pages.
 ///
-/// Linux has no counter for some kernel memory, for example the data of sockets and pipes (mm/vmstat.c).
+/// Linux has no counter for some kernel memory, for example the data of sockets and pipes
+/// (mm/vmstat.c).
 ///
 /// Locked pages and compressed pages of programs are not kernel memory, so `mlock` and swapping to
-/// zram or zswap are not counted as growth. The agent reads them at most once per second, so they may
-/// look like growth until then. Pages of the balloon do count, because the guest's kernel has lost
-/// them for its own allocations.
+/// zram or zswap are not counted as growth. The agent reads them at most once per second, so they
+/// may look like growth until then. Pages of the balloon do count, because the guest's kernel has
+/// lost them for its own allocations.
 ///
-/// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that free
-/// memory move pages to these lists and back. So the rate is the average of at least a second.
+/// Free pages on lists of a CPU count as used (mm/page_alloc.c, free_unref_page), and programs that
+/// free memory move pages to these lists and back. So the rate is the average of at least a second.
 #[derive(Clone, Debug, Default)]
 pub struct ZoneGrowth {
     samples: VecDeque<Sample>,

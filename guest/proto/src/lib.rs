@@ -1,16 +1,18 @@
 //! What the guest's agent and the VMM say to each other.
 //!
-//! The channel is a vsock stream to the host (CID 2), port [`VSOCK_PORT`]. Both sides write JSON objects, one per
-//! line. Every object names its `type` and the protocol `version`. The agent speaks first, with a [`Hello`], and
-//! then sends reports; the VMM answers with [`VmmMessage`]s when it wants the agent to do something else.
+//! The channel is a vsock stream to the host (CID 2), port [`VSOCK_PORT`]. Both sides write JSON
+//! objects, one per line. Every object names its `type` and the protocol `version`. The agent
+//! speaks first, with a [`Hello`], and then sends reports; the VMM answers with [`VmmMessage`]s
+//! when it wants the agent to do something else.
 //!
-//! Each side treats what it reads as untrusted: [`LineReader`] bounds a line's length, [`decode_agent_message`] and
-//! [`decode_vmm_message`] bound its shape, and [`Report`] and [`Hello`] exist only with every value inside its
-//! bound. Fields that a reader does not know are skipped, so that either side may be the newer one; a change that
-//! an older reader would misunderstand raises [`PROTOCOL_VERSION`].
+//! Each side treats what it reads as untrusted: [`LineReader`] bounds a line's length,
+//! [`decode_agent_message`] and [`decode_vmm_message`] bound its shape, and [`Report`] and
+//! [`Hello`] exist only with every value inside its bound. Fields that a reader does not know are
+//! skipped, so that either side may be the newer one; a change that an older reader would
+//! misunderstand raises [`PROTOCOL_VERSION`].
 //!
-//! Sizes are in bytes or pages as the name says; durations in the unit that the name ends in; counters are totals
-//! since the guest booted.
+//! Sizes are in bytes or pages as the name says; durations in the unit that the name ends in;
+//! counters are totals since the guest booted.
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
@@ -54,8 +56,10 @@ pub const VSOCK_PORT: u32 = 9746;
 /// The version of the protocol that this crate speaks.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// The size of the largest blocks in which Linux' page allocator keeps free memory on x86-64 (order 10).
+/// The size of the largest blocks in which Linux' page allocator keeps free memory on x86-64 (order
+/// 10).
 pub const LARGEST_BLOCK_BYTES: u64 = 4 << 20;
 
-/// The longest line that a reader accepts, without its newline. A report of 64 nodes needs about half of it.
+/// The longest line that a reader accepts, without its newline. A report of 64 nodes needs about
+/// half of it.
 pub const MAX_LINE_BYTES: usize = 64 * 1024;

@@ -2,7 +2,8 @@
 
 use crate::{MAX_LINE_BYTES, Refusal};
 
-/// Cuts a byte stream into lines. What is kept is never longer than [`MAX_LINE_BYTES`], whatever is fed.
+/// Cuts a byte stream into lines. What is kept is never longer than [`MAX_LINE_BYTES`], whatever is
+/// fed.
 #[derive(Debug, Default)]
 pub struct LineReader {
     buffer: Vec<u8>,
@@ -27,8 +28,8 @@ impl LineReader {
         Self::default()
     }
 
-    /// Takes bytes off the front of `input` and returns the next line once it is complete. `None`: all of `input`
-    /// has been taken, and the line goes on.
+    /// Takes bytes off the front of `input` and returns the next line once it is complete. `None`:
+    /// all of `input` has been taken, and the line goes on.
     pub fn next<'a>(&'a mut self, input: &mut &[u8]) -> Option<NextLine<'a>> {
         self.buffer.drain(..self.taken);
         self.taken = 0;

@@ -1,18 +1,19 @@
-//! When the agent is to look, and when to report. Pure: the caller brings the time and the figures, so that the agent
-//! and a simulated guest go at the same pace.
+//! When the agent is to look, and when to report. Pure: the caller brings the time and the figures,
+//! so that the agent and a simulated guest go at the same pace.
 //!
-//! Two costs are weighed: a report costs the guest the formatting of four texts in /proc, a look costs one cheap
-//! system call. So at rest the agent reports once a second, but looks more often, and the sooner the less there is
-//! to lose; a look that finds much gone leads to a report at once.
+//! Two costs are weighed: a report costs the guest the formatting of four texts in /proc, a look
+//! costs one cheap system call. So at rest the agent reports once a second, but looks more often,
+//! and the sooner the less there is to lose; a look that finds much gone leads to a report at once.
 //!
-//! "There" is what is available, or what is free: as the VMM says ([`Settings::watermark_of`]), because it decides by one
-//! of the two.
+//! "There" is what is available, or what is free: as the VMM says ([`Settings::watermark_of`]),
+//! because it decides by one of the two.
 //!
-//! A look that finds memory falling is followed by another one soon: the sooner news is seen, the more is left when there is
-//! more. (A simulated guest does without these, and is told of up to 35 ms later.)
+//! A look that finds memory falling is followed by another one soon: the sooner news is seen, the
+//! more is left when there is more. (A simulated guest does without these, and is told of up to 35
+//! ms later.)
 //!
-//! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to the watermark, and how
-//! soon it is reached if memory goes on falling as it does.
+//! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to
+//! the watermark, and how soon it is reached if memory goes on falling as it does.
 
 use crate::{Measure, Memory, Settings, scale};
 
@@ -22,15 +23,16 @@ const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 /// Look at least this often: how soon a shortage is noticed in a guest that had plenty.
 const MAX_LOOK_MS: u64 = 100;
 
-/// Look again this soon where memory falls. Each of these has found an eighth of what may go gone since the one before, so there are
-/// no more than eight of them before there is news.
+/// Look again this soon where memory falls. Each of these has found an eighth of what may go gone
+/// since the one before, so there are no more than eight of them before there is news.
 const FALLING_LOOK_MS: u64 = 15;
 
-/// A fall by this part of what may go before there is news, from one look to the next, is worth one soon.
+/// A fall by this part of what may go before there is news, from one look to the next, is worth one
+/// soon.
 const FALLING_PART: u64 = 8;
 
-/// Where free memory stays to the page what it was, what page cache hides is read again after so long: reclaim frees 32 pages
-/// at a time, and is hardly ever as exact as that.
+/// Where free memory stays to the page what it was, what page cache hides is read again after so
+/// long: reclaim frees 32 pages at a time, and is hardly ever as exact as that.
 const UNMOVED_MS: u64 = 500;
 
 /// Report at the fast rate for this long after something was seen, to show how it goes on.
@@ -66,7 +68,8 @@ pub struct Pace {
     /// When what is there was read last, and what was free then.
     read_ms: u64,
     read_free_bytes: u64,
-    /// What was free, and there, when each was seen last; and whether what was seen last has fallen to that.
+    /// What was free, and there, when each was seen last; and whether what was seen last has
+    /// fallen to that.
     seen_free_bytes: u64,
     seen_there_bytes: u64,
     is_falling: bool,
@@ -93,11 +96,11 @@ impl Fall {
     }
 }
 
-/// The interval that fits so much memory, falling so fast: never shorter than that under the watermark, never
-/// longer than that at rest.
+/// The interval that fits so much memory, falling so fast: never shorter than that under the
+/// watermark, never longer than that at rest.
 ///
-/// At the watermark the former, at twice the watermark the latter, in between in proportion; and short enough
-/// for some reports before the watermark is reached.
+/// At the watermark the former, at twice the watermark the latter, in between in proportion; and
+/// short enough for some reports before the watermark is reached.
 fn interval_ms(settings: &Settings, there_bytes: u64, fall: Fall) -> u64 {
     let rest_ms = u64::from(settings.rest_interval_ms);
     let fast_ms = u64::from(settings.watermark_interval_ms).min(rest_ms);
@@ -178,8 +181,9 @@ impl Pace {
         self.kernel_bytes = kernel_bytes;
     }
 
-    /// Checks if kernel memory has grown so much since the last report that another report is due. Available memory may not
-    /// show the growth, because it includes slabs that cannot be reclaimed (mm/show_mem.c, si_mem_available).
+    /// Checks if kernel memory has grown so much since the last report that another report is due.
+    /// Available memory may not show the growth, because it includes slabs that cannot be
+    /// reclaimed (mm/show_mem.c, si_mem_available).
     pub fn is_kernel_news(&self, kernel_bytes: u64) -> bool {
         let news_bytes = (self.margin_bytes() / 2).max(LEAST_KERNEL_NEWS_BYTES);
         kernel_bytes.saturating_sub(self.kernel_bytes) > news_bytes
@@ -190,8 +194,9 @@ impl Pace {
         self.measure().of(&self.reported)
     }
 
-    /// What parts are taken of. Page cache leaves little free in every guest that has run for a while, and
-    /// every file that is read moves that little: there a part of the watermark is what counts.
+    /// What parts are taken of. Page cache leaves little free in every guest that has run for a
+    /// while, and every file that is read moves that little: there a part of the watermark is
+    /// what counts.
     fn whole_bytes(&self, there_bytes: u64) -> u64 {
         match self.measure() {
             Measure::Free => there_bytes.max(self.settings.watermark_bytes),
@@ -244,7 +249,8 @@ impl Pace {
         } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
-            // A guest is kept near its watermark: that alone is no reason to report often. Looks go on.
+            // A guest is kept near its watermark: that alone is no reason to report often. Looks go
+            // on.
             rest_ms
         };
         self.reported_ms.saturating_add(interval_ms)
@@ -264,9 +270,10 @@ impl Pace {
         self.looked_ms.saturating_add(look_ms.min(soon_ms))
     }
 
-    /// Whether so little free memory makes it worth reading what is there by the VMM's measure, which costs many times what a
-    /// look does. Where page cache takes what is free, free memory says nothing of what is available; but as long as
-    /// it is to the page what it was when that was read, nobody has taken anything.
+    /// Whether so little free memory makes it worth reading what is there by the VMM's measure,
+    /// which costs many times what a look does. Where page cache takes what is free, free
+    /// memory says nothing of what is available; but as long as it is to the page what it was
+    /// when that was read, nobody has taken anything.
     pub fn is_suspicious(&self, free_bytes: u64, now_ms: u64) -> bool {
         if self.measure() == Measure::Free {
             return self.is_news(free_bytes);
@@ -521,7 +528,8 @@ mod tests {
         );
     }
 
-    /// How often a guest reads what is there in ten seconds beside its reports, where so much is free at each look.
+    /// How often a guest reads what is there in ten seconds beside its reports, where so much is
+    /// free at each look.
     fn reads_in_ten_seconds(available_mib: u64, free_bytes: impl Fn(u64) -> u64) -> u64 {
         let mut pace = pace(20, available_mib);
         let mut reads = 0;
@@ -555,7 +563,8 @@ mod tests {
                 hardly <= 3 * 10,
                 "{available_mib} MiB available: {hardly} reads, and hardly anything moves"
             );
-            // While something moves, each look is one at what is there: some ten or twenty a second, as before.
+            // While something moves, each look is one at what is there: some ten or twenty a
+            // second, as before.
             let moving =
                 reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
             assert!((80..=200).contains(&moving), "{available_mib} MiB available: {moving} reads");

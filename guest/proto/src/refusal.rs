@@ -31,7 +31,8 @@ impl fmt::Display for Bound {
     }
 }
 
-/// Why a line is refused. The loop goes on after each of them; [`Refusal::label`] names it in a metric.
+/// Why a line is refused. The loop goes on after each of them; [`Refusal::label`] names it in a
+/// metric.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Refusal {
     /// The line is longer than a line may be.
@@ -141,8 +142,8 @@ impl Refusal {
     }
 
     pub(crate) fn from_json(error: serde_json::Error) -> Self {
-        // The text may quote the sender's data, so it is bounded; it carries line and column at its end, which say
-        // nothing here.
+        // The text may quote the sender's data, so it is bounded; it carries line and column at its
+        // end, which say nothing here.
         let reason = error.to_string().chars().take(4 * MAX_QUOTED_CHARS).collect();
         match error.classify() {
             serde_json::error::Category::Data => Refusal::WrongShape { reason },

@@ -1,7 +1,8 @@
 //! DRAM that is kept for the guest's kernel.
 //!
-//! The agent writes it to a sysctl, the policies do not count it as free memory, and the simulator models it. All three compute
-//! it here. The VMM computes it for boot memory ([`BootMemory`](crate::BootMemory)).
+//! The agent writes it to a sysctl, the policies do not count it as free memory, and the simulator
+//! models it. All three compute it here. The VMM computes it for boot memory
+//! ([`BootMemory`](crate::BootMemory)).
 
 use std::cmp::Reverse;
 
@@ -16,8 +17,8 @@ const BASE_PART: u64 = 16;
 const MIN_BASE_BYTES: u64 = 8 * MIB;
 const MAX_BASE_BYTES: u64 = 512 * MIB;
 
-/// Memory that one byte of page descriptors describes: a descriptor of 64 bytes for each page of 4 KiB
-/// (include/linux/mm_types.h).
+/// Memory that one byte of page descriptors describes: a descriptor of 64 bytes for each page of 4
+/// KiB (include/linux/mm_types.h).
 const DESCRIBED_PER_BYTE: u64 = 64;
 
 /// Size of the page descriptors of `memory_bytes`.
@@ -25,10 +26,11 @@ pub fn descriptor_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / DESCRIBED_PER_BYTE
 }
 
-/// DRAM that user pages leave free in a guest with `dram_bytes` of DRAM, to which `hotplug_bytes` can be added.
+/// DRAM that user pages leave free in a guest with `dram_bytes` of DRAM, to which `hotplug_bytes`
+/// can be added.
 ///
-/// The page descriptors of all that can be added have to fit, because the kernel cannot reclaim user pages for them as fast
-/// as memory is plugged.
+/// The page descriptors of all that can be added have to fit, because the kernel cannot reclaim
+/// user pages for them as fast as memory is plugged.
 pub fn kernel_reserve_bytes(dram_bytes: u64, hotplug_bytes: u64) -> u64 {
     (dram_bytes / BASE_PART).clamp(MIN_BASE_BYTES, MAX_BASE_BYTES) + descriptor_bytes(hotplug_bytes)
 }
@@ -38,8 +40,8 @@ fn node_reserve_bytes(dram_bytes: u64, kernel_bytes: u64, hotplug_bytes: u64) ->
     kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(kernel_bytes / 2)
 }
 
-/// Linux' ratios of `vm.lowmem_reserve_ratio`, in the order of its zones: ZONE_DMA, ZONE_DMA32, ZONE_NORMAL, ZONE_MOVABLE and
-/// ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
+/// Linux' ratios of `vm.lowmem_reserve_ratio`, in the order of its zones: ZONE_DMA, ZONE_DMA32,
+/// ZONE_NORMAL, ZONE_MOVABLE and ZONE_DEVICE (mm/page_alloc.c, sysctl_lowmem_reserve_ratio).
 pub const LINUX_RESERVE_RATIOS: [u64; 5] = [256, 256, 32, 0, 0];
 
 /// Zones in the order of the ratios, as far as they can serve the kernel.
@@ -69,18 +71,19 @@ impl NodeMemory {
         self.zones_bytes.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
     }
 
-    /// Lowers `ratios` so that the kernel's zones keep the reserve of a node with `dram_bytes`, to which `hotplug_bytes` can be
-    /// added.
+    /// Lowers `ratios` so that the kernel's zones keep the reserve of a node with `dram_bytes`, to
+    /// which `hotplug_bytes` can be added.
     ///
-    /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that it looks at
-    /// (mm/page_alloc.c, zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much
-    /// above `low`, and the kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
+    /// The reserve is independent of the watermarks. Linux adds the reserve to the watermark that
+    /// it looks at (mm/page_alloc.c, zone_watermark_fast: `mark +
+    /// z->lowmem_reserve[highest_zoneidx]`). So user pages stop that much above `low`, and the
+    /// kernel can use all of the reserve before free memory falls to `low` and wakes kswapd.
     pub fn lower_ratios(&self, ratios: &mut [u64], dram_bytes: u64, hotplug_bytes: u64) {
         self.keep(ratios, node_reserve_bytes(dram_bytes, self.kernel_bytes(), hotplug_bytes));
     }
 
-    /// Lowers `ratios` so that the kernel's zones keep `reserve_bytes` for the kernel, and as little
-    /// more from user pages as possible.
+    /// Lowers `ratios` so that the kernel's zones keep `reserve_bytes` for the kernel, and as
+    /// little more from user pages as possible.
     fn keep(&self, ratios: &mut [u64], reserve_bytes: u64) {
         // A few MiB of reserve are not worth hundreds of MiB of the programs.
         let enough_bytes = reserve_bytes - reserve_bytes / 16;
@@ -99,12 +102,14 @@ impl NodeMemory {
 
     /// Returns `ratios`, lowered so that the zones keep up to `reserve_bytes` for the kernel.
     ///
-    /// The reserve of a zone is the memory of all higher zones, divided by its ratio (mm/page_alloc.c,
-    /// setup_per_zone_lowmem_reserve). The reserve of a lower zone also excludes the kernel's
-    /// allocations for a higher zone, so the highest zone is used first, and only movable memory
-    /// counts. Zones of size 0 are skipped, and so is ZONE_DMA, which only drivers use.
+    /// The reserve of a zone is the memory of all higher zones, divided by its ratio
+    /// (mm/page_alloc.c, setup_per_zone_lowmem_reserve). The reserve of a lower zone also
+    /// excludes the kernel's allocations for a higher zone, so the highest zone is used first,
+    /// and only movable memory counts. Zones of size 0 are skipped, and so is ZONE_DMA, which
+    /// only drivers use.
     ///
-    /// `is_whole`: all of the highest zone may be kept, if a ratio that keeps a part keeps too little.
+    /// `is_whole`: all of the highest zone may be kept, if a ratio that keeps a part keeps too
+    /// little.
     fn lowered(&self, ratios: &[u64], reserve_bytes: u64, is_whole: bool) -> Vec<u64> {
         let mut ratios = ratios.to_vec();
         let movable_bytes = self.movable_bytes;
@@ -140,8 +145,9 @@ impl NodeMemory {
         zones.map(share).fold(0, u64::saturating_add)
     }
 
-    /// Part of each zone that Linux keeps free of user pages under `ratios`: the memory of all higher zones of the node,
-    /// divided by the zone's ratio (mm/page_alloc.c, setup_per_zone_lowmem_reserve).
+    /// Part of each zone that Linux keeps free of user pages under `ratios`: the memory of all
+    /// higher zones of the node, divided by the zone's ratio (mm/page_alloc.c,
+    /// setup_per_zone_lowmem_reserve).
     pub fn kept_bytes(&self, ratios: &[u64]) -> [u64; KERNEL_ZONES.len()] {
         let mut kept_bytes = [0; KERNEL_ZONES.len()];
         let mut above_bytes = self.movable_bytes;
@@ -154,12 +160,12 @@ impl NodeMemory {
     }
 }
 
-/// Ratios of `vm.lowmem_reserve_ratio` that keep the reserve in every node of `zones` that has movable memory beside kernel
-/// zones, if `hotplug_bytes` can be plugged together. A ratio applies to all nodes, so the node with the largest reserve decides.
-/// No ratio exceeds that in `least`.
+/// Ratios of `vm.lowmem_reserve_ratio` that keep the reserve in every node of `zones` that has
+/// movable memory beside kernel zones, if `hotplug_bytes` can be plugged together. A ratio applies
+/// to all nodes, so the node with the largest reserve decides. No ratio exceeds that in `least`.
 ///
-/// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
-/// its share of them.
+/// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones,
+/// so each of these keeps its share of them.
 pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
     let mut ratios = least.to_vec();
     let all_kernel_pages = zones
@@ -216,12 +222,14 @@ mod tests {
         assert_eq!(ratios(3072, 1024, 1024, 512), [256, 256, 2, 0, 0]);
         assert_eq!(ratios(3072, 512, 512, 768), [256, 2, 1, 0, 0]);
         assert_eq!(ratios(3072, 32, 480, 480), [256, 1, 15, 0, 0]);
-        // All 480 MiB of ZONE_NORMAL are kept, and 90 of ZONE_DMA32. If half of ZONE_NORMAL were kept,
-        // ZONE_DMA32 would keep 994 MiB from programs.
+        // All 480 MiB of ZONE_NORMAL are kept, and 90 of ZONE_DMA32. If half of ZONE_NORMAL were
+        // kept, ZONE_DMA32 would keep 994 MiB from programs.
         assert_eq!(ratios(3072, 480, 514, 526), [256, 11, 1, 0, 0]);
-        // Half of the movable memory, and what ZONE_DMA32 keeps by default, are less than all of ZONE_NORMAL.
+        // Half of the movable memory, and what ZONE_DMA32 keeps by default, are less than all of
+        // ZONE_NORMAL.
         assert_eq!(ratios(2960, 2912, 4128, 2080), [256, 256, 2, 0, 0]);
-        // A reserve of 2247 MiB is enough. With all of ZONE_NORMAL programs would have 675 MiB less.
+        // A reserve of 2247 MiB is enough. With all of ZONE_NORMAL programs would have 675 MiB
+        // less.
         assert_eq!(ratios(3072, 1456, 1498, 2248), [256, 1, 2, 0, 0]);
         // A zone of 3 GiB keeps no more than that.
         assert_eq!(ratios(3072, 2496, 2496, 4992), [256, 2, 1, 0, 0]);

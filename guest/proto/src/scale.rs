@@ -1,6 +1,7 @@
 //! Products and quotients of sizes and rates.
 
-/// `value * numerator / denominator` without overflow in between, saturating. A denominator of 0 counts as 1.
+/// `value * numerator / denominator` without overflow in between, saturating. A denominator of 0
+/// counts as 1.
 pub fn scale(value: u64, numerator: u64, denominator: u64) -> u64 {
     // A division of 128 bits takes several times as long, and sizes and rates seldom need it.
     if let Some(product) = value.checked_mul(numerator) {

@@ -1,8 +1,8 @@
 //! Messages whose every value is inside its bound.
 //!
-//! The bounds are those of machines, not of plausibility: a value inside them may still be a lie, but no sum or
-//! product of a few of them overflows. What depends on earlier messages (order, clock) is checked by whoever keeps
-//! the state of the connection.
+//! The bounds are those of machines, not of plausibility: a value inside them may still be a lie,
+//! but no sum or product of a few of them overflows. What depends on earlier messages (order,
+//! clock) is checked by whoever keeps the state of the connection.
 
 use crate::kernel_memory::{DENTRY_BYTES, LEAST_INODE_BYTES};
 use crate::wire::{
@@ -29,12 +29,14 @@ const MAX_MONOTONIC_MS: u64 = 100 * 366 * 86_400_000;
 /// A sender that reports 20 times a second takes longer than MAX_MONOTONIC_MS to get here.
 const MAX_SEQ: u64 = 1 << 53;
 const MAX_COUNT: u64 = 1 << 60;
-/// The kernel samples stall times and the clock at different moments, and folds stall times in every 2 s.
+/// The kernel samples stall times and the clock at different moments, and folds stall times in
+/// every 2 s.
 const STALL_SLACK_US: u64 = 60_000_000;
-/// Per-CPU counts are folded into free pages late (mm/vmstat.c), so a zone may seem to have more free than it has.
+/// Per-CPU counts are folded into free pages late (mm/vmstat.c), so a zone may seem to have more
+/// free than it has.
 const FREE_SLACK_PAGES: u64 = 65_536;
-/// What a zone's `high` watermark may be although it has nothing: `min` is up to 128 pages where no kernel memory comes from, and
-/// `low` and `high` lie above it.
+/// What a zone's `high` watermark may be although it has nothing: `min` is up to 128 pages where no
+/// kernel memory comes from, and `low` and `high` lie above it.
 const LEAST_MARK_PAGES: u64 = 1024;
 
 fn at_most(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> {
@@ -169,10 +171,11 @@ impl Report {
         &self.0
     }
 
-    /// Whether it can be true of a machine that has no more memory than that: its total, and what its zones manage, have free and
-    /// are to keep free, each taken together.
+    /// Whether it can be true of a machine that has no more memory than that: its total, and what
+    /// its zones manage, have free and are to keep free, each taken together.
     ///
-    /// A zone by itself is held against the bounds of any machine only, and each of many zones could be as large as the machine.
+    /// A zone by itself is held against the bounds of any machine only, and each of many zones
+    /// could be as large as the machine.
     pub fn check_within(&self, most_bytes: u64) -> Result<(), Refusal> {
         at_most("total_bytes", self.0.memory.total_bytes, most_bytes)?;
         let most_pages = most_bytes / PAGE_BYTES_MIN;
@@ -230,7 +233,8 @@ impl Report {
         &self.0.blocks
     }
 
-    /// Idle memory; each node at most once, in ascending order, has zones, and no more idle than they have.
+    /// Idle memory; each node at most once, in ascending order, has zones, and no more idle than
+    /// they have.
     pub fn idle(&self) -> &[NodeIdle] {
         &self.0.idle
     }

@@ -29,12 +29,12 @@ pub struct RawHello {
     pub agent_version: String,
     /// The release of the running kernel, as `uname -r` prints it.
     pub kernel_release: String,
-    /// Its build, as `uname -v` prints it, because distributions keep a release's name when they fix things. Empty from
-    /// older agents, which do not say it.
+    /// Its build, as `uname -v` prints it, because distributions keep a release's name when they
+    /// fix things. Empty from older agents, which do not say it.
     #[serde(default)]
     pub kernel_version: String,
-    /// The kernel's preemption model: `none`, `voluntary`, `full`, `lazy`, `rt`, or `dynamic` and `static` where
-    /// the kernel tells no more than that.
+    /// The kernel's preemption model: `none`, `voluntary`, `full`, `lazy`, `rt`, or `dynamic` and
+    /// `static` where the kernel tells no more than that.
     pub preemption: String,
     /// The size of a page.
     pub page_size_bytes: u64,
@@ -84,9 +84,9 @@ pub struct RawReport {
     /// From /sys/devices/system/memory. Read seldom, so it may be seconds older than the rest.
     #[serde(default)]
     pub blocks: Blocks,
-    /// Memory that nobody touches, per node, in ascending order of nodes. Nothing of a node that is not looked at, and
-    /// from agents that look at none. Older than the rest by half a minute as a rule, and by three minutes at
-    /// most.
+    /// Memory that nobody touches, per node, in ascending order of nodes. Nothing of a node that
+    /// is not looked at, and from agents that look at none. Older than the rest by half a
+    /// minute as a rule, and by three minutes at most.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub idle: Vec<NodeIdle>,
 }
@@ -137,8 +137,8 @@ pub struct KernelUse {
     pub page_table_bytes: u64,
     /// KernelStack.
     pub stack_bytes: u64,
-    /// Dentries on the LRU lists of their file systems, from /proc/sys/fs/dentry-state. `None`: not
-    /// known.
+    /// Dentries on the LRU lists of their file systems, from /proc/sys/fs/dentry-state. `None`:
+    /// not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unused_dentries: Option<u64>,
     /// Inodes on the LRU lists of their file systems, from /proc/sys/fs/inode-nr. `None`: not
@@ -148,7 +148,8 @@ pub struct KernelUse {
 }
 
 impl KernelUse {
-    /// Sum of the parts. It does not overflow in a verified report, because no part exceeds the memory of a machine.
+    /// Sum of the parts. It does not overflow in a verified report, because no part exceeds the
+    /// memory of a machine.
     pub fn total_bytes(&self) -> u64 {
         let parts = [self.slab_reclaimable_bytes, self.page_table_bytes, self.stack_bytes];
         parts.iter().fold(self.slab_unreclaimable_bytes, |sum, part| sum.saturating_add(*part))
@@ -207,15 +208,16 @@ pub struct Zone {
     pub high_pages: u64,
     /// Pages that the allocator manages.
     pub managed_pages: u64,
-    /// Free blocks of [`LARGEST_BLOCK_BYTES`](crate::LARGEST_BLOCK_BYTES), from /proc/buddyinfo: what can leave as it is.
-    /// `None`: not known.
+    /// Free blocks of [`LARGEST_BLOCK_BYTES`](crate::LARGEST_BLOCK_BYTES), from /proc/buddyinfo:
+    /// what can leave as it is. `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free_blocks: Option<u64>,
-    /// Pages of programs and page cache. Those in a zone that serves the kernel could be in another
-    /// zone instead. `None`: not known.
+    /// Pages of programs and page cache. Those in a zone that serves the kernel could be in
+    /// another zone instead. `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_pages: Option<u64>,
-    /// Free pages that user pages leave to the kernel (`protection`), beside the watermarks. `None`: not known.
+    /// Free pages that user pages leave to the kernel (`protection`), beside the watermarks.
+    /// `None`: not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protected_pages: Option<u64>,
 }
@@ -340,7 +342,8 @@ pub enum VmmMessage {
 pub enum Measure {
     /// Free memory: page cache counts as used.
     Free,
-    /// Memory that can be had without swapping; also what a later version may say that this one does not know.
+    /// Memory that can be had without swapping; also what a later version may say that this one
+    /// does not know.
     #[default]
     #[serde(other)]
     Available,
@@ -363,8 +366,8 @@ pub struct Settings {
     pub version: u32,
     /// Report at the fast rate while there is less than this.
     pub watermark_bytes: u64,
-    /// What is to be compared with it. A VMM that does not say means what is available, and so does an agent that does not
-    /// know this field.
+    /// What is to be compared with it. A VMM that does not say means what is available, and so
+    /// does an agent that does not know this field.
     #[serde(default)]
     pub watermark_of: Measure,
     /// The interval above the watermark.
@@ -399,8 +402,8 @@ impl Settings {
         self.watermark_of.of(memory) < self.watermark_bytes
     }
 
-    /// The same with both intervals inside what an agent honours, so that neither a busy loop nor silence can be
-    /// asked for.
+    /// The same with both intervals inside what an agent honours, so that neither a busy loop nor
+    /// silence can be asked for.
     pub fn clamped(self) -> Self {
         let clamp = |ms: u32| ms.clamp(Self::MIN_INTERVAL_MS, Self::MAX_INTERVAL_MS);
         Settings {
@@ -424,7 +427,8 @@ struct Envelope<'a> {
 #[serde(transparent)]
 struct Kind<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Checks that `line` is an object of our version and of one of `kinds`, and returns which, and the line as text.
+/// Checks that `line` is an object of our version and of one of `kinds`, and returns which, and the
+/// line as text.
 fn open_envelope<'a>(
     line: &'a [u8],
     kinds: &[&'static str],
@@ -449,7 +453,8 @@ fn open_envelope<'a>(
 
 /// Reads one line of the agent. Shape and version are checked, values are not.
 pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
-    // Not by the enum: serde keeps all of an object aside to find its tag, and that takes twice the time of the rest.
+    // Not by the enum: serde keeps all of an object aside to find its tag, and that takes twice the
+    // time of the rest.
     let message = match open_envelope(line, &["hello", "report"])? {
         ("hello", text) => serde_json::from_str(text).map(RawAgentMessage::Hello),
         (_, text) => serde_json::from_str(text).map(RawAgentMessage::Report),
@@ -463,7 +468,8 @@ pub fn decode_vmm_message(line: &[u8]) -> Result<VmmMessage, Refusal> {
     serde_json::from_str(text).map_err(Refusal::from_json)
 }
 
-/// Replaces what is in `out` by `message` and a newline. Reuses the buffer, and allocates only while it grows.
+/// Replaces what is in `out` by `message` and a newline. Reuses the buffer, and allocates only
+/// while it grows.
 pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.clear();
     serde_json::to_writer(&mut *out, message)

@@ -1,4 +1,5 @@
-//! What a line costs whoever takes it: alone in its program, because all that is allocated there is counted.
+//! What a line costs whoever takes it: alone in its program, because all that is allocated there is
+//! counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,6 +1,8 @@
-//! Runs in the guest: takes shell scripts over vsock and answers with what they write and how they end.
+//! Runs in the guest: takes shell scripts over vsock and answers with what they write and how they
+//! end.
 //!
-//! A test's stand-in for a person at the guest's console. Everything is allowed to it; it is in test images only.
+//! A test's stand-in for a person at the guest's console. Everything is allowed to it; it is in
+//! test images only.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -106,8 +108,8 @@ fn code_of(status: ExitStatus) -> i32 {
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
-/// Forwards what the child writes until it has ended, like a terminal would: what a background process of the
-/// script still holds open does not keep the connection.
+/// Forwards what the child writes until it has ended, like a terminal would: what a background
+/// process of the script still holds open does not keep the connection.
 fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
     let mut stdout = File::from(OwnedFd::from(child.stdout.take().expect("stdout is piped")));
     let mut stderr = File::from(OwnedFd::from(child.stderr.take().expect("stderr is piped")));
@@ -135,8 +137,9 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
         }
         // The client says nothing after its request: readable means that it has gone.
         ensure!(!client_moved, "The client went away");
-        // Only once both pipes have run dry is the child's end the end of its output. poll(2) looks at them first: what
-        // the child wrote between that and its end shows in the next round.
+        // Only once both pipes have run dry is the child's end the end of its output. poll(2) looks
+        // at them first: what the child wrote between that and its end shows in the next
+        // round.
         if is_known_to_have_ended && !out_ready && !err_ready {
             return Ok(());
         }

@@ -192,8 +192,9 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
-/// Any bytes as a BTT that is served, also after a repair: what is asked for is done or refused, and sectors that were
-/// right and that nobody has written stay so. A BTT that a check finds whole does all of it, keeps it, and is whole after it.
+/// Any bytes as a BTT that is served, also after a repair: what is asked for is done or refused,
+/// and sectors that were right and that nobody has written stay so. A BTT that a check finds whole
+/// does all of it, keeps it, and is whole after it.
 pub fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
@@ -269,7 +270,8 @@ pub fn btt_engine(data: &[u8]) {
     }
 }
 
-/// Any bytes as a BTT: checks, readers and growth end in an answer, read and write nothing outside of it, and agree.
+/// Any bytes as a BTT: checks, readers and growth end in an answer, read and write nothing outside
+/// of it, and agree.
 pub fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();

@@ -220,8 +220,8 @@ fn assert_adds_up(info: &PoolInfo) {
     assert!(info.lendable_bytes <= info.free_bytes + info.scrubbing_bytes, "{info:?}");
 }
 
-/// Any bytes as a pool: looking at it changes nothing, nor does an open that is refused; one that is opened works, and
-/// opens again.
+/// Any bytes as a pool: looking at it changes nothing, nor does an open that is refused; one that
+/// is opened works, and opens again.
 pub fn pool_open(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());
@@ -250,7 +250,8 @@ pub fn pool_open(data: &[u8]) {
     });
 }
 
-/// Did the fuzzer say that a chunk is free, which reads as zeros? Or may it have, in a transaction or another table?
+/// Did the fuzzer say that a chunk is free, which reads as zeros? Or may it have, in a transaction
+/// or another table?
 fn said_to_be_free(image: &Image, chunk: u32) -> bool {
     let word = |at: u64| u64::from_le_bytes(image.bytes(at));
     let table = offset_of!(SuperblockBytes, chunk_table_offset) as u64;
@@ -290,8 +291,8 @@ fn use_pool(ground: &Ground, before: &Image, pool: &std::sync::Arc<Pool>) {
     assert!(pool.is_writable(), "{:?}", pool.info().latched);
 }
 
-/// Any bytes as a pool to be repaired: a dry run changes nothing and says what the repair does; what that calls all
-/// right is all right.
+/// Any bytes as a pool to be repaired: a dry run changes nothing and says what the repair does;
+/// what that calls all right is all right.
 pub fn repair(data: &[u8]) {
     Ground::with(|ground| {
         let (image, path) = (ground.image(data), ground.path());

@@ -23,7 +23,8 @@ pub struct ArenaInfo {
     pub start_bytes: u64,
     /// Where the next one starts, if there is one.
     pub next_bytes: Option<u64>,
-    /// Where it ends in the volume, as Linux counts it: behind its second info block, if it is the last.
+    /// Where it ends in the volume, as Linux counts it: behind its second info block, if it is the
+    /// last.
     pub end_bytes: u64,
     /// Bytes of a sector.
     pub sector_bytes: u32,
@@ -89,8 +90,8 @@ pub enum InfoError {
     },
 }
 
-/// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's size; the copy
-/// lies at its end. A block that cannot be read is as one that is damaged.
+/// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's
+/// size; the copy lies at its end. A block that cannot be read is as one that is damaged.
 pub(super) fn read_arena(
     space: &impl Media,
     start_bytes: u64,
@@ -99,16 +100,16 @@ pub(super) fn read_arena(
     let end_bytes = space.len_bytes();
     let parse = |info: &InfoBytes| ArenaInfo::parse(info, start_bytes, end_bytes);
     let first = read_info(space, start_bytes).and_then(|block| Ok((parse(&block)?, block)));
-    // The first block knows where its copy is. Without it: where Linux puts it, or where the volume ended once, before
-    // it grew.
+    // The first block knows where its copy is. Without it: where Linux puts it, or where the volume
+    // ended once, before it grew.
     let second = match &first {
         Ok((_, block)) => read_info(space, start_bytes + block.info2off.get()),
         Err(_) => {
             let last = start_bytes + size_bytes - INFO_BYTES;
             let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
-            // A later arena's copy has another distance, and one that says that it lies elsewhere is none: what is there
-            // would be taken for it.
+            // A later arena's copy has another distance, and one that says that it lies elsewhere
+            // is none: what is there would be taken for it.
             let copy_at = |at: u64| {
                 let block = Some(at)
                     .filter(|at| has_signature(space, *at))

@@ -1,5 +1,5 @@
-//! Proof from the media alone that a BTT is consistent: after the flog has been replayed in memory, map and free
-//! list together name every block exactly once.
+//! Proof from the media alone that a BTT is consistent: after the flog has been replayed in memory,
+//! map and free list together name every block exactly once.
 
 use serde::ser::{SerializeStruct, Serializer};
 use serde::{Serialize, ser};
@@ -16,7 +16,8 @@ const MAX_FINDINGS: usize = 100;
 /// The map is read in pieces of this many entries.
 const MAP_PIECE: u32 = 1 << 16;
 
-/// One thing wrong with a BTT. Numbers: `L` a sector the guest sees (pre-map LBA), `B` a block (post-map LBA).
+/// One thing wrong with a BTT. Numbers: `L` a sector the guest sees (pre-map LBA), `B` a block
+/// (post-map LBA).
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum Finding {
     /// No info block is whole.
@@ -108,7 +109,8 @@ pub struct ArenaReport {
     pub start_bytes: u64,
     /// What it is; `None` if no info block is whole.
     pub info: Option<ArenaInfo>,
-    /// Map entries that a crash kept from being written; whoever opens the volume next writes them.
+    /// Map entries that a crash kept from being written; whoever opens the volume next writes
+    /// them.
     pub redo: u32,
     /// Sectors of which reads fail, because the media under them failed.
     pub error_sectors: u32,
@@ -146,7 +148,8 @@ impl Report {
         !self.arenas.is_empty() && self.arenas.iter().all(|arena| arena.findings_total == 0)
     }
 
-    /// Keeps what another look found as well: of a volume that is written meanwhile, that alone is wrong.
+    /// Keeps what another look found as well: of a volume that is written meanwhile, that alone is
+    /// wrong.
     pub(crate) fn keep_common(&mut self, other: &Self) {
         for (arena, again) in self.arenas.iter_mut().zip(&other.arenas) {
             let listed = arena.findings.len() as u64;
@@ -211,7 +214,8 @@ fn check_arena(
     for (block, lane) in &recovery.free {
         report.name(&mut named, *block, || format!("lane {lane} of the flog"));
     }
-    // Without all of flog and map it is not known what they name, and what is in neither says nothing new.
+    // Without all of flog and map it is not known what they name, and what is in neither says
+    // nothing new.
     if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, named.missing()) {
         report.add(Finding::BlocksLost { count, first });
     }

@@ -8,8 +8,8 @@ use crate::media::{Media, MediaError};
 /// The map is read in pieces of this many bytes.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// May a sector hold anything but zeros? Sectors that were never written, or that were discarded, hold nothing. Of what is
-/// damaged nobody knows.
+/// May a sector hold anything but zeros? Sectors that were never written, or that were discarded,
+/// hold nothing. Of what is damaged nobody knows.
 pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     for place in arenas(space) {
         let Ok((info, _)) = place else { return Ok(true) };

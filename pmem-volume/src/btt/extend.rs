@@ -1,8 +1,9 @@
 //! Letting a BTT reach into more space: further arenas behind the last one.
 //!
-//! The arenas that are there stay as they are, byte for byte, but for the last one's `nextoff` and the checksum with
-//! it, in both of its info blocks. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and adds up the
-//! arenas' sectors, so the sectors that a guest knows keep their numbers.
+//! The arenas that are there stay as they are, byte for byte, but for the last one's `nextoff` and
+//! the checksum with it, in both of its info blocks. Linux follows `nextoff` (drivers/nvdimm/btt.c,
+//! discover_arenas) and adds up the arenas' sectors, so the sectors that a guest knows keep their
+//! numbers.
 
 use thiserror::Error;
 use zerocopy::{FromZeros, IntoBytes};
@@ -90,7 +91,8 @@ pub fn extend(
         if number + 1 >= MAX_ARENAS {
             return Ok(Err(ExtendError::TooMany { limit: MAX_ARENAS }));
         }
-        // Whoever made the last arena may have made it small; the distance to the next has its bound all the same.
+        // Whoever made the last arena may have made it small; the distance to the next has its
+        // bound all the same.
         let from = info.end_bytes.max(start + ARENA_MIN_BYTES).next_multiple_of(PAGE_BYTES);
         let arenas = arena_places_from(from, size_bytes);
         if arenas.is_empty() {
@@ -109,8 +111,8 @@ pub fn extend(
 }
 
 impl Extension {
-    /// Writes the new arenas, durably. They are not part of the BTT yet. `space` has the new size; what the volume did
-    /// not have before reads as zeros.
+    /// Writes the new arenas, durably. They are not part of the BTT yet. `space` has the new size;
+    /// what the volume did not have before reads as zeros.
     pub fn format(&self, space: &impl Media) -> Result<(), MediaError> {
         // What was too small for an arena until now is nobody's, and may hold anything.
         let unused = self.arenas[0].start..self.old_bytes;
@@ -124,8 +126,8 @@ impl Extension {
         write_arenas(space, &self.arenas, &self.last)
     }
 
-    /// The words of the volume, with their offsets, that make the new arenas part of the BTT. They must become durable
-    /// together: an info block with one of them alone is damaged.
+    /// The words of the volume, with their offsets, that make the new arenas part of the BTT. They
+    /// must become durable together: an info block with one of them alone is damaged.
     pub fn link(&self) -> Vec<(u64, u64)> {
         let mut linked = self.last.clone();
         linked.nextoff.set(self.arenas[0].start - self.last_start);

@@ -27,7 +27,8 @@ pub(super) enum MapKind {
     Error,
 }
 
-/// Decodes a map entry. Without any flag it was never written, and stands for the block of the sector's own number.
+/// Decodes a map entry. Without any flag it was never written, and stands for the block of the
+/// sector's own number.
 #[inline]
 pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
     let block = entry & MAP_BLOCK;
@@ -61,13 +62,15 @@ pub(super) struct Lane {
     pub(super) number: u32,
     /// The block that it alone has.
     pub(super) block: u32,
-    /// The media under that block failed while a sector had it: what is written to it may be lost as well.
+    /// The media under that block failed while a sector had it: what is written to it may be lost
+    /// as well.
     pub(super) has_failed: bool,
     /// Which of the four slots its next entry goes to.
     slot: usize,
     /// The sequence number of its next entry.
     sequence: u32,
-    /// The sector of its newest entry. If that is all that keeps the entry from being history, the map says otherwise.
+    /// The sector of its newest entry. If that is all that keeps the entry from being history, the
+    /// map says otherwise.
     pub(super) sector: u32,
 }
 
@@ -84,15 +87,17 @@ impl Lane {
         arena.flog_at + u64::from(self.number) * FLOG_GROUP_BYTES
     }
 
-    /// The halves of the entry that gives its block to a sector, in exchange for another, which has the flag of an error
-    /// if the media under it failed. With the second half the entry is the lane's newest.
+    /// The halves of the entry that gives its block to a sector, in exchange for another, which has
+    /// the flag of an error if the media under it failed. With the second half the entry is the
+    /// lane's newest.
     #[inline]
     pub(super) fn halves(&self, sector: u32, old: u32) -> [u64; 2] {
         let word = |low, high| u64::from(high) << 32 | u64::from(low);
         [word(sector, old), word(self.block, self.sequence)]
     }
 
-    /// The exchange is done: from here on the lane has the old block, which is named as in [`Lane::halves`].
+    /// The exchange is done: from here on the lane has the old block, which is named as in
+    /// [`Lane::halves`].
     #[inline]
     pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old: u32) {
         self.block = old & MAP_BLOCK;
@@ -112,7 +117,8 @@ pub(super) struct Recovery {
     pub(super) second_slot: usize,
     /// All lanes that are whole.
     pub(super) lanes: Vec<Lane>,
-    /// Sectors whose map entry a crash kept from being written, in part or wholly, and the block it would name.
+    /// Sectors whose map entry a crash kept from being written, in part or wholly, and the block
+    /// it would name.
     pub(super) redo: BTreeMap<u32, u32>,
     /// What is wrong.
     pub(super) findings: Vec<Finding>,
@@ -152,8 +158,9 @@ pub(super) fn recover(space: &impl Media, arena: &ArenaInfo) -> Result<Recovery,
 }
 
 impl Recovery {
-    /// The lane's free block is the one that its last write replaced. If the map still names that block, the crash
-    /// came before the map entry was written. If it names neither, the crash may have torn it: the entry is returned.
+    /// The lane's free block is the one that its last write replaced. If the map still names that
+    /// block, the crash came before the map entry was written. If it names neither, the crash
+    /// may have torn it: the entry is returned.
     fn replay(
         &mut self,
         space: &impl Media,
@@ -195,8 +202,9 @@ impl Recovery {
     }
 }
 
-/// Which of the four slots is the second one in use: 1, or 2 as Linux before 4.15 had it. Unused slots are zero. A
-/// flog in which no lane has written twice shows no second slot; then it is 1. `None`: neither way fits.
+/// Which of the four slots is the second one in use: 1, or 2 as Linux before 4.15 had it. Unused
+/// slots are zero. A flog in which no lane has written twice shows no second slot; then it is 1.
+/// `None`: neither way fits.
 pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     let is_used =
         |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
@@ -207,8 +215,8 @@ pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     }
 }
 
-/// Which of two entries is the newer one. Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot that was never written.
-/// `None`: impossible numbers.
+/// Which of two entries is the newer one. Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot
+/// that was never written. `None`: impossible numbers.
 pub(super) fn newest(pair: [&FlogEntryBytes; 2]) -> Option<usize> {
     match pair.map(|entry| entry.sequence.get()) {
         [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(0),

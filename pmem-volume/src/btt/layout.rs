@@ -1,5 +1,5 @@
-//! The media format of a BTT, and the arithmetic of laying one out. Offsets in an info block count from the start of
-//! its arena.
+//! The media format of a BTT, and the arithmetic of laying one out. Offsets in an info block count
+//! from the start of its arena.
 
 use std::mem::{offset_of, size_of};
 

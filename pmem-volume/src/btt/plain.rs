@@ -1,4 +1,5 @@
-//! A BTT in a file or on a device of its own: what Linux sees as a namespace, without a pool around it.
+//! A BTT in a file or on a device of its own: what Linux sees as a namespace, without a pool around
+//! it.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -65,8 +66,8 @@ pub enum PlainError {
     },
 }
 
-/// A file with a BTT in it, from its first byte on. As long as it is open, nobody else opens it in this way: many to read, or
-/// one to write.
+/// A file with a BTT in it, from its first byte on. As long as it is open, nobody else opens it in
+/// this way: many to read, or one to write.
 pub struct PlainFile {
     media: FileMedia,
 }

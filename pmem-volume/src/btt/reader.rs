@@ -87,9 +87,10 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// The same, of whatever can be found. Without its flog an arena lacks what was written last and the map does not say
-    /// yet: those sectors are as they were before. What follows an arena without info blocks is read if it is known where
-    /// it starts. What is wrong is told with the arena.
+    /// The same, of whatever can be found. Without its flog an arena lacks what was written last
+    /// and the map does not say yet: those sectors are as they were before. What follows an
+    /// arena without info blocks is read if it is known where it starts. What is wrong is told
+    /// with the arena.
     pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Trouble)>), MediaError> {
         let mut troubles = Vec::new();
         let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
@@ -180,8 +181,8 @@ impl<'a, S: Media> Reader<'a, S> {
         None
     }
 
-    /// Searches `sectors` of one arena. Returns a sector that cannot be examined, because reading it reports the
-    /// reason.
+    /// Searches `sectors` of one arena. Returns a sector that cannot be examined, because reading
+    /// it reports the reason.
     fn next_data_in(&self, arena: &Arena, sectors: Range<u32>) -> Option<u32> {
         let Range { start, end } = sectors;
         let entry_at = |sector: u32| arena.info.map_at + u64::from(sector) * MAP_ENTRY_BYTES;
@@ -207,8 +208,8 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Reads sectors from `first` on, as many as fit `into`, and goes on behind what cannot be read: that is zeros, and
-    /// `lost` hears of it. They all are below [`Reader::sectors`].
+    /// Reads sectors from `first` on, as many as fit `into`, and goes on behind what cannot be
+    /// read: that is zeros, and `lost` hears of it. They all are below [`Reader::sectors`].
     pub fn read_many(&self, first: u64, into: &mut [u8], lost: &mut dyn FnMut(u64, Lost)) {
         let sector_bytes = self.sector_bytes() as usize;
         assert!(into.len().is_multiple_of(sector_bytes));
@@ -281,7 +282,8 @@ impl<'a, S: Media> Reader<'a, S> {
         }
     }
 
-    /// Map entries as recovery leaves them; those that cannot be read by themselves if not all of them can together.
+    /// Map entries as recovery leaves them; those that cannot be read by themselves if not all of
+    /// them can together.
     fn entries(
         &self,
         arena: &Arena,

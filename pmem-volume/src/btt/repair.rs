@@ -1,13 +1,15 @@
 //! What a damaged BTT still says of itself, and what follows from that.
 //!
-//! The map is what counts: it alone says which block holds a sector. The free list is what the map leaves over. So a
-//! lane of the flog that makes no sense is given a block that nobody has, as long as it is known that no sector has it
-//! either; and where one sector alone has lost its block, and one block alone its sector, they belong together. Only
-//! after a crash does a lane know more than the map: of a write whose map entry is not durable yet. If such a lane is
-//! damaged, that write is lost.
+//! The map is what counts: it alone says which block holds a sector. The free list is what the map
+//! leaves over. So a lane of the flog that makes no sense is given a block that nobody has, as long
+//! as it is known that no sector has it either; and where one sector alone has lost its block, and
+//! one block alone its sector, they belong together. Only after a crash does a lane know more than
+//! the map: of a write whose map entry is not durable yet. If such a lane is damaged, that write is
+//! lost.
 //!
-//! No sector that reads as it should reads otherwise after a repair, and no block that may hold a sector's data is
-//! written. Where nothing says which of two is right, both stay as they are, unless they are given up.
+//! No sector that reads as it should reads otherwise after a repair, and no block that may hold a
+//! sector's data is written. Where nothing says which of two is right, both stay as they are,
+//! unless they are given up.
 
 mod overlay;
 mod survey;
@@ -64,7 +66,8 @@ pub struct Repair {
     seen: Vec<Range<u64>>,
 }
 
-/// Finds out what can be repaired. Nothing is changed. `reached` hears up to where that is known, in bytes.
+/// Finds out what can be repaired. Nothing is changed. `reached` hears up to where that is known,
+/// in bytes.
 pub fn plan_repair(
     space: &impl Media,
     give_up: GiveUp,
@@ -133,8 +136,9 @@ fn mend_arena(
 impl Repair {
     /// Does it, durably. A crash in between leaves less to do, and nothing that was right is wrong.
     ///
-    /// First what was seen becomes durable: whoever stored it may have been killed before it was. A block that a lane is
-    /// given because the map names it no more would be named by both if the map's change were lost, and the lane's not.
+    /// First what was seen becomes durable: whoever stored it may have been killed before it was. A
+    /// block that a lane is given because the map names it no more would be named by both if
+    /// the map's change were lost, and the lane's not.
     pub fn carry_out(&self, space: &impl Media) -> Result<(), MediaError> {
         if self.mendings.is_empty() {
             return Ok(());
@@ -167,8 +171,8 @@ fn is_inconsistent(arena: &ArenaReport) -> bool {
     arena.findings.iter().any(|finding| !matches!(finding, Finding::ErrorFlag | Finding::NoInfo(_)))
 }
 
-/// Info blocks that are damaged, or differ from the first, which counts for Linux: they are written again from the
-/// other one.
+/// Info blocks that are damaged, or differ from the first, which counts for Linux: they are written
+/// again from the other one.
 fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
     for (number, place) in arenas(space).into_iter().enumerate() {
@@ -189,7 +193,8 @@ fn damaged_info(space: &impl Media) -> Result<Vec<Mending>, MediaError> {
     Ok(mendings)
 }
 
-/// The flag's word and the checksum, of one block and then of the other: one of them is whole at any time.
+/// The flag's word and the checksum, of one block and then of the other: one of them is whole at
+/// any time.
 fn without_error_flag(
     space: &impl Media,
     number: usize,
@@ -209,8 +214,8 @@ fn without_error_flag(
 }
 
 impl Survey {
-    /// What follows from it for map and flog. Sectors come first: once they have their blocks, whatever is left over is
-    /// the lanes', also for who begins anew after a crash.
+    /// What follows from it for map and flog. Sectors come first: once they have their blocks,
+    /// whatever is left over is the lanes', also for who begins anew after a crash.
     fn mend(
         &self,
         space: &impl Media,
@@ -263,7 +268,8 @@ impl Survey {
         Ok(mendings)
     }
 
-    /// Map entries of lost sectors, and those that lanes have still to write which will not know of it any more.
+    /// Map entries of lost sectors, and those that lanes have still to write which will not know of
+    /// it any more.
     fn entries(&self, lanes: &[(u32, u32)], lost: &[(u32, u32)]) -> BTreeMap<u32, u32> {
         let redo = lanes.iter().filter_map(|(lane, _)| self.lanes[*lane as usize].redo);
         let redone = redo.map(|(sector, block)| (sector, block | MAP_ERROR | MAP_ZERO));
@@ -333,8 +339,8 @@ fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending
     Mending::new(number, what, vec![words])
 }
 
-/// Gives lanes their blocks. Each phase but the last leaves a sequence number that cannot be: a lane is whole in the
-/// end, or as damaged as it was.
+/// Gives lanes their blocks. Each phase but the last leaves a sequence number that cannot be: a
+/// lane is whole in the end, or as damaged as it was.
 fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Mending {
     let numbers: Vec<_> = lanes.iter().map(|(lane, _)| *lane).collect();
     let what = format!(

@@ -1,4 +1,5 @@
-//! A writer that follows Linux's order of steps, stopped after every one of them; and damage of every kind.
+//! A writer that follows Linux's order of steps, stopped after every one of them; and damage of
+//! every kind.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -509,7 +510,8 @@ fn reader_finds_every_sector_with_data_and_reads_no_hole() {
         for start in (0..reader.sectors()).step_by(61) {
             let expected = with_data.iter().copied().find(|sector| *sector >= start);
             let found = reader.next_data(start..reader.sectors());
-            // A page of the map has entries of 1024 sectors, so a sector may be found early, and none may be missed.
+            // A page of the map has entries of 1024 sectors, so a sector may be found early, and
+            // none may be missed.
             assert!(found.is_some() || expected.is_none(), "nothing from {start} on");
             assert!(
                 found.is_none_or(|found| found >= start && expected.is_none_or(|at| found <= at)),

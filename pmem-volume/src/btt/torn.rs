@@ -1,18 +1,21 @@
 //! Map entries that a crash has torn, which no driver means to leave.
 //!
-//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes: what does not begin at a multiple of eight is copied up to
-//! there in the ordinary way (arch/x86/lib/usercopy_64.c, __memcpy_flushcache), and the ordinary way is `rep movsb` on many CPUs
-//! (arch/x86/lib/memcpy_64.S). An interrupt may come between any two of the bytes. If the VMM is killed in that
-//! interrupt, the first bytes are those of the new entry, and the rest those of the old one. Seen once in 390 kills of emulated guests.
+//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes: what does not begin
+//! at a multiple of eight is copied up to there in the ordinary way (arch/x86/lib/usercopy_64.c,
+//! __memcpy_flushcache), and the ordinary way is `rep movsb` on many CPUs (arch/x86/lib/memcpy_64.
+//! S). An interrupt may come between any two of the bytes. If the VMM is killed in that interrupt,
+//! the first bytes are those of the new entry, and the rest those of the old one. Seen once in 390
+//! kills of emulated guests.
 //!
-//! Linux' recovery asks whether the map has the old entry (drivers/nvdimm/btt.c, btt_freelist_init). A torn one is
-//! neither the old nor the new one, so it stays: the sector has a block that another one has, and what is written to the one
-//! is read from the other. But the flog still says what the entry was to be; its second half was there before. So a torn entry is
-//! redone as an old one is.
+//! Linux' recovery asks whether the map has the old entry (drivers/nvdimm/btt.c,
+//! btt_freelist_init). A torn one is neither the old nor the new one, so it stays: the sector has a
+//! block that another one has, and what is written to the one is read from the other. But the flog
+//! still says what the entry was to be; its second half was there before. So a torn entry is redone
+//! as an old one is.
 //!
-//! An entry that only looks torn must stay: the lane's newest write may be long ago, and its sector have got
-//! another block since by another lane. That block is the sector's alone, while one that a torn entry names by accident
-//! is somebody else's, or none: each block is named exactly once.
+//! An entry that only looks torn must stay: the lane's newest write may be long ago, and its sector
+//! have got another block since by another lane. That block is the sector's alone, while one that a
+//! torn entry names by accident is somebody else's, or none: each block is named exactly once.
 
 use std::collections::BTreeMap;
 
@@ -35,8 +38,8 @@ pub(super) struct Suspect {
     pub(super) new: u32,
 }
 
-/// Is this what is left of storing the entry of a written sector with block `new` over one with block `old`? An entry
-/// that is wholly the one or the other is not.
+/// Is this what is left of storing the entry of a written sector with block `new` over one with
+/// block `old`? An entry that is wholly the one or the other is not.
 pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
     let after = new | MAP_ERROR | MAP_ZERO;
     let before = [MAP_ERROR | MAP_ZERO, MAP_ERROR, MAP_ZERO].map(|kind| old | kind);
@@ -47,8 +50,8 @@ pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
     ![old, new].contains(&(entry & MAP_BLOCK)) && before.into_iter().any(is_torn)
 }
 
-/// Of the suspects, those whose block is named by another sector or lane as well, or that there is no such block. `redo` is what
-/// recovery would store otherwise, `free` the lanes' blocks.
+/// Of the suspects, those whose block is named by another sector or lane as well, or that there is
+/// no such block. `redo` is what recovery would store otherwise, `free` the lanes' blocks.
 pub(super) fn torn(
     space: &impl Media,
     arena: &ArenaInfo,

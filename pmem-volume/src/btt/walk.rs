@@ -1,8 +1,9 @@
 //! The arenas of a volume, one after the other.
 //!
-//! Each says where the next one is. Behind one of which no info block is whole, the next one is looked for from the volume's
-//! end: the last page of an arena is its second info block, at a place where no sector ever lies, and says where its arena
-//! starts. A first info block would not do: what looks like one may be what a guest has written to a sector.
+//! Each says where the next one is. Behind one of which no info block is whole, the next one is
+//! looked for from the volume's end: the last page of an arena is its second info block, at a place
+//! where no sector ever lies, and says where its arena starts. A first info block would not do:
+//! what looks like one may be what a guest has written to a sector.
 
 use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena, read_info};
 use super::layout::{
@@ -12,7 +13,8 @@ use super::layout::{
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 
-/// What lies at the place of an arena: itself, with the info block that was used, or nothing that can be.
+/// What lies at the place of an arena: itself, with the info block that was used, or nothing that
+/// can be.
 pub type Place = Result<(ArenaInfo, InfoSource), Missing>;
 
 /// A place where an arena should be.
@@ -44,13 +46,15 @@ pub fn is_replaced(space: &impl Media) -> bool {
     has_block && space.read(START_BYTES, &mut signature).is_ok() && signature != SIGNATURE
 }
 
-/// Finds the arenas of a volume, from the first on. Where one is missing and its end is not known, that is the last place.
+/// Finds the arenas of a volume, from the first on. Where one is missing and its end is not known,
+/// that is the last place.
 pub fn arenas(space: &impl Media) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::new();
     let mut next = Some(START_BYTES);
     while let Some(start_bytes) = next {
         let room = space.len_bytes().saturating_sub(start_bytes);
-        // Only the first arena can be without room: a later one was checked to have it by the one before.
+        // Only the first arena can be without room: a later one was checked to have it by the one
+        // before.
         if room < ARENA_MIN_BYTES {
             places.push(Err(Missing { start_bytes, end_bytes: None, why: InfoError::Signature }));
             break;
@@ -93,7 +97,8 @@ fn last_end(space: &impl Media, start: u64) -> Option<u64> {
     arena_places_from(start, space.len_bytes()).last().map(|(start, size)| start + size)
 }
 
-/// Where the first of the arenas starts that lie behind a missing one, as far as they can be followed from the end.
+/// Where the first of the arenas starts that lie behind a missing one, as far as they can be
+/// followed from the end.
 fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u64> {
     let mut end = last_end(space, missing_start)?;
     let mut found = None;
@@ -104,7 +109,8 @@ fn behind(space: &impl Media, missing_start: u64, first: &ArenaInfo) -> Option<u
     found
 }
 
-/// Where the arena starts that ends there, if it does, is one of this BTT, and says that `next` follows it.
+/// Where the arena starts that ends there, if it does, is one of this BTT, and says that `next`
+/// follows it.
 fn start_of_arena_to(
     space: &impl Media,
     end: u64,
@@ -129,9 +135,9 @@ fn start_of_arena_to(
     is_it.then_some(start)
 }
 
-/// Where a missing arena ends: where the next one starts that was found, or with the volume. `None` if it may have been
-/// several: arenas end where a volume ended once, and at some such place there is a trace of an info block, or nobody can
-/// read what is there.
+/// Where a missing arena ends: where the next one starts that was found, or with the volume. `None`
+/// if it may have been several: arenas end where a volume ended once, and at some such place there
+/// is a trace of an info block, or nobody can read what is there.
 fn end_of_missing(space: &impl Media, start: u64, behind: Option<u64>) -> Option<u64> {
     let end = behind.or_else(|| last_end(space, start))?;
     let has_no_trace = |at: u64| {

@@ -83,8 +83,8 @@ impl Lacking {
         self.hole_bytes + self.shared_bytes
     }
 
-    /// `list` fills in the extents from an offset on and returns their number. If the extents do not fill the list,
-    /// they are the last.
+    /// `list` fills in the extents from an offset on and returns their number. If the extents do
+    /// not fill the list, they are the last.
     fn by_extents(
         mut list: impl FnMut(u64, &mut [Extent]) -> io::Result<usize>,
         len_bytes: u64,
@@ -126,7 +126,8 @@ fn list_extents(
         reserved: 0,
         extents: [Extent::default(); EXTENTS],
     };
-    // SAFETY: the structure is the one that the ioctl reads and fills in, with room for as many extents as it says.
+    // SAFETY: the structure is the one that the ioctl reads and fills in, with room for as many
+    // extents as it says.
     if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -177,7 +178,8 @@ fn copy_on_write_name(
 fn overwrites_in_place(file: &File) -> bool {
     const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
     let mut flags: libc::c_int = 0;
-    // SAFETY: the kernel writes an int (fs/ioctl.c, ioctl_getflags), and the variable outlives the call.
+    // SAFETY: the kernel writes an int (fs/ioctl.c, ioctl_getflags), and the variable outlives the
+    // call.
     let result =
         unsafe { libc::ioctl(file.as_raw_fd(), libc::FS_IOC_GETFLAGS as _, &raw mut flags) };
     result == 0 && flags & FS_NOCOW_FL != 0

@@ -28,9 +28,10 @@ const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
 /// A file system allocates as much in no time, and would gain nothing by larger pieces.
 const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 
-/// The most that is mapped as one. A process has 128 TiB of addresses (47 bits; Linux Documentation/arch/x86/x86_64/mm.rst).
-/// A position-independent program lies at two thirds of them (Linux ELF_ET_DYN_BASE), so that no more than 85 TiB are in
-/// one piece; and the mappings of a guest's memory and volumes need some, too.
+/// The most that is mapped as one. A process has 128 TiB of addresses (47 bits; Linux
+/// Documentation/arch/x86/x86_64/mm.rst). A position-independent program lies at two thirds of them
+/// (Linux ELF_ET_DYN_BASE), so that no more than 85 TiB are in one piece; and the mappings of a
+/// guest's memory and volumes need some, too.
 pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
 /// Pages are what msync() and sync_file_range() count in.
@@ -38,9 +39,9 @@ const PAGE_BYTES: u64 = 4096;
 
 /// A file or device mapped from end to end with MAP_SHARED.
 ///
-/// The whole file is one mapping, so that a ranged msync() is one ranged fsync however the guest's own mappings of
-/// the same file are cut up. Mapping costs address space only; the pages that this process touches through it are
-/// those of the pool's metadata.
+/// The whole file is one mapping, so that a ranged msync() is one ranged fsync however the guest's
+/// own mappings of the same file are cut up. Mapping costs address space only; the pages that this
+/// process touches through it are those of the pool's metadata.
 pub struct FileMedia {
     file: File,
     map: NonNull<u8>,
@@ -75,15 +76,16 @@ enum Lost {
     Page,
 }
 
-// SAFETY: the mapping is shared memory that lives as long as the value. Accesses go through raw pointers, by routines
-// that the compiler does not look into; no reference into the mapping is ever made. Who may store where is the contract
-// of `Media`.
+// SAFETY: the mapping is shared memory that lives as long as the value. Accesses go through raw
+// pointers, by routines that the compiler does not look into; no reference into the mapping is ever
+// made. Who may store where is the contract of `Media`.
 unsafe impl Send for FileMedia {}
 // SAFETY: as above.
 unsafe impl Sync for FileMedia {}
 
 impl FileMedia {
-    /// Maps the first `len_bytes` of `file` and finds out how durable it is. The file must be that long.
+    /// Maps the first `len_bytes` of `file` and finds out how durable it is. The file must be that
+    /// long.
     pub fn new(file: File, len_bytes: u64, writable: bool) -> Result<Self, MediaError> {
         let failed = |operation, source| MediaError::Io {
             operation,
@@ -95,9 +97,9 @@ impl FileMedia {
             return Err(failed("mmap", io::Error::other(TooLarge)));
         }
         let place = Place::of(&file).map_err(|e| failed("a look", io::Error::other(e)))?;
-        // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches (Linux
-        // Documentation/filesystems/dax.rst); everywhere else it is EOPNOTSUPP, or EINVAL before MAP_SHARED_VALIDATE.
-        // devdax takes it for volatile memory, too.
+        // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches
+        // (Linux Documentation/filesystems/dax.rst); everywhere else it is EOPNOTSUPP, or
+        // EINVAL before MAP_SHARED_VALIDATE. devdax takes it for volatile memory, too.
         let (map, is_synchronous) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
             Ok(map) => (map, true),
             Err(_) => {
@@ -128,15 +130,16 @@ impl FileMedia {
         Ok(media.thin(false))
     }
 
-    /// Before anybody reads it: lets the kernel forget what the page cache has of it and calls clean, so that what is read
-    /// is what the disk has. Nothing where there is no page cache.
+    /// Before anybody reads it: lets the kernel forget what the page cache has of it and calls
+    /// clean, so that what is read is what the disk has. Nothing where there is no page cache.
     pub fn forget_clean_pages(&self) {
         if self.durability == Durability::PageCache {
             page_cache::forget_clean_pages(&self.file, std::slice::from_ref(&(0..self.len_bytes)));
         }
     }
 
-    /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or never.
+    /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or
+    /// never.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;
         let is_to_make = self.place == Place::Memory || is_thin && self.place == Place::Disk;
@@ -160,8 +163,9 @@ impl FileMedia {
         self.place
     }
 
-    /// The same, persisted and erased as a file on persistent memory is (`dax-sync`): with cache-line write-backs and
-    /// non-temporal stores. For benchmarks on a file in DRAM; it promises nothing that the file does not.
+    /// The same, persisted and erased as a file on persistent memory is (`dax-sync`): with
+    /// cache-line write-backs and non-temporal stores. For benchmarks on a file in DRAM; it
+    /// promises nothing that the file does not.
     #[doc(hidden)]
     pub fn at_the_cost_of_dax(mut self) -> Self {
         (self.durability, self.place) = (Durability::DaxSync, Place::Disk);
@@ -173,7 +177,8 @@ impl FileMedia {
         &self.file
     }
 
-    /// The same file or device with more of it, durably. What is new reads as zeros. This media stays as it is.
+    /// The same file or device with more of it, durably. What is new reads as zeros. This media
+    /// stays as it is.
     ///
     /// A file becomes longer; of a device, which has its length already, the new part is erased.
     pub(crate) fn grown(&self, len_bytes: u64, progress: OnProgress<'_>) -> io::Result<Self> {
@@ -193,8 +198,8 @@ impl FileMedia {
         Ok(grown)
     }
 
-    /// Erases a large range, durably and in its order, and says after each step how much of it is done. Whoever does
-    /// not come back from `progress` leaves the rest as it was.
+    /// Erases a large range, durably and in its order, and says after each step how much of it is
+    /// done. Whoever does not come back from `progress` leaves the rest as it was.
     pub(crate) fn erase_in_steps(
         &self,
         range: Range<u64>,
@@ -204,8 +209,8 @@ impl FileMedia {
         in_steps(Task::Erase, range, ERASE_STEP_BYTES, progress, erase)
     }
 
-    /// Gives a range of a thin file its blocks: what this process itself stores to must not find the disk full. The
-    /// range has none yet.
+    /// Gives a range of a thin file its blocks: what this process itself stores to must not find
+    /// the disk full. The range has none yet.
     pub(crate) fn reserve(&self, range: &Range<u64>) -> io::Result<()> {
         if self.is_thin && self.place == Place::Disk {
             take_blocks(&self.file, range.clone(), &mut unheard)
@@ -217,7 +222,8 @@ impl FileMedia {
     #[inline]
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
         assert_inside(offset_bytes, length_bytes, self.len_bytes);
-        // SAFETY: just checked to be inside the mapping, whose length fits usize because mmap() accepted it.
+        // SAFETY: just checked to be inside the mapping, whose length fits usize because mmap()
+        // accepted it.
         unsafe { self.map.as_ptr().add(offset_bytes as usize) }
     }
 
@@ -235,8 +241,8 @@ impl FileMedia {
         io_error(operation, &range, source)
     }
 
-    /// Has the file everything that is mapped? What the kernel does to ranges behind a file's end it calls a success,
-    /// or makes the file longer for.
+    /// Has the file everything that is mapped? What the kernel does to ranges behind a file's end
+    /// it calls a success, or makes the file longer for.
     fn check_length(&self) -> io::Result<()> {
         let metadata = self.file.metadata()?;
         let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes);
@@ -274,7 +280,8 @@ impl FileMedia {
         let pages = coalesce(&pages);
         let Some((last, others)) = pages.split_last() else { return Ok(()) };
         // 1. Data of all ranges but the last: in flight together, then waited for.
-        // 2. The last range's data, the inode's metadata and the barrier, which cover step 1 as well.
+        // 2. The last range's data, the inode's metadata and the barrier, which cover step 1 as
+        //    well.
         let sync = || {
             if let Some(first) = others.first() {
                 page_cache::write_pages(&self.file, others).map_err(|source| {
@@ -292,7 +299,8 @@ impl FileMedia {
     fn write_back(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let length_bytes = range.end - range.start;
         let pointer = self.pointer(range.start, length_bytes);
-        // SAFETY: pointer() checked that the range is inside the mapping; detect() found the instruction.
+        // SAFETY: pointer() checked that the range is inside the mapping; detect() found the
+        // instruction.
         unsafe { self.guard.write_back(self.line_flush, pointer, length_bytes as usize) }
             .map_err(|PageLost| self.lost("write-back", range.start, length_bytes))
     }
@@ -337,13 +345,15 @@ impl Media for FileMedia {
         let length_bytes = into.len() as u64;
         if matches!(self.place, Place::DevDax { .. }) {
             let pointer = self.pointer(offset_bytes, length_bytes);
-            // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they do not overlap.
-            // Torn reads of what others store meanwhile are allowed (contract of `Media`).
+            // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they
+            // do not overlap. Torn reads of what others store meanwhile are allowed
+            // (contract of `Media`).
             return unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
                 .map_err(|PageLost| self.lost("read", offset_bytes, length_bytes));
         }
-        // pread() and not the mapping: a read of a hole in tmpfs through a mapping would allocate its pages, and an
-        // I/O error comes back as an error. All places that have it are coherent with mappings.
+        // pread() and not the mapping: a read of a hole in tmpfs through a mapping would allocate
+        // its pages, and an I/O error comes back as an error. All places that have it are
+        // coherent with mappings.
         let range = offset_bytes..offset_bytes + length_bytes;
         self.file
             .read_exact_at(into, offset_bytes)
@@ -373,8 +383,8 @@ impl Media for FileMedia {
 
     #[inline(always)]
     fn expect_word(&self, offset_bytes: u64) {
-        // SAFETY: SSE is part of x86-64; a prefetch changes nothing that a program can see, and never faults (Intel SDM,
-        // volume 2, PREFETCHh).
+        // SAFETY: SSE is part of x86-64; a prefetch changes nothing that a program can see, and
+        // never faults (Intel SDM, volume 2, PREFETCHh).
         unsafe { _mm_prefetch::<_MM_HINT_T0>(self.word(offset_bytes).cast()) };
     }
 
@@ -386,8 +396,8 @@ impl Media for FileMedia {
         flush::noted::note(flush::noted::Noted::Stored(
             pointer as usize..pointer as usize + bytes.len(),
         ));
-        // SAFETY: the destination is inside a writable mapping and nobody else stores there (contract of `Media`);
-        // the source is ordinary memory, so they do not overlap.
+        // SAFETY: the destination is inside a writable mapping and nobody else stores there
+        // (contract of `Media`); the source is ordinary memory, so they do not overlap.
         unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
@@ -396,8 +406,9 @@ impl Media for FileMedia {
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let length_bytes = into.len() as u64;
         let pointer = self.pointer(offset_bytes, length_bytes);
-        // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they do not overlap. Torn
-        // reads of what others store meanwhile are allowed (contract of `Media`).
+        // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they do
+        // not overlap. Torn reads of what others store meanwhile are allowed (contract of
+        // `Media`).
         unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
             .map_err(|PageLost| self.lost("load", offset_bytes, length_bytes))
     }
@@ -419,7 +430,8 @@ impl Media for FileMedia {
         self.check_writable()?;
         pending.is_past_caches = true;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
-        // SAFETY: as in store(); mappings start at pages, so that the pointer is aligned as the offset is.
+        // SAFETY: as in store(); mappings start at pages, so that the pointer is aligned as the
+        // offset is.
         unsafe { self.guard.stream(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
@@ -439,7 +451,8 @@ impl Media for FileMedia {
         match self.durability {
             Durability::Volatile if pending.is_past_caches => flush::fence(),
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
-            // Lines are on their way, both those that were written back and those that went past the caches.
+            // Lines are on their way, both those that were written back and those that went past
+            // the caches.
             Durability::DaxSync => flush::fence(),
             Durability::PageCache => self.persist_page_cache(pending.ranges())?,
         }
@@ -456,7 +469,8 @@ impl Media for FileMedia {
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         match self.durability {
-            // A process that dies leaves what it has stored, in its order: the CPU keeps that, and the compiler is to.
+            // A process that dies leaves what it has stored, in its order: the CPU keeps that, and
+            // the compiler is to.
             Durability::Volatile => compiler_fence(Ordering::SeqCst),
             Durability::DaxSync => self.persist_cache_lines(ranges)?,
             Durability::PageCache => self.persist_page_cache(ranges)?,
@@ -492,7 +506,8 @@ impl Media for FileMedia {
                 }
                 Place::Memory | Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
                 Place::Disk | Place::DevDax { .. } => {
-                    // SAFETY: inside a writable mapping; chunks that are erased have no owner (contract of `Media`).
+                    // SAFETY: inside a writable mapping; chunks that are erased have no owner
+                    // (contract of `Media`).
                     unsafe { self.guard.zero(pointer, length_bytes as usize) }
                         .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?;
                 }
@@ -519,9 +534,10 @@ fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> M
     }
 }
 
-/// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk: a hole that a full
-/// file system cannot fill would kill a guest at a store. tmpfs stays sparse: memory is taken when it is used and given
-/// back after; and so does a file that is to be thin. The range is behind what the file has.
+/// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk:
+/// a hole that a full file system cannot fill would kill a guest at a store. tmpfs stays sparse:
+/// memory is taken when it is used and given back after; and so does a file that is to be thin. The
+/// range is behind what the file has.
 pub(crate) fn allocate(
     file: &File,
     range: Range<u64>,
@@ -541,8 +557,8 @@ fn take_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::
         Err(error) if is_unsupported(&error) => {}
         result => return result,
     }
-    // Zeros are slower. Synced after each step: some file systems find out only then whether there are blocks for them,
-    // and what is told to be done is.
+    // Zeros are slower. Synced after each step: some file systems find out only then whether there
+    // are blocks for them, and what is told to be done is.
     in_steps(Task::Allocate, range, ERASE_STEP_BYTES, progress, |step| {
         write_zeros(file, &step)?;
         file.sync_data()
@@ -564,8 +580,8 @@ fn map_shared(
     if map == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // Core dumps must not contain guests' memory and data. The mapping stays in core dumps if the kernel lacks this
-    // advice.
+    // Core dumps must not contain guests' memory and data. The mapping stays in core dumps if the
+    // kernel lacks this advice.
     // SAFETY: advice about the mapping that was just made, which changes no content.
     unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
     Ok(NonNull::new(map.cast()).expect("mmap does not return null unless asked to"))
@@ -649,7 +665,8 @@ mod tests {
         assert!(not_durable(&stored).is_empty(), "persisted at once: {stored:x?}");
     }
 
-    /// A process that dies leaves what is in the caches; what went past them is to be there before what comes later is.
+    /// A process that dies leaves what is in the caches; what went past them is to be there before
+    /// what comes later is.
     #[test]
     fn on_volatile_media_what_went_past_the_caches_is_ordered_by_the_end() {
         let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);

@@ -1,5 +1,5 @@
-//! CPU instructions that write cache lines back to persistent memory. The instruction is chosen once, at open;
-//! [`super::guarded`] executes it.
+//! CPU instructions that write cache lines back to persistent memory. The instruction is chosen
+//! once, at open; [`super::guarded`] executes it.
 
 #[cfg(test)]
 pub(crate) mod noted;

@@ -1,14 +1,16 @@
 //! Loads and stores that outlive what they touch.
 //!
-//! A file that is truncated, a file system that is full, and memory that turns out to be bad take pages away from under a
-//! mapping, and the kernel answers the next access with SIGBUS (mmap(2); Linux Documentation/mm/hwpoison.rst). That is to
-//! be an error of the call that made the access, not the end of the process and of the guest in it. So mapped media is
-//! touched only by the routines below. They lie side by side, use no stack, and return zero; a SIGBUS whose instruction
+//! A file that is truncated, a file system that is full, and memory that turns out to be bad take
+//! pages away from under a mapping, and the kernel answers the next access with SIGBUS (mmap(2);
+//! Linux Documentation/mm/hwpoison.rst). That is to be an error of the call that made the access,
+//! not the end of the process and of the guest in it. So mapped media is touched only by the
+//! routines below. They lie side by side, use no stack, and return zero; a SIGBUS whose instruction
 //! pointer is among them resumes at a landing pad, which returns one to the same caller.
 //!
-//! Accesses of other code to memory that somebody watches are let finish ([`super::watch`]). Every other SIGBUS goes to
-//! whoever handled it before. A program that puts a handler in place later calls [`handle_sigbus`] from it first. A thread
-//! that blocks SIGBUS cannot be helped: the kernel ends the process then.
+//! Accesses of other code to memory that somebody watches are let finish ([`super::watch`]). Every
+//! other SIGBUS goes to whoever handled it before. A program that puts a handler in place later
+//! calls [`handle_sigbus`] from it first. A thread that blocks SIGBUS cannot be helped: the kernel
+//! ends the process then.
 
 use std::arch::global_asm;
 use std::mem::MaybeUninit;
@@ -22,14 +24,16 @@ use super::flush::noted::{Noted, note};
 use super::flush::{CACHE_LINE_BYTES, LineFlush};
 use super::watch;
 
-// System V calling convention: rdi, rsi, rdx in, rax out; all registers used are the caller's to save. The instruction
-// pointer of a fault is that of the instruction, also within a repeated one (Intel SDM, volume 1, 7.3.9.3).
+// System V calling convention: rdi, rsi, rdx in, rax out; all registers used are the caller's to
+// save. The instruction pointer of a fault is that of the instruction, also within a repeated one
+// (Intel SDM, volume 1, 7.3.9.3).
 global_asm!(
     ".pushsection .text.foreshore_guarded, \"ax\", @progbits",
     ".balign 64",
     ".globl foreshore_guarded_start",
     "foreshore_guarded_start:",
-    // (to, from, length). Whole words first: a crash may tear a store at words, and at nothing smaller.
+    // (to, from, length). Whole words first: a crash may tear a store at words, and at nothing
+    // smaller.
     ".globl foreshore_guarded_copy",
     "foreshore_guarded_copy:",
     "mov rcx, rdx",
@@ -40,9 +44,10 @@ global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
-    // (to, from, length): the same in pieces of 256 bytes, at least one, with AVX-512. A line is loaded at once, and
-    // stored at once. These registers have no lower parts that other instructions would wait for, and need no VZEROUPPER
-    // (Intel 64 Optimization Manual, 3.11.5).
+    // (to, from, length): the same in pieces of 256 bytes, at least one, with AVX-512. A line is
+    // loaded at once, and stored at once. These registers have no lower parts that other
+    // instructions would wait for, and need no VZEROUPPER (Intel 64 Optimization Manual,
+    // 3.11.5).
     ".balign 32",
     ".globl foreshore_guarded_copy_wide",
     "foreshore_guarded_copy_wide:",
@@ -60,14 +65,16 @@ global_asm!(
     "ja foreshore_guarded_copy_wide",
     "xor eax, eax",
     "ret",
-    // (from, to): one load that cannot tear, and with the order of an acquire, as all loads have here.
+    // (from, to): one load that cannot tear, and with the order of an acquire, as all loads have
+    // here.
     ".globl foreshore_guarded_load",
     "foreshore_guarded_load:",
     "mov rcx, [rdi]",
     "mov [rsi], rcx",
     "xor eax, eax",
     "ret",
-    // (to, word): one store that cannot tear, and with the order of a release, as all stores have here.
+    // (to, word): one store that cannot tear, and with the order of a release, as all stores have
+    // here.
     ".globl foreshore_guarded_store",
     "foreshore_guarded_store:",
     "mov [rdi], rsi",
@@ -89,7 +96,8 @@ global_asm!(
     "sfence",
     "xor eax, eax",
     "ret",
-    // (to, from, length): past the cache, in whole lines, at least one. Not ordered: the caller fences.
+    // (to, from, length): past the cache, in whole lines, at least one. Not ordered: the caller
+    // fences.
     ".balign 16",
     ".globl foreshore_guarded_stream",
     "foreshore_guarded_stream:",
@@ -146,7 +154,8 @@ global_asm!(
     "ret",
     ".globl foreshore_guarded_end",
     "foreshore_guarded_end:",
-    // The landing pad of all of them. Non-temporal stores that were made before the fault are closed as ever.
+    // The landing pad of all of them. Non-temporal stores that were made before the fault are
+    // closed as ever.
     ".globl foreshore_guarded_lost",
     "foreshore_guarded_lost:",
     "sfence",
@@ -207,8 +216,8 @@ impl Guard {
     /// Copies bytes to mapped media, or from it, in words as far as they go.
     ///
     /// # Safety
-    /// `length` bytes at `to` are writable, and nobody else stores there; `length` bytes at `from` are readable, and
-    /// elsewhere. One of them lies in a mapping.
+    /// `length` bytes at `to` are writable, and nobody else stores there; `length` bytes at `from`
+    /// are readable, and elsewhere. One of them lies in a mapping.
     #[inline]
     pub(super) unsafe fn copy(
         self,
@@ -216,7 +225,8 @@ impl Guard {
         from: *const u8,
         length: usize,
     ) -> Result<(), PageLost> {
-        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what they need.
+        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what
+        // they need.
         done(unsafe {
             if self.is_wide && length > 0 && length.is_multiple_of(WIDE_BYTES) {
                 foreshore_guarded_copy_wide(to, from, length)
@@ -250,11 +260,12 @@ impl Guard {
         done(unsafe { foreshore_guarded_store(to, word) })
     }
 
-    /// Zeroes memory past the cache: nothing is left to write back, and the caches keep what they hold. Ordered before
-    /// anything later.
+    /// Zeroes memory past the cache: nothing is left to write back, and the caches keep what they
+    /// hold. Ordered before anything later.
     ///
     /// # Safety
-    /// `length` bytes at `to` lie in a writable mapping and are nobody's. Both are multiples of a cache line.
+    /// `length` bytes at `to` lie in a writable mapping and are nobody's. Both are multiples of a
+    /// cache line.
     pub(super) unsafe fn zero(self, to: *mut u8, length: usize) -> Result<(), PageLost> {
         assert!(
             (to as usize).is_multiple_of(CACHE_LINE_BYTES)
@@ -267,7 +278,8 @@ impl Guard {
         done(unsafe { foreshore_guarded_zero(to, to.add(length)) })
     }
 
-    /// Copies bytes to mapped media past the cache: nothing is left to write back. The caller fences afterwards.
+    /// Copies bytes to mapped media past the cache: nothing is left to write back. The caller
+    /// fences afterwards.
     ///
     /// # Safety
     /// As for [`Guard::copy`] to a mapping. `to` and `length` are multiples of a cache line.
@@ -287,7 +299,8 @@ impl Guard {
         }
         #[cfg(test)]
         note(Noted::Streamed(to as usize..to as usize + length));
-        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what they need.
+        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what
+        // they need.
         done(unsafe {
             if self.is_wide {
                 foreshore_guarded_stream_wide(to, from, length)
@@ -315,7 +328,8 @@ impl Guard {
         let end = start as usize + length;
         #[cfg(test)]
         note(Noted::WrittenBack(first..end.next_multiple_of(CACHE_LINE_BYTES)));
-        // SAFETY: writing a line back changes nothing that a program can see; each line holds a byte of the range.
+        // SAFETY: writing a line back changes nothing that a program can see; each line holds a
+        // byte of the range.
         done(unsafe {
             match flush {
                 LineFlush::Clwb => foreshore_guarded_clwb(first, end),
@@ -343,8 +357,9 @@ fn install() {
     assert_eq!(put_in_place(&previous), 0, "SIGBUS can be handled");
 }
 
-/// Makes our handler that of SIGBUS, with the same mask as the previous one, and the other stack if the thread has one,
-/// as whoever is called next may rely on them. Returns what the kernel does. May be called in a handler.
+/// Makes our handler that of SIGBUS, with the same mask as the previous one, and the other stack if
+/// the thread has one, as whoever is called next may rely on them. Returns what the kernel does.
+/// May be called in a handler.
 fn put_in_place(previous: &libc::sigaction) -> c_int {
     let action = libc::sigaction {
         sa_sigaction: on_sigbus as *const () as libc::sighandler_t,
@@ -353,7 +368,8 @@ fn put_in_place(previous: &libc::sigaction) -> c_int {
             | libc::SA_ONSTACK,
         ..*previous
     };
-    // SAFETY: the handler has the signature that SA_SIGINFO asks for and calls only what may be called in one.
+    // SAFETY: the handler has the signature that SA_SIGINFO asks for and calls only what may be
+    // called in one.
     unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) }
 }
 
@@ -366,16 +382,18 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     }
 }
 
-/// Was this SIGBUS raised by an access to a pool's media, or to memory that is watched? Then it has been dealt with: the
-/// handler returns, and the access with an error, or with zeros. So has early news of bad memory that nobody has touched yet (BUS_MCEERR_AO), which a process gets that
-/// asked for them (prctl(2), PR_MCE_KILL_EARLY): whoever touches it gets a SIGBUS of his own. For programs that handle
-/// SIGBUS themselves, with SA_SIGINFO, and have put their handler in place after the first pool was opened.
+/// Was this SIGBUS raised by an access to a pool's media, or to memory that is watched? Then it has
+/// been dealt with: the handler returns, and the access with an error, or with zeros. So has early
+/// news of bad memory that nobody has touched yet (BUS_MCEERR_AO), which a process gets that
+/// asked for them (prctl(2), PR_MCE_KILL_EARLY): whoever touches it gets a SIGBUS of his own. For
+/// programs that handle SIGBUS themselves, with SA_SIGINFO, and have put their handler in place
+/// after the first pool was opened.
 ///
 /// # Safety
 /// Called in a handler of SIGBUS, with the arguments that the kernel gave it.
 pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) -> bool {
-    // Raised by the access itself, and not sent by somebody (zero and less) nor news, which may arrive anywhere.
-    // SAFETY: the caller's siginfo.
+    // Raised by the access itself, and not sent by somebody (zero and less) nor news, which may
+    // arrive anywhere. SAFETY: the caller's siginfo.
     let code = unsafe { (*info).si_code };
     if code == libc::BUS_MCEERR_AO {
         return true;
@@ -390,8 +408,8 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
         (&raw const foreshore_guarded_start as usize)..(&raw const foreshore_guarded_end as usize);
     let ours = guarded.contains(&(*at as usize));
     if ours {
-        // The stack is as it was at the call, so the pad returns to the caller. The kernel restores the flags; the
-        // direction flag is clear as the calling convention has it.
+        // The stack is as it was at the call, so the pad returns to the caller. The kernel restores
+        // the flags; the direction flag is clear as the calling convention has it.
         *at = &raw const foreshore_guarded_lost as i64;
         return true;
     }
@@ -417,8 +435,9 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
         // The kernel does not let a fault be ignored, but a signal that somebody sends.
         libc::SIG_IGN if !by_access => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: both calls may be made in a handler. A fault is raised anew when this returns, and a signal that
-            // was sent is sent again; both now end the process.
+            // SAFETY: both calls may be made in a handler. A fault is raised anew when this
+            // returns, and a signal that was sent is sent again; both now end the
+            // process.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if !by_access {
@@ -444,12 +463,14 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
     }
 }
 
-/// Puts our handler back if the previous one left the default in its place, as the Rust runtime's does for what it does
-/// not know: the process goes on, and the next page that is lost must not end it. After a fault that is right, and ends
-/// the process at the same access: to go back to it with our handler would never end.
+/// Puts our handler back if the previous one left the default in its place, as the Rust runtime's
+/// does for what it does not know: the process goes on, and the next page that is lost must not end
+/// it. After a fault that is right, and ends the process at the same access: to go back to it with
+/// our handler would never end.
 fn stay_in_place(previous: &libc::sigaction) {
     let mut now = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: a query, which may be made in a handler and fills the struct; all of it was zero before, which is valid.
+    // SAFETY: a query, which may be made in a handler and fills the struct; all of it was zero
+    // before, which is valid.
     let now = unsafe {
         libc::sigaction(libc::SIGBUS, ptr::null(), now.as_mut_ptr());
         now.assume_init()
@@ -617,8 +638,8 @@ mod tests {
 
     const CHILD: &str = "FORESHORE_TEST_CHILD";
 
-    /// Runs `child` in a process of its own, and says how that ended. `name` is the test that calls this: the process is
-    /// this very program, made to run that test alone.
+    /// Runs `child` in a process of its own, and says how that ended. `name` is the test that calls
+    /// this: the process is this very program, made to run that test alone.
     fn end_of_child(name: &str, child: fn()) -> ExitStatus {
         if env::var_os(CHILD).is_some() {
             // It is to leave no core behind.
@@ -716,8 +737,8 @@ mod tests {
     }
     /// A SIGBUS that no access raised, with that code.
     fn send_to_this_thread(code: c_int) {
-        // SAFETY: all zero is valid; the kernel lets a process send itself any code (kernel/signal.c,
-        // do_rt_sigqueueinfo).
+        // SAFETY: all zero is valid; the kernel lets a process send itself any code
+        // (kernel/signal.c, do_rt_sigqueueinfo).
         unsafe {
             let mut info: libc::siginfo_t = std::mem::zeroed();
             (info.si_signo, info.si_code) = (libc::SIGBUS, code);

@@ -5,8 +5,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// The first part of a range that the file system has data for; `None` if the rest of the file is a hole. What was
-/// allocated and never written is a hole as well, where the file system tells them apart.
+/// The first part of a range that the file system has data for; `None` if the rest of the file is a
+/// hole. What was allocated and never written is a hole as well, where the file system tells them
+/// apart.
 pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
     let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end)
     else {
@@ -18,7 +19,8 @@ pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Ran
     Ok(Some(start..end.max(start + 1)))
 }
 
-/// Moves the file's position, by which nobody reads or writes. `None`: there is nothing of the kind any more.
+/// Moves the file's position, by which nobody reads or writes. `None`: there is nothing of the kind
+/// any more.
 fn seek(file: &File, from: u64, what: libc::c_int) -> io::Result<Option<u64>> {
     // SAFETY: takes numbers only; the descriptor lives as long as `file`.
     let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), what) };

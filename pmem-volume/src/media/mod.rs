@@ -2,12 +2,13 @@
 //!
 //! The contract is narrow so that a simulator can stand in for the real thing:
 //!
-//! - A store is visible to loads at once and durable at some time: by itself, in any order with other stores, or not
-//!   at all, until a [`Media::persist`] that covers it has returned, or [`Media::end_persist`] after a
-//!   [`Media::begin_persist`] that came behind the store and covers it. A crash may tear it at any 8-byte boundary.
+//! - A store is visible to loads at once and durable at some time: by itself, in any order with
+//!   other stores, or not at all, until a [`Media::persist`] that covers it has returned, or
+//!   [`Media::end_persist`] after a [`Media::begin_persist`] that came behind the store and covers
+//!   it. A crash may tear it at any 8-byte boundary.
 //! - [`Media::store_word`] to an aligned address is never torn.
-//! - What "durable" means is the media's [`Durability`]; the order in which things become durable is the same for
-//!   all of them, so that one commit protocol serves all.
+//! - What "durable" means is the media's [`Durability`]; the order in which things become durable
+//!   is the same for all of them, so that one commit protocol serves all.
 
 mod blocks;
 mod file;
@@ -47,12 +48,14 @@ pub use watch::{OnPageLost, TooManyRanges, Watch};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Durability {
-    /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store durable.
+    /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store
+    /// durable.
     DaxSync,
-    /// A file or block device in the page cache: stores survive the death of the process at once, and a loss of power
-    /// after a ranged msync.
+    /// A file or block device in the page cache: stores survive the death of the process at once,
+    /// and a loss of power after a ranged msync.
     PageCache,
-    /// tmpfs, RAM disks, devdax of volatile memory: stores survive the death of the process, and nothing else.
+    /// tmpfs, RAM disks, devdax of volatile memory: stores survive the death of the process, and
+    /// nothing else.
     Volatile,
 }
 
@@ -82,9 +85,9 @@ impl Durability {
     }
 }
 
-/// What a thread has stored and has yet to persist, as far as its media has to be told of it again: where stores become
-/// durable line by line, or by themselves, there is nothing to remember. It stays with the thread: a fence orders the stores
-/// of the thread that makes it.
+/// What a thread has stored and has yet to persist, as far as its media has to be told of it again:
+/// where stores become durable line by line, or by themselves, there is nothing to remember. It
+/// stays with the thread: a fence orders the stores of the thread that makes it.
 #[derive(Debug, Default)]
 #[must_use = "what is begun is durable once it has ended"]
 pub struct Pending {
@@ -143,11 +146,12 @@ impl MediaError {
     }
 }
 
-/// Persistent memory, or what stands in for it: a pool, or a range of one such as a volume. Offsets count from its start.
+/// Persistent memory, or what stands in for it: a pool, or a range of one such as a volume. Offsets
+/// count from its start.
 ///
-/// Ranges must lie inside the media: an offset outside it is a bug of the caller and panics. Implementations take
-/// concurrent calls; two stores to the same bytes at once are the caller's to avoid. Media that are only read implement
-/// the reads, and refuse the rest.
+/// Ranges must lie inside the media: an offset outside it is a bug of the caller and panics.
+/// Implementations take concurrent calls; two stores to the same bytes at once are the caller's to
+/// avoid. Media that are only read implement the reads, and refuse the rest.
 pub trait Media: Send + Sync {
     /// Length of the media.
     fn len_bytes(&self) -> u64;
@@ -155,7 +159,8 @@ pub trait Media: Send + Sync {
     /// What a completed persist survives.
     fn durability(&self) -> Durability;
 
-    /// The media themselves if they are all of a file, for what only files have: holes, blocks, a page cache.
+    /// The media themselves if they are all of a file, for what only files have: holes, blocks, a
+    /// page cache.
     fn as_file(&self) -> Option<&FileMedia> {
         None
     }
@@ -163,20 +168,23 @@ pub trait Media: Send + Sync {
     /// Copies bytes out. Not atomic against concurrent stores.
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
 
-    /// The first part of a range that may hold something but zeros; what comes before it reads as zeros, and all of the
-    /// range does if there is none. Not empty, and all of the range where nobody knows better.
+    /// The first part of a range that may hold something but zeros; what comes before it reads as
+    /// zeros, and all of the range does if there is none. Not empty, and all of the range where
+    /// nobody knows better.
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         Ok(Some(range).filter(|range| !range.is_empty()))
     }
 
-    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic where the media take stores.
+    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic where the media take
+    /// stores.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         let mut word = [0; 8];
         self.read(offset_bytes, &mut word)?;
         Ok(u64::from_le_bytes(word))
     }
 
-    /// The word at `offset_bytes` will be asked for soon. Says nothing of what it is then, and never fails.
+    /// The word at `offset_bytes` will be asked for soon. Says nothing of what it is then, and
+    /// never fails.
     fn expect_word(&self, _offset_bytes: u64) {}
 
     /// Stores bytes. At return they are visible, not durable.
@@ -184,18 +192,20 @@ pub trait Media: Send + Sync {
         Err(MediaError::ReadOnly)
     }
 
-    /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible, not durable.
+    /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible, not
+    /// durable.
     fn store_word(&self, _offset_bytes: u64, _word: u64) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// [`Media::read`] of what was stored before: the quickest way, which may take memory for what never was.
+    /// [`Media::read`] of what was stored before: the quickest way, which may take memory for what
+    /// never was.
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.read(offset_bytes, into)
     }
 
-    /// Stores bytes that nobody looks at before [`Media::end_persist`] has returned, which makes them durable: until then
-    /// they need not even be visible to others.
+    /// Stores bytes that nobody looks at before [`Media::end_persist`] has returned, which makes
+    /// them durable: until then they need not even be visible to others.
     fn store_bulk(
         &self,
         offset_bytes: u64,
@@ -206,7 +216,8 @@ pub trait Media: Send + Sync {
         self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending)
     }
 
-    /// Begins to make durable what was stored in a range before the call. It is once [`Media::end_persist`] has returned.
+    /// Begins to make durable what was stored in a range before the call. It is once
+    /// [`Media::end_persist`] has returned.
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         pending.add(range);
         Ok(())
@@ -217,8 +228,8 @@ pub trait Media: Send + Sync {
         self.persist(pending.ranges())
     }
 
-    /// At return every store to `ranges` that was made before the call, by anybody and through any mapping of the
-    /// media, is durable. Stores outside the ranges may or may not be.
+    /// At return every store to `ranges` that was made before the call, by anybody and through any
+    /// mapping of the media, is durable. Stores outside the ranges may or may not be.
     fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
@@ -228,14 +239,15 @@ pub trait Media: Send + Sync {
         self.persist(std::slice::from_ref(&range))
     }
 
-    /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where the media is
-    /// sparse (tmpfs, thin files) their blocks are given back. Ranges are multiples of the chunk size.
+    /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where
+    /// the media is sparse (tmpfs, thin files) their blocks are given back. Ranges are
+    /// multiples of the chunk size.
     fn erase(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
         Err(MediaError::ReadOnly)
     }
 
-    /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut. A device keeps its
-    /// length, and what lies behind the media there never counts.
+    /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut.
+    /// A device keeps its length, and what lies behind the media there never counts.
     fn cut_tail(&self) -> Result<(), MediaError> {
         Ok(())
     }

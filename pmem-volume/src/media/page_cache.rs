@@ -1,9 +1,10 @@
 //! Making ranges of a file durable without writing back the rest of it.
 //!
-//! fdatasync() would also write back guest memory that is lent from the same file, which is neither asked for nor
-//! bounded. msync() of a range ends in a ranged fsync: the range's dirty pages, one commit of the inode's metadata,
-//! one barrier to the device. So for several ranges the data is written by sync_file_range(), which may go on in
-//! parallel and has no barrier, and one msync() at the end closes them all.
+//! fdatasync() would also write back guest memory that is lent from the same file, which is neither
+//! asked for nor bounded. msync() of a range ends in a ranged fsync: the range's dirty pages, one
+//! commit of the inode's metadata, one barrier to the device. So for several ranges the data is
+//! written by sync_file_range(), which may go on in parallel and has no barrier, and one msync() at
+//! the end closes them all.
 
 use std::fs::File;
 use std::io;
@@ -45,19 +46,22 @@ pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> i
     }
 }
 
-/// Forgets what the page cache has of `ranges` and is on the disk already, so that the next read is of the disk.
+/// Forgets what the page cache has of `ranges` and is on the disk already, so that the next read is
+/// of the disk.
 ///
-/// A page whose write-back failed stays in the cache with what was to be written, and counts as clean (Linux
-/// Documentation/filesystems/vfs.rst, "Handling errors during writeback"): reads of it tell what the disk never got. Dirty
-/// pages stay, and nothing that was stored is lost; they are written first, so that few are left. Whether that fails, or a
-/// page cannot be forgotten because somebody has it mapped, does not matter here: what is read is made durable afterwards,
+/// A page whose write-back failed stays in the cache with what was to be written, and counts as
+/// clean (Linux Documentation/filesystems/vfs.rst, "Handling errors during writeback"): reads of it
+/// tell what the disk never got. Dirty pages stay, and nothing that was stored is lost; they are
+/// written first, so that few are left. Whether that fails, or a page cannot be forgotten because
+/// somebody has it mapped, does not matter here: what is read is made durable afterwards,
 /// and that tells.
 pub(crate) fn forget_clean_pages(file: &File, ranges: &[Range<u64>]) {
     let _ = write_pages(file, ranges);
     drop_clean_pages(file, ranges);
 }
 
-/// The same of what is clean already, and nothing is waited for: where others may have left much to be written.
+/// The same of what is clean already, and nothing is waited for: where others may have left much to
+/// be written.
 pub(crate) fn drop_clean_pages(file: &File, ranges: &[Range<u64>]) {
     for range in ranges {
         let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
@@ -79,7 +83,8 @@ mod tests {
     fn resident_pages(file: &File, pages: usize) -> usize {
         let mut resident = vec![0u8; pages];
         let length = pages * PAGE_BYTES;
-        // SAFETY: a new mapping, of which nothing is touched, and which is gone at the end; `resident` has a byte a page.
+        // SAFETY: a new mapping, of which nothing is touched, and which is gone at the end;
+        // `resident` has a byte a page.
         unsafe {
             let map = libc::mmap(
                 ptr::null_mut(),

@@ -1,4 +1,5 @@
-//! What the media's bytes lie in. It decides how they are read, erased and made more, and what a flush is worth.
+//! What the media's bytes lie in. It decides how they are read, erased and made more, and what a
+//! flush is worth.
 
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -63,8 +64,8 @@ pub(crate) enum PlaceError {
 }
 
 impl Place {
-    /// Where an open file lies. The kind of the file comes first: a device's node lies in a tmpfs itself, which says
-    /// nothing of the device.
+    /// Where an open file lies. The kind of the file comes first: a device's node lies in a tmpfs
+    /// itself, which says nothing of the device.
     pub(crate) fn of(file: &File) -> Result<Self, PlaceError> {
         let metadata = file.metadata().map_err(|e| unseen("it", e))?;
         let kind = metadata.file_type();
@@ -148,7 +149,8 @@ fn attribute(entry: &Path, name: &str) -> Result<u64, PlaceError> {
     u64::from_str(text.trim()).map_err(|e| unseen(path.display(), io::Error::other(e)))
 }
 
-/// Is the device one of Linux' RAM disks (brd, zram)? Its name says so; without sysfs it is taken for a disk.
+/// Is the device one of Linux' RAM disks (brd, zram)? Its name says so; without sysfs it is taken
+/// for a disk.
 fn is_ram_disk(entry: &Path) -> bool {
     let Ok(device) = fs::canonicalize(entry) else { return false };
     let name = device.file_name().unwrap_or_default().to_string_lossy();
@@ -158,10 +160,11 @@ fn is_ram_disk(entry: &Path) -> bool {
     })
 }
 
-/// Does a devdax device come from an NVDIMM (Linux Documentation/driver-api/nvdimm/nvdimm.rst)? Other drivers, such as
-/// dax_hmem and dax_cxl, make devdax devices of volatile memory. virtio-pmem has an nvdimm bus too, below its virtio
-/// device, and behind it the page cache of another host: that is durable by a flush request alone (virtio 1.3, 5.19.6),
-/// which nobody can make through a mapping of devdax.
+/// Does a devdax device come from an NVDIMM (Linux Documentation/driver-api/nvdimm/nvdimm.rst)?
+/// Other drivers, such as dax_hmem and dax_cxl, make devdax devices of volatile memory. virtio-pmem
+/// has an nvdimm bus too, below its virtio device, and behind it the page cache of another host:
+/// that is durable by a flush request alone (virtio 1.3, 5.19.6), which nobody can make through a
+/// mapping of devdax.
 fn is_on_nvdimm(device: &Path) -> bool {
     let has = |prefix: &[u8]| {
         device.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(prefix))

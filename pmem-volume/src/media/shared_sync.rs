@@ -1,13 +1,16 @@
-//! One error for all: what Linux tells one caller about a failed write-back, everybody learns who relied on it.
+//! One error for all: what Linux tells one caller about a failed write-back, everybody learns who
+//! relied on it.
 //!
-//! A page that cannot be written back is reported once per open file (Linux file_check_and_advance_wb_err(), called by
-//! every fsync(), msync() and waiting sync_file_range()), to whoever asks first, whosever page it was; and then the page
-//! counts as clean. All who make a pool's file durable share one open file. So of two flushes that overlap, one may be
-//! told of the other's lost page, and the other that all is well.
+//! A page that cannot be written back is reported once per open file (Linux
+//! file_check_and_advance_wb_err(), called by every fsync(), msync() and waiting
+//! sync_file_range()), to whoever asks first, whosever page it was; and then the page
+//! counts as clean. All who make a pool's file durable share one open file. So of two flushes that
+//! overlap, one may be told of the other's lost page, and the other that all is well.
 //!
-//! Hence a flush that went well ends when all have ended that were under way when the kernel answered it, and did so
-//! without an error: any of them may have got the one that was meant for it. They run side by side, none waits for one
-//! that began later than that. After the first error every flush fails: nobody knows whose page was lost.
+//! Hence a flush that went well ends when all have ended that were under way when the kernel
+//! answered it, and did so without an error: any of them may have got the one that was meant for
+//! it. They run side by side, none waits for one that began later than that. After the first error
+//! every flush fails: nobody knows whose page was lost.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -23,7 +26,8 @@ pub(super) struct Overlooked {
     cause: String,
 }
 
-/// What is under way on one open file, and the first error. All media on that open file have the same one.
+/// What is under way on one open file, and the first error. All media on that open file have the
+/// same one.
 #[derive(Debug, Default)]
 pub(super) struct SharedSync {
     state: Mutex<State>,
@@ -44,8 +48,8 @@ struct Ticket<'a> {
 }
 
 impl SharedSync {
-    /// Runs `sync`, which asks the kernel to make something durable, and returns when its answer can be believed. The
-    /// error of somebody else's is `overlooked` here.
+    /// Runs `sync`, which asks the kernel to make something durable, and returns when its answer
+    /// can be believed. The error of somebody else's is `overlooked` here.
     pub(super) fn run(
         &self,
         sync: impl FnOnce() -> Result<(), MediaError>,
@@ -59,7 +63,8 @@ impl SharedSync {
         }
         drop(ticket);
         result?;
-        // 2. Whoever may have taken this one's error began before the kernel answered, which it has.
+        // 2. Whoever may have taken this one's error began before the kernel answered, which it
+        //    has.
         let state = self.locked();
         let latest = state.next;
         let is_awaited =
@@ -122,7 +127,8 @@ mod tests {
         MediaError::Io { operation: "msync", offset_bytes: 8, length_bytes: 8, source }
     }
 
-    /// Two flushes overlap; the kernel says `first` to the one that began first and ended last, and `second` to the other.
+    /// Two flushes overlap; the kernel says `first` to the one that began first and ended last, and
+    /// `second` to the other.
     fn two_overlap(
         first: Result<(), MediaError>,
         second: Result<(), MediaError>,

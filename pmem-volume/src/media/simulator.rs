@@ -1,11 +1,12 @@
 //! Media that remembers what is durable, and can say what a crash would leave.
 //!
-//! Fault model: a word that was stored and not persisted since may hold, after a crash, what it held when it was last
-//! durable, or anything that was stored to it since; each word by itself, in any combination. That is more than
-//! hardware does (stores to one cache line keep their order), so what holds here holds there.
+//! Fault model: a word that was stored and not persisted since may hold, after a crash, what it
+//! held when it was last durable, or anything that was stored to it since; each word by itself, in
+//! any combination. That is more than hardware does (stores to one cache line keep their order), so
+//! what holds here holds there.
 //!
-//! A crash point is taken at the start of every persist and erase: between two of these, more stores only add to what
-//! may be lost.
+//! A crash point is taken at the start of every persist and erase: between two of these, more
+//! stores only add to what may be lost.
 
 mod pages;
 
@@ -36,8 +37,8 @@ struct State {
     pending: BTreeMap<u64, Vec<u64>>,
     points: Vec<CrashPoint>,
     recording: bool,
-    /// Digest of an image whose own crashes are not recorded yet. Until then it has neither durable
-    /// words nor pending stores.
+    /// Digest of an image whose own crashes are not recorded yet. Until then it has neither
+    /// durable words nor pending stores.
     untracked: Option<u128>,
 }
 
@@ -56,7 +57,8 @@ pub(crate) struct CrashPoint {
     pending: Vec<(u64, Vec<u64>)>,
 }
 
-/// A small generator, so that a seed is all it takes to see a failure again (xorshift64*, Vigna 2016).
+/// A small generator, so that a seed is all it takes to see a failure again (xorshift64*, Vigna
+/// 2016).
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -131,8 +133,8 @@ impl Simulator {
         std::mem::take(&mut state.points)
     }
 
-    /// What the words of a range hold that are not durable: a line that is written back now takes this along, and nothing
-    /// that is stored later.
+    /// What the words of a range hold that are not durable: a line that is written back now takes
+    /// this along, and nothing that is stored later.
     pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
         let state = self.state();
         assert!(
@@ -190,7 +192,8 @@ impl State {
         }
     }
 
-    /// A word is durable as it was when `word` was the last that was stored to it. Nothing if it has been since.
+    /// A word is durable as it was when `word` was the last that was stored to it. Nothing if it
+    /// has been since.
     fn make_durable_as(&mut self, at: u64, word: u64) {
         let Some(values) = self.pending.get_mut(&at) else { return };
         let Some(place) = values.iter().rposition(|value| *value == word) else { return };
@@ -236,7 +239,8 @@ impl CrashPoint {
         picks.iter().map(|pick| self.image(pick)).collect()
     }
 
-    /// What the death of the process alone leaves: all that was stored is seen, and what was not durable is not yet.
+    /// What the death of the process alone leaves: all that was stored is seen, and what was not
+    /// durable is not yet.
     pub(crate) fn killed(&self) -> Simulator {
         let mut visible = self.durable.clone();
         for (at, values) in &self.pending {

@@ -1,9 +1,10 @@
-//! Mapped memory that is touched by others than [`super::guarded`]'s routines, and may be gone as well.
+//! Mapped memory that is touched by others than [`super::guarded`]'s routines, and may be gone as
+//! well.
 //!
-//! A VMM maps parts of a pool into its guest, and its devices reach them by code that knows nothing of pools. The handler
-//! of SIGBUS cannot make such an access fail, so it lets it finish: it tells whoever watches the range, and then puts a
-//! page of zeros in the place of the one that is gone. Whoever watches has to see to it that nobody takes them for what
-//! was there.
+//! A VMM maps parts of a pool into its guest, and its devices reach them by code that knows nothing
+//! of pools. The handler of SIGBUS cannot make such an access fail, so it lets it finish: it tells
+//! whoever watches the range, and then puts a page of zeros in the place of the one that is gone.
+//! Whoever watches has to see to it that nobody takes them for what was there.
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -26,9 +27,9 @@ const PAGE_SIZES: [usize; 3] = [PAGE_BYTES, 2 << 20, 1 << 30];
 
 /// Whoever is told that a page of a range is gone.
 pub trait OnPageLost: Send + Sync {
-    /// A page is gone. Called in a handler of SIGBUS, on the thread that has touched the page or is to be told of it: it
-    /// may do only what may be done there (signal-safety(7)), so take no lock and allocate nothing. When this returns,
-    /// the page reads as zeros.
+    /// A page is gone. Called in a handler of SIGBUS, on the thread that has touched the page or is
+    /// to be told of it: it may do only what may be done there (signal-safety(7)), so take no
+    /// lock and allocate nothing. When this returns, the page reads as zeros.
     fn page_lost(&self);
 }
 
@@ -42,7 +43,8 @@ pub struct Watch {
     entry: &'static Entry,
 }
 
-/// One row of the table. It is read by handlers while others change it, so with a version, which is odd meanwhile.
+/// One row of the table. It is read by handlers while others change it, so with a version, which is
+/// odd meanwhile.
 struct Entry {
     version: AtomicUsize,
     start: AtomicUsize,
@@ -89,8 +91,8 @@ impl Watch {
     /// Watches a range of addresses, which begins and ends with a page.
     ///
     /// # Safety
-    /// The range is the caller's as long as this lives: a page that is gone may be replaced at any time. Nobody touches
-    /// it any more when this is dropped.
+    /// The range is the caller's as long as this lives: a page that is gone may be replaced at any
+    /// time. Nobody touches it any more when this is dropped.
     pub unsafe fn new(
         range: Range<usize>,
         on_lost: Arc<dyn OnPageLost>,
@@ -126,12 +128,13 @@ impl Entry {
         self.end.store(range.end, Ordering::Relaxed);
         self.on_lost.store(on_lost.cast_mut(), Ordering::Relaxed);
         self.version.fetch_add(1, Ordering::Release);
-        // SAFETY: the caller holds `CHANGING`. Nobody can be calling the previous listener: its range is touched no more.
+        // SAFETY: the caller holds `CHANGING`. Nobody can be calling the previous listener: its
+        // range is touched no more.
         unsafe { *self.listener.get() = listener };
     }
 
-    /// Who is to be told of an address, if it is in this range. A row that is being changed is nobody's range that is
-    /// touched at this moment.
+    /// Who is to be told of an address, if it is in this range. A row that is being changed is
+    /// nobody's range that is touched at this moment.
     fn listener_of(&self, address: usize) -> Option<(*const Listener, Range<usize>)> {
         let version = self.version.load(Ordering::Acquire);
         let (start, end) = (self.start.load(Ordering::Relaxed), self.end.load(Ordering::Relaxed));
@@ -143,8 +146,8 @@ impl Entry {
     }
 }
 
-/// Tells whoever watches an address that its page is gone, and puts zeros there; false if nobody does, or there is no
-/// memory for them. Called in a handler, which it may be.
+/// Tells whoever watches an address that its page is gone, and puts zeros there; false if nobody
+/// does, or there is no memory for them. Called in a handler, which it may be.
 pub(super) fn replace(address: usize) -> bool {
     let Some((on_lost, range)) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else {
         return false;
@@ -152,9 +155,10 @@ pub(super) fn replace(address: usize) -> bool {
     // 1. Before anybody can see zeros.
     // SAFETY: the listener lives as long as its range is touched, which is now.
     unsafe { (*on_lost).page_lost() };
-    // 2. No access to the lost page is possible any more, so zeros replace no data. A part of a huge page of hugetlbfs
-    //    cannot be replaced (EINVAL; Linux mm/hugetlb.c, hugetlb_vm_op_split), and bad memory takes all of the page.
-    //    After any other error no larger piece is tried, because it would replace good memory.
+    // 2. No access to the lost page is possible any more, so zeros replace no data. A part of a
+    //    huge page of hugetlbfs cannot be replaced (EINVAL; Linux mm/hugetlb.c,
+    //    hugetlb_vm_op_split), and bad memory takes all of the page. After any other error no
+    //    larger piece is tried, because it would replace good memory.
     replace_page(address, &range, map_zeros)
 }
 
@@ -184,8 +188,9 @@ fn map_zeros(start: usize, size: usize) -> Result<(), libc::c_int> {
         libc::PROT_READ | libc::PROT_WRITE,
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
     );
-    // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has given us. mmap is a system
-    // call, which a handler may make. `errno` is this thread's and is restored.
+    // SAFETY: the range is whole pages inside a range that the caller of `Watch::new` has given us.
+    // mmap is a system call, which a handler may make. `errno` is this thread's and is
+    // restored.
     unsafe {
         let errno = libc::__errno_location();
         let before = *errno;

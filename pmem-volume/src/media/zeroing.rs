@@ -17,8 +17,9 @@ fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
-/// Does the file system make holes? Some keep everything in memory and do not (ramfs), some ask a server that may not
-/// (NFS, FUSE). Found out by a hole behind the file's end, which changes nothing. `file` is open for writing.
+/// Does the file system make holes? Some keep everything in memory and do not (ramfs), some ask a
+/// server that may not (NFS, FUSE). Found out by a hole behind the file's end, which changes
+/// nothing. `file` is open for writing.
 pub(super) fn makes_holes(file: &File) -> bool {
     let hole = |at| page_cache::fallocate(file, PUNCH_HOLE, &(at..at + PIECE_BYTES));
     // Whatever else fails here says nothing of holes.
@@ -34,9 +35,9 @@ pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
     or_written(file, range, page_cache::fallocate(file, PUNCH_HOLE, range))
 }
 
-/// Zeroes in place: as unwritten extents where the file system has them, by the device where it can, with zeros where
-/// not. The page cache, and every mapping of it, follows: a device's kernel drops the pages first (Linux block/fops.c,
-/// blkdev_fallocate).
+/// Zeroes in place: as unwritten extents where the file system has them, by the device where it
+/// can, with zeros where not. The page cache, and every mapping of it, follows: a device's kernel
+/// drops the pages first (Linux block/fops.c, blkdev_fallocate).
 pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
     let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
     match page_cache::fallocate(file, mode, range) {
@@ -66,12 +67,13 @@ pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     })
 }
 
-/// XFS zeroes a range by a hole, and then gives the hole blocks: which it may no longer have, because others took them
-/// or because it needs some more for its own records (xfs_file_fallocate). What it did before it gave up, and what it
-/// did not, is not said. So zeros are written, which gives a hole its blocks if there are any by now and needs none
-/// elsewhere; and a piece that still finds none is a hole, which reads as zeros. That is looked at: it is what erasing
-/// promises. Blocks are not: a guest that stores there while the file system is full is told so by a SIGBUS, as in a
-/// thin pool, and the next erasing tries again.
+/// XFS zeroes a range by a hole, and then gives the hole blocks: which it may no longer have,
+/// because others took them or because it needs some more for its own records (xfs_file_fallocate).
+/// What it did before it gave up, and what it did not, is not said. So zeros are written, which
+/// gives a hole its blocks if there are any by now and needs none elsewhere; and a piece that still
+/// finds none is a hole, which reads as zeros. That is looked at: it is what erasing
+/// promises. Blocks are not: a guest that stores there while the file system is full is told so by
+/// a SIGBUS, as in a thin pool, and the next erasing tries again.
 fn zero_on_full(
     piece: Range<u64>,
     read: impl FnOnce(u64, &mut [u8]) -> io::Result<()>,
@@ -111,7 +113,8 @@ mod tests {
     use crate::media::{FileMedia, Media, allocate};
     use crate::progress::unheard;
 
-    /// A ramfs, for who may mount one. By system calls, because a new process would have other tests' locks for a moment.
+    /// A ramfs, for who may mount one. By system calls, because a new process would have other
+    /// tests' locks for a moment.
     struct Ramfs(tempfile::TempDir);
 
     impl Ramfs {

@@ -1,15 +1,15 @@
 //! The free chunks, by order: a buddy allocator in memory.
 //!
-//! It is rebuilt from the chunk table at open, so it holds nothing that could be lost. It decides, and touches no
-//! media.
+//! It is rebuilt from the chunk table at open, so it holds nothing that could be lost. It decides,
+//! and touches no media.
 
 use std::collections::BTreeSet;
 
 use super::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
 use super::wear::Wear;
 
-/// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from opposite ends, they
-/// leave one large hole between them rather than many small ones among them.
+/// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from
+/// opposite ends, they leave one large hole between them rather than many small ones among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
     /// The lowest numbers: volumes.
@@ -21,18 +21,22 @@ pub(crate) enum Placement {
 /// Orders that there are.
 const ORDERS: usize = MAX_ORDER as usize + 1;
 
-/// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the next order.
+/// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the
+/// next order.
 #[derive(Debug, Default)]
 pub(crate) struct Buddy {
-    /// By chunk: if a free extent starts there, its order plus one, else 0. Chunks behind the end are not free.
+    /// By chunk: if a free extent starts there, its order plus one, else 0. Chunks behind the end
+    /// are not free.
     heads: Vec<u8>,
-    /// The free extents of each order, by how much they were used, in steps, and by place: see [`key`].
+    /// The free extents of each order, by how much they were used, in steps, and by place: see
+    /// [`key`].
     by_wear: [BTreeSet<u64>; ORDERS],
     wear: Wear,
     free_chunks: u32,
 }
 
-/// A level of wear and a start, in that order, as one number. A level is at most 2^32 uses / `WEAR_STEP`.
+/// A level of wear and a start, in that order, as one number. A level is at most 2^32 uses /
+/// `WEAR_STEP`.
 fn key(level: u64, start: u32) -> u64 {
     level << 32 | u64::from(start)
 }
@@ -48,8 +52,8 @@ impl Buddy {
         Self { heads: vec![0; uses.len()], wear: Wear::new(uses), ..Self::default() }
     }
 
-    /// The runs are free, in any order. Once they are as long as they can be, the fewest aligned extents that make them up
-    /// have no buddies among them.
+    /// The runs are free, in any order. Once they are as long as they can be, the fewest aligned
+    /// extents that make them up have no buddies among them.
     pub(crate) fn new(uses: Vec<u32>, free: Vec<Run>) -> Self {
         let free = joined(free);
         let mut buddy = Self::with_wear(uses);
@@ -126,7 +130,8 @@ impl Buddy {
         })
     }
 
-    /// The runs of free chunks, in order. Extents that lie side by side without being buddies are one run.
+    /// The runs of free chunks, in order. Extents that lie side by side without being buddies are
+    /// one run.
     fn free_runs(&self) -> impl Iterator<Item = Run> {
         let mut extents = self.free_extents().peekable();
         std::iter::from_fn(move || {
@@ -143,8 +148,9 @@ impl Buddy {
         self.free_runs().map(|run| run.chunks).max().unwrap_or(0)
     }
 
-    /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that holds them, or, if
-    /// none does, in as few extents as there are. In the order of the file. Among runs of one length, the least worn.
+    /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that
+    /// holds them, or, if none does, in as few extents as there are. In the order of the file.
+    /// Among runs of one length, the least worn.
     pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
         let shortest =
             self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
@@ -162,7 +168,8 @@ impl Buddy {
         Some(super::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
-    /// The same, right behind what the taker has already if they are free there: then it lies in as few pieces as before.
+    /// The same, right behind what the taker has already if they are free there: then it lies in as
+    /// few pieces as before.
     pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
         let wanted = Run { start, chunks };
         if self.is_free(wanted) {
@@ -203,8 +210,9 @@ impl Buddy {
         }
     }
 
-    /// Takes `chunks` chunks, in as few extents as there are: the largest first, each from the smallest free extent
-    /// that holds it. `None`, and nothing taken, if there are not that many.
+    /// Takes `chunks` chunks, in as few extents as there are: the largest first, each from the
+    /// smallest free extent that holds it. `None`, and nothing taken, if there are not that
+    /// many.
     pub(crate) fn allocate(&mut self, chunks: u32, placement: Placement) -> Option<Vec<Extent>> {
         if chunks > self.free_chunks {
             return None;
@@ -220,8 +228,9 @@ impl Buddy {
         Some(extents)
     }
 
-    /// The order to take an extent of `wanted` from: the one with the least worn extent, the smallest among these. If
-    /// none is large enough, the largest there is. Something must be free.
+    /// The order to take an extent of `wanted` from: the one with the least worn extent, the
+    /// smallest among these. If none is large enough, the largest there is. Something must be
+    /// free.
     fn source(&self, wanted: u8) -> u8 {
         let least =
             |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
@@ -233,8 +242,8 @@ impl Buddy {
             .expect("the caller checked that enough is free")
     }
 
-    /// Takes one extent of the order, or of the largest smaller one: the least worn, and among these the one on the
-    /// side from which is taken. Something must be free.
+    /// Takes one extent of the order, or of the largest smaller one: the least worn, and among
+    /// these the one on the side from which is taken. Something must be free.
     fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
         let source = self.source(wanted);
         let set = &self.by_wear[usize::from(source)];
@@ -269,7 +278,8 @@ impl Buddy {
         extent
     }
 
-    /// Gives an extent back and merges it with its buddies. It must not be free: the caller knows from the media.
+    /// Gives an extent back and merges it with its buddies. It must not be free: the caller knows
+    /// from the media.
     pub(crate) fn free(&mut self, extent: Extent) {
         assert!(
             extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),

@@ -31,7 +31,8 @@ pub struct CheckReport {
     pub pool: Vec<Finding>,
     /// About each volume.
     pub volumes: Vec<VolumeCheck>,
-    /// Of so much of the pool nobody can say whose it is: of a volume whose record is lost, for instance.
+    /// Of so much of the pool nobody can say whose it is: of a volume whose record is lost, for
+    /// instance.
     pub damaged_bytes: u64,
 }
 
@@ -122,8 +123,8 @@ impl<'a> Checking<'a> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Checks tables, volumes, and that free chunks read as zeros. What was found and put right at open is not reported again; open the pool for
-    /// reading to see the media as it was left.
+    /// Checks tables, volumes, and that free chunks read as zeros. What was found and put right at
+    /// open is not reported again; open the pool for reading to see the media as it was left.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {
         self.check_with(&mut unheard)
     }
@@ -139,7 +140,8 @@ impl<M: Media> Pool<M> {
             // Nothing changes while the state is locked.
             let state = self.lock_state();
             if self.mode != super::OpenMode::ReadWrite {
-                // Superblocks and log were looked at when the pool was opened, and nobody has changed them since.
+                // Superblocks and log were looked at when the pool was opened, and nobody has
+                // changed them since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
             let log = looked(redo_log::read(self.media(), &self.superblock))?;
@@ -168,7 +170,8 @@ impl<M: Media> Pool<M> {
         Ok(CheckReport { damaged_bytes: self.info().damaged_bytes, pool, volumes })
     }
 
-    /// Checks one volume's BTT; `progress` hears how far it is. `None`: a raw volume has nothing to check.
+    /// Checks one volume's BTT; `progress` hears how far it is. `None`: a raw volume has nothing to
+    /// check.
     pub fn check_volume_with(
         self: &Arc<Self>,
         name: &str,
@@ -200,8 +203,8 @@ impl<M: Media> Pool<M> {
         Ok(found.into_list())
     }
 
-    /// Looks at what is left of a run that was free. As long as the state is locked, nobody gets any of it; so that is
-    /// never long.
+    /// Looks at what is left of a run that was free. As long as the state is locked, nobody gets
+    /// any of it; so that is never long.
     fn look_while_free(
         &self,
         run: Run,
@@ -225,7 +228,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// A volume that somebody in this process has open, and may write meanwhile: what is found every time counts.
+    /// A volume that somebody in this process has open, and may write meanwhile: what is found
+    /// every time counts.
     fn check_in_use(
         &self,
         name: &str,
@@ -275,7 +279,8 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// What a look has found. That something cannot be read says nothing of what is durable, and latches nothing.
+/// What a look has found. That something cannot be read says nothing of what is durable, and
+/// latches nothing.
 pub(super) fn looked<T>(result: Result<T, MediaError>) -> Result<T, PoolError> {
     result.map_err(PoolError::Media)
 }

@@ -8,7 +8,8 @@ use crate::CHUNK_BYTES;
 /// The largest order: 2^10 chunks, 2 GiB.
 pub const MAX_ORDER: u8 = 10;
 
-/// The number of a chunk, counted from the start of the pool: the chunk lies at this many times 2 MiB in the file.
+/// The number of a chunk, counted from the start of the pool: the chunk lies at this many times 2
+/// MiB in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkId(pub u32);
 

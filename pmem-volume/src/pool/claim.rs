@@ -1,5 +1,5 @@
-//! Files and devices that are no pool and are not to become one by mistake: opened under the lock that pools have, so that
-//! neither takes what the other has.
+//! Files and devices that are no pool and are not to become one by mistake: opened under the lock
+//! that pools have, so that neither takes what the other has.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -37,11 +37,12 @@ pub enum ClaimError {
     },
 }
 
-/// Opens what is at `path` with the additional open(2) `flags`, for as long as the file is open: many may have it to
-/// read, or one to write. For writing, the kernel gives no block device away that is mounted or otherwise in use, and
-/// lets nobody mount it meanwhile.
+/// Opens what is at `path` with the additional open(2) `flags`, for as long as the file is open:
+/// many may have it to read, or one to write. For writing, the kernel gives no block device away
+/// that is mounted or otherwise in use, and lets nobody mount it meanwhile.
 pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError> {
-    // 1. Its kind first: the device's own lock is taken as it is opened, and a named pipe would wait for a writer.
+    // 1. Its kind first: the device's own lock is taken as it is opened, and a named pipe would
+    //    wait for a writer.
     let metadata = fs::metadata(path).map_err(ClaimError::Open)?;
     let is_device = metadata.file_type().is_block_device();
     let exclusive = if writable && is_device { libc::O_EXCL } else { 0 };
@@ -66,7 +67,8 @@ pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError
     };
     let locked = lock_within(&file, kind, patience).map_err(ClaimError::Lock)?;
     locked.map_err(|holder| ClaimError::InUse { holder })?;
-    // 3. From now on it waits: io_uring would answer EAGAIN instead (Linux io_uring/rw.c, REQ_F_NOWAIT).
+    // 3. From now on it waits: io_uring would answer EAGAIN instead (Linux io_uring/rw.c,
+    //    REQ_F_NOWAIT).
     set_waiting(&file).map_err(ClaimError::Open)?;
     Ok(file)
 }
@@ -120,7 +122,8 @@ fn content_by(error: &PoolError) -> PoolContent {
 }
 
 fn peek(file: &File, path: &Path) -> Result<Arc<Pool>, PoolError> {
-    // /proc names the open file even if its path names another one by now. Without /proc, the path is used.
+    // /proc names the open file even if its path names another one by now. Without /proc, the path
+    // is used.
     let open = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     Pool::open(if open.exists() { &open } else { path }, OpenMode::Peek)
 }

@@ -45,8 +45,8 @@ pub struct CreateOptions<'a> {
 }
 
 impl Pool {
-    /// Makes a pool of `size_bytes` in a new file, of which `strg_bytes` are kept for volumes, and opens it. On a
-    /// disk all of it is allocated. If anything fails there is no file.
+    /// Makes a pool of `size_bytes` in a new file, of which `strg_bytes` are kept for volumes, and
+    /// opens it. On a disk all of it is allocated. If anything fails there is no file.
     pub fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         let size_bytes = Some(size_bytes);
         Self::create_with(
@@ -117,7 +117,8 @@ impl Pool {
     /// Makes a pool on a device.
     ///
     /// 1. Nobody else has it, and there is nothing on it, or it may go.
-    /// 2. Erase the chunk that has both superblocks: whatever was there, a pool for instance, is none from here on.
+    /// 2. Erase the chunk that has both superblocks: whatever was there, a pool for instance, is
+    ///    none from here on.
     /// 3. Erase all that the pool gets. Whoever ends it here leaves no pool.
     /// 4. Tables, then superblocks.
     fn create_on(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
@@ -204,7 +205,8 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
             if !volumes.is_empty() {
                 return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });
             }
-            // Volumes may be what is damaged: a record that is lost, chunks of which nobody knows whose they are.
+            // Volumes may be what is damaged: a record that is lost, chunks of which nobody knows
+            // whose they are.
             if let Some(damage) =
                 pool.findings_at_open().iter().find(|f| f.severity() > Severity::Note)
             {
@@ -304,9 +306,9 @@ impl FileSystem {
     }
 }
 
-/// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs stays sparse, but
-/// what it can never hold is refused, and what the pool itself stores, `own_bytes`, must find room; one without a limit
-/// shows no size.
+/// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs
+/// stays sparse, but what it can never hold is refused, and what the pool itself stores,
+/// `own_bytes`, must find room; one without a limit shows no size.
 pub(super) fn check_room(
     path: &Path,
     file: &File,

@@ -17,8 +17,9 @@ pub struct DamagedVolume<M: Media = FileMedia> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is whole opens as well; a part of
-    /// one that was split, which still holds what that held, does not.
+    /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is
+    /// whole opens as well; a part of one that was split, which still holds what that held,
+    /// does not.
     pub fn open_damaged_volume(
         self: &Arc<Self>,
         name: &str,

@@ -17,7 +17,8 @@ use foreshore_types::size::Size;
 
 /// An operation on a pool failed.
 ///
-/// Unless it is [`PoolError::Media`], nothing has changed; or [`PoolError::Latched`], if something else failed meanwhile.
+/// Unless it is [`PoolError::Media`], nothing has changed; or [`PoolError::Latched`], if something
+/// else failed meanwhile.
 #[derive(Debug, Error)]
 pub enum PoolError {
     /// No such file.

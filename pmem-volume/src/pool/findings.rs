@@ -154,8 +154,8 @@ pub enum Finding {
         /// The other.
         second: ChunkId,
     },
-    /// A volume lacks chunks. No crash does that: their words were damaged, and what they say now, *free* for instance, may
-    /// let somebody else have what the volume held.
+    /// A volume lacks chunks. No crash does that: their words were damaged, and what they say now,
+    /// *free* for instance, may let somebody else have what the volume held.
     #[error(
         "volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}"
     )]
@@ -288,8 +288,8 @@ impl Finding {
 /// Findings of one kind that are listed; the rest are counted.
 const MAX_OF_A_KIND: u32 = 100;
 
-/// Findings in the order in which they are found. However many a damaged or crafted pool gives rise to, they take little
-/// memory.
+/// Findings in the order in which they are found. However many a damaged or crafted pool gives rise
+/// to, they take little memory.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     list: Vec<Finding>,

@@ -217,8 +217,8 @@ pub(super) const FORMATS: &[Format] = &[
     ),
     format("an OCFS file system", &[Start(0x2000)], &[b"OracleCFS"]),
     format("an Oracle ASM disk", &[Start(0x20)], &[b"ORCLDISK"]),
-    // Linux include/uapi/linux/magic.h, fs/minix/minix.h and include/linux/minix_fs.h, in both byte
-    // orders. The magic alone is text, so the size of a zone must be that of a block.
+    // Linux include/uapi/linux/magic.h, fs/minix/minix.h and include/linux/minix_fs.h, in both
+    // byte orders. The magic alone is text, so the size of a zone must be that of a block.
     Format {
         name: "a Minix file system",
         places: &[Start(0x410)],
@@ -386,14 +386,15 @@ pub(super) const FORMATS: &[Format] = &[
     // Linux drivers/nvdimm/pfn.h.
     format("an fsdax namespace", &[Start(0x1000)], &[b"NVDIMM_PFN_INFO\0"]),
     format("a devdax namespace", &[Start(0x1000)], &[b"NVDIMM_DAX_INFO\0"]),
-    // Linux drivers/nvdimm/btt.h and btt_devs.c: version 1.1 at 4 KiB, version 2 at 0, and the copy
-    // at the end of the arena.
+    // Linux drivers/nvdimm/btt.h and btt_devs.c: version 1.1 at 4 KiB, version 2 at 0, and the
+    // copy at the end of the arena.
     format(
         "a BTT",
         &[Start(0x1000), Start(0), End { before: 0x1000, align: 0x1000 }],
         &[b"BTT_ARENA_INFO\0\0"],
     ),
-    // UEFI specification 5.3.2, for sectors of 512 and 4,096 bytes, and the copy in the last sector.
+    // UEFI specification 5.3.2, for sectors of 512 and 4,096 bytes, and the copy in the last
+    // sector.
     format(
         "a GPT partition table",
         &[Start(0x200), Start(0x1000), last(1), End { before: 0x1000, align: 0x1000 }],

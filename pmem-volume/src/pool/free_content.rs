@@ -1,4 +1,5 @@
-//! Do free chunks read as zeros? Whoever gets one next relies on it, and must not read what somebody else has left.
+//! Do free chunks read as zeros? Whoever gets one next relies on it, and must not read what
+//! somebody else has left.
 
 use std::ops::Range;
 
@@ -21,8 +22,8 @@ impl ContentFinder {
         Self { bytes: zeros.clone(), zeros }
     }
 
-    /// Reads a run of chunks, but for its holes, and names those that hold something. `reached` hears how many bytes of
-    /// the run were looked at.
+    /// Reads a run of chunks, but for its holes, and names those that hold something. `reached`
+    /// hears how many bytes of the run were looked at.
     pub(super) fn look(
         &mut self,
         media: &dyn Media,

@@ -1,5 +1,5 @@
-//! Giving up a volume that lacks chunks. Nothing says where they are, so a pool with such a volume opens for reading only;
-//! whoever can do without the rest of the volume gets the pool back.
+//! Giving up a volume that lacks chunks. Nothing says where they are, so a pool with such a volume
+//! opens for reading only; whoever can do without the rest of the volume gets the pool back.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +14,14 @@ use super::volume_record::empty_record;
 use super::{PoolError, Run};
 use crate::media::{Media, MediaError};
 
-/// Deletes a volume that lacks chunks; a dry run only says so, and what it would store over what is `planned` already. None:
-/// the log is damaged, and may hold the volume's record.
+/// Deletes a volume that lacks chunks; a dry run only says so, and what it would store over what is
+/// `planned` already. None: the log is damaged, and may hold the volume's record.
 ///
 /// 1. A committed transaction is redone, as an open would do it.
-/// 2. What is free becomes *scrub*, persist: any of it may be a chunk that the volume lacks, and reads as zeros no more. A
-///    crash leaves the volume as it is, and the pool still refused.
-/// 3. The record, empty: from here on what the volume has is left over, and opening the pool puts that away.
+/// 2. What is free becomes *scrub*, persist: any of it may be a chunk that the volume lacks, and
+///    reads as zeros no more. A crash leaves the volume as it is, and the pool still refused.
+/// 3. The record, empty: from here on what the volume has is left over, and opening the pool puts
+///    that away.
 pub(super) fn give_up(
     media: &dyn Media,
     superblock: &Superblock,
@@ -81,7 +82,8 @@ fn lacking<'a>(seen: &'a Scan, name: &str) -> Result<(Slot, &'a VolumeEntry), Po
     found.ok_or_else(|| PoolError::VolumeLacksNothing { name: name.to_owned() })
 }
 
-/// The copies in the order in which they are written: while the one that counts is, the other must be whole already.
+/// The copies in the order in which they are written: while the one that counts is, the other must
+/// be whole already.
 fn whole_one_last(media: &dyn Media, offsets: [u64; 2]) -> Result<[u64; 2], MediaError> {
     let [first, second] = offsets;
     Ok(match mirrored::read::<VolumeRecordBytes>(media, offsets)? {

@@ -1,4 +1,5 @@
-//! Growing a pool: its file becomes longer, or it takes more of its device, and its chunk table with it.
+//! Growing a pool: its file becomes longer, or it takes more of its device, and its chunk table
+//! with it.
 
 use std::io;
 use std::ops::Range;
@@ -18,14 +19,15 @@ use crate::progress::{OnProgress, unheard};
 use foreshore_types::size::Size;
 
 impl Pool {
-    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless it is thin. If there
-    /// is no room, nothing has changed.
+    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless
+    /// it is thin. If there is no room, nothing has changed.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
         Self::grow_with(path, Some(size_bytes), false, &mut unheard)
     }
 
-    /// The same; without a size, to all of its device. What seems to lie behind the pool on a device is erased with `force`
-    /// only. `progress` hears how the file gets its blocks, or how what is new of a device is erased.
+    /// The same; without a size, to all of its device. What seems to lie behind the pool on a
+    /// device is erased with `force` only. `progress` hears how the file gets its blocks, or
+    /// how what is new of a device is erased.
     pub fn grow_with(
         path: &Path,
         size_bytes: Option<u64>,
@@ -89,7 +91,8 @@ impl Pool {
         }
     }
 
-    /// What the pool is to get may be somebody's: a partition that was made larger over another one, for instance.
+    /// What the pool is to get may be somebody's: a partition that was made larger over another
+    /// one, for instance.
     fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
         let failed = |source| PoolError::File {
             path: self.path.clone(),
@@ -123,7 +126,8 @@ fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
 /// Why a pool did not grow.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The file could not be made longer, or the rest of the device not erased. The pool is as it was.
+    /// The file could not be made longer, or the rest of the device not erased. The pool is as it
+    /// was.
     NoRoom(io::Error),
     /// The media failed. The next open finds the old size or the new one.
     Media(MediaError),
@@ -163,8 +167,8 @@ pub(super) fn carry_out<M: Media>(
     Ok(grown)
 }
 
-/// The superblock of a pool that has grown: its table stays where it is if its chunks have room for the new entries,
-/// and else goes to the first new chunks.
+/// The superblock of a pool that has grown: its table stays where it is if its chunks have room for
+/// the new entries, and else goes to the first new chunks.
 pub(super) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, PoolError> {
     let refuse = |rule: String| Err(PoolError::Size { what: "pool size", value: size_bytes, rule });
     let old_bytes = old.size_bytes();
@@ -217,8 +221,8 @@ pub(super) fn announce(
     rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
 }
 
-/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing. `current` has the
-/// sequence number of before the announcement, or that of the announcement.
+/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing.
+/// `current` has the sequence number of before the announcement, or that of the announcement.
 pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superblock, MediaError> {
     media.cut_tail()?;
     let sequence = current.sequence.wrapping_add(2);
@@ -227,8 +231,8 @@ pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superb
     Ok(withdrawn)
 }
 
-/// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old end, or in chunks
-/// that the pool did not have.
+/// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old
+/// end, or in chunks that the pool did not have.
 pub(super) fn write_table(
     media: &dyn Media,
     old: &Superblock,

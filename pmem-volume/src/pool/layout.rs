@@ -1,8 +1,9 @@
-//! Format v1 of a pool, as it lies on the media. `docs/format.md` has the byte map and the commit arguments.
+//! Format v1 of a pool, as it lies on the media. `docs/format.md` has the byte map and the commit
+//! arguments.
 //!
-//! Everything is little-endian. Nothing here touches media, and nothing here is trusted: these are the bytes, to be
-//! turned into verified types by [`super::superblock`], [`super::table`], [`super::volume_record`] and
-//! [`super::redo_log`].
+//! Everything is little-endian. Nothing here touches media, and nothing here is trusted: these are
+//! the bytes, to be turned into verified types by [`super::superblock`], [`super::table`],
+//! [`super::volume_record`] and [`super::redo_log`].
 
 use std::mem::{offset_of, size_of};
 
@@ -20,8 +21,8 @@ pub const LOG_MAGIC: [u8; 8] = *b"FSHRRLOG";
 /// The version that this code writes and the only one that it reads.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// Compatible feature: the pool is a file on a disk whose free chunks are holes. Who does not know it zeroes them, which
-/// costs blocks and nothing else.
+/// Compatible feature: the pool is a file on a disk whose free chunks are holes. Who does not know
+/// it zeroes them, which costs blocks and nothing else.
 pub const FEATURE_THIN: u64 = 1;
 
 /// Where the two superblocks lie. Fixed for all versions: everything else is found through them.
@@ -29,7 +30,8 @@ pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, CHUNK_BYTES - SUPERBLOCK_BYTES];
 /// Bytes of a superblock.
 pub const SUPERBLOCK_BYTES: u64 = 4096;
 
-/// Where a new pool has the first copies of its volume records; the superblock says where an old one has them.
+/// Where a new pool has the first copies of its volume records; the superblock says where an old
+/// one has them.
 pub const VOLUME_TABLE_OFFSETS: [u64; 2] = [64 << 10, 1 << 20];
 /// Bytes of one copy of a volume record.
 pub const VOLUME_RECORD_BYTES: u64 = 256;
@@ -120,8 +122,9 @@ pub struct VolumeRecordBytes {
     pub name_bytes: u8,
     /// Zero.
     pub reserved0: u8,
-    /// Bit 0: thin, an index may have no chunk. Bit 1: a part of a volume that was split, and bit 2, with it: its BTT is still
-    /// to be written. Other bits are zero, and a reader refuses what it does not know.
+    /// Bit 0: thin, an index may have no chunk. Bit 1: a part of a volume that was split, and bit
+    /// 2, with it: its BTT is still to be written. Other bits are zero, and a reader refuses
+    /// what it does not know.
     pub flags: U64,
     /// Identity of the volume.
     pub uuid: [u8; 16],
@@ -151,7 +154,8 @@ pub const VOLUME_FORMAT_BTT: u8 = 1;
 pub const VOLUME_FORMAT_RAW: u8 = 2;
 /// Volume record flag: an index may have no chunk.
 pub const VOLUME_FLAG_THIN: u64 = 1;
-/// Volume record flag: a part of a volume that was split. Its chunks may still be named as the other's.
+/// Volume record flag: a part of a volume that was split. Its chunks may still be named as the
+/// other's.
 pub const VOLUME_FLAG_PART: u64 = 2;
 /// Volume record flag: a part whose BTT is still to be written.
 pub const VOLUME_FLAG_UNFORMATTED: u64 = 4;
@@ -166,7 +170,8 @@ pub struct LogHeaderBytes {
     pub entries: U64,
     /// CRC-32 (IEEE 802.3) of magic, number of entries and all entries.
     pub checksum: U64,
-    /// 0: no transaction. [`LOG_COMMITTED`] plus the checksum: the transaction counts, and is redone at open.
+    /// 0: no transaction. [`LOG_COMMITTED`] plus the checksum: the transaction counts, and is
+    /// redone at open.
     pub commit: U64,
     /// Zero.
     pub reserved: [u8; 32],
@@ -179,7 +184,8 @@ pub const LOG_COMMITTED: u64 = 0x434f_4d4d << 32;
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct LogEntryBytes {
-    /// Where: a multiple of 8 inside the chunk table, a volume table, or a chunk that a volume has.
+    /// Where: a multiple of 8 inside the chunk table, a volume table, or a chunk that a volume
+    /// has.
     pub offset: U64,
     /// What.
     pub word: U64,
@@ -209,7 +215,8 @@ const _: () = {
     assert!(size_of::<LogHeaderBytes>() == 64);
     assert!(offset_of!(LogHeaderBytes, commit) == 24);
     assert!(size_of::<LogEntryBytes>() == 16);
-    // A new pool's first chunk: superblock, volume table, log, volume table, superblock, and no overlap.
+    // A new pool's first chunk: superblock, volume table, log, volume table, superblock, and no
+    // overlap.
     let table_bytes = VOLUME_SLOTS as u64 * VOLUME_RECORD_BYTES;
     assert!(SUPERBLOCK_OFFSETS[0] + SUPERBLOCK_BYTES <= VOLUME_TABLE_OFFSETS[0]);
     assert!(VOLUME_TABLE_OFFSETS[0] + table_bytes <= LOG_OFFSET);

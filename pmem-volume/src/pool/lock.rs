@@ -1,7 +1,7 @@
 //! One owner at a time: an advisory lock on the pool's file that dies with its holder.
 //!
-//! flock() and not fcntl(): it belongs to the open file, so a second open in the same process is refused too, and
-//! closing an unrelated descriptor of the file does not drop it.
+//! flock() and not fcntl(): it belongs to the open file, so a second open in the same process is
+//! refused too, and closing an unrelated descriptor of the file does not drop it.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -65,10 +65,12 @@ const LOOKS: u32 = 16;
 /// Finds a holder of a lock on the file in /proc/locks.
 pub(crate) fn holder(file: &File) -> Option<Holder> {
     let metadata = file.metadata().ok()?;
-    // Devices' nodes are in devtmpfs, which shows what stat() does, and where inodes have small numbers.
+    // Devices' nodes are in devtmpfs, which shows what stat() does, and where inodes have small
+    // numbers.
     let is_exact = !metadata.is_file();
-    // The kernel writes that file a piece at a time and goes on by the number of the line (Linux fs/locks.c, locks_next): when
-    // somebody unlocks between two pieces, all lines move up, and one is in neither.
+    // The kernel writes that file a piece at a time and goes on by the number of the line (Linux
+    // fs/locks.c, locks_next): when somebody unlocks between two pieces, all lines move up, and
+    // one is in neither.
     let pid = (0..LOOKS).find_map(|_| {
         let locks = fs::read_to_string("/proc/locks").ok()?;
         pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)
@@ -78,9 +80,9 @@ pub(crate) fn holder(file: &File) -> Option<Holder> {
     Some(Holder { pid: Some(pid), program })
 }
 
-/// Picks the process out of lines such as `1: FLOCK  ADVISORY  WRITE 708 00:1a:2053 0 EOF`. Lines with `->` are of
-/// those who wait. Some file systems (btrfs, overlays) show another device than stat() does: then the inode decides, unless
-/// the place must be `is_exact`.
+/// Picks the process out of lines such as `1: FLOCK  ADVISORY  WRITE 708 00:1a:2053 0 EOF`. Lines
+/// with `->` are of those who wait. Some file systems (btrfs, overlays) show another device than
+/// stat() does: then the inode decides, unless the place must be `is_exact`.
 fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<u32> {
     let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
     let mut by_inode = None;

@@ -8,10 +8,11 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 
 impl<M: Media> Pool<M> {
-    /// Takes `size_bytes`, a multiple of 2 MiB, to be used as memory: the largest extents there are first, together
-    /// exactly that size. All of it reads as zeros. STRG is never lent.
+    /// Takes `size_bytes`, a multiple of 2 MiB, to be used as memory: the largest extents there are
+    /// first, together exactly that size. All of it reads as zeros. STRG is never lent.
     ///
-    /// At return the chunks are durably marked: whatever happens now, they are erased before anybody else gets them.
+    /// At return the chunks are durably marked: whatever happens now, they are erased before
+    /// anybody else gets them.
     ///
     /// 1. Owner words and wear counts, persist.
     /// 2. Only then do the extents leave this function.
@@ -28,7 +29,8 @@ impl<M: Media> Pool<M> {
                     reserved_bytes: u64::from(reserved) * CHUNK_BYTES,
                 });
             };
-            // Clean chunks first, in however many pieces: what waits is never erased for the sake of larger ones.
+            // Clean chunks first, in however many pieces: what waits is never erased for the sake
+            // of larger ones.
             match state.buddy.allocate(chunks, Placement::High) {
                 Some(extents) => break extents,
                 None => {
@@ -47,11 +49,11 @@ impl<M: Media> Pool<M> {
         Ok(extents)
     }
 
-    /// Takes lent chunks back: extents as they were lent, or any aligned part of them. When this returns they wait to
-    /// be erased, and are free after that. The caller has unmapped them.
+    /// Takes lent chunks back: extents as they were lent, or any aligned part of them. When this
+    /// returns they wait to be erased, and are free after that. The caller has unmapped them.
     ///
-    /// They are marked to be erased, so that nobody gives them back twice. That need not be durable: *memory* means the
-    /// same at the next open.
+    /// They are marked to be erased, so that nobody gives them back twice. That need not be
+    /// durable: *memory* means the same at the next open.
     pub fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
         if let Some(extent) = extents.iter().find(|extent| extent.order > MAX_ORDER) {
             return Err(PoolError::NotLent { extent: *extent });
@@ -69,8 +71,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Stores an owner for each chunk of the runs, counts one more use of it, and persists. The closure gets the
-    /// chunk's place in the runs.
+    /// Stores an owner for each chunk of the runs, counts one more use of it, and persists. The
+    /// closure gets the chunk's place in the runs.
     pub(super) fn mark(
         &self,
         runs: &[Run],

@@ -1,7 +1,8 @@
 //! Records that are kept twice: superblocks and volume records.
 //!
-//! An update writes the first copy, persists, writes the second, persists. So at any crash at least one copy is
-//! whole, the newer whole one counts, and damage to either copy between updates loses nothing.
+//! An update writes the first copy, persists, writes the second, persists. So at any crash at least
+//! one copy is whole, the newer whole one counts, and damage to either copy between updates loses
+//! nothing.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -81,7 +82,8 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
             Copies::Stale { current: second, stale: 0 }
         }
         [true, true] if first.as_bytes() == second.as_bytes() => Copies::Agree(first),
-        // The same sequence number twice, with different content: nothing that this code or a crash can do.
+        // The same sequence number twice, with different content: nothing that this code or a crash
+        // can do.
         [true, true] => Copies::Lost,
         [true, false] => Copies::Damaged { current: first, damaged: 1 },
         [false, true] => Copies::Damaged { current: second, damaged: 0 },
@@ -112,8 +114,8 @@ pub(crate) fn read_copies<T: Mirrored>(
 /// Words in which two damaged copies may differ: each combination is tried.
 const MAX_DIFFERING_WORDS: usize = 12;
 
-/// Makes a whole record of two damaged copies, by taking each word in which they differ from one or the other. `None`:
-/// no combination is whole, or more than one is.
+/// Makes a whole record of two damaged copies, by taking each word in which they differ from one or
+/// the other. `None`: no combination is whole, or more than one is.
 pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
     let (first, _) = copies[0].as_bytes().as_chunks::<8>();
     let (second, _) = copies[1].as_bytes().as_chunks::<8>();
@@ -159,7 +161,8 @@ pub(crate) fn write_copy<T: Mirrored>(
     media.persist_range(offset..offset + size_of::<T>() as u64)
 }
 
-/// The words in which one copy on the media differs from the record, with their offsets and what they will be.
+/// The words in which one copy on the media differs from the record, with their offsets and what
+/// they will be.
 pub(crate) fn changed_words<T: Mirrored>(
     media: &dyn Media,
     offset: u64,

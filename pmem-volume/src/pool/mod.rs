@@ -1,14 +1,17 @@
 //! The pool: a file or device of persistent memory, cut into chunks that memory and volumes share.
 //!
-//! What the pool knows is on the media (`docs/format.md`); what is kept in memory is derived from it at open: the
-//! free chunks by order, and each volume's chunks by index. Every change follows one rule: what it leads to is
-//! durable before the one word or record that makes it count.
+//! What the pool knows is on the media (`docs/format.md`); what is kept in memory is derived from
+//! it at open: the free chunks by order, and each volume's chunks by index. Every change follows
+//! one rule: what it leads to is durable before the one word or record that makes it count.
 //!
-//! - A free chunk reads as zeros. So chunks are erased before they become free, and whoever gets one next, guest or
-//!   volume, reads nothing of the last owner's. That is done in the background ([`Scrubber`]), or by who needs them.
-//! - A chunk is marked as lent before anybody gets it. So a crash leaves no chunk that holds memory and looks clean.
-//! - A chunk belongs to a volume when its owner word says so and the volume's record covers its index. So a volume is
-//!   made by marking chunks first and writing the record last, and deleted the other way round.
+//! - A free chunk reads as zeros. So chunks are erased before they become free, and whoever gets
+//!   one next, guest or volume, reads nothing of the last owner's. That is done in the background
+//!   ([`Scrubber`]), or by who needs them.
+//! - A chunk is marked as lent before anybody gets it. So a crash leaves no chunk that holds memory
+//!   and looks clean.
+//! - A chunk belongs to a volume when its owner word says so and the volume's record covers its
+//!   index. So a volume is made by marking chunks first and writing the record last, and deleted
+//!   the other way round.
 
 mod blocks;
 mod buddy;
@@ -102,12 +105,14 @@ pub struct Pool<M: Media = FileMedia> {
     media: M,
     superblock: Superblock,
     table: ChunkTable,
-    /// What a committed transaction stores, in a pool that is only looked at; a writer has redone it.
+    /// What a committed transaction stores, in a pool that is only looked at; a writer has redone
+    /// it.
     redo: BTreeMap<u64, u64>,
     /// The first failure of the media; set once, and then the pool is read-only.
     latched: OnceLock<String>,
     state: Mutex<State>,
-    /// As they were when the state was last unlocked: who asks does not wait for a change that waits for the media.
+    /// As they were when the state was last unlocked: who asks does not wait for a change that
+    /// waits for the media.
     levels: Mutex<Levels>,
     /// Chunks became clean, or it is known that they will not.
     scrubbed: Condvar,
@@ -227,8 +232,8 @@ pub struct PoolInfo {
     pub retired_bytes: u64,
     /// Free.
     pub free_bytes: u64,
-    /// How much may be lent as memory: what is free or waits to be erased, but for what STRG still has to keep for
-    /// volumes.
+    /// How much may be lent as memory: what is free or waits to be erased, but for what STRG still
+    /// has to keep for volumes.
     pub lendable_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
@@ -288,7 +293,8 @@ impl<M: Media> Pool<M> {
         self.check_writable().is_ok()
     }
 
-    /// Bytes by state. Never waits for the media: a change that is under way is not seen before it is over.
+    /// Bytes by state. Never waits for the media: a change that is under way is not seen before it
+    /// is over.
     pub fn info(&self) -> PoolInfo {
         let levels = *locked(&self.levels);
         let Levels { counts, free, pending, volumes } = levels;
@@ -329,8 +335,8 @@ impl<M: Media> Pool<M> {
         self.lock_state().findings.clone()
     }
 
-    /// Of the chunks that are free, or will be when they are erased, those that STRG still has to keep: its size less
-    /// what volumes have already. The others may be lent.
+    /// Of the chunks that are free, or will be when they are erased, those that STRG still has to
+    /// keep: its size less what volumes have already. The others may be lent.
     fn reserved_chunks(&self, levels: Levels) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
         strg_chunks.saturating_sub(levels.counts.volume).min(levels.free + levels.pending)
@@ -350,8 +356,8 @@ impl<M: Media> Pool<M> {
         StateGuard { state: Some(locked(&self.state)), levels: &self.levels }
     }
 
-    /// Locks the state to change it. Whether the pool may still be changed is known only then: who waits for the lock waits
-    /// for somebody whose change may fail.
+    /// Locks the state to change it. Whether the pool may still be changed is known only then: who
+    /// waits for the lock waits for somebody whose change may fail.
     fn lock_for_change(&self) -> Result<StateGuard<'_>, PoolError> {
         let state = self.lock_state();
         self.check_writable()?;
@@ -374,9 +380,10 @@ impl<M: Media> Pool<M> {
         }
     }
 
-    /// Passes a result of the media on to who changes the pool; the first failure latches the pool read-only, because from
-    /// then on nobody knows what is durable. So what has succeeded since does not count either: a failure elsewhere ends
-    /// every change that is under way before its next step.
+    /// Passes a result of the media on to who changes the pool; the first failure latches the pool
+    /// read-only, because from then on nobody knows what is durable. So what has succeeded
+    /// since does not count either: a failure elsewhere ends every change that is under way
+    /// before its next step.
     fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         let value = self.latch_failure(result)?;
         self.check_not_latched()?;

@@ -31,8 +31,8 @@ pub enum OpenMode {
     ReadWrite,
     /// To look at it as it is: nothing is put right. Readers share.
     ReadOnly,
-    /// To look at it while somebody else may change it: no lock is taken. Good for a rough picture, such as bytes by
-    /// state; not for volumes' content.
+    /// To look at it while somebody else may change it: no lock is taken. Good for a rough picture,
+    /// such as bytes by state; not for volumes' content.
     Peek,
 }
 
@@ -40,8 +40,9 @@ pub enum OpenMode {
 const PEEK_ATTEMPTS: u32 = 5;
 
 impl Pool {
-    /// Opens a pool. Opening it for writing also redoes a committed transaction of the log, writes damaged copies
-    /// again from the good ones, and marks chunks that a crash left lent or half taken to be erased.
+    /// Opens a pool. Opening it for writing also redoes a committed transaction of the log, writes
+    /// damaged copies again from the good ones, and marks chunks that a crash left lent or half
+    /// taken to be erased.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let mut attempts = if mode == OpenMode::Peek { PEEK_ATTEMPTS } else { 1 };
         loop {
@@ -75,7 +76,8 @@ impl Pool {
         Self::from_media(path.to_owned(), mode, media, superblock, findings)
     }
 
-    /// Opens a pool for writing, persisted as on `dax-sync` ([`FileMedia::at_the_cost_of_dax`]). For benchmarks.
+    /// Opens a pool for writing, persisted as on `dax-sync` ([`FileMedia::at_the_cost_of_dax`]).
+    /// For benchmarks.
     #[doc(hidden)]
     pub fn open_at_the_cost_of_dax(path: &Path) -> Result<Arc<Pool>, PoolError> {
         Pool::open_on(path, FileMedia::at_the_cost_of_dax)
@@ -99,12 +101,12 @@ impl<M: Media> Pool<M> {
 
     /// The rest of opening, once there is media and a superblock.
     ///
-    /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be
-    ///    trusted: until here nothing is stored.
+    /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop
+    ///    if it cannot be trusted: until here nothing is stored.
     /// 2. Make durable what was seen: all that follows relies on it.
     /// 3. Redo the transaction.
-    /// 4. Put right: copies, wear words, marks of chunks to be erased, volumes that were being split, a file that was being
-    ///    grown. Each step may be repeated after a crash in it.
+    /// 4. Put right: copies, wear words, marks of chunks to be erased, volumes that were being
+    ///    split, a file that was being grown. Each step may be repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,
@@ -154,8 +156,8 @@ impl<M: Media> Pool<M> {
             }
         }
         if let (true, Some(media)) = (writable, media.as_file()) {
-            // Errors are ignored: on a file system without marks, a pool that is not open can be attached to a guest as
-            // a disk.
+            // Errors are ignored: on a file system without marks, a pool that is not open can be
+            // attached to a guest as a disk.
             let _ = Mark::Pool.set(media.file());
         }
         let table = ChunkTable::new(&superblock);
@@ -215,9 +217,10 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
     }
 }
 
-/// Makes the pool's own data durable as it is seen. What a process stored that was killed is seen, and need not be durable:
-/// a copy written again from such a record, a word taken for *scrub* because it reads so, or a transaction redone could
-/// outlive what it is based on when the power goes.
+/// Makes the pool's own data durable as it is seen. What a process stored that was killed is seen,
+/// and need not be durable: a copy written again from such a record, a word taken for *scrub*
+/// because it reads so, or a transaction redone could outlive what it is based on when the power
+/// goes.
 pub(super) fn make_durable(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
     media.persist(&superblock.regions())
 }
@@ -245,12 +248,12 @@ fn put_right(
     mark_to_scrub(media, table, scan)
 }
 
-/// What a crash left is marked to be erased, durably, before anything else can happen: words that are left over name
-/// slots and indexes which may be used again. Erasing it can wait.
+/// What a crash left is marked to be erased, durably, before anything else can happen: words that
+/// are left over name slots and indexes which may be used again. Erasing it can wait.
 fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Result<(), MediaError> {
     scan.to_scrub.append(&mut scan.lent);
-    // Also those that read so already: where a write-back failed, a file system may keep the page, call it clean, and never
-    // write it. A store makes it dirty.
+    // Also those that read so already: where a write-back failed, a file system may keep the page,
+    // call it clean, and never write it. A store makes it dirty.
     for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
         table.set_owner(media, chunk, Owner::Scrub)?;
     }

@@ -19,12 +19,13 @@ use super::{OpenMode, PoolError};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_pages, sysfs_of};
 
-/// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed it
-/// (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
+/// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed
+/// it (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
 pub(super) const UDEV_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Until a child that was just forked has become another program, it has a copy of every descriptor of its parent, and
-/// so of a lock that the parent has given up, and of a device that it had for itself.
+/// Until a child that was just forked has become another program, it has a copy of every descriptor
+/// of its parent, and so of a lock that the parent has given up, and of a device that it had for
+/// itself.
 pub(super) const FORK_PATIENCE: Duration = Duration::from_millis(200);
 
 /// _IO(0x12, 94) of linux/fs.h.
@@ -49,8 +50,8 @@ pub(super) struct Opened {
 impl Opened {
     /// Opens what is at `path` and takes the lock that goes with the mode.
     ///
-    /// A block device is opened with O_EXCL for writing: the kernel then refuses one that is mounted or otherwise in
-    /// use, and refuses others to mount it.
+    /// A block device is opened with O_EXCL for writing: the kernel then refuses one that is
+    /// mounted or otherwise in use, and refuses others to mount it.
     pub(super) fn new(path: &Path, mode: OpenMode) -> Result<Self, PoolError> {
         let file_error =
             |action| move |source| PoolError::File { path: path.to_owned(), action, source };
@@ -78,8 +79,9 @@ impl Opened {
         Ok(opened)
     }
 
-    /// Before a writer reads the pool's own data for the first time: lets the kernel forget what it has of it and calls
-    /// clean, so that what is read is what the disk has. Whole chunks: the kernel keeps pages in larger pieces.
+    /// Before a writer reads the pool's own data for the first time: lets the kernel forget what it
+    /// has of it and calls clean, so that what is read is what the disk has. Whole chunks: the
+    /// kernel keeps pages in larger pieces.
     pub(super) fn forget_clean_pages(&self, ranges: &[Range<u64>]) {
         let whole = |range: &Range<u64>| {
             range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
@@ -92,7 +94,8 @@ impl Opened {
         }
     }
 
-    /// Reads the superblocks before the pool is mapped: a file that is too short must be an error, not a SIGBUS.
+    /// Reads the superblocks before the pool is mapped: a file that is too short must be an error,
+    /// not a SIGBUS.
     pub(super) fn read_copies(&self, path: &Path) -> Result<[SuperblockBytes; 2], PoolError> {
         let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
         let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
@@ -119,7 +122,8 @@ impl Opened {
 }
 
 impl Opened {
-    /// What is no pool by its superblocks may have been one: then nobody should be told to make another there.
+    /// What is no pool by its superblocks may have been one: then nobody should be told to make
+    /// another there.
     pub(super) fn or_gone(&self, error: PoolError) -> PoolError {
         match error {
             PoolError::NotAPool { path, .. } if self.has_volume_table() => {
@@ -148,7 +152,8 @@ impl Length {
     }
 }
 
-/// Opens what is at `path`. Its kind is looked at first: opening a device that is no disk may have consequences.
+/// Opens what is at `path`. Its kind is looked at first: opening a device that is no disk may have
+/// consequences.
 fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     let file_error = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
@@ -183,7 +188,8 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
         true => device_in_use(path, metadata.rdev()),
         false => file_error(error),
     })?;
-    // Some drivers refuse to open such a device, others open it, and refuse only to map it or each write.
+    // Some drivers refuse to open such a device, others open it, and refuse only to map it or each
+    // write.
     if writable && kind.is_block_device() && is_read_only(&file).map_err(file_error)? {
         return Err(PoolError::DeviceReadOnly { path: path.to_owned() });
     }
@@ -248,7 +254,8 @@ fn device_in_use(path: &Path, device: u64) -> PoolError {
     }
 }
 
-/// Who it is that the kernel refuses to open a device for: a pool's user, or else a mount, or another device.
+/// Who it is that the kernel refuses to open a device for: a pool's user, or else a mount, or
+/// another device.
 pub(super) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String> {
     let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
     if let Some(holder) = holder {
@@ -264,7 +271,8 @@ pub(super) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String>
     })
 }
 
-/// Where a device is mounted (proc(5), /proc/pid/mountinfo: the third field is the device, the fifth the place).
+/// Where a device is mounted (proc(5), /proc/pid/mountinfo: the third field is the device, the
+/// fifth the place).
 fn mount_point(mounts: &str, device: u64) -> Option<&str> {
     let wanted = format!("{}:{}", libc::major(device), libc::minor(device));
     mounts.lines().find_map(|line| {

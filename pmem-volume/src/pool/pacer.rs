@@ -24,13 +24,14 @@ impl Pacer {
         }
     }
 
-    /// How large a batch to make of at most `most_bytes`: none so large that a pause after it is longer than it has to
-    /// be for the bound.
+    /// How large a batch to make of at most `most_bytes`: none so large that a pause after it is
+    /// longer than it has to be for the bound.
     pub(crate) fn batch_bytes(&self, most_bytes: u64) -> u64 {
         self.bytes_per_s.map_or(most_bytes, |rate| most_bytes.min(rate.get() / BATCHES_PER_S))
     }
 
-    /// A batch of so many bytes began at `began`. Time in which nothing was done is not made up for later.
+    /// A batch of so many bytes began at `began`. Time in which nothing was done is not made up for
+    /// later.
     pub(crate) fn spend(&mut self, bytes: u64, began: Duration) {
         let Some(rate) = self.bytes_per_s else { return };
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.get());
@@ -116,7 +117,8 @@ mod tests {
     }
 
     proptest! {
-        /// Batches of any size, each taking any time, with pauses between: from any begin of a batch to any later one no
+        /// Batches of any size, each taking any time, with pauses between: from any begin of a
+        /// batch to any later one no
         /// more is done than the bound allows.
         #[test]
         fn the_bound_holds_over_every_stretch(

@@ -1,7 +1,8 @@
 //! The redo log: a transaction of many words that counts as a whole or not at all.
 //!
-//! Most operations need none: they commit by a single word or record. Growing a BTT volume does, because the volume's
-//! record and the BTT's info blocks change together, and splitting one, because several records do.
+//! Most operations need none: they commit by a single word or record. Growing a BTT volume does,
+//! because the volume's record and the BTT's info blocks change together, and splitting one,
+//! because several records do.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -84,8 +85,8 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     Ok(LogState::Committed(entries.to_vec()))
 }
 
-/// A transaction stores into tables, and into chunks that volumes have. Not into free chunks, which read as zeros, nor
-/// into what the pool is found by.
+/// A transaction stores into tables, and into chunks that volumes have. Not into free chunks, which
+/// read as zeros, nor into what the pool is found by.
 fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result<bool, MediaError> {
     if !offset.is_multiple_of(8) || offset >= superblock.size_bytes() {
         return Ok(false);
@@ -98,8 +99,8 @@ fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result
     Ok(matches!(owner, Ok(Owner::Volume { .. })) && !superblock.is_metadata(chunk))
 }
 
-/// The media as it will be when a committed transaction has been redone. For looking only: whether the pool can be
-/// believed is decided before anything is stored.
+/// The media as it will be when a committed transaction has been redone. For looking only: whether
+/// the pool can be believed is decided before anything is stored.
 pub(crate) struct Redone<'a> {
     media: &'a dyn Media,
     words: Cow<'a, BTreeMap<u64, u64>>,

@@ -1,8 +1,9 @@
-//! Mending a pool that does not open, or opens with damage, as far as the media itself says what was there.
+//! Mending a pool that does not open, or opens with damage, as far as the media itself says what
+//! was there.
 //!
-//! Three sources count: the other copy of a record; a word that passes its checksum once a single bit is turned back,
-//! which the checksum makes unique; and what is left over when everything else is accounted for. What none of them
-//! explains stays as it is.
+//! Three sources count: the other copy of a record; a word that passes its checksum once a single
+//! bit is turned back, which the checksum makes unique; and what is left over when everything else
+//! is accounted for. What none of them explains stays as it is.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -39,8 +40,9 @@ pub struct RepairReport {
     pub left: Vec<String>,
 }
 
-/// Owner words that are mended one by one. So many damaged ones are no accident of single words but the loss of a part of
-/// the table, or a pool made to look so, which must not take more memory than this.
+/// Owner words that are mended one by one. So many damaged ones are no accident of single words but
+/// the loss of a part of the table, or a pool made to look so, which must not take more memory than
+/// this.
 const MAX_MENDED_OWNERS: usize = 1 << 16;
 
 /// One thing that can be mended by storing words.
@@ -62,14 +64,16 @@ impl Mending {
 }
 
 impl Pool {
-    /// Mends a pool that nobody uses: what opening it puts right, what this module's sources explain, and info blocks
-    /// of BTTs from their copies. `dry_run`: only says so, and changes nothing.
+    /// Mends a pool that nobody uses: what opening it puts right, what this module's sources
+    /// explain, and info blocks of BTTs from their copies. `dry_run`: only says so, and changes
+    /// nothing.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
         Self::repair_with(path, dry_run, None, &mut unheard)
     }
 
-    /// The same; a volume that lacks chunks and is named is given up: it is deleted, and whatever is free is erased again.
-    /// `progress` hears how far free space is checked, how what waited is erased, and how far the volumes are checked.
+    /// The same; a volume that lacks chunks and is named is given up: it is deleted, and whatever
+    /// is free is erased again. `progress` hears how far free space is checked, how what waited
+    /// is erased, and how far the volumes are checked.
     pub fn repair_with(
         path: &Path,
         dry_run: bool,
@@ -152,7 +156,8 @@ impl Pool {
         Ok(())
     }
 
-    /// What a BTT says of itself: info blocks from their copies, and what follows from map and flog.
+    /// What a BTT says of itself: info blocks from their copies, and what follows from map and
+    /// flog.
     fn mend_btt(
         &self,
         volume: &Volume,
@@ -174,8 +179,8 @@ impl Pool {
     }
 }
 
-/// What the pool is, by its superblocks, or, with the third, by what both of them make together. A dry run refuses what
-/// a repair refuses.
+/// What the pool is, by its superblocks, or, with the third, by what both of them make together. A
+/// dry run refuses what a repair refuses.
 fn judge_for_repair(
     path: &Path,
     opened: &Opened,
@@ -258,8 +263,8 @@ fn left(finding: &Finding) -> String {
     }
 }
 
-/// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes what it should have
-/// been, so a crash in between leaves less to do.
+/// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes
+/// what it should have been, so a crash in between leaves less to do.
 pub(super) fn mend(
     media: &dyn Media,
     superblock: &Superblock,
@@ -270,7 +275,8 @@ pub(super) fn mend(
         true => redo_log::read(media, superblock)?,
         false => LogState::Empty,
     };
-    // It may have been committed. Then a record that it stores may reach chunks that look like nobody's without it.
+    // It may have been committed. Then a record that it stores may reach chunks that look like
+    // nobody's without it.
     if matches!(log, LogState::Damaged(_)) {
         return Ok(vec![]);
     }
@@ -293,8 +299,9 @@ pub(super) fn mend(
     Ok(mendings)
 }
 
-/// A log without a transaction whose magic or commit word has one wrong bit. A transaction that may have been committed
-/// is not touched: it may be an old one, and redoing that would undo what came after it.
+/// A log without a transaction whose magic or commit word has one wrong bit. A transaction that may
+/// have been committed is not touched: it may be an old one, and redoing that would undo what came
+/// after it.
 fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
     if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {
@@ -322,8 +329,9 @@ pub(super) fn mend_superblocks(
     mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
 }
 
-/// Both copies of a record become what they make together. Only wrong words are stored, each by one store that cannot
-/// tear: whichever of them a crash keeps, the two differ in fewer words, or in no more, and still make the same record.
+/// Both copies of a record become what they make together. Only wrong words are stored, each by one
+/// store that cannot tear: whichever of them a crash keeps, the two differ in fewer words, or in no
+/// more, and still make the same record.
 fn mend_copies<T: Mirrored>(
     media: &dyn Media,
     offsets: [u64; 2],
@@ -357,9 +365,10 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
     Ok(mendings)
 }
 
-/// Owner words. What belongs to a volume is never taken for nobody's: as long as a gap is left, or there may be one
-/// that is not seen, only words that fill gaps are believed. The others stay damaged, and open refuses the pool and
-/// erases nothing. And where very many words are damaged, nothing is made of any.
+/// Owner words. What belongs to a volume is never taken for nobody's: as long as a gap is left, or
+/// there may be one that is not seen, only words that fill gaps are believed. The others stay
+/// damaged, and open refuses the pool and erases nothing. And where very many words are damaged,
+/// nothing is made of any.
 pub(super) fn mend_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -400,7 +409,8 @@ pub(super) fn mend_owners(
     for chunk in own {
         mended(chunk, Owner::Metadata, "the superblock says whose it is");
     }
-    // 1. Gaps that one chunk alone claims. A crash after some of them leaves the others as they were.
+    // 1. Gaps that one chunk alone claims. A crash after some of them leaves the others as they
+    //    were.
     let mut gaps = Gaps::of(seen);
     for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
         mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
@@ -428,7 +438,8 @@ pub(super) fn mend_owners(
     Ok(mendings)
 }
 
-/// Are all chunks known that volumes should have? A record that is lost, or a thin volume, may have any chunk.
+/// Are all chunks known that volumes should have? A record that is lost, or a thin volume, may have
+/// any chunk.
 fn is_accounted(seen: &Scan) -> bool {
     let hides_chunks = |finding: &Finding| {
         matches!(
@@ -527,8 +538,8 @@ fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
     ranges
 }
 
-/// Free chunks with content: they are to be erased, unless they may be what a volume lacks. Then, and as long as it
-/// cannot be told, they stay as they are, and are what is returned besides.
+/// Free chunks with content: they are to be erased, unless they may be what a volume lacks. Then,
+/// and as long as it cannot be told, they stay as they are, and are what is returned besides.
 pub(super) fn mend_free(
     media: &dyn Media,
     superblock: &Superblock,
@@ -572,8 +583,9 @@ fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u6
     (at, encode_owner(chunk, owner))
 }
 
-/// What a word says when one bit of it is turned back. The checksum tells any two such words apart. Zeros and ones are
-/// what lost words read as, and nothing that one bit made of them: for some chunks a whole word is that close.
+/// What a word says when one bit of it is turned back. The checksum tells any two such words apart.
+/// Zeros and ones are what lost words read as, and nothing that one bit made of them: for some
+/// chunks a whole word is that close.
 pub(super) fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
     if word == 0 || word == !0 {
         return None;

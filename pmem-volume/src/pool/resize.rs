@@ -35,8 +35,8 @@ struct Growth {
 }
 
 impl<M: Media> Pool<M> {
-    /// Gives a volume that nobody in this process has open another size. A BTT volume grows by further arenas, of at
-    /// least 16 MiB, and never shrinks; a raw one may.
+    /// Gives a volume that nobody in this process has open another size. A BTT volume grows by
+    /// further arenas, of at least 16 MiB, and never shrinks; a raw one may.
     ///
     /// [`VolumeSize::Remaining`]: it gets all that is free, or will be when it is erased.
     pub fn resize_volume(
@@ -159,7 +159,8 @@ impl<M: Media> Pool<M> {
         Ok(info)
     }
 
-    /// The words of the transaction: links of the BTT, and what changes in both copies of the record.
+    /// The words of the transaction: links of the BTT, and what changes in both copies of the
+    /// record.
     pub(super) fn growth_words(
         &self,
         space: &Space<'_>,
@@ -175,7 +176,8 @@ impl<M: Media> Pool<M> {
     }
 
     /// 1. The record: from here on what lies behind its end is left over.
-    /// 2. Owner words of that become *scrub*, persist, so that no chunk which the volume may get later has their index.
+    /// 2. Owner words of that become *scrub*, persist, so that no chunk which the volume may get
+    ///    later has their index.
     ///
     /// When this returns, it waits to be erased.
     fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
@@ -195,7 +197,8 @@ impl<M: Media> Pool<M> {
     }
 }
 
-/// Words that growing a BTT volume changes at most: two in each of two info blocks, and all of two records.
+/// Words that growing a BTT volume changes at most: two in each of two info blocks, and all of two
+/// records.
 const MAX_GROWTH_WORDS: u64 = 4 + 2 * super::layout::VOLUME_RECORD_BYTES / 8;
 
 fn refused(name: &str, source: btt::ExtendError) -> PoolError {

@@ -8,7 +8,8 @@ use crate::media::Media;
 /// Pages of the pool's tables that making a volume may store to for the first time.
 const TABLES_BYTES: u64 = 128 << 10;
 
-/// What formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in whole pages.
+/// What formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in whole
+/// pages.
 const ARENA_FORMAT_BYTES: u64 = 32 << 10;
 
 fn format_bytes(chunks: u32) -> u64 {
@@ -16,8 +17,8 @@ fn format_bytes(chunks: u32) -> u64 {
 }
 
 impl<M: Media> Pool<M> {
-    /// Is there room for what making a volume of so many chunks stores? If not, a store would find no block, which the
-    /// kernel answers with SIGBUS and not with a reason.
+    /// Is there room for what making a volume of so many chunks stores? If not, a store would find
+    /// no block, which the kernel answers with SIGBUS and not with a reason.
     pub(super) fn check_format_room(&self, chunks: u32) -> Result<(), PoolError> {
         self.check_room(TABLES_BYTES + format_bytes(chunks))
     }

@@ -1,4 +1,5 @@
-//! One pass over a pool's tables: who owns what, and what is not as it should be. It changes nothing.
+//! One pass over a pool's tables: who owns what, and what is not as it should be. It changes
+//! nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,8 +12,8 @@ use super::table::{BadWord, ChunkTable, Owner, Slot};
 use super::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
 
-/// A live volume and its chunks. What a record says is no reason to reserve memory: only chunks that are there are
-/// listed.
+/// A live volume and its chunks. What a record says is no reason to reserve memory: only chunks
+/// that are there are listed.
 #[derive(Debug)]
 pub(crate) struct VolumeEntry {
     pub(crate) record: VolumeRecord,
@@ -52,8 +53,8 @@ pub(crate) struct Scan {
     pub(crate) wear: Vec<u32>,
     /// Wear words to be started anew.
     pub(crate) bad_wear: Vec<Run>,
-    /// Parts of volumes that were split, by the place of the first chunk in the other volume: where that ends, and whose it
-    /// is.
+    /// Parts of volumes that were split, by the place of the first chunk in the other volume:
+    /// where that ends, and whose it is.
     parts: BTreeMap<(Slot, u32), (u32, Slot)>,
 }
 
@@ -209,7 +210,8 @@ impl Scan {
             // A table was moved and a crash came before the superblock named the new one, or after.
             Owner::Metadata => found.leftover.push(chunk),
             Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
-            // Nothing that this code does leaves such a word: it is no left-over, and may be somebody's.
+            // Nothing that this code does leaves such a word: it is no left-over, and may be
+            // somebody's.
             Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
                 let slots = superblock.volume_slots;
                 self.found.add(Finding::SlotOutside { chunk, slot: slot.0, slots });
@@ -222,8 +224,8 @@ impl Scan {
         }
     }
 
-    /// Puts a chunk into its volume. False: there is no such volume, or it ends before this index; the operation that
-    /// marked the chunk did not finish, or one that took it away did.
+    /// Puts a chunk into its volume. False: there is no such volume, or it ends before this index;
+    /// the operation that marked the chunk did not finish, or one that took it away did.
     fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
         self.put(slot, index, chunk) || self.claim_for_part(slot, index, chunk)
     }
@@ -269,7 +271,8 @@ impl Scan {
             });
             let missing = volume.record.chunks - volume.chunks.len() as u32;
             if missing > 0 && !volume.record.thin {
-                // Sorted and each there once: the first that is not in its place has the gap before it.
+                // Sorted and each there once: the first that is not in its place has the gap before
+                // it.
                 let in_place =
                     |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
                 let first_index =

@@ -1,8 +1,9 @@
 //! Erasing what was given back, while others use the pool.
 //!
-//! A chunk that is given back is marked *scrub* and waits. It is erased without any lock, and is free after that. Who
-//! needs it earlier erases it himself: an allocation that finds too few clean chunks erases what it lacks, or waits
-//! for what is being erased already. As long as clean chunks are left, nobody waits for a scrub.
+//! A chunk that is given back is marked *scrub* and waits. It is erased without any lock, and is
+//! free after that. Who needs it earlier erases it himself: an allocation that finds too few clean
+//! chunks erases what it lacks, or waits for what is being erased already. As long as clean chunks
+//! are left, nobody waits for a scrub.
 
 use std::sync::atomic::Ordering;
 
@@ -13,12 +14,13 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError};
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
-/// Chunks in one batch where somebody waits for all of it, 256 MiB: on a disk each batch costs a barrier.
+/// Chunks in one batch where somebody waits for all of it, 256 MiB: on a disk each batch costs a
+/// barrier.
 const AWAITED_BATCH_CHUNKS: u32 = 128;
 
 impl<M: Media> Pool<M> {
-    /// Erases up to `max_bytes` of what waits, at least one chunk, and frees it. Others use the pool meanwhile. Returns
-    /// how much it was: 0 when nothing waits.
+    /// Erases up to `max_bytes` of what waits, at least one chunk, and frees it. Others use the
+    /// pool meanwhile. Returns how much it was: 0 when nothing waits.
     pub fn scrub_some(&self, max_bytes: u64) -> Result<u64, PoolError> {
         let chunks = u32::try_from(max_bytes / CHUNK_BYTES).unwrap_or(u32::MAX).max(1);
         let batch = self.lock_for_change()?.scrub.take(chunks);
@@ -26,7 +28,8 @@ impl<M: Media> Pool<M> {
         Ok(batch.iter().map(|run| run.len_bytes()).sum())
     }
 
-    /// Erases and frees everything that waits. At return nothing waits any more, and nothing is being erased by others.
+    /// Erases and frees everything that waits. At return nothing waits any more, and nothing is
+    /// being erased by others.
     pub fn scrub_all(&self) -> Result<(), PoolError> {
         self.scrub_all_with(&mut unheard)
     }
@@ -36,8 +39,8 @@ impl<M: Media> Pool<M> {
         self.scrub_until(|state| state.scrub.pending(), progress)
     }
 
-    /// Erases and frees as much of what waits as it takes to have this much clean, for a volume that will be made or
-    /// grown. Nothing, if even all of it were not enough.
+    /// Erases and frees as much of what waits as it takes to have this much clean, for a volume
+    /// that will be made or grown. Nothing, if even all of it were not enough.
     pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
         let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
         let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
@@ -85,20 +88,22 @@ impl<M: Media> Pool<M> {
         self.awaited_chunks.swap(0, Ordering::Relaxed) * CHUNK_BYTES
     }
 
-    /// Does erasing take the media's bandwidth? Holes do not, and give the host memory or blocks back.
+    /// Does erasing take the media's bandwidth? Holes do not, and give the host memory or blocks
+    /// back.
     pub fn scrubbing_costs_bandwidth(&self) -> bool {
         !self.makes_holes()
     }
 
-    /// Lets chunks wait to be erased. They are marked and counted as such, and whatever names a slot or an index has
-    /// been replaced durably.
+    /// Lets chunks wait to be erased. They are marked and counted as such, and whatever names a
+    /// slot or an index has been replaced durably.
     pub(super) fn queue_scrub(&self, state: &mut State, runs: &[Run]) {
         runs.iter().for_each(|run| state.scrub.add(*run));
         self.scrub_wake.work();
     }
 
-    /// One step for somebody who lacks `missing` clean chunks, of which not more are pending: erases them, or waits for
-    /// who does already. The state was unlocked meanwhile, so the caller decides anew.
+    /// One step for somebody who lacks `missing` clean chunks, of which not more are pending:
+    /// erases them, or waits for who does already. The state was unlocked meanwhile, so the
+    /// caller decides anew.
     pub(super) fn clean_some<'a>(
         &'a self,
         mut state: StateGuard<'a>,

@@ -11,8 +11,8 @@ pub(crate) struct ScrubQueue {
     runs: BTreeMap<u32, u32>,
     waiting: u32,
     in_flight: u32,
-    /// Where the next batch begins. Batches sweep over the pool, again and again: in the order of the file, which gives
-    /// long runs, and nothing waits for ever behind what comes later.
+    /// Where the next batch begins. Batches sweep over the pool, again and again: in the order of
+    /// the file, which gives long runs, and nothing waits for ever behind what comes later.
     sweep: u32,
 }
 
@@ -52,7 +52,8 @@ impl ScrubQueue {
         self.runs.insert(start, end - start);
     }
 
-    /// Takes up to `chunks` chunks, to be erased now. They are in flight until [`ScrubQueue::finish`].
+    /// Takes up to `chunks` chunks, to be erased now. They are in flight until
+    /// [`ScrubQueue::finish`].
     pub(crate) fn take(&mut self, chunks: u32) -> Vec<Run> {
         let mut batch = Vec::new();
         let mut left = chunks.min(self.waiting);

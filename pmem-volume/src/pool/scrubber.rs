@@ -10,20 +10,22 @@ use super::pacer::Pacer;
 use super::{Pool, locked};
 use crate::media::{Durability, FileMedia, Media};
 
-/// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a single module of
-/// persistent memory writes (some 2 GiB/s), so that guests' own stores keep the larger part, and still 100 GiB in under
-/// two minutes.
+/// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a
+/// single module of persistent memory writes (some 2 GiB/s), so that guests' own stores keep the
+/// larger part, and still 100 GiB in under two minutes.
 pub const DEFAULT_SCRUB_BYTES_PER_S: NonZeroU64 = NonZeroU64::new(1 << 30).expect("not zero");
 
-/// What is erased in one go: small enough that nobody who waits for it waits long, and that the bound is kept evenly.
+/// What is erased in one go: small enough that nobody who waits for it waits long, and that the
+/// bound is kept evenly.
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// The same where a barrier to a disk ends it, which the guests' flushes wait for: at the default bound, sixteen a second.
+/// The same where a barrier to a disk ends it, which the guests' flushes wait for: at the default
+/// bound, sixteen a second.
 const DISK_BATCH_BYTES: u64 = 64 << 20;
 
-/// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch that it is at. What
-/// waits then is erased by who opens the pool next; only where erasing gives the host its memory back, and costs next
-/// to nothing, it is done first.
+/// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch
+/// that it is at. What waits then is erased by who opens the pool next; only where erasing gives
+/// the host its memory back, and costs next to nothing, it is done first.
 pub struct Scrubber<M: Media = FileMedia> {
     pool: Weak<Pool<M>>,
     wake: Arc<ScrubWake>,
@@ -31,8 +33,8 @@ pub struct Scrubber<M: Media = FileMedia> {
 }
 
 impl<M: Media + 'static> Scrubber<M> {
-    /// Starts the one scrubber of a pool that is open for writing. `bytes_per_s` bounds what costs bandwidth; `None`:
-    /// no bound.
+    /// Starts the one scrubber of a pool that is open for writing. `bytes_per_s` bounds what costs
+    /// bandwidth; `None`: no bound.
     ///
     /// # Panics
     /// If the pool has one already.
@@ -81,8 +83,8 @@ impl<M: Media> Drop for Scrubber<M> {
     }
 }
 
-/// What a pool and its scrubber tell each other. It lives apart from the pool, which the thread does not keep open
-/// while it waits.
+/// What a pool and its scrubber tell each other. It lives apart from the pool, which the thread
+/// does not keep open while it waits.
 #[derive(Debug, Default)]
 pub(super) struct ScrubWake {
     signals: Mutex<Signals>,
@@ -100,7 +102,8 @@ struct Signals {
 }
 
 impl ScrubWake {
-    /// Something was queued. A system call only if the thread has not been told yet: it looks before it waits.
+    /// Something was queued. A system call only if the thread has not been told yet: it looks
+    /// before it waits.
     pub(super) fn work(&self) {
         let told = std::mem::replace(&mut locked(&self.signals).work, true);
         if !told {
@@ -182,8 +185,8 @@ impl<M: Media> Worker<M> {
     }
 }
 
-/// Time until the next batch may begin. Erasures on demand never wait, but they count towards the bound, so the background
-/// waits for them.
+/// Time until the next batch may begin. Erasures on demand never wait, but they count towards the
+/// bound, so the background waits for them.
 pub(super) fn next_wait(
     pool: &Pool<impl Media>,
     pacer: &mut Pacer,

@@ -1,10 +1,12 @@
 //! Splitting a volume: its chunks become several volumes, each with its own name.
 //!
-//! A chunk is named by slot and index, and a large volume has more chunks than a transaction has words. So the
-//! transaction changes the records alone: from then on the volume is as long as its first part, and each other part's
-//! record says from which chunk on it was a part of which volume. A chunk that is still named as it was before belongs to
-//! the part that this leads to. Only then are the chunks named anew; those of BTTs are erased, because who maps a part
-//! sees its bytes and not what its map says of them, and BTTs are written. Who opens the pool after a crash does it again.
+//! A chunk is named by slot and index, and a large volume has more chunks than a transaction has
+//! words. So the transaction changes the records alone: from then on the volume is as long as its
+//! first part, and each other part's record says from which chunk on it was a part of which volume.
+//! A chunk that is still named as it was before belongs to the part that this leads to. Only then
+//! are the chunks named anew; those of BTTs are erased, because who maps a part sees its bytes and
+//! not what its map says of them, and BTTs are written. Who opens the pool after a crash does it
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -94,9 +96,10 @@ pub enum SplitError {
 }
 
 impl<M: Media> Pool<M> {
-    /// Splits a volume that nobody in this process has open into volumes of the names and sizes given, in its order;
-    /// [`VolumeSize::Remaining`] is what the others leave. One of them may have its name. Raw volumes keep their bytes;
-    /// those with a BTT are erased and become empty ones. After a crash the volume is as it was, or all parts are there.
+    /// Splits a volume that nobody in this process has open into volumes of the names and sizes
+    /// given, in its order; [`VolumeSize::Remaining`] is what the others leave. One of them may
+    /// have its name. Raw volumes keep their bytes; those with a BTT are erased and become
+    /// empty ones. After a crash the volume is as it was, or all parts are there.
     pub fn split_volume(
         &self,
         name: &str,
@@ -106,7 +109,8 @@ impl<M: Media> Pool<M> {
         self.split_volume_with(name, parts, content, &mut unheard)
     }
 
-    /// The same; `progress` hears how much is erased. Others use the pool meanwhile, but not the parts.
+    /// The same; `progress` hears how much is erased. Others use the pool meanwhile, but not the
+    /// parts.
     pub fn split_volume_with(
         &self,
         name: &str,
@@ -200,7 +204,8 @@ impl<M: Media> Pool<M> {
         Ok(slots)
     }
 
-    /// 3. The chunks of parts that get a BTT, erased, durably. This takes long, and is done without the state's lock.
+    /// 3. The chunks of parts that get a BTT, erased, durably. This takes long, and is done without
+    ///    the state's lock.
     fn empty_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
         let runs = unformatted_runs(&self.lock_state().volumes, slots);
         let total_bytes = runs.iter().map(|run| run.len_bytes()).sum();

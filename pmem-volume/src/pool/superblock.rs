@@ -28,7 +28,8 @@ pub struct SuperblockError {
     pub rule: &'static str,
 }
 
-/// What the superblock says, checked: every region lies inside the pool and every number fits its type.
+/// What the superblock says, checked: every region lies inside the pool and every number fits its
+/// type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
     pub(crate) sequence: u64,

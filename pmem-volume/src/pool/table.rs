@@ -1,7 +1,7 @@
 //! The chunk table: who owns each chunk, and how often it was written or lent.
 //!
-//! An entry is two words. Each is valid by itself, has its own checksum, and changes by one store that cannot tear:
-//! so a single entry needs no log, and a crash leaves it old or new.
+//! An entry is two words. Each is valid by itself, has its own checksum, and changes by one store
+//! that cannot tear: so a single entry needs no log, and a crash leaves it old or new.
 
 use std::ops::Range;
 
@@ -16,7 +16,8 @@ const STATE_SHIFT: u32 = 44;
 const CHECK_SHIFT: u32 = 48;
 const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
 
-// Zero is no state: a table that was lost and reads as zeros is damage, not a pool full of free chunks.
+// Zero is no state: a table that was lost and reads as zeros is damage, not a pool full of free
+// chunks.
 const STATE_FREE: u64 = 1;
 const STATE_METADATA: u64 = 2;
 const STATE_VOLUME: u64 = 3;
@@ -69,11 +70,12 @@ impl std::fmt::Display for Owner {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadWord(pub(crate) u64);
 
-/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word and the number of its chunk: a word that was
-/// damaged, or that belongs to another chunk, does not pass.
+/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word and the number of its chunk: a
+/// word that was damaged, or that belongs to another chunk, does not pass.
 ///
-/// A CRC is linear: that of eleven bytes is the sum of what each of them makes by itself in its place, and of what is
-/// made by the initial value (all ones). So the bytes are looked up side by side and not one after the other.
+/// A CRC is linear: that of eleven bytes is the sum of what each of them makes by itself in its
+/// place, and of what is made by the initial value (all ones). So the bytes are looked up side by
+/// side and not one after the other.
 fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
     let words = u128::from(low)
         | u128::from(chunk.0) << CHECK_SHIFT
@@ -98,7 +100,8 @@ const fn crc16_step(crc: u16) -> u16 {
     crc
 }
 
-/// By place of a byte and its value: what it makes of a CRC over [`CHECKED_BYTES`] that starts at 0.
+/// By place of a byte and its value: what it makes of a CRC over [`CHECKED_BYTES`] that starts at
+/// 0.
 static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
     let mut tables = [[0u16; 256]; CHECKED_BYTES];
     let mut place = CHECKED_BYTES;
@@ -264,9 +267,10 @@ impl ChunkTable {
         })
     }
 
-    /// Reads the entries of a run. They are copied, which touches no page through the mapping of the media: a hole, of a file
-    /// that is only looked at, stays one. What is copied need not be whole where somebody stores meanwhile: so words that
-    /// look bad are read again, until they were the same twice.
+    /// Reads the entries of a run. They are copied, which touches no page through the mapping of
+    /// the media: a hole, of a file that is only looked at, stays one. What is copied need not
+    /// be whole where somebody stores meanwhile: so words that look bad are read again, until
+    /// they were the same twice.
     pub(crate) fn read_entries(
         self,
         media: &dyn Media,
@@ -328,7 +332,8 @@ impl ChunkTable {
         media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
     }
 
-    /// Counts one more use of a chunk. A count that cannot be read starts anew: it is a hint, not a fact to fail over.
+    /// Counts one more use of a chunk. A count that cannot be read starts anew: it is a hint, not a
+    /// fact to fail over.
     pub(crate) fn count_use(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
         let count = self.wear(media, chunk)?.unwrap_or(0);
         self.set_wear(media, chunk, count.saturating_add(1))

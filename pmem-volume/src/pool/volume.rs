@@ -100,7 +100,8 @@ impl<M: Media> Pool<M> {
 
     /// Makes a volume and formats it.
     ///
-    /// 1. Owner words of its chunks, persist. Until the record is there they are left-overs of nothing.
+    /// 1. Owner words of its chunks, persist. Until the record is there they are left-overs of
+    ///    nothing.
     /// 2. The BTT's own data, persist.
     /// 3. The volume record: from here on it exists.
     pub fn create_volume(
@@ -189,8 +190,8 @@ impl<M: Media> Pool<M> {
         Ok(NewVolume { slot, chunks, layout })
     }
 
-    /// Deletes a volume that nobody in this process has open. When this returns it is gone, and its content waits to be
-    /// erased.
+    /// Deletes a volume that nobody in this process has open. When this returns it is gone, and its
+    /// content waits to be erased.
     ///
     /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
     /// 2. Their owner words become *scrub*, persist: the slot may be used again.
@@ -205,9 +206,9 @@ impl<M: Media> Pool<M> {
         self.disown(&mut state, &runs)
     }
 
-    /// Marks chunks, which no record covers any more, to be erased, and lets them wait for it. The records say the same.
-    /// But the slot and the indexes may be used again before all of them are free, and then they must not look like the
-    /// new ones.
+    /// Marks chunks, which no record covers any more, to be erased, and lets them wait for it. The
+    /// records say the same. But the slot and the indexes may be used again before all of them
+    /// are free, and then they must not look like the new ones.
     pub(super) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         state.counts.volume -= chunks;
@@ -220,8 +221,8 @@ impl<M: Media> Pool<M> {
         Ok(())
     }
 
-    /// Gives a volume that nobody in this process has open another name, which no volume has. A name that it has
-    /// already is refused too: whoever asks for that has mistaken something.
+    /// Gives a volume that nobody in this process has open another name, which no volume has. A
+    /// name that it has already is refused too: whoever asks for that has mistaken something.
     ///
     /// One record changes, and with it everything: the volume's chunks are named by its slot.
     pub fn rename_volume(&self, name: &str, new_name: &str) -> Result<VolumeInfo, PoolError> {
@@ -246,8 +247,8 @@ impl<M: Media> Pool<M> {
 
     /// Opens a volume, once at a time.
     ///
-    /// Who opens it for writing goes by what the disk has of it: what an earlier write-back could not write may be in the
-    /// page cache still, and count as clean.
+    /// Who opens it for writing goes by what the disk has of it: what an earlier write-back could
+    /// not write may be in the page cache still, and count as clean.
     pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume<M>, PoolError> {
         let mut state = self.lock_state();
         let slot = state.require_volume(name)?;
@@ -275,7 +276,8 @@ impl<M: Media> Pool<M> {
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
 
-    /// The sequence number of the next record in a slot: the media knows the last one, of an empty slot too.
+    /// The sequence number of the next record in a slot: the media knows the last one, of an empty
+    /// slot too.
     pub(super) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
         let offset = self.superblock.volume_record_offsets(slot)[0];
         let at = offset + std::mem::offset_of!(super::layout::VolumeRecordBytes, sequence) as u64;
@@ -327,7 +329,8 @@ impl State {
             .map(|(slot, _)| *slot)
     }
 
-    /// The volume, if nobody in this process has it open. Other processes are kept away by the pool's lock.
+    /// The volume, if nobody in this process has it open. Other processes are kept away by the
+    /// pool's lock.
     pub(super) fn require_closed_volume(&self, name: &str) -> Result<Slot, PoolError> {
         let slot = self.require_volume(name)?;
         if self.open_volumes.contains(&slot) {
@@ -367,12 +370,14 @@ impl<M: Media> Volume<M> {
         &self.extents
     }
 
-    /// Makes durable what a guest stored to a range of the volume through a mapping of the pool's file, and has
-    /// itself written back from its caches as a guest does before it asks for a flush (virtio 1.3, 5.19.6.2; ACPI
-    /// 6.5, 5.2.26.9). On MAP_SYNC media that leaves nothing to do but a fence; on volatile media, nothing at all.
+    /// Makes durable what a guest stored to a range of the volume through a mapping of the pool's
+    /// file, and has itself written back from its caches as a guest does before it asks for a
+    /// flush (virtio 1.3, 5.19.6.2; ACPI 6.5, 5.2.26.9). On MAP_SYNC media that leaves nothing
+    /// to do but a fence; on volatile media, nothing at all.
     ///
-    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable. Every flush after it
-    /// fails too, because the kernel reports a lost page once and calls the next write-back a success.
+    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable.
+    /// Every flush after it fails too, because the kernel reports a lost page once and calls
+    /// the next write-back a success.
     pub fn flush_guest_stores(&self, range: Range<u64>) -> Result<(), PoolError> {
         self.pool.check_not_latched()?;
         match self.pool.durability() {
@@ -430,7 +435,8 @@ impl Space<'_> {
         self.file_ranges(offset_bytes..offset_bytes + 1)[0].start
     }
 
-    /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the volume.
+    /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the
+    /// volume.
     pub(super) fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
         assert!(
             range.start <= range.end && range.end <= self.len_bytes(),

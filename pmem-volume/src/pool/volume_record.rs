@@ -285,7 +285,8 @@ impl VolumeRecord {
 
 const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
 
-/// Of which volume the record in `own` is a part. The first part has the volume's slot, and only that one.
+/// Of which volume the record in `own` is a part. The first part has the volume's slot, and only
+/// that one.
 fn parse_part(
     own: Slot,
     bytes: &VolumeRecordBytes,

@@ -1,7 +1,8 @@
 //! A volume as media: its bytes, wherever its chunks lie.
 //!
-//! The first store or persist that fails latches the pool read-only, as every other does: nobody knows what is durable since.
-//! Reads of a latched pool go on; and a read that fails is an error of what was read alone.
+//! The first store or persist that fails latches the pool read-only, as every other does: nobody
+//! knows what is durable since. Reads of a latched pool go on; and a read that fails is an error of
+//! what was read alone.
 
 use std::ops::Range;
 
@@ -17,7 +18,8 @@ impl<M: Media> Volume<M> {
         Space { media: self.pool().media(), extents: self.extents() }
     }
 
-    /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside the volume.
+    /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside
+    /// the volume.
     // Always: it is a few instructions where there is one extent, and called for each word.
     #[inline(always)]
     fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
@@ -53,7 +55,8 @@ impl<M: Media> Volume<M> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Does something to the media that changes it, as long as nothing has failed, and makes known if it fails.
+    /// Does something to the media that changes it, as long as nothing has failed, and makes known
+    /// if it fails.
     #[inline]
     fn change(&self, change: impl FnOnce(&M) -> Result<(), MediaError>) -> Result<(), MediaError> {
         self.require_changeable()?;
@@ -114,8 +117,8 @@ impl<M: Media> Media for Volume<M> {
         self.pool().media().load_word(at)
     }
 
-    /// A failure elsewhere meanwhile is seen by the persist that follows. Of the last store of an exchange, to the map, none does:
-    /// the exchange has counted since the persist before it.
+    /// A failure elsewhere meanwhile is seen by the persist that follows. Of the last store of an
+    /// exchange, to the map, none does: the exchange has counted since the persist before it.
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");

@@ -2,16 +2,18 @@
 
 use super::chunk::{Extent, MAX_ORDER, Run};
 
-/// Uses of a chunk, on average over an extent, that make no difference. Within a step placement decides and the
-/// smallest extent that fits is taken, which keeps free space in one piece; a chunk that is used more by a step rests
-/// until the others have caught up. Persistent memory endures millions of writes, so a step is nothing to it.
+/// Uses of a chunk, on average over an extent, that make no difference. Within a step placement
+/// decides and the smallest extent that fits is taken, which keeps free space in one piece; a chunk
+/// that is used more by a step rests until the others have caught up. Persistent memory endures
+/// millions of writes, so a step is nothing to it.
 pub(crate) const WEAR_STEP: u64 = 16;
 
 /// Chunks of the largest extent.
 const LARGEST: usize = 1 << MAX_ORDER;
 
-/// The uses of each chunk, as the chunk table has them, and their sums over all aligned extents: so that an extent that
-/// is split, merged or looked for costs the same whatever its size. A chunk that is not listed was never used.
+/// The uses of each chunk, as the chunk table has them, and their sums over all aligned extents: so
+/// that an extent that is split, merged or looked for costs the same whatever its size. A chunk
+/// that is not listed was never used.
 #[derive(Debug, Default)]
 pub(crate) struct Wear {
     /// Of a multiple of `LARGEST` chunks.

@@ -20,7 +20,8 @@ impl Random {
     }
 }
 
-/// Inputs of a length as the fuzzer's are, then mutations of them, then what the crate's fuzzer has found.
+/// Inputs of a length as the fuzzer's are, then mutations of them, then what the crate's fuzzer has
+/// found.
 pub fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
     let mut random = Random(0x5eed_0000 + inputs);
     let mut said = Said { target, input: vec![] };

@@ -34,8 +34,8 @@ impl Folder {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see the pool, and one line, which
-    /// has all of `words` in it.
+    /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see
+    /// the pool, and one line, which has all of `words` in it.
     pub fn fail(&self, arguments: &[&str], words: &[&str]) {
         let output = self.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();

@@ -1,5 +1,5 @@
-//! Configuration keys of Foreshore: one table per section, from which the struct, the flag, JSON, the help and
-//! the errors all come.
+//! Configuration keys of Foreshore: one table per section, from which the struct, the flag, JSON,
+//! the help and the errors all come.
 //!
 //! [`section`] makes a section from its table, [`words`] an enum of option words. A key's type
 //! defines how its value is written: [`FlagValue`] in a flag, [`JsonValue`] in JSON. [`Options`]

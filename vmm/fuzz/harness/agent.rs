@@ -1,6 +1,7 @@
-//! What an agent says: the fuzzer's bytes become lines that are nearly a report, cut into pieces as a socket cuts them. They go through
-//! the reader of lines and the intake to a controller, whose plans the host carries out as far as the fuzzer lets it. Nothing of
-//! it may panic, and no plan may leave what it was given as bounds.
+//! What an agent says: the fuzzer's bytes become lines that are nearly a report, cut into pieces as
+//! a socket cuts them. They go through the reader of lines and the intake to a controller, whose
+//! plans the host carries out as far as the fuzzer lets it. Nothing of it may panic, and no plan
+//! may leave what it was given as bounds.
 
 use balloon::controller::{Controller, Event, Rules};
 use balloon::params::Setting;
@@ -24,7 +25,8 @@ pub fn agent_report(bytes: &[u8]) {
     agent_report_by(bytes, |rules| rules);
 }
 
-/// The same with a controller that has other rules than its plans are held against: what is wrong must come out.
+/// The same with a controller that has other rules than its plans are held against: what is wrong
+/// must come out.
 pub fn agent_report_by(bytes: &[u8], wrong: impl FnOnce(Rules) -> Rules) {
     let mut cursor = Cursor::new(bytes);
     let policy = policy(&mut cursor);
@@ -309,8 +311,8 @@ impl Vm {
                     "{after} after {before}, more than {step}: {plan:?}"
                 );
             }
-            // A request that is withdrawn comes back to what the guest has, and what the VM's floor loses by that is asked for
-            // elsewhere, in whole blocks.
+            // A request that is withdrawn comes back to what the guest has, and what the VM's floor
+            // loses by that is asked for elsewhere, in whole blocks.
             Direction::Hold => {
                 let block_bytes = host.zones.iter().map(|zone| zone.block_bytes).max().unwrap_or(0);
                 let keeps_floor = after < rules.floor_bytes.saturating_add(block_bytes);

@@ -1,5 +1,6 @@
-//! Requests to a balloon: the fuzzer's bytes become chains of the queues for pages, free pages and statistics. What the parser
-//! makes of each, and what of it would be given back to the host, is held against a model that looks at one page at a time.
+//! Requests to a balloon: the fuzzer's bytes become chains of the queues for pages, free pages and
+//! statistics. What the parser makes of each, and what of it would be given back to the host, is
+//! held against a model that looks at one page at a time.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -109,7 +110,8 @@ type Buffer = (u64, u32, bool);
 /// Returns the buffers in the order in which the device comes by them.
 fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool) -> Vec<Buffer> {
     for slot in 0..BUFFERS_LEN / 16 {
-        // Page numbers near borders mostly, four at a time; read as statistics they are tags and values.
+        // Page numbers near borders mostly, four at a time; read as statistics they are tags and
+        // values.
         for entry in 0..4 {
             let border = cursor.pick(&[
                 0u64,
@@ -186,7 +188,8 @@ fn write_chain(memory: &GuestMemoryMmap, cursor: &mut Cursor<'_>, is_free: bool)
     chain
 }
 
-/// What can be read of a chain, a byte at a time; `None`: not all of it is in memory that is plugged.
+/// What can be read of a chain, a byte at a time; `None`: not all of it is in memory that is
+/// plugged.
 fn gather(
     memory: &GuestMemoryMmap,
     chain: &[Buffer],

@@ -1,5 +1,6 @@
-//! Requests to a disk: the fuzzer's bytes become descriptor chains, most of them nearly right, and what the parser makes
-//! of each is held against a model that walks the same descriptors without a thought of speed.
+//! Requests to a disk: the fuzzer's bytes become descriptor chains, most of them nearly right, and
+//! what the parser makes of each is held against a model that walks the same descriptors without a
+//! thought of speed.
 
 use foreshore::disk::buffer::Buffers;
 use foreshore::virtio::block::job::{Job, Next};
@@ -208,7 +209,8 @@ fn check_against_model(
     assert_eq!(came_to, expected, "{chain:x?} in {table_len:#x} bytes with {limits:?}");
 }
 
-/// The specification once more, byte by byte: a chain at the start of a table, behind which there are zeros.
+/// The specification once more, byte by byte: a chain at the start of a table, behind which there
+/// are zeros.
 fn model(
     memory: &GuestMemoryMmap<()>,
     chain: &[Descriptor],

@@ -1,6 +1,6 @@
-//! Chains for a network interface: the fuzzer's bytes become descriptor chains, most of them nearly right, and what is made of
-//! each as a frame that is sent, and as a place for one that is received, is held against a model that goes through the
-//! same descriptors byte by byte.
+//! Chains for a network interface: the fuzzer's bytes become descriptor chains, most of them nearly
+//! right, and what is made of each as a frame that is sent, and as a place for one that is
+//! received, is held against a model that goes through the same descriptors byte by byte.
 
 use foreshore::virtio::net::frames::{FRAME_LEN_MAX, FRAME_LEN_MIN, PACKET_LEN_MAX};
 use foreshore::virtio::net::header::{HEADER_LEN, Offloads};

@@ -11,8 +11,8 @@ use super::pm::{RESET_OFFSET, RESET_VALUE, SLEEP_CONTROL_OFFSET, SLEEP_STATUS_OF
 use super::{AcpiInput, OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
 use crate::memory::layout::{ACPI_PM_PORT, ECAM_START, IOAPIC_START, LAPIC_START};
 
-/// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 stay clear: no legacy devices, no keyboard controller,
-/// for which Linux would otherwise look at length.
+/// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 stay clear: no legacy devices, no keyboard
+/// controller, for which Linux would otherwise look at length.
 const VGA_NOT_PRESENT: u16 = 1 << 2;
 const NO_PCIE_ASPM: u16 = 1 << 4;
 const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
@@ -23,7 +23,8 @@ pub fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
         let address = u64::from(ACPI_PM_PORT) + offset;
         GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, address)
     };
-    // A set button flag means that there is no fixed button: ours are devices in the DSDT, or not there.
+    // A set button flag means that there is no fixed button: ours are devices in the DSDT, or not
+    // there.
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION)
         .dsdt_64(dsdt)
         .preferred_pm_profile(PmProfile::EnterpriseServer)
@@ -44,8 +45,8 @@ pub fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
     bytes_of(&fadt.finalize())
 }
 
-/// Multiple APIC Description Table (ACPI 6.5, 5.2.12). No interrupt source overrides: without a legacy PIC there
-/// are no ISA interrupts to override, and every device in the DSDT names its GSI.
+/// Multiple APIC Description Table (ACPI 6.5, 5.2.12). No interrupt source overrides: without a
+/// legacy PIC there are no ISA interrupts to override, and every device in the DSDT names its GSI.
 pub fn madt(input: &AcpiInput) -> Vec<u8> {
     let lapic = LocalInterruptController::Address(LAPIC_START);
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, lapic);

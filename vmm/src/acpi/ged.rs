@@ -6,8 +6,9 @@
 //!
 //! The DSDT's `_EVT` method reads it and notifies the devices concerned.
 //!
-//! The interrupt is level-triggered, and its line high as long as events are pending. A guest that boots leaves the pin of the
-//! I/O APIC masked until its driver is there, and of what comes meanwhile KVM keeps a level, and no edge.
+//! The interrupt is level-triggered, and its line high as long as events are pending. A guest that
+//! boots leaves the pin of the I/O APIC masked until its driver is there, and of what comes
+//! meanwhile KVM keeps a level, and no edge.
 
 use std::fmt;
 use std::io;

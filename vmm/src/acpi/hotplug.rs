@@ -1,7 +1,7 @@
 //! The hotplug page: what the DSDT's methods ask when something comes or goes in a running guest.
 //!
-//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other accesses read 0 and write
-//! nothing.
+//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other
+//! accesses read 0 and write nothing.
 //!
 //! | offset | access | what |
 //! |---|---|---|
@@ -67,8 +67,9 @@ impl PciSlots {
         }
     }
 
-    /// The guest writes a register: the slots that are free by that. A guest may let go what it was not asked for, as by a
-    /// write to a slot's `power` file: that stays, and it finds it there again.
+    /// The guest writes a register: the slots that are free by that. A guest may let go what it was
+    /// not asked for, as by a write to a slot's `power` file: that stays, and it finds it there
+    /// again.
     pub fn write(&mut self, offset: u64, value: u32) -> Vec<u8> {
         if offset != PCI_EJECT {
             return Vec::new();
@@ -95,7 +96,8 @@ pub struct HotplugPage {
 }
 
 impl HotplugPage {
-    /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on a vCPU's thread.
+    /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on
+    /// a vCPU's thread.
     pub fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
         Self {
             slots: Mutex::default(),
@@ -274,7 +276,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a guest reads and writes, a slot is freed as often as it was asked for, at most.
+        /// Whatever a guest reads and writes, a slot is freed as often as it was asked for, at
+        /// most.
         #[test]
         fn no_slot_is_freed_that_was_not_asked_for(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
             let mut slots = PciSlots::default();

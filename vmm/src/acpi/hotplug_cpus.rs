@@ -1,7 +1,8 @@
-//! The vCPUs' part of the hotplug page, from 0x20 on: what the DSDT's methods ask when a vCPU comes or goes in a running guest.
+//! The vCPUs' part of the hotplug page, from 0x20 on: what the DSDT's methods ask when a vCPU comes
+//! or goes in a running guest.
 //!
-//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other accesses read 0 and write
-//! nothing.
+//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other
+//! accesses read 0 and write nothing.
 //!
 //! | offset | access | what |
 //! |---|---|---|

@@ -1,6 +1,7 @@
 //! The guest's ACPI tables, hardware-reduced (ACPI 6.5, 4.1), and the devices that they describe.
 //!
-//! [`build`] is a pure function of [`AcpiInput`]: it knows neither KVM nor guest memory. The tables lie in the
+//! [`build`] is a pure function of [`AcpiInput`]: it knows neither KVM nor guest memory. The tables
+//! lie in the
 //! range that the memory map reserves, the RSDP first:
 //!
 //! | table | what it says |

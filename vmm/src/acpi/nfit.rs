@@ -1,11 +1,12 @@
 //! NVDIMMs: the NVDIMM Firmware Interface Table and their devices in the DSDT.
 //!
-//! Linux (drivers/acpi/nfit/core.c) takes a DIMM only if its range, its mapping, its control region and a child of
-//! the root device agree; a structure of an unexpected length fails the whole table.
+//! Linux (drivers/acpi/nfit/core.c) takes a DIMM only if its range, its mapping, its control region
+//! and a child of the root device agree; a structure of an unexpected length fails the whole table.
 //!
-//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs, with one function: its health. Nothing there, and no `_LSI`
-//! or `_LSR`, leads to labels: where there are none to look for, the namespace is the whole range, and BTT is found in
-//! it. Labels that were there and not initialised would make it empty.
+//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs, with one function: its health. Nothing
+//! there, and no `_LSI` or `_LSR`, leads to labels: where there are none to look for, the namespace
+//! is the whole range, and BTT is found in it. Labels that were there and not initialised would
+//! make it empty.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -23,8 +24,8 @@ use crate::memory::layout::{
 
 /// "Byte addressable persistent memory" (ACPI 6.5, 5.2.25.2).
 const PERSISTENT_MEMORY: &str = "66F0D379-B4F3-4074-AC43-0D3318B78CDB";
-/// The command set "_DSM for Virtual NVDIMMs" (UEFI's list of region format interface codes, 0x1901), which Linux calls
-/// NVDIMM_FAMILY_HYPERV.
+/// The command set "_DSM for Virtual NVDIMMs" (UEFI's list of region format interface codes,
+/// 0x1901), which Linux calls NVDIMM_FAMILY_HYPERV.
 const VIRTUAL_NVDIMM: &str = "5746C5F2-A9A2-4264-AD0E-E4DDC9E09E80";
 const REVISION: u8 = 1;
 const PAGE_BYTES: u64 = 4096;
@@ -143,7 +144,8 @@ pub fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
     Ok(table(*b"NFIT", REVISION, &body))
 }
 
-/// Handles, range and control region indices are the same number, from 1: 0 means "none" in all three.
+/// Handles, range and control region indices are the same number, from 1: 0 means "none" in all
+/// three.
 fn number(index: usize) -> u16 {
     u16::try_from(index + 1).expect("fewer NVDIMMs than the tables have room for")
 }
@@ -154,7 +156,8 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     const EFI_MEMORY_NV: u64 = 1 << 15;
     /// A virtual NVDIMM, which goes with its `_DSM`.
     const INTERFACE_CODE: u16 = 0x1901;
-    /// "Not armed": what is written would not persist, so the guest takes the range for read-only (table 5.146).
+    /// "Not armed": what is written would not persist, so the guest takes the range for read-only
+    /// (table 5.146).
     const NOT_ARMED: u16 = 1 << 3;
     let number = number(index);
     let range = AddressRange {
@@ -225,8 +228,8 @@ fn guid(text: &str) -> [u8; 16] {
     *aml.last_chunk().expect("a buffer of 16 bytes")
 }
 
-/// NVDIMM root device with a child for each DIMM (ACPI 6.5, 9.19.2 and 9.19.3). A DIMM without a child is dropped
-/// by Linux.
+/// NVDIMM root device with a child for each DIMM (ACPI 6.5, 9.19.2 and 9.19.3). A DIMM without a
+/// child is dropped by Linux.
 pub fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
     let mut children = Vec::new();
     for index in 0..nvdimms.len() {
@@ -258,8 +261,9 @@ pub fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
         .to_aml_bytes(sink);
 }
 
-/// `_DSM` of a DIMM (ACPI 6.5, 9.1.1): function 0 says which functions there are, function 1 is Get Health Information: a
-/// status of 4 bytes, 0 for success, and the health, 4 bytes of the DIMM's register.
+/// `_DSM` of a DIMM (ACPI 6.5, 9.1.1): function 0 says which functions there are, function 1 is Get
+/// Health Information: a status of 4 bytes, 0 for success, and the health, 4 bytes of the DIMM's
+/// register.
 fn health_method() -> Raw {
     const QUERY: u8 = 0;
     const GET_HEALTH: u8 = 1;
@@ -358,7 +362,8 @@ mod tests {
             (u64_at(range, 32), u64_at(range, 40), u64_at(range, 48)),
             (1 << 34, 1 << 28, 0x8008)
         );
-        // Table 5.145: handle 4, range index 12, control region index 14, size 16, ways 42, flags 44.
+        // Table 5.145: handle 4, range index 12, control region index 14, size 16, ways 42, flags
+        // 44.
         assert_eq!((mapping[4], u16_at(mapping, 12), u16_at(mapping, 14)), (2, 2, 2));
         assert_eq!(
             (u64_at(mapping, 16), u16_at(mapping, 40), u16_at(mapping, 42)),
@@ -390,7 +395,8 @@ mod tests {
                 .map(|(_, structure)| u64_at(&[structure, &[0; 8][..]].concat(), at))
                 .collect::<Vec<_>>()
         };
-        // In the order of the flags: Linux numbers regions, and with them /dev/pmem0s, in the order of the ranges.
+        // In the order of the flags: Linux numbers regions, and with them /dev/pmem0s, in the order
+        // of the ranges.
         assert!(of(0, 32).iter().copied().eq(nvdimms.iter().map(|nvdimm| nvdimm.start)));
         let handles = of(1, 4).into_iter().map(|word| word as u32);
         assert!(handles.eq(1..=MAX_NVDIMMS as u32));

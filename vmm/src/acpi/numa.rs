@@ -1,10 +1,10 @@
 //! SRAT, SLIT and HMAT: nodes, their distances, and what their memory is worth.
 //!
-//! Linux makes nodes of what the SRAT lists at boot. A node whose memory comes later must be there from the start,
-//! hot-pluggable, or that memory lands in another one.
+//! Linux makes nodes of what the SRAT lists at boot. A node whose memory comes later must be there
+//! from the start, hot-pluggable, or that memory lands in another one.
 //!
-//! acpi_tables has no affinity structure for x86 processors, and its HMAT is of revision 1, in which Linux reads
-//! latencies in other units: the bodies are written here.
+//! acpi_tables has no affinity structure for x86 processors, and its HMAT is of revision 1, in
+//! which Linux reads latencies in other units: the bodies are written here.
 
 use super::table;
 
@@ -42,7 +42,8 @@ pub struct NumaNode {
     pub distances: Vec<u8>,
     /// The node whose vCPUs its memory's controller is attached to.
     pub near: u32,
-    /// For the HMAT, which is there if every node with memory has it: for each node with vCPUs, from the first to the last.
+    /// For the HMAT, which is there if every node with memory has it: for each node with vCPUs,
+    /// from the first to the last.
     pub performance: Vec<Performance>,
 }
 
@@ -179,8 +180,8 @@ fn proximity_attributes(initiator: u32, target: u32) -> [u8; 40] {
     structure
 }
 
-/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4): `entries` has a row for each
-/// initiator, with a value for each target.
+/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4): `entries` has
+/// a row for each initiator, with a value for each target.
 fn locality(figure: Figure, initiators: &[u32], targets: &[u32], entries: Vec<u16>) -> Vec<u8> {
     const KIND: u16 = 1;
     const HEADER_BYTES: usize = 32;
@@ -315,7 +316,8 @@ mod tests {
     fn hmat_says_which_node_is_near_to_which_memory() {
         let hmat = hmat(&nodes()).unwrap();
         assert_eq!((&hmat[..4], hmat[8], u32_at(&hmat, 36)), (&b"HMAT"[..], 2, 0));
-        // 5.2.27.3: type 0, length 40 at 4, flags at 8 (bit 0: the initiator is valid), initiator at 12, memory at 16.
+        // 5.2.27.3: type 0, length 40 at 4, flags at 8 (bit 0: the initiator is valid), initiator
+        // at 12, memory at 16.
         for (structure, (initiator, memory)) in
             hmat[40..160].chunks(40).zip([(0, 0), (1, 1), (1, 2)])
         {
@@ -329,7 +331,8 @@ mod tests {
     #[test]
     fn hmat_gives_latency_and_bandwidth_from_every_node_to_every_memory_in_revision_2_units() {
         let hmat = hmat(&nodes()).unwrap();
-        // 5.2.27.4: a header of 32 bytes, two initiators and three targets of 4, and six entries of 2.
+        // 5.2.27.4: a header of 32 bytes, two initiators and three targets of 4, and six entries of
+        // 2.
         let structures: Vec<&[u8]> = hmat[160..].chunks(64).collect();
         let expected: [(u8, u64, [u16; 6]); 3] = [
             (1, 1000, [90, 180, 395, 180, 90, 305]),

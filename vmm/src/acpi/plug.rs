@@ -6,8 +6,8 @@
 //!           (owner)          (owner)          (guest's write)        (owner)
 //! ```
 //!
-//! Those that are present are always the first ones: it is the highest that go, and nothing is put or asked as long as one is
-//! on its way out. vCPU 0 boots, and never goes.
+//! Those that are present are always the first ones: it is the highest that go, and nothing is put
+//! or asked as long as one is on its way out. vCPU 0 boots, and never goes.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -107,7 +107,8 @@ impl Plug {
         }
     }
 
-    /// Those that were asked to go, and have not gone, are to be asked again; whether there are any.
+    /// Those that were asked to go, and have not gone, are to be asked again; whether there are
+    /// any.
     pub fn ask_again(&mut self) -> bool {
         self.asked = self.of(State::Leaving).collect();
         !self.asked.is_empty()
@@ -221,7 +222,8 @@ mod tests {
     }
 
     proptest! {
-        /// Resizes, and a guest that lets go what it likes: those present are always the first, and what can be asked for is
+        /// Resizes, and a guest that lets go what it likes: those present are always the first, and
+        /// what can be asked for is
         /// what there is.
         #[test]
         fn those_present_are_the_first(acts in prop::collection::vec((any::<bool>(), 0u8..8), 0..100)) {

@@ -13,14 +13,15 @@ use super::error::ApiError;
 
 /// The largest body of a call about something that there is.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
-/// A VM's configuration may be longer: where each of 254 vCPUs has a list of the host's CPUs it is some hundred KiB.
+/// A VM's configuration may be longer: where each of 254 vCPUs has a list of the host's CPUs it is
+/// some hundred KiB.
 pub(super) const MAX_CONFIG_BYTES: usize = 512 << 10;
 
 /// How long a client may take from the head of a request to the end of its body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A request's body of at most `MOST` bytes, taken apart. Clients of Cloud Hypervisor do not all say that they send JSON: it is not
-/// asked for.
+/// A request's body of at most `MOST` bytes, taken apart. Clients of Cloud Hypervisor do not all
+/// say that they send JSON: it is not asked for.
 pub(super) struct JsonBody<T, const MOST: usize = MAX_BODY_BYTES>(pub T);
 
 impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBody<T, MOST> {
@@ -51,8 +52,8 @@ impl<S: Send + Sync, T: JsonValue, const MOST: usize> FromRequest<S> for JsonBod
     }
 }
 
-/// A body that says nothing to its call. It is taken off the connection all the same, so that the client's next request can follow
-/// on it: what is left of one ends the connection.
+/// A body that says nothing to its call. It is taken off the connection all the same, so that the
+/// client's next request can follow on it: what is left of one ends the connection.
 pub(super) struct PassedOver;
 
 impl<S: Send + Sync> FromRequest<S> for PassedOver {

@@ -85,7 +85,8 @@ impl Client {
         self.finish(stream, Method::PUT, call, Some(body)).await
     }
 
-    /// Follows: gives `take` what `GET /api/v1/CALL` answers, piece by piece as it comes, until the VMM ends it or `take` fails.
+    /// Follows: gives `take` what `GET /api/v1/CALL` answers, piece by piece as it comes, until the
+    /// VMM ends it or `take` fails.
     pub async fn follow(
         &self,
         call: &str,
@@ -149,11 +150,11 @@ impl Client {
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Sends them with an empty line, which a server passes over in front of a request (RFC 9112, 2.2): they wait for the request
-/// that follows.
+/// Sends them with an empty line, which a server passes over in front of a request (RFC 9112, 2.2):
+/// they wait for the request that follows.
 async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> {
-    // SAFETY: they are only sent, which fails where there is none. That nobody else closes one and opens something else is
-    // for who has given its number.
+    // SAFETY: they are only sent, which fails where there is none. That nobody else closes one and
+    // opens something else is for who has given its number.
     let fds: Vec<_> = fds.iter().map(|&fd| unsafe { BorrowedFd::borrow_raw(fd) }).collect();
     loop {
         stream.writable().await?;

@@ -52,7 +52,8 @@ impl From<JsonError> for ApiError {
 }
 
 impl ApiError {
-    /// The status code, as Cloud Hypervisor has it: 404 without a VM or a disk, 405 in the wrong state.
+    /// The status code, as Cloud Hypervisor has it: 404 without a VM or a disk, 405 in the wrong
+    /// state.
     pub fn status(&self) -> StatusCode {
         match self {
             Self::UnknownCall(_)

@@ -1,8 +1,9 @@
 //! A unix stream that also receives file descriptors (unix(7), SCM_RIGHTS).
 //!
-//! Clients send those of a tap beside the request that adds it. The kernel never gives data from behind a message with descriptors
-//! with that message, so without pipelining they are of the request whose bytes they came with. They wait until a call takes them; what
-//! no call has taken is closed when its answer is given.
+//! Clients send those of a tap beside the request that adds it. The kernel never gives data from
+//! behind a message with descriptors with that message, so without pipelining they are of the
+//! request whose bytes they came with. They wait until a call takes them; what no call has taken is
+//! closed when its answer is given.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -125,7 +126,8 @@ mod tests {
     use crate::api::{Limits, Server, Socket};
     use crate::config::ApiSocket;
 
-    /// A server with a call that reads its body, takes what has come and says what that is, and one that takes nothing.
+    /// A server with a call that reads its body, takes what has come and says what that is, and one
+    /// that takes nothing.
     fn serve(test: impl FnOnce(&std::path::Path) + Send + 'static) {
         let dir: TempDir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
@@ -191,7 +193,8 @@ mod tests {
         )
     }
 
-    /// Whether everybody else closes the descriptor that `send` is given: only then does a pipe's reader see the end.
+    /// Whether everybody else closes the descriptor that `send` is given: only then does a pipe's
+    /// reader see the end.
     #[track_caller]
     fn assert_closed(send: impl FnOnce(&File)) {
         let (mut reader, writer) = std::io::pipe().unwrap();

@@ -1,8 +1,8 @@
 //! The REST API on a unix socket: Cloud Hypervisor's calls and ours.
 //!
-//! [`Socket`] binds before anything is built, so that a socket in use is found out before a VM is; [`router`]
-//! maps calls to requests to the VM's owner; [`Server`] runs any router on any socket. docs/api.md lists the
-//! calls.
+//! [`Socket`] binds before anything is built, so that a socket in use is found out before a VM is;
+//! [`router`] maps calls to requests to the VM's owner; [`Server`] runs any router on any socket.
+//! docs/api.md lists the calls.
 
 mod body;
 mod client;

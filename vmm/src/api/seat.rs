@@ -195,7 +195,8 @@ impl Seat {
         !is_dismissed
     }
 
-    /// Records a whole request. Returns false if the connection is dismissed: its call must not be made.
+    /// Records a whole request. Returns false if the connection is dismissed: its call must not be
+    /// made.
     fn called(&self) -> bool {
         !self.turn(|state| {
             state.has_asked = true;
@@ -235,7 +236,8 @@ impl Seat {
     }
 }
 
-/// Body of a request. Its call begins with the last byte: until then the connection may be closed to make room.
+/// Body of a request. Its call begins with the last byte: until then the connection may be closed
+/// to make room.
 #[derive(Debug)]
 pub(super) struct Question {
     body: Incoming,
@@ -280,7 +282,8 @@ impl hyper::body::Body for Question {
 }
 
 impl Drop for Question {
-    /// The call has not waited for the rest of its body, because it refuses the request or waits no longer.
+    /// The call has not waited for the rest of its body, because it refuses the request or waits no
+    /// longer.
     fn drop(&mut self) {
         if !self.is_whole {
             self.seat.called();
@@ -288,7 +291,8 @@ impl Drop for Question {
     }
 }
 
-/// An answer's body. Its connection is busy until hyper lets go of it: an answer may take as long as somebody follows events.
+/// An answer's body. Its connection is busy until hyper lets go of it: an answer may take as long
+/// as somebody follows events.
 #[derive(Debug)]
 pub(super) struct Answer {
     body: Body,

@@ -43,9 +43,9 @@ const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Largest number of connections. To accept one more, the server closes the connection that has
-    /// waited longest for its client. If no connection waits for its client, the new one is not
-    /// accepted yet.
+    /// Largest number of connections. To accept one more, the server closes the connection that
+    /// has waited longest for its client. If no connection waits for its client, the new one
+    /// is not accepted yet.
     pub connections: usize,
     /// Largest number of connections that have not delivered a whole request yet.
     pub silent: usize,
@@ -53,8 +53,8 @@ pub struct Limits {
     pub grace: Duration,
     /// How long a client may take from the first byte of a request to the end of its head.
     pub head: Duration,
-    /// How long a connection may be without a whole request head; for ever when `None`. HTTP cannot tell a
-    /// client that is slow from one that keeps its connection for later.
+    /// How long a connection may be without a whole request head; for ever when `None`. HTTP
+    /// cannot tell a client that is slow from one that keeps its connection for later.
     pub idle: Option<Duration>,
     /// How long a client may read nothing of an answer that is too long for the socket's buffers.
     pub unread: Duration,

@@ -1,4 +1,5 @@
-//! Sockets that the API and metrics are served on: bound before anything is built, taken away at the end.
+//! Sockets that the API and metrics are served on: bound before anything is built, taken away at
+//! the end.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -96,9 +97,9 @@ impl Socket {
         if !is_listening_unix_socket(fd) {
             return Err(refused);
         }
-        // SAFETY: `fd` is open, as the check above shows, and it is ours: who started the VMM handed it over
-        // for this and nothing else in this process opens or closes descriptors by number. It is called once,
-        // before any thread but the first runs.
+        // SAFETY: `fd` is open, as the check above shows, and it is ours: who started the VMM
+        // handed it over for this and nothing else in this process opens or closes
+        // descriptors by number. It is called once, before any thread but the first runs.
         let owned = unsafe { OwnedFd::from_raw_fd(fd) };
         // What the VMM may start one day shall not inherit its API.
         // SAFETY: plain system call on an open descriptor.
@@ -115,8 +116,8 @@ fn is_listening_unix_socket(fd: RawFd) -> bool {
     let option = |name| {
         let mut value: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: `value` and `len` are valid for writes of what `len` says; a descriptor that is closed or no
-        // socket is an error.
+        // SAFETY: `value` and `len` are valid for writes of what `len` says; a descriptor that is
+        // closed or no socket is an error.
         let result = unsafe {
             libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len)
         };

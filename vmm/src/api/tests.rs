@@ -44,7 +44,8 @@ struct Fixture {
     _dir: TempDir,
 }
 
-/// An owner with a running VM; `vm.boot` is refused for its state, `vm.reboot` fails, `vm.shutdown` finds none.
+/// An owner with a running VM; `vm.boot` is refused for its state, `vm.reboot` fails, `vm.shutdown`
+/// finds none.
 async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
         asked.send(format!("{request:?}")).unwrap();
@@ -300,8 +301,9 @@ fn messages(body: &str) -> Vec<String> {
     serde_json::from_str(body).unwrap_or_else(|error| panic!("{body:?}: {error}"))
 }
 
-/// What Cloud Hypervisor's own client, and Kata Containers' with it, makes of an answer's head: the status is all that stands
-/// between the version and the end of the line, and the length has its name in title case.
+/// What Cloud Hypervisor's own client, and Kata Containers' with it, makes of an answer's head: the
+/// status is all that stands between the version and the end of the line, and the length has its
+/// name in title case.
 fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
     let (status, headers) = head.strip_prefix("HTTP/1.1 ")?.split_once("\r\n")?;
     let length = match headers.split_once("Content-Length: ") {

@@ -12,8 +12,8 @@ use tokio::time::{Sleep, sleep};
 
 use super::seat::Seat;
 
-/// A stream that fails once a write has got nowhere for a while. hyper waits for ever: with a client that has ended its
-/// side, and may still read, nothing else tells that it is gone.
+/// A stream that fails once a write has got nowhere for a while. hyper waits for ever: with a
+/// client that has ended its side, and may still read, nothing else tells that it is gone.
 pub(super) struct WriteTimeout<S> {
     stream: S,
     limit: Duration,

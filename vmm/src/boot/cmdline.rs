@@ -12,8 +12,9 @@ const MAX_BYTES: usize = 2047;
 /// What a guest is told whose memory can be plugged, unless the user says something else.
 ///
 /// - Plugged memory can be unplugged again only if it is in ZONE_MOVABLE.
-/// - Memory that may come above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that cannot reach it
-///   (arch/x86/kernel/pci-dma.c). There are none: every device here takes 64-bit addresses.
+/// - Memory that may come above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that
+///   cannot reach it (arch/x86/kernel/pci-dma.c). There are none: every device here takes 64-bit
+///   addresses.
 const DEFAULTS: [(&str, &str); 2] =
     [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
 /// The same for memory that comes and never goes: it is the kernel's as well.
@@ -22,7 +23,8 @@ const DIMM_DEFAULTS: [(&str, &str); 2] =
 
 /// ZONE_MOVABLE in boot memory.
 const MOVABLE_DRAM: &str = "movablecore";
-/// Reserves of the zones below it. Linux takes sysctls from the command line (fs/proc/proc_sysctl.c, process_sysctl_arg).
+/// Reserves of the zones below it. Linux takes sysctls from the command line
+/// (fs/proc/proc_sysctl.c, process_sysctl_arg).
 const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
 /// Parameter that also divides DRAM.
 const KERNEL_DRAM: &str = "kernelcore";
@@ -36,8 +38,8 @@ pub enum Pluggable {
     Nothing,
     /// DRAM that stays, as DIMMs.
     Dimms,
-    /// Blocks that can be unplugged. If there are DIMMs as well, they are onlined like blocks, because one parameter
-    /// serves both.
+    /// Blocks that can be unplugged. If there are DIMMs as well, they are onlined like blocks,
+    /// because one parameter serves both.
     Blocks,
 }
 
@@ -72,7 +74,8 @@ pub fn compose(
     pluggable: Pluggable,
     share: Option<KernelShare>,
 ) -> Result<String, CommandLineError> {
-    // A tab is white space to the kernel; any other control character is a mistake that would cut the line.
+    // A tab is white space to the kernel; any other control character is a mistake that would cut
+    // the line.
     let control = |c: char| c.is_control() && c != '\t';
     if let Some((at, character)) = user.char_indices().find(|&(_, c)| control(c)) {
         return Err(CommandLineError::ControlCharacter { character, at });
@@ -123,8 +126,8 @@ fn split_at_init_arguments(line: &str) -> (&str, &str) {
     line.split_at(words(line).find(|(_, word)| *word == "--").map_or(line.len(), |(at, _)| at))
 }
 
-/// The words of a line, and where they begin, as Linux takes it apart (lib/cmdline.c, next_arg): white space between quotation
-/// marks is part of a word.
+/// The words of a line, and where they begin, as Linux takes it apart (lib/cmdline.c, next_arg):
+/// white space between quotation marks is part of a word.
 fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -151,7 +154,8 @@ fn has(kernel: &str, name: &str) -> bool {
     words(kernel).any(|(_, word)| is_called(word.trim_end_matches('"'), name))
 }
 
-/// Linux accepts `-` for `_` in names and `/` for `.` in names of sysctls. Quotation marks may enclose a whole word.
+/// Linux accepts `-` for `_` in names and `/` for `.` in names of sysctls. Quotation marks may
+/// enclose a whole word.
 fn is_called(key: &str, name: &str) -> bool {
     key.strip_prefix('"').unwrap_or(key).replace('-', "_").replace('/', ".") == name
 }

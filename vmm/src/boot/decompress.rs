@@ -1,10 +1,10 @@
 //! The payload of a bzImage.
 //!
-//! It is one compressed stream whose last four bytes are the size of what comes out: gzip's own trailer, or
-//! appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length; scripts/Makefile.lib,
-//! size_append). The size is known before the first byte comes out, so every decoder writes into one buffer of
-//! that size, be it guest memory. For zstd and lz4 it also is the window: no second copy, no window of 128 MiB
-//! beside it.
+//! It is one compressed stream whose last four bytes are the size of what comes out: gzip's own
+//! trailer, or appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length;
+//! scripts/Makefile.lib, size_append). The size is known before the first byte comes out, so every
+//! decoder writes into one buffer of that size, be it guest memory. For zstd and lz4 it also is the
+//! window: no second copy, no window of 128 MiB beside it.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
@@ -16,7 +16,8 @@ use thiserror::Error;
 
 use super::scratch::Scratch;
 
-/// A kernel's payload is refused if it claims to be larger: distributions' kernels have some 60 MiB.
+/// A kernel's payload is refused if it claims to be larger: distributions' kernels have some 60
+/// MiB.
 const MAX_KERNEL_BYTES: u32 = 1 << 30;
 /// The size behind the stream.
 const TRAILER_BYTES: usize = 4;
@@ -150,8 +151,8 @@ impl<'a> Packed<'a> {
         Ok(output)
     }
 
-    /// Unpacks into `output`, which has [`unpacked_bytes`](Self::unpacked_bytes). After an error anything may be
-    /// in it.
+    /// Unpacks into `output`, which has [`unpacked_bytes`](Self::unpacked_bytes). After an error
+    /// anything may be in it.
     pub fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
         let Self { payload, stream, compression, claimed_bytes } = *self;
         assert_eq!(
@@ -195,7 +196,8 @@ fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
     fill(XzDecoder::new_stream(stream, Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)?), output)
 }
 
-/// Fills `output` with all that `source` has; returns how much that was. More than fits is an error.
+/// Fills `output` with all that `source` has; returns how much that was. More than fits is an
+/// error.
 fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < output.len() {
@@ -211,8 +213,8 @@ fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// LZ4's legacy frame: a magic, then blocks of at most 8 MiB, each behind its compressed size; the file's end
-/// ends the frame. lz4_flex has the block format only.
+/// LZ4's legacy frame: a magic, then blocks of at most 8 MiB, each behind its compressed size; the
+/// file's end ends the frame. lz4_flex has the block format only.
 mod lz4 {
     use lz4_flex::block::{DecompressError, decompress_into};
 

@@ -1,8 +1,9 @@
 //! The ELF file that is entered by PVH.
 //!
-//! linux-loader copies the segments. It cannot tell a short file from guest memory that is too small, nor Linux
-//! from another kernel, so the headers are verified here first. An image that lies in guest memory already is
-//! verified here as well; its segments are then moved by [`inplace`](super::inplace).
+//! linux-loader copies the segments. It cannot tell a short file from guest memory that is too
+//! small, nor Linux from another kernel, so the headers are verified here first. An image that lies
+//! in guest memory already is verified here as well; its segments are then moved by
+//! [`inplace`](super::inplace).
 
 use std::io::{self, Read, Seek, SeekFrom};
 
@@ -158,7 +159,8 @@ impl ProgramHeader {
     }
 }
 
-/// A loadable part of a verified image: it lies in the file, and in usable memory above the boot data.
+/// A loadable part of a verified image: it lies in the file, and in usable memory above the boot
+/// data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Where it starts in the file.
@@ -198,15 +200,16 @@ where
     Ok(loaded)
 }
 
-/// Verifies all that loading relies on; says which segments go where, and what is there when they are.
+/// Verifies all that loading relies on; says which segments go where, and what is there when they
+/// are.
 pub fn verify<F: Read + Seek>(
     image: &mut F,
     image_bytes: u64,
     boot_memory: BootMemory,
 ) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
-    // The type of the file is checked before the addresses of its segments: segments of programs are at addresses that
-    // no kernel uses.
+    // The type of the file is checked before the addresses of its segments: segments of programs
+    // are at addresses that no kernel uses.
     if headers.iter().any(|header| header.kind == PT_INTERP) {
         return Err(ElfError::Program);
     }
@@ -324,9 +327,9 @@ fn read_notes<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Resul
 }
 
 impl Facts {
-    /// Notes in a segment that is aligned to 8 are so themselves (binutils and glibc read them that way). Linux aligns
-    /// its own to 4 whatever the segment says: one note of a property, which compilers add, makes that 8. So there the
-    /// entry point is looked for in both ways.
+    /// Notes in a segment that is aligned to 8 are so themselves (binutils and glibc read them that
+    /// way). Linux aligns its own to 4 whatever the segment says: one note of a property, which
+    /// compilers add, makes that 8. So there the entry point is looked for in both ways.
     fn read(&mut self, notes: &[u8], segment_align: u64) {
         let ways: &[usize] = if segment_align == 8 { &[8, 4] } else { &[4] };
         for &align in ways {
@@ -363,8 +366,9 @@ impl Note<'_> {
         }
     }
 
-    /// Linux signs its notes with its name (include/linux/build-salt.h and elfnote-lto.h), and tells Xen that it
-    /// is "linux" (arch/x86/xen/xen-head.S). One of the two is in every kernel since 4.19.
+    /// Linux signs its notes with its name (include/linux/build-salt.h and elfnote-lto.h), and
+    /// tells Xen that it is "linux" (arch/x86/xen/xen-head.S). One of the two is in every
+    /// kernel since 4.19.
     fn is_linux(&self) -> bool {
         const XEN_ELFNOTE_GUEST_OS: u32 = 6;
         self.name == b"Linux\0"
@@ -378,7 +382,8 @@ impl Note<'_> {
 struct Notes<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Of descriptions and of notes, counted from the segment's start; names follow their lengths at once.
+    /// Of descriptions and of notes, counted from the segment's start; names follow their lengths
+    /// at once.
     align: usize,
 }
 
@@ -458,8 +463,8 @@ pub mod tests {
         pub bss: u64,
     }
 
-    /// A kernel of several segments, then its notes, then `tail` bytes that belong to nothing. What lies between
-    /// the segments is not zero.
+    /// A kernel of several segments, then its notes, then `tail` bytes that belong to nothing. What
+    /// lies between the segments is not zero.
     pub fn build_parts(parts: &[Part], notes: &[u8], tail: usize) -> Vec<u8> {
         const JUNK: u8 = 0xdd;
         let mut header = FileHeader::new_zeroed();
@@ -626,7 +631,8 @@ pub mod tests {
 
     #[test]
     fn notes_that_are_aligned_to_8_are_read_as_such_and_as_linux_writes_them() {
-        // Lengths that differ in how they are aligned; the first is .note.gnu.property, which makes the segment's 8.
+        // Lengths that differ in how they are aligned; the first is .note.gnu.property, which makes
+        // the segment's 8.
         let notes = |align| {
             let property = note_aligned(8, b"GNU\0", 5, &[7; 16]);
             let version = note_aligned(align, b"Linux\0", 0x100, b"6.12.0\0");

@@ -17,8 +17,9 @@ pub struct Initramfs {
     pub size_bytes: u64,
 }
 
-/// Reads `path` straight into guest memory, as high in low memory as it goes: Linux's PVH entry takes a 32-bit
-/// address (arch/x86/platform/pvh/enlighten.c), and what lies right behind the kernel may be its early heap.
+/// Reads `path` straight into guest memory, as high in low memory as it goes: Linux's PVH entry
+/// takes a 32-bit address (arch/x86/platform/pvh/enlighten.c), and what lies right behind the
+/// kernel may be its early heap.
 pub fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,

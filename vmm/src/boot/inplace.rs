@@ -1,8 +1,9 @@
 //! Unpacking a kernel straight into guest memory.
 //!
-//! The image is unpacked so that the first segment of a usual kernel comes out where it belongs; what does not is
-//! moved. A buffer beside guest memory would cost its pages, some 60 MiB that the host has to zero first, and a
-//! copy of them all. Whatever is unusual here still loads, only slower: see [`Outcome`].
+//! The image is unpacked so that the first segment of a usual kernel comes out where it belongs;
+//! what does not is moved. A buffer beside guest memory would cost its pages, some 60 MiB that the
+//! host has to zero first, and a copy of them all. Whatever is unusual here still loads, only
+//! slower: see [`Outcome`].
 
 use std::io::Cursor;
 use std::ops::Range;
@@ -16,9 +17,9 @@ use super::pvh::{self, RangeKind};
 use super::scratch::Scratch;
 use crate::memory::layout::{BootMemory, HIMEM_START, MIB};
 
-/// Where an image is unpacked to. Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START), and ld puts the first
-/// segment 2 MiB into the file, for it is aligned to that (arch/x86/kernel/vmlinux.lds.S). A kernel that was
-/// configured otherwise is moved as a whole.
+/// Where an image is unpacked to. Linux is linked to run at 16 MiB (CONFIG_PHYSICAL_START), and ld
+/// puts the first segment 2 MiB into the file, for it is aligned to that
+/// (arch/x86/kernel/vmlinux.lds.S). A kernel that was configured otherwise is moved as a whole.
 const IMAGE_START: u64 = 14 * MIB;
 /// Memory is given back in units of a huge page: less would break one up.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -28,8 +29,8 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub enum Outcome {
     /// The kernel is where it belongs. All other memory reads as before.
     Loaded(LoadedElf),
-    /// The image is unpacked, but its segments cannot be brought to their places, or it is not to be loaded at
-    /// all: the usual loader knows why. Memory reads as before.
+    /// The image is unpacked, but its segments cannot be brought to their places, or it is not to
+    /// be loaded at all: the usual loader knows why. Memory reads as before.
     Unpacked(Scratch),
     /// There is no room for the image, and nothing was done.
     NoRoom,
@@ -58,9 +59,9 @@ pub unsafe fn load<M: GuestMemoryBackend>(
         return Ok(Outcome::NoRoom);
     }
     let guard = slice.ptr_guard_mut();
-    // SAFETY: vm-memory upholds that the slice's bytes are mapped, readable and writable as long as `slice`
-    // borrows `memory`. Nobody else reads or writes them meanwhile: the caller promises it, and nothing in this
-    // function goes through `memory` again.
+    // SAFETY: vm-memory upholds that the slice's bytes are mapped, readable and writable as long as
+    // `slice` borrows `memory`. Nobody else reads or writes them meanwhile: the caller promises
+    // it, and nothing in this function goes through `memory` again.
     let bytes = unsafe { std::slice::from_raw_parts_mut(guard.as_ptr(), window_bytes) };
     // 2. The image.
     let start = (IMAGE_START - window.start) as usize;
@@ -96,8 +97,8 @@ fn window(boot_memory: BootMemory, image_bytes: u64) -> Option<Range<u64>> {
         .map(|range| range.start..range.end())
 }
 
-/// As much of the window as is one stretch of the VMM's memory, if the image fits into that: zones lie side by side in the
-/// guest, and not here.
+/// As much of the window as is one stretch of the VMM's memory, if the image fits into that: zones
+/// lie side by side in the guest, and not here.
 fn in_one_region<M: GuestMemoryBackend>(
     memory: &M,
     window: Range<u64>,
@@ -151,9 +152,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// Plans to bring the parts of `image` to their places in a window of `window_bytes`. There is no plan if a
-    /// part lies outside of the image or of the window, or if the parts are not in the same order, or overlap,
-    /// in the image and in their places.
+    /// Plans to bring the parts of `image` to their places in a window of `window_bytes`. There is
+    /// no plan if a part lies outside of the image or of the window, or if the parts are not in
+    /// the same order, or overlap, in the image and in their places.
     fn new(image: &Range<usize>, window_bytes: usize, mut parts: Vec<Move>) -> Option<Self> {
         parts.sort_by_key(|part| part.from);
         let sources: Vec<_> = parts.iter().map(Move::source).collect::<Option<_>>()?;
@@ -168,10 +169,12 @@ impl Plan {
         }
         // No move may overwrite a part that has not been moved yet. With both orders the same:
         //
-        // 1. Down, ascending. Part i goes to d_i < s_i. The parts above it start behind s_i's end, so behind
-        //    d_i's. Those below that still are to go are to go up: part j ends at s_j + n_j <= d_j + n_j <= d_i.
-        // 2. Up, descending. Part i goes to d_i > s_i. All above it are where they belong. Those below that
-        //    still are to go are to go up: again they end at s_j + n_j < d_j + n_j <= d_i.
+        // 1. Down, ascending. Part i goes to d_i < s_i. The parts above it start behind s_i's end,
+        //    so behind d_i's. Those below that still are to go are to go up: part j ends at s_j +
+        //    n_j <= d_j + n_j <= d_i.
+        // 2. Up, descending. Part i goes to d_i > s_i. All above it are where they belong. Those
+        //    below that still are to go are to go up: again they end at s_j + n_j < d_j + n_j <=
+        //    d_i.
         //
         // A part that is not moved is where it belongs, and no two places overlap.
         let down = parts.iter().filter(|part| part.to < part.from);
@@ -180,8 +183,9 @@ impl Plan {
         Some(Self { moves, rests: gaps(image, &destinations) })
     }
 
-    /// Has the image's end cleared up to the end of the host's huge page, so that it can be given back. Nothing
-    /// but zeros is there, unless a part goes there: then the page is in use anyway.
+    /// Has the image's end cleared up to the end of the host's huge page, so that it can be given
+    /// back. Nothing but zeros is there, unless a part goes there: then the page is in use
+    /// anyway.
     fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
         let end = (window.start + image.end as u64)
             .next_multiple_of(HUGE_PAGE_BYTES as u64)
@@ -224,9 +228,10 @@ fn clear(bytes: &mut [u8]) {
     let Some(aligned) = bytes.get_mut(skip..) else { return };
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
-        // SAFETY: the range is part of `bytes`, which nobody else uses. The advice may be refused, and it changes
-        // no contents: anonymous memory, which is zero when it is new, a shared mapping, which keeps what was
-        // written, and a private one of a file without data read as zeros afterwards. The caller of `load` promises that it
+        // SAFETY: the range is part of `bytes`, which nobody else uses. The advice may be refused,
+        // and it changes no contents: anonymous memory, which is zero when it is new, a
+        // shared mapping, which keeps what was written, and a private one of a file without
+        // data read as zeros afterwards. The caller of `load` promises that it
         // is one of them.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }

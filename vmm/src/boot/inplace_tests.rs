@@ -1,4 +1,5 @@
-//! Tests of unpacking in place. The measure is the other way: unpack beside guest memory, then load.
+//! Tests of unpacking in place. The measure is the other way: unpack beside guest memory, then
+//! load.
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestMemoryMmap};
@@ -73,7 +74,8 @@ fn loads_in_place_from_zstd(parts: &[Part], tail: usize) {
     loads_in_place(&zstd_payload(&kernel(parts, tail)), Compression::Zstd);
 }
 
-/// As Linux is: the first segment comes out in place, the others lie closer together than in the file.
+/// As Linux is: the first segment comes out in place, the others lie closer together than in the
+/// file.
 fn linux_parts() -> [Part; 4] {
     [
         part(2048 * KIB, 0x100_0000, 300 * KIB, 1),
@@ -219,7 +221,8 @@ fn moves(moves: &[(usize, usize, usize)]) -> Vec<Move> {
 
 #[test]
 fn most_of_a_distributions_kernel_is_not_moved() {
-    // Debian's 6.12, from the addresses that its program headers have, in a window that starts at 1 MiB.
+    // Debian's 6.12, from the addresses that its program headers have, in a window that starts at 1
+    // MiB.
     let at = |address: usize| address - (1 << 20);
     let image = at(0xe0_0000)..at(0xe0_0000) + 57_575_404;
     let segments = [
@@ -320,7 +323,8 @@ fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
 
 const WINDOW: usize = 600;
 
-/// Parts that ascend and do not overlap, in the image and in their places, and the image around them.
+/// Parts that ascend and do not overlap, in the image and in their places, and the image around
+/// them.
 fn orderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
     let parts = prop::collection::vec((0..20usize, 0..40usize, 1..30usize), 0..6);
     (0..60usize, 0..60usize, parts, 0..40usize).prop_map(|(start, mut to, sizes, tail)| {
@@ -396,7 +400,8 @@ proptest! {
                     prop_assert_eq!(loaded, beside);
                     prop_assert!(contents(&here) == contents(&there), "memory differs");
                 }
-                // linux-loader reads on where a second note segment, here of a damaged type, leads out of the file.
+                // linux-loader reads on where a second note segment, here of a damaged type, leads
+                // out of the file.
                 Err(error) => prop_assert!(matches!(error, ElfError::Load(_)), "{error}"),
             },
             Outcome::Unpacked(unpacked) => prop_assert!(unpacked.bytes() == image),

@@ -12,7 +12,8 @@ use super::scratch::Scratch;
 use super::{BootError, DecompressError, elf};
 use crate::memory::layout::BootMemory;
 
-/// Enough of a file to tell what it is: the setup header ends before (boot.rst, "The Real-Mode Kernel Header").
+/// Enough of a file to tell what it is: the setup header ends before (boot.rst, "The Real-Mode
+/// Kernel Header").
 const HEAD_BYTES: usize = 0x280;
 /// Boot protocol 2.08 brought payload_offset and payload_length.
 const FIRST_PROTOCOL: u16 = 0x0208;
@@ -171,7 +172,8 @@ enum Unpacked {
     Image(Scratch),
 }
 
-/// Unpacks a payload: into guest memory where that goes, or else beside it. The payload itself is dropped.
+/// Unpacks a payload: into guest memory where that goes, or else beside it. The payload itself is
+/// dropped.
 ///
 /// # Safety
 /// As that of [`boot::load`](super::load).
@@ -355,7 +357,8 @@ mod tests {
         assert!(text.starts_with("--firmware ") && text.contains("no PVH note"), "{text}");
     }
 
-    /// Kernels of distributions, where there are any: `FORESHORE_TEST_KERNELS` is a colon-separated list.
+    /// Kernels of distributions, where there are any: `FORESHORE_TEST_KERNELS` is a colon-separated
+    /// list.
     #[test]
     fn kernels_of_distributions_load() {
         let Some(kernels) = std::env::var_os("FORESHORE_TEST_KERNELS") else {

@@ -29,13 +29,15 @@ pub struct RatioTooHigh {
 }
 
 impl KernelShare {
-    /// Division of the boot memory of a VM with these zones. `None` if nothing can be plugged by virtio-mem.
+    /// Division of the boot memory of a VM with these zones. `None` if nothing can be plugged by
+    /// virtio-mem.
     pub fn of(zones: &[ZoneSpec]) -> Option<Self> {
         let memory = boot_memory(zones);
         (memory.hotplug_bytes() > 0).then_some(Self(memory))
     }
 
-    /// Value of `movablecore=`. `None` without PM: plugged DRAM is the movable memory of its node then.
+    /// Value of `movablecore=`. `None` without PM: plugged DRAM is the movable memory of its node
+    /// then.
     pub fn movablecore(&self) -> Option<String> {
         let movable_bytes = self.0.movable_bytes();
         (movable_bytes > 0).then(|| format!("{}M", movable_bytes / MIB))
@@ -115,7 +117,8 @@ pub(super) mod tests {
         let share =
             KernelShare::of(&[zone(Tier::Dram, 512, 1024)]).expect("DRAM is plugged movable");
         assert_eq!(share.movablecore(), None);
-        // The reserve is 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of movable memory divided by it is 21.
+        // The reserve is 32 MiB (a sixteenth) and the page descriptors of 1 GiB. 1 GiB of movable
+        // memory divided by it is 21.
         assert_eq!(share.lowmem_reserve_ratio(), "256 21 32 0 0");
         let dimms = ZoneSpec { growth: Growth::Dimms, ..zone(Tier::Dram, 512, 1024) };
         assert_eq!(KernelShare::of(&[dimms]), None, "it comes online for the kernel as well");

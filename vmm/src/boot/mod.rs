@@ -1,9 +1,10 @@
 //! Kernel loading and the PVH hand-over.
 //!
-//! A kernel comes as an ELF file or as a bzImage. A bzImage is unpacked here, on the host, and its inner ELF is
-//! entered by PVH, so a distribution's kernel starts as fast as a bare vmlinux: the guest runs no
-//! decompressor and no real-mode code. Nothing here knows of KVM: [`load`] writes into guest memory and returns
-//! plain data, of which [`PvhEntry`] is what the boot vCPU starts with.
+//! A kernel comes as an ELF file or as a bzImage. A bzImage is unpacked here, on the host, and its
+//! inner ELF is entered by PVH, so a distribution's kernel starts as fast as a bare vmlinux: the
+//! guest runs no decompressor and no real-mode code. Nothing here knows of KVM: [`load`] writes
+//! into guest memory and returns plain data, of which [`PvhEntry`] is what the boot vCPU starts
+//! with.
 //!
 //! | guest-physical | what |
 //! |---|---|
@@ -48,7 +49,8 @@ pub use pvh::{MemoryRange, PvhEntry, RangeKind, Segment, memory_map};
 pub struct BootRequest<'a> {
     /// An ELF kernel with a PVH note, or a bzImage; or a firmware.
     pub kernel: &'a Path,
-    /// It is a firmware: an ELF file with a PVH note, which gets neither a command line nor an initial RAM file system.
+    /// It is a firmware: an ELF file with a PVH note, which gets neither a command line nor an
+    /// initial RAM file system.
     pub is_firmware: bool,
     /// Initial RAM file system.
     pub initramfs: Option<&'a Path>,
@@ -194,13 +196,14 @@ fn open_file(flag: &'static str, path: &Path) -> Result<(File, u64), BootError> 
 
 /// Loads a kernel and everything it needs to start.
 ///
-/// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's uninitialised
-/// data is not written. After an error it holds anything. ACPI tables are not placed here; the start info points at
-/// [`RSDP_START`](crate::memory::layout::RSDP_START).
+/// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's
+/// uninitialised data is not written. After an error it holds anything. ACPI tables are not placed
+/// here; the start info points at [`RSDP_START`](crate::memory::layout::RSDP_START).
 ///
 /// # Safety
-/// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is anonymous, mapped shared, or
-/// a private mapping of a file that has no data: pages of one would have the file's contents again when they are given back.
+/// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is
+/// anonymous, mapped shared, or a private mapping of a file that has no data: pages of one would
+/// have the file's contents again when they are given back.
 pub unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     request: &BootRequest,

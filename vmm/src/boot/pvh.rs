@@ -1,7 +1,8 @@
 //! The PVH hand-over: start info, module list, memory map, and the state that a vCPU enters with.
 //!
 //! The ABI is Xen's docs/misc/pvh.pandoc ("x86/HVM direct boot ABI") and
-//! xen/include/public/arch-x86/hvm/start_info.h; the reader is Linux's arch/x86/platform/pvh/enlighten.c.
+//! xen/include/public/arch-x86/hvm/start_info.h; the reader is Linux's
+//! arch/x86/platform/pvh/enlighten.c.
 
 use linux_loader::loader::elf::start_info::{
     hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
@@ -48,7 +49,8 @@ impl MemoryRange {
     }
 }
 
-/// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when plugged.
+/// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when
+/// plugged.
 pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
     let range =
         |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
@@ -57,7 +59,8 @@ pub fn memory_map(boot_memory: BootMemory) -> Vec<MemoryRange> {
         range(0, EBDA_START.min(low_end), RangeKind::Usable),
         range(EBDA_START, HIMEM_START.raw_value(), RangeKind::Reserved),
         range(HIMEM_START.raw_value(), low_end, RangeKind::Usable),
-        // Linux uses configuration space only where somebody reserves it; PNP0C02 in the DSDT says so too.
+        // Linux uses configuration space only where somebody reserves it; PNP0C02 in the DSDT says
+        // so too.
         range(ECAM_START, ECAM_START + ECAM_LEN, RangeKind::Reserved),
         range(HIGH_RAM_START, high_end, RangeKind::Usable),
     ];
@@ -82,8 +85,8 @@ pub struct Segment {
     pub page_granular: bool,
 }
 
-/// The boot vCPU's state at the kernel's first instruction. Registers that are not here are 0, interrupts are
-/// off, and there is neither GDT nor IDT: a kernel brings its own.
+/// The boot vCPU's state at the kernel's first instruction. Registers that are not here are 0,
+/// interrupts are off, and there is neither GDT nor IDT: a kernel brings its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PvhEntry {
     pub rip: u64,
@@ -126,7 +129,8 @@ impl PvhEntry {
             cr0: CR0_PE | CR0_ET,
             cr4: 0,
             efer: 0,
-            // Types of SDM 3A, table 3-1: execute/read accessed, read/write accessed; table 3-2: busy TSS.
+            // Types of SDM 3A, table 3-1: execute/read accessed, read/write accessed; table 3-2:
+            // busy TSS.
             code: flat(0x08, 0xb),
             data: flat(0x10, 0x3),
             task: Segment {

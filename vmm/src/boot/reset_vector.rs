@@ -1,8 +1,9 @@
 //! Where a guest jumps that wants to be restarted by its firmware.
 //!
-//! Linux on hardware-reduced ACPI leaves the FADT's reset register aside: it prefers EFI's reset, and without EFI
-//! goes back to real mode and jumps to FFFF:0000, the entry of a BIOS (arch/x86/kernel/reboot.c, `BOOT_EFI` and
-//! then `BOOT_BIOS`). There is no BIOS; these few bytes do what that one would.
+//! Linux on hardware-reduced ACPI leaves the FADT's reset register aside: it prefers EFI's reset,
+//! and without EFI goes back to real mode and jumps to FFFF:0000, the entry of a BIOS
+//! (arch/x86/kernel/reboot.c, `BOOT_EFI` and then `BOOT_BIOS`). There is no BIOS; these few bytes
+//! do what that one would.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
@@ -13,7 +14,8 @@ use crate::memory::layout::{ACPI_PM_PORT, BootMemory, RESET_VECTOR};
 /// The I/O port of the reset register.
 const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
 
-/// `mov dx, PORT; mov al, VALUE; out dx, al; hlt; jmp` back to the `hlt`: real mode, position-independent.
+/// `mov dx, PORT; mov al, VALUE; out dx, al; hlt; jmp` back to the `hlt`: real mode,
+/// position-independent.
 const CODE: [u8; 9] = [0xba, PORT[0], PORT[1], 0xb0, RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd];
 
 pub fn write<M: GuestMemoryBackend>(memory: &M, boot_memory: BootMemory) -> Result<(), BootError> {

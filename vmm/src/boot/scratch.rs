@@ -4,8 +4,9 @@ use std::io;
 
 use vm_memory::MmapRegion;
 
-/// Zeroed bytes that belong to no allocator: dropping them gives the memory back to the host at once, and does
-/// not raise the allocator's threshold for mappings, after which later buffers would stay in the heap.
+/// Zeroed bytes that belong to no allocator: dropping them gives the memory back to the host at
+/// once, and does not raise the allocator's threshold for mappings, after which later buffers would
+/// stay in the heap.
 #[derive(Debug)]
 pub struct Scratch {
     /// `None` if there are no bytes: a mapping cannot be empty.
@@ -20,7 +21,8 @@ impl Scratch {
         }
         let region = MmapRegion::new(len).map_err(io::Error::other)?;
         // A few huge pages instead of thousands of faults; where the host has none, small ones do.
-        // SAFETY: the range is exactly the mapping that `region` owns; the advice changes no contents.
+        // SAFETY: the range is exactly the mapping that `region` owns; the advice changes no
+        // contents.
         unsafe { libc::madvise(region.as_ptr().cast(), region.size(), libc::MADV_HUGEPAGE) };
         Ok(Self { region: Some(region) })
     }
@@ -29,8 +31,9 @@ impl Scratch {
     pub fn bytes(&self) -> &[u8] {
         match &self.region {
             None => &[],
-            // SAFETY: the mapping is private, readable, zero-initialised and lives as long as `self`; nobody
-            // else has its address, and `bytes_mut` borrows `self` exclusively.
+            // SAFETY: the mapping is private, readable, zero-initialised and lives as long as
+            // `self`; nobody else has its address, and `bytes_mut` borrows `self`
+            // exclusively.
             Some(region) => unsafe { std::slice::from_raw_parts(region.as_ptr(), region.size()) },
         }
     }

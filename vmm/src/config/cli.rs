@@ -99,7 +99,8 @@ Examples:
       --pressure policy=psi --vsock cid=3,socket=/run/vm.vsock \\
       --api-socket /run/vm.sock --metrics 127.0.0.1:9745";
 
-/// A virtual machine monitor whose guest takes memory and storage from one pool of persistent memory.
+/// A virtual machine monitor whose guest takes memory and storage from one pool of persistent
+/// memory.
 #[derive(Debug, Parser)]
 #[command(name = "foreshore", after_help = format!("{}\n{EXAMPLES}", size::HELP), disable_version_flag = true, args_override_self = false)]
 struct Flags {
@@ -109,7 +110,9 @@ struct Flags {
     /// PATH|path=PATH[,mode=M][,group=G]|fd=N: REST API; users who may connect [default: mode=0600]
     #[arg(long, value_name = "SOCKET", help_heading = "Control")]
     api_socket: Option<String>,
-    /// [ADDRESS:]PORT[,host=NAME]...|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, DNS names and users that may connect, and the VM's name in them [default: ADDRESS=127.0.0.1, mode=0600, the API socket's name]
+    /// [ADDRESS:]PORT[,host=NAME]...|unix:PATH[,mode=M][,group=G][,vm=NAME]: OpenMetrics, DNS names
+    /// and users that may connect, and the VM's name in them [default: ADDRESS=127.0.0.1,
+    /// mode=0600, the API socket's name]
     #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
     metrics: Option<String>,
     /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
@@ -292,7 +295,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     Ok(Command::Launch(Box::new(launch)))
 }
 
-/// libvirt takes a program for Cloud Hypervisor, and what it may ask of it from the number, by how the first line begins.
+/// libvirt takes a program for Cloud Hypervisor, and what it may ask of it from the number, by how
+/// the first line begins.
 fn version() -> String {
     let ours = env!("CARGO_PKG_VERSION");
     format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
@@ -617,7 +621,8 @@ mod tests {
             version,
             format!("cloud-hypervisor v54.0.0 (foreshore v{ours})\nforeshore v{ours}\n")
         );
-        // As libvirt reads it: a number behind the `v`, and what it needs for each feature is at most 40.
+        // As libvirt reads it: a number behind the `v`, and what it needs for each feature is at
+        // most 40.
         let number =
             version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
         assert!(number.parse::<u32>().unwrap() >= 40);

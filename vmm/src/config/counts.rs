@@ -1,5 +1,6 @@
-//! How many of everything a configuration may have. Looked at first: other checks hold each against all others, which takes no time
-//! for as many as a machine has room for, and hours for as many as fit in a request's body.
+//! How many of everything a configuration may have. Looked at first: other checks hold each against
+//! all others, which takes no time for as many as a machine has room for, and hours for as many as
+//! fit in a request's body.
 
 use foreshore_config::ConfigError;
 
@@ -9,7 +10,8 @@ use super::{
 };
 use crate::memory::layout::PCI_SLOTS;
 
-/// Of what has no slot on the PCI bus. A VM has less room for all of it; how much there is, is seen when it is built.
+/// Of what has no slot on the PCI bus. A VM has less room for all of it; how much there is, is seen
+/// when it is built.
 const MOST: usize = 256;
 /// The host bridge has one.
 const MOST_SLOTS: usize = PCI_SLOTS as usize - 1;

@@ -100,7 +100,8 @@ fn free_name(kind: &str, taken: &[String]) -> String {
 }
 
 impl VmConfig {
-    /// Gives every device that has no id one. Their places in the configuration change when others come and go; ids do not.
+    /// Gives every device that has no id one. Their places in the configuration change when others
+    /// come and go; ids do not.
     pub fn name_devices(&mut self) {
         let mut taken = self.ids();
         let devices = (self.disks.iter_mut().map(|disk| ("disk", &mut disk.id)))
@@ -148,7 +149,8 @@ impl VmConfig {
             )
     }
 
-    /// What devices are called that are not named by whoever wants them: those of memory by their zones.
+    /// What devices are called that are not named by whoever wants them: those of memory by their
+    /// zones.
     fn ids_of_our_own(&self) -> impl Iterator<Item = String> {
         let one = self.memory.zones.is_empty().then_some(DRAM_ZONE);
         let dram =
@@ -179,8 +181,8 @@ impl VmConfig {
         }
     }
 
-    /// Adds a device and returns its id, which is none of those `in_use` by devices that the guest has not let go yet. Of one
-    /// that cannot be added nothing is left.
+    /// Adds a device and returns its id, which is none of those `in_use` by devices that the guest
+    /// has not let go yet. Of one that cannot be added nothing is left.
     pub fn add_device(
         &mut self,
         mut device: DeviceConfig,

@@ -1,5 +1,5 @@
-//! Flags of Cloud Hypervisor that foreshore does not have, so that each is refused with a reason rather than as
-//! a typing error.
+//! Flags of Cloud Hypervisor that foreshore does not have, so that each is refused with a reason
+//! rather than as a typing error.
 
 use foreshore_config::{ConfigError, asks_for_nothing};
 use serde_json::{Map, Value};
@@ -30,7 +30,8 @@ const FLAGS: &[(&str, &str)] = &[
     ("--vdpa", "it is not implemented"),
 ];
 
-/// Sections of Cloud Hypervisor's configuration that foreshore does not have, and the flags that fill them.
+/// Sections of Cloud Hypervisor's configuration that foreshore does not have, and the flags that
+/// fill them.
 const SECTIONS: &[(&str, &str)] = &[
     ("debug_console", "--debug-console"),
     ("devices", "--device"),

@@ -117,7 +117,8 @@ impl MemoryConfig {
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
-        // Clients set `shared` beside zones, which have their own; Cloud Hypervisor ignores it there.
+        // Clients set `shared` beside zones, which have their own; Cloud Hypervisor ignores it
+        // there.
         let of_zones = HostMemoryConfig { shared: false, ..self.host.clone() };
         if let Some(key) = of_zones.first_on() {
             let reason =
@@ -265,7 +266,8 @@ mod tests {
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
     }
 
-    /// What the containerd shims of Kata send, in Go and in Rust: with nulls, and sizes that are whole MiB and no more.
+    /// What the containerd shims of Kata send, in Go and in Rust: with nulls, and sizes that are
+    /// whole MiB and no more.
     #[test]
     fn what_kata_asks_for_is_taken_and_shown_as_cloud_hypervisor_does() {
         let go = r#"{"size":2148532224,"hotplug_size":1649266655232,"mergeable":false,"hotplug_method":"Acpi","shared":true,"hugepages":false,"prefault":false,"thp":true}"#;

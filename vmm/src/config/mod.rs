@@ -2,8 +2,9 @@
 //! `validate()`.
 //!
 //! Field names are those of Cloud Hypervisor's API; sizes are in bytes. A new key of a section is
-//! one line in its table: the struct, the flag, JSON, the help and the errors follow (crate foreshore_config). A new
-//! flag, such as `--pvpanic`, is a field of [`VmConfig`] and of the flags in `cli`.
+//! one line in its table: the struct, the flag, JSON, the help and the errors follow (crate
+//! foreshore_config). A new flag, such as `--pvpanic`, is a field of [`VmConfig`] and of the flags
+//! in `cli`.
 //!
 //! Three steps lead from text to a VM that may be built. A flag's text is parsed into its section,
 //! each section is validated alone, and [`VmConfig::validate`] checks them against each other. None
@@ -172,7 +173,8 @@ impl VmConfig {
                     format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            // Of the payload nothing is known yet; whether `auto` finds something for it is seen when it is loaded.
+            // Of the payload nothing is known yet; whether `auto` finds something for it is seen
+            // when it is loaded.
             choose(volume, self.cpus.max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
         Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
@@ -186,9 +188,11 @@ impl VmConfig {
         self.pm_volumes.iter().filter_map(choose)
     }
 
-    /// What the governor does: what was said, and otherwise `psi` for a VM with memory on PM, which is there to come and go by
-    /// itself, and nothing for any other. Clients of Cloud Hypervisor know of no governor: Kata gives each VM a balloon for its
-    /// reporting of free pages, asks for memory by `vm.resize`, and waits until `memory_actual_size` is what it asked for.
+    /// What the governor does: what was said, and otherwise `psi` for a VM with memory on PM, which
+    /// is there to come and go by itself, and nothing for any other. Clients of Cloud
+    /// Hypervisor know of no governor: Kata gives each VM a balloon for its reporting of free
+    /// pages, asks for memory by `vm.resize`, and waits until `memory_actual_size` is what it asked
+    /// for.
     pub fn governing(&self) -> PressureConfig {
         let usual = || match &*self.pm_memory {
             [] => PressureConfig { policy: "off".to_owned(), ..PressureConfig::default() },

@@ -10,9 +10,11 @@ const REFUSED: &[Refused] = &[
     Refused { key: "device_id", neutral: &[], why: "there is no device passthrough" },
 ];
 
-/// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their number.
+/// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their
+/// number.
 pub const MAX_NODE: u32 = 63;
-/// A node's distance to itself, by definition; and Linux takes no other for as near (ACPI 6.5, 5.2.17).
+/// A node's distance to itself, by definition; and Linux takes no other for as near (ACPI 6.5,
+/// 5.2.17).
 pub const LOCAL_DISTANCE: u8 = 10;
 /// The largest distance: 255 means that there is no way at all.
 pub const MAX_DISTANCE: u8 = 254;
@@ -48,7 +50,8 @@ impl Item for NumaDistance {
 }
 
 impl NumaConfig {
-    /// Numbers within their bounds. What several nodes must be together is [`Topology`](super::Topology)'s.
+    /// Numbers within their bounds. What several nodes must be together is
+    /// [`Topology`](super::Topology)'s.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         for NumaDistance { destination, distance } in self.distances() {

@@ -5,12 +5,12 @@ use std::num::NonZeroU64;
 use foreshore_config::ConfigError;
 use foreshore_types::size::Size;
 
-/// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is plugged again has
-/// to be erased again.
+/// Default, in bytes per second. It equals the default of `scrub_bandwidth`, because memory that is
+/// plugged again has to be erased again.
 pub const DEFAULT_PLUG_BANDWIDTH: u64 = 1 << 30;
 
-/// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task that has waited for 120 s as
-/// hung.
+/// Lowest rate in bytes per second. Linux plugs up to 2 GiB in one request, and reports a task that
+/// has waited for 120 s as hung.
 pub const MIN_PLUG_BANDWIDTH: u64 = 64 << 20;
 
 /// Rate of a zone; `None` for 0 (unlimited).

@@ -21,8 +21,9 @@ const MAX_LATENCY_NS: u32 = 0xfffe;
 const MIN_BANDWIDTH: u64 = 10 << 20;
 const MAX_BANDWIDTH: u64 = MIN_BANDWIDTH * 0xfffe;
 
-/// One Optane DIMM: a random load, a store past the caches, and reading from its start to its end (Yang et
-/// al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory", FAST 2020).
+/// One Optane DIMM: a random load, a store past the caches, and reading from its start to its end
+/// (Yang et al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory", FAST
+/// 2020).
 const READ_LATENCY_NS: u32 = 305;
 const WRITE_LATENCY_NS: u32 = 90;
 const BANDWIDTH: u64 = 6600 << 20;
@@ -67,7 +68,8 @@ impl PmMemoryConfig {
         NonZeroU64::new(self.scrub_bandwidth)
     }
 
-    /// Sizes and figures within their bounds, a node that is not the first, and a bound that lets chunks through.
+    /// Sizes and figures within their bounds, a node that is not the first, and a bound that lets
+    /// chunks through.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = Self::FLAG;
         size::check(flag, "size", self.size)?;
@@ -88,7 +90,8 @@ impl PmMemoryConfig {
     }
 }
 
-/// Each zone alone, and that all of them are of one pool: the governor plans with what one pool has left.
+/// Each zone alone, and that all of them are of one pool: the governor plans with what one pool has
+/// left.
 pub(super) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
     zones.iter().try_for_each(PmMemoryConfig::validate)?;
     let Some((first, others)) = zones.split_first() else { return Ok(()) };

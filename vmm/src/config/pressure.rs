@@ -147,7 +147,8 @@ impl PressureConfig {
         Ok(Self { params, rules, ..Self::from_options(&options)? })
     }
 
-    /// A policy that exists, a size where that policy takes one, and parameters that it has, within their bounds.
+    /// A policy that exists, a size where that policy takes one, and parameters that it has, within
+    /// their bounds.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.policy(FLAG)?;
         self.rules(FLAG)?;
@@ -196,8 +197,8 @@ fn parameter(flag: &'static str, error: ParamError) -> ConfigError {
 /// The parameter of `fixed` that is a key of its own as well.
 pub const FIXED_SIZE: &str = "size";
 
-/// Of the names that an error about an unknown parameter of a policy lists: those of the rules, too. What is none of theirs is
-/// taken for the policy's, and a rule may be what was meant.
+/// Of the names that an error about an unknown parameter of a policy lists: those of the rules,
+/// too. What is none of theirs is taken for the policy's, and a rule may be what was meant.
 pub fn rules_as_well(error: ParamError) -> ParamError {
     let ParamError::Unknown { name, of, known } = error else { return error };
     let rules = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
@@ -217,7 +218,8 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
     })
 }
 
-/// Checks that a size is given with the policy that takes one, within its bounds, and with no other. `flag` is who asks.
+/// Checks that a size is given with the policy that takes one, within its bounds, and with no
+/// other. `flag` is who asks.
 pub fn check_fixed_size(
     flag: &'static str,
     policy: &str,

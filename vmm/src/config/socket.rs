@@ -31,7 +31,8 @@ impl ApiSocket {
     }
 }
 
-/// Longest name of a host (RFC 1035, 2.3.4, without the length bytes of the first label and the root).
+/// Longest name of a host (RFC 1035, 2.3.4, without the length bytes of the first label and the
+/// root).
 const MAX_HOST_NAME_BYTES: usize = 253;
 
 /// Reads `host=`.
@@ -117,7 +118,8 @@ impl MetricsAddress {
         Ok(Self::Tcp(address, Vec::new()))
     }
 
-    /// Names under which clients may request a TCP address. `None` for a unix socket, which no browser reaches.
+    /// Names under which clients may request a TCP address. `None` for a unix socket, which no
+    /// browser reaches.
     pub fn host_names(&self) -> Option<Vec<String>> {
         match self {
             Self::Tcp(_, names) => Some(names.clone()),

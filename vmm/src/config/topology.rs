@@ -1,4 +1,5 @@
-//! Which zones and nodes a configuration comes to: `--memory`, `--memory-zone`, `--numa` and `--pm-memory` together. Pure.
+//! Which zones and nodes a configuration comes to: `--memory`, `--memory-zone`, `--numa` and
+//! `--pm-memory` together. Pure.
 
 use std::collections::BTreeMap;
 
@@ -16,8 +17,9 @@ pub const BALLOON_ZONE: &str = "balloon";
 const PM_FLAG: &str = "--pm-memory";
 /// Between nodes that nobody has said a distance of: what Linux assumes for another socket.
 const REMOTE_DISTANCE: u8 = 20;
-/// How much farther PM is than the DRAM of the node that it is near to, where nobody has said a distance: 17 from its own
-/// node, and 28 from the other, is what servers with PM on two sockets say of it.
+/// How much farther PM is than the DRAM of the node that it is near to, where nobody has said a
+/// distance: 17 from its own node, and 28 from the other, is what servers with PM on two sockets
+/// say of it.
 const PM_DETOUR: u8 = 7;
 
 /// A node of the guest.

@@ -144,7 +144,8 @@ impl Item for CpuAffinity {
 }
 
 impl CpuTopology {
-    /// Each level has a unit at least, threads are few, and all together are the vCPUs that may ever be.
+    /// Each level has a unit at least, threads are few, and all together are the vCPUs that may
+    /// ever be.
     fn validate(&self, max_vcpus: u8) -> Result<(), ConfigError> {
         let levels = [
             ("topology's threads per core", self.threads_per_core, MAX_THREADS),

@@ -1,11 +1,12 @@
-//! What CPUID tells the guest: what KVM can do, less what the guest is not to see, with each vCPU's place in the topology
-//! filled in. Pure.
+//! What CPUID tells the guest: what KVM can do, less what the guest is not to see, with each vCPU's
+//! place in the topology filled in. Pure.
 //!
-//! KVM_GET_SUPPORTED_CPUID returns the host CPU's own topology, which is that of whichever CPU the call ran on: every field that
-//! holds an APIC id or a count of cores must be replaced, or Linux sees CPUs in the wrong packages.
+//! KVM_GET_SUPPORTED_CPUID returns the host CPU's own topology, which is that of whichever CPU the
+//! call ran on: every field that holds an APIC id or a count of cores must be replaced, or Linux
+//! sees CPUs in the wrong packages.
 //!
-//! An APIC id is, from its lowest bits on, the number of a thread in its core, of the core in its die, of the die in its package, and
-//! of the package.
+//! An APIC id is, from its lowest bits on, the number of a thread in its core, of the core in its
+//! die, of the die in its package, and of the package.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -31,7 +32,8 @@ const SVM: u32 = 1 << 2;
 /// Leaf 0x8000_0001, ECX: performance counters of the core, the north bridge and the last cache.
 const PERFORMANCE_COUNTERS: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 
-/// The leaves of the extended topology (Intel SDM 2A, CPUID). The second has dies, the first has not.
+/// The leaves of the extended topology (Intel SDM 2A, CPUID). The second has dies, the first has
+/// not.
 const TOPOLOGY: u32 = 0xb;
 const TOPOLOGY_WITH_DIES: u32 = 0x1f;
 /// Where hypervisors' leaves begin: EAX is the last of them.
@@ -49,7 +51,8 @@ const DIES: u32 = 5;
 /// What is the same for every vCPU of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traits {
-    /// Whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER); the supported leaves never say so.
+    /// Whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER); the
+    /// supported leaves never say so.
     pub tsc_deadline: bool,
     /// How fast the TSC runs, if KVM says so.
     pub tsc_khz: Option<u32>,
@@ -63,8 +66,8 @@ pub struct Traits {
 
 /// The leaves that KVM supports, with what depends on the VM and the vCPU filled in.
 ///
-/// Of the extended topology, newer hosts return subleaf 0 alone, and that zeroed: its subleaves are written here. The leaf with dies
-/// stays out where neither the host has it nor the guest any dies.
+/// Of the extended topology, newer hosts return subleaf 0 alone, and that zeroed: its subleaves are
+/// written here. The leaf with dies stays out where neither the host has it nor the guest any dies.
 pub fn place(supported: &CpuId, place: VcpuPlace, traits: Traits) -> CpuId {
     let has = |function| supported.as_slice().iter().any(|entry| entry.function == function);
     let with_dies = has(TOPOLOGY_WITH_DIES) || (has(TOPOLOGY) && place.shape.dies.count > 1);
@@ -106,7 +109,8 @@ fn add_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     });
 }
 
-/// A subleaf for each level, then the end: how far the id is shifted to be the next level's, and how many threads a unit of that has.
+/// A subleaf for each level, then the end: how far the id is shifted to be the next level's, and
+/// how many threads a unit of that has.
 fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kvm_cpuid_entry2> {
     let Shape { threads, cores, dies } = place.shape;
     let (in_core, in_die) =
@@ -134,8 +138,8 @@ fn extended_topology(function: u32, place: VcpuPlace, with_dies: bool) -> Vec<kv
         .collect()
 }
 
-/// Who shares a cache, less one, where CPUID describes caches: those of level 3 the die, others one core. In ids, not in those
-/// that are there.
+/// Who shares a cache, less one, where CPUID describes caches: those of level 3 the die, others one
+/// core. In ids, not in those that are there.
 fn sharing(cache: u32, shape: Shape) -> u32 {
     let level = cache >> 5 & 7;
     let shift = if level >= 3 { shape.die_shift() } else { shape.core_shift() };
@@ -161,10 +165,11 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace) {
         }
         // AMD: the same without the cores.
         0x8000_001d => entry.eax = (entry.eax & !(0xfff << 14)) | sharing(entry.eax, shape) << 14,
-        // AMD: threads of the package less one (7 to 0), bits of the APIC id that tell them apart (15 to 12).
+        // AMD: threads of the package less one (7 to 0), bits of the APIC id that tell them apart
+        // (15 to 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (logical - 1) | package_shift << 12,
-        // AMD: extended APIC id; core in the package, and threads in the core less one (15 to 8); node, and nodes in the package less
-        // one (10 to 8). A node of AMD's is a die.
+        // AMD: extended APIC id; core in the package, and threads in the core less one (15 to 8);
+        // node, and nodes in the package less one (10 to 8). A node of AMD's is a die.
         0x8000_001e => {
             let core = (apic_id & ((1 << package_shift) - 1)) >> core_shift;
             let dies = u32::from(shape.dies.count);
@@ -194,7 +199,8 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
             entry.eax &= !AMX_FP16;
             entry.edx &= !AMX_COMPLEX;
         }
-        // Performance counters are not offered: KVM's emulation of them differs from host to host. Intel's leaf, and AMD's.
+        // Performance counters are not offered: KVM's emulation of them differs from host to host.
+        // Intel's leaf, and AMD's.
         0xa | 0x8000_0022 => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         0x8000_0001 => entry.ecx &= !(PERFORMANCE_COUNTERS | if traits.nested { 0 } else { SVM }),
         // AMD: what SVM can do.
@@ -215,8 +221,8 @@ pub fn has_amx(cpuid: &CpuId) -> bool {
     features.is_some_and(|entry| entry.edx & AMX != 0)
 }
 
-/// The number of physical address bits that the leaves promise (leaf 0x8000_0008, EAX, bits 7 to 0); 36 where
-/// they do not say, as the manuals have it.
+/// The number of physical address bits that the leaves promise (leaf 0x8000_0008, EAX, bits 7 to
+/// 0); 36 where they do not say, as the manuals have it.
 pub fn physical_address_bits(cpuid: &CpuId) -> u8 {
     cpuid
         .as_slice()

@@ -12,7 +12,8 @@ fn one_package(apic_id: u8, cores: u8) -> VcpuPlace {
     VcpuPlace { apic_id, package: 0, shape: Shape { cores: Level::of(cores), ..Shape::default() } }
 }
 
-/// vCPU `index` of a shape in which every level has a whole power of two, so that ids have no holes.
+/// vCPU `index` of a shape in which every level has a whole power of two, so that ids have no
+/// holes.
 fn dense(index: u8, threads: u8, cores: u8, dies: u8) -> VcpuPlace {
     let shape =
         Shape { threads: Level::of(threads), cores: Level::of(cores), dies: Level::of(dies) };
@@ -110,7 +111,8 @@ fn an_intel_guest_with_threads_cores_and_dies() {
         [
             [0x0, 0, 0x1f, 0, 0, 0],
             [0x1, 0, 0x606a6, 0x0d08_0800, VMX | HYPERVISOR, HTT],
-            // Level 1 is shared by two ids, level 3 by the four of the die; the package has 4 cores.
+            // Level 1 is shared by two ids, level 3 by the four of the die; the package has 4
+            // cores.
             [0x4, 0, 0x0c00_4121, 0, 0, 0],
             [0x4, 3, 0x0c00_c163, 0, 0, 0],
             [0x8000_0008, 0, 0x3934, 0, 0x3007, 0],

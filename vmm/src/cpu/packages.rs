@@ -1,6 +1,8 @@
-//! Where each vCPU stands in the guest's processors: as `--cpus topology=` says, or every node with vCPUs is a package. Pure.
+//! Where each vCPU stands in the guest's processors: as `--cpus topology=` says, or every node with
+//! vCPUs is a package. Pure.
 //!
-//! Linux takes vCPUs of one package, or of one last-level cache, for neighbours, and warns if they are in two nodes.
+//! Linux takes vCPUs of one package, or of one last-level cache, for neighbours, and warns if they
+//! are in two nodes.
 
 use super::config::CpuTopology;
 
@@ -74,8 +76,8 @@ pub struct VcpuPlace {
     pub shape: Shape,
 }
 
-/// The places of all vCPUs, by their indices; `nodes` are the vCPUs of each node that has some, ascending. `None` if APIC ids
-/// do not suffice.
+/// The places of all vCPUs, by their indices; `nodes` are the vCPUs of each node that has some,
+/// ascending. `None` if APIC ids do not suffice.
 pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     let mut packages = nodes.to_vec();
     packages.sort_by_key(|cpus| cpus.first().copied());
@@ -97,8 +99,9 @@ pub(crate) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     Some(places.into_iter().map(|(_, place)| place).collect())
 }
 
-/// The places as `topology`, which has been validated, has them: vCPUs are counted through the threads of a core, then through the
-/// cores of a die, and so on. `None` if APIC ids do not suffice.
+/// The places as `topology`, which has been validated, has them: vCPUs are counted through the
+/// threads of a core, then through the cores of a die, and so on. `None` if APIC ids do not
+/// suffice.
 pub(crate) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
     let level = |count| Some(Level::of(u8::try_from(count).ok()?));
     let threads = level(topology.threads_per_core)?;

@@ -20,7 +20,8 @@ const SCOPE_THREAD: libc::c_ulong = 0;
 /// CPUs that run threads, as a list of ranges: `0-1,3`.
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 
-/// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on one core at a time.
+/// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on
+/// one core at a time.
 #[derive(Clone, Debug)]
 pub enum Cores {
     Anybody,
@@ -76,7 +77,8 @@ fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()
     }
 }
 
-/// Lets the thread of vCPU `index` run on these CPUs of the host alone, each below `CPU_SETSIZE`; on any, if there are none.
+/// Lets the thread of vCPU `index` run on these CPUs of the host alone, each below `CPU_SETSIZE`;
+/// on any, if there are none.
 pub fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<(), CpuError> {
     if host_cpus.is_empty() {
         return Ok(());
@@ -88,7 +90,8 @@ pub fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<()
         // SAFETY: the bit is in the set, as was just looked.
         unsafe { libc::CPU_SET(cpu, &mut set) };
     }
-    // SAFETY: the thread is one that has not been joined (the caller holds its handle), and the set is read.
+    // SAFETY: the thread is one that has not been joined (the caller holds its handle), and the set
+    // is read.
     match unsafe { libc::pthread_setaffinity_np(thread, mem::size_of_val(&set), &raw const set) } {
         0 => Ok(()),
         errno => {

@@ -1,5 +1,6 @@
-//! Port accesses of a vCPU. A string instruction, such as `rep outsb`, may move many elements in one exit (KVM API, 5:
-//! KVM_EXIT_IO, `count`). Each element is an access of its own, as on hardware.
+//! Port accesses of a vCPU. A string instruction, such as `rep outsb`, may move many elements in
+//! one exit (KVM API, 5: KVM_EXIT_IO, `count`). Each element is an access of its own, as on
+//! hardware.
 
 use kvm_bindings::kvm_run;
 
@@ -11,8 +12,8 @@ use crate::bus::Bus;
 /// `run` points to the page of a vCPU, or to a page with the same layout, whose exit reason is
 /// KVM_EXIT_IO. No other thread writes its `io` during the call.
 pub(super) unsafe fn element_bytes(run: *const kvm_run) -> usize {
-    // SAFETY: the caller's promise: `io` is the valid member of the union. The borrowed elements are elsewhere in the
-    // mapping (KVM_EXIT_IO, data_offset).
+    // SAFETY: the caller's promise: `io` is the valid member of the union. The borrowed elements
+    // are elsewhere in the mapping (KVM_EXIT_IO, data_offset).
     usize::from(unsafe { (*run).__bindgen_anon_1.io.size }).max(1)
 }
 

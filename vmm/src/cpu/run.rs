@@ -1,7 +1,9 @@
 //! The thread of a vCPU: runs the guest, answers its exits, and stops when it is told.
 //!
-//! Stopping a vCPU that is in the guest takes two steps whose order matters (KVM API, 5: `immediate_exit`):
-//! 1. `immediate_exit` is set in the vCPU's shared page: a KVM_RUN that begins from now on returns at once;
+//! Stopping a vCPU that is in the guest takes two steps whose order matters (KVM API, 5:
+//! `immediate_exit`):
+//! 1. `immediate_exit` is set in the vCPU's shared page: a KVM_RUN that begins from now on returns
+//!    at once;
 //! 2. a signal is sent to the thread: a KVM_RUN that has begun returns with EINTR.
 //!
 //! Without the first, a signal that arrives just before KVM_RUN would be lost.
@@ -35,8 +37,8 @@ pub enum VcpuEvent {
     /// The guest's processor shut down: an exception it could not deliver.
     #[error("Triple fault of vCPU {index} at RIP {rip:#x}")]
     TripleFault { index: u8, rip: u64 },
-    /// The guest touched memory whose slot maps nothing accessible: KVM_RUN fails with EFAULT, and 6.1 and 6.12
-    /// do not say which address it was.
+    /// The guest touched memory whose slot maps nothing accessible: KVM_RUN fails with EFAULT, and
+    /// 6.1 and 6.12 do not say which address it was.
     #[error("unplugged-access: vCPU {index} touched memory that is not plugged, at RIP {rip:#x}")]
     UnpluggedAccess {
         index: u8,
@@ -50,8 +52,8 @@ pub enum VcpuEvent {
 /// Where vCPU events go; called on vCPU threads.
 pub type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
-/// How often KVM may want something more for the instruction that a vCPU stopped in: it comes up for air after 1,024 rounds of
-/// one that repeats.
+/// How often KVM may want something more for the instruction that a vCPU stopped in: it comes up
+/// for air after 1,024 rounds of one that repeats.
 const MOST_ROUNDS: usize = 4096;
 
 /// What a vCPU's exits reach.
@@ -101,8 +103,8 @@ struct Shared {
 
 struct ImmediateExit(NonNull<u8>);
 
-// SAFETY: the byte is written by any thread that holds the mutex around it, and the thread that owns the mapping
-// takes the pointer away, under the same mutex, before it unmaps the page.
+// SAFETY: the byte is written by any thread that holds the mutex around it, and the thread that
+// owns the mapping takes the pointer away, under the same mutex, before it unmaps the page.
 unsafe impl Send for ImmediateExit {}
 
 impl Shared {
@@ -120,8 +122,8 @@ impl Shared {
         }
     }
 
-    /// Waits while the vCPU is paused or the brake is pulled; false when it shall end. One that is paused does not wait if it is to
-    /// begin afresh.
+    /// Waits while the vCPU is paused or the brake is pulled; false when it shall end. One that is
+    /// paused does not wait if it is to begin afresh.
     fn wait_until_wanted(&self) -> bool {
         let mut wanted = self.wanted.lock();
         // The brake is released once the vCPU is paused: `changed` comes with what follows.
@@ -139,7 +141,8 @@ impl Shared {
         *wanted != Wanted::Stop
     }
 
-    /// Whether it is to begin afresh, and can: that enters KVM, which the brake keeps from memory that is lost.
+    /// Whether it is to begin afresh, and can: that enters KVM, which the brake keeps from memory
+    /// that is lost.
     fn may_begin_afresh(&self) -> bool {
         self.afresh.load(Ordering::SeqCst) && !self.brake.is_pulled()
     }
@@ -189,7 +192,8 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// The vCPU cannot go on: it waits, unless it has been told to end meanwhile. Whoever told it so waits for it.
+    /// The vCPU cannot go on: it waits, unless it has been told to end meanwhile. Whoever told it
+    /// so waits for it.
     fn park(&self) {
         let mut wanted = self.wanted.lock();
         if *wanted == Wanted::Run {
@@ -199,7 +203,8 @@ impl Shared {
 
     fn set_immediate_exit(&self, value: u8) {
         if let Some(byte) = self.immediate_exit.lock().as_ref() {
-            // SAFETY: the page is mapped while the pointer is here (see `Send` above). The kernel only reads it.
+            // SAFETY: the page is mapped while the pointer is here (see `Send` above). The kernel
+            // only reads it.
             unsafe { byte.0.write_volatile(value) };
         }
     }
@@ -311,15 +316,15 @@ impl Vcpu {
 
     /// Sends the vCPU a non-maskable interrupt; one that is paused gets it when it goes on.
     ///
-    /// 1. It is noted, 2. the vCPU is brought out. Before it enters the guest again it lets 2. be over, and then looks for 1.:
-    ///    it either sees the note, or is brought out once more.
+    /// 1. It is noted, 2. the vCPU is brought out. Before it enters the guest again it lets 2. be
+    ///    over, and then looks for 1.: it either sees the note, or is brought out once more.
     pub fn send_nmi(&self) {
         self.shared.nmi.store(true, Ordering::SeqCst);
         self.interrupt();
     }
 
-    /// One that was paused, and that nobody has resumed since, is made to wait for the guest to start it when it goes on, as if it
-    /// had never run: as soon as it is out of its last exit.
+    /// One that was paused, and that nobody has resumed since, is made to wait for the guest to
+    /// start it when it goes on, as if it had never run: as soon as it is out of its last exit.
     pub fn begin_afresh(&self) {
         self.shared.nmi.store(false, Ordering::SeqCst);
         self.shared.set_afresh(true);
@@ -417,21 +422,22 @@ impl Runner {
         }
     }
 
-    /// KVM goes on with the instruction that an exit was about when the vCPU runs next, whatever its registers are by then. So
-    /// that is finished first, without the guest: a run that is to end at once does no more.
+    /// KVM goes on with the instruction that an exit was about when the vCPU runs next, whatever
+    /// its registers are by then. So that is finished first, without the guest: a run that is
+    /// to end at once does no more.
     fn begin_afresh(&mut self) {
         self.shared.set_immediate_exit(1);
         let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());
         let Some(fresh) = &self.fresh else { return };
         if let Err(err) = fresh.restore(&self.fd, self.index) {
-            // A guest can leave it in a state that KVM does not take it out of. It has still to be started by the guest, whose
-            // INIT clears most of what is left.
+            // A guest can leave it in a state that KVM does not take it out of. It has still to be
+            // started by the guest, whose INIT clears most of what is left.
             warn!(index = self.index, is_over, %err, "A vCPU comes back as the guest has left it");
         }
     }
 
-    /// Delivers an NMI, if there is one; what follows if that fails. A processor that has not been started ignores it, and KVM
-    /// would spin about it.
+    /// Delivers an NMI, if there is one; what follows if that fails. A processor that has not been
+    /// started ignores it, and KVM would spin about it.
     fn deliver_nmi(&mut self) -> Option<Next> {
         if !self.shared.take_nmi() {
             return None;
@@ -521,7 +527,8 @@ fn next_after(
 ) -> Next {
     match errno {
         libc::EINTR | libc::EAGAIN => Next::Again,
-        // What the guest touched was there, and is no more: the brake is pulled, and this vCPU does not enter again.
+        // What the guest touched was there, and is no more: the brake is pulled, and this vCPU does
+        // not enter again.
         libc::EFAULT if memory_is_lost() => Next::Again,
         libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
         errno => {
@@ -551,8 +558,8 @@ mod tests {
         assert!(matches!(start(vec![1023]), Err(CpuError::Pin { index: 3, .. })));
     }
 
-    /// The loop of a vCPU without a vCPU: tells of each entry its number and whether the brake was pulled, and pulls
-    /// it in the exit after entry `pull_in`, as a device does.
+    /// The loop of a vCPU without a vCPU: tells of each entry its number and whether the brake was
+    /// pulled, and pulls it in the exit after entry `pull_in`, as a device does.
     fn vcpu(
         shared: &Arc<Shared>,
         pull_in: u32,

@@ -1,8 +1,8 @@
 //! The state in which vCPUs start.
 //!
-//! The boot processor enters the kernel by PVH (Xen's x86 direct boot ABI): 32-bit protected mode, flat segments,
-//! paging off, EBX pointing at the start info. The others wait for the kernel's INIT and SIPI, which KVM's local
-//! APIC handles.
+//! The boot processor enters the kernel by PVH (Xen's x86 direct boot ABI): 32-bit protected mode,
+//! flat segments, paging off, EBX pointing at the start info. The others wait for the kernel's INIT
+//! and SIPI, which KVM's local APIC handles.
 
 use kvm_bindings::{
     KVM_MP_STATE_UNINITIALIZED, Msrs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
@@ -16,7 +16,8 @@ use crate::boot::{PvhEntry, Segment};
 /// MSR_IA32_MISC_ENABLE (Intel SDM 4, table 2-2); fast string operations, bit 0.
 const MSR_IA32_MISC_ENABLE: u32 = 0x1a0;
 const MISC_ENABLE_FAST_STRING: u64 = 1;
-/// MSR_MTRR_DEF_TYPE: MTRRs on, the default type write-back. Without it Linux takes all memory for uncached.
+/// MSR_MTRR_DEF_TYPE: MTRRs on, the default type write-back. Without it Linux takes all memory for
+/// uncached.
 const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 const MTRR_ENABLE_WRITE_BACK: u64 = 1 << 11 | 6;
 
@@ -27,8 +28,8 @@ const APIC_LVT_LINT1: usize = 0x360;
 const DELIVERY_EXTINT: u32 = 7 << 8;
 const DELIVERY_NMI: u32 = 4 << 8;
 
-/// MSRs that an INIT leaves as they are, and those by which KVM writes to guest memory. The time stamp counter is not among
-/// them: it stays in step with the others'.
+/// MSRs that an INIT leaves as they are, and those by which KVM writes to guest memory. The time
+/// stamp counter is not among them: it stays in step with the others'.
 const KEPT_BY_INIT: [u32; 16] = [
     0x48,  // IA32_SPEC_CTRL
     0x174, // IA32_SYSENTER_CS
@@ -104,7 +105,8 @@ pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuEr
     vcpu.set_regs(&regs).map_err(error("set the registers of"))
 }
 
-/// What a vCPU was before the guest ran it, for when it comes back to the guest: KVM cannot take one away and make it anew.
+/// What a vCPU was before the guest ran it, for when it comes back to the guest: KVM cannot take
+/// one away and make it anew.
 pub struct Fresh {
     sregs: kvm_sregs,
     regs: kvm_regs,
@@ -132,10 +134,13 @@ impl Fresh {
         })
     }
 
-    /// Makes `vcpu`, which no exit is to be finished of, wait for INIT and SIPI as if it had never run.
+    /// Makes `vcpu`, which no exit is to be finished of, wait for INIT and SIPI as if it had never
+    /// run.
     ///
-    /// 1. KVM looks whether an INIT or SIPI is latched when it is asked for the state, and acts on it: none is left over.
-    /// 2. Nothing runs, should one of the next steps fail: registers of reset point at memory that is not there.
+    /// 1. KVM looks whether an INIT or SIPI is latched when it is asked for the state, and acts on
+    ///    it: none is left over.
+    /// 2. Nothing runs, should one of the next steps fail: registers of reset point at memory that
+    ///    is not there.
     /// 3. The system registers say how the APIC is addressed, so its registers follow them.
     /// 4. The state once more, as the steps before may have changed it.
     pub fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {

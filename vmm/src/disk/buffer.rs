@@ -1,13 +1,15 @@
 //! Memory of the VMM between the guest's and the disk.
 //!
-//! A disk may be slow, and whoever plugs memory waits until nobody in the VMM uses guest memory: so no guard is held
-//! while a disk works, and the disk works on these. They are aligned as O_DIRECT wants it, which the guest's buffers
-//! need not be, and the guest cannot change what is in them while it is looked at.
+//! A disk may be slow, and whoever plugs memory waits until nobody in the VMM uses guest memory: so
+//! no guard is held while a disk works, and the disk works on these. They are aligned as O_DIRECT
+//! wants it, which the guest's buffers need not be, and the guest cannot change what is in them
+//! while it is looked at.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const PAGE_BYTES: usize = 4096;
-/// Buffers that are kept for the next request: it has no need to ask the allocator, which zeroes them.
+/// Buffers that are kept for the next request: it has no need to ask the allocator, which zeroes
+/// them.
 const KEPT_MAX: usize = 32;
 /// Pages that all of these have at most.
 const KEPT_PAGES_MAX: usize = 2048;
@@ -52,7 +54,8 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// A buffer of `len` bytes. What is in it may be left from another request: it is for who fills all of it.
+    /// A buffer of `len` bytes. What is in it may be left from another request: it is for who fills
+    /// all of it.
     pub fn take(&mut self, len: usize) -> Buffer {
         let count = len.div_ceil(PAGE_BYTES);
         // The smallest that is large enough: the large ones stay for who needs them.

@@ -310,8 +310,9 @@ pub fn is_refusal(result: &io::Result<()>) -> bool {
     matches!(result, Err(err) if err.raw_os_error() == Some(libc::EINVAL))
 }
 
-/// The smallest unit in which the host reads an image of `size_bytes`: at its start, its middle and its end, each time at
-/// an odd multiple of the unit. Errors other than a refusal say nothing about alignment.
+/// The smallest unit in which the host reads an image of `size_bytes`: at its start, its middle and
+/// its end, each time at an odd multiple of the unit. Errors other than a refusal say nothing about
+/// alignment.
 fn probe(file: &impl ReadWriteAt, size_bytes: u64) -> u64 {
     let mut buffer = Buffers::default().take(UNIT_BYTES_MAX as usize);
     let mut takes = |unit_bytes: u64| {

@@ -4,7 +4,8 @@ use super::*;
 
 const SIZE: u64 = 256 << 10;
 
-/// Media that refuse transfers of parts of a unit. The unit can grow, and reads and writes can have different units.
+/// Media that refuse transfers of parts of a unit. The unit can grow, and reads and writes can have
+/// different units.
 struct Media {
     bytes: Mutex<Vec<u8>>,
     read_unit: AtomicU64,

@@ -41,7 +41,8 @@ pub struct ImageOptions {
     pub sparse: bool,
     /// The host's user has declared a raw image, so content of another format causes no warning.
     pub is_called_raw: bool,
-    /// Size of the guest's logical blocks; `None`: 512 bytes for a file, a device's own for a device.
+    /// Size of the guest's logical blocks; `None`: 512 bytes for a file, a device's own for a
+    /// device.
     pub guest_block_bytes: Option<u32>,
 }
 
@@ -99,7 +100,8 @@ impl RawImage {
             false => Err(ImageError::Kind { path: path.to_owned() }),
         };
         refuse_others(fs::metadata(path).map_err(error("looked at"))?)?;
-        // 2. As it will be used, and nobody's else from now on; whatever is asked about it is asked of this open file.
+        // 2. As it will be used, and nobody's else from now on; whatever is asked about it is asked
+        //    of this open file.
         let flags = if options.direct { libc::O_DIRECT } else { 0 };
         let file =
             claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
@@ -269,7 +271,8 @@ impl RawImage {
         self.write_out_zeroes(range.offset_bytes()..end)
     }
 
-    /// Largest part of a range that a device accepts for `fallocate`, or an empty range at its start.
+    /// Largest part of a range that a device accepts for `fallocate`, or an empty range at its
+    /// start.
     fn whole_units(&self, range: DiskRange) -> Range<u64> {
         let (start, end) = (range.offset_bytes(), range.offset_bytes() + range.len_bytes());
         let (first, last) =
@@ -443,7 +446,8 @@ fn device_block_bytes(file: &File) -> u32 {
     device_number(file, libc::BLKSSZGET as _).filter(usable).unwrap_or(PAGE_BYTES)
 }
 
-/// What partitions and file systems shall align to, of what a device says: at least pages, which the host's cache has.
+/// What partitions and file systems shall align to, of what a device says: at least pages, which
+/// the host's cache has.
 fn usable_physical_bytes(bytes: u32) -> u32 {
     if bytes.is_power_of_two() {
         bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX)

@@ -44,7 +44,8 @@ fn changes(offset_bytes: u64, len_bytes: u64) -> [(&'static str, Step); 3] {
     ]
 }
 
-/// A cycle of the first sector rewrites the block that the sector is part of, so nothing else may change the block.
+/// A cycle of the first sector rewrites the block that the sector is part of, so nothing else may
+/// change the block.
 #[test]
 fn cycle_and_other_changes_of_its_block_exclude_each_other() {
     let Some((_folder, image)) = direct_image() else { return };

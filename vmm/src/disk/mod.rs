@@ -86,8 +86,8 @@ pub trait BlockDevice: Send + Sync {
 
     fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError>;
 
-    /// Starts a ring for one queue, which never has more than `depth` steps under way. `None`: the calls of this trait
-    /// are the only way, or the better one.
+    /// Starts a ring for one queue, which never has more than `depth` steps under way. `None`: the
+    /// calls of this trait are the only way, or the better one.
     fn start(self: Arc<Self>, _depth: u16) -> Option<Box<dyn Executor>> {
         None
     }
@@ -142,19 +142,21 @@ pub struct Done {
     pub result: io::Result<()>,
 }
 
-/// Ring that executes the steps of one queue together. When it is dropped, nothing is under way any more.
+/// Ring that executes the steps of one queue together. When it is dropped, nothing is under way any
+/// more.
 pub trait Executor: Send {
     /// Takes a step over, and returns at once. A token is not used twice at a time.
     fn add(&mut self, token: usize, step: Step);
 
-    /// Begins all steps that were added. True: steps that have to be executed by calls are left, and each call of this
-    /// function executes one of them.
+    /// Begins all steps that were added. True: steps that have to be executed by calls are left,
+    /// and each call of this function executes one of them.
     fn begin(&mut self) -> bool;
 
     /// Takes a step that is over.
     fn next_done(&mut self) -> Option<Done>;
 
-    /// Has the event raised for steps that end from now on, until more are begun. True: some are over already.
+    /// Has the event raised for steps that end from now on, until more are begun. True: some are
+    /// over already.
     fn arm(&mut self) -> bool;
 
     /// Event that [`Executor::arm`] raises.

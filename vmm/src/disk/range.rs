@@ -11,13 +11,14 @@ pub struct DiskRange {
 }
 
 impl DiskRange {
-    /// Range of `len_bytes` from an offset. The caller has checked that it is whole blocks of the disk.
+    /// Range of `len_bytes` from an offset. The caller has checked that it is whole blocks of the
+    /// disk.
     pub fn at(offset_bytes: u64, len_bytes: u64) -> Self {
         Self { offset_bytes, len_bytes }
     }
 
-    /// What of it lies behind its first `skip_bytes`, up to the next multiple of `piece_bytes`, which is one of all block
-    /// sizes: file systems give whole blocks away.
+    /// What of it lies behind its first `skip_bytes`, up to the next multiple of `piece_bytes`,
+    /// which is one of all block sizes: file systems give whole blocks away.
     pub fn piece(&self, skip_bytes: u64, piece_bytes: u64) -> Self {
         let skip_bytes = skip_bytes.min(self.len_bytes);
         let offset_bytes = self.offset_bytes + skip_bytes;

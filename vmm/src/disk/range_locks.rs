@@ -1,4 +1,5 @@
-//! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of the same blocks.
+//! Locks of byte ranges, so that a read-modify-write cycle never overwrites a concurrent change of
+//! the same blocks.
 //!
 //! Transfers that need no widening hold a shared lock, because the guest has to order its own
 //! overlapping writes. A cycle holds an exclusive lock. A ring does not block on a lock, because

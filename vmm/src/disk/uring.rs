@@ -54,7 +54,8 @@ pub struct Uring {
     /// Raised when the kernel has something to tell, while it is armed.
     event: Arc<EventFd>,
     image: Arc<RawImage>,
-    /// By token. The kernel has the addresses of the buffers: they stay here until it is done with them.
+    /// By token. The kernel has the addresses of the buffers: they stay here until it is done with
+    /// them.
     running: Vec<Option<Running>>,
     under_way: usize,
     /// The kernel has not been told of all of them.
@@ -62,8 +63,8 @@ pub struct Uring {
     /// The event is raised.
     armed: bool,
     done: VecDeque<Done>,
-    /// Steps that are carried out by calls, one in each turn: unaligned ones, those whose range another step changes, and
-    /// all once the ring is given up.
+    /// Steps that are carried out by calls, one in each turn: unaligned ones, those whose range
+    /// another step changes, and all once the ring is given up.
     deferred: VecDeque<(usize, Step)>,
     /// What zeros are written from; made when they are.
     zeros: Option<Buffer>,
@@ -131,8 +132,9 @@ impl Uring {
         self.running[token] = Some(running);
         self.under_way += 1;
         self.untold = true;
-        // SAFETY: the buffer that the entry points into is in `running` until the completion has been seen, or the
-        // zeros are in `self`; dropping `self` waits for it. Heap memory of either does not move.
+        // SAFETY: the buffer that the entry points into is in `running` until the completion has
+        // been seen, or the zeros are in `self`; dropping `self` waits for it. Heap memory
+        // of either does not move.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         // The ring has room for every token.
         pushed.expect("room for as many entries as there are tokens");
@@ -177,8 +179,8 @@ impl Uring {
         }
     }
 
-    /// Tells the kernel. After an error the entries are still in the ring, and the next call takes them. EBUSY and
-    /// EAGAIN mean that the kernel wants to be rid of completions first.
+    /// Tells the kernel. After an error the entries are still in the ring, and the next call takes
+    /// them. EBUSY and EAGAIN mean that the kernel wants to be rid of completions first.
     fn submit(&mut self) {
         for _ in 0..SUBMITS_MAX {
             match self.ring.submit() {
@@ -220,7 +222,8 @@ impl Uring {
         (self.under_way, self.untold, self.is_given_up) = (0, false, true);
     }
 
-    /// Carries out one deferred step, unless another step changes the same blocks. Returns true if more steps can be carried out.
+    /// Carries out one deferred step, unless another step changes the same blocks. Returns true if
+    /// more steps can be carried out.
     fn carry_out_deferred(&mut self) -> bool {
         let Some((_, step)) = self.deferred.front_mut() else { return false };
         let Some(result) = self.image.carry_out_unaligned(step, &self.event) else { return false };
@@ -255,7 +258,8 @@ impl Uring {
         for (token, mut running, result) in completed {
             match running.advance(result) {
                 None => self.push(token, running),
-                // The whole step is repeated: the guest expects nothing of its blocks before the answer.
+                // The whole step is repeated: the guest expects nothing of its blocks before the
+                // answer.
                 Some(result) if self.is_refused(&running.step, &result) => {
                     self.deferred.push_back((token, running.step));
                 }
@@ -322,7 +326,8 @@ impl Executor for Uring {
 
     fn begin(&mut self) -> bool {
         if std::mem::take(&mut self.untold) {
-            // What is over when it has begun, as reads from the page cache are, is seen without an event.
+            // What is over when it has begun, as reads from the page cache are, is seen without an
+            // event.
             if std::mem::take(&mut self.armed) {
                 self.ring.completion().disable_eventfd();
             }

@@ -103,7 +103,8 @@ fn without_the_ring_the_rest_is_done_by_calls() {
     let Some(mut ring) = ring(&image) else { return };
     file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
     let null = File::open("/dev/null").unwrap();
-    // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it any more.
+    // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it
+    // any more.
     assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.as_raw_fd()) } >= 0);
     let done = carry_out(&mut ring, steps());
     assert!(!ring.is_uring());

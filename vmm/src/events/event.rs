@@ -202,8 +202,8 @@ impl Event<'_> {
     }
 }
 
-/// libvirt finds the end of an event by counting braces, those within texts as well. And what is longer is cut, so that an event
-/// stays within what a FIFO takes at once.
+/// libvirt finds the end of an event by counting braces, those within texts as well. And what is
+/// longer is cut, so that an event stays within what a FIFO takes at once.
 fn without_braces(text: &str) -> String {
     text.chars().take(MAX_TEXT).collect::<String>().replace('{', "(").replace('}', ")")
 }

@@ -1,9 +1,10 @@
 //! How often a guest is told of: decisions alone.
 //!
-//! A guest may restart, reset its devices, and plug and unplug memory as often as it likes, and each event that is told may end up
-//! in a file of the host's. So each source, a device or a zone or the VM itself, has an allowance, which lasts from machine to
-//! machine: a guest that restarts has no more for it. What it has caused beyond that is withheld, but for the last: that is how
-//! it is now, and it is told as soon as there is something left for it.
+//! A guest may restart, reset its devices, and plug and unplug memory as often as it likes, and
+//! each event that is told may end up in a file of the host's. So each source, a device or a zone
+//! or the VM itself, has an allowance, which lasts from machine to machine: a guest that restarts
+//! has no more for it. What it has caused beyond that is withheld, but for the last: that is how it
+//! is now, and it is told as soon as there is something left for it.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,7 +18,8 @@ pub enum Source {
     Device(String),
     /// Panics that the guest reports. It can report them without a restart.
     Panics,
-    /// A zone of memory, by its id, that has what was requested, or cannot have it. What was told last is not told again.
+    /// A zone of memory, by its id, that has what was requested, or cannot have it. What was told
+    /// last is not told again.
     Zone(String),
 }
 
@@ -31,8 +33,9 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Of a VMM. Resizes by hand and by the governor come in groups, and so does what the drivers of a guest that is installed
-    /// do; and in a day there is no more than some 300 kB of each source.
+    /// Of a VMM. Resizes by hand and by the governor come in groups, and so does what the drivers
+    /// of a guest that is installed do; and in a day there is no more than some 300 kB of each
+    /// source.
     pub const USUAL: Self = Self { burst: 32, span: Duration::from_secs(60) };
 }
 
@@ -93,7 +96,8 @@ impl<E: Clone + PartialEq> Limiter<E> {
         Verdict::Tell
     }
 
-    /// Somebody has asked for something of a source: what comes next is news whatever it is, and is told.
+    /// Somebody has asked for something of a source: what comes next is news whatever it is, and is
+    /// told.
     pub fn ask(&mut self, source: Source, now: Instant) {
         let account = self.account(source, now);
         (account.is_asked, account.last) = (true, None);
@@ -121,7 +125,8 @@ impl<E: Clone + PartialEq> Limiter<E> {
         released
     }
 
-    /// What was withheld of one source: it is told now, for what comes next would not be understood without it.
+    /// What was withheld of one source: it is told now, for what comes next would not be understood
+    /// without it.
     pub fn release_of(&mut self, source: &Source) -> Option<E> {
         self.accounts.get_mut(source)?.withheld.take()
     }
@@ -131,8 +136,8 @@ impl<E: Clone + PartialEq> Limiter<E> {
         self.accounts.values_mut().filter_map(|account| account.withheld.take()).collect()
     }
 
-    /// A machine has ended. How its devices and its memory are is nothing that anybody wants to know any more, and how the next
-    /// one's are is news; but what was told has been told.
+    /// A machine has ended. How its devices and its memory are is nothing that anybody wants to
+    /// know any more, and how the next one's are is news; but what was told has been told.
     pub fn end_machine(&mut self) {
         for (source, account) in &mut self.accounts {
             if !matches!(source, Source::Vm | Source::Panics) {

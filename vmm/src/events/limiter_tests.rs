@@ -206,8 +206,9 @@ enum Step {
     EndMachine,
 }
 
-/// Does so, and says what is wrong: there is never more than a burst and one for each span that has begun, and who watches
-/// knows in the end what happened last, as long as the machine has not ended.
+/// Does so, and says what is wrong: there is never more than a burst and one for each span that has
+/// begun, and who watches knows in the end what happened last, as long as the machine has not
+/// ended.
 fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<(), String> {
     let start = Instant::now();
     let (mut told, mut seen, mut happened, mut now) = (0, None, None, start);

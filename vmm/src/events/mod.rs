@@ -1,8 +1,8 @@
-//! What happens to the VM and the VMM, told to whoever watches: a file or FIFO (`--event-monitor`), and clients of
-//! `vmm.events`.
+//! What happens to the VM and the VMM, told to whoever watches: a file or FIFO (`--event-monitor`),
+//! and clients of `vmm.events`.
 //!
-//! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. What a guest causes is told as often
-//! as [`limiter`] allows. docs/events.md lists every event.
+//! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. What
+//! a guest causes is told as often as [`limiter`] allows. docs/events.md lists every event.
 
 mod event;
 mod limiter;
@@ -32,7 +32,8 @@ const QUEUED: usize = 1024;
 pub struct Told {
     /// Since the VMM's start.
     pub timestamp: Duration,
-    /// Who tells: `vmm`, `vm`, `virtio-device`, and `foreshore` of what Cloud Hypervisor has no event for.
+    /// Who tells: `vmm`, `vm`, `virtio-device`, and `foreshore` of what Cloud Hypervisor has no
+    /// event for.
     pub source: &'static str,
     pub event: &'static str,
     /// More about it; null if there is nothing more.
@@ -46,7 +47,8 @@ pub struct Events {
     /// `None` is the end.
     queue: broadcast::Sender<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
-    /// Held while something is told of what it limits, so that what is told last is what happened last.
+    /// Held while something is told of what it limits, so that what is told last is what happened
+    /// last.
     limiter: Arc<Mutex<Limiter<Message>>>,
     /// Notified when something is withheld.
     withheld: Arc<Notify>,
@@ -60,8 +62,9 @@ struct Message {
     properties: Option<BTreeMap<&'static str, String>>,
 }
 
-/// An event that is in the queue and not in the log yet. Who writes the log may have to wait for whoever reads it, and a vCPU's
-/// thread with an event of its own must not wait for that: it is logged when the limiter has been let go.
+/// An event that is in the queue and not in the log yet. Who writes the log may have to wait for
+/// whoever reads it, and a vCPU's thread with an event of its own must not wait for that: it is
+/// logged when the limiter has been let go.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 struct Sent {
@@ -165,7 +168,8 @@ impl Events {
     /// Tells what a client has asked for, or what happens once. Never waits.
     pub fn tell(&self, event: Event<'_>) {
         let mut limiter = self.limiter.lock();
-        // Who hears of the VM next hears first how it is, and who hears of the end hears all that there is.
+        // Who hears of the VM next hears first how it is, and who hears of the end hears all that
+        // there is.
         let before = match event {
             Event::VmmShutdown => limiter.release_all(),
             _ => limiter.release_of(&event.concerns()).into_iter().collect(),
@@ -177,7 +181,8 @@ impl Events {
         sent.log();
     }
 
-    /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something takes its place. Never waits.
+    /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something
+    /// takes its place. Never waits.
     pub fn tell_of_guest(&self, event: Event<'_>) {
         let message = Message::from(&event);
         let mut limiter = self.limiter.lock();
@@ -195,13 +200,14 @@ impl Events {
         }
     }
 
-    /// A client has asked for another size of a zone: what comes of it is told, also if it was so before.
+    /// A client has asked for another size of a zone: what comes of it is told, also if it was so
+    /// before.
     pub fn expect_of_zone(&self, zone: &str) {
         self.limiter.lock().ask(Source::Zone(zone.to_owned()), Instant::now());
     }
 
-    /// A machine has ended. What there was to say of its devices and its memory is over, and what may be told of the next one's
-    /// is no more for it.
+    /// A machine has ended. What there was to say of its devices and its memory is over, and what
+    /// may be told of the next one's is no more for it.
     pub fn end_machine(&self) {
         self.limiter.lock().end_machine();
     }
@@ -380,7 +386,8 @@ mod tests {
         });
     }
 
-    /// A log that looks, whenever a line is written, whether another thread could tell something meanwhile.
+    /// A log that looks, whenever a line is written, whether another thread could tell something
+    /// meanwhile.
     struct Log {
         events: Events,
         lines: Arc<AtomicU64>,

@@ -30,7 +30,8 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Writes what is told from now on. A FIFO is waited for until somebody reads it: libvirt opens its end once we run.
+    /// Writes what is told from now on. A FIFO is waited for until somebody reads it: libvirt opens
+    /// its end once we run.
     pub fn start(target: &EventMonitor, events: &Events) -> Result<Self, MonitorError> {
         let failed = |source| MonitorError { target: target.clone(), source };
         let file = open(target).map_err(failed)?;
@@ -69,7 +70,8 @@ fn open(target: &EventMonitor) -> io::Result<File> {
             if unsafe { libc::fcntl(*fd, libc::F_GETFD) } < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // SAFETY: it is open (above), and who started us has given it to us: nothing else here uses that number.
+            // SAFETY: it is open (above), and who started us has given it to us: nothing else here
+            // uses that number.
             Ok(unsafe { OwnedFd::from_raw_fd(*fd) }.into())
         }
     }
@@ -101,7 +103,8 @@ fn write_all(mut file: File, mut watcher: Watcher) {
     }
 }
 
-/// One write: what is not longer than PIPE_BUF a FIFO takes whole or not at all (pipe(7)), and events are a few hundred bytes.
+/// One write: what is not longer than PIPE_BUF a FIFO takes whole or not at all (pipe(7)), and
+/// events are a few hundred bytes.
 fn write(file: &mut File, told: &Told) -> io::Result<()> {
     let mut text = serde_json::to_string_pretty(told)?;
     text.push_str("\n\n");

@@ -13,11 +13,11 @@ use tokio::net::unix::WriteHalf;
 
 /// Bytes taken from the socket at a time.
 const READ_BYTES: usize = 8192;
-/// Lines that all connections together may send in a second, each beginning counted as one; what is more waits in the guest, and
-/// costs the host nothing.
+/// Lines that all connections together may send in a second, each beginning counted as one; what is
+/// more waits in the guest, and costs the host nothing.
 const MAX_LINES_PER_SECOND: usize = 200;
-/// Bytes that all connections together may send in a second: what so many lines may have. A line that never ends is none that
-/// could be counted.
+/// Bytes that all connections together may send in a second: what so many lines may have. A line
+/// that never ends is none that could be counted.
 const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
 pub type Parse = fn(&[u8]) -> Result<AgentMessage, Refusal>;
@@ -30,8 +30,9 @@ pub struct Heard {
     pub at: Instant,
 }
 
-/// Serves one connection until it ends. Lines are parsed here. `settings` are the governor's present
-/// ones, `bytes` counts what is read, and `decide` returns when the governor has handled a message.
+/// Serves one connection until it ends. Lines are parsed here. `settings` are the governor's
+/// present ones, `bytes` counts what is read, and `decide` returns when the governor has handled a
+/// message.
 pub async fn serve(
     mut stream: UnixStream,
     settings: impl Fn() -> Settings,
@@ -72,7 +73,8 @@ pub async fn serve(
     }
 }
 
-/// What the agent is told of how to report. It may read as late as it likes: one line waits for it, and what it says is heard.
+/// What the agent is told of how to report. It may read as late as it likes: one line waits for it,
+/// and what it says is heard.
 #[derive(Debug, Default)]
 struct Outgoing {
     /// What `line` says, or said.
@@ -83,7 +85,8 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    /// Has these settings told, if they are new. They take the place of what waits; a line that has been begun is ended first.
+    /// Has these settings told, if they are new. They take the place of what waits; a line that has
+    /// been begun is ended first.
     fn tell(&mut self, settings: Settings) {
         let is_begun = self.is_waiting() && self.written > 0;
         if is_begun || self.told == Some(settings) {
@@ -98,11 +101,13 @@ impl Outgoing {
         self.written < self.line.len()
     }
 
-    /// Writes as much as there is room for, and waits if there is none. Dropped meanwhile, it has written nothing.
+    /// Writes as much as there is room for, and waits if there is none. Dropped meanwhile, it has
+    /// written nothing.
     async fn write(&mut self, to: &mut WriteHalf<'_>) -> io::Result<()> {
         match to.write(&self.line[self.written..]).await {
             Ok(len) => self.written += len,
-            // It has closed its end already. The lines that it sent before that count, and the end comes after them.
+            // It has closed its end already. The lines that it sent before that count, and the end
+            // comes after them.
             Err(err) if err.kind() == io::ErrorKind::BrokenPipe => self.written = self.line.len(),
             Err(err) => return Err(err),
         }

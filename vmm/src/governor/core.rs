@@ -1,4 +1,5 @@
-//! The governor with its devices: reads the host, feeds events to [`balloon::governor::Governor`], and performs its effects.
+//! The governor with its devices: reads the host, feeds events to [`balloon::governor::Governor`],
+//! and performs its effects.
 
 #[cfg(test)]
 mod agent_tests;
@@ -224,8 +225,9 @@ impl Core {
         self.step_observed(event, now, |_| ());
     }
 
-    /// Handles an event, and those that follow its requests. The guest waits for the requests, and a log reader can be
-    /// slow. Therefore all requests are made before `performed` is called and the notes are written.
+    /// Handles an event, and those that follow its requests. The guest waits for the requests, and
+    /// a log reader can be slow. Therefore all requests are made before `performed` is called
+    /// and the notes are written.
     fn step_observed(&mut self, event: Event, now: TimeMs, performed: impl FnOnce(&Self)) {
         let (mut next, mut steps) = (Some(event), Vec::new());
         while let Some(event) = next {

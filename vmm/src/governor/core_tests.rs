@@ -337,7 +337,8 @@ fn what_has_not_left_yet_is_not_waited_for() {
             )
             .unwrap();
     };
-    // The guest was asked for half of what it has, and has given nothing of it when it is asked for more again.
+    // The guest was asked for half of what it has, and has given nothing of it when it is asked for
+    // more again.
     *f.dram.sizes.lock() =
         ZoneSizes { requested_bytes: 64 * MIB, plugged_bytes: 128 * MIB, ..f.dram.sizes() };
     fixed(&mut f, 96 * MIB);

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
 
-/// `vm.pressure`, as it is answered. The default is that of no policy, before anything has happened.
+/// `vm.pressure`, as it is answered. The default is that of no policy, before anything has
+/// happened.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PressureInfo {
     pub policy: String,
@@ -92,7 +93,8 @@ section! {
 }
 
 impl PressureChange {
-    /// Makes the change in `config`. Pins are not part of it: a machine that is built anew has none.
+    /// Makes the change in `config`. Pins are not part of it: a machine that is built anew has
+    /// none.
     pub fn apply(&self, config: &mut PressureConfig) {
         if let Some(policy) = &self.policy {
             config.policy.clone_from(policy);

@@ -7,8 +7,8 @@
 //!   clock ── once a second ──────────┘                               └── settings ──► agent
 //! ```
 //!
-//! [`balloon::governor`] decides. [`core::Core`] reads the host before each step and performs its effects. [`task`] has
-//! the clock, the sockets and the thread that owns all of it.
+//! [`balloon::governor`] decides. [`core::Core`] reads the host before each step and performs its
+//! effects. [`task`] has the clock, the sockets and the thread that owns all of it.
 
 mod agent;
 pub mod core;
@@ -32,16 +32,18 @@ pub trait ZoneDevice: Send + Sync {
     /// Its present sizes. The governor knows its number, tier and node from [`GovernedZone`].
     fn sizes(&self) -> ZoneSizes;
 
-    /// Asks the guest to have `size_bytes` plugged: a multiple of the block size, at most the region's. The
-    /// guest is told by a configuration change; it follows when it can.
+    /// Asks the guest to have `size_bytes` plugged: a multiple of the block size, at most the
+    /// region's. The guest is told by a configuration change; it follows when it can.
     fn request(&self, size_bytes: u64);
 
-    /// Requests `size_bytes` as a step towards `goal_bytes`. A device whose memory needs no page descriptors has one step.
+    /// Requests `size_bytes` as a step towards `goal_bytes`. A device whose memory needs no page
+    /// descriptors has one step.
     fn request_step(&self, _size_bytes: u64, goal_bytes: u64) {
         self.request(goal_bytes);
     }
 
-    /// Tells the guest again what is requested: a driver that waits for its next try makes it at once.
+    /// Tells the guest again what is requested: a driver that waits for its next try makes it at
+    /// once.
     fn remind(&self);
 
     /// Reports that a goal is out of reach, because the guest has no room for page descriptors.
@@ -72,12 +74,14 @@ impl GovernedZone {
     }
 }
 
-/// Memory that nobody sizes and that comes while the guest runs. Others count it, and a guest that uses it reports it.
+/// Memory that nobody sizes and that comes while the guest runs. Others count it, and a guest that
+/// uses it reports it.
 #[derive(Clone, Debug, Default)]
 pub struct Beside {
     /// What has come by ACPI. It never goes, and is to a guest as what it booted with.
     pub dimm_bytes: Arc<AtomicU64>,
-    /// Volumes and files that are mapped into the guest, which may take any of them for memory (devdax, with the kmem driver).
+    /// Volumes and files that are mapped into the guest, which may take any of them for memory
+    /// (devdax, with the kmem driver).
     pub mapped_bytes: Arc<AtomicU64>,
 }
 

@@ -1,8 +1,10 @@
-//! `--pressure record=FILE`: what the guest reports and what is decided, as a trace (docs/format.md).
+//! `--pressure record=FILE`: what the guest reports and what is decided, as a trace
+//! (docs/format.md).
 //!
-//! Decisions never wait for the file. Lines go to a thread of their own over a queue of bounded length; what finds no
-//! room there is left out and counted, and the next line that finds some says how many are missing before it. A
-//! recording that has reached its size, or whose file fails, ends; the governor goes on.
+//! Decisions never wait for the file. Lines go to a thread of their own over a queue of bounded
+//! length; what finds no room there is left out and counted, and the next line that finds some says
+//! how many are missing before it. A recording that has reached its size, or whose file fails,
+//! ends; the governor goes on.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -35,9 +37,9 @@ const MAX_NAME_BYTES: usize = 128;
 
 /// Opens what a VM's `nth` machine, from 0, is recorded to.
 ///
-/// A file must not exist: nobody's trace is overwritten. Every machine has a trace of its own, `FILE`, `FILE.2` and on,
-/// because a guest that starts anew is another one. Pipes and devices are taken as they are, and a pipe needs its
-/// reader first.
+/// A file must not exist: nobody's trace is overwritten. Every machine has a trace of its own,
+/// `FILE`, `FILE.2` and on, because a guest that starts anew is another one. Pipes and devices are
+/// taken as they are, and a pipe needs its reader first.
 pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
     if is_stream(path) {
         // Without O_NONBLOCK, opening a pipe without a reader would block the VM. With it, open
@@ -293,7 +295,8 @@ impl Drop for Recorder {
     }
 }
 
-/// Writes lines until there is nobody to send more. What is written reaches the file whenever nothing waits.
+/// Writes lines until there is nobody to send more. What is written reaches the file whenever
+/// nothing waits.
 fn write_lines<W: Write>(
     mut file: BufWriter<W>,
     lines: &Receiver<Vec<u8>>,

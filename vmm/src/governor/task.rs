@@ -1,12 +1,14 @@
-//! The thread that owns [`Core`]: the clock, the agent's connections, changes of devices, calls of the API.
+//! The thread that owns [`Core`]: the clock, the agent's connections, changes of devices, calls of
+//! the API.
 //!
-//! No other thread reaches the governor's state. The agent's thread sends its input by a queue of one, the API and
-//! scrapes send calls and wait for the reply.
+//! No other thread reaches the governor's state. The agent's thread sends its input by a queue of
+//! one, the API and scrapes send calls and wait for the reply.
 //!
-//! It has a thread of its own, which has priority where the host allows it, because a guest in need waits for it. Devices
-//! and vCPUs that use all CPUs do not delay it. Calls of API clients and scrapers run on this thread between events, and
-//! each delays the guest by its own duration. Therefore reads only copy state there, and the callers make text of it. Another
-//! thread reads and parses the agent's lines at normal priority, because the guest decides on their number.
+//! It has a thread of its own, which has priority where the host allows it, because a guest in need
+//! waits for it. Devices and vCPUs that use all CPUs do not delay it. Calls of API clients and
+//! scrapers run on this thread between events, and each delays the guest by its own duration.
+//! Therefore reads only copy state there, and the callers make text of it. Another thread reads and
+//! parses the agent's lines at normal priority, because the guest decides on their number.
 
 use std::cell::RefCell;
 use std::future::pending;
@@ -37,7 +39,8 @@ const TICK: Duration = Duration::from_millis(500);
 /// The same while a guest without an agent runs short: its statistics are asked for then.
 const FAST_TICK: Duration = Duration::from_millis(FAST_INTERVAL_MS);
 
-/// Ticks are at least so far apart, whatever the guest does to cause them: this thread is before others.
+/// Ticks are at least so far apart, whatever the guest does to cause them: this thread is before
+/// others.
 const APART: Duration = Duration::from_millis(10);
 
 /// How much before others the thread is: as much as the agent in its guest.
@@ -71,16 +74,16 @@ impl Clock {
         Self { read, started, started_with_sleep, held: Arc::default() }
     }
 
-    /// The present time, without that in which the host slept or the VM was paused: nobody could report then, nor follow a
-    /// request, and nobody is late for that.
+    /// The present time, without that in which the host slept or the VM was paused: nobody could
+    /// report then, nor follow a request, and nobody is late for that.
     pub fn now(&self) -> TimeMs {
         let held = self.held.lock();
         let now = held.since.unwrap_or_else(|| (self.read)(libc::CLOCK_MONOTONIC));
         millis(now.saturating_sub(self.started + held.before))
     }
 
-    /// The same with all of that time: a guest's clock may have gone on (KVM's does), and reports are not from the future
-    /// for that.
+    /// The same with all of that time: a guest's clock may have gone on (KVM's does), and reports
+    /// are not from the future for that.
     pub fn with_sleep(&self) -> TimeMs {
         millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
@@ -113,7 +116,8 @@ fn read(clock: libc::clockid_t) -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces it.
+/// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces
+/// it.
 pub type Connections = mpsc::Receiver<StdUnixStream>;
 
 /// Where who accepts agents' connections hands them on.
@@ -189,7 +193,8 @@ struct AgentLink {
 
 impl AgentLink {
     async fn send(&self, input: AgentInput) {
-        // An error means that the governor's thread has ended or panicked. If it has ended, this thread ends as well.
+        // An error means that the governor's thread has ended or panicked. If it has ended, this
+        // thread ends as well.
         let _ = self.input.send(input).await;
     }
 }
@@ -342,8 +347,8 @@ impl Pace {
         Self { rest, fast, apart }
     }
 
-    /// Waits until the next tick is due. News that come before it may be are one tick together: nobody waits for them until
-    /// then, so that they wake nobody either.
+    /// Waits until the next tick is due. News that come before it may be are one tick together:
+    /// nobody waits for them until then, so that they wake nobody either.
     async fn wait(&mut self, plugged: &Notify, is_fast: bool) {
         self.apart.tick().await;
         tokio::select! {

@@ -82,7 +82,8 @@ fn gone_by(_: libc::clockid_t) -> Duration {
     Duration::from_millis(GONE_BY_MS.load(Ordering::Relaxed))
 }
 
-/// A guest that stands still says nothing and follows nothing, which is neither its agent's end nor its own refusal.
+/// A guest that stands still says nothing and follows nothing, which is neither its agent's end nor
+/// its own refusal.
 #[test]
 fn a_paused_vm_is_neither_silent_nor_late_and_goes_on_where_it_was() {
     let mut f = fixture("psi", false, false);

@@ -71,8 +71,8 @@ const LEAST_MAX_SIZE: u64 = 64 << 10;
 /// stops writes 84 GiB a day at this rate.
 pub const DEFAULT_MAX_RATE: u64 = 1 << 20;
 
-/// Lowest rate in bytes per second. A guest waits until a write of 64 KiB is allowed, and Linux spins
-/// meanwhile with interrupts disabled (__send_to_port in drivers/char/virtio_console.c).
+/// Lowest rate in bytes per second. A guest waits until a write of 64 KiB is allowed, and Linux
+/// spins meanwhile with interrupts disabled (__send_to_port in drivers/char/virtio_console.c).
 pub const LEAST_MAX_RATE: u64 = 1 << 20;
 
 impl ConsoleConfig {

@@ -1,4 +1,5 @@
-//! A file on a disk: written by a thread of its own, since a disk may keep whoever writes waiting for as long as it likes.
+//! A file on a disk: written by a thread of its own, since a disk may keep whoever writes waiting
+//! for as long as it likes.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -17,8 +18,9 @@ use super::file_rate::{BURST_BYTES, FileThrottle};
 const LEN_MAX: usize = 1 << 20;
 /// The most that is written at once.
 const STEP_LEN_MAX: usize = 64 << 10;
-/// How long a guest that has said so much may wait for the disk before it is taken for stalled. Linux makes whoever writes
-/// too fast wait for a fifth of a second at a time (MAX_PAUSE in mm/page-writeback.c).
+/// How long a guest that has said so much may wait for the disk before it is taken for stalled.
+/// Linux makes whoever writes too fast wait for a fifth of a second at a time (MAX_PAUSE in
+/// mm/page-writeback.c).
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How long the end of a VM waits for a disk that does nothing meanwhile.
 const LINGER: Duration = Duration::from_secs(10);
@@ -77,8 +79,9 @@ impl DiskFile {
 
     /// Has `data` written behind all that was sent before. Says what was lost since the last call.
     ///
-    /// Somebody wants a file to be whole: who sends faster than the disk writes waits for it, as long as it writes. One that
-    /// does not move keeps a guest, and the devices beside its console, for a second once; then what finds no room is lost.
+    /// Somebody wants a file to be whole: who sends faster than the disk writes waits for it, as
+    /// long as it writes. One that does not move keeps a guest, and the devices beside its
+    /// console, for a second once; then what finds no room is lost.
     pub(super) fn send(&self, data: &[u8]) -> Lost {
         let Shared { queue, sent, taken, .. } = &*self.shared;
         let (mut queue, mut rest) = (queue.lock(), data);
@@ -105,7 +108,8 @@ impl DiskFile {
 }
 
 impl Drop for DiskFile {
-    /// The last words of a guest shall be in its file, but a disk that hangs must not keep its VM alive.
+    /// The last words of a guest shall be in its file, but a disk that hangs must not keep its VM
+    /// alive.
     fn drop(&mut self) {
         let mut queue = self.shared.queue.lock();
         queue.is_closed = true;
@@ -168,8 +172,8 @@ impl Shared {
         Some(data).filter(|data| !data.is_empty())
     }
 
-    /// Waits until the rate allows the next step, and returns its length. The end of the VM ends the
-    /// wait, because the rest is short and the next VM may need the file.
+    /// Waits until the rate allows the next step, and returns its length. The end of the VM ends
+    /// the wait, because the rest is short and the next VM may need the file.
     fn wait_for_rate(&self, queue: &mut MutexGuard<'_, Queue>) -> usize {
         let step_len = |queue: &Queue| queue.bytes.len().min(STEP_LEN_MAX);
         let Some(throttle) = &self.throttle else { return step_len(queue) };

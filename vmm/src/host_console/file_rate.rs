@@ -17,7 +17,8 @@ use crate::throttle::{ThrottleMetrics, TokenBucket};
 /// limit, so a flood fills one file before it is delayed.
 pub(super) const BURST_BYTES: u64 = DEFAULT_MAX_SIZE;
 
-/// Rate limits of a VM's consoles. They outlive a machine, so that a guest gains nothing by a reboot.
+/// Rate limits of a VM's consoles. They outlive a machine, so that a guest gains nothing by a
+/// reboot.
 #[derive(Debug, Default)]
 pub(super) struct FileRates(BTreeMap<Port, FileRate>);
 

@@ -24,8 +24,8 @@ pub enum FileStart {
     Continue,
 }
 
-/// The console files of a VM that is being built. Dropped before [`Self::begin`] has succeeded, those that were not
-/// there are gone again; dropped before it is called, none is emptied.
+/// The console files of a VM that is being built. Dropped before [`Self::begin`] has succeeded,
+/// those that were not there are gone again; dropped before it is called, none is emptied.
 pub struct ConsoleFiles {
     start: FileStart,
     opened: Vec<Opened>,
@@ -42,7 +42,8 @@ struct Opened {
 }
 
 impl ConsoleFiles {
-    /// No file as yet. Pseudo terminals and sockets are in `lines`, and stay there whatever becomes of the VM.
+    /// No file as yet. Pseudo terminals and sockets are in `lines`, and stay there whatever becomes
+    /// of the VM.
     pub fn new(start: FileStart, lines: Lines) -> Self {
         Self { start, opened: Vec::new(), limited: Vec::new(), lines }
     }
@@ -51,8 +52,8 @@ impl ConsoleFiles {
         &self.lines
     }
 
-    /// Opens a file to append to it: serial and virtio console may share one, and logs may be truncated while they
-    /// grow.
+    /// Opens a file to append to it: serial and virtio console may share one, and logs may be
+    /// truncated while they grow.
     pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         let (file, is_made) = match options.append(true).open(path) {
@@ -224,7 +225,8 @@ mod tests {
     #[test]
     fn a_vm_that_cannot_empty_a_file_leaves_none_behind() {
         let flags = libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC;
-        // SAFETY: the name is a string that ends with a zero byte; what is returned is owned by nobody else.
+        // SAFETY: the name is a string that ends with a zero byte; what is returned is owned by
+        // nobody else.
         let mut sealed = File::from(unsafe {
             let fd = libc::memfd_create(c"console".as_ptr(), flags);
             assert!(fd >= 0);

@@ -28,8 +28,9 @@ pub struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    /// Standard input: a terminal, which goes into raw mode, or a pipe or socket. `None` if it is something else,
-    /// or a terminal that belongs to another process group: touching that one would stop the VMM.
+    /// Standard input: a terminal, which goes into raw mode, or a pipe or socket. `None` if it is
+    /// something else, or a terminal that belongs to another process group: touching that one
+    /// would stop the VMM.
     pub fn stdin() -> io::Result<Option<Self>> {
         let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         let fd = file.as_raw_fd();

@@ -1,4 +1,5 @@
-//! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or nothing.
+//! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or
+//! nothing.
 
 pub mod config;
 mod disk_file;
@@ -80,7 +81,8 @@ pub struct HostConsole {
 }
 
 impl HostConsole {
-    /// Opens what `config` names, files as some of `files`; `None` if the guest shall have no such device.
+    /// Opens what `config` names, files as some of `files`; `None` if the guest shall have no such
+    /// device.
     pub fn open(
         port: Port,
         config: &ConsoleConfig,

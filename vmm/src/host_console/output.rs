@@ -13,8 +13,8 @@ use super::line::ring::Ring;
 use super::readiness::ready;
 use super::rotated_file::RotatedFile;
 
-/// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all devices, does not
-/// wait for whoever reads a console.
+/// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all
+/// devices, does not wait for whoever reads a console.
 const BACKLOG_LEN_MAX: usize = 256 << 10;
 /// How long the end of a VM waits for a reader who is late.
 const LINGER: Duration = Duration::from_secs(1);
@@ -24,8 +24,8 @@ const PIPE_STEP_LEN: usize = 4096;
 /// A pseudo terminal with room has room for 256 bytes, the unit in which Linux extends its buffer.
 const TERMINAL_STEP_LEN: usize = 128;
 
-/// A file, standard output, whoever comes, or nothing. Nothing that is sent to it waits, except for a disk that is slower
-/// than the guest, and moves.
+/// A file, standard output, whoever comes, or nothing. Nothing that is sent to it waits, except for
+/// a disk that is slower than the guest, and moves.
 #[derive(Debug)]
 pub struct ConsoleOutput {
     end: End,
@@ -71,8 +71,8 @@ impl Kind {
         match self {
             Self::Pipe => data.len().min(PIPE_STEP_LEN),
             Self::Terminal => {
-                // Linux writes these one by one, and looks for new room before each (n_tty_write): the first may
-                // use up what the second waits for.
+                // Linux writes these one by one, and looks for new room before each (n_tty_write):
+                // the first may use up what the second waits for.
                 let special =
                     data.iter().position(|byte| matches!(byte, b'\n' | b'\r' | b'\t' | 8));
                 special.unwrap_or(data.len()).clamp(1, TERMINAL_STEP_LEN)
@@ -175,8 +175,8 @@ impl ConsoleOutput {
         Self { end, backlog: VecDeque::new() }
     }
 
-    /// Writes what waits and `data`, as far as that goes without waiting, and keeps the rest if it is not too much.
-    /// Says what was lost.
+    /// Writes what waits and `data`, as far as that goes without waiting, and keeps the rest if it
+    /// is not too much. Says what was lost.
     pub fn send(&mut self, data: &[u8]) -> Lost {
         match &self.end {
             End::Nobody => return Lost::default(),
@@ -209,12 +209,14 @@ impl ConsoleOutput {
         }
     }
 
-    /// Whether something waits: call [`Self::flush`] when the file can be written, or after a while.
+    /// Whether something waits: call [`Self::flush`] when the file can be written, or after a
+    /// while.
     pub fn is_behind(&self) -> bool {
         !self.backlog.is_empty()
     }
 
-    /// True if [`Self::send`] may have to wait, because a file is written more slowly than output comes.
+    /// True if [`Self::send`] may have to wait, because a file is written more slowly than output
+    /// comes.
     pub fn is_full(&self) -> bool {
         matches!(&self.end, End::DiskFile(file) if file.is_full())
     }
@@ -229,7 +231,8 @@ impl ConsoleOutput {
 }
 
 impl Drop for ConsoleOutput {
-    /// The last words of a guest are worth a moment, but a stopped terminal must not keep its VM alive.
+    /// The last words of a guest are worth a moment, but a stopped terminal must not keep its VM
+    /// alive.
     fn drop(&mut self) {
         let deadline = Instant::now() + LINGER;
         while self.is_behind() {

@@ -7,7 +7,8 @@ use std::sync::Once;
 
 use parking_lot::Mutex;
 
-/// What to give back, and to which terminal. Global, because a process may also end without dropping anything.
+/// What to give back, and to which terminal. Global, because a process may also end without
+/// dropping anything.
 static ORIGINAL: Mutex<Option<(RawFd, libc::termios)>> = Mutex::new(None);
 
 /// The terminal is raw while this lives. There is one console on the terminal at a time.
@@ -15,8 +16,8 @@ static ORIGINAL: Mutex<Option<(RawFd, libc::termios)>> = Mutex::new(None);
 pub(super) struct RawMode(());
 
 impl RawMode {
-    /// Makes the terminal `fd` raw until this is dropped, or until the process exits, whichever comes first. `fd`
-    /// must stay open as long.
+    /// Makes the terminal `fd` raw until this is dropped, or until the process exits, whichever
+    /// comes first. `fd` must stay open as long.
     pub(super) fn enter(fd: RawFd) -> io::Result<Self> {
         let mut termios = MaybeUninit::<libc::termios>::uninit();
         // SAFETY: tcgetattr fills a whole termios.
@@ -59,8 +60,8 @@ extern "C" fn restore_hook() {
 fn restore_at_exit() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
-        // SAFETY: the function lives as long as the program, takes nothing and does not unwind. Without room for
-        // it the terminal is still restored by whoever drops the guard.
+        // SAFETY: the function lives as long as the program, takes nothing and does not unwind.
+        // Without room for it the terminal is still restored by whoever drops the guard.
         let _ = unsafe { libc::atexit(restore_hook) };
     });
 }

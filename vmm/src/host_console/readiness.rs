@@ -1,14 +1,15 @@
 //! Whether a file can be read or written without waiting.
 //!
-//! Files of a console stay in blocking mode: that mode belongs to the open file, which standard input, standard
-//! output and the shell may share. Readiness is asked for before each transfer instead.
+//! Files of a console stay in blocking mode: that mode belongs to the open file, which standard
+//! input, standard output and the shell may share. Readiness is asked for before each transfer
+//! instead.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
 
-/// Waits at most `patience` until one of `events` (POLLIN, POLLOUT), an end or an error can be met without waiting
-/// any more. A signal counts as not ready.
+/// Waits at most `patience` until one of `events` (POLLIN, POLLOUT), an end or an error can be met
+/// without waiting any more. A signal counts as not ready.
 pub(super) fn ready(
     fd: BorrowedFd<'_>,
     events: libc::c_short,

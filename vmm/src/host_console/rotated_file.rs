@@ -254,8 +254,8 @@ pub(super) fn adopt_newer(path: &Path) {
     }
 }
 
-/// Returns a file that a later rotation cannot recognize by a mark. Others are closed, so that their
-/// removal frees their space.
+/// Returns a file that a later rotation cannot recognize by a mark. Others are closed, so that
+/// their removal frees their space.
 fn hold_unmarked(file: File) -> Option<File> {
     if has_mark(&file) {
         return None;

@@ -27,8 +27,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// The terminal that the VMM is on, if it is on one: standard output's, or else, as in `foreshore | tee log`, standard
-    /// input's.
+    /// The terminal that the VMM is on, if it is on one: standard output's, or else, as in
+    /// `foreshore | tee log`, standard input's.
     pub(super) fn of_the_vmm() -> io::Result<Option<Self>> {
         let terminal = if io::stdout().is_terminal() {
             io::stdout().as_fd().try_clone_to_owned()?
@@ -49,8 +49,8 @@ impl Window {
         Ok(window)
     }
 
-    /// A pseudo terminal, by its master's side. Linux tells nobody there when the size changes: somebody has to
-    /// [look](Self::look).
+    /// A pseudo terminal, by its master's side. Linux tells nobody there when the size changes:
+    /// somebody has to [look](Self::look).
     pub(super) fn of_pty(master: &File) -> io::Result<Self> {
         Self::new(master.as_fd().try_clone_to_owned()?)
     }

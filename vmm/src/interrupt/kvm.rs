@@ -43,9 +43,10 @@ impl MsiController for VmFd {
     }
 }
 
-/// Each pin of the I/O APIC by its number. KVM would have the first 16 reach the 8259s it emulates as well, which no guest is told
-/// of (MADT without PCAT_COMPAT) and so none masks: whatever comes before the guest has masked LINT0, by which they interrupt, is a
-/// vector that belongs to an exception.
+/// Each pin of the I/O APIC by its number. KVM would have the first 16 reach the 8259s it emulates
+/// as well, which no guest is told of (MADT without PCAT_COMPAT) and so none masks: whatever comes
+/// before the guest has masked LINT0, by which they interrupt, is a vector that belongs to an
+/// exception.
 fn fixed_routes() -> Vec<kvm_irq_routing_entry> {
     (0..FIRST_MSI_GSI).map(|gsi| chip_route(gsi, KVM_IRQCHIP_IOAPIC, gsi)).collect()
 }

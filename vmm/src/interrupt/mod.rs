@@ -28,19 +28,20 @@ pub trait MsiController: Send + Sync {
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()>;
 }
 
-/// What a virtio device signals (virtio 1.3, 2.3 and 2.9). The transport decides how: MSI-X by irqfd, or by a
-/// message sent at once.
+/// What a virtio device signals (virtio 1.3, 2.3 and 2.9). The transport decides how: MSI-X by
+/// irqfd, or by a message sent at once.
 pub trait VirtioInterrupt: Send + Sync {
-    /// "Used buffer" notification for `queue`, by irqfd: cheap, but the kernel may deliver it from a work queue.
+    /// "Used buffer" notification for `queue`, by irqfd: cheap, but the kernel may deliver it from
+    /// a work queue.
     fn signal_queue(&self, queue: u16) -> io::Result<()>;
 
-    /// The same, delivered before this returns (KVM_SIGNAL_MSI): a vCPU that waits for nothing but its own exit
-    /// finds the interrupt pending when it enters the guest again.
+    /// The same, delivered before this returns (KVM_SIGNAL_MSI): a vCPU that waits for nothing but
+    /// its own exit finds the interrupt pending when it enters the guest again.
     fn signal_queue_now(&self, queue: u16) -> io::Result<()>;
 
-    /// Has `call` interrupt for `queue` without anybody's help, whenever the guest lets it: somebody who is no thread of
-    /// this process raises it. Where it does not, `call` stays raised, and its owner answers that by
-    /// [`Self::signal_queue`].
+    /// Has `call` interrupt for `queue` without anybody's help, whenever the guest lets it:
+    /// somebody who is no thread of this process raises it. Where it does not, `call` stays
+    /// raised, and its owner answers that by [`Self::signal_queue`].
     fn bind_queue(&self, _queue: u16, _call: &EventFd) -> io::Result<()> {
         Ok(())
     }
@@ -50,8 +51,8 @@ pub trait VirtioInterrupt: Send + Sync {
 
     fn signal_config(&self) -> io::Result<()>;
 
-    /// The device has met something that it cannot go on after: its status says DEVICE_NEEDS_RESET until it is reset
-    /// (2.1.2).
+    /// The device has met something that it cannot go on after: its status says DEVICE_NEEDS_RESET
+    /// until it is reset (2.1.2).
     fn needs_reset(&self) -> io::Result<()> {
         self.signal_config()
     }

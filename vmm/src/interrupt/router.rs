@@ -147,8 +147,9 @@ impl MsiLine {
         Ok(Self { router: Arc::clone(router), gsi, irqfd, message, registered: false })
     }
 
-    /// Raises the interrupt. If the guest has changed the message since the last time, the route follows: a change
-    /// alone costs nothing, and guests change messages far more often than they use them.
+    /// Raises the interrupt. If the guest has changed the message since the last time, the route
+    /// follows: a change alone costs nothing, and guests change messages far more often than
+    /// they use them.
     pub fn signal(&mut self, message: MsiMessage) -> Result<(), RouteError> {
         self.follow(message)?;
         self.irqfd.write(1).map_err(|source| RouteError::EventFd { gsi: self.gsi, source })

@@ -163,7 +163,8 @@ pub struct Memory {
     file_bytes: Arc<AtomicU64>,
 }
 
-/// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and empty.
+/// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and
+/// empty.
 pub fn build(
     zones: Vec<ZoneSpec>,
     pool: Option<&Arc<dyn PmPool>>,
@@ -292,7 +293,8 @@ impl Memory {
         &self.zones
     }
 
-    /// Whether the next boot could have `boot_bytes` as boot memory of the zone `nth`, and all else as it is.
+    /// Whether the next boot could have `boot_bytes` as boot memory of the zone `nth`, and all else
+    /// as it is.
     pub fn could_boot_with(&self, nth: usize, boot_bytes: u64) -> Result<(), LayoutError> {
         let mut next = self.zones.clone();
         next[nth].boot_bytes = boot_bytes;
@@ -329,7 +331,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not outlive this.
+    /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not
+    /// outlive this.
     pub fn boot(&self) -> &GuestMemoryMmap {
         &self.boot
     }
@@ -363,7 +366,8 @@ impl Memory {
         resident_bytes(&self.host_ranges)
     }
 
-    /// Where each zone is in this process (address, length), in their order: for [`resident_bytes`] on another thread.
+    /// Where each zone is in this process (address, length), in their order: for [`resident_bytes`]
+    /// on another thread.
     pub fn host_ranges(&self) -> &[Vec<(u64, u64)>] {
         &self.host_ranges
     }
@@ -373,8 +377,9 @@ impl Memory {
         Arc::clone(&self.file_bytes)
     }
 
-    /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The range is shown to
-    /// the guest, and devices reach it through the view: a guest may do I/O from and to mapped PM.
+    /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The
+    /// range is shown to the guest, and devices reach it through the view: a guest may do I/O
+    /// from and to mapped PM.
     pub fn add_file_range(
         &mut self,
         file: BorrowedFd<'_>,
@@ -425,8 +430,9 @@ impl Memory {
         }
     }
 
-    /// Takes a range back that [`Self::add_file_range`] made: the guest cannot reach it any more, nor can a device. Waits for
-    /// accesses of devices that are under way. What KVM keeps stays mapped.
+    /// Takes a range back that [`Self::add_file_range`] made: the guest cannot reach it any more,
+    /// nor can a device. Waits for accesses of devices that are under way. What KVM keeps stays
+    /// mapped.
     pub fn remove_file_range(&mut self, range: &MappedRange) -> Result<(), MemoryError> {
         // 1. The guest, 2. devices, 3. the next one may have the addresses.
         self.slots.remove(range.slot)?;
@@ -472,8 +478,9 @@ fn host_node(zone: &ZoneSpec) -> Result<Option<HostNode>, MemoryError> {
 }
 
 fn reserve(range: GuestRange, node: Option<HostNode>) -> Result<Arc<Reservation>, MemoryError> {
-    // As the guest's address modulo 1 GiB is 0, so shall the host's be. Boot memory above the hole starts there
-    // as well; a second zone's may not, and then loses pages of 1 GiB, not those of 2 MiB.
+    // As the guest's address modulo 1 GiB is 0, so shall the host's be. Boot memory above the hole
+    // starts there as well; a second zone's may not, and then loses pages of 1 GiB, not those
+    // of 2 MiB.
     let reservation = Reservation::new(range.len, HOTPLUG_ALIGN)
         .map_err(|source| MemoryError::Map { len: range.len, source })?;
     if let Some(node) = node {
@@ -491,8 +498,9 @@ fn region(
         || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
     let len = usize::try_from(range.len).map_err(|_| too_large())?;
     let flags = libc::MAP_NORESERVE;
-    // SAFETY: the range is reserved; whoever gets the region (the view; loaders through `Memory::boot`) keeps
-    // the reservation too. What is PROT_NONE in it is guarded by the view.
+    // SAFETY: the range is reserved; whoever gets the region (the view; loaders through
+    // `Memory::boot`) keeps the reservation too. What is PROT_NONE in it is guarded by the
+    // view.
     let mapping = unsafe {
         MmapRegion::build_raw(
             reservation.addr() as *mut u8,
@@ -597,7 +605,8 @@ mod tests {
         let mut memory = build(zones(0), None, table(), OPTIONS).unwrap();
         memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
         let policy = |nth: usize| policy_at(memory.parts[nth].reservation.addr());
-        // Boot parts come first: of the first zone, of the second; then the first one's hotplug part.
+        // Boot parts come first: of the first zone, of the second; then the first one's hotplug
+        // part.
         assert_eq!(
             [0, 1, 2].map(policy),
             [(libc::MPOL_BIND, 1), (libc::MPOL_DEFAULT, 0), (libc::MPOL_BIND, 1)]
@@ -641,7 +650,8 @@ mod tests {
         let has_file = |nth: usize| memory.file_of(&reservations[nth]).is_some();
         assert_eq!([0, 1, 2].map(has_file), [true, true, false]);
         drop((memory, reservations));
-        // What the guest left is nothing to one that does not write to it: that is told, and shared it is emptied.
+        // What the guest left is nothing to one that does not write to it: that is told, and shared
+        // it is emptied.
         let error = of(file.path(), false).err().unwrap();
         let source = std::error::Error::source(&error).unwrap().to_string();
         assert!(error.to_string().starts_with("Zone \"dram\": file=/dev/shm/"), "{error}");

@@ -68,8 +68,8 @@ pub struct DimmPlan {
 }
 
 impl DimmPlan {
-    /// For a guest that boots with memory up to `boot_end`, on a host whose pages have `page_bytes` at the most. `range` is rounded
-    /// up; of it `most_bytes` may be used.
+    /// For a guest that boots with memory up to `boot_end`, on a host whose pages have `page_bytes`
+    /// at the most. `range` is rounded up; of it `most_bytes` may be used.
     pub fn new(range: GuestRange, most_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
         assert!(most_bytes <= range.len && range.start.is_multiple_of(LINUX_LARGEST_BLOCK_BYTES));
         let block_bytes = linux_block_bytes(boot_end).max(page_bytes);
@@ -141,12 +141,14 @@ impl Dimms {
         &self.plan
     }
 
-    /// The memory of all of them, as more of them come: a DIMM counts before anybody tells the guest of it.
+    /// The memory of all of them, as more of them come: a DIMM counts before anybody tells the
+    /// guest of it.
     pub fn came_bytes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.came_bytes)
     }
 
-    /// Makes one of `len` bytes: mapped, in KVM and in reach of devices. Nobody has told the guest yet.
+    /// Makes one of `len` bytes: mapped, in KVM and in reach of devices. Nobody has told the guest
+    /// yet.
     pub fn add(&mut self, len: u64) -> Result<GuestRange, DimmError> {
         let dimm = self.plan.place(len)?;
         let offset = self.plan.used_bytes();

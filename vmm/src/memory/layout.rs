@@ -42,7 +42,8 @@ pub const ECAM_LEN: u64 = MIB;
 pub const FLUSH_HINT_START: u64 = 0xe900_0000;
 /// A flush hint page's size in bytes.
 pub const FLUSH_HINT_LEN: u64 = 0x1000;
-/// The most NVDIMMs that a guest may have. There is room for more: of flush hint pages, health registers and tables.
+/// The most NVDIMMs that a guest may have. There is room for more: of flush hint pages, health
+/// registers and tables.
 pub const MAX_NVDIMMS: usize = 64;
 const _: () = assert!(FLUSH_HINT_START + MAX_NVDIMMS as u64 * FLUSH_HINT_LEN <= GED_START);
 /// I/O APIC registers.
@@ -68,7 +69,8 @@ pub const HIMEM_START: GuestAddress = GuestAddress(MIB);
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// COM1's interrupt.
 pub const SERIAL_GSI: u32 = 4;
-/// Sleep control (1 byte), sleep status (1 byte), reset (1 byte) registers of the FADT (ACPI 6.5, 4.8.3.7).
+/// Sleep control (1 byte), sleep status (1 byte), reset (1 byte) registers of the FADT (ACPI 6.5,
+/// 4.8.3.7).
 pub const ACPI_PM_PORT: u16 = 0x600;
 pub const ACPI_PM_LEN: u16 = 3;
 /// Generic event device's register block (ACPI 6.5, 5.6.9).
@@ -91,17 +93,20 @@ const _: () = assert!(HOTPLUG_START >= NVDIMM_HEALTH_START + NVDIMM_HEALTH_LEN);
 /// Slots of the PCI bus; the host bridge has number 0.
 pub const PCI_SLOTS: u8 = 32;
 const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);
-/// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's pins.
+/// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's
+/// pins.
 pub const FIRST_MSI_GSI: u32 = 24;
 
-/// The smallest blocks in which Linux adds memory, those of all guests but large ones: see [`linux_block_bytes`].
+/// The smallest blocks in which Linux adds memory, those of all guests but large ones: see
+/// [`linux_block_bytes`].
 pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
 /// The largest blocks in which Linux adds memory.
 pub const LINUX_LARGEST_BLOCK_BYTES: u64 = 2 * GIB;
 /// Guests whose boot memory ends here or beyond have larger blocks.
 const LINUX_LARGE_BLOCKS_FROM: u64 = 64 * GIB;
 
-/// Alignment of everything behind the boot memory: the largest page that host and guest may map it with.
+/// Alignment of everything behind the boot memory: the largest page that host and guest may map it
+/// with.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
 /// Alignment of DIMMs' range, whatever blocks the guest takes them in.
@@ -230,10 +235,12 @@ impl BootMemory {
     }
 }
 
-/// In which blocks a guest adds memory whose boot memory ends at `boot_end` (Linux arch/x86/mm/init_64.c,
-/// `probe_memory_block_size`: a processor that says it has no hypervisor would have the largest, ours says it has).
+/// In which blocks a guest adds memory whose boot memory ends at `boot_end` (Linux
+/// arch/x86/mm/init_64.c, `probe_memory_block_size`: a processor that says it has no hypervisor
+/// would have the largest, ours says it has).
 ///
-/// Linux leaves alone what of a hotplug part is no whole block of it, so they begin at a multiple and are as long.
+/// Linux leaves alone what of a hotplug part is no whole block of it, so they begin at a multiple
+/// and are as long.
 pub fn linux_block_bytes(boot_end: u64) -> u64 {
     if boot_end < LINUX_LARGE_BLOCKS_FROM {
         return LINUX_MEMORY_BLOCK_BYTES;
@@ -256,13 +263,15 @@ pub struct MemoryMap {
     zones: Vec<ZonePlacement>,
     boot: BootMemory,
     next_free: u64,
-    /// Further ranges that were given back, in whole units of [`HOTPLUG_ALIGN`], none next to another.
+    /// Further ranges that were given back, in whole units of [`HOTPLUG_ALIGN`], none next to
+    /// another.
     given_back: Vec<GuestRange>,
     address_bits: u8,
 }
 
 impl MemoryMap {
-    /// Lays `zones` out, boot parts first and in order, for guest-physical addresses of `address_bits` bits.
+    /// Lays `zones` out, boot parts first and in order, for guest-physical addresses of
+    /// `address_bits` bits.
     pub fn new(zones: &[ZoneSpec], address_bits: u8) -> Result<Self, LayoutError> {
         for zone in zones {
             let unit_bytes = match zone.growth {
@@ -350,7 +359,8 @@ impl MemoryMap {
         self.take(len, align, || "A further range".to_owned())
     }
 
-    /// Whether a machine with `next` for its `zones` had room as well for all that lies behind them.
+    /// Whether a machine with `next` for its `zones` had room as well for all that lies behind
+    /// them.
     pub fn has_room_for(&self, zones: &[ZoneSpec], next: &[ZoneSpec]) -> Result<(), LayoutError> {
         let behind_bytes = self.next_free - Self::new(zones, self.address_bits)?.next_free;
         let mut next = Self::new(next, self.address_bits)?;
@@ -502,7 +512,8 @@ mod tests {
         );
         // The first ends where the hole begins.
         assert_eq!(boot(&[dram(3 * GIB), dram(GIB)]), [[range(0, 3 * GIB)], [range(4 * GIB, GIB)]]);
-        // Boot parts lie side by side whatever their sizes, as a kernel's memory map has them; hotplug parts at 1 GiB each.
+        // Boot parts lie side by side whatever their sizes, as a kernel's memory map has them;
+        // hotplug parts at 1 GiB each.
         let zones = [
             zone("a", Tier::Dram, 3 * GIB + 3 * MIB, 130 * MIB),
             zone("b", Tier::Dram, 6 * MIB, GIB),
@@ -554,7 +565,8 @@ mod tests {
             boot(&[small(512 * MIB), huge(2 * GIB, GIB)]),
             [range(0, 512 * MIB), range(512 * MIB, 2 * GIB)]
         );
-        // The rest below the hole stays unused: boot memory above the hole begins with the zone that was cut.
+        // The rest below the hole stays unused: boot memory above the hole begins with the zone
+        // that was cut.
         assert_eq!(
             boot(&[small(MIB), huge(3 * GIB, GIB), small(MIB)]),
             [range(0, MIB), range(MIB, 2 * GIB), range(high, GIB), range(high + GIB, MIB)]
@@ -588,7 +600,8 @@ mod tests {
                 let page_bytes = zone.boot_page_bytes();
                 prop_assert!(placed.boot.iter().all(|range| range.len.is_multiple_of(page_bytes)));
             }
-            // Both parts are without gaps, and end where loaders and the memory map take them to end.
+            // Both parts are without gaps, and end where loaders and the memory map take them to
+            // end.
             for (start, end) in [(0, boot.low_end()), (HIGH_RAM_START, boot.high_end())] {
                 let inside = map.boot_ranges().filter(|range| (start..end).contains(&range.start));
                 let reached = inside.fold(start, |at, range| if range.start == at { range.end() } else { 0 });

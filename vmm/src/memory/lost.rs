@@ -1,18 +1,22 @@
-//! Guest memory that is gone: the file behind it was cut short, its file system is full, or the memory is bad.
+//! Guest memory that is gone: the file behind it was cut short, its file system is full, or the
+//! memory is bad.
 //!
 //! Whoever touches such a page gets SIGBUS, or worse. Who that is decides what happens:
 //!
-//! - **A device**, which is a thread of this process: the handler stops the guest and then puts zeros in the page's place
-//!   (`pmem_volume::media`, [`GuestRange::page_lost`]), and the device finds out before it believes what it has copied
-//!   ([`super::view::MappedMemory::check_whole`]).
-//! - **The guest, and the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux arch/x86/kvm/mmu/mmu.c,
-//!   `kvm_send_hwpoison_signal`), with the same end.
-//! - **The guest, and there is no page**: KVM takes that for a page that has to be read from a disk, has somebody fetch it
-//!   and lets the vCPU try again when that has failed, for ever (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller
-//!   that does not wait). No exit tells of it. So files are asked for their length now and then ([`LostMemory::look`]).
-//!   Where the vCPU cannot wait, as its interrupts are off, KVM_RUN fails with EFAULT: then they are asked at once.
+//! - **A device**, which is a thread of this process: the handler stops the guest and then puts
+//!   zeros in the page's place (`pmem_volume::media`, [`GuestRange::page_lost`]), and the device
+//!   finds out before it believes what it has copied ([`super::view::MappedMemory::check_whole`]).
+//! - **The guest, and the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux
+//!   arch/x86/kvm/mmu/mmu.c, `kvm_send_hwpoison_signal`), with the same end.
+//! - **The guest, and there is no page**: KVM takes that for a page that has to be read from a
+//!   disk, has somebody fetch it and lets the vCPU try again when that has failed, for ever
+//!   (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller that does not wait). No exit tells
+//!   of it. So files are asked for their length now and then ([`LostMemory::look`]). Where the vCPU
+//!   cannot wait, as its interrupts are off, KVM_RUN fails with EFAULT: then they are asked at
+//!   once.
 //!
-//! What is gone stays gone, though the file may be made as long again: the bytes were the guest's memory.
+//! What is gone stays gone, though the file may be made as long again: the bytes were the guest's
+//! memory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -106,7 +110,8 @@ impl Alarm {
         self.loss.raise();
         // 2. The guest sees no zeros.
         self.brake.stop();
-        // 3. Whoever waits tells the owner. It fails when it has been raised so often that it is up in any case.
+        // 3. Whoever waits tells the owner. It fails when it has been raised so often that it is up
+        //    in any case.
         let _ = self.event.write(1);
     }
 }
@@ -217,8 +222,8 @@ impl LostMemory {
         self.ranges.lock().iter().any(|(_, file)| file.as_deref().is_some_and(is_regular))
     }
 
-    /// Asks every file for its length. If anything is lost, now or before, the guest is stopped when this returns, and why
-    /// is said.
+    /// Asks every file for its length. If anything is lost, now or before, the guest is stopped
+    /// when this returns, and why is said.
     pub fn look(&self) -> Option<String> {
         // No lock while files are asked and vCPUs are waited for: vCPUs come here, too.
         let ranges = self.ranges.lock().clone();
@@ -243,7 +248,8 @@ impl LostMemory {
         reason
     }
 
-    /// A vCPU has touched what is not accessible: was that a loss? If so, the guest is stopped, and whoever waits told.
+    /// A vCPU has touched what is not accessible: was that a loss? If so, the guest is stopped, and
+    /// whoever waits told.
     pub fn explains_a_fault(&self) -> bool {
         let lost = self.look().is_some();
         if lost {

@@ -9,12 +9,12 @@ use super::layout::MIB;
 
 /// More threads find no more: what is left is the memory's own speed.
 const MAX_THREADS: usize = 16;
-/// What one thread takes at a time, and what is not worth a second one: as much as Linux plugs at once. Of a huge page that is
-/// larger the first thread finds all, and the others wait for it.
+/// What one thread takes at a time, and what is not worth a second one: as much as Linux plugs at
+/// once. Of a huge page that is larger the first thread finds all, and the others wait for it.
 const STEP_BYTES: u64 = 128 * MIB;
 
-/// Finds pages for `len` bytes of `reservation` from `offset`, all of which is mapped. What is in them stays. On an error some may
-/// have been found.
+/// Finds pages for `len` bytes of `reservation` from `offset`, all of which is mapped. What is in
+/// them stays. On an error some may have been found.
 pub(super) fn populate(reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     populate_in_steps(reservation, offset, len, STEP_BYTES, cpus.min(MAX_THREADS))

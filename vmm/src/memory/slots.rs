@@ -1,8 +1,8 @@
 //! KVM memory slots.
 //!
-//! Boot memory and volumes have one slot for each range, for ever. A hotplug part is cut into slots of 128 MiB,
-//! added with their first block and removed with their last: what KVM does not know, the guest cannot reach,
-//! and page tables and dirty logs of memory that is not there cost nothing.
+//! Boot memory and volumes have one slot for each range, for ever. A hotplug part is cut into slots
+//! of 128 MiB, added with their first block and removed with their last: what KVM does not know,
+//! the guest cannot reach, and page tables and dirty logs of memory that is not there cost nothing.
 
 use std::io;
 use std::sync::Arc;
@@ -25,10 +25,12 @@ use super::layout::{GuestRange, MIB};
 /// Bytes of a slot of a hotplug part.
 pub const HOTPLUG_SLOT_BYTES: u64 = 128 * MIB;
 
-/// How long after the last unplug empty slots are removed: removing one may cost every vCPU its page tables.
+/// How long after the last unplug empty slots are removed: removing one may cost every vCPU its
+/// page tables.
 pub const QUIET_TIME: Duration = Duration::from_secs(1);
 
-/// Largest slot: KVM counts its pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux virt/kvm/kvm_main.c).
+/// Largest slot: KVM counts its pages in 31 bits (KVM_MEM_MAX_NR_PAGES in Linux
+/// virt/kvm/kvm_main.c).
 const MAX_SLOT_BYTES: u64 = ((1 << 31) - 1) * PAGE_BYTES;
 
 /// Why a slot cannot be had.
@@ -57,16 +59,17 @@ pub enum SlotError {
     },
 }
 
-/// Memory that KVM allocates with the slots of `guest_bytes`: at most a pointer for each page (Linux
-/// arch/x86/kvm/x86.c, memslot_rmap_alloc). With the TDP MMU it is less, as long as no guest has guests of its own.
+/// Memory that KVM allocates with the slots of `guest_bytes`: at most a pointer for each page
+/// (Linux arch/x86/kvm/x86.c, memslot_rmap_alloc). With the TDP MMU it is less, as long as no guest
+/// has guests of its own.
 fn kvms_own_bytes(guest_bytes: u64) -> u64 {
     guest_bytes / PAGE_BYTES * size_of::<u64>() as u64
 }
 
 /// Checks that KVM can take slots for `ranges` on a host with `host_bytes` of memory.
 ///
-/// The check comes before the first slot, because KVM allocates memory for each slot that it accepts, and Linux kills
-/// processes if that memory is short.
+/// The check comes before the first slot, because KVM allocates memory for each slot that it
+/// accepts, and Linux kills processes if that memory is short.
 pub fn check_ranges(
     ranges: impl Iterator<Item = GuestRange>,
     host_bytes: u64,
@@ -100,8 +103,8 @@ pub trait SlotTable: Send + Sync {
     /// KVM_SET_USER_MEMORY_REGION: adds the slot, or removes it when its size is 0.
     ///
     /// # Safety
-    /// The host-virtual range must stay reserved for the guest until the slot is removed: the guest reaches
-    /// whatever is mapped there.
+    /// The host-virtual range must stay reserved for the guest until the slot is removed: the guest
+    /// reaches whatever is mapped there.
     unsafe fn set_user_memory_region(&self, region: kvm_userspace_memory_region) -> io::Result<()>;
 }
 
@@ -112,8 +115,8 @@ impl SlotTable for VmFd {
     }
 }
 
-/// Makes KVM keep the page tables of other slots when one is removed, where it can: Linux 6.12 and later.
-/// Returns whether it does now.
+/// Makes KVM keep the page tables of other slots when one is removed, where it can: Linux 6.12 and
+/// later. Returns whether it does now.
 pub fn disable_zap_all(vm: &VmFd) -> io::Result<bool> {
     let quirks = vm.check_extension_raw(KVM_CAP_DISABLE_QUIRKS2.into());
     if quirks < 0 || quirks as u32 & KVM_X86_QUIRK_SLOT_ZAP_ALL == 0 {
@@ -146,8 +149,8 @@ impl Slots {
         Self { table, entries: Mutex::default(), limit }
     }
 
-    /// Shows the guest, at `guest`, what is mapped at `offset` of `reservation`, now and later. Returns the
-    /// slot's number.
+    /// Shows the guest, at `guest`, what is mapped at `offset` of `reservation`, now and later.
+    /// Returns the slot's number.
     pub fn add(
         &self,
         guest: GuestRange,
@@ -175,8 +178,8 @@ impl Slots {
             memory_size: guest.len,
             userspace_addr: reservation.addr() + offset,
         };
-        // SAFETY: the range lies in the reservation (checked above), which the entry keeps alive until the slot
-        // is removed.
+        // SAFETY: the range lies in the reservation (checked above), which the entry keeps alive
+        // until the slot is removed.
         unsafe { self.table.set_user_memory_region(region) }.map_err(|source| SlotError::Kvm {
             slot: slot as u32,
             start: guest.start,
@@ -271,8 +274,8 @@ impl HotplugSlots {
         Self { slots, range, reservation, slot_bytes, parts, emptied: None }
     }
 
-    /// Adds the slots that `offset..offset + len`, about to be plugged, needs and that are not there: all or
-    /// none.
+    /// Adds the slots that `offset..offset + len`, about to be plugged, needs and that are not
+    /// there: all or none.
     pub fn acquire(&mut self, offset: u64, len: u64) -> Result<(), SlotError> {
         let pieces = self.pieces(offset, len);
         let mut added = Vec::new();
@@ -297,12 +300,13 @@ impl HotplugSlots {
         Ok(())
     }
 
-    /// Adds the next slot ahead of the request that will need it, if what is there has no room for `wanted_bytes`
-    /// more. Returns whether it added one.
+    /// Adds the next slot ahead of the request that will need it, if what is there has no room for
+    /// `wanted_bytes` more. Returns whether it added one.
     ///
-    /// Adding a slot waits until no vCPU uses the old set any more, which takes longer than all the rest of a plug;
-    /// the driver need not wait for that. A slot alone lets the guest reach nothing: what is not plugged is PROT_NONE.
-    /// Unless blocks are plugged into it, it goes with a sweep like any empty slot.
+    /// Adding a slot waits until no vCPU uses the old set any more, which takes longer than all the
+    /// rest of a plug; the driver need not wait for that. A slot alone lets the guest reach
+    /// nothing: what is not plugged is PROT_NONE. Unless blocks are plugged into it, it goes
+    /// with a sweep like any empty slot.
     pub fn prepare(&mut self, wanted_bytes: u64, now: Instant) -> Result<bool, SlotError> {
         let room = |part: &Part| {
             part.slot.map_or(0, |_| self.slot_bytes.saturating_sub(part.plugged_bytes))

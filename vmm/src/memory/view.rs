@@ -1,9 +1,10 @@
 //! The one way by which the VMM's own threads reach guest memory.
 //!
-//! A descriptor may point anywhere: at a block that is unplugged, or that another thread is unplugging right
-//! now. Unplugged blocks are PROT_NONE on the host, so an unchecked access would kill the VMM with SIGSEGV. The
-//! view therefore checks every range against what is plugged, and hands memory out under a read guard;
-//! whoever unplugs takes the write guard, and so waits until the last access in flight is over.
+//! A descriptor may point anywhere: at a block that is unplugged, or that another thread is
+//! unplugging right now. Unplugged blocks are PROT_NONE on the host, so an unchecked access would
+//! kill the VMM with SIGSEGV. The view therefore checks every range against what is plugged, and
+//! hands memory out under a read guard; whoever unplugs takes the write guard, and so waits until
+//! the last access in flight is over.
 
 use std::io;
 use std::ops::Deref;
@@ -83,14 +84,15 @@ impl PluggableRange {
 /// What guest memory lies in, and what keeps it there.
 #[derive(Clone, Debug)]
 pub struct Regions {
-    /// Where which addresses are. Of what is plugged it knows nothing: it is for who counts on the host's page tables, where
-    /// what is not plugged cannot be reached.
+    /// Where which addresses are. Of what is plugged it knows nothing: it is for who counts on the
+    /// host's page tables, where what is not plugged cannot be reached.
     pub memory: GuestMemoryMmap,
     /// What they point into.
     pub reservations: Vec<Arc<Reservation>>,
 }
 
-/// Who reaches guest memory past the view, by the addresses of this process, as the host's kernel does.
+/// Who reaches guest memory past the view, by the addresses of this process, as the host's kernel
+/// does.
 pub trait RegionWatcher: Send + Sync {
     /// There are other regions than before. When this returns none but these is reached any more.
     fn regions_changed(&self, regions: &Regions);
@@ -98,13 +100,14 @@ pub trait RegionWatcher: Send + Sync {
 
 /// Guest memory as it is at one moment: what a guard of [`GuestView`] gives access to.
 ///
-/// It is a [`GuestMemory`], so that queues, descriptor readers and `Bytes` work on it; an access to unplugged
-/// memory is an error like one to an address where there is no memory at all.
+/// It is a [`GuestMemory`], so that queues, descriptor readers and `Bytes` work on it; an access to
+/// unplugged memory is an error like one to an address where there is no memory at all.
 #[derive(Debug)]
 pub struct MappedMemory {
     regions: GuestMemoryMmap,
     pluggable: Vec<PluggableRange>,
-    /// First and end addresses of what is mapped read-only on the host: a store there is SIGSEGV, too.
+    /// First and end addresses of what is mapped read-only on the host: a store there is SIGSEGV,
+    /// too.
     read_only: Vec<(u64, u64)>,
     /// What the regions point into.
     reservations: Vec<Arc<Reservation>>,
@@ -140,7 +143,8 @@ impl MappedMemory {
         !forbidden && self.pluggable.iter().all(|range| range.allows(start, end))
     }
 
-    /// Adds a region that points into `reservation`, all of it accessible until it is declared pluggable.
+    /// Adds a region that points into `reservation`, all of it accessible until it is declared
+    /// pluggable.
     pub fn add_region(
         &mut self,
         region: Arc<GuestRegionMmap>,
@@ -164,18 +168,21 @@ impl MappedMemory {
         self.tell_watchers();
     }
 
-    /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of them.
+    /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of
+    /// them.
     pub fn keep(&mut self, reservation: Arc<Reservation>) {
         self.reservations.push(reservation);
     }
 
-    /// Whether all that was copied from guest memory so far, or to it, is what is or was there. To be asked after a copy,
-    /// before anybody believes it: a page that was lost meanwhile has read as zeros.
+    /// Whether all that was copied from guest memory so far, or to it, is what is or was there. To
+    /// be asked after a copy, before anybody believes it: a page that was lost meanwhile has
+    /// read as zeros.
     pub fn check_whole(&self) -> Result<(), MemoryLost> {
         if self.loss.is_raised() { Err(MemoryLost) } else { Ok(()) }
     }
 
-    /// Reads what `reader` copies from guest memory, and fails instead of giving out what may not have been there.
+    /// Reads what `reader` copies from guest memory, and fails instead of giving out what may not
+    /// have been there.
     pub fn whole<R: io::Read>(&self, reader: R) -> impl io::Read {
         Whole { reader, memory: self }
     }
@@ -185,7 +192,8 @@ impl MappedMemory {
         self.read_only.push((start, start.saturating_add(len)));
     }
 
-    /// Adds a range of which nothing is plugged yet. It must lie in the regions given to [`GuestView::new`].
+    /// Adds a range of which nothing is plugged yet. It must lie in the regions given to
+    /// [`GuestView::new`].
     pub fn add_pluggable(
         &mut self,
         start: GuestAddress,
@@ -210,8 +218,8 @@ impl MappedMemory {
     /// Marks `start..start+len` plugged or unplugged.
     ///
     /// # Panics
-    /// If the blocks are not whole blocks of one pluggable range: the caller has validated the guest's request
-    /// against its own region before.
+    /// If the blocks are not whole blocks of one pluggable range: the caller has validated the
+    /// guest's request against its own region before.
     pub fn set_plugged(&mut self, start: GuestAddress, len: u64, plugged: bool) {
         let start = start.raw_value();
         let range = self
@@ -307,7 +315,8 @@ impl GuestView {
         self.memory.read().loss.clone()
     }
 
-    /// For whoever plugs and unplugs: waits until no guard is held, and lets none be taken while it lives.
+    /// For whoever plugs and unplugs: waits until no guard is held, and lets none be taken while it
+    /// lives.
     pub fn exclusive(&self) -> RwLockWriteGuard<'_, MappedMemory> {
         self.memory.write()
     }
@@ -323,8 +332,8 @@ impl GuestAddressSpace for GuestView {
     type M = MappedMemory;
     type T = ViewGuard;
 
-    /// Takes a guard. A thread that holds one must not take a second one: between the two, somebody may have
-    /// begun to wait for exclusive access, and both would wait for ever.
+    /// Takes a guard. A thread that holds one must not take a second one: between the two, somebody
+    /// may have begun to wait for exclusive access, and both would wait for ever.
     fn memory(&self) -> ViewGuard {
         ViewGuard(Arc::new(self.memory.read_arc()))
     }

@@ -99,7 +99,8 @@ pub struct ZoneSpec {
     pub hotplug_bytes: u64,
     /// How much of that is requested when the guest starts.
     pub hotplugged_bytes: u64,
-    /// Bytes per second that the guest may plug again after it has unplugged them. `None`: no bound.
+    /// Bytes per second that the guest may plug again after it has unplugged them. `None`: no
+    /// bound.
     pub plug_bytes_per_s: Option<NonZeroU64>,
 }
 

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Upper bounds of the buckets: from a flush of one cache line to a guest that takes a minute. One more bucket
-/// takes what is above.
+/// Upper bounds of the buckets: from a flush of one cache line to a guest that takes a minute. One
+/// more bucket takes what is above.
 pub const LATENCY_BOUNDS_NS: [u64; 16] = [
     1_000,
     5_000,

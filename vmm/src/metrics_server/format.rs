@@ -1,4 +1,5 @@
-//! The two text formats of an exposition, and the choice between them by a request's `Accept` header.
+//! The two text formats of an exposition, and the choice between them by a request's `Accept`
+//! header.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -13,8 +14,8 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// Format for an `Accept` header (RFC 9110, 12.5.1): OpenMetrics for a client that names it and does not prefer
-    /// plain text, as other exporters answer.
+    /// Format for an `Accept` header (RFC 9110, 12.5.1): OpenMetrics for a client that names it and
+    /// does not prefer plain text, as other exporters answer.
     pub(super) fn negotiate(accept: &str) -> Self {
         let mut quality = [0u32; 2];
         for range in accept.split(',') {
@@ -56,8 +57,8 @@ impl Format {
     }
 }
 
-/// OpenMetrics names the family of a counter without `_total`; format 0.0.4 names it as its samples. It has no units
-/// and no end mark.
+/// OpenMetrics names the family of a counter without `_total`; format 0.0.4 names it as its
+/// samples. It has no units and no end mark.
 fn to_prometheus(open_metrics: &str) -> String {
     let families = open_metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
     let counters: BTreeSet<_> =

@@ -1,4 +1,5 @@
-//! The health of NVDIMMs: a page of registers, one for each, that the `_DSM` of its device reads (acpi/nfit.rs).
+//! The health of NVDIMMs: a page of registers, one for each, that the `_DSM` of its device reads
+//! (acpi/nfit.rs).
 
 use std::fmt;
 
@@ -15,7 +16,8 @@ pub enum Health {
 }
 
 impl Health {
-    /// Get Health Information's bits ("_DSM for Virtual NVDIMMs", function 1). ndctl calls either of the first two "critical".
+    /// Get Health Information's bits ("_DSM for Virtual NVDIMMs", function 1). ndctl calls either
+    /// of the first two "critical".
     fn register(self) -> u32 {
         match self {
             Self::Ok => 0,

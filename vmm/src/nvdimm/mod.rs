@@ -1,8 +1,10 @@
-//! NVDIMMs described by ACPI NFIT (ACPI 6.5, 5.2.26): PM that the guest's own drivers map and translate.
+//! NVDIMMs described by ACPI NFIT (ACPI 6.5, 5.2.26): PM that the guest's own drivers map and
+//! translate.
 //!
-//! The guest flushes by a store to a flush hint address (5.2.26.9). The page behind it has no memory, so the store
-//! is an exit of the vCPU: the backing is durable before the guest's next instruction. Where a fence is
-//! enough, because the backing is volatile or mapped with MAP_SYNC, no hint is declared and there is no exit at all.
+//! The guest flushes by a store to a flush hint address (5.2.26.9). The page behind it has no
+//! memory, so the store is an exit of the vCPU: the backing is durable before the guest's next
+//! instruction. Where a fence is enough, because the backing is volatile or mapped with MAP_SYNC,
+//! no hint is declared and there is no exit at all.
 
 pub mod health;
 
@@ -44,8 +46,8 @@ pub struct FlushHint {
 impl FlushHint {
     /// The hint page of the NVDIMM called `name`.
     ///
-    /// A store cannot report an error. So a flush that fails calls `on_failure` before the vCPU goes on; it is
-    /// never swallowed.
+    /// A store cannot report an error. So a flush that fails calls `on_failure` before the vCPU
+    /// goes on; it is never swallowed.
     pub fn new(name: String, backing: Arc<dyn Persist>, on_failure: OnFailure) -> Self {
         Self { name, backing, on_failure, flushing: Mutex::new(()), metrics: Arc::default() }
     }

@@ -99,8 +99,8 @@ impl ConfigSpace {
         self.allow(BAR0 + 4 * usize::from(bar), &(!(len - 1)).to_le_bytes());
     }
 
-    /// Appends a capability: `body` follows the id and the link; `writable` has the bits of it that the guest may
-    /// change. Returns where it is.
+    /// Appends a capability: `body` follows the id and the link; `writable` has the bits of it that
+    /// the guest may change. Returns where it is.
     ///
     /// # Panics
     /// If there is no room left.

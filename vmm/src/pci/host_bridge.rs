@@ -1,4 +1,5 @@
-//! The host bridge: a function in slot 0 that has nothing to decode, but by which Linux recognises a PCI bus.
+//! The host bridge: a function in slot 0 that has nothing to decode, but by which Linux recognises
+//! a PCI bus.
 
 use super::{BarRange, ConfigSpace, FunctionIds, PciDevice};
 

@@ -10,8 +10,8 @@ pub use root_bus::{PciError, RootBus};
 
 /// A function in a slot of the root bus.
 ///
-/// All calls run on vCPU threads, several at once. An implementation never calls the bus back: the bus asks it,
-/// after every write to its header, where its BARs are.
+/// All calls run on vCPU threads, several at once. An implementation never calls the bus back: the
+/// bus asks it, after every write to its header, where its BARs are.
 pub trait PciDevice: Send + Sync {
     /// Reads configuration space from `offset`, which is below 4096 as is the end of `data`.
     fn read_config(&self, offset: u16, data: &mut [u8]);

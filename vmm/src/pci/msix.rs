@@ -1,4 +1,5 @@
-//! MSI-X (PCI Local Bus 3.0, 6.8.2): the capability, the table and the pending bits, without any delivery.
+//! MSI-X (PCI Local Bus 3.0, 6.8.2): the capability, the table and the pending bits, without any
+//! delivery.
 
 pub const CAPABILITY_ID: u8 = 0x11;
 /// Offset of message control in the capability.
@@ -98,8 +99,8 @@ impl MsixTable {
         self.function_masked = control & CONTROL_FUNCTION_MASK != 0;
     }
 
-    /// Takes whether the function is a bus master: a message is a write to memory (6.8.3). Afterwards, deliver
-    /// [`Self::take_ready`].
+    /// Takes whether the function is a bus master: a message is a write to memory (6.8.3).
+    /// Afterwards, deliver [`Self::take_ready`].
     pub fn set_bus_master(&mut self, bus_master: bool) {
         self.bus_master = bus_master;
     }
@@ -134,8 +135,8 @@ impl MsixTable {
         }
     }
 
-    /// The function wants to signal `vector`: the message to send now. If there is none, the vector is pending, or
-    /// MSI-X is off, or there is no such vector.
+    /// The function wants to signal `vector`: the message to send now. If there is none, the vector
+    /// is pending, or MSI-X is off, or there is no such vector.
     pub fn raise(&mut self, vector: u16) -> Option<MsiMessage> {
         if !self.enabled || usize::from(vector) >= self.entries.len() {
             return None;

@@ -54,13 +54,14 @@ pub enum PciError {
 
 struct Slot {
     device: Arc<dyn PciDevice>,
-    /// What its BARs were given: kept from others until it is removed, wherever the guest moves them.
+    /// What its BARs were given: kept from others until it is removed, wherever the guest moves
+    /// them.
     given: Vec<RangeInclusive>,
-    /// The lock is held while BARs move: the device may have to finish a flush before it answers, and KVM takes its time
-    /// over each ioeventfd, which concerns no other slot.
+    /// The lock is held while BARs move: the device may have to finish a flush before it answers,
+    /// and KVM takes its time over each ioeventfd, which concerns no other slot.
     mapped: Mutex<Mapped>,
-    /// Whether a BAR of it is where another is, or may be. Set before the memory bus is asked, so that who frees a place
-    /// there sees it, or the place was free in time.
+    /// Whether a BAR of it is where another is, or may be. Set before the memory bus is asked, so
+    /// that who frees a place there sees it, or the place was free in time.
     waits: AtomicBool,
 }
 
@@ -111,8 +112,8 @@ impl RootBus {
         }
     }
 
-    /// Puts `device` in `slot`, or in the first free one, and gives its BARs addresses as firmware would: there is
-    /// none. Returns the slot.
+    /// Puts `device` in `slot`, or in the first free one, and gives its BARs addresses as firmware
+    /// would: there is none. Returns the slot.
     pub fn add(&self, slot: Option<u8>, device: Arc<dyn PciDevice>) -> Result<u8, PciError> {
         let mut slots = self.slots.lock();
         let slot = match slot {
@@ -133,9 +134,10 @@ impl RootBus {
         Ok(slot)
     }
 
-    /// Takes the function out of `slot`: from now on the guest finds nothing there, and the slot and the addresses are free
-    /// for another. An access that was under way may still reach the function, which is whole until it is dropped; that may
-    /// take time, and is not for a vCPU's thread. `None`: there is nothing, or the host bridge.
+    /// Takes the function out of `slot`: from now on the guest finds nothing there, and the slot
+    /// and the addresses are free for another. An access that was under way may still reach the
+    /// function, which is whole until it is dropped; that may take time, and is not for a
+    /// vCPU's thread. `None`: there is nothing, or the host bridge.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn PciDevice>> {
         let removed = {
             let mut slots = self.slots.lock();
@@ -148,8 +150,9 @@ impl RootBus {
         Some(Arc::clone(&removed.device))
     }
 
-    /// Makes the BARs of every function answer, as a firmware would leave them. A kernel does that by itself, and takes them
-    /// away while it looks how large they are, which costs the less if they are not there yet.
+    /// Makes the BARs of every function answer, as a firmware would leave them. A kernel does that
+    /// by itself, and takes them away while it looks how large they are, which costs the less
+    /// if they are not there yet.
     pub fn decode_memory(&self) {
         for slot in 1..PCI_SLOTS {
             let command = FunctionAddress { slot, function: 0, register: COMMAND };
@@ -203,8 +206,9 @@ impl RootBus {
         }
     }
 
-    /// Makes the memory bus agree with the BARs of `slot`, and then with those of others that had to wait for a place:
-    /// who moves several BARs, one by one, may have put one where another still was.
+    /// Makes the memory bus agree with the BARs of `slot`, and then with those of others that had
+    /// to wait for a place: who moves several BARs, one by one, may have put one where another
+    /// still was.
     fn follow(&self, slot: &Slot) {
         let mut freed = self.remap(slot);
         while freed {
@@ -226,9 +230,10 @@ impl RootBus {
             .collect()
     }
 
-    /// Makes the memory bus agree with the BARs of `slot`. The slot is locked throughout, so that the last of two
-    /// concurrent writes is the one that counts. Two slots that move at once onto one address meet on the memory
-    /// bus, which takes the first. Returns whether a place on the memory bus has become free.
+    /// Makes the memory bus agree with the BARs of `slot`. The slot is locked throughout, so that
+    /// the last of two concurrent writes is the one that counts. Two slots that move at once
+    /// onto one address meet on the memory bus, which takes the first. Returns whether a place
+    /// on the memory bus has become free.
     fn remap(&self, slot: &Slot) -> bool {
         let Some(memory) = self.memory.upgrade() else { return false };
         let mut mapped = slot.mapped.lock();

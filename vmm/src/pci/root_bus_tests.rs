@@ -163,7 +163,8 @@ fn a_bar_moves_with_its_register_but_not_out_of_the_window_or_onto_another() {
     assert!(machine.answers(0xd000_0000) && machine.answers(other.into()));
 }
 
-/// As who moves the BARs of several functions does, one after the other, with decoding on (Linux, pci_std_update_resource).
+/// As who moves the BARs of several functions does, one after the other, with decoding on (Linux,
+/// pci_std_update_resource).
 #[test]
 fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
     let machine = Machine::new();
@@ -441,7 +442,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 type Remove = fn(&RootBus, u8) -> Option<Arc<dyn PciDevice>>;
 
-/// Carries `steps` out, holds the bus against an obvious model after each, and then fills and empties it a few times.
+/// Carries `steps` out, holds the bus against an obvious model after each, and then fills and
+/// empties it a few times.
 fn bus_gives_back(steps: &[Step], remove: Remove) -> Result<(), String> {
     let machine = Machine::new();
     let mut model: BTreeMap<u8, Arc<Tagged>> = BTreeMap::new();

@@ -9,7 +9,8 @@ pub use self::watched::{FirstFailure, Watched};
 /// Why a volume's content is not durable.
 #[derive(Debug, Error)]
 pub enum PersistError {
-    /// An earlier persist has failed: nobody knows any more what is on the media until the pool is reopened.
+    /// An earlier persist has failed: nobody knows any more what is on the media until the pool is
+    /// reopened.
     #[error("The pool is read-only since a persist failed")]
     ReadOnly,
     /// The guest may only read the volume: what it stored went nowhere.
@@ -21,8 +22,8 @@ pub enum PersistError {
 
 /// A volume that the guest may only read.
 ///
-/// virtio-pmem has no way to say so (virtio 1.3, 5.19): the driver believes it can write. So its flushes fail, and
-/// with them every write that it takes for durable.
+/// virtio-pmem has no way to say so (virtio 1.3, 5.19): the driver believes it can write. So its
+/// flushes fail, and with them every write that it takes for durable.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadOnly;
 
@@ -34,7 +35,7 @@ impl Persist for ReadOnly {
 
 /// Something whose content can be made durable.
 pub trait Persist: Send + Sync {
-    /// When this returns, everything that was stored before the call survives to the degree that the pool's
-    /// durability class says (`pmvol info`).
+    /// When this returns, everything that was stored before the call survives to the degree that
+    /// the pool's durability class says (`pmvol info`).
     fn persist(&self) -> Result<(), PersistError>;
 }

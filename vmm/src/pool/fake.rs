@@ -1,4 +1,5 @@
-//! A pool in a temporary file, for tests of those who use one: it checks that they keep to the contract.
+//! A pool in a temporary file, for tests of those who use one: it checks that they keep to the
+//! contract.
 
 use std::fs::File;
 use std::io;

@@ -30,8 +30,9 @@ pub struct LocalPool {
 }
 
 impl LocalPool {
-    /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent wait to be erased, which
-    /// takes at most `scrub_bytes_per_s` of the media's bandwidth, where it takes any. `None`: as fast as it goes.
+    /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent wait to
+    /// be erased, which takes at most `scrub_bytes_per_s` of the media's bandwidth, where it
+    /// takes any. `None`: as fast as it goes.
     pub fn open(
         path: &Path,
         scrub_bytes_per_s: Option<NonZeroU64>,
@@ -176,10 +177,10 @@ impl PoolVolume for Volume {
         Volume::extents(self).iter().map(extent).collect()
     }
 
-    /// Words of the map that the engine has stored need not be durable: it redoes them from the log, or persists them
-    /// before the log forgets them (`pmem_volume::btt`). A guest's driver knows nothing of them, and goes on with the
-    /// log: after a power cut a sector would have a block that is another's, too. So recovery, which persists the map,
-    /// comes first.
+    /// Words of the map that the engine has stored need not be durable: it redoes them from the
+    /// log, or persists them before the log forgets them (`pmem_volume::btt`). A guest's driver
+    /// knows nothing of them, and goes on with the log: after a power cut a sector would have a
+    /// block that is another's, too. So recovery, which persists the map, comes first.
     fn settle(&self) -> Result<(), PoolError> {
         let failed = |err| PoolError::Failed(Box::new(err));
         let name = &self.info().name;
@@ -205,7 +206,8 @@ impl PoolVolume for Volume {
                 err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }),
             ) => Err(failed(err)),
             Err(err) => {
-                // What the guest makes of it is the guest's business: it may want to write another BTT.
+                // What the guest makes of it is the guest's business: it may want to write another
+                // BTT.
                 warn!(volume = name, %err, "The volume's BTT is not what is served as a disk");
                 Ok(())
             }
@@ -280,7 +282,8 @@ fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
 
 impl Persist for Volume {
     fn persist(&self) -> Result<(), PersistError> {
-        // After a failure the kernel may call the next write-back a success: nothing is durable any more.
+        // After a failure the kernel may call the next write-back a success: nothing is durable any
+        // more.
         if !self.pool().is_writable() {
             return Err(PersistError::ReadOnly);
         }
@@ -430,8 +433,8 @@ mod tests {
         assert_eq!(pool.volumes(), [raw]);
     }
 
-    /// The offset of the only word in a run of its own that differs, and its two values: the data of a sector makes a
-    /// run of many, its entry in the log one of two.
+    /// The offset of the only word in a run of its own that differs, and its two values: the data
+    /// of a sector makes a run of many, its entry in the log one of two.
     fn lone_word(before: &[u8], after: &[u8]) -> (u64, [u8; 8], [u8; 8]) {
         let pairs = before.as_chunks::<8>().0.iter().zip(after.as_chunks::<8>().0);
         let words: Vec<_> = pairs.enumerate().filter(|(_, (old, new))| old != new).collect();
@@ -475,7 +478,8 @@ mod tests {
             bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block")
                 * 4096;
         let file = OpenOptions::new().write(true).open(&path).unwrap();
-        // As `ndctl create-namespace -m fsdax` does in the guest, which then uses all of the volume.
+        // As `ndctl create-namespace -m fsdax` does in the guest, which then uses all of the
+        // volume.
         file.write_all_at(b"NVDIMM_PFN_INFO\0", at as u64).unwrap();
         let map_at = at as u64 + 16 * MIB;
         file.write_all_at(&[0x55; 4096], map_at).unwrap();
@@ -494,8 +498,8 @@ mod tests {
         disk.device.write(7 * 4096, &[1; 4096]).unwrap();
     }
 
-    /// Checks that the volume `data`, which lies at `start` of the pool's file, is a disk that shows
-    /// its bytes and changes none.
+    /// Checks that the volume `data`, which lies at `start` of the pool's file, is a disk that
+    /// shows its bytes and changes none.
     fn check_bytes_as_disk(pool: &LocalPool, path: &Path, start: usize) {
         let before = fs::read(path).unwrap();
         let VolumeDisk { device, btt_loss } =

@@ -3,8 +3,8 @@
 //! A guest that translates by itself can write anything to its volume, for example a file system
 //! without a BTT. If the volume is then shown by virtio-blk, the old BTT's copy of its info block
 //! may still be whole. The engine must not use it, because recovery and writes would go to the
-//! places of the old map and blocks, which hold the guest's new content. The disk shows the bytes of
-//! the volume, as the guest left them. It takes no writes, because the BTT may have been lost by
+//! places of the old map and blocks, which hold the guest's new content. The disk shows the bytes
+//! of the volume, as the guest left them. It takes no writes, because the BTT may have been lost by
 //! accident: then `pmvol btt repair` restores it.
 //!
 //! The bytes are also shown if the end of a damaged arena is unknown, and with it the numbers of

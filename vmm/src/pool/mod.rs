@@ -1,4 +1,5 @@
-//! The PM pool behind a trait: in this process now; a host daemon that passes file descriptors can come.
+//! The PM pool behind a trait: in this process now; a host daemon that passes file descriptors can
+//! come.
 
 pub mod block_device;
 pub mod btt_loss;
@@ -76,7 +77,8 @@ pub struct PoolInfo {
     pub volume_bytes: u64,
     /// How many volumes there are.
     pub volumes: u32,
-    /// Beside the states: what would be lent if it were asked for, at once or after what waits has been erased.
+    /// Beside the states: what would be lent if it were asked for, at once or after what waits has
+    /// been erased.
     pub lendable_bytes: u64,
     /// Erased since the pool was opened.
     pub scrubbed_bytes: u64,
@@ -111,8 +113,8 @@ pub trait PoolVolume: Persist {
     /// Where it lies in the pool's file, in its logical order and without gaps.
     fn extents(&self) -> Vec<Extent>;
 
-    /// Does durably what an earlier user of its BTT may have left to recovery. To be called before a guest is given the
-    /// media itself.
+    /// Does durably what an earlier user of its BTT may have left to recovery. To be called before
+    /// a guest is given the media itself.
     fn settle(&self) -> Result<(), PoolError>;
 
     /// Serves it to a guest that is not given the media itself.
@@ -129,22 +131,23 @@ pub struct VolumeDisk {
 
 /// What the VMM needs of a pool.
 ///
-/// Extents are ranges of one file, which the VMM maps itself: an implementation that asks a daemon passes that
-/// file's descriptor on.
+/// Extents are ranges of one file, which the VMM maps itself: an implementation that asks a daemon
+/// passes that file's descriptor on.
 pub trait PmPool: Debug + Send + Sync {
     /// What extents are ranges of.
     fn file(&self) -> BorrowedFd<'_>;
 
-    /// Takes `len` bytes, a power-of-two number of chunks, to be memory: in the fewest extents that the pool
-    /// has, largest first, each a power of two of chunks and aligned to its own length in the file. They read
-    /// as zeros, and have blocks of the file system behind them where that can run full: a store cannot fail
-    /// for want of room.
+    /// Takes `len` bytes, a power-of-two number of chunks, to be memory: in the fewest extents that
+    /// the pool has, largest first, each a power of two of chunks and aligned to its own length
+    /// in the file. They read as zeros, and have blocks of the file system behind them where
+    /// that can run full: a store cannot fail for want of room.
     fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError>;
 
-    /// Takes memory back, which waits to be erased from then on, and is free after that; who needs it earlier does not
-    /// see the difference. Extents may be any whole chunks of what [`PmPool::alloc_memory`] gave. The caller has
-    /// unmapped them everywhere. On an error nothing is taken back. The caller may try again, in vain where one failed
-    /// write ends all (as in a [`LocalPool`]): what is not taken back is erased when the pool is opened again.
+    /// Takes memory back, which waits to be erased from then on, and is free after that; who needs
+    /// it earlier does not see the difference. Extents may be any whole chunks of what
+    /// [`PmPool::alloc_memory`] gave. The caller has unmapped them everywhere. On an error
+    /// nothing is taken back. The caller may try again, in vain where one failed write ends all
+    /// (as in a [`LocalPool`]): what is not taken back is erased when the pool is opened again.
     fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError>;
 
     /// All volumes of the pool, by name.
@@ -161,8 +164,8 @@ pub trait PmPool: Debug + Send + Sync {
 
     fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError>;
 
-    /// Bounds, in bytes per second, what erasing in the background takes of the media's bandwidth. `None`: no bound.
-    /// Holes, on tmpfs and in thin pools, are never bounded.
+    /// Bounds, in bytes per second, what erasing in the background takes of the media's bandwidth.
+    /// `None`: no bound. Holes, on tmpfs and in thin pools, are never bounded.
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>);
 
     /// Bytes by state.

@@ -80,8 +80,8 @@ pub struct Serial {
 }
 
 impl Serial {
-    /// A serial port that raises `irq`, which the caller has connected to its interrupt, and has `console` on its
-    /// other end.
+    /// A serial port that raises `irq`, which the caller has connected to its interrupt, and has
+    /// `console` on its other end.
     pub fn new(
         console: HostConsole,
         irq: EventFd,
@@ -109,7 +109,8 @@ impl Serial {
 
 impl BusDevice for Serial {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        // The registers are a byte wide; wider accesses find nothing, as on an ISA bus without a device.
+        // The registers are a byte wide; wider accesses find nothing, as on an ISA bus without a
+        // device.
         match data {
             [byte] => *byte = self.uart.lock().read(offset as u8),
             _ => data.fill(0xff),

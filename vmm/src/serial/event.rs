@@ -50,8 +50,8 @@ impl Worker {
             }
             match input.read(&mut data[..room]) {
                 Ok(Read::Bytes(len)) => {
-                    // There is room; while the driver tests the port in loopback, what is typed is lost, as on a
-                    // real one.
+                    // There is room; while the driver tests the port in loopback, what is typed is
+                    // lost, as on a real one.
                     if let Err(err) = uart.enqueue_raw_bytes(&data[..len]) {
                         warn!(%err, "The guest cannot be told of input");
                     }

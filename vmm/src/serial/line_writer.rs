@@ -1,4 +1,5 @@
-//! Output by lines: a UART sends bytes one by one, and a system call for each would be most of the cost.
+//! Output by lines: a UART sends bytes one by one, and a system call for each would be most of the
+//! cost.
 
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -14,17 +15,19 @@ use crate::log::sparsely;
 
 /// A line that is longer goes out in parts.
 const LINE_LEN_MAX: usize = 512;
-/// How long the beginning of a line may wait for the rest: prompts end without a newline. A reader who is late is
-/// looked after as often.
+/// How long the beginning of a line may wait for the rest: prompts end without a newline. A reader
+/// who is late is looked after as often.
 const PART_DELAY: Duration = Duration::from_millis(10);
 
-/// Holds back an unfinished line, but not for long: when nothing completes it, a timer does. Never waits, and never
-/// fails: what cannot be written is counted and logged here, because the guest cannot be told.
+/// Holds back an unfinished line, but not for long: when nothing completes it, a timer does. Never
+/// waits, and never fails: what cannot be written is counted and logged here, because the guest
+/// cannot be told.
 pub(super) struct LineWriter {
     output: ConsoleOutput,
     line: Vec<u8>,
     timer: TimerFd,
-    /// The timer runs. It is not stopped when the line ends: it rings once for all lines of these milliseconds.
+    /// The timer runs. It is not stopped when the line ends: it rings once for all lines of these
+    /// milliseconds.
     armed: bool,
     losing: bool,
     metrics: Arc<SerialMetrics>,
@@ -55,7 +58,8 @@ impl LineWriter {
         self.line.clear();
         self.metrics.lost_bytes.fetch_add(lost.len as u64, Ordering::Relaxed);
         if lost.len > 0 && !self.losing {
-            // Not each time: beside a slow reader, a guest finds places and loses them as often as it likes.
+            // Not each time: beside a slow reader, a guest finds places and loses them as often as
+            // it likes.
             sparsely!(warn, err = ?lost.error, "Output of the serial port is lost");
         }
         // It ends when the reader has caught up, not with each line that finds a place.
@@ -89,7 +93,8 @@ impl Write for LineWriter {
         Ok(data.len())
     }
 
-    /// Does nothing: the UART flushes after every byte, which is what this type is there to prevent.
+    /// Does nothing: the UART flushes after every byte, which is what this type is there to
+    /// prevent.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }

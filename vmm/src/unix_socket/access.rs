@@ -48,7 +48,8 @@ impl SocketAccess {
         Ok(true)
     }
 
-    /// Takes `,mode=` and `,group=` from the end of `text`, and hands every other key of `keys` to `other`.
+    /// Takes `,mode=` and `,group=` from the end of `text`, and hands every other key of `keys` to
+    /// `other`.
     pub fn split<'a>(
         flag: &'static str,
         text: &'a str,

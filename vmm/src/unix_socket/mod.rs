@@ -1,6 +1,7 @@
 //! Unix sockets that the VMM listens on, each at a path that is one owner's.
 //!
-//! What a VMM that was killed left behind is replaced, what somebody has is not, and what is ours is taken away at the end.
+//! What a VMM that was killed left behind is replaced, what somebody has is not, and what is ours
+//! is taken away at the end.
 
 mod access;
 mod group;

@@ -1,7 +1,8 @@
 //! One owner at a time of a path that is listened on.
 //!
-//! A socket whose owner was killed stays in the file system, and looks like one that is about to be listened on. The lock tells them
-//! apart: it dies with its holder. It is one of the open file (fcntl(2), F_OFD_SETLK) on `PATH.lock`, as Cloud Hypervisor's is.
+//! A socket whose owner was killed stays in the file system, and looks like one that is about to be
+//! listened on. The lock tells them apart: it dies with its holder. It is one of the open file
+//! (fcntl(2), F_OFD_SETLK) on `PATH.lock`, as Cloud Hypervisor's is.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};

@@ -1,7 +1,9 @@
-//! Virtio devices (virtio 1.3), each a folder of its own, and the transport that shows them to the guest.
+//! Virtio devices (virtio 1.3), each a folder of its own, and the transport that shows them to the
+//! guest.
 //!
-//! A device is split in two. Its front, a [`VirtioDevice`], answers configuration accesses on vCPU threads. Its
-//! worker owns queues and file descriptors, is made by [`VirtioDevice::activate`], and runs on an event loop.
+//! A device is split in two. Its front, a [`VirtioDevice`], answers configuration accesses on vCPU
+//! threads. Its worker owns queues and file descriptors, is made by [`VirtioDevice::activate`], and
+//! runs on an event loop.
 
 pub mod balloon;
 pub mod block;
@@ -32,18 +34,21 @@ use crate::memory::view::GuestView;
 
 /// A queue that the driver has enabled, with the event that its notification raises.
 pub struct ActiveQueue {
-    /// The ring. Its addresses come from the guest and were checked by the transport when it was enabled.
+    /// The ring. Its addresses come from the guest and were checked by the transport when it was
+    /// enabled.
     pub queue: Queue,
     /// Raised by the guest's notification. Never raised for a queue of
     /// [`VirtioDevice::synchronous_queues`].
     pub kick: EventFd,
-    /// The driver has made nonsense of its ring: nothing is taken from it until the device is reset.
+    /// The driver has made nonsense of its ring: nothing is taken from it until the device is
+    /// reset.
     is_broken: bool,
 }
 
 /// What a device gets when the driver sets DRIVER_OK (virtio 1.3, 3.1.1).
 pub struct Activation {
-    /// The guest's memory: take one guard per pass over a queue, never two at a time on one thread.
+    /// The guest's memory: take one guard per pass over a queue, never two at a time on one
+    /// thread.
     pub view: GuestView,
     /// Where to announce used buffers and configuration changes.
     pub interrupt: Arc<dyn VirtioInterrupt>,
@@ -53,7 +58,8 @@ pub struct Activation {
     pub features: u64,
 }
 
-/// Why a device cannot be activated; the transport answers with DEVICE_NEEDS_RESET (virtio 1.3, 2.1.2).
+/// Why a device cannot be activated; the transport answers with DEVICE_NEEDS_RESET (virtio 1.3,
+/// 2.1.2).
 #[derive(Debug, Error)]
 pub enum ActivateError {
     /// The driver did not enable a queue without which the device cannot work.
@@ -101,9 +107,9 @@ pub trait VirtioDevice: Send {
         1 << VIRTIO_F_VERSION_1
     }
 
-    /// False makes the transport refuse FEATURES_OK (virtio 1.3, 2.2): for features that the device cannot
-    /// work without. `features` is a subset of what was offered. What the configuration says from then on, before
-    /// DRIVER_OK, may depend on them.
+    /// False makes the transport refuse FEATURES_OK (virtio 1.3, 2.2): for features that the device
+    /// cannot work without. `features` is a subset of what was offered. What the configuration
+    /// says from then on, before DRIVER_OK, may depend on them.
     fn accepts_features(&self, features: u64) -> bool {
         features & (1 << VIRTIO_F_VERSION_1) != 0
     }
@@ -111,7 +117,8 @@ pub trait VirtioDevice: Send {
     /// The largest size of each queue; a power of two.
     fn queue_sizes(&self) -> &[u16];
 
-    /// Reads the device's configuration; bytes beyond its end read as zero, which is all that some devices have.
+    /// Reads the device's configuration; bytes beyond its end read as zero, which is all that some
+    /// devices have.
     fn read_config(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
@@ -119,11 +126,12 @@ pub trait VirtioDevice: Send {
     /// Writes the device's configuration; most devices have nothing to write.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    /// Starts work. Called once between resets. After an error the device is as if it had not been called.
+    /// Starts work. Called once between resets. After an error the device is as if it had not been
+    /// called.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
 
-    /// Stops work: when this returns, nothing of the device touches queues or guest memory any more. The
-    /// device may be activated again.
+    /// Stops work: when this returns, nothing of the device touches queues or guest memory any
+    /// more. The device may be activated again.
     fn reset(&mut self);
 
     /// The device's own threads, where it does not work on those that devices share.
@@ -131,14 +139,14 @@ pub trait VirtioDevice: Send {
         Vec::new()
     }
 
-    /// Queues whose notification is handled inside the vCPU's exit, by [`VirtioDevice::notify_synchronous`],
-    /// instead of by an ioeventfd and a worker.
+    /// Queues whose notification is handled inside the vCPU's exit, by
+    /// [`VirtioDevice::notify_synchronous`], instead of by an ioeventfd and a worker.
     fn synchronous_queues(&self) -> &[u16] {
         &[]
     }
 
-    /// Handles a notification of a synchronous queue on the vCPU's thread: when it returns, the work is done,
-    /// the used ring is written and the interrupt is pending.
+    /// Handles a notification of a synchronous queue on the vCPU's thread: when it returns, the
+    /// work is done, the used ring is written and the interrupt is pending.
     fn notify_synchronous(&mut self, _queue: u16) {}
 }
 

@@ -1,4 +1,5 @@
-//! The driver's side of a device under test: rings in memory, and interrupts that can be waited for.
+//! The driver's side of a device under test: rings in memory, and interrupts that can be waited
+//! for.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -73,8 +74,8 @@ pub struct TestDriver {
     interrupt: Arc<TestInterrupt>,
     kicks: Vec<EventFd>,
     rings: Vec<Ring>,
-    /// The next free descriptor of each queue. The first ones are used again when there are no more: a test that adds
-    /// so many has waited for the earlier ones.
+    /// The next free descriptor of each queue. The first ones are used again when there are no
+    /// more: a test that adds so many has waited for the earlier ones.
     free: Vec<u16>,
     seen: Vec<u16>,
 }

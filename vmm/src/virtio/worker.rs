@@ -1,4 +1,5 @@
-//! What devices with a worker on an event loop have in common: its life, and how it waits for the driver.
+//! What devices with a worker on an event loop have in common: its life, and how it waits for the
+//! driver.
 
 use std::sync::atomic::Ordering;
 
@@ -34,7 +35,8 @@ impl WorkerSlot {
         Ok(())
     }
 
-    /// Ends the worker, if there is one: after that nothing touches its queues any more. Returns whether there was one.
+    /// Ends the worker, if there is one: after that nothing touches its queues any more. Returns
+    /// whether there was one.
     pub(super) fn stop(&mut self) -> bool {
         let Some(worker) = self.worker.take() else { return false };
         if let Err(err) = self.event_loop.remove(worker) {
@@ -61,9 +63,10 @@ impl Activation {
 
 /// The next chain that the driver has made available; `Err`: there is one, and it cannot be taken.
 ///
-/// Whoever looks for chains until there are none, and then asks whether some have come, would go on for ever with a ring
-/// whose index is more than a ring ahead, or whose entries are in memory that was unplugged: for the one
-/// `pop_descriptor_chain` finds nothing, and for the other `AvailIter` ends, while the index says that there is more.
+/// Whoever looks for chains until there are none, and then asks whether some have come, would go on
+/// for ever with a ring whose index is more than a ring ahead, or whose entries are in memory that
+/// was unplugged: for the one `pop_descriptor_chain` finds nothing, and for the other `AvailIter`
+/// ends, while the index says that there is more.
 pub(super) fn next_chain<'m>(
     queue: &mut Queue,
     memory: &'m MappedMemory,
@@ -80,8 +83,9 @@ impl ActiveQueue {
         Self { queue, kick, is_broken: false }
     }
 
-    /// Takes the next chain that the driver has made available. A driver that makes nonsense of its ring is told that
-    /// the device needs a reset (virtio 1.3, 2.1.2), and gets nothing from this queue until then.
+    /// Takes the next chain that the driver has made available. A driver that makes nonsense of its
+    /// ring is told that the device needs a reset (virtio 1.3, 2.1.2), and gets nothing from
+    /// this queue until then.
     pub(super) fn pop<'m>(
         &mut self,
         memory: &'m MappedMemory,
@@ -100,9 +104,9 @@ impl ActiveQueue {
         })
     }
 
-    /// Serves chains that the driver has made available, at most `batch` before others on the event loop have their turn.
-    /// `serve` says how many bytes it has written to one; `None` leaves that one where it is, and ends the pass. Returns whether the
-    /// driver wants to be told.
+    /// Serves chains that the driver has made available, at most `batch` before others on the event
+    /// loop have their turn. `serve` says how many bytes it has written to one; `None` leaves
+    /// that one where it is, and ends the pass. Returns whether the driver wants to be told.
     pub(super) fn serve<'m>(
         &mut self,
         memory: &'m MappedMemory,
@@ -159,8 +163,9 @@ impl ActiveQueue {
         let _ = self.kick.write(1);
     }
 
-    /// Gives a chain back to the driver. False if its ring cannot be written: the pass over the queue ends, since what
-    /// else is taken would be lost as well. The driver's next notification begins another one.
+    /// Gives a chain back to the driver. False if its ring cannot be written: the pass over the
+    /// queue ends, since what else is taken would be lost as well. The driver's next
+    /// notification begins another one.
     #[must_use]
     pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) -> bool {
         let result = self.queue.add_used(memory, head, len);

@@ -65,7 +65,8 @@ impl AttachedVolume {
     }
 }
 
-/// `failure`: why a flush of the volume's own failed, if one has. If something else of the pool's has, the next one will.
+/// `failure`: why a flush of the volume's own failed, if one has. If something else of the pool's
+/// has, the next one will.
 fn status(failure: Option<&str>, pool_has_failed: bool) -> VolumeStatus {
     match (failure, pool_has_failed) {
         (Some(reason), _) => VolumeStatus::Failed(format!("a flush has failed: {reason}")),

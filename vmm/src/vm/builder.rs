@@ -1,5 +1,5 @@
-//! Builds a machine from a configuration. Composition happens here and nowhere else: devices know neither each
-//! other nor the machine.
+//! Builds a machine from a configuration. Composition happens here and nowhere else: devices know
+//! neither each other nor the machine.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -60,8 +60,8 @@ pub fn build(
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
-    //    an earlier life left lent, and starts to erase it.
+    // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one
+    //    marks what an earlier life left lent, and starts to erase it.
     named_twice::check(config)?;
     let config = &resources.with_one_path_for_each_pool(config);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
@@ -79,7 +79,8 @@ pub fn build(
     // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &topology, &memory)?;
     memory.prefault().map_err(BuildError::device("prefault"))?;
-    // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
+    // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the
+    //    others hold.
     let vm = &hypervisor.vm;
     let told = resources.events().clone();
     let mut fabric = Fabric::new(
@@ -240,8 +241,9 @@ fn build_memory(
         .map_err(BuildError::device(flags))
 }
 
-/// Whether the host's kernel writes what a guest stores to memory that is lent: it does to all that is dirty in its page
-/// cache, sooner or later. On tmpfs the page cache is all there is, and on DAX there is none.
+/// Whether the host's kernel writes what a guest stores to memory that is lent: it does to all that
+/// is dirty in its page cache, sooner or later. On tmpfs the page cache is all there is, and on DAX
+/// there is none.
 fn is_written_back(durability: Durability) -> bool {
     match durability {
         Durability::PageCache => true,
@@ -265,8 +267,8 @@ fn load_kernel(
         kernel_share: KernelShare::of(topology.zones()),
     };
     let started = Instant::now();
-    // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is anonymous, mapped shared,
-    // or of a file without data (`ZoneFile`).
+    // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is
+    // anonymous, mapped shared, or of a file without data (`ZoneFile`).
     let boot = unsafe { boot::load(memory.boot(), &request) }?;
     // Unpacking the kernel is most of what a VMM does before the guest runs.
     let loading_ms = started.elapsed().as_millis();

@@ -1,8 +1,9 @@
 //! The guest's clock (kvmclock), which stands still while the VM is paused.
 //!
-//! A guest that was paused for a minute would find a minute gone: its timers would all be late, and whoever watches it for hanging would
-//! believe that it did. So what the clock says when all vCPUs are out of the guest it says again when they go on. Each vCPU is told
-//! besides that it was stopped (`KVM_KVMCLOCK_CTRL`).
+//! A guest that was paused for a minute would find a minute gone: its timers would all be late, and
+//! whoever watches it for hanging would believe that it did. So what the clock says when all vCPUs
+//! are out of the guest it says again when they go on. Each vCPU is told besides that it was
+//! stopped (`KVM_KVMCLOCK_CTRL`).
 
 use std::sync::Arc;
 
@@ -58,7 +59,8 @@ impl GuestClock {
         Pause(held.era)
     }
 
-    /// They are out of the guest, unless they were told otherwise since: then it is of no interest any more what the clock says.
+    /// They are out of the guest, unless they were told otherwise since: then it is of no interest
+    /// any more what the clock says.
     pub(super) fn hold(&self, pause: Pause) {
         let mut held = self.held.lock();
         if held.era == pause.0 && held.ns.is_none() {

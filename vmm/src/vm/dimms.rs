@@ -16,7 +16,8 @@ const KIND: &str = "dimm";
 impl KvmMachine {
     /// What is missing to `size_bytes`, if it can come as one DIMM.
     pub(super) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
-        // What is asked for is what the next boot begins with. A guest that reboots into a layout that cannot be would end its VM.
+        // What is asked for is what the next boot begins with. A guest that reboots into a layout
+        // that cannot be would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
             VmError::BadRequest(format!(
                 "desired_ram {size_bytes}: the VM could not boot again: {err}"
@@ -37,8 +38,8 @@ impl KvmMachine {
         }
     }
 
-    /// Checks that the guest has room for the page descriptors of a DIMM. A zone of virtio-mem would plug
-    /// it in steps; a DIMM comes as a whole.
+    /// Checks that the guest has room for the page descriptors of a DIMM. A zone of virtio-mem
+    /// would plug it in steps; a DIMM comes as a whole.
     fn check_descriptors(&self, size_bytes: u64, dimm_bytes: u64) -> Result<(), VmError> {
         let most_bytes = self.governor.call(|core, now| core.describable_bytes(now));
         if dimm_bytes <= most_bytes {
@@ -71,8 +72,8 @@ impl KvmMachine {
         if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
     }
 
-    /// Adds what is missing to `size_bytes` as one DIMM, and tells the guest. Memory that has come by ACPI does not go: for less
-    /// than there is nothing happens before the next boot.
+    /// Adds what is missing to `size_bytes` as one DIMM, and tells the guest. Memory that has come
+    /// by ACPI does not go: for less than there is nothing happens before the next boot.
     pub(super) fn grow_by_dimms(&mut self, size_bytes: u64) -> Result<(), VmError> {
         let (there, more) = (self.dram_bytes(), self.missing_bytes(size_bytes)?);
         let Some(dimms) = self.dimms.as_mut().filter(|_| more > 0) else {

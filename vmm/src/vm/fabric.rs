@@ -121,7 +121,8 @@ impl Fabric {
         Ok(slot)
     }
 
-    /// What makes the line of the interrupt `gsi` of the I/O APIC high or low. It stays so also while the guest masks the pin.
+    /// What makes the line of the interrupt `gsi` of the I/O APIC high or low. It stays so also
+    /// while the guest masks the pin.
     pub(super) fn level(&self, gsi: u32) -> impl Fn(bool) -> io::Result<()> + Send + Sync + use<> {
         let interrupts = Arc::clone(&self.interrupts);
         move |high| interrupts.set_line(gsi, high)

@@ -54,7 +54,8 @@ impl ZoneDevice for MemHandle {
             Err(err @ RequestSizeError::UnsupportedDriver { .. }) => {
                 debug!(%err, "Zone not resized")
             }
-            // The controller keeps to blocks and bounds; a size that breaks them is its bug, not the guest's.
+            // The controller keeps to blocks and bounds; a size that breaks them is its bug, not
+            // the guest's.
             Err(err) => error!(%err, "Governor requested an invalid zone size"),
         }
     }
@@ -211,8 +212,8 @@ pub(super) fn start(
         .map_err(BuildError::device("the governor"))
 }
 
-/// Records what the governor sees. A machine that follows upon another does without a recording that cannot be had:
-/// its guest has been running, and is to run on.
+/// Records what the governor sees. A machine that follows upon another does without a recording
+/// that cannot be had: its guest has been running, and is to run on.
 fn record(
     core: Core,
     path: &Path,

@@ -8,17 +8,19 @@
 //! 5. the guest is told: the slot's bit, then the interrupt.
 //!
 //! **Removing.** The guest is asked, and takes its time; nobody waits for it:
-//! 1. the slot's bit and the interrupt; the call is answered, and the next boot does without the device;
+//! 1. the slot's bit and the interrupt; the call is answered, and the next boot does without the
+//!    device;
 //! 2. the guest's driver lets go, and its firmware's method writes the eject register;
 //! 3. within that exit the slot is emptied: the guest looks again at once (`RootBus::remove`);
 //! 4. the owner hears of it, and nobody who pauses, resizes or counts devices knows it any more;
-//! 5. a thread of its own stops the device, which may wait for a disk, and closes its files. The machine's end waits for it:
-//!    the next one may have the same files.
+//! 5. a thread of its own stops the device, which may wait for a disk, and closes its files. The
+//!    machine's end waits for it: the next one may have the same files.
 //!
 //! A guest that does not answer keeps its device until it does, or ends.
 //!
-//! **One right behind the other.** Who removes a device and adds one on the same interface or file finds it in use until step 5 is
-//! done. Since the guest has let go that is a moment, and it is waited for; before that the answer says who has it.
+//! **One right behind the other.** Who removes a device and adds one on the same interface or file
+//! finds it in use until step 5 is done. Since the guest has let go that is a moment, and it is
+//! waited for; before that the answer says who has it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -37,7 +39,8 @@ use crate::acpi::ged;
 use crate::config::DeviceConfig;
 use crate::events::{Event, Events};
 
-/// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host without end.
+/// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host
+/// without end.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Where a slot's device is, as PCI counts.

@@ -82,7 +82,8 @@ fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
         .any(|line| line.split_ascii_whitespace().any(|flag| flag == "svm" || flag == "vmx"))
 }
 
-/// Has the kernel let guests of this process use the state of AMX's tiles (Documentation/arch/x86/xstate.rst).
+/// Has the kernel let guests of this process use the state of AMX's tiles
+/// (Documentation/arch/x86/xstate.rst).
 fn permit_amx() -> io::Result<()> {
     const ARCH_REQ_XCOMP_GUEST_PERM: libc::c_ulong = 0x1025;
     const XFEATURE_XTILEDATA: libc::c_ulong = 18;
@@ -95,8 +96,9 @@ fn permit_amx() -> io::Result<()> {
     }
 }
 
-/// Has KVM emulate no performance counters, where it can: Linux 5.18 and later. CPUID does not offer any, but an AMD processor has
-/// four that it need not offer. Comes before the first vCPU. Returns whether there are none now.
+/// Has KVM emulate no performance counters, where it can: Linux 5.18 and later. CPUID does not
+/// offer any, but an AMD processor has four that it need not offer. Comes before the first vCPU.
+/// Returns whether there are none now.
 fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
     let offered = vm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered < 0 || offered as u32 & KVM_PMU_CAP_DISABLE == 0 {
@@ -109,8 +111,9 @@ fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
 }
 
 impl Hypervisor {
-    /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers. With `amx` its vCPUs may use that: what KVM supports
-    /// depends on whether the process may let guests use it, once and for all.
+    /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers. With `amx` its
+    /// vCPUs may use that: what KVM supports depends on whether the process may let guests use
+    /// it, once and for all.
     pub fn open(amx: bool) -> Result<Self, KvmError> {
         if amx {
             permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
@@ -148,8 +151,9 @@ impl Hypervisor {
         if let Err(err) = disable_performance_counters(&vm) {
             debug!(%err, "KVM keeps emulating performance counters");
         }
-        // Order: the identity map and the TSS must be placed before the first vCPU (Intel only, harmless on AMD),
-        // and the interrupt controllers must exist before the first vCPU gets its local APIC.
+        // Order: the identity map and the TSS must be placed before the first vCPU (Intel only,
+        // harmless on AMD), and the interrupt controllers must exist before the first vCPU
+        // gets its local APIC.
         vm.set_identity_map_address(KVM_IDENTITY_MAP_START)
             .map_err(call("place the identity map"))?;
         vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;

@@ -73,8 +73,8 @@ struct Watcher {
     told: Option<String>,
 }
 
-/// Pauses the VM when memory is lost, as long as the loop that this returns is there. It has a thread of its own: the
-/// others may wait for what is lost.
+/// Pauses the VM when memory is lost, as long as the loop that this returns is there. It has a
+/// thread of its own: the others may wait for what is lost.
 pub(super) fn watch(
     memory: &Arc<LostMemory>,
     events: &EventSender,

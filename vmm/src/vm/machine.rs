@@ -79,7 +79,8 @@ pub struct KvmMachine {
 }
 
 impl Drop for KvmMachine {
-    /// 1. The vCPUs leave the guest, all of them before any is waited for. Some may wait for devices, which are let go.
+    /// 1. The vCPUs leave the guest, all of them before any is waited for. Some may wait for
+    ///    devices, which are let go.
     /// 2. Devices give their queues and workers back.
     /// 3. So have those that were removed, and their files: the next machine may want them.
     /// 4. What is left, memory last, goes in the order of the fields.
@@ -294,7 +295,8 @@ impl KvmMachine {
         }
     }
 
-    /// What a balloon of that size leaves of the most that may be in it; `None` if there is none, and none is asked for.
+    /// What a balloon of that size leaves of the most that may be in it; `None` if there is none,
+    /// and none is asked for.
     fn without_balloon(&self, size_bytes: u64) -> Result<Option<u64>, VmError> {
         let refuse = |reason: String| {
             Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")))
@@ -319,8 +321,9 @@ impl KvmMachine {
         Ok(Some(left_bytes))
     }
 
-    /// The hotplug part of a zone of that size, boot part included, which is called `what` where it cannot be. `None` if it has no such
-    /// part: then the bounds leave only the size that it has.
+    /// The hotplug part of a zone of that size, boot part included, which is called `what` where it
+    /// cannot be. `None` if it has no such part: then the bounds leave only the size that it
+    /// has.
     fn hotplugged_bytes(
         &self,
         nth: usize,
@@ -346,7 +349,8 @@ impl KvmMachine {
         Ok((spec.hotplug_bytes > 0).then_some(hotplugged))
     }
 
-    /// Like [`Self::hotplugged_bytes`], but also refuses a size that the guest's driver cannot reach.
+    /// Like [`Self::hotplugged_bytes`], but also refuses a size that the guest's driver cannot
+    /// reach.
     fn check_zone_resize(
         &self,
         nth: usize,
@@ -376,7 +380,8 @@ impl KvmMachine {
         self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id)
     }
 
-    /// All zones without their resident memory. One call of the governor's thread returns the state of all of them.
+    /// All zones without their resident memory. One call of the governor's thread returns the state
+    /// of all of them.
     fn zone_infos(&self) -> Vec<ZoneInfo> {
         let specs = self.memory.zones();
         let query = |spec: &ZoneSpec| ZoneQuery {

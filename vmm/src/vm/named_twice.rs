@@ -1,4 +1,5 @@
-//! Files, devices and sockets that a VM's configuration and the VMM's own flags name more than once.
+//! Files, devices and sockets that a VM's configuration and the VMM's own flags name more than
+//! once.
 //!
 //! Locks refuse a second disk or pool as well, but the error would name only the process that has
 //! the file, which is the VMM itself. Output files share their locks, so one flag would empty the
@@ -162,8 +163,9 @@ fn check_uses(uses: impl Iterator<Item = Use>) -> Result<(), NamedTwice> {
     Ok(())
 }
 
-/// Ports of `vsock` whose socket has the name of another use. A program in the guest that connects to port N of the
-/// host is connected to the socket PATH_N (virtio/vsock/host.rs), which must not be one of the VMM's.
+/// Ports of `vsock` whose socket has the name of another use. A program in the guest that connects
+/// to port N of the host is connected to the socket PATH_N (virtio/vsock/host.rs), which must not
+/// be one of the VMM's.
 fn ports_among(vsock: &Use, uses: &[Use]) -> Vec<Use> {
     let of_port = |name: &OsStr| -> Option<Use> {
         let prefix = vsock.path.file_name().filter(|_| vsock.kind == Kind::Vsock)?;

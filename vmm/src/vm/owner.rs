@@ -1,5 +1,5 @@
-//! The one task that owns a VM: it takes requests and events from queues and applies them one at a time, so
-//! that nothing about a VM needs a lock.
+//! The one task that owns a VM: it takes requests and events from queues and applies them one at a
+//! time, so that nothing about a VM needs a lock.
 //!
 //! ```text
 //!  API, signals ──► VmRequest ──┐
@@ -57,11 +57,13 @@ pub trait Machine {
     fn pools(&self) -> Vec<PoolInfo>;
     /// The guest's kernel, once an agent has said it.
     fn guest_kernel(&self) -> Option<GuestKernel>;
-    /// Whether all of a resize can be done, as far as it can be told without doing it: the host may have no room.
+    /// Whether all of a resize can be done, as far as it can be told without doing it: the host may
+    /// have no room.
     fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
-    /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal is.
+    /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal
+    /// is.
     fn complete(&self, _config: &mut VmConfig) {}
     /// What its devices have counted.
     fn counters(&self) -> Counters;
@@ -81,7 +83,8 @@ pub trait Machine {
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
     /// The guest has let go what is in a PCI slot, and finds nothing there any more.
     fn ejected(&mut self, slot: u8);
-    /// Has the guest have so many vCPUs, of those that may ever be: it is given more, or asked to let some go.
+    /// Has the guest have so many vCPUs, of those that may ever be: it is given more, or asked to
+    /// let some go.
     fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError>;
     /// The guest has let a vCPU go.
     fn vcpu_ejected(&mut self, index: u8);
@@ -99,9 +102,11 @@ pub trait MachineFactory {
         config: &VmConfig,
         events: EventSender,
     ) -> Result<Box<dyn Machine>, VmError>;
-    /// Refuses a device whose files cannot be what they are said to be; more is seen when it is made.
+    /// Refuses a device whose files cannot be what they are said to be; more is seen when it is
+    /// made.
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
-    /// Closes what was kept for the next machine and this configuration has not any more; there is no machine.
+    /// Closes what was kept for the next machine and this configuration has not any more; there is
+    /// no machine.
     fn keep(&mut self, config: &VmConfig);
     /// Closes what outlives machines: there is no VM any more.
     fn release(&mut self);
@@ -125,7 +130,8 @@ pub enum MachineEvent {
 }
 
 impl MachineEvent {
-    /// Whether it is an end of the guest that leads to a restart, or to no machine, and not to the VMM's failure.
+    /// Whether it is an end of the guest that leads to a restart, or to no machine, and not to the
+    /// VMM's failure.
     const fn ends_the_guest(&self) -> bool {
         matches!(
             self,
@@ -157,10 +163,12 @@ impl EventSender {
     /// Sends `event` to the owner. From any thread; never blocks.
     ///
     /// What waits for an owner that is busy is bounded, whatever the guest does meanwhile:
-    /// - its machine goes with its first power-off or reset, by a register or by the watchdog, and any other is of no use;
+    /// - its machine goes with its first power-off or reset, by a register or by the watchdog, and
+    ///   any other is of no use;
     /// - a vCPU that reports something waits to be resumed or ended by the owner;
     /// - what is ejected was asked for by the owner, each once (`PciSlots`, `Plug`);
-    /// - what must pause the VM has pulled the brake, so that a vCPU sends no more than its exit does.
+    /// - what must pause the VM has pulled the brake, so that a vCPU sends no more than its exit
+    ///   does.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
         if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
@@ -241,8 +249,9 @@ impl Vm {
         Ok(standstill)
     }
 
-    /// What a failed flush should have made durable is lost: the kernel reports a page that it could not write once,
-    /// and drops it. There is nothing to try again, so a guest that was paused for that never goes on.
+    /// What a failed flush should have made durable is lost: the kernel reports a page that it
+    /// could not write once, and drops it. There is nothing to try again, so a guest that was
+    /// paused for that never goes on.
     fn may_resume(&self) -> Result<VmState, VmError> {
         let next = state::next(self.state, Verb::Resume)?;
         match &self.failure {
@@ -339,8 +348,9 @@ impl Vm {
         }
     }
 
-    /// Refuses what the next boot could not be with. The parts are looked at together: a balloon that the guest has room for now may
-    /// be too large for what it boots with, and one that is too large may be made smaller by the same call.
+    /// Refuses what the next boot could not be with. The parts are looked at together: a balloon
+    /// that the guest has room for now may be too large for what it boots with, and one that is
+    /// too large may be made smaller by the same call.
     fn check_next_boot(&self, resize: &ResizeRequest) -> Result<(), VmError> {
         let mut config = self.config.clone();
         if let Some(vcpus) = resize.desired_vcpus {
@@ -365,8 +375,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go. Of a zone that shrinks as
-    /// well the next boot is asked for the same.
+    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what
+    /// was to go. Of a zone that shrinks as well the next boot is asked for the same.
     fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
         self.running()?.resize_dram(size_bytes)?;
         if self.config.memory.resizes_by_acpi() {
@@ -388,8 +398,8 @@ impl Vm {
         Ok(())
     }
 
-    /// The configuration follows what a zone of DRAM was resized to. PM is nobody's after a reboot: its pool is for whoever comes
-    /// first.
+    /// The configuration follows what a zone of DRAM was resized to. PM is nobody's after a reboot:
+    /// its pool is for whoever comes first.
     fn remember_size(&mut self, zone_id: &str, size_bytes: u64) {
         let memory = &mut self.config.memory;
         if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == zone_id) {
@@ -404,7 +414,8 @@ impl Vm {
         self.running()?.resize_disk(resize)
     }
 
-    /// Adds a device to the configuration, and to the machine if there is one; the next boot has it as well.
+    /// Adds a device to the configuration, and to the machine if there is one; the next boot has it
+    /// as well.
     fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         let mut config = self.config.clone();
         let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.devices());
@@ -435,7 +446,8 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration as a whole or, if it would not be a valid one, not at all. `asked` is what the client has said.
+    /// Changes the configuration as a whole or, if it would not be a valid one, not at all. `asked`
+    /// is what the client has said.
     fn reconfigure(
         &mut self,
         asked: impl fmt::Display,
@@ -459,7 +471,8 @@ pub struct Owner<F> {
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
-    /// How often pauses have ended, or what could be paused has: a pause that stands still late sees that it is over.
+    /// How often pauses have ended, or what could be paused has: a pause that stands still late
+    /// sees that it is over.
     pauses_over: u64,
     /// Those that do not stand still yet, as of which end, and whom to tell.
     pauses: JoinSet<(u64, Reply<()>)>,
@@ -504,7 +517,8 @@ impl<F: MachineFactory> Owner<F> {
             self.create(config).and_then(|()| self.busily(Self::boot)).map_err(RunError::Boot)?;
         }
         loop {
-            // What has happened comes before what is asked: an answer never shows a state that is over.
+            // What has happened comes before what is asked: an answer never shows a state that is
+            // over.
             let restart_at = self.restart_at();
             let flow = tokio::select! {
                 biased;
@@ -526,8 +540,8 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Does what may take its time: a machine is built or ends, or memory, a file or a device that goes is waited for. Whoever asks
-    /// meanwhile how the VM is need not wait for it.
+    /// Does what may take its time: a machine is built or ends, or memory, a file or a device that
+    /// goes is waited for. Whoever asks meanwhile how the VM is need not wait for it.
     fn busily<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         self.busy.send_replace(self.vm.as_ref().map(Vm::info));
         let result = work(self);
@@ -549,8 +563,8 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Ends the VM, whatever it is doing, and closes what it had open: the next one shares nothing with it. Without a VM there
-    /// is nothing to do.
+    /// Ends the VM, whatever it is doing, and closes what it had open: the next one shares nothing
+    /// with it. Without a VM there is nothing to do.
     fn delete(&mut self) {
         let Some(vm) = self.vm.take() else { return };
         let ran = vm.machine.is_some();
@@ -586,7 +600,8 @@ impl<F: MachineFactory> Owner<F> {
         vm.resume()?;
         told.tell(Event::VmResumed);
         if let Some(event) = vm.kept.take() {
-            // It is handled before anything else is served. The owner has the other end of the queue.
+            // It is handled before anything else is served. The owner has the other end of the
+            // queue.
             let _ = self.sender.send((self.generation, event));
         }
         Ok(())
@@ -651,8 +666,9 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// The end of a pause, unless somebody has had the VM go on or end since: then nobody is told that it is paused. The owner says so
-    /// itself, and not who waited: nothing comes between the look and the answer.
+    /// The end of a pause, unless somebody has had the VM go on or end since: then nobody is told
+    /// that it is paused. The owner says so itself, and not who waited: nothing comes between
+    /// the look and the answer.
     fn stands_still(&mut self, since: u64, reply: Reply<()>) {
         if since == self.pauses_over {
             self.told.tell(Event::VmPaused);
@@ -684,8 +700,8 @@ impl<F: MachineFactory> Owner<F> {
         let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {
             return Flow::Continue;
         };
-        // An exit that is under way, or the watchdog, may come behind a pause. Whoever asked for that is told that the guest stands
-        // still, and so it does.
+        // An exit that is under way, or the watchdog, may come behind a pause. Whoever asked for
+        // that is told that the guest stands still, and so it does.
         if vm.state == VmState::Paused && event.ends_the_guest() {
             info!(?event, "The guest has ended itself in a pause, which follows when it goes on");
             vm.kept.get_or_insert(event);
@@ -722,7 +738,8 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
                 self.told.tell(Event::Failed { reason: &reason });
-                // Also when it is paused already: the vCPU that sent this has pulled the brake again.
+                // Also when it is paused already: the vCPU that sent this has pulled the brake
+                // again.
                 if let Some(machine) = &mut vm.machine {
                     tokio::task::spawn_blocking(machine.pause());
                     vm.state = VmState::Paused;

@@ -16,8 +16,8 @@ use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
 use crate::volume::file::PmemFile;
 
-/// A virtio-pmem device for each file, in their order: the guest numbers them so, behind the volumes. Resources keep the
-/// files as long as the VM has them.
+/// A virtio-pmem device for each file, in their order: the guest numbers them so, behind the
+/// volumes. Resources keep the files as long as the VM has them.
 pub(super) fn attach(
     files: &PmemFiles,
     memory: &mut Memory,

@@ -18,7 +18,8 @@ impl OpenPool {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
     }
 
-    /// What `pool.info` tells. Nobody waits for it: not for the media, nor for who changes the pool.
+    /// What `pool.info` tells. Nobody waits for it: not for the media, nor for who changes the
+    /// pool.
     pub(super) fn info(&self) -> PoolInfo {
         let info = self.pool.info();
         PoolInfo {
@@ -116,7 +117,8 @@ mod tests {
                 _ => assert_eq!(theirs.get(name), Some(number), "{name}"),
             }
         }
-        // What is damaged nobody can say of a pool that a VM may have: it would not have been opened.
+        // What is damaged nobody can say of a pool that a VM may have: it would not have been
+        // opened.
         let missing: Vec<_> = theirs.keys().filter(|name| !ours.contains_key(*name)).collect();
         assert_eq!(missing, ["damaged_bytes", "format_version", "latched", "thin"]);
         assert_eq!(theirs["damaged_bytes"], 0);

@@ -1,7 +1,7 @@
 //! What may be asked of the task that owns the VM, and what it answers.
 //!
-//! The API, signals and the governor all speak through a [`VmHandle`]; only the owner of the other end touches
-//! the VM.
+//! The API, signals and the governor all speak through a [`VmHandle`]; only the owner of the other
+//! end touches the VM.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,14 +37,15 @@ pub enum VmState {
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// The configuration, with what was changed since: by `vm.pressure`, by devices that came and went, and by resizes of vCPUs, DRAM
-    /// and balloon, so that the next boot has it.
+    /// The configuration, with what was changed since: by `vm.pressure`, by devices that came and
+    /// went, and by resizes of vCPUs, DRAM and balloon, so that the next boot has it.
     pub config: VmConfig,
     /// Where it is in its life.
     pub state: VmState,
     /// Boot memory and what is plugged of DRAM and PM, without what is in a balloon, in bytes.
     pub memory_actual_size: u64,
-    /// Why the VM was paused, if something had failed that the guest cannot be told. It cannot be resumed.
+    /// Why the VM was paused, if something had failed that the guest cannot be told. It cannot be
+    /// resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
     /// Its balloon, if it has one.
@@ -58,7 +59,8 @@ pub struct VmInfo {
     pub device_tree: Option<DeviceTree>,
 }
 
-/// `vm.info`: devices by their ids. As in Cloud Hypervisor each is two nodes: itself, and above it its PCI function.
+/// `vm.info`: devices by their ids. As in Cloud Hypervisor each is two nodes: itself, and above it
+/// its PCI function.
 pub type DeviceTree = BTreeMap<String, DeviceNode>;
 
 /// `vm.info`: a node of the tree.
@@ -154,9 +156,10 @@ pub(super) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
     size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
 
-/// Gives a zone of a VM that does not run as much DRAM as was asked for, boot part included. It is the boot part that changes, as in
-/// Cloud Hypervisor; but where a part of it is hotplugged, because that was asked for while the VM ran, that part does, as far as it
-/// goes: else the next boot would have both.
+/// Gives a zone of a VM that does not run as much DRAM as was asked for, boot part included. It is
+/// the boot part that changes, as in Cloud Hypervisor; but where a part of it is hotplugged,
+/// because that was asked for while the VM ran, that part does, as far as it goes: else the next
+/// boot would have both.
 fn set_size(
     boot_bytes: &mut u64,
     hotplug: Option<u64>,
@@ -216,7 +219,8 @@ impl fmt::Display for ResizeZoneRequest {
 }
 
 impl ResizeZoneRequest {
-    /// Makes the change in the configuration of a VM that does not run. Zones of PM boot with nothing.
+    /// Makes the change in the configuration of a VM that does not run. Zones of PM boot with
+    /// nothing.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         let zones = &mut config.memory.zones;
         match zones.iter_mut().find(|zone| zone.id == self.id) {
@@ -260,18 +264,20 @@ pub struct ZoneInfo {
     pub hotplug_bytes: u64,
     /// What the guest is asked to have plugged.
     pub requested_bytes: u64,
-    /// Part of the last requested size that waits until the guest has DRAM for its page descriptors.
+    /// Part of the last requested size that waits until the guest has DRAM for its page
+    /// descriptors.
     pub held_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
-    /// Guest DRAM that the page descriptors of the plugged memory occupy, at the least. Linux allocates
-    /// them for whole memory blocks, so a block that is plugged in part takes more.
+    /// Guest DRAM that the page descriptors of the plugged memory occupy, at the least. Linux
+    /// allocates them for whole memory blocks, so a block that is plugged in part takes more.
     pub descriptor_bytes: u64,
     /// What the agent says is online; `None` without an agent.
     pub online_bytes: Option<u64>,
     /// What is in the host's memory.
     pub resident_bytes: u64,
-    /// The guest's virtio-mem driver: `absent`, `ready`, `unsupported`; `None` if the zone has no such device.
+    /// The guest's virtio-mem driver: `absent`, `ready`, `unsupported`; `None` if the zone has no
+    /// such device.
     pub driver: Option<DriverState>,
     /// How the last resize goes: `reached`, `pending`, `no-driver`, `stuck`, with the reason.
     pub status: ResizeStatus,
@@ -292,8 +298,8 @@ pub struct VolumeInfo {
     pub durability: String,
     /// In how many pieces it lies in the pool.
     pub extents: usize,
-    /// What is thought of the guest's BTT driver; `None` as long as no agent has said which kernel it is, and where the VMM
-    /// translates itself.
+    /// What is thought of the guest's BTT driver; `None` as long as no agent has said which kernel
+    /// it is, and where the VMM translates itself.
     pub guest_btt: Option<Verdict>,
     /// Whether what the guest flushes is durable.
     pub status: VolumeStatus,
@@ -393,7 +399,8 @@ pub enum VmError {
     DeviceLeaving {
         /// Why it cannot be had.
         reason: String,
-        /// Which of the kind the guest has been asked to let go; none, if all of them are being stopped.
+        /// Which of the kind the guest has been asked to let go; none, if all of them are being
+        /// stopped.
         leaving: String,
     },
     /// There is no VM.
@@ -456,7 +463,8 @@ pub enum VmRequest {
     ResizeZone(ResizeZoneRequest, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
-    /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM does not run.
+    /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM
+    /// does not run.
     AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),
     /// `vm.remove-device`.
     RemoveDevice(String, Reply<()>),
@@ -531,8 +539,8 @@ impl VmHandle {
         answer.await.map_err(|_| VmError::Ending)?
     }
 
-    /// `vm.info`. While the owner builds a machine or ends one, which takes seconds, it is as it was when that began: so it will be
-    /// until it is done.
+    /// `vm.info`. While the owner builds a machine or ends one, which takes seconds, it is as it
+    /// was when that began: so it will be until it is done.
     pub async fn info(&self) -> Result<VmInfo, VmError> {
         let mut busy = self.busy.clone();
         tokio::select! {

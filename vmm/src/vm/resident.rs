@@ -1,4 +1,5 @@
-//! What is resident of a VM's memory: dear to find out, so not on the thread of the VM's owner, and not too often.
+//! What is resident of a VM's memory: dear to find out, so not on the thread of the VM's owner, and
+//! not too often.
 
 use std::io;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use tracing::warn;
 use super::cached::Cached;
 use super::request::{Reply, ZoneInfo};
 
-/// It is found out no more often than that while nothing is plugged or unplugged, whoever asks: the kernel walks the
-/// page tables of all mappings for it, which takes milliseconds.
+/// It is found out no more often than that while nothing is plugged or unplugged, whoever asks: the
+/// kernel walks the page tables of all mappings for it, which takes milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
 /// The resident bytes of all zones.
@@ -40,10 +41,11 @@ impl Resident {
         Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
     }
 
-    /// Answers with `zones`, with what is resident of them, from a thread where blocking is allowed. The caller goes
-    /// on at once. To be called in a runtime.
+    /// Answers with `zones`, with what is resident of them, from a thread where blocking is
+    /// allowed. The caller goes on at once. To be called in a runtime.
     ///
-    /// One thread answers all who have asked: with one for each, a crowd of clients would park as many threads.
+    /// One thread answers all who have asked: with one for each, a crowd of clients would park as
+    /// many threads.
     pub fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
         let was_answering = {
             let mut asked = self.asked.lock();

@@ -1,4 +1,5 @@
-//! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go on.
+//! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go
+//! on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -89,8 +90,9 @@ impl Resources {
         self.pmem.keep(config);
     }
 
-    /// Returns `config` with one path for each pool: the path that the VM's configuration has named first. A path is
-    /// looked up once in the life of a VM, so a link that changes later has no effect.
+    /// Returns `config` with one path for each pool: the path that the VM's configuration has named
+    /// first. A path is looked up once in the life of a VM, so a link that changes later has no
+    /// effect.
     pub(super) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
         let mut config = config.clone();
         let zones = config.pm_memory.iter_mut().map(|zone| &mut zone.pool);
@@ -111,9 +113,9 @@ impl Resources {
         config
     }
 
-    /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
-    /// VMM lives; but one of which a write has failed takes no more before it is opened anew, which the next machine
-    /// does.
+    /// Opens every pool that `config` names and that is not open yet. They stay open, and locked,
+    /// as long as the VMM lives; but one of which a write has failed takes no more before it is
+    /// opened anew, which the next machine does.
     ///
     /// Returns the step for each volume of `config`, in their order. A pool is refused if its size
     /// does not suffice for the VM's volumes and for the memory that its zones may need.
@@ -203,7 +205,8 @@ impl Resources {
         &self.events
     }
 
-    /// Counts a machine that was built; the first one's console files start empty, later ones' go on.
+    /// Counts a machine that was built; the first one's console files start empty, later ones' go
+    /// on.
     pub fn file_start(&self) -> FileStart {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
     }
@@ -219,8 +222,8 @@ impl Resources {
     }
 }
 
-/// The files of `--pmem`: those of the VM's configuration, in its order. Shared with the machine, to which they are added and
-/// from which they are removed.
+/// The files of `--pmem`: those of the VM's configuration, in its order. Shared with the machine,
+/// to which they are added and from which they are removed.
 #[derive(Clone, Default)]
 pub struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
 
@@ -228,8 +231,9 @@ pub struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
 pub type NamedFile = (PmemConfig, Arc<PmemFile>);
 
 impl PmemFiles {
-    /// Opens every file of `config`. They stay open, and locked, as long as the VM has them: a file without a name is still
-    /// the same one after a reboot. One of which a flush has failed is opened anew, as a pool is.
+    /// Opens every file of `config`. They stay open, and locked, as long as the VM has them: a file
+    /// without a name is still the same one after a reboot. One of which a flush has failed is
+    /// opened anew, as a pool is.
     pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut files = self.0.lock();
         files.retain(|(config, file)| {

@@ -83,8 +83,8 @@ impl RestartGuard {
     pub const EARLY: Duration = Duration::from_secs(10);
     pub const MAX_DELAY: Duration = Duration::from_secs(30);
 
-    /// Decides on a restart `uptime` after the start. Only a triple fault can be unintentional, so only triple faults
-    /// end the VM.
+    /// Decides on a restart `uptime` after the start. Only a triple fault can be unintentional, so
+    /// only triple faults end the VM.
     pub fn decide(&mut self, is_fault: bool, uptime: Duration) -> Restart {
         let is_early = uptime <= Self::EARLY;
         self.early_faults = if is_early && is_fault { self.early_faults + 1 } else { 0 };

@@ -10,11 +10,11 @@ use super::error::BuildError;
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
 use crate::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
 
-/// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the machine, to which they are added
-/// and from which they are removed.
+/// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the
+/// machine, to which they are added and from which they are removed.
 ///
-/// They stay as long as the VM has them: what was made of one that is ours, such as a bridge's port, is still so after a reboot,
-/// and descriptors that were given cannot be opened again.
+/// They stay as long as the VM has them: what was made of one that is ours, such as a bridge's
+/// port, is still so after a reboot, and descriptors that were given cannot be opened again.
 #[derive(Clone, Default)]
 pub struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 
@@ -22,11 +22,12 @@ pub struct Taps(Arc<Mutex<Vec<NamedTap>>>);
 pub type NamedTap = (NetConfig, Arc<Tap>);
 
 impl Taps {
-    /// Opens every interface of `config`. The machine before it has ended: nobody else reads one that is kept.
+    /// Opens every interface of `config`. The machine before it has ended: nobody else reads one
+    /// that is kept.
     pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
         let mut taps = self.0.lock();
-        // What is not wanted any more goes first: another one may have its name. What somebody has removed is made again, but
-        // for descriptors, which would be no others.
+        // What is not wanted any more goes first: another one may have its name. What somebody has
+        // removed is made again, but for descriptors, which would be no others.
         taps.retain(|(earlier, tap)| {
             config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
         });
@@ -92,13 +93,15 @@ pub fn check(config: &NetConfig) -> Result<(), TapError> {
     check_given(&numbers(config)).map(drop)
 }
 
-/// Keeps the descriptors that the command line names: they are the VM's from now on, and closed when it does without them.
+/// Keeps the descriptors that the command line names: they are the VM's from now on, and closed
+/// when it does without them.
 pub fn keep_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
         for fd in net.fds.iter_mut().filter(|fd| !fd.is_kept()) {
-            // SAFETY: it is a queue of a tap interface, as was seen, and nothing in this process has opened one yet: whoever
-            // started it has given it away. No number is given twice (`NetConfig::validate`), and the only other flag that
+            // SAFETY: it is a queue of a tap interface, as was seen, and nothing in this process
+            // has opened one yet: whoever started it has given it away. No number is
+            // given twice (`NetConfig::validate`), and the only other flag that
             // takes any descriptor does not take this one (`parse_command_line`).
             let owned = unsafe { OwnedFd::from_raw_fd(fd.number()) };
             *fd = GivenFd::from(owned);

@@ -1,4 +1,5 @@
-//! A virtio device whose comings and goings are events: `activated` when its driver is ready, `reset` when that lets it go.
+//! A virtio device whose comings and goings are events: `activated` when its driver is ready,
+//! `reset` when that lets it go.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +8,8 @@ use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
 use crate::virtio::{ActivateError, Activation, VirtioDevice};
 
-/// Where the devices of a machine tell. Silent once the machine ends: what it resets then, no driver has let go.
+/// Where the devices of a machine tell. Silent once the machine ends: what it resets then, no
+/// driver has let go.
 #[derive(Clone)]
 pub(super) struct Teller {
     events: Events,

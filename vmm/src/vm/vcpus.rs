@@ -1,7 +1,7 @@
 //! The vCPUs of a machine: those that the guest has, and those that wait for it to want them again.
 //!
-//! KVM makes vCPUs and never takes one away. What the guest has let go keeps its thread, and does not run; when the guest is to
-//! have it again it begins as if it had never run.
+//! KVM makes vCPUs and never takes one away. What the guest has let go keeps its thread, and does
+//! not run; when the guest is to have it again it begins as if it had never run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,8 @@ use crate::events::Event;
 /// What is in metrics of vCPUs that come and go.
 const KIND: &str = "vcpu";
 
-/// How long who gives the guest vCPUs back waits for their last exits: one may wait for a disk, and that for its host.
+/// How long who gives the guest vCPUs back waits for their last exits: one may wait for a disk, and
+/// that for its host.
 const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 /// A thread that runs a vCPU.
@@ -64,11 +65,13 @@ impl Processor for Vcpu {
 }
 
 pub(super) trait Maker<P: Processor>: Send {
-    /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether the first is open or not. So one
-    /// that KVM has made, and whose `kvm_run` could not be mapped, cannot be had any more.
+    /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether
+    /// the first is open or not. So one that KVM has made, and whose `kvm_run` could not be
+    /// mapped, cannot be had any more.
     fn create(&self, index: u8) -> Result<P::Created, CpuError>;
 
-    /// All the rest. What KVM has made comes back if that fails: it can be tried again with the same.
+    /// All the rest. What KVM has made comes back if that fails: it can be tried again with the
+    /// same.
     fn finish(&self, index: u8, created: P::Created) -> Result<P, (P::Created, CpuError)>;
 }
 
@@ -174,9 +177,11 @@ impl<P: Processor> Vcpus<P> {
 
     /// Gives the guest `come`: all of them, or none.
     ///
-    /// 1. They are made, and those that the guest has had are made anew: that drops the INIT and the SIPI that they have latched.
+    /// 1. They are made, and those that the guest has had are made anew: that drops the INIT and
+    ///    the SIPI that they have latched.
     /// 2. They may run, which is to wait for the guest to start them.
-    /// 3. The guest hears of them, and sends INIT and SIPI: not before 1. is over, or it would start one in vain.
+    /// 3. The guest hears of them, and sends INIT and SIPI: not before 1. is over, or it would
+    ///    start one in vain.
     fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
         come.clone().try_for_each(|index| self.make(index))?;
         let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);
@@ -193,7 +198,8 @@ impl<P: Processor> Vcpus<P> {
         Ok(())
     }
 
-    /// The guest has let one go: it will not run any more. How many there are if that was the last to go.
+    /// The guest has let one go: it will not run any more. How many there are if that was the last
+    /// to go.
     fn park(&mut self, index: u8) -> Option<u8> {
         let made = self.made.get_mut(&index).expect("one that the guest had");
         made.is_parked = true;
@@ -219,7 +225,8 @@ impl KvmMachine {
         })
     }
 
-    /// Has the guest have `desired` vCPUs: those that come are there at once, those that go are asked for.
+    /// Has the guest have `desired` vCPUs: those that come are there at once, those that go are
+    /// asked for.
     pub(super) fn change_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
         let registers = Arc::clone(&self.vcpus.registers);
         let step = self.vcpus_step(desired)?;

@@ -165,7 +165,8 @@ impl Mapped<'_> {
     }
 }
 
-/// Carries out the step of each volume of `config`, and opens it. Returns them in the order of `config`.
+/// Carries out the step of each volume of `config`, and opens it. Returns them in the order of
+/// `config`.
 ///
 /// Existing volumes are opened first, then new ones are created, and then volumes grow, because a
 /// grow cannot be undone.
@@ -196,7 +197,8 @@ fn open(
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
 }
 
-/// Grows a volume with `size=remaining`. A volume that cannot grow is served as it is, unless its pool has failed.
+/// Grows a volume with `size=remaining`. A volume that cannot grow is served as it is, unless its
+/// pool has failed.
 fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Result<(), PoolError> {
     let PmVolumeConfig { name, pool: path, .. } = volume;
     let (path, size) = (path.display(), Size(size_bytes));
@@ -226,8 +228,8 @@ fn map<'a>(
     lost: &LostMemory,
 ) -> Result<Mapped<'a>, BuildError> {
     let pool = resources.pool(&config.pool);
-    // Also of one that the guest only reads: what its recovery then finds would go nowhere, and it would show sectors in
-    // blocks that have become another's.
+    // Also of one that the guest only reads: what its recovery then finds would go nowhere, and it
+    // would show sectors in blocks that have become another's.
     if config.format == VolumeFormat::Btt {
         volume.settle().map_err(BuildError::device(flag(config)))?;
     }
@@ -244,8 +246,8 @@ fn map<'a>(
     Ok(Mapped { config, volume, watched, range, flushes })
 }
 
-/// How a volume is mapped, and whether its flushes must come out to us: a fence is enough on a volatile pool, where
-/// nothing survives the host, and on PM that is mapped with MAP_SYNC.
+/// How a volume is mapped, and whether its flushes must come out to us: a fence is enough on a
+/// volatile pool, where nothing survives the host, and on PM that is mapped with MAP_SYNC.
 fn mapping(readonly: bool, durability: Durability) -> (Access, bool) {
     match (readonly, durability) {
         (true, _) => (Access::Read, false),
@@ -263,8 +265,8 @@ fn attach_nvdimm(
     nvdimms: &mut Vec<Nvdimm>,
 ) -> Result<VolumeCounters, BuildError> {
     let (events, brake) = (events.clone(), Arc::clone(&fabric.brake));
-    // A store to the hint cannot fail in the guest's eyes: the vCPU stops before its next instruction, the others
-    // when the owner has the event.
+    // A store to the hint cannot fail in the guest's eyes: the vCPU stops before its next
+    // instruction, the others when the owner has the event.
     let on_failure = Box::new(move |reason| {
         brake.pull();
         events.send(MachineEvent::MustPause { reason });

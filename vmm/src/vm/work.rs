@@ -28,7 +28,8 @@ impl DeviceWork {
         self.state.lock().loops.extend_from_slice(loops);
     }
 
-    /// Those of a device that the guest has let go: whoever stops it waits for them, also while the VM is paused.
+    /// Those of a device that the guest has let go: whoever stops it waits for them, also while the
+    /// VM is paused.
     pub(super) fn remove(&self, loops: &[EventLoopHandle]) {
         let mut state = self.state.lock();
         state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));
@@ -53,7 +54,8 @@ impl DeviceWork {
         self.state.lock().releases
     }
 
-    /// Holds what has not gone on since there were so many releases, and waits until it stands still.
+    /// Holds what has not gone on since there were so many releases, and waits until it stands
+    /// still.
     pub(super) fn hold(&self, since: u64) {
         let loops = {
             let state = self.state.lock();

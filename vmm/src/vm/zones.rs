@@ -5,8 +5,9 @@ use crate::config::{PmMemoryConfig, Topology, VmConfig};
 use crate::memory::layout::{GuestRange, MIB, MemoryMap};
 use crate::memory::zone::{Tier, ZoneSpec};
 
-/// What the tables say of DRAM: what is usual. What they say of PM is in its configuration. The order is what matters, so that
-/// Linux puts PM into a lower memory tier; and that all DRAM is alike, or Linux believes none of it.
+/// What the tables say of DRAM: what is usual. What they say of PM is in its configuration. The
+/// order is what matters, so that Linux puts PM into a lower memory tier; and that all DRAM is
+/// alike, or Linux believes none of it.
 const DRAM_PERFORMANCE: Performance =
     Performance { read_latency_ns: 90, write_latency_ns: 86, bandwidth_mb_per_s: 40_000 };
 /// The distance that the latencies of DRAM are those of.
@@ -35,7 +36,8 @@ pub fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
     }
 }
 
-/// The NUMA nodes for the tables. Hotplug parts are named from the start: Linux makes no node later.
+/// The NUMA nodes for the tables. Hotplug parts are named from the start: Linux makes no node
+/// later.
 pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
     let range = |range: &GuestRange, hotpluggable| NodeMemory {
         start: range.start,
@@ -70,8 +72,9 @@ pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Ve
     (0..).zip(topology.nodes()).map(node).collect()
 }
 
-/// What the memory of node `to` is worth to the vCPUs of node `from`. Its own figures are those for the node that it is near
-/// to; from elsewhere, latency grows and bandwidth shrinks with the distance.
+/// What the memory of node `to` is worth to the vCPUs of node `from`. Its own figures are those for
+/// the node that it is near to; from elsewhere, latency grows and bandwidth shrinks with the
+/// distance.
 fn performance(config: &VmConfig, topology: &Topology, from: u32, to: u32) -> Performance {
     let pm_zones = topology.zones().iter().filter(|zone| zone.tier == Tier::Pm);
     let pm =
@@ -95,7 +98,8 @@ fn pm_performance(pm: &PmMemoryConfig) -> Performance {
     Performance {
         read_latency_ns: pm.read_latency,
         write_latency_ns: pm.write_latency,
-        // Who says 6600M is to read 6600 in the guest, whose table counts in MB/s: it is a figure to compare zones by.
+        // Who says 6600M is to read 6600 in the guest, whose table counts in MB/s: it is a figure
+        // to compare zones by.
         bandwidth_mb_per_s: pm.bandwidth / MIB,
     }
 }

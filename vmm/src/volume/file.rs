@@ -1,4 +1,5 @@
-//! A file or device of the host's that a guest sees as it is, without a pool: what `--pmem` attaches.
+//! A file or device of the host's that a guest sees as it is, without a pool: what `--pmem`
+//! attaches.
 
 use std::fs::File;
 use std::io;
@@ -88,7 +89,8 @@ enum Contents {
 }
 
 impl PmemFile {
-    /// Opens what `config`, which has been validated, asks for. Nothing that was there has changed when this fails.
+    /// Opens what `config`, which has been validated, asks for. Nothing that was there has changed
+    /// when this fails.
     pub fn open(config: &PmemConfig) -> Result<Self, PmemFileError> {
         let is_directory = config.file.is_dir();
         let file = match (is_directory, config.size) {
@@ -109,7 +111,8 @@ impl PmemFile {
             true => Contents::Private(file),
             false => {
                 let media = FileMedia::new(file, len_bytes, true)?;
-                // A flush may have failed in an earlier life: the guest's file system is checked against the disk.
+                // A flush may have failed in an earlier life: the guest's file system is checked
+                // against the disk.
                 media.forget_clean_pages();
                 if !is_directory {
                     guest_file::mark(media.file(), &config.file);
@@ -133,8 +136,8 @@ impl PmemFile {
         self.len_bytes
     }
 
-    /// Whether a flush has failed or a part is gone, and another start may begin with what is there. What has no name would
-    /// be gone as a whole.
+    /// Whether a flush has failed or a part is gone, and another start may begin with what is
+    /// there. What has no name would be gone as a whole.
     pub fn wants_to_be_opened_anew(&self) -> bool {
         let file = match &self.contents {
             Contents::Shared(media) => media.file(),
@@ -144,7 +147,8 @@ impl PmemFile {
         self.has_name && (is_cut || self.failed.load(Ordering::Relaxed))
     }
 
-    /// Whether a flush has failed, now and whenever it is asked. Who has it does not keep the file open.
+    /// Whether a flush has failed, now and whenever it is asked. Who has it does not keep the file
+    /// open.
     pub fn failure(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.failed)
     }
@@ -168,7 +172,8 @@ impl PmemFile {
 }
 
 impl Persist for PmemFile {
-    /// As for a volume: the guest has written its caches back before it asks (virtio 1.3, 5.19.6.2).
+    /// As for a volume: the guest has written its caches back before it asks (virtio 1.3,
+    /// 5.19.6.2).
     fn persist(&self) -> Result<(), PersistError> {
         let Contents::Shared(media) = &self.contents else { return Ok(()) };
         let result = match media.durability() {
@@ -357,8 +362,8 @@ mod tests {
         let file = File::open(path).unwrap();
         let len = file.metadata().unwrap().len() as usize;
         let mut resident = vec![0u8; len.div_ceil(4096)];
-        // SAFETY: a new mapping of a file of our own, which nobody touches: mincore() is asked about it, with a byte for
-        // each page, and it goes again.
+        // SAFETY: a new mapping of a file of our own, which nobody touches: mincore() is asked
+        // about it, with a byte for each page, and it goes again.
         unsafe {
             let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
             let at =

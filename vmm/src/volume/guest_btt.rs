@@ -1,5 +1,5 @@
-//! What is thought of the guest's BTT driver: asked of [`kernel_gate`](super::kernel_gate) when an agent says which kernel
-//! it runs on, told once in the log, and at any time to whoever asks.
+//! What is thought of the guest's BTT driver: asked of [`kernel_gate`](super::kernel_gate) when an
+//! agent says which kernel it runs on, told once in the log, and at any time to whoever asks.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -42,8 +42,8 @@ impl GuestBtt {
         Self { volumes, max_vcpus, ..Self::default() }
     }
 
-    /// An agent says who it is. True if its kernel is warned of, which happens once in the life of a machine: an agent that
-    /// comes and goes, or says something else each time, fills no log.
+    /// An agent says who it is. True if its kernel is warned of, which happens once in the life of
+    /// a machine: an agent that comes and goes, or says something else each time, fills no log.
     pub fn hello(&self, hello: &Hello) -> bool {
         let kernel = GuestKernel {
             release: hello.kernel_release().to_owned(),
@@ -84,8 +84,8 @@ impl GuestBtt {
         self.said.lock().kernel.clone()
     }
 
-    /// What is thought of the driver for the volume called `name` in `pool`. `None`: the VMM translates it, or nothing is
-    /// known yet.
+    /// What is thought of the driver for the volume called `name` in `pool`. `None`: the VMM
+    /// translates it, or nothing is known yet.
     pub fn verdict(&self, pool: &Path, name: &str) -> Option<Verdict> {
         let (_, interface) =
             self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;

@@ -67,8 +67,8 @@ pub enum Payload {
 /// Why an interface is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum InterfaceError {
-    /// The guest's BTT flushes under a spinlock, and with several vCPUs the answer of a virtio-pmem device cannot
-    /// be there in time.
+    /// The guest's BTT flushes under a spinlock, and with several vCPUs the answer of a virtio-pmem
+    /// device cannot be there in time.
     #[error(
         "--pm-volume name={name}: interface=virtio-pmem is unsafe with more than one possible vCPU (max={max_vcpus}): \
          the guest's BTT driver flushes under a spinlock and would have to sleep there; use interface=nvdimm, \
@@ -85,7 +85,8 @@ pub enum InterfaceError {
          interface=virtio-pmem"
     )]
     RawBlocks { name: String },
-    /// The API could not tell two devices apart, nor the guest two disks, of which it is the serial number.
+    /// The API could not tell two devices apart, nor the guest two disks, of which it is the serial
+    /// number.
     #[error(
         "--pm-volume name={name}: another device of this VM has the id {id}; rename the volume (pmvol volume rename), or \
          give the other another id="
@@ -151,8 +152,8 @@ fn choose_for_btt(
     }
 }
 
-/// virtio-pmem is right on every pool, and Linux has struct pages for it, without which there is no DAX; those of an
-/// NVDIMM have to be made by ndctl first.
+/// virtio-pmem is right on every pool, and Linux has struct pages for it, without which there is no
+/// DAX; those of an NVDIMM have to be made by ndctl first.
 fn choose_for_raw(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
     match volume.interface {
         VolumeInterface::Auto | VolumeInterface::VirtioPmem => Ok(Chosen::VirtioPmem),
@@ -167,8 +168,8 @@ pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
     if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
 }
 
-/// Refuses volumes whose devices would have the same id: it comes from their name, and names are a pool's own. `others` are the
-/// ids of all other devices.
+/// Refuses volumes whose devices would have the same id: it comes from their name, and names are a
+/// pool's own. `others` are the ids of all other devices.
 pub fn check_ids<'a>(
     volumes: impl Iterator<Item = (&'a PmVolumeConfig, Chosen)>,
     others: impl IntoIterator<Item = String>,
@@ -186,8 +187,9 @@ pub fn check_ids<'a>(
 
 /// Refuses what was chosen where the pool is not made for it, which is known when the pool is open.
 ///
-/// A BTT's driver flushes by the hints, and so do file systems. But Linux takes every NVDIMM in the NFIT for memory that
-/// is durable behind a fence: it lets programs map a raw one with MAP_SYNC, and they flush no more than cache lines.
+/// A BTT's driver flushes by the hints, and so do file systems. But Linux takes every NVDIMM in the
+/// NFIT for memory that is durable behind a fence: it lets programs map a raw one with MAP_SYNC,
+/// and they flush no more than cache lines.
 pub fn check_pool(
     volume: &PmVolumeConfig,
     chosen: Chosen,

@@ -35,11 +35,11 @@ impl fmt::Display for KernelVersion {
     }
 }
 
-/// Kernels in which two writers may get one lane when one preempts the other: the first that has the fault, and the first
-/// of that series that has not.
+/// Kernels in which two writers may get one lane when one preempts the other: the first that has
+/// the fault, and the first of that series that has not.
 ///
-/// The beginnings and the ends of series that are not named otherwise are those of the kernel's own record of the CVE.
-/// 6.1 and 6.12 are Debian's: it went from a version before the fix to these.
+/// The beginnings and the ends of series that are not named otherwise are those of the kernel's own
+/// record of the CVE. 6.1 and 6.12 are Debian's: it went from a version before the fix to these.
 pub const LANES_SHARED: [(KernelVersion, KernelVersion); 9] = [
     (KernelVersion::new(4, 19, 299), KernelVersion::new(4, 20, 0)),
     (KernelVersion::new(5, 4, 261), KernelVersion::new(5, 5, 0)),
@@ -59,12 +59,14 @@ pub enum Preemption {
     Full,
     /// `none`, `voluntary`, or a kernel without the choice.
     Not,
-    /// The kernel can be either, and the agent does not know which; or it names a model that is not known here.
+    /// The kernel can be either, and the agent does not know which; or it names a model that is not
+    /// known here.
     Unknown,
 }
 
 impl Preemption {
-    /// From a hello's `preemption`. `lazy` preempts real-time tasks' victims at once, and others at the next tick: anywhere.
+    /// From a hello's `preemption`. `lazy` preempts real-time tasks' victims at once, and others at
+    /// the next tick: anywhere.
     pub fn parse(text: &str) -> Self {
         match text {
             "full" | "lazy" | "rt" => Self::Full,
@@ -88,8 +90,9 @@ pub struct GuestKernel {
 impl GuestKernel {
     /// The version that says which fixes it has, if it can be told.
     ///
-    /// Debian's and Ubuntu's kernels are named by an ABI, `6.1.0-56-cloud-amd64`, which stays when fixes come. Debian says
-    /// the version behind its name in `uname -v`: `#1 SMP PREEMPT_DYNAMIC Debian 6.1.192-2 (2026-11-14)`.
+    /// Debian's and Ubuntu's kernels are named by an ABI, `6.1.0-56-cloud-amd64`, which stays when
+    /// fixes come. Debian says the version behind its name in `uname -v`: `#1 SMP
+    /// PREEMPT_DYNAMIC Debian 6.1.192-2 (2026-11-14)`.
     pub fn fixes(&self) -> Option<KernelVersion> {
         let words = self.version.split_ascii_whitespace();
         let package = words.skip_while(|word| *word != "Debian").nth(1);
@@ -124,7 +127,8 @@ fn parse_version(text: &str) -> Option<KernelVersion> {
 pub enum Verdict {
     /// Nothing is known against it.
     Safe,
-    /// Neither its kernel's fixes nor its preemption can be told. Of most such kernels nothing would be wrong.
+    /// Neither its kernel's fixes nor its preemption can be told. Of most such kernels nothing
+    /// would be wrong.
     Unknown,
     /// It may be one that is unsafe: what would tell is not known.
     Suspect(String),
@@ -160,9 +164,11 @@ impl Verdict {
     }
 }
 
-/// Judges the BTT driver of `kernel` for a volume that is shown by `interface` to a guest of up to `max_vcpus`.
+/// Judges the BTT driver of `kernel` for a volume that is shown by `interface` to a guest of up to
+/// `max_vcpus`.
 ///
-/// Only of volumes whose sectors the guest itself translates: those of format btt, by nvdimm or virtio-pmem.
+/// Only of volumes whose sectors the guest itself translates: those of format btt, by nvdimm or
+/// virtio-pmem.
 pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict {
     if interface == Chosen::VirtioPmem && max_vcpus > 1 {
         return Verdict::Unsafe(format!(

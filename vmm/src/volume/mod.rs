@@ -1,5 +1,5 @@
-//! Volumes of PM pools as a VM sees them: which interface is safe, how their chunks are mapped, and what makes
-//! them durable.
+//! Volumes of PM pools as a VM sees them: which interface is safe, how their chunks are mapped, and
+//! what makes them durable.
 
 pub mod config;
 pub mod file;

@@ -1,6 +1,7 @@
 //! Sizes of a VM's volumes in one pool, decided before anything in the pool changes.
 //!
-//! Fixed sizes come first, whatever the order of the flags. A volume with `size=remaining` gets the rest:
+//! Fixed sizes come first, whatever the order of the flags. A volume with `size=remaining` gets the
+//! rest:
 //!
 //! ```text
 //! usable = the pool - its own data - bad media
@@ -128,8 +129,8 @@ impl PlanError {
     }
 }
 
-/// Decides the step of each of `volumes`, in their order. All are of the pool that `pool` and `stored` describe.
-/// `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
+/// Decides the step of each of `volumes`, in their order. All are of the pool that `pool` and
+/// `stored` describe. `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
 pub fn plan(
     volumes: &[&PmVolumeConfig],
     stored: &[StoredVolume],

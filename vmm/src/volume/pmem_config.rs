@@ -24,13 +24,15 @@ impl PmemConfig {
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 
-    /// What the `nth` device is called: by its own name, or by Cloud Hypervisor's for those without.
+    /// What the `nth` device is called: by its own name, or by Cloud Hypervisor's for those
+    /// without.
     pub fn name(&self, nth: usize) -> String {
         self.id.clone().unwrap_or_else(|| format!("_pmem{nth}"))
     }
 }
 
-/// Checks devices against each other: one name each, and no file of which one of them sees what another writes.
+/// Checks devices against each other: one name each, and no file of which one of them sees what
+/// another writes.
 pub(crate) fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
     let conflict = |reason| Err(ConfigError::Conflict { flag: PmemConfig::FLAG, reason });
     for (nth, device) in devices.iter().enumerate() {

@@ -113,7 +113,8 @@ impl Api {
         })
     }
 
-    /// One request on a connection of its own: the status, and the body if its length was said. Events have none, and never end.
+    /// One request on a connection of its own: the status, and the body if its length was said.
+    /// Events have none, and never end.
     pub async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
         let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
         let len = body.len();
@@ -141,7 +142,8 @@ impl Api {
         (status.expect("a status"), String::from_utf8(answer).unwrap())
     }
 
-    /// What a request comes to that nothing is wrong with. It is answered alike, or there is no such call.
+    /// What a request comes to that nothing is wrong with. It is answered alike, or there is no
+    /// such call.
     pub async fn attempt(&self, method: &str, call: &str) -> Tried {
         let body = VALID
             .iter()
@@ -223,7 +225,8 @@ pub async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdi
     Some(if is_told { Verdict::Implemented } else { not_told() })
 }
 
-/// Every call, each held against the statuses that Cloud Hypervisor's description has for what succeeds.
+/// Every call, each held against the statuses that Cloud Hypervisor's description has for what
+/// succeeds.
 pub async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();
     for (name, statuses) in of_kind("call") {

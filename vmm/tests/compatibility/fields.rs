@@ -253,7 +253,8 @@ fn what_each_field_does_that_is_implemented_stands_on_its_page() {
     assert_eq!(missing, Vec::<&str>::new());
 }
 
-/// What is passed over is not done, and nobody is told: every field of Cloud Hypervisor's is done or refused.
+/// What is passed over is not done, and nobody is told: every field of Cloud Hypervisor's is done
+/// or refused.
 #[test]
 fn no_field_is_passed_over() {
     let fields = of_kind("field").filter_map(|(name, text)| Some((name, of_config(name, text?)?)));
@@ -262,8 +263,9 @@ fn no_field_is_passed_over() {
     assert_eq!(passed_over.collect::<Vec<_>>(), Vec::<&str>::new());
 }
 
-/// A VM as Cloud Hypervisor 54 shows it in `vm.info`, where it writes out everything that is no option: to give that to another VMM
-/// is how a VM is copied. `disable_io_uring`, `disable_aio` and `gdb` are not in its description.
+/// A VM as Cloud Hypervisor 54 shows it in `vm.info`, where it writes out everything that is no
+/// option: to give that to another VMM is how a VM is copied. `disable_io_uring`, `disable_aio` and
+/// `gdb` are not in its description.
 fn as_it_is_shown() -> Value {
     json!({
         "cpus": {"boot_vcpus": 1, "max_vcpus": 2, "kvm_hyperv": false, "max_phys_bits": 46, "features": {"amx": false},
@@ -311,7 +313,8 @@ fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
     assert!(VmConfig::from_json(other.as_object().unwrap().clone()).is_err());
 }
 
-/// Nobody is warned of what Cloud Hypervisor has: whoever reads that a key is unknown has mistyped it.
+/// Nobody is warned of what Cloud Hypervisor has: whoever reads that a key is unknown has mistyped
+/// it.
 #[test]
 fn no_field_is_taken_for_a_mistyped_one() {
     for (name, text) in of_kind("field") {

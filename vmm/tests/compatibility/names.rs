@@ -11,8 +11,8 @@ pub struct Samples {
     pub other: &'static str,
 }
 
-/// The names of one kind (`call`, `field`, `flag`, `key`), with what is behind the `=`: values to try it with, and of a call the
-/// statuses of its description that are no errors.
+/// The names of one kind (`call`, `field`, `flag`, `key`), with what is behind the `=`: values to
+/// try it with, and of a call the statuses of its description that are no errors.
 pub fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Option<&'static str>)> {
     NAMES.lines().filter_map(move |line| {
         let name = line.strip_prefix(kind)?.strip_prefix(' ')?;

@@ -93,7 +93,8 @@ fn sample(document: &Value, schema: &Value) -> Value {
     }
 }
 
-/// The names of a struct's fields, those among them that JSON leaves out when there is nothing to say.
+/// The names of a struct's fields, those among them that JSON leaves out when there is nothing to
+/// say.
 fn fields(value: &impl Debug) -> BTreeSet<String> {
     let lines = format!("{value:#?}");
     let fields = lines.lines().filter_map(|line| line.strip_prefix("    ")?.split_once(": "));

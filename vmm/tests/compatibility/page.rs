@@ -15,7 +15,8 @@ const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/compatibility.m
 const MARK: &str =
     "<!-- UPDATE=1 cargo test -p foreshore --test compatibility writes all below -->\n";
 
-/// Schemas of what is not there as a whole: what they belong to. When that is there, they need a place in `fields` or `calls`.
+/// Schemas of what is not there as a whole: what they belong to. When that is there, they need a
+/// place in `fields` or `calls`.
 const PARTS: &[(&str, &str)] = &[
     ("DebugConsoleConfig", "field VmConfig.debug_console"),
     ("DeviceConfig", "call PUT vm.add-device"),

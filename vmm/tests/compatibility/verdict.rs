@@ -47,7 +47,8 @@ impl Verdict {
     }
 }
 
-/// What an error says, if it says that something is not there; others are about the values that were tried.
+/// What an error says, if it says that something is not there; others are about the values that
+/// were tried.
 pub fn of_error(error: &ConfigError) -> Option<Verdict> {
     match error {
         ConfigError::Unsupported { why, .. } | ConfigError::ForeignSection { why, .. } => {

@@ -1,4 +1,5 @@
-//! Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever wants something else.
+//! Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever wants
+//! something else.
 
 use super::{Context, Memory, Verdict};
 use crate::plan::{Direction, Plan, Reason};
@@ -9,8 +10,8 @@ pub(super) fn decide(context: &Context<'_>) -> Verdict {
     let Some(plan) = come_within_bounds(context) else {
         return Verdict { plan: None, memory: Some(Memory::BoundsTold(false)) };
     };
-    // Rule 8: a dry run says once what this rule would do, and then what the policy does. What stands in the way of a bound
-    // stands in a policy's, too.
+    // Rule 8: a dry run says once what this rule would do, and then what the policy does. What
+    // stands in the way of a bound stands in a policy's, too.
     let (is_dry_run, was_told) = (controller.rules.dry_run, controller.told_bounds);
     let changes = plan.direction != Direction::Hold;
     let is_news = !is_dry_run || (changes && !was_told);

@@ -1,4 +1,5 @@
-//! Rule 7: a paused loop decides nothing, and neither does the policy `off`. Pinned zones are left out where sizes are allocated.
+//! Rule 7: a paused loop decides nothing, and neither does the policy `off`. Pinned zones are left
+//! out where sizes are allocated.
 
 use super::{Context, Verdict};
 use crate::plan::Reason;

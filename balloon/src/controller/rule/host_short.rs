@@ -1,4 +1,5 @@
-//! Rule 5: what the host could not provide is asked of other zones, at once, and with what has come to be wanted since.
+//! Rule 5: what the host could not provide is asked of other zones, at once, and with what has come
+//! to be wanted since.
 
 use super::{Context, Verdict};
 use crate::TimeMs;
@@ -6,7 +7,8 @@ use crate::controller::Event;
 use crate::plan::{Plan, Reason};
 use crate::policy::off;
 
-/// Time for which others are asked for what the host could not provide. Later, the guest may want something else.
+/// Time for which others are asked for what the host could not provide. Later, the guest may want
+/// something else.
 const SHORTFALL_MS: u64 = 1_000;
 
 /// Bytes that the host could not provide, and that no other zone has been asked for.
@@ -34,7 +36,8 @@ impl HostShortfall {
     }
 }
 
-/// While the loop is paused, or does something else first, the shortfall is kept. A dry run asks nobody, and would ask for ever.
+/// While the loop is paused, or does something else first, the shortfall is kept. A dry run asks
+/// nobody, and would ask for ever.
 pub(super) fn decide(context: &Context<'_>) -> Verdict {
     let Context { controller, now, .. } = *context;
     let shortfall_bytes = controller.host_shortfall.bytes_at(now);

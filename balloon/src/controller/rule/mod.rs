@@ -1,6 +1,8 @@
-//! The rules above every policy, as pure functions. docs/policy.md explains them, and their numbers here are its.
+//! The rules above every policy, as pure functions. docs/policy.md explains them, and their numbers
+//! here are its.
 //!
-//! Rules 1, 2, 4 and 8 limit plans of the others: see [`policy`], [`super::descriptors`] and [`Context::left`].
+//! Rules 1, 2, 4 and 8 limit plans of the others: see [`policy`], [`super::descriptors`] and
+//! [`Context::left`].
 
 mod bounds;
 mod by_hand;
@@ -65,8 +67,8 @@ enum Memory {
 }
 
 impl Context<'_> {
-    /// Rule 8: sizes that a dry run decides upon. Requests that rule 5 would withdraw count as withdrawn, or the dry run
-    /// would report nothing else.
+    /// Rule 8: sizes that a dry run decides upon. Requests that rule 5 would withdraw count as
+    /// withdrawn, or the dry run would report nothing else.
     pub fn left(&self) -> Cow<'_, HostView> {
         self.controller.without_failed(self.host, self.now)
     }

@@ -45,8 +45,8 @@ pub(super) fn decide(context: &Context<'_>) -> Verdict {
     Verdict { plan, memory: Some(Memory::Zones(zones)) }
 }
 
-/// Rule 3 against rule 5: what of the floor is no longer asked of one zone is asked of others, and where they have none
-/// it stays asked for.
+/// Rule 3 against rule 5: what of the floor is no longer asked of one zone is asked of others, and
+/// where they have none it stays asked for.
 fn keep_floor(context: &Context<'_>, asked: &mut HostView, zones: &mut [ZoneTracker]) {
     let Context { controller, host, now, .. } = *context;
     let floor = controller.rules.floor_bytes.min(host.requested_bytes());

@@ -27,7 +27,8 @@ impl Controller {
         let (floor, ceiling) = (self.floor_bytes(host), self.rules.ceiling_bytes);
         let reason = last.decision.reason;
         match last.decision.want_bytes {
-            // Only of what a dry run leaves outside of the bounds does a policy want what stays there.
+            // Only of what a dry run leaves outside of the bounds does a policy want what stays
+            // there.
             Some(want) if want > requested && want < floor => bound(
                 self.grow(floor - requested, reason, last, host, now),
                 want,
@@ -42,7 +43,8 @@ impl Controller {
             Some(want) if want < requested => {
                 self.shrink(requested - want, reason, last, host, now)
             }
-            // What is on its way counts as there: the guest will have enough, and has not got it yet.
+            // What is on its way counts as there: the guest will have enough, and has not got it
+            // yet.
             _ if reason == Reason::Enough
                 && self.is_in_progress(&self.without_stuck(host, now)) =>
             {
@@ -61,7 +63,8 @@ impl Controller {
         host: &HostView,
         now: TimeMs,
     ) -> Plan {
-        // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask for after it.
+        // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask
+        // for after it.
         let mut spread = self.spread(last, None, host, now);
         let (added, limit) = spread.grow(bytes);
         let wanted = host.requested_bytes().saturating_add(bytes);

@@ -75,7 +75,8 @@ fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() 
     );
 }
 
-/// A guest that is short, in which a hand asks for a zone that does not come: until when it keeps `reason` from another.
+/// A guest that is short, in which a hand asks for a zone that does not come: until when it keeps
+/// `reason` from another.
 fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
     rig.controller.pin(rig.host.zones[by_hand].id, &rig.host, rig.now);
     rig.host.zones[by_hand].requested_bytes = 128 * MIB;

@@ -186,7 +186,8 @@ fn new_goal_yields_step_even_if_nothing_can_be_requested() {
     rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);
     assert_eq!(rig.step(), [Step { zone: ZoneId(1), requested_bytes: 0, goal_bytes: 600 * MIB }]);
     assert_eq!(rig.step(), []);
-    // A smaller size is requested at once. Blocks that are still plugged have their descriptors already.
+    // A smaller size is requested at once. Blocks that are still plugged have their descriptors
+    // already.
     rig.host.zones[PM].plugged_bytes = 512 * MIB;
     rig.host.zones[PM].requested_bytes = 256 * MIB;
     rig.controller.set_goal(ZoneId(1), 600 * MIB, &rig.host, rig.now);

@@ -42,7 +42,8 @@ fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
     assert_eq!(rig.host.requested_bytes() - before, 64 * MIB, "the first of the steps");
 }
 
-/// It used to say `no_progress` for ever: who tries a policy on a guest in trouble would never have seen it decide.
+/// It used to say `no_progress` for ever: who tries a policy on a guest in trouble would never have
+/// seen it decide.
 #[test]
 fn rule_8_a_dry_run_says_once_that_a_guest_does_not_follow_and_then_what_the_policy_decides() {
     let mut rig = Rig::fixed(64);
@@ -117,8 +118,8 @@ fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_deci
     assert!(plan.wanted_bytes > 1024 * MIB, "what the policy wants: {plan:?}");
 }
 
-/// Of a removal that `dapper` decides on while nothing is carried out, nothing is left when that is over: the table is asked
-/// what it says by then.
+/// Of a removal that `dapper` decides on while nothing is carried out, nothing is left when that is
+/// over: the table is asked what it says by then.
 #[test]
 fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
     let begin: [fn(&mut Controller); 2] =

@@ -48,7 +48,8 @@ fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
     assert_eq!(rig.tick(100).reason, Reason::InProgress);
     rig.follow();
     assert_eq!(rig.tick(100).reason, Reason::Enough);
-    // A hand's request is not the loop's, and nobody waits for what is kept of a zone that does not follow.
+    // A hand's request is not the loop's, and nobody waits for what is kept of a zone that does not
+    // follow.
     rig.controller.pin(ZoneId(1), &rig.host, rig.now);
     rig.host.zones[PM].requested_bytes = 64 * MIB;
     rig.want(128);

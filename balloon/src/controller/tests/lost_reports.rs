@@ -67,7 +67,8 @@ fn rule_6_a_guest_whose_agent_dies_while_memory_comes_was_short() {
     for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
         let mut rig = short(policy);
         assert_eq!(rig.report(1000, 5).direction, Direction::Grow, "{policy}");
-        // What has been asked for is coming: the policy wants no more, and may have been the last to know.
+        // What has been asked for is coming: the policy wants no more, and may have been the last
+        // to know.
         assert_ne!(rig.report(50, 5).reason, Reason::ReportsLost);
         assert_ne!(added_without_reports(&mut rig), 0, "{policy}");
     }

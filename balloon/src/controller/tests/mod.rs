@@ -107,7 +107,8 @@ impl Rig {
         }
     }
 
-    /// Sets the free memory above the high watermarks so that the guest can describe `sections`, and no more.
+    /// Sets the free memory above the high watermarks so that the guest can describe `sections`,
+    /// and no more.
     fn describe(&mut self, sections: u64) {
         let zone = &mut self.raw.zones[0];
         let floor_pages = zone.managed_pages.div_ceil(64).max(1024);

@@ -67,8 +67,9 @@ fn rule_5_progress_makes_whole_again() {
     assert_eq!(rig.host.requested_bytes(), 64 * MIB);
 }
 
-/// A guest that wants 512 MiB of PM plugs nothing for so long, and then all that is asked of it, within 10 ms. How long it takes
-/// from then on to the first of it, how many MiB that is, and how long to all of it.
+/// A guest that wants 512 MiB of PM plugs nothing for so long, and then all that is asked of it,
+/// within 10 ms. How long it takes from then on to the first of it, how many MiB that is, and how
+/// long to all of it.
 fn after_an_outage_of(outage_ms: u64) -> (u64, u64, u64) {
     let mut rig = Rig::fixed(512);
     rig.host.zones[DRAM].max_bytes = 0;
@@ -98,8 +99,9 @@ fn rule_5_what_a_failure_costs_is_a_second_after_the_first_part() {
     assert_eq!(after_an_outage_of(42_500), (0, 2, 1_010));
 }
 
-/// What is requested of the PM of a guest that wants 256 MiB, whenever that changes. `takes`: what its driver has plugged for a
-/// moment after it was asked, of what it was asked. There is no memory for page descriptors: it is unplugged again.
+/// What is requested of the PM of a guest that wants 256 MiB, whenever that changes. `takes`: what
+/// its driver has plugged for a moment after it was asked, of what it was asked. There is no memory
+/// for page descriptors: it is unplugged again.
 fn asked_of_a_guest_that_keeps_nothing(takes: impl Fn(u64) -> u64) -> Vec<(TimeMs, u64)> {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
@@ -464,7 +466,8 @@ fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
 
 #[test]
 fn rule_5_what_is_unplugged_again_at_once_does_not_say_that_the_host_has_memory_again() {
-    // A host that has nothing, and a guest that plugs so much of what is asked, and unplugs it again.
+    // A host that has nothing, and a guest that plugs so much of what is asked, and unplugs it
+    // again.
     let asked_s = |plugs_mib| {
         let mut rig = Rig::fixed(64);
         rig.host.zones.truncate(1);

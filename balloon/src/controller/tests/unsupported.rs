@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// A loop whose guest has 384 MiB of boot memory, 256 MiB of them in a balloon, and drivers that are unsupported.
+/// A loop whose guest has 384 MiB of boot memory, 256 MiB of them in a balloon, and drivers that
+/// are unsupported.
 fn guest_with_balloon(policy: Policy) -> Rig {
     let mut rig = Rig::new(policy);
     let balloon = ZoneId(2);

@@ -1,6 +1,7 @@
 //! Progress of a resize, for its status and for reminders.
 //!
-//! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
+//! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck,
+//! and the guest is reminded.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,16 +10,19 @@ use crate::{
     DriverState, Shortfall, TimeMs, UNSUPPORTED_DRIVER, UNSUPPORTED_DRIVER_REASON, ZoneSizes,
 };
 
-/// Longest time between two reminders. A loop that withdraws what is not followed requests it again as often.
+/// Longest time between two reminders. A loop that withdraws what is not followed requests it again
+/// as often.
 const MOST_PATIENCE_MS: u64 = 60_000;
 
-/// Least time between two drivers that are waited for anew: a guest can reset a device as often as it likes.
+/// Least time between two drivers that are waited for anew: a guest can reset a device as often as
+/// it likes.
 const ANEW_MS: u64 = 60_000;
 
 /// Times of the last changes, and what was reported about them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Resize {
-    /// When a size changed last and that was not taken back, or the guest was asked for something new.
+    /// When a size changed last and that was not taken back, or the guest was asked for something
+    /// new.
     changed_at: TimeMs,
     reminded_at: TimeMs,
     /// Number of reminders since something changed.
@@ -78,8 +82,8 @@ impl Resize {
 }
 
 impl ZoneTracker {
-    /// Returns true if the guest's driver has become ready since the last observation. It is then waited for anew,
-    /// once in [`ANEW_MS`] at most.
+    /// Returns true if the guest's driver has become ready since the last observation. It is then
+    /// waited for anew, once in [`ANEW_MS`] at most.
     pub(super) fn has_driver_come(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
         let has_come = zone.driver == DriverState::Ready
             && self.sizes.driver != DriverState::Ready
@@ -92,8 +96,9 @@ impl ZoneTracker {
         has_come
     }
 
-    /// Returns true when the resize has just ended: plugged is what was requested, and stays, and the host has not lowered it.
-    /// `has_moved`: what was plugged has gone, asked back or from a size that had been reached.
+    /// Returns true when the resize has just ended: plugged is what was requested, and stays, and
+    /// the host has not lowered it. `has_moved`: what was plugged has gone, asked back or from
+    /// a size that had been reached.
     pub(super) fn observe_resize(
         &mut self,
         before: &ZoneSizes,
@@ -121,7 +126,8 @@ impl ZoneTracker {
         has_ended
     }
 
-    /// Since when nothing has changed, if what came last stays, and how often the guest was reminded since.
+    /// Since when nothing has changed, if what came last stays, and how often the guest was
+    /// reminded since.
     fn rests(&self) -> (TimeMs, u32) {
         let Resize { changed_at, reminders, .. } = self.resize;
         match self.rise.pending_since() {
@@ -130,7 +136,8 @@ impl ZoneTracker {
         }
     }
 
-    /// Returns the reminder that is due now: after a span of patience without progress, and then ever more rarely.
+    /// Returns the reminder that is due now: after a span of patience without progress, and then
+    /// ever more rarely.
     pub fn remind(&mut self, patience_ms: u64, now: TimeMs) -> Option<Reminder> {
         let (changed_at, reminders) = self.rests();
         let doubled_ms = patience_ms.saturating_mul(1 << reminders.min(31));

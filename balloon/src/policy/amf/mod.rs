@@ -1,5 +1,5 @@
-//! `amf`: integrates by the watermarks of a node and takes back lazily, as in "Adaptive Memory Fusion".
-//! docs/policy.md says how its rules were brought from an allocator's hooks to reports.
+//! `amf`: integrates by the watermarks of a node and takes back lazily, as in "Adaptive Memory
+//! Fusion". docs/policy.md says how its rules were brought from an allocator's hooks to reports.
 
 #[cfg(test)]
 mod tests;
@@ -45,7 +45,8 @@ pub(super) const TABLE_2: &[Row] = &[
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     coming: Coming,
-    /// Sections are going back, one step of the controller after the other, until none is left to go.
+    /// Sections are going back, one step of the controller after the other, until none is left to
+    /// go.
     reclaiming: bool,
 }
 
@@ -86,7 +87,8 @@ fn spare_pages(node: &NodeView, factor: Factor) -> u64 {
 }
 
 impl State {
-    /// The sections that go back: those of PM that are free, once their descriptors take up enough DRAM.
+    /// The sections that go back: those of PM that are free, once their descriptors take up enough
+    /// DRAM.
     fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
         let factor = params.factor();
         if nodes.iter().any(|node| table::leans_on_others(TABLE_2, node, factor)) {

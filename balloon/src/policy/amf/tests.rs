@@ -46,8 +46,8 @@ fn every_broken_table_2_is_caught() {
     PAPERS.check_cases(CASES);
 }
 
-/// Where min x scale lies below high, the row in between is empty, and others reach into those of the kernel's own
-/// watermarks: what counts is the most.
+/// Where min x scale lies below high, the row in between is empty, and others reach into those of
+/// the kernel's own watermarks: what counts is the most.
 mod overlap {
     use super::*;
 
@@ -122,7 +122,8 @@ fn the_scale_moves_the_borders() {
     }
 }
 
-/// With `watermark-share` the borders follow the DRAM of each node, not the distance between its watermarks.
+/// With `watermark-share` the borders follow the DRAM of each node, not the distance between its
+/// watermarks.
 #[test]
 fn watermark_share_makes_the_first_border_a_share_of_dram() {
     let policy = amf(1024).with([("watermark-share", &"250".into())]).expect("in bounds");
@@ -178,7 +179,8 @@ fn one_shortage_is_answered_once_however_often_it_is_reported() {
         let decision = rig.report(50);
         assert_eq!((decision.want_bytes, decision.reason), (None, Reason::InProgress));
     }
-    // Half of it is online and has been used up: the rest is still on its way, but the row is a worse one.
+    // Half of it is online and has been used up: the rest is still on its way, but the row is a
+    // worse one.
     rig.host.zones[0].plugged_bytes = D / 2;
     rig.raw.zones[1].managed_pages = D / 2 / PAGE_BYTES;
     rig.free(0, LOW * 1024);
@@ -231,7 +233,8 @@ fn a_node_whose_own_pm_is_used_up_counts_the_others() {
     assert_eq!((decision.near, rig.added(decision)), (Some(0), 5 * D));
 }
 
-/// A guest with so many sections of PM online and free, in which Table 2 asks for nothing at scale 64.
+/// A guest with so many sections of PM online and free, in which Table 2 asks for nothing at scale
+/// 64.
 fn with_free_sections(sections: u64) -> Rig {
     let mut rig = Rig::new(amf(64), &[8 * GIB], &[1024 * GIB]);
     rig.plug(0, sections * SECTION_BYTES);
@@ -250,7 +253,8 @@ fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
         "all together"
     );
     assert!(!decision.pressure);
-    // The controller takes them in steps: what is left goes as well, though it is less than 3 % now.
+    // The controller takes them in steps: what is left goes as well, though it is less than 3 %
+    // now.
     rig.plug(0, 50 * SECTION_BYTES);
     assert_eq!(rig.report(1_000).want_bytes, Some(0));
     rig.plug(0, 0);

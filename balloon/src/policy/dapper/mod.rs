@@ -1,5 +1,5 @@
-//! `dapper`: integrates per node by Table 3, and takes back by Table 4, of "Dapper". docs/policy.md says how its rules
-//! were brought from an allocator's hooks to reports.
+//! `dapper`: integrates per node by Table 3, and takes back by Table 4, of "Dapper". docs/policy.md
+//! says how its rules were brought from an allocator's hooks to reports.
 
 #[cfg(test)]
 mod tests;
@@ -40,7 +40,8 @@ pub(super) const TABLE_3: &[Row] = &[
     rest(16, Reason::AtWatermarks),
 ];
 
-/// Row of Table 4: if more than `above_16ths` of the node's PM is free on the node, `remove_16ths` of it are removed.
+/// Row of Table 4: if more than `above_16ths` of the node's PM is free on the node, `remove_16ths`
+/// of it are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Removal {
     above_16ths: u64,
@@ -61,7 +62,8 @@ pub struct State {
     coming: Coming,
     /// The node that was served last.
     served: Option<u32>,
-    /// A removal that the controller carries out in steps: Table 4 was asked once, before the first of them.
+    /// A removal that the controller carries out in steps: Table 4 was asked once, before the
+    /// first of them.
     removing: Option<Removing>,
 }
 
@@ -118,8 +120,8 @@ fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
     row.map_or(0, |row| scale(pm_bytes, row.remove_16ths, 16))
 }
 
-/// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings back a whole D, so
-/// that much stays above its first border.
+/// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings
+/// back a whole D, so that much stays above its first border.
 fn spare_bytes(node: &NodeView, factor: Factor) -> u64 {
     let kept_pages =
         table::first_border(TABLE_3, node, factor).saturating_add(node.dram_bytes / PAGE_BYTES);

@@ -52,8 +52,8 @@ mod table_3 {
         PAPERS.check_cases(CASES);
     }
 
-    /// Where min x scale lies below high, the row in between is empty, and others reach into those of the kernel's own
-    /// watermarks: what counts is the most.
+    /// Where min x scale lies below high, the row in between is empty, and others reach into those
+    /// of the kernel's own watermarks: what counts is the most.
     mod overlap {
         use super::*;
 
@@ -199,7 +199,8 @@ mod table_4 {
         let in_pm = free_bytes.min(P);
         rig.free(1, in_pm / PAGE_BYTES);
         rig.free(0, (free_bytes - in_pm) / PAGE_BYTES);
-        // The table is looked at by itself: neither does Table 3 want what is free, nor what is left of DRAM.
+        // The table is looked at by itself: neither does Table 3 want what is free, nor what is
+        // left of DRAM.
         rig.raw.zones[0].high_pages = 0;
         (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
         rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
@@ -262,7 +263,8 @@ mod table_4 {
         }
     }
 
-    /// A guest of which nothing is used, with all of P plugged. At scale 1 the first border is 48 MiB.
+    /// A guest of which nothing is used, with all of P plugged. At scale 1 the first border is 48
+    /// MiB.
     fn idle() -> Rig {
         let mut rig = Rig::new(dapper(1), &[D], &[P]);
         rig.plug(0, P);
@@ -274,7 +276,8 @@ mod table_4 {
         let mut rig = idle();
         rig.free(0, 4 * GIB / PAGE_BYTES);
         rig.free(1, 9 * GIB / PAGE_BYTES);
-        // 13 of 16 GiB are free, so half of P shall go; not more than leaves D above the first border.
+        // 13 of 16 GiB are free, so half of P shall go; not more than leaves D above the first
+        // border.
         let spare = 13 * GIB - 2 * HIGH * PAGE_BYTES - D;
         let decision = rig.report(1_000);
         assert_eq!(rig.taken(decision), spare.min(P / 2));
@@ -373,7 +376,8 @@ mod table_4 {
         rig.plug(1, P);
         rig.free(0, D / PAGE_BYTES);
         let decision = rig.report(1_000);
-        // Node 0 has more free memory than PM: all of its PM goes. Node 1 has four times as much PM, and loses an eighth.
+        // Node 0 has more free memory than PM: all of its PM goes. Node 1 has four times as much
+        // PM, and loses an eighth.
         assert_eq!(
             (decision.from, decision.want_bytes),
             (Some(0), Some(P + 2 * HIGH * PAGE_BYTES))
@@ -396,7 +400,8 @@ mod table_4 {
         rig.free(3, 112 * GIB / PAGE_BYTES);
         let decision = rig.report(1_000);
         assert_eq!((decision.from, rig.taken(decision)), (Some(0), PM / 8));
-        // The free memory of the whole guest selects another row, so this test distinguishes the two.
+        // The free memory of the whole guest selects another row, so this test distinguishes the
+        // two.
         assert_eq!(removed_bytes(TABLE_4, 40 * GIB, PM), PM / 8);
         assert_eq!(removed_bytes(TABLE_4, 160 * GIB, PM), PM);
     }

@@ -1,5 +1,6 @@
-//! `memorage`: lends storage in large units before kswapd wakes, and takes it back in the background, as in
-//! "Memorage". docs/policy.md says how its rules were brought from an allocator's hooks to reports.
+//! `memorage`: lends storage in large units before kswapd wakes, and takes it back in the
+//! background, as in "Memorage". docs/policy.md says how its rules were brought from an allocator's
+//! hooks to reports.
 
 #[cfg(test)]
 mod tests;
@@ -52,7 +53,8 @@ pub fn decide(
     let free_bytes = input.report.memory().free_bytes;
     let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = host.requested_bytes();
-    // What is on its way answers a shortage, and is no surplus: who waits for it may fill it as it comes.
+    // What is on its way answers a shortage, and is no surplus: who waits for it may fill it as it
+    // comes.
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {
@@ -115,8 +117,8 @@ impl Storage {
 }
 
 impl State {
-    /// What has been free for long enough, beyond what is kept. It begins at three times the trigger and leaves two,
-    /// so that it does not lead to the next loan.
+    /// What has been free for long enough, beyond what is kept. It begins at three times the
+    /// trigger and leaves two, so that it does not lead to the next loan.
     fn surplus(
         &mut self,
         params: &Params,

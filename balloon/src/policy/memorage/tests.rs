@@ -161,7 +161,8 @@ fn memorage_gives_back_in_the_background_when_there_has_been_no_pressure() {
     assert_eq!(rig.report(1_000).want_bytes, None, "it comes to rest");
 }
 
-/// A guest with nothing free waits for a unit, and has filled the first of it when that is in the total.
+/// A guest with nothing free waits for a unit, and has filled the first of it when that is in the
+/// total.
 #[test]
 fn memorage_what_has_not_been_free_is_not_taken_back() {
     let mut rig = with(rig(), "calm", "5s");

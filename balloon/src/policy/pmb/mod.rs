@@ -1,5 +1,6 @@
-//! `pmb`: one watermark, small units, and units back as soon as they are wholly free, as in "PM Buddy" (SAY-Go).
-//! docs/policy.md says how its rules were brought from an allocator's hooks to reports.
+//! `pmb`: one watermark, small units, and units back as soon as they are wholly free, as in "PM
+//! Buddy" (SAY-Go). docs/policy.md says how its rules were brought from an allocator's hooks to
+//! reports.
 
 #[cfg(test)]
 mod tests;
@@ -49,8 +50,8 @@ pub fn decide(
         let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
         Decision { pressure: true, ..grow }
     } else {
-        // Twice the watermark stays, or the next few pages would bring back what has gone: of what has been seen free, as who
-        // waits for what is on its way may fill it as it comes.
+        // Twice the watermark stays, or the next few pages would bring back what has gone: of what
+        // has been seen free, as who waits for what is on its way may fill it as it comes.
         let spare_bytes = free_bytes.saturating_sub(watermark.saturating_mul(2));
         match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes
             * params.unit_bytes
@@ -62,8 +63,8 @@ pub fn decide(
     (state, decision.watching_one(watermark, input))
 }
 
-/// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as many as there
-/// would be if free pages lay side by side.
+/// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as
+/// many as there would be if free pages lay side by side.
 fn free_units_bytes(params: &Params, input: Input<'_>) -> u64 {
     let zones = view::pm_zones(input);
     let free_bytes = zones.fold(0u64, |sum, zone| {

@@ -12,7 +12,8 @@ const LENGTH: usize = 40;
 /// Older reports say nothing about now.
 const WINDOW_MS: u64 = 1_600;
 
-/// At a rest rate of 1 Hz the report before the last one is this old at most; its rates are still used.
+/// At a rest rate of 1 Hz the report before the last one is this old at most; its rates are still
+/// used.
 const STRETCH_MS: u64 = 2_500;
 
 /// Closer together than this, two reports show noise.
@@ -73,8 +74,9 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back and `arriving_bytes` have come and are
-    /// not available yet. One from somebody else, or whose clock or totals have started again, makes the older ones useless.
+    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back and
+    /// `arriving_bytes` have come and are not available yet. One from somebody else, or whose
+    /// clock or totals have started again, makes the older ones useless.
     pub fn push(&mut self, report: &Report, leaving_bytes: u64, arriving_bytes: u64) {
         let sample = Sample { arriving_bytes, ..Sample::of(report, leaving_bytes) };
         if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
@@ -86,8 +88,8 @@ impl History {
         self.samples.push_back(sample);
     }
 
-    /// The rates up to the newest report. Waiting, swapping and refaults count from `signs_from_ms` of the guest's
-    /// clock on: what went before has been answered.
+    /// The rates up to the newest report. Waiting, swapping and refaults count from `signs_from_ms`
+    /// of the guest's clock on: what went before has been answered.
     pub fn rates(&self, params: &Params, signs_from_ms: u64) -> Rates {
         let Some((newest, older)) = self.newest_and_older() else {
             return Rates::default();
@@ -155,8 +157,8 @@ impl Sample {
         }
     }
 
-    /// Whether what has been counted since `last` is the difference. What is estimated from balloon statistics has no
-    /// refaults, and stalls of its own count.
+    /// Whether what has been counted since `last` is the difference. What is estimated from balloon
+    /// statistics has no refaults, and stalls of its own count.
     fn goes_on_from(&self, last: &Sample) -> bool {
         let totals = |sample: &Sample| {
             [
@@ -173,9 +175,10 @@ impl Sample {
         grow && last.by_agent == self.by_agent
     }
 
-    /// Bytes swapped out for the guest's sake. Whoever swaps for it has looked at as many pages at least; those that a
-    /// cgroup's own limit swaps Linux does not count as looked at (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). A
-    /// balloon's statistics do not always have that count.
+    /// Bytes swapped out for the guest's sake. Whoever swaps for it has looked at as many pages at
+    /// least; those that a cgroup's own limit swaps Linux does not count as looked at
+    /// (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). A balloon's statistics do not
+    /// always have that count.
     fn swapped_out_since(&self, older: &Sample) -> u64 {
         let pages = self.swapped_out_pages.saturating_sub(older.swapped_out_pages);
         let looked_at = self.scanned_pages.saturating_sub(older.scanned_pages);
@@ -186,10 +189,11 @@ impl Sample {
     fn fill_since(&self, older: &Sample) -> u64 {
         // What went to swap meanwhile was filled as well.
         let swapped = self.swapped_out_since(older);
-        // Of memory that was plugged meanwhile not all became available: page descriptors, watermarks and what is
-        // kept for the kernel are no fill.
+        // Of memory that was plugged meanwhile not all became available: page descriptors,
+        // watermarks and what is kept for the kernel are no fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
-        // What is arriving counts as used in the older one: what is kept of it stays so, and is no fill later either.
+        // What is arriving counts as used in the older one: what is kept of it stays so, and is no
+        // fill later either.
         let used_bytes = self.used_bytes.saturating_sub(self.arriving_bytes);
         let rise = used_bytes
             .saturating_add(swapped)

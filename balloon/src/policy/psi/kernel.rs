@@ -13,12 +13,14 @@ use foreshore_proto::{
 use crate::units::scale;
 use crate::{HostView, Tier};
 
-/// Part of the usual reserve below which the kernel is short, in thousandths. The agent acts at a half.
+/// Part of the usual reserve below which the kernel is short, in thousandths. The agent acts at a
+/// half.
 const SHORT_PERMILLE: u64 = 750;
 /// Free movable memory that a block needs, in thousandths of its size: watermarks take some of it.
 const ROOM_PERMILLE: u64 = 1250;
 
-/// Time from a report until the kernel has another block: the agent's report, plugging, and the move of its pages.
+/// Time from a report until the kernel has another block: the agent's report, plugging, and the
+/// move of its pages.
 const LEAD_MS: u64 = 1_000;
 /// Upper limit of the growth in that time, as a part of DRAM.
 const MAX_GROWTH_PART: u64 = 4;
@@ -32,8 +34,8 @@ pub(super) struct Need {
     pub missing_bytes: u64,
 }
 
-/// Need of the kernel. `None` if it has enough, if no block of DRAM can become kernel memory, or if the report does not tell its
-/// zones apart.
+/// Need of the kernel. `None` if it has enough, if no block of DRAM can become kernel memory, or if
+/// the report does not tell its zones apart.
 pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> Option<Need> {
     let block_bytes = report.blocks().block_bytes;
     let kernel = KernelMemory::of(report.zones().iter());
@@ -50,10 +52,11 @@ pub(super) fn need(report: &Report, host: &HostView, growth: &KernelGrowth) -> O
     Some(Need { need_bytes, missing_bytes: need_bytes.saturating_sub(coming_bytes) })
 }
 
-/// Checks if DRAM is plugged that can become kernel memory, or can be plugged. Boot memory cannot, nor can PM.
+/// Checks if DRAM is plugged that can become kernel memory, or can be plugged. Boot memory cannot,
+/// nor can PM.
 ///
-/// Reports do not separate movable blocks of boot memory from plugged ones on the same node. A node with both may count as one
-/// that has a block left when the kernel has all plugged blocks.
+/// Reports do not separate movable blocks of boot memory from plugged ones on the same node. A node
+/// with both may count as one that has a block left when the kernel has all plugged blocks.
 fn has_block(report: &Report, host: &HostView) -> bool {
     let Blocks { block_bytes, nodes, .. } = report.blocks();
     let mut dram =

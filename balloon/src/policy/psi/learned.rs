@@ -1,5 +1,5 @@
-//! What `psi` learns of a guest: how long plugging takes, what does not come back, what was taken too early, and which
-//! page cache and which swapped memory it needs.
+//! What `psi` learns of a guest: how long plugging takes, what does not come back, what was taken
+//! too early, and which page cache and which swapped memory it needs.
 
 use std::collections::VecDeque;
 
@@ -15,7 +15,8 @@ const PLUG_MS: u64 = 250;
 /// The time between two reports of a guest that is short.
 const REPORT_MS: u64 = 50;
 
-/// Plugging is taken to be no faster and no slower than this, whatever a late report makes it look like.
+/// Plugging is taken to be no faster and no slower than this, whatever a late report makes it look
+/// like.
 const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
 
 /// What was refused is not asked for again for this long, doubling from the first to the second.
@@ -27,11 +28,12 @@ const REGRET_MS: u64 = 60_000;
 /// Without such a grow for so long, patience is back to where it began.
 const FORGIVEN_MS: u64 = 300_000;
 
-/// How long page cache counts as needed since it was last missed, doubling from the first to the second.
+/// How long page cache counts as needed since it was last missed, doubling from the first to the
+/// second.
 const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
 
-/// So many grows in a row are made for page cache that then comes back as fast as before: memory that is scanned again and
-/// again is missed until all of it fits.
+/// So many grows in a row are made for page cache that then comes back as fast as before: memory
+/// that is scanned again and again is missed until all of it fits.
 const VAIN_GROWS: u32 = 3;
 
 /// Swapped memory of which nothing moved for so long is not needed.
@@ -77,8 +79,8 @@ impl PlugTime {
     pub fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
         let Some(asked) = &mut self.asked else { return };
         if total_bytes > asked.total_bytes {
-            // It came between two reports, which may be a second apart: soon after the first of them, for all that
-            // is known.
+            // It came between two reports, which may be a second apart: soon after the first of
+            // them, for all that is known.
             let took =
                 asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
             let took = took.clamp(PLUG_BOUNDS_MS.0, PLUG_BOUNDS_MS.1);
@@ -117,7 +119,8 @@ impl Refusals {
             .all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
     }
 
-    /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was refused.
+    /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was
+    /// refused.
     pub fn learn(&mut self, host: &HostView, now: TimeMs) {
         for zone in &host.zones {
             let index =
@@ -158,7 +161,8 @@ impl Refusals {
         }
     }
 
-    /// What can be asked back: no more of a zone than it has not refused, and no DRAM in place of PM that stays.
+    /// What can be asked back: no more of a zone than it has not refused, and no DRAM in place of
+    /// PM that stays.
     pub fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
         let stays = |id: ZoneId| {
             let known = self.zones.iter().find(|known| known.id == id)?;
@@ -212,7 +216,8 @@ impl Window {
 pub(super) struct Patience {
     /// Since when the guest has been seen without want.
     calm_since: Option<TimeMs>,
-    /// What would be available with nothing plugged: what was asked for in the meantime makes no difference to it.
+    /// What would be available with nothing plugged: what was asked for in the meantime makes no
+    /// difference to it.
     available: Window,
     /// What of it was there, whatever was asked for.
     there: Window,
@@ -235,8 +240,9 @@ impl Patience {
         params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
     }
 
-    /// Sees whether memory was given back since the last report. What a guest unplugs that is to have more was not asked of it:
-    /// Linux does that where it lacks the page descriptors, and tries again.
+    /// Sees whether memory was given back since the last report. What a guest unplugs that is to
+    /// have more was not asked of it: Linux does that where it lacks the page descriptors, and
+    /// tries again.
     pub fn learn(&mut self, host: &HostView, now: TimeMs) {
         let plugged_bytes = host.plugged_bytes();
         let is_growing =
@@ -250,8 +256,9 @@ impl Patience {
         }
     }
 
-    /// The guest is short. If something was taken from it lately, that was too early: wait twice as long the next
-    /// time, and at least from one grow to the next, which is the time between two teeth of a saw.
+    /// The guest is short. If something was taken from it lately, that was too early: wait twice as
+    /// long the next time, and at least from one grow to the next, which is the time between
+    /// two teeth of a saw.
     pub fn grown(&mut self, params: &Params, now: TimeMs) {
         self.disturbed();
         if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
@@ -268,7 +275,8 @@ impl Patience {
         self.calm_since = None;
     }
 
-    /// The least of what is coming over the time of patience, once it has passed, and no more than was there for all of it.
+    /// The least of what is coming over the time of patience, once it has passed, and no more than
+    /// was there for all of it.
     pub fn least_bytes(
         &mut self,
         params: &Params,
@@ -386,8 +394,8 @@ impl Swapped {
         self.moved_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
     }
 
-    /// What is in swap counts as needed until nothing of it has moved for a minute. A guest that was never seen before
-    /// may be about to want it.
+    /// What is in swap counts as needed until nothing of it has moved for a minute. A guest that
+    /// was never seen before may be about to want it.
     pub fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
         let (memory, counters) = (report.memory(), report.counters());
         let pages = counters.pswpin.saturating_add(counters.pswpout);

@@ -1,5 +1,5 @@
-//! `psi`: sizes by what the guest will need. docs/policy.md has its rules on one page; the numbers in comments here
-//! are theirs.
+//! `psi`: sizes by what the guest will need. docs/policy.md has its rules on one page; the numbers
+//! in comments here are theirs.
 
 mod history;
 mod kernel;
@@ -42,7 +42,8 @@ pub struct State {
     base: Base,
     arriving: Arriving,
     grown: Option<Grown>,
-    /// What the last decision asked for, of which the next report says whether the guest was asked.
+    /// What the last decision asked for, of which the next report says whether the guest was
+    /// asked.
     asked: Option<Asked>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
@@ -103,8 +104,8 @@ pub fn decide(
     state.patience.learn(input.host, now);
 
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
-    // What will be available once the guest has followed every request: what is now, with what is still to come,
-    // without what is still to go, and without the page cache that is needed.
+    // What will be available once the guest has followed every request: what is now, with what is
+    // still to come, without what is still to go, and without the page cache that is needed.
     let reserve = Forecast::new(input.report, input.host);
     let reserve_change_bytes = reserve.change_bytes(input.host.requested_bytes());
     let coming = |available_bytes: u64| {
@@ -130,7 +131,8 @@ pub fn decide(
     let allocstalls = input.report.counters().allocstall_kernel;
     state.kernel_growth.update(input.report.kernel(), allocstalls, input.report.monotonic_ms());
     let kernel = kernel::need(input.report, input.host, &state.kernel_growth);
-    // The kernel can be short while much memory is available, so reports must be fast in that case as well.
+    // The kernel can be short while much memory is available, so reports must be fast in that case
+    // as well.
     let watch_bytes = if kernel.is_some() { memory.total_bytes } else { marks.watch_bytes };
     let marks = Marks { watch_bytes, ..marks };
 
@@ -253,8 +255,9 @@ impl Marks {
         let total_bytes = needs.total_bytes;
         let rest_bytes =
             Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
-        // A burst may look faster than anything can last, and what is plugged in vain costs the guest's time twice: what an
-        // aim, which has two of these, provides for the rate is never more than there is.
+        // A burst may look faster than anything can last, and what is plugged in vain costs the
+        // guest's time twice: what an aim, which has two of these, provides for the rate is
+        // never more than there is.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
         let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes / 2);
         let fill_bytes = ahead(needs.fill_bytes_per_s);
@@ -294,8 +297,8 @@ impl Marks {
         rest_bytes.saturating_add(total_bytes / 4)
     }
 
-    /// Where a surplus begins and where a shrink leads beside a cgroup's own want: not to where it would be taken for
-    /// the guest's.
+    /// Where a surplus begins and where a shrink leads beside a cgroup's own want: not to where it
+    /// would be taken for the guest's.
     fn beside_want(&self, signs: &Signs) -> Self {
         let half_slack_bytes = self.high_bytes - self.keep_bytes;
         let cache_bytes = if signs.files_refaulting { signs.cache_bytes } else { 0 };
@@ -327,7 +330,8 @@ fn shortage(
             if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
         return Some((reason, need_bytes));
     }
-    // What follows are signs of a shortage that has been; memory on its way is the answer to it already.
+    // What follows are signs of a shortage that has been; memory on its way is the answer to it
+    // already.
     if input.host.outstanding_grow_bytes() > 0 {
         return None;
     }
@@ -344,11 +348,13 @@ fn shortage(
 }
 
 impl State {
-    /// Whether the passing of time alone changes nothing that is decided any more: with reports that have been the same for
-    /// five seconds and stay so, the next decision is the last one. A field that is added here has to say so too.
+    /// Whether the passing of time alone changes nothing that is decided any more: with reports
+    /// that have been the same for five seconds and stay so, the next decision is the last one.
+    /// A field that is added here has to say so too.
     pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
         let State {
-            // All that looks back at these is within the five seconds, or sees when something happened that is no rest.
+            // All that looks back at these is within the five seconds, or sees when something
+            // happened that is no rest.
             history: _,
             base: _,
             arriving: _,
@@ -376,8 +382,9 @@ impl State {
             && swapped.is_settled(now)
     }
 
-    /// Rule 6: whether page cache that comes back is one that more memory would hold. Beside plenty that is not page cache
-    /// it is a cgroup's own limit that evicts, and so it is where grow after grow changes nothing.
+    /// Rule 6: whether page cache that comes back is one that more memory would hold. Beside plenty
+    /// that is not page cache it is a cgroup's own limit that evicts, and so it is where grow
+    /// after grow changes nothing.
     fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
         let total_bytes = report.memory().total_bytes;
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
@@ -386,8 +393,8 @@ impl State {
         bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
     }
 
-    /// Rule 4: what is not carried out teaches nothing, be it for a dry run, a pause, a bound, or that nobody has any: the next
-    /// decision is the first one again.
+    /// Rule 4: what is not carried out teaches nothing, be it for a dry run, a pause, a bound, or
+    /// that nobody has any: the next decision is the first one again.
     fn learn_grow(&mut self, params: &Params, host: &HostView) {
         let Some(asked) = self.asked.take() else { return };
         if host.requested_bytes() <= asked.requested_bytes {
@@ -439,7 +446,8 @@ impl State {
         Marks::new(params, needs)
     }
 
-    /// Rules 8 and 10: what has been idle for long enough, beyond what is kept and what was refused.
+    /// Rules 8 and 10: what has been idle for long enough, beyond what is kept and what was
+    /// refused.
     fn surplus(
         &mut self,
         params: &Params,

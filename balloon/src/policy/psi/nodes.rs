@@ -9,8 +9,8 @@ use crate::units::PAGE_BYTES;
 /// A node is short beside the others if it has so many times less free.
 const SHORT_FACTOR: u64 = 2;
 
-/// The node of DRAM that has the least free above kswapd's watermarks, if every other one has twice as much. Nodes that are
-/// all movable are PM: they fill last, and nobody runs there.
+/// The node of DRAM that has the least free above kswapd's watermarks, if every other one has twice
+/// as much. Nodes that are all movable are PM: they fill last, and nobody runs there.
 pub(super) fn shortest(report: &Report) -> Option<u32> {
     let mut free: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
     for zone in report.zones().iter().filter(|zone| zone.managed_pages > 0) {

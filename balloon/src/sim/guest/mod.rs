@@ -1,7 +1,9 @@
-//! A model of a guest: Linux as far as memory is concerned. docs/simulator.md has its rules and what it leaves out.
+//! A model of a guest: Linux as far as memory is concerned. docs/simulator.md has its rules and
+//! what it leaves out.
 //!
-//! It lives from one moment to another in which the same is wanted. Where nothing moves, or everything moves evenly, that
-//! is one step however long it is; while memory is reclaimed, plugged or waited for, it goes in steps of milliseconds.
+//! It lives from one moment to another in which the same is wanted. Where nothing moves, or
+//! everything moves evenly, that is one step however long it is; while memory is reclaimed, plugged
+//! or waited for, it goes in steps of milliseconds.
 
 mod kernel;
 mod paging;
@@ -45,7 +47,8 @@ pub struct GuestConfig {
     pub plug_block_us: u64,
     /// For 2 MiB that are unplugged.
     pub unplug_block_us: u64,
-    /// This part of what was ever plugged of a zone does not come back, in thousandths: something in it cannot move.
+    /// This part of what was ever plugged of a zone does not come back, in thousandths: something
+    /// in it cannot move.
     pub refused_permille: u64,
     /// Linux can demote pages to PM. Kernels before 6.7, and those without an HMAT, cannot.
     pub demotes: bool,
@@ -89,7 +92,8 @@ pub(super) struct Marks {
 }
 
 impl Marks {
-    /// mm/page_alloc.c, __setup_per_zone_wmarks(): a step is a quarter of `min`, or a thousandth of the zone.
+    /// mm/page_alloc.c, __setup_per_zone_wmarks(): a step is a quarter of `min`, or a thousandth of
+    /// the zone.
     fn new(min: u64, managed_pages: u64) -> Self {
         let step = (min / 4).max(managed_pages / 1000);
         Marks { min, low: min + step, high: min + 2 * step }
@@ -222,8 +226,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest that has booted and has what is wanted of it at first, as far as that fits, with zones as the host has
-    /// them.
+    /// A guest that has booted and has what is wanted of it at first, as far as that fits, with
+    /// zones as the host has them.
     pub fn new(config: GuestConfig, zones: &[ZoneSizes], segment: &Segment) -> Self {
         let plug = |zone: &ZoneSizes| Plug {
             asked: TimeMs(0),
@@ -402,7 +406,8 @@ impl Guest {
         for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes)
         {
             if zone.requested_bytes != requested_bytes {
-                // A driver that is at work takes the new size up; one that rests, or has to turn round, begins.
+                // A driver that is at work takes the new size up; one that rests, or has to turn
+                // round, begins.
                 let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
                 if way(zone.requested_bytes) != way(requested_bytes) {
                     plug.asked = self.now;
@@ -420,7 +425,8 @@ impl Guest {
         host.pool_free_bytes = pool_free_bytes;
     }
 
-    /// Nothing moves as long as nothing else is wanted or asked: living on changes nothing but the time.
+    /// Nothing moves as long as nothing else is wanted or asked: living on changes nothing but the
+    /// time.
     pub fn is_at_rest(&self, segment: &Segment) -> bool {
         segment.is_flat() && self.is_even(segment)
     }
@@ -471,8 +477,8 @@ impl Guest {
         }
     }
 
-    /// When free or available memory comes down to `bytes` if nothing but the segment moves it; `None`: never, or not before
-    /// what is under way has been lived through.
+    /// When free or available memory comes down to `bytes` if nothing but the segment moves it;
+    /// `None`: never, or not before what is under way has been lived through.
     pub(super) fn falls_to(
         &self,
         measure: Measure,
@@ -483,7 +489,8 @@ impl Guest {
         let growth = u64::try_from(growth).unwrap_or(0);
         let there = self.there_bytes(measure);
         let fall = there.checked_sub(bytes).filter(|fall| *fall > 0)?;
-        // Files that are read take what is free down to the high watermark, and nothing of what is available.
+        // Files that are read take what is free down to the high watermark, and nothing of what is
+        // available.
         let for_files = self.room_bytes().saturating_sub(self.marks_bytes(|marks| marks.high));
         let streamed = match measure {
             Measure::Free if growth > 0 || fall <= for_files => segment.stream_bytes_per_s,
@@ -593,7 +600,8 @@ impl Guest {
         }
     }
 
-    /// Plugs at most so much, and says how much it was. A section's descriptors have to find room first.
+    /// Plugs at most so much, and says how much it was. A section's descriptors have to find room
+    /// first.
     fn plug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
         let zone = self.zones[index];
         let mut bytes = done_bytes.min(zone.requested_bytes - zone.plugged_bytes);

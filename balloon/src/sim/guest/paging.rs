@@ -8,7 +8,8 @@ use crate::sim::swap::SwapDevice;
 /// Clean page cache is dropped this fast.
 const DROP_BYTES_PER_MS: u64 = 4 * MIB;
 
-/// The OOM killer comes when nothing could be had for this long: 16 rounds of direct reclaim that find nothing.
+/// The OOM killer comes when nothing could be had for this long: 16 rounds of direct reclaim that
+/// find nothing.
 pub(super) const OOM_MS: u64 = 300;
 
 /// A page of a file that is not in the page cache is read from a disk, and some behind it.
@@ -46,7 +47,8 @@ impl Guest {
         let mut got = wanted.min(self.room_bytes().saturating_sub(low));
         self.resident_bytes += got;
         if got < wanted {
-            // Below the low watermark kswapd works; what it has not freed yet is taken from the reserve down to min.
+            // Below the low watermark kswapd works; what it has not freed yet is taken from the
+            // reserve down to min.
             self.kswapd = true;
             let clean = self.drop_clean(wanted - got, budget);
             self.totals.kswapd_bytes += clean;
@@ -156,7 +158,8 @@ impl Guest {
         }
     }
 
-    /// Touches pages in use for so long, and brings in those that are not there. Returns the time that it took longer.
+    /// Touches pages in use for so long, and brings in those that are not there. Returns the time
+    /// that it took longer.
     pub(super) fn touch(&mut self, us: u64, segment: &Segment, budget: &mut Budget) -> u64 {
         let (anon, file) = (self.missing_hot_bytes(segment), self.missing_file_bytes(segment));
         if anon + file == 0 || us == 0 {
@@ -167,7 +170,8 @@ impl Guest {
             u128::from(crate::units::scale(held, segment.hot_permille, 1000) + segment.file_bytes)
                 .max(1);
         let [anon, file] = [anon, file].map(u128::from);
-        // A touch takes 1/rate if the page is there, and a fault more if it is not: of so many tries, so many fault.
+        // A touch takes 1/rate if the page is there, and a fault more if it is not: of so many
+        // tries, so many fault.
         let touch_ns = u128::from(1_000_000_000 / segment.touches_per_s.max(1));
         let [anon_us, file_us] = [self.config.swap.in_us, FILE_READ_US].map(u128::from);
         let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
@@ -215,7 +219,8 @@ impl Guest {
         self.totals.replaced_bytes += streamed + bytes - added;
     }
 
-    /// Files that are read once fill what is free down to the high watermark, and then take each other's place.
+    /// Files that are read once fill what is free down to the high watermark, and then take each
+    /// other's place.
     pub(super) fn read_files(&mut self, ms: u64, segment: &Segment) {
         // Files that nobody reads again any more are cache as any other.
         let left = self.file_bytes.saturating_sub(segment.file_bytes);

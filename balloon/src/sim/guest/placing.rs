@@ -22,7 +22,8 @@ pub(in crate::sim) struct KernelZone {
     /// Managed memory.
     pub bytes: u64,
     pub marks: Marks,
-    /// Free part that user pages leave to the kernel. The agent sets it for the present zones (docs/agent.md).
+    /// Free part that user pages leave to the kernel. The agent sets it for the present zones
+    /// (docs/agent.md).
     pub kept_bytes: u64,
 }
 
@@ -50,8 +51,8 @@ pub(in crate::sim) struct BootZones {
     hotplug_bytes: u64,
     /// Plugged DRAM that serves the kernel.
     block_bytes: u64,
-    /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory are
-    /// allocated from them.
+    /// ZONE_DMA32, and ZONE_NORMAL or a zone without memory. Page descriptors of plugged memory
+    /// are allocated from them.
     kernel_zones: [KernelZone; 2],
     /// ZONE_MOVABLE of boot memory.
     pub movable_bytes: u64,
@@ -67,7 +68,8 @@ impl BootZones {
         let movable_bytes = movable_bytes.min(all_bytes / 2) / PAGE_BYTES * PAGE_BYTES;
         let kernel_bytes = all_bytes - movable_bytes;
         let [_, _, normal_bytes] = memory.node().zones_bytes.map(|bytes| bytes.min(kernel_bytes));
-        // Linux divides min_free_kbytes by the size of the zones (mm/page_alloc.c, __setup_per_zone_wmarks).
+        // Linux divides min_free_kbytes by the size of the zones (mm/page_alloc.c,
+        // __setup_per_zone_wmarks).
         let marks = Marks::lowmem(kernel_bytes);
         let zone = |kind, bytes| KernelZone {
             kind,
@@ -147,8 +149,8 @@ impl BootZones {
         parts.map(|part| part.zone.room_bytes(part.pinned_bytes)).sum()
     }
 
-    /// Memory of the kernel's zones that MemAvailable leaves out: the reserve and the high watermark, at
-    /// most the zone (mm/page_alloc.c, calculate_totalreserve_pages).
+    /// Memory of the kernel's zones that MemAvailable leaves out: the reserve and the high
+    /// watermark, at most the zone (mm/page_alloc.c, calculate_totalreserve_pages).
     pub fn unavailable_bytes(&self) -> u64 {
         let zones = self.kernel_zones.iter();
         zones.map(|zone| (zone.kept_bytes + zone.marks.high * PAGE_BYTES).min(zone.bytes)).sum()

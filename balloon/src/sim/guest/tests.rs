@@ -68,7 +68,8 @@ fn a_guest_in_which_something_is_to_happen_is_not_still() {
     assert!(!full.is_still(&segment), "kswapd wakes");
 }
 
-/// What is plugged every 10 ms of a second, of 256 MiB that are asked for at its begin, and of `then` bytes after half of it.
+/// What is plugged every 10 ms of a second, of 256 MiB that are asked for at its begin, and of
+/// `then` bytes after half of it.
 fn plugged(then: u64) -> Vec<u64> {
     let zone = ZoneSizes::empty(0, Tier::Dram, 512 * MIB);
     let segment = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
@@ -130,7 +131,8 @@ impl Loaded {
     }
 }
 
-/// A sixteenth of DRAM, and the descriptors of 7 GiB, which are 112 MiB. The ratio is 1, so it is all of ZONE_MOVABLE.
+/// A sixteenth of DRAM, and the descriptors of 7 GiB, which are 112 MiB. The ratio is 1, so it is
+/// all of ZONE_MOVABLE.
 const KEPT_MIB: u64 = 144;
 
 #[test]

@@ -5,8 +5,8 @@ use crate::policy::psi;
 
 const HOUR_MS: u64 = 3_600_000;
 
-/// An hour, or the day that `diurnal` is, of a guest with four times as much PM as DRAM. `fixed` has all that the guest can
-/// have, as in foreshore-sim.
+/// An hour, or the day that `diurnal` is, of a guest with four times as much PM as DRAM. `fixed`
+/// has all that the guest can have, as in foreshore-sim.
 fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
     let host = view(dram_bytes, 4 * dram_bytes);
     let policy = match policy {
@@ -30,10 +30,12 @@ fn live(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
 /// How much longer tasks may wait under `psi` than under who waits least.
 fn may_stall_s(workload: Workload, run_s: f64) -> f64 {
     match workload {
-        // What is available comes to be page cache where need rises slowly, and what is read again goes as well. It comes back too
-        // slowly for psi's rule 6, until the rise itself is seen (rule 1). Who goes by free pages has grown before.
+        // What is available comes to be page cache where need rises slowly, and what is read again
+        // goes as well. It comes back too slowly for psi's rule 6, until the rise itself is
+        // seen (rule 1). Who goes by free pages has grown before.
         Workload::Leak | Workload::Diurnal => run_s / 500.0,
-        // Which files are needed is known when they have come back. Who grows for all of them does not have to know.
+        // Which files are needed is known when they have come back. Who grows for all of them does
+        // not have to know.
         Workload::CacheHeavy => 0.1,
         // The kernel's reserve is not available (docs/decisions/0022).
         Workload::Burst => 0.05,
@@ -55,8 +57,8 @@ fn lost_by(psi: &Policy, workload: Workload, dram_bytes: u64) -> Vec<String> {
         let holds_more = match name {
             // It waits instead.
             _ if theirs.stall_s > ours.stall_s => false,
-            // Units of 4 MiB follow each tooth up and down, where `psi` keeps what the next one needs (rule 8): less is held, for
-            // more than ten times as many resizes.
+            // Units of 4 MiB follow each tooth up and down, where `psi` keeps what the next one
+            // needs (rule 8): less is held, for more than ten times as many resizes.
             "pmb" if workload == Workload::Sawtooth => {
                 over[0] > 2.0 * over[1] || resizes[1] < 10 * resizes[0]
             }
@@ -94,7 +96,8 @@ fn psi_wins() {
     assert!(lost.is_empty(), "{lost:#?}");
 }
 
-/// The broken variants: a bridge that is too short for a burst, no growing for files, a wide slack, and no giving back.
+/// The broken variants: a bridge that is too short for a burst, no growing for files, a wide slack,
+/// and no giving back.
 #[test]
 fn a_psi_that_does_not_win_is_seen() {
     let psi = psi::Params::default();

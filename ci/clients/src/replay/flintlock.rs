@@ -1,5 +1,5 @@
-//! flintlock (infrastructure/microvm/cloudhypervisor): starts the program with flags for all of it, so that there is a VM from the
-//! start, and asks the API how it is.
+//! flintlock (infrastructure/microvm/cloudhypervisor): starts the program with flags for all of it,
+//! so that there is a VM from the start, and asks the API how it is.
 
 use anyhow::{Result, ensure};
 

@@ -1,4 +1,5 @@
-//! hypeman (lib/vmm): a client in Go that takes nothing but 204 for consent, and waits for memory to have settled.
+//! hypeman (lib/vmm): a client in Go that takes nothing but 204 for consent, and waits for memory
+//! to have settled.
 
 use std::time::Instant;
 

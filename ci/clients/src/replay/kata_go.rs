@@ -1,4 +1,5 @@
-//! Kata Containers' runtime in Go (virtcontainers, clh.go): the client that OpenAPI Generator has made of the description.
+//! Kata Containers' runtime in Go (virtcontainers, clh.go): the client that OpenAPI Generator has
+//! made of the description.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -30,8 +31,8 @@ impl Kata {
     }
 }
 
-/// NICs are told of on a connection of their own, each in a request as httputil.DumpRequest writes it, without what a transport
-/// would add: headers in the order of their names.
+/// NICs are told of on a connection of their own, each in a request as httputil.DumpRequest writes
+/// it, without what a transport would add: headers in the order of their names.
 fn add_nics(vm: &Vm) -> Result<()> {
     let mut stream = Connection::open(&vm.api_socket)?;
     for nic in vm.nics() {

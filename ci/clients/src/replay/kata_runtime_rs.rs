@@ -1,5 +1,5 @@
-//! Kata Containers' runtime-rs (hypervisor/src/ch): Cloud Hypervisor's own api_client, one connection for all, a request in several
-//! pieces, and JSON with every `null` written out.
+//! Kata Containers' runtime-rs (hypervisor/src/ch): Cloud Hypervisor's own api_client, one
+//! connection for all, a request in several pieces, and JSON with every `null` written out.
 
 use std::fs::File;
 
@@ -62,7 +62,8 @@ fn config(vm: &Vm) -> Value {
     })
 }
 
-/// It forgets the tap's name and its own for the NIC, and says whatever else it would without descriptors.
+/// It forgets the tap's name and its own for the NIC, and says whatever else it would without
+/// descriptors.
 fn net(mac: &str) -> Value {
     json!({"ip": "192.168.249.1", "mask": "255.255.255.0", "mac": mac, "iommu": false, "num_queues": 2,
            "queue_size": 256, "vhost_user": false, "vhost_mode": "Client"})

@@ -1,5 +1,6 @@
-//! libvirt's driver for Cloud Hypervisor (src/ch): libcurl for calls, on one handle and so on one connection; another, raw one for
-//! NICs; a FIFO of events, which its VMM waits for; a pseudo terminal as the serial console.
+//! libvirt's driver for Cloud Hypervisor (src/ch): libcurl for calls, on one handle and so on one
+//! connection; another, raw one for NICs; a FIFO of events, which its VMM waits for; a pseudo
+//! terminal as the serial console.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -43,8 +44,8 @@ impl Curl {
     }
 }
 
-/// Each NIC in one message, and of what is answered whatever one `recv` brings. (It gives up after 500 ms. How long an answer
-/// takes is not for a test to say.)
+/// Each NIC in one message, and of what is answered whatever one `recv` brings. (It gives up after
+/// 500 ms. How long an answer takes is not for a test to say.)
 fn add_nics(vm: &Vm) -> Result<()> {
     let mut stream = Connection::open(&vm.api_socket)?;
     for (nth, nic) in vm.nics().enumerate() {
@@ -135,7 +136,8 @@ impl Documents {
     }
 }
 
-/// Where the terminal is it reads after a boot and after each `vm:rebooted`; somebody who follows it (`virsh console`) reads on.
+/// Where the terminal is it reads after a boot and after each `vm:rebooted`; somebody who follows
+/// it (`virsh console`) reads on.
 fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()> {
     ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
     let said = &info["config"]["serial"];

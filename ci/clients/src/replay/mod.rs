@@ -1,5 +1,5 @@
-//! Clients that are no crates: what they send, in their order and byte by byte but for the VM's own paths, and what they make of
-//! the answers.
+//! Clients that are no crates: what they send, in their order and byte by byte but for the VM's own
+//! paths, and what they make of the answers.
 
 mod curl;
 mod flintlock;

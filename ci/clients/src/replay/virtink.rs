@@ -1,4 +1,5 @@
-//! Virtink (pkg/cloudhypervisor): asks for a VM's state before there is one, and takes an error for "not yet".
+//! Virtink (pkg/cloudhypervisor): asks for a VM's state before there is one, and takes an error for
+//! "not yet".
 
 use anyhow::{Result, ensure};
 use serde_json::json;

@@ -135,7 +135,8 @@ impl GuestBuilder {
             cpus: 1,
             max_cpus: None,
             memory: "size=512M".to_owned(),
-            // Warnings are wanted on the console, the rest would only cost time: every byte is an exit.
+            // Warnings are wanted on the console, the rest would only cost time: every byte is an
+            // exit.
             cmdline: "console=ttyS0 loglevel=5".to_owned(),
             pressure: None,
             metrics: None,
@@ -209,7 +210,8 @@ impl GuestBuilder {
         self
     }
 
-    /// `--metrics`, where others than the test want to scrape: `0.0.0.0:9745,vm=demo`. A free local port otherwise.
+    /// `--metrics`, where others than the test want to scrape: `0.0.0.0:9745,vm=demo`. A free local
+    /// port otherwise.
     pub fn metrics(mut self, metrics: &str) -> Self {
         self.metrics = Some(metrics.to_owned());
         self
@@ -264,8 +266,8 @@ impl GuestBuilder {
         self
     }
 
-    /// The VMM is on this terminal, as if a shell had started it there: it is its standard input and output, and its controlling
-    /// terminal.
+    /// The VMM is on this terminal, as if a shell had started it there: it is its standard input
+    /// and output, and its controlling terminal.
     pub fn terminal(mut self, terminal: &Path) -> Self {
         self.terminal = Some(terminal.to_owned());
         self

@@ -24,7 +24,8 @@ pub(crate) fn tail(text: &str) -> String {
 
 const TAIL_LINES: usize = 15;
 
-/// Last lines of log files: the innermost cause of an error, so that the failure itself is printed before them.
+/// Last lines of log files: the innermost cause of an error, so that the failure itself is printed
+/// before them.
 #[derive(Debug)]
 pub(crate) struct LogTails(String);
 
@@ -52,13 +53,15 @@ impl fmt::Display for LogTails {
 
 impl Error for LogTails {}
 
-/// Formats an error with its causes but without lines of logs, for programs that print the logs themselves.
+/// Formats an error with its causes but without lines of logs, for programs that print the logs
+/// themselves.
 pub fn without_logs(error: &anyhow::Error) -> String {
     let causes = error.chain().filter(|cause| !cause.is::<LogTails>());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-/// What a kernel that is well does not say. Each is the start of a message of Linux, after its time stamp.
+/// What a kernel that is well does not say. Each is the start of a message of Linux, after its time
+/// stamp.
 const COMPLAINTS: &[&str] = &[
     "BUG: ",
     "WARNING: ",

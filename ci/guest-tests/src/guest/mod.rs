@@ -25,7 +25,8 @@ use crate::http::{self, Response};
 use crate::metrics::Metrics;
 use crate::wait::{wait_for, wait_until};
 
-/// Until init serves commands. A guest boots in 3 s in an emulated host that has nothing else to do.
+/// Until init serves commands. A guest boots in 3 s in an emulated host that has nothing else to
+/// do.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
 
 /// For a command that has nothing to wait for.
@@ -76,7 +77,8 @@ impl Guest {
         GuestBuilder::new()
     }
 
-    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an error.
+    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an
+    /// error.
     pub fn run(&self, command: &str) -> Result<String> {
         self.run_within(RUN_LIMIT, command)
     }
@@ -93,7 +95,8 @@ impl Guest {
             .with_context(|| format!("While the guest ran `{command}`"))
     }
 
-    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
+    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the
+    /// script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
         Script::start(&self.shell(), silence_limit, command)
     }
@@ -116,7 +119,8 @@ impl Guest {
         })
     }
 
-    /// Calls the API: `guest.api("PUT", "vm.resize", Some(json!({...})))`. An answer outside 2xx is an error.
+    /// Calls the API: `guest.api("PUT", "vm.resize", Some(json!({...})))`. An answer outside 2xx is
+    /// an error.
     pub fn api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Value> {
         let response = self.try_api(method, call, body)?;
         ensure!(
@@ -173,8 +177,8 @@ impl Guest {
         console::read(&self.paths.vmm_log())
     }
 
-    /// Fails if the guest's kernel has complained: BUG, WARNING, Oops, hung tasks, stalls. Looks at the console and,
-    /// while the guest runs, at its kernel log.
+    /// Fails if the guest's kernel has complained: BUG, WARNING, Oops, hung tasks, stalls. Looks at
+    /// the console and, while the guest runs, at its kernel log.
     pub fn no_kernel_complaints(&self) -> Result<()> {
         let mut log = self.console_log()?;
         if self.process.still_running().is_ok() {
@@ -219,8 +223,8 @@ impl Guest {
         self.process.kill_now()
     }
 
-    /// Stops the VMM where it is, vCPUs and all, and waits until it has stopped: what it would leave if it were killed
-    /// now can be looked at.
+    /// Stops the VMM where it is, vCPUs and all, and waits until it has stopped: what it would
+    /// leave if it were killed now can be looked at.
     pub fn stop(&self) -> Result<()> {
         self.process.stop()
     }
@@ -247,7 +251,8 @@ impl Guest {
         Err(LogTails::read(&[("the VMM's last lines", &log)]).below(message))
     }
 
-    /// Reboots the guest from inside and waits until the next boot serves commands. Its VMM must live on.
+    /// Reboots the guest from inside and waits until the next boot serves commands. Its VMM must
+    /// live on.
     pub fn reboot_from_inside(&self) -> Result<()> {
         const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
         let before = self.run(BOOT_ID)?;

@@ -16,8 +16,8 @@ use super::console::LogTails;
 use super::describe;
 use crate::wait::{wait_for, wait_until};
 
-/// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the one in PATH.
-/// So a test can be run against a debug build or another VMM.
+/// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the
+/// one in PATH. So a test can be run against a debug build or another VMM.
 pub fn program(name: &str) -> PathBuf {
     let variable = format!("FORESHORE_TEST_{}", name.to_uppercase().replace('-', "_"));
     std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
@@ -36,12 +36,13 @@ pub fn end_with_parent(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(set) }
 }
 
-/// Has `command` begin a session on `terminal`: its standard input and output, and its controlling terminal.
+/// Has `command` begin a session on `terminal`: its standard input and output, and its controlling
+/// terminal.
 pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> {
     let terminal = CString::new(terminal.as_os_str().as_bytes())?;
     let begin_session = move || {
-        // SAFETY: the calls are async-signal-safe, and the path is a string that lives over them. The leader of a session that
-        // opens a terminal gets it as its own.
+        // SAFETY: the calls are async-signal-safe, and the path is a string that lives over them.
+        // The leader of a session that opens a terminal gets it as its own.
         let is_there = unsafe {
             libc::setsid();
             let fd = libc::open(terminal.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
@@ -57,7 +58,8 @@ pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> 
 /// A VMM that was started. Killed when dropped.
 #[derive(Debug)]
 pub struct VmmProcess {
-    /// Behind a mutex because waiting changes it, and tests look whether it runs while they hold the guest.
+    /// Behind a mutex because waiting changes it, and tests look whether it runs while they hold
+    /// the guest.
     child: Mutex<Child>,
     pid: u32,
     log: PathBuf,
@@ -124,8 +126,9 @@ impl VmmProcess {
         Ok(())
     }
 
-    /// What each of its threads does, a line for each: its name, its state and where in the kernel it waits. Of a guest that
-    /// does not go on this says whether the VMM holds it up, or it is somewhere by itself.
+    /// What each of its threads does, a line for each: its name, its state and where in the kernel
+    /// it waits. Of a guest that does not go on this says whether the VMM holds it up, or it is
+    /// somewhere by itself.
     pub fn threads(&self) -> String {
         let task = format!("/proc/{}/task", self.pid);
         let lines = fs::read_dir(task).into_iter().flatten().flatten().map(|thread| {
@@ -167,7 +170,8 @@ fn threads_have_stopped(pid: u32) -> Result<bool> {
     Ok(true)
 }
 
-/// The state in a line of /proc/PID/stat. The name before it, in parentheses, may have any character in it.
+/// The state in a line of /proc/PID/stat. The name before it, in parentheses, may have any
+/// character in it.
 fn state_of(stat: &str) -> Option<char> {
     stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next())
 }

@@ -31,7 +31,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// What the command wrote, if it ended with zero. Where it has found that something is stored wrong, so does the test.
+    /// What the command wrote, if it ended with zero. Where it has found that something is stored
+    /// wrong, so does the test.
     pub fn success(self, command: &str) -> Result<String> {
         let Self { stdout, stderr, code } = self;
         let error = match code {
@@ -68,8 +69,8 @@ impl Script {
         })
     }
 
-    /// The next line of its standard output, without the newline; none when it has ended or the connection has:
-    /// [`Script::finish`] tells which.
+    /// The next line of its standard output, without the newline; none when it has ended or the
+    /// connection has: [`Script::finish`] tells which.
     pub fn next_line(&mut self) -> Option<String> {
         loop {
             if let Some(len) = self.pending.iter().position(|byte| *byte == b'\n') {
@@ -141,8 +142,8 @@ fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStr
     // SAFETY: no pointers; the result is checked.
     let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
     ensure!(fd >= 0, "Cannot make a vsock socket: {}", io::Error::last_os_error());
-    // SAFETY: fd is a stream socket that nothing else owns. UnixStream only reads, writes, shuts down and sets
-    // timeouts here, and those calls do not depend on the address family.
+    // SAFETY: fd is a stream socket that nothing else owns. UnixStream only reads, writes, shuts
+    // down and sets timeouts here, and those calls do not depend on the address family.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
     // SAFETY: a sockaddr_vm of zeros is valid.

@@ -1,5 +1,5 @@
-//! Kernels without their compression: on an emulated host, unpacking a bzImage takes a sixth of each
-//! boot of a guest.
+//! Kernels without their compression: on an emulated host, unpacking a bzImage takes a sixth of
+//! each boot of a guest.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

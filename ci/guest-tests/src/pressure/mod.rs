@@ -1,4 +1,5 @@
-//! Guests with less DRAM than their workload needs: what they have instead ([`setup`]), and what became of them ([`run`]).
+//! Guests with less DRAM than their workload needs: what they have instead ([`setup`]), and what
+//! became of them ([`run`]).
 //!
 //! `ci/soak` has the whole matrix of them, `ci/test` a short form.
 

@@ -110,9 +110,11 @@ pub struct Outcome {
     /// Held at last, and what would have been enough then.
     pub last_held_bytes: u64,
     pub last_need_bytes: u64,
-    /// From the end of the workload until no more was held than that and a tenth; none if it never came.
+    /// From the end of the workload until no more was held than that and a tenth; none if it never
+    /// came.
     pub back_s: Option<f64>,
-    /// From a report to its plan, in 99 of 100: no more than that; none without a policy that is told anything.
+    /// From a report to its plan, in 99 of 100: no more than that; none without a policy that is
+    /// told anything.
     pub report_to_plan_s: Option<f64>,
     /// What was seen meanwhile.
     pub points: Vec<Point>,

@@ -21,8 +21,9 @@ const MORE_MIB: u64 = 768;
 const FALLBACK_ZRAM_MIB: u64 = 256;
 /// Whole blocks of memory.
 const BLOCK_MIB: u64 = 128;
-/// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c, hugepage_init): with DRAM
-/// alone it would have them, with a part of that not, and that difference would be all one sees.
+/// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c,
+/// hugepage_init): with DRAM alone it would have them, with a part of that not, and that difference
+/// would be all one sees.
 const CMDLINE: &str = "transparent_hugepage=always";
 
 /// A workload of guest-tool's.
@@ -120,7 +121,8 @@ pub struct Stand {
 }
 
 impl Stand {
-    /// What is on tmpfs would be the next guest's memory. What is left of a guest with a policy is the trace of its decisions.
+    /// What is on tmpfs would be the next guest's memory. What is left of a guest with a policy is
+    /// the trace of its decisions.
     pub fn tear_down(self) -> Result<Option<Vec<u8>>> {
         drop(self.guest);
         let trace = match std::fs::read(trace_file()) {

@@ -1,5 +1,6 @@
-//! BTTs whose log (flog) is in every state that a crash can leave, one state to a lane. What they should read as, after
-//! whoever opens them has replayed the log, follows from UEFI 2.10, 6.4.3 to 6.4.5, and from drivers/nvdimm/btt.c.
+//! BTTs whose log (flog) is in every state that a crash can leave, one state to a lane. What they
+//! should read as, after whoever opens them has replayed the log, follows from UEFI 2.10, 6.4.3 to
+//! 6.4.5, and from drivers/nvdimm/btt.c.
 //!
 //! The info block is read here by its offsets in the specification, not by the code under test.
 
@@ -175,7 +176,8 @@ impl Arena {
             ([sector, own, spare], [sector, spare, own])
         };
         if state.crash == Crash::NextHalfWritten {
-            // The half with sector and old block; what follows it is still that of the write before.
+            // The half with sector and old block; what follows it is still that of the write
+            // before.
             (older[0], older[1]) = (sector + 1, sector + 1);
             self.write_block(media, if is_first { spare } else { own }, &[0xee; 4096])?;
         }

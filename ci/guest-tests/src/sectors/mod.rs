@@ -1,5 +1,6 @@
-//! What the sectors of a disk should hold, told from seeds alone: a guest writes through Linux' BTT driver, a test through
-//! our engine, and either holds the disk against the same [`Outcome`] without a word between them.
+//! What the sectors of a disk should hold, told from seeds alone: a guest writes through Linux' BTT
+//! driver, a test through our engine, and either holds the disk against the same [`Outcome`]
+//! without a word between them.
 
 mod flogs;
 mod program;
@@ -33,17 +34,18 @@ pub enum Content {
     Zeros,
     /// What this operation of that seed's program wrote.
     Written { seed: u64, operation: u64 },
-    /// Zeros, because its map entry says so. Read by itself: Linux' driver takes such a sector for the end of what it was
-    /// to read of a page, and reports success (btt_read_pg in drivers/nvdimm/btt.c), so that sectors of 512 bytes
-    /// behind it in the same page are not read.
+    /// Zeros, because its map entry says so. Read by itself: Linux' driver takes such a sector for
+    /// the end of what it was to read of a page, and reports success (btt_read_pg in
+    /// drivers/nvdimm/btt.c), so that sectors of 512 bytes behind it in the same page are not
+    /// read.
     Trimmed,
     /// Reads of it fail.
     Fails,
 }
 
 impl Content {
-    /// The bytes that the sector should have: they name their place and origin, and the rest follows from these. A torn
-    /// or misplaced sector is the content of none.
+    /// The bytes that the sector should have: they name their place and origin, and the rest
+    /// follows from these. A torn or misplaced sector is the content of none.
     fn fill(self, sector: u64, bytes: &mut [u8]) {
         bytes.fill(0);
         if let Self::Written { seed, operation } = self {
@@ -82,8 +84,8 @@ impl Outcome {
         Self { shape, contents: vec![Content::Zeros; sectors] }
     }
 
-    /// What its text asks for: `flogs:SHIFT` is a disk that was made so ([`Flogs`]), and comes first; anything else is a
-    /// program that has run to its end.
+    /// What its text asks for: `flogs:SHIFT` is a disk that was made so ([`Flogs`]), and comes
+    /// first; anything else is a program that has run to its end.
     pub fn of_history(shape: Shape, history: &[impl AsRef<str>]) -> Result<Self> {
         let mut outcome = Self::untouched(shape);
         for (at, item) in history.iter().map(AsRef::as_ref).enumerate() {
@@ -110,8 +112,9 @@ impl Outcome {
         self.contents[sectors.start as usize..sectors.end as usize].fill(content);
     }
 
-    /// Reads every sector and compares. `read` fills a buffer from a sector on. A sector that is not as it should be is
-    /// [`StoredWrong`]; one that cannot be read may be the emulation's doing.
+    /// Reads every sector and compares. `read` fills a buffer from a sector on. A sector that is
+    /// not as it should be is [`StoredWrong`]; one that cannot be read may be the emulation's
+    /// doing.
     pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let sector_bytes = self.shape.sector_bytes as usize;
         let mut found = Aligned::zeroed(BATCH_SECTORS * sector_bytes);

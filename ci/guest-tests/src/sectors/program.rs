@@ -1,4 +1,5 @@
-//! Programs: operations on sectors that follow from a seed, by several threads on sectors of their own.
+//! Programs: operations on sectors that follow from a seed, by several threads on sectors of their
+//! own.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -10,12 +11,13 @@ use super::{Content, Shape};
 use crate::aligned::Aligned;
 use crate::content::Bytes;
 
-/// Stripes of so many sectors belong to the threads in turn. A multiple of a page, so that no page of the kernel's cache
-/// belongs to two.
+/// Stripes of so many sectors belong to the threads in turn. A multiple of a page, so that no page
+/// of the kernel's cache belongs to two.
 const STRIPE_SECTORS: u64 = 64;
 /// The most sectors that a page has: those that a program stays on begin with a page, too.
 const PAGE_SECTORS: u64 = 8;
-/// The longest operation has so many sectors, and the shorter ones are as frequent for each halving.
+/// The longest operation has so many sectors, and the shorter ones are as frequent for each
+/// halving.
 const MAX_SECTORS: u64 = 32;
 /// A thread flushes after so many operations.
 const FLUSH_INTERVAL: u64 = 64;
@@ -31,8 +33,8 @@ pub enum Mix {
     Discards,
 }
 
-/// A program. As text `writes:SEED:OPERATIONS:THREADS`, with `direct` or `discards` for another mix, and `:FIRST-END` behind
-/// it for one that stays on some of the sectors.
+/// A program. As text `writes:SEED:OPERATIONS:THREADS`, with `direct` or `discards` for another
+/// mix, and `:FIRST-END` behind it for one that stays on some of the sectors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     mix: Mix,
@@ -116,7 +118,8 @@ pub trait Storage: Sync {
 }
 
 impl Program {
-    /// As text, a program of up to four threads that stays on 256 sectors. `border` is among them, and not where two threads meet.
+    /// As text, a program of up to four threads that stays on 256 sectors. `border` is among them,
+    /// and not where two threads meet.
     pub fn around(border: u64, mix: &str, seed: u64, operations: u64, threads: u32) -> String {
         let first = (border - STRIPE_SECTORS * 3 / 2) / PAGE_SECTORS * PAGE_SECTORS;
         format!("{mix}:{seed}:{operations}:{threads}:{first}-{}", first + STRIPE_SECTORS * 4)
@@ -171,7 +174,8 @@ impl Program {
         })
     }
 
-    /// What the operations leave, in an order that comes to the same: each thread has sectors of its own.
+    /// What the operations leave, in an order that comes to the same: each thread has sectors of
+    /// its own.
     pub(super) fn effects(&self, shape: Shape) -> impl Iterator<Item = (Range<u64>, Content)> {
         let seed = self.seed;
         (0..self.threads).flat_map(move |thread| self.steps(shape, thread)).map(

@@ -1,4 +1,5 @@
-//! What must be found after a crash: every sector whole, and at least as new as the last flush that was acknowledged.
+//! What must be found after a crash: every sector whole, and at least as new as the last flush that
+//! was acknowledged.
 
 use std::fmt;
 
@@ -60,7 +61,8 @@ pub struct Judgement {
     /// Of the sectors that are whole, by their index.
     pub versions: Vec<Option<u64>>,
     pub faults: Vec<Fault>,
-    /// Sectors that are newer than what was acknowledged: the crash came between their write and its answer.
+    /// Sectors that are newer than what was acknowledged: the crash came between their write and
+    /// its answer.
     pub newer: usize,
 }
 

@@ -57,7 +57,8 @@ impl fmt::Display for Tally {
     }
 }
 
-/// FORESHORE_TEST_SEED, or one that nobody has had. It is printed, so that the schedule can be had again.
+/// FORESHORE_TEST_SEED, or one that nobody has had. It is printed, so that the schedule can be had
+/// again.
 pub fn seed() -> Result<u64> {
     let seed = match std::env::var("FORESHORE_TEST_SEED") {
         Ok(text) => {
@@ -78,8 +79,9 @@ pub enum Until {
     Torn,
 }
 
-/// Kills guests of all victims at once, `rounds` in all at most. After each, every sector must be whole and as new as it
-/// was said to be, `pmvol check` has nothing to say, and the next guest finds what we have found. Ends at the first fault.
+/// Kills guests of all victims at once, `rounds` in all at most. After each, every sector must be
+/// whole and as new as it was said to be, `pmvol check` has nothing to say, and the next guest
+/// finds what we have found. Ends at the first fault.
 pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
     let schedule =
         Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };

@@ -1,8 +1,9 @@
 //! What a sector says of itself.
 //!
-//! Each of its cache lines begins with the version and the sector's number; words that depend on their place alone
-//! follow, and the sector's last word is a checksum of all others. A new version changes one word of each line and
-//! the checksum, so that a writer spends its time on writing, and each line tells which write it comes from.
+//! Each of its cache lines begins with the version and the sector's number; words that depend on
+//! their place alone follow, and the sector's last word is a checksum of all others. A new version
+//! changes one word of each line and the checksum, so that a writer spends its time on writing, and
+//! each line tells which write it comes from.
 
 use std::fmt;
 
@@ -115,9 +116,9 @@ fn fixed_word(sector: u64, index: usize) -> u64 {
     }
 }
 
-/// The sum over all words but the last, each times an odd number of its own. Where lines of two versions are mixed
-/// the sum is that of neither: it differs by the versions' difference times a number that is neither zero nor that of
-/// all lines, and much smaller than a word.
+/// The sum over all words but the last, each times an odd number of its own. Where lines of two
+/// versions are mixed the sum is that of neither: it differs by the versions' difference times a
+/// number that is neither zero nor that of all lines, and much smaller than a word.
 fn checksum(bytes: &[u8]) -> u64 {
     (0..CHECKSUM).fold(0, |sum, index| sum.wrapping_add(share(index, word(bytes, index))))
 }

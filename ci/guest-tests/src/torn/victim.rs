@@ -114,7 +114,8 @@ pub struct Setup {
     pub kernel: Kernel,
     /// What the volume is.
     pub format: Format,
-    /// Sectors that a thread writes at most before it flushes. Where a flush is one of a disk, few are enough.
+    /// Sectors that a thread writes at most before it flushes. Where a flush is one of a disk, few
+    /// are enough.
     pub longest: u64,
     /// How often a guest that writes is stopped and looked at before it is killed.
     pub looks: u32,
@@ -148,8 +149,8 @@ impl fmt::Display for Setup {
 pub enum Moment {
     /// So long after all its threads have written and flushed.
     Writing(Duration),
-    /// So many thousandths of a start, as long as the last one was, after its VMM was started: the kernel boots, or a driver
-    /// repairs what the last kill has left.
+    /// So many thousandths of a start, as long as the last one was, after its VMM was started: the
+    /// kernel boots, or a driver repairs what the last kill has left.
     Starting(u32),
 }
 
@@ -183,7 +184,8 @@ pub struct Life {
     /// When it was killed.
     pub moment: Moment,
     pub seen: Seen,
-    /// The emulation broke the guest's kernel (docs/testing.md): one crash more, at no moment of ours.
+    /// The emulation broke the guest's kernel (docs/testing.md): one crash more, at no moment of
+    /// ours.
     pub broken: bool,
 }
 
@@ -231,7 +233,8 @@ impl Victim {
         Ok(Self::resume(pool, setup, seed))
     }
 
-    /// A volume that is there already. What its guests were told, the caller knows ([`Victim::acknowledge`]).
+    /// A volume that is there already. What its guests were told, the caller knows
+    /// ([`Victim::acknowledge`]).
     pub fn resume(pool: Pool, setup: Setup, seed: u64) -> Self {
         let (oracle, random) = (Oracle::new(AREA), Bytes::new(seed));
         Self { setup, pool, oracle, random, last: None, start_took: FIRST_START }
@@ -281,7 +284,8 @@ impl Victim {
 
     fn builder(&mut self) -> GuestBuilder {
         let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
-        // A driver has a lane for each CPU, and goes on from what one with more of them or fewer has left.
+        // A driver has a lane for each CPU, and goes on from what one with more of them or fewer
+        // has left.
         let cpus = 1 + self.random.next_u64() % u64::from(interface.most_cpus(format));
         // Whoever wants a raw volume has to say so.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
@@ -296,7 +300,8 @@ impl Victim {
         if flushes_lie { builder.with_flushes_that_lie() } else { builder }
     }
 
-    /// Kills the VMM and sees what its guest's kernel has said. True: what the emulation makes it say.
+    /// Kills the VMM and sees what its guest's kernel has said. True: what the emulation makes it
+    /// say.
     fn end(&self, guest: Guest) -> Result<bool> {
         let console = guest.console_log()?;
         guest.kill9()?;
@@ -314,7 +319,8 @@ impl Victim {
         thread::scope(|scope| {
             let reader = scope.spawn(move || read_lines(writer, &said));
             let watched = self.watch(guest, &heard, started, delay, &mut seen);
-            // What has ended by itself is no success of the kill; whoever reads its lines can only see that they end.
+            // What has ended by itself is no success of the kill; whoever reads its lines can only
+            // see that they end.
             let lives = guest.still_running();
             if lives.is_ok() {
                 guest.kill_now()?;
@@ -343,8 +349,8 @@ impl Victim {
         )
     }
 
-    /// Boots a guest that writes until something else ends it, and says why it has ended. Hears each line, and whether all
-    /// threads have flushed by then.
+    /// Boots a guest that writes until something else ends it, and says why it has ended. Hears
+    /// each line, and whether all threads have flushed by then.
     pub fn write_until_it_ends(&mut self, hear: impl FnMut(&Line, bool)) -> Error {
         self.write_on(hear).err().unwrap_or_else(|| anyhow!("The writer has ended"))
     }
@@ -366,8 +372,8 @@ impl Victim {
         bail!("The writer ended with {}:\n{}", output.code, output.stderr)
     }
 
-    /// Until the guest is to be killed: soon after the last look, or at once where a look finds something wrong, so that
-    /// it is there to be seen.
+    /// Until the guest is to be killed: soon after the last look, or at once where a look finds
+    /// something wrong, so that it is there to be seen.
     fn watch(
         &mut self,
         guest: &Guest,
@@ -437,7 +443,8 @@ impl Victim {
         }
     }
 
-    /// The guest's driver and our own reader must have read the same from what the last kill has left.
+    /// The guest's driver and our own reader must have read the same from what the last kill has
+    /// left.
     fn compare_found(&self, thread: usize, versions: &[u64]) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let per_thread = AREA.per_thread as usize;
@@ -488,8 +495,8 @@ impl Victim {
         })
     }
 
-    /// Fails if `pmvol check` finds something. Returns how many writes the crash has caught between the log and the
-    /// map, which the next driver finishes.
+    /// Fails if `pmvol check` finds something. Returns how many writes the crash has caught between
+    /// the log and the map, which the next driver finishes.
     pub fn check(&self) -> Result<u64> {
         check(&self.pool)
     }

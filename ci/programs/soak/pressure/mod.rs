@@ -1,4 +1,5 @@
-//! Guests with less DRAM than their workload needs, and what becomes of it under each policy and each kind of swap.
+//! Guests with less DRAM than their workload needs, and what becomes of it under each policy and
+//! each kind of swap.
 
 mod plot;
 mod report;
@@ -55,7 +56,8 @@ where
     text.split(',').map(|item| item.parse().map_err(Into::into)).collect()
 }
 
-/// Runs them by turns in this boot of the host. Fails if a condition did not hold; times it only tells.
+/// Runs them by turns in this boot of the host. Fails if a condition did not hold; times it only
+/// tells.
 pub fn run(arguments: &[&str]) -> Result<()> {
     let options = Options::parse(arguments)?;
     let mut rows = Vec::new();

@@ -27,8 +27,8 @@ pub const MOST_SILENT: u32 = 480;
 const FREQUENT: u32 = 8;
 /// Limit for the response of QEMU's monitor.
 const MONITOR_LIMIT: Duration = Duration::from_secs(5);
-/// Commands that print the registers of all CPUs and send an NMI. The kernel panics on the NMI, which
-/// ends QEMU.
+/// Commands that print the registers of all CPUs and send an NMI. The kernel panics on the NMI,
+/// which ends QEMU.
 const MONITOR_COMMANDS: &[u8] = b"info registers -a\nnmi\n";
 
 /// The ends of a pair of pipes as QEMU's `pipe` backend uses them.

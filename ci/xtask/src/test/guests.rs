@@ -146,7 +146,8 @@ impl Lanes<'_> {
         Ok(())
     }
 
-    /// Joins the logs of all lanes, and counts them. Tests of a log that is missing have no verdict.
+    /// Joins the logs of all lanes, and counts them. Tests of a log that is missing have no
+    /// verdict.
     fn collect(&self, hosts: usize) -> Result<(String, usize)> {
         let boots = |lane| {
             (1..).map(move |boot| self.folder(lane, boot)).take_while(|folder| folder.exists())

@@ -129,8 +129,8 @@ impl Tree {
         self.write(to, content, mode)
     }
 
-    /// A command that runs a wrapper from `folder`, without a terminal at which sudo could ask for a
-    /// password. `host` is the choice of the host.
+    /// A command that runs a wrapper from `folder`, without a terminal at which sudo could ask for
+    /// a password. `host` is the choice of the host.
     pub fn command_in(&self, folder: &Path, line: &str, host: &str) -> Result<Command> {
         let mut command = Command::new("setsid");
         command.args(line.split(' ')).current_dir(folder).stdin(Stdio::null());

@@ -1,6 +1,6 @@
-//! /sys/kernel/mm/page_idle/bitmap (Documentation/admin-guide/mm/idle_page_tracking.rst): a bit per page frame. Setting one
-//! marks the page idle, an access clears it. Pages that are not user memory have none, so free memory is not among
-//! what is found.
+//! /sys/kernel/mm/page_idle/bitmap (Documentation/admin-guide/mm/idle_page_tracking.rst): a bit per
+//! page frame. Setting one marks the page idle, an access clears it. Pages that are not user memory
+//! have none, so free memory is not among what is found.
 //!
 //! A sample of words, chosen anew each time, is marked and read again later.
 
@@ -12,8 +12,8 @@ use std::path::Path;
 use super::{Found, MAX_NODES, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
-/// Of each node so many words are marked, of 64 pages each: marking and reading one costs a walk through the page tables
-/// for each page, together about 10 ms a minute.
+/// Of each node so many words are marked, of 64 pages each: marking and reading one costs a walk
+/// through the page tables for each page, together about 10 ms a minute.
 const WORDS: u64 = 64;
 const WORD_PAGES: u64 = 64;
 

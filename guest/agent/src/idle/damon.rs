@@ -1,9 +1,10 @@
-//! DAMON by sysfs (Documentation/admin-guide/mm/damon/usage.rst): the kernel samples accesses to physical addresses, in
-//! regions that it splits and merges as it sees fit.
+//! DAMON by sysfs (Documentation/admin-guide/mm/damon/usage.rst): the kernel samples accesses to
+//! physical addresses, in regions that it splits and merges as it sees fit.
 //!
-//! Each node has a monitor of its own, whose two schemes do nothing but count: the bytes that were not accessed for the
-//! span, and all bytes. Both are totals over all aggregations since the monitor's start, so the quotient of their growth is the
-//! part that is idle, however many aggregations there were between two looks.
+//! Each node has a monitor of its own, whose two schemes do nothing but count: the bytes that were
+//! not accessed for the span, and all bytes. Both are totals over all aggregations since the
+//! monitor's start, so the quotient of their growth is the part that is idle, however many
+//! aggregations there were between two looks.
 
 use std::fs;
 use std::io;
@@ -12,27 +13,30 @@ use std::path::{Path, PathBuf};
 use super::{Found, MAX_NODES, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
-/// Each region has one page sampled this often: with at most [`MAX_REGIONS`] regions a few hundred microseconds of a CPU
-/// a second at the very most.
+/// Each region has one page sampled this often: with at most [`MAX_REGIONS`] regions a few hundred
+/// microseconds of a CPU a second at the very most.
 const SAMPLE_US: u64 = 1_000_000;
 const AGGREGATION_US: u64 = 20_000_000;
 const MIN_REGIONS: u64 = 10;
 const MAX_REGIONS: u64 = 100;
 
-/// A region's age counts aggregations, beginning with 0: with one more it has not been accessed for the span.
+/// A region's age counts aggregations, beginning with 0: with one more it has not been accessed for
+/// the span.
 const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
 
-/// An interval that means nothing for physical addresses, and by which the agent knows its own monitors again after it
-/// was killed.
+/// An interval that means nothing for physical addresses, and by which the agent knows its own
+/// monitors again after it was killed.
 const OURS_US: u64 = 59_746_059;
 
 /// What was found is held for so long while a monitor says nothing new: two looks.
 const STALE_MS: u64 = 2 * PERIOD_MS;
 
-/// More ranges than this are taken as one: what lies between them is no memory, and is never accessed.
+/// More ranges than this are taken as one: what lies between them is no memory, and is never
+/// accessed.
 const MAX_RANGES: usize = 32;
 
-/// A monitor begins with so many regions: the kernel doubles them once in an aggregation at most, and has told little before.
+/// A monitor begins with so many regions: the kernel doubles them once in an aggregation at most,
+/// and has told little before.
 const FIRST_REGIONS: u64 = 32;
 const REGION_STEP: u64 = 2 << 20;
 
@@ -59,8 +63,8 @@ struct Monitor {
 }
 
 impl Damon {
-    /// Takes DAMON, if nobody else has it. `root` is /sys/kernel/mm/damon/admin/kdamonds outside of tests. There may be
-    /// so many nodes.
+    /// Takes DAMON, if nobody else has it. `root` is /sys/kernel/mm/damon/admin/kdamonds outside of
+    /// tests. There may be so many nodes.
     pub fn open(root: &Path, nodes: u32) -> io::Result<Self> {
         let nodes = nodes.clamp(1, MAX_NODES);
         let damon =
@@ -125,8 +129,8 @@ impl Damon {
         Ok(())
     }
 
-    /// Has the monitors look at `ranges`, and returns what they have found since the last time. May wait for an
-    /// aggregation.
+    /// Has the monitors look at `ranges`, and returns what they have found since the last time. May
+    /// wait for an aggregation.
     pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
         let nodes = nodes_of(ranges);
         for number in (0..).take(self.monitors.len()) {
@@ -134,7 +138,8 @@ impl Damon {
                 nodes.iter().find(|(node, _)| *node == number).map(|(_, ranges)| bounded(ranges));
             self.watch(number, ranges.unwrap_or_default(), now_ms)?;
             self.count(number, now_ms);
-            // Schemes that count no more, or cannot be read, say nothing of now. One look in vain is forgiven.
+            // Schemes that count no more, or cannot be read, say nothing of now. One look in vain
+            // is forgiven.
             let monitor = &mut self.monitors[number as usize];
             monitor.found =
                 monitor.found.filter(|_| now_ms.saturating_sub(monitor.found_ms) <= STALE_MS);
@@ -253,7 +258,8 @@ pub(super) mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody else's.
+    /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody
+    /// else's.
     pub fn sysfs(taken: u32) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("tempdir");
         fs::write(dir.path().join("nr_kdamonds"), format!("{taken}\n")).expect("write");

@@ -1,7 +1,9 @@
-//! Memory that nobody touches, per node: from DAMON where the kernel has it, from the bitmap of idle pages elsewhere.
+//! Memory that nobody touches, per node: from DAMON where the kernel has it, from the bitmap of
+//! idle pages elsewhere.
 //!
-//! Both answer in their own time (a write to DAMON's files waits for its next sample), so a thread of its own asks. What it
-//! costs is bounded by how many places are looked at, not by how much memory there is.
+//! Both answer in their own time (a write to DAMON's files waits for its next sample), so a thread
+//! of its own asks. What it costs is bounded by how many places are looked at, not by how much
+//! memory there is.
 
 mod bitmap;
 mod damon;
@@ -40,7 +42,8 @@ struct Found {
     /// So much of them lies idle.
     idle_bytes: u64,
     span_bytes: u64,
-    /// Whether memory that is free, and addresses without memory, are among what lies idle; else neither is.
+    /// Whether memory that is free, and addresses without memory, are among what lies idle; else
+    /// neither is.
     with_free: bool,
     /// Page cache whose use is not seen, see [`Roots::unseen_bytes`].
     unseen_bytes: u64,
@@ -56,7 +59,8 @@ impl Found {
         let (managed_bytes, free_bytes) =
             (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
         let idle_bytes = if self.with_free {
-            // A block may be plugged in part, and of a part that is not there nothing is ever touched.
+            // A block may be plugged in part, and of a part that is not there nothing is ever
+            // touched.
             let absent_bytes = self.span_bytes.saturating_sub(managed_bytes);
             self.idle_bytes.saturating_sub(absent_bytes)
         } else {
@@ -100,9 +104,9 @@ impl Roots {
         last.map_or(1, |last| last.saturating_add(1)).min(MAX_NODES)
     }
 
-    /// Page cache of a node of which the kernel does not notice that it is used: with the multi-generational LRU a read()
-    /// does not clear a page's idle flag (folio_mark_accessed in mm/swap.c), so all that is not mapped seems idle.
-    /// `None` if it is not known.
+    /// Page cache of a node of which the kernel does not notice that it is used: with the
+    /// multi-generational LRU a read() does not clear a page's idle flag (folio_mark_accessed
+    /// in mm/swap.c), so all that is not mapped seems idle. `None` if it is not known.
     fn unseen_bytes(&self, node: u32) -> Option<u64> {
         let enabled = fs::read_to_string(&self.lru_gen).unwrap_or_default();
         let enabled =
@@ -147,8 +151,9 @@ impl Source {
 
 /// A source that may have to be waited for.
 ///
-/// Linux takes one write to DAMON's files at a time, refuses others as busy, and may answer the one only with the next
-/// sample: an agent that was killed meanwhile is in the way of the one that follows it.
+/// Linux takes one write to DAMON's files at a time, refuses others as busy, and may answer the one
+/// only with the next sample: an agent that was killed meanwhile is in the way of the one that
+/// follows it.
 struct Seeker<O> {
     open: O,
     source: Option<Source>,
@@ -214,7 +219,8 @@ pub struct IdleWatch {
 }
 
 impl IdleWatch {
-    /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it. `clock` gives the time.
+    /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it.
+    /// `clock` gives the time.
     pub fn start(roots: &Roots, stack_bytes: usize, clock: fn() -> u64) -> io::Result<Self> {
         let (roots, damon) = (roots.clone(), roots.damon.clone());
         let mut source = Seeker::start({
@@ -452,7 +458,8 @@ mod tests {
 
     #[test]
     fn a_monitor_that_is_busy_is_told_again_what_to_look_at() {
-        // A thing that cannot be written stands for one that is busy: what comes of it is the same but for the error.
+        // A thing that cannot be written stands for one that is busy: what comes of it is the same
+        // but for the error.
         let dir = damon::tests::sysfs(0);
         let state = dir.path().join("0/state");
         fs::create_dir(&state).expect("mkdir");

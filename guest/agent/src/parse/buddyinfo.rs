@@ -10,8 +10,8 @@ const FILE: &str = "/proc/buddyinfo";
 /// The order of the blocks that are counted: 1024 pages of 4 KiB.
 const LARGEST_ORDER: usize = 10;
 
-/// Fills in how many of the largest blocks each of `zones` has free. A kernel whose allocator keeps none that large
-/// leaves that unknown.
+/// Fills in how many of the largest blocks each of `zones` has free. A kernel whose allocator keeps
+/// none that large leaves that unknown.
 pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
     zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
     for line in lines(text) {
@@ -31,15 +31,16 @@ pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
             zone.largest_free_blocks =
                 Some(zone.largest_free_blocks.unwrap_or(0).saturating_add(blocks));
         }
-        // The zones were read before: memory that has come online since must not make a report that is refused.
+        // The zones were read before: memory that has come online since must not make a report that
+        // is refused.
         let bound = zone.managed_pages / (LARGEST_BLOCK_BYTES / 4096);
         zone.largest_free_blocks = zone.largest_free_blocks.map(|blocks| blocks.min(bound));
     }
     Ok(())
 }
 
-/// Fills in how many pages each of `zones` has free, and returns how many that are in all. `None` if the text does not tell of
-/// exactly these zones.
+/// Fills in how many pages each of `zones` has free, and returns how many that are in all. `None`
+/// if the text does not tell of exactly these zones.
 pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseError> {
     let (mut count, mut sum) = (0, 0u64);
     for line in lines(text).filter(|line| line.starts_with(b"Node ")) {

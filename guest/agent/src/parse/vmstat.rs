@@ -8,7 +8,8 @@ use super::{ParseError, lines, number};
 pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
     let mut counters = Counters::default();
     for line in lines(text) {
-        // Some two hundred lines, of which a dozen are ours: look at the first letters before anything else.
+        // Some two hundred lines, of which a dozen are ours: look at the first letters before
+        // anything else.
         let is_ours = matches!(
             line,
             [b'p', b's' | b'g', ..]
@@ -25,7 +26,8 @@ pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
         let Some((field, counter)) = counter(&mut counters, name) else { continue };
         let value = number(value).ok_or(ParseError::NotANumber { file: "/proc/vmstat", field })?;
         *counter = counter.saturating_add(value);
-        // The highest zone that the allocation could use: all but ZONE_MOVABLE (and ZONE_DEVICE) serve the kernel.
+        // The highest zone that the allocation could use: all but ZONE_MOVABLE (and ZONE_DEVICE)
+        // serve the kernel.
         if matches!(name, b"allocstall_dma" | b"allocstall_dma32" | b"allocstall_normal") {
             counters.allocstall_kernel = counters.allocstall_kernel.saturating_add(value);
         }

@@ -20,8 +20,8 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
             continue;
         }
         let Some(current) = zone.as_mut() else { continue };
-        // Sizes are indented by eight columns or follow `pages`. Counters of the zone are indented by six. Most other
-        // lines are about single CPUs.
+        // Sizes are indented by eight columns or follow `pages`. Counters of the zone are indented
+        // by six. Most other lines are about single CPUs.
         let rest = match line {
             [b' ', b' ', b'p', b'a', rest @ ..] => rest.strip_prefix(b"ges "),
             [b' ', b' ', b' ', b' ', b' ', b' ', b'n', rest @ ..] => {
@@ -84,8 +84,9 @@ fn add_user_pages(
     Ok(())
 }
 
-/// Largest number of `(0, 203, 203, 259, 259)`. There is one for allocations from each zone and from those below, so the
-/// largest is that for user pages (mm/page_alloc.c, setup_per_zone_lowmem_reserve).
+/// Largest number of `(0, 203, 203, 259, 259)`. There is one for allocations from each zone and
+/// from those below, so the largest is that for user pages (mm/page_alloc.c,
+/// setup_per_zone_lowmem_reserve).
 fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, ParseError> {
     let mut most = 0;
     for word in words {

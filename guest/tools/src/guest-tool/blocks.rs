@@ -52,7 +52,8 @@ impl Range {
         (self.first + index) * BLOCK_BYTES as u64
     }
 
-    /// The indexes in an order that is no order, each once: a step that shares no factor with the count.
+    /// The indexes in an order that is no order, each once: a step that shares no factor with the
+    /// count.
     fn shuffled(&self, seed: u64) -> impl Iterator<Item = u64> {
         let step = (1 + seed % self.count.max(2)..).find(|step| gcd(*step, self.count) == 1);
         let (count, step) = (self.count, step.expect("count + 1 shares no factor with count"));
@@ -64,8 +65,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A block's content names its place, its writer's seed and the round, and fills the rest from them: a torn or a
-/// misplaced block is not the content of any round.
+/// A block's content names its place, its writer's seed and the round, and fills the rest from
+/// them: a torn or a misplaced block is not the content of any round.
 fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
     block[..8].copy_from_slice(&index.to_le_bytes());
     block[8..16].copy_from_slice(&seed.to_le_bytes());
@@ -73,7 +74,8 @@ fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
     Bytes::new(index ^ seed.rotate_left(20) ^ round.rotate_left(40)).fill(&mut block[24..]);
 }
 
-/// Writes all blocks, ROUNDS times, and verifies each round. Says `round N` when a round is durable.
+/// Writes all blocks, ROUNDS times, and verifies each round. Says `round N` when a round is
+/// durable.
 pub fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
     let mut block = Aligned::zeroed(BLOCK_BYTES);
     for round in 1..=rounds {
@@ -121,7 +123,8 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// Times COUNT direct transfers, DEPTH of them at a time, at shuffled places of the device's first 16 MiB.
+/// Times COUNT direct transfers, DEPTH of them at a time, at shuffled places of the device's first
+/// 16 MiB.
 pub fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
     ensure!((1..=256).contains(&depth), "a depth of {depth}");
     let range = Range::open(device, Mode::Direct, 0, 4096)?;

@@ -1,4 +1,5 @@
-//! Memory taken all at once, and the moment at which there is more of it: by one clock, the guest's.
+//! Memory taken all at once, and the moment at which there is more of it: by one clock, the
+//! guest's.
 
 use std::io::{self, Write};
 use std::thread;
@@ -13,9 +14,9 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 /// Whoever reads along learns from these how the two clocks lie.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Touches that much memory as fast as it can and keeps it until killed; says `begin MICROSECONDS`, `held MICROSECONDS`, and for
-/// each rise of the guest's memory `total MICROSECONDS BYTES`. Beside that `tick MICROSECONDS` now and then. With 0 it only
-/// watches, from `begin` on.
+/// Touches that much memory as fast as it can and keeps it until killed; says `begin MICROSECONDS`,
+/// `held MICROSECONDS`, and for each rise of the guest's memory `total MICROSECONDS BYTES`. Beside
+/// that `tick MICROSECONDS` now and then. With 0 it only watches, from `begin` on.
 pub fn burst(mib: u64) -> Result<()> {
     crate::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;

@@ -21,7 +21,8 @@ const PIPE: usize = 1 << 20;
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// After so long without anything to take, all is taken.
 const CALM_LOOKS: u32 = 25;
-/// vm.min_free_kbytes: of it, programs that run in real time may have half (mm/page_alloc.c, gfp_to_alloc_flags).
+/// vm.min_free_kbytes: of it, programs that run in real time may have half (mm/page_alloc.c,
+/// gfp_to_alloc_flags).
 const RESERVE_KIB: &str = "16384";
 /// How many empty slabs of each kind the kernel keeps: more than it ever has.
 const EMPTY_SLABS: &str = "1000";
@@ -32,16 +33,19 @@ const NO_DESCRIPTORS: &str = "adding memory failed: -12";
 /// How the kernel says that it kills somebody.
 const KILLED: &str = "Killed process";
 
-/// Takes all memory that the kernel could have for itself above its watermarks, but for so many KiB, and what becomes free
-/// later as well, as somebody whom the OOM killer spares. Says `dried` once there is no more, and keeps it until killed. From
-/// then on it says what befalls the guest: `failed` each time that there is no memory for page descriptors, `killed` and who.
+/// Takes all memory that the kernel could have for itself above its watermarks, but for so many
+/// KiB, and what becomes free later as well, as somebody whom the OOM killer spares. Says `dried`
+/// once there is no more, and keeps it until killed. From then on it says what befalls the guest:
+/// `failed` each time that there is no memory for page descriptors, `killed` and who.
 ///
-/// It takes what pipes hold, which is the kernel's own memory: neither swapped nor moved, and never from a movable zone
-/// (fs/pipe.c). What programs need comes from that zone first, so that a guest that has one goes on all the same.
+/// It takes what pipes hold, which is the kernel's own memory: neither swapped nor moved, and never
+/// from a movable zone (fs/pipe.c). What programs need comes from that zone first, so that a guest
+/// that has one goes on all the same.
 ///
-/// Who adds memory takes pages for its descriptors until there are none, and gives up then; whoever else wants one at that moment
-/// has somebody killed for it, and what the dead had is memory for descriptors. So the others are given a reserve below the
-/// watermark, which the kernel's worker that adds memory cannot touch.
+/// Who adds memory takes pages for its descriptors until there are none, and gives up then; whoever
+/// else wants one at that moment has somebody killed for it, and what the dead had is memory for
+/// descriptors. So the others are given a reserve below the watermark, which the kernel's worker
+/// that adds memory cannot touch.
 pub fn dry(left_kib: u64) -> Result<()> {
     crate::oom::be_spared()?;
     // SAFETY: no pointers.
@@ -79,8 +83,8 @@ fn leave_nothing_to_find() -> Result<()> {
     let set = |setting: &str, value: &str| {
         fs::write(setting, value).with_context(|| format!("Cannot write {value} to {setting}"))
     };
-    // What it says of a lack of memory is a hundred lines, and a serial line takes seconds for them: a block whose descriptors
-    // are lacking would be there for so long.
+    // What it says of a lack of memory is a hundred lines, and a serial line takes seconds for
+    // them: a block whose descriptors are lacking would be there for so long.
     set("/proc/sys/kernel/printk", "1")?;
     set("/proc/sys/vm/min_free_kbytes", RESERVE_KIB)?;
     // Each CPU has free pages of its own, which count as taken: as few as can be.
@@ -95,8 +99,8 @@ fn leave_nothing_to_find() -> Result<()> {
     Ok(())
 }
 
-/// Has all other programs run in real time, and what starts the kernel's threads: these may go below the watermark. What
-/// they start does so as well.
+/// Has all other programs run in real time, and what starts the kernel's threads: these may go
+/// below the watermark. What they start does so as well.
 fn give_others_the_reserve() -> Result<()> {
     let ours = std::process::id() as libc::pid_t;
     for process in fs::read_dir("/proc").context("Cannot read /proc")? {
@@ -148,7 +152,8 @@ impl KernelLog {
             .open("/dev/kmsg")
             .context("Cannot open /dev/kmsg")?;
         kmsg.seek(SeekFrom::End(0)).context("Cannot go to the end of /dev/kmsg")?;
-        // Written to: it is there before all else is taken. No record is longer (kernel/printk/internal.h).
+        // Written to: it is there before all else is taken. No record is longer
+        // (kernel/printk/internal.h).
         Ok(Self { kmsg, record: vec![1; 8 << 10] })
     }
 
@@ -170,7 +175,8 @@ impl KernelLog {
     }
 }
 
-/// What a record of /dev/kmsg says of memory: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Documentation/ABI/testing/dev-kmsg).
+/// What a record of /dev/kmsg says of memory: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT`
+/// (Documentation/ABI/testing/dev-kmsg).
 fn news_in(record: &str) -> Option<String> {
     let (_, text) = record.split_once(';')?;
     let text = text.lines().next()?;
@@ -197,7 +203,8 @@ struct Taken {
 }
 
 impl Taken {
-    /// Room for no more pipes than so many bytes fill: nothing is to be allocated for the list later.
+    /// Room for no more pipes than so many bytes fill: nothing is to be allocated for the list
+    /// later.
     fn new(most_bytes: usize) -> Result<Self> {
         let most = most_bytes / PIPE + 1;
         limits::allow_open_files(most + 64)?;
@@ -247,8 +254,9 @@ impl KernelMemory {
     }
 }
 
-/// What an allocation of the kernel's may take of DMA, DMA32 and Normal: what is free above the least watermark and what the
-/// zone keeps from allocations that could have come from Normal. (mm/page_alloc.c, __zone_watermark_ok.)
+/// What an allocation of the kernel's may take of DMA, DMA32 and Normal: what is free above the
+/// least watermark and what the zone keeps from allocations that could have come from Normal.
+/// (mm/page_alloc.c, __zone_watermark_ok.)
 fn usable_pages(zoneinfo: &str) -> Result<u64> {
     /// Normal's place in a zone's `protection`.
     const NORMAL: usize = 2;

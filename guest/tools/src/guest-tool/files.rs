@@ -8,8 +8,8 @@ use anyhow::{Context, Result, ensure};
 
 use guest_tests::content::{Bytes, hash};
 
-/// Writes files until killed. A file's line is printed only when its content and its name are durable: from then on
-/// it must be found after any crash.
+/// Writes files until killed. A file's line is printed only when its content and its name are
+/// durable: from then on it must be found after any crash.
 pub fn write(dir: &Path, bytes: u64) -> Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("Cannot make {}", dir.display()))?;
     let parent = File::open(dir)?;

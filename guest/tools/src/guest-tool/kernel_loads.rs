@@ -68,9 +68,9 @@ pub fn fill_sockets(mib: u64) -> Result<()> {
     }
 }
 
-/// Starts `count` processes that map `file` and touch all of it: page tables, stacks and task structures. Prints
-/// `held COUNT`, or `killed after INDEX` if one of them is killed before, and keeps the others until
-/// killed.
+/// Starts `count` processes that map `file` and touch all of it: page tables, stacks and task
+/// structures. Prints `held COUNT`, or `killed after INDEX` if one of them is killed before, and
+/// keeps the others until killed.
 pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;

@@ -1,4 +1,5 @@
-//! Files and devices that a program maps: what it stores there is in the memory behind them, without a system call.
+//! Files and devices that a program maps: what it stores there is in the memory behind them,
+//! without a system call.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -36,7 +37,8 @@ impl Mapping {
 
     fn store(&self, index: usize, word: u64) {
         assert!(index < self.words);
-        // SAFETY: just checked to be inside the mapping, which is aligned. Others may store there too, so it is volatile.
+        // SAFETY: just checked to be inside the mapping, which is aligned. Others may store there
+        // too, so it is volatile.
         unsafe { self.start.add(index).write_volatile(word) }
     }
 
@@ -79,8 +81,8 @@ pub enum Care {
     Fence,
 }
 
-/// Stores the words SEED, SEED + 1 and so on, says `stored`, and keeps the mapping until killed: the kernel is not asked
-/// to flush anything.
+/// Stores the words SEED, SEED + 1 and so on, says `stored`, and keeps the mapping until killed:
+/// the kernel is not asked to flush anything.
 pub fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) -> Result<()> {
     let flags = match care {
         Care::None => libc::MAP_SHARED,
@@ -105,8 +107,8 @@ pub fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) ->
     }
 }
 
-/// Stores such words, and writes them to the start of a disk past the page cache: it is the device that reads what is
-/// mapped. Says `written` when it has, and goes on.
+/// Stores such words, and writes them to the start of a disk past the page cache: it is the device
+/// that reads what is mapped. Says `written` when it has, and goes on.
 pub fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<()> {
     let mapping = Mapping::new(path, 0, len_bytes)?;
     for index in 0..mapping.len() {
@@ -191,7 +193,8 @@ struct FiemapExtent {
 const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;
 const FIEMAP_FLAG_SYNC: u32 = 1;
 
-/// Says where a file lies on its device, a line for each extent: offset in the file, offset on the device, length.
+/// Says where a file lies on its device, a line for each extent: offset in the file, offset on the
+/// device, length.
 pub fn say_extents(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
     // SAFETY: plain numbers, for which zero is valid.

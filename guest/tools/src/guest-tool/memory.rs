@@ -11,7 +11,8 @@ use guest_tests::content::Bytes;
 
 const MIB: usize = 1 << 20;
 
-/// Fills memory a MiB at a time, says `held N` after each sixteen and at the end, and keeps it until killed.
+/// Fills memory a MiB at a time, says `held N` after each sixteen and at the end, and keeps it
+/// until killed.
 pub fn hog(mib: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let mut held = Vec::new();
@@ -31,7 +32,8 @@ pub fn hog(mib: u64) -> Result<()> {
     }
 }
 
-/// Holds that much memory, and reads every page of it several times a second until killed. Says `touching` once it does.
+/// Holds that much memory, and reads every page of it several times a second until killed. Says
+/// `touching` once it does.
 pub fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
     crate::oom::volunteer()?;
@@ -50,8 +52,9 @@ pub fn touch(mib: u64) -> Result<()> {
 /// A pipe has so many pages unless it is made larger, and an unprivileged one may not be.
 const PIPE_PAGES: usize = 16;
 
-/// Fills memory, and lends one page of every 2 MiB to a pipe that nobody reads: it cannot be moved until that ends. The rest
-/// it gives back: next to nothing is in use, and no 2 MiB of it can be had. Says `pinned`, and keeps it until killed.
+/// Fills memory, and lends one page of every 2 MiB to a pipe that nobody reads: it cannot be moved
+/// until that ends. The rest it gives back: next to nothing is in use, and no 2 MiB of it can be
+/// had. Says `pinned`, and keeps it until killed.
 pub fn pin(mib: u64) -> Result<()> {
     crate::oom::volunteer()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
@@ -68,13 +71,15 @@ pub fn pin(mib: u64) -> Result<()> {
         let (_, writer) = pipes.last().expect("one was just made");
         let page = chunk.as_ptr().wrapping_add(chunk.as_ptr().align_offset(4096));
         let piece = libc::iovec { iov_base: page.cast_mut().cast(), iov_len: 4096 };
-        // SAFETY: the page is within the chunk, which is kept as long as the pipe; the kernel only reads it.
+        // SAFETY: the page is within the chunk, which is kept as long as the pipe; the kernel only
+        // reads it.
         let lent = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
         ensure!(lent == 4096, "A page cannot be lent: {}", io::Error::last_os_error());
     }
     for chunk in &mut held {
         let first = chunk.as_ptr().align_offset(4096);
-        // The page that is lent stays, and so do those at the ends, which may hold other things as well.
+        // The page that is lent stays, and so do those at the ends, which may hold other things as
+        // well.
         let pages = chunk[first + 4096..].chunks_exact_mut(4096).len();
         let rest = chunk[first + 4096..].as_mut_ptr();
         // SAFETY: these are whole pages of the chunk, which nobody reads any more.

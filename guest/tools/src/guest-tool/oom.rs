@@ -2,16 +2,18 @@
 
 use anyhow::{Context, Result};
 
-/// Linux adds so many thousandths of all memory to what a process has when it looks for the one to kill: more there is not.
+/// Linux adds so many thousandths of all memory to what a process has when it looks for the one to
+/// kill: more there is not.
 const SCORE_ADJ: &str = "1000";
 
-/// Has the OOM killer take this process and those that it starts before anybody else: the shell that a test speaks to has
-/// to live on and tell what became of the load.
+/// Has the OOM killer take this process and those that it starts before anybody else: the shell
+/// that a test speaks to has to live on and tell what became of the load.
 pub fn volunteer() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", SCORE_ADJ).context("Cannot set oom_score_adj")
 }
 
-/// Has it never take this process: who fills memory to the brim on purpose would be its first choice.
+/// Has it never take this process: who fills memory to the brim on purpose would be its first
+/// choice.
 pub fn be_spared() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "-1000").context("Cannot set oom_score_adj")
 }

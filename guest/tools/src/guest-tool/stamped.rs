@@ -38,12 +38,13 @@ impl Target {
     }
 }
 
-/// Writes until something fails. The last thread writes through the page cache, the others directly: that is where the
-/// sectors are under way for most of the time.
+/// Writes until something fails. The last thread writes through the page cache, the others
+/// directly: that is where the sectors are under way for most of the time.
 ///
-/// A thread writes a stretch of its sectors with a version that none of them has had, in one piece or several, flushes,
-/// and says so. It touches none of its sectors again before the flush is done, so that the page cache never has a page
-/// that is written and written back at once: the guest itself tears nothing.
+/// A thread writes a stretch of its sectors with a version that none of them has had, in one piece
+/// or several, flushes, and says so. It touches none of its sectors again before the flush is done,
+/// so that the page cache never has a page that is written and written back at once: the guest
+/// itself tears nothing.
 pub fn write(target: &Target, seed: u64) -> Result<()> {
     thread::scope(|scope| {
         for number in 0..target.area.threads {
@@ -151,7 +152,8 @@ mod tests {
 
     const AREA: Area = Area { first: 4, per_thread: 8, threads: 2 };
 
-    /// A writer on a file, which takes O_DIRECT only where its file system does: through the page cache here.
+    /// A writer on a file, which takes O_DIRECT only where its file system does: through the page
+    /// cache here.
     fn writer<'a>(target: &'a Target, number: u64) -> Writer<'a> {
         let mut memory = Aligned::zeroed(8 * SECTOR_BYTES);
         let first = AREA.first + number * AREA.per_thread;

@@ -1,4 +1,5 @@
-//! How fast a program streams through memory, wherever it comes from: McCalpin's four kernels, in turns between places.
+//! How fast a program streams through memory, wherever it comes from: McCalpin's four kernels, in
+//! turns between places.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -72,8 +73,8 @@ impl Arrays {
     }
 
     fn get(&mut self) -> [&mut [f64]; 3] {
-        // SAFETY: three arrays side by side in memory of this value's own, borrowed mutably and once. Any bits are a
-        // number.
+        // SAFETY: three arrays side by side in memory of this value's own, borrowed mutably and
+        // once. Any bits are a number.
         [0, 1, 2].map(|nth| unsafe {
             std::slice::from_raw_parts_mut(self.start().add(nth * self.len), self.len)
         })
@@ -150,13 +151,15 @@ fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
         libc::syscall(libc::SYS_mbind, aligned, bytes, MPOL_BIND, &raw const mask, 64usize, 0usize)
     };
     ensure!(result == 0, "mbind to node {node}: {}", io::Error::last_os_error());
-    // SAFETY: advice about the same range. Where there are no huge pages it fails, and small ones do.
+    // SAFETY: advice about the same range. Where there are no huge pages it fails, and small ones
+    // do.
     unsafe { libc::madvise(aligned as *mut _, bytes, libc::MADV_HUGEPAGE) };
     Ok(aligned as *mut f64)
 }
 
-/// Streams through three arrays of ARRAY_MIB at each place, in turns, another one first in each round. Says a line for
-/// each kernel, place and round: the kernel's name, the place's number, microseconds.
+/// Streams through three arrays of ARRAY_MIB at each place, in turns, another one first in each
+/// round. Says a line for each kernel, place and round: the kernel's name, the place's number,
+/// microseconds.
 pub fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
     // Each round makes the numbers fifteen times as large.
     ensure!((1..=200).contains(&rounds), "1 to 200 rounds, not {rounds}");

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use guest_tests::content::Bytes;
 
-/// Linux 6.12 has 86,000 files of 16 KiB on average, half of them smaller than 4.6 KiB. The logarithms of sizes are about
-/// normal: this median with this deviation has that mean.
+/// Linux 6.12 has 86,000 files of 16 KiB on average, half of them smaller than 4.6 KiB. The
+/// logarithms of sizes are about normal: this median with this deviation has that mean.
 const MEDIAN_BYTES: f64 = 4600.0;
 const DEVIATION: f64 = 1.58;
 const MAX_BYTES: f64 = 1024.0 * 1024.0;

@@ -60,7 +60,8 @@ fn connect(socket: &OwnedFd, port: u32) -> io::Result<()> {
     }
 }
 
-/// Sends the standard input to a port of the host from a privileged port, and closes the connection.
+/// Sends the standard input to a port of the host from a privileged port, and closes the
+/// connection.
 pub fn send(port: u32) -> Result<()> {
     let socket = socket(Some(PRIVILEGED_PORT))?;
     connect(&socket, port).with_context(|| format!("Port {port} of the host"))?;
@@ -69,8 +70,8 @@ pub fn send(port: u32) -> Result<()> {
     Ok(())
 }
 
-/// Connects to a port of the host until killed, and holds every connection. Prints `held COUNT` when the host refuses
-/// the first one, and starts `command`.
+/// Connects to a port of the host until killed, and holds every connection. Prints `held COUNT`
+/// when the host refuses the first one, and starts `command`.
 pub fn hold(port: u32, command: &str) -> Result<()> {
     limits::allow_open_files(MOST_HELD + 64)?;
     let mut held = Vec::new();

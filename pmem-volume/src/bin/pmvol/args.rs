@@ -52,8 +52,10 @@ pub(crate) struct Arguments {
 pub(crate) enum Command {
     /// Make a pool in a new file, on a block device or on a devdax device
     ///
-    /// On a disk file system all of the file is allocated; on tmpfs memory is taken when it is used. Of a device, all that
-    /// the pool gets is erased first, which takes its time; if that is interrupted there is no pool. A device that is
+    /// On a disk file system all of the file is allocated; on tmpfs memory is taken when it is
+    /// used. Of a device, all that
+    /// the pool gets is erased first, which takes its time; if that is interrupted there is no
+    /// pool. A device that is
     /// mounted, or otherwise in use, is refused.
     #[command(after_help = "\
 Examples:
@@ -64,7 +66,8 @@ Examples:
     Create {
         /// The file to make, or the device
         pool: PathBuf,
-        /// Size of the pool, a multiple of 2M and at least 8M; of a device, all of it if nothing is said
+        /// Size of the pool, a multiple of 2M and at least 8M; of a device, all of it if nothing is
+        /// said
         #[arg(long, value_name = "SIZE", value_parser = size::parse)]
         size: Option<u64>,
         /// How much of it is kept for volumes and never lent as memory. Fixed from then on
@@ -72,19 +75,22 @@ Examples:
         strg: u64,
         /// Let a file on a disk take blocks only for what is used
         ///
-        /// Then the file system must not become full: a guest that needs a block for its memory or its volume, and gets
+        /// Then the file system must not become full: a guest that needs a block for its memory or
+        /// its volume, and gets
         /// none, stands still there. A file on tmpfs is always thin.
         #[arg(long)]
         thin: bool,
         /// Make the pool on a device even if there is something on it, which is erased
         ///
-        /// Not if that is a pool with volumes, or one that may have some, and not if the device is in use.
+        /// Not if that is a pool with volumes, or one that may have some, and not if the device is
+        /// in use.
         #[arg(long)]
         force: bool,
     },
     /// Make a pool larger
     ///
-    /// Volumes and their content stay. The pool must not be in use; a crash leaves it at its old size or the new one. What
+    /// Volumes and their content stay. The pool must not be in use; a crash leaves it at its old
+    /// size or the new one. What
     /// it gets of a device is erased first.
     #[command(after_help = "\
 Examples:
@@ -115,10 +121,12 @@ Examples:
     },
     /// Check a pool and every volume in it, without changing anything
     ///
-    /// The pool must not be in use. What a crash leaves behind by design is noted, and is no damage. Free space is read, to
+    /// The pool must not be in use. What a crash leaves behind by design is noted, and is no
+    /// damage. Free space is read, to
     /// see that it holds nothing; holes of a sparse file are not.
     ///
-    /// Exit code 0: all is well, 1: something is damaged, 2: the pool could not be looked at, or the command line is wrong.
+    /// Exit code 0: all is well, 1: something is damaged, 2: the pool could not be looked at, or
+    /// the command line is wrong.
     #[command(after_help = "\
 Examples:
   pmvol check /pm/pool
@@ -131,10 +139,13 @@ Examples:
     },
     /// Mend what is damaged in a pool, as far as the pool itself says what was there
     ///
-    /// From the other copy of a record, by turning back a single bit that a checksum finds, or because everything else
-    /// is accounted for. What none of these explains is listed and not touched. Run it on a copy if you have room for one.
+    /// From the other copy of a record, by turning back a single bit that a checksum finds, or
+    /// because everything else
+    /// is accounted for. What none of these explains is listed and not touched. Run it on a copy if
+    /// you have room for one.
     ///
-    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: the pool could not be looked at.
+    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: the pool
+    /// could not be looked at.
     #[command(after_help = "\
 Examples:
   pmvol repair /pm/pool --dry-run      what it would do
@@ -146,7 +157,8 @@ Examples:
         /// Change nothing, and say what would be done
         #[arg(long)]
         dry_run: bool,
-        /// Delete this volume, which lacks chunks that nothing explains, and erase again whatever is free: any of that may
+        /// Delete this volume, which lacks chunks that nothing explains, and erase again whatever
+        /// is free: any of that may
         /// be one of them. Keep a copy of the pool first if what is left of the volume matters
         #[arg(long, value_name = "NAME")]
         give_up_volume: Option<String>,
@@ -155,8 +167,10 @@ Examples:
     },
     /// Erase now what waits to be erased
     ///
-    /// A VM that was killed leaves the memory that it had, with its content. Nobody gets any of it before it is erased, and
-    /// the next VM does that while it runs, so this is never needed: it is for who wants the content gone, the host's
+    /// A VM that was killed leaves the memory that it had, with its content. Nobody gets any of it
+    /// before it is erased, and
+    /// the next VM does that while it runs, so this is never needed: it is for who wants the
+    /// content gone, the host's
     /// memory back (on tmpfs and in thin files), or the next VM to find everything clean.
     #[command(after_help = "Example:\n  pmvol scrub /pm/pool")]
     Scrub {
@@ -166,7 +180,8 @@ Examples:
     /// Make, list, resize, split, rename and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
-    /// Look into volumes: check, repair, read and write their sectors, copy them to image files and back
+    /// Look into volumes: check, repair, read and write their sectors, copy them to image files and
+    /// back
     #[command(subcommand)]
     Btt(BttCommand),
     /// Print a script that lets a shell complete our commands and flags
@@ -195,7 +210,8 @@ Examples:
 pub(crate) enum VolumeCommand {
     /// Make a volume and format it
     ///
-    /// A pool has room for 1024 volumes. One with BTT needs at least 18 MiB, 4 KiB in front and an arena of 16 MiB, in
+    /// A pool has room for 1024 volumes. One with BTT needs at least 18 MiB, 4 KiB in front and an
+    /// arena of 16 MiB, in
     /// multiples of 2 MiB; a raw one 2 MiB.
     #[command(after_help = "\
 Examples:
@@ -205,11 +221,14 @@ Examples:
     Create {
         /// The pool
         pool: PathBuf,
-        /// Name of the volume: up to 64 bytes of letters and digits (of any script) and . _ -, the first of them no . or -
+        /// Name of the volume: up to 64 bytes of letters and digits (of any script) and . _ -, the
+        /// first of them no . or -
         #[arg(value_parser = volume_name())]
         name: String,
-        /// Size of the volume, a multiple of 2M, or `remaining` for all free space. `remaining` leaves nothing for
-        /// --pm-memory of a VM; create=on,size=remaining of --pm-volume leaves as much as the VM may need
+        /// Size of the volume, a multiple of 2M, or `remaining` for all free space. `remaining`
+        /// leaves nothing for
+        /// --pm-memory of a VM; create=on,size=remaining of --pm-volume leaves as much as the VM
+        /// may need
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
         /// How its bytes are used
@@ -248,8 +267,10 @@ Examples:
     },
     /// Make a volume larger, or, if it is raw, smaller
     ///
-    /// What is in the volume stays. A BTT volume grows by further arenas, each of at least 16 MiB and with 256 blocks in
-    /// reserve, so grow it in few large steps; it cannot shrink. The file system in it stays as it is: enlarge that in the
+    /// What is in the volume stays. A BTT volume grows by further arenas, each of at least 16 MiB
+    /// and with 256 blocks in
+    /// reserve, so grow it in few large steps; it cannot shrink. The file system in it stays as it
+    /// is: enlarge that in the
     /// guest afterwards (resize2fs, xfs_growfs).
     #[command(after_help = "\
 Examples:
@@ -262,7 +283,8 @@ Examples:
         /// Name of the volume
         #[arg(value_parser = volume_name())]
         name: String,
-        /// New size of the volume, a multiple of 2M, or `remaining` to add all free space. `remaining` leaves nothing
+        /// New size of the volume, a multiple of 2M, or `remaining` to add all free space.
+        /// `remaining` leaves nothing
         /// for --pm-memory of a VM; size=remaining of --pm-volume leaves as much as the VM may need
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
         size: VolumeSize,
@@ -272,12 +294,16 @@ Examples:
     },
     /// Split a volume into several, each with its own name
     ///
-    /// Its chunks become the parts', in the order in which they are named; after a crash the volume is as it was, or all
-    /// parts are there. One of them may have its name. A raw volume's parts keep their bytes. A BTT cannot be cut: its
-    /// content is erased, and its parts are empty volumes, each with a BTT of its own; so a volume that holds data is only
+    /// Its chunks become the parts', in the order in which they are named; after a crash the volume
+    /// is as it was, or all
+    /// parts are there. One of them may have its name. A raw volume's parts keep their bytes. A BTT
+    /// cannot be cut: its
+    /// content is erased, and its parts are empty volumes, each with a BTT of its own; so a volume
+    /// that holds data is only
     /// split with --force.
     ///
-    /// For partitions in one volume that a guest sees as one disk, use the guest's own tools: every interface takes them.
+    /// For partitions in one volume that a guest sees as one disk, use the guest's own tools: every
+    /// interface takes them.
     #[command(after_help = "\
 Examples:
   pmvol volume split /pm/pool data --into system=8G --into home=rest
@@ -298,7 +324,8 @@ Examples:
     },
     /// Delete a volume and erase its content
     ///
-    /// Done when it returns, and for good. Nothing is asked and no flag forces it: a volume that is in use cannot be
+    /// Done when it returns, and for good. Nothing is asked and no flag forces it: a volume that is
+    /// in use cannot be
     /// deleted, because its pool is locked.
     #[command(after_help = "Example:\n  pmvol volume delete /pm/pool data")]
     Delete {

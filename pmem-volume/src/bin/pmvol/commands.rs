@@ -95,8 +95,8 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         VolumeCommand::Delete { pool, name } => {
             changed(pool, |pool, progress| {
                 pool.delete_volume(name)?;
-                // Nobody else would do it before the pool is opened by a VMM, and who deletes a volume may want to be
-                // sure.
+                // Nobody else would do it before the pool is opened by a VMM, and who deletes a
+                // volume may want to be sure.
                 pool.scrub_all_with(progress)
             })?;
             print::emit(|out| writeln!(out, "volume {name} deleted"))?;
@@ -228,7 +228,8 @@ fn grow(
 ) -> Result<Arc<Pool>, PoolError> {
     let before = Pool::open(path, OpenMode::Peek)?.info();
     let pool = Pool::grow_with(path, size_bytes, force, &mut *progress)?;
-    // If nothing waited, what waits now is where the chunk table was, which is too little to speak of.
+    // If nothing waited, what waits now is where the chunk table was, which is too little to speak
+    // of.
     if before.scrubbing_bytes + before.memory_bytes == 0 {
         pool.scrub_all_with(progress)?;
     }

@@ -19,7 +19,8 @@ fn main() -> ExitCode {
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Help and version come this way too, and are no failure. If not even that can be printed, so be it.
+            // Help and version come this way too, and are no failure. If not even that can be
+            // printed, so be it.
             let _ = error.print();
             return if error.use_stderr() { ExitCode::from(CANNOT) } else { ExitCode::SUCCESS };
         }

@@ -1,5 +1,5 @@
-//! Shell completion and manual pages, made from the same description that parses the command line, so that they cannot
-//! say something else.
+//! Shell completion and manual pages, made from the same description that parses the command line,
+//! so that they cannot say something else.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -60,8 +60,8 @@ fn is_ours(file_name: &str) -> bool {
         .is_some_and(|rest| rest == ".1" || rest.starts_with('-') && rest.ends_with(".1"))
 }
 
-/// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the section so); nor does it
-/// know how commands end.
+/// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the
+/// section so); nor does it know how commands end.
 fn with_examples(page: &str) -> String {
     let page = page.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
     format!("{}\n.SH EXIT STATUS\n{EXIT_STATUS}\n", page.trim_end())

@@ -18,8 +18,8 @@ const FRAMES_HZ: u8 = 5;
 const SPINNER: &str = "{spinner} {elapsed}";
 const BAR: &str = "{spinner} {msg} [{bar:30}] {bytes} of {total_bytes}, {elapsed}, {eta} left";
 
-/// Does something that may take long, and shows on stderr how far it is: on a terminal, from its first second on, and no
-/// longer than it takes. Whatever the command prints comes after it.
+/// Does something that may take long, and shows on stderr how far it is: on a terminal, from its
+/// first second on, and no longer than it takes. Whatever the command prints comes after it.
 pub(crate) fn watched<T>(work: impl FnOnce(OnProgress<'_>) -> T) -> T {
     if !io::stderr().is_terminal() {
         return work(&mut |_| {});

@@ -13,8 +13,8 @@ use serde::Serialize;
 /// Where text goes, and what comes of it.
 pub(crate) type Out<'a> = &'a mut dyn Write;
 
-/// Prints on stdout, all of it or an error: a disk may be full. Who has closed a pipe (`pmvol check pool | head`) has seen
-/// enough, and what the command found stays its exit code.
+/// Prints on stdout, all of it or an error: a disk may be full. Who has closed a pipe (`pmvol check
+/// pool | head`) has seen enough, and what the command found stays its exit code.
 pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     match text(&mut out).and_then(|()| out.flush()) {
@@ -51,7 +51,8 @@ pub(crate) struct InfoReport<'a> {
     lost_blocks_bytes: u64,
     /// File system that writes changed blocks to a new place.
     copy_on_write: Option<&'static str>,
-    /// To be erased before it is used again. If nobody has the pool, that includes what somebody had borrowed who ended.
+    /// To be erased before it is used again. If nobody has the pool, that includes what somebody
+    /// had borrowed who ended.
     waiting_bytes: u64,
 }
 
@@ -92,7 +93,8 @@ impl<'a> InfoReport<'a> {
     }
 }
 
-/// The worst that was found when the pool was opened, and how many things are damaged. What is in volumes was not looked at.
+/// The worst that was found when the pool was opened, and how many things are damaged. What is in
+/// volumes was not looked at.
 fn state(pool: &Pool) -> (&'static str, usize) {
     let severities: Vec<_> = pool.findings_at_open().iter().map(Finding::severity).collect();
     match severities.iter().max() {

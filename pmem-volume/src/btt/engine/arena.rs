@@ -36,8 +36,9 @@ pub(super) struct Arena {
 }
 
 impl Arena {
-    /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and is read-only; one of which
-    /// flog or map cannot be read is read-only as long as it is open, for it may be read at another time.
+    /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and
+    /// is read-only; one of which flog or map cannot be read is read-only as long as it is
+    /// open, for it may be read at another time.
     pub(super) fn open(
         common: &Common<impl Media>,
         (number, first_sector): (usize, u64),
@@ -94,8 +95,8 @@ impl Arena {
         }
     }
 
-    /// Passes a result of the media on, of stores and persists. The first failure makes the arena read-only: nobody knows
-    /// what is durable since. A read that fails says nothing of that.
+    /// Passes a result of the media on, of stores and persists. The first failure makes the arena
+    /// read-only: nobody knows what is durable since. A read that fails says nothing of that.
     #[inline]
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
@@ -105,7 +106,8 @@ impl Arena {
         })
     }
 
-    /// Something on the media cannot be. From now on the arena is read-only, for whoever opens it later too.
+    /// Something on the media cannot be. From now on the arena is read-only, for whoever opens it
+    /// later too.
     pub(super) fn damaged(&self, space: &impl Media, finding: Finding) -> EngineError {
         let why = Fault::Damaged(finding);
         if self.fault.set(why.clone()).is_ok()
@@ -125,8 +127,9 @@ impl Arena {
 
     /// Reads a sector. Never waits for a writer.
     ///
-    /// Of a sector that the media cannot read, Linux marks the map entry, and nobody reads it again (drivers/nvdimm/btt.c,
-    /// btt_read_pg). Here it is not marked, because it may be read at another time; its block is not written, either way.
+    /// Of a sector that the media cannot read, Linux marks the map entry, and nobody reads it again
+    /// (drivers/nvdimm/btt.c, btt_read_pg). Here it is not marked, because it may be read at
+    /// another time; its block is not written, either way.
     pub(super) fn read(
         &self,
         common: &Common<impl Media>,
@@ -174,16 +177,18 @@ impl Arena {
         }
     }
 
-    /// Makes durable what nobody would redo who went on with these lanes and knew nothing of them: the words of the map that
-    /// they changed last. All others are durable, or are made so before an entry that counts forgets them.
+    /// Makes durable what nobody would redo who went on with these lanes and knew nothing of them:
+    /// the words of the map that they changed last. All others are durable, or are made so
+    /// before an entry that counts forgets them.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
         let changed =
             self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
 
-    /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at any time. Returns those that
-    /// are to be written instead, because the media under their blocks failed: they would keep them, and nobody would know.
+    /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at
+    /// any time. Returns those that are to be written instead, because the media under their
+    /// blocks failed: they would keep them, and nobody would know.
     pub(super) fn discard(
         &self,
         common: &Common<impl Media>,
@@ -224,8 +229,8 @@ impl Arena {
         Ok(failed)
     }
 
-    /// The second half. An exchange of the same sector that comes in between makes the entry durable itself, before it
-    /// counts.
+    /// The second half. An exchange of the same sector that comes in between makes the entry
+    /// durable itself, before it counts.
     pub(super) fn persist_discarded(
         &self,
         space: &impl Media,
@@ -243,8 +248,8 @@ fn examined(space: &impl Media, info: &ArenaInfo) -> Result<Recovery, MediaError
     Ok(recovery)
 }
 
-/// Does recovery leave a block to two? The whole map would take long to read; what lanes say of each other, and the
-/// entries that they changed last, do not.
+/// Does recovery leave a block to two? The whole map would take long to read; what lanes say of
+/// each other, and the entries that they changed last, do not.
 fn block_twice(
     space: &impl Media,
     info: &ArenaInfo,
@@ -269,12 +274,12 @@ fn block_twice(
     Ok(None)
 }
 
-/// Does what a crash kept from being done. Whoever wrote this may have been killed a moment ago, and then nothing of what
-/// is seen need be durable yet:
+/// Does what a crash kept from being done. Whoever wrote this may have been killed a moment ago,
+/// and then nothing of what is seen need be durable yet:
 ///
 /// 1. The flog, persist: what is redone now must be known to have happened, whatever comes next.
-/// 2. The map, persist, and all of it. The lanes are used again, and then nobody redoes what their newest entries say; and
-///    a discard that was seen once must not be undone.
+/// 2. The map, persist, and all of it. The lanes are used again, and then nobody redoes what their
+///    newest entries say; and a discard that was seen once must not be undone.
 fn redo(
     common: &Common<impl Media>,
     info: &ArenaInfo,
@@ -292,7 +297,8 @@ fn redo(
     space.persist(std::slice::from_ref(&map.words_of(&(0..info.sectors))))
 }
 
-/// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves one of them whole.
+/// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves
+/// one of them whole.
 fn set_error_flag(
     space: &impl Media,
     info: &ArenaInfo,

@@ -1,5 +1,5 @@
-//! What the protocol between readers and writers, and the locks, are made of. The model that tests it (`tests/order.rs`) has the same from
-//! loom, which tries every order that the memory may show.
+//! What the protocol between readers and writers, and the locks, are made of. The model that tests
+//! it (`tests/order.rs`) has the same from loom, which tries every order that the memory may show.
 
 use std::cell::Cell;
 pub(super) use std::cell::UnsafeCell;
@@ -15,7 +15,8 @@ thread_local! {
     static LAST: Cell<usize> = const { Cell::new(0) };
 }
 
-/// How often a thread looks at a lock before it sleeps: what is held is mostly held for less than a microsecond.
+/// How often a thread looks at a lock before it sleeps: what is held is mostly held for less than a
+/// microsecond.
 pub(super) const SPINS: u32 = 100;
 
 /// Gives a lock back: by a store.
@@ -40,8 +41,8 @@ pub(super) fn set_last_slot(number: usize) {
     LAST.set(number);
 }
 
-/// A full barrier, behind a locked instruction, which is one: nothing later is done before others see it (Intel
-/// SDM, volume 3, 9.2.3.9). So only the compiler has to be told.
+/// A full barrier, behind a locked instruction, which is one: nothing later is done before others
+/// see it (Intel SDM, volume 3, 9.2.3.9). So only the compiler has to be told.
 #[inline]
 pub(super) fn fence_behind_locked() {
     compiler_fence(Ordering::SeqCst);
@@ -53,11 +54,13 @@ pub(super) fn writers_fence_behind_locked() {
     fence_behind_locked();
 }
 
-/// Sleeps as long as a word has a value, until somebody wakes it, for a time at most, and sometimes for less (futex(2)).
+/// Sleeps as long as a word has a value, until somebody wakes it, for a time at most, and sometimes
+/// for less (futex(2)).
 pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
     let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
     let timeout = libc::timespec { tv_sec: seconds, tv_nsec: at_most.subsec_nanos().into() };
-    // SAFETY: a system call that reads the word and the time. Whatever it returns, the caller looks again.
+    // SAFETY: a system call that reads the word and the time. Whatever it returns, the caller looks
+    // again.
     unsafe {
         libc::syscall(
             libc::SYS_futex,

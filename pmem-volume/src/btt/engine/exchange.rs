@@ -1,36 +1,41 @@
-//! The exchange: how sectors are written so that each is the old one or the new one, whenever it ends.
+//! The exchange: how sectors are written so that each is the old one or the new one, whenever it
+//! ends.
 //!
-//! Each sector has a lane of its own. Up to [`MAX_SECTORS`] that follow each other are exchanged together, and share the
-//! barriers:
+//! Each sector has a lane of its own. Up to [`MAX_SECTORS`] that follow each other are exchanged
+//! together, and share the barriers:
 //!
 //! 1. Lanes are taken, whose free blocks nobody reads.
-//! 2. The lines of the map are locked. First halves of the flog entries: sector, and the block that it has. The data, to
-//!    the free blocks. **Persist**: both, and two kinds of words of the map: those of the sectors, and those that the lanes
-//!    changed last. (The data comes behind the lock because a locked instruction waits until it has left the CPU, as the
-//!    fence does that follows.)
-//! 3. Second halves: new block, sequence number. From each of them on its exchange counts. **Persist**.
+//! 2. The lines of the map are locked. First halves of the flog entries: sector, and the block that
+//!    it has. The data, to the free blocks. **Persist**: both, and two kinds of words of the map:
+//!    those of the sectors, and those that the lanes changed last. (The data comes behind the lock
+//!    because a locked instruction waits until it has left the CPU, as the fence does that
+//!    follows.)
+//! 3. Second halves: new block, sequence number. From each of them on its exchange counts.
+//!    **Persist**.
 //! 4. The words of the map. Others see the sectors from here on. The lines are unlocked.
 //!
 //! What each order is for:
 //!
 //! - Data before second half: an exchange that counts has all of its data.
-//! - First half before second half: an entry that counts is whole. Until then the older entry of the two is overwritten,
-//!   which nobody looks at.
-//! - Second half before map: a map that names a new block while the flog does not know of the exchange would leave that
-//!   block to a lane as well, and the old block to nobody.
-//! - Map before the next entry of the same lane: the map need not be durable when a write returns, because recovery redoes
-//!   it from the lane's newest entry. It must be durable before another entry is the newest. Hence step 2 persists the word
-//!   that the lane changed last.
-//! - Map before the next entry for the same sector, which may be another lane's: recovery of the later exchange alone finds
-//!   a map that names neither its old block nor its new one, and of the earlier one after it a map that names its old
-//!   one. Hence step 2 persists the words of its sectors.
+//! - First half before second half: an entry that counts is whole. Until then the older entry of
+//!   the two is overwritten, which nobody looks at.
+//! - Second half before map: a map that names a new block while the flog does not know of the
+//!   exchange would leave that block to a lane as well, and the old block to nobody.
+//! - Map before the next entry of the same lane: the map need not be durable when a write returns,
+//!   because recovery redoes it from the lane's newest entry. It must be durable before another
+//!   entry is the newest. Hence step 2 persists the word that the lane changed last.
+//! - Map before the next entry for the same sector, which may be another lane's: recovery of the
+//!   later exchange alone finds a map that names neither its old block nor its new one, and of the
+//!   earlier one after it a map that names its old one. Hence step 2 persists the words of its
+//!   sectors.
 //!
-//! That the old block is overwritten by the lane's next data, before the map is durable, is no harm: until the lane's next
-//! entry counts, recovery redoes the map, which ceases to name it.
+//! That the old block is overwritten by the lane's next data, before the map is durable, is no
+//! harm: until the lane's next entry counts, recovery redoes the map, which ceases to name it.
 //!
-//! Linux' driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg). So it takes the map that it
-//! finds for durable (btt_freelist_init), and overwrites lanes whose word of the map is not: it opens what this leaves once
-//! [`Engine::settle`](super::Engine::settle) has returned, or once recovery has been done here.
+//! Linux' driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg). So it
+//! takes the map that it finds for durable (btt_freelist_init), and overwrites lanes whose word of
+//! the map is not: it opens what this leaves once [`Engine::settle`](super::Engine::settle) has
+//! returned, or once recovery has been done here.
 
 use std::iter;
 use std::ops::Range;
@@ -49,7 +54,8 @@ pub(super) const MAX_SECTORS: usize = 64;
 
 /// An exchange that is under way. Dropped before it is logged, it never was.
 ///
-/// `L` is its lanes: one, which most writes have, and for which the compiler needs no loops, or several.
+/// `L` is its lanes: one, which most writes have, and for which the compiler needs no loops, or
+/// several.
 pub(super) struct Exchange<'a, S, L> {
     common: &'a Common<S>,
     arena: &'a Arena,
@@ -59,7 +65,8 @@ pub(super) struct Exchange<'a, S, L> {
     locked: Option<Locked<'a>>,
 }
 
-/// Exchanges as many of the sectors from `first` on as there are lanes for. `bytes` is whole sectors. Returns how many.
+/// Exchanges as many of the sectors from `first` on as there are lanes for. `bytes` is whole
+/// sectors. Returns how many.
 #[inline]
 pub(super) fn exchange(
     common: &Common<impl Media>,
@@ -131,8 +138,9 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
         Ok(())
     }
 
-    /// The blocks of the sectors, whose lines are locked, as the flog names them: one that failed has the flag, so that
-    /// whoever opens the volume knows (Linux clears it then). Nothing is stored yet: what cannot be read leaves all as it was.
+    /// The blocks of the sectors, whose lines are locked, as the flog names them: one that failed
+    /// has the flag, so that whoever opens the volume knows (Linux clears it then). Nothing is
+    /// stored yet: what cannot be read leaves all as it was.
     #[inline]
     fn look_up(&mut self) -> Result<(), EngineError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
@@ -210,8 +218,8 @@ impl<'a, S: Media, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     }
 }
 
-/// Joins ranges with those before them that they touch: sectors that were written together have lanes, and words, that follow
-/// each other.
+/// Joins ranges with those before them that they touch: sectors that were written together have
+/// lanes, and words, that follow each other.
 #[inline]
 fn joined(mut ranges: impl Iterator<Item = Range<u64>>) -> impl Iterator<Item = Range<u64>> {
     let mut next = ranges.next();

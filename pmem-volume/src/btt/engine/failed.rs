@@ -1,4 +1,5 @@
-//! Blocks of which a read has failed: what they hold is lost, and a lane that gets one does not write to it.
+//! Blocks of which a read has failed: what they hold is lost, and a lane that gets one does not
+//! write to it.
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
@@ -7,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// More than these are not remembered: a write to one that is not fails by itself.
 const MAX_REMEMBERED: usize = 1 << 16;
 
-/// Those of an arena, as long as it is open. Whoever opens it next finds those that a lane has in the flog.
+/// Those of an arena, as long as it is open. Whoever opens it next finds those that a lane has in
+/// the flog.
 #[derive(Default)]
 pub(super) struct FailedBlocks {
     /// So that those who have none, which is nearly all, look no further.

@@ -10,10 +10,12 @@ use super::readers::Readers;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::Lane;
 
-/// Threads start to look this many lanes apart: what one takes at most, another does not find taken.
+/// Threads start to look this many lanes apart: what one takes at most, another does not find
+/// taken.
 const DISTANCE: usize = 64;
 
-/// Lanes beyond these are never used: an arena may have 65536, and memory for all of them is not the media's to ask for.
+/// Lanes beyond these are never used: an arena may have 65536, and memory for all of them is not
+/// the media's to ask for.
 const MAX_LANES: usize = 256;
 
 /// A lane is locked by who writes with it.
@@ -28,8 +30,8 @@ pub(super) type Taken<'a> = Vec<Held<'a>>;
 /// A lane that is this thread's.
 pub(super) struct Held<'a> {
     lane: LockGuard<'a, Lane>,
-    /// For the exchange that it is taken for: the block that the sector has, to which the lane's is given, as the flog
-    /// names it.
+    /// For the exchange that it is taken for: the block that the sector has, to which the lane's
+    /// is given, as the flog names it.
     pub(super) old: u32,
 }
 
@@ -46,13 +48,14 @@ impl Lanes {
         Self(lanes.into_iter().take(MAX_LANES).map(|lane| Slot(Lock::new(lane))).collect())
     }
 
-    /// The sector of each lane's newest entry, of all exchanges that are done. Waits for each that is under way.
+    /// The sector of each lane's newest entry, of all exchanges that are done. Waits for each that
+    /// is under way.
     pub(super) fn sectors(&self) -> Vec<u32> {
         self.0.iter().map(|slot| slot.0.lock().sector).collect()
     }
 
-    /// Takes a lane whose block nobody reads. Waits only if all lanes are taken, or all blocks read. A lane whose block has
-    /// failed rests, as long as there is another one.
+    /// Takes a lane whose block nobody reads. Waits only if all lanes are taken, or all blocks
+    /// read. A lane whose block has failed rests, as long as there is another one.
     #[inline]
     pub(super) fn take_one(&self, info: &ArenaInfo, readers: &Readers) -> Held<'_> {
         loop {
@@ -65,8 +68,8 @@ impl Lanes {
         }
     }
 
-    /// The same with several, up to as many as are wanted, and one at least. Whoever waits here holds none: who holds lanes
-    /// waits for no other.
+    /// The same with several, up to as many as are wanted, and one at least. Whoever waits here
+    /// holds none: who holds lanes waits for no other.
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
             // Nobody is to wait for memory while he holds some.

@@ -1,12 +1,14 @@
 //! A lock that is given back by a plain store.
 //!
-//! A write to the media ends in stores that take their time to leave the CPU. Whoever gives a mutex back does so by a
-//! locked instruction, to learn whether somebody waits, and a locked instruction lasts until all stores have left. Behind a
-//! plain store the next write begins at once, and looks into the map meanwhile.
+//! A write to the media ends in stores that take their time to leave the CPU. Whoever gives a mutex
+//! back does so by a locked instruction, to learn whether somebody waits, and a locked instruction
+//! lasts until all stores have left. Behind a plain store the next write begins at once, and looks
+//! into the map meanwhile.
 //!
-//! Who waits says so in the lock and sleeps. That may be overlooked, by a thread that looks who waits just before and
-//! gives the lock back just after; so nobody sleeps longer than [`SLEEP`] without looking again. Threads rarely meet: they
-//! have lanes of their own, and a thousand lines of the map.
+//! Who waits says so in the lock and sleeps. That may be overlooked, by a thread that looks who
+//! waits just before and gives the lock back just after; so nobody sleeps longer than [`SLEEP`]
+//! without looking again. Threads rarely meet: they have lanes of their own, and a thousand lines
+//! of the map.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -29,11 +31,12 @@ pub(super) struct Lock<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached through a guard only, of which there is one at a time. Threads that share a guard have the
-// value shared, which the guard's own bounds allow or not.
+// SAFETY: the value is reached through a guard only, of which there is one at a time. Threads that
+// share a guard have the value shared, which the guard's own bounds allow or not.
 unsafe impl<T: Send> Sync for Lock<T> {}
 
-/// Gives the lock back when it is dropped. To others it is what an exclusive reference to the value is.
+/// Gives the lock back when it is dropped. To others it is what an exclusive reference to the value
+/// is.
 #[must_use]
 pub(super) struct LockGuard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
@@ -83,7 +86,8 @@ impl<T> Lock<T> {
             }
             cpu::spin_loop();
         }
-        // Whoever has it says when it is free, to all who sleep: so it counts as awaited until nobody had to wait for it.
+        // Whoever has it says when it is free, to all who sleep: so it counts as awaited until
+        // nobody had to wait for it.
         while self.state.swap(AWAITED, cpu::taking(Ordering::Acquire)) != FREE {
             cpu::sleep_while(&self.state, AWAITED, self.longest_sleep);
         }

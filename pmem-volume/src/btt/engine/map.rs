@@ -1,7 +1,9 @@
-//! The map of an arena in use: a lock for each line of it, and entries that change by one aligned store.
+//! The map of an arena in use: a lock for each line of it, and entries that change by one aligned
+//! store.
 //!
-//! An entry has 32 bits, a word of the media two entries. So who changes one has to keep the other as it is, and nobody
-//! may change that one meanwhile: a lock covers all of a cache line, as Linux' locks do.
+//! An entry has 32 bits, a word of the media two entries. So who changes one has to keep the other
+//! as it is, and nobody may change that one meanwhile: a lock covers all of a cache line, as Linux'
+//! locks do.
 
 use std::ops::Range;
 
@@ -42,7 +44,8 @@ impl Locks {
         Self((0..locks).map(|_| Line(Lock::new(()))).collect())
     }
 
-    /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for him.
+    /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for
+    /// him.
     #[inline]
     pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
@@ -80,8 +83,8 @@ impl Map {
         space.expect_word(self.word_at(sector));
     }
 
-    /// Changes entries of a line that is locked, each by one store that cannot tear. `change` says what an entry is to
-    /// be; what stays as it is is not stored.
+    /// Changes entries of a line that is locked, each by one store that cannot tear. `change` says
+    /// what an entry is to be; what stays as it is is not stored.
     #[inline]
     pub(super) fn change(
         &self,
@@ -135,8 +138,8 @@ pub(super) fn written(block: u32) -> u32 {
     block | MAP_ERROR | MAP_ZERO
 }
 
-/// The entry of the same sector once it is discarded: it keeps its block, which a later write exchanges (as Linux reads
-/// it: drivers/nvdimm/btt.c, btt_map_read).
+/// The entry of the same sector once it is discarded: it keeps its block, which a later write
+/// exchanges (as Linux reads it: drivers/nvdimm/btt.c, btt_map_read).
 pub(super) fn discarded(sector: u32, entry: u32) -> u32 {
     if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
 }

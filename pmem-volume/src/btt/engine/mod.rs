@@ -1,22 +1,26 @@
 //! The engine: sectors of a BTT for any number of threads.
 //!
 //! - [`exchange`]: how sectors are written, and why in that order.
-//! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no writer, and no writer
-//!   for a reader.
-//! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes ([`lanes`]) share
-//!   nothing. Their locks ([`lock`]) are made for stores that are still on their way.
-//! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which something is wrong.
+//! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no
+//!   writer, and no writer for a reader.
+//! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes
+//!   ([`lanes`]) share nothing. Their locks ([`lock`]) are made for stores that are still on their
+//!   way.
+//! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which
+//!   something is wrong.
 //!
-//! A write is durable when it returns, to the degree that the media has ([`crate::Durability`]): an exchange that counts
-//! is redone by recovery. So a flush has nothing left to do but to say whether all went well. Whoever goes on without such a
-//! recovery is given the media by [`Engine::settle`].
+//! A write is durable when it returns, to the degree that the media has ([`crate::Durability`]): an
+//! exchange that counts is redone by recovery. So a flush has nothing left to do but to say whether
+//! all went well. Whoever goes on without such a recovery is given the media by [`Engine::settle`].
 //!
-//! A sector that cannot be read is an error of that sector alone: it can be written, and gets another block. A store or persist
-//! that fails makes its arena read-only: nobody knows what is durable since.
+//! A sector that cannot be read is an error of that sector alone: it can be written, and gets
+//! another block. A store or persist that fails makes its arena read-only: nobody knows what is
+//! durable since.
 //!
-//! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format has it; the others go
-//! on. Where an arena has no whole info block, its sectors are those that its size leads to, and none can be read; a volume in
-//! which its size is not known ([`walk`]) is not opened.
+//! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format
+//! has it; the others go on. Where an arena has no whole info block, its sectors are those that its
+//! size leads to, and none can be read; a volume in which its size is not known ([`walk`]) is not
+//! opened.
 
 mod arena;
 mod cpu;
@@ -46,7 +50,8 @@ use crate::media::{Media, MediaError};
 /// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
 pub(super) const MAX_ARENAS: usize = 1024;
 
-/// A BTT that is open. All calls take any number of threads; of writes to the same sector at once, one is the last.
+/// A BTT that is open. All calls take any number of threads; of writes to the same sector at once,
+/// one is the last.
 pub struct Engine<S> {
     common: Common<S>,
     sector_bytes: u32,
@@ -185,8 +190,9 @@ pub struct ArenaStatus {
 }
 
 impl<S: Media> Engine<S> {
-    /// Opens the BTT in `space`, of which nobody else has it open, and does what a crash kept from being done. What is
-    /// found to be damaged is said by [`Engine::arenas`] and by what is asked of it.
+    /// Opens the BTT in `space`, of which nobody else has it open, and does what a crash kept from
+    /// being done. What is found to be damaged is said by [`Engine::arenas`] and by what is
+    /// asked of it.
     pub fn open(space: S) -> Result<Self, EngineError> {
         let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
@@ -281,8 +287,8 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
-    /// Writes whole sectors. After a crash each is as before or as after, all of them as after once this has returned. If
-    /// it fails, some may be as after.
+    /// Writes whole sectors. After a crash each is as before or as after, all of them as after once
+    /// this has returned. If it fails, some may be as after.
     pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
         let mut rest = bytes;
         for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
@@ -302,8 +308,9 @@ impl<S: Media> Engine<S> {
 
     /// Makes sectors read as zeros, durably. They keep their blocks, and their map entries say so.
     ///
-    /// Sectors that are smaller than a page are written instead: at an entry that says zeros, Linux' driver ends what it
-    /// reads into a page, and reports success (drivers/nvdimm/btt.c, btt_read_pg). It would not read the sectors behind.
+    /// Sectors that are smaller than a page are written instead: at an entry that says zeros,
+    /// Linux' driver ends what it reads into a page, and reports success (drivers/nvdimm/btt.c,
+    /// btt_read_pg). It would not read the sectors behind.
     pub fn discard(&self, sectors: Range<u64>) -> Result<(), EngineError> {
         if u64::from(self.sector_bytes) < PAGE_BYTES {
             return self.write_zero_bytes(sectors);
@@ -334,8 +341,8 @@ impl<S: Media> Engine<S> {
         self.discard(sectors)
     }
 
-    /// At return all that was written is durable, to the degree that the media has. Everything was when it was written;
-    /// an arena in which something has failed since says so.
+    /// At return all that was written is durable, to the degree that the media has. Everything was
+    /// when it was written; an arena in which something has failed since says so.
     pub fn flush(&self) -> Result<(), EngineError> {
         for place in &self.places {
             if let Place::Arena(arena) = place
@@ -347,8 +354,9 @@ impl<S: Media> Engine<S> {
         self.common.space.persist(&[]).map_err(EngineError::Media)
     }
 
-    /// [`Engine::flush`], after which nothing of what was written before is left to be redone: the map is durable too. For
-    /// whoever hands the media to a driver that takes what it sees for durable, as Linux' does.
+    /// [`Engine::flush`], after which nothing of what was written before is left to be redone: the
+    /// map is durable too. For whoever hands the media to a driver that takes what it sees for
+    /// durable, as Linux' does.
     pub fn settle(&self) -> Result<(), EngineError> {
         for place in &self.places {
             if let Place::Arena(arena) = place {

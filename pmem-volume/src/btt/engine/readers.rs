@@ -1,11 +1,12 @@
-//! Which blocks are being read, of all arenas; a block is known by where it lies. A block that a write has
-//! replaced is its lane's for the next write; a reader that found it in the map before may still be at it (UEFI 2.10, 6.4:
-//! the read tracking table).
+//! Which blocks are being read, of all arenas; a block is known by where it lies. A block that a
+//! write has replaced is its lane's for the next write; a reader that found it in the map before
+//! may still be at it (UEFI 2.10, 6.4: the read tracking table).
 //!
-//! A reader says which block it is about to read, and only then looks whether the map still names it. A writer looks who
-//! reads a block after the map has ceased to name it. Both are full barriers in between, so one of them sees the other:
-//! the reader that the map has changed, or the writer that the block is being read. The writer then takes another lane;
-//! neither waits. `tests/order.rs` tries all orders, and leaves out each of the steps in turn.
+//! A reader says which block it is about to read, and only then looks whether the map still names
+//! it. A writer looks who reads a block after the map has ceased to name it. Both are full barriers
+//! in between, so one of them sees the other: the reader that the map has changed, or the writer
+//! that the block is being read. The writer then takes another lane; neither waits.
+//! `tests/order.rs` tries all orders, and leaves out each of the steps in turn.
 
 use super::cpu::{self, AtomicU64, AtomicUsize, Ordering};
 
@@ -42,7 +43,8 @@ impl Readers {
         assert_ne!(block_at, FREE);
         let mut number = cpu::last_slot();
         for attempt in 1.. {
-            // Before it is used, so that who sees no use of it comes before this reader looks at the map.
+            // Before it is used, so that who sees no use of it comes before this reader looks at
+            // the map.
             if self.used.load(Ordering::Relaxed) <= number {
                 self.used.fetch_max(number + 1, Ordering::SeqCst);
             }
@@ -63,8 +65,8 @@ impl Readers {
         unreachable!("attempts have no end")
     }
 
-    /// Finds out where a block lies, and holds it: no writer takes it before the hold ends. `find` looks at the map, and
-    /// says that there is none with `None`.
+    /// Finds out where a block lies, and holds it: no writer takes it before the hold ends. `find`
+    /// looks at the map, and says that there is none with `None`.
     #[inline]
     pub(super) fn hold_found<E>(
         &self,
@@ -73,7 +75,8 @@ impl Readers {
         let Some(mut at) = find()? else { return Ok(None) };
         let mut hold = self.hold(at);
         loop {
-            // Behind the hold: if the map still names the block, whoever takes it later sees the hold.
+            // Behind the hold: if the map still names the block, whoever takes it later sees the
+            // hold.
             match find()? {
                 None => return Ok(None),
                 Some(again) if again == at => return Ok(Some((at, hold))),
@@ -85,9 +88,9 @@ impl Readers {
         }
     }
 
-    /// What is being read of all that the map has ceased to name before the call. For who has just taken a lane: the
-    /// store to the map before came before the lane was given back, and the looks at the slots come behind the locked
-    /// instruction by which it was taken.
+    /// What is being read of all that the map has ceased to name before the call. For who has just
+    /// taken a lane: the store to the map before came before the lane was given back, and the
+    /// looks at the slots come behind the locked instruction by which it was taken.
     #[inline]
     pub(super) fn look_behind_lock(&self) -> Look<'_> {
         cpu::writers_fence_behind_locked();

@@ -10,8 +10,8 @@ use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_
 use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
 use crate::media::{Media, MediaError};
 
-/// Of so many things wrong with one arena none is an accident by itself: a part of the map is lost, or somebody made it
-/// look so, which must not take more memory than this.
+/// Of so many things wrong with one arena none is an accident by itself: a part of the map is lost,
+/// or somebody made it look so, which must not take more memory than this.
 const MAX_MENDED: usize = 1 << 16;
 
 /// The map is read in pieces of this many entries.

@@ -1,4 +1,5 @@
-//! Damage of every kind: what a check calls it, what a repair does about it, and that no sector is worse off.
+//! Damage of every kind: what a check calls it, what a repair does about it, and that no sector is
+//! worse off.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +19,8 @@ const LOOKED_AT: Range<u64> = 0..60;
 /// Sectors are written by these, three at a time.
 const WRITERS: [usize; 4] = [0, 7, 200, 255];
 
-/// A volume whose sectors 0 to 29 were written, some of them several times, and so lie in each other's blocks.
+/// A volume whose sectors 0 to 29 were written, some of them several times, and so lie in each
+/// other's blocks.
 fn filled(second: usize) -> (MemoryMedia, ArenaInfo) {
     let media = formatted(4096);
     let mut writer = Writer::new(&media, second);
@@ -50,7 +52,8 @@ fn plan(space: &impl Media, give_up: GiveUp) -> Repair {
     plan_repair(space, give_up, &mut |_| {}).unwrap()
 }
 
-/// Carries a repair out and holds what is left against what it said. Sectors that read as they should do so still.
+/// Carries a repair out and holds what is left against what it said. Sectors that read as they
+/// should do so still.
 fn repaired(media: &MemoryMedia, give_up: GiveUp, right: &BTreeMap<u64, Vec<u8>>) -> Repair {
     let before = sectors(media);
     let repair = plan(media, give_up);
@@ -236,7 +239,8 @@ fn sectors_of_which_nothing_says_where_they_are_are_marked_as_lost() {
     });
     assert_eq!(lost, [(3, true), (4, true), (5, true), (20, true)]);
 
-    // Whichever word a crash keeps from it, the last sector is not taken for the only one: its block need not be the one left.
+    // Whichever word a crash keeps from it, the last sector is not taken for the only one: its
+    // block need not be the one left.
     let stores = &repair.mendings[0].phases[0];
     for missing in 0..stores.len() {
         let media = MemoryMedia::from_bytes(&damaged);
@@ -356,7 +360,8 @@ fn a_map_that_is_lost_is_left_and_costs_no_memory() {
     media.store(arena.map_at, &vec![0; map_bytes]).unwrap();
     assert_left(&media);
     media.store(arena.map_at, &vec![0xff; map_bytes]).unwrap();
-    // Each sector is outside, and could be anywhere. That is no more than four thousand of them here.
+    // Each sector is outside, and could be anywhere. That is no more than four thousand of them
+    // here.
     let repair = plan(&media, GiveUp::Nothing);
     assert!(repair.after.is_clean());
     assert_eq!(repair.after.arenas[0].error_sectors, arena.sectors);
@@ -390,7 +395,8 @@ fn the_second_arena_is_repaired_by_itself() {
     assert!(check(&media).unwrap().is_clean() && damaged != media.to_bytes());
 }
 
-/// Everything that a repair can have to do, at once: both kinds of info block, sectors and lanes, and the flag.
+/// Everything that a repair can have to do, at once: both kinds of info block, sectors and lanes,
+/// and the flag.
 fn damaged_simulation() -> (Simulator, BTreeMap<u64, Vec<u8>>) {
     let (media, arena) = filled(1);
     let right = sectors(&media);
@@ -463,7 +469,8 @@ fn a_lane_that_is_written_in_one_go_is_found_out() {
     verify_points(&space.take_points(), &right).expect_err("the wrong order went unnoticed");
 }
 
-/// Writes a sector twice, is killed at each persist of that, and has a flog in which the lanes that wrote are damaged.
+/// Writes a sector twice, is killed at each persist of that, and has a flog in which the lanes that
+/// wrote are damaged.
 fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     let (media, arena) = filled(1);
     let right = sectors(&media);
@@ -500,7 +507,8 @@ fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
     found
 }
 
-/// Repairs what a kill has left, and then the power goes: at no time do a sector and a lane come to have the same block.
+/// Repairs what a kill has left, and then the power goes: at no time do a sector and a lane come to
+/// have the same block.
 fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
     let mut images = 0;
     for (number, (killed, right)) in killed_and_damaged().iter().enumerate() {
@@ -517,7 +525,8 @@ fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, Strin
             if !report.is_clean() {
                 return Err(format!("killed at {number}: {report:?}"));
             }
-            // What a damaged lane wrote may be lost with it: only it knew that the map was not durable.
+            // What a damaged lane wrote may be lost with it: only it knew that the map was not
+            // durable.
             let wrong = sectors(&image)
                 .into_iter()
                 .find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);

@@ -1,5 +1,5 @@
-//! What a thread has the CPU do with mapped media, in its order. Whether a store has left the caches shows nowhere else
-//! but after a loss of power.
+//! What a thread has the CPU do with mapped media, in its order. Whether a store has left the
+//! caches shows nowhere else but after a loss of power.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -31,8 +31,8 @@ pub(crate) fn noted_in(work: impl FnOnce()) -> Vec<Noted> {
     NOTED.take()
 }
 
-/// Stores to persistent memory that are not durable at the end of it: to the caches without a write-back that comes later and
-/// covers them, or without a fence behind that.
+/// Stores to persistent memory that are not durable at the end of it: to the caches without a
+/// write-back that comes later and covers them, or without a fence behind that.
 pub(crate) fn not_durable(noted: &[Noted]) -> Vec<Range<usize>> {
     let (mut in_caches, mut on_their_way) = (Vec::<Range<usize>>::new(), Vec::new());
     for noted in noted {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 const PAGE_WORDS: usize = 512;
 const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
 
-/// Pages that are not listed are zero. A clone shares its pages until one of the two stores to them.
+/// Pages that are not listed are zero. A clone shares its pages until one of the two stores to
+/// them.
 #[derive(Clone, Default)]
 pub(super) struct Pages {
     pages: BTreeMap<u64, Arc<[u64; PAGE_WORDS]>>,

@@ -1,5 +1,6 @@
-//! What the engine asks of media of each class when it writes a sector: where stores are durable by themselves, as far as they
-//! ever are, nothing by name; elsewhere each of them before the next step.
+//! What the engine asks of media of each class when it writes a sector: where stores are durable by
+//! themselves, as far as they ever are, nothing by name; elsewhere each of them before the next
+//! step.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -103,7 +104,8 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
         *asked.lock().unwrap() = Asked::default();
         engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
         let Asked { named, stored, left_out } = std::mem::take(&mut *asked.lock().unwrap());
-        // 1. First halves of the log and data; 2. second halves. What the map gets then, the next exchange persists.
+        // 1. First halves of the log and data; 2. second halves. What the map gets then, the next
+        //    exchange persists.
         if named.len() != 2 || stored.is_empty() {
             return Err(format!("{} persists, and {stored:?} after the last", named.len()));
         }
@@ -119,8 +121,9 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
     Ok(())
 }
 
-/// A pool with a volume of which no two chunks lie side by side, and a BTT that ends a little behind a border of chunks, so that
-/// its map lies on both sides. Returns the sector whose entry comes first behind the border.
+/// A pool with a volume of which no two chunks lie side by side, and a BTT that ends a little
+/// behind a border of chunks, so that its map lies on both sides. Returns the sector whose entry
+/// comes first behind the border.
 fn fragmented(fixture: &Fixture) -> u64 {
     let pool = fixture.create(64 * MIB, 0);
     let memory = pool.alloc_memory(60 * MIB).unwrap();
@@ -138,8 +141,8 @@ fn fragmented(fixture: &Fixture) -> u64 {
     (18 * MIB - info.map_at) / 4
 }
 
-/// Exchanges of one sector on either side of the border, of two across it, and of as many as go together. Each twice: what is
-/// stored to the map at last, the next one persists.
+/// Exchanges of one sector on either side of the border, of two across it, and of as many as go
+/// together. Each twice: what is stored to the map at last, the next one persists.
 fn across(border: u64) -> impl Iterator<Item = (u64, usize)> {
     let writes = [(border - 1, 1), (border, 1), (border - 1, 2), (border - 40, 64)];
     writes.into_iter().flat_map(|write| [write, write])
@@ -172,7 +175,8 @@ fn all_that_is_stored_across_a_border_of_extents_is_named() {
     }
 }
 
-/// The same of the file's own way, which names nothing: at each fence, all that was stored since has left the caches.
+/// The same of the file's own way, which names nothing: at each fence, all that was stored since
+/// has left the caches.
 #[test]
 fn all_that_is_stored_across_a_border_of_extents_leaves_the_caches() {
     let fixture = Fixture::new();

@@ -1,4 +1,5 @@
-//! What is no pool, or no longer one: each kind has its own error, which says what to do, and nothing is changed.
+//! What is no pool, or no longer one: each kind has its own error, which says what to do, and
+//! nothing is changed.
 
 use super::damage::with_superblock;
 use super::*;
@@ -12,7 +13,8 @@ fn whole(fixture: &Fixture) -> (Vec<u8>, (Vec<u8>, u64, u64)) {
     (fs::read(fixture.path()).unwrap(), fixture.image())
 }
 
-/// Everything that a pool can be asked by its path is refused in the same words, and changes nothing.
+/// Everything that a pool can be asked by its path is refused in the same words, and changes
+/// nothing.
 fn refused(fixture: &Fixture, what: &str, words: &[&str]) {
     let before = whole(fixture);
     let path = fixture.path();

@@ -1,4 +1,5 @@
-//! Crash images by the hundred thousand: they are opened, counted, and found again by their numbers.
+//! Crash images by the hundred thousand: they are opened, counted, and found again by their
+//! numbers.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -8,8 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::media::simulator::{CrashPoint, Digest, Random, Simulator};
 
-/// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints it. A test that
-/// knows no seeds or no steps takes any number there.
+/// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure
+/// prints it. A test that knows no seeds or no steps takes any number there.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Replay {
     seed: Option<u64>,
@@ -37,8 +38,8 @@ impl Replay {
         self.step.is_none_or(|only| only == step)
     }
 
-    /// Counts what a whole test has opened, which is at least so many images: fewer say that the simulator saw less than
-    /// there is. A replay opens few, and at least one.
+    /// Counts what a whole test has opened, which is at least so many images: fewer say that the
+    /// simulator saw less than there is. A replay opens few, and at least one.
     pub(crate) fn count(&self, images: usize, least: usize) {
         say_images(images);
         if self.is_wanted() {
@@ -102,12 +103,13 @@ pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
 static IMAGES: AtomicUsize = AtomicUsize::new(0);
 static EQUAL_IMAGES: AtomicUsize = AtomicUsize::new(0);
 
-/// Adds to the total, which the test program prints as it ends, past the test harness that keeps what passing tests
-/// print to itself.
+/// Adds to the total, which the test program prints as it ends, past the test harness that keeps
+/// what passing tests print to itself.
 pub(crate) fn say_images(count: usize) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
-        // SAFETY: the function is a plain one that does not unwind: its only call that may fail is ignored.
+        // SAFETY: the function is a plain one that does not unwind: its only call that may fail is
+        // ignored.
         unsafe { libc::atexit(print_total) };
     });
     IMAGES.fetch_add(count, Ordering::Relaxed);

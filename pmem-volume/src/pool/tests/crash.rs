@@ -1,5 +1,5 @@
-//! Crashes of the pool, enumerated: at every persist of an operation, every image that a crash may leave is opened and
-//! compared with what must hold.
+//! Crashes of the pool, enumerated: at every persist of an operation, every image that a crash may
+//! leave is opened and compared with what must hold.
 //!
 //! 1. Volumes are exactly as before the operation or as after it.
 //! 2. Their content is there.
@@ -99,8 +99,9 @@ pub(super) fn volumes_of(pool: &OtherPool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
-/// What is known of a volume's content: so many chunks from its first have marks, those of the volume `origin` from its
-/// chunk `first` on, which is itself unless it is a part of one that was split. The others read as zeros.
+/// What is known of a volume's content: so many chunks from its first have marks, those of the
+/// volume `origin` from its chunk `first` on, which is itself unless it is a part of one that was
+/// split. The others read as zeros.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Marked {
     pub(super) chunks: u32,
@@ -117,7 +118,8 @@ impl Marked {
 /// By the volume's identity. Of one that is not there nothing was ever written.
 pub(super) type Marks = BTreeMap<Uuid, Marked>;
 
-/// A volume was split, or will be: its parts have its marks. It keeps them, should it still be there.
+/// A volume was split, or will be: its parts have its marks. It keeps them, should it still be
+/// there.
 pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) {
     let Some(of) = marks.get(&whole).copied() else { return };
     let mut index = 0;
@@ -129,7 +131,8 @@ pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) 
     }
 }
 
-/// Writes to blocks of a BTT volume that no sector has: what a guest's driver left there, or a discarded sector.
+/// Writes to blocks of a BTT volume that no sector has: what a guest's driver left there, or a
+/// discarded sector.
 pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<OtherPool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
     for chunk in volume.extents().iter().flat_map(|extent| extent.run.ids()) {
@@ -177,12 +180,14 @@ pub(super) fn verify_fresh(image: &Simulator, volume: &OtherVolume) -> Result<()
     Ok(())
 }
 
-/// Holds an image against the oracle; the volumes must be one of `allowed`, and raw ones have all of their content.
+/// Holds an image against the oracle; the volumes must be one of `allowed`, and raw ones have all
+/// of their content.
 pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
     verify_content(image, allowed, &|volume| Some(Marked::own(volume, u32::MAX)))
 }
 
-/// The same, where only so many chunks of a volume have content, from its first; the others read as zeros.
+/// The same, where only so many chunks of a volume have content, from its first; the others read as
+/// zeros.
 pub(super) fn verify_marked(
     image: &Simulator,
     allowed: &[&Volumes],
@@ -341,7 +346,8 @@ fn a_rename_that_writes_both_copies_at_once_is_found_out() {
     assert!(error.contains("damaged"), "{error}");
 }
 
-/// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to show.
+/// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to
+/// show.
 pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();

@@ -1,5 +1,5 @@
-//! Crashes in each operation by itself, with as many images of each as are worth their time: all that there are, or
-//! the bound's number of samples.
+//! Crashes in each operation by itself, with as many images of each as are worth their time: all
+//! that there are, or the bound's number of samples.
 
 use std::cell::RefCell;
 
@@ -121,8 +121,8 @@ fn split_a_btt_volume(start: &Start) {
     start.split("b", [("b", bytes(9)), ("c", VolumeSize::Remaining)]);
 }
 
-/// What else may be seen in the course of an operation: between a deletion and what follows it, or before what is
-/// recorded.
+/// What else may be seen in the course of an operation: between a deletion and what follows it, or
+/// before what is recorded.
 pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
     let mut between = before.clone();
     match what {

@@ -1,5 +1,5 @@
-//! The death of a process, and the loss of power after it. The next process sees all that was stored, and must not rely
-//! on any of it before that is durable.
+//! The death of a process, and the loss of power after it. The next process sees all that was
+//! stored, and must not rely on any of it before that is durable.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ use crate::pool::repair::mend;
 /// Images of each moment at which the power may go.
 const BOUND: usize = 24;
 
-/// Kills an operation at each of its persists. The next process opens what it sees, and may use the slot again that a
-/// deletion has left; at each of its own persists the power goes.
+/// Kills an operation at each of its persists. The next process opens what it sees, and may use the
+/// slot again that a deletion has left; at each of its own persists the power goes.
 fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize {
     let start = Start::new();
     let before = volumes_of(&start.pool);
@@ -70,8 +70,8 @@ fn every_operation_survives_a_kill_and_then_a_loss_of_power() {
     }
 }
 
-/// A volume's deletion is killed, and one of its owner words damaged: whether that is nobody's, as a repair sees it, hangs
-/// on a record that need not be durable.
+/// A volume's deletion is killed, and one of its owner words damaged: whether that is nobody's, as
+/// a repair sees it, hangs on a record that need not be durable.
 #[test]
 fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
     let (media, pool) = new_pool_with(|_| {});

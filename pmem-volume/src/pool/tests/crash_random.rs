@@ -48,8 +48,8 @@ impl World {
             .then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
     }
 
-    /// Does one random thing, and says what. What is refused, because the pool is full, a name is taken or the like,
-    /// is ordinary.
+    /// Does one random thing, and says what. What is refused, because the pool is full, a name is
+    /// taken or the like, is ordinary.
     fn step(&mut self, random: &mut Random) -> &'static str {
         match random.below(16) {
             0..=2 => self.lend(random),
@@ -161,7 +161,8 @@ impl World {
         "open"
     }
 
-    /// The process is killed somewhere in another step, and the next one opens what is seen then, durable or not.
+    /// The process is killed somewhere in another step, and the next one opens what is seen then,
+    /// durable or not.
     fn die(&mut self, random: &mut Random) -> &'static str {
         self.step(random);
         let mut points = self.media.take_points();

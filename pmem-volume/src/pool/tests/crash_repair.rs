@@ -1,4 +1,5 @@
-//! Crashes in a repair: what it leaves is mended by another, to what the first would have made of it.
+//! Crashes in a repair: what it leaves is mended by another, to what the first would have made of
+//! it.
 
 use super::campaign::{Replay, replay_as, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_of, new_pool_with, open, verify, volumes_of};
@@ -10,8 +11,8 @@ use crate::pool::mirrored::Copies;
 use crate::pool::repair::{Mending, mend, mend_superblocks};
 use crate::pool::table::{Owner, Slot};
 
-/// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash leaves once `again` has
-/// mended that.
+/// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash
+/// leaves once `again` has mended that.
 fn survives_crashes(
     damage: impl Fn(&dyn Fn(u64, u64)),
     mended: impl Fn(&Simulator, &Superblock) -> Vec<Mending>,
@@ -160,7 +161,8 @@ fn a_crash_in_the_repair_of_random_damage_changes_nothing_of_its_outcome() {
             (Ok(volumes), Ok(expected)) if volumes == *expected && volumes.len() == 2 => {
                 verify(image, &[expected])
             }
-            // A volume that lacks a chunk, or that is damaged, cannot be looked at: the rest is as it should be.
+            // A volume that lacks a chunk, or that is damaged, cannot be looked at: the rest is as
+            // it should be.
             (Ok(volumes), Ok(expected)) if volumes == *expected => Ok(()),
             (Err(_), Err(_)) => Ok(()),
             (now, expected) => Err(format!("{now:?} and without a crash {expected:?}")),

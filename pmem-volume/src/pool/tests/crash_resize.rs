@@ -1,5 +1,5 @@
-//! Crashes while a volume gets another size: it has the old one or the new one, its BTT knows which, and what it held
-//! is there.
+//! Crashes while a volume gets another size: it has the old one or the new one, its BTT knows
+//! which, and what it held is there.
 
 use super::crash::{
     Replay, Volumes, fill_volume, new_pool_of, open, open_for, say_images, verify, verify_each,
@@ -267,7 +267,8 @@ fn erasing_before_a_volume_has_shrunk_is_found_out() {
     assert!(error.contains("has lost chunk"), "{error}");
 }
 
-/// Writes a sector as a guest does that writes each for the first time: the map says that it has its own block.
+/// Writes a sector as a guest does that writes each for the first time: the map says that it has
+/// its own block.
 fn sector_place(volume: &Volume, sector: u64) -> u64 {
     // The first arena starts at 4 KiB, its blocks one page later.
     let offset = 8192 + sector * 4096;

@@ -353,7 +353,8 @@ fn records_that_say_it_is_done_before_it_is_are_found_out() {
     });
 }
 
-/// Sectors that were discarded count as empty, and nobody reads them; but who maps a part reads its bytes.
+/// Sectors that were discarded count as empty, and nobody reads them; but who maps a part reads its
+/// bytes.
 #[test]
 fn what_was_discarded_is_not_in_the_parts_either() {
     let (media, pool) = with_btt_volume();

@@ -1,5 +1,5 @@
-//! Wrong orders, of each commit protocol that has none of its own elsewhere: as long as these are found out, the tests
-//! of the right ones prove something.
+//! Wrong orders, of each commit protocol that has none of its own elsewhere: as long as these are
+//! found out, the tests of the right ones prove something.
 
 use std::collections::BTreeMap;
 
@@ -85,7 +85,8 @@ fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
     assert!(error.contains("old content"), "{error}");
 }
 
-/// A crash left a chunk of a volume that was being made. Opening lets it wait, as it is; the slot is used meanwhile.
+/// A crash left a chunk of a volume that was being made. Opening lets it wait, as it is; the slot
+/// is used meanwhile.
 #[test]
 fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
     let error = must_be_found_out(|media, pool| {
@@ -104,8 +105,8 @@ fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
     assert!(error.contains("are both chunk"), "{error}");
 }
 
-/// An owner word that says *free* while the chunk is still being erased: it is lent again, and what its new owner
-/// stores is erased with the rest, or not.
+/// An owner word that says *free* while the chunk is still being erased: it is lent again, and what
+/// its new owner stores is erased with the rest, or not.
 #[test]
 fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
     let (media, pool) = new_pool_of(14, |_| {});
@@ -129,7 +130,8 @@ fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
     assert!(error.contains("held before") || error.contains("old content"), "{error}");
 }
 
-/// What opening does with superblocks of which one is damaged, had it no order: both are written at once.
+/// What opening does with superblocks of which one is damaged, had it no order: both are written at
+/// once.
 #[test]
 fn an_open_that_writes_the_good_superblock_as_well_is_found_out() {
     let (media, pool) = new_pool_of(14, |_| {});

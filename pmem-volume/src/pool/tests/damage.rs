@@ -1,4 +1,5 @@
-//! Damaged pools: what has a second copy works from it, what has none is refused, and nothing is made worse.
+//! Damaged pools: what has a second copy works from it, what has none is refused, and nothing is
+//! made worse.
 
 use std::mem::offset_of;
 
@@ -273,7 +274,8 @@ fn leftovers_of_unfinished_operations_are_erased_and_freed() {
     let owner = |chunk, owner| {
         fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes())
     };
-    // Of a volume that was being made, of one that was being grown, of a table that was being moved, unscrubbed.
+    // Of a volume that was being made, of one that was being grown, of a table that was being
+    // moved, unscrubbed.
     let leftovers = [
         Owner::Volume { slot: Slot(5), index: 0 },
         Owner::Volume { slot: Slot(0), index: 3 },
@@ -347,7 +349,8 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
         );
         fixture.flip(LOG_OFFSET + offset as u64, 4);
     }
-    // Transactions that would store into a free chunk, a superblock, the log itself, and behind the end.
+    // Transactions that would store into a free chunk, a superblock, the log itself, and behind the
+    // end.
     for at in [32 * MIB, 40, LOG_OFFSET, 64 * MIB, u64::MAX - 7] {
         redo_log::write_for_test(&media, &superblock, &[(at, 1)]);
         fs::write(fixture.path(), media.to_bytes()).unwrap();

@@ -1,5 +1,6 @@
-//! Every bit of every field of every structure, turned: once with the checksum as it was, and once with one that fits.
-//! What comes of it is listed for each field. What is refused is not changed, and what is opened adds up.
+//! Every bit of every field of every structure, turned: once with the checksum as it was, and once
+//! with one that fits. What comes of it is listed for each field. What is refused is not changed,
+//! and what is opened adds up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -20,7 +21,8 @@ use crate::pool::table::{Owner, Slot, encode_owner, seal_for_test};
 /// A field: its name, and its bits.
 type Field = (&'static str, Range<usize>);
 
-/// All fields of a structure, by its definition. One that is missing, or not in its order, does not pass.
+/// All fields of a structure, by its definition. One that is missing, or not in its order, does not
+/// pass.
 macro_rules! fields {
     ($type:ty: $($field:ident),*) => {{
         let zeroed = <$type>::new_zeroed();
@@ -331,7 +333,8 @@ const RECORD_SEALED: Expected = &[
     ("format", &["Damaged VolumeRecordInvalid"]),
     ("name_bytes", &["Damaged VolumeRecordInvalid"]),
     ("reserved0", &["opens"]),
-    // Of the flags that are known by themselves, one says that chunks may be missing, and one that a split did not finish.
+    // Of the flags that are known by themselves, one says that chunks may be missing, and one that
+    // a split did not finish.
     ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
     ("uuid", &["opens"]),
     // As before a volume has grown, or after it has shrunk.
@@ -442,7 +445,8 @@ fn the_log() {
     assert_outcomes("an entry with a checksum that fits", &sealed, LOG_ENTRY_SEALED);
 }
 
-/// One bit of each field again, in a real file: what is refused has its bytes, its length and its blocks as before.
+/// One bit of each field again, in a real file: what is refused has its bytes, its length and its
+/// blocks as before.
 #[test]
 fn a_refused_file_is_not_touched() {
     let fixture = Fixture::new();

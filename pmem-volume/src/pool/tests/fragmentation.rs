@@ -1,4 +1,5 @@
-//! What a million random operations leave of a pool's contiguity. The figures are in docs/benchmarks.md.
+//! What a million random operations leave of a pool's contiguity. The figures are in
+//! docs/benchmarks.md.
 
 use std::io::Write;
 
@@ -30,7 +31,8 @@ fn large_percent(extents: impl Iterator<Item = Extent>) -> f64 {
     100.0 * large as f64 / all.max(1) as f64
 }
 
-/// Memory is lent and given back, a request or a part of it at a time, so that `percent` of the pool stays lent.
+/// Memory is lent and given back, a request or a part of it at a time, so that `percent` of the
+/// pool stays lent.
 fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     let mut buddy = Buddy::default();
     buddy.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
@@ -39,7 +41,8 @@ fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
     let mut operations = 0;
     while operations < OPERATIONS {
         let chunks = request(random);
-        // Room for it is made, however large it is: else only small ones would be left after a while.
+        // Room for it is made, however large it is: else only small ones would be left after a
+        // while.
         while buddy.free_chunks() < keep_free + chunks {
             let place = random.below(held.len() as u64) as usize;
             let keep = if random.below(4) == 0 { held[place].len() / 2 } else { 0 };

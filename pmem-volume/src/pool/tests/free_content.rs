@@ -1,4 +1,5 @@
-//! Free chunks that do not read as zeros: a check names them and a repair erases them, unless a volume may need them.
+//! Free chunks that do not read as zeros: a check names them and a repair erases them, unless a
+//! volume may need them.
 
 use super::repair::entry;
 use super::*;

@@ -1,4 +1,5 @@
-//! Volumes that lack chunks: nobody gets what they held, and whoever gives one up gets the pool back.
+//! Volumes that lack chunks: nobody gets what they held, and whoever gives one up gets the pool
+//! back.
 
 use super::campaign::{say_images, verify_each};
 use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of};
@@ -10,7 +11,8 @@ use crate::pool::mirrored::Copies;
 use crate::pool::repair::mend_tables;
 use crate::pool::table::{Owner, Slot, encode_owner};
 
-/// Makes a word say something else, with a check that fits, as a store that the disk lost leaves it.
+/// Makes a word say something else, with a check that fits, as a store that the disk lost leaves
+/// it.
 fn set_owner(fixture: &Fixture, chunk: u32, owner: Owner) {
     fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
 }
@@ -122,8 +124,8 @@ fn only_a_volume_that_lacks_chunks_is_given_up() {
     assert!(before == fs::read(fixture.path()).unwrap());
 }
 
-/// Gives `v` up, of which chunk 3 says that it is free, and again after each crash in it. `damaged`: that copy of its
-/// record is.
+/// Gives `v` up, of which chunk 3 says that it is free, and again after each crash in it.
+/// `damaged`: that copy of its record is.
 fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
     let (media, pool) = new_pool_with(|_| {});
     for (name, chunks) in [("v", 3), ("w", 2)] {

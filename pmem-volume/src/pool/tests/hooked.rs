@@ -1,4 +1,5 @@
-//! A pool on media that does something before each persist and erase, and before each range is begun to be persisted.
+//! A pool on media that does something before each persist and erase, and before each range is
+//! begun to be persisted.
 
 use std::ops::Range;
 
@@ -10,7 +11,8 @@ use crate::media::{MediaError, Pending};
 
 type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
 
-/// Simulated media of which every persist, its beginnings and every erase ask first. Clones are the same media.
+/// Simulated media of which every persist, its beginnings and every erase ask first. Clones are the
+/// same media.
 #[derive(Clone)]
 pub(super) struct Hooked {
     media: Simulator,

@@ -1,4 +1,5 @@
-//! A pool file may say anything, with checksums that fit: opening and checking it must end in an answer.
+//! A pool file may say anything, with checksums that fit: opening and checking it must end in an
+//! answer.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -97,7 +98,8 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
                 .copy_from_slice(&value.to_le_bytes());
         }
         Change::Log { words } => {
-            // Only the log's own bytes are taken over: copying all of the media would cost a test its speed.
+            // Only the log's own bytes are taken over: copying all of the media would cost a test
+            // its speed.
             let media = crate::media::simulator::Simulator::new(POOL_BYTES);
             redo_log::write_for_test(&media, superblock, words);
             let log = &mut bytes[LOG_OFFSET as usize..][..4096];
@@ -106,7 +108,8 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
     }
 }
 
-/// A repair does what the dry run said, and what it calls nothing left is a pool that opens and is clean.
+/// A repair does what the dry run said, and what it calls nothing left is a pool that opens and is
+/// clean.
 fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(), TestCaseError> {
     let copy = Fixture::new();
     fs::write(copy.path(), bytes).unwrap();
@@ -130,7 +133,8 @@ fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(
     Ok(())
 }
 
-/// A sparse file whose superblock gives nearly all of it to the log, which says that a transaction fills it.
+/// A sparse file whose superblock gives nearly all of it to the log, which says that a transaction
+/// fills it.
 #[test]
 fn a_log_as_large_as_a_huge_pool_is_refused_before_it_is_read() {
     const HUGE_BYTES: u64 = 8 << 40;
@@ -211,7 +215,8 @@ proptest! {
     }
 }
 
-/// The table of a sparse file is a hole, and so full of bad words, which are looked at more than once.
+/// The table of a sparse file is a hole, and so full of bad words, which are looked at more than
+/// once.
 #[test]
 fn looking_at_holes_leaves_them_holes() {
     let fixture = Fixture::new();

@@ -1,4 +1,5 @@
-//! Files that claim many TiB and have next to nothing: looking at them and mending them takes little memory.
+//! Files that claim many TiB and have next to nothing: looking at them and mending them takes
+//! little memory.
 
 use std::process::Command;
 
@@ -54,7 +55,8 @@ fn claim_owners(file: &fs::File, superblock: &Superblock, owner: impl Fn(u32) ->
     file.write_all_at(&bytes, superblock.chunk_table_offset).unwrap();
 }
 
-/// Not a test of its own: what is done to the pool, in a process of which nothing else takes memory.
+/// Not a test of its own: what is done to the pool, in a process of which nothing else takes
+/// memory.
 #[test]
 fn a_process_that_looks_at_a_huge_pool() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };

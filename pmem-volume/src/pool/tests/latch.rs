@@ -1,4 +1,5 @@
-//! Media that fails: the first failure makes the pool read-only, and the next open finds it in order.
+//! Media that fails: the first failure makes the pool read-only, and the next open finds it in
+//! order.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc;
@@ -13,7 +14,8 @@ use crate::btt::{Engine, EngineError, arenas};
 use crate::media::simulator::Random;
 use crate::media::{Media, MediaError, Pending};
 
-/// Media on which a persist or erase fails, with nothing of it done, after `left` of them have succeeded.
+/// Media on which a persist or erase fails, with nothing of it done, after `left` of them have
+/// succeeded.
 fn failing(left: Arc<AtomicU32>) -> Hooked {
     Hooked::new(40 * MIB, move || {
         let counted = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
@@ -146,7 +148,8 @@ fn a_write_back_that_fails_makes_arena_and_pool_read_only() {
         assert_survives_loss_of_power(&media);
         failures += 1;
     }
-    // Begun: words of the map of the sectors, and of the lanes; two halves, and data, of each sector. Two ends.
+    // Begun: words of the map of the sectors, and of the lanes; two halves, and data, of each
+    // sector. Two ends.
     assert_eq!(failures, 1 + 1 + 2 * 3 + 2, "each of them can fail");
 }
 
@@ -157,7 +160,8 @@ fn a_file_that_is_cut_under_an_engine_makes_arena_and_pool_read_only() {
         let (_fixture, pool, engine, _) = open_and_cut(is_dax);
         assert_read_only(&pool, &engine, engine.write(7, &[2; 4096]), "the file was cut");
 
-        // What was stored in time and is lost before it is written back: where nothing is, nobody can tell.
+        // What was stored in time and is lost before it is written back: where nothing is, nobody
+        // can tell.
         let (_fixture, pool, engine, flog_at) = open_and_cut(is_dax);
         let begun = engine.space().begin_persist(flog_at..flog_at + 8, &mut Pending::default());
         assert_eq!(begun.is_err(), is_dax, "{begun:?}");
@@ -220,7 +224,8 @@ impl Slow {
         Self { media: Hooked::new(60 * MIB, hook), gate, fails, waiter_fails }
     }
 
-    /// Lets a flush of volume `b` fail while `change` waits for the media, which then goes on without an error.
+    /// Lets a flush of volume `b` fail while `change` waits for the media, which then goes on
+    /// without an error.
     fn flush_fails_during<T: Send>(
         &self,
         pool: &Arc<OtherPool>,
@@ -240,7 +245,8 @@ impl Slow {
     }
 }
 
-/// A thread that waits for something is asleep (proc(5), /proc/pid/stat: the state follows the name).
+/// A thread that waits for something is asleep (proc(5), /proc/pid/stat: the state follows the
+/// name).
 fn wait_until_asleep(thread: libc::pid_t) {
     let end = Instant::now() + PATIENCE;
     let is_asleep = || {
@@ -329,8 +335,8 @@ fn an_open_stores_again_what_already_reads_as_to_be_erased() {
     assert_eq!(media.take_stored(), words);
 }
 
-/// A sector that cannot be read, and a map of which the same is true while somebody checks the pool: neither says anything of
-/// what is durable.
+/// A sector that cannot be read, and a map of which the same is true while somebody checks the
+/// pool: neither says anything of what is durable.
 #[test]
 fn what_cannot_be_read_latches_nothing() {
     const MARK: u64 = 0x5a5a_5a5a_5a5a_5a5a;
@@ -346,7 +352,8 @@ fn what_cannot_be_read_latches_nothing() {
     engine.write(8, &[1; 4096]).unwrap();
     engine.space().flush_guest_stores(0..18 * MIB).unwrap();
 
-    // The whole volume but its first chunk, and the map with it: while it is in use, and when it is not.
+    // The whole volume but its first chunk, and the map with it: while it is in use, and when it is
+    // not.
     let last = engine.space().extents().last().unwrap();
     let end = last.offset_bytes() + last.len_bytes();
     media.set_bad(Some(end - MIB..end));

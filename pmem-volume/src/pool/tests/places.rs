@@ -1,4 +1,5 @@
-//! Pools on block devices, and thin ones. Block devices need a loop device, and so root; `ci/guest-tests` has the rest.
+//! Pools on block devices, and thin ones. Block devices need a loop device, and so root;
+//! `ci/guest-tests` has the rest.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -156,7 +157,8 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     );
     assert!(too_small, "{error}");
     disk.lengthen(48 * MIB);
-    // What was there behind the pool is no business of anybody who gets it. It is not at an end of what is new.
+    // What was there behind the pool is no business of anybody who gets it. It is not at an end of
+    // what is new.
     disk.write(20 * MIB, &[0x77; 8192]);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let pool = Pool::grow(&disk.device, 32 * MIB).unwrap();
@@ -320,7 +322,8 @@ fn a_block_device_in_use_is_refused_by_who_has_it() {
     // Taken by somebody who takes no locks of ours.
     let mut options = OpenOptions::new();
     let taken = std::os::unix::fs::OpenOptionsExt::custom_flags(options.read(true), libc::O_EXCL);
-    // A child of another test may still be on its way to its program, with a copy of the pool's descriptor.
+    // A child of another test may still be on its way to its program, with a copy of the pool's
+    // descriptor.
     let taken = loop {
         match taken.open(&disk.device) {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => thread::yield_now(),
@@ -443,8 +446,8 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
     Ok(pool.info().total_bytes)
 }
 
-/// Grows a simulated pool on a device that has something behind the pool, and returns the sizes that pools have in what
-/// crashes leave of it.
+/// Grows a simulated pool on a device that has something behind the pool, and returns the sizes
+/// that pools have in what crashes leave of it.
 fn grow_on_device(
     table_offset: u64,
     lengthen: impl Fn(&Simulator) -> std::io::Result<Simulator>,

@@ -29,7 +29,8 @@ fn repair(fixture: &Fixture, dry_run: bool) -> RepairReport {
     Pool::repair(&fixture.path(), dry_run).unwrap()
 }
 
-/// Damages, repairs, and expects everything to be as before the damage. `words` are in what was mended.
+/// Damages, repairs, and expects everything to be as before the damage. `words` are in what was
+/// mended.
 fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();

@@ -54,11 +54,13 @@ fn this_task() -> i32 {
     unsafe { libc::gettid() }
 }
 
-/// Waits until a thread of this process has answered, or sleeps: it then waits for something that has not come.
+/// Waits until a thread of this process has answered, or sleeps: it then waits for something that
+/// has not come.
 fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<T> {
     loop {
         let stat = fs::read_to_string(format!("/proc/self/task/{task}/stat"));
-        // Of `number (name) state ...` the state; S: waits for an event (proc_pid_stat(5)). A thread that is gone has none.
+        // Of `number (name) state ...` the state; S: waits for an event (proc_pid_stat(5)). A
+        // thread that is gone has none.
         let is_asleep = stat
             .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")));
         // Looked at last: who had it before it slept has it now.

@@ -51,7 +51,8 @@ impl Barrier {
         assert!(!waiting.unwrap().1.timed_out(), "nobody asks anything of the media");
     }
 
-    /// What the pool says of itself while `change` waits for the media, and what comes of the change.
+    /// What the pool says of itself while `change` waits for the media, and what comes of the
+    /// change.
     fn info_during<T: Send>(
         &self,
         pool: &OtherPool,

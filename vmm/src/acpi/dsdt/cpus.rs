@@ -18,7 +18,8 @@ const NO_TIMEOUT: u16 = 0xffff;
 /// The method that looks which processors have changed.
 pub(super) const CHANGED: &str = "\\_SB_.CPUS.CSCN";
 
-/// A device for each vCPU that may ever be, in a container (ACPI 6.5, 8.4). Which are there is asked of the registers.
+/// A device for each vCPU that may ever be, in a container (ACPI 6.5, 8.4). Which are there is
+/// asked of the registers.
 pub(super) fn processors(sink: &mut Vec<u8>, input: &AcpiInput) {
     let mut aml = Vec::new();
     registers(&mut aml);
@@ -113,8 +114,8 @@ fn methods(sink: &mut Vec<u8>, max_vcpus: u8) {
     Method::new(path("CSCN"), 0, true, vec![&Raw(changed)]).to_aml_bytes(sink);
 }
 
-/// A processor. Linux (drivers/acpi/processor_core.c, `map_lapic_id`) takes the APIC id of one that comes from `_MAT`, and only
-/// from an entry that says it is enabled.
+/// A processor. Linux (drivers/acpi/processor_core.c, `map_lapic_id`) takes the APIC id of one that
+/// comes from `_MAT`, and only from an entry that says it is enabled.
 fn processor(sink: &mut Vec<u8>, input: &AcpiInput, index: u8) {
     let apic_id = input.apic_id(index);
     let status = MethodCall::new(path("CSTA"), vec![&index]);

@@ -24,8 +24,8 @@ const MIN_AT: u8 = 14;
 const MAX_AT: u8 = 22;
 const LEN_AT: u8 = 38;
 
-/// A container of devices, which are all there, and of which those with memory say that they are present
-/// (Linux drivers/acpi/acpi_memhotplug.c).
+/// A container of devices, which are all there, and of which those with memory say that they are
+/// present (Linux drivers/acpi/acpi_memhotplug.c).
 pub(super) fn controller(sink: &mut Vec<u8>) {
     let mut body = Vec::new();
     registers(&mut body);

@@ -78,9 +78,9 @@ fn addresses(start: u64, len: u64) -> Memory32Fixed {
     Memory32Fixed::new(true, below_4_gib(start), below_4_gib(len))
 }
 
-/// What belongs to no device but must not be given to any. Linux uses configuration space through ECAM only if
-/// it is reserved here or in the memory map. The flush hint pages are absent: the guest's NVDIMM driver
-/// wants to reserve them itself.
+/// What belongs to no device but must not be given to any. Linux uses configuration space through
+/// ECAM only if it is reserved here or in the memory map. The flush hint pages are absent: the
+/// guest's NVDIMM driver wants to reserve them itself.
 fn motherboard(sink: &mut Vec<u8>) {
     let pm_ports = u8::try_from(ACPI_PM_LEN).expect("a few ports");
     Device::new(
@@ -150,7 +150,8 @@ fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
             &Name::new(path("_UID"), &ZERO),
             &Name::new(
                 path("_CRS"),
-                // Level-triggered, active-high: what happened before the guest's driver came is there when it comes.
+                // Level-triggered, active-high: what happened before the guest's driver came is
+                // there when it comes.
                 &ResourceTemplate::new(vec![&Interrupt::new(true, false, false, false, GED_GSI)]),
             ),
             &OpRegion::new(path("EREG"), OpRegionSpace::SystemMemory, &GED_START, &REGISTER_BYTES),
@@ -213,7 +214,8 @@ mod tests {
     #[test]
     fn events_are_level_triggered_and_received_characters_are_edges() {
         let dsdt = dsdt(&AcpiInput { max_vcpus: 1, serial: true, ..AcpiInput::default() });
-        // Extended interrupt: 0x89, length 6, flags, one number. Bit 0 is the consumer, bit 1 an edge, bit 2 active-low.
+        // Extended interrupt: 0x89, length 6, flags, one number. Bit 0 is the consumer, bit 1 an
+        // edge, bit 2 active-low.
         let flags = |gsi: u32| {
             let [low, ..] = gsi.to_le_bytes();
             let of = |window: &&[u8]| matches!(**window, [0x89, 6, 0, _, 1, number, 0, 0, 0] if number == low);
@@ -231,7 +233,8 @@ mod tests {
 
     #[test]
     fn flush_hint_pages_are_in_no_resource() {
-        // The guest's NVDIMM driver wants them for itself. Memory32Fixed: 0x86, length 9, read-write, base.
+        // The guest's NVDIMM driver wants them for itself. Memory32Fixed: 0x86, length 9,
+        // read-write, base.
         let nvdimm = crate::acpi::Nvdimm {
             start: 1 << 33,
             size_bytes: 1 << 21,

@@ -58,8 +58,8 @@ pub(super) fn root(sink: &mut Vec<u8>, node: Option<u32>) {
     .to_aml_bytes(sink);
 }
 
-/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). There is no firmware that could want to keep a feature, so
-/// the guest gets what it asks for.
+/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). There is no firmware that could want to
+/// keep a feature, so the guest gets what it asks for.
 fn operating_system_capabilities() -> Raw {
     const HOST_BRIDGE: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
     const UNRECOGNIZED_UUID: u8 = 1 << 2;
@@ -83,8 +83,9 @@ fn operating_system_capabilities() -> Raw {
     Raw(aml)
 }
 
-/// A device for each slot, there or not: Linux (drivers/pci/hotplug/acpiphp_glue.c, `acpiphp_add_context`) makes a slot of each
-/// that has `_EJ0`, and takes it for filled where there is a vendor in configuration space.
+/// A device for each slot, there or not: Linux (drivers/pci/hotplug/acpiphp_glue.c,
+/// `acpiphp_add_context`) makes a slot of each that has `_EJ0`, and takes it for filled where there
+/// is a vendor in configuration space.
 fn slots() -> Raw {
     let mut aml = Vec::new();
     let [up, down, eject] = ["PCIU", "PCID", "PCIE"];

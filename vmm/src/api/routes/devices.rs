@@ -13,7 +13,8 @@ use crate::api::wire::RemoveDeviceBody;
 use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Answers where the device is, or nothing if the VM does not run: then it will have it when it boots.
+/// Answers where the device is, or nothing if the VM does not run: then it will have it when it
+/// boots.
 async fn add(
     vm: VmHandle,
     (device, warnings): (DeviceConfig, Vec<String>),
@@ -33,7 +34,8 @@ pub(super) async fn add_disk(
     add(vm, DeviceConfig::disk(json)?).await
 }
 
-/// The interface's queues may come as file descriptors beside the request; numbers in it are passed over.
+/// The interface's queues may come as file descriptors beside the request; numbers in it are passed
+/// over.
 pub(super) async fn add_net(
     State(vm): State<VmHandle>,
     Extension(descriptors): Extension<Descriptors>,

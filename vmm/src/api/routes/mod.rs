@@ -106,8 +106,8 @@ pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Ro
         .with_state(vm)
 }
 
-/// Cloud Hypervisor's server has nothing behind the status (RFC 9112, 4: the phrase may be empty), and its client takes all that
-/// stands there for the number.
+/// Cloud Hypervisor's server has nothing behind the status (RFC 9112, 4: the phrase may be empty),
+/// and its client takes all that stands there for the number.
 async fn without_reason<B>(mut response: Response<B>) -> Response<B> {
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     response

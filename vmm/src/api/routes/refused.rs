@@ -1,5 +1,5 @@
-//! Calls of Cloud Hypervisor that foreshore does not have: each is refused with its reason, whatever its body is, so that a
-//! client can tell them from a call that nobody knows.
+//! Calls of Cloud Hypervisor that foreshore does not have: each is refused with its reason,
+//! whatever its body is, so that a client can tell them from a call that nobody knows.
 
 use axum::Router;
 use axum::routing::put;

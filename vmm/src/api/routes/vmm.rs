@@ -20,15 +20,17 @@ use crate::api::wire::PingAnswer;
 use crate::events::{Events, Seen};
 use crate::vm::request::{VmHandle, VmRequest};
 
-/// Who follows events keeps a connection for as long. So many leave enough of them for those who have something to say.
+/// Who follows events keeps a connection for as long. So many leave enough of them for those who
+/// have something to say.
 pub(in crate::api) const MOST_FOLLOWERS: usize = 64;
 
 pub(super) async fn ping() -> Json<PingAnswer> {
     Json(PingAnswer::of_this_process())
 }
 
-/// Every event from now on, one line of JSON each, until the client goes or the VMM ends. After each `quiet` without one comes a line
-/// that says so: a client that has gone is found by writing to it, and would have its place among the connections for ever.
+/// Every event from now on, one line of JSON each, until the client goes or the VMM ends. After
+/// each `quiet` without one comes a line that says so: a client that has gone is found by writing
+/// to it, and would have its place among the connections for ever.
 pub(super) fn events(
     events: &Events,
     followers: &Arc<Semaphore>,

@@ -1,5 +1,5 @@
-//! What no client should send: every field of every body with every kind of value, in every state, from many at once. Each is answered,
-//! with a reason where it is refused, and the VMM goes on.
+//! What no client should send: every field of every body with every kind of value, in every state,
+//! from many at once. Each is answered, with a reason where it is refused, and the VMM goes on.
 
 use std::io::Write;
 
@@ -9,7 +9,8 @@ use super::*;
 use crate::api::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES};
 use crate::config::fields;
 
-/// Requests of [`so_many_requests_are_answered_and_leave_no_file_open`]; more with `FORESHORE_API_REQUESTS`.
+/// Requests of [`so_many_requests_are_answered_and_leave_no_file_open`]; more with
+/// `FORESHORE_API_REQUESTS`.
 const REQUESTS: usize = 2000;
 /// Says that a test is in a process of its own.
 const ALONE: &str = "FORESHORE_TEST_ALONE";

@@ -61,7 +61,8 @@ fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
     assert_eq!(serde_json::to_value(read).unwrap(), example);
 }
 
-/// Whether `example` has only what `answer` has as well, of the same kind, whatever the values of numbers and texts are.
+/// Whether `example` has only what `answer` has as well, of the same kind, whatever the values of
+/// numbers and texts are.
 fn is_part(example: &Value, answer: &Value) -> bool {
     match (example, answer) {
         (Value::Object(example), Value::Object(answer)) => example
@@ -189,7 +190,8 @@ fn details_of_vm_pressure_are_those_of_the_document() {
     assert_eq!(documented, details);
 }
 
-/// Calls as somebody would try them, one after the other: what each asks for is there, and is answered.
+/// Calls as somebody would try them, one after the other: what each asks for is there, and is
+/// answered.
 #[test]
 fn calls_that_the_document_shows_are_answered() {
     run(async |mut fixture| {

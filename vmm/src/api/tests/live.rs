@@ -93,8 +93,8 @@ fn info(path: &Path) -> Value {
     serde_json::from_str(&body).unwrap()
 }
 
-/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c): its requests by curl, those with descriptors by hand, all of these on one
-/// connection.
+/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c): its requests by curl, those with descriptors
+/// by hand, all of these on one connection.
 #[test]
 fn libvirt_adds_its_interfaces_before_the_vm_boots() {
     with_vmm(|path| {
@@ -137,7 +137,8 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
         assert_eq!(net("ip")[1], "192.168.1.2");
         assert_eq!(by_curl("vm.boot", ""), (204, String::new()));
         assert_eq!(info(path)["state"], "Running");
-        // What is shown can be given again; without the descriptors it describes interfaces that are made.
+        // What is shown can be given again; without the descriptors it describes interfaces that
+        // are made.
         assert_eq!(by_curl("vm.delete", ""), (204, String::new()));
         assert_eq!(by_curl("vm.create", &shown["config"].to_string()), (204, String::new()));
         let nets = info(path)["config"]["net"].clone();
@@ -149,7 +150,8 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
     });
 }
 
-/// Kata Containers' hypervisor for Cloud Hypervisor, virtcontainers/clh.go: the request as Go's http.DumpRequest writes it.
+/// Kata Containers' hypervisor for Cloud Hypervisor, virtcontainers/clh.go: the request as Go's
+/// http.DumpRequest writes it.
 #[test]
 fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
     with_vmm(|path| {

@@ -1,4 +1,5 @@
-//! What a field may be: each is wrong for most fields, and right for some. The guest test `bad_bodies` has this file as well.
+//! What a field may be: each is wrong for most fields, and right for some. The guest test
+//! `bad_bodies` has this file as well.
 
 use serde_json::{Value, json};
 

@@ -526,7 +526,8 @@ POOL      DURABILITY  TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  
         }
     }
 
-    /// All subcommands of ch-remote (54.0.0-dev, commit ae44c2971), each with what it takes, and the call it makes.
+    /// All subcommands of ch-remote (54.0.0-dev, commit ae44c2971), each with what it takes, and
+    /// the call it makes.
     const CH_REMOTE: [(&str, &[&str], &str); 31] = [
         ("add-device", &["path=/sys/bus/pci/devices/0000:00:01.0"], "vm.add-device"),
         ("add-disk", &["path=/d"], "vm.add-disk"),

@@ -47,7 +47,8 @@ pub struct Pressure {
 enum PressureVerb {
     /// Decide nothing until resumed; reports are still taken
     Pause,
-    /// Decide again, and size all zones that were resized by hand; with a zone, size that one again and nothing else
+    /// Decide again, and size all zones that were resized by hand; with a zone, size that one again
+    /// and nothing else
     Resume {
         /// The zone
         zone: Option<String>,
@@ -61,8 +62,10 @@ enum PressureVerb {
     Set {
         #[command(flatten)]
         set: Choice,
-        /// As the VMM's --pressure takes it, with commas or as arguments of their own: policy=amf, dry_run=on, parameters of
-        /// the policy and of the rules above it (idle=5s, ceiling=1G); `pressure --params` lists these
+        /// As the VMM's --pressure takes it, with commas or as arguments of their own: policy=amf,
+        /// dry_run=on, parameters of
+        /// the policy and of the rules above it (idle=5s, ceiling=1G); `pressure --params` lists
+        /// these
         #[arg(value_name = "NAME=VALUE")]
         settings: Vec<String>,
     },
@@ -85,7 +88,8 @@ enum Switch {
 }
 
 impl Choice {
-    /// What is chosen, `more` with it: all in the syntax of the VMM's `--pressure`. What a value may be is for the VMM to say.
+    /// What is chosen, `more` with it: all in the syntax of the VMM's `--pressure`. What a value
+    /// may be is for the VMM to say.
     fn change(self, more: &[String]) -> Result<PressureChange> {
         let mut change = PressureChange { size: self.size, ..PressureChange::default() };
         let policy = self.policy.map(|policy| format!("policy={policy}"));
@@ -100,7 +104,8 @@ impl Choice {
     }
 }
 
-/// Takes one setting into a change: the policy's, one of its parameters, or one of the rules above every policy.
+/// Takes one setting into a change: the policy's, one of its parameters, or one of the rules above
+/// every policy.
 fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
     let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
     let new = match name {
@@ -250,7 +255,8 @@ impl fmt::Display for Parameter {
     }
 }
 
-/// Those of the policy, then those of the rules. What a VMM of another version has besides is in its JSON alone.
+/// Those of the policy, then those of the rules. What a VMM of another version has besides is in
+/// its JSON alone.
 fn parameters(info: &PressureInfo) -> impl Iterator<Item = Parameter> {
     let policy = Policy::from_name(&info.policy).map_or(&[][..], |policy| policy.table());
     let tables = [(info.policy.as_str(), "params", policy), ("the rules", "rules", Rules::TABLE)];

@@ -2,8 +2,9 @@
 
 use foreshore_types::size::Size;
 
-/// Rows under a header. Columns are as wide as they must be; the last one is words, and as long as it wants to be.
-/// `left` tells how many of the first columns begin at the left; the others are numbers.
+/// Rows under a header. Columns are as wide as they must be; the last one is words, and as long as
+/// it wants to be. `left` tells how many of the first columns begin at the left; the others are
+/// numbers.
 pub fn table<const N: usize>(
     header: [&str; N],
     left: usize,

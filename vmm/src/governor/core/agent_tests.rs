@@ -252,7 +252,8 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     agent.write_all("no report\n".repeat(1_000).as_bytes()).unwrap();
     drop(agent);
     vmm.set_nonblocking(true).unwrap();
-    // A clock that jumps as soon as everybody waits: it shows what was waited for, and not how long this takes.
+    // A clock that jumps as soon as everybody waits: it shows what was waited for, and not how long
+    // this takes.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .start_paused(true)
@@ -267,7 +268,8 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     assert_eq!(core.borrow().governor.counters().refused.values().sum::<u64>(), 1_000);
 }
 
-/// A line that never ends is no line that could be counted, and costs the host no more than lines do.
+/// A line that never ends is no line that could be counted, and costs the host no more than lines
+/// do.
 #[test]
 fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
     use std::io::Write;
@@ -357,7 +359,8 @@ fn an_agent_that_does_not_read_is_heard_all_the_same() {
 }
 
 proptest! {
-    /// Whatever a report says, zones are asked for whole blocks within their bounds: the fake devices insist.
+    /// Whatever a report says, zones are asked for whole blocks within their bounds: the fake
+    /// devices insist.
     #[test]
     fn an_agent_that_lies_gets_at_most_what_the_zones_hold(
         lies in proptest::collection::vec(

@@ -533,7 +533,8 @@ fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
         !zones[0].plugged_bytes.is_multiple_of(2 * MIB)
     };
     assert!(trace.entries.iter().any(is_odd));
-    // Another policy begins with what the guest booted with, so it is nothing to it where a block was not whole.
+    // Another policy begins with what the guest booted with, so it is nothing to it where a block
+    // was not whole.
     let mut reader = shown.reader();
     let (setup, _) = replay(&mut reader, &GuestConfig::default(), 0, 0).unwrap();
     assert_eq!(setup.host.zones[0].plugged_bytes, 0);

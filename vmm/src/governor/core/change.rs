@@ -213,8 +213,8 @@ mod tests {
             f.core.tick(TimeMs(1_300));
         });
         let text = log.0.lock();
-        // What may come as often as a guest likes is logged ever more rarely, counted over all tests: whether this one is told of it
-        // depends on how many were before it.
+        // What may come as often as a guest likes is logged ever more rarely, counted over all
+        // tests: whether this one is told of it depends on how many were before it.
         let said = text.lines().map(|line| line.split_once(": ").unwrap().1);
         let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");

@@ -7,8 +7,8 @@ use crate::governor::ZoneDevice;
 use crate::governor::fake::{Fixture, MIB, fixture, hello, report};
 use balloon::governor::AgentState;
 
-/// kexec: nothing of the VM begins anew but the guest's kernel, its driver, which first unplugs all that it finds plugged
-/// (virtio_mem_init_hotplug), and its agent, whose clock and counters do.
+/// kexec: nothing of the VM begins anew but the guest's kernel, its driver, which first unplugs all
+/// that it finds plugged (virtio_mem_init_hotplug), and its agent, whose clock and counters do.
 #[test]
 fn a_kernel_that_kexec_has_started_is_served_as_the_first_one_was() {
     let mut f = fixture("psi", false, true);

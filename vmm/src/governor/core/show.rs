@@ -20,8 +20,9 @@ use crate::governor::info::{GovernedZoneInfo, PressureInfo, RecordingInfo};
 use crate::governor::metrics::{PressureSample, PressureZone};
 use crate::governor::record::Recorder;
 
-/// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long
-/// as a decision does, and more with each that is shown, and no decision is to wait for it.
+/// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that
+/// takes ten times as long as a decision does, and more with each that is shown, and no decision is
+/// to wait for it.
 pub struct View {
     now: TimeMs,
     status: Status,
@@ -212,8 +213,9 @@ impl Core {
         Some(tracker.status(offline, controller.rules().progress_ms, now))
     }
 
-    /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says what they have together:
-    /// then the first ones' memory counts first. None has more online than it has plugged, whatever is said.
+    /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says
+    /// what they have together: then the first ones' memory counts first. None has more online
+    /// than it has plugged, whatever is said.
     pub fn online_bytes(&self, id: &str) -> Option<u64> {
         let zone = self.zones.iter().find(|zone| zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
@@ -232,8 +234,9 @@ impl Core {
         None
     }
 
-    /// What the agent says is online of a node beside `boot_bytes` of boot memory, of which Linux counts the last block as whole.
-    /// For memory that the governor does not size, alone in its node.
+    /// What the agent says is online of a node beside `boot_bytes` of boot memory, of which Linux
+    /// counts the last block as whole. For memory that the governor does not size, alone in its
+    /// node.
     pub fn online_beside_boot(&self, node: u32, boot_bytes: u64) -> Option<u64> {
         let (online, _) = self.node_blocks(node)?;
         let (_, report) = self.governor.last_report()?;

@@ -29,12 +29,13 @@ const AGAIN: u32 = 5;
 
 /// The most that is written at once.
 const OUTPUT_LEN_MAX: usize = 16 << 10;
-/// The most that is read at once: what goes into a pipe whole or not at all (pipe(7), PIPE_BUF), so that a pipe with room has
-/// room for it.
+/// The most that is read at once: what goes into a pipe whole or not at all (pipe(7), PIPE_BUF), so
+/// that a pipe with room has room for it.
 const INPUT_LEN_MAX: usize = 4096;
 /// Reads or writes before others on the event loop have their turn.
 const BATCH: usize = 16;
-/// When nobody can come, because there are no files for it, for example: until somebody may try again.
+/// When nobody can come, because there are no files for it, for example: until somebody may try
+/// again.
 const AGAIN_DELAY: Duration = Duration::from_secs(1);
 /// How long the end waits for a reader who is late.
 const LINGER: Duration = Duration::from_secs(1);
@@ -62,7 +63,8 @@ pub(super) struct Bridge {
     end: End,
     listening: Interest,
     again: TimerFd,
-    /// Looked at whenever something happens here: who makes it another size types, or is shown something, soon.
+    /// Looked at whenever something happens here: who makes it another size types, or is shown
+    /// something, soon.
     window: Option<Arc<Window>>,
 }
 
@@ -296,7 +298,8 @@ impl MutEventSubscriber for Bridge {
 }
 
 impl Drop for Bridge {
-    /// The last words of a guest are worth a moment, but who does not read must not keep its VM alive.
+    /// The last words of a guest are worth a moment, but who does not read must not keep its VM
+    /// alive.
     fn drop(&mut self) {
         let Some(peer) = &mut self.peer else { return };
         let deadline = Instant::now() + LINGER;

@@ -1,5 +1,5 @@
-//! Consoles that somebody comes to and leaves: pseudo terminals and sockets. They outlive machines, so that whoever is there
-//! stays there over a reboot.
+//! Consoles that somebody comes to and leaves: pseudo terminals and sockets. They outlive machines,
+//! so that whoever is there stays there over a reboot.
 //!
 //! ```text
 //!  device ── what the guest says ──► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
@@ -61,7 +61,8 @@ impl Port {
     }
 }
 
-/// State of a VM's consoles that lasts as long as the VM: its lines, and the rate limits of its files.
+/// State of a VM's consoles that lasts as long as the VM: its lines, and the rate limits of its
+/// files.
 #[derive(Clone, Default)]
 pub struct Lines(Arc<Mutex<Open>>);
 

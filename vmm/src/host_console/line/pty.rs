@@ -24,8 +24,9 @@ const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 pub(super) struct Pty {
     master: File,
     path: PathBuf,
-    /// Readable when somebody may have opened the terminal, or closed it, as `stty -F` does when it has set a size. Linux
-    /// wakes nobody who waits for the master then. Reading it does not block.
+    /// Readable when somebody may have opened the terminal, or closed it, as `stty -F` does when
+    /// it has set a size. Linux wakes nobody who waits for the master then. Reading it does
+    /// not block.
     arrivals: File,
 }
 
@@ -38,7 +39,8 @@ impl Pty {
         let path = PathBuf::from(
             String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref(),
         );
-        // From when this is closed the master says that nobody is there, which is no news to the watch. Settings stay.
+        // From when this is closed the master says that nobody is there, which is no news to the
+        // watch. Settings stay.
         let peer = ioctl_tiocgptpeer(
             &master,
             OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC,

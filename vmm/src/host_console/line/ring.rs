@@ -6,7 +6,8 @@ use std::io;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// So much is kept for who comes late. Who looks at a guest wants to know how it is, not how it was: the oldest goes.
+/// So much is kept for who comes late. Who looks at a guest wants to know how it is, not how it
+/// was: the oldest goes.
 pub(in crate::host_console) const LEN_MAX: usize = 256 << 10;
 
 /// Filled by a device, which it never stops, and emptied by the bridge.

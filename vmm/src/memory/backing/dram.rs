@@ -11,7 +11,8 @@ use super::segments::{Ledger, Source};
 use super::source::DramSource;
 use super::{Backing, BackingError, MappingBudget, Reservation};
 
-/// How much one call looks through for pages: as much as Linux unplugs at once, with a byte for each page.
+/// How much one call looks through for pages: as much as Linux unplugs at once, with a byte for
+/// each page.
 const LOOK_BYTES: u64 = 128 << 20;
 
 /// DRAM behind a reservation.

@@ -58,7 +58,8 @@ impl HostNode {
         Err(HostNodeError::NoSuchNode { node, known: list.to_owned() })
     }
 
-    /// Pages that `addr..addr + len` gets from now on come from this node, or not at all (MPOL_BIND).
+    /// Pages that `addr..addr + len` gets from now on come from this node, or not at all
+    /// (MPOL_BIND).
     ///
     /// # Safety
     /// The range is mapped, and the caller's own.
@@ -67,7 +68,8 @@ impl HostNode {
         mask[self.0 as usize / WORD_BITS] = 1 << (self.0 as usize % WORD_BITS);
         // The kernel takes one bit less than it is told of.
         let bits = MAX_NODES + 1;
-        // SAFETY: a policy for pages to come, of the caller's own range; the mask has as many bits as the kernel reads.
+        // SAFETY: a policy for pages to come, of the caller's own range; the mask has as many bits
+        // as the kernel reads.
         let result = unsafe {
             libc::syscall(libc::SYS_mbind, addr, len, libc::MPOL_BIND, mask.as_ptr(), bits, 0)
         };
@@ -84,7 +86,8 @@ pub(crate) mod tests {
         let (mut mode, mut mask) = (-1, [0u64; MAX_NODES / WORD_BITS]);
         /// Of <linux/mempolicy.h>; libc has it not.
         const MPOL_F_ADDR: libc::c_int = 1 << 1;
-        // SAFETY: it writes to the two that it is given, the mask with as many bits as it is told of.
+        // SAFETY: it writes to the two that it is given, the mask with as many bits as it is told
+        // of.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_get_mempolicy,

@@ -13,9 +13,9 @@ const MAX_EXTENT_BYTES: u64 = CHUNK_BYTES << 10;
 
 /// Chunks of a pool behind a reservation.
 ///
-/// A chunk goes back to the pool when nothing maps it any more, and not before: another VM would share it with
-/// this guest. What cannot be unmapped stays in the ledger, and so ours, until a later plug of the same range or
-/// the end of the VM has unmapped it.
+/// A chunk goes back to the pool when nothing maps it any more, and not before: another VM would
+/// share it with this guest. What cannot be unmapped stays in the ledger, and so ours, until a
+/// later plug of the same range or the end of the VM has unmapped it.
 #[derive(Debug)]
 pub struct PmBacking {
     pool: Arc<dyn PmPool>,
@@ -36,8 +36,8 @@ impl PmBacking {
         Self { pool, reservation, ledger, detached: Vec::new() }
     }
 
-    /// Takes chunks for `offset..offset + len`, in extents as large as their place in the zone and the pool
-    /// allow, so that host and guest can map them with huge pages.
+    /// Takes chunks for `offset..offset + len`, in extents as large as their place in the zone and
+    /// the pool allow, so that host and guest can map them with huge pages.
     fn allocate(&mut self, offset: u64, len: u64) -> Result<Vec<Extent>, BackingError> {
         let mut extents = Vec::new();
         let mut at = offset;
@@ -62,8 +62,8 @@ impl PmBacking {
         Ok(extents)
     }
 
-    /// Maps `extents` side by side at `offset`. On an error, what may still be mapped is in the ledger, and what is
-    /// mapped nowhere is left in `extents`.
+    /// Maps `extents` side by side at `offset`. On an error, what may still be mapped is in the
+    /// ledger, and what is mapped nowhere is left in `extents`.
     fn map(
         &mut self,
         offset: u64,
@@ -125,7 +125,8 @@ impl Backing for PmBacking {
         let mut extents = self.allocate(offset, len)?;
         let mapped = self.map(offset, len, &mut extents);
         match &mapped {
-            // tmpfs takes huge pages only where it is mounted for them (huge=advise or within_size).
+            // tmpfs takes huge pages only where it is mounted for them (huge=advise or
+            // within_size).
             Ok(()) => self.reservation.advise_huge_pages(offset, len),
             Err(_) => self.give_back(extents),
         }
@@ -171,7 +172,8 @@ impl Drop for PmBacking {
     }
 }
 
-/// The largest power of two of bytes that `at` is aligned to, up to `left` bytes and the largest extent.
+/// The largest power of two of bytes that `at` is aligned to, up to `left` bytes and the largest
+/// extent.
 fn largest_aligned(at: u64, left: u64) -> u64 {
     let aligned = if at == 0 { MAX_EXTENT_BYTES } else { 1 << at.trailing_zeros() };
     let fits = 1 << left.ilog2();

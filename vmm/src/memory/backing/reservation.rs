@@ -10,9 +10,9 @@ use super::HostNode;
 
 /// A range of addresses that belongs to one part of guest memory for as long as the VM lives.
 ///
-/// Whatever is not mapped in it is PROT_NONE and never unmapped, so that no other mapping of the process can
-/// take the hole, which KVM would then show to the guest. Nobody makes Rust references into it: guest memory is
-/// reached by volatile accesses, through the view.
+/// Whatever is not mapped in it is PROT_NONE and never unmapped, so that no other mapping of the
+/// process can take the hole, which KVM would then show to the guest. Nobody makes Rust references
+/// into it: guest memory is reached by volatile accesses, through the view.
 #[derive(Debug)]
 pub struct Reservation {
     addr: usize,
@@ -34,19 +34,22 @@ pub struct Reservation {
 /// What the process may do with mapped pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Read only: a store is SIGSEGV here; in the guest, whose slot is read-only too, it is an exit that nobody answers.
+    /// Read only: a store is SIGSEGV here; in the guest, whose slot is read-only too, it is an exit
+    /// that nobody answers.
     Read,
     ReadWrite,
-    /// Read and write, and a page becomes writable only when the file system's own records of it are durable
-    /// (MAP_SYNC): then a store is durable once it has left the CPU's caches. Fails where there is no DAX.
+    /// Read and write, and a page becomes writable only when the file system's own records of it
+    /// are durable (MAP_SYNC): then a store is durable once it has left the CPU's caches. Fails
+    /// where there is no DAX.
     ReadWriteSync,
-    /// Read and write, but what is written stays in this process, page by page as it is written (MAP_PRIVATE).
+    /// Read and write, but what is written stays in this process, page by page as it is written
+    /// (MAP_PRIVATE).
     ReadWritePrivate,
 }
 
 impl Reservation {
-    /// Reserves `len` bytes at a multiple of `align`, a power of two: guest-physical, host-virtual and file
-    /// addresses must be congruent modulo the page size for huge pages to be used.
+    /// Reserves `len` bytes at a multiple of `align`, a power of two: guest-physical, host-virtual
+    /// and file addresses must be congruent modulo the page size for huge pages to be used.
     pub fn new(len: u64, align: u64) -> io::Result<Self> {
         assert!(align.is_power_of_two() && align >= 4096 && len > 0 && len.is_multiple_of(4096));
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
@@ -59,7 +62,8 @@ impl Reservation {
         let raw = map(0, padded, libc::PROT_NONE, ANON | libc::MAP_NORESERVE, None)?;
         let addr = raw.next_multiple_of(align);
         let (head, tail) = (addr - raw, raw + padded - (addr + len + GUARD_BYTES));
-        // SAFETY: both are parts of the mapping just made, which nobody else knows yet, outside of what is kept.
+        // SAFETY: both are parts of the mapping just made, which nobody else knows yet, outside of
+        // what is kept.
         unsafe {
             if head > 0 {
                 libc::munmap(raw as *mut _, head);
@@ -90,13 +94,15 @@ impl Reservation {
         self.len as u64
     }
 
-    /// From now on `on_lost` is told of pages that are gone, whatever is mapped, and they read as zeros.
+    /// From now on `on_lost` is told of pages that are gone, whatever is mapped, and they read as
+    /// zeros.
     ///
     /// # Panics
     /// If somebody is told of them already.
     pub fn watch(&self, on_lost: Arc<dyn OnPageLost>) -> Result<(), TooManyRanges> {
-        // SAFETY: the range is ours alone, and the watch ends before it is unmapped (`drop`). Nobody counts on a page
-        // that is gone: what replaces it is reached by volatile accesses as well.
+        // SAFETY: the range is ours alone, and the watch ends before it is unmapped (`drop`).
+        // Nobody counts on a page that is gone: what replaces it is reached by volatile
+        // accesses as well.
         let watch = unsafe { Watch::new(self.addr..self.addr + self.len, on_lost) }?;
         assert!(self.watch.set(watch).is_ok(), "a reservation is watched once");
         Ok(())
@@ -150,7 +156,8 @@ impl Reservation {
         bound
     }
 
-    /// Maps `len` bytes of `file` from `file_offset` on at `offset`, shared unless `access` says otherwise.
+    /// Maps `len` bytes of `file` from `file_offset` on at `offset`, shared unless `access` says
+    /// otherwise.
     pub fn map_file(
         &self,
         offset: u64,
@@ -162,7 +169,8 @@ impl Reservation {
         let (prot, kind) = match access {
             Access::Read => (libc::PROT_READ, libc::MAP_SHARED),
             Access::ReadWrite => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED),
-            // Without VALIDATE a kernel or file system that does not know MAP_SYNC would ignore it (mmap(2)).
+            // Without VALIDATE a kernel or file system that does not know MAP_SYNC would ignore it
+            // (mmap(2)).
             Access::ReadWriteSync => {
                 (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC)
             }
@@ -202,14 +210,15 @@ impl Reservation {
         Ok(())
     }
 
-    /// Says which of the next calls that map or unmap work. A test that breaks the kernel cannot do it otherwise.
+    /// Says which of the next calls that map or unmap work. A test that breaks the kernel cannot do
+    /// it otherwise.
     #[cfg(test)]
     pub(crate) fn script<const N: usize>(&self, works: [bool; N]) {
         *self.script.lock() = works.into();
     }
 
-    /// Tells the kernel that huge pages are welcome in what is mapped at `offset`. Not every kernel has them;
-    /// memory works without.
+    /// Tells the kernel that huge pages are welcome in what is mapped at `offset`. Not every kernel
+    /// has them; memory works without.
     pub fn advise_huge_pages(&self, offset: u64, len: u64) {
         if let Err(err) = self.advise(offset, len, libc::MADV_HUGEPAGE) {
             tracing::debug!(%err, "No transparent huge pages");
@@ -233,14 +242,16 @@ impl Reservation {
     /// Advice that changes no content.
     fn advise(&self, offset: u64, len: u64, advice: libc::c_int) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // SAFETY: advice about our own range (checked above); the callers pass such as changes no content.
+        // SAFETY: advice about our own range (checked above); the callers pass such as changes no
+        // content.
         match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Finds pages for what is mapped at `offset` now, as a store would: contents stay. Linux 5.14 and later.
+    /// Finds pages for what is mapped at `offset` now, as a store would: contents stay. Linux 5.14
+    /// and later.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
         // SAFETY: our own range (checked above); faults are taken, contents are not changed.
@@ -250,22 +261,23 @@ impl Reservation {
         }
     }
 
-    /// Gives the host the pages back that are at `offset`, where memory is mapped: it reads as zeros then, until it is written
-    /// again.
+    /// Gives the host the pages back that are at `offset`, where memory is mapped: it reads as
+    /// zeros then, until it is written again.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
         // Pages of a file stay in it unless they are taken out of it.
         let advice =
             if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
-        // SAFETY: our own range (checked above); guest memory is reached by volatile accesses, and nobody relies on what
-        // was there.
+        // SAFETY: our own range (checked above); guest memory is reached by volatile accesses, and
+        // nobody relies on what was there.
         match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// A byte for each page from `offset`, which is a page's: bit 0 tells whether it is there (mincore(2)).
+    /// A byte for each page from `offset`, which is a page's: bit 0 tells whether it is there
+    /// (mincore(2)).
     pub fn pages(&self, offset: u64, len: u64) -> io::Result<Vec<u8>> {
         let addr = self.checked(offset, len);
         let mut pages = vec![0u8; (len as usize).div_ceil(PAGE_BYTES)];
@@ -279,7 +291,8 @@ impl Reservation {
     /// The address of `offset`.
     ///
     /// # Panics
-    /// If `offset..offset + len` is not in the reservation: an invariant of ours, never up to the guest.
+    /// If `offset..offset + len` is not in the reservation: an invariant of ours, never up to the
+    /// guest.
     fn checked(&self, offset: u64, len: u64) -> usize {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len as u64);
         assert!(
@@ -294,14 +307,14 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         drop(self.watch.take());
-        // SAFETY: the range is ours alone; whoever uses its addresses (view, slots, backings) shares ownership of
-        // the reservation, so that none of them is left.
+        // SAFETY: the range is ours alone; whoever uses its addresses (view, slots, backings)
+        // shares ownership of the reservation, so that none of them is left.
         unsafe { libc::munmap(self.addr as *mut _, self.len + GUARD_BYTES) };
     }
 }
 
-/// Behind each reservation a page stays PROT_NONE, so that mappings of two of them never become one, and
-/// /proc/self/smaps tells them apart.
+/// Behind each reservation a page stays PROT_NONE, so that mappings of two of them never become
+/// one, and /proc/self/smaps tells them apart.
 const GUARD_BYTES: usize = PAGE_BYTES;
 
 /// x86-64's small page.
@@ -323,8 +336,9 @@ fn map(
         }
         None => (-1, 0),
     };
-    // SAFETY: without MAP_FIXED the kernel picks a free range. With it, the caller passes a range inside a
-    // reservation of its own (`Reservation::checked`), into which nobody holds references.
+    // SAFETY: without MAP_FIXED the kernel picks a free range. With it, the caller passes a range
+    // inside a reservation of its own (`Reservation::checked`), into which nobody holds
+    // references.
     let result = unsafe { libc::mmap(addr as *mut _, len, prot, flags, fd, offset) };
     if result == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }

@@ -3,12 +3,12 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
-/// The resident bytes of each zone, given as its host-virtual ranges (address, length), as /proc/self/smaps says:
-/// pages in this process's page tables, of DRAM and of mapped PM alike.
+/// The resident bytes of each zone, given as its host-virtual ranges (address, length), as
+/// /proc/self/smaps says: pages in this process's page tables, of DRAM and of mapped PM alike.
 ///
-/// The kernel walks page tables for it, so it is one pass for all zones, to be made about once a second, not more
-/// often. A mapping of which a part is in a range counts whole: no mapping with pages reaches beyond the
-/// reservation that it is in.
+/// The kernel walks page tables for it, so it is one pass for all zones, to be made about once a
+/// second, not more often. A mapping of which a part is in a range counts whole: no mapping with
+/// pages reaches beyond the reservation that it is in.
 pub fn resident_bytes<R: AsRef<[(u64, u64)]>>(zones: &[R]) -> io::Result<Vec<u64>> {
     resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), zones)
 }

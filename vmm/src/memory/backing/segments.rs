@@ -1,8 +1,8 @@
 //! What is mapped where in a reservation, and how many of the process's mappings that takes.
 //!
-//! Linux gives a process 65,530 mappings (vm.max_map_count). A zone of PM whose blocks come and go can need one
-//! per 2 MiB, and when they are used up any mmap fails, an allocator's as well. So every backing counts its own
-//! and asks a budget before it makes more.
+//! Linux gives a process 65,530 mappings (vm.max_map_count). A zone of PM whose blocks come and go
+//! can need one per 2 MiB, and when they are used up any mmap fails, an allocator's as well. So
+//! every backing counts its own and asks a budget before it makes more.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -45,7 +45,8 @@ pub struct Segment {
     pub source: Source,
 }
 
-/// The segments of one reservation: they cover it whole, and neighbours that continue each other are one.
+/// The segments of one reservation: they cover it whole, and neighbours that continue each other
+/// are one.
 #[derive(Debug)]
 pub struct Segments {
     by_start: BTreeMap<u64, (u64, Source)>,
@@ -142,7 +143,8 @@ impl MappingBudget {
         Self { limit, used: AtomicUsize::new(0) }
     }
 
-    /// What this host allows, less an eighth for everything else in the process: libraries, threads, volumes.
+    /// What this host allows, less an eighth for everything else in the process: libraries,
+    /// threads, volumes.
     pub fn of_host() -> Self {
         let max = read_max_map_count().unwrap_or_else(|err| {
             tracing::warn!(%err, "vm.max_map_count cannot be read: taking its default");
@@ -211,8 +213,9 @@ impl Ledger {
         self.settle(2 * pieces, change)
     }
 
-    /// Lets `change` unmap one piece. It may need two mappings more, and is never refused: what the budget
-    /// leaves to the rest of the process has room for that, and unmapping is what makes room again.
+    /// Lets `change` unmap one piece. It may need two mappings more, and is never refused: what the
+    /// budget leaves to the rest of the process has room for that, and unmapping is what makes
+    /// room again.
     pub fn unmap<T>(
         &mut self,
         change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,

@@ -1,8 +1,9 @@
-//! Where a part of DRAM comes from: memory of this process alone, memory of a file that has no name, or a file of the
-//! user's.
+//! Where a part of DRAM comes from: memory of this process alone, memory of a file that has no
+//! name, or a file of the user's.
 //!
-//! A file without a name is always mapped shared. A private mapping of one would have two pages for one of the guest's: that
-//! of the file, which a fault finds first, and the copy that is written to.
+//! A file without a name is always mapped shared. A private mapping of one would have two pages for
+//! one of the guest's: that of the file, which a fault finds first, and the copy that is written
+//! to.
 
 use std::fs::{self, File};
 use std::io;
@@ -83,8 +84,8 @@ impl DramSource {
         Self { file: None, pages, prefault: false, reserve: false, mergeable: false }
     }
 
-    /// What `host` asks for, for a part of `len` bytes that is there from the start. `file` is what the zone's boot memory is
-    /// of, if it is of a file, and where in it this part is.
+    /// What `host` asks for, for a part of `len` bytes that is there from the start. `file` is what
+    /// the zone's boot memory is of, if it is of a file, and where in it this part is.
     pub fn of_boot(
         host: &HostMemory,
         len: u64,
@@ -104,7 +105,8 @@ impl DramSource {
         Ok(Self { file: Some(mapped), pages, ..source })
     }
 
-    /// The same for a part of `len` bytes whose memory comes and goes in blocks of `block_bytes`, none of which is there yet.
+    /// The same for a part of `len` bytes whose memory comes and goes in blocks of `block_bytes`,
+    /// none of which is there yet.
     pub fn of_hotplug(host: &HostMemory, len: u64, block_bytes: u64) -> Result<Self, DramError> {
         let source = Self::new(host, len)?;
         match source.huge_page_bytes() {
@@ -162,7 +164,8 @@ impl DramSource {
         if is_shared {
             reservation.share();
         }
-        // A huge page that is not there when the guest touches it is SIGBUS, not a wait: none is promised twice.
+        // A huge page that is not there when the guest touches it is SIGBUS, not a wait: none is
+        // promised twice.
         if self.reserve || self.huge_page_bytes().is_some() {
             reservation.set_aside();
         }
@@ -221,8 +224,8 @@ impl DramSource {
         self.file.as_ref().map(|mapped| &mapped.file)
     }
 
-    /// Makes a range of the reservation that is mapped no more a hole of its file, which reads as zeros and costs nothing.
-    /// Other memory is gone with its mapping.
+    /// Makes a range of the reservation that is mapped no more a hole of its file, which reads as
+    /// zeros and costs nothing. Other memory is gone with its mapping.
     pub(super) fn give_back(&self, offset: u64, len: u64) -> io::Result<()> {
         match &self.file {
             Some(Mapped { file, offset: at, .. }) => punch_hole(file, at + offset, len),

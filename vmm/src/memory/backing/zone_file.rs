@@ -54,9 +54,10 @@ pub struct ZoneFile {
 }
 
 impl ZoneFile {
-    /// Opens `path` for a zone of `size_bytes`. In a directory a file is made that has no name and ends with its last mapping:
-    /// nobody else has it, so it need not be mapped privately. A file that is `shared` is the guest's from now on, and emptied;
-    /// another one is only read from: what the guest writes is in memory.
+    /// Opens `path` for a zone of `size_bytes`. In a directory a file is made that has no name and
+    /// ends with its last mapping: nobody else has it, so it need not be mapped privately. A
+    /// file that is `shared` is the guest's from now on, and emptied; another one is only read
+    /// from: what the guest writes is in memory.
     pub fn open(path: &Path, size_bytes: u64, shared: bool) -> Result<Self, ZoneFileError> {
         let kind = path.metadata().map_err(ZoneFileError::Open)?.file_type();
         let what = [
@@ -81,7 +82,8 @@ impl ZoneFile {
         }
         let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         if kind.is_dir() {
-            // hugetlbfs has no other lengths. Whether they are the zone's, who maps it says, with the size of the pages.
+            // hugetlbfs has no other lengths. Whether they are the zone's, who maps it says, with
+            // the size of the pages.
             let len = size_bytes.next_multiple_of(huge_page_bytes.unwrap_or(1));
             file.set_len(len).map_err(ZoneFileError::Open)?;
         } else {
@@ -108,7 +110,8 @@ impl ZoneFile {
         }
         // Released with the last mapping's file, at the end of the machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
-        // The memory of an earlier guest may be discarded. hugetlbfs holds only memory and has no marks.
+        // The memory of an earlier guest may be discarded. hugetlbfs holds only memory and has no
+        // marks.
         if huge_page_bytes(file).map_err(ZoneFileError::Open)?.is_none() {
             let content = content_lost_to(Mark::Memory, file, path).map_err(ZoneFileError::Open)?;
             if let Some(content) = content {

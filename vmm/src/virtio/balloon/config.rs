@@ -8,7 +8,8 @@ use foreshore_types::{PAGE_BYTES, UNIT_BYTES};
 /// What Cloud Hypervisor calls the one that there is.
 const ID: &str = "__balloon";
 
-/// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is more.
+/// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is
+/// more.
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
 
 /// The most that a balloon's driver can be asked for: pages, in 32 bits.

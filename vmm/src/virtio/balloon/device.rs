@@ -31,8 +31,8 @@ pub(super) const F_REPORTING: u64 = 1 << 5;
 const INFLATE: u16 = 0;
 const DEFLATE: u16 = 1;
 const STATS: u16 = 2;
-/// Where the specification has the queue of free pages. Drivers that leave no gap for queues which they do not use, as Linux'
-/// before 6.11, have it further down.
+/// Where the specification has the queue of free pages. Drivers that leave no gap for queues which
+/// they do not use, as Linux' before 6.11, have it further down.
 const REPORTING: u16 = 4;
 
 /// Linux wants 32 entries for free pages.
@@ -86,7 +86,8 @@ impl Balloon {
     /// A balloon in `memory`, whose worker runs on `event_loop`.
     ///
     /// # Panics
-    /// If sizes are not whole blocks, or the target is above the maximum: configuration has refused it.
+    /// If sizes are not whole blocks, or the target is above the maximum: configuration has refused
+    /// it.
     pub fn new(
         id: &str,
         options: BalloonOptions,

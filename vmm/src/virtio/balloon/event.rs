@@ -44,8 +44,8 @@ pub(super) struct Worker {
     pub(super) queues: Queues,
     /// The chain that the driver gets back when it is asked for statistics (virtio 1.3, 5.5.6.4).
     pub(super) held: Option<u16>,
-    /// Whether statistics are: a driver sends its first ones by itself, and further ones when it is asked. Whoever sends
-    /// more would keep everybody busy who is told of them.
+    /// Whether statistics are: a driver sends its first ones by itself, and further ones when it
+    /// is asked. Whoever sends more would keep everybody busy who is told of them.
     pub(super) awaited: bool,
     pub(super) places: Arc<Places>,
     pub(super) shared: Arc<Shared>,
@@ -61,7 +61,8 @@ impl Worker {
         });
     }
 
-    /// Pages that leave the balloon need nothing: the host finds memory for them when the guest writes to them.
+    /// Pages that leave the balloon need nothing: the host finds memory for them when the guest
+    /// writes to them.
     fn deflate(&mut self) {
         let metrics = &self.shared.metrics;
         serve(&self.view, &*self.interrupt, 1, &mut self.queues.deflate, |memory, chain| {
@@ -121,7 +122,8 @@ impl Worker {
         }
     }
 
-    /// Asks for statistics: the driver answers what it gets back. It is not asked twice for one answer.
+    /// Asks for statistics: the driver answers what it gets back. It is not asked twice for one
+    /// answer.
     fn ask(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let Some(head) = self.held.take() else { return };
@@ -198,8 +200,8 @@ fn serve(
             queue.come_back();
             break;
         }
-        // One guard for a chain: what is plugged when a range is checked is plugged until it has been discarded. And for no
-        // more than one: who plugs or unplugs waits for it.
+        // One guard for a chain: what is plugged when a range is checked is plugged until it has
+        // been discarded. And for no more than one: who plugs or unplugs waits for it.
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
         let Some(chain) = queue.pop(memory, interrupt) else { break };

@@ -1,4 +1,5 @@
-//! What the rest of the VMM does with a balloon: ask for a size and for statistics, and hear what became of it.
+//! What the rest of the VMM does with a balloon: ask for a size and for statistics, and hear what
+//! became of it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,8 +15,8 @@ use super::state::BalloonState;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 
-/// Is told that sizes or statistics have changed. It is called on vCPUs' and the device's threads: it must return soon, and
-/// must not take a guard of guest memory.
+/// Is told that sizes or statistics have changed. It is called on vCPUs' and the device's threads:
+/// it must return soon, and must not take a guard of guest memory.
 pub type BalloonObserver = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +99,8 @@ impl Shared {
         (self.observer)();
     }
 
-    /// Tells the driver to look at the configuration; without a driver, that is what it begins with.
+    /// Tells the driver to look at the configuration; without a driver, that is what it begins
+    /// with.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
@@ -116,7 +118,8 @@ pub struct BalloonHandle {
 }
 
 impl BalloonHandle {
-    /// Asks the driver to have `bytes` in the balloon. Returns at once; the observer is told how it goes.
+    /// Asks the driver to have `bytes` in the balloon. Returns at once; the observer is told how it
+    /// goes.
     pub fn set_target(&self, bytes: u64) -> Result<(), TargetError> {
         {
             let mut state = self.shared.state.lock();
@@ -150,13 +153,14 @@ impl BalloonHandle {
         }
     }
 
-    /// Whether the driver takes pages out of the balloon when the guest has nothing else left: then Linux counts what is in
-    /// it as used memory.
+    /// Whether the driver takes pages out of the balloon when the guest has nothing else left: then
+    /// Linux counts what is in it as used memory.
     pub fn deflates_on_oom(&self) -> bool {
         self.shared.state.lock().deflates_on_oom()
     }
 
-    /// Asks the driver for statistics; it has nothing to answer by while it has not answered the last time.
+    /// Asks the driver for statistics; it has nothing to answer by while it has not answered the
+    /// last time.
     pub fn ask_statistics(&self) {
         // Fails only when the counter is full, and then it is asked anyway.
         let _ = self.shared.ask.write(1);

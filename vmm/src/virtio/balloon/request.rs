@@ -1,4 +1,5 @@
-//! What the driver puts into its queues (virtio 1.3, 5.5.6), read once and turned into ranges that may be given back.
+//! What the driver puts into its queues (virtio 1.3, 5.5.6), read once and turned into ranges that
+//! may be given back.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -15,8 +16,8 @@ use crate::memory::layout::GuestRange;
 use crate::memory::view::MappedMemory;
 use crate::memory::zone::Tier;
 
-/// The most page numbers that are taken of one chain: each may be a call to the host, and nothing is plugged or unplugged
-/// meanwhile. Linux sends 256, and waits until they are used.
+/// The most page numbers that are taken of one chain: each may be a call to the host, and nothing
+/// is plugged or unplugged meanwhile. Linux sends 256, and waits until they are used.
 pub const MAX_PAGES: usize = 1_024;
 /// The most ranges that are taken of one chain of free pages. Linux reports 32.
 pub const MAX_RANGES: usize = 256;
@@ -36,7 +37,8 @@ pub enum ChainError {
 /// What was in a chain.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Listed {
-    /// Ranges of guest-physical addresses, whole pages of 4 KiB, in ascending order, none of which touch.
+    /// Ranges of guest-physical addresses, whole pages of 4 KiB, in ascending order, none of which
+    /// touch.
     pub ranges: Vec<Range<u64>>,
     /// There was more than is taken of one chain.
     pub is_cut: bool,
@@ -62,7 +64,8 @@ pub fn read_pages(
     Ok(Listed { ranges: join(pages.collect()), is_cut: bytes > 4 * MAX_PAGES })
 }
 
-/// Reads a chain of the reporting queue: its buffers are the free pages themselves. They are shrunk to whole pages.
+/// Reads a chain of the reporting queue: its buffers are the free pages themselves. They are shrunk
+/// to whole pages.
 pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainError> {
     let mut buffers = chain.writable().map(|descriptor| {
         let start = descriptor.addr().raw_value();
@@ -93,8 +96,8 @@ pub fn read_statistics(
     Statistics::parse(&buffer).ok_or(ChainError::Length { bytes })
 }
 
-/// Sorts ranges and joins those that overlap or touch: Linux lists its pages as they come off its free lists, backwards more
-/// often than not.
+/// Sorts ranges and joins those that overlap or touch: Linux lists its pages as they come off its
+/// free lists, backwards more often than not.
 fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     ranges.dedup_by(|next, range| {
@@ -136,8 +139,9 @@ pub struct Piece {
     pub verdict: Result<usize, Refusal>,
 }
 
-/// Cuts `range` at the borders of `places`, which are in ascending order and do not overlap, and of blocks that are not
-/// plugged. The guard that `memory` comes from must be held until the pieces have been dealt with.
+/// Cuts `range` at the borders of `places`, which are in ascending order and do not overlap, and of
+/// blocks that are not plugged. The guard that `memory` comes from must be held until the pieces
+/// have been dealt with.
 pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut at = range.start;
@@ -211,7 +215,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// 8 MiB of boot memory, a hole of 8, 16 of DRAM of which blocks 2 and 3 are plugged, 16 of PM, and a volume.
+    /// 8 MiB of boot memory, a hole of 8, 16 of DRAM of which blocks 2 and 3 are plugged, 16 of PM,
+    /// and a volume.
     fn memory() -> (GuestView, Vec<Place>) {
         let at = |start: u64, len: u64| (GuestAddress(start * MIB), (len * MIB) as usize);
         let regions =

@@ -12,8 +12,8 @@ const ACTUAL: std::ops::Range<usize> = 4..8;
 pub(super) enum Told {
     /// It is on its way to the target, or at it.
     Following,
-    /// So many bytes were taken out of the balloon that nobody had asked for: the guest had nothing else left. They are not
-    /// asked for again.
+    /// So many bytes were taken out of the balloon that nobody had asked for: the guest had nothing
+    /// else left. They are not asked for again.
     TakenBack(u64),
 }
 
@@ -28,10 +28,11 @@ pub(super) struct BalloonState {
     /// As the driver tells it.
     actual_pages: u32,
     deflates_on_oom: bool,
-    /// The lower target that the driver was on its way to when the present one was set. What it has in hand it finishes: it
-    /// tells of it once, and looks at the target again.
+    /// The lower target that the driver was on its way to when the present one was set. What it
+    /// has in hand it finishes: it tells of it once, and looks at the target again.
     turned_from: Option<u64>,
-    /// The target before the driver took the last of the balloon out unasked, if that is the last that it has told.
+    /// The target before the driver took the last of the balloon out unasked, if that is the last
+    /// that it has told.
     emptied_from: Option<u64>,
 }
 
@@ -93,9 +94,10 @@ impl BalloonState {
         self.emptied_from = None;
     }
 
-    /// The driver has gone, and what was in its balloon is the guest's again. The target stays: whoever comes next, after a
-    /// kexec for example, is asked for it. One that empties its balloon and then resets the device was not short of
-    /// memory, it was unloaded, or its guest hibernates (`remove_common` in Linux' drivers/virtio/virtio_balloon.c).
+    /// The driver has gone, and what was in its balloon is the guest's again. The target stays:
+    /// whoever comes next, after a kexec for example, is asked for it. One that empties its
+    /// balloon and then resets the device was not short of memory, it was unloaded, or its
+    /// guest hibernates (`remove_common` in Linux' drivers/virtio/virtio_balloon.c).
     pub(super) fn end(&mut self) {
         self.target_bytes = self.emptied_from.unwrap_or(self.target_bytes);
         self.start(false);
@@ -109,7 +111,8 @@ impl BalloonState {
         config
     }
 
-    /// The driver writes its configuration; all but its own field is ignored, and so is what it has told before.
+    /// The driver writes its configuration; all but its own field is ignored, and so is what it has
+    /// told before.
     pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<Told> {
         let mut config = self.config();
         let at = usize::try_from(offset).ok().filter(|at| *at < ACTUAL.end)?;
@@ -128,7 +131,8 @@ impl BalloonState {
         self.actual_pages = pages;
         self.emptied_from = None;
         let actual_bytes = self.actual_bytes();
-        // A driver that follows does not go below the target, except with what it had in hand when the target rose. To ask for the same again would take from a guest what it has
+        // A driver that follows does not go below the target, except with what it had in hand when
+        // the target rose. To ask for the same again would take from a guest what it has
         // just been saved by; who wants it back asks anew.
         let was_asked_to =
             self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);

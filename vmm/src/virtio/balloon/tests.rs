@@ -27,7 +27,8 @@ const DEFLATE: usize = 1;
 const STATS: usize = 2;
 const ALL: u64 = F_STATS_VQ | F_DEFLATE_ON_OOM | F_REPORTING;
 
-/// A VM's memory with a balloon in it: 32 MiB of boot memory, DRAM and PM of which the first four blocks are plugged.
+/// A VM's memory with a balloon in it: 32 MiB of boot memory, DRAM and PM of which the first four
+/// blocks are plugged.
 struct Rig {
     driver: TestDriver,
     device: Balloon,

@@ -1,5 +1,6 @@
-//! The short path: a device whose calls return when they are done. A request is taken, executed and answered by the same
-//! pass, one after the other. The queue has a thread of its own, so nothing else waits.
+//! The short path: a device whose calls return when they are done. A request is taken, executed and
+//! answered by the same pass, one after the other. The queue has a thread of its own, so nothing
+//! else waits.
 
 use std::io;
 

@@ -148,8 +148,9 @@ impl VirtioDevice for Block {
         self.threads.iter().map(EventLoop::handle).collect()
     }
 
-    /// Steps that are under way are carried out before this returns. What requests have left to do is not: they may be
-    /// for many gigabytes, nobody waits for their answer any more, and a vCPU waits here.
+    /// Steps that are under way are carried out before this returns. What requests have left to do
+    /// is not: they may be for many gigabytes, nobody waits for their answer any more, and a
+    /// vCPU waits here.
     fn reset(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.workers.iter_mut().for_each(|worker| {

@@ -1,8 +1,8 @@
 //! The worker of one queue, on a thread of its own: takes requests, executes them, and answers.
 //!
-//! Requests are executed by calls of the device ([`super::calls`]) or by a ring ([`super::ring`]). A guard of guest memory
-//! is held to take requests and copy what they write, and again to copy what was read and answer; never while the disk
-//! works.
+//! Requests are executed by calls of the device ([`super::calls`]) or by a ring ([`super::ring`]).
+//! A guard of guest memory is held to take requests and copy what they write, and again to copy
+//! what was read and answer; never while the disk works.
 
 use std::io;
 use std::sync::Arc;
@@ -35,8 +35,8 @@ const SETTLED: u32 = 2;
 
 /// Bytes that one queue has copies of, or zeroes, at a time; requests beyond that wait in the ring.
 const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
-/// Passes over the queue before the event loop has its turn: a driver that is as fast as we are would keep us from
-/// being stopped.
+/// Passes over the queue before the event loop has its turn: a driver that is as fast as we are
+/// would keep us from being stopped.
 const PASSES: usize = 64;
 
 /// Worker of one queue.
@@ -65,7 +65,8 @@ pub(super) struct Worker {
     pub(super) used: bool,
     /// The driver expects an interrupt.
     is_interrupt_due: bool,
-    /// The used ring cannot be written, and answers would be lost. The next notification tries again.
+    /// The used ring cannot be written, and answers would be lost. The next notification tries
+    /// again.
     lost: bool,
     /// Set while a reset waits for the end of this worker.
     stop: Arc<AtomicBool>,
@@ -119,7 +120,8 @@ impl Worker {
         })
     }
 
-    /// Works until nothing is left to do, or a reset waits: each step of a request is short, and there may be many.
+    /// Works until nothing is left to do, or a reset waits: each step of a request is short, and
+    /// there may be many.
     fn serve(&mut self) {
         self.lost = false;
         let mut ring = self.ring.take();
@@ -215,7 +217,8 @@ impl Worker {
 
     /// Returns a job with its next step. `None`: it is answered.
     fn go_on(&mut self, memory: &MappedMemory, mut job: Job) -> Option<(Job, Step)> {
-        // What was copied is believed, and so a step begun or success told, only if all of it was there.
+        // What was copied is believed, and so a step begun or success told, only if all of it was
+        // there.
         let next = job.next(memory, &mut self.buffers);
         let next =
             next.and_then(|next| memory.check_whole().map(|()| next).map_err(io::Error::other));
@@ -227,7 +230,8 @@ impl Worker {
         None
     }
 
-    /// Passes the result of a step on to the guest, and returns the next one of the same job. `None`: it is answered.
+    /// Passes the result of a step on to the guest, and returns the next one of the same job.
+    /// `None`: it is answered.
     pub(super) fn finish(
         &mut self,
         memory: &MappedMemory,
@@ -248,8 +252,8 @@ impl Worker {
         }
     }
 
-    /// Takes notice of a flush that the device has executed. `None`: it succeeded, and [`Self::take_settled`] returns it
-    /// once all flushes have ended that it overlapped.
+    /// Takes notice of a flush that the device has executed. `None`: it succeeded, and
+    /// [`Self::take_settled`] returns it once all flushes have ended that it overlapped.
     pub(super) fn flushed(
         &mut self,
         job: Job,

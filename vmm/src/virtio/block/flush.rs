@@ -1,12 +1,14 @@
 //! One error for all flushes of a disk that overlap.
 //!
-//! All queues of a disk share one open file, and Linux tells of a page that could not be written back once per open
-//! file (file_check_and_advance_wb_err(), called by every fsync()), to whoever asks first, whosever page it was. So of two
-//! flushes that overlap, one may be told of the other's lost page, and the other that all is well.
+//! All queues of a disk share one open file, and Linux tells of a page that could not be written
+//! back once per open file (file_check_and_advance_wb_err(), called by every fsync()), to whoever
+//! asks first, whosever page it was. So of two flushes that overlap, one may be told of the other's
+//! lost page, and the other that all is well.
 //!
-//! Hence a flush that went well is answered when all have ended that were under way when the media answered it, and
-//! only if none of them has failed. `pmem_volume::media` does the same for pools. There, a thread waits; a queue of a disk
-//! has other things to do meanwhile, and is woken by an event.
+//! Hence a flush that went well is answered when all have ended that were under way when the media
+//! answered it, and only if none of them has failed. `pmem_volume::media` does the same for pools.
+//! There, a thread waits; a queue of a disk has other things to do meanwhile, and is woken by an
+//! event.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -36,8 +38,8 @@ impl State {
     }
 }
 
-/// A flush that is under way, from before the media are asked until its failure would be known. It ends also with whoever
-/// has it.
+/// A flush that is under way, from before the media are asked until its failure would be known. It
+/// ends also with whoever has it.
 pub struct Ticket {
     flushes: Arc<Flushes>,
     number: u64,
@@ -56,7 +58,8 @@ impl Flushes {
         Ticket { flushes: Arc::clone(self), number }
     }
 
-    /// Whether all have ended that were under way then. If not, `event` is raised when another one ends.
+    /// Whether all have ended that were under way then. If not, `event` is raised when another one
+    /// ends.
     pub fn is_settled(&self, answered: Answered, event: &Arc<EventFd>) -> bool {
         let mut state = self.state.lock();
         let awaits = state.awaits(answered);

@@ -15,8 +15,8 @@ use crate::disk::range::DiskRange;
 
 /// The most that is copied and transferred at once.
 pub const PIECE_BYTES_MAX: u64 = 1 << 20;
-/// The most that is zeroed or given away at once: a request may be for 64 GiB, and whoever resets the device waits for the
-/// step that is under way.
+/// The most that is zeroed or given away at once: a request may be for 64 GiB, and whoever resets
+/// the device waits for the step that is under way.
 pub const RANGE_PIECE_BYTES_MAX: u64 = 4 << 20;
 
 pub enum Next {
@@ -64,7 +64,8 @@ impl Job {
         self.since
     }
 
-    /// The next step. What it writes is copied from the guest now: `Err`, its buffers are not in memory.
+    /// The next step. What it writes is copied from the guest now: `Err`, its buffers are not in
+    /// memory.
     pub fn next<M: GuestMemory>(&mut self, memory: &M, buffers: &mut Buffers) -> io::Result<Next> {
         if let Some(step) = self.next_transfer(memory, buffers)? {
             return Ok(Next::Step(step));

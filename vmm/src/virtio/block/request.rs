@@ -1,7 +1,9 @@
-//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6): parsed once into a type that can be carried out as it is.
+//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6): parsed once into a type that can be
+//! carried out as it is.
 //!
-//! The driver may cut a request into descriptors as it likes (2.7.4.1), so nothing here depends on where one ends:
-//! what the device may read begins with the header, what it may write ends with the status byte.
+//! The driver may cut a request into descriptors as it likes (2.7.4.1), so nothing here depends on
+//! where one ends: what the device may read begins with the header, what it may write ends with the
+//! status byte.
 
 use thiserror::Error;
 use virtio_bindings::virtio_blk::{
@@ -207,8 +209,8 @@ struct Header {
 }
 
 impl Request {
-    /// Reads a request from `chain`, which was popped from the queue in `memory`. Buffers are looked at when they
-    /// are used: they may be gone by then.
+    /// Reads a request from `chain`, which was popped from the queue in `memory`. Buffers are
+    /// looked at when they are used: they may be gone by then.
     pub fn parse<M: GuestMemory>(
         memory: &M,
         chain: &mut DescriptorChain<&M>,
@@ -249,7 +251,8 @@ fn collect<M: GuestMemory>(
             readable.push(segment);
         }
     }
-    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table within a table.
+    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table
+    // within a table.
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok((readable, writable)) }
 }
 

@@ -1,4 +1,5 @@
-//! The path by io_uring: steps of several requests are under way together, and the thread goes on meanwhile.
+//! The path by io_uring: steps of several requests are under way together, and the thread goes on
+//! meanwhile.
 
 use std::io;
 
@@ -54,7 +55,8 @@ impl Ring {
 }
 
 impl Worker {
-    /// Takes requests, begins their steps, and answers what is over. False: nothing is left to do before the next event.
+    /// Takes requests, begins their steps, and answers what is over. False: nothing is left to do
+    /// before the next event.
     pub(super) fn pass_by_ring(&mut self, ring: &mut Ring) -> bool {
         let steps = self.take_batch(ring.executor.batch());
         let taken = !steps.is_empty();

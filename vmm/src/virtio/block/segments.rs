@@ -36,7 +36,8 @@ impl Segments {
         self.0.is_empty()
     }
 
-    /// Bytes of all: a chain has less than 2^16 descriptors of less than 2^32 bytes, so they add up.
+    /// Bytes of all: a chain has less than 2^16 descriptors of less than 2^32 bytes, so they add
+    /// up.
     pub fn len_bytes(&self) -> u64 {
         self.0.iter().map(|segment| u64::from(segment.len)).sum()
     }

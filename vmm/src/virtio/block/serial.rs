@@ -1,5 +1,5 @@
-//! Serial numbers: by these a guest tells disks apart (`/dev/disk/by-id/virtio-…`), and virtio-blk has room for 20 bytes
-//! (virtio 1.3, 5.2.6).
+//! Serial numbers: by these a guest tells disks apart (`/dev/disk/by-id/virtio-…`), and virtio-blk
+//! has room for 20 bytes (virtio 1.3, 5.2.6).
 
 use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
@@ -7,8 +7,8 @@ const MAX_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
 /// `-` and a CRC-32 in hexadecimal.
 const TAIL_BYTES: usize = 9;
 
-/// What the guest reads of a disk that is called `name`: the name, or as much of it as fits beside a check sum of all of
-/// it, so that names with the same beginning are two.
+/// What the guest reads of a disk that is called `name`: the name, or as much of it as fits beside
+/// a check sum of all of it, so that names with the same beginning are two.
 pub fn serial_number(name: &str) -> String {
     if name.len() <= MAX_BYTES {
         return name.to_owned();

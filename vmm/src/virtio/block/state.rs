@@ -49,7 +49,8 @@ pub struct Disk {
     shape: DiskShape,
     device: Arc<dyn BlockDevice>,
     geometry: Geometry,
-    /// What the driver has chosen, if it may choose: off, each write is durable before it is answered.
+    /// What the driver has chosen, if it may choose: off, each write is durable before it is
+    /// answered.
     write_back: AtomicBool,
     /// Set while the driver is there.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
@@ -122,8 +123,8 @@ impl Disk {
         }
     }
 
-    /// Whether a write must be durable before it is answered: where the driver has switched the cache off, and where
-    /// it has not agreed to flush (5.2.6.2).
+    /// Whether a write must be durable before it is answered: where the driver has switched the
+    /// cache off, and where it has not agreed to flush (5.2.6.2).
     pub fn writes_through(&self, features: u64) -> bool {
         let flushes = features & (1 << VIRTIO_BLK_F_FLUSH) != 0;
         let chooses = features & (1 << VIRTIO_BLK_F_CONFIG_WCE) != 0;
@@ -154,12 +155,14 @@ impl Disk {
 
     /// The driver writes to the configuration.
     ///
-    /// It does not flush any more once it has switched the cache off, so what it has written before is made durable
-    /// with that. Virtio asks for less: a write that was completed with the cache on becomes stable by a flush that the
-    /// driver sends (virtio 1.3, 5.2.6.2). But Linux sends none from the moment on at which this returns
-    /// (cache_type_store in drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache), and
-    /// an fsync of what it has written back before need not send a write either, with which the flush could come. So
-    /// the vCPU waits here, and with it who else touches the function's registers: once in a guest's life, if at all.
+    /// It does not flush any more once it has switched the cache off, so what it has written before
+    /// is made durable with that. Virtio asks for less: a write that was completed with the
+    /// cache on becomes stable by a flush that the driver sends (virtio 1.3, 5.2.6.2). But
+    /// Linux sends none from the moment on at which this returns (cache_type_store in
+    /// drivers/block/virtio_blk.c: the block layer drops flushes for a disk without a cache), and
+    /// an fsync of what it has written back before need not send a write either, with which the
+    /// flush could come. So the vCPU waits here, and with it who else touches the function's
+    /// registers: once in a guest's life, if at all.
     pub fn write_config(&self, offset: u64, data: &[u8]) {
         let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
         let write_back = *mode == 1;
@@ -169,8 +172,8 @@ impl Disk {
         }
     }
 
-    /// The driver and the device have agreed on these features: from now on it may choose. Before, and without a choice,
-    /// the cache is on if the driver knows how to flush it (5.2.5.2).
+    /// The driver and the device have agreed on these features: from now on it may choose. Before,
+    /// and without a choice, the cache is on if the driver knows how to flush it (5.2.5.2).
     pub fn agree(&self, features: u64) {
         self.write_back.store(features & (1 << VIRTIO_BLK_F_FLUSH) != 0, Ordering::Release);
     }
@@ -212,8 +215,8 @@ impl Disk {
 
     /// The media have answered a flush that was begun then.
     ///
-    /// After one that fails nobody knows what is on the media, and the kernel may call the next one a success: the
-    /// disk takes no more writes until it is opened again.
+    /// After one that fails nobody knows what is on the media, and the kernel may call the next one
+    /// a success: the disk takes no more writes until it is opened again.
     pub fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
         self.metrics.flushes.observe(begin.elapsed());
         let Err(err) = result else { return };

@@ -49,7 +49,8 @@ impl VirtioDevice for Console {
         "__console"
     }
 
-    /// Offered where there is a terminal: one that nobody has given a size is 0 by 0, which a Linux guest takes for one without.
+    /// Offered where there is a terminal: one that nobody has given a size is 0 by 0, which a Linux
+    /// guest takes for one without.
     fn features(&self) -> u64 {
         1 << VIRTIO_F_VERSION_1 | self.window.as_ref().map_or(0, |_| F_SIZE)
     }
@@ -249,8 +250,8 @@ mod tests {
         assert_eq!(rig.screen(5), b"again");
     }
 
-    /// Another device on the event loop, which always has something to do. It records the output that
-    /// the console has taken at each turn.
+    /// Another device on the event loop, which always has something to do. It records the output
+    /// that the console has taken at each turn.
     struct Neighbor {
         ready: EventFd,
         console: Arc<ConsoleMetrics>,

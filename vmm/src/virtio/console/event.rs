@@ -27,8 +27,8 @@ const INPUT: u32 = 2;
 const OUTPUT: u32 = 3;
 const RESIZED: u32 = 4;
 
-/// The most that is taken from one chain, and gathered for one write. Drivers send a page at a time; descriptors
-/// may claim gigabytes.
+/// The most that is taken from one chain, and gathered for one write. Drivers send a page at a
+/// time; descriptors may claim gigabytes.
 const OUTPUT_LEN_MAX: usize = 64 << 10;
 /// The most input for one chain.
 const INPUT_LEN_MAX: usize = 4096;
@@ -71,10 +71,12 @@ impl Worker {
                 return self.watch_output(ops);
             }
             add(&self.metrics.output_bytes, text.len());
-            // No guard is held meanwhile: a disk may be slow, and unplugging memory waits for guards.
+            // No guard is held meanwhile: a disk may be slow, and unplugging memory waits for
+            // guards.
             let lost = self.host.lock().output.send(&text);
             self.lose(&lost);
-            // Whatever became of it: a driver that waits for its buffer keeps a CPU busy, and others waiting.
+            // Whatever became of it: a driver that waits for its buffer keeps a CPU busy, and
+            // others waiting.
             if !self.give_back(&heads) {
                 return self.watch_output(ops);
             }
@@ -253,8 +255,9 @@ fn fill(
 
 /// Takes chains, and what they say, until there is enough for one write.
 ///
-/// At most `chains_max`, a ring's worth: chains without a byte to read never fill the text, and another vCPU may give
-/// the same ones again as fast as they are taken, while the caller's guard keeps memory from being unplugged.
+/// At most `chains_max`, a ring's worth: chains without a byte to read never fill the text, and
+/// another vCPU may give the same ones again as fast as they are taken, while the caller's guard
+/// keeps memory from being unplugged.
 fn gather<'a>(
     memory: &'a MappedMemory,
     chains: impl Iterator<Item = DescriptorChain<&'a MappedMemory>>,
@@ -307,7 +310,8 @@ impl MutEventSubscriber for Worker {
         {
             warn!(?err, "Cannot wait for another size of a console's terminal");
         }
-        // Linux reads the first size, too, when it is told that there is another one (virtcons_probe, config_work_handler).
+        // Linux reads the first size, too, when it is told that there is another one
+        // (virtcons_probe, config_work_handler).
         self.tell_size();
         self.serve_output(ops);
         self.serve_input(ops);
@@ -337,7 +341,8 @@ mod tests {
 
     #[test]
     fn a_driver_that_refills_the_ring_while_it_is_drained_does_not_keep_the_loop() {
-        // More often than any device should play along, so that one that does fails rather than hangs.
+        // More often than any device should play along, so that one that does fails rather than
+        // hangs.
         const REFILLS: usize = 10_000;
         let mut driver = TestDriver::new(1);
         let mut activation = driver.activation(0);

@@ -1,14 +1,17 @@
-//! Has the host's pages ready for a driver that zeroes memory before it unplugs it. Pure: it decides, others do.
+//! Has the host's pages ready for a driver that zeroes memory before it unplugs it. Pure: it
+//! decides, others do.
 //!
-//! With init_on_alloc, which distributions' kernels have on, Linux writes zeros to every page of a block that it isolates to
-//! be unplugged (alloc_contig_range). Where the guest has never used the block, the host must first find, and zero, a page
-//! for each fault: more than half of the time that the unplug takes, all of it spent by the vCPU. Linux unplugs from the
-//! highest memory block down, so the next run is known, and another CPU can provide its pages meanwhile.
+//! With init_on_alloc, which distributions' kernels have on, Linux writes zeros to every page of a
+//! block that it isolates to be unplugged (alloc_contig_range). Where the guest has never used the
+//! block, the host must first find, and zero, a page for each fault: more than half of the time
+//! that the unplug takes, all of it spent by the vCPU. Linux unplugs from the highest memory block
+//! down, so the next run is known, and another CPU can provide its pages meanwhile.
 //!
-//! Whether a driver does zero is seen, not assumed. Of each run that is made ready one block that has no page, the probe,
-//! is left without one: if it has one when the run is unplugged, moments later, the driver has written to it. Only for the
-//! first run, which has no probe, all blocks having pages must do. So a driver that does not zero costs the host the untouched
-//! rest of one run, once for each time that its memory shrinks.
+//! Whether a driver does zero is seen, not assumed. Of each run that is made ready one block that
+//! has no page, the probe, is left without one: if it has one when the run is unplugged, moments
+//! later, the driver has written to it. Only for the first run, which has no probe, all blocks
+//! having pages must do. So a driver that does not zero costs the host the untouched rest of one
+//! run, once for each time that its memory shrinks.
 
 use std::ops::Range;
 
@@ -32,8 +35,9 @@ impl ZeroAhead {
         Self { block_bytes, left: 0..0, probe: None }
     }
 
-    /// Whether the driver, which asks for `run` to be unplugged, has zeroed it. `populated` tells of each block of a run
-    /// whether its first page is there; it takes a system call, and so it is asked once.
+    /// Whether the driver, which asks for `run` to be unplugged, has zeroed it. `populated` tells
+    /// of each block of a run whether its first page is there; it takes a system call, and so
+    /// it is asked once.
     pub(super) fn was_zeroed(
         &self,
         run: &Range<u64>,
@@ -46,8 +50,8 @@ impl ZeroAhead {
         populated(&telling, self.block_bytes).into_iter().all(|populated| populated)
     }
 
-    /// Plans for the run that lies below `run`, which has been unplugged after it had been zeroed. `surplus_bytes` is what
-    /// is still plugged beyond what is requested.
+    /// Plans for the run that lies below `run`, which has been unplugged after it had been zeroed.
+    /// `surplus_bytes` is what is still plugged beyond what is requested.
     pub(super) fn expect_below(
         &mut self,
         run: &Range<u64>,
@@ -132,7 +136,8 @@ mod tests {
         let mut ahead = ZeroAhead::new(BLOCK);
         ahead.expect_below(&run(16, 22), PLENTY, of(|block| block == 10 * BLOCK));
         ahead.pause();
-        // All that was made ready has pages, and what the guest used has; the probe, block 11, has one if it was zeroed.
+        // All that was made ready has pages, and what the guest used has; the probe, block 11, has
+        // one if it was zeroed.
         assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 11 * BLOCK)));
         assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
     }

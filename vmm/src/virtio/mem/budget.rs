@@ -25,7 +25,8 @@ use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::ZoneSpec;
 use crate::throttle::TokenBucket;
 
-/// Requests per second, beyond the burst. The most expensive request, an unplug, takes a host core some 100 µs.
+/// Requests per second, beyond the burst. The most expensive request, an unplug, takes a host core
+/// some 100 µs.
 const REQUESTS_PER_S: NonZeroU64 = NonZeroU64::new(4096).expect("not zero");
 /// Burst of requests for each block. A driver that handles blocks one by one plugs it, unplugs it
 /// and reads its state, and may have tried a longer run before.
@@ -93,7 +94,8 @@ impl PlugBudget {
     }
 }
 
-/// Budgets of a VM's zones, by their ids. They outlive a machine, so that a guest gains nothing by a reboot.
+/// Budgets of a VM's zones, by their ids. They outlive a machine, so that a guest gains nothing by
+/// a reboot.
 #[derive(Debug, Default)]
 pub struct PlugBudgets(BTreeMap<String, Arc<Mutex<PlugBudget>>>);
 
@@ -189,7 +191,8 @@ mod tests {
     }
 
     proptest! {
-        /// Over every stretch of time no more is plugged than the zone's size and what the rate adds.
+        /// Over every stretch of time no more is plugged than the zone's size and what the rate
+        /// adds.
         #[test]
         fn rate_holds_over_every_stretch(
             bytes_per_s in 1..4 * GIB,

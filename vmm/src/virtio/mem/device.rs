@@ -45,8 +45,8 @@ pub struct MemDevice {
 }
 
 impl MemDevice {
-    /// A device for `part`, whose worker runs on `event_loop`. The loop must serve virtio-mem devices alone: a
-    /// worker waits for guards that devices on other loops hold.
+    /// A device for `part`, whose worker runs on `event_loop`. The loop must serve virtio-mem
+    /// devices alone: a worker waits for guards that devices on other loops hold.
     ///
     /// # Panics
     /// If the zone's node does not fit in 16 bits: configuration has refused it.
@@ -97,8 +97,8 @@ impl VirtioDevice for MemDevice {
     }
 
     fn accepts_features(&self, features: u64) -> bool {
-        // Unplugged memory is PROT_NONE: a driver that reads it, as one without the feature may, would end its
-        // VM.
+        // Unplugged memory is PROT_NONE: a driver that reads it, as one without the feature may,
+        // would end its VM.
         if features & F_UNPLUGGED_INACCESSIBLE == 0 {
             self.refuse_driver();
             return false;
@@ -137,8 +137,8 @@ impl VirtioDevice for MemDevice {
         Ok(())
     }
 
-    /// Keeps what is plugged (virtio 1.3, 5.15.5.2): a kernel started by kexec, or one that writes a crash dump,
-    /// resets the device and goes on using the memory.
+    /// Keeps what is plugged (virtio 1.3, 5.15.5.2): a kernel started by kexec, or one that writes
+    /// a crash dump, resets the device and goes on using the memory.
     fn reset(&mut self) {
         if !self.worker.stop() {
             return;
@@ -150,7 +150,8 @@ impl VirtioDevice for MemDevice {
 }
 
 impl MemDevice {
-    /// Reports a driver that cannot be served. The refusal stays recorded until a supported driver loads.
+    /// Reports a driver that cannot be served. The refusal stays recorded until a supported driver
+    /// loads.
     fn refuse_driver(&self) {
         self.shared.refuse_driver();
         if !self.is_refusal_logged.swap(true, Ordering::Relaxed) {

@@ -64,8 +64,8 @@ pub(super) struct Worker {
     pub(super) queue: ActiveQueue,
     pub(super) sweep_timer: TimerFd,
     pub(super) budget_timer: TimerFd,
-    /// Request that waits for the budget. No other request is taken from the queue meanwhile. A reset of the device or
-    /// of the machine drops it before it had any effect.
+    /// Request that waits for the budget. No other request is taken from the queue meanwhile. A
+    /// reset of the device or of the machine drops it before it had any effect.
     pub(super) delayed: Option<Pending>,
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
@@ -74,8 +74,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves the requests that are there. A driver that adds more all the time gets them served as well, but
-    /// not before other devices of the loop and the loop's owner had their turn.
+    /// Serves the requests that are there. A driver that adds more all the time gets them served as
+    /// well, but not before other devices of the loop and the loop's owner had their turn.
     fn serve(&mut self) {
         let mut served = 0;
         while let Some(popped) = self.next() {
@@ -94,7 +94,8 @@ impl Worker {
         {
             sparsely!(error, zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
         }
-        // The driver has its answer, and works on it meanwhile. Its next request comes before the next step.
+        // The driver has its answer, and works on it meanwhile. Its next request comes before the
+        // next step.
         if self.executor.lock().prepare(Instant::now()) {
             self.queue.come_back();
         }
@@ -207,8 +208,8 @@ impl MutEventSubscriber for Worker {
                 sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its timer");
             }
         }
-        // A notification may have come before the worker did, and slots may have become empty under an earlier
-        // one. Not here, though: whoever adds the worker waits for this.
+        // A notification may have come before the worker did, and slots may have become empty under
+        // an earlier one. Not here, though: whoever adds the worker waits for this.
         self.queue.come_back();
     }
 

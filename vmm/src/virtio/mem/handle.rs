@@ -1,4 +1,5 @@
-//! What the rest of the VMM does with a virtio-mem device: ask for a size, and hear what became of it.
+//! What the rest of the VMM does with a virtio-mem device: ask for a size, and hear what became of
+//! it.
 
 use std::sync::Arc;
 
@@ -24,7 +25,8 @@ pub enum MemEvent {
         /// The requested size from now on.
         requested_bytes: u64,
     },
-    /// The guest's driver has reset the device: nothing will be plugged or unplugged until it is back.
+    /// The guest's driver has reset the device: nothing will be plugged or unplugged until it is
+    /// back.
     DriverGone,
     /// Blocks were plugged or unplugged.
     SizeChanged {
@@ -48,8 +50,8 @@ pub enum MemEvent {
     },
 }
 
-/// Is told, with the zone's id, what happens. It is called on the device's threads: it must return soon, and
-/// must not take a guard of guest memory.
+/// Is told, with the zone's id, what happens. It is called on the device's threads: it must return
+/// soon, and must not take a guard of guest memory.
 pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
 
 /// Sizes of a hotplug part.
@@ -61,8 +63,8 @@ pub struct PluggedSizes {
     pub plugged_bytes: u64,
     /// The most that may be requested.
     pub max_bytes: u64,
-    /// Part of the last requested size that is withheld from the guest, because it has no room for the page
-    /// descriptors.
+    /// Part of the last requested size that is withheld from the guest, because it has no room for
+    /// the page descriptors.
     pub held_bytes: u64,
     /// Why less is requested than was asked for; until the next request.
     pub shortfall: Option<Shortfall>,
@@ -138,7 +140,8 @@ impl Shared {
         }
     }
 
-    /// Tells the driver to look at the configuration; without a driver, that is what it begins with.
+    /// Tells the driver to look at the configuration; without a driver, that is what it begins
+    /// with.
     pub(super) fn signal_config(&self) {
         let interrupt = self.interrupt.lock().clone();
         if let Some(interrupt) = interrupt
@@ -149,7 +152,8 @@ impl Shared {
     }
 }
 
-/// A handle on a virtio-mem device, cheap to clone, for any thread. It keeps none of the VM's memory.
+/// A handle on a virtio-mem device, cheap to clone, for any thread. It keeps none of the VM's
+/// memory.
 #[derive(Clone)]
 pub struct MemHandle {
     pub(super) shared: Arc<Shared>,
@@ -161,8 +165,8 @@ impl MemHandle {
         &self.shared.zone
     }
 
-    /// Requests `bytes` from the driver. Returns at once; events report progress. A repeated request ends a stall, like
-    /// [`MemHandle::kick`].
+    /// Requests `bytes` from the driver. Returns at once; events report progress. A repeated
+    /// request ends a stall, like [`MemHandle::kick`].
     pub fn request_size(&self, bytes: u64) -> Result<(), RequestSizeError> {
         self.request_step(bytes, bytes)
     }

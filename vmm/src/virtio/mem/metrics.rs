@@ -137,7 +137,8 @@ pub struct PlugMetrics {
 }
 
 impl PlugMetrics {
-    /// Returns the numbers of failed requests by reason: the host's reasons and the driver's errors.
+    /// Returns the numbers of failed requests by reason: the host's reasons and the driver's
+    /// errors.
     fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counters = &self.counters;
         let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));

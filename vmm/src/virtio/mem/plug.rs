@@ -59,12 +59,14 @@ impl Executor {
         Self { backing, slots, view, ahead, budget, shared }
     }
 
-    /// Carries `request` out completely or not at all. If the request exceeds the budget, returns the time after which it may
-    /// be tried again. It is checked again then, because the requested size may have changed. The caller must not hold a
-    /// guard of the view, because an unplug waits for all guards.
+    /// Carries `request` out completely or not at all. If the request exceeds the budget, returns
+    /// the time after which it may be tried again. It is checked again then, because the
+    /// requested size may have changed. The caller must not hold a guard of the view, because
+    /// an unplug waits for all guards.
     pub(super) fn execute(&mut self, request: Request, now: Instant) -> Result<Response, Duration> {
         self.ahead.pause();
-        // A request that is refused plugs nothing. One that fails on the host may have erased memory before.
+        // A request that is refused plugs nothing. One that fails on the host may have erased
+        // memory before.
         let plugged_bytes = match request {
             Request::Plug(run) => {
                 self.shared.state.lock().check_plug(run).map_or(0, |(_, len)| len)
@@ -125,8 +127,8 @@ impl Executor {
         self.answer_unplug(result, len, now)
     }
 
-    /// Gets ready, in short steps, for the request that the driver is expected to make next. Returns whether there is
-    /// another step.
+    /// Gets ready, in short steps, for the request that the driver is expected to make next.
+    /// Returns whether there is another step.
     pub(super) fn prepare(&mut self, now: Instant) -> bool {
         if let Some(step) = self.ahead.next()
             && let Err(err) = self.backing.populate(step.start, step.end - step.start)
@@ -227,8 +229,8 @@ impl Executor {
         Response::Busy
     }
 
-    /// Requests no more than what is plugged and what is `left`, so that the driver does not try for ever what
-    /// cannot be.
+    /// Requests no more than what is plugged and what is `left`, so that the driver does not try
+    /// for ever what cannot be.
     fn lower_requested(&self, left: u64, reason: FailureReason) {
         let lowered = {
             let mut state = self.shared.state.lock();
@@ -244,12 +246,14 @@ impl Executor {
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
         // 1. Memory: nobody can reach it yet.
         self.backing.plug(offset, len)?;
-        // 2. KVM's slots: from here on a vCPU that goes where it must not reaches zeroed memory of its own.
+        // 2. KVM's slots: from here on a vCPU that goes where it must not reaches zeroed memory of
+        //    its own.
         if let Err(err) = self.slots.acquire(offset, len) {
             self.undo_plug(offset, len);
             return Err(err.into());
         }
-        // 3. The view: devices may be given buffers there as soon as the driver knows, so before it knows.
+        // 3. The view: devices may be given buffers there as soon as the driver knows, so before it
+        //    knows.
         let addr = self.shared.state.lock().address(offset);
         self.view.exclusive().set_plugged(addr, len, true);
         // 4. The state; the caller acknowledges.
@@ -282,8 +286,8 @@ impl Executor {
         }
         // 3. The slots: empty ones go after a quiet time, PROT_NONE protects until then.
         self.slots.release(offset, len, Instant::now());
-        // 4. Back it goes, while devices go on, to be scrubbed before anybody gets it. What is not taken stays out of
-        //    everybody's reach.
+        // 4. Back it goes, while devices go on, to be scrubbed before anybody gets it. What is not
+        //    taken stays out of everybody's reach.
         if let Err(err) = self.backing.free_detached() {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
             sparsely!(
@@ -300,7 +304,8 @@ impl Executor {
     /// Linux goes on with what lies below, as long as more is plugged than requested.
     fn expect_the_run_below(&mut self, run: &Range<u64>) {
         let below = run.start.saturating_sub(run.end - run.start);
-        // The lock ends here: a vCPU that reads the configuration waits for it, and looking for pages takes system calls.
+        // The lock ends here: a vCPU that reads the configuration waits for it, and looking for
+        // pages takes system calls.
         let (is_plugged, surplus_bytes) = {
             let state = self.shared.state.lock();
             let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
@@ -315,7 +320,8 @@ impl Executor {
         }
     }
 
-    /// Unplugs everything. When it fails half way, what is unplugged stays so: the driver asks again.
+    /// Unplugs everything. When it fails half way, what is unplugged stays so: the driver asks
+    /// again.
     fn unplug_all(&mut self) -> Result<(), HostError> {
         let runs = self.shared.state.lock().plugged_runs();
         for (offset, len) in runs {

@@ -97,14 +97,15 @@ pub(super) enum ChainError {
     NoRoom { bytes: usize },
 }
 
-/// Where an answer goes. Unlike a chain it holds no guard, so that blocks can be unplugged meanwhile.
+/// Where an answer goes. Unlike a chain it holds no guard, so that blocks can be unplugged
+/// meanwhile.
 #[derive(Debug)]
 pub(super) struct ReplySlot {
     segments: Vec<(GuestAddress, usize)>,
 }
 
-/// Reads the request in `chain` and notes where its answer goes. The driver may have cut both into descriptors
-/// as it likes (virtio 1.3, 2.7.4.3).
+/// Reads the request in `chain` and notes where its answer goes. The driver may have cut both into
+/// descriptors as it likes (virtio 1.3, 2.7.4.3).
 pub(super) fn read_request(
     memory: &MappedMemory,
     chain: DescriptorChain<&MappedMemory>,
@@ -125,8 +126,8 @@ pub(super) fn read_request(
 }
 
 impl ReplySlot {
-    /// Writes the answer; returns its length for the used ring. The driver may have had the answer's own place
-    /// unplugged by its request: then there is none.
+    /// Writes the answer; returns its length for the used ring. The driver may have had the
+    /// answer's own place unplugged by its request: then there is none.
     pub(super) fn write(
         &self,
         memory: &MappedMemory,

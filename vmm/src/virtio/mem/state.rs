@@ -9,11 +9,11 @@ use super::request::{BlockRun, BlockState};
 /// Length of the configuration (virtio 1.3, 5.15.4).
 pub(super) const CONFIG_BYTES: usize = 56;
 
-/// How far the usable region goes beyond the requested size, in memory blocks of Linux: one for the driver to step
-/// around what it cannot use, and one because it rounds the region's end down to a whole block, while what is
-/// requested may end with a part of one. Without, a request for less than a block would plug nothing, and nothing
-/// would make the driver try again (Linux drivers/virtio/virtio_mem.c, `virtio_mem_refresh_config`,
-/// `virtio_mem_sbm_prepare_next_mb`).
+/// How far the usable region goes beyond the requested size, in memory blocks of Linux: one for the
+/// driver to step around what it cannot use, and one because it rounds the region's end down to a
+/// whole block, while what is requested may end with a part of one. Without, a request for less
+/// than a block would plug nothing, and nothing would make the driver try again (Linux
+/// drivers/virtio/virtio_mem.c, `virtio_mem_refresh_config`, `virtio_mem_sbm_prepare_next_mb`).
 const USABLE_SLACK_BLOCKS: u64 = 2;
 
 /// Why a request is answered otherwise than by doing it.
@@ -59,8 +59,8 @@ pub(super) struct MemState {
 }
 
 impl MemState {
-    /// A region of which nothing is plugged or requested, and up to `max_bytes` may be, in a guest that adds memory
-    /// in blocks of `linux_block_bytes`.
+    /// A region of which nothing is plugged or requested, and up to `max_bytes` may be, in a guest
+    /// that adds memory in blocks of `linux_block_bytes`.
     pub(super) fn new(
         addr: u64,
         region_bytes: u64,
@@ -123,7 +123,8 @@ impl MemState {
         self.is_withdrawn
     }
 
-    /// Checks if the requested goal is plugged. A step towards it does not count, nor does a size that was lowered or withdrawn.
+    /// Checks if the requested goal is plugged. A step towards it does not count, nor does a size
+    /// that was lowered or withdrawn.
     pub(super) fn is_reached(&self) -> bool {
         self.plugged_bytes == self.goal_bytes && self.shortfall.is_none() && !self.is_withdrawn
     }
@@ -151,8 +152,8 @@ impl MemState {
         config
     }
 
-    /// Requests `bytes`, as a step towards `goal_bytes`. The caller has checked both against the maximum and the block
-    /// size.
+    /// Requests `bytes`, as a step towards `goal_bytes`. The caller has checked both against the
+    /// maximum and the block size.
     pub(super) fn set_requested(&mut self, bytes: u64, goal_bytes: u64) {
         assert!(bytes <= goal_bytes && goal_bytes <= self.max_bytes);
         assert!(
@@ -160,7 +161,8 @@ impl MemState {
         );
         (self.requested_bytes, self.goal_bytes) = (bytes, goal_bytes);
         (self.shortfall, self.is_withdrawn) = (None, false);
-        // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
+        // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up
+        // there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
     }
 
@@ -187,8 +189,8 @@ impl MemState {
         self.driver = DriverState::Absent;
     }
 
-    /// Records a driver that the device cannot serve, and withdraws the present request. Returns false if such a driver
-    /// was recorded already.
+    /// Records a driver that the device cannot serve, and withdraws the present request. Returns
+    /// false if such a driver was recorded already.
     pub(super) fn refuse_driver(&mut self) -> bool {
         if self.driver == DriverState::Unsupported {
             return false;
@@ -200,7 +202,8 @@ impl MemState {
         true
     }
 
-    /// Checks a request to plug (virtio 1.3, 5.15.6.1.2) and gives its offset and length in the region.
+    /// Checks a request to plug (virtio 1.3, 5.15.6.1.2) and gives its offset and length in the
+    /// region.
     pub(super) fn check_plug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
         let (offset, len) = self.resolve(run)?;
         // All blocks are looked at before anything is done: a request may be wrong in its last one.
@@ -213,7 +216,8 @@ impl MemState {
         Ok((offset, len))
     }
 
-    /// Checks a request to unplug (virtio 1.3, 5.15.6.2.2) and gives its offset and length in the region.
+    /// Checks a request to unplug (virtio 1.3, 5.15.6.2.2) and gives its offset and length in the
+    /// region.
     pub(super) fn check_unplug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
         let (offset, len) = self.resolve(run)?;
         if !self.is_all_plugged(offset, len) {
@@ -254,7 +258,8 @@ impl MemState {
             if plugged { self.plugged_bytes + len } else { self.plugged_bytes - len };
     }
 
-    /// Shrinks the usable region to what is requested, when nothing is plugged: the end of UNPLUG ALL.
+    /// Shrinks the usable region to what is requested, when nothing is plugged: the end of UNPLUG
+    /// ALL.
     pub(super) fn shrink_usable(&mut self) {
         assert_eq!(self.plugged_bytes, 0);
         self.usable_bytes = self.usable_for(self.requested_bytes);
@@ -376,7 +381,8 @@ mod tests {
             for requested in [BLOCK, LINUX_BLOCK, 768 << 20, GIB, 2 * GIB + BLOCK] {
                 let mut state = MemState::new(addr, len, len, BLOCK, block, 0);
                 state.set_requested(requested, requested);
-                // What the driver makes of it: the last block that lies in the usable region as a whole.
+                // What the driver makes of it: the last block that lies in the usable region as a
+                // whole.
                 let whole_blocks = (addr + state.usable_bytes) / block - addr / block;
                 assert!(whole_blocks > requested.div_ceil(block), "{boot_end:#x}, {requested:#x}");
             }

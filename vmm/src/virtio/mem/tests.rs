@@ -1,4 +1,5 @@
-//! The device as its driver sees it: a queue in guest memory, real mappings, KVM's slots and the pool faked.
+//! The device as its driver sees it: a queue in guest memory, real mappings, KVM's slots and the
+//! pool faked.
 
 mod unsupported_driver;
 
@@ -123,7 +124,8 @@ struct Guest {
 }
 
 impl Guest {
-    /// With a hotplug part of `blocks` blocks: of PM if there is a pool of `chunks` chunks, or else of DRAM.
+    /// With a hotplug part of `blocks` blocks: of PM if there is a pool of `chunks` chunks, or else
+    /// of DRAM.
     fn new(blocks: u64, chunks: Option<u64>) -> Self {
         Self::with_rate(blocks, chunks, None)
     }
@@ -224,8 +226,8 @@ impl Guest {
         memory.write_obj(index + 1, at(14)).unwrap();
     }
 
-    /// Makes the chain that begins with descriptor 0 available, and waits until it is used. Returns the length
-    /// in the used ring.
+    /// Makes the chain that begins with descriptor 0 available, and waits until it is used. Returns
+    /// the length in the used ring.
     fn submit(&mut self) -> u32 {
         let slot = u64::from(self.sent % 16);
         self.post(0);
@@ -305,7 +307,8 @@ impl Guest {
         u64::from_le_bytes(bytes)
     }
 
-    /// Waits until the device has done what it does ahead of the next request. Returns how many bytes the host holds.
+    /// Waits until the device has done what it does ahead of the next request. Returns how many
+    /// bytes the host holds.
     fn prepared_bytes(&self) -> u64 {
         let begun = Instant::now();
         while self.device.is_preparing() {
@@ -715,7 +718,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// Whatever fails on the host: the driver is never told ERROR or ACK wrongly, the view, the pool and the
+    /// Whatever fails on the host: the driver is never told ERROR or ACK wrongly, the view, the
+    /// pool and the
     /// slots agree with what it was told, and no byte of one life of a chunk is seen in the next.
     #[test]
     fn what_is_reachable_is_what_was_acknowledged(ops in prop::collection::vec(op(), 1..40)) {

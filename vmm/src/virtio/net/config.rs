@@ -28,8 +28,8 @@ const FDS: Refused = Refused {
     why: "file descriptors do not travel in JSON; send them beside vm.add-net, or use --net fd=",
 };
 
-/// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of a frame and two more,
-/// 19, and would never start a smaller one again; virtio has no larger one.
+/// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of
+/// a frame and two more, 19, and would never start a smaller one again; virtio has no larger one.
 const QUEUE_SIZES: RangeInclusive<u16> = 32..=1 << 15;
 /// What IPv6 needs, as in Cloud Hypervisor.
 const MIN_MTU: u16 = 1280;
@@ -97,7 +97,8 @@ impl MacAddress {
         self.0
     }
 
-    /// One of nobody's, made of bytes that were drawn: locally administered (IEEE 802, 8.2.2), and a single station's.
+    /// One of nobody's, made of bytes that were drawn: locally administered (IEEE 802, 8.2.2), and
+    /// a single station's.
     pub fn local(drawn: [u8; 6]) -> Self {
         let mut bytes = drawn;
         bytes[0] = bytes[0] & !3 | 2;
@@ -140,12 +141,13 @@ impl Serialize for MacAddress {
 
 text_value!(MacAddress, "MAC", "six bytes in hexadecimal with colons between them");
 
-/// A queue of a tap interface that somebody else has opened. Nothing of it is in JSON but that there is one: a number says nothing
-/// outside of this process.
+/// A queue of a tap interface that somebody else has opened. Nothing of it is in JSON but that
+/// there is one: a number says nothing outside of this process.
 #[derive(Clone, Debug)]
 pub struct GivenFd {
     number: RawFd,
-    /// Closed with the last copy of this configuration. A number on the command line is nobody's until it is kept.
+    /// Closed with the last copy of this configuration. A number on the command line is nobody's
+    /// until it is kept.
     kept: Option<Arc<OwnedFd>>,
 }
 
@@ -244,7 +246,8 @@ fn fds_from_json(json: Value, walk: &mut Walk) -> Result<Vec<GivenFd>, JsonError
 }
 
 impl NetConfig {
-    /// As many pairs of queues as a device has room for beside its control queue. Each may have a descriptor of its own.
+    /// As many pairs of queues as a device has room for beside its control queue. Each may have a
+    /// descriptor of its own.
     pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;
 
     /// Queues that `vcpus` can use, and an interface that can be made or found.

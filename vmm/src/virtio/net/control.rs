@@ -1,4 +1,5 @@
-//! The control queue (virtio 1.3, 5.1.6.5): how many pairs of queues there are, and what may be left to the driver.
+//! The control queue (virtio 1.3, 5.1.6.5): how many pairs of queues there are, and what may be
+//! left to the driver.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,5 @@
-//! The device: its configuration, and a thread with a worker for each pair of queues, or one for all that the kernel serves.
+//! The device: its configuration, and a thread with a worker for each pair of queues, or one for
+//! all that the kernel serves.
 
 use std::sync::Arc;
 
@@ -217,7 +218,8 @@ mod tests {
             let activation = driver.activation(features);
             let loss = activation.view.loss();
             for socket in &host {
-                // Longer than anything takes here: a device that does not send fails rather than hangs.
+                // Longer than anything takes here: a device that does not send fails rather than
+                // hangs.
                 socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
             }
             net.activate(activation).unwrap();
@@ -472,7 +474,8 @@ mod tests {
     fn a_host_without_room_holds_the_driver_back() {
         let mut rig = Rig::new();
         let mut sent = 0u32;
-        // The socket takes so many, and the device as many as it has room for: the rest stays in the ring.
+        // The socket takes so many, and the device as many as it has room for: the rest stays in
+        // the ring.
         let full = packet(9, 4000);
         rig.driver.write(BUFFERS, &full);
         while rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, full.len() as u32)]) < 31 {
@@ -578,7 +581,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// Whatever frames and buffers there are, what the guest finds is what the host sent, in order.
+        /// Whatever frames and buffers there are, what the guest finds is what the host sent, in
+        /// order.
         #[test]
         fn frames_come_in_order_whatever_the_buffers_are(
             steps in prop::collection::vec((14usize..3000, 200u32..2000), 1..20),

@@ -1,4 +1,5 @@
-//! The worker of one pair of queues, on a thread of its own: frames of the guest to the host's interface and back.
+//! The worker of one pair of queues, on a thread of its own: frames of the guest to the host's
+//! interface and back.
 //!
 //! A guard of guest memory is held to copy frames, never while the host's kernel has one.
 
@@ -137,8 +138,8 @@ impl Worker {
         true
     }
 
-    /// Takes frames out of the ring, under one guard, and gives their chains back: what they say is copied. True if there
-    /// are more.
+    /// Takes frames out of the ring, under one guard, and gives their chains back: what they say is
+    /// copied. True if there are more.
     fn gather(&mut self) -> bool {
         let view = self.view.clone();
         let guard = view.memory();
@@ -168,7 +169,8 @@ impl Worker {
         more
     }
 
-    /// Until there are no more, which is true, or as many as are taken at a time. What is refused counts as well.
+    /// Until there are no more, which is true, or as many as are taken at a time. What is refused
+    /// counts as well.
     fn take_packets(&mut self, memory: &MappedMemory) -> bool {
         while self.used.len() < FRAMES_MAX
             && let Some(room) = self.outgoing.room()
@@ -256,7 +258,8 @@ impl Worker {
         Fetched::Some
     }
 
-    /// Moves frames into the driver's buffers, under one guard; false if it has too few, or its ring cannot be used.
+    /// Moves frames into the driver's buffers, under one guard; false if it has too few, or its
+    /// ring cannot be used.
     fn deliver(&mut self) -> bool {
         if self.incoming.is_empty() {
             return true;
@@ -268,7 +271,8 @@ impl Worker {
         if let Err(err) = self.receive.queue.disable_notification(memory) {
             debug!(%err, "The driver cannot be told to be quiet");
         }
-        // Chains that are refused cost time as well, and another vCPU may give them again as fast as they are taken.
+        // Chains that are refused cost time as well, and another vCPU may give them again as fast
+        // as they are taken.
         let mut chains_left = usize::from(self.receive.queue.size());
         let mut is_given = true;
         while !self.incoming.is_empty() && is_given {

@@ -2,7 +2,8 @@
 
 use super::header::HEADER_LEN;
 
-/// The longest frame: what TCP and UDP in one piece come to (virtio 1.3, 5.1.6.3.1), and the tag of a VLAN.
+/// The longest frame: what TCP and UDP in one piece come to (virtio 1.3, 5.1.6.3.1), and the tag of
+/// a VLAN.
 pub const FRAME_LEN_MAX: usize = 65_550 + 4;
 /// The shortest: its two addresses and its type.
 pub const FRAME_LEN_MIN: usize = 14;

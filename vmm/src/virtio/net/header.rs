@@ -110,8 +110,9 @@ pub enum HeaderError {
     GsoIncomplete { gso_type: u8 },
 }
 
-/// Turns the header that a driver has written before a frame of `frame_len` bytes into what the tap is given: nothing of
-/// what the device must ignore (5.1.6.2.2), and nothing that was not agreed on.
+/// Turns the header that a driver has written before a frame of `frame_len` bytes into what the tap
+/// is given: nothing of what the device must ignore (5.1.6.2.2), and nothing that was not agreed
+/// on.
 pub fn check_sent(
     header: &mut [u8; HEADER_LEN],
     frame_len: usize,
@@ -144,14 +145,15 @@ pub fn check_sent(
     Ok(())
 }
 
-/// Turns the header of a frame from the tap into what the driver reads. An error is a frame from before the tap was told
-/// what is agreed on: it was in its queue.
+/// Turns the header of a frame from the tap into what the driver reads. An error is a frame from
+/// before the tap was told what is agreed on: it was in its queue.
 pub fn check_received(header: &mut [u8; HEADER_LEN], allowed: Offloads) -> Result<(), HeaderError> {
     if !allowed.csum {
         if header[FLAGS] & VIRTIO_NET_HDR_F_NEEDS_CSUM as u8 != 0 {
             return Err(HeaderError::Csum);
         }
-        // The kernel also says what it has checked; a driver that has not asked is told nothing (5.1.6.4.1).
+        // The kernel also says what it has checked; a driver that has not asked is told nothing
+        // (5.1.6.4.1).
         header[FLAGS] = 0;
     }
     let gso_type = header[GSO_TYPE];

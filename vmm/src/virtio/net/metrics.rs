@@ -34,7 +34,8 @@ impl Direction {
 /// Why a frame is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropReason {
-    /// The host's interface does not take it: it is down, or the frame's header makes no sense to it.
+    /// The host's interface does not take it: it is down, or the frame's header makes no sense to
+    /// it.
     Host,
     /// The driver's buffers are too small for it, or are not in memory.
     Buffers,

@@ -5,8 +5,8 @@ use tracing::info;
 use super::config::VhostMode;
 use super::vhost::VhostError;
 
-/// Returns true if the host's kernel moves the frames of the interface `net`. `probe` checks that it
-/// can.
+/// Returns true if the host's kernel moves the frames of the interface `net`. `probe` checks that
+/// it can.
 pub(super) fn is_kernel_used(
     mode: VhostMode,
     net: &str,

@@ -1,6 +1,8 @@
-//! Chains of the virtio-net driver (virtio 1.3, 5.1.6): what they say is read once, and is bounded by the longest frame.
+//! Chains of the virtio-net driver (virtio 1.3, 5.1.6): what they say is read once, and is bounded
+//! by the longest frame.
 //!
-//! The driver may cut a frame into descriptors as it likes (2.7.4.1), so nothing here depends on where one ends.
+//! The driver may cut a frame into descriptors as it likes (2.7.4.1), so nothing here depends on
+//! where one ends.
 
 use thiserror::Error;
 use virtio_queue::DescriptorChain;
@@ -64,11 +66,13 @@ fn walk<M: GuestMemory>(
         goes_on = descriptor.has_next();
         each(descriptor)?;
     }
-    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table within a table.
+    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table
+    // within a table.
     if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok(()) }
 }
 
-/// Copies what a driver sends to `room`, its header as the tap is to have it. Returns the length of both.
+/// Copies what a driver sends to `room`, its header as the tap is to have it. Returns the length of
+/// both.
 pub fn read_packet<M: GuestMemory>(
     memory: &M,
     chain: &mut DescriptorChain<&M>,
@@ -114,8 +118,8 @@ struct Taken {
     capacity: usize,
 }
 
-/// Chains that were taken to be filled, in their order. They are as many as one frame needs: what is kept of them is
-/// bounded by its length.
+/// Chains that were taken to be filled, in their order. They are as many as one frame needs: what
+/// is kept of them is bounded by its length.
 #[derive(Default)]
 pub struct Hand {
     segments: Vec<Segment>,
@@ -164,8 +168,8 @@ impl Hand {
         Ok(())
     }
 
-    /// Where a packet of `len` bytes goes. `chains_max` are all that the ring has; without merging, each takes a packet of
-    /// its own.
+    /// Where a packet of `len` bytes goes. `chains_max` are all that the ring has; without merging,
+    /// each takes a packet of its own.
     pub fn fit(&self, len: usize, chains_max: usize, is_mergeable: bool) -> Fit {
         if !is_mergeable {
             return match self.chains.first() {
@@ -186,8 +190,9 @@ impl Hand {
         Fit::Chains(before.expect("the capacity of all chains") + 1)
     }
 
-    /// Writes `packet` to the first `count` chains, which [`Hand::fit`] has found. They are not in hand any more: head and
-    /// length of each is added to `used`. After an error nothing that the driver may believe is in them.
+    /// Writes `packet` to the first `count` chains, which [`Hand::fit`] has found. They are not in
+    /// hand any more: head and length of each is added to `used`. After an error nothing that
+    /// the driver may believe is in them.
     pub fn write<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -382,7 +387,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the driver's buffers are like, it finds the frame by putting together what it was told.
+        /// Whatever the driver's buffers are like, it finds the frame by putting together what it
+        /// was told.
         #[test]
         fn a_frame_is_whole_however_it_is_split(
             chains in prop::collection::vec(prop::collection::vec(0u32..600, 1..4), 1..16),

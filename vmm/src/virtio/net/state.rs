@@ -45,7 +45,8 @@ pub struct NetShape {
 
 /// Who serves a pair of queues without a thread of ours between it and the host's interface.
 pub trait PairUser: Send + Sync {
-    /// Frames come to the pair, or do not any more. When this returns, its queue of the interface is in use, or is not.
+    /// Frames come to the pair, or do not any more. When this returns, its queue of the interface
+    /// is in use, or is not.
     fn use_pair(&self, is_active: bool);
 }
 
@@ -157,11 +158,13 @@ impl Interface {
         pair < self.active_pairs.load(Ordering::Acquire)
     }
 
-    /// Has frames come to the first so many pairs alone. A queue is attached before its worker looks at it, and not looked at
-    /// any more when it is detached: the kernel says of a detached one what it says of an interface that is gone.
+    /// Has frames come to the first so many pairs alone. A queue is attached before its worker
+    /// looks at it, and not looked at any more when it is detached: the kernel says of a
+    /// detached one what it says of an interface that is gone.
     pub fn set_pairs(&self, pairs: u16) -> io::Result<()> {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
-        // The kernel's vhost-net loses buffers of the driver's with what it sends by a queue that is detached.
+        // The kernel's vhost-net loses buffers of the driver's with what it sends by a queue that
+        // is detached.
         self.tell_users();
         let result = self.host.set_pairs(pairs);
         let now = if result.is_ok() { pairs } else { before.min(pairs) };
@@ -174,7 +177,8 @@ impl Interface {
         result
     }
 
-    /// From now on `user` is told whether frames come to `pair`, for as long as there is one. It is told here, too.
+    /// From now on `user` is told whether frames come to `pair`, for as long as there is one. It is
+    /// told here, too.
     pub fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
         let mut users = self.users.lock();
         users.retain(|(_, known)| known.strong_count() > 0);

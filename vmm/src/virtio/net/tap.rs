@@ -48,7 +48,8 @@ pub trait HostQueue: Send {
     fn send(&mut self, packet: &[u8]) -> io::Result<()>;
     /// Readable when there is a frame.
     fn input(&self) -> RawFd;
-    /// Writable when there is room for one; another descriptor than `input`, as each is waited for by itself.
+    /// Writable when there is room for one; another descriptor than `input`, as each is waited for
+    /// by itself.
     fn output(&self) -> RawFd;
 }
 
@@ -145,8 +146,9 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Takes queues that somebody else has opened, by their numbers: copies of them. Of what they are of nothing is changed but
-    /// what the device needs: whose it is may have it in a network namespace of its own.
+    /// Takes queues that somebody else has opened, by their numbers: copies of them. Of what they
+    /// are of nothing is changed but what the device needs: whose it is may have it in a
+    /// network namespace of its own.
     pub fn from_fds(given: &[RawFd], mtu: Option<u16>) -> Result<Self, TapError> {
         let (name, fds) = check_given(given)?;
         let tap = Self::new(name, fds.into_iter().map(File::from).collect())?;
@@ -173,7 +175,8 @@ impl Tap {
         self.failed_unless_root(what, String::new())
     }
 
-    /// Error of a setting that needs CAP_NET_ADMIN. `arguments` are those of the `ip` command that root can run instead.
+    /// Error of a setting that needs CAP_NET_ADMIN. `arguments` are those of the `ip` command that
+    /// root can run instead.
     fn failed_unless_root(
         &self,
         what: &'static str,
@@ -192,7 +195,8 @@ impl Tap {
         }
     }
 
-    /// Sets what can be set by name, and brings the interface up. One that was there keeps its addresses.
+    /// Sets what can be set by name, and brings the interface up. One that was there keeps its
+    /// addresses.
     fn configure(&mut self, options: &TapOptions, was_there: bool) -> Result<(), TapError> {
         let socket =
             UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
@@ -206,7 +210,8 @@ impl Tap {
             fill(&mut interface);
             call(&socket, request, &mut interface).map_err(self.failed_unless_root(what, arguments))
         };
-        // The kernel asks for a privilege even if a setting changes nothing, so equal values are not set.
+        // The kernel asks for a privilege even if a setting changes nothing, so equal values are
+        // not set.
         if let Some(mac) = options.host_mac {
             let found = get("the Ethernet address", libc::SIOCGIFHWADDR)?;
             // SAFETY: the kernel has filled this member of the union.
@@ -276,8 +281,8 @@ impl Tap {
     }
 }
 
-/// What the interface `name` has received and sent, which the guest has sent and received, by /proc/net/dev (proc(5)): eight
-/// counters of each direction, bytes and packets first.
+/// What the interface `name` has received and sent, which the guest has sent and received, by
+/// /proc/net/dev (proc(5)): eight counters of each direction, bytes and packets first.
 fn counters(interfaces: &str, name: &str) -> Option<[Traffic; 2]> {
     let of = |line: &'_ str| {
         let (of, values) = line.split_once(':')?;
@@ -304,7 +309,8 @@ impl HostInterface for Tap {
         if !self.is_ours {
             return None;
         }
-        // Of the network namespace that the thread is in; /sys/class/net is of the one in which it was mounted.
+        // Of the network namespace that the thread is in; /sys/class/net is of the one in which it
+        // was mounted.
         counters(&fs::read_to_string("/proc/thread-self/net/dev").ok()?, &self.name)
     }
 
@@ -394,7 +400,8 @@ fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     Ok((file, name_of(&interface)))
 }
 
-/// Refuses descriptors on which a device would not work: all are queues of one interface. Returns its name and copies of them.
+/// Refuses descriptors on which a device would not work: all are queues of one interface. Returns
+/// its name and copies of them.
 pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> {
     let several = given.len() > 1;
     let (mut name, mut copies) = (String::new(), Vec::with_capacity(given.len()));
@@ -440,8 +447,8 @@ fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
 
 /// Duplicates a descriptor that was given by its number: whose it is keeps it.
 fn duplicate(fd: RawFd) -> Result<OwnedFd, TapError> {
-    // SAFETY: it is only duplicated, which fails where there is none. That nobody else closes it and opens something else
-    // is for who has given its number.
+    // SAFETY: it is only duplicated, which fails where there is none. That nobody else closes it
+    // and opens something else is for who has given its number.
     unsafe { BorrowedFd::borrow_raw(fd) }
         .try_clone_to_owned()
         .map_err(|source| TapError::NoTap { fd, source })
@@ -496,8 +503,8 @@ fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
     address
 }
 
-/// Gives the interface `name` one more address. Unlike IPv4's, these calls have its number, and a socket of their own kind
-/// (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
+/// Gives the interface `name` one more address. Unlike IPv4's, these calls have its number, and a
+/// socket of their own kind (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
 fn add_ipv6(name: &str, address: Ipv6Addr, prefix_len: u8) -> io::Result<()> {
     // A host without IPv6 has no such socket, and says so here.
     let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?;
@@ -639,7 +646,8 @@ mod tests {
 
     /// Takes all privileges from this thread.
     fn drop_capabilities() {
-        // _LINUX_CAPABILITY_VERSION_3 of linux/capability.h, this thread; effective, permitted and inheritable, twice.
+        // _LINUX_CAPABILITY_VERSION_3 of linux/capability.h, this thread; effective, permitted and
+        // inheritable, twice.
         let (header, data) = ([0x2008_0522u32, 0], [0u32; 6]);
         // SAFETY: the kernel reads a header of two numbers and data of six.
         check(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), data.as_ptr()) } as c_int)
@@ -733,8 +741,9 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         assert_eq!(ethernet([2, 0, 0, 0, 0, 9]).sa_data[..6], [2, 0, 0, 0, 0, 9]);
     }
 
-    /// In a network namespace of the thread's own, which needs a privilege; without it, or without IPv6, nothing is tried. Of such a
-    /// namespace lo is all there is, and takes addresses as a tap does.
+    /// In a network namespace of the thread's own, which needs a privilege; without it, or without
+    /// IPv6, nothing is tried. Of such a namespace lo is all there is, and takes addresses as a
+    /// tap does.
     #[test]
     fn an_ipv6_address_is_there_when_it_has_been_given() {
         let thread = std::thread::spawn(|| {

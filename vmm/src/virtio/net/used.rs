@@ -1,7 +1,8 @@
 //! The used ring, written so that several chains become the driver's at once.
 //!
-//! A frame in several buffers is announced by the first (virtio 1.3, 5.1.6.4): a driver that finds the first used and the
-//! next one not takes the frame for broken. `Queue::add_used` shows each chain by itself.
+//! A frame in several buffers is announced by the first (virtio 1.3, 5.1.6.4): a driver that finds
+//! the first used and the next one not takes the frame for broken. `Queue::add_used` shows each
+//! chain by itself.
 
 use std::num::Wrapping;
 use std::sync::atomic::{Ordering, fence};
@@ -36,13 +37,15 @@ pub(super) fn give_back<M: GuestMemory>(
     memory.store(next.0.to_le(), at(INDEX_AT)?, Ordering::Release).map_err(Error::GuestMemory)
 }
 
-/// Whether the driver wants to hear of what was used since the ring's index was `old` (2.7.7.2, 2.7.10).
+/// Whether the driver wants to hear of what was used since the ring's index was `old` (2.7.7.2,
+/// 2.7.10).
 pub(super) fn wants_interrupt<M: GuestMemory>(queue: &Queue, memory: &M, old: u16) -> bool {
     let new = queue.next_used();
     if new == old {
         return false;
     }
-    // What was written is there before it is read what the driver waits for: it does the two the other way round.
+    // What was written is there before it is read what the driver waits for: it does the two the
+    // other way round.
     fence(Ordering::SeqCst);
     let read = |offset: u64| -> Option<u16> {
         let at = GuestAddress(queue.avail_ring().checked_add(offset)?);

@@ -1,20 +1,21 @@
 //! The device: its range, and who answers flushes, and when.
 //!
-//! **Behind a BTT** flushes are over before the vCPU enters the guest again. The guest's BTT flushes under a
-//! spinlock, so its driver must not have to sleep for the answer. The only way is to have the answer there when the
-//! notifying instruction retires:
+//! **Behind a BTT** flushes are over before the vCPU enters the guest again. The guest's BTT
+//! flushes under a spinlock, so its driver must not have to sleep for the answer. The only way is
+//! to have the answer there when the notifying instruction retires:
 //! 1. the flush queue has no ioeventfd: the notification is an exit of the vCPU;
 //! 2. inside that exit the backing is made durable and the used ring is written;
 //! 3. the interrupt is sent as a message (KVM_SIGNAL_MSI), not by irqfd, which KVM may defer;
-//! 4. the vCPU enters the guest; as the driver releases its queue lock it takes the interrupt, and the waiter
-//!    finds its request done.
+//! 4. the vCPU enters the guest; as the driver releases its queue lock it takes the interrupt, and
+//!    the waiter finds its request done.
 //!
-//! With one vCPU that is enough. With more, the interrupt may belong to another vCPU, which cannot take the
-//! queue lock while the first one holds it; nothing in a VMM closes that window, so the interface is refused
-//! there (see `volume::interface`).
+//! With one vCPU that is enough. With more, the interrupt may belong to another vCPU, which cannot
+//! take the queue lock while the first one holds it; nothing in a VMM closes that window, so the
+//! interface is refused there (see `volume::interface`).
 //!
-//! **A raw range** is flushed where the guest may sleep: by its file systems and its programs. A thread of the
-//! device's own answers, so that a disk that takes its time holds up who waits for it and not a vCPU.
+//! **A raw range** is flushed where the guest may sleep: by its file systems and its programs. A
+//! thread of the device's own answers, so that a disk that takes its time holds up who waits for it
+//! and not a vCPU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -66,7 +67,8 @@ pub(super) struct Flusher {
 }
 
 impl Pmem {
-    /// A device for a guest's BTT: it shows `len_bytes` from guest-physical `start`, made durable by `backing`.
+    /// A device for a guest's BTT: it shows `len_bytes` from guest-physical `start`, made durable
+    /// by `backing`.
     pub fn new(name: String, start: u64, len_bytes: u64, backing: Arc<dyn Persist>) -> Self {
         Self::answered(name, start, len_bytes, backing, Answers::InExit(None))
     }
@@ -124,14 +126,14 @@ impl Flusher {
 
     /// Answers what is in the queue; true if the guest wants to be told.
     ///
-    /// One round is enough: whatever the driver queues later, it notifies us of, since it is never told not to.
-    /// No guard is held while the backing is made durable: that may take long, and whoever plugs memory waits for
-    /// guards, with everybody else behind it.
+    /// One round is enough: whatever the driver queues later, it notifies us of, since it is never
+    /// told not to. No guard is held while the backing is made durable: that may take long, and
+    /// whoever plugs memory waits for guards, with everybody else behind it.
     pub(super) fn serve(&self, active: &mut Activation) -> bool {
         let Activation { queues, view, interrupt, .. } = active;
         let Some(Some(active)) = queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
-        // 1. Take what is there, at most a ring's worth. A flush that is queued from now on waits for its own
-        //    notification: its stores may come after the persist has begun.
+        // 1. Take what is there, at most a ring's worth. A flush that is queued from now on waits
+        //    for its own notification: its stores may come after the persist has begun.
         let requests = self.take(active, &view.memory(), &**interrupt);
         if requests.is_empty() {
             return false;

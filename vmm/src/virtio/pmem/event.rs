@@ -40,7 +40,8 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, _: Events, _: &mut EventOps) {
-        // Before the queue is looked at: a flush that comes afterwards has a notification that is still to be seen.
+        // Before the queue is looked at: a flush that comes afterwards has a notification that is
+        // still to be seen.
         for queue in self.active.queues.iter().flatten() {
             queue.clear_kick();
         }

@@ -54,8 +54,8 @@ impl Worker {
         Self { view, interrupt, queue, supply: Supply { source, waiting, metrics } }
     }
 
-    /// Answers requests. The source is read between two guards: a file may keep whoever reads it waiting, and unplugging
-    /// memory waits for guards.
+    /// Answers requests. The source is read between two guards: a file may keep whoever reads it
+    /// waiting, and unplugging memory waits for guards.
     fn serve(&mut self, ops: &mut EventOps) {
         let mut used = false;
         for count in 0.. {
@@ -85,7 +85,8 @@ impl Worker {
         }
     }
 
-    /// How much the next request gets; it stays in the queue until there is as much. `None`: there is no request.
+    /// How much the next request gets; it stays in the queue until there is as much. `None`: there
+    /// is no request.
     fn wanted(&mut self) -> Option<usize> {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -95,8 +96,8 @@ impl Worker {
         Some(len.min(REQUEST_LEN_MAX))
     }
 
-    /// Gives the next request as much of `data` as it has room for: its descriptors may be others by now. False if the pass
-    /// is over.
+    /// Gives the next request as much of `data` as it has room for: its descriptors may be others
+    /// by now. False if the pass is over.
     fn answer(&mut self, data: &[u8]) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
@@ -135,7 +136,8 @@ fn write(
 }
 
 impl Supply {
-    /// Fills as much of `data` as it gets. `WouldBlock`: the source has nothing yet, and is waited for.
+    /// Fills as much of `data` as it gets. `WouldBlock`: the source has nothing yet, and is waited
+    /// for.
     fn fill(&mut self, data: &mut [u8], ops: &mut EventOps) -> io::Result<usize> {
         // A file that has nothing for nobody has not ended.
         if data.is_empty() { Ok(0) } else { self.read(data, ops) }
@@ -149,8 +151,8 @@ impl Supply {
                     if self.waiting.is_on() {
                         return Err(err);
                     }
-                    // A driver with one request at a time, as Linux's is, never kicks again: nothing would bring us
-                    // back to this one.
+                    // A driver with one request at a time, as Linux's is, never kicks again:
+                    // nothing would bring us back to this one.
                 }
                 self.fall_back(&err, ops);
                 self.source.fill(data)
@@ -170,7 +172,8 @@ impl Supply {
         let source = &self.source;
         sparsely!(warn, %err, ?source, "The entropy source has failed: the kernel's generator takes its place");
         self.metrics.source_failures.fetch_add(1, Ordering::Relaxed);
-        // While its file is open: epoll would go on with a closed one, as the device has another handle on it.
+        // While its file is open: epoll would go on with a closed one, as the device has another
+        // handle on it.
         self.wait(false, ops);
         self.source = EntropySource::Kernel;
     }

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-/// Devices behind which there is the kernel's generator: asking it directly needs no file and no seek.
+/// Devices behind which there is the kernel's generator: asking it directly needs no file and no
+/// seek.
 const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
 
 #[derive(Debug, Error)]

@@ -1,8 +1,9 @@
-//! One stream connection as a state machine (virtio 1.3, 5.10.6): it knows what may be sent and what was
-//! promised, and nothing of files, queues or the clock.
+//! One stream connection as a state machine (virtio 1.3, 5.10.6): it knows what may be sent and
+//! what was promised, and nothing of files, queues or the clock.
 //!
-//! Credit (5.10.6.3): a sender never has more payload under way than fits in the receiver's buffer. Each side
-//! tells the size of its buffer and how much it has taken out of it since the beginning, modulo 2^32.
+//! Credit (5.10.6.3): a sender never has more payload under way than fits in the receiver's buffer.
+//! Each side tells the size of its buffer and how much it has taken out of it since the beginning,
+//! modulo 2^32.
 
 use std::num::Wrapping;
 use std::time::{Duration, Instant};
@@ -11,20 +12,21 @@ use thiserror::Error;
 
 use super::packet::{Credit, Ended, Op};
 
-/// The receive buffer that we promise to each connection: two of Linux's largest packets, so that one may be
-/// under way while the other waits for the host.
+/// The receive buffer that we promise to each connection: two of Linux's largest packets, so that
+/// one may be under way while the other waits for the host.
 pub const BUFFER_BYTES: u32 = 128 * 1024;
 
-/// We tell of freed buffer when at least this much is news to the guest. What is not told, what is not
-/// forwarded and what is free make up the buffer: a guest out of credit gets news once the host has caught up.
+/// We tell of freed buffer when at least this much is news to the guest. What is not told, what is
+/// not forwarded and what is free make up the buffer: a guest out of credit gets news once the host
+/// has caught up.
 const UPDATE_THRESHOLD_BYTES: u32 = BUFFER_BYTES / 4;
 
-/// How long the guest may take to answer a request. Its driver answers by itself, no program is involved; the
-/// time is for guests that are short of CPU or run in an emulator.
+/// How long the guest may take to answer a request. Its driver answers by itself, no program is
+/// involved; the time is for guests that are short of CPU or run in an emulator.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the guest may take to confirm that a connection which the host has left is over. It waits for a
-/// program to read what came before; Linux gives the other side as long.
+/// How long the guest may take to confirm that a connection which the host has left is over. It
+/// waits for a program to read what came before; Linux gives the other side as long.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// How the guest broke the protocol; the connection ends with a reset.
@@ -173,7 +175,8 @@ impl Connection {
                 }
                 Ok(Event::Connected)
             }
-            // A response to what was not asked; anything but a response to what was; a second request.
+            // A response to what was not asked; anything but a response to what was; a second
+            // request.
             (Phase::Requesting { .. }, _) | (_, Op::Request | Op::Response) => {
                 Err(Violation::OutOfPlace { op })
             }
@@ -230,8 +233,8 @@ impl Connection {
         }
     }
 
-    /// What the guest's buffer has room for. A guest that claims to have taken more than it was sent gets
-    /// nothing: the difference wraps around.
+    /// What the guest's buffer has room for. A guest that claims to have taken more than it was
+    /// sent gets nothing: the difference wraps around.
     fn guest_room_bytes(&self) -> u32 {
         let under_way = self.sent - Wrapping(self.guest_credit.fwd_cnt);
         self.guest_credit.buf_alloc.saturating_sub(under_way.0)
@@ -263,8 +266,8 @@ impl Connection {
         Next::Nothing
     }
 
-    /// Notes that `op`, which [`Connection::next`] has allowed, is being sent. Returns the credit for its
-    /// header.
+    /// Notes that `op`, which [`Connection::next`] has allowed, is being sent. Returns the credit
+    /// for its header.
     pub fn send(&mut self, op: Op) -> Credit {
         match op {
             Op::Request => self.phase = Phase::Requesting { sent: true },

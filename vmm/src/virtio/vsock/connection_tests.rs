@@ -378,7 +378,8 @@ proptest! {
                     connection.send(Op::Data { len_bytes: bytes.min(max_bytes) });
                 }
             }
-            // A violation ends the connection in the muxer; here it goes on, which only makes it harder.
+            // A violation ends the connection in the muxer; here it goes on, which only makes it
+            // harder.
             let _ = connection.on_guest_packet(op, Credit { buf_alloc, fwd_cnt });
             prop_assert!(connection.unforwarded_bytes() <= BUFFER_BYTES);
             connection.forwarded(bytes.min(connection.unforwarded_bytes()));

@@ -22,8 +22,8 @@ use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 /// Stream sockets (virtio 1.3, 5.10.3).
 const VIRTIO_VSOCK_F_STREAM: u32 = 0;
 
-/// Receive, transmit, event. A Linux guest keeps a page in each receive buffer: 128 are half a megabyte of its
-/// memory. It posts eight buffers for events.
+/// Receive, transmit, event. A Linux guest keeps a page in each receive buffer: 128 are half a
+/// megabyte of its memory. It posts eight buffers for events.
 const QUEUE_SIZES: [u16; 3] = [128, 128, 8];
 
 /// A virtio socket device.
@@ -36,8 +36,8 @@ pub struct VsockDevice {
 }
 
 impl VsockDevice {
-    /// A device for the guest `cid` that listens on `socket` from now on. Its worker runs on `event_loop`; the
-    /// device must not be dropped, activated or reset on that loop's thread.
+    /// A device for the guest `cid` that listens on `socket` from now on. Its worker runs on
+    /// `event_loop`; the device must not be dropped, activated or reset on that loop's thread.
     pub fn new(
         cid: u32,
         socket: &Path,

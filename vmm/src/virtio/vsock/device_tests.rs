@@ -65,7 +65,8 @@ impl Fixture {
         (client, link)
     }
 
-    /// The guest hears that the host has left: the end of the stream may be read before epoll tells the rest.
+    /// The guest hears that the host has left: the end of the stream may be read before epoll tells
+    /// the rest.
     #[track_caller]
     fn expect_host_left(&mut self, link: Link) {
         loop {
@@ -111,8 +112,8 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     .collect()
 }
 
-/// The guest's side of a transfer in both directions: sends `outgoing` as credit and queue allow, and takes
-/// what comes until the host has sent all.
+/// The guest's side of a transfer in both directions: sends `outgoing` as credit and queue allow,
+/// and takes what comes until the host has sent all.
 fn transfer(driver: &mut Driver, link: Link, mut host_credit: Credit, outgoing: &[u8]) -> Vec<u8> {
     let (mut sent, mut incoming, mut told) = (0, Vec::new(), 0);
     loop {
@@ -337,8 +338,8 @@ fn packets_in_unplugged_memory_come_back_and_the_device_goes_on() {
         bad += 1;
         assert_eq!(bad_buffers.bad_buffers_total.get(), bad);
     };
-    // The whole packet, its end, nothing at all, a chain that bites its tail, one that leaves the table, one
-    // that is longer than any packet needs.
+    // The whole packet, its end, nothing at all, a chain that bites its tail, one that leaves the
+    // table, one that is longer than any packet needs.
     driver.descriptor(table, head, UNPLUGGED, 100, 0, 0);
     offer_bad(driver);
     driver.descriptor(table, head, UNPLUGGED - 43, 44, 0, 0);

@@ -1,4 +1,5 @@
-//! The worker: moves packets between the queues and the muxer whenever epoll says that something has changed.
+//! The worker: moves packets between the queues and the muxer whenever epoll says that something
+//! has changed.
 
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -29,12 +30,12 @@ const EVENT_KICK: u32 = 2;
 const LISTENER: u32 = 3;
 const TIMER: u32 = 4;
 
-/// Chains taken from each queue in one pass. A guest that refills its queues without end holds up neither
-/// whoever waits for the memory guard nor the other devices of the loop.
+/// Chains taken from each queue in one pass. A guest that refills its queues without end holds up
+/// neither whoever waits for the memory guard nor the other devices of the loop.
 const PASS_BUDGET: usize = 256;
 
-/// Descriptors in a chain: a header and the largest packet in single pages need less; an indirect table could
-/// have 65535.
+/// Descriptors in a chain: a header and the largest packet in single pages need less; an indirect
+/// table could have 65535.
 const MAX_DESCRIPTORS: usize = 64;
 
 /// How long clients wait when the process has run out of files.
@@ -57,8 +58,8 @@ pub struct Worker {
     interrupt: Arc<dyn VirtioInterrupt>,
     rx: ActiveQueue,
     tx: ActiveQueue,
-    /// The guest's buffers for events stay unused: the only event tells of a migration (virtio 1.3,
-    /// 5.10.6.7), and a guest that was restarted starts its driver anew.
+    /// The guest's buffers for events stay unused: the only event tells of a migration (virtio
+    /// 1.3, 5.10.6.7), and a guest that was restarted starts its driver anew.
     event: Option<ActiveQueue>,
     muxer: Muxer,
     metrics: Arc<VsockMetrics>,
@@ -120,7 +121,8 @@ impl Worker {
         loop {
             {
                 let memory = self.view.memory();
-                // Packets of the guest first: they bring credit, and answers to them can go at once.
+                // Packets of the guest first: they bring credit, and answers to them can go at
+                // once.
                 self.move_tx(&memory, &mut budget, watch, now)?;
                 if !self.muxer.is_asked_to_connect() {
                     let more_rx = self.move_rx(&memory, watch, now)?;
@@ -131,7 +133,8 @@ impl Worker {
         }
     }
 
-    /// Takes packets of the guest, as far as `budget` goes or up to one for which no guard may be held.
+    /// Takes packets of the guest, as far as `budget` goes or up to one for which no guard may be
+    /// held.
     fn move_tx(
         &mut self,
         memory: &MappedMemory,
@@ -332,8 +335,8 @@ fn is_short(chain: &Chain) -> bool {
     chain.clone().take(MAX_DESCRIPTORS + 1).count() <= MAX_DESCRIPTORS
 }
 
-/// Header and payload of a packet of the guest, however they are spread over descriptors; `None` if there is no
-/// header, or a descriptor points to where no memory is.
+/// Header and payload of a packet of the guest, however they are spread over descriptors; `None` if
+/// there is no header, or a descriptor points to where no memory is.
 fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHeader, Reader<'a>)> {
     if !is_short(&chain) {
         return None;

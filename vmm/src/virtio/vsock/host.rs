@@ -1,5 +1,5 @@
-//! The host's side: the listening socket, ports that end in this process, connections to other sockets of the
-//! host, and the line by which a client says where it wants to go.
+//! The host's side: the listening socket, ports that end in this process, connections to other
+//! sockets of the host, and the line by which a client says where it wants to go.
 
 use std::collections::HashMap;
 use std::io::{self, Read};
@@ -18,9 +18,9 @@ use crate::unix_socket::{self, SocketFile, UnixSocketError};
 /// Connections to a port of this process that wait to be taken; more are refused.
 pub const IN_PROCESS_BACKLOG: usize = 16;
 
-/// The highest port that takes a privilege of the guest: Linux gives those up to this one only to who has
-/// CAP_NET_BIND_SERVICE, in the guest's first user namespace, and takes others for who names none (LAST_RESERVED_PORT
-/// in its af_vsock.c).
+/// The highest port that takes a privilege of the guest: Linux gives those up to this one only to
+/// who has CAP_NET_BIND_SERVICE, in the guest's first user namespace, and takes others for who
+/// names none (LAST_RESERVED_PORT in its af_vsock.c).
 const LAST_PRIVILEGED_PORT: GuestPort = GuestPort(1023);
 
 /// A path in a socket address, without the NUL at its end (unix(7)).
@@ -68,8 +68,9 @@ impl VsockPorts {
         Self::default()
     }
 
-    /// Makes connections of the guest to `port` end in this process, if they come from one of `guests`. The streams received are non-blocking, as
-    /// tokio wants them. When the receiver is gone, the guest finds the port closed.
+    /// Makes connections of the guest to `port` end in this process, if they come from one of
+    /// `guests`. The streams received are non-blocking, as tokio wants them. When the receiver
+    /// is gone, the guest finds the port closed.
     pub fn listen_in_process(
         &mut self,
         port: u32,
@@ -117,8 +118,8 @@ pub enum ConnectError {
     Pair(#[from] io::Error),
 }
 
-/// The listening socket and the ports. Outlives resets of the device, so that a client may connect before the
-/// guest's driver is up: it waits in the socket's backlog.
+/// The listening socket and the ports. Outlives resets of the device, so that a client may connect
+/// before the guest's driver is up: it waits in the socket's backlog.
 #[derive(Debug)]
 pub struct HostSide {
     path: PathBuf,
@@ -157,8 +158,8 @@ impl HostSide {
         self.ports.listeners.contains_key(&port)
     }
 
-    /// Connects to whoever serves the host's port of `link`, for the guest's. Never waits for who listens there; the disk
-    /// that the socket's path is on may keep it waiting.
+    /// Connects to whoever serves the host's port of `link`, for the guest's. Never waits for who
+    /// listens there; the disk that the socket's path is on may keep it waiting.
     pub fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
         let port = link.host;
         if let Some(Listener { sender, guests }) = self.ports.listeners.get(&port) {
@@ -178,8 +179,8 @@ impl HostSide {
     }
 }
 
-/// Like `UnixStream::connect`, which waits while the listener's backlog is full: a guest could stop the device
-/// by connecting to a busy server.
+/// Like `UnixStream::connect`, which waits while the listener's backlog is full: a guest could stop
+/// the device by connecting to a busy server.
 fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
     let bytes = path.as_os_str().as_bytes();
     if bytes.len() > MAX_PATH_BYTES || bytes.contains(&0) {
@@ -200,8 +201,8 @@ fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
     }
     // SAFETY: `fd` was just made and nobody else knows of it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: `address` lives over the call and the length is its own; its path ends with a NUL, because it is
-    // shorter than the field, which began as zeros.
+    // SAFETY: `address` lives over the call and the length is its own; its path ends with a NUL,
+    // because it is shorter than the field, which began as zeros.
     let result = unsafe {
         libc::connect(
             fd.as_raw_fd(),

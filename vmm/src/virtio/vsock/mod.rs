@@ -2,12 +2,14 @@
 //!
 //! The scheme is that of Firecracker and Cloud Hypervisor, so that their clients work:
 //!
-//! - Host to guest: a client connects to the device's socket, writes `CONNECT <port>\n`, reads `OK <host port>\n`,
-//!   and from there on talks to whoever listens on that port in the guest. A refused connection is closed.
+//! - Host to guest: a client connects to the device's socket, writes `CONNECT <port>\n`, reads `OK
+//!   <host port>\n`, and from there on talks to whoever listens on that port in the guest. A
+//!   refused connection is closed.
 //! - Guest to host: a connection to port P of the host ends at whoever listens on the unix socket
 //!   `<device's socket>_P`.
-//! - Ports of our own: a connection to a port registered with [`VsockPorts::listen_in_process`] ends inside this
-//!   process, as one half of a pair of unix sockets. That is how the governor hears the guest's agent.
+//! - Ports of our own: a connection to a port registered with [`VsockPorts::listen_in_process`]
+//!   ends inside this process, as one half of a pair of unix sockets. That is how the governor
+//!   hears the guest's agent.
 //!
 //! ```text
 //! device     front: configuration, activation, reset

@@ -1,8 +1,10 @@
-//! Between the queues and the sockets: which socket belongs to which connection, and who may send next.
+//! Between the queues and the sockets: which socket belongs to which connection, and who may send
+//! next.
 //!
-//! Sockets are watched edge-triggered. A socket is `readable` from the moment that epoll says so until a read
-//! finds nothing; what the host has for the guest stays in the socket until the guest has both a buffer in its
-//! queue and credit. What the guest has for the host is taken at once, up to its credit, and waits in `unsent`.
+//! Sockets are watched edge-triggered. A socket is `readable` from the moment that epoll says so
+//! until a read finds nothing; what the host has for the guest stays in the socket until the guest
+//! has both a buffer in its queue and credit. What the guest has for the host is taken at once, up
+//! to its credit, and waits in `unsent`.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -20,13 +22,14 @@ use super::host::{Greeted, Greeting, HostSide};
 use super::metrics::VsockMetrics;
 use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeader};
 
-/// Sockets at one time, whatever their state: a bound on files and, at [`BUFFER_BYTES`] each, on memory.
+/// Sockets at one time, whatever their state: a bound on files and, at [`BUFFER_BYTES`] each, on
+/// memory.
 ///
 /// [`BUFFER_BYTES`]: super::connection::BUFFER_BYTES
 pub const MAX_SOCKETS: usize = 1023;
 
-/// Sockets at one time in a process that may have `open_files`: half of them, because the rest of the VM needs files,
-/// too, and a guest must not be able to take the last one.
+/// Sockets at one time in a process that may have `open_files`: half of them, because the rest of
+/// the VM needs files, too, and a guest must not be able to take the last one.
 pub fn max_sockets(open_files: u64) -> usize {
     usize::try_from(open_files / 2).map_or(MAX_SOCKETS, |half| half.min(MAX_SOCKETS))
 }
@@ -75,7 +78,8 @@ pub struct Readiness {
     pub readable: bool,
     /// There is room to write, or an error.
     pub writable: bool,
-    /// The other side is gone: nothing can be written any more, but there may be something to read.
+    /// The other side is gone: nothing can be written any more, but there may be something to
+    /// read.
     pub hung_up: bool,
 }
 
@@ -339,8 +343,9 @@ impl Muxer {
         self.links.insert(link, token);
     }
 
-    /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the header. If
-    /// [`Muxer::is_asked_to_connect`] then, [`Muxer::connect`] comes before anything else.
+    /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the
+    /// header. If [`Muxer::is_asked_to_connect`] then, [`Muxer::connect`] comes before anything
+    /// else.
     pub fn on_guest_packet(
         &mut self,
         header: &RawHeader,
@@ -358,8 +363,8 @@ impl Muxer {
         let packet = match header.parse_guest_packet() {
             Ok(packet) => packet,
             Err(not_understood) => {
-                // virtio 1.3, 5.10.6.4: a reset MUST answer an unknown type. It ends a connection of that
-                // name for the guest, so it ends it here, too.
+                // virtio 1.3, 5.10.6.4: a reset MUST answer an unknown type. It ends a connection
+                // of that name for the guest, so it ends it here, too.
                 self.metrics.violations_total.increment();
                 if let Some(&token) = self.links.get(&not_understood.link) {
                     self.remove(token, watch);
@@ -385,8 +390,8 @@ impl Muxer {
         self.asking.is_some()
     }
 
-    /// Connects where the guest wants to, if it does. Looking up the path of a socket may wait for a disk, and the packet's
-    /// memory must not.
+    /// Connects where the guest wants to, if it does. Looking up the path of a socket may wait for
+    /// a disk, and the packet's memory must not.
     pub fn connect(&mut self, watch: &mut dyn Watch, now: Instant) {
         let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
@@ -500,8 +505,8 @@ impl Muxer {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
-    /// The next packet for the guest, with at most `capacity` bytes of payload; not zero, or payload could never
-    /// be sent.
+    /// The next packet for the guest, with at most `capacity` bytes of payload; not zero, or
+    /// payload could never be sent.
     pub fn next_packet(
         &mut self,
         capacity: usize,

@@ -543,8 +543,8 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     prop::collection::vec(act, 1..120)
 }
 
-/// A packet near enough to a good one to get somewhere: the guest's addresses, a known operation, ports that
-/// are in use.
+/// A packet near enough to a good one to get somewhere: the guest's addresses, a known operation,
+/// ports that are in use.
 fn plausible(raw: &RawHeader, links: &[Link], pick: usize, payload: usize) -> RawHeader {
     let agent = Link { host: HostPort(AGENT), guest: GuestPort(raw.src_port.get() % 8) };
     let link = match links.len() {

@@ -1,7 +1,9 @@
-//! Packets as they lie in the queues (virtio 1.3, 5.10.6), parsed once into what the muxer understands.
+//! Packets as they lie in the queues (virtio 1.3, 5.10.6), parsed once into what the muxer
+//! understands.
 //!
-//! The header is ours and not that of the virtio-vsock crate: that one takes a payload in one descriptor and one
-//! piece of memory, but a Linux guest from 6.7 on sends one descriptor for each page (MSG_ZEROCOPY).
+//! The header is ours and not that of the virtio-vsock crate: that one takes a payload in one
+//! descriptor and one piece of memory, but a Linux guest from 6.7 on sends one descriptor for each
+//! page (MSG_ZEROCOPY).
 
 use std::fmt;
 
@@ -32,7 +34,8 @@ pub struct RawHeader {
     pub flags: U32,
     /// Receive buffer of the sender, in bytes.
     pub buf_alloc: U32,
-    /// What the sender has taken out of that buffer since the connection began, in bytes, modulo 2^32.
+    /// What the sender has taken out of that buffer since the connection began, in bytes, modulo
+    /// 2^32.
     pub fwd_cnt: U32,
 }
 

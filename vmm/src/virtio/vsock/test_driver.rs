@@ -1,5 +1,6 @@
-//! A guest's driver in a few lines: rings in guest memory, packets through them, waiting for interrupts. The
-//! mock queue of virtio-queue never wraps around its ring, so it cannot carry a long transfer.
+//! A guest's driver in a few lines: rings in guest memory, packets through them, waiting for
+//! interrupts. The mock queue of virtio-queue never wraps around its ring, so it cannot carry a
+//! long transfer.
 
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -78,7 +79,8 @@ impl Ring {
         self.base + 0x2000
     }
 
-    /// Offers a chain, and notifies the device if it wants to be: a device that forgets to ask hangs.
+    /// Offers a chain, and notifies the device if it wants to be: a device that forgets to ask
+    /// hangs.
     fn offer(&mut self, view: &GuestView, head: u16, event_idx: bool) {
         let memory = view.memory();
         let slot = self.avail() + 4 + u64::from(self.next_avail % QUEUE_SIZE) * 2;
@@ -89,7 +91,8 @@ impl Ring {
         fence(Ordering::SeqCst);
         let load = |addr| memory.load::<u16>(GuestAddress(addr), Ordering::Acquire).unwrap();
         let wanted = if event_idx {
-            // avail_event (virtio 1.3, 2.7.10): this very chain is the one that the device waits for.
+            // avail_event (virtio 1.3, 2.7.10): this very chain is the one that the device waits
+            // for.
             load(self.used() + 4 + u64::from(QUEUE_SIZE) * 8) == old
         } else {
             load(self.used()) & 1 == 0
@@ -247,7 +250,8 @@ impl Driver {
         }
     }
 
-    /// Waits until the device has nothing, and keeps one head and its descriptors for the test's own chains.
+    /// Waits until the device has nothing, and keeps one head and its descriptors for the test's
+    /// own chains.
     #[track_caller]
     pub fn keep_tx_head(&mut self) -> u16 {
         let all = usize::from(QUEUE_SIZE / TX_DESCRIPTORS);

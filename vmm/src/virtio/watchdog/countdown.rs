@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
-/// How often it ticks. A VM that is paused does not tick, and what has passed when it goes on is one tick.
+/// How often it ticks. A VM that is paused does not tick, and what has passed when it goes on is
+/// one tick.
 pub(super) const TICK: Duration = Duration::from_secs(5);
-/// Ticks without a ping. The first of them may come right after a ping, so that it is one more than the timeout has.
+/// Ticks without a ping. The first of them may come right after a ping, so that it is one more than
+/// the timeout has.
 const TICKS: u32 = 5;
-/// A guest that has pinged has at least so long until it must have done so again, as in Cloud Hypervisor.
+/// A guest that has pinged has at least so long until it must have done so again, as in Cloud
+/// Hypervisor.
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What is left until the guest is restarted.

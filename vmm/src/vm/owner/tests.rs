@@ -259,7 +259,8 @@ impl Fixture {
         told
     }
 
-    /// Waits until `count` machines have been built. The clock advances to the next timer whenever all tasks are idle.
+    /// Waits until `count` machines have been built. The clock advances to the next timer whenever
+    /// all tasks are idle.
     async fn built(&self, count: usize) {
         while self.senders.lock().len() < count {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;

@@ -137,8 +137,9 @@ fn rule_2_reserve_that_the_agent_enlarges_is_no_fill() {
     assert_eq!((reason(70), reason(0)), (Reason::Enough, Reason::Filling));
 }
 
-/// A block is in the total and not available, and the report before is a second old: nobody can tell whether it has been filled.
-/// Who has filled it cannot wait for a second more; who has not is given once what goes back later.
+/// A block is in the total and not available, and the report before is a second old: nobody can
+/// tell whether it has been filled. Who has filled it cannot wait for a second more; who has not is
+/// given once what goes back later.
 #[test]
 fn rule_2_what_a_slow_report_finds_half_way_counts_as_filled() {
     for is_filled in [false, true] {
@@ -179,8 +180,8 @@ fn rule_3_what_is_on_its_way_counts_as_available() {
     assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);
 }
 
-/// A guest that has filled slowly and is below the bridge, with 128 MiB on their way to it; of those `online_mib` are in its total and
-/// none is available yet.
+/// A guest that has filled slowly and is below the bridge, with 128 MiB on their way to it; of
+/// those `online_mib` are in its total and none is available yet.
 fn short_with_a_block_arriving(online_mib: u64) -> Rig {
     let mut rig = Rig::new();
     rig.report(1000, 45);

@@ -68,7 +68,8 @@ fn rule_6_anonymous_memory_that_is_missed_makes_no_page_cache_needed() {
     assert_eq!(rig.report(1000, 131).reason, Reason::Enough, "100 of 131 would be too little");
 }
 
-/// A guest with 10 GiB of PM to come, in which a cgroup of a few hundred MiB wants more than its limit.
+/// A guest with 10 GiB of PM to come, in which a cgroup of a few hundred MiB wants more than its
+/// limit.
 fn beside_plenty(pages: impl Fn(&mut Counters)) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 20 << 30;
@@ -115,7 +116,8 @@ fn rule_6_a_cgroup_that_misses_page_cache_beside_plenty_neither_grows_a_guest_no
     beside_plenty(|counters| counters.workingset_refault_file += 20_000);
 }
 
-/// Grows of a guest that is full of page cache, of which so many pages come back a second after each of them.
+/// Grows of a guest that is full of page cache, of which so many pages come back a second after
+/// each of them.
 fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
     let mut rig = Rig::new();
     rig.host.zones[1].max_bytes = 1 << 40;
@@ -177,7 +179,8 @@ fn rule_7_what_is_swapped_counts_as_need_until_it_is_cold() {
     rig.plug(512);
     rig.raw.memory.swap_free_bytes = 904 * MIB;
     let mut warm = rig.clone();
-    // With 60 MiB of it back there is surplus beyond what is still to come, and a minute later beyond that as well.
+    // With 60 MiB of it back there is surplus beyond what is still to come, and a minute later
+    // beyond that as well.
     let left_after = |rig: &mut Rig, ms| {
         rig.report(ms, 430).want_bytes.map(|want| (want + 430 * MIB) / MIB - 512)
     };

@@ -53,8 +53,9 @@ impl Rig {
         }
     }
 
-    /// A guest of 340 MiB with a ZONE_MOVABLE of 40, beside `dram_mib` of DRAM that are plugged. It keeps 39 to 43 MiB
-    /// for its kernel, or as much more as ratios of the reserve are whole numbers.
+    /// A guest of 340 MiB with a ZONE_MOVABLE of 40, beside `dram_mib` of DRAM that are plugged. It
+    /// keeps 39 to 43 MiB for its kernel, or as much more as ratios of the reserve are whole
+    /// numbers.
     fn with_dram(dram_mib: u64) -> Self {
         let mut rig = Self::new();
         let pages = |mib: u64| mib * MIB / PAGE_BYTES;

@@ -66,7 +66,8 @@ fn rule_8_a_surplus_begins_half_a_slack_above_what_it_leaves() {
     assert_eq!(surplus(117).map(|want| (512 * MIB - want) / MIB), Some(14));
 }
 
-/// A guest with next to nothing waits for longer than `idle` for what somebody has asked for in its place.
+/// A guest with next to nothing waits for longer than `idle` for what somebody has asked for in its
+/// place.
 #[test]
 fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
     let mut rig = Rig::new();
@@ -109,8 +110,8 @@ fn rule_8_a_guest_that_has_filled_fast_of_late_keeps_what_it_would_fill_again() 
     assert_eq!(keep_bytes(100) - keep_bytes(0), 150 * MIB);
 }
 
-/// A ratio of 2 keeps 50 of 100 MiB. Below 84 MiB the ratio is 1 and keeps all, so the 17th MiB that is
-/// given back costs 42 more.
+/// A ratio of 2 keeps 50 of 100 MiB. Below 84 MiB the ratio is 1 and keeps all, so the 17th MiB
+/// that is given back costs 42 more.
 #[test]
 fn rule_8_dram_stays_whose_return_would_enlarge_the_reserve_by_more() {
     let want_mib = |available_mib: u64, reports_reserve: bool| {
@@ -180,7 +181,8 @@ fn rule_9_a_grow_long_after_a_shrink_is_no_regret() {
     assert_eq!(rig.state.patience.ms(&rig.params), 3_000);
 }
 
-/// A guest without room for page descriptors unplugs again what it has just plugged, and plugs it later.
+/// A guest without room for page descriptors unplugs again what it has just plugged, and plugs it
+/// later.
 #[test]
 fn rule_9_what_the_guest_unplugs_while_it_is_to_grow_was_not_taken() {
     let mut rig = Rig::new();

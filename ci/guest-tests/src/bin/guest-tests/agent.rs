@@ -1,5 +1,5 @@
-//! The agent in a guest: what it costs at rest, that it comes back to a VMM that was away, and what it says of memory that
-//! nobody touches. Its VMM is the test itself, on a port of its own.
+//! The agent in a guest: what it costs at rest, that it comes back to a VMM that was away, and what
+//! it says of memory that nobody touches. Its VMM is the test itself, on a port of its own.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -28,8 +28,9 @@ const MOST_RSS_KIB: u64 = 3 * 1024;
 const REST_REPORTS: u64 = 8;
 /// A second has ten looks, of which one is a report; twenty would be too many.
 const MOST_SLEEPS: f64 = 13.0;
-/// Of one CPU, and loose: it is there for an agent that spins. Emulated it is 1 to 2 %, and what else runs on the machine takes from
-/// the vCPU without the guest's kernel seeing it. The figure, by instructions and beside its target, is `ci/bench --only agent`'s.
+/// Of one CPU, and loose: it is there for an agent that spins. Emulated it is 1 to 2 %, and what
+/// else runs on the machine takes from the vCPU without the guest's kernel seeing it. The figure,
+/// by instructions and beside its target, is `ci/bench --only agent`'s.
 const MOST_CPU: f64 = 0.1;
 const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 
@@ -177,8 +178,8 @@ fn span_ms(lines: &mut Lines, reports: u64) -> Result<u64> {
     }
 }
 
-/// It reports once a second and looks some ten times, as docs/agent.md says. A machine without time to spare makes that
-/// less, not more: so each is counted against the guest's clock, from above.
+/// It reports once a second and looks some ten times, as docs/agent.md says. A machine without time
+/// to spare makes that less, not more: so each is counted against the guest's clock, from above.
 fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
     // For three seconds after it has connected it is not at rest.
     span_ms(lines, 4)?;
@@ -208,7 +209,8 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
     guest.wait_until("the agent looks for idle memory", LIMIT, || {
         Ok(guest.run(&format!("cat {MONITORS}"))?.trim() != "0")
     })?;
-    // Killed, it leaves its monitors behind; the next one takes them over, and ends without leaving any.
+    // Killed, it leaves its monitors behind; the next one takes them over, and ends without leaving
+    // any.
     redirect(&guest, "KILL")?;
     ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() != "0", "No monitors are left");
     let mut lines = vmm.accept()?;
@@ -338,7 +340,8 @@ const SETTINGS: &str = "cd /sys/kernel/mm/transparent_hugepage && \
 /// More than the guest's DRAM.
 const LOAD_MIB: u64 = 300;
 
-/// Faults that got a huge page, and that did not, in a load that wants more than DRAM has; the kernel reclaims nothing for it.
+/// Faults that got a huge page, and that did not, in a load that wants more than DRAM has; the
+/// kernel reclaims nothing for it.
 fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
     let counters = || -> Result<BTreeMap<String, u64>> {
         let text = guest.run("cat /proc/vmstat")?;
@@ -400,8 +403,8 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     let (huge, small) = huge_faults(&guest)?;
     println!("{huge} and {small} by the kernel's own setting");
     ensure!(small > huge, "The kernel needs no setting: {huge} and {small} without");
-    // Somebody else's setting stays. The others go back when the agent ends, and, when it has been killed, by the next one,
-    // with the memory.
+    // Somebody else's setting stays. The others go back when the agent ends, and, when it has been
+    // killed, by the next one, with the memory.
     guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (beside_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
     let end = |signal: &str| {

@@ -1,5 +1,6 @@
-//! What no client should send, to a VMM with a guest: every field of every body with every kind of value, from two at once. Each is
-//! answered with a reason, the guest goes on meanwhile, and nothing is another than before.
+//! What no client should send, to a VMM with a guest: every field of every body with every kind of
+//! value, from two at once. Each is answered with a reason, the guest goes on meanwhile, and
+//! nothing is another than before.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -53,7 +54,8 @@ fn fields_of(schema: &str) -> Vec<&'static str> {
     fields.filter_map(|field| field.strip_prefix(schema)?.strip_prefix('.')).collect()
 }
 
-/// Each field with each value, beside what keeps the rest from being taken: for the fields that these are, others.
+/// Each field with each value, beside what keeps the rest from being taken: for the fields that
+/// these are, others.
 fn each(fields: &[&str], beside: &Value, instead: &Value) -> Vec<Value> {
     let with = |field: &str, value| {
         let mut object = if beside.get(field).is_some() { instead.clone() } else { beside.clone() };
@@ -191,7 +193,8 @@ fn differences(path: &str, before: &Value, now: &Value) -> Vec<String> {
         .collect()
 }
 
-/// Sends it from two clients at once, so many requests in all, and the first of them on connections of their own.
+/// Sends it from two clients at once, so many requests in all, and the first of them on connections
+/// of their own.
 fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     let bad = campaign()?;
     let guest = Guest::builder().boot()?;

@@ -1,4 +1,5 @@
-//! Memory comes and goes by virtio-balloon, and a guest without an agent is sized by its statistics.
+//! Memory comes and goes by virtio-balloon, and a guest without an agent is sized by its
+//! statistics.
 
 use std::time::Duration;
 
@@ -89,7 +90,8 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         .cmdline("foreshore.agent=off")
         .pressure("off")
         .boot()?;
-    // Linux 6.12 leaves up to an eighth of memory in the lists of a CPU that has freed it, and counts it as used.
+    // Linux 6.12 leaves up to an eighth of memory in the lists of a CPU that has freed it, and
+    // counts it as used.
     guest.run("echo 1000 >/proc/sys/vm/percpu_pagelist_high_fraction")?;
     // What the host holds falls with what is taken, whichever of the free pages the driver takes.
     let free_mib = meminfo_mib(&guest, "MemFree")?;
@@ -133,8 +135,8 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Two guests, of which one reports its free pages: what both have freed the host gets back from that one alone, and only
-/// that. Nothing is in their balloons, and nobody decides anything.
+/// Two guests, of which one reports its free pages: what both have freed the host gets back from
+/// that one alone, and only that. Nothing is in their balloons, and nobody decides anything.
 fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     const FREED_MIB: u64 = 256;
     /// What is not whole blocks of 2 MiB, and what others take meanwhile.
@@ -209,7 +211,8 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     let pressure = guest.api("GET", "vm.pressure", None)?;
     ensure!(pressure["details"]["source"] == "statistics", "{pressure}");
     ensure!(pressure["details"]["refused"] == json!({}), "{pressure}");
-    // The watermarks are those that the kernel has, not far off: khugepaged's share is most of them.
+    // The watermarks are those that the kernel has, not far off: khugepaged's share is most of
+    // them.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
     let shown =

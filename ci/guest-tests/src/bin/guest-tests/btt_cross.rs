@@ -1,7 +1,8 @@
-//! One media format, two implementations: what Linux' BTT driver writes we read, and the other way round.
+//! One media format, two implementations: what Linux' BTT driver writes we read, and the other way
+//! round.
 //!
-//! Both sides run seeded programs ([`guest_tests::sectors`]), so that either can tell what the other should have left.
-//! `FORESHORE_TEST_SEED=N` runs other ones.
+//! Both sides run seeded programs ([`guest_tests::sectors`]), so that either can tell what the
+//! other should have left. `FORESHORE_TEST_SEED=N` runs other ones.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -71,8 +72,9 @@ impl Disk {
         Self::open(pool, name)
     }
 
-    /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond 512 GiB alone; Linux' driver
-    /// takes an arena of any size, and finds the next by what the info block says (drivers/nvdimm/btt.c, discover_arenas).
+    /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond
+    /// 512 GiB alone; Linux' driver takes an arena of any size, and finds the next by what the
+    /// info block says (drivers/nvdimm/btt.c, discover_arenas).
     pub fn create_with_two_arenas(
         pool: &Pool,
         name: &str,
@@ -191,7 +193,8 @@ impl<'a> Linux<'a> {
         let count =
             format!("ls /sys/block | grep -cE '^(pmem.*s|vd.*)$' | grep -qx {}", disks.len());
         guest.wait_until_run("the disks are there", IO_LIMIT, &count)?;
-        // Which one is found first is the guest's affair: all disks of a test have sizes of their own.
+        // Which one is found first is the guest's affair: all disks of a test have sizes of their
+        // own.
         let sizes = guest.run("cd /sys/block && grep -s . pmem*s/size vd*/size /dev/null; true")?;
         let node = |disk: &Disk| {
             let size = disk.shape.sectors * u64::from(disk.shape.sector_bytes) / 512;
@@ -246,9 +249,9 @@ fn two_disks(pool: &Pool) -> Result<[Disk; 2]> {
     Ok([Disk::create(pool, "sectors-4096", 32, 4096)?, Disk::create(pool, "sectors-512", 20, 512)?])
 }
 
-/// Each finds the log as the other has left it: our engine; Linux by NVDIMM; our engine; an older Linux with a lane more;
-/// our engine; Linux by virtio-pmem, where each sector is four exits. The engine leaves discarded sectors behind as well,
-/// which read as zeros.
+/// Each finds the log as the other has left it: our engine; Linux by NVDIMM; our engine; an older
+/// Linux with a lane more; our engine; Linux by virtio-pmem, where each sector is four exits. The
+/// engine leaves discarded sectors behind as well, which read as zeros.
 fn a_disk_goes_to_and_fro() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disks = two_disks(&pool)?;
@@ -276,8 +279,8 @@ fn a_disk_goes_to_and_fro() -> Result<()> {
     Ok(())
 }
 
-/// The same where each disk has two arenas, and each side writes a lot where they meet, across and beside: what lies in which
-/// arena, both have to find out.
+/// The same where each disk has two arenas, and each side writes a lot where they meet, across and
+/// beside: what lies in which arena, both have to find out.
 fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
     let pool = Pool::create("96M")?;
     let disk =
@@ -317,8 +320,8 @@ fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
     Ok(())
 }
 
-/// In each BTT all lanes are in some state, and those of the guest's CPUs, which go on from theirs, are in all of them
-/// by turns.
+/// In each BTT all lanes are in some state, and those of the guest's CPUs, which go on from theirs,
+/// are in all of them by turns.
 fn replays(kernel: Kernel) -> Result<()> {
     const CPUS: u32 = 4;
     let pool = Pool::create("512M")?;
@@ -332,7 +335,8 @@ fn replays(kernel: Kernel) -> Result<()> {
         Flogs { padding, shift }.make(&disk.media)?;
         let made = format!("flogs:{shift}");
         disk.media.verify(&Outcome::of_history(disk.shape, &[&made])?)?;
-        // Nothing through the page cache, which would read around a sector and come across bad ones.
+        // Nothing through the page cache, which would read around a sector and come across bad
+        // ones.
         let program = format!("direct:{}:100:{CPUS}", seed(30 + number as u64)?);
         histories.push([made, program]);
         disks.push(disk);

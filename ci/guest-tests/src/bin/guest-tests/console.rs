@@ -1,4 +1,5 @@
-//! Consoles that somebody comes to: pseudo terminals and sockets, with a shell of the guest on them.
+//! Consoles that somebody comes to: pseudo terminals and sockets, with a shell of the guest on
+//! them.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

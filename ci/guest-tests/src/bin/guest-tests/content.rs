@@ -1,5 +1,5 @@
-//! Content that a guest writes to its disks neither ends the VMM nor prevents the next start, because the host's user has
-//! declared the type of each file.
+//! Content that a guest writes to its disks neither ends the VMM nor prevents the next start,
+//! because the host's user has declared the type of each file.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -193,7 +193,8 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
 }
 
 fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
-    // With a table of page attributes Linux maps the registers, which ACPI has mapped, no second time.
+    // With a table of page attributes Linux maps the registers, which ACPI has mapped, no second
+    // time.
     let guest = builder(3).cmdline("nopat").boot()?;
     let eject = |index: &str| format!("devmem {SELECT} 32 {index} && devmem {STATUS} 32 1");
     // Itself among them: nobody has asked for any.
@@ -259,8 +260,9 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
         let guest =
             shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
         let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
-        // Linux before its parser of 6.9 knows an AMD core's threads by TOPOEXT alone (arch/x86/kernel/cpu/amd.c, amd_get_topology),
-        // which the emulated host's processor has not: it takes them for cores.
+        // Linux before its parser of 6.9 knows an AMD core's threads by TOPOEXT alone
+        // (arch/x86/kernel/cpu/amd.c, amd_get_topology), which the emulated host's
+        // processor has not: it takes them for cores.
         let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
         let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
         ensure!(seen == to_be_seen, "{topology} is seen as {seen:?} and not {to_be_seen:?}");
@@ -275,7 +277,8 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
     Ok(())
 }
 
-/// Whether the guest's processor is AMD's and does not say which threads share a core in leaf 0x8000_001e.
+/// Whether the guest's processor is AMD's and does not say which threads share a core in leaf
+/// 0x8000_001e.
 fn amd_without_topoext(guest: &Guest) -> Result<bool> {
     let info = guest.run("cat /proc/cpuinfo")?;
     Ok(info.contains("AuthenticAMD") && !info.split_whitespace().any(|word| word == "topoext"))
@@ -308,7 +311,8 @@ fn what_comes_has_its_place_in_the_topology() -> Result<()> {
 
 /// That CPUID's words reach the guest, and threads their CPUs.
 fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
-    // The last one: on a host with one CPU that says nothing, and `ci/test --guest` on hardware has more.
+    // The last one: on a host with one CPU that says nothing, and `ci/test --guest` on hardware has
+    // more.
     let last = thread::available_parallelism()?.get() - 1;
     let cpus = format!("boot=1,nested=off,max_phys_bits=38,affinity=[0@[{last}]]");
     let guest = shaped(1, &cpus).boot()?;
@@ -337,7 +341,8 @@ fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
     Ok(())
 }
 
-/// Longer than the guest's watchdog of vCPUs that hang lets any (2 x watchdog_thresh, which is 10 s).
+/// Longer than the guest's watchdog of vCPUs that hang lets any (2 x watchdog_thresh, which is 10
+/// s).
 const PAUSE: Duration = Duration::from_secs(60);
 
 fn a_paused_minute_locks_nothing_up() -> Result<()> {

@@ -1,5 +1,5 @@
-//! What a program in the guest maps is the pool's own memory: its stores are in the pool's file before anybody flushes,
-//! and the host's stores are in the program.
+//! What a program in the guest maps is the pool's own memory: its stores are in the pool's file
+//! before anybody flushes, and the host's stores are in the program.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -90,7 +90,8 @@ impl VolumeOnHost {
         Ok(self.file.write_all_at(&word.to_le_bytes(), self.file_offset(offset)?)?)
     }
 
-    /// Every word of a range of the guest's file or device is there; `first` is the number of its first word.
+    /// Every word of a range of the guest's file or device is there; `first` is the number of its
+    /// first word.
     fn check(&self, offset: u64, len_bytes: u64, seed: u64, first: u64) -> Result<()> {
         for index in 0..len_bytes / 8 {
             let (found, expected) = (self.word(offset + 8 * index)?, word(seed, first + index));
@@ -104,7 +105,8 @@ impl VolumeOnHost {
     }
 }
 
-/// Both ways, without a flush: `path` in the guest is mapped, and lies at `extents` (offset in it, in the volume, length).
+/// Both ways, without a flush: `path` in the guest is mapped, and lies at `extents` (offset in it,
+/// in the volume, length).
 fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) -> Result<()> {
     const SEED: u64 = 0x5eed_0000_0000;
     let bytes = extents.iter().map(|(_, _, len)| len).sum::<u64>();
@@ -256,8 +258,8 @@ fn devdax_reaches(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Why a raw NVDIMM is refused on such a pool: what the guest's kernel tells a program is durable is not. If that did
-/// not show here, the refusal would be for nothing.
+/// Why a raw NVDIMM is refused on such a pool: what the guest's kernel tells a program is durable
+/// is not. If that did not show here, the refusal would be for nothing.
 fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
     const SEED: u64 = 0xbad_0000_0000;
     let _held = HeldWriteback::hold()?;

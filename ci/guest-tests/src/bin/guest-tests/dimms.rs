@@ -89,7 +89,8 @@ fn grows(kernel: Kernel) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Each round adds a DIMM, which is boot memory after a reboot, and takes it away, which is so after the next.
+/// Each round adds a DIMM, which is boot memory after a reboot, and takes it away, which is so
+/// after the next.
 fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
     let mut held = None;

@@ -381,7 +381,8 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
         "No io_uring"
     );
     disk.fill_up()?;
-    // Past the guest's cache, and into the host's: it is the flush that fails. A guest whose writes fail sends none.
+    // Past the guest's cache, and into the host's: it is the flush that fails. A guest whose writes
+    // fail sends none.
     for (node, writes) in [
         ("vda", "seek=64 count=8 oflag=direct conv=fsync"),
         ("vdb", "seek=4 count=24 oflag=direct conv=fsync"),

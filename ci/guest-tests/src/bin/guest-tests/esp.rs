@@ -1,5 +1,5 @@
-//! A disk with an EFI system partition, as a firmware reads it: GPT (UEFI 2.10, 5.3), FAT16 with long names (Microsoft's FAT
-//! specification), and files.
+//! A disk with an EFI system partition, as a firmware reads it: GPT (UEFI 2.10, 5.3), FAT16 with
+//! long names (Microsoft's FAT specification), and files.
 
 const SECTOR_BYTES: usize = 512;
 const CLUSTER_SECTORS: usize = 8;

@@ -1,5 +1,5 @@
-//! File systems on a volume, by every interface: made, mounted, filled until nothing more fits, unmounted and checked by
-//! their own tools; and partitions.
+//! File systems on a volume, by every interface: made, mounted, filled until nothing more fits,
+//! unmounted and checked by their own tools; and partitions.
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::{Guest, Image, Kernel, Pool};
@@ -82,7 +82,8 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
 ///
 /// 1. Made and mounted. What is more than `room_mib` is given to a file that is not written.
 /// 2. Filled until a file does not fit, all others read back from the disk.
-/// 3. Unmounted and checked, mounted again and read, a third of the files removed, unmounted and checked.
+/// 3. Unmounted and checked, mounted again and read, a third of the files removed, unmounted and
+///    checked.
 fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
     let FileSystem { name, make, check } = file_system;
     let run = |what: &str, command: &str| {
@@ -107,8 +108,8 @@ fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Re
     Ok(())
 }
 
-/// Two partitions by GPT, in place of what was there. The kernel finds them when it looks at the disk anew, and the second
-/// takes a file system.
+/// Two partitions by GPT, in place of what was there. The kernel finds them when it looks at the
+/// disk anew, and the second takes a file system.
 fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let run = |what: &str, command: &str| {
         guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))
@@ -124,7 +125,8 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let found = run("look", &look)?;
     let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
     let [first, second, all] = sizes[..] else { bail!("Not two partitions: {found:?}") };
-    // The kernel counts in 512 bytes. What is not in the two is the table, its copy, and what aligns to a MiB.
+    // The kernel counts in 512 bytes. What is not in the two is the table, its copy, and what
+    // aligns to a MiB.
     ensure!(first == 8192, "The first partition has {first} of 8192 sectors");
     ensure!(first + second + 3 * 2048 > all, "The second partition has {second} of {all} sectors");
     run("use the second", &format!("mkfs.ext4 -q -F {disk}2 && e2fsck -fn {disk}2 2>&1"))?;

@@ -26,8 +26,9 @@ const CODE_OFFSET: u64 = 0x1000;
 /// Guest address of the first byte of the code, where it is entered.
 pub const ENTRY: u64 = LOAD_ADDRESS + CODE_OFFSET;
 
-// Entered by PVH in 32-bit protected mode, with the start info in EBX. Says on COM1 what it finds, and switches the machine off. It is not
-// run where it is assembled: addresses are of LOAD_ADDRESS + CODE_OFFSET, which is 0x101000.
+// Entered by PVH in 32-bit protected mode, with the start info in EBX. Says on COM1 what it finds,
+// and switches the machine off. It is not run where it is assembled: addresses are of LOAD_ADDRESS
+// + CODE_OFFSET, which is 0x101000.
 std::arch::global_asm!(
     r#"
     .pushsection .rodata.test_firmware, "a"
@@ -70,7 +71,8 @@ test_firmware:
     call test_firmware_puts
     mov %ebx, %eax
     call test_firmware_put_number
-    // BAR 0 as it is, and the byte at 0x14 there: of virtio, the status of a device that was reset, which is 0.
+    // BAR 0 as it is, and the byte at 0x14 there: of virtio, the status of a device that was reset,
+    // which is 0.
     mov %ecx, %eax
     shl $11, %eax
     or $0x80000010, %eax
@@ -176,11 +178,13 @@ unsafe extern "C" {
 }
 
 fn code() -> &'static [u8] {
-    // SAFETY: both are constants that the assembler has written: where the code begins, in read-only data, and how long it is.
+    // SAFETY: both are constants that the assembler has written: where the code begins, in
+    // read-only data, and how long it is.
     unsafe { std::slice::from_raw_parts(TEST_FIRMWARE_BYTES, TEST_FIRMWARE_LEN) }
 }
 
-/// An ELF file of `code` with the note by which PVH finds its entry point: one segment, and in it one note.
+/// An ELF file of `code` with the note by which PVH finds its entry point: one segment, and in it
+/// one note.
 pub fn elf(code: &[u8]) -> Vec<u8> {
     const NOTE_OFFSET: u64 = 0x200;
     const NOTE_LEN: u64 = 20;
@@ -274,7 +278,8 @@ fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
     Ok(())
 }
 
-/// The firmware of FORESHORE_TEST_FIRMWARE, such as rust-hypervisor-firmware: none is in a package that could be had here.
+/// The firmware of FORESHORE_TEST_FIRMWARE, such as rust-hypervisor-firmware: none is in a package
+/// that could be had here.
 fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
     let Some(firmware) = std::env::var_os("FORESHORE_TEST_FIRMWARE") else {
         return skip("FORESHORE_TEST_FIRMWARE names no firmware");

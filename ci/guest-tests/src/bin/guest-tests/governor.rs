@@ -1,5 +1,5 @@
-//! The governor as its users hold it: paused by the API, whatever the guest does; its recording, read by whoever wants to
-//! know what another policy would have done.
+//! The governor as its users hold it: paused by the API, whatever the guest does; its recording,
+//! read by whoever wants to know what another policy would have done.
 
 use std::fs::File;
 use std::io::BufReader;

@@ -1,4 +1,5 @@
-//! What the host's memory behind a guest is like: shared, of huge pages, there from the start, of a file.
+//! What the host's memory behind a guest is like: shared, of huge pages, there from the start, of a
+//! file.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -112,7 +113,8 @@ fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
         .sum()
 }
 
-/// What the host holds in files without names that the VMM has open: those of memory that comes and goes.
+/// What the host holds in files without names that the VMM has open: those of memory that comes and
+/// goes.
 fn in_memory_files(guest: &Guest) -> Result<u64> {
     let is_memory = |path: &Path| {
         fs::read_link(path)
@@ -500,7 +502,8 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     aside.all_are_back()?;
-    // 2. A file that is the guest's as long as the VM is there, and keeps its pages until it is removed.
+    // 2. A file that is the guest's as long as the VM is there, and keeps its pages until it is
+    //    removed.
     let file = files.0.join("memory");
     fs::File::create(&file)?.set_len(256 * MIB)?;
     let guest = builder("256M", &file, ",shared=on,prefault=on").boot()?;

@@ -84,7 +84,8 @@ fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script
 /// As large as what the targets have to plug.
 const PLUGGED_BYTES: u64 = 512 * MIB;
 
-/// All of the zone is plugged and unplugged eight times; CHECK is told what is plugged, each time that this is reached.
+/// All of the zone is plugged and unplugged eight times; CHECK is told what is plugged, each time
+/// that this is reached.
 fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Result<()> {
     for plugged_bytes in [PLUGGED_BYTES, 0].into_iter().cycle().take(16) {
         let (call, body) = match id {
@@ -153,7 +154,8 @@ fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
                         && now.from_guest > before.from_guest + 20)
                 });
             }
-            // 2. and without it takes them out of the tap for nothing. No page of the host's is there afterwards.
+            // 2. and without it takes them out of the tap for nothing. No page of the host's is
+            //    there afterwards.
             guest.wait_until("frames are lost", ATTACK_LIMIT, || {
                 Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
             })?;
@@ -219,8 +221,8 @@ fn report(text: &str) -> Result<Report> {
     report().with_context(|| format!("No report of an attack: {text:?}"))
 }
 
-/// A device that has given its queues up, or takes nothing out of them, was not attacked. Few of vsock's chains are
-/// answered: its receive and event queues wait for something to tell.
+/// A device that has given its queues up, or takes nothing out of them, was not attacked. Few of
+/// vsock's chains are answered: its receive and event queues wait for something to tell.
 fn garbage_was_taken(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(
@@ -322,7 +324,8 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
     guest.api("GET", "vm.info", None).map(drop)
 }
 
-/// Where no slot is there is no memory: all ones, as on a bus where nobody answers. The VM lives on.
+/// Where no slot is there is no memory: all ones, as on a bus where nobody answers. The VM lives
+/// on.
 fn a_touch_of_unplugged_memory_finds_nothing() -> Result<()> {
     // Where virtio_mem has claimed the range, the kernel keeps even root out of it.
     // There is an SRAT, which names the range, once there are two nodes.

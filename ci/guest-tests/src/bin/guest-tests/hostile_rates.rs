@@ -180,7 +180,8 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
 /// The string that the guest writes at each start.
 const STARTED: &[u8] = b"A guest starts, and resets its machine.\n";
 
-/// Writes [`STARTED`] to COM1 by one string instruction, and then the reset register. Entered in 32-bit protected mode.
+/// Writes [`STARTED`] to COM1 by one string instruction, and then the reset register. Entered in
+/// 32-bit protected mode.
 fn resets_at_once() -> Vec<u8> {
     const CODE_BYTES: u32 = 29;
     let text = (firmware::ENTRY as u32 + CODE_BYTES).to_le_bytes();
@@ -295,7 +296,8 @@ fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {
     guest.wait_until("the agent is connected", LIMIT, || Ok(agent_connections(&guest)? >= 1.0))?;
     let before = agent_connections(&guest)?;
     let path = format!("{}_{PORT}", guest.vsock_socket().display());
-    // The test does not accept connections, because a waiting connection already occupies a socket of the VMM.
+    // The test does not accept connections, because a waiting connection already occupies a socket
+    // of the VMM.
     let listener = UnixListener::bind(&path)?;
     let mut storm =
         guest.start_script(LIMIT, &format!("exec guest-tool vsock-hold {PORT} '{RESTART}'"))?;

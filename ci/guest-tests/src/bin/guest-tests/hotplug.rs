@@ -232,7 +232,8 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         let id = format!("disk-{round}");
         let added = add_disk(&guest, &path, &id)?;
         let node = wait_for_disk(&guest, &id)?;
-        // If the node goes between two runs of dd, the next one creates a file of that name, and the loop would never end.
+        // If the node goes between two runs of dd, the next one creates a file of that name, and
+        // the loop would never end.
         let writes = format!(
             "while test -b /dev/{node} && dd if=/dev/zero of=/dev/{node} bs=64k count=64 oflag=direct 2>/dev/null
             do :; done; echo over"

@@ -1,4 +1,5 @@
-//! Every kind of device comes and goes a hundred times in one guest, is used each time, and leaves nothing behind.
+//! Every kind of device comes and goes a hundred times in one guest, is used each time, and leaves
+//! nothing behind.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::runner::skip;

@@ -29,8 +29,8 @@ impl Way {
     }
 }
 
-/// Each boot reads what all before it have written, by another way, and writes something itself. The first way is the last
-/// one as well.
+/// Each boot reads what all before it have written, by another way, and writes something itself.
+/// The first way is the last one as well.
 fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
     let pool = pool_with_volume()?;
     let mut acknowledged = String::new();

@@ -71,8 +71,8 @@ pub(crate) fn nothing_died(guest: &Guest) -> Result<()> {
 
 /// DRAM of a guest whose PM is many times as large.
 const SMALL_DRAM_MIB: u64 = 192;
-/// Allowed difference in plugged PM between guest and simulator: this part of it, and at least this amount. The rate of
-/// the real load is not constant, and psi adds memory for the rate.
+/// Allowed difference in plugged PM between guest and simulator: this part of it, and at least this
+/// amount. The rate of the real load is not constant, and psi adds memory for the rate.
 const DIFFERENCE_PART: u64 = 8;
 const DIFFERENCE_BYTES: u64 = 128 * MIB;
 
@@ -83,7 +83,8 @@ struct AtRest {
     used_bytes: u64,
 }
 
-/// PM that `psi` has plugged in the simulator after a load has grown to `load_mib` within `load_ms`.
+/// PM that `psi` has plugged in the simulator after a load has grown to `load_mib` within
+/// `load_ms`.
 fn simulated_pm_bytes(at_rest: &AtRest, pm_mib: u64, load_mib: u64, load_ms: u64) -> Result<u64> {
     const REST_MS: u64 = 5_000;
     let swap = SwapDevice::from_name("none", 0).context("No such device")?;
@@ -195,7 +196,8 @@ fn at_rest(guest: &Guest) -> Result<AtRest> {
     Ok(AtRest { total_bytes, used_bytes: total_bytes - bytes("free_bytes")? })
 }
 
-/// DRAM of one block can be plugged as well. The agent cannot convert it, because its node must keep movable memory.
+/// DRAM of one block can be plugged as well. The agent cannot convert it, because its node must
+/// keep movable memory.
 fn pm_of_many_times_dram_is_used_beside_dram_to_plug() -> Result<()> {
     const PM_MIB: u64 = SMALL_DRAM_MIB * LARGEST_RATIO;
     let pool = Pool::create(&format!("{}M", PM_MIB + 64))?;
@@ -404,7 +406,8 @@ fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     ensure!((3350..=3584).contains(&mib), "MemTotal is {mib} MiB");
     ensure!(guest.run("cat /proc/iomem")?.contains("100000000-"), "No memory begins at 4 GiB");
     let reserve_bytes = kernel_reserve_bytes(3584 * MIB, (14 << 30) + 64 * MIB);
-    // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)`: pages that allocations for a higher zone leave free.
+    // `protection: (0, 0, NORMAL, MOVABLE, DEVICE)`: pages that allocations for a higher zone leave
+    // free.
     let kept = "awk '/^Node/ { zone = $4 } $1 == \"managed\" { managed = $2 } /protection:/ { gsub(/[(),]/, \"\") } \
                 /protection:/ && /[0-9]/ { user = $5 < managed ? $5 : managed } \
                 /protection:/ && zone == \"DMA32\" { n += user - $4 } /protection:/ && zone == \"Normal\" { n += user } \
@@ -419,8 +422,9 @@ fn boot_memory_around_the_hole_is_there_and_keeps_the_reserve() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Fills sockets until the OOM killer ends their owner, which frees them. Files of a tmpfs would stay, and Linux would kill one
-/// process after another. Linux may kill a second process before the sockets of the first are closed.
+/// Fills sockets until the OOM killer ends their owner, which frees them. Files of a tmpfs would
+/// stay, and Linux would kill one process after another. Linux may kill a second process before the
+/// sockets of the first are closed.
 fn sockets_fill_all_but_a_seventh_of_dram_before_their_owner_dies() -> Result<()> {
     const DRAM_MIB: u64 = 640;
     const KERNEL_PERCENT: u64 = 85;
@@ -487,8 +491,8 @@ fn processes_beyond_dram_are_the_only_ones_to_die() -> Result<()> {
 }
 
 /// Checks the counterpart: without blocks for the kernel, the OOM killer ends `load`. Linux can
-/// reclaim the dentries of missing files, and the tables of 2,000 processes fit into boot memory, so
-/// these two loads have no counterpart.
+/// reclaim the dentries of missing files, and the tables of 2,000 processes fit into boot memory,
+/// so these two loads have no counterpart.
 fn is_killed_without_blocks(load: &Load) -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = guest_of_640_mib_of_dram(Kernel::V6_12, &pool)

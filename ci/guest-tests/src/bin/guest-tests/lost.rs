@@ -1,4 +1,5 @@
-//! Memory that a guest has and that is gone: the VM is paused and says why, whoever touches it, and the VMM lives.
+//! Memory that a guest has and that is gone: the VM is paused and says why, whoever touches it, and
+//! the VMM lives.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -30,7 +31,8 @@ fn cut(path: &Path, len_bytes: u64) -> Result<()> {
     Ok(File::options().write(true).open(path)?.set_len(len_bytes)?)
 }
 
-/// The VM is paused, and everybody who asks is told of what memory is lost and how; `flags` are what it came by.
+/// The VM is paused, and everybody who asks is told of what memory is lost and how; `flags` are
+/// what it came by.
 fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
         Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
@@ -69,7 +71,8 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     cut(&path, 5 * MIB)?;
     let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
-    // Files are looked at now and then as well: the VM may be paused before the guest has answered that it begins.
+    // Files are looked at now and then as well: the VM may be paused before the guest has answered
+    // that it begins.
     let read = guest.start_script(IO_LIMIT, read);
     wait_until_paused(&guest, &[&flag], "cut short to 5 MiB, of which the guest has 16 MiB")?;
     drop(read);
@@ -127,7 +130,8 @@ fn a_device_that_writes_to_what_was_cut_off_is_survived() -> Result<()> {
     Ok(())
 }
 
-/// What a disk is to write lies in what is cut off meanwhile: it is an error, and nothing is written.
+/// What a disk is to write lies in what is cut off meanwhile: it is an error, and nothing is
+/// written.
 fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
     const SEED: u64 = 0x1057_0000_0000_0000;
     let dir = this_tests_dir();
@@ -161,7 +165,8 @@ fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
     Ok(())
 }
 
-/// Lent memory and volumes lie in one file. A pool is not opened while a part is missing, and is as it was when it is not.
+/// Lent memory and volumes lie in one file. A pool is not opened while a part is missing, and is as
+/// it was when it is not.
 fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     let pool = Pool::create("256M")?;
     let (memory, volume) = (
@@ -193,7 +198,8 @@ fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     guest.kill9()
 }
 
-/// A page that the kernel has found bad is gone from every process, and whoever touches it is told by a signal.
+/// A page that the kernel has found bad is gone from every process, and whoever touches it is told
+/// by a signal.
 fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     let path = file(&this_tests_dir(), "file", 16, "x")?;
     let flag = format!("--pmem file={}", path.display());
@@ -210,7 +216,8 @@ fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
     Ok(())
 }
 
-/// Has the kernel take the page at `offset` of a file for bad; false: it cannot (madvise(2), MADV_HWPOISON).
+/// Has the kernel take the page at `offset` of a file for bad; false: it cannot (madvise(2),
+/// MADV_HWPOISON).
 fn poison(path: &Path, offset: u64) -> Result<bool> {
     let file = File::options().read(true).write(true).open(path)?;
     let (len, prot) = (4096, libc::PROT_READ | libc::PROT_WRITE);

@@ -36,7 +36,8 @@ guest_tests::tests![
 ];
 
 pub const IO_LIMIT: Duration = Duration::from_secs(120);
-/// Length of a stream. Its segments, of 20 KiB on average, use a queue of 256 descriptors more than once.
+/// Length of a stream. Its segments, of 20 KiB on average, use a queue of 256 descriptors more than
+/// once.
 pub const TRANSFER_BYTES: usize = 8 << 20;
 /// The longest frame of an MTU of 1500, without what virtio puts before it.
 const FRAME_BYTES: f64 = 1514.0;
@@ -162,8 +163,8 @@ fn check_stream(stream: &mut impl Read) -> Result<usize> {
     }
 }
 
-/// A guest that listens, and compares what it gets. It has nothing to say, and does not say so: at the end of what it hears
-/// busybox' nc at the other side would stop.
+/// A guest that listens, and compares what it gets. It has nothing to say, and does not say so: at
+/// the end of what it hears busybox' nc at the other side would stop.
 fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
     let line = std::str::from_utf8(LINE)?.trim();
     let script = format!(
@@ -191,7 +192,8 @@ pub fn to_guest_until(guest: &Guest, net: &Net, done: &AtomicBool) -> Result<()>
     })
 }
 
-/// Sends as long as `left`, called with the number of bytes sent, returns more than 0. The guest compares what it gets.
+/// Sends as long as `left`, called with the number of bytes sent, returns more than 0. The guest
+/// compares what it gets.
 fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
     let line = std::str::from_utf8(LINE)?.trim();
     let check = format!(
@@ -246,7 +248,8 @@ fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Segments longer than a frame pass while TRANSFER goes that way: without them the mean could not be so long.
+/// Segments longer than a frame pass while TRANSFER goes that way: without them the mean could not
+/// be so long.
 fn has_long_segments(
     guest: &Guest,
     direction: &str,
@@ -600,8 +603,8 @@ pub fn taken(net: &Net) -> Result<u64> {
     std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
 }
 
-/// Takes the bus away from a NIC under traffic, as Linux does before it starts a kernel by kexec (`pci_clear_master`), and gives
-/// it to a driver that comes anew.
+/// Takes the bus away from a NIC under traffic, as Linux does before it starts a kernel by kexec
+/// (`pci_clear_master`), and gives it to a driver that comes anew.
 pub fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
@@ -613,7 +616,8 @@ pub fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
         guest.wait_until(what, IO_LIMIT, || Ok(taken(net)? > before + 100))
     };
     frames_arrive("frames arrive")?;
-    // Memory and no bus: bit 1 of the command register, without bit 2. When the write is over, so is the device.
+    // Memory and no bus: bit 1 of the command register, without bit 2. When the write is over, so
+    // is the device.
     guest.run(
         "printf '\\002' | dd of=/sys/bus/pci/devices/$(cat /tmp/function)/config bs=1 seek=4 conv=notrunc",
     )?;

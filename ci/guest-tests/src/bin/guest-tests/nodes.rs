@@ -1,4 +1,5 @@
-//! NUMA nodes: the guest's kernel sees them as they were asked for, and memory that is plugged lands in its own.
+//! NUMA nodes: the guest's kernel sees them as they were asked for, and memory that is plugged
+//! lands in its own.
 
 use std::time::Duration;
 
@@ -42,7 +43,8 @@ fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
         .boot()
 }
 
-/// The same without DRAM to come, so that a policy's first answer is PM, and a policy for which each node counts.
+/// The same without DRAM to come, so that a policy's first answer is PM, and a policy for which
+/// each node counts.
 fn two_sockets_short_of_dram(pool: &Pool) -> Result<Guest> {
     Guest::builder()
         .cpus(2)
@@ -105,8 +107,8 @@ fn is_demotion_on(guest: &Guest) -> Result<bool> {
     Ok(guest.run("cat /sys/kernel/mm/numa/demotion_enabled")?.trim() == "true")
 }
 
-/// Nodes that reclaim of `node` may demote to, in the order of preference, from the last line that the kernel has
-/// logged (mm/memory-tiers.c, dump_demotion_targets).
+/// Nodes that reclaim of `node` may demote to, in the order of preference, from the last line that
+/// the kernel has logged (mm/memory-tiers.c, dump_demotion_targets).
 fn demotion_targets(guest: &Guest, node: u32) -> Result<String> {
     let script = format!("dmesg | sed -n 's/.*Demotion targets for Node {node}: //p' | tail -n 1");
     Ok(guest.run(&script)?.trim().to_owned())
@@ -191,13 +193,14 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
     are_seen(Kernel::V6_12, &["0-1", "2", "3"], targets)
 }
 
-/// 6.1 shows the figures. Its tiers follow drivers alone, and virtio-mem sets none, so demotion has no target.
+/// 6.1 shows the figures. Its tiers follow drivers alone, and virtio-mem sets none, so demotion has
+/// no target.
 fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
 
-/// A load on node 1's CPU takes node 1's memory first, and node 0 has twice as much: node 1 is short, and the PM near it is
-/// the first to come.
+/// A load on node 1's CPU takes node 1's memory first, and node 0 has twice as much: node 1 is
+/// short, and the PM near it is the first to come.
 fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
     /// More than node 1 has of its own, and less than both have.
     const LOAD_MIB: u64 = 320;

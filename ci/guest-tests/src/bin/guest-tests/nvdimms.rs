@@ -147,8 +147,8 @@ fn as_many_nvdimms_as_there_may_be_are_found() -> Result<()> {
     pool.check().map(drop)
 }
 
-/// A failed flush of an NVDIMM would pause the VM. One of a virtio-pmem device on the same pool does not, and the NVDIMM
-/// beside it tells what it has come to.
+/// A failed flush of an NVDIMM would pause the VM. One of a virtio-pmem device on the same pool
+/// does not, and the NVDIMM beside it tells what it has come to.
 fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;

@@ -1,5 +1,5 @@
-//! The papers' policies in an unpatched guest, whose agent watches what is free, as they do: page cache takes that, and leaves
-//! as much available as there was.
+//! The papers' policies in an unpatched guest, whose agent watches what is free, as they do: page
+//! cache takes that, and leaves as much available as there was.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,7 +35,8 @@ struct Marks {
     low: u64,
     high: u64,
     dram: u64,
-    /// Memory that Linux keeps free of user pages (`protection` in /proc/zoneinfo), and that the tables do not count.
+    /// Memory that Linux keeps free of user pages (`protection` in /proc/zoneinfo), and that the
+    /// tables do not count.
     reserve: u64,
 }
 
@@ -173,7 +174,8 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .memory("size=256M")
         .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
         .argument("--disk", &format!("path={}", disk.display()))
-        // Huge pages, which the agent switches on in a guest that has grown, would move the watermarks.
+        // Huge pages, which the agent switches on in a guest that has grown, would move the
+        // watermarks.
         .cmdline("transparent_hugepage=never foreshore.zram=64M")
         .pressure(&format!("off,dry_run=on,record={}", trace.display()))
         .boot()?;
@@ -236,7 +238,8 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     })?;
     let early = decisions(guest, before, "grow")?;
     ensure!(early.is_empty(), "There was enough, and it grew: {early:?}");
-    // 2. In each row, what the table says; nothing of it happens yet, so that what is free stays in the row.
+    // 2. In each row, what the table says; nothing of it happens yet, so that what is free stays in
+    //    the row.
     let mut cache = Cache::open(guest)?;
     for row in &rows {
         // Reports on the way there may be of two moments.
@@ -299,7 +302,8 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(guest, "pm")?.plugged_bytes == 0))
 }
 
-/// Under the watermark of free memory the agent said so with every report, however much was available.
+/// Under the watermark of free memory the agent said so with every report, however much was
+/// available.
 fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
     let trace = Trace::read(BufReader::new(File::open(trace)?))?;
     let mut causes: BTreeMap<String, u32> = BTreeMap::new();

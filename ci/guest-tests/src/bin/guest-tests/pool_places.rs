@@ -1,5 +1,5 @@
-//! A pool holds what it promises wherever it lies: on tmpfs, on file systems with DAX and without, on block devices, on
-//! devdax.
+//! A pool holds what it promises wherever it lies: on tmpfs, on file systems with DAX and without,
+//! on block devices, on devdax.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -72,8 +72,8 @@ pub fn blank(device: &str) -> Result<PathBuf> {
         ));
     }
     if device == DEVDAX {
-        // It knows no write(). What an earlier test left goes by the library's own means, all of it: a pool whose
-        // superblocks are gone is still one.
+        // It knows no write(). What an earlier test left goes by the library's own means, all of
+        // it: a pool whose superblocks are gone is still one.
         let node = File::options().read(true).write(true).open(&path)?;
         let len_bytes = media::len_bytes(&node)?;
         FileMedia::new(node, len_bytes, true)?.erase(std::slice::from_ref(&(0..len_bytes)))?;
@@ -146,8 +146,8 @@ fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     Ok(open.scrub_all()?)
 }
 
-/// What every pool does, in its place: volumes come, change and go; memory that its holder left behind is erased; it
-/// grows. Ends with a pool that has no volumes.
+/// What every pool does, in its place: volumes come, change and go; memory that its holder left
+/// behind is erased; it grows. Ends with a pool that has no volumes.
 fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()>) -> Result<()> {
     let name = &pool.name();
     let info = pool.info()?;
@@ -373,7 +373,8 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Twice each: where a look at the file system is enough to see it, and where only the last blocks are missing.
+/// Twice each: where a look at the file system is enough to see it, and where only the last blocks
+/// are missing.
 fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<()> {
     let disk = Disk::create_with(FileSystem::Ext4ByBlocks, 48, 64)?;
     let pool = Pool::at(disk.dir());
@@ -404,7 +405,8 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
             free_bytes(disk.dir())?
         );
         ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
-        // Sequence numbers and checksums of the superblocks may differ; what is behind them may not.
+        // Sequence numbers and checksums of the superblocks may differ; what is behind them may
+        // not.
         let after = content(pool.path())?;
         let differ = before.len() != after.len()
             || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];

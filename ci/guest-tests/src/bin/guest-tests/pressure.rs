@@ -184,7 +184,8 @@ fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
     Ok(())
 }
 
-/// Who allocates 100 MB/s for as long as there is anything never sees the OOM killer while PM is left.
+/// Who allocates 100 MB/s for as long as there is anything never sees the OOM killer while PM is
+/// left.
 fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_without_swap(&pool).pressure("psi").boot()?;
@@ -246,7 +247,8 @@ fn signs_of_shortage(guest: &Guest) -> Result<Vec<(&'static str, u64)>> {
 fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = guest_of_fixed_dram(&pool).kernel(kernel).boot()?;
-    // Page tables, descriptors, stacks and slabs beside a load that leaves no DRAM: twice as much as there is.
+    // Page tables, descriptors, stacks and slabs beside a load that leaves no DRAM: twice as much
+    // as there is.
     ensure!(write_to_memory(&guest, 700)?, "Not all was written");
     let pm = zone(&guest, "pm")?;
     ensure!(

@@ -1,5 +1,5 @@
-//! The governor goes on: with an agent that is stopped, killed, floods or lies, on a host without a CPU to spare, with
-//! a guest that cannot give back or cannot take.
+//! The governor goes on: with an agent that is stopped, killed, floods or lies, on a host without a
+//! CPU to spare, with a guest that cannot give back or cannot take.
 
 use std::time::Duration;
 
@@ -85,7 +85,8 @@ fn reports(guest: &Guest) -> Result<f64> {
 /// What an agent says first.
 const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
-/// A report of a guest that has so much memory and nothing left of it. `seq` counts from 1; the guest has run for so long.
+/// A report of a guest that has so much memory and nothing left of it. `seq` counts from 1; the
+/// guest has run for so long.
 fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
     let memory = json!({ "total_bytes": total_bytes, "free_bytes": 0, "available_bytes": 0 });
     let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,
@@ -103,7 +104,8 @@ fn decisions_total(guest: &Guest) -> Result<u64> {
     pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
 }
 
-/// What the guest has, for lies of which all else could be true: what is plugged and not online would be on its way.
+/// What the guest has, for lies of which all else could be true: what is plugged and not online
+/// would be on its way.
 fn total_bytes(guest: &Guest) -> Result<u64> {
     let kib: u64 = guest.run("awk '/^MemTotal:/ { print $2 }' /proc/meminfo")?.trim().parse()?;
     Ok(kib * 1024)
@@ -119,7 +121,8 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     for zone in pressure(&guest)?["zones"].as_array().context("No zones")? {
         ensure!(zone["driver_ready"] == true, "The driver is not up: {zone}");
     }
-    // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs, before it would swap.
+    // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs,
+    //    before it would swap.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
     let hog = fill(&guest, 512)?;
     let grown = |decision: &Value| {
@@ -130,16 +133,19 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     let swapped = vmstat(&guest, "pswpout")?;
     ensure!(swapped == 0, "{swapped} pages were swapped out");
     drop((busy, hog));
-    // From here on a guest of which nothing is heard gets nothing: the rule for that may ask for everything that there is, and then
-    // what is reported below would find nothing left to be asked for.
+    // From here on a guest of which nothing is heard gets nothing: the rule for that may ask for
+    // everything that there is, and then what is reported below would find nothing left to be
+    // asked for.
     guest.api("PUT", "vm.pressure", Some(json!({ "rules": { "lost_steps": 0 } })))?;
     // 2. The agent is stopped, and killed.
     guest.run("killall -STOP foreshore-agent")?;
     wait_for_agent(&guest, "silent")?;
     guest.run("killall -KILL foreshore-agent")?;
     wait_for_agent(&guest, "gone")?;
-    // 3. Somebody floods in its place. One agent is heard at a time, so none can report beside it; but amid the flood is a report of
-    // a guest that is short, and it is decided upon while the flood goes on, which it does until it is ended.
+    // 3. Somebody floods in its place. One agent is heard at a time, so none can report beside it;
+    //    but amid the flood is a report of
+    // a guest that is short, and it is decided upon while the flood goes on, which it does until it
+    // is ended.
     let (refused_before, decided) = (refused(&guest, "not_json")?, decisions_total(&guest)?);
     let left = ALL - requested_bytes(&guest)?;
     println!("{} MiB are left to be asked for", left / MIB);
@@ -168,7 +174,8 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     guest.wait_until("the grow is over", LIMIT, || {
         Ok(plugged_bytes(&guest)? == requested_bytes(&guest)?)
     })?;
-    // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more. More memory than there can be
+    // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more.
+    //    More memory than there can be
     // is not believed, and counted.
     let requested = requested_bytes(&guest)?;
     let (taken, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
@@ -240,7 +247,8 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
 
 /// Takes what the guest's kernel has left for page descriptors, and keeps it taken.
 fn dry(guest: &Guest) -> Result<Script> {
-    // Descriptors of a section are 2 MiB. Should the guest have to kill somebody for something else, then the sleepers.
+    // Descriptors of a section are 2 MiB. Should the guest have to kill somebody for something
+    // else, then the sleepers.
     const DRY: &str = "for sleeper in 1 2 3 4 5 6 7 8; do
             (echo 1000 >/proc/self/oom_score_adj; exec sleep 1000000) &
         done
@@ -254,7 +262,8 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     /// Reports that would each have led to a request.
     const REPORTS: f64 = 20.0;
     let pool = Pool::create("1G")?;
-    // Programs have a movable part of DRAM, which the VMM asks for: what is full is the rest, which page descriptors come out of.
+    // Programs have a movable part of DRAM, which the VMM asks for: what is full is the rest, which
+    // page descriptors come out of.
     let guest = Guest::builder()
         .cpus(2)
         .memory("size=384M")

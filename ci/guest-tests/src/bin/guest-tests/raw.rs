@@ -1,4 +1,5 @@
-//! A raw volume is bytes and nothing else: by virtio-pmem on any guest, and refused where a guest would be misled.
+//! A raw volume is bytes and nothing else: by virtio-pmem on any guest, and refused where a guest
+//! would be misled.
 
 use anyhow::{Result, ensure};
 use guest_tests::disk::HeldWriteback;

@@ -18,8 +18,8 @@ const POOL: &str = "/dev/shm/pool";
 /// The line between the commands of the two terminals.
 const OTHER_TERMINAL: &str = "# It stays in the foreground.";
 
-/// The block without the lines that depend on the location of the clone: the build, and the paths of the programs, the
-/// kernel and the image.
+/// The block without the lines that depend on the location of the clone: the build, and the paths
+/// of the programs, the kernel and the image.
 fn commands() -> Result<(String, String)> {
     let (_, section) =
         README.split_once("\n## Use it\n").context("README.md has no section Use it")?;
@@ -65,7 +65,8 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // The VMM is a child of the shell and has been ended by its API, unless the shell failed before it started one.
+        // The VMM is a child of the shell and has been ended by its API, unless the shell failed
+        // before it started one.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,5 @@
-//! The short form of `ci/soak --only pressure`: a guest with half of the DRAM that its workload needs.
+//! The short form of `ci/soak --only pressure`: a guest with half of the DRAM that its workload
+//! needs.
 
 use std::time::Duration;
 
@@ -41,7 +42,8 @@ fn unmet(name: &str, outcome: &Outcome, alone: &Outcome) -> Vec<(About, String)>
 
 fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let run = |name: &str, config: Config, dram_mib: u64| {
-        // In real time the agent needs a vCPU of its own: emulated, a fill takes one for hundreds of MiB at a time.
+        // In real time the agent needs a vCPU of its own: emulated, a fill takes one for hundreds
+        // of MiB at a time.
         let size = GuestSize { cpus: 2, dram_mib };
         run(WORKLOAD, &config, size, name, Watched::UntilEnoughIsBack)
             .with_context(|| name.to_owned())
@@ -67,7 +69,8 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     Ok(())
 }
 
-/// A guest that has no more, also no more swap: the programs that a load consists of are taken, and not who tells of it.
+/// A guest that has no more, also no more swap: the programs that a load consists of are taken, and
+/// not who tells of it.
 fn what_is_killed_for_memory_is_the_load() -> Result<()> {
     /// Until a guest that swaps to its last page kills somebody.
     const LIMIT: Duration = Duration::from_secs(300);

@@ -1,4 +1,5 @@
-//! A sector is the old one or the new one, whatever is killed, whenever; and what was flushed is there.
+//! A sector is the old one or the new one, whatever is killed, whenever; and what was flushed is
+//! there.
 //!
 //! Few rounds here: `ci/soak` has the many.
 
@@ -85,7 +86,8 @@ fn after_power_cut(setup: Setup) -> Result<torn::Judgement> {
     victim.judge_at(pool.path())
 }
 
-/// Flushes that do nothing lose what they have called durable; otherwise the tests above prove nothing.
+/// Flushes that do nothing lose what they have called durable; otherwise the tests above prove
+/// nothing.
 fn power_cuts_lose_what_a_lie_has_flushed() -> Result<()> {
     let judgement = after_power_cut(Setup { flushes_lie: true, ..Setup::new(Interface::Nvdimm) })?;
     ensure!(judgement.lost() > 0, "Flushes did nothing, and nothing was lost");

@@ -83,7 +83,8 @@ fn unwanted(guest: &Guest) -> Result<u64> {
     count.with_context(|| format!("NoPorts in {counters:?}"))
 }
 
-/// A pause in the middle of a transfer: nothing reaches the guest until it is over, and nothing is lost then.
+/// A pause in the middle of a transfer: nothing reaches the guest until it is over, and nothing is
+/// lost then.
 fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let unwanted_before = unwanted(guest)?;
@@ -154,7 +155,8 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
         guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2",
         "Not two queues"
     );
-    // Interrupts go from one vCPU to the other: each time the guest masks a vector, and gives it another message.
+    // Interrupts go from one vCPU to the other: each time the guest masks a vector, and gives it
+    // another message.
     let move_to = |cpus: &str| {
         let set = format!(
             "for irq in $(awk -F: '/virtio.-(in|out)put/ {{ print $1 + 0 }}' /proc/interrupts); do \
@@ -291,7 +293,8 @@ fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
         Ok(net) => net,
         Err(reason) => return skip(reason),
     };
-    // For the VMM alone, in a mount namespace of its own: other tests run beside. No driver has that number.
+    // For the VMM alone, in a mount namespace of its own: other tests run beside. No driver has
+    // that number.
     let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));
     host(&format!("mknod {} c 10 254", gone.display()))?;
     let hide = format!("mount --bind {} /dev/vhost-net", gone.display());

@@ -46,8 +46,8 @@ pub fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
-/// Direct and buffered writers at once on their own thirds of the disk, beside a load that swaps; every block is
-/// verified by its writer, and again at the end.
+/// Direct and buffered writers at once on their own thirds of the disk, beside a load that swaps;
+/// every block is verified by its writer, and again at the end.
 fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
     wait_for_disk(guest)?;
     let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 280")?;
@@ -114,8 +114,8 @@ fn nvdimm_holds_with_four_cpus_and_over_a_kill() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// The guest's own bug, which the refusal of this configuration is about. If it does not show here, the tests above
-/// would not see it either.
+/// The guest's own bug, which the refusal of this configuration is about. If it does not show here,
+/// the tests above would not see it either.
 fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     let pool = pool_with_volume()?;
     let guest = guest_with(&pool, "interface=virtio-pmem,force=on").cpus(2).boot()?;
@@ -135,7 +135,8 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// An ext4 file system on the volume, with the fewest writes: where each is four flushes to a disk, they take a minute.
+/// An ext4 file system on the volume, with the fewest writes: where each is four flushes to a disk,
+/// they take a minute.
 pub fn make_file_system(guest: &Guest) -> Result<()> {
     let make = "mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0s";
     guest.run_within(IO_LIMIT, make).map(drop)
@@ -144,8 +145,8 @@ pub fn make_file_system(guest: &Guest) -> Result<()> {
 /// Mounts the volume in the guest.
 pub const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 
-/// Writes files with fsync until at least `count` are acknowledged, and kills the VMM in the middle of the next one.
-/// Returns a line for each that was acknowledged: its name and its hash.
+/// Writes files with fsync until at least `count` are acknowledged, and kills the VMM in the middle
+/// of the next one. Returns a line for each that was acknowledged: its name and its hash.
 pub fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
     let mut acknowledged = String::new();
     let mut writer =
@@ -240,8 +241,8 @@ fn takes_no_writes(guest: &Guest, disk: &str, marked: &str) -> Result<()> {
     guest.run(&format!("dd if=/dev/{disk} of=/dev/null bs=4096 count=16")).map(drop)
 }
 
-/// Two at once, one of each interface. A reboot builds the machine anew, and the volumes' second life begins while
-/// nothing of their first one may be left.
+/// Two at once, one of each interface. A reboot builds the machine anew, and the volumes' second
+/// life begins while nothing of their first one may be left.
 fn volumes_stay_across_a_reboot() -> Result<()> {
     let pool = pool_with_volume()?;
     pool.create_volume("more", "32M")?;

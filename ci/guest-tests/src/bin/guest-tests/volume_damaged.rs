@@ -1,4 +1,5 @@
-//! A volume with a damaged arena, by virtio-blk: that arena takes no writes, and nothing else is the worse for it.
+//! A volume with a damaged arena, by virtio-blk: that arena takes no writes, and nothing else is
+//! the worse for it.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::sectors::{Outcome, Program};

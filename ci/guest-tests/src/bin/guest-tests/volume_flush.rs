@@ -116,7 +116,8 @@ fn has_failed(guest: &Guest) -> Result<f64> {
     guest.metrics()?.value("foreshore_volume_failed", &[("volume", "data")])
 }
 
-/// A device that fails, is mended, and goes on: the guest finds what was flushed, and can write again.
+/// A device that fails, is mended, and goes on: the guest finds what was flushed, and can write
+/// again.
 fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
     let room = Room::create(160)?;
     let device = LoopDevice::create_in(room.dir(), 128)?;

@@ -1,4 +1,5 @@
-//! A flush of a volume writes that volume to the disk, and not the memory that is lent from the same pool.
+//! A flush of a volume writes that volume to the disk, and not the memory that is lent from the
+//! same pool.
 
 use std::fs::{self, File};
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! `--pm-volume size=remaining` beside `--pm-memory`: the volume leaves the memory that the zone may need.
+//! `--pm-volume size=remaining` beside `--pm-memory`: the volume leaves the memory that the zone
+//! may need.
 
 use std::collections::BTreeSet;
 use std::fs;

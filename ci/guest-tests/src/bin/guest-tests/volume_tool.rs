@@ -1,4 +1,5 @@
-//! What `pmvol btt` reads and writes is what a guest's stock driver wrote and reads, and parts of a volume are disks.
+//! What `pmvol btt` reads and writes is what a guest's stock driver wrote and reads, and parts of a
+//! volume are disks.
 
 use anyhow::{Result, ensure};
 use guest_tests::guest::GuestBuilder;

@@ -48,8 +48,8 @@ fn pool_info(guest: &Guest) -> Result<Value> {
     Ok(pools[0].clone())
 }
 
-/// Once the only pool of a guest is at rest, it has lent what is plugged of the only zone of PM, and `pool.info`, the metrics and
-/// `pmvol info` tell the same of it.
+/// Once the only pool of a guest is at rest, it has lent what is plugged of the only zone of PM,
+/// and `pool.info`, the metrics and `pmvol info` tell the same of it.
 pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
     guest.wait_until(
         "the pool has lent what is plugged, and nothing waits to be erased",

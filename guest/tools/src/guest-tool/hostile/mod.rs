@@ -1,4 +1,5 @@
-//! A driver that means harm: takes a virtio device from the kernel and gives it descriptors that no driver would.
+//! A driver that means harm: takes a virtio device from the kernel and gives it descriptors that no
+//! driver would.
 
 mod pci;
 mod plugs;
@@ -13,8 +14,8 @@ use pci::Device;
 pub use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
-// How often the device is looked at. Counted, like everything here: what the device is made to do must not stop the attack
-// by way of the guest's clock.
+// How often the device is looked at. Counted, like everything here: what the device is made to do
+// must not stop the attack by way of the guest's clock.
 /// Garbage need not be answered: after some milliseconds the next comes anyway.
 const GARBAGE_LOOKS: u32 = 20_000;
 /// A frame need not come, and one that is sent from nowhere may be tried again for ever.
@@ -34,15 +35,17 @@ pub enum Malice {
         /// The byte after its last.
         end: u64,
     },
-    /// Frames of a network device there: its first queue's buffers are for what comes, its second one's for what is sent
-    /// (virtio 1.3, 5.1.2). A buffer that the device does not give back changes its place meanwhile.
+    /// Frames of a network device there: its first queue's buffers are for what comes, its second
+    /// one's for what is sent (virtio 1.3, 5.1.2). A buffer that the device does not give back
+    /// changes its place meanwhile.
     Frames {
         /// The range's first byte.
         first: u64,
         /// The byte after its last.
         end: u64,
     },
-    /// Chains that are wrong in every way: loops, indexes beyond the queue, lengths and addresses that overflow.
+    /// Chains that are wrong in every way: loops, indexes beyond the queue, lengths and addresses
+    /// that overflow.
     Garbage,
 }
 
@@ -100,7 +103,8 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
                         (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) =
                         (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
-                    // Most indexes go one further; some jump, after which the device may give the queue up.
+                    // Most indexes go one further; some jump, after which the device may give the
+                    // queue up.
                     let jumps = step.is_multiple_of(8);
                     is_broken |= jumps;
                     queue.offer(&chain, head, if jumps { step as u16 } else { 1 });
@@ -127,7 +131,8 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     Ok(())
 }
 
-/// Negotiates with the device as a driver that lacks one of its features. A device that accepts this is an error.
+/// Negotiates with the device as a driver that lacks one of its features. A device that accepts
+/// this is an error.
 pub fn negotiate_without(device_id: u64, feature: u64) -> Result<()> {
     let without = u32::try_from(feature).ok().and_then(|bit| 1u32.checked_shl(bit));
     let without =
@@ -187,7 +192,8 @@ fn garbage(random: &mut Bytes) -> Descriptor {
         2 => random.next_u64() as u32,
         _ => (random.next_u64() % 8192) as u32,
     };
-    // The device must not write where it could hurt the guest itself: that would show nothing about the VMM.
+    // The device must not write where it could hurt the guest itself: that would show nothing about
+    // the VMM.
     let readable_only = address < 5 << 30;
     let flags = random.next_u64() as u16 & 7 & if readable_only { !WRITE } else { u16::MAX } | NEXT;
     Descriptor {

@@ -97,8 +97,8 @@ impl Device {
         Ok(half(0) | half(4) << 32)
     }
 
-    /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio 1.3, 6). Of the rings'
-    /// features none, so that what they forbid is malice as well.
+    /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio
+    /// 1.3, 6). Of the rings' features none, so that what they forbid is malice as well.
     pub fn negotiate(&mut self) -> Result<()> {
         ensure!(self.try_negotiate(0)?, "The device does not take its own features");
         self.notify_offsets.clear();
@@ -120,7 +120,8 @@ impl Device {
         Ok(self.status() & FEATURES_OK != 0)
     }
 
-    /// A driver waits for a status of 0 (4.1.4.3.2). A device that never says so is an error, with what it says.
+    /// A driver waits for a status of 0 (4.1.4.3.2). A device that never says so is an error, with
+    /// what it says.
     pub fn reset(&mut self) -> Result<()> {
         self.set_status(0);
         ensure!(
@@ -223,7 +224,8 @@ impl Bar {
         let path = dir.join(format!("resource{number}"));
         let file: File = OpenOptions::new().read(true).write(true).open(&path)?;
         let len = usize::try_from(file.metadata()?.len())?;
-        // SAFETY: a new shared mapping of a BAR that no driver uses any more; the result is checked.
+        // SAFETY: a new shared mapping of a BAR that no driver uses any more; the result is
+        // checked.
         let base = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),

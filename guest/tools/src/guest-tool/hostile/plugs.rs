@@ -21,7 +21,8 @@ const REQUEST_BYTES: usize = 24;
 const ANSWER_AT: usize = 32;
 const ANSWER_BYTES: usize = 10;
 
-/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device, which the host must have requested.
+/// Plugs and unplugs the first `blocks` blocks of the guest's only virtio-mem device, which the
+/// host must have requested.
 pub fn plug_storm(blocks: u16, until: &Until) -> Result<()> {
     queue::keep_locked_pages_in_place()?;
     let mut device = Device::take(MEM)?;

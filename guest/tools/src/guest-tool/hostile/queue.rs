@@ -30,14 +30,16 @@ pub struct Descriptor {
     pub next: u16,
 }
 
-/// Keeps locked pages where they are. Compaction moves them otherwise, and nobody tells the device: it would go on
-/// with what has become somebody else's memory (Documentation/admin-guide/sysctl/vm.rst).
+/// Keeps locked pages where they are. Compaction moves them otherwise, and nobody tells the device:
+/// it would go on with what has become somebody else's memory
+/// (Documentation/admin-guide/sysctl/vm.rst).
 pub fn keep_locked_pages_in_place() -> Result<()> {
     let path = "/proc/sys/vm/compact_unevictable_allowed";
     std::fs::write(path, "0").with_context(|| format!("Cannot write {path}"))
 }
 
-/// A queue and its page. The page is never unmapped: a device that is late must not write into what comes after.
+/// A queue and its page. The page is never unmapped: a device that is late must not write into what
+/// comes after.
 pub struct Queue {
     pub index: u16,
     page: *mut u8,
@@ -95,12 +97,13 @@ impl Queue {
         u16::from_le_bytes([byte(at), byte(at + 1)])
     }
 
-    /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index by STEP.
+    /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index
+    /// by STEP.
     pub fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
         self.used_before = self.used();
         for (index, descriptor) in descriptors.iter().enumerate().take(usize::from(QUEUE_SIZE)) {
-            // SAFETY: the table's 8 entries of 16 bytes lie in the page, aligned; the device may read meanwhile,
-            // therefore volatile.
+            // SAFETY: the table's 8 entries of 16 bytes lie in the page, aligned; the device may
+            // read meanwhile, therefore volatile.
             unsafe { self.page.cast::<Descriptor>().add(index).write_volatile(*descriptor) };
         }
         let slot = usize::from(self.offered % QUEUE_SIZE);
@@ -116,8 +119,8 @@ impl Queue {
         fence(Ordering::SeqCst);
     }
 
-    /// Waits until the device has used something since the last offer, but looks no more often than that. Returns whether
-    /// it has.
+    /// Waits until the device has used something since the last offer, but looks no more often than
+    /// that. Returns whether it has.
     pub fn wait_until_used(&self, looks: u32) -> bool {
         (0..looks).any(|_| {
             std::hint::spin_loop();
@@ -125,13 +128,15 @@ impl Queue {
         })
     }
 
-    /// Whether the device has given back all that was offered, where each offer moved the index by one at most.
+    /// Whether the device has given back all that was offered, where each offer moved the index by
+    /// one at most.
     pub fn has_all_back(&self) -> bool {
         self.used() == self.offered
     }
 
     fn used(&self) -> u16 {
-        // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore volatile.
+        // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore
+        // volatile.
         unsafe { self.page.add(USED_AT).cast::<u16>().add(1).read_volatile() }
     }
 }
@@ -141,7 +146,8 @@ fn physical_address(virtual_address: u64) -> Result<u64> {
     let mut entry = [0u8; 8];
     map.read_exact_at(&mut entry, virtual_address / PAGE_BYTES as u64 * 8)
         .context("Cannot read pagemap")?;
-    // Bits 0 to 54 are the page frame number, and 0 for who may not know (Documentation/admin-guide/mm/pagemap.rst).
+    // Bits 0 to 54 are the page frame number, and 0 for who may not know
+    // (Documentation/admin-guide/mm/pagemap.rst).
     let frame = u64::from_le_bytes(entry) & ((1 << 55) - 1);
     ensure!(frame != 0, "pagemap does not tell the frame: not root?");
     Ok(frame * PAGE_BYTES as u64)

@@ -1,12 +1,14 @@
-//! Breadth-first search over a Kronecker graph, like Graph500's reference code: a list of edges, a compressed sparse row
-//! graph made of it, searches from several roots, and their trees held against the list.
+//! Breadth-first search over a Kronecker graph, like Graph500's reference code: a list of edges, a
+//! compressed sparse row graph made of it, searches from several roots, and their trees held
+//! against the list.
 
 use anyhow::{Result, ensure};
 use guest_tests::content::Bytes;
 
 use super::{MIB, Phases, mixed};
 
-/// An edge is in the list once, and in the rows of both of its ends: words of 8 bytes, as Graph500's are.
+/// An edge is in the list once, and in the rows of both of its ends: words of 8 bytes, as
+/// Graph500's are.
 const BYTES_PER_EDGE: u64 = 32;
 /// Vertices are this many times fewer than edges, or a little more.
 const EDGE_FACTOR: u64 = 24;
@@ -41,8 +43,9 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(sum)
 }
 
-/// Graph500's generator: each bit of both ends falls into one of four quadrants, with probabilities 0.57, 0.19, 0.19 and
-/// 0.05. Vertices are renamed, so that many neighbours are not in a low number.
+/// Graph500's generator: each bit of both ends falls into one of four quadrants, with probabilities
+/// 0.57, 0.19, 0.19 and 0.05. Vertices are renamed, so that many neighbours are not in a low
+/// number.
 fn kronecker(scale: u32, edges: u64) -> Vec<(u64, u64)> {
     let mut random = Bytes::new(u64::from(scale));
     let mut edge = || {
@@ -67,7 +70,8 @@ fn kronecker(scale: u32, edges: u64) -> Vec<(u64, u64)> {
     (0..edges).map(|_| edge()).collect()
 }
 
-/// One to one on numbers of so many bits: a product with an odd number, and the upper half into the lower.
+/// One to one on numbers of so many bits: a product with an odd number, and the upper half into the
+/// lower.
 fn renamed(vertex: u64, scale: u32) -> u64 {
     let mask = (1 << scale) - 1;
     let mut name = vertex;
@@ -129,7 +133,8 @@ impl Graph {
     }
 }
 
-/// Holds a tree against the list of edges, as Graph500 asks, and returns every vertex' distance from the root.
+/// Holds a tree against the list of edges, as Graph500 asks, and returns every vertex' distance
+/// from the root.
 fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>> {
     ensure!(parents[root as usize] == root, "The root {root} is not its own parent");
     // 1. It is a tree: up from everywhere one comes to the root.
@@ -149,7 +154,8 @@ fn validate(root: u64, parents: &[u64], list: &[(u64, u64)]) -> Result<Vec<u64>>
             vertex = below;
         }
     }
-    // 2. Neighbours are in it both or neither, at most a level apart, and its edges are in the list.
+    // 2. Neighbours are in it both or neither, at most a level apart, and its edges are in the
+    //    list.
     let mut to_find = parents.to_vec();
     for (from, to) in list {
         let (one, other) = (levels[*from as usize], levels[*to as usize]);

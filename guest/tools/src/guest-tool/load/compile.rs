@@ -1,4 +1,5 @@
-//! Debian's tcc compiles a generated program, several files at once, and links it; the program must know its own sum.
+//! Debian's tcc compiles a generated program, several files at once, and links it; the program must
+//! know its own sum.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -12,12 +13,14 @@ use super::{MIB, MemoryFiles, Phases, mixed, program};
 
 /// As `make -j` would.
 const JOBS: u64 = 4;
-/// A function's source, its object code with debugging information, and what the compiler needs for both.
+/// A function's source, its object code with debugging information, and what the compiler needs for
+/// both.
 const BYTES_PER_FUNCTION: u64 = 2200;
-/// Most of the source is comments, which take memory as all source does, and a compiler little time: without them an emulated
-/// guest would compile for minutes.
+/// Most of the source is comments, which take memory as all source does, and a compiler little
+/// time: without them an emulated guest would compile for minutes.
 const COMMENT_BYTES: u64 = 12_000;
-/// The program calls one function of so many: an emulated guest is slow with code that it has never run.
+/// The program calls one function of so many: an emulated guest is slow with code that it has never
+/// run.
 const CALLED: usize = 16;
 
 /// Phases `write`, `compile`, `link` and `run`.

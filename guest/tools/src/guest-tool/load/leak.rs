@@ -8,7 +8,8 @@ use guest_tests::content::Bytes;
 
 use super::MIB;
 
-/// Fills `mib` MiB at `rate` MiB/s, and says `held N` after each sixteen; then it keeps them until it is killed.
+/// Fills `mib` MiB at `rate` MiB/s, and says `held N` after each sixteen; then it keeps them until
+/// it is killed.
 pub fn leak(mib: u64, rate: u64) -> Result<()> {
     crate::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1")?;

@@ -1,6 +1,8 @@
-//! Workloads of a known size, whose results are known: what they print is the same however little memory they had.
+//! Workloads of a known size, whose results are known: what they print is the same however little
+//! memory they had.
 //!
-//! Each prints `phase NAME MICROSECONDS` as it goes, and at its end `sum HEX`. Its memory is free once it has ended.
+//! Each prints `phase NAME MICROSECONDS` as it goes, and at its end `sum HEX`. Its memory is free
+//! once it has ended.
 
 mod bfs;
 mod compile;
@@ -36,7 +38,8 @@ pub fn run(name: &str, mib: u64) -> Result<()> {
         _ => bail!("no workload {name:?}: there are touch, bfs, redis, sqlite, compile"),
     };
     crate::oom::volunteer()?;
-    // Linux refuses a mapping larger than all memory before anybody could grow the guest (docs/policy.md).
+    // Linux refuses a mapping larger than all memory before anybody could grow the guest
+    // (docs/policy.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let sum = workload(mib, &mut Phases::new())?;
     println!("sum {sum:016x}");
@@ -70,7 +73,8 @@ fn program(name: impl AsRef<std::ffi::OsStr>) -> Command {
     command
 }
 
-/// A file system in memory for a workload's files. Dropping it takes it away with all that is in it.
+/// A file system in memory for a workload's files. Dropping it takes it away with all that is in
+/// it.
 struct MemoryFiles;
 
 impl MemoryFiles {

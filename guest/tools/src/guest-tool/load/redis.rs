@@ -1,7 +1,7 @@
 //! Debian's Redis, filled, and then read and written at random by turns, as YCSB's workload A does.
 //!
-//! Redis runs the operations itself, as Lua, hundreds at a time: where nested paging is emulated, each switch between a
-//! client and a server takes a millisecond, and one would measure those.
+//! Redis runs the operations itself, as Lua, hundreds at a time: where nested paging is emulated,
+//! each switch between a client and a server takes a millisecond, and one would measure those.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -38,8 +38,8 @@ const COMMON: &str = "
 const FILL: &str = "
     for key = a, b - 1 do redis.call('SET', 'k' .. key, value(key, 0)) end
     return b - a";
-/// As many operations as the second argument says, seeded by the first, on as many keys as the third says. The generator is
-/// Park and Miller's, whose products a double holds.
+/// As many operations as the second argument says, seeded by the first, on as many keys as the
+/// third says. The generator is Park and Miller's, whose products a double holds.
 const MIX: &str = "
     local sum, keys = 0, tonumber(ARGV[3])
     local function below(bound)

@@ -1,4 +1,5 @@
-//! SQLite's shell on a database in memory: a table is filled, and its rows are read and written at random by turns.
+//! SQLite's shell on a database in memory: a table is filled, and its rows are read and written at
+//! random by turns.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -28,7 +29,8 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     Ok(found.bytes().fold(0, |sum, byte| mixed(sum, byte.into())))
 }
 
-/// Bodies are pieces of one random text, each from another place: no page is another's, and none compresses.
+/// Bodies are pieces of one random text, each from another place: no page is another's, and none
+/// compresses.
 fn fill(rows: u64) -> String {
     format!(
         "CREATE TABLE t(id INTEGER PRIMARY KEY, n INTEGER NOT NULL, body BLOB NOT NULL);
@@ -40,7 +42,8 @@ fn fill(rows: u64) -> String {
     )
 }
 
-/// Statements, and what they print: each read what the writes before it have made of its row, the last one the whole.
+/// Statements, and what they print: each read what the writes before it have made of its row, the
+/// last one the whole.
 fn mix(rows: u64) -> (String, String) {
     let mut random = Bytes::new(4);
     let mut written = vec![0u64; rows as usize];
@@ -70,8 +73,8 @@ fn mix(rows: u64) -> (String, String) {
     (statements, expected)
 }
 
-/// Runs statements and returns what they print. They come from a file, and that goes to one: two processes that wait for one
-/// another would be measured by their switches.
+/// Runs statements and returns what they print. They come from a file, and that goes to one: two
+/// processes that wait for one another would be measured by their switches.
 fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
     // What is undone after a failure is in memory as well.
     let settings = "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA page_size=4096;\n";

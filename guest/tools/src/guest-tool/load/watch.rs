@@ -1,4 +1,5 @@
-//! What memory a guest has and uses, over time. It does not swap itself: it has to tell of guests that do.
+//! What memory a guest has and uses, over time. It does not swap itself: it has to tell of guests
+//! that do.
 
 use std::fs::File;
 use std::io::{self, Write};

@@ -8,7 +8,8 @@ use crate::args::{Output, volume_name};
 
 #[derive(Subcommand)]
 pub(crate) enum BttCommand {
-    /// Show the arenas of a BTT: where they lie, how many sectors they have, whether they take writes
+    /// Show the arenas of a BTT: where they lie, how many sectors they have, whether they take
+    /// writes
     ///
     /// Works while a VM uses the pool.
     #[command(after_help = "\
@@ -22,12 +23,15 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Check that map and log of each arena name every block exactly once, without changing anything
+    /// Check that map and log of each arena name every block exactly once, without changing
+    /// anything
     ///
-    /// What a crash leaves for the next who opens the volume is noted, and is no damage. Nobody may have the pool or the
+    /// What a crash leaves for the next who opens the volume is noted, and is no damage. Nobody may
+    /// have the pool or the
     /// file open for writing; that a kernel or QEMU has a file is not seen.
     ///
-    /// Exit code 0: all is well, 1: something is damaged, 2: it could not be looked at, or the command line is wrong.
+    /// Exit code 0: all is well, 1: something is damaged, 2: it could not be looked at, or the
+    /// command line is wrong.
     #[command(after_help = "\
 Examples:
   pmvol btt check /pm/pool data
@@ -41,16 +45,23 @@ Examples:
     },
     /// Mend what is damaged in a BTT, as far as the BTT itself says what was there
     ///
-    /// An info block comes from its copy. A lane of the log that makes no sense gets a block that nobody has. A sector that
-    /// is mapped to no block gets the only one that nobody has; if there are several such sectors, they are marked as lost,
-    /// and reads of them fail until they are written. The error flag, which keeps an arena from being written, is cleared
+    /// An info block comes from its copy. A lane of the log that makes no sense gets a block that
+    /// nobody has. A sector that
+    /// is mapped to no block gets the only one that nobody has; if there are several such sectors,
+    /// they are marked as lost,
+    /// and reads of them fail until they are written. The error flag, which keeps an arena from
+    /// being written, is cleared
     /// when nothing else is wrong. Each step is printed before it is taken; --dry-run takes none.
     ///
-    /// No sector that can be read reads otherwise afterwards, and no block that may hold a sector's data is written. Where
-    /// two sectors share a block, or a sector and the log, nothing says who is right: they stay, and the arena stays
-    /// read-only. Then `pmvol btt export` copies out what can be read, or --give-up-sectors marks these sectors as lost.
+    /// No sector that can be read reads otherwise afterwards, and no block that may hold a sector's
+    /// data is written. Where
+    /// two sectors share a block, or a sector and the log, nothing says who is right: they stay,
+    /// and the arena stays
+    /// read-only. Then `pmvol btt export` copies out what can be read, or --give-up-sectors marks
+    /// these sectors as lost.
     ///
-    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: it could not be looked at.
+    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: it could
+    /// not be looked at.
     #[command(after_help = "\
 Examples:
   pmvol btt repair /pm/pool data --dry-run          what it would do
@@ -70,7 +81,8 @@ Examples:
     },
     /// Print sectors, as bytes or in hexadecimal
     ///
-    /// On a terminal always in hexadecimal. A sector that cannot be read is named, and printed as zeros. Then, or if
+    /// On a terminal always in hexadecimal. A sector that cannot be read is named, and printed as
+    /// zeros. Then, or if
     /// anything else in the volume is damaged, the exit code is 1.
     #[command(after_help = "\
 Examples:
@@ -109,12 +121,16 @@ Examples:
     },
     /// Copy a volume's sectors to an image file
     ///
-    /// Raw and sparse: what was never written, and what is zeros, takes no room. The file appears, and one that it replaces
-    /// goes, when it is complete and on the disk; until then it has no name, and an export that is interrupted leaves
+    /// Raw and sparse: what was never written, and what is zeros, takes no room. The file appears,
+    /// and one that it replaces
+    /// goes, when it is complete and on the disk; until then it has no name, and an export that is
+    /// interrupted leaves
     /// nothing. qcow2 is made of that by qemu-img, which has to be installed.
     ///
-    /// Also out of a damaged pool, which is only looked at: what can be read is copied, and what cannot is named and is
-    /// zeros in the file. Then, or if anything else in it is damaged, the exit code is 1. Works with raw volumes, too.
+    /// Also out of a damaged pool, which is only looked at: what can be read is copied, and what
+    /// cannot is named and is
+    /// zeros in the file. Then, or if anything else in it is damaged, the exit code is 1. Works
+    /// with raw volumes, too.
     #[command(after_help = "\
 Examples:
   pmvol btt export /pm/pool data --to data.img
@@ -135,12 +151,16 @@ Examples:
     },
     /// Fill a volume from an image file
     ///
-    /// Holes and zeros of the image take no room in the volume. Each sector is the old one or the new one, whatever happens
-    /// meanwhile; an import that was interrupted is begun anew with --force. Works with raw volumes, too, whose sectors may
+    /// Holes and zeros of the image take no room in the volume. Each sector is the old one or the
+    /// new one, whatever happens
+    /// meanwhile; an import that was interrupted is begun anew with --force. Works with raw
+    /// volumes, too, whose sectors may
     /// tear.
     ///
-    /// The format is never guessed: a guest can write a qcow2 header to its disk, and such a header can name files of this
-    /// host. qcow2 is unpacked by qemu-img, which has to be installed, to a file beside the image; an image that names
+    /// The format is never guessed: a guest can write a qcow2 header to its disk, and such a header
+    /// can name files of this
+    /// host. qcow2 is unpacked by qemu-img, which has to be installed, to a file beside the image;
+    /// an image that names
     /// another file (a backing file, a data file) is refused.
     #[command(after_help = "\
 Examples:
@@ -156,7 +176,8 @@ Examples:
         /// What the file is: raw if nothing is said, but then it may not begin as qcow2 does
         #[arg(long, value_enum)]
         format: Option<ImageFormat>,
-        /// Also if the volume holds data, which is replaced by the image, and by zeros behind its end
+        /// Also if the volume holds data, which is replaced by the image, and by zeros behind its
+        /// end
         #[arg(long)]
         force: bool,
     },
@@ -171,7 +192,8 @@ pub(crate) struct Place {
     /// Name of the volume
     #[arg(value_parser = volume_name())]
     pub(crate) volume: Option<String>,
-    /// A file or device with a BTT in it, instead of a volume: a namespace's media as Linux sees it (/dev/pmem0, or the file
+    /// A file or device with a BTT in it, instead of a volume: a namespace's media as Linux sees it
+    /// (/dev/pmem0, or the file
     /// behind a guest's NVDIMM)
     #[arg(long, value_name = "MEDIA", conflicts_with_all = ["pool", "volume"])]
     pub(crate) file: Option<PathBuf>,

@@ -19,7 +19,8 @@ use crate::print::{emit, remark};
 
 /// Copied in one go.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Zeros of this many bytes, where they are aligned, are holes. The page of the file systems that matter.
+/// Zeros of this many bytes, where they are aligned, are holes. The page of the file systems that
+/// matter.
 const PAGE_BYTES: usize = 4096;
 /// Ranges of sectors that are named.
 const NAMED: usize = 50;

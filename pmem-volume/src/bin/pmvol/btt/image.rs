@@ -16,8 +16,8 @@ use pmem_volume::unnamed_file::{Taken, Unnamed};
 use super::args::ImageFormat;
 
 const QEMU_IMG: &str = "qemu-img";
-/// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is begun. What is copied,
-/// `source`, may not, nor any pool: of neither is there another.
+/// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is
+/// begun. What is copied, `source`, may not, nor any pool: of neither is there another.
 pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.is_file() => {
@@ -66,7 +66,8 @@ pub(super) fn name(image: Unnamed, path: &Path, replace: bool) -> anyhow::Result
     }
 }
 
-/// An image in another format, as a nameless file beside `path`. `len_bytes` is what progress is counted in.
+/// An image in another format, as a nameless file beside `path`. `len_bytes` is what progress is
+/// counted in.
 ///
 /// It is the file that was opened, and looked at, that is converted, whatever has its name now.
 pub(super) fn converted(
@@ -99,7 +100,8 @@ pub(super) fn converted(
     Ok(to)
 }
 
-/// A path by which a child finds an open file of ours, with a name or without (proc(5), /proc/PID/fd).
+/// A path by which a child finds an open file of ours, with a name or without (proc(5),
+/// /proc/PID/fd).
 fn path_of(file: &File) -> String {
     format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd())
 }
@@ -111,7 +113,8 @@ fn name_of(format: ImageFormat) -> &'static str {
     }
 }
 
-/// Reads up to the end what `qemu-img -p` prints: `(12.34/100%)`, again and again, with carriage returns.
+/// Reads up to the end what `qemu-img -p` prints: `(12.34/100%)`, again and again, with carriage
+/// returns.
 fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
     let (mut text, mut bytes) = (String::new(), [0; 256]);
     loop {

@@ -114,7 +114,8 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
-    /// The same as raw bytes: qcow2 is unpacked to a file beside it, which is gone when it is closed.
+    /// The same as raw bytes: qcow2 is unpacked to a file beside it, which is gone when it is
+    /// closed.
     fn unpacked(self) -> anyhow::Result<Self> {
         if self.format == ImageFormat::Raw {
             return Ok(self);
@@ -255,7 +256,8 @@ struct Copy<'a> {
 }
 
 impl Copy<'_> {
-    /// Copies everything, and returns how much of it is data. If it fails, what was copied is there to stay as well.
+    /// Copies everything, and returns how much of it is data. If it fails, what was copied is there
+    /// to stay as well.
     fn run(mut self, progress: OnProgress<'_>) -> anyhow::Result<u64> {
         let copied = self.copy(progress);
         let settled = self.target.settle();

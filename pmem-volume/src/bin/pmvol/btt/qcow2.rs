@@ -1,8 +1,9 @@
-//! What a qcow2 image's header says, as far as it decides whether `qemu-img` may be let at the image (QEMU
-//! docs/interop/qcow2.txt).
+//! What a qcow2 image's header says, as far as it decides whether `qemu-img` may be let at the
+//! image (QEMU docs/interop/qcow2.txt).
 //!
-//! A guest writes what it likes to sector 0 of its disk, a qcow2 header too. So a format is never guessed, and an image
-//! that names other files is refused: they would be read with our rights, and their content given to the guest.
+//! A guest writes what it likes to sector 0 of its disk, a qcow2 header too. So a format is never
+//! guessed, and an image that names other files is refused: they would be read with our rights, and
+//! their content given to the guest.
 
 use std::fs::File;
 use std::io;

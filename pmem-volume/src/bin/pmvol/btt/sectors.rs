@@ -79,8 +79,8 @@ fn print(
     Ok(lost)
 }
 
-/// As `hexdump -C` does, with places in the volume as a guest sees it; lines like the one before are left out, and a star
-/// stands for them.
+/// As `hexdump -C` does, with places in the volume as a guest sees it; lines like the one before
+/// are left out, and a star stands for them.
 struct HexDump {
     /// Of the next line.
     at: u64,

@@ -1,5 +1,6 @@
-//! Crashes of the engine, enumerated: at every persist of exchanges and discards that are interleaved, and of the
-//! recovery that follows, what a crash may leave is opened and held against the oracle.
+//! Crashes of the engine, enumerated: at every persist of exchanges and discards that are
+//! interleaved, and of the recovery that follows, what a crash may leave is opened and held against
+//! the oracle.
 
 use std::sync::atomic::Ordering;
 
@@ -49,8 +50,8 @@ pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> 
     verify(&recorded.take_points(), BOUND, seed, 0)
 }
 
-/// The same, with a process that is killed instead; the next one opens what it sees, durable or not, goes on, and then the
-/// power goes: while it opens, and after.
+/// The same, with a process that is killed instead; the next one opens what it sees, durable or
+/// not, goes on, and then the power goes: while it opens, and after.
 pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -78,8 +79,8 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     Ok(images)
 }
 
-/// The same, with an engine that comes to its end and leaves the media to a driver which makes durable what it stores
-/// itself, and nothing else; then the power goes.
+/// The same, with an engine that comes to its end and leaves the media to a driver which makes
+/// durable what it stores itself, and nothing else; then the power goes.
 pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), wrong, Oracle::default());
     let engine = Engine::open(&recorded).unwrap();
@@ -122,7 +123,8 @@ fn a_killed_engine_and_a_loss_of_power_after_it_are_survived() {
     Replay::from_environment().count(images, 21_000);
 }
 
-/// Every order in which two exchanges can take their steps, and every image of each, as far as there are a thousand.
+/// Every order in which two exchanges can take their steps, and every image of each, as far as
+/// there are a thousand.
 fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
     const STEPS: u32 = 4;
     let mut images = 0;

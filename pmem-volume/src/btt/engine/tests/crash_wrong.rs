@@ -1,5 +1,5 @@
-//! Wrong orders, each left in the media's care instead of the engine's: as long as they are found out, the tests of the
-//! right one prove something.
+//! Wrong orders, each left in the media's care instead of the engine's: as long as they are found
+//! out, the tests of the right one prove something.
 
 use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
 use super::script::Wrong;

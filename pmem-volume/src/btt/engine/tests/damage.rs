@@ -1,4 +1,5 @@
-//! Metadata that cannot be, and media that fails: each is said of its arena, and the other arena is served as ever.
+//! Metadata that cannot be, and media that fails: each is said of its arena, and the other arena is
+//! served as ever.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,7 +47,8 @@ pub(super) fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
     info.flags.get()
 }
 
-/// Is the second arena read-only for that reason, on the media as well, and the first one as ever? Returns the reason.
+/// Is the second arena read-only for that reason, on the media as well, and the first one as ever?
+/// Returns the reason.
 fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedia>) -> String {
     let arenas = engine.arenas();
     let border = arenas[1].first_sector;
@@ -143,7 +145,8 @@ fn a_map_entry_out_of_range_is_found_when_it_is_used() {
 fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
     let media = formatted_twice(4096);
     let info = second_of(&media);
-    // A write of sector 3 of which the map does not know yet: the lane's block and an entry that counts.
+    // A write of sector 3 of which the map does not know yet: the lane's block and an entry that
+    // counts.
     let recovery = recover(&media, &info).unwrap();
     let (block, _) = recovery.free[0];
     let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
@@ -274,8 +277,8 @@ fn an_error_flag_that_is_set_in_both_blocks_at_once_is_found_out() {
     assert!(error.contains("neither info block is whole"), "{error}");
 }
 
-/// Media of which a change fails, and every one after it until it is mended; and of which parts cannot be read, nor stored to,
-/// as pages that the kernel has taken away.
+/// Media of which a change fails, and every one after it until it is mended; and of which parts
+/// cannot be read, nor stored to, as pages that the kernel has taken away.
 pub(super) struct Failing {
     pub(super) media: MemoryMedia,
     pub(super) left: AtomicU64,
@@ -353,8 +356,8 @@ impl Media for Failing {
     }
 }
 
-/// A sector that the media cannot read any more, and what is left of its arena: nothing else is lost, and its block is never
-/// written, also after another open, however often the others are.
+/// A sector that the media cannot read any more, and what is left of its arena: nothing else is
+/// lost, and its block is never written, also after another open, however often the others are.
 #[test]
 fn a_sector_that_cannot_be_read_is_an_error_of_that_sector_alone() {
     for is_discarded in [false, true] {

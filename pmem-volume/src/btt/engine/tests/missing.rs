@@ -1,5 +1,5 @@
-//! Arenas that are missing or cannot be read: what lies behind them is served where it is known which sectors it has, and
-//! never guessed.
+//! Arenas that are missing or cannot be read: what lies behind them is served where it is known
+//! which sectors it has, and never guessed.
 
 use std::sync::atomic::Ordering;
 
@@ -101,7 +101,8 @@ fn what_a_guest_has_written_is_not_taken_for_an_arena() {
     engine.write(0, &content(0, 1, 4096)).unwrap();
     drop(engine);
     let real = second_of(&media);
-    // A third arena, whole, in the data of the second one: every block of it is one that a guest may have written.
+    // A third arena, whole, in the data of the second one: every block of it is one that a guest
+    // may have written.
     let (three, arenas) = thrice();
     let start = arenas[2].start_bytes;
     let fake = info_at(&three, start);

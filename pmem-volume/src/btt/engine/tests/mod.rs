@@ -1,4 +1,5 @@
-//! The engine against a plain list of sectors, and against the checks that other code makes of its media.
+//! The engine against a plain list of sectors, and against the checks that other code makes of its
+//! media.
 
 mod crash;
 mod crash_wrong;
@@ -47,8 +48,8 @@ pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
     media
 }
 
-/// One arena with few sectors and lanes, of the sectors that Linux would have made of all of it: blocks are used again
-/// soon, and an image is quick to open.
+/// One arena with few sectors and lanes, of the sectors that Linux would have made of all of it:
+/// blocks are used again soon, and an image is quick to open.
 pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u32) {
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     let mut info = InfoBytes::new_zeroed();
@@ -175,7 +176,8 @@ fn requests_that_cannot_be_are_refused_by_name() {
 
 #[test]
 fn a_reader_finds_what_the_engine_wrote_and_discarded() {
-    // A map entry that says zeros is for sectors of a page alone: behind a smaller one Linux does not read on.
+    // A map entry that says zeros is for sectors of a page alone: behind a smaller one Linux does
+    // not read on.
     for (sector_bytes, discarded) in [(4096, Sector::Zeros), (512, Sector::Data)] {
         let media = formatted(sector_bytes);
         let engine = Engine::open(&media).unwrap();

@@ -1,4 +1,5 @@
-//! Random operations on the engine and on a list of sectors, which must agree; every now and then it is opened anew.
+//! Random operations on the engine and on a list of sectors, which must agree; every now and then
+//! it is opened anew.
 
 use proptest::prelude::*;
 

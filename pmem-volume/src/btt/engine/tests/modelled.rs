@@ -27,8 +27,8 @@ mod cpu {
 
     pub(super) const SPINS: u32 = 1;
 
-    /// By an exchange: loom knows of no order between a store and what others exchange at the same time, and may have
-    /// them see theirs for ever.
+    /// By an exchange: loom knows of no order between a store and what others exchange at the same
+    /// time, and may have them see theirs for ever.
     pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
         lock.swap(
             free,
@@ -74,7 +74,8 @@ mod cpu {
         LookAtReaders,
         /// The lock of the map's line.
         LineLock,
-        /// What was done under a lock need not be seen by the next one who has it: on the side of who gives it back.
+        /// What was done under a lock need not be seen by the next one who has it: on the side of
+        /// who gives it back.
         Release,
         /// The same on the side of who takes it.
         Acquire,
@@ -91,7 +92,8 @@ mod cpu {
 
     pub(super) fn set_last_slot(_: usize) {}
 
-    /// A model has no locked instructions: its atomics order less than the CPU's do, whatever they are told.
+    /// A model has no locked instructions: its atomics order less than the CPU's do, whatever they
+    /// are told.
     pub(super) fn fence_behind_locked() {
         if LEFT_OUT.get() != LeftOut::ReadersFence {
             atomic::fence(Ordering::SeqCst);

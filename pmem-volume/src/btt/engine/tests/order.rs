@@ -1,9 +1,11 @@
-//! Readers, writers and the locks of the map in every order that the memory may show (loom): the very code of the engine,
-//! compiled once more with loom's atomics. Steps are left out one by one, and each must be missed.
+//! Readers, writers and the locks of the map in every order that the memory may show (loom): the
+//! very code of the engine, compiled once more with loom's atomics. Steps are left out one by one,
+//! and each must be missed.
 //!
-//! One thing is not the engine's: locks are given back by an exchange here, and by a store there, which loom cannot judge
-//! beside exchanges of others. That a store will do is argued: whoever exchanges sees the newest value, which is that of the
-//! store, or of an exchange before it that the store has overwritten; only who waits is forgotten then.
+//! One thing is not the engine's: locks are given back by an exchange here, and by a store there,
+//! which loom cannot judge beside exchanges of others. That a store will do is argued: whoever
+//! exchanges sees the newest value, which is that of the store, or of an exchange before it that
+//! the store has overwritten; only who waits is forgotten then.
 
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,8 +24,9 @@ use crate::media::{Durability, Media};
 
 const CHILD: &str = "FORESHORE_TEST_CHILD";
 
-/// Runs a test in a process of its own: loom's threads are coroutines, which put a handler of SIGBUS in place that knows
-/// nothing of the one before it, and that one is under test elsewhere. `name` is the test that calls this.
+/// Runs a test in a process of its own: loom's threads are coroutines, which put a handler of
+/// SIGBUS in place that knows nothing of the one before it, and that one is under test elsewhere.
+/// `name` is the test that calls this.
 fn in_own_process(name: &str, test: fn()) {
     if env::var_os(CHILD).is_some() {
         return test();
@@ -62,7 +65,8 @@ impl Sector {
         Self { map: AtomicU64::new(1), blocks: [block(), block()], readers: Readers::new(2) }
     }
 
-    /// Writes twice with one lane, which has block 2 at first. What it finds being read it leaves alone.
+    /// Writes twice with one lane, which has block 2 at first. What it finds being read it leaves
+    /// alone.
     fn write(&self) {
         let mut free = 2;
         for version in 1..=2 {
@@ -190,7 +194,8 @@ fn neighbours_in_a_word_of_the_map_keep_each_other() {
     });
 }
 
-/// Two add to what a lock guards. Loom sees when one has it before all that the other did with it is done.
+/// Two add to what a lock guards. Loom sees when one has it before all that the other did with it
+/// is done.
 fn two_add(left_out: LeftOut) -> Result<(), String> {
     every_order(left_out, || {
         let lock = Arc::new(Lock::new(0));

@@ -1,7 +1,9 @@
-//! Writers whose steps are interleaved as a seed has it, on media that remembers what a crash would leave.
+//! Writers whose steps are interleaved as a seed has it, on media that remembers what a crash would
+//! leave.
 //!
-//! All of them run on one thread, so that a seed is all it takes to see a failure again: each has an exchange, of which
-//! one step is done at a time. At every persist it is noted what each sector may hold.
+//! All of them run on one thread, so that a seed is all it takes to see a failure again: each has
+//! an exchange, of which one step is done at a time. At every persist it is noted what each sector
+//! may hold.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -63,8 +65,8 @@ pub(super) enum Wrong {
     LogBegunTooEarly,
 }
 
-/// A range that has been begun to be persisted, as a CPU does: its lines are written back with what they hold then. The end
-/// makes just that durable.
+/// A range that has been begun to be persisted, as a CPU does: its lines are written back with what
+/// they hold then. The end makes just that durable.
 #[derive(Debug)]
 struct Begun {
     range: Range<u64>,
@@ -456,8 +458,8 @@ impl<'a> Script<'a> {
     }
 }
 
-/// Another driver, which makes each of its stores durable by itself, and takes for durable what it finds, as Linux' does
-/// (drivers/nvdimm/btt.c, btt_freelist_init and btt_write_pg).
+/// Another driver, which makes each of its stores durable by itself, and takes for durable what it
+/// finds, as Linux' does (drivers/nvdimm/btt.c, btt_freelist_init and btt_write_pg).
 pub(super) struct Driver<'a> {
     recorded: &'a Recorded,
     info: ArenaInfo,
@@ -520,7 +522,8 @@ impl Held {
         self.pending.remove(place);
         self.current = version;
         if version < DISCARDS {
-            // Discards that are not done yet were stored before this locked the line, and made durable by it.
+            // Discards that are not done yet were stored before this locked the line, and made
+            // durable by it.
             self.pending.retain(|pending| *pending < DISCARDS);
         }
     }

@@ -91,7 +91,8 @@ fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
     }
 }
 
-/// Media on which a thread stops once: before it copies a block out, or once it has looked at the map.
+/// Media on which a thread stops once: before it copies a block out, or once it has looked at the
+/// map.
 struct Stopping {
     media: MemoryMedia,
     /// Loads of the map that this thread still does before it stops.
@@ -154,7 +155,8 @@ impl Media for Stopping {
     }
 }
 
-/// Media on which threads stop, and how they are let go on, and how it is known that one has stopped.
+/// Media on which threads stop, and how they are let go on, and how it is known that one has
+/// stopped.
 fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
     let media = small(sectors, lanes);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -170,8 +172,9 @@ fn stopping(sectors: u32, lanes: u32) -> (Stopping, Receiver<()>, Sender<()>) {
     (stopping, has_stopped, continues)
 }
 
-/// Stops a reader of sector 1, overwrites that sector until every lane has been used often, and lets the reader go on.
-/// Returns which version the reader read, if it is whole, and what a reader would have read that had not said what it reads.
+/// Stops a reader of sector 1, overwrites that sector until every lane has been used often, and
+/// lets the reader go on. Returns which version the reader read, if it is whole, and what a reader
+/// would have read that had not said what it reads.
 fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (Option<u64>, Vec<u8>) {
     let (stopping, has_stopped, continues) = stopping(16, 3);
     let (info, _) = read_arena(&stopping, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();

@@ -8,7 +8,8 @@ use crate::btt::tests::{map_entry, set_map};
 
 const SECTOR: u64 = 6;
 
-/// A BTT in which the last write of all was the third of [`SECTOR`], the sector's entry before it, and after it.
+/// A BTT in which the last write of all was the third of [`SECTOR`], the sector's entry before it,
+/// and after it.
 fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
     let media = formatted(4096);
     let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
@@ -63,7 +64,8 @@ fn an_entry_that_only_looks_torn_stays() {
         owner < info.sectors && map_entry(&media, &info, owner) == 0,
         "the block is that of a sector's own number"
     );
-    // As if the two had been written since by other lanes, which have had other things to do: each block has one owner.
+    // As if the two had been written since by other lanes, which have had other things to do: each
+    // block has one owner.
     set_map(&media, &info, SECTOR as u32, torn);
     set_map(&media, &info, owner, after);
     assert!(flog::recover(&media, &info).unwrap().redo.is_empty());
@@ -80,7 +82,8 @@ fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
     let owner = torn & MAP_BLOCK;
     set_map(&media, &info, SECTOR as u32, torn);
     set_map(&media, &info, owner, after);
-    // The last write of the sector is that of a lane which had not written before, and a crash kept it from the map.
+    // The last write of the sector is that of a lane which had not written before, and a crash kept
+    // it from the map.
     let lanes = flog::recover(&media, &info).unwrap().lanes;
     let lane = lanes
         .iter()

@@ -165,7 +165,8 @@ fn a_driver_that_switches_the_cache_off_needs_no_flush() {
 fn a_driver_that_may_choose_and_cannot_flush_begins_without_a_cache() {
     let version = 1 << VIRTIO_F_VERSION_1;
     let (flush, choose) = (1 << VIRTIO_BLK_F_FLUSH, 1 << VIRTIO_BLK_F_CONFIG_WCE);
-    // What the driver agreed on, what it writes before DRIVER_OK, and what the configuration says then.
+    // What the driver agreed on, what it writes before DRIVER_OK, and what the configuration says
+    // then.
     for (features, written, expected) in [
         (version | choose, None, 0),
         (version | choose, Some(1), 1),

@@ -197,7 +197,8 @@ const NEXT: u32 = VRING_DESC_F_NEXT;
 const WRITE: u32 = VRING_DESC_F_WRITE;
 const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
 
-/// A read of one sector, as it should be; `next` is where the status byte's descriptor says that it goes on.
+/// A read of one sector, as it should be; `next` is where the status byte's descriptor says that it
+/// goes on.
 fn good_chain(next: Option<u16>) -> [(u64, u32, u32, u16); 3] {
     let more = next.map_or(0, |_| NEXT);
     [

@@ -1,4 +1,5 @@
-//! Sectors of 512 bytes on media with sectors of 4096 bytes, with io_uring where the host has it, and without.
+//! Sectors of 512 bytes on media with sectors of 4096 bytes, with io_uring where the host has it,
+//! and without.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -80,7 +81,8 @@ fn range(sector: u64, sectors: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
 }
 
-/// Changes parts of the first 64 KiB of a disk of `sectors` and its last sectors, and compares all of it.
+/// Changes parts of the first 64 KiB of a disk of `sectors` and its last sectors, and compares all
+/// of it.
 fn exercise(mut rig: Rig, sectors: u64) {
     let mut expected = pattern(64 << 10, 3);
     assert_eq!(rig.write(0, &expected), OK);
@@ -171,7 +173,8 @@ fn requested_block_size_is_shown() {
     assert_eq!(rig.write(8, &pattern(4096, 1)), OK);
 }
 
-/// Queues write neighboring sectors of the same blocks at once, beside whole blocks that are under way in the rings.
+/// Queues write neighboring sectors of the same blocks at once, beside whole blocks that are under
+/// way in the rings.
 #[test]
 fn queues_that_change_the_same_blocks_lose_nothing() {
     const QUEUES: usize = 4;

@@ -64,8 +64,8 @@ fn refill(guest: &Guest) {
     guest.kick.write(1).unwrap();
 }
 
-/// Bytes that a hostile driver has plugged, and the pool has erased, in `seconds` of its own clock: it plugs and unplugs the
-/// whole zone in a loop, and each request takes it 1 ms.
+/// Bytes that a hostile driver has plugged, and the pool has erased, in `seconds` of its own clock:
+/// it plugs and unplugs the whole zone in a loop, and each request takes it 1 ms.
 fn plug_storm(rate: Option<NonZeroU64>, seconds: u64) -> (u64, u64) {
     let guest = guest(rate);
     let run = BlockRun { addr: START, count: BLOCKS };
@@ -208,7 +208,8 @@ fn size_that_is_lowered_during_the_delay_counts() {
     assert_eq!(guest.handle.metrics().nacks(), 1);
 }
 
-/// The timer and a notification come in one round of the event loop, and the request is delayed again.
+/// The timer and a notification come in one round of the event loop, and the request is delayed
+/// again.
 #[test]
 fn notification_beside_the_timer_does_not_block_the_loop() {
     let drained = |rate: u64| {

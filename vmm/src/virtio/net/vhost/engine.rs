@@ -1,5 +1,5 @@
-//! What keeps a pair of queues in the kernel in step with the device: attached while the driver uses it and the VM runs, with the
-//! memory that the VM has, and nothing else.
+//! What keeps a pair of queues in the kernel in step with the device: attached while the driver
+//! uses it and the VM runs, with the memory that the VM has, and nothing else.
 
 use std::fs::File;
 use std::sync::Arc;

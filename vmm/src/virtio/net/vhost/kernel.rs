@@ -41,8 +41,8 @@ struct KernelRings {
     tap: File,
     /// Where rings begin here: the kernel goes on using that, whatever the table says.
     ring_starts: Vec<u64>,
-    /// What the table and the rings point into. None of it is unmapped, and so nothing else of this process's comes to lie
-    /// there, while the kernel may follow an address into it.
+    /// What the table and the rings point into. None of it is unmapped, and so nothing else of
+    /// this process's comes to lie there, while the kernel may follow an address into it.
     reservations: Vec<Arc<Reservation>>,
 }
 
@@ -64,7 +64,8 @@ pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
     Ok(Box::new(KernelRings { net, tap, ring_starts, reservations: regions.reservations.clone() }))
 }
 
-/// Tells the kernel where a ring is, which the driver has said. Returns where its parts begin in this process.
+/// Tells the kernel where a ring is, which the driver has said. Returns where its parts begin in
+/// this process.
 fn set_ring(
     net: &Net<Arc<GuestMemoryMmap>>,
     table: &Table,
@@ -102,9 +103,10 @@ impl Rings for KernelRings {
         })
     }
 
-    /// The kernel waits for what it has under way (vhost_net_set_backend: the queue's mutex, and a flush of its thread), and frames
-    /// that it had taken out of the interface go back there. How far it has come in the available ring it keeps; in the used ring it
-    /// looks that up when it goes on (vhost_vq_init_access).
+    /// The kernel waits for what it has under way (vhost_net_set_backend: the queue's mutex, and a
+    /// flush of its thread), and frames that it had taken out of the interface go back there.
+    /// How far it has come in the available ring it keeps; in the used ring it looks that up
+    /// when it goes on (vhost_vq_init_access).
     fn detach(&mut self) -> Result<(), VhostError> {
         QUEUES
             .into_iter()
@@ -119,8 +121,9 @@ impl Rings for KernelRings {
     }
 }
 
-/// The address space that nothing else may come to lie in while the kernel has a table of `new`: that of the table, and of `old`
-/// what a ring begins in, for rings are followed by the addresses that were given.
+/// The address space that nothing else may come to lie in while the kernel has a table of `new`:
+/// that of the table, and of `old` what a ring begins in, for rings are followed by the addresses
+/// that were given.
 fn reserved(
     old: &[Arc<Reservation>],
     new: &[Arc<Reservation>],

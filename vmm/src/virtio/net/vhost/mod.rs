@@ -1,5 +1,5 @@
-//! Frames that the host's kernel moves (Linux drivers/vhost/net.c): the same device, whose pairs of queues are served by
-//! vhost-net. Its control queue, and what the guest sees of it, stay here.
+//! Frames that the host's kernel moves (Linux drivers/vhost/net.c): the same device, whose pairs of
+//! queues are served by vhost-net. Its control queue, and what the guest sees of it, stay here.
 //!
 //! Why what is unplugged stays out of its reach: docs/decisions/0018-vhost-net.md.
 
@@ -26,8 +26,8 @@ const DEVICE: &str = "/dev/vhost-net";
 /// Given when the module is loaded, and 0 if nothing is said since Linux 5.3.
 const ZERO_COPY: &str = "/sys/module/vhost_net/parameters/experimental_zcopytx";
 
-/// What the rings are like: the one part of what was negotiated that is vhost-net's business. The header's length follows from
-/// the first of them; offloads are the tap's.
+/// What the rings are like: the one part of what was negotiated that is vhost-net's business. The
+/// header's length follows from the first of them; offloads are the tap's.
 const RING_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
     | 1 << VIRTIO_NET_F_MRG_RXBUF
     | 1 << VIRTIO_RING_F_INDIRECT_DESC

@@ -1,4 +1,5 @@
-//! What is left to do here for a pair of queues that the kernel serves: interrupts while the guest masks them, and errors.
+//! What is left to do here for a pair of queues that the kernel serves: interrupts while the guest
+//! masks them, and errors.
 
 use std::fs::File;
 use std::io;
@@ -68,8 +69,8 @@ impl Worker {
         })
     }
 
-    /// Hands the queues over. It is this thread that does so: since Linux 6.4 the kernel's is one of this process, begins where
-    /// its maker may run, and a vCPU may be pinned.
+    /// Hands the queues over. It is this thread that does so: since Linux 6.4 the kernel's is one
+    /// of this process, begins where its maker may run, and a vCPU may be pinned.
     fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
         let [receive, transmit] = &self.queues;
         let (tap, kicks) =
@@ -120,7 +121,8 @@ impl Worker {
             return;
         };
         if !self.net.is_active(self.pair) {
-            // It was put aside meanwhile. What is wrong with a ring is met again when it is used again.
+            // It was put aside meanwhile. What is wrong with a ring is met again when it is used
+            // again.
             return;
         }
         debug!(net = self.net.shape().id, queue = self.queue(nth), "vhost-net does not go on");

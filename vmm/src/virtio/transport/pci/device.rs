@@ -21,7 +21,8 @@ use crate::memory::view::GuestView;
 use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
 
-/// Bytes of device configuration that are compared to find out whether it has changed; no device has more.
+/// Bytes of device configuration that are compared to find out whether it has changed; no device
+/// has more.
 const CONFIG_LEN_MAX: usize = 256;
 
 /// Why a device cannot be shown.
@@ -65,8 +66,8 @@ struct Inner {
 
 /// A virtio device in a PCI slot.
 ///
-/// Accesses of vCPUs take its lock, under which the device starts and stops; its workers never take it. They
-/// reach the guest by [`PciInterrupt`], which has a lock of its own.
+/// Accesses of vCPUs take its lock, under which the device starts and stops; its workers never take
+/// it. They reach the guest by [`PciInterrupt`], which has a lock of its own.
 pub struct VirtioPciDevice {
     interrupt: Arc<PciInterrupt>,
     inner: Mutex<Inner>,
@@ -174,11 +175,13 @@ impl PciDevice for VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
-    /// Before it starts a kernel by kexec, Linux takes the bus away from every function (`pci_device_shutdown`), and many kernels
-    /// do no more: what goes on writing then writes to memory that is another kernel's. A driver that keeps the device gives it
+    /// Before it starts a kernel by kexec, Linux takes the bus away from every function
+    /// (`pci_device_shutdown`), and many kernels do no more: what goes on writing then writes
+    /// to memory that is another kernel's. A driver that keeps the device gives it
     /// the bus before DRIVER_OK, and takes it after a reset.
     ///
-    /// A driver that never gives it the bus gets a device all the same: rust-hypervisor-firmware is one. It gets no interrupts.
+    /// A driver that never gives it the bus gets a device all the same: rust-hypervisor-firmware is
+    /// one. It gets no interrupts.
     fn bus_master_changed(&self, inner: &mut Inner, bus_master: bool) {
         if !bus_master {
             // First, so that nothing is pending of what the device was about.
@@ -261,7 +264,8 @@ struct WindowedAccess {
 }
 
 impl Inner {
-    /// Whether an access to configuration space is one to the access capability's data, and what it means.
+    /// Whether an access to configuration space is one to the access capability's data, and what it
+    /// means.
     fn windowed_access(&self, offset: u16, len: usize) -> Option<WindowedAccess> {
         let at = usize::from(self.capabilities.access);
         if offset != self.capabilities.access + layout::access::DATA || len > 4 {
@@ -392,9 +396,9 @@ impl registers::Device for Backend {
         self.interrupt.forget_need_of_reset();
     }
 
-    /// A driver reads the generation before and after a field of several words. A worker may change the field at
-    /// any time and signals only afterwards, so its signal comes too late for that: what has changed is found by
-    /// looking.
+    /// A driver reads the generation before and after a field of several words. A worker may change
+    /// the field at any time and signals only afterwards, so its signal comes too late for
+    /// that: what has changed is found by looking.
     fn config_generation(&mut self) -> u8 {
         let mut now = [0; CONFIG_LEN_MAX];
         self.device.read_config(0, &mut now);

@@ -159,8 +159,9 @@ impl PciInterrupt {
         self.follow(&mut self.msix.lock());
     }
 
-    /// Makes KVM agree with the table on the events of others. KVM takes an event that it knows from us: what was raised
-    /// before it did is delivered when it is told of it, and what comes after that is ours.
+    /// Makes KVM agree with the table on the events of others. KVM takes an event that it knows
+    /// from us: what was raised before it did is delivered when it is told of it, and what
+    /// comes after that is ours.
     fn follow(&self, Msix { table, bound, .. }: &mut Msix) {
         for Bound { queue, call, line } in bound {
             let Some(message) = table.deliverable(self.vectors.queue(*queue)) else {
@@ -197,7 +198,8 @@ impl PciInterrupt {
             self.isr.fetch_or(isr, Ordering::AcqRel);
             return Ok(());
         }
-        // The lock is held while the message goes out: once the guest has masked the vector, nothing comes.
+        // The lock is held while the message goes out: once the guest has masked the vector,
+        // nothing comes.
         match msix.table.raise(vector) {
             Some(message) => self.deliver(&mut msix.lines, vector, message, delivery),
             None => Ok(()),

@@ -1,4 +1,5 @@
-//! Where the structures of virtio over PCI are: one BAR, and capabilities that point into it (virtio 1.3, 4.1.4).
+//! Where the structures of virtio over PCI are: one BAR, and capabilities that point into it
+//! (virtio 1.3, 4.1.4).
 
 use super::registers;
 use crate::pci::msix;
@@ -12,7 +13,8 @@ pub const ISR_OFFSET: u32 = 0x1000;
 pub const DEVICE_OFFSET: u32 = 0x2000;
 /// Its length in bytes.
 pub const DEVICE_LEN: u32 = 0x1000;
-/// Notifications: each queue has its own address, so that KVM can tell them apart without looking at the value.
+/// Notifications: each queue has its own address, so that KVM can tell them apart without looking
+/// at the value.
 pub const NOTIFY_OFFSET: u32 = 0x3000;
 /// Bytes between two of them.
 pub const NOTIFY_MULTIPLIER: u32 = 4;
@@ -78,7 +80,8 @@ pub fn config_space(device_type: u16, queues: u16) -> (ConfigSpace, Capabilities
     add(CFG_DEVICE, DEVICE_OFFSET, DEVICE_LEN, &[], &[]);
     let notify_len = u32::from(queues) * NOTIFY_MULTIPLIER;
     add(CFG_NOTIFY, NOTIFY_OFFSET, notify_len, &NOTIFY_MULTIPLIER.to_le_bytes(), &[]);
-    // BAR, offset and length of the access capability are the driver's; the mask starts behind id and link.
+    // BAR, offset and length of the access capability are the driver's; the mask starts behind id
+    // and link.
     let mut writable = [0; 18];
     writable[access::BAR - 2] = 0xff;
     writable[access::OFFSET - 2..].fill(0xff);

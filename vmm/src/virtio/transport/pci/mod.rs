@@ -1,7 +1,8 @@
 //! Virtio over PCI, modern only (virtio 1.3, 4.1).
 //!
-//! [`registers`] is the device as the driver sees it, without any I/O; [`interrupt`] and [`notify`] are the two
-//! ways between driver and device; [`device`] is the PCI function that brings them together.
+//! [`registers`] is the device as the driver sees it, without any I/O; [`interrupt`] and [`notify`]
+//! are the two ways between driver and device; [`device`] is the PCI function that brings them
+//! together.
 
 pub mod device;
 pub mod interrupt;

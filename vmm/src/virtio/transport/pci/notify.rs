@@ -42,8 +42,8 @@ pub struct Notifications {
     queues: Vec<Notification>,
     /// Where the BAR is.
     bar_base: Option<u64>,
-    /// Whether the device runs. KVM knows only notifications of running devices: a guest sizes and moves BARs
-    /// before that, and each registration is a wait for all vCPUs.
+    /// Whether the device runs. KVM knows only notifications of running devices: a guest sizes and
+    /// moves BARs before that, and each registration is a wait for all vCPUs.
     running: bool,
 }
 

@@ -1,7 +1,7 @@
 //! The common configuration structure (virtio 1.3, 4.1.4.3) and the device status behind it.
 //!
-//! Everything a driver may write, in any order, ends here as a change of plain values. What must be asked of or
-//! told to the device goes through [`Device`].
+//! Everything a driver may write, in any order, ends here as a change of plain values. What must be
+//! asked of or told to the device goes through [`Device`].
 
 use std::sync::Arc;
 
@@ -23,8 +23,8 @@ const FEATURES_OK: u8 = VIRTIO_CONFIG_S_FEATURES_OK as u8;
 const NEEDS_RESET: u8 = VIRTIO_CONFIG_S_NEEDS_RESET as u8;
 const FAILED: u8 = VIRTIO_CONFIG_S_FAILED as u8;
 
-/// The status bits that a driver sets one after the other, each with the one that must be set before it
-/// (virtio 1.3, 3.1.1).
+/// The status bits that a driver sets one after the other, each with the one that must be set
+/// before it (virtio 1.3, 3.1.1).
 const STEPS: [(u8, u8); 4] =
     [(ACKNOWLEDGE, 0), (DRIVER, ACKNOWLEDGE), (FEATURES_OK, DRIVER), (DRIVER_OK, FEATURES_OK)];
 
@@ -36,13 +36,16 @@ pub trait Device {
     fn accepts_queue(&mut self, index: u16, queue: &QueueRegisters) -> bool;
     /// The driver is ready. False makes the device need a reset.
     fn activate(&mut self, features: u64, queues: &[QueueRegisters]) -> bool;
-    /// The status says DEVICE_NEEDS_RESET from now on; the driver learns of it by a configuration change (2.1.2).
+    /// The status says DEVICE_NEEDS_RESET from now on; the driver learns of it by a configuration
+    /// change (2.1.2).
     fn needs_reset(&mut self);
     /// Whether the device has met something, since it was activated, that it cannot go on after.
     fn is_broken(&self) -> bool;
-    /// The driver wants to start anew, or has taken the bus away: nothing of the device runs any more when this returns.
+    /// The driver wants to start anew, or has taken the bus away: nothing of the device runs any
+    /// more when this returns.
     fn reset(&mut self);
-    /// The value of config_generation: it differs from the one before if the configuration has changed since.
+    /// The value of config_generation: it differs from the one before if the configuration has
+    /// changed since.
     fn config_generation(&mut self) -> u8;
 }
 
@@ -149,11 +152,13 @@ impl CommonRegisters {
             put(0x28, &queue.available.to_le_bytes());
             put(0x30, &queue.used.to_le_bytes());
         }
-        // queue_notif_config_data, queue_reset and the admin queues belong to features that are not offered.
+        // queue_notif_config_data, queue_reset and the admin queues belong to features that are not
+        // offered.
         image
     }
 
-    /// Writes one field with its own width, 64-bit fields also by halves (4.1.3.1). All else is dropped.
+    /// Writes one field with its own width, 64-bit fields also by halves (4.1.3.1). All else is
+    /// dropped.
     pub fn write(&mut self, offset: u64, data: &[u8], device: &mut dyn Device) {
         match *data {
             [byte] if offset == field::DEVICE_STATUS => self.write_status(byte, device),
@@ -270,8 +275,9 @@ impl CommonRegisters {
         *self = Self::new(self.features_offered, &sizes, Arc::clone(&self.vectors));
     }
 
-    /// The device may not reach memory any more. What it had under way is lost, so it does not go on where it was once it may
-    /// again, but needs a reset. The driver is not told, as nobody is without DRIVER_OK (2.1.2).
+    /// The device may not reach memory any more. What it had under way is lost, so it does not go
+    /// on where it was once it may again, but needs a reset. The driver is not told, as nobody
+    /// is without DRIVER_OK (2.1.2).
     pub fn lose_bus(&mut self, device: &mut dyn Device) {
         if self.status & DRIVER_OK != 0 {
             device.reset();

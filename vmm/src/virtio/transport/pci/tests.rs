@@ -1,4 +1,5 @@
-//! A driver that goes through the root bus, as a guest's does, to a device that records what reaches it.
+//! A driver that goes through the root bus, as a guest's does, to a device that records what
+//! reaches it.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -29,7 +29,8 @@ impl Elsewhere {
         Self { handle, delays, senders, refused: Arc::default(), thread }
     }
 
-    /// That `what` takes its time when `begin` has it done, and the VM is said to be in this state meanwhile.
+    /// That `what` takes its time when `begin` has it done, and the VM is said to be in this state
+    /// meanwhile.
     async fn check(&self, what: &'static str, meanwhile: VmState, begin: impl FnOnce(&Self)) {
         let delay = self.delays.add(what);
         begin(self);
@@ -126,7 +127,8 @@ fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
         let moves = vm.delays.add("stand still");
         let handle = vm.handle.clone();
         let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-        // The owner takes one request after the other: when this one is answered, it has done what it does for a pause.
+        // The owner takes one request after the other: when this one is answered, it has done what
+        // it does for a pause.
         while vm.state().await != VmState::Paused {}
         assert_eq!(vm.state().await, VmState::Paused);
         assert!(!pause.is_finished());

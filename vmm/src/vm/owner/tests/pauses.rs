@@ -49,7 +49,8 @@ fn an_end_that_was_kept_is_its_machines_alone() {
     });
 }
 
-/// That a pause, which stands still only after `undo`, is refused then, and why; and what is told of the VM.
+/// That a pause, which stands still only after `undo`, is refused then, and why; and what is told
+/// of the VM.
 async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str>) {
     let vm = start(None).await;
     let moves = vm.delays.add("stand still");

@@ -137,7 +137,8 @@ fn no_resize_leaves_a_balloon_that_the_next_boot_has_no_room_for() {
             desired_balloon: balloon_mib.map(|mib| mib << 20),
             ..ResizeRequest::default()
         };
-        // The guest keeps a quarter of what it boots with: each of these alone is well, but for the last of its row.
+        // The guest keeps a quarter of what it boots with: each of these alone is well, but for the
+        // last of its row.
         let rows = [
             vec![wish(Some(256), Some(300))],
             vec![wish(Some(256), None), wish(None, Some(300))],

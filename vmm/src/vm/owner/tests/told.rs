@@ -38,7 +38,8 @@ fn what_happens_is_told_in_its_order() {
     });
 }
 
-/// A guest may restart as often as it likes; what is told may end up in a file. A client's restarts are told each time.
+/// A guest may restart as often as it likes; what is told may end up in a file. A client's restarts
+/// are told each time.
 #[test]
 fn a_guest_that_restarts_in_a_loop_is_told_of_ever_less_but_of_how_it_is() {
     run(async {
