@@ -346,11 +346,8 @@ mod tests {
             [(0, 0x5a), (HUGE - 1, 0x5a), (HUGE, 0), (2 * HUGE - 1, 0), (2 * HUGE, 0x5a)]
         {
             // SAFETY: as above.
-            assert_eq!(
-                unsafe { ptr::read_volatile((start + at) as *const u8) },
-                byte,
-                "at {at:#x}"
-            );
+            let found = unsafe { ptr::read_volatile((start + at) as *const u8) };
+            assert_eq!(found, byte, "at {at:#x}");
         }
         drop(watch);
         // SAFETY: mapped above, and used no more.

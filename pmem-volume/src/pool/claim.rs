@@ -76,13 +76,13 @@ pub fn claim(path: &Path, writable: bool, flags: i32) -> Result<File, ClaimError
 fn set_waiting(file: &File) -> io::Result<()> {
     // SAFETY: takes numbers only; the descriptor lives as long as `file`.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    // SAFETY: as above.
-    if flags < 0
-        || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0
-    {
+    if flags < 0 {
         return Err(io::Error::last_os_error());
     }
-    Ok(())
+    let waiting = flags & !libc::O_NONBLOCK;
+    // SAFETY: as above.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, waiting) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Pool in the bytes of a file.

@@ -29,7 +29,9 @@ mod campaign;
 mod connections;
 mod devices;
 mod document;
+mod follow_events;
 mod live;
+mod pressure;
 mod values;
 
 /// Longer than any answer takes; reached only by a failing test.
@@ -466,145 +468,6 @@ fn pressure_is_shown_and_changed() {
                 .0,
             204
         );
-    });
-}
-
-#[test]
-fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
-    run(async |mut fixture| {
-        for (body, text) in [
-            ("", "it is empty"),
-            ("null", "not a JSON object"),
-            ("[]", "not a JSON object"),
-            (r#""pause""#, "not a JSON object"),
-            ("{", "EOF"),
-            (r#"{"pause": true"#, "EOF"),
-            (r#"{"polcy": "psi"}"#, r#"unknown key "polcy"; the keys are policy, size, dry_run, "#),
-            (r#"{"policy": "psi", "policy": "off"}"#, "policy is given twice"),
-            (r#"{"policy": 7}"#, "policy is 7, and must be a string"),
-            (r#"{"policy": ["psi"]}"#, "policy is a list, and must be a string"),
-            (r#"{"policy": ""}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
-            (r#"{"policy": "magic"}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
-            (r#"{"policy": "PSI"}"#, "psi, amf, dapper, pmb, memorage, fixed, off"),
-            (r#"{"policy": "fixed"}"#, "size= is missing"),
-            (
-                r#"{"policy": "psi", "size": 2097152}"#,
-                "is not taken by policy psi, but by fixed alone",
-            ),
-            (r#"{"policy": "fixed", "size": 0, "params": {"size": 0}}"#, "size is given twice"),
-            (r#"{"size": 0, "params": {"size": "2M"}}"#, "size is given twice"),
-            (r#"{"policy": "fixed", "size": -1}"#, "size is -1, and must be a whole number from 0"),
-            (
-                r#"{"policy": "fixed", "size": 2097152.5}"#,
-                "size is 2097152.5, and must be a whole number",
-            ),
-            (r#"{"policy": "fixed", "size": "2M"}"#, r#"size is "2M", and must be a whole number"#),
-            (r#"{"policy": "fixed", "size": 1e300}"#, ", and must be a whole number from 0"),
-            (
-                r#"{"policy": "fixed", "size": 18446744073709551616}"#,
-                ", and must be a whole number from 0",
-            ),
-            (r#"{"policy": "fixed", "size": 1}"#, "a multiple of 2M"),
-            (r#"{"policy": "fixed", "size": 70368746274816}"#, "must be 0 to 64T"),
-            (
-                r#"{"params": {"idle": -1}}"#,
-                "params.idle is -1, and must be a whole number, or a text",
-            ),
-            (
-                r#"{"params": {"idle": 1.5}}"#,
-                "params.idle is 1.5, and must be a whole number, or a text",
-            ),
-            (
-                r#"{"rules": {"cool_down": ["2s"]}}"#,
-                "rules.cool_down is a list, and must be a whole number, or",
-            ),
-            (r#"{"rules": ["cool_down"]}"#, "rules is a list, and must be an object"),
-            (r#"{"policy": "fixed", "params": {}}"#, "size= is missing"),
-            (r#"{"dry_run": "on"}"#, r#"dry_run is "on", and must be true or false"#),
-            (r#"{"dry_run": 1}"#, "dry_run is 1, and must be true or false"),
-            (r#"{"pause": "yes"}"#, "must be true or false"),
-            (r#"{"resume": "pm"}"#, "must be true or false"),
-            (r#"{"resume": true, "zone": 1}"#, "zone is 1, and must be a string"),
-            (r#"{"zone": "pm"}"#, "without \"resume\": true"),
-            (r#"{"resume": false, "zone": "pm"}"#, "without \"resume\": true"),
-            (r#"{"pause": true, "resume": true}"#, "ends a pause"),
-        ] {
-            let (status, answer) = fixture.call("PUT", "vm.pressure", body).await;
-            assert_eq!(status, 400, "{body}: {answer}");
-            assert!(messages(&answer)[0].contains(text), "{body}: {answer}");
-        }
-        for query in [
-            "decisions=",
-            "decisions=-1",
-            "decisions=1001",
-            "decisions=1.5",
-            "decisions=+1",
-            "log=5",
-            "decisions",
-            "decisions=1&decisions=2",
-            "decisions=99999999999999999999",
-        ] {
-            let (status, answer) = fixture.call("GET", &format!("vm.pressure?{query}"), "").await;
-            assert_eq!(status, 400, "{query}: {answer}");
-            assert!(messages(&answer)[0].starts_with("vm.pressure: "), "{query}: {answer}");
-        }
-        assert!(fixture.asked.try_recv().is_err(), "the owner was asked");
-    });
-}
-
-#[test]
-fn so_many_decisions_are_asked_for_as_the_client_wants() {
-    run(async |mut fixture| {
-        for (query, count) in [("", 50), ("?decisions=0", 0), ("?decisions=1000", 1000)] {
-            assert_eq!(fixture.call("GET", &format!("vm.pressure{query}"), "").await.0, 200);
-            let asked = fixture.asked.recv().await.unwrap();
-            assert!(asked.starts_with(&format!("Pressure({count}, ")), "{asked}");
-        }
-    });
-}
-
-#[test]
-fn events_are_followed_until_the_vmm_ends() {
-    run(async |fixture| {
-        let mut client = fixture.connect().await;
-        client.send(request("GET", "/api/v1/vmm.events", "")).await;
-        let mut head = String::new();
-        while !head.ends_with("\r\n\r\n") {
-            client.0.read_line(&mut head).await.unwrap();
-        }
-        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
-        fixture.events.tell(Event::VmBooted);
-        fixture.events.tell(Event::Failed { reason: "flush failed" });
-        fixture.events.end();
-        let mut body = String::new();
-        while !body.ends_with("0\r\n\r\n") {
-            assert_ne!(client.0.read_line(&mut body).await.unwrap(), 0, "{body}");
-        }
-        let events: Vec<Value> =
-            body.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-        let events: Vec<_> = events.iter().filter(|event| event.is_object()).collect();
-        assert_eq!((&events[0]["source"], &events[0]["event"]), (&json!("vm"), &json!("booted")));
-        assert_eq!(events[0]["properties"], Value::Null);
-        assert_eq!(events[1]["properties"], json!({"reason": "flush failed"}));
-        assert_eq!(events.len(), 2);
-    });
-}
-
-#[test]
-fn who_follows_events_and_goes_is_not_kept_though_nothing_happens() {
-    let limits = Limits { connections: 1, ..Limits::API };
-    let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
-    run_serving(limits, router, async |fixture| {
-        let mut follower = fixture.connect().await;
-        follower.send(request("GET", "/api/v1/vmm.events", "")).await;
-        let mut line = String::new();
-        while !line.starts_with('{') {
-            line.clear();
-            assert_ne!(follower.0.read_line(&mut line).await.unwrap(), 0);
-        }
-        assert_eq!(line, "{\"quiet_s\":0}\n");
-        drop(follower);
-        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
     });
 }
 

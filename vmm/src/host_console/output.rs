@@ -297,10 +297,9 @@ mod tests {
         let (mut master, mut slave) = (0, 0);
         let null = std::ptr::null_mut();
         // SAFETY: the two numbers are written, the other arguments may be null.
-        assert_eq!(
-            unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) },
-            0
-        );
+        let result =
+            unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
+        assert_eq!(result, 0);
         // SAFETY: both were just made, and nobody else knows of them.
         let [master, slave] = [master, slave].map(|fd| unsafe {
             use std::os::fd::FromRawFd;

@@ -1,5 +1,7 @@
 //! The exposition as a scraper gets it, from sources that have everything.
 
+mod http;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -622,58 +624,6 @@ fn missing_seccomp_filter_is_a_metric() {
     assert!(encode(true).contains("foreshore_seccomp_missing{vm=\"a\"} 1.0"));
 }
 
-/// Asks for `path` over a unix socket; the answer's bytes.
-async fn get(socket: &std::path::Path, request: &str) -> String {
-    let mut stream = UnixStream::connect(socket).await.unwrap();
-    stream
-        .write_all(format!("{request} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").as_bytes())
-        .await
-        .unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.unwrap();
-    answer
-}
-
-#[test]
-fn requests_for_unknown_hosts_are_refused_on_tcp() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        let (address, _) = MetricsAddress::parse_named("127.0.0.1:0,host=vm1.example.org").unwrap();
-        let socket = Socket::for_metrics(&address).unwrap();
-        let tcp = socket.tcp_address().unwrap();
-        let metrics = Arc::new(Metrics::new("a"));
-        // Without an owner there are no zones.
-        let (vm, _) = VmHandle::channel();
-        let router = router(Arc::clone(&metrics), vm, address.host_names());
-        let server = Server::start(socket, router, Limits::METRICS).unwrap();
-        metrics.add(Arc::new(ServerMetrics::new("metrics", server.counters())));
-        let get = async |host: &str| {
-            let mut stream = TcpStream::connect(tcp).await.unwrap();
-            let request =
-                format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
-            stream.write_all(request.as_bytes()).await.unwrap();
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).await.unwrap();
-            answer
-        };
-        for host in [&*tcp.to_string(), "localhost", "vm1.example.org:9745", "192.0.2.1"] {
-            let answer = get(host).await;
-            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-        }
-        let answer = get("evil.example").await;
-        assert!(answer.starts_with("HTTP/1.1 421 ") && !answer.contains("foreshore_"), "{answer}");
-        assert!(
-            answer.contains("\"evil.example\" is neither an IP address nor localhost"),
-            "{answer}"
-        );
-        let answer = get("localhost").await;
-        assert!(answer.contains("foreshore_metrics_refused_hosts_total{vm=\"a\"} 1\n"), "{answer}");
-        let accepted = "foreshore_http_connections_total{vm=\"a\",server=\"metrics\"} 6\n";
-        assert!(answer.contains(accepted), "{answer}");
-        server.stop().await;
-    });
-}
-
 /// A governor of a guest that has just started, and what was asked of it.
 #[derive(Debug)]
 struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
@@ -720,92 +670,4 @@ fn every_reason_is_there_from_the_start() {
     let text = metrics.encode(&ZoneMetrics::default()).unwrap();
     plans(&text, "psi");
     plans(&text, "amf");
-}
-
-/// Source that waits until its channel has a sender no more.
-struct Stuck {
-    has_begun: mpsc::Sender<()>,
-    release: parking_lot::Mutex<mpsc::Receiver<()>>,
-}
-
-impl Expose for Stuck {
-    fn expose(&self, _out: &mut Exposition) {
-        self.has_begun.send(()).unwrap();
-        let released = self.release.lock().recv_timeout(Duration::from_secs(60));
-        assert_eq!(
-            released,
-            Err(mpsc::RecvTimeoutError::Disconnected),
-            "no other request was served"
-        );
-    }
-}
-
-#[test]
-fn other_requests_are_served_while_a_source_waits() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("metrics");
-        let (has_begun, begun) = mpsc::channel();
-        let (release, released) = mpsc::channel();
-        let metrics = Metrics::new("a");
-        metrics.add(Arc::new(Stuck { has_begun, release: released.into() }));
-        // Without an owner there are no zones.
-        let (vm, _) = VmHandle::channel();
-        let socket =
-            Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
-        let server =
-            Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
-        let scrape = tokio::spawn({
-            let path = path.clone();
-            async move { get(&path, "GET /metrics").await }
-        });
-        tokio::task::spawn_blocking(move || begun.recv().unwrap()).await.unwrap();
-        assert!(get(&path, "GET /").await.starts_with("HTTP/1.1 200 "));
-        drop(release);
-        assert!(scrape.await.unwrap().starts_with("HTTP/1.1 200 "));
-        server.stop().await;
-    });
-}
-
-#[test]
-fn metrics_are_served_over_http() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("metrics");
-        let (vm, mut requests) = VmHandle::channel();
-        tokio::spawn(async move {
-            while let Some(VmRequest::Memory(reply)) = requests.recv().await {
-                reply.send(Ok(vec![zone("dram", None)])).unwrap();
-            }
-        });
-        let socket =
-            Socket::for_metrics(&MetricsAddress::Unix(path.clone(), Default::default())).unwrap();
-        let Everything { metrics, registrations: _registrations, pool: _pool, others: _others } =
-            everything();
-        let server =
-            Server::start(socket, router(Arc::new(metrics), vm, None), Limits::METRICS).unwrap();
-        let answer = get(&path, "GET /metrics").await;
-        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-        assert!(answer.contains("Content-Type: text/plain; version=0.0.4"), "{answer}");
-        assert!(
-            answer.contains("foreshore_memory_boot_bytes{") && !answer.contains("# EOF"),
-            "{answer}"
-        );
-        let open = "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\nX-Rest:";
-        let answer = get(&path, open).await;
-        assert!(
-            answer.contains("Content-Type: application/openmetrics-text; version=1.0.0"),
-            "{answer}"
-        );
-        assert!(
-            answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"),
-            "{answer}"
-        );
-        assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));
-        assert!(get(&path, "GET /other").await.starts_with("HTTP/1.1 404 "));
-        assert!(get(&path, "PUT /metrics").await.starts_with("HTTP/1.1 405 "));
-        server.stop().await;
-    });
 }

@@ -16,7 +16,10 @@ use balloon::params::Setting;
 use super::*;
 use crate::config::{ParamSettings, PressureConfig, test_config};
 use crate::events::{Seen, Watcher};
+use crate::governor::info::PressureInfo;
 use crate::vm::request::VmHandle;
+use crate::vm::request::{BalloonInfo, Counters, PoolInfo, VolumeInfo, ZoneInfo};
+use crate::volume::kernel_gate::GuestKernel;
 
 /// What happened to the machines that were built, in order.
 type Log = Arc<Mutex<Vec<&'static str>>>;
