@@ -19,6 +19,7 @@ mod same_tokens;
 mod setup;
 mod soak;
 mod test;
+mod tidy;
 
 use std::fmt::Display;
 use std::process::ExitCode;
@@ -128,6 +129,10 @@ enum Task {
     },
     /// Check that documents, anchors and included files that other files name exist
     NamesResolve,
+    /// Check the length of files, the width of comments, and the direction of the VMM's layers
+    Tidy,
+    /// Print the drawing of the VMM's layers in docs/architecture.md
+    DrawLayers,
 }
 
 fn main() -> ExitCode {
@@ -160,6 +165,8 @@ fn run(task: Task) -> Result<u8> {
         Task::NamesResolve => {
             return print(names_resolve::unresolved(&Repository::at(checkout.root()))?);
         }
+        Task::Tidy => return print(tidy::violations(&Repository::at(checkout.root()))?),
+        Task::DrawLayers => print!("{}", tidy::drawing(&Repository::at(checkout.root()))?),
         Task::Demo(arguments) => return demo::run(checkout, &arguments),
         Task::Bench(arguments) => return bench::run(checkout, &arguments),
         Task::Soak(arguments) => return soak::run(checkout, &arguments),

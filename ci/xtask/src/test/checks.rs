@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 
+use super::dependencies;
 use super::report::Report;
 use crate::cargo;
 use crate::checkout::Checkout;
@@ -11,6 +12,7 @@ use crate::messages::{attempt, say};
 use crate::names_resolve;
 use crate::programs;
 use crate::repository::Repository;
+use crate::tidy;
 
 /// Packages with fuzz targets, which are workspaces of their own.
 const FUZZED: [&str; 2] = ["pmem-volume", "vmm"];
@@ -32,6 +34,11 @@ pub fn run(checkout: &Checkout, report: &mut Report) {
         let unresolved = names_resolve::unresolved(&Repository::at(checkout.root()))?;
         Ok(crate::print(unresolved)? == 0)
     });
+    check(report, "files, lines and layers (cargo xtask tidy)", || {
+        let violations = tidy::violations(&Repository::at(checkout.root()))?;
+        Ok(crate::print(violations)? == 0)
+    });
+    check(report, "dependencies (cargo deny)", || dependencies::check(checkout));
 }
 
 /// Runs a check, which counts only if it fails. Returns true if it has passed.

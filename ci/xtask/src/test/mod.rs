@@ -1,6 +1,7 @@
 //! All tests, the same here and in CI.
 
 mod checks;
+mod dependencies;
 mod guests;
 mod lanes;
 mod report;

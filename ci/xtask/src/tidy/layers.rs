@@ -1,0 +1,423 @@
+//! Direction of the modules of the VMM. docs/architecture.md lists them in layers, from the top to
+//! the bottom, and a module may use its own layer and those below it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+
+use super::{Rule, Violation};
+use crate::repository::Repository;
+
+/// Document with the table of layers.
+const DOCUMENT: &str = "docs/architecture.md";
+/// Start of the table's head.
+const TABLE_HEAD: &str = "| Layer | Modules of `vmm/src` |";
+/// Folder of the modules.
+const MODULES: &str = "vmm/src/";
+/// Files that belong to no module: they list the modules or start the program.
+const ROOTS: [&str; 2] = ["lib", "main"];
+/// Folder of programs that use the library.
+const PROGRAMS: &str = "bin";
+
+/// Fence of the drawing in the document.
+const DRAWING_FENCE: &str = "```mermaid\n";
+
+/// Fault of the layers.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// A module uses one of a layer above its own.
+    Upward { from: String, to: String },
+    /// A module is in no layer.
+    Unlisted { module: String },
+    /// A module of the table does not exist.
+    Missing { module: String },
+    /// The document's drawing differs from the code.
+    OldDrawing,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Upward { from, to } => {
+                write!(formatter, "{from} uses {to}, which is in a layer above it in {DOCUMENT}")
+            }
+            Self::Unlisted { module } => write!(formatter, "{DOCUMENT} has no layer for {module}"),
+            Self::Missing { module } => write!(formatter, "there is no module {module}"),
+            Self::OldDrawing => formatter
+                .write_str("the drawing is out of date: `cargo xtask draw-layers` prints it"),
+        }
+    }
+}
+
+/// Uses against the layers in `sources`, which are paths with their texts.
+pub fn violations(repository: &Repository, sources: &[(String, String)]) -> Result<Vec<Violation>> {
+    let document = repository.read(DOCUMENT)?.unwrap_or_default();
+    let layers = Layers::read(&document)?;
+    let sources = parse(sources);
+    let mut violations = in_sources(&layers, &sources);
+    let is_missing = |module: &&String| sources.iter().all(|source| source.name != **module);
+    violations.extend(layers.modules.keys().filter(is_missing).map(|module| {
+        let rule = Rule::Layer(Fault::Missing { module: module.clone() });
+        Violation { file: DOCUMENT.to_owned(), line: 1, rule }
+    }));
+    let shown = document.split_once(DRAWING_FENCE).and_then(|(_, rest)| rest.split_once("```"));
+    if shown.is_none_or(|(shown, _)| shown != draw(&layers, &sources)) {
+        let rule = Rule::Layer(Fault::OldDrawing);
+        violations.push(Violation { file: DOCUMENT.to_owned(), line: 1, rule });
+    }
+    Ok(violations)
+}
+
+/// Drawing of the layers and of the uses between them, in the language of Mermaid.
+pub fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<String> {
+    let document = repository.read(DOCUMENT)?.unwrap_or_default();
+    Ok(draw(&Layers::read(&document)?, &parse(sources)))
+}
+
+/// Layers from the top to the bottom.
+#[derive(Debug)]
+struct Layers {
+    names: Vec<String>,
+    /// Number of each module's layer.
+    modules: BTreeMap<String, usize>,
+}
+
+impl Layers {
+    fn read(document: &str) -> Result<Self> {
+        let rows = document.lines().skip_while(|line| !line.starts_with(TABLE_HEAD)).skip(2);
+        let (mut names, mut modules) = (Vec::new(), BTreeMap::new());
+        for row in rows.take_while(|line| line.starts_with('|')) {
+            let mut cells = row.split('|').skip(1);
+            let (name, cell) = (cells.next().unwrap_or_default(), cells.next().unwrap_or_default());
+            let own = cell.split('`').skip(1).step_by(2);
+            for module in own {
+                let earlier = modules.insert(module.to_owned(), names.len());
+                ensure!(earlier.is_none(), "{DOCUMENT} has two layers for {module}");
+            }
+            names.push(name.trim().to_owned());
+        }
+        ensure!(!names.is_empty(), "{DOCUMENT} has no table that begins with {TABLE_HEAD}");
+        Ok(Self { names, modules })
+    }
+
+    /// Modules of a layer.
+    fn modules(&self, layer: usize) -> impl Iterator<Item = &str> {
+        let own = self.modules.iter().filter(move |(_, at)| **at == layer);
+        own.map(|(module, _)| module.as_str())
+    }
+}
+
+/// Draws the layers, and an arrow for each use that others do not imply.
+fn draw(layers: &Layers, sources: &[Module<'_>]) -> String {
+    let mut arrows = BTreeSet::new();
+    for module in sources {
+        let Some(from) = layers.modules.get(module.name) else { continue };
+        let used = module.source.uses.iter().filter_map(|(_, used)| layers.modules.get(used));
+        arrows.extend(used.filter(|to| *to > from).map(|to| (*from, *to)));
+    }
+    let mut lines = vec!["flowchart TD".to_owned()];
+    for (layer, name) in layers.names.iter().enumerate() {
+        let modules = layers.modules(layer).collect::<Vec<_>>().join(", ");
+        lines.push(format!("    L{layer}[\"<b>{name}</b><br>{modules}\"]"));
+    }
+    let is_implied = |from, to| reaches(&arrows, from, to, true);
+    let shown = arrows.iter().filter(|(from, to)| !is_implied(*from, *to));
+    lines.extend(shown.map(|(from, to)| format!("    L{from} --> L{to}")));
+    lines.join("\n") + "\n"
+}
+
+/// Returns true if arrows lead from one layer to another, with `is_indirect` by others alone.
+fn reaches(arrows: &BTreeSet<(usize, usize)>, from: usize, to: usize, is_indirect: bool) -> bool {
+    let mut next = arrows.range((from, 0)..(from + 1, 0)).map(|(_, next)| *next);
+    next.any(|next| (next == to && !is_indirect) || (next < to && reaches(arrows, next, to, false)))
+}
+
+/// Module file that is not compiled for tests alone.
+struct Module<'a> {
+    path: &'a str,
+    name: &'a str,
+    source: Source,
+}
+
+fn parse(sources: &[(String, String)]) -> Vec<Module<'_>> {
+    let parsed: Vec<_> = sources
+        .iter()
+        .filter_map(|(path, text)| {
+            let name = path.strip_prefix(MODULES)?.split(['/', '.']).next()?;
+            (name != PROGRAMS).then(|| Module { path, name, source: Source::parse(path, text) })
+        })
+        .collect();
+    let test_files: BTreeSet<_> =
+        parsed.iter().flat_map(|module| module.source.test_files(module.path)).collect();
+    let is_test = |path: &str| {
+        let stem = path.trim_end_matches(".rs");
+        test_files.iter().any(|test| {
+            stem.strip_prefix(test.as_str())
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        })
+    };
+    let is_module = |module: &Module<'_>| !ROOTS.contains(&module.name) && !is_test(module.path);
+    parsed.into_iter().filter(is_module).collect()
+}
+
+fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    for Module { path, name, source } in sources {
+        let at =
+            |line, fault| Violation { file: (*path).to_owned(), line, rule: Rule::Layer(fault) };
+        let Some(own) = layers.modules.get(*name) else {
+            violations.push(at(1, Fault::Unlisted { module: (*name).to_owned() }));
+            continue;
+        };
+        for (line, used) in &source.uses {
+            if layers.modules.get(used).is_some_and(|layer| layer < own) {
+                let fault = Fault::Upward { from: (*name).to_owned(), to: used.clone() };
+                violations.push(at(*line, fault));
+            }
+        }
+    }
+    violations
+}
+
+/// Names in a file, apart from items that are compiled for tests alone.
+#[derive(Debug, Default)]
+struct Source {
+    /// Line and first name of each path that begins with `crate`.
+    uses: Vec<(usize, String)>,
+    /// Modules in files of their own that are compiled for tests alone: name, and path if given.
+    test_modules: Vec<(String, Option<String>)>,
+    /// Number of `super` that lead to the root.
+    depth: usize,
+}
+
+impl Source {
+    /// Parses a file. A file with an error of syntax, which the compiler reports, has no names.
+    fn parse(path: &str, text: &str) -> Self {
+        let stem =
+            path.trim_start_matches(MODULES).trim_end_matches(".rs").trim_end_matches("/mod");
+        let mut source = Self { depth: stem.split('/').count(), ..Self::default() };
+        source.add(text.parse().unwrap_or_default());
+        source
+    }
+
+    fn add(&mut self, tokens: TokenStream) {
+        let tokens: Vec<_> = tokens.into_iter().collect();
+        let mut at = 0;
+        while let Some(token) = tokens.get(at) {
+            at += 1;
+            match token {
+                TokenTree::Punct(hash)
+                    if hash.as_char() == '#' && is_test_attribute(tokens.get(at)) =>
+                {
+                    at = self.skip_test_item(&tokens, at + 1);
+                }
+                TokenTree::Ident(root) if root == "crate" => at = self.add_path(&tokens, at),
+                TokenTree::Ident(parent) if parent == "super" => {
+                    let supers = tokens[at - 1..].iter().step_by(3);
+                    let is_super = |token: &&TokenTree| token.to_string() == "super";
+                    let count = supers.take_while(is_super).count();
+                    at += 3 * (count - 1);
+                    if count == self.depth {
+                        at = self.add_path(&tokens, at);
+                    }
+                }
+                TokenTree::Group(group) => self.add(group.stream()),
+                _ => {}
+            }
+        }
+    }
+
+    /// Skips an item for tests. `at` is behind its first attribute.
+    fn skip_test_item(&mut self, tokens: &[TokenTree], mut at: usize) -> usize {
+        const ITEMS: [&str; 9] =
+            ["const", "enum", "fn", "impl", "mod", "static", "struct", "trait", "use"];
+        let (mut path, mut name, mut is_item) = (None, None, false);
+        while let Some(token) = tokens.get(at) {
+            at += 1;
+            match token {
+                TokenTree::Group(group) if group.delimiter() == Delimiter::Bracket => {
+                    path = path.or_else(|| path_attribute(group.stream()));
+                }
+                TokenTree::Group(group) if group.delimiter() == Delimiter::Brace => return at,
+                TokenTree::Ident(word) if ITEMS.iter().any(|item| word == item) => {
+                    is_item = true;
+                    if word == "mod" {
+                        name = tokens.get(at).map(ToString::to_string);
+                    }
+                }
+                // A field, an arm or an argument.
+                TokenTree::Punct(end) if end.as_char() == ',' && !is_item => return at,
+                TokenTree::Punct(end) if end.as_char() == ';' => break,
+                _ => {}
+            }
+        }
+        self.test_modules.extend(name.map(|name| (name, path)));
+        at
+    }
+
+    /// Adds the names behind `crate::`, and returns the position behind them.
+    fn add_path(&mut self, tokens: &[TokenTree], at: usize) -> usize {
+        let is_colon = |token: Option<&TokenTree>| matches!(token, Some(TokenTree::Punct(colon)) if colon.as_char() == ':');
+        if !is_colon(tokens.get(at)) || !is_colon(tokens.get(at + 1)) {
+            return at;
+        }
+        match tokens.get(at + 2) {
+            Some(TokenTree::Ident(name)) => {
+                self.uses.push((name.span().start().line, name.to_string()))
+            }
+            Some(TokenTree::Group(group)) => {
+                let mut is_first = true;
+                for token in group.stream() {
+                    match token {
+                        TokenTree::Ident(name) if is_first => {
+                            self.uses.push((name.span().start().line, name.to_string()));
+                            is_first = false;
+                        }
+                        TokenTree::Punct(comma) => is_first = comma.as_char() == ',',
+                        _ => is_first = false,
+                    }
+                }
+            }
+            _ => {}
+        }
+        at + 3
+    }
+
+    /// Files of the modules for tests, without extension, of the file at `path`.
+    fn test_files(&self, path: &str) -> Vec<String> {
+        let stem = path.trim_end_matches(".rs");
+        let folder = stem.rsplit_once('/').map_or("", |(folder, _)| folder);
+        // The files of a module are in its folder, unless it is that folder's own file.
+        let own = if stem.ends_with("/mod") || stem == "vmm/src/lib" { folder } else { stem };
+        let file = |(name, path): &(String, Option<String>)| match path {
+            Some(path) => format!("{folder}/{}", path.trim_end_matches(".rs")),
+            None => format!("{own}/{name}"),
+        };
+        self.test_modules.iter().map(file).collect()
+    }
+}
+
+/// True for `[cfg(test)]`.
+fn is_test_attribute(token: Option<&TokenTree>) -> bool {
+    let Some(TokenTree::Group(group)) = token else { return false };
+    let text: String = group.stream().into_iter().map(|token| token.to_string()).collect();
+    text == "cfg(test)"
+}
+
+/// Path of a `[path = "..."]`.
+fn path_attribute(attribute: TokenStream) -> Option<String> {
+    let mut tokens = attribute.into_iter().map(|token| token.to_string());
+    let is_path = tokens.next()? == "path" && tokens.next()? == "=";
+    is_path.then(|| tokens.next()).flatten().map(|path| path.trim_matches('"').to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = "\
+# Architecture
+
+| Layer | Modules of `vmm/src` | Purpose |
+|---|---|---|
+| machine | `vm` | composition |
+| devices | `virtio`, `serial` | |
+| base | `log` | |
+
+| `other` | `log` |
+";
+
+    fn faults(sources: &[(&str, &str)]) -> Vec<String> {
+        let sources: Vec<_> =
+            sources.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect();
+        in_sources(&Layers::read(PAGE).unwrap(), &parse(&sources))
+            .iter()
+            .map(ToString::to_string)
+            .collect()
+    }
+
+    #[test]
+    fn layers_are_the_rows_of_one_table() {
+        let layers = Layers::read(PAGE).unwrap();
+        let expected = [("log", 2), ("serial", 1), ("virtio", 1), ("vm", 0)];
+        assert_eq!(
+            layers.modules,
+            BTreeMap::from(expected.map(|(name, at)| (name.to_owned(), at)))
+        );
+        assert_eq!(layers.names, ["machine", "devices", "base"]);
+        assert!(Layers::read("| machine | `vm` |").is_err());
+        let twice = PAGE.replace("| base | `log` |", "| base | `log`, `vm` |");
+        assert!(twice != PAGE && Layers::read(&twice).is_err());
+    }
+
+    #[test]
+    fn use_of_a_layer_above_is_named_with_its_line() {
+        let upward = "\nuse crate::{serial::Port, vm::Machine};\nfn f() { crate::vm::g() }\n";
+        let expected = "virtio uses vm, which is in a layer above it in docs/architecture.md";
+        assert_eq!(
+            faults(&[("vmm/src/virtio/mod.rs", upward)]),
+            [2, 3].map(|line| format!("vmm/src/virtio/mod.rs:{line}: {expected}"))
+        );
+        let fine = "use crate::{virtio, serial};\nuse crate::vm;\nuse other::vm;";
+        assert!(
+            faults(&[("vmm/src/vm/mod.rs", fine), ("vmm/src/serial.rs", "use crate::virtio;")])
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn parent_of_a_module_is_the_root() {
+        let upward = "use super::vm;";
+        assert_eq!(faults(&[("vmm/src/serial.rs", upward)]).len(), 1);
+        assert_eq!(faults(&[("vmm/src/serial/a.rs", "use super::super::vm;")]).len(), 1);
+        assert!(faults(&[("vmm/src/serial/a.rs", upward)]).is_empty());
+    }
+
+    #[test]
+    fn field_for_tests_hides_nothing_behind_it() {
+        let text = "struct A { #[cfg(test)] a: u8, b: crate::vm::B }";
+        assert_eq!(faults(&[("vmm/src/serial.rs", text)]).len(), 1);
+    }
+
+    #[test]
+    fn module_without_layer_is_named() {
+        let expected = "vmm/src/new.rs:1: docs/architecture.md has no layer for new";
+        assert_eq!(
+            faults(&[("vmm/src/new.rs", ""), ("vmm/src/lib.rs", "use crate::vm;")]),
+            [expected]
+        );
+    }
+
+    #[test]
+    fn code_for_tests_may_use_every_layer() {
+        let device = "#[cfg(test)]\nmod tests { use crate::vm; }\n#[cfg(test)]\nuse crate::vm;\n\
+                      #[cfg(test)]\nmod fake;\n#[cfg(test)]\n#[path = \"x_tests.rs\"]\nmod more;";
+        let upward = "use crate::vm;";
+        let files =
+            ["vmm/src/serial/fake.rs", "vmm/src/serial/fake/deep.rs", "vmm/src/serial/x_tests.rs"];
+        for file in files {
+            assert_eq!(
+                faults(&[("vmm/src/serial/mod.rs", device), (file, upward)]),
+                Vec::<String>::new()
+            );
+        }
+        let other = [("vmm/src/serial/mod.rs", device), ("vmm/src/serial/fakes.rs", upward)];
+        assert_eq!(faults(&other).len(), 1);
+    }
+
+    #[test]
+    fn drawing_has_an_arrow_for_each_use_that_others_do_not_imply() {
+        let sources = [("vm", "use crate::{virtio, log};"), ("virtio", "use crate::log;")];
+        let sources =
+            sources.map(|(module, text)| (format!("vmm/src/{module}/mod.rs"), text.to_owned()));
+        let drawing = draw(&Layers::read(PAGE).unwrap(), &parse(&sources));
+        let expected = "flowchart TD\n    L0[\"<b>machine</b><br>vm\"]\n    \
+                        L1[\"<b>devices</b><br>serial, virtio\"]\n    L2[\"<b>base</b><br>log\"]\n    \
+                        L0 --> L1\n    L1 --> L2\n";
+        assert_eq!(drawing, expected);
+        let direct = draw(&Layers::read(PAGE).unwrap(), &parse(&sources[..1]));
+        assert!(direct.ends_with("    L0 --> L1\n    L0 --> L2\n"), "{direct}");
+    }
+}
