@@ -4,7 +4,7 @@
 //!   agent ── lines ──► agent::serve ─┐  input              events          requests
 //!   API, scrapes ── calls ───────────┼─────────► thread ◄─────────► Core ───────────► ZoneDevice
 //!   virtio-mem ── plugged changed ───┤                               │
-//!   clock ── once a second ──────────┘                               └── settings ──► agent
+//!   clock ── twice a second ─────────┘                               └── settings ──► agent
 //! ```
 //!
 //! [`balloon::governor`] decides. [`core::Core`] reads the host before each step and performs its
