@@ -70,6 +70,11 @@ pub trait BlockDevice: Send + Sync {
 
     fn size_bytes(&self) -> u64;
 
+    /// True if reads and writes never wait for more than memory.
+    fn is_memory(&self) -> bool {
+        false
+    }
+
     /// Fills `data` from an offset.
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()>;
 

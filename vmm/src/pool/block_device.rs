@@ -3,8 +3,9 @@
 use std::io;
 use std::ops::Range;
 
-use pmem_volume::Volume;
 use pmem_volume::btt::{Engine, EngineError};
+use pmem_volume::media::Media;
+use pmem_volume::{Durability, Volume};
 
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
@@ -46,6 +47,10 @@ impl BlockDevice for Engine<Volume> {
             // A volume has room for all of its sectors.
             unmap: false,
         }
+    }
+
+    fn is_memory(&self) -> bool {
+        self.space().durability() != Durability::PageCache
     }
 
     fn size_bytes(&self) -> u64 {

@@ -4,6 +4,7 @@
 //! A guard of guest memory is held to take requests and copy what they write, and again to copy
 //! what was read and answer; never while the disk works.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,8 +50,8 @@ pub(super) struct Worker {
     features: u64,
     /// `None`: steps are executed by calls.
     ring: Option<Ring>,
-    /// Step that the calls have yet to execute, of a job that needs several.
-    pub(super) next: Option<(Job, Step)>,
+    /// Steps that the calls have yet to execute, in the order of their turns.
+    pub(super) next: VecDeque<(Job, Step)>,
     pub(super) buffers: Buffers,
     /// Jobs whose flush succeeded, and waits for the flushes that it overlapped.
     settling: Vec<(Job, Answered)>,
@@ -105,7 +106,7 @@ impl Worker {
             queue,
             features,
             ring,
-            next: None,
+            next: VecDeque::new(),
             buffers: Buffers::default(),
             settling: Vec::new(),
             settled: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
@@ -397,8 +398,9 @@ impl Drop for Worker {
     /// Results of flushes concern all queues, even if the driver no longer waits for them.
     fn drop(&mut self) {
         self.gate.set_busy(false);
-        for (job, result) in self.ring.iter_mut().flat_map(Ring::drain_flushes) {
+        for (job, ticket, result) in self.ring.iter_mut().flat_map(Ring::drain_flushes) {
             self.disk.flushed(job.since(), &result);
+            drop(ticket);
         }
     }
 }

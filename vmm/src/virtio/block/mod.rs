@@ -1,7 +1,8 @@
 //! virtio-blk (virtio 1.3, 5.2): disks of image files and block devices.
 //!
-//! [`request`] parses, [`job`] cuts a request into steps, a [`backend`] executes them, and a worker
-//! for each queue (`event`) moves all that along, by calls (`calls`) or by io_uring (`ring`).
+//! [`request`] parses, [`job`] cuts a request into steps, a [disk](crate::disk) executes them, and
+//! a worker for each queue (`event`) moves all that along, by calls (`calls`) or by io_uring
+//! (`ring`).
 //! docs/decisions/0008-disks.md has the reasons.
 
 mod calls;

@@ -46,11 +46,17 @@ impl Ring {
         self.jobs[token].take().expect("the job of a step that was begun")
     }
 
-    /// Waits for what is under way, and returns the results of flushes.
-    pub(super) fn drain_flushes(&mut self) -> Vec<(Job, io::Result<()>)> {
+    /// Waits for what is under way, and returns the flushes. A ticket has to live until the result
+    /// of its flush is known to all queues.
+    pub(super) fn drain_flushes(&mut self) -> Vec<(Job, Option<Ticket>, io::Result<()>)> {
         let done = self.executor.drain();
         let flushes = done.into_iter().filter(|done| matches!(done.step, Step::Flush));
-        flushes.map(|Done { token, result, .. }| (self.end(token).0, result)).collect()
+        flushes
+            .map(|Done { token, result, .. }| {
+                let (job, ticket) = self.end(token);
+                (job, ticket, result)
+            })
+            .collect()
     }
 }
 

@@ -107,6 +107,34 @@ fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
 }
 
 #[test]
+fn read_behind_a_long_discard_is_answered_before_its_end() {
+    let (begun, has_begun) = channel();
+    let (go_on, goes_on) = channel();
+    let slow =
+        Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
+    let mut rig = Rig::new(Arc::new(slow));
+    rig.driver.write(DATA, &ranges(&[(0, 1 << 22)]));
+    rig.write_header(VIRTIO_BLK_T_DISCARD, 0);
+    let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
+    let discard = rig.driver.add(0, &chain);
+    // A header of zeros reads from the first sector.
+    let (header, sector, status) = (DATA + 0x1000, DATA + 0x2000, DATA + 0x3000);
+    let chain = [Buffer::Out(header, 16), Buffer::In(sector, 512), Buffer::In(status, 1)];
+    let read = rig.driver.add(0, &chain);
+    rig.driver.kick(0);
+    for _ in 0..2 {
+        has_begun.recv_timeout(PATIENCE).unwrap();
+        go_on.send(()).unwrap();
+    }
+    // The interrupt as well comes before the third step, which has begun and does not end.
+    assert_eq!(rig.driver.wait_used(0), (read, 513));
+    has_begun.recv_timeout(PATIENCE).unwrap();
+    assert_eq!((rig.driver.used(0), rig.status()), (None, UNTOUCHED));
+    drop(go_on);
+    assert_eq!((rig.driver.wait_used(0), rig.status()), ((discard, 1), OK));
+}
+
+#[test]
 fn a_queue_zeroes_only_so_much_at_a_time() {
     let (begun, has_begun) = channel();
     let (go_on, goes_on) = channel();
