@@ -366,6 +366,9 @@ fn types_that_expose(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
+        if path.ends_with("tests") {
+            continue;
+        }
         if path.is_dir() {
             names.extend(types_that_expose(&path));
         } else if path.extension().is_some_and(|extension| extension == "rs") {
