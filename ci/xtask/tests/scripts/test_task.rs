@@ -35,11 +35,26 @@ esac";
 const VERDICTS: &str = "test a::one ... ok (1.0 s)\ntest a::two ... FAILED (2.0 s)\n  | the reason\n\n\
                         test a::three ... skipped: no disk\n";
 
+/// Layers without a module, and their drawing.
+const ARCHITECTURE: &str = "| Layer | Modules of `vmm/src` |\n|---|---|\n| Base | |\n\n```mermaid\n\
+                            flowchart TD\n    L0[\"<b>Base</b><br>\"]\n```\n";
+/// Code with the version of cargo-deny.
+const DEPENDENCIES: &str = include_str!("../../src/test/dependencies.rs");
+
+/// A cargo-deny that has nothing against any dependency.
+fn cargo_deny() -> String {
+    let version = DEPENDENCIES.lines().find_map(|line| line.strip_prefix("const VERSION: &str = "));
+    let version = version.unwrap().trim_matches([';', '"']);
+    format!("#!/bin/sh\n[ \"$1\" != --version ] || echo cargo-deny {version}\n")
+}
+
 struct Fakes(Tree);
 
 impl Fakes {
     fn new(tree: Tree) -> Result<Self> {
         tree.add_program("guest-tests", GUEST_TESTS)?;
+        tree.write("docs/architecture.md", ARCHITECTURE, 0o644)?;
+        tree.write("target/ci/tools/bin/cargo-deny", cargo_deny(), 0o755)?;
         tree.write(".gitignore", "/target\n/bin\n", 0o644)?;
         let status = Command::new("git").args(["init", "--quiet"]).arg(tree.folder()).status()?;
         ensure!(status.success(), "git init: {status}");
@@ -74,7 +89,7 @@ fn bad_command_lines_of_a_test_run_are_refused_before_any_work() {
     for arguments in [&["a::"][..], &["--exact"], &["--quick"], &["--guest", ""]] {
         let output = fakes.run(arguments, "", 0).unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", text(&output.stderr));
-        assert!(!fakes.0.path("target/ci").exists(), "{arguments:?}");
+        assert!(!fakes.0.path("target/ci/setup.lock").exists(), "{arguments:?}");
     }
     let output = fakes.run(&["-h"], "", 0).unwrap();
     assert_eq!(output.status.code(), Some(0));
