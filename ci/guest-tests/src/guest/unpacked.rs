@@ -4,6 +4,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -11,6 +12,9 @@ use super::Kernel;
 
 /// Folder of the kernels that tests have unpacked on this host. Without it they boot from bzImages.
 pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
+
+/// Held while a kernel is looked for and unpacked.
+static UNPACKING: Mutex<()> = Mutex::new(());
 
 /// The kernel as an ELF file, unpacked on its first use, or as its bzImage.
 pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
@@ -28,13 +32,15 @@ fn unpacked_in(folder: &Path, bzimage: &Path) -> Result<PathBuf> {
     let name = bzimage.file_name().context("It has no name")?.to_string_lossy();
     let (bytes, seconds, nanoseconds) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
     let path = folder.join(format!("{name}-{bytes}-{seconds}-{nanoseconds}.elf"));
+    // A test may start guests on several threads, which would write one file.
+    let _unpacking = UNPACKING.lock().unwrap_or_else(PoisonError::into_inner);
     if !path.exists() {
         unpack_to(&path, bzimage)?;
     }
     Ok(path)
 }
 
-/// Another test may do the same: the file has its name when it is whole.
+/// Another process may do the same: the file has its name when it is whole.
 fn unpack_to(path: &Path, bzimage: &Path) -> Result<()> {
     let elf = unpack(&fs::read(bzimage)?)?;
     fs::create_dir_all(path.parent().context("No folder")?)?;
@@ -116,6 +122,27 @@ mod tests {
         assert!(error.contains("begins with [42, 5a, 68, 39]"), "{error}");
         assert!(unpack(&elf).is_err());
     }
+    #[test]
+    fn threads_that_need_one_kernel_at_once_all_have_it() {
+        let name = format!("guest-tests-threads-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir_all(&folder).unwrap();
+        let image = folder.join("vmlinuz");
+        let elf = [b"\x7fELF", &[7; 4_000_000][..]].concat();
+        let payload = zstd::bulk::compress(&elf, 1).unwrap();
+        fs::write(&image, bzimage(&payload, elf.len())).unwrap();
+        let cache = folder.join("unpacked");
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let path = unpacked_in(&cache, &image).unwrap();
+                    assert!(fs::read(path).unwrap() == elf);
+                });
+            }
+        });
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
     #[test]
     fn payload_without_a_size_is_refused() {
         for payload_bytes in 0..4u32 {
