@@ -228,11 +228,9 @@ fn clear(bytes: &mut [u8]) {
     let Some(aligned) = bytes.get_mut(skip..) else { return };
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
-        // SAFETY: the range is part of `bytes`, which nobody else uses. The advice may be refused,
-        // and it changes no contents: anonymous memory, which is zero when it is new, a
-        // shared mapping, which keeps what was written, and a private one of a file without
-        // data read as zeros afterwards. The caller of `load` promises that it
-        // is one of them.
+        // All mappings that `load` accepts read as zeros afterwards: anonymous memory is new, a
+        // shared mapping keeps the zeros, and a private one is of a file without data.
+        // SAFETY: the range is part of `bytes`, which is borrowed mutably. Its contents stay zero.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }
 }

@@ -99,10 +99,10 @@ pub fn keep_named(config: &mut VmConfig) -> Result<(), TapError> {
     for net in &mut config.net {
         check(net)?;
         for fd in net.fds.iter_mut().filter(|fd| !fd.is_kept()) {
-            // SAFETY: it is a queue of a tap interface, as was seen, and nothing in this process
-            // has opened one yet: whoever started it has given it away. No number is
-            // given twice (`NetConfig::validate`), and the only other flag that
-            // takes any descriptor does not take this one (`parse_command_line`).
+            // No number is given twice (`NetConfig::validate`), and no other flag takes it
+            // (`parse_command_line`).
+            // SAFETY: `check` has seen a queue of a tap interface. This process has opened none
+            // yet, so the descriptor is inherited and has no other owner.
             let owned = unsafe { OwnedFd::from_raw_fd(fd.number()) };
             *fd = GivenFd::from(owned);
         }

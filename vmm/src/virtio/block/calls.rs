@@ -14,7 +14,7 @@ use super::job::Job;
 use crate::disk::Step;
 use crate::memory::view::MappedMemory;
 
-/// Steps before the driver is notified of what is answered.
+/// Upper limit of steps before the driver is notified of answers.
 const BATCH: usize = 8;
 
 type Over = (Job, Step, io::Result<()>);
