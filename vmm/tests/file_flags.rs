@@ -29,7 +29,7 @@ const MIB: u64 = 1 << 20;
 /// their bytes in it.
 const FILE_BYTES: u64 = 4 * MIB;
 
-/// Rows of other programs, which have tests of their own: pmem-volume/tests/file_flags.rs and
+/// Rows of other programs, which have tests of their own: pmem-volume/pmvol/tests/file_flags.rs and
 /// balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
 /// Flags whose file is only read, or is a pool.

@@ -1,7 +1,7 @@
 //! Modes of the files and sockets that the VMM makes, under umasks that would open them to all
 //! users. Needs no KVM.
 
-#[path = "../../pmem-volume/tests/shell/umask.rs"]
+#[path = "../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
 
 use std::fs;

@@ -1,6 +1,6 @@
 //! `foreshore-sim` from the command line.
 
-#[path = "../../../pmem-volume/tests/shell/umask.rs"]
+#[path = "../../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
 
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Modes of the files that the agent makes.
 
-#[path = "../../../pmem-volume/tests/shell/umask.rs"]
+#[path = "../../../pmem-volume/pmvol/tests/shell/umask.rs"]
 mod umask;
 
 #[test]

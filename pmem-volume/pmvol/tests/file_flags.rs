@@ -11,7 +11,7 @@ use pmem_volume::Pool;
 use pmem_volume::pool::formats;
 use shell::Folder;
 
-const PAGE: &str = include_str!("../../docs/consoles.md");
+const PAGE: &str = include_str!("../../../docs/consoles.md");
 const MIB: u64 = 1 << 20;
 
 /// Contents of a file: what it is, where its bytes are, and the bytes.
