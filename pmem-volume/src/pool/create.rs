@@ -11,17 +11,18 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use uuid::Uuid;
 use zerocopy::IntoBytes;
 
-use super::chunk::{ChunkId, Run};
-use super::findings::Severity;
-use super::layout::SUPERBLOCK_OFFSETS;
-use super::lock::{LockKind, try_lock};
+use super::alloc::chunk::{ChunkId, Run};
+use super::file::lock::{LockKind, try_lock};
+use super::file::opening::{Opened, place_error};
+use super::format::layout::SUPERBLOCK_OFFSETS;
+use super::format::superblock::Superblock;
+use super::format::table::{ChunkTable, Owner};
+use super::format::volume_record;
+use super::maintenance::findings::Severity;
 use super::open::judge_superblocks;
-use super::opening::{Opened, place_error};
-use super::superblock::Superblock;
-use super::table::{ChunkTable, Owner};
-use super::{
-    MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record,
-};
+use super::transaction::mirrored;
+use super::transaction::redo_log;
+use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::CHUNK_BYTES;
 use crate::file_mode::PRIVATE_MODE;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
@@ -195,7 +196,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
     let found = match judge_superblocks(path, copies, opened.length, OpenMode::ReadOnly) {
         Err(PoolError::NotAPool { .. }) => {
             let device = FileMedia::new(file()?, opened.length.bytes(), false)?;
-            super::signature::found_on(&device)?
+            super::file::signature::found_on(&device)?
         }
         Ok((superblock, findings)) => {
             let media = FileMedia::new(file()?, superblock.size_bytes(), false)?;

@@ -5,12 +5,12 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use super::chunk::Extent;
-use super::findings::Finding;
-use super::lock::Holder;
-use super::split::SplitError;
-use super::superblock::SuperblockError;
-use super::volume_record::NameError;
+use super::alloc::chunk::Extent;
+use super::file::lock::Holder;
+use super::format::superblock::SuperblockError;
+use super::format::volume_record::NameError;
+use super::maintenance::findings::Finding;
+use super::volume::split::SplitError;
 use crate::btt;
 use crate::media::MediaError;
 use foreshore_types::size::Size;

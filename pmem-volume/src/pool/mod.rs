@@ -13,45 +13,18 @@
 //!   index. So a volume is made by marking chunks first and writing the record last, and deleted
 //!   the other way round.
 
-mod blocks;
-mod buddy;
-mod check;
-mod chunk;
-pub mod claim;
+mod alloc;
 mod create;
-mod damaged_volume;
 mod error;
-mod findings;
-pub mod formats;
-mod free_content;
-mod give_up;
-mod grow;
-pub mod layout;
-pub mod lock;
-pub mod mark;
-mod memory;
-mod mirrored;
+mod file;
+mod format;
+mod maintenance;
 mod open;
-mod opening;
-mod pacer;
-mod redo_log;
-mod repair;
-mod resize;
-mod room;
 mod scan;
-mod scrub;
-mod scrub_queue;
-mod scrubber;
-pub mod signature;
-mod split;
-mod superblock;
-mod table;
 #[cfg(test)]
 pub(crate) mod tests;
+mod transaction;
 mod volume;
-mod volume_record;
-mod volume_words;
-mod wear;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -63,32 +36,34 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use serde::Serialize;
 use uuid::Uuid;
 
-pub use check::{CheckReport, VolumeCheck};
-pub use chunk::{ChunkId, Extent, MAX_ORDER, Run};
+pub use alloc::chunk::{ChunkId, Extent, MAX_ORDER, Run};
+pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use create::CreateOptions;
-pub use damaged_volume::DamagedVolume;
 pub use error::PoolError;
-pub use findings::{Finding, Severity};
-pub use lock::Holder;
-pub(crate) use lock::{LockKind, try_lock};
+pub use file::lock::Holder;
+pub(crate) use file::lock::{LockKind, try_lock};
+pub use file::{claim, formats, lock, mark, signature};
+pub use format::layout;
+pub use format::superblock::SuperblockError;
+pub use format::volume_record::{NameError, VolumeFormat, VolumeName};
+pub use maintenance::check::{CheckReport, VolumeCheck};
+pub use maintenance::findings::{Finding, Severity};
+pub use maintenance::repair::RepairReport;
 pub use open::OpenMode;
-pub use repair::RepairReport;
-pub use resize::Shrink;
-pub use scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
-pub use split::{SplitContent, SplitError};
-pub use superblock::SuperblockError;
+pub use volume::damaged_volume::DamagedVolume;
+pub use volume::resize::Shrink;
+pub use volume::split::{SplitContent, SplitError};
 pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
-pub use volume_record::{NameError, VolumeFormat, VolumeName};
 
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
-use buddy::Buddy;
-use redo_log::Redone;
+use alloc::buddy::Buddy;
+use alloc::scrub_queue::ScrubQueue;
+use alloc::scrubber::ScrubWake;
+use format::superblock::Superblock;
+use format::table::{ChunkTable, Slot};
 use scan::VolumeEntry;
-use scrub_queue::ScrubQueue;
-use scrubber::ScrubWake;
-use superblock::Superblock;
-use table::{ChunkTable, Slot};
+use transaction::redo_log::Redone;
 
 /// Smallest pool: two chunks of metadata and two to use.
 pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;

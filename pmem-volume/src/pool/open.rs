@@ -7,20 +7,24 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use zerocopy::IntoBytes;
 
-use super::buddy::Buddy;
-use super::findings::{Finding, Severity};
-use super::layout::{
+use super::alloc::buddy::Buddy;
+use super::alloc::scrub_queue::ScrubQueue;
+use super::file::blocks;
+use super::file::mark::Mark;
+use super::file::opening::{Length, Opened};
+use super::file::signature;
+use super::format::layout::{
     FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
 };
-use super::mark::Mark;
-use super::mirrored::{self, Copies, Mirrored};
-use super::opening::{Length, Opened};
-use super::redo_log::{self, LogState, Redone};
+use super::format::superblock::Superblock;
+use super::format::table::{ChunkTable, Owner};
+use super::maintenance::findings::{Finding, Severity};
+use super::maintenance::grow;
 use super::scan::{Scan, scan};
-use super::scrub_queue::ScrubQueue;
-use super::superblock::Superblock;
-use super::table::{ChunkTable, Owner};
-use super::{Counts, Pool, PoolError, State, blocks, grow, signature, split};
+use super::transaction::mirrored::{self, Copies, Mirrored};
+use super::transaction::redo_log::{self, LogState, Redone};
+use super::volume::split;
+use super::{Counts, Pool, PoolError, State};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 

@@ -17,7 +17,7 @@ pub(super) use super::campaign::{Replay, say_images, verify_each};
 use super::*;
 use crate::btt;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
-use crate::pool::table::Owner;
+use crate::pool::format::table::Owner;
 
 const CHUNKS: u32 = 14;
 const SLOTS: u32 = 3;

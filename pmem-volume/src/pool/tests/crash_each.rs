@@ -10,7 +10,7 @@ use super::crash::{
 };
 use super::*;
 use crate::media::simulator::{Random, Simulator};
-use crate::pool::table::{Owner, Slot, encode_owner};
+use crate::pool::format::table::{Owner, Slot, encode_owner};
 
 const CHUNKS: u32 = 30;
 const BOUND: usize = 600;

@@ -9,8 +9,8 @@ use super::crash_each::{OPERATIONS, Operation, Start, between, bytes};
 use super::repair::entry;
 use super::*;
 use crate::media::simulator::{Random, Simulator};
+use crate::pool::maintenance::repair::mend;
 use crate::pool::open::make_durable;
-use crate::pool::repair::mend;
 
 /// Images of each moment at which the power may go.
 const BOUND: usize = 24;

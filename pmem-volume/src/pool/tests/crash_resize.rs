@@ -9,8 +9,8 @@ use super::*;
 use crate::btt;
 use crate::media::Media;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::volume::{Space, volume_extents};
-use crate::pool::volume_record::VolumeRecord;
 
 const CHUNKS: u32 = 26;
 const OLD: u32 = 9;

@@ -10,10 +10,10 @@ use super::*;
 use crate::btt::{self, Engine};
 use crate::media::Media;
 use crate::media::simulator::{Random, Simulator};
-use crate::pool::split::{
+use crate::pool::format::table::Slot;
+use crate::pool::volume::split::{
     batches, finish, format_parts, name_chunks, settle_records, unformatted_runs,
 };
-use crate::pool::table::Slot;
 use crate::pool::{SplitContent, SplitError};
 use crate::progress::{Progress, Task};
 

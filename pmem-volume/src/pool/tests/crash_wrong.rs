@@ -12,9 +12,9 @@ use super::crash::{
 use super::*;
 use crate::btt;
 use crate::media::simulator::{Random, Simulator};
-use crate::pool::table::{Owner, Slot};
+use crate::pool::format::table::{Owner, Slot};
+use crate::pool::format::volume_record::{VolumeRecord, empty_record};
 use crate::pool::volume::{Space, volume_extents};
-use crate::pool::volume_record::{VolumeRecord, empty_record};
 
 fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> VolumeRecord {
     VolumeRecord {

@@ -5,11 +5,11 @@ use std::mem::offset_of;
 
 use super::*;
 use crate::btt;
+use crate::pool::format::table::{Owner, Slot, encode_owner, encode_wear};
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes,
     VOLUME_RECORD_BYTES, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
-use crate::pool::table::{Owner, Slot, encode_owner, encode_wear};
 
 /// A pool with a volume of three chunks in it, 5 to 7 times 2 MiB from its start.
 fn with_volume() -> Fixture {

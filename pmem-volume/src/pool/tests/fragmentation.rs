@@ -5,7 +5,7 @@ use std::io::Write;
 
 use super::*;
 use crate::media::simulator::Random;
-use crate::pool::buddy::{Buddy, Placement};
+use crate::pool::alloc::buddy::{Buddy, Placement};
 
 /// 256 GiB.
 const CHUNKS: u32 = 1 << 17;

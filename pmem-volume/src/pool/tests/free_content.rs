@@ -3,7 +3,7 @@
 
 use super::repair::entry;
 use super::*;
-use crate::pool::table::{Owner, encode_owner};
+use crate::pool::format::table::{Owner, encode_owner};
 
 /// A pool with a raw volume in chunks 2 to 4.
 fn with_volume(folder: &Path) -> Fixture {

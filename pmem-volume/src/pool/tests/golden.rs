@@ -9,8 +9,8 @@ use uuid::Uuid;
 use super::*;
 use crate::btt;
 use crate::media::MemoryMedia;
-use crate::pool::table::{Owner, Slot};
-use crate::pool::volume_record::VolumeRecord;
+use crate::pool::format::table::{Owner, Slot};
+use crate::pool::format::volume_record::VolumeRecord;
 use crate::test_image::{from_text, to_text};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");

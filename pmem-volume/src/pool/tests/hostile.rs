@@ -7,11 +7,11 @@ use proptest::prelude::*;
 use zerocopy::IntoBytes;
 
 use super::*;
+use crate::pool::format::table::{Owner, Slot, encode_owner};
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
     VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
-use crate::pool::table::{Owner, Slot, encode_owner};
 
 const POOL_BYTES: u64 = 32 * MIB;
 

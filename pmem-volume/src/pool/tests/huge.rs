@@ -7,8 +7,8 @@ use uuid::Uuid;
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::pool::table::{Owner, Slot, encode_owner};
-use crate::pool::volume_record::VolumeRecord;
+use crate::pool::format::table::{Owner, Slot, encode_owner};
+use crate::pool::format::volume_record::VolumeRecord;
 
 const HUGE_BYTES: u64 = 2 << 40;
 /// A map of the pool's chunks has 4 bytes for each, which is 4 MiB; the program itself some 10.

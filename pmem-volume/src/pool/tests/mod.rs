@@ -37,6 +37,10 @@ use std::sync::Arc;
 
 use tempfile::TempDir;
 
+use super::file::opening;
+use super::format::{table, volume_record};
+use super::maintenance::grow;
+use super::transaction::{mirrored, redo_log};
 use super::*;
 
 const MIB: u64 = 1 << 20;

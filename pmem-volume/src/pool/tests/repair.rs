@@ -3,11 +3,11 @@
 use uuid::Uuid;
 
 use super::*;
+use crate::pool::format::table::{Owner, Slot};
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS,
 };
-use crate::pool::repair::{mend_owners, turned_back};
-use crate::pool::table::{Owner, Slot};
+use crate::pool::maintenance::repair::{mend_owners, turned_back};
 
 pub(super) fn entry(chunk: u32) -> u64 {
     CHUNK_TABLE_OFFSET + u64::from(chunk) * 16

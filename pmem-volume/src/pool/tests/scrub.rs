@@ -6,12 +6,12 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::super::pacer::{MAX_DEBT, Pacer};
-use super::super::scrubber::next_wait;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, PATIENCE, levels};
 use super::*;
 use crate::media::MediaError;
+use crate::pool::alloc::pacer::{MAX_DEBT, Pacer};
+use crate::pool::alloc::scrubber::next_wait;
 
 /// A pool of 36 MiB to use, and the barrier before each persist and erase.
 fn slow_pool() -> (Arc<OtherPool>, Arc<Barrier>) {

@@ -1,0 +1,552 @@
+//! The free chunks, by order: a buddy allocator in memory.
+//!
+//! It is rebuilt from the chunk table at open, so it holds nothing that could be lost. It decides,
+//! and touches no media.
+
+use std::collections::BTreeSet;
+
+use super::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
+use super::wear::Wear;
+
+/// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from
+/// opposite ends, they leave one large hole between them rather than many small ones among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Placement {
+    /// The lowest numbers: volumes.
+    Low,
+    /// The highest numbers: memory.
+    High,
+}
+
+/// Orders that there are.
+const ORDERS: usize = MAX_ORDER as usize + 1;
+
+/// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the
+/// next order.
+#[derive(Debug, Default)]
+pub(crate) struct Buddy {
+    /// By chunk: if a free extent starts there, its order plus one, else 0. Chunks behind the end
+    /// are not free.
+    heads: Vec<u8>,
+    /// The free extents of each order, by how much they were used, in steps, and by place: see
+    /// [`key`].
+    by_wear: [BTreeSet<u64>; ORDERS],
+    wear: Wear,
+    free_chunks: u32,
+}
+
+/// A level of wear and a start, in that order, as one number. A level is at most 2^32 uses /
+/// `WEAR_STEP`.
+fn key(level: u64, start: u32) -> u64 {
+    level << 32 | u64::from(start)
+}
+
+/// The opposite of [`key`].
+fn level_and_start(key: u64) -> (u64, u32) {
+    (key >> 32, key as u32)
+}
+
+impl Buddy {
+    /// Nothing is free yet; `uses` says how often each chunk was used.
+    fn with_wear(uses: Vec<u32>) -> Self {
+        Self { heads: vec![0; uses.len()], wear: Wear::new(uses), ..Self::default() }
+    }
+
+    /// The runs are free, in any order. Once they are as long as they can be, the fewest aligned
+    /// extents that make them up have no buddies among them.
+    pub(crate) fn new(uses: Vec<u32>, free: Vec<Run>) -> Self {
+        let free = joined(free);
+        let mut buddy = Self::with_wear(uses);
+        let mut keys: [Vec<u64>; ORDERS] = Default::default();
+        buddy
+            .heads
+            .resize(free.last().map_or(0, |run| run.end().0 as usize).max(buddy.heads.len()), 0);
+        for extent in free.iter().flat_map(|run| run.extents()) {
+            buddy.heads[extent.start.0 as usize] = extent.order + 1;
+            keys[usize::from(extent.order)].push(buddy.key(extent));
+            buddy.free_chunks += extent.chunks();
+        }
+        // Made of all their keys at once, which is several times faster than one after the other.
+        buddy.by_wear = keys.map(BTreeSet::from_iter);
+        buddy
+    }
+
+    fn key(&self, extent: Extent) -> u64 {
+        key(self.wear.level(extent), extent.start.0)
+    }
+
+    fn insert(&mut self, extent: Extent) {
+        let start = extent.start.0 as usize;
+        if self.heads.len() <= start {
+            self.heads.resize(start + 1, 0);
+        }
+        let key = self.key(extent);
+        let fresh = self.heads[start] == 0 && self.by_wear[usize::from(extent.order)].insert(key);
+        assert!(fresh, "{extent} was free already");
+        self.heads[start] = extent.order + 1;
+    }
+
+    /// Is it a free extent, and not only part of one?
+    fn contains(&self, extent: Extent) -> bool {
+        self.heads.get(extent.start.0 as usize).is_some_and(|head| *head == extent.order + 1)
+    }
+
+    /// False: it is not free, or part of a larger free extent.
+    fn remove(&mut self, extent: Extent) -> bool {
+        if !self.contains(extent) {
+            return false;
+        }
+        self.heads[extent.start.0 as usize] = 0;
+        let key = self.key(extent);
+        let removed = self.by_wear[usize::from(extent.order)].remove(&key);
+        assert!(removed, "wear changes only while an extent is not free");
+        true
+    }
+
+    /// The free extent in which a chunk lies.
+    fn around(&self, chunk: u32) -> Option<Extent> {
+        let extent = |order: u8| Extent { start: ChunkId(chunk & !((1 << order) - 1)), order };
+        (0..=MAX_ORDER).map(extent).find(|extent| self.contains(*extent))
+    }
+
+    /// How many chunks are free.
+    pub(crate) fn free_chunks(&self) -> u32 {
+        self.free_chunks
+    }
+
+    /// The largest order of which an extent is free.
+    pub(crate) fn largest_order(&self) -> Option<u8> {
+        (0..=MAX_ORDER).rev().find(|order| !self.by_wear[usize::from(*order)].is_empty())
+    }
+
+    /// The free extents, in the order of the file.
+    fn free_extents(&self) -> impl Iterator<Item = Extent> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            at += self.heads.get(at..)?.iter().position(|head| *head != 0)?;
+            let extent = Extent { start: ChunkId(at as u32), order: self.heads[at] - 1 };
+            at += extent.chunks() as usize;
+            Some(extent)
+        })
+    }
+
+    /// The runs of free chunks, in order. Extents that lie side by side without being buddies are
+    /// one run.
+    fn free_runs(&self) -> impl Iterator<Item = Run> {
+        let mut extents = self.free_extents().peekable();
+        std::iter::from_fn(move || {
+            let mut run = extents.next()?.run();
+            while let Some(next) = extents.next_if(|next| next.start == run.end()) {
+                run.chunks += next.chunks();
+            }
+            Some(run)
+        })
+    }
+
+    /// Chunks in the longest run of free chunks.
+    pub(crate) fn longest_run(&self) -> u32 {
+        self.free_runs().map(|run| run.chunks).max().unwrap_or(0)
+    }
+
+    /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that
+    /// holds them, or, if none does, in as few extents as there are. In the order of the file.
+    /// Among runs of one length, the least worn.
+    pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
+        let shortest =
+            self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
+        let fits = shortest.and_then(|length| {
+            let shortest = self.free_runs().filter(|run| run.chunks == length);
+            shortest.min_by_key(|run| (self.wear.level_of_run(*run), run.start))
+        });
+        if let Some(run) = fits {
+            let run = Run { start: run.start, chunks };
+            self.take_run(run);
+            return Some(vec![run]);
+        }
+        let mut extents = self.allocate(chunks, Placement::Low)?;
+        extents.sort_unstable();
+        Some(super::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
+    }
+
+    /// The same, right behind what the taker has already if they are free there: then it lies in as
+    /// few pieces as before.
+    pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
+        let wanted = Run { start, chunks };
+        if self.is_free(wanted) {
+            self.take_run(wanted);
+            return Some(vec![wanted]);
+        }
+        self.allocate_lasting(chunks)
+    }
+
+    /// Are all of a run's chunks free?
+    fn is_free(&self, run: Run) -> bool {
+        let mut at = run.start;
+        while at < run.end() {
+            let Some(around) = self.around(at.0) else { return false };
+            at = around.run().end();
+        }
+        true
+    }
+
+    /// Takes chunks that are all free, wherever they lie in free extents.
+    fn take_run(&mut self, run: Run) {
+        self.cut_out(run);
+        self.wear.count_use(run);
+    }
+
+    fn cut_out(&mut self, run: Run) {
+        let end = run.start.0 + run.chunks;
+        let mut at = run.start.0;
+        while at < end {
+            let around = self.around(at).expect("the caller saw that the run is free");
+            self.remove(around);
+            self.free_chunks -= around.chunks();
+            let around_end = around.start.0 + around.chunks();
+            self.free_run(Run { start: around.start, chunks: at - around.start.0 });
+            let after = end.min(around_end);
+            self.free_run(Run { start: ChunkId(after), chunks: around_end - after });
+            at = around_end;
+        }
+    }
+
+    /// Takes `chunks` chunks, in as few extents as there are: the largest first, each from the
+    /// smallest free extent that holds it. `None`, and nothing taken, if there are not that
+    /// many.
+    pub(crate) fn allocate(&mut self, chunks: u32, placement: Placement) -> Option<Vec<Extent>> {
+        if chunks > self.free_chunks {
+            return None;
+        }
+        let mut extents = Vec::new();
+        let mut rest = chunks;
+        while rest > 0 {
+            let wanted = rest.ilog2().min(u32::from(MAX_ORDER)) as u8;
+            let extent = self.take(wanted, placement);
+            rest -= extent.chunks();
+            extents.push(extent);
+        }
+        Some(extents)
+    }
+
+    /// The order to take an extent of `wanted` from: the one with the least worn extent, the
+    /// smallest among these. If none is large enough, the largest there is. Something must be
+    /// free.
+    fn source(&self, wanted: u8) -> u8 {
+        let least =
+            |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
+        let fitting = (wanted..=MAX_ORDER).filter_map(|order| Some((least(order)?, order))).min();
+        let smaller = || (0..wanted).rev().find(|order| least(*order).is_some());
+        fitting
+            .map(|(_, order)| order)
+            .or_else(smaller)
+            .expect("the caller checked that enough is free")
+    }
+
+    /// Takes one extent of the order, or of the largest smaller one: the least worn, and among
+    /// these the one on the side from which is taken. Something must be free.
+    fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
+        let source = self.source(wanted);
+        let set = &self.by_wear[usize::from(source)];
+        let (level, lowest) = level_and_start(*set.first().expect("the source has one"));
+        let start = match placement {
+            Placement::Low => lowest,
+            Placement::High => {
+                level_and_start(
+                    *set.range(..=key(level, u32::MAX)).next_back().expect("one at least"),
+                )
+                .1
+            }
+        };
+        let mut extent = Extent { start: ChunkId(start), order: source };
+        let removed = self.remove(extent);
+        assert!(removed, "what is listed by wear is free");
+        while extent.order > wanted {
+            // Halve it and keep the less worn half, or that on the side from which is taken.
+            let low = Extent { order: extent.order - 1, ..extent };
+            let high = Extent { start: low.run().end(), ..low };
+            let (of_low, of_high) = (self.wear.level(low), self.wear.level(high));
+            let keep_high = match placement {
+                Placement::Low => of_high < of_low,
+                Placement::High => of_high <= of_low,
+            };
+            let (kept, left_over) = if keep_high { (high, low) } else { (low, high) };
+            self.insert(left_over);
+            extent = kept;
+        }
+        self.free_chunks -= extent.chunks();
+        self.wear.count_use(extent.run());
+        extent
+    }
+
+    /// Gives an extent back and merges it with its buddies. It must not be free: the caller knows
+    /// from the media.
+    pub(crate) fn free(&mut self, extent: Extent) {
+        assert!(
+            extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),
+            "{extent} is not aligned"
+        );
+        let mut whole = extent;
+        let buddy_of =
+            |extent: Extent| Extent { start: ChunkId(extent.start.0 ^ extent.chunks()), ..extent };
+        while whole.order < MAX_ORDER && self.remove(buddy_of(whole)) {
+            whole =
+                Extent { start: ChunkId(whole.start.0 & !whole.chunks()), order: whole.order + 1 };
+        }
+        self.insert(whole);
+        self.free_chunks += extent.chunks();
+    }
+
+    /// Gives a run back.
+    pub(crate) fn free_run(&mut self, run: Run) {
+        run.extents().for_each(|extent| self.free(extent));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::pool::alloc::wear::WEAR_STEP;
+
+    const CHUNKS: u32 = 3000;
+
+    /// The obvious allocator: one flag per chunk.
+    struct Model {
+        free: Vec<bool>,
+    }
+
+    impl Model {
+        fn count(&self) -> u32 {
+            self.free.iter().filter(|f| **f).count() as u32
+        }
+
+        fn largest_order(&self) -> Option<u8> {
+            (0..=MAX_ORDER)
+                .rev()
+                .find(|order| self.free.chunks_exact(1 << order).any(|c| c.iter().all(|f| *f)))
+        }
+
+        fn longest_run(&self) -> u32 {
+            self.free.split(|f| !*f).map(|run| run.len() as u32).max().unwrap_or(0)
+        }
+
+        fn set(&mut self, extent: Extent, free: bool) {
+            for id in extent.run().ids() {
+                let flag = &mut self.free[id.0 as usize];
+                assert_ne!(*flag, free, "{id} changes to what it was");
+                *flag = free;
+            }
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Operation {
+        AllocateLasting {
+            chunks: u32,
+        },
+        Allocate {
+            chunks: u32,
+            low: bool,
+        },
+        Free {
+            pick: prop::sample::Index,
+        },
+        /// Gives back one chunk out of an extent.
+        FreePart {
+            pick: prop::sample::Index,
+            chunk: prop::sample::Index,
+        },
+    }
+
+    fn operation() -> impl Strategy<Value = Operation> {
+        prop_oneof![
+            4 => (1..200u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
+            1 => (200..2500u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
+            2 => (1..700u32).prop_map(|chunks| Operation::AllocateLasting { chunks }),
+            3 => any::<prop::sample::Index>().prop_map(|pick| Operation::Free { pick }),
+            2 => any::<(prop::sample::Index, prop::sample::Index)>()
+                .prop_map(|(pick, chunk)| Operation::FreePart { pick, chunk }),
+        ]
+    }
+
+    fn apply(operation: Operation, buddy: &mut Buddy, model: &mut Model, held: &mut Vec<Extent>) {
+        match operation {
+            Operation::Allocate { chunks, low } => {
+                let placement = if low { Placement::Low } else { Placement::High };
+                let Some(extents) = buddy.allocate(chunks, placement) else {
+                    assert!(chunks > model.count(), "{chunks} refused with {} free", model.count());
+                    return;
+                };
+                assert_eq!(extents.iter().map(|e| e.chunks()).sum::<u32>(), chunks);
+                let first_wanted = chunks.ilog2().min(u32::from(MAX_ORDER)) as u8;
+                assert_eq!(
+                    extents[0].order,
+                    first_wanted.min(model.largest_order().unwrap()),
+                    "largest first"
+                );
+                extents.iter().for_each(|e| model.set(*e, false));
+                held.extend(extents);
+            }
+            Operation::AllocateLasting { chunks } => {
+                let Some(runs) = buddy.allocate_lasting(chunks) else {
+                    assert!(chunks > model.count(), "{chunks} refused with {} free", model.count());
+                    return;
+                };
+                assert_eq!(runs.iter().map(|r| r.chunks).sum::<u32>(), chunks);
+                assert!(runs.is_sorted());
+                assert_eq!(
+                    runs.len() == 1,
+                    chunks <= model.longest_run(),
+                    "one piece if there is one"
+                );
+                let extents: Vec<_> = runs.iter().flat_map(|run| run.extents()).collect();
+                extents.iter().for_each(|e| model.set(*e, false));
+                held.extend(extents);
+            }
+            Operation::Free { pick } if !held.is_empty() => {
+                let extent = held.swap_remove(pick.index(held.len()));
+                model.set(extent, true);
+                buddy.free(extent);
+            }
+            Operation::FreePart { pick, chunk } if !held.is_empty() => {
+                let extent = held.swap_remove(pick.index(held.len()));
+                let ids: Vec<_> = extent.run().ids().collect();
+                let gone = ids[chunk.index(ids.len())];
+                held.extend(ids.into_iter().filter(|id| *id != gone).map(Extent::chunk));
+                model.set(Extent::chunk(gone), true);
+                buddy.free(Extent::chunk(gone));
+            }
+            Operation::Free { .. } | Operation::FreePart { .. } => {}
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn the_buddy_agrees_with_one_flag_per_chunk(operations in prop::collection::vec(operation(), 1..120)) {
+            let mut buddy = Buddy::default();
+            let mut model = Model { free: vec![true; CHUNKS as usize] };
+            let mut held = Vec::new();
+            buddy.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
+            for operation in operations {
+                apply(operation, &mut buddy, &mut model, &mut held);
+                prop_assert_eq!(buddy.free_chunks(), model.count());
+                prop_assert_eq!(buddy.largest_order(), model.largest_order());
+                prop_assert_eq!(buddy.longest_run(), model.longest_run());
+            }
+            for extent in held {
+                model.set(extent, true);
+                buddy.free(extent);
+            }
+            let mut whole = Buddy::default();
+            whole.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
+            prop_assert!(buddy.free_extents().eq(whole.free_extents()), "everything given back merges to what was there at first");
+        }
+    }
+
+    #[test]
+    fn what_is_free_at_open_is_as_if_it_had_been_freed_bit_by_bit() {
+        let uses: Vec<u32> = (0..6000).map(|chunk| chunk % 7 * 20).collect();
+        let run = |start, chunks| Run { start: ChunkId(start), chunks };
+        let free = [run(3, 4), run(64, 2048), run(2113, 3000), run(5999, 1), run(7, 2), run(1, 1)];
+        let buddy = Buddy::new(uses.clone(), free.to_vec());
+        let mut freed = Buddy::with_wear(uses);
+        free.iter().flat_map(|run| run.ids()).for_each(|chunk| freed.free(Extent::chunk(chunk)));
+        assert_eq!(buddy.free_chunks(), 5056);
+        assert_eq!(buddy.free_chunks(), freed.free_chunks());
+        assert!(buddy.free_extents().eq(freed.free_extents()));
+        assert_eq!(buddy.by_wear, freed.by_wear);
+    }
+
+    #[test]
+    fn volumes_grow_from_the_bottom_and_memory_from_the_top() {
+        let fresh = || {
+            let mut buddy = Buddy::default();
+            buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
+            buddy
+        };
+        let low = fresh().allocate(3, Placement::Low).unwrap();
+        assert_eq!(
+            low,
+            [Extent { start: ChunkId(0), order: 1 }, Extent { start: ChunkId(2), order: 0 }]
+        );
+        let high = fresh().allocate(3, Placement::High).unwrap();
+        assert_eq!(
+            high,
+            [Extent { start: ChunkId(1022), order: 1 }, Extent { start: ChunkId(1021), order: 0 }]
+        );
+    }
+
+    #[test]
+    fn wear_spreads_over_all_that_is_free_and_stays_within_a_few_steps() {
+        const CYCLES: u32 = 10_000;
+        for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)]
+        {
+            let mut buddy = Buddy::default();
+            // As in a pool: the first chunks are its own, so the free extents are of all sizes.
+            let all = Run { start: ChunkId(2), chunks: 126 };
+            buddy.free_run(all);
+            for _ in 0..CYCLES {
+                let taken = buddy.allocate(chunks, placement).unwrap();
+                taken.into_iter().for_each(|extent| buddy.free(extent));
+            }
+            let wear = &buddy.wear.uses()[2..128];
+            assert_eq!(wear.iter().sum::<u32>(), CYCLES * chunks);
+            let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
+            assert!(most - least <= 3 * WEAR_STEP as u32, "{chunks} at a time: {least} to {most}");
+            assert_eq!(buddy.longest_run(), 126);
+        }
+    }
+
+    #[test]
+    fn wear_that_makes_no_difference_leaves_placement_alone() {
+        let mut wear = vec![0; 1024];
+        wear[512..].fill(WEAR_STEP as u32 - 1);
+        let mut buddy = Buddy::with_wear(wear);
+        buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
+        let extent = buddy.allocate(1, Placement::High).unwrap()[0];
+        assert_eq!(extent, Extent::chunk(ChunkId(1023)));
+        buddy.free(extent);
+        // One more use makes a step for the chunk alone.
+        assert_eq!(buddy.allocate(1, Placement::High).unwrap()[0], Extent::chunk(ChunkId(1022)));
+    }
+
+    #[test]
+    fn what_grows_stays_in_one_piece_if_it_can() {
+        let mut buddy = Buddy::default();
+        buddy.free_run(Run { start: ChunkId(8), chunks: 3 });
+        buddy.free_run(Run { start: ChunkId(20), chunks: 9 });
+        assert_eq!(
+            buddy.allocate_lasting_at(ChunkId(21), 3),
+            Some(vec![Run { start: ChunkId(21), chunks: 3 }])
+        );
+        assert_eq!(
+            buddy.allocate_lasting_at(ChunkId(9), 3),
+            Some(vec![Run { start: ChunkId(8), chunks: 3 }])
+        );
+        assert_eq!(buddy.allocate_lasting_at(ChunkId(9), 7), None);
+        assert_eq!(buddy.free_chunks(), 6);
+    }
+
+    #[test]
+    fn small_pieces_are_used_before_large_ones_are_cut() {
+        let mut buddy = Buddy::default();
+        buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
+        buddy.free(Extent::chunk(ChunkId(2048)));
+        buddy.free(Extent { start: ChunkId(4096), order: 2 });
+        for _ in 0..5 {
+            buddy.allocate(1, Placement::Low).unwrap();
+        }
+        assert_eq!(buddy.largest_order(), Some(10));
+    }
+
+    #[test]
+    #[should_panic(expected = "was free already")]
+    fn a_double_free_is_a_bug_and_says_so() {
+        let mut buddy = Buddy::default();
+        buddy.free(Extent::chunk(ChunkId(4)));
+        buddy.free(Extent::chunk(ChunkId(4)));
+    }
+}

@@ -1,0 +1,10 @@
+//! Chunks of a pool: free, lent as memory, waiting to be erased.
+
+pub(super) mod buddy;
+pub(super) mod chunk;
+pub(super) mod memory;
+pub(super) mod pacer;
+pub(super) mod scrub;
+pub(super) mod scrub_queue;
+pub(super) mod scrubber;
+pub(super) mod wear;

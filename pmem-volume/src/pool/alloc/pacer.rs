@@ -1,0 +1,148 @@
+//! How fast something may go. It knows no clock: who uses it says what time it is.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+/// Keeps bytes under a bound, on average over any stretch of time, but for one batch.
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    /// None: as fast as it goes.
+    bytes_per_s: Option<NonZeroU64>,
+    /// When the next batch may begin.
+    next: Duration,
+}
+
+impl Pacer {
+    pub(crate) fn new(bytes_per_s: Option<NonZeroU64>) -> Self {
+        Self { bytes_per_s, next: Duration::ZERO }
+    }
+
+    /// Another bound, from the next batch on.
+    pub(crate) fn set(&mut self, bytes_per_s: Option<NonZeroU64>) {
+        if self.bytes_per_s != bytes_per_s {
+            *self = Self::new(bytes_per_s);
+        }
+    }
+
+    /// How large a batch to make of at most `most_bytes`: none so large that a pause after it is
+    /// longer than it has to be for the bound.
+    pub(crate) fn batch_bytes(&self, most_bytes: u64) -> u64 {
+        self.bytes_per_s.map_or(most_bytes, |rate| most_bytes.min(rate.get() / BATCHES_PER_S))
+    }
+
+    /// A batch of so many bytes began at `began`. Time in which nothing was done is not made up for
+    /// later.
+    pub(crate) fn spend(&mut self, bytes: u64, began: Duration) {
+        let Some(rate) = self.bytes_per_s else { return };
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.get());
+        let takes = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        self.next = self.next.max(began).saturating_add(takes);
+    }
+
+    /// Counts `bytes` that were erased by `now` without waiting for the bound. The next batch waits
+    /// for them, but at most `MAX_DEBT`, because a large amount would otherwise stop the thread for
+    /// many minutes.
+    pub(crate) fn owe(&mut self, bytes: u64, now: Duration) {
+        let most = self.next.max(now.saturating_add(MAX_DEBT));
+        self.spend(bytes, now);
+        self.next = self.next.min(most);
+    }
+
+    /// How long until the next batch may begin.
+    pub(crate) fn wait(&self, now: Duration) -> Duration {
+        self.next.saturating_sub(now)
+    }
+}
+
+/// Longest wait of a batch for bytes that `owe` has counted.
+pub(in crate::pool) const MAX_DEBT: Duration = Duration::from_secs(10);
+/// Batches of a slow bound, so that it is kept in any second and not only in a minute.
+const BATCHES_PER_S: u64 = 16;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn pacer(bytes_per_s: u64) -> Pacer {
+        Pacer::new(NonZeroU64::new(bytes_per_s))
+    }
+
+    #[test]
+    fn the_time_that_a_batch_took_counts() {
+        let mut pacer = pacer(100 * MIB);
+        let s = Duration::from_secs;
+        assert_eq!(pacer.wait(s(5)), Duration::ZERO);
+        pacer.spend(50 * MIB, s(5));
+        assert_eq!(pacer.wait(s(5)), Duration::from_millis(500));
+        assert_eq!(pacer.wait(Duration::from_millis(5400)), Duration::from_millis(100));
+        // Slower than the bound: no wait, and nothing saved up.
+        assert_eq!(pacer.wait(s(60)), Duration::ZERO);
+        pacer.spend(100 * MIB, s(60));
+        assert_eq!(pacer.wait(s(60)), s(1));
+    }
+
+    #[test]
+    fn next_batch_waits_ten_seconds_at_most_for_bytes_that_were_not_paced() {
+        let mut pacer = pacer(16 * MIB);
+        let s = Duration::from_secs;
+        pacer.owe(32 * MIB, s(5));
+        assert_eq!(pacer.wait(s(5)), s(2));
+        pacer.owe(24 << 30, s(6));
+        assert_eq!(pacer.wait(s(6)), MAX_DEBT);
+        pacer.owe(24 << 30, s(7));
+        assert_eq!(pacer.wait(s(7)), MAX_DEBT);
+    }
+
+    #[test]
+    fn without_a_bound_nothing_waits() {
+        let mut pacer = Pacer::new(None);
+        assert_eq!(pacer.batch_bytes(16 * MIB), 16 * MIB);
+        pacer.spend(u64::MAX, Duration::ZERO);
+        assert_eq!(pacer.wait(Duration::ZERO), Duration::ZERO);
+        pacer.set(NonZeroU64::new(MIB));
+        pacer.spend(MIB, Duration::ZERO);
+        assert_eq!(pacer.wait(Duration::ZERO), Duration::from_secs(1));
+        pacer.set(None);
+        assert_eq!(pacer.wait(Duration::ZERO), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_slow_bound_makes_small_batches() {
+        assert_eq!(pacer(1 << 30).batch_bytes(16 * MIB), 16 * MIB);
+        assert_eq!(pacer(64 * MIB).batch_bytes(16 * MIB), 4 * MIB);
+    }
+
+    proptest! {
+        /// Batches of any size, each taking any time, with pauses between: from any begin of a
+        /// batch to any later one no
+        /// more is done than the bound allows.
+        #[test]
+        fn the_bound_holds_over_every_stretch(
+            rate in MIB..4096 * MIB,
+            batches in prop::collection::vec((1..16 * MIB, 0..50_000_000u64, 0..100_000_000u64), 2..50),
+        ) {
+            let mut pacer = pacer(rate);
+            let (mut now, mut begun) = (Duration::ZERO, Vec::new());
+            for (bytes, takes_ns, pause_ns) in batches {
+                now += pacer.wait(now);
+                begun.push((now, bytes));
+                pacer.spend(bytes, now);
+                now += Duration::from_nanos(takes_ns + pause_ns);
+            }
+            for from in 0..begun.len() {
+                let mut done = 0;
+                for to in from + 1..begun.len() {
+                    done += begun[to - 1].1;
+                    let allowed = (begun[to].0 - begun[from].0).as_nanos() * u128::from(rate) / 1_000_000_000;
+                    // A nanosecond for each rounding.
+                    let slack = (to as u128) * (u128::from(rate) / 1_000_000_000 + 1);
+                    prop_assert!(u128::from(done) <= allowed + slack, "{} bytes, {} allowed", done, allowed);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! The thread that erases what waits, in a process that lives long.
+
+use std::io;
+use std::num::NonZeroU64;
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::pacer::Pacer;
+use crate::media::{Durability, FileMedia, Media};
+use crate::pool::{Pool, locked};
+
+/// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a
+/// single module of persistent memory writes (some 2 GiB/s), so that guests' own stores keep the
+/// larger part, and still 100 GiB in under two minutes.
+pub const DEFAULT_SCRUB_BYTES_PER_S: NonZeroU64 = NonZeroU64::new(1 << 30).expect("not zero");
+
+/// What is erased in one go: small enough that nobody who waits for it waits long, and that the
+/// bound is kept evenly.
+const BATCH_BYTES: u64 = 16 << 20;
+
+/// The same where a barrier to a disk ends it, which the guests' flushes wait for: at the default
+/// bound, sixteen a second.
+const DISK_BATCH_BYTES: u64 = 64 << 20;
+
+/// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch
+/// that it is at. What waits then is erased by who opens the pool next; only where erasing gives
+/// the host its memory back, and costs next to nothing, it is done first.
+pub struct Scrubber<M: Media = FileMedia> {
+    pool: Weak<Pool<M>>,
+    wake: Arc<ScrubWake>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<M: Media + 'static> Scrubber<M> {
+    /// Starts the one scrubber of a pool that is open for writing. `bytes_per_s` bounds what costs
+    /// bandwidth; `None`: no bound.
+    ///
+    /// # Panics
+    /// If the pool has one already.
+    pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> io::Result<Self> {
+        let wake = Arc::clone(&pool.scrub_wake);
+        let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
+        assert!(!had_one, "a pool has one scrubber");
+        // Something may wait since the pool was opened.
+        wake.change(|signals| {
+            *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
+        });
+        // Earlier erasures do not count towards the bound.
+        pool.take_awaited_bytes();
+        let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
+        let started = std::thread::Builder::new()
+            .name("pool-scrubber".to_owned())
+            .spawn(move || Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run());
+        // Whatever came of it, dropping it frees the place for another one.
+        let mut scrubber = Self { pool: Arc::downgrade(pool), wake, thread: None };
+        scrubber.thread = Some(started?);
+        Ok(scrubber)
+    }
+
+    /// Sets another bound, from the next batch on.
+    pub fn set_bytes_per_s(&self, bytes_per_s: Option<NonZeroU64>) {
+        self.wake.change(|signals| signals.bytes_per_s = bytes_per_s);
+    }
+}
+
+impl<M: Media> Drop for Scrubber<M> {
+    fn drop(&mut self) {
+        self.wake.change(|signals| signals.ended = true);
+        let joined = self.thread.take().map(JoinHandle::join);
+        if let Some(Err(panic)) = joined
+            && !std::thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+        if let Some(pool) = self.pool.upgrade()
+            && !pool.scrubbing_costs_bandwidth()
+        {
+            // A failure is latched, and shown by the pool.
+            let _ = pool.scrub_all();
+        }
+        self.wake.change(|signals| signals.has_scrubber = false);
+    }
+}
+
+/// What a pool and its scrubber tell each other. It lives apart from the pool, which the thread
+/// does not keep open while it waits.
+#[derive(Debug, Default)]
+pub(in crate::pool) struct ScrubWake {
+    signals: Mutex<Signals>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Signals {
+    has_scrubber: bool,
+    /// Something was queued since the thread looked last.
+    work: bool,
+    /// The thread is to end.
+    ended: bool,
+    bytes_per_s: Option<NonZeroU64>,
+}
+
+impl ScrubWake {
+    /// Something was queued. A system call only if the thread has not been told yet: it looks
+    /// before it waits.
+    pub(in crate::pool) fn work(&self) {
+        let told = std::mem::replace(&mut locked(&self.signals).work, true);
+        if !told {
+            self.changed.notify_all();
+        }
+    }
+
+    /// The pool is gone.
+    pub(in crate::pool) fn end(&self) {
+        self.change(|signals| signals.ended = true);
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Signals) -> T) -> T {
+        let result = change(&mut locked(&self.signals));
+        self.changed.notify_all();
+        result
+    }
+
+    /// Waits until something was queued. `None`: it is over.
+    fn wait_for_work(&self) -> Option<Signals> {
+        let signals = locked(&self.signals);
+        let idle = |signals: &mut Signals| !signals.work && !signals.ended;
+        let mut signals =
+            self.changed.wait_while(signals, idle).expect("no code panics while it holds it");
+        signals.work = false;
+        (!signals.ended).then_some(*signals)
+    }
+
+    /// Waits that long, unless it is over or the bound changes.
+    fn pause(&self, pause: Duration, bytes_per_s: Option<NonZeroU64>) -> Option<Signals> {
+        let signals = locked(&self.signals);
+        let idle = |signals: &mut Signals| !signals.ended && signals.bytes_per_s == bytes_per_s;
+        let waited = self.changed.wait_timeout_while(signals, pause, idle);
+        let (signals, _) = waited.expect("no code panics while it holds it");
+        (!signals.ended).then_some(*signals)
+    }
+}
+
+fn batch_bytes(durability: Durability) -> u64 {
+    match durability {
+        Durability::PageCache => DISK_BATCH_BYTES,
+        Durability::DaxSync | Durability::Volatile => BATCH_BYTES,
+    }
+}
+
+/// The thread.
+struct Worker<M: Media> {
+    pool: Weak<Pool<M>>,
+    wake: Arc<ScrubWake>,
+    epoch: Instant,
+}
+
+impl<M: Media> Worker<M> {
+    fn run(self) {
+        let mut pacer = Pacer::new(None);
+        while let Some(mut signals) = self.wake.wait_for_work() {
+            loop {
+                let Some(pool) = self.pool.upgrade() else { return };
+                let wait = next_wait(&pool, &mut pacer, signals.bytes_per_s, self.epoch.elapsed());
+                drop(pool);
+                match self.wake.pause(wait, signals.bytes_per_s) {
+                    Some(now) => signals = now,
+                    None => return,
+                }
+                if wait > Duration::ZERO {
+                    // Other threads may have erased chunks meanwhile.
+                    continue;
+                }
+                let Some(pool) = self.pool.upgrade() else { return };
+                let began = self.epoch.elapsed();
+                match pool.scrub_some(pacer.batch_bytes(batch_bytes(pool.durability()))) {
+                    Ok(0) => break,
+                    Ok(bytes) => pacer.spend(bytes, began),
+                    // The pool is read-only now and says why; what waits is for who opens it next.
+                    Err(_) => return,
+                }
+            }
+        }
+    }
+}
+
+/// Time until the next batch may begin. Erasures on demand never wait, but they count towards the
+/// bound, so the background waits for them.
+pub(in crate::pool) fn next_wait(
+    pool: &Pool<impl Media>,
+    pacer: &mut Pacer,
+    bytes_per_s: Option<NonZeroU64>,
+    now: Duration,
+) -> Duration {
+    pacer.set(bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth()));
+    pacer.owe(pool.take_awaited_bytes(), now);
+    pacer.wait(now)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pacer::Pacer;
+    use super::*;
+
+    #[test]
+    fn a_disk_gets_no_more_than_sixteen_barriers_a_second() {
+        let default = DEFAULT_SCRUB_BYTES_PER_S;
+        for rate in [1 << 20, 64 << 20, default.get()] {
+            let pacer = Pacer::new(NonZeroU64::new(rate));
+            assert!(rate / pacer.batch_bytes(batch_bytes(Durability::PageCache)) <= 16, "{rate}");
+        }
+        // Elsewhere there is no barrier, and the bound is kept in smaller steps.
+        let pacer = Pacer::new(Some(default));
+        assert_eq!(pacer.batch_bytes(batch_bytes(Durability::DaxSync)), BATCH_BYTES);
+    }
+}

@@ -1,0 +1,132 @@
+//! How often chunks were used, and how often extents of them were on average.
+
+use super::chunk::{Extent, MAX_ORDER, Run};
+
+/// Uses of a chunk, on average over an extent, that make no difference. Within a step placement
+/// decides and the smallest extent that fits is taken, which keeps free space in one piece; a chunk
+/// that is used more by a step rests until the others have caught up. Persistent memory endures
+/// millions of writes, so a step is nothing to it.
+pub(crate) const WEAR_STEP: u64 = 16;
+
+/// Chunks of the largest extent.
+const LARGEST: usize = 1 << MAX_ORDER;
+
+/// The uses of each chunk, as the chunk table has them, and their sums over all aligned extents: so
+/// that an extent that is split, merged or looked for costs the same whatever its size. A chunk
+/// that is not listed was never used.
+#[derive(Debug, Default)]
+pub(crate) struct Wear {
+    /// Of a multiple of `LARGEST` chunks.
+    uses: Vec<u32>,
+    /// Of orders 1 to 10: the sum over the extent's chunks, by number of the extent.
+    sums: [Vec<u64>; MAX_ORDER as usize],
+}
+
+impl Wear {
+    pub(crate) fn new(uses: Vec<u32>) -> Self {
+        let mut wear = Self { uses, ..Self::default() };
+        wear.cover(wear.uses.len());
+        wear.sum_up(0..wear.uses.len());
+        wear
+    }
+
+    /// How much an extent was used, in steps.
+    pub(crate) fn level(&self, extent: Extent) -> u64 {
+        self.sum(extent) / u64::from(extent.chunks()) / WEAR_STEP
+    }
+
+    /// The same of a run.
+    pub(crate) fn level_of_run(&self, run: Run) -> u64 {
+        let uses: u64 = run.extents().map(|extent| self.sum(extent)).sum();
+        uses / u64::from(run.chunks) / WEAR_STEP
+    }
+
+    fn sum(&self, extent: Extent) -> u64 {
+        let at = extent.start.0 as usize;
+        match usize::from(extent.order).checked_sub(1) {
+            None => self.uses.get(at).copied().map_or(0, u64::from),
+            Some(level) => self.sums[level].get(at >> extent.order).copied().unwrap_or(0),
+        }
+    }
+
+    /// Counts one use of each chunk, as the chunk table does.
+    pub(crate) fn count_use(&mut self, run: Run) {
+        let chunks = run.start.0 as usize..run.end().0 as usize;
+        self.cover(chunks.end);
+        for uses in &mut self.uses[chunks.clone()] {
+            *uses = uses.saturating_add(1);
+        }
+        self.sum_up(chunks);
+    }
+
+    fn cover(&mut self, chunks: usize) {
+        let chunks = chunks.next_multiple_of(LARGEST);
+        if chunks > self.uses.len() || chunks > self.sums[0].len() * 2 {
+            self.uses.resize(chunks, 0);
+            for (level, sums) in self.sums.iter_mut().enumerate() {
+                sums.resize(chunks >> (level + 1), 0);
+            }
+        }
+    }
+
+    /// Adds up anew what changed with the uses of `chunks`, which are covered and not none.
+    fn sum_up(&mut self, chunks: std::ops::Range<usize>) {
+        if chunks.is_empty() {
+            return;
+        }
+        let (first, last) = (chunks.start, chunks.end - 1);
+        for at in first >> 1..=last >> 1 {
+            self.sums[0][at] = u64::from(self.uses[at * 2]) + u64::from(self.uses[at * 2 + 1]);
+        }
+        for level in 1..self.sums.len() {
+            let (below, above) = self.sums.split_at_mut(level);
+            let below = &below[level - 1];
+            for at in first >> (level + 1)..=last >> (level + 1) {
+                above[0][at] = below[at * 2] + below[at * 2 + 1];
+            }
+        }
+    }
+
+    /// The uses of single chunks.
+    #[cfg(test)]
+    pub(crate) fn uses(&self) -> &[u32] {
+        &self.uses
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::alloc::chunk::ChunkId;
+
+    #[test]
+    fn levels_are_averages_whatever_way_the_uses_came_about() {
+        let uses: Vec<u32> = (0..2500).map(|chunk| chunk * 37 % 1009).collect();
+        let loaded = Wear::new(uses.clone());
+        let mut counted = Wear::default();
+        for (chunk, uses) in (0..).map(ChunkId).zip(&uses) {
+            (0..*uses).for_each(|_| counted.count_use(Run { start: chunk, chunks: 1 }));
+        }
+        let average = |run: Run| {
+            let listed = run.ids().filter_map(|chunk| uses.get(chunk.0 as usize));
+            listed.map(|uses| u64::from(*uses)).sum::<u64>() / u64::from(run.chunks) / WEAR_STEP
+        };
+        for order in 0..=MAX_ORDER {
+            for start in (0..4096).step_by(1 << order) {
+                let extent = Extent { start: ChunkId(start), order };
+                assert_eq!(loaded.level(extent), average(extent.run()), "{extent}");
+                assert_eq!(counted.level(extent), average(extent.run()), "{extent}");
+            }
+        }
+        let run = Run { start: ChunkId(3), chunks: 1700 };
+        assert_eq!(loaded.level_of_run(run), average(run));
+    }
+
+    #[test]
+    fn a_count_that_is_full_stays_so() {
+        let mut wear = Wear::new(vec![u32::MAX, 0]);
+        wear.count_use(Run { start: ChunkId(0), chunks: 2 });
+        assert_eq!(wear.uses()[..3], [u32::MAX, 1, 0]);
+        assert_eq!(wear.level(Extent { start: ChunkId(0), order: 1 }), (1 << 31) / WEAR_STEP);
+    }
+}

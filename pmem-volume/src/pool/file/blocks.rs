@@ -1,0 +1,79 @@
+//! Blocks of a pool's file. A pool that is not thin has all of them, so that no store finds its
+//! file system full.
+
+use std::io;
+use std::path::Path;
+
+use crate::media::{FileMedia, Lacking, Media, copy_on_write, take_lacking};
+use crate::pool::create::FileSystem;
+use crate::pool::maintenance::findings::Finding;
+use crate::pool::{Pool, PoolError};
+
+/// Finds blocks that the file of a pool lacks. Opening the pool for writing allocates them or
+/// fails.
+pub(in crate::pool) fn look(
+    path: &Path,
+    media: &FileMedia,
+    writable: bool,
+) -> Result<Vec<Finding>, PoolError> {
+    let mut findings = Vec::new();
+    if !media.is_to_have_blocks() {
+        return Ok(findings);
+    }
+    let failed =
+        |source| PoolError::File { path: path.to_owned(), action: "look at the blocks of", source };
+    let (file, size_bytes) = (media.file(), media.len_bytes());
+    let lacking = Lacking::of(file, size_bytes).map_err(failed)?;
+    let file_system = copy_on_write(file).map_err(failed)?;
+    if let Some(file_system) = file_system {
+        findings.push(Finding::CopyOnWrite { file_system });
+    }
+    // On a copy-on-write file system a file shares blocks with its snapshots, and new blocks would
+    // not change that.
+    let lacking =
+        if file_system.is_some() { Lacking { shared_bytes: 0, ..lacking } } else { lacking };
+    if lacking.is_nothing() {
+        return Ok(findings);
+    }
+    if writable {
+        take(path, media, lacking)?;
+    }
+    let Lacking { hole_bytes, shared_bytes } = lacking;
+    findings.push(Finding::BlocksLost { hole_bytes, shared_bytes });
+    Ok(findings)
+}
+
+fn take(path: &Path, media: &FileMedia, lacking: Lacking) -> Result<(), PoolError> {
+    let (file, size_bytes) = (media.file(), media.len_bytes());
+    let free_bytes = FileSystem::of(file).map_or(0, |file_system| file_system.free_bytes);
+    let (path, lacking_bytes) = (path.to_owned(), lacking.bytes());
+    let refused = |path, source| PoolError::BlocksLost {
+        path,
+        lacking_bytes,
+        size_bytes,
+        free_bytes,
+        source,
+    };
+    // Without room, the attempt would fill the file system before it fails.
+    if free_bytes < lacking_bytes {
+        return Err(refused(path, io::Error::from_raw_os_error(libc::ENOSPC)));
+    }
+    take_lacking(file, size_bytes, lacking).map_err(|source| match source.raw_os_error() {
+        Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => {
+            PoolError::BlocksNotTaken { path, lacking_bytes, size_bytes }
+        }
+        _ => refused(path, source),
+    })
+}
+
+impl Pool {
+    /// Name of the pool's file system, if a store to an allocated block can fail because the file
+    /// system is full.
+    pub fn copy_on_write(&self) -> Option<&'static str> {
+        let media = self.media();
+        if !media.is_to_have_blocks() {
+            return None;
+        }
+        copy_on_write(media.file()).ok().flatten()
+    }
+}

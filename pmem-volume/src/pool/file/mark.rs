@@ -1,0 +1,254 @@
+//! Marks of files, which are extended attributes that the host sets. A guest can write the bytes of
+//! a file but not its attributes, so a mark shows how the host uses the file, whatever the guest
+//! has written to it.
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+use thiserror::Error;
+
+/// Name of an attribute, and of the attribute that tests if a file can have attributes.
+struct Attribute {
+    name: &'static CStr,
+    probe: &'static CStr,
+}
+
+/// Regular files have user attributes. Nodes of devices and files on tmpfs before Linux 6.6 have
+/// only trusted ones, which need CAP_SYS_ADMIN (xattr(7)).
+const ATTRIBUTES: [Attribute; 2] = [
+    Attribute { name: c"user.foreshore", probe: c"user.foreshore.probe" },
+    Attribute { name: c"trusted.foreshore", probe: c"trusted.foreshore.probe" },
+];
+
+/// Reason why a file gets no mark.
+#[derive(Debug, Error)]
+pub enum MarkError {
+    /// The file system has no attributes that this user may set.
+    #[error("the file system has no extended attributes")]
+    Unsupported,
+    /// The mark of another release, which is kept.
+    #[error("the file has a mark that this release does not know")]
+    Unknown,
+    /// The earlier mark cannot be read, so it is kept.
+    #[error("fgetxattr: {0}")]
+    Read(io::Error),
+    /// A call of the operating system failed.
+    #[error("fsetxattr: {0}")]
+    Io(io::Error),
+}
+
+/// Use of a file by the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mark {
+    /// A pool.
+    Pool,
+    /// Output of a VMM or of its guest, such as a serial port's.
+    Output,
+    /// Memory of a guest, which begins as zeros.
+    Memory,
+    /// A disk or a pmem device of a guest.
+    Disk,
+    /// A use that this release does not know. It is never set, replaced or removed.
+    Unknown,
+}
+
+impl Mark {
+    const VALUES: [(Self, &'static [u8]); 4] = [
+        (Self::Pool, b"pool"),
+        (Self::Output, b"output"),
+        (Self::Memory, b"memory"),
+        (Self::Disk, b"disk"),
+    ];
+
+    /// Reads the mark of a file. A file system without attributes has none.
+    pub fn of(file: &File) -> io::Result<Option<Self>> {
+        for attribute in &ATTRIBUTES {
+            if let Some(mark) = Self::in_attribute(file, attribute.name)? {
+                return Ok(Some(mark));
+            }
+        }
+        Ok(None)
+    }
+
+    fn in_attribute(file: &File, name: &CStr) -> io::Result<Option<Self>> {
+        let mut value = [0_u8; 8];
+        // SAFETY: the name is a C string; the kernel stores at most as many bytes as `value` has,
+        // which outlives the call.
+        let len = unsafe {
+            libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), value.as_mut_ptr().cast(), value.len())
+        };
+        let known = |value| Self::VALUES.into_iter().find(|(_, known)| *known == value);
+        let Ok(len) = usize::try_from(len) else {
+            let error = io::Error::last_os_error();
+            return match error.raw_os_error() {
+                Some(libc::ENODATA | libc::EOPNOTSUPP) => Ok(None),
+                // The value is longer than that of any known mark.
+                Some(libc::ERANGE) => Ok(Some(Self::Unknown)),
+                _ => Err(error),
+            };
+        };
+        Ok(Some(known(&value[..len]).map_or(Self::Unknown, |(mark, _)| mark)))
+    }
+
+    /// Marks a file and replaces its earlier mark, unless that is unknown.
+    pub fn set(self, file: &File) -> Result<(), MarkError> {
+        let (_, value) =
+            Self::VALUES.into_iter().find(|(mark, _)| *mark == self).expect("a known mark is set");
+        match Self::of(file).map_err(MarkError::Read)? {
+            Some(Self::Unknown) => return Err(MarkError::Unknown),
+            Some(mark) if mark == self => return Ok(()),
+            _ => {}
+        }
+        let [user, trusted] = &ATTRIBUTES;
+        let Err(error) = store(file, user.name, value, 0) else { return Ok(()) };
+        let is_unsupported = |error: &io::Error| error.raw_os_error() == Some(libc::EOPNOTSUPP);
+        match store(file, trusted.name, value, 0) {
+            Ok(()) => Ok(()),
+            _ if !is_unsupported(&error) => Err(MarkError::Io(error)),
+            // Only root sets trusted attributes.
+            Err(error)
+                if is_unsupported(&error) || error.kind() == io::ErrorKind::PermissionDenied =>
+            {
+                Err(MarkError::Unsupported)
+            }
+            Err(error) => Err(MarkError::Io(error)),
+        }
+    }
+
+    /// Returns the name of the attribute that can mark this file; `None` if the file cannot be
+    /// marked. File systems and security modules may allow only the reading of attributes, so the
+    /// function sets a test attribute and removes it again. That attribute has another name,
+    /// because a crash in between leaves it behind.
+    pub fn settable_attribute(file: &File) -> Option<&'static str> {
+        let can_have = |probe: &CStr| match store(file, probe, b"", libc::XATTR_CREATE) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => false,
+            Ok(()) | Err(_) => {
+                // SAFETY: the name is a C string, which outlives the call.
+                unsafe { libc::fremovexattr(file.as_raw_fd(), probe.as_ptr()) };
+                true
+            }
+        };
+        let attribute = ATTRIBUTES.iter().find(|attribute| can_have(attribute.probe))?;
+        attribute.name.to_str().ok()
+    }
+}
+
+/// Gives a file the mark of another release.
+#[cfg(test)]
+pub(in crate::pool) fn set_unknown(file: &File, value: &[u8]) {
+    let name = Mark::settable_attribute(file).unwrap();
+    let attribute =
+        ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap();
+    store(file, attribute.name, value, libc::XATTR_CREATE).unwrap();
+}
+
+fn store(file: &File, name: &CStr, value: &[u8], flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: the name is a C string, and the kernel reads as many bytes as `value` has. Both
+    // outlive the call.
+    let failed = unsafe {
+        libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
+    };
+    if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_lasts_and_is_not_part_of_the_bytes() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(Mark::of(file.as_file()).unwrap(), None);
+        for (mark, _) in Mark::VALUES {
+            mark.set(file.as_file()).unwrap();
+            assert_eq!(Mark::of(&File::open(file.path()).unwrap()).unwrap(), Some(mark));
+        }
+        assert_eq!(file.as_file().metadata().unwrap().len(), 0);
+        let copy = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(copy.path(), std::fs::read(file.path()).unwrap()).unwrap();
+        assert_eq!(Mark::of(copy.as_file()).unwrap(), None);
+    }
+
+    /// Names of all attributes of a file.
+    fn attributes(file: &File) -> String {
+        let mut names = [0_u8; 1024];
+        // SAFETY: the kernel stores at most as many bytes as `names` has.
+        let len =
+            unsafe { libc::flistxattr(file.as_raw_fd(), names.as_mut_ptr().cast(), names.len()) };
+        String::from_utf8(names[..len as usize].to_vec()).unwrap()
+    }
+
+    fn attribute_of(file: &File) -> &'static Attribute {
+        let name = Mark::settable_attribute(file).unwrap();
+        ATTRIBUTES.iter().find(|attribute| attribute.name.to_str() == Ok(name)).unwrap()
+    }
+
+    #[test]
+    fn probe_is_not_a_mark_and_is_removed() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = file.as_file();
+        let attribute = attribute_of(file);
+        assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
+        // Left behind by a test that ended between its two calls.
+        store(file, attribute.probe, b"", 0).unwrap();
+        assert_eq!(Mark::of(file).unwrap(), None);
+        assert_eq!(attribute_of(file).name, attribute.name);
+        assert!(!attributes(file).contains("foreshore"), "{}", attributes(file));
+        for (mark, _) in Mark::VALUES {
+            mark.set(file).unwrap();
+            Mark::settable_attribute(file).unwrap();
+            assert_eq!(Mark::of(file).unwrap(), Some(mark), "the probe leaves a mark");
+        }
+    }
+
+    #[test]
+    fn mark_of_another_release_is_kept() {
+        for value in [&b""[..], b"volume", b"eightlet", b"longer than any known mark"] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let file = file.as_file();
+            let name = attribute_of(file).name;
+            set_unknown(file, value);
+            assert_eq!(Mark::of(file).unwrap(), Some(Mark::Unknown));
+            for (mark, _) in Mark::VALUES {
+                assert!(matches!(mark.set(file), Err(MarkError::Unknown)));
+            }
+            Mark::settable_attribute(file).unwrap();
+            let mut kept = [0; 100];
+            // SAFETY: the kernel stores at most as many bytes as `kept` has.
+            let len = unsafe {
+                libc::fgetxattr(
+                    file.as_raw_fd(),
+                    name.as_ptr(),
+                    kept.as_mut_ptr().cast(),
+                    kept.len(),
+                )
+            };
+            assert_eq!(&kept[..len as usize], value);
+        }
+    }
+
+    #[test]
+    fn file_system_without_attributes_has_no_marks() {
+        let file = File::open("/proc/self/status").unwrap();
+        assert_eq!((Mark::of(&file).unwrap(), Mark::settable_attribute(&file)), (None, None));
+        assert!(matches!(Mark::Disk.set(&file), Err(MarkError::Unsupported)));
+    }
+
+    #[test]
+    fn failed_access_to_a_mark_is_not_taken_for_a_file_system_without_marks() {
+        // The kernel refuses descriptors of O_PATH with EBADF.
+        use std::os::unix::fs::OpenOptionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(file.path()).unwrap();
+        assert_eq!(Mark::of(&file).unwrap_err().raw_os_error(), Some(libc::EBADF));
+        let error = Mark::Disk.set(&file).unwrap_err();
+        assert!(
+            matches!(&error, MarkError::Read(source) if source.raw_os_error() == Some(libc::EBADF)),
+            "{error}"
+        );
+        let error = store(&file, ATTRIBUTES[0].name, b"disk", 0).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
+    }
+}

@@ -1,0 +1,10 @@
+//! File or device below a pool: its lock, its blocks, and content that no pool may overwrite.
+
+pub(super) mod blocks;
+pub mod claim;
+pub mod formats;
+pub mod lock;
+pub mod mark;
+pub(super) mod opening;
+pub(super) mod room;
+pub mod signature;

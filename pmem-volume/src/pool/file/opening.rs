@@ -1,0 +1,320 @@
+//! Opening the file or device that a pool lies in: what kind it is, who has it, how long it is.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::lock::{self, Holder, LockKind, try_lock};
+use crate::CHUNK_BYTES;
+use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_pages, sysfs_of};
+use crate::pool::format::layout::{
+    SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
+};
+use crate::pool::{OpenMode, PoolError};
+
+/// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed
+/// it (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
+pub(in crate::pool) const UDEV_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Until a child that was just forked has become another program, it has a copy of every descriptor
+/// of its parent, and so of a lock that the parent has given up, and of a device that it had for
+/// itself.
+pub(in crate::pool) const FORK_PATIENCE: Duration = Duration::from_millis(200);
+
+/// _IO(0x12, 94) of linux/fs.h.
+const BLKROGET: libc::Ioctl = 0x125e;
+
+/// How long something is that a pool lies in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Length {
+    /// A file is as long as its pool.
+    File(u64),
+    /// A device may be longer.
+    Device(u64),
+}
+
+/// What a pool lies in, open and locked as the mode says.
+pub(in crate::pool) struct Opened {
+    pub(in crate::pool) file: File,
+    pub(in crate::pool) place: Place,
+    pub(in crate::pool) length: Length,
+}
+
+impl Opened {
+    /// Opens what is at `path` and takes the lock that goes with the mode.
+    ///
+    /// A block device is opened with O_EXCL for writing: the kernel then refuses one that is
+    /// mounted or otherwise in use, and refuses others to mount it.
+    pub(in crate::pool) fn new(path: &Path, mode: OpenMode) -> Result<Self, PoolError> {
+        let file_error =
+            |action| move |source| PoolError::File { path: path.to_owned(), action, source };
+        let (file, place) = open(path, mode)?;
+        let kind = match mode {
+            OpenMode::ReadWrite => Some(LockKind::Exclusive),
+            OpenMode::ReadOnly => Some(LockKind::Shared),
+            OpenMode::Peek => None,
+        };
+        if let Some(kind) = kind {
+            let patience = match (place, kind) {
+                (Place::BlockDevice { .. }, LockKind::Exclusive) => UDEV_PATIENCE,
+                _ => FORK_PATIENCE,
+            };
+            lock_within(&file, kind, patience)
+                .map_err(file_error("lock"))?
+                .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
+        }
+        let bytes = place.len_bytes(&file).map_err(file_error("find the length of"))?;
+        let length = if place.is_device() { Length::Device(bytes) } else { Length::File(bytes) };
+        let opened = Self { file, place, length };
+        if mode == OpenMode::ReadWrite {
+            opened.forget_clean_pages(&SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES));
+        }
+        Ok(opened)
+    }
+
+    /// Before a writer reads the pool's own data for the first time: lets the kernel forget what it
+    /// has of it and calls clean, so that what is read is what the disk has. Whole chunks: the
+    /// kernel keeps pages in larger pieces.
+    pub(in crate::pool) fn forget_clean_pages(&self, ranges: &[Range<u64>]) {
+        let whole = |range: &Range<u64>| {
+            range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
+        };
+        if matches!(self.place, Place::Disk | Place::BlockDevice { .. }) {
+            forget_clean_pages(
+                &self.file,
+                &coalesce(&ranges.iter().map(whole).collect::<Vec<_>>()),
+            );
+        }
+    }
+
+    /// Reads the superblocks before the pool is mapped: a file that is too short must be an error,
+    /// not a SIGBUS.
+    pub(in crate::pool) fn read_copies(
+        &self,
+        path: &Path,
+    ) -> Result<[SuperblockBytes; 2], PoolError> {
+        let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
+        let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
+        // devdax has no read(); its length is known, and a multiple of a chunk.
+        let first_chunk = match self.place {
+            Place::DevDax { .. } if self.length.bytes() >= CHUNK_BYTES => {
+                let file = self.file.try_clone().map_err(file_error)?;
+                Some(FileMedia::new(file, CHUNK_BYTES, false)?)
+            }
+            Place::DevDax { .. } => return Ok(copies),
+            _ => None,
+        };
+        for (copy, offset) in copies.iter_mut().zip(SUPERBLOCK_OFFSETS) {
+            let bytes = copy.as_mut_bytes();
+            match &first_chunk {
+                Some(media) => media.read(offset, bytes)?,
+                // A copy behind the end of the file stays zero, which is not a superblock.
+                None if offset + SUPERBLOCK_BYTES > self.length.bytes() => {}
+                None => self.file.read_exact_at(bytes, offset).map_err(file_error)?,
+            }
+        }
+        Ok(copies)
+    }
+}
+
+impl Opened {
+    /// What is no pool by its superblocks may have been one: then nobody should be told to make
+    /// another there.
+    pub(in crate::pool) fn or_gone(&self, error: PoolError) -> PoolError {
+        match error {
+            PoolError::NotAPool { path, .. } if self.has_volume_table() => {
+                PoolError::SuperblocksGone { path }
+            }
+            error => error,
+        }
+    }
+
+    /// Does a volume table lie where all pools have theirs?
+    fn has_volume_table(&self) -> bool {
+        // devdax has no read(), and what is said of it is a little less.
+        !matches!(self.place, Place::DevDax { .. })
+            && VOLUME_TABLE_OFFSETS.iter().any(|offset| {
+                let mut magic = [0; VOLUME_MAGIC.len()];
+                self.file.read_exact_at(&mut magic, *offset).is_ok() && magic == VOLUME_MAGIC
+            })
+    }
+}
+
+impl Length {
+    pub(crate) fn bytes(self) -> u64 {
+        match self {
+            Length::File(bytes) | Length::Device(bytes) => bytes,
+        }
+    }
+}
+
+/// Opens what is at `path`. Its kind is looked at first: opening a device that is no disk may have
+/// consequences.
+fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
+    let file_error = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
+        io::ErrorKind::ReadOnlyFilesystem if is_block_device(path) => {
+            PoolError::DeviceReadOnly { path: path.to_owned() }
+        }
+        _ => PoolError::File { path: path.to_owned(), action: "open", source },
+    };
+    let writable = mode == OpenMode::ReadWrite;
+    let metadata = fs::metadata(path).map_err(file_error)?;
+    let kind = metadata.file_type();
+    let not_a_file = |kind| Err(PoolError::NotAFile { path: path.to_owned(), kind });
+    // Not to hang on a named pipe that has no reader, should one take its place now.
+    let mut flags = libc::O_NONBLOCK;
+    if kind.is_dir() {
+        return not_a_file("a directory");
+    } else if kind.is_char_device() {
+        let entry = sysfs_of("char", metadata.rdev());
+        Place::of_character_device(&entry).map_err(|e| place_error(path, e))?;
+    } else if kind.is_block_device() {
+        flags |= if writable { libc::O_EXCL } else { 0 };
+    } else if !kind.is_file() {
+        return not_a_file("a pipe or socket");
+    }
+    let mut options = OpenOptions::new();
+    options.read(true).write(writable).custom_flags(flags);
+    let opened = while_in_use(FORK_PATIENCE, || match options.open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(Err(error)),
+        result => result.map(Ok),
+    });
+    let file = opened.map_err(file_error)?.map_err(|error| match kind.is_block_device() {
+        true => device_in_use(path, metadata.rdev()),
+        false => file_error(error),
+    })?;
+    // Some drivers refuse to open such a device, others open it, and refuse only to map it or each
+    // write.
+    if writable && kind.is_block_device() && is_read_only(&file).map_err(file_error)? {
+        return Err(PoolError::DeviceReadOnly { path: path.to_owned() });
+    }
+    let place = Place::of(&file).map_err(|e| place_error(path, e))?;
+    Ok((file, place))
+}
+
+fn is_block_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
+}
+
+/// Is a block device write-protected (Linux block/ioctl.c, BLKROGET)?
+fn is_read_only(device: &File) -> io::Result<bool> {
+    let mut flag: libc::c_int = 0;
+    // SAFETY: the kernel stores one int, which outlives the call.
+    match unsafe { libc::ioctl(device.as_raw_fd(), BLKROGET, &raw mut flag) } {
+        0 => Ok(flag != 0),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+pub(in crate::pool) fn place_error(path: &Path, error: PlaceError) -> PoolError {
+    let path = path.to_owned();
+    match error {
+        PlaceError::NotDax { subsystem } => PoolError::NotDax { path, subsystem },
+        PlaceError::Align { align_bytes } => PoolError::DaxAlign { path, align_bytes },
+        PlaceError::Other => PoolError::NotAFile { path, kind: "no file or device" },
+        PlaceError::Io { .. } => {
+            PoolError::File { path, action: "look at", source: io::Error::other(error) }
+        }
+    }
+}
+
+/// Takes the lock; who has it now may give it back within `patience`.
+pub(in crate::pool) fn lock_within(
+    file: &File,
+    kind: LockKind,
+    patience: Duration,
+) -> io::Result<Result<(), Holder>> {
+    while_in_use(patience, || try_lock(file, kind))
+}
+
+/// Tries again for a while as long as the inner result is an error: somebody has what is wanted.
+pub(in crate::pool) fn while_in_use<T, E>(
+    patience: Duration,
+    mut attempt: impl FnMut() -> io::Result<Result<T, E>>,
+) -> io::Result<Result<T, E>> {
+    let end = Instant::now() + patience;
+    loop {
+        match attempt()? {
+            Err(_) if Instant::now() < end => thread::sleep(Duration::from_millis(20)),
+            result => return Ok(result),
+        }
+    }
+}
+
+fn device_in_use(path: &Path, device: u64) -> PoolError {
+    let path = path.to_owned();
+    match user_of_device(&path, device) {
+        Ok(holder) => PoolError::InUse { path, holder },
+        Err(by) => PoolError::DeviceInUse { path, by },
+    }
+}
+
+/// Who it is that the kernel refuses to open a device for: a pool's user, or else a mount, or
+/// another device.
+pub(in crate::pool) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String> {
+    let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
+    if let Some(holder) = holder {
+        return Ok(holder);
+    }
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    Err(match (mount_point(&mounts, device), upper_device(&sysfs_of("block", device))) {
+        (Some(place), _) => format!("it is mounted on {place}"),
+        (None, Some(upper)) => format!("it is part of {upper}"),
+        (None, None) => {
+            "the kernel or another program has it, or a part of it (a mount, swap, RAID)".to_owned()
+        }
+    })
+}
+
+/// Where a device is mounted (proc(5), /proc/pid/mountinfo: the third field is the device, the
+/// fifth the place).
+fn mount_point(mounts: &str, device: u64) -> Option<&str> {
+    let wanted = format!("{}:{}", libc::major(device), libc::minor(device));
+    mounts.lines().find_map(|line| {
+        let mut fields = line.split(' ').skip(2);
+        (fields.next() == Some(&wanted)).then(|| fields.nth(1)).flatten()
+    })
+}
+
+/// A device that is made of this one, such as a logical volume.
+fn upper_device(entry: &Path) -> Option<String> {
+    let upper: PathBuf = fs::read_dir(entry.join("holders")).ok()?.next()?.ok()?.path();
+    Some(upper.file_name()?.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mounted_device_is_found_by_its_number() {
+        let mounts = "21 1 0:20 / /proc rw - proc proc rw\n\
+                      30 1 7:1 / /mnt/with\\040space rw shared:1 - ext4 /dev/loop1 rw\n";
+        assert_eq!(mount_point(mounts, libc::makedev(7, 1)), Some("/mnt/with\\040space"));
+        assert_eq!(mount_point(mounts, libc::makedev(7, 2)), None);
+    }
+
+    #[test]
+    fn a_lock_is_waited_for_only_as_long_as_it_may_be() {
+        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        let other = File::open(file.path()).unwrap();
+        assert!(try_lock(&other, LockKind::Shared).unwrap().is_ok());
+        let patience = Duration::from_millis(50);
+        assert!(lock_within(file.as_file(), LockKind::Exclusive, patience).unwrap().is_err());
+        let looks = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            drop(other);
+        });
+        let patience = Duration::from_secs(60);
+        assert!(lock_within(file.as_file(), LockKind::Exclusive, patience).unwrap().is_ok());
+        looks.join().unwrap();
+    }
+}

@@ -1,0 +1,343 @@
+//! The superblock, verified.
+
+use std::ops::Range;
+
+use thiserror::Error;
+use uuid::Uuid;
+use zerocopy::FromZeros;
+
+use super::layout::{
+    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET,
+    MAX_CHUNKS, MAX_LOG_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS,
+    SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
+};
+use super::table::Slot;
+use crate::CHUNK_BYTES;
+use crate::pool::alloc::chunk::ChunkId;
+use crate::pool::transaction::mirrored;
+
+/// A field of a superblock that passes its checksum and still cannot be.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("superblock field {field} is {value:#x}, but {rule}")]
+pub struct SuperblockError {
+    /// Name in [`SuperblockBytes`].
+    pub field: &'static str,
+    /// What it says.
+    pub value: u64,
+    /// What must hold.
+    pub rule: &'static str,
+}
+
+/// What the superblock says, checked: every region lies inside the pool and every number fits its
+/// type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Superblock {
+    pub(crate) sequence: u64,
+    /// A file on a disk whose free chunks are holes.
+    pub(crate) is_thin: bool,
+    pub(crate) uuid: Uuid,
+    pub(crate) chunks: u32,
+    pub(crate) strg_bytes: u64,
+    pub(crate) chunk_table_offset: u64,
+    pub(crate) volume_table_offsets: [u64; 2],
+    pub(crate) volume_slots: u32,
+    pub(crate) log_offset: u64,
+    pub(crate) log_bytes: u64,
+    pub(crate) created_unix_s: u64,
+    /// Zero, or how long the file may be: the pool was being grown.
+    pub(crate) growing_to_bytes: u64,
+}
+
+impl Superblock {
+    /// The superblock of a new pool. The caller has checked `chunks` and `strg_bytes`.
+    pub(crate) fn new(uuid: Uuid, created_unix_s: u64, chunks: u32, strg_bytes: u64) -> Self {
+        Self {
+            sequence: 1,
+            is_thin: false,
+            uuid,
+            chunks,
+            strg_bytes,
+            chunk_table_offset: CHUNK_TABLE_OFFSET,
+            volume_table_offsets: VOLUME_TABLE_OFFSETS,
+            volume_slots: VOLUME_SLOTS,
+            log_offset: LOG_OFFSET,
+            log_bytes: LOG_BYTES,
+            created_unix_s,
+            growing_to_bytes: 0,
+        }
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        u64::from(self.chunks) * CHUNK_BYTES
+    }
+
+    /// The end of the pool's own data in a new pool, where it lies before all else.
+    pub(crate) fn metadata_bytes(&self) -> u64 {
+        u64::from(self.metadata_chunks()) * CHUNK_BYTES
+    }
+
+    /// Chunks that hold the pool's own data.
+    pub(crate) fn is_metadata(&self, chunk: ChunkId) -> bool {
+        let (start, end) = (chunk.offset_bytes(), chunk.offset_bytes() + CHUNK_BYTES);
+        self.regions().iter().any(|region| region.start < end && start < region.end)
+    }
+
+    /// Number of chunks for which [`Self::is_metadata`] holds.
+    pub(crate) fn metadata_chunks(&self) -> u32 {
+        let mut regions = self.regions();
+        regions.sort_by_key(|region| region.start);
+        // By ranges and not one by one: the table of a large pool takes thousands of chunks.
+        let (mut count, mut counted_to) = (0, 0);
+        for region in regions.iter().filter(|region| region.start < region.end) {
+            let end = region.end.div_ceil(CHUNK_BYTES);
+            count += end.saturating_sub(counted_to.max(region.start / CHUNK_BYTES));
+            counted_to = counted_to.max(end);
+        }
+        count as u32
+    }
+
+    /// The chunk behind the chunk table's last one.
+    pub(crate) fn chunk_table_end_chunk(&self) -> u64 {
+        self.tables()[0].end.div_ceil(CHUNK_BYTES)
+    }
+
+    /// Where the two copies of a volume's record lie.
+    pub(crate) fn volume_record_offsets(&self, slot: Slot) -> [u64; 2] {
+        assert!(u32::from(slot.0) < self.volume_slots);
+        self.volume_table_offsets.map(|table| table + u64::from(slot.0) * VOLUME_RECORD_BYTES)
+    }
+
+    pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> + use<> {
+        (0..self.volume_slots).map(|slot| Slot(slot as u16))
+    }
+
+    /// The chunk table and the volume tables: where a transaction of the log may store.
+    pub(crate) fn tables(&self) -> [Range<u64>; 3] {
+        let table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
+        let [first, second] = self.volume_table_offsets;
+        let chunk_table_bytes = u64::from(self.chunks) * CHUNK_ENTRY_BYTES;
+        [
+            self.chunk_table_offset..self.chunk_table_offset + chunk_table_bytes,
+            first..first + table_bytes,
+            second..second + table_bytes,
+        ]
+    }
+
+    /// All of the pool's own data.
+    pub(crate) fn regions(&self) -> [Range<u64>; 6] {
+        let [chunk_table, volumes_a, volumes_b] = self.tables();
+        let [superblock_a, superblock_b] = SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES);
+        let log = self.log_offset..self.log_offset + self.log_bytes;
+        [superblock_a, superblock_b, chunk_table, volumes_a, volumes_b, log]
+    }
+
+    /// The bytes, sealed.
+    pub(crate) fn to_bytes(&self) -> SuperblockBytes {
+        self.to_bytes_over(SuperblockBytes::new_zeroed())
+    }
+
+    /// The bytes, sealed; what this code does not know stays as it is in `bytes`.
+    pub(crate) fn to_bytes_over(&self, mut bytes: SuperblockBytes) -> SuperblockBytes {
+        bytes.magic = SUPERBLOCK_MAGIC;
+        bytes.version.set(FORMAT_VERSION);
+        bytes.superblock_bytes.set(SUPERBLOCK_BYTES as u32);
+        let other_features = bytes.features_compatible.get() & !FEATURE_THIN;
+        bytes.features_compatible.set(other_features | if self.is_thin { FEATURE_THIN } else { 0 });
+        bytes.sequence.set(self.sequence);
+        bytes.uuid = self.uuid.into_bytes();
+        bytes.size_bytes.set(self.size_bytes());
+        bytes.chunk_bytes.set(CHUNK_BYTES);
+        bytes.strg_bytes.set(self.strg_bytes);
+        bytes.chunk_table_offset.set(self.chunk_table_offset);
+        bytes.chunk_table_entries.set(u64::from(self.chunks));
+        bytes.volume_table_offsets[0].set(self.volume_table_offsets[0]);
+        bytes.volume_table_offsets[1].set(self.volume_table_offsets[1]);
+        bytes.volume_slots.set(self.volume_slots);
+        bytes.volume_record_bytes.set(VOLUME_RECORD_BYTES as u32);
+        bytes.log_offset.set(self.log_offset);
+        bytes.log_bytes.set(self.log_bytes);
+        bytes.created_unix_s.set(self.created_unix_s);
+        bytes.growing_to_bytes.set(self.growing_to_bytes);
+        mirrored::seal(&mut bytes);
+        bytes
+    }
+
+    /// Verifies a whole superblock of version 1.
+    pub(crate) fn parse(bytes: &SuperblockBytes) -> Result<Self, SuperblockError> {
+        check_sizes(bytes)?;
+        let superblock = Self {
+            sequence: bytes.sequence.get(),
+            is_thin: bytes.features_compatible.get() & FEATURE_THIN != 0,
+            uuid: Uuid::from_bytes(bytes.uuid),
+            chunks: u32::try_from(bytes.chunk_table_entries.get())
+                .expect("checked against the largest pool"),
+            strg_bytes: bytes.strg_bytes.get(),
+            chunk_table_offset: bytes.chunk_table_offset.get(),
+            volume_table_offsets: bytes.volume_table_offsets.map(|o| o.get()),
+            volume_slots: bytes.volume_slots.get(),
+            log_offset: bytes.log_offset.get(),
+            log_bytes: bytes.log_bytes.get(),
+            created_unix_s: bytes.created_unix_s.get(),
+            growing_to_bytes: bytes.growing_to_bytes.get(),
+        };
+        superblock.check_growth()?;
+        superblock.check_regions()?;
+        superblock.check_strg()?;
+        Ok(superblock)
+    }
+
+    fn check_growth(&self) -> Result<(), SuperblockError> {
+        let to = self.growing_to_bytes;
+        let larger = to > self.size_bytes()
+            && to.is_multiple_of(CHUNK_BYTES)
+            && to <= MAX_CHUNKS * CHUNK_BYTES;
+        let rule = "a pool grows to a multiple of 2 MiB, up to 512 TiB";
+        require("growing_to_bytes", to, to == 0 || larger, rule)
+    }
+
+    fn check_regions(&self) -> Result<(), SuperblockError> {
+        let inside = |offset: u64, length: u64| {
+            offset.is_multiple_of(8)
+                && offset.checked_add(length).is_some_and(|end| end <= self.size_bytes())
+        };
+        let volume_table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
+        let [volumes_a, volumes_b] = self.volume_table_offsets;
+        let places = [
+            (
+                "chunk_table_offset",
+                self.chunk_table_offset,
+                u64::from(self.chunks) * CHUNK_ENTRY_BYTES,
+            ),
+            ("volume_table_offsets", volumes_a, volume_table_bytes),
+            ("volume_table_offsets", volumes_b, volume_table_bytes),
+            ("log_offset", self.log_offset, self.log_bytes),
+        ];
+        for (name, offset, length) in places {
+            let rule = "each region is aligned to 8 and inside the pool";
+            require(name, offset, inside(offset, length), rule)?;
+        }
+        let mut regions = self.regions();
+        regions.sort_by_key(|r| r.start);
+        for pair in regions.windows(2) {
+            require(
+                "offsets",
+                pair[1].start,
+                pair[0].end <= pair[1].start,
+                "regions do not overlap",
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The regions are checked: how many chunks they take is known.
+    fn check_strg(&self) -> Result<(), SuperblockError> {
+        let usable_bytes = u64::from(self.chunks - self.metadata_chunks()) * CHUNK_BYTES;
+        let fits = self.strg_bytes.is_multiple_of(CHUNK_BYTES) && self.strg_bytes <= usable_bytes;
+        let rule = "STRG is a multiple of 2 MiB and no more than the pool can hold";
+        require("strg_bytes", self.strg_bytes, fits, rule)
+    }
+}
+
+/// What says how large the pool and its records are.
+fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
+    let own = u64::from(bytes.superblock_bytes.get());
+    require("superblock_bytes", own, own == SUPERBLOCK_BYTES, "a superblock has 4096 bytes")?;
+    let chunk = bytes.chunk_bytes.get();
+    require("chunk_bytes", chunk, chunk == CHUNK_BYTES, "chunks are 2 MiB")?;
+    let size = bytes.size_bytes.get();
+    let chunks = size / CHUNK_BYTES;
+    let fits = size.is_multiple_of(CHUNK_BYTES) && chunks > 0 && chunks <= MAX_CHUNKS;
+    require("size_bytes", size, fits, "a pool is a multiple of 2 MiB, up to 512 TiB")?;
+    let entries = bytes.chunk_table_entries.get();
+    let rule = "there is one entry for each chunk of the pool";
+    require("chunk_table_entries", entries, entries == chunks, rule)?;
+    let record = u64::from(bytes.volume_record_bytes.get());
+    require(
+        "volume_record_bytes",
+        record,
+        record == VOLUME_RECORD_BYTES,
+        "volume records are 256 bytes",
+    )?;
+    let slots = u64::from(bytes.volume_slots.get());
+    require(
+        "volume_slots",
+        slots,
+        slots <= 1 << 16,
+        "a chunk's owner word has 16 bits for a slot",
+    )?;
+    let log = bytes.log_bytes.get();
+    require("log_bytes", log, log <= MAX_LOG_BYTES, "a log has no more than 2 MiB")
+}
+
+fn require(
+    field: &'static str,
+    value: u64,
+    holds: bool,
+    rule: &'static str,
+) -> Result<(), SuperblockError> {
+    if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Superblock {
+        Superblock::new(Uuid::from_u128(7), 1_700_000_000, 512, 64 << 20)
+    }
+
+    #[test]
+    fn a_superblock_comes_back_as_it_went() {
+        for is_thin in [false, true] {
+            let superblock = Superblock { is_thin, ..sample() };
+            assert_eq!(Superblock::parse(&superblock.to_bytes()), Ok(superblock));
+        }
+    }
+
+    #[test]
+    fn features_that_nobody_knows_yet_stay() {
+        let mut bytes = sample().to_bytes();
+        bytes.features_compatible.set(0b1010);
+        let rewritten = |is_thin| Superblock { is_thin, ..sample() }.to_bytes_over(bytes.clone());
+        assert_eq!(rewritten(true).features_compatible.get(), 0b1011);
+        assert_eq!(rewritten(false).features_compatible.get(), 0b1010);
+    }
+
+    #[test]
+    fn the_first_chunks_are_metadata_as_far_as_the_table_goes() {
+        assert_eq!(sample().metadata_chunks(), 2);
+        let large = Superblock::new(Uuid::nil(), 0, 131_073, 0);
+        assert_eq!(large.metadata_chunks(), 3);
+        assert!(large.is_metadata(ChunkId(2)) && !large.is_metadata(ChunkId(3)));
+    }
+
+    #[test]
+    fn a_field_that_cannot_be_is_named() {
+        let broken = |change: fn(&mut SuperblockBytes)| {
+            let mut bytes = sample().to_bytes();
+            change(&mut bytes);
+            Superblock::parse(&bytes).unwrap_err().field
+        };
+        assert_eq!(broken(|b| b.superblock_bytes.set(512)), "superblock_bytes");
+        assert_eq!(broken(|b| b.chunk_bytes.set(4096)), "chunk_bytes");
+        assert_eq!(broken(|b| b.size_bytes.set(12345)), "size_bytes");
+        assert_eq!(broken(|b| b.size_bytes.set(0)), "size_bytes");
+        assert_eq!(broken(|b| b.size_bytes.set(u64::MAX - CHUNK_BYTES + 1)), "size_bytes");
+        assert_eq!(broken(|b| b.chunk_table_entries.set(511)), "chunk_table_entries");
+        assert_eq!(broken(|b| b.volume_slots.set(1 << 17)), "volume_slots");
+        assert_eq!(broken(|b| b.volume_record_bytes.set(512)), "volume_record_bytes");
+        assert_eq!(broken(|b| b.chunk_table_offset.set(u64::MAX - 7)), "chunk_table_offset");
+        assert_eq!(broken(|b| b.log_offset.set(4)), "log_offset");
+        assert_eq!(broken(|b| b.log_offset.set(0)), "offsets");
+        assert_eq!(broken(|b| b.log_bytes.set(MAX_LOG_BYTES + 8)), "log_bytes");
+        assert_eq!(broken(|b| b.volume_table_offsets[1].set(1 << 30)), "volume_table_offsets");
+        assert_eq!(broken(|b| b.growing_to_bytes.set(512 * CHUNK_BYTES)), "growing_to_bytes");
+        assert_eq!(
+            broken(|b| b.growing_to_bytes.set(u64::MAX - CHUNK_BYTES + 1)),
+            "growing_to_bytes"
+        );
+        assert_eq!(broken(|b| b.growing_to_bytes.set(513 * CHUNK_BYTES + 8)), "growing_to_bytes");
+        assert_eq!(broken(|b| b.strg_bytes.set(1)), "strg_bytes");
+        assert_eq!(broken(|b| b.strg_bytes.set(1 << 40)), "strg_bytes");
+    }
+}

@@ -1,0 +1,411 @@
+//! The chunk table: who owns each chunk, and how often it was written or lent.
+//!
+//! An entry is two words. Each is valid by itself, has its own checksum, and changes by one store
+//! that cannot tear: so a single entry needs no log, and a crash leaves it old or new.
+
+use std::ops::Range;
+
+use super::layout::{CHUNK_ENTRY_BYTES, MAX_CHUNKS};
+use super::superblock::Superblock;
+use crate::media::{Media, MediaError};
+use crate::pool::alloc::chunk::{ChunkId, Run};
+
+const INDEX_BITS: u32 = 28;
+const SLOT_SHIFT: u32 = 28;
+const STATE_SHIFT: u32 = 44;
+const CHECK_SHIFT: u32 = 48;
+const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
+
+// Zero is no state: a table that was lost and reads as zeros is damage, not a pool full of free
+// chunks.
+const STATE_FREE: u64 = 1;
+const STATE_METADATA: u64 = 2;
+const STATE_VOLUME: u64 = 3;
+const STATE_MEMORY: u64 = 4;
+const STATE_SCRUB: u64 = 5;
+const STATE_RETIRED: u64 = 6;
+
+/// A volume's place in the volume table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Slot(pub(crate) u16);
+
+/// Who owns a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// Nobody; reads as zeros.
+    Free,
+    /// The pool itself.
+    Metadata,
+    /// A volume, of which it is the index-th chunk.
+    Volume {
+        /// Which volume.
+        slot: Slot,
+        /// Logical index in it.
+        index: u32,
+    },
+    /// Lent as memory. After a crash: to be scrubbed.
+    Memory,
+    /// Nobody, but its old content has not been erased yet.
+    Scrub,
+    /// Taken out of use for good: its media is bad.
+    Retired,
+}
+
+impl std::fmt::Display for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Owner::Free => f.write_str("free"),
+            Owner::Metadata => f.write_str("the pool's own"),
+            Owner::Volume { slot, index } => {
+                write!(f, "chunk {index} of the volume in slot {}", slot.0)
+            }
+            Owner::Memory => f.write_str("lent memory"),
+            Owner::Scrub => f.write_str("to be erased"),
+            Owner::Retired => f.write_str("taken out of use"),
+        }
+    }
+}
+
+/// A word of the chunk table whose checksum or content is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BadWord(pub(crate) u64);
+
+/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word and the number of its chunk: a
+/// word that was damaged, or that belongs to another chunk, does not pass.
+///
+/// A CRC is linear: that of eleven bytes is the sum of what each of them makes by itself in its
+/// place, and of what is made by the initial value (all ones). So the bytes are looked up side by
+/// side and not one after the other.
+fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
+    let words = u128::from(low)
+        | u128::from(chunk.0) << CHECK_SHIFT
+        | u128::from(kind) << (CHECK_SHIFT + 32);
+    let bytes = words.to_le_bytes();
+    let of_bytes =
+        CRC16_TABLES.iter().zip(bytes).fold(0, |crc, (table, byte)| crc ^ table[usize::from(byte)]);
+    u64::from(CRC16_OF_INITIAL ^ of_bytes)
+}
+
+/// Bytes that a check is over.
+const CHECKED_BYTES: usize = 11;
+
+/// The CRC after one more byte, which is zero or has been added to `crc` before.
+const fn crc16_step(crc: u16) -> u16 {
+    let mut crc = crc;
+    let mut bit = 0;
+    while bit < 8 {
+        crc = if crc & 0x8000 != 0 { (crc << 1) ^ 0x1021 } else { crc << 1 };
+        bit += 1;
+    }
+    crc
+}
+
+/// By place of a byte and its value: what it makes of a CRC over [`CHECKED_BYTES`] that starts at
+/// 0.
+static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
+    let mut tables = [[0u16; 256]; CHECKED_BYTES];
+    let mut place = CHECKED_BYTES;
+    while place > 0 {
+        place -= 1;
+        let mut byte = 0;
+        while byte < 256 {
+            let of_last = crc16_step((byte as u16) << 8);
+            let is_last = place == CHECKED_BYTES - 1;
+            tables[place][byte] =
+                if is_last { of_last } else { crc16_step(tables[place + 1][byte]) };
+            byte += 1;
+        }
+    }
+    tables
+};
+
+/// What the initial value makes of [`CHECKED_BYTES`] zeros.
+const CRC16_OF_INITIAL: u16 = {
+    let mut crc = 0xffff;
+    let mut place = 0;
+    while place < CHECKED_BYTES {
+        crc = crc16_step(crc);
+        place += 1;
+    }
+    crc
+};
+
+/// Which of an entry's two words a checksum is for, so that they cannot be taken for each other.
+const KIND_OWNER: u8 = 0;
+const KIND_WEAR: u8 = 1;
+
+/// Of what changes all the time, the last copy is taken as it is.
+const READS_AGAIN: u32 = 8;
+
+fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
+    let (words, _) = bytes.as_chunks::<8>();
+    let (pairs, _) = words.as_chunks::<2>();
+    let entry = |(chunk, [owner, wear]): (ChunkId, &[[u8; 8]; 2])| Entry {
+        owner: decode_owner(chunk, u64::from_le_bytes(*owner)),
+        wear: decode_wear(chunk, u64::from_le_bytes(*wear)),
+    };
+    run.ids().zip(pairs).map(entry).collect()
+}
+
+/// The owner word: index in bits 0 to 27, slot in 28 to 43, state in 44 to 47, check in 48 to 63.
+pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
+    let low = match owner {
+        Owner::Free => STATE_FREE << STATE_SHIFT,
+        Owner::Metadata => STATE_METADATA << STATE_SHIFT,
+        Owner::Volume { slot, index } => {
+            assert!(u64::from(index) < MAX_CHUNKS);
+            STATE_VOLUME << STATE_SHIFT | u64::from(slot.0) << SLOT_SHIFT | u64::from(index)
+        }
+        Owner::Memory => STATE_MEMORY << STATE_SHIFT,
+        Owner::Scrub => STATE_SCRUB << STATE_SHIFT,
+        Owner::Retired => STATE_RETIRED << STATE_SHIFT,
+    };
+    check(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
+}
+
+/// The opposite of [`encode_owner`].
+pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> {
+    let low = word & ((1 << CHECK_SHIFT) - 1);
+    if word >> CHECK_SHIFT != check(chunk, KIND_OWNER, low) {
+        return Err(BadWord(word));
+    }
+    let index = (low & ((1 << INDEX_BITS) - 1)) as u32;
+    let slot = Slot((low >> SLOT_SHIFT) as u16);
+    let owner = match low >> STATE_SHIFT {
+        STATE_VOLUME => return Ok(Owner::Volume { slot, index }),
+        STATE_FREE => Owner::Free,
+        STATE_METADATA => Owner::Metadata,
+        STATE_MEMORY => Owner::Memory,
+        STATE_SCRUB => Owner::Scrub,
+        STATE_RETIRED => Owner::Retired,
+        _ => return Err(BadWord(word)),
+    };
+    if index == 0 && slot.0 == 0 { Ok(owner) } else { Err(BadWord(word)) }
+}
+
+/// The wear word: count in bits 0 to 31, zero in 32 to 47, check in 48 to 63.
+pub(crate) fn encode_wear(chunk: ChunkId, count: u32) -> u64 {
+    let low = u64::from(count);
+    check(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
+}
+
+/// The opposite of [`encode_wear`].
+pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
+    let low = word & ((1 << CHECK_SHIFT) - 1);
+    if word >> CHECK_SHIFT != check(chunk, KIND_WEAR, low) {
+        return Err(BadWord(word));
+    }
+    u32::try_from(low).map_err(|_| BadWord(word))
+}
+
+/// The low bits of an owner or wear word with the check that fits them.
+#[cfg(test)]
+pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
+    let low = low & ((1 << CHECK_SHIFT) - 1);
+    check(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
+}
+
+/// An entry, decoded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) owner: Result<Owner, BadWord>,
+    pub(crate) wear: Result<u32, BadWord>,
+}
+
+/// Entries that are read together: 16 KiB, which stay in the first cache until they are decoded.
+const PIECE_ENTRIES: u32 = 1024;
+
+/// Where the table lies, and the loads and stores on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ChunkTable {
+    offset: u64,
+    entries: u32,
+}
+
+impl ChunkTable {
+    pub(crate) fn new(superblock: &Superblock) -> Self {
+        Self { offset: superblock.chunk_table_offset, entries: superblock.chunks }
+    }
+
+    /// Chunks in the pool.
+    pub(crate) fn entries(self) -> u32 {
+        self.entries
+    }
+
+    fn entry_offset(self, chunk: ChunkId) -> u64 {
+        assert!(chunk.0 < self.entries, "{chunk} is outside a table of {}", self.entries);
+        self.offset + u64::from(chunk.0) * CHUNK_ENTRY_BYTES
+    }
+
+    /// The bytes of a run's entries, to be persisted.
+    pub(crate) fn byte_range(self, run: Run) -> Range<u64> {
+        let start = self.entry_offset(run.start);
+        start..start + u64::from(run.chunks) * CHUNK_ENTRY_BYTES
+    }
+
+    pub(crate) fn owner(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+    ) -> Result<Result<Owner, BadWord>, MediaError> {
+        Ok(decode_owner(chunk, media.load_word(self.entry_offset(chunk))?))
+    }
+
+    pub(crate) fn wear(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+    ) -> Result<Result<u32, BadWord>, MediaError> {
+        Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
+    }
+
+    /// The table in pieces, to be read one after the other.
+    pub(crate) fn pieces(self) -> impl Iterator<Item = Run> {
+        (0..self.entries).step_by(PIECE_ENTRIES as usize).map(move |start| Run {
+            start: ChunkId(start),
+            chunks: PIECE_ENTRIES.min(self.entries - start),
+        })
+    }
+
+    /// Reads the entries of a run. They are copied, which touches no page through the mapping of
+    /// the media: a hole, of a file that is only looked at, stays one. What is copied need not
+    /// be whole where somebody stores meanwhile: so words that look bad are read again, until
+    /// they were the same twice.
+    pub(crate) fn read_entries(
+        self,
+        media: &dyn Media,
+        run: Run,
+    ) -> Result<Vec<Entry>, MediaError> {
+        let range = self.byte_range(run);
+        let read = || {
+            let mut bytes = vec![0; (range.end - range.start) as usize];
+            media.read(range.start, &mut bytes).map(|()| bytes)
+        };
+        let mut bytes = read()?;
+        for _ in 0..READS_AGAIN {
+            let entries = decode_entries(run, &bytes);
+            if entries.iter().all(|entry| entry.owner.is_ok() && entry.wear.is_ok()) {
+                return Ok(entries);
+            }
+            let again = read()?;
+            if again == bytes {
+                return Ok(entries);
+            }
+            bytes = again;
+        }
+        Ok(decode_entries(run, &bytes))
+    }
+
+    /// Copies a chunk's words to another table as they are. Not durable yet.
+    pub(crate) fn copy_entry(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        to: Self,
+    ) -> Result<(), MediaError> {
+        for word in [0, 8] {
+            media.store_word(
+                to.entry_offset(chunk) + word,
+                media.load_word(self.entry_offset(chunk) + word)?,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Stores the owner. Not durable yet.
+    pub(crate) fn set_owner(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        owner: Owner,
+    ) -> Result<(), MediaError> {
+        media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
+    }
+
+    /// Stores the wear count. Not durable yet.
+    pub(crate) fn set_wear(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        count: u32,
+    ) -> Result<(), MediaError> {
+        media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
+    }
+
+    /// Counts one more use of a chunk. A count that cannot be read starts anew: it is a hint, not a
+    /// fact to fail over.
+    pub(crate) fn count_use(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
+        let count = self.wear(media, chunk)?.unwrap_or(0);
+        self.set_wear(media, chunk, count.saturating_add(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWNERS: [Owner; 7] = [
+        Owner::Free,
+        Owner::Metadata,
+        Owner::Volume { slot: Slot(0), index: 0 },
+        Owner::Volume { slot: Slot(u16::MAX), index: (1 << INDEX_BITS) - 1 },
+        Owner::Memory,
+        Owner::Scrub,
+        Owner::Retired,
+    ];
+
+    /// As it is defined: bit by bit, one byte after the other.
+    fn plain_check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
+        let mut crc: u16 = 0xffff;
+        for byte in low.to_le_bytes()[..6].iter().chain(&chunk.0.to_le_bytes()).chain(&[kind]) {
+            crc ^= u16::from(*byte) << 8;
+            for _ in 0..8 {
+                crc = if crc & 0x8000 != 0 { (crc << 1) ^ 0x1021 } else { crc << 1 };
+            }
+        }
+        u64::from(crc)
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn checks_are_crc16(chunk: u32, kind: u8, low in 0u64..1 << 48) {
+            proptest::prop_assert_eq!(check(ChunkId(chunk), kind, low), plain_check(ChunkId(chunk), kind, low));
+        }
+    }
+
+    #[test]
+    fn words_come_back_as_they_went() {
+        for chunk in [0, 1, 77, u32::MAX].map(ChunkId) {
+            for owner in OWNERS {
+                assert_eq!(decode_owner(chunk, encode_owner(chunk, owner)), Ok(owner));
+            }
+            for count in [0, 1, u32::MAX] {
+                assert_eq!(decode_wear(chunk, encode_wear(chunk, count)), Ok(count));
+            }
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_in_any_word_is_found() {
+        let chunk = ChunkId(77);
+        for owner in OWNERS {
+            let word = encode_owner(chunk, owner);
+            for bit in 0..64 {
+                assert!(decode_owner(chunk, word ^ 1 << bit).is_err(), "{owner:?} bit {bit}");
+            }
+        }
+        let word = encode_wear(chunk, 12345);
+        for bit in 0..64 {
+            assert!(decode_wear(chunk, word ^ 1 << bit).is_err(), "wear bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_word_is_good_in_its_own_place_only() {
+        let word = encode_owner(ChunkId(5), Owner::Free);
+        assert!(decode_owner(ChunkId(6), word).is_err());
+        assert!(decode_wear(ChunkId(5), word).is_err());
+        assert!(decode_owner(ChunkId(0), 0).is_err());
+        assert!(decode_wear(ChunkId(0), 0).is_err());
+    }
+}

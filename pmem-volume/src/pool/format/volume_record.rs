@@ -1,0 +1,431 @@
+//! Volume records, verified, and the rules for names.
+
+use std::fmt;
+
+use thiserror::Error;
+use uuid::Uuid;
+use zerocopy::FromZeros;
+
+use super::layout::{
+    MAX_CHUNKS, MAX_NAME_BYTES, VOLUME_EMPTY, VOLUME_FLAG_PART, VOLUME_FLAG_THIN,
+    VOLUME_FLAG_UNFORMATTED, VOLUME_FORMAT_BTT, VOLUME_FORMAT_RAW, VOLUME_LIVE, VOLUME_MAGIC,
+    VolumeRecordBytes,
+};
+use super::table::Slot;
+use crate::CHUNK_BYTES;
+use crate::btt::MIN_VOLUME_BYTES;
+use crate::pool::transaction::mirrored;
+
+/// How a volume's bytes are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VolumeFormat {
+    /// A Block Translation Table: sectors that do not tear.
+    Btt,
+    /// Nothing: the guest sees the bytes.
+    Raw,
+}
+
+impl fmt::Display for VolumeFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Btt => "btt",
+            Self::Raw => "raw",
+        })
+    }
+}
+
+/// A volume's name: 1 to 64 bytes that need no quoting in a flag or a shell.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct VolumeName(String);
+
+/// Why a text is not a name.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum NameError {
+    /// No bytes at all.
+    #[error("a volume's name may not be empty")]
+    Empty,
+    /// Too many bytes.
+    #[error("the volume name {name:?} has {length_bytes} bytes; at most {MAX_NAME_BYTES} fit")]
+    TooLong {
+        /// The text.
+        name: String,
+        /// Its length.
+        length_bytes: usize,
+    },
+    /// A character that flags, shells or paths treat specially.
+    #[error("the volume name {name:?} has {character:?} in it; use letters, digits and . _ -")]
+    Character {
+        /// The text.
+        name: String,
+        /// The first wrong character.
+        character: char,
+    },
+    /// Something that looks like a flag or a hidden file.
+    #[error(
+        "the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _"
+    )]
+    Start {
+        /// The text.
+        name: String,
+        /// How it starts.
+        character: char,
+    },
+    /// Not a valid text on the media.
+    #[error("a volume's name on the media is not UTF-8, or has bytes behind its end")]
+    NotText,
+}
+
+impl VolumeName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for VolumeName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::str::FromStr for VolumeName {
+    type Err = NameError;
+
+    fn from_str(name: &str) -> Result<Self, NameError> {
+        if name.is_empty() {
+            return Err(NameError::Empty);
+        }
+        if name.len() > MAX_NAME_BYTES {
+            return Err(NameError::TooLong { name: name.to_owned(), length_bytes: name.len() });
+        }
+        let is_wrong = |(at, c): &(usize, char)| {
+            !(c.is_alphanumeric() || *c == '_' || (*at > 0 && (*c == '.' || *c == '-')))
+        };
+        match name.char_indices().find(is_wrong) {
+            Some((0, character @ ('.' | '-'))) => {
+                Err(NameError::Start { name: name.to_owned(), character })
+            }
+            Some((_, character)) => Err(NameError::Character { name: name.to_owned(), character }),
+            None => Ok(Self(name.to_owned())),
+        }
+    }
+}
+
+/// A whole record that still cannot be.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum VolumeRecordError {
+    /// It belongs to another place in the table.
+    #[error("it is the record of slot {0}")]
+    Slot(u32),
+    /// Empty, but with what only a volume has.
+    #[error("its slot is empty, and it still describes a volume")]
+    NotEmpty,
+    /// Neither empty nor live.
+    #[error("state {0} is unknown")]
+    State(u8),
+    /// A format this code does not know.
+    #[error("format {0} is unknown")]
+    Format(u8),
+    /// Flags this code does not know.
+    #[error("flags {0:#x} are unknown")]
+    Flags(u64),
+    /// Zero, off the grid, or too large.
+    #[error("size {0:#x} is not a multiple of 2 MiB between 2 MiB and 512 TiB")]
+    Size(u64),
+    /// A part of a volume that cannot be.
+    #[error("it is a part of the volume in slot {slot}, from chunk {index} on")]
+    Origin {
+        /// Where the volume was.
+        slot: u32,
+        /// Where in it the part starts.
+        index: u32,
+    },
+    /// No part, but with a place that only a part has.
+    #[error(
+        "it is no part of another volume, and names the one in slot {slot} and its chunk {index}"
+    )]
+    NoPart {
+        /// Where that would be.
+        slot: u32,
+        /// Where in it.
+        index: u32,
+    },
+    /// A BTT is to be written, and cannot be.
+    #[error("its BTT is to be written, and it cannot have one")]
+    NoBtt,
+    /// No name.
+    #[error(transparent)]
+    Name(#[from] NameError),
+}
+
+/// A live volume, as its record says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct VolumeRecord {
+    pub(crate) sequence: u64,
+    pub(crate) slot: Slot,
+    pub(crate) name: VolumeName,
+    pub(crate) uuid: Uuid,
+    pub(crate) format: VolumeFormat,
+    pub(crate) thin: bool,
+    /// A part of a volume that was split, as long as that is not finished.
+    pub(crate) part: Option<Part>,
+    pub(crate) chunks: u32,
+    pub(crate) created_unix_s: u64,
+}
+
+/// What is still to be done for a part of a volume that was split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// Where the volume was. Its chunks behind the first part's are the other parts'.
+    pub(crate) origin: Slot,
+    /// Where in it the part starts.
+    pub(crate) index: u32,
+    /// Its BTT is still to be written.
+    pub(crate) is_unformatted: bool,
+}
+
+/// An empty slot's record, sealed.
+pub(crate) fn empty_record(slot: Slot, sequence: u64) -> VolumeRecordBytes {
+    let mut bytes = VolumeRecordBytes::new_zeroed();
+    bytes.magic = VOLUME_MAGIC;
+    bytes.sequence.set(sequence);
+    bytes.slot.set(u32::from(slot.0));
+    bytes.state = VOLUME_EMPTY;
+    mirrored::seal(&mut bytes);
+    bytes
+}
+
+impl VolumeRecord {
+    pub(crate) fn size_bytes(&self) -> u64 {
+        u64::from(self.chunks) * CHUNK_BYTES
+    }
+
+    /// The bytes, sealed.
+    pub(crate) fn to_bytes(&self) -> VolumeRecordBytes {
+        let mut bytes = empty_record(self.slot, self.sequence);
+        bytes.state = VOLUME_LIVE;
+        bytes.format = match self.format {
+            VolumeFormat::Btt => VOLUME_FORMAT_BTT,
+            VolumeFormat::Raw => VOLUME_FORMAT_RAW,
+        };
+        let mut flags = if self.thin { VOLUME_FLAG_THIN } else { 0 };
+        if let Some(part) = self.part {
+            flags |=
+                VOLUME_FLAG_PART | if part.is_unformatted { VOLUME_FLAG_UNFORMATTED } else { 0 };
+            bytes.origin_slot.set(u32::from(part.origin.0));
+            bytes.origin_index.set(part.index);
+        }
+        bytes.flags.set(flags);
+        bytes.uuid = self.uuid.into_bytes();
+        bytes.size_bytes.set(self.size_bytes());
+        bytes.created_unix_s.set(self.created_unix_s);
+        let name = self.name.as_str().as_bytes();
+        bytes.name_bytes = name.len() as u8;
+        bytes.name[..name.len()].copy_from_slice(name);
+        mirrored::seal(&mut bytes);
+        bytes
+    }
+
+    /// Verifies a whole record. `None`: the slot is empty.
+    pub(crate) fn parse(
+        slot: Slot,
+        bytes: &VolumeRecordBytes,
+    ) -> Result<Option<Self>, VolumeRecordError> {
+        if bytes.slot != u32::from(slot.0) {
+            return Err(VolumeRecordError::Slot(bytes.slot.get()));
+        }
+        match bytes.state {
+            // A volume whose record says so by mistake would be erased.
+            VOLUME_EMPTY if describes_a_volume(bytes) => return Err(VolumeRecordError::NotEmpty),
+            VOLUME_EMPTY => return Ok(None),
+            VOLUME_LIVE => {}
+            other => return Err(VolumeRecordError::State(other)),
+        }
+        let format = match bytes.format {
+            VOLUME_FORMAT_BTT => VolumeFormat::Btt,
+            VOLUME_FORMAT_RAW => VolumeFormat::Raw,
+            other => return Err(VolumeRecordError::Format(other)),
+        };
+        let flags = bytes.flags.get();
+        let part = match flags {
+            0 | VOLUME_FLAG_THIN => no_part(bytes)?,
+            VOLUME_FLAG_PART | FLAGS_UNFORMATTED => {
+                Some(parse_part(slot, bytes, flags == FLAGS_UNFORMATTED)?)
+            }
+            _ => return Err(VolumeRecordError::Flags(flags)),
+        };
+        let size = bytes.size_bytes.get();
+        let chunks = size / CHUNK_BYTES;
+        if !size.is_multiple_of(CHUNK_BYTES) || chunks == 0 || chunks > MAX_CHUNKS {
+            return Err(VolumeRecordError::Size(size));
+        }
+        if flags == FLAGS_UNFORMATTED && (format != VolumeFormat::Btt || size < MIN_VOLUME_BYTES) {
+            return Err(VolumeRecordError::NoBtt);
+        }
+        let length = usize::from(bytes.name_bytes);
+        let name = bytes.name.get(..length).ok_or(NameError::NotText)?;
+        if bytes.name[length..].iter().any(|b| *b != 0) {
+            return Err(NameError::NotText.into());
+        }
+        let name = std::str::from_utf8(name).map_err(|_| NameError::NotText)?.parse()?;
+        Ok(Some(Self {
+            sequence: bytes.sequence.get(),
+            slot,
+            name,
+            uuid: Uuid::from_bytes(bytes.uuid),
+            format,
+            thin: flags & VOLUME_FLAG_THIN != 0,
+            part,
+            chunks: chunks as u32,
+            created_unix_s: bytes.created_unix_s.get(),
+        }))
+    }
+}
+
+const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
+
+/// Of which volume the record in `own` is a part. The first part has the volume's slot, and only
+/// that one.
+fn parse_part(
+    own: Slot,
+    bytes: &VolumeRecordBytes,
+    is_unformatted: bool,
+) -> Result<Part, VolumeRecordError> {
+    let (slot, index) = (bytes.origin_slot.get(), bytes.origin_index.get());
+    let origin =
+        u16::try_from(slot).map(Slot).map_err(|_| VolumeRecordError::Origin { slot, index })?;
+    if u64::from(index) >= MAX_CHUNKS || (origin == own) != (index == 0) {
+        return Err(VolumeRecordError::Origin { slot, index });
+    }
+    Ok(Part { origin, index, is_unformatted })
+}
+
+fn no_part(bytes: &VolumeRecordBytes) -> Result<Option<Part>, VolumeRecordError> {
+    match (bytes.origin_slot.get(), bytes.origin_index.get()) {
+        (0, 0) => Ok(None),
+        (slot, index) => Err(VolumeRecordError::NoPart { slot, index }),
+    }
+}
+
+/// Has a record anything that an empty slot's does not have?
+fn describes_a_volume(bytes: &VolumeRecordBytes) -> bool {
+    let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s];
+    let places = [bytes.origin_slot, bytes.origin_index];
+    let texts = [&bytes.uuid[..], &bytes.name, &[bytes.format, bytes.name_bytes]];
+    numbers.iter().any(|number| number.get() != 0)
+        || places.iter().any(|place| place.get() != 0)
+        || texts.concat().iter().any(|byte| *byte != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> VolumeRecord {
+        VolumeRecord {
+            sequence: 3,
+            slot: Slot(9),
+            name: "daten-größe_1.x".parse().unwrap(),
+            uuid: Uuid::from_u128(11),
+            format: VolumeFormat::Raw,
+            thin: false,
+            part: None,
+            chunks: 12,
+            created_unix_s: 1,
+        }
+    }
+
+    #[test]
+    fn a_record_comes_back_as_it_went() {
+        assert_eq!(VolumeRecord::parse(Slot(9), &sample().to_bytes()), Ok(Some(sample())));
+        for (origin, index, is_unformatted) in [(3, 77, false), (3, 77, true), (9, 0, true)] {
+            let part = Some(Part { origin: Slot(origin), index, is_unformatted });
+            let record = VolumeRecord { format: VolumeFormat::Btt, part, ..sample() };
+            assert_eq!(VolumeRecord::parse(Slot(9), &record.to_bytes()), Ok(Some(record)));
+        }
+        assert_eq!(VolumeRecord::parse(Slot(4), &empty_record(Slot(4), 8)), Ok(None));
+    }
+
+    #[test]
+    fn names_that_would_need_quoting_are_refused() {
+        let refused = |name: &str| name.parse::<VolumeName>().unwrap_err();
+        assert_eq!(refused(""), NameError::Empty);
+        assert!(matches!(refused(&"x".repeat(65)), NameError::TooLong { length_bytes: 65, .. }));
+        for (name, wrong) in [("a b", ' '), ("a,b", ','), ("a=b", '='), ("a/b", '/'), ("a\n", '\n')]
+        {
+            assert!(
+                matches!(refused(name), NameError::Character { character, .. } if character == wrong),
+                "{name:?}"
+            );
+        }
+        for (name, wrong) in [(".a", '.'), ("-a", '-'), ("../x", '.')] {
+            assert!(
+                matches!(refused(name), NameError::Start { character, .. } if character == wrong),
+                "{name:?}"
+            );
+        }
+        assert!("x".repeat(64).parse::<VolumeName>().is_ok());
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_says_why() {
+        let broken = |change: fn(&mut VolumeRecordBytes)| {
+            let mut bytes = sample().to_bytes();
+            change(&mut bytes);
+            VolumeRecord::parse(Slot(9), &bytes).unwrap_err()
+        };
+        assert_eq!(broken(|b| b.slot.set(8)), VolumeRecordError::Slot(8));
+        assert_eq!(broken(|b| b.state = 2), VolumeRecordError::State(2));
+        assert_eq!(broken(|b| b.state = 0), VolumeRecordError::NotEmpty);
+        assert_eq!(broken(|b| b.format = 0), VolumeRecordError::Format(0));
+        for flags in [3, 4, 5, 7, 8] {
+            let mut bytes = sample().to_bytes();
+            bytes.flags.set(flags);
+            let error = VolumeRecord::parse(Slot(9), &bytes).unwrap_err();
+            assert_eq!(error, VolumeRecordError::Flags(flags));
+        }
+        assert_eq!(
+            broken(|b| {
+                b.flags.set(6);
+                b.origin_slot.set(9);
+            }),
+            VolumeRecordError::NoBtt
+        );
+        assert_eq!(
+            broken(|b| {
+                b.flags.set(2);
+                b.origin_slot.set(1 << 16);
+            }),
+            VolumeRecordError::Origin { slot: 1 << 16, index: 0 }
+        );
+        // The first part is in the volume's own slot, and no other.
+        let part_of = |slot: u32, index: u32| {
+            let mut bytes = sample().to_bytes();
+            bytes.flags.set(2);
+            bytes.origin_slot.set(slot);
+            bytes.origin_index.set(index);
+            VolumeRecord::parse(Slot(9), &bytes)
+        };
+        for (slot, index) in [(9, 1), (8, 0)] {
+            assert_eq!(part_of(slot, index), Err(VolumeRecordError::Origin { slot, index }));
+        }
+        assert!(part_of(9, 0).is_ok() && part_of(8, 1).is_ok());
+        assert_eq!(
+            broken(|b| b.origin_slot.set(4)),
+            VolumeRecordError::NoPart { slot: 4, index: 0 }
+        );
+        assert_eq!(
+            broken(|b| b.origin_index.set(7)),
+            VolumeRecordError::NoPart { slot: 0, index: 7 }
+        );
+        let mut empty = empty_record(Slot(9), 8);
+        empty.origin_index.set(1);
+        assert_eq!(VolumeRecord::parse(Slot(9), &empty), Err(VolumeRecordError::NotEmpty));
+        assert_eq!(broken(|b| b.size_bytes.set(5)), VolumeRecordError::Size(5));
+        assert_eq!(broken(|b| b.size_bytes.set(0)), VolumeRecordError::Size(0));
+        assert_eq!(broken(|b| b.name_bytes = 65), VolumeRecordError::Name(NameError::NotText));
+        assert_eq!(broken(|b| b.name_bytes = 3), VolumeRecordError::Name(NameError::NotText));
+        assert_eq!(broken(|b| b.name[0] = 0xff), VolumeRecordError::Name(NameError::NotText));
+    }
+}

@@ -1,0 +1,95 @@
+//! Do free chunks read as zeros? Whoever gets one next relies on it, and must not read what
+//! somebody else has left.
+
+use std::ops::Range;
+
+use crate::CHUNK_BYTES;
+use crate::media::{Media, MediaError};
+use crate::pool::alloc::chunk::{ChunkId, Run};
+
+/// What is read in one go.
+const READ_BYTES: u64 = 256 << 10;
+
+/// Looks for content where none should be.
+pub(in crate::pool) struct ContentFinder {
+    zeros: Vec<u8>,
+    bytes: Vec<u8>,
+}
+
+impl ContentFinder {
+    pub(in crate::pool) fn new() -> Self {
+        let zeros = vec![0; READ_BYTES as usize];
+        Self { bytes: zeros.clone(), zeros }
+    }
+
+    /// Reads a run of chunks, but for its holes, and names those that hold something. `reached`
+    /// hears how many bytes of the run were looked at.
+    pub(in crate::pool) fn look(
+        &mut self,
+        media: &dyn Media,
+        run: Run,
+        reached: &mut dyn FnMut(u64),
+        found: &mut dyn FnMut(ChunkId),
+    ) -> Result<(), MediaError> {
+        let Range { start, end } = run.byte_range();
+        let mut at = start;
+        while at < end {
+            let Some(data) = media.next_data(at..end)? else { break };
+            let chunk = ChunkId((data.start / CHUNK_BYTES) as u32);
+            let chunk_end = chunk.offset_bytes() + CHUNK_BYTES;
+            let piece_end = data.end.min(chunk_end).min(data.start + READ_BYTES);
+            let length = (piece_end - data.start) as usize;
+            media.read(data.start, &mut self.bytes[..length])?;
+            let is_zero = self.bytes[..length] == self.zeros[..length];
+            if !is_zero {
+                found(chunk);
+            }
+            // One byte is enough to know.
+            at = if is_zero { piece_end } else { chunk_end };
+            reached(at - start);
+        }
+        reached(end - start);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::media::MemoryMedia;
+    use crate::media::simulator::Simulator;
+
+    /// What is found in a run of all but the first chunk, and up to where that was heard.
+    fn found(media: &dyn Media) -> (Vec<u32>, Vec<u64>) {
+        let run = Run { start: ChunkId(1), chunks: (media.len_bytes() / CHUNK_BYTES) as u32 - 1 };
+        let (mut found, mut heard) = (vec![], vec![]);
+        ContentFinder::new()
+            .look(media, run, &mut |bytes| heard.push(bytes), &mut |chunk| found.push(chunk.0))
+            .unwrap();
+        (found, heard)
+    }
+
+    #[test]
+    fn any_byte_of_a_chunk_counts_and_each_chunk_is_named_once() {
+        let media: [Box<dyn Media>; 2] = [
+            Box::new(MemoryMedia::new(6 * CHUNK_BYTES)),
+            Box::new(Simulator::new(6 * CHUNK_BYTES)),
+        ];
+        for media in media {
+            assert_eq!(found(media.as_ref()).0, [0; 0]);
+            let put = |at: u64| media.store_word(at, 1 << 56).unwrap();
+            // Chunk 0 is not asked about.
+            let places = [
+                0,
+                CHUNK_BYTES,
+                2 * CHUNK_BYTES - 8,
+                4 * CHUNK_BYTES - 8,
+                5 * CHUNK_BYTES + READ_BYTES,
+            ];
+            places.into_iter().for_each(put);
+            let (chunks, heard) = found(media.as_ref());
+            assert_eq!(chunks, [1, 3, 5]);
+            assert!(heard.is_sorted() && heard.last() == Some(&(5 * CHUNK_BYTES)), "{heard:?}");
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! Growing a pool: its file becomes longer, or it takes more of its device, and its chunk table
+//! with it.
+
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::CHUNK_BYTES;
+use crate::media::{FileMedia, Media, MediaError};
+use crate::pool::alloc::chunk::{ChunkId, Run};
+use crate::pool::create::{self, FileSystem, check_room};
+use crate::pool::format::layout::{CHUNK_ENTRY_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
+use crate::pool::format::superblock::Superblock;
+use crate::pool::format::table::{ChunkTable, Owner};
+use crate::pool::transaction::mirrored;
+use crate::pool::{MAX_POOL_BYTES, OpenMode, Pool, PoolError};
+use crate::progress::{OnProgress, unheard};
+use foreshore_types::size::Size;
+
+impl Pool {
+    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless
+    /// it is thin. If there is no room, nothing has changed.
+    pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
+        Self::grow_with(path, Some(size_bytes), false, &mut unheard)
+    }
+
+    /// The same; without a size, to all of its device. What seems to lie behind the pool on a
+    /// device is erased with `force` only. `progress` hears how the file gets its blocks, or
+    /// how what is new of a device is erased.
+    pub fn grow_with(
+        path: &Path,
+        size_bytes: Option<u64>,
+        force: bool,
+        progress: OnProgress<'_>,
+    ) -> Result<Arc<Pool>, PoolError> {
+        let pool = Pool::open(path, OpenMode::ReadWrite)?;
+        let media = pool.media();
+        let size_bytes = pool.wanted_bytes(size_bytes)?;
+        let new = plan(&pool.superblock, size_bytes)?;
+        let old_bytes = pool.superblock.size_bytes();
+        let own_bytes =
+            new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
+        let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
+        if media.place().is_device() {
+            create::check_device(path, size_bytes, pool.device_bytes()?)?;
+            if !force {
+                pool.refuse_foreign(old_bytes..size_bytes)?;
+            }
+        } else {
+            check_room(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
+        }
+        let lengthen = |media: &FileMedia| {
+            let grown = media.grown(size_bytes, progress)?;
+            new_table(&pool.superblock, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
+            Ok(grown)
+        };
+        // The lock stays: both media have the same open file.
+        let grown =
+            carry_out(media, &pool.superblock, &new, lengthen).map_err(
+                |failure| match failure {
+                    Failure::NoRoom(source) if media.place().is_device() => {
+                        PoolError::File { path: path.to_owned(), action: "erase more of", source }
+                    }
+                    Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                        create::file_too_large(size_bytes)
+                    }
+                    Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
+                    Failure::Media(error) => error.into(),
+                },
+            )?;
+        Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
+    }
+
+    /// The size that was asked for, or that of the device.
+    fn wanted_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
+        match size_bytes {
+            Some(bytes) => Ok(bytes),
+            None if self.media().place().is_device() => {
+                let device_bytes = self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES;
+                match device_bytes > self.superblock.size_bytes() {
+                    true => Ok(device_bytes),
+                    false => {
+                        Err(PoolError::DeviceNotGrown { path: self.path.clone(), device_bytes })
+                    }
+                }
+            }
+            None => {
+                Err(PoolError::SizeNeeded { path: self.path.clone(), what: "it is a file, and" })
+            }
+        }
+    }
+
+    /// What the pool is to get may be somebody's: a partition that was made larger over another
+    /// one, for instance.
+    fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
+        let failed = |source| PoolError::File {
+            path: self.path.clone(),
+            action: "look behind the end of",
+            source,
+        };
+        let file = self.media().file().try_clone().map_err(failed)?;
+        let device = FileMedia::new(file, range.end, false)?;
+        match crate::pool::file::signature::found_in(&device, range)? {
+            Some(found) => Err(PoolError::DeviceGrowthNotEmpty { path: self.path.clone(), found }),
+            None => Ok(()),
+        }
+    }
+
+    fn device_bytes(&self) -> Result<u64, PoolError> {
+        let media = self.media();
+        media.place().len_bytes(media.file()).map_err(|source| PoolError::File {
+            path: self.path.clone(),
+            action: "find the length of",
+            source,
+        })
+    }
+}
+
+/// The chunks of the table that a pool gets in new ones, if it gets one.
+fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
+    let start = new.chunk_table_offset;
+    (start != old.chunk_table_offset).then(|| start..new.chunk_table_end_chunk() * CHUNK_BYTES)
+}
+
+/// Why a pool did not grow.
+#[derive(Debug)]
+pub(in crate::pool) enum Failure {
+    /// The file could not be made longer, or the rest of the device not erased. The pool is as it
+    /// was.
+    NoRoom(io::Error),
+    /// The media failed. The next open finds the old size or the new one.
+    Media(MediaError),
+}
+
+impl From<MediaError> for Failure {
+    fn from(error: MediaError) -> Self {
+        Failure::Media(error)
+    }
+}
+
+/// Grows a pool, and returns its media with the new length.
+///
+/// 1. The superblock says how long the file will be: from here on, a longer file is no riddle.
+/// 2. The file gets its length, or the device zeros where the new chunks will be, durably.
+/// 3. Table entries of the new chunks, behind the old ones or in a new table; persist.
+/// 4. The superblock, with the new size and table: from here on the pool is larger.
+///
+/// An old table's chunks are marked to be erased in the new one. Opening the pool does that.
+pub(in crate::pool) fn carry_out<M: Media>(
+    media: &M,
+    old: &Superblock,
+    new: &Superblock,
+    lengthen: impl FnOnce(&M) -> io::Result<M>,
+) -> Result<M, Failure> {
+    announce(media, old, new)?;
+    let grown = match lengthen(media) {
+        Ok(grown) => grown,
+        Err(error) => {
+            // Should this fail too, the next open does it.
+            withdraw(media, old)?;
+            return Err(Failure::NoRoom(error));
+        }
+    };
+    write_table(&grown, old, new)?;
+    rewrite(&grown, new)?;
+    Ok(grown)
+}
+
+/// The superblock of a pool that has grown: its table stays where it is if its chunks have room for
+/// the new entries, and else goes to the first new chunks.
+pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, PoolError> {
+    let refuse = |rule: String| Err(PoolError::Size { what: "pool size", value: size_bytes, rule });
+    let old_bytes = old.size_bytes();
+    if !size_bytes.is_multiple_of(CHUNK_BYTES) {
+        return refuse("is not a multiple of 2 MiB".to_owned());
+    }
+    if size_bytes <= old_bytes {
+        return refuse(format!(
+            "is not more than the {} that the pool has, and a pool only grows",
+            Size(old_bytes).rounded()
+        ));
+    }
+    if size_bytes > MAX_POOL_BYTES {
+        return refuse(format!(
+            "is more than {}, the largest pool",
+            Size(MAX_POOL_BYTES).rounded()
+        ));
+    }
+    let chunks = (size_bytes / CHUNK_BYTES) as u32;
+    // Two updates: what is announced, and what is published.
+    let grown = Superblock {
+        sequence: old.sequence.wrapping_add(2),
+        chunks,
+        growing_to_bytes: 0,
+        ..old.clone()
+    };
+    let is_whole = |superblock: &Superblock| Superblock::parse(&superblock.to_bytes()).is_ok();
+    if grown.chunk_table_end_chunk() == old.chunk_table_end_chunk() && is_whole(&grown) {
+        return Ok(grown);
+    }
+    let table_bytes = (u64::from(chunks) * CHUNK_ENTRY_BYTES).next_multiple_of(CHUNK_BYTES);
+    if old_bytes + table_bytes > size_bytes {
+        return refuse(format!(
+            "leaves no room for the larger chunk table, which takes {} of what is new",
+            Size(table_bytes).rounded()
+        ));
+    }
+    let moved = Superblock { chunk_table_offset: old_bytes, ..grown };
+    assert!(is_whole(&moved), "a table behind all that there was overlaps nothing");
+    Ok(moved)
+}
+
+/// Step 1.
+pub(in crate::pool) fn announce(
+    media: &dyn Media,
+    old: &Superblock,
+    new: &Superblock,
+) -> Result<(), MediaError> {
+    let sequence = old.sequence.wrapping_add(1);
+    rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
+}
+
+/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing.
+/// `current` has the sequence number of before the announcement, or that of the announcement.
+pub(in crate::pool) fn withdraw(
+    media: &dyn Media,
+    current: &Superblock,
+) -> Result<Superblock, MediaError> {
+    media.cut_tail()?;
+    let sequence = current.sequence.wrapping_add(2);
+    let withdrawn = Superblock { sequence, growing_to_bytes: 0, ..current.clone() };
+    rewrite(media, &withdrawn)?;
+    Ok(withdrawn)
+}
+
+/// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old
+/// end, or in chunks that the pool did not have.
+pub(in crate::pool) fn write_table(
+    media: &dyn Media,
+    old: &Superblock,
+    new: &Superblock,
+) -> Result<(), MediaError> {
+    let (from, to) = (ChunkTable::new(old), ChunkTable::new(new));
+    if old.chunk_table_offset != new.chunk_table_offset {
+        for chunk in (0..from.entries()).map(ChunkId) {
+            from.copy_entry(media, chunk, to)?;
+            if old.is_metadata(chunk) && !new.is_metadata(chunk) {
+                to.set_owner(media, chunk, Owner::Scrub)?;
+            }
+        }
+    }
+    for chunk in (from.entries()..to.entries()).map(ChunkId) {
+        let owner = if new.is_metadata(chunk) { Owner::Metadata } else { Owner::Free };
+        to.set_owner(media, chunk, owner)?;
+        to.set_wear(media, chunk, 0)?;
+    }
+    media.persist_range(to.byte_range(Run { start: ChunkId(0), chunks: to.entries() }))
+}
+
+/// Changes the superblock. What this code does not know of it, such as compatible features, stays.
+pub(in crate::pool) fn rewrite(
+    media: &dyn Media,
+    superblock: &Superblock,
+) -> Result<(), MediaError> {
+    let current = match mirrored::read::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)? {
+        mirrored::Copies::Agree(bytes)
+        | mirrored::Copies::Stale { current: bytes, .. }
+        | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
+        // Damaged since the pool was opened; what was read then is all there is.
+        mirrored::Copies::Lost => superblock.to_bytes(),
+    };
+    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
+}
+
+fn no_room(path: &Path, file: &std::fs::File, needed_bytes: u64, source: io::Error) -> PoolError {
+    match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
+            path: path.to_owned(),
+            needed_bytes,
+            free_bytes: FileSystem::of(file).map_or(0, |fs| fs.free_bytes),
+        },
+        _ => PoolError::File { path: path.to_owned(), action: "enlarge", source },
+    }
+}

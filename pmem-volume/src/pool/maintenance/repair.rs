@@ -1,0 +1,598 @@
+//! Mending a pool that does not open, or opens with damage, as far as the media itself says what
+//! was there.
+//!
+//! Three sources count: the other copy of a record; a word that passes its checksum once a single
+//! bit is turned back, which the checksum makes unique; and what is left over when everything else
+//! is accounted for. What none of them explains stays as it is.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::check::{Checking, looked};
+use super::findings::{Finding, Findings, Severity};
+use super::free_content::ContentFinder;
+use crate::btt::{self, GiveUp};
+use crate::media::{FileMedia, Media, MediaError};
+use crate::pool::alloc::chunk::{ChunkId, Run};
+use crate::pool::file::blocks;
+use crate::pool::file::opening::Opened;
+use crate::pool::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
+use crate::pool::format::superblock::Superblock;
+use crate::pool::format::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
+use crate::pool::format::volume_record::VolumeRecord;
+use crate::pool::open::make_durable;
+use crate::pool::scan::{Scan, VolumeEntry, scan};
+use crate::pool::transaction::mirrored::{self, Copies, Mirrored};
+use crate::pool::transaction::redo_log::{self, LogState, Redone};
+use crate::pool::volume::{Space, Volume};
+use crate::pool::{OpenMode, Pool, PoolError};
+use crate::progress::{OnProgress, unheard};
+
+/// What a repair did, or would do.
+#[derive(Debug, Default, Serialize)]
+pub struct RepairReport {
+    /// What was damaged or left behind and is in order now, or would be.
+    pub mended: Vec<String>,
+    /// What stays as it is, because the media does not say what was there.
+    pub left: Vec<String>,
+}
+
+/// Owner words that are mended one by one. So many damaged ones are no accident of single words but
+/// the loss of a part of the table, or a pool made to look so, which must not take more memory than
+/// this.
+const MAX_MENDED_OWNERS: usize = 1 << 16;
+
+/// One thing that can be mended by storing words.
+#[derive(Debug)]
+pub(in crate::pool) struct Mending {
+    pub(in crate::pool) what: String,
+    pub(in crate::pool) words: Vec<(u64, u64)>,
+}
+
+impl Mending {
+    /// Durable at return.
+    pub(in crate::pool) fn store(&self, media: &dyn Media) -> Result<(), MediaError> {
+        for (at, word) in &self.words {
+            media.store_word(*at, *word)?;
+        }
+        let ranges: Vec<_> = self.words.iter().map(|(at, _)| *at..*at + 8).collect();
+        media.persist(&ranges)
+    }
+}
+
+impl Pool {
+    /// Mends a pool that nobody uses: what opening it puts right, what this module's sources
+    /// explain, and info blocks of BTTs from their copies. `dry_run`: only says so, and changes
+    /// nothing.
+    pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
+        Self::repair_with(path, dry_run, None, &mut unheard)
+    }
+
+    /// The same; a volume that lacks chunks and is named is given up: it is deleted, and whatever
+    /// is free is erased again. `progress` hears how far free space is checked, how what waited
+    /// is erased, and how far the volumes are checked.
+    pub fn repair_with(
+        path: &Path,
+        dry_run: bool,
+        give_up: Option<&str>,
+        progress: OnProgress<'_>,
+    ) -> Result<RepairReport, PoolError> {
+        let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+        let opened = Opened::new(path, mode)?;
+        let mut report = RepairReport::default();
+        let (superblock, mut findings, merged) = judge_for_repair(path, &opened)?;
+        if !dry_run {
+            opened.forget_clean_pages(&superblock.regions());
+        }
+        let media = FileMedia::new(opened.file, superblock.size_bytes(), !dry_run)?;
+        let media = media.thin(superblock.is_thin);
+        findings.extend(blocks::look(path, &media, !dry_run)?);
+        if !dry_run {
+            make_durable(&media, &superblock)?;
+        }
+        // Even with a damaged log: no transaction stores into superblocks.
+        if let Some(merged) = &merged {
+            let mending = mend_superblocks(&media, merged)?;
+            if !dry_run {
+                mending.store(&media)?;
+            }
+            report.mended.push(mending.what);
+        }
+        let mut planned = mend_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
+        let (erasure, not_erased) = mend_free(&media, &superblock, &planned, progress)?;
+        if let Some(erasure) = erasure {
+            report.mended.push(erasure.what.clone());
+            match dry_run {
+                true => planned.extend(erasure.words),
+                false => erasure.store(&media)?,
+            }
+        }
+        let opened =
+            Self::from_media_with(path.to_owned(), mode, media, superblock, findings, &planned);
+        match opened {
+            Ok(pool) => {
+                pool.finish_repair(dry_run, progress, &mut report)?;
+                report.left.extend(not_erased.iter().map(Finding::to_string));
+            }
+            Err(PoolError::Damaged { .. }) => {
+                let found = Self::open(path, OpenMode::ReadOnly)?.check()?;
+                report.left.extend(found.pool.iter().filter(|f| !opening_mends(f)).map(left));
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(report)
+    }
+
+    /// What remains once the tables are in order: what opening put right, and the volumes.
+    fn finish_repair(
+        self: &Arc<Self>,
+        dry_run: bool,
+        progress: OnProgress<'_>,
+        report: &mut RepairReport,
+    ) -> Result<(), PoolError> {
+        if !dry_run {
+            self.scrub_all_with(progress)?;
+        }
+        for finding in self.findings_at_open() {
+            match opening_mends(&finding) {
+                true => report.mended.push(finding.to_string()),
+                false => report.left.push(left(&finding)),
+            }
+        }
+        let volumes = self.volumes();
+        let mut checking = Checking::new(0, &volumes, progress);
+        for info in &volumes {
+            checking.volume(info, |reached| match self.open_volume(&info.name) {
+                Ok(volume) => self.mend_btt(&volume, dry_run, reached, report),
+                Err(error) => {
+                    report.left.push(error.to_string());
+                    Ok(())
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// What a BTT says of itself: info blocks from their copies, and what follows from map and
+    /// flog.
+    fn mend_btt(
+        &self,
+        volume: &Volume,
+        dry_run: bool,
+        reached: &mut dyn FnMut(u64),
+        report: &mut RepairReport,
+    ) -> Result<(), PoolError> {
+        if volume.info().format != crate::pool::VolumeFormat::Btt {
+            return Ok(());
+        }
+        let repair = looked(btt::plan_repair(volume, GiveUp::Nothing, reached))?;
+        let prefix = format!("volume {}: ", volume.info().name);
+        report.add_btt(&prefix, &repair);
+        if !dry_run {
+            let space = Space { media: self.media(), extents: volume.extents() };
+            self.latch(repair.carry_out(&space))?;
+        }
+        Ok(())
+    }
+}
+
+/// What the pool is, by its superblocks, or, with the third, by what both of them make together. A
+/// dry run refuses what a repair refuses.
+fn judge_for_repair(
+    path: &Path,
+    opened: &Opened,
+) -> Result<(Superblock, Vec<Finding>, Option<SuperblockBytes>), PoolError> {
+    let copies = opened.read_copies(path)?;
+    let judge = |copies| {
+        crate::pool::open::judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite)
+    };
+    match judge(copies.clone()) {
+        Err(PoolError::SuperblocksDamaged { path }) => {
+            let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
+            let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
+            Ok((superblock, findings, Some(merged)))
+        }
+        result => result
+            .map(|(superblock, findings)| (superblock, findings, None))
+            .map_err(|error| opened.or_gone(error)),
+    }
+}
+
+impl RepairReport {
+    /// What was repaired in a BTT, and what is left of it.
+    pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
+        let say =
+            |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
+        self.mended.extend(repair.mendings.iter().map(|mending| say(mending.arena, &mending.what)));
+        for (number, arena) in repair.after.arenas.iter().enumerate() {
+            self.left.extend(arena.findings.iter().map(|finding| say(number, finding)));
+            let more = arena.findings_total - arena.findings.len() as u64;
+            if more > 0 {
+                self.left.push(say(number, &format_args!("and {more} more")));
+            }
+        }
+    }
+}
+
+/// Mends the tables, and gives up a volume. Returns the words that a dry run would have stored.
+pub(in crate::pool) fn mend_tables(
+    media: &dyn Media,
+    superblock: &Superblock,
+    give_up: Option<&str>,
+    dry_run: bool,
+    mended: &mut Vec<String>,
+) -> Result<BTreeMap<u64, u64>, PoolError> {
+    let mut planned = BTreeMap::new();
+    let mut keep = |mending: Mending, planned: &mut BTreeMap<u64, u64>| {
+        mended.push(mending.what);
+        if dry_run {
+            planned.extend(mending.words);
+        }
+    };
+    for mending in mend(media, superblock, dry_run)? {
+        keep(mending, &mut planned);
+    }
+    let Some(name) = give_up else { return Ok(planned) };
+    if let Some(given_up) = super::give_up::give_up(media, superblock, name, &planned, dry_run)? {
+        keep(given_up, &mut planned);
+        // Without its gaps, words may be explained that were not.
+        let rest = match dry_run {
+            true => mend(&Redone::with(media, &planned), superblock, true)?,
+            false => mend(media, superblock, false)?,
+        };
+        rest.into_iter().for_each(|mending| keep(mending, &mut planned));
+    }
+    Ok(planned)
+}
+
+/// Does opening the pool for writing put it right?
+fn opening_mends(finding: &Finding) -> bool {
+    finding.severity() != Severity::Fatal && !matches!(finding, Finding::NotErased { .. })
+}
+
+/// What is found and stays, and what can be done about it.
+fn left(finding: &Finding) -> String {
+    match finding {
+        Finding::IndexMissing { name, .. } => format!(
+            "{finding}; nothing says where they are. `pmvol repair --give-up-volume {name}` gives up what is left of it, which \
+             nobody can read after that"
+        ),
+        _ => finding.to_string(),
+    }
+}
+
+/// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes
+/// what it should have been, so a crash in between leaves less to do.
+pub(in crate::pool) fn mend(
+    media: &dyn Media,
+    superblock: &Superblock,
+    dry_run: bool,
+) -> Result<Vec<Mending>, MediaError> {
+    let mut mendings = mend_log(media, superblock)?;
+    let log = match mendings.is_empty() {
+        true => redo_log::read(media, superblock)?,
+        false => LogState::Empty,
+    };
+    // It may have been committed. Then a record that it stores may reach chunks that look like
+    // nobody's without it.
+    if matches!(log, LogState::Damaged(_)) {
+        return Ok(vec![]);
+    }
+    let mut words = log.words();
+    mendings.extend(mend_records(&Redone::with(media, &words), superblock)?);
+    words.extend(mendings.iter().flat_map(|mending| mending.words.clone()));
+    // With the records mended, as far as they can be, chunks are seen as theirs.
+    let view = Redone::with(media, &words);
+    let seen = scan(&view, superblock)?;
+    mendings.extend(mend_owners(&view, superblock, &seen)?);
+    if !dry_run {
+        // A committed transaction first: open would redo it over what is mended.
+        if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
+            redo_log::replay(media, superblock, entries)?;
+        }
+        for mending in &mendings {
+            mending.store(media)?;
+        }
+    }
+    Ok(mendings)
+}
+
+/// A log without a transaction whose magic or commit word has one wrong bit. A transaction that may
+/// have been committed is not touched: it may be an old one, and redoing that would undo what came
+/// after it.
+fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
+    let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
+    if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {
+        return Ok(vec![]);
+    }
+    let magic = u64::from_le_bytes(crate::pool::format::layout::LOG_MAGIC);
+    let wrong = [
+        (magic_at, media.load_word(magic_at)? ^ magic, magic),
+        (commit_at, media.load_word(commit_at)?, 0),
+    ];
+    if wrong.iter().map(|(_, bits, _)| bits.count_ones()).sum::<u32>() > 1 {
+        return Ok(vec![]);
+    }
+    let words =
+        wrong.iter().filter(|(_, bits, _)| *bits != 0).map(|(at, _, word)| (*at, *word)).collect();
+    Ok(vec![Mending { what: "one bit of the empty log's head is wrong".to_owned(), words }])
+}
+
+/// Superblocks of which both copies are damaged, each in other words.
+pub(in crate::pool) fn mend_superblocks(
+    media: &dyn Media,
+    merged: &SuperblockBytes,
+) -> Result<Mending, MediaError> {
+    let what = "both superblocks are damaged; their whole parts make one".to_owned();
+    mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
+}
+
+/// Both copies of a record become what they make together. Only wrong words are stored, each by one
+/// store that cannot tear: whichever of them a crash keeps, the two differ in fewer words, or in no
+/// more, and still make the same record.
+fn mend_copies<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+    merged: &T,
+    what: String,
+) -> Result<Mending, MediaError> {
+    let mut words = mirrored::changed_words(media, offsets[0], merged)?;
+    words.extend(mirrored::changed_words(media, offsets[1], merged)?);
+    Ok(Mending { what, words })
+}
+
+/// Volume records of which both copies are damaged, each in other words.
+fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
+    let mut mendings = Vec::new();
+    for slot in superblock.slots() {
+        let offsets = superblock.volume_record_offsets(slot);
+        if !matches!(mirrored::read::<VolumeRecordBytes>(media, offsets)?, Copies::Lost) {
+            continue;
+        }
+        let copies = mirrored::read_copies::<VolumeRecordBytes>(media, offsets)?;
+        let Some(merged) = mirrored::merge(&copies) else { continue };
+        if VolumeRecord::parse(slot, &merged).is_err() {
+            continue;
+        }
+        let what = format!(
+            "both copies of volume record {} are damaged; their whole parts make one",
+            slot.0
+        );
+        mendings.push(mend_copies(media, offsets, &merged, what)?);
+    }
+    Ok(mendings)
+}
+
+/// Owner words. What belongs to a volume is never taken for nobody's: as long as a gap is left, or
+/// there may be one that is not seen, only words that fill gaps are believed. The others stay
+/// damaged, and open refuses the pool and erases nothing. And where very many words are damaged,
+/// nothing is made of any.
+pub(in crate::pool) fn mend_owners(
+    media: &dyn Media,
+    superblock: &Superblock,
+    seen: &Scan,
+) -> Result<Vec<Mending>, MediaError> {
+    let table = ChunkTable::new(superblock);
+    let mut mendings = Vec::new();
+    let mut mended = |chunk: ChunkId, owner: Owner, why: &str| {
+        let volume = match owner {
+            Owner::Volume { slot, .. } => seen.volumes.get(&slot),
+            _ => None,
+        };
+        let is = match (owner, volume) {
+            (Owner::Volume { index, .. }, Some(volume)) => {
+                format!("chunk {index} of volume {}", volume.record.name)
+            }
+            (Owner::Scrub, _) => "it will be erased".to_owned(),
+            (owner, _) => owner.to_string(),
+        };
+        let what = format!("the owner word of chunk {chunk} is wrong, and {why}: {is}");
+        let words = vec![owner_word(superblock, chunk, owner)];
+        mendings.push(Mending { what, words });
+    };
+    let mut bad = BTreeMap::new();
+    let mut own = Vec::new();
+    for piece in table.pieces() {
+        for (chunk, entry) in piece.ids().zip(table.read_entries(media, piece)?) {
+            if superblock.is_metadata(chunk) {
+                own.extend(Some(chunk).filter(|_| entry.owner != Ok(Owner::Metadata)));
+            } else if let Err(word) = entry.owner {
+                bad.insert(chunk, turned_back(chunk, word.0));
+            }
+        }
+        if own.len() + bad.len() > MAX_MENDED_OWNERS {
+            return Ok(vec![]);
+        }
+    }
+    for chunk in own {
+        mended(chunk, Owner::Metadata, "the superblock says whose it is");
+    }
+    // 1. Gaps that one chunk alone claims. A crash after some of them leaves the others as they
+    //    were.
+    let mut gaps = Gaps::of(seen);
+    for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
+        mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
+        gaps.fill(slot, index);
+        bad.remove(&chunk);
+    }
+    // 2. What is left over when everything else is accounted for.
+    let mut rest = bad.into_iter();
+    match (is_accounted(seen), gaps.count()) {
+        (true, 0) => {
+            for (chunk, says) in rest {
+                let (owner, why) = without_gaps(says);
+                mended(chunk, owner, why);
+            }
+        }
+        (true, 1) => {
+            let (slot, index) = gaps.first().expect("there is one");
+            if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
+                let owner = Owner::Volume { slot, index };
+                mended(chunk, owner, "it is the only chunk that the only gap can be");
+            }
+        }
+        _ => {}
+    }
+    Ok(mendings)
+}
+
+/// Are all chunks known that volumes should have? A record that is lost, or a thin volume, may have
+/// any chunk.
+fn is_accounted(seen: &Scan) -> bool {
+    let hides_chunks = |finding: &Finding| {
+        matches!(
+            finding,
+            Finding::VolumeRecordLost { .. }
+                | Finding::VolumeRecordInvalid { .. }
+                | Finding::IndexTwice { .. }
+        )
+    };
+    seen.volumes.values().all(|volume| !volume.record.thin)
+        && !seen.findings.iter().any(hides_chunks)
+}
+
+/// Whose a chunk is that no volume can lack, by what its word says with one bit turned back.
+fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
+    match says {
+        // A volume that has the index already, or does not reach so far.
+        Some(Owner::Volume { .. }) | None => {
+            (Owner::Scrub, "no volume lacks a chunk, so it is nobody's")
+        }
+        // Erased once more: nothing says that it was erased.
+        Some(Owner::Free) => (Owner::Scrub, "one bit turned back makes it free"),
+        Some(owner) => (owner, "one bit turned back makes it whole"),
+    }
+}
+
+/// Missing indexes that exactly one of the chunks claims.
+fn sole_claims(
+    bad: &BTreeMap<ChunkId, Option<Owner>>,
+    gaps: &Gaps,
+) -> BTreeMap<(Slot, u32), ChunkId> {
+    let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
+    for (chunk, says) in bad {
+        if let Some(Owner::Volume { slot, index }) = says
+            && gaps.contains(*slot, *index)
+        {
+            claims.entry((*slot, *index)).or_default().push(*chunk);
+        }
+    }
+    claims.retain(|_, chunks| chunks.len() == 1);
+    claims.into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
+}
+
+/// Indexes that volumes lack. Ranges, because a record may say any number of chunks.
+struct Gaps {
+    ranges: BTreeMap<Slot, Vec<Range<u32>>>,
+    filled: BTreeSet<(Slot, u32)>,
+}
+
+impl Gaps {
+    fn of(seen: &Scan) -> Self {
+        let full = seen.volumes.iter().filter(|(_, volume)| !volume.record.thin);
+        let ranges = full.map(|(slot, volume)| (*slot, gaps_in(volume))).collect();
+        Self { ranges, filled: BTreeSet::new() }
+    }
+
+    fn count(&self) -> u64 {
+        let all: u64 =
+            self.ranges.values().flatten().map(|range| u64::from(range.end - range.start)).sum();
+        all - self.filled.len() as u64
+    }
+
+    fn contains(&self, slot: Slot, index: u32) -> bool {
+        let ranges = self.ranges.get(&slot).map_or(&[][..], Vec::as_slice);
+        let at = ranges.partition_point(|range| range.end <= index);
+        ranges.get(at).is_some_and(|range| range.contains(&index))
+            && !self.filled.contains(&(slot, index))
+    }
+
+    /// It was a gap.
+    fn fill(&mut self, slot: Slot, index: u32) {
+        assert!(self.contains(slot, index), "{slot:?} does not lack {index}");
+        self.filled.insert((slot, index));
+    }
+
+    fn first(&self) -> Option<(Slot, u32)> {
+        let all = self
+            .ranges
+            .iter()
+            .flat_map(|(slot, ranges)| ranges.iter().cloned().map(|range| (*slot, range)));
+        let mut indexes = all.flat_map(|(slot, range)| range.map(move |index| (slot, index)));
+        indexes.find(|gap| !self.filled.contains(gap))
+    }
+}
+
+/// What lies between the chunks that a volume has. They are sorted, and each index is there once.
+fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
+    let mut ranges = Vec::new();
+    let mut next = 0;
+    for index in volume.chunks.iter().map(|(index, _)| *index).chain([volume.record.chunks]) {
+        if next < index {
+            ranges.push(next..index);
+        }
+        next = index + 1;
+    }
+    ranges
+}
+
+/// Free chunks with content: they are to be erased, unless they may be what a volume lacks. Then,
+/// and as long as it cannot be told, they stay as they are, and are what is returned besides.
+pub(in crate::pool) fn mend_free(
+    media: &dyn Media,
+    superblock: &Superblock,
+    planned: &BTreeMap<u64, u64>,
+    progress: OnProgress<'_>,
+) -> Result<(Option<Mending>, Vec<Finding>), MediaError> {
+    let log = redo_log::read(&Redone::with(media, planned), superblock)?;
+    let mut words = log.words();
+    words.extend(planned);
+    let seen = scan(&Redone::with(media, &words), superblock)?;
+    let mut finder = ContentFinder::new();
+    let mut chunks = Vec::new();
+    let mut checking =
+        Checking::new(seen.free.iter().map(|run| run.len_bytes()).sum(), &[], progress);
+    for run in &seen.free {
+        checking.part(run.len_bytes(), |reached| {
+            finder.look(media, *run, reached, &mut |chunk| chunks.push(chunk))
+        })?;
+    }
+    let Some(first) = chunks.first() else { return Ok((None, vec![])) };
+    let is_sure = !matches!(log, LogState::Damaged(_))
+        && is_accounted(&seen)
+        && Gaps::of(&seen).count() == 0
+        && seen.findings.iter().all(|finding| finding.severity() != Severity::Fatal);
+    if !is_sure {
+        let mut left = Findings::default();
+        chunks.into_iter().for_each(|chunk| left.add(Finding::NotErased { chunk }));
+        return Ok((None, left.into_list()));
+    }
+    let what = format!(
+        "{} free chunk(s), the first of them {first}, hold old content and are erased",
+        chunks.len()
+    );
+    let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, Owner::Scrub)).collect();
+    Ok((Some(Mending { what, words }), vec![]))
+}
+
+/// Where an owner word lies, and what it is to be.
+fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u64) {
+    let at = ChunkTable::new(superblock).byte_range(Run { start: chunk, chunks: 1 }).start;
+    (at, encode_owner(chunk, owner))
+}
+
+/// What a word says when one bit of it is turned back. The checksum tells any two such words apart.
+/// Zeros and ones are what lost words read as, and nothing that one bit made of them: for some
+/// chunks a whole word is that close.
+pub(in crate::pool) fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
+    if word == 0 || word == !0 {
+        return None;
+    }
+    let mut whole = (0..64).filter_map(|bit| decode_owner(chunk, word ^ 1 << bit).ok());
+    let owner = whole.next()?;
+    whole.next().is_none().then_some(owner)
+}

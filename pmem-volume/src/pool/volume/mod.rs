@@ -1,0 +1,543 @@
+//! Volumes: named, persistent, made of chunks.
+
+pub(super) mod damaged_volume;
+pub(super) mod resize;
+pub(super) mod split;
+mod volume_words;
+
+use std::fmt::{self, Debug};
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::CHUNK_BYTES;
+use crate::btt;
+use crate::media::{Durability, FileMedia, Media, MediaError, drop_clean_pages};
+use crate::pool::alloc::chunk::{Run, runs};
+use crate::pool::alloc::memory::chunk_count;
+use crate::pool::create::unix_now_s;
+use crate::pool::format::table::{Owner, Slot};
+use crate::pool::format::volume_record::{
+    Part, VolumeFormat, VolumeName, VolumeRecord, empty_record,
+};
+use crate::pool::maintenance::check::looked;
+use crate::pool::scan::VolumeEntry;
+use crate::pool::transaction::mirrored;
+use crate::pool::{OpenMode, Pool, PoolError, State};
+
+/// How large a new volume is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VolumeSize {
+    /// A multiple of 2 MiB.
+    Bytes(u64),
+    /// Everything that is free, or will be when it is erased.
+    Remaining,
+}
+
+/// What a volume is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct VolumeInfo {
+    /// Its name.
+    pub name: String,
+    /// Its identity.
+    pub uuid: Uuid,
+    /// Its format.
+    pub format: VolumeFormat,
+    /// Its size, the BTT's own data included.
+    pub size_bytes: u64,
+    /// How many bytes of the pool it has. Less than the size only in a thin or damaged volume.
+    pub allocated_bytes: u64,
+    /// How many pieces it lies in.
+    pub extents: u32,
+}
+
+/// A piece of a volume that lies in one piece in the pool's file, of any number of chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VolumeExtent {
+    /// First chunk of the volume in it.
+    pub index: u32,
+    /// Where it lies.
+    pub run: Run,
+}
+
+impl VolumeExtent {
+    /// Where in the volume it starts.
+    #[inline]
+    pub fn volume_offset_bytes(self) -> u64 {
+        u64::from(self.index) * CHUNK_BYTES
+    }
+
+    /// Where in the pool's file it starts.
+    #[inline]
+    pub fn offset_bytes(self) -> u64 {
+        self.run.offset_bytes()
+    }
+
+    /// How long it is.
+    #[inline]
+    pub fn len_bytes(self) -> u64 {
+        self.run.len_bytes()
+    }
+}
+
+/// What a volume will be that can be made.
+struct NewVolume {
+    slot: Slot,
+    chunks: u32,
+    layout: Option<btt::Layout>,
+}
+
+/// A volume that is open: nobody else in this process opens or deletes it meanwhile.
+pub struct Volume<M: Media = FileMedia> {
+    pool: Arc<Pool<M>>,
+    slot: Slot,
+    info: VolumeInfo,
+    extents: Vec<VolumeExtent>,
+}
+
+impl<M: Media> Pool<M> {
+    /// The volumes, by name.
+    pub fn volumes(&self) -> Vec<VolumeInfo> {
+        let mut volumes: Vec<_> = self.lock_state().volumes.values().map(volume_info).collect();
+        volumes.sort_by(|a, b| a.name.cmp(&b.name));
+        volumes
+    }
+
+    /// Makes a volume and formats it.
+    ///
+    /// 1. Owner words of its chunks, persist. Until the record is there they are left-overs of
+    ///    nothing.
+    /// 2. The BTT's own data, persist.
+    /// 3. The volume record: from here on it exists.
+    pub fn create_volume(
+        &self,
+        name: &str,
+        size: VolumeSize,
+        format: VolumeFormat,
+    ) -> Result<VolumeInfo, PoolError> {
+        let name: VolumeName = name.parse()?;
+        let uuid = Uuid::new_v4();
+        let mut state = self.lock_for_change()?;
+        // Whatever was true before the state was unlocked need not be after.
+        let NewVolume { slot, chunks, layout } = loop {
+            let new = self.plan_volume(&state, &name, size, format, uuid)?;
+            match state.missing_clean(new.chunks) {
+                0 => break new,
+                missing => state = self.clean_some(state, missing)?,
+            }
+        };
+        self.check_format_room(chunks)?;
+        let taken = state.buddy.allocate_lasting(chunks).expect("just seen to be free");
+        // Counted as to be erased until it is done: that is what they are if it fails.
+        state.counts.scrubbing += chunks;
+        self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
+        if let Some(layout) = layout {
+            let space = Space { media: self.media(), extents: &volume_extents(&taken) };
+            self.latch(layout.format(&space))?;
+        }
+        let record = VolumeRecord {
+            sequence: self.next_sequence(slot)?,
+            slot,
+            name,
+            uuid,
+            format,
+            thin: false,
+            part: None,
+            chunks,
+            created_unix_s: unix_now_s(),
+        };
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
+        let entry = VolumeEntry {
+            record,
+            chunks: (0..).zip(taken.iter().flat_map(|run| run.ids())).collect(),
+        };
+        let info = volume_info(&entry);
+        state.counts.scrubbing -= chunks;
+        state.counts.volume += chunks;
+        state.volumes.insert(slot, entry);
+        Ok(info)
+    }
+
+    /// Checks that a volume can be made, once enough chunks are clean.
+    fn plan_volume(
+        &self,
+        state: &State,
+        name: &VolumeName,
+        size: VolumeSize,
+        format: VolumeFormat,
+        uuid: Uuid,
+    ) -> Result<NewVolume, PoolError> {
+        if state.find_volume(name.as_str()).is_some() {
+            return Err(PoolError::VolumeExists { name: name.to_string() });
+        }
+        let slot = self
+            .superblock
+            .slots()
+            .find(|slot| !state.volumes.contains_key(slot))
+            .ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
+        let size_bytes = match size {
+            VolumeSize::Bytes(bytes) => bytes,
+            VolumeSize::Remaining => state.available_bytes(),
+        };
+        if size == VolumeSize::Remaining && size_bytes == 0 {
+            return Err(state.full(0));
+        }
+        let chunks =
+            chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
+        let layout = match format {
+            VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
+            VolumeFormat::Raw => None,
+        };
+        if chunks > state.available_chunks() {
+            return Err(state.full(size_bytes));
+        }
+        Ok(NewVolume { slot, chunks, layout })
+    }
+
+    /// Deletes a volume that nobody in this process has open. When this returns it is gone, and its
+    /// content waits to be erased.
+    ///
+    /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
+    /// 2. Their owner words become *scrub*, persist: the slot may be used again.
+    pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
+        let mut state = self.lock_for_change()?;
+        let slot = state.require_closed_volume(name)?;
+        let empty = empty_record(slot, self.next_sequence(slot)?);
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &empty))?;
+        let entry = state.volumes.remove(&slot).expect("found above");
+        let runs = runs(entry.chunk_ids());
+        self.disown(&mut state, &runs)
+    }
+
+    /// Marks chunks, which no record covers any more, to be erased, and lets them wait for it. The
+    /// records say the same. But the slot and the indexes may be used again before all of them
+    /// are free, and then they must not look like the new ones.
+    pub(in crate::pool) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
+        let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
+        state.counts.volume -= chunks;
+        state.counts.scrubbing += chunks;
+        for chunk in runs.iter().flat_map(|run| run.ids()) {
+            self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+        }
+        self.latch(self.persist_entries(runs))?;
+        self.queue_scrub(state, runs);
+        Ok(())
+    }
+
+    /// Gives a volume that nobody in this process has open another name, which no volume has. A
+    /// name that it has already is refused too: whoever asks for that has mistaken something.
+    ///
+    /// One record changes, and with it everything: the volume's chunks are named by its slot.
+    pub fn rename_volume(&self, name: &str, new_name: &str) -> Result<VolumeInfo, PoolError> {
+        let new_name: VolumeName = new_name.parse()?;
+        let mut state = self.lock_for_change()?;
+        let slot = state.require_closed_volume(name)?;
+        if name == new_name.as_str() {
+            return Err(PoolError::SameName { name: name.to_owned() });
+        }
+        if state.find_volume(new_name.as_str()).is_some() {
+            return Err(PoolError::VolumeExists { name: new_name.to_string() });
+        }
+        let sequence = self.next_sequence(slot)?;
+        let record =
+            VolumeRecord { sequence, name: new_name, ..state.volumes[&slot].record.clone() };
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
+        let entry = state.volumes.get_mut(&slot).expect("found above");
+        entry.record = record;
+        Ok(volume_info(entry))
+    }
+
+    /// Opens a volume, once at a time.
+    ///
+    /// Who opens it for writing goes by what the disk has of it: what an earlier write-back could
+    /// not write may be in the page cache still, and count as clean.
+    pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume<M>, PoolError> {
+        let mut state = self.lock_state();
+        let slot = state.require_volume(name)?;
+        let entry = &state.volumes[&slot];
+        entry.check_usable()?;
+        let info = volume_info(entry);
+        let extents = volume_extents(&runs(entry.chunk_ids()));
+        if self.mode == OpenMode::ReadWrite {
+            if state.open_volumes.contains(&slot) {
+                return Err(PoolError::VolumeInUse { name: name.to_owned() });
+            }
+            state.open_volumes.push(slot);
+        }
+        drop(state);
+        // Media that is no file has no page cache, whatever it is worth.
+        if let (OpenMode::ReadWrite, Some(media)) = (self.mode, self.media().as_file())
+            && media.durability() == Durability::PageCache
+        {
+            let ranges: Vec<_> = extents
+                .iter()
+                .map(|e| e.offset_bytes()..e.offset_bytes() + e.len_bytes())
+                .collect();
+            drop_clean_pages(media.file(), &ranges);
+        }
+        Ok(Volume { pool: Arc::clone(self), slot, info, extents })
+    }
+
+    /// The sequence number of the next record in a slot: the media knows the last one, of an empty
+    /// slot too.
+    pub(in crate::pool) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
+        let offset = self.superblock.volume_record_offsets(slot)[0];
+        let at = offset
+            + std::mem::offset_of!(crate::pool::format::layout::VolumeRecordBytes, sequence) as u64;
+        Ok(self.latch(self.media().load_word(at))?.wrapping_add(1))
+    }
+}
+
+impl VolumeEntry {
+    /// Has the volume all of its chunks?
+    pub(in crate::pool) fn check_usable(&self) -> Result<(), PoolError> {
+        let unusable =
+            |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
+        if self.record.thin {
+            return unusable("it is thin, which this version does not serve".to_owned());
+        }
+        match self.record.chunks - self.allocated() {
+            0 => self.check_finished(),
+            missing => {
+                unusable(format!("{missing} of its {} chunks are missing", self.record.chunks))
+            }
+        }
+    }
+
+    /// Is it a volume of its own, and not a part that is still to be erased?
+    pub(in crate::pool) fn check_finished(&self) -> Result<(), PoolError> {
+        match self.record.part {
+            Some(Part { is_unformatted: true, .. }) => {
+                Err(PoolError::VolumeUnfinished { name: self.record.name.to_string() })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl State {
+    /// There is not enough free for something.
+    pub(in crate::pool) fn full(&self, requested_bytes: u64) -> PoolError {
+        PoolError::PoolFull {
+            requested_bytes,
+            free_bytes: self.available_bytes(),
+            reserved_bytes: 0,
+        }
+    }
+
+    pub(in crate::pool) fn find_volume(&self, name: &str) -> Option<Slot> {
+        self.volumes
+            .iter()
+            .find(|(_, entry)| entry.record.name.as_str() == name)
+            .map(|(slot, _)| *slot)
+    }
+
+    /// The volume, if nobody in this process has it open. Other processes are kept away by the
+    /// pool's lock.
+    pub(in crate::pool) fn require_closed_volume(&self, name: &str) -> Result<Slot, PoolError> {
+        let slot = self.require_volume(name)?;
+        if self.open_volumes.contains(&slot) {
+            return Err(PoolError::VolumeInUse { name: name.to_owned() });
+        }
+        Ok(slot)
+    }
+
+    pub(in crate::pool) fn require_volume(&self, name: &str) -> Result<Slot, PoolError> {
+        self.find_volume(name).ok_or_else(|| PoolError::NoSuchVolume {
+            name: name.to_owned(),
+            known: self.volumes.values().map(|entry| entry.record.name.to_string()).collect(),
+        })
+    }
+}
+
+impl<M: Media> Volume<M> {
+    /// What it is.
+    pub fn info(&self) -> &VolumeInfo {
+        &self.info
+    }
+
+    /// Its size in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.info.size_bytes
+    }
+
+    /// The pool it lies in.
+    #[inline]
+    pub fn pool(&self) -> &Arc<Pool<M>> {
+        &self.pool
+    }
+
+    /// Where it lies, in the volume's order and without gaps. Neighbours in the file are joined.
+    #[inline]
+    pub fn extents(&self) -> &[VolumeExtent] {
+        &self.extents
+    }
+
+    /// Makes durable what a guest stored to a range of the volume through a mapping of the pool's
+    /// file, and has itself written back from its caches as a guest does before it asks for a
+    /// flush (virtio 1.3, 5.19.6.2; ACPI 6.5, 5.2.26.9). On MAP_SYNC media that leaves nothing
+    /// to do but a fence; on volatile media, nothing at all.
+    ///
+    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable.
+    /// Every flush after it fails too, because the kernel reports a lost page once and calls
+    /// the next write-back a success.
+    pub fn flush_guest_stores(&self, range: Range<u64>) -> Result<(), PoolError> {
+        self.pool.check_not_latched()?;
+        match self.pool.durability() {
+            Durability::Volatile => Ok(()),
+            Durability::DaxSync => self.pool.latch(self.pool.media().persist(&[])),
+            Durability::PageCache => {
+                let space = Space { media: self.pool.media(), extents: &self.extents };
+                let ranges = space.file_ranges(range);
+                self.pool.latch(self.pool.media().persist(&ranges))
+            }
+        }
+    }
+
+    /// Checks the volume's BTT from its media alone. `None`: a raw volume has nothing to check.
+    pub fn check_btt(&self) -> Result<Option<btt::Report>, PoolError> {
+        self.check_btt_with(&mut |_| {})
+    }
+
+    /// The same; `reached` hears up to where, in bytes.
+    pub(in crate::pool) fn check_btt_with(
+        &self,
+        reached: &mut dyn FnMut(u64),
+    ) -> Result<Option<btt::Report>, PoolError> {
+        match self.info.format {
+            VolumeFormat::Raw => Ok(None),
+            VolumeFormat::Btt => looked(btt::check_with(self, reached)).map(Some),
+        }
+    }
+}
+
+impl<M: Media> Debug for Volume<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Volume")
+            .field("pool", &self.pool)
+            .field("info", &self.info)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<M: Media> Drop for Volume<M> {
+    fn drop(&mut self) {
+        self.pool.lock_state().open_volumes.retain(|slot| *slot != self.slot);
+    }
+}
+
+/// A volume's bytes on the media, wherever its chunks lie.
+pub(in crate::pool) struct Space<'a> {
+    pub(in crate::pool) media: &'a dyn Media,
+    pub(in crate::pool) extents: &'a [VolumeExtent],
+}
+
+impl Space<'_> {
+    /// Where a byte of the volume lies in the file.
+    pub(in crate::pool) fn file_offset(&self, offset_bytes: u64) -> u64 {
+        self.file_ranges(offset_bytes..offset_bytes + 1)[0].start
+    }
+
+    /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the
+    /// volume.
+    pub(in crate::pool) fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        assert!(
+            range.start <= range.end && range.end <= self.len_bytes(),
+            "{range:?} is not inside the volume"
+        );
+        let mut ranges = Vec::new();
+        let first = self
+            .extents
+            .partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= range.start);
+        for extent in &self.extents[first..] {
+            let volume_start = extent.volume_offset_bytes();
+            if volume_start >= range.end {
+                break;
+            }
+            let start = range.start.max(volume_start) - volume_start;
+            let end = range.end.min(volume_start + extent.len_bytes()) - volume_start;
+            if start < end {
+                ranges.push(extent.offset_bytes() + start..extent.offset_bytes() + end);
+            }
+        }
+        ranges
+    }
+}
+
+impl Media for Space<'_> {
+    #[inline]
+    fn len_bytes(&self) -> u64 {
+        self.extents.last().map_or(0, |last| last.volume_offset_bytes() + last.len_bytes())
+    }
+
+    fn durability(&self) -> Durability {
+        self.media.durability()
+    }
+
+    fn read(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
+        for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
+            let (now, later) = into.split_at_mut((range.end - range.start) as usize);
+            self.media.read(range.start, now)?;
+            into = later;
+        }
+        Ok(())
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        let mut at = range.start;
+        for part in self.file_ranges(range) {
+            if let Some(data) = self.media.next_data(part.clone())? {
+                let offset = at + (data.start - part.start);
+                return Ok(Some(offset..offset + (data.end - data.start)));
+            }
+            at += part.end - part.start;
+        }
+        Ok(None)
+    }
+
+    fn store(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
+        for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
+            let (now, later) = bytes.split_at((range.end - range.start) as usize);
+            self.media.store(range.start, now)?;
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.media.store_word(self.file_offset(offset_bytes), word)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let ranges: Vec<_> =
+            ranges.iter().flat_map(|range| self.file_ranges(range.clone())).collect();
+        self.media.persist(&ranges)
+    }
+}
+
+pub(in crate::pool) fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
+    VolumeInfo {
+        name: entry.record.name.to_string(),
+        uuid: entry.record.uuid,
+        format: entry.record.format,
+        size_bytes: entry.record.size_bytes(),
+        allocated_bytes: u64::from(entry.allocated()) * CHUNK_BYTES,
+        extents: runs(entry.chunk_ids()).len() as u32,
+    }
+}
+
+pub(in crate::pool) fn volume_extents(runs: &[Run]) -> Vec<VolumeExtent> {
+    let mut index = 0;
+    runs.iter()
+        .map(|run| {
+            let extent = VolumeExtent { index, run: *run };
+            index += run.chunks;
+            extent
+        })
+        .collect()
+}

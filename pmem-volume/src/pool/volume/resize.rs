@@ -1,0 +1,214 @@
+//! Making a volume larger, or, where that can be, smaller.
+
+use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
+use crate::CHUNK_BYTES;
+use crate::btt;
+use crate::media::Media;
+use crate::pool::alloc::chunk::runs;
+use crate::pool::alloc::memory::chunk_count;
+use crate::pool::format::table::{Owner, Slot};
+use crate::pool::format::volume_record::{VolumeFormat, VolumeRecord};
+use crate::pool::transaction::mirrored;
+use crate::pool::transaction::redo_log;
+use crate::pool::{Pool, PoolError, State};
+use foreshore_types::size::Size;
+
+/// May a volume lose what lies behind its new end?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shrink {
+    /// A smaller size is an error.
+    Refuse,
+    /// What lies behind the new end is erased.
+    Allow,
+}
+
+/// What giving a volume another size comes down to.
+enum Resize {
+    Shrink { chunks: u32 },
+    Grow(Box<Growth>),
+}
+
+/// A volume that will be larger.
+struct Growth {
+    more: u32,
+    record: VolumeRecord,
+    extension: Option<btt::Extension>,
+}
+
+impl<M: Media> Pool<M> {
+    /// Gives a volume that nobody in this process has open another size. A BTT volume grows by
+    /// further arenas, of at least 16 MiB, and never shrinks; a raw one may.
+    ///
+    /// [`VolumeSize::Remaining`]: it gets all that is free, or will be when it is erased.
+    pub fn resize_volume(
+        &self,
+        name: &str,
+        size: VolumeSize,
+        shrink: Shrink,
+    ) -> Result<VolumeInfo, PoolError> {
+        let mut state = self.lock_for_change()?;
+        // Whatever was true before the state was unlocked need not be after.
+        loop {
+            let slot = state.require_closed_volume(name)?;
+            match self.plan_resize(&state, slot, size, shrink)? {
+                Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
+                Resize::Grow(growth) => match state.missing_clean(growth.more) {
+                    0 => return self.grow_volume(&mut state, slot, *growth),
+                    missing => state = self.clean_some(state, missing)?,
+                },
+            }
+        }
+    }
+
+    /// Decides what a resize is, and refuses what cannot be.
+    fn plan_resize(
+        &self,
+        state: &State,
+        slot: Slot,
+        size: VolumeSize,
+        shrink: Shrink,
+    ) -> Result<Resize, PoolError> {
+        let entry = &state.volumes[&slot];
+        entry.check_usable()?;
+        let (has_chunks, format) = (entry.record.chunks, entry.record.format);
+        let has_bytes = entry.record.size_bytes();
+        let size_bytes = match size {
+            VolumeSize::Bytes(bytes) => bytes,
+            VolumeSize::Remaining if state.available_chunks() == 0 => return Err(state.full(0)),
+            VolumeSize::Remaining => has_bytes + state.available_bytes(),
+        };
+        let chunks = chunk_count("volume size", size_bytes)?
+            .ok_or_else(|| state.full(size_bytes - has_bytes))?;
+        let refuse = |rule| Err(PoolError::Size { what: "volume size", value: size_bytes, rule });
+        match (chunks.cmp(&has_chunks), format) {
+            (std::cmp::Ordering::Equal, _) => refuse("is what the volume has already".to_owned()),
+            (std::cmp::Ordering::Less, VolumeFormat::Btt) => refuse(format!(
+                "is less than the {} that the volume has, and a BTT cannot shrink: its map and log lie at its end, \
+                 and a sector may lie anywhere; copy what is in it to a smaller volume",
+                Size(has_bytes).rounded()
+            )),
+            (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => {
+                refuse(format!(
+                    "is less than the {} that the volume has: what lies behind it would be erased, so it has to be asked for (--shrink)",
+                    Size(has_bytes).rounded()
+                ))
+            }
+            (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
+            (std::cmp::Ordering::Greater, _) => {
+                Ok(Resize::Grow(Box::new(self.plan_growth(state, slot, chunks)?)))
+            }
+        }
+    }
+
+    /// Everything that may refuse to grow a volume, once enough chunks are clean.
+    fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
+        let entry = &state.volumes[&slot];
+        let more = chunks - entry.record.chunks;
+        let record =
+            VolumeRecord { sequence: self.next_sequence(slot)?, chunks, ..entry.record.clone() };
+        let extension = match record.format {
+            VolumeFormat::Raw => None,
+            VolumeFormat::Btt => {
+                redo_log::check_room(&self.superblock, MAX_GROWTH_WORDS)?;
+                let old = runs(entry.chunk_ids());
+                let space = Space { media: self.media(), extents: &volume_extents(&old) };
+                let planned = self.latch(btt::extend(&space, record.size_bytes()))?;
+                Some(planned.map_err(|source| refused(record.name.as_str(), source))?)
+            }
+        };
+        if more > state.available_chunks() {
+            return Err(state.full(u64::from(more) * CHUNK_BYTES));
+        }
+        Ok(Growth { more, record, extension })
+    }
+
+    /// 1. Owner words of the new chunks, persist. Until the record is there they are left-overs.
+    /// 2. Further arenas of a BTT, durable. Nothing of the volume leads to them.
+    /// 3. The record, and with it, as one transaction, the words that link the arenas.
+    fn grow_volume(
+        &self,
+        state: &mut State,
+        slot: Slot,
+        growth: Growth,
+    ) -> Result<VolumeInfo, PoolError> {
+        let Growth { more, record, extension } = growth;
+        let entry = &state.volumes[&slot];
+        let has_chunks = entry.record.chunks;
+        let old = runs(entry.chunk_ids());
+        let after = old.last().expect("a volume has a chunk").end();
+        let taken = state.buddy.allocate_lasting_at(after, more).expect("just seen to be free");
+        // Counted as to be erased until it is done: that is what they are if it fails.
+        state.counts.scrubbing += more;
+        self.latch(self.mark(&taken, |place| Owner::Volume { slot, index: has_chunks + place }))?;
+        let offsets = self.superblock.volume_record_offsets(slot);
+        match &extension {
+            None => self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?,
+            Some(extension) => {
+                let extents = volume_extents(&[old, taken.clone()].concat());
+                let space = Space { media: self.media(), extents: &extents };
+                self.latch(extension.format(&space))?;
+                let words = self.latch(self.growth_words(&space, extension, &record))?;
+                self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
+            }
+        }
+        let entry = state.volumes.get_mut(&slot).expect("found above");
+        entry.record = record;
+        entry.chunks.extend((has_chunks..).zip(taken.iter().flat_map(|run| run.ids())));
+        let info = volume_info(entry);
+        state.counts.scrubbing -= more;
+        state.counts.volume += more;
+        Ok(info)
+    }
+
+    /// The words of the transaction: links of the BTT, and what changes in both copies of the
+    /// record.
+    pub(in crate::pool) fn growth_words(
+        &self,
+        space: &Space<'_>,
+        extension: &btt::Extension,
+        record: &VolumeRecord,
+    ) -> Result<Vec<(u64, u64)>, crate::media::MediaError> {
+        let links = extension.link().into_iter().map(|(at, word)| (space.file_offset(at), word));
+        let mut words: Vec<_> = links.collect();
+        for offset in self.superblock.volume_record_offsets(record.slot) {
+            words.extend(mirrored::changed_words(self.media(), offset, &record.to_bytes())?);
+        }
+        Ok(words)
+    }
+
+    /// 1. The record: from here on what lies behind its end is left over.
+    /// 2. Owner words of that become *scrub*, persist, so that no chunk which the volume may get
+    ///    later has their index.
+    ///
+    /// When this returns, it waits to be erased.
+    fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
+        let record = VolumeRecord {
+            sequence: self.next_sequence(slot)?,
+            chunks,
+            ..state.volumes[&slot].record.clone()
+        };
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
+        let entry = state.volumes.get_mut(&slot).expect("found by the caller");
+        entry.record = record;
+        let gone = entry.chunks.split_off(chunks as usize);
+        let gone = runs(gone.into_iter().map(|(_, chunk)| chunk));
+        self.disown(state, &gone)?;
+        Ok(volume_info(&state.volumes[&slot]))
+    }
+}
+
+/// Words that growing a BTT volume changes at most: two in each of two info blocks, and all of two
+/// records.
+const MAX_GROWTH_WORDS: u64 = 4 + 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
+
+fn refused(name: &str, source: btt::ExtendError) -> PoolError {
+    match source {
+        btt::ExtendError::Damaged { .. } => {
+            PoolError::VolumeUnusable { name: name.to_owned(), reason: source.to_string() }
+        }
+        btt::ExtendError::TooLittle { .. } | btt::ExtendError::TooMany { .. } => {
+            PoolError::BttGrowth(source)
+        }
+    }
+}

@@ -1,0 +1,414 @@
+//! Splitting a volume: its chunks become several volumes, each with its own name.
+//!
+//! A chunk is named by slot and index, and a large volume has more chunks than a transaction has
+//! words. So the transaction changes the records alone: from then on the volume is as long as its
+//! first part, and each other part's record says from which chunk on it was a part of which volume.
+//! A chunk that is still named as it was before belongs to the part that this leads to. Only then
+//! are the chunks named anew; those of BTTs are erased, because who maps a part sees its bytes and
+//! not what its map says of them, and BTTs are written. Who opens the pool after a crash does it
+//! again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use thiserror::Error;
+use uuid::Uuid;
+
+use super::{Space, VolumeInfo, VolumeSize, volume_extents, volume_info};
+use crate::CHUNK_BYTES;
+use crate::btt::{self, Layout};
+use crate::media::{Media, MediaError};
+use crate::pool::alloc::chunk::{Run, runs};
+use crate::pool::alloc::memory::chunk_count;
+use crate::pool::create::unix_now_s;
+use crate::pool::format::superblock::Superblock;
+use crate::pool::format::table::{ChunkTable, Owner, Slot};
+use crate::pool::format::volume_record::{Part, VolumeFormat, VolumeName, VolumeRecord};
+use crate::pool::scan::VolumeEntry;
+use crate::pool::transaction::mirrored;
+use crate::pool::transaction::redo_log;
+use crate::pool::{Pool, PoolError, State};
+use crate::progress::{OnProgress, Progress, Task, unheard};
+use foreshore_types::size::Size;
+
+/// What becomes of a BTT volume's content. A raw volume's bytes stay, each in its part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SplitContent {
+    /// A volume with content is not split.
+    Refuse,
+    /// Its parts are empty.
+    GiveUp,
+}
+
+/// Why a volume cannot be split as asked.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum SplitError {
+    /// One part, or none.
+    #[error("{count} part(s) are asked for, and it takes two at least")]
+    TooFew {
+        /// How many.
+        count: usize,
+    },
+    /// Two parts of one name.
+    #[error("two parts are to have the name {name:?}")]
+    NameTwice {
+        /// The name.
+        name: String,
+    },
+    /// More than one part is to have the rest.
+    #[error("only one part can have the rest, and {first:?} and {second:?} are to")]
+    RestTwice {
+        /// One.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// The parts are not what there is.
+    #[error(
+        "its parts have {parts_bytes} bytes ({}) together, and it has {volume_bytes} ({}); one of them may have the rest",
+        Size(*parts_bytes).rounded(), Size(*volume_bytes).rounded()
+    )]
+    Sum {
+        /// Of all parts.
+        parts_bytes: u64,
+        /// Of the volume.
+        volume_bytes: u64,
+    },
+    /// Nothing is left for the part that is to have the rest.
+    #[error("nothing is left for {name:?}: the other parts have {parts_bytes} bytes ({})", Size(*parts_bytes).rounded())]
+    NoRest {
+        /// Its name.
+        name: String,
+        /// Of the others.
+        parts_bytes: u64,
+    },
+    /// A part cannot have its size.
+    #[error("part {name:?}: {reason}")]
+    Size {
+        /// Its name.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// There is something in it.
+    #[error(
+        "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and erases its content"
+    )]
+    HoldsData,
+}
+
+impl<M: Media> Pool<M> {
+    /// Splits a volume that nobody in this process has open into volumes of the names and sizes
+    /// given, in its order; [`VolumeSize::Remaining`] is what the others leave. One of them may
+    /// have its name. Raw volumes keep their bytes; those with a BTT are erased and become
+    /// empty ones. After a crash the volume is as it was, or all parts are there.
+    pub fn split_volume(
+        &self,
+        name: &str,
+        parts: &[(String, VolumeSize)],
+        content: SplitContent,
+    ) -> Result<Vec<VolumeInfo>, PoolError> {
+        self.split_volume_with(name, parts, content, &mut unheard)
+    }
+
+    /// The same; `progress` hears how much is erased. Others use the pool meanwhile, but not the
+    /// parts.
+    pub fn split_volume_with(
+        &self,
+        name: &str,
+        parts: &[(String, VolumeSize)],
+        content: SplitContent,
+        progress: OnProgress<'_>,
+    ) -> Result<Vec<VolumeInfo>, PoolError> {
+        let mut state = self.lock_for_change()?;
+        let slot = state.require_closed_volume(name)?;
+        let entry = &state.volumes[&slot];
+        entry.check_usable()?;
+        let split = |reason| PoolError::Split { name: name.to_owned(), reason };
+        let sizes = sizes(parts, entry.record.size_bytes()).map_err(split)?;
+        let chunks = check_sizes(parts, &sizes, entry.record.format).map_err(split)?;
+        let records = self.plan_parts(&state, slot, parts, &chunks)?;
+        if entry.record.format == VolumeFormat::Btt {
+            let space =
+                Space { media: self.media(), extents: &volume_extents(&runs(entry.chunk_ids())) };
+            if content == SplitContent::Refuse && self.latch_failure(btt::holds_data(&space))? {
+                return Err(split(SplitError::HoldsData));
+            }
+            self.check_split_room(&chunks)?;
+        }
+        let slots = self.split(&mut state, slot, records)?;
+        drop(state);
+        let filled = self.empty_parts(&slots, progress);
+        let mut state = self.lock_state();
+        let settled = filled.and_then(|()| self.settle_parts(&mut state, &slots));
+        state.open_volumes.retain(|slot| !slots.contains(slot));
+        settled.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
+    }
+
+    /// The records of the parts, the first of them in the volume's own slot.
+    pub(in crate::pool) fn plan_parts(
+        &self,
+        state: &State,
+        slot: Slot,
+        parts: &[(String, VolumeSize)],
+        chunks: &[u32],
+    ) -> Result<Vec<VolumeRecord>, PoolError> {
+        let old = &state.volumes[&slot].record;
+        let is_unformatted = old.format == VolumeFormat::Btt;
+        let mut free = self.superblock.slots().filter(|slot| !state.volumes.contains_key(slot));
+        let (mut records, mut index) = (Vec::with_capacity(parts.len()), 0);
+        for ((name, _), chunks) in parts.iter().zip(chunks) {
+            let name: VolumeName = name.parse()?;
+            if state.find_volume(name.as_str()).is_some_and(|found| found != slot) {
+                return Err(PoolError::VolumeExists { name: name.to_string() });
+            }
+            let own = if index == 0 { Some(slot) } else { free.next() };
+            let own = own.ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
+            let part = Part { origin: slot, index, is_unformatted };
+            records.push(VolumeRecord {
+                sequence: self.next_sequence(own)?,
+                slot: own,
+                name,
+                uuid: Uuid::new_v4(),
+                format: old.format,
+                thin: false,
+                part: Some(part),
+                chunks: *chunks,
+                created_unix_s: unix_now_s(),
+            });
+            index += chunks;
+        }
+        redo_log::check_room(&self.superblock, records.len() as u64 * RECORD_WORDS)?;
+        Ok(records)
+    }
+
+    /// 1. The records of all parts, as one transaction: from here on there are the parts.
+    /// 2. Owner words of their chunks, persist.
+    ///
+    /// Until they are settled nobody opens, changes or deletes them.
+    fn split(
+        &self,
+        state: &mut State,
+        slot: Slot,
+        records: Vec<VolumeRecord>,
+    ) -> Result<Vec<Slot>, PoolError> {
+        let words = self.latch(self.split_words(&records))?;
+        self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
+        let old = state.volumes.remove(&slot).expect("found by the caller");
+        let slots: Vec<_> = records.iter().map(|record| record.slot).collect();
+        let mut chunks = old.chunk_ids();
+        for record in records {
+            let own = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
+            state.volumes.insert(record.slot, VolumeEntry { record, chunks: own });
+        }
+        self.latch(name_chunks(self.media(), &self.superblock, &state.volumes, &slots))?;
+        state.open_volumes.extend(&slots);
+        Ok(slots)
+    }
+
+    /// 3. The chunks of parts that get a BTT, erased, durably. This takes long, and is done without
+    ///    the state's lock.
+    fn empty_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
+        let runs = unformatted_runs(&self.lock_state().volumes, slots);
+        let total_bytes = runs.iter().map(|run| run.len_bytes()).sum();
+        let mut done_bytes = 0;
+        for batch in batches(&runs) {
+            progress(Progress { task: Task::Erase, done_bytes, total_bytes });
+            self.latch(self.media().erase(&batch))?;
+            done_bytes += batch.iter().map(|range| range.end - range.start).sum::<u64>();
+        }
+        if total_bytes > 0 {
+            progress(Progress { task: Task::Erase, done_bytes, total_bytes });
+        }
+        Ok(())
+    }
+
+    /// 4. Their BTTs, and the records.
+    fn settle_parts(&self, state: &mut State, slots: &[Slot]) -> Result<(), PoolError> {
+        self.latch(format_parts(self.media(), &state.volumes, slots))?;
+        self.latch(settle_records(self.media(), &self.superblock, &mut state.volumes, slots))
+    }
+
+    /// What changes in the copies of the records.
+    pub(in crate::pool) fn split_words(
+        &self,
+        records: &[VolumeRecord],
+    ) -> Result<Vec<(u64, u64)>, MediaError> {
+        let mut words = Vec::new();
+        for record in records {
+            for offset in self.superblock.volume_record_offsets(record.slot) {
+                words.extend(mirrored::changed_words(self.media(), offset, &record.to_bytes())?);
+            }
+        }
+        Ok(words)
+    }
+}
+
+/// Words of a record's two copies.
+const RECORD_WORDS: u64 = 2 * crate::pool::format::layout::VOLUME_RECORD_BYTES / 8;
+
+/// Chunks that are erased in one go, 256 MiB: on a disk each time costs a barrier.
+const BATCH_CHUNKS: u32 = 128;
+
+/// Finishes what a crash left of splits. Doing it again changes nothing.
+///
+/// 1. Owner words of the parts' chunks, persist: from here on each is named as its part's.
+/// 2. The chunks of parts that get a BTT, erased, durably.
+/// 3. BTTs, durable.
+/// 4. The records, which say that this is done.
+pub(in crate::pool) fn finish(
+    media: &dyn Media,
+    superblock: &Superblock,
+    volumes: &mut BTreeMap<Slot, VolumeEntry>,
+) -> Result<(), MediaError> {
+    let slots: Vec<_> = volumes
+        .iter()
+        .filter(|(_, volume)| volume.record.part.is_some())
+        .map(|(slot, _)| *slot)
+        .collect();
+    name_chunks(media, superblock, volumes, &slots)?;
+    batches(&unformatted_runs(volumes, &slots)).iter().try_for_each(|batch| media.erase(batch))?;
+    format_parts(media, volumes, &slots)?;
+    settle_records(media, superblock, volumes, &slots)
+}
+
+pub(in crate::pool) fn name_chunks(
+    media: &dyn Media,
+    superblock: &Superblock,
+    volumes: &BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
+) -> Result<(), MediaError> {
+    let table = ChunkTable::new(superblock);
+    let mut named = Vec::new();
+    for slot in slots {
+        let volume = &volumes[slot];
+        if volume.record.part.is_none_or(|part| part.origin == *slot) {
+            continue;
+        }
+        for (index, chunk) in &volume.chunks {
+            table.set_owner(media, *chunk, Owner::Volume { slot: *slot, index: *index })?;
+        }
+        named.extend(runs(volume.chunk_ids()).into_iter().map(|run| table.byte_range(run)));
+    }
+    if named.is_empty() { Ok(()) } else { media.persist(&named) }
+}
+
+/// Those of the volumes that are to get a BTT.
+fn unformatted<'a>(
+    volumes: &'a BTreeMap<Slot, VolumeEntry>,
+    slots: &'a [Slot],
+) -> impl Iterator<Item = &'a VolumeEntry> {
+    let is_unformatted =
+        |volume: &&VolumeEntry| volume.record.part.is_some_and(|part| part.is_unformatted);
+    slots.iter().map(|slot| &volumes[slot]).filter(is_unformatted)
+}
+
+/// What is to be erased.
+pub(in crate::pool) fn unformatted_runs(
+    volumes: &BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
+) -> Vec<Run> {
+    unformatted(volumes, slots).flat_map(|volume| runs(volume.chunk_ids())).collect()
+}
+
+/// Cuts runs into what is erased in one go.
+pub(in crate::pool) fn batches(runs: &[Run]) -> Vec<Vec<Range<u64>>> {
+    let mut batches: Vec<Vec<Range<u64>>> = Vec::new();
+    let mut room = 0;
+    for run in runs {
+        let mut rest = *run;
+        while rest.chunks > 0 {
+            if room == 0 {
+                batches.push(Vec::new());
+                room = BATCH_CHUNKS;
+            }
+            let now = Run { start: rest.start, chunks: rest.chunks.min(room) };
+            batches.last_mut().expect("there is room in one").push(now.byte_range());
+            rest = Run { start: now.end(), chunks: rest.chunks - now.chunks };
+            room -= now.chunks;
+        }
+    }
+    batches
+}
+
+pub(in crate::pool) fn format_parts(
+    media: &dyn Media,
+    volumes: &BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
+) -> Result<(), MediaError> {
+    for volume in unformatted(volumes, slots) {
+        let record = &volume.record;
+        let layout = Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid)
+            .expect("a record that says so was checked to have room");
+        layout.format(&Space { media, extents: &volume_extents(&runs(volume.chunk_ids())) })?;
+    }
+    Ok(())
+}
+
+pub(in crate::pool) fn settle_records(
+    media: &dyn Media,
+    superblock: &Superblock,
+    volumes: &mut BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
+) -> Result<(), MediaError> {
+    for slot in slots {
+        let record = &mut volumes.get_mut(slot).expect("a part is a volume").record;
+        (record.part, record.sequence) = (None, record.sequence.wrapping_add(1));
+        mirrored::write(media, superblock.volume_record_offsets(*slot), &record.to_bytes())?;
+    }
+    Ok(())
+}
+
+/// The sizes of the parts in bytes: together they are the volume.
+fn sizes(parts: &[(String, VolumeSize)], volume_bytes: u64) -> Result<Vec<u64>, SplitError> {
+    if parts.len() < 2 {
+        return Err(SplitError::TooFew { count: parts.len() });
+    }
+    let mut names = BTreeSet::new();
+    if let Some((name, _)) = parts.iter().find(|(name, _)| !names.insert(name)) {
+        return Err(SplitError::NameTwice { name: name.clone() });
+    }
+    let of_rest: Vec<_> = parts.iter().filter(|(_, size)| *size == VolumeSize::Remaining).collect();
+    if let [(first, _), (second, _), ..] = of_rest[..] {
+        return Err(SplitError::RestTwice { first: first.clone(), second: second.clone() });
+    }
+    let said = parts.iter().filter_map(|(_, size)| match size {
+        VolumeSize::Bytes(bytes) => Some(*bytes),
+        VolumeSize::Remaining => None,
+    });
+    let parts_bytes = said.fold(0u64, u64::saturating_add);
+    let rest_bytes = match of_rest.first() {
+        Some((name, _)) if parts_bytes >= volume_bytes => {
+            return Err(SplitError::NoRest { name: name.clone(), parts_bytes });
+        }
+        None if parts_bytes != volume_bytes => {
+            return Err(SplitError::Sum { parts_bytes, volume_bytes });
+        }
+        _ => volume_bytes - parts_bytes,
+    };
+    let bytes = |(_, size): &(String, VolumeSize)| match size {
+        VolumeSize::Bytes(bytes) => *bytes,
+        VolumeSize::Remaining => rest_bytes,
+    };
+    Ok(parts.iter().map(bytes).collect())
+}
+
+/// Sizes in chunks, which the format allows.
+fn check_sizes(
+    parts: &[(String, VolumeSize)],
+    sizes: &[u64],
+    format: VolumeFormat,
+) -> Result<Vec<u32>, SplitError> {
+    let check = |((name, _), size_bytes): (&(String, VolumeSize), &u64)| {
+        let refused = |reason: String| SplitError::Size { name: name.clone(), reason };
+        let chunks =
+            chunk_count("volume size", *size_bytes).map_err(|error| refused(error.to_string()))?;
+        if format == VolumeFormat::Btt {
+            Layout::new(*size_bytes, btt::SECTOR_BYTES, Uuid::nil())
+                .map_err(|error| refused(error.to_string()))?;
+        }
+        debug_assert_eq!(chunks, Some((*size_bytes / CHUNK_BYTES) as u32));
+        chunks.ok_or_else(|| refused("it is larger than any volume".to_owned()))
+    };
+    parts.iter().zip(sizes).map(check).collect()
+}

@@ -1,0 +1,193 @@
+//! A volume as media: its bytes, wherever its chunks lie.
+//!
+//! The first store or persist that fails latches the pool read-only, as every other does: nobody
+//! knows what is durable since. Reads of a latched pool go on; and a read that fails is an error of
+//! what was read alone.
+
+use std::ops::Range;
+
+use super::{Space, Volume, VolumeExtent};
+use crate::media::{Durability, Media, MediaError, Pending};
+use crate::pool::{OpenMode, Pool};
+
+/// Ranges of the file.
+type InFile = Vec<Range<u64>>;
+
+impl<M: Media> Volume<M> {
+    fn space(&self) -> Space<'_> {
+        Space { media: self.pool().media(), extents: self.extents() }
+    }
+
+    /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside
+    /// the volume.
+    // Always: it is a few instructions where there is one extent, and called for each word.
+    #[inline(always)]
+    fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
+        let extent = match self.extents() {
+            // Most volumes. The first one starts where the volume does.
+            [only] if offset_bytes < only.len_bytes() => only,
+            extents => {
+                let is_before =
+                    |e: &VolumeExtent| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes;
+                let Some(extent) = extents.get(extents.partition_point(is_before)) else {
+                    panic!("{offset_bytes:#x} is not inside the volume");
+                };
+                extent
+            }
+        };
+        let within = offset_bytes - extent.volume_offset_bytes();
+        (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
+    }
+
+    /// The same of several, in as many pieces as they lie in.
+    #[inline]
+    fn all_in_file(&self, ranges: &[Range<u64>]) -> InFile {
+        let mut pieces = InFile::new();
+        for range in ranges {
+            let length_bytes = range.end - range.start;
+            match self.in_file(range.start, length_bytes) {
+                Some(start) => pieces.push(start..start + length_bytes),
+                None => pieces.extend(self.space().file_ranges(range.clone())),
+            }
+        }
+        pieces
+    }
+}
+
+impl<M: Media> Pool<M> {
+    /// Does something to the media that changes it, as long as nothing has failed, and makes known
+    /// if it fails.
+    #[inline]
+    fn change(&self, change: impl FnOnce(&M) -> Result<(), MediaError>) -> Result<(), MediaError> {
+        self.require_changeable()?;
+        self.noted(change(self.media()))?;
+        // A failure elsewhere may be one of this change.
+        self.require_not_latched()
+    }
+
+    #[inline]
+    fn require_changeable(&self) -> Result<(), MediaError> {
+        match self.mode {
+            OpenMode::ReadWrite => self.require_not_latched(),
+            _ => Err(MediaError::ReadOnly),
+        }
+    }
+
+    #[inline]
+    fn require_not_latched(&self) -> Result<(), MediaError> {
+        match self.latched.get() {
+            Some(cause) => Err(MediaError::Latched { cause: cause.clone() }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<M: Media> Media for Volume<M> {
+    #[inline]
+    fn len_bytes(&self) -> u64 {
+        self.size_bytes()
+    }
+
+    #[inline]
+    fn durability(&self) -> Durability {
+        self.pool().media().durability()
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        Space { media: &self.pool().view(), extents: self.extents() }.read(offset_bytes, into)
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        Space { media: &self.pool().view(), extents: self.extents() }.next_data(range)
+    }
+
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.pool()
+            .change(|media| Space { media, extents: self.extents() }.store(offset_bytes, bytes))
+    }
+
+    #[inline]
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.pool().change(|media| media.persist(&self.all_in_file(ranges)))
+    }
+
+    #[inline]
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
+        self.pool().media().load_word(at)
+    }
+
+    /// A failure elsewhere meanwhile is seen by the persist that follows. Of the last store of an
+    /// exchange, to the map, none does: the exchange has counted since the persist before it.
+    #[inline]
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
+        let pool = self.pool();
+        pool.require_changeable()?;
+        pool.noted(pool.media().store_word(at, word))
+    }
+
+    #[inline(always)]
+    fn expect_word(&self, offset_bytes: u64) {
+        if let Some(at) = self.in_file(offset_bytes, 8) {
+            self.pool().media().expect_word(at);
+        }
+    }
+
+    #[inline]
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        match self.in_file(offset_bytes, into.len() as u64) {
+            Some(at) => self.pool().media().load(at, into),
+            None => self.space().read(offset_bytes, into),
+        }
+    }
+
+    #[inline]
+    fn store_bulk(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        pending: &mut Pending,
+    ) -> Result<(), MediaError> {
+        let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
+        pool.require_changeable()?;
+        pool.noted(match self.in_file(offset_bytes, length_bytes) {
+            Some(at) => pool.media().store_bulk(at, bytes, pending),
+            None => {
+                let mut rest = bytes;
+                let pieces = self.space().file_ranges(offset_bytes..offset_bytes + length_bytes);
+                pieces.into_iter().try_for_each(|piece| {
+                    let (now, later) = rest.split_at((piece.end - piece.start) as usize);
+                    rest = later;
+                    pool.media().store_bulk(piece.start, now, pending)
+                })
+            }
+        })
+    }
+
+    /// What is pending is known by where it lies in the file.
+    #[inline(always)]
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        let (pool, length_bytes) = (self.pool(), range.end - range.start);
+        // The media would do nothing either, once it was found out where the range lies.
+        if self.durability() == Durability::Volatile {
+            return Ok(());
+        }
+        pool.noted(match self.in_file(range.start, length_bytes) {
+            Some(at) => pool.media().begin_persist(at..at + length_bytes, pending),
+            None => {
+                let mut pieces = self.space().file_ranges(range).into_iter();
+                pieces.try_for_each(|piece| pool.media().begin_persist(piece, pending))
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        let pool = self.pool();
+        pool.require_changeable()?;
+        pool.noted(pool.media().end_persist(pending))?;
+        // A failure elsewhere may be one of what was stored.
+        pool.require_not_latched()
+    }
+}
