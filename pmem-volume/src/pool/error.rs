@@ -358,6 +358,9 @@ pub enum PoolError {
         /// Size of the pool.
         size_bytes: u64,
     },
+    /// The host has no thread left.
+    #[error("The thread that erases what is given back cannot be started")]
+    Scrubber(#[source] io::Error),
     /// No room.
     #[error(
         "the pool is full: {}{}; `pmvol grow` makes it larger",

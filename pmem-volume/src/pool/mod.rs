@@ -34,7 +34,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 
 use serde::Serialize;
-use uuid::Uuid;
+pub use uuid::Uuid;
 
 pub use alloc::chunk::{ChunkId, Extent, MAX_ORDER, Run};
 pub use alloc::scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
@@ -179,7 +179,7 @@ struct Counts {
 }
 
 /// Bytes of a pool by state, and what is known about it. The states add up to the total.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct PoolInfo {
     /// Identity of the pool.
     pub uuid: Uuid,
@@ -214,6 +214,28 @@ pub struct PoolInfo {
     pub volumes: u32,
     /// Why the pool is read-only, if a write to it failed.
     pub latched: Option<String>,
+}
+
+impl PoolInfo {
+    /// Free bytes that are kept for volumes and never lent as memory.
+    pub fn free_storage_bytes(&self) -> u64 {
+        self.strg_bytes.saturating_sub(self.volume_bytes).min(self.free_bytes)
+    }
+
+    /// Free bytes that may become storage or memory.
+    pub fn free_migrate_bytes(&self) -> u64 {
+        self.free_bytes - self.free_storage_bytes()
+    }
+
+    /// Bytes that are neither the pool's own data nor bad media.
+    pub fn usable_bytes(&self) -> u64 {
+        self.total_bytes.saturating_sub(self.metadata_bytes + self.retired_bytes)
+    }
+
+    /// Bytes available for volumes, including chunks that have to be erased first.
+    pub fn available_bytes(&self) -> u64 {
+        self.free_bytes + self.scrubbing_bytes
+    }
 }
 
 /// In which pieces a pool's free bytes lie.

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use super::populate::populate;
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots, check_ranges};
 use super::view::{GuestView, ViewError};
 use super::zone::{Growth, Tier, ZoneSpec};
-use crate::pool::{Extent, PmPool};
+use crate::pool::PmPool;
 
 /// The unit of plugging: the pool's chunk, and the host's and guest's huge page.
 pub const BLOCK_BYTES: u64 = 2 << 20;
@@ -383,10 +384,10 @@ impl Memory {
     pub fn add_file_range(
         &mut self,
         file: BorrowedFd<'_>,
-        extents: &[Extent],
+        extents: &[Range<u64>],
         access: Access,
     ) -> Result<MappedRange, MemoryError> {
-        let len = extents.iter().map(|extent| extent.len).sum();
+        let len = extents.iter().map(|extent| extent.end - extent.start).sum();
         let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
         let result = self.show_file(range, file, extents, access);
         match &result {
@@ -400,16 +401,17 @@ impl Memory {
         &self,
         range: GuestRange,
         file: BorrowedFd<'_>,
-        extents: &[Extent],
+        extents: &[Range<u64>],
         access: Access,
     ) -> Result<MappedRange, MemoryError> {
         let reservation = reserve(range, None)?;
         let mut at = 0;
         for extent in extents {
+            let len = extent.end - extent.start;
             reservation
-                .map_file(at, extent.len, file, extent.offset, access)
-                .map_err(|source| MemoryError::Map { len: extent.len, source })?;
-            at += extent.len;
+                .map_file(at, len, file, extent.start, access)
+                .map_err(|source| MemoryError::Map { len, source })?;
+            at += len;
         }
         let mut memory = self.view.exclusive();
         memory.add_region(region(range, &reservation)?, Arc::clone(&reservation))?;
@@ -707,8 +709,7 @@ mod tests {
         file.set_len(8 * MIB).unwrap();
         file.write_all_at(b"first", 4 * MIB).unwrap();
         file.write_all_at(b"second", 0).unwrap();
-        let extents =
-            [Extent { offset: 4 * MIB, len: 2 * MIB }, Extent { offset: 0, len: 2 * MIB }];
+        let extents = [4 * MIB..6 * MIB, 0..2 * MIB];
         let volume = memory.add_file_range(file.as_fd(), &extents, Access::Read).unwrap();
         assert_eq!(volume.guest, GuestRange { start: 4 * GIB, len: 4 * MIB });
         assert!(table.covers(4 * GIB));
@@ -732,10 +733,11 @@ mod tests {
                 .unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(2 * MIB).unwrap();
-        let extents = [Extent { offset: 0, len: 2 * MIB }];
+        let extent = 0..2 * MIB;
+        let extents = std::slice::from_ref(&extent);
         let used = memory.slots().used();
         for access in [Access::Read, Access::ReadWrite, Access::ReadWrite] {
-            let range = memory.add_file_range(file.as_fd(), &extents, access).unwrap();
+            let range = memory.add_file_range(file.as_fd(), extents, access).unwrap();
             assert_eq!(range.guest, GuestRange { start: 4 * GIB, len: 2 * MIB });
             let at = GuestAddress(4 * GIB);
             assert_eq!(
@@ -749,10 +751,10 @@ mod tests {
         }
         // One that KVM does not take leaves nothing either.
         *table.calls_left.lock() = Some(0);
-        memory.add_file_range(file.as_fd(), &extents, Access::ReadWrite).unwrap_err();
+        memory.add_file_range(file.as_fd(), extents, Access::ReadWrite).unwrap_err();
         *table.calls_left.lock() = None;
         assert!(memory.view().memory().read_obj::<u8>(GuestAddress(4 * GIB)).is_err());
-        let range = memory.add_file_range(file.as_fd(), &extents, Access::ReadWrite).unwrap();
+        let range = memory.add_file_range(file.as_fd(), extents, Access::ReadWrite).unwrap();
         assert_eq!(range.guest.start, 4 * GIB);
     }
     #[test]

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::{
-    CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume,
+    CHUNK_BYTES, Durability, PmPool, PoolError, PoolInfo, PoolVolume, VolumeFormat, VolumeInfo,
 };
 
 #[derive(Debug)]
@@ -55,7 +56,7 @@ impl PmPool for FakePool {
         self.file.as_fd()
     }
 
-    fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError> {
+    fn alloc_memory(&self, len: u64) -> Result<Vec<Range<u64>>, PoolError> {
         assert!(
             len.is_power_of_two() && len >= CHUNK_BYTES,
             "a power of two of chunks, not {len:#x}"
@@ -63,7 +64,11 @@ impl PmPool for FakePool {
         let mut used = self.used.lock();
         let free = used.iter().filter(|used| !**used).count() as u64 * CHUNK_BYTES;
         if free < len {
-            return Err(PoolError::Full { wanted_bytes: len, available_bytes: free });
+            return Err(PoolError::PoolFull {
+                requested_bytes: len,
+                free_bytes: free,
+                reserved_bytes: 0,
+            });
         }
         let mut extents = Vec::new();
         let (mut left, mut count) = ((len / CHUNK_BYTES) as usize, used.len().next_power_of_two());
@@ -75,8 +80,8 @@ impl PmPool for FakePool {
                 Some(start) if count <= left => {
                     used[start..start + count].fill(true);
                     left -= count;
-                    let (offset, len) = (start as u64 * CHUNK_BYTES, count as u64 * CHUNK_BYTES);
-                    extents.push(Extent { offset, len });
+                    let start = start as u64 * CHUNK_BYTES;
+                    extents.push(start..start + count as u64 * CHUNK_BYTES);
                 }
                 _ => count /= 2,
             }
@@ -84,18 +89,20 @@ impl PmPool for FakePool {
         Ok(extents)
     }
 
-    fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
+    fn free_memory(&self, extents: &[Range<u64>]) -> Result<(), PoolError> {
         if self.fail_free.load(Ordering::Relaxed) {
-            return Err(PoolError::Failed(Box::new(io::Error::from_raw_os_error(libc::EIO))));
+            let source = io::Error::from_raw_os_error(libc::EIO);
+            return Err(PoolError::File { path: "fake".into(), action: "write to", source });
         }
         for extent in extents {
+            let len = extent.end - extent.start;
             let (first, count) =
-                ((extent.offset / CHUNK_BYTES) as usize, (extent.len / CHUNK_BYTES) as usize);
+                ((extent.start / CHUNK_BYTES) as usize, (len / CHUNK_BYTES) as usize);
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            let (offset, len) = (extent.offset as libc::off_t, extent.len as libc::off_t);
+            let (offset, size) = (extent.start as libc::off_t, len as libc::off_t);
             // SAFETY: a call on a file of our own.
-            assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) }, 0);
-            self.erased_bytes.fetch_add(extent.len, Ordering::Relaxed);
+            assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, size) }, 0);
+            self.erased_bytes.fetch_add(len, Ordering::Relaxed);
             let mut used = self.used.lock();
             assert!(used[first..first + count].iter().all(|used| *used), "{extent:?} freed twice");
             used[first..first + count].fill(false);
@@ -103,51 +110,46 @@ impl PmPool for FakePool {
         Ok(())
     }
 
-    fn volumes(&self) -> Vec<StoredVolume> {
+    fn volumes(&self) -> Vec<VolumeInfo> {
         Vec::new()
     }
 
-    fn create_volume(&self, _: &StoredVolume) -> Result<(), PoolError> {
-        Err(no_volumes())
+    fn create_volume(&self, name: &str, _: u64, _: VolumeFormat) -> Result<(), PoolError> {
+        Err(no_volume(name))
     }
 
-    fn grow_volume(&self, _: &str, _: u64) -> Result<(), PoolError> {
-        Err(no_volumes())
+    fn grow_volume(&self, name: &str, _: u64) -> Result<(), PoolError> {
+        Err(no_volume(name))
     }
 
-    fn delete_volume(&self, _: &str) -> Result<(), PoolError> {
-        Err(no_volumes())
+    fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
+        Err(no_volume(name))
     }
 
-    fn open_volume(&self, _: &str) -> Result<Box<dyn PoolVolume>, PoolError> {
-        Err(no_volumes())
+    fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError> {
+        Err(no_volume(name))
     }
 
     fn info(&self) -> PoolInfo {
         let used = self.used.lock();
         let memory_bytes = used.iter().filter(|used| **used).count() as u64 * CHUNK_BYTES;
         let total_bytes = used.len() as u64 * CHUNK_BYTES;
-        let free_migrate_bytes = total_bytes - memory_bytes;
+        let free_bytes = total_bytes - memory_bytes;
         PoolInfo {
             total_bytes,
-            free_migrate_bytes,
+            free_bytes,
             memory_bytes,
-            lendable_bytes: free_migrate_bytes,
-            scrubbed_bytes: self.erased_bytes.load(Ordering::Relaxed),
+            lendable_bytes: free_bytes,
             ..Default::default()
         }
     }
 
+    fn scrubbed_bytes(&self) -> u64 {
+        self.erased_bytes.load(Ordering::Relaxed)
+    }
+
     fn has_failed(&self) -> bool {
         false
-    }
-
-    fn failure(&self) -> Option<String> {
-        None
-    }
-
-    fn uuid(&self) -> String {
-        "00000000-0000-4000-8000-000000000000".to_owned()
     }
 
     fn set_scrub_bandwidth(&self, _: Option<NonZeroU64>) {}
@@ -157,6 +159,6 @@ impl PmPool for FakePool {
     }
 }
 
-fn no_volumes() -> PoolError {
-    PoolError::Failed(Box::new(io::Error::from(io::ErrorKind::Unsupported)))
+fn no_volume(name: &str) -> PoolError {
+    PoolError::NoSuchVolume { name: name.to_owned(), known: Vec::new() }
 }

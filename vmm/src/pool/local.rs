@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -10,14 +11,14 @@ use foreshore_types::size::Size;
 use pmem_volume::btt::{
     ArenaStatus, Engine, EngineError, InfoError, InfoSource, Place, arenas, is_replaced,
 };
-use pmem_volume::pool::{Finding, Run, Scrubber, Shrink, VolumeExtent};
-use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
+use pmem_volume::pool::{Finding, Run, Scrubber, Shrink};
+use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeSize};
 
 use tracing::warn;
 
 use super::lost_btt::LostBtt;
 use super::{
-    CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, StoredVolume, VolumeDisk,
+    CHUNK_BYTES, PmPool, PoolError, PoolInfo, PoolVolume, VolumeDisk, VolumeFormat, VolumeInfo,
 };
 use crate::persist::{Persist, PersistError};
 use crate::pool::btt_loss::BttLoss;
@@ -37,9 +38,9 @@ impl LocalPool {
         path: &Path,
         scrub_bytes_per_s: Option<NonZeroU64>,
     ) -> Result<Arc<Self>, PoolError> {
-        let pool = Pool::open(path, OpenMode::ReadWrite).map_err(failed)?;
+        let pool = Pool::open(path, OpenMode::ReadWrite)?;
         warn_of_blocks(&pool);
-        let scrubber = Scrubber::start(&pool, scrub_bytes_per_s).map_err(PoolError::Scrubber)?;
+        let scrubber = Scrubber::start(&pool, scrub_bytes_per_s)?;
         Ok(Arc::new(Self { scrubber, pool }))
     }
 
@@ -74,85 +75,52 @@ impl PmPool for LocalPool {
         self.pool.file().as_fd()
     }
 
-    fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError> {
-        let extents = self.pool.alloc_memory(len).map_err(|err| match err {
-            pmem_volume::PoolError::PoolFull { requested_bytes, .. } => PoolError::Full {
-                wanted_bytes: requested_bytes,
-                available_bytes: self.pool.info().lendable_bytes,
-            },
-            err => failed(err),
-        })?;
-        let extent = |extent: &pmem_volume::Extent| Extent {
-            offset: extent.offset_bytes(),
-            len: extent.len_bytes(),
-        };
-        Ok(extents.iter().map(extent).collect())
+    fn alloc_memory(&self, len: u64) -> Result<Vec<Range<u64>>, PoolError> {
+        let extents = self.pool.alloc_memory(len)?;
+        Ok(extents.into_iter().map(|extent| extent.byte_range()).collect())
     }
 
-    fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
-        let aligned: Vec<_> = extents.iter().flat_map(|extent| run(*extent).extents()).collect();
-        self.pool.free_memory(&aligned).map_err(failed)
+    fn free_memory(&self, extents: &[Range<u64>]) -> Result<(), PoolError> {
+        let aligned: Vec<_> = extents.iter().flat_map(|extent| run(extent).extents()).collect();
+        self.pool.free_memory(&aligned)
     }
 
-    fn volumes(&self) -> Vec<StoredVolume> {
-        let stored = |volume: pmem_volume::pool::VolumeInfo| StoredVolume {
-            name: volume.name,
-            format: volume.format,
-            size_bytes: volume.size_bytes,
-        };
-        self.pool.volumes().into_iter().map(stored).collect()
+    fn volumes(&self) -> Vec<VolumeInfo> {
+        self.pool.volumes()
     }
 
-    fn create_volume(&self, volume: &StoredVolume) -> Result<(), PoolError> {
-        let size = pmem_volume::VolumeSize::Bytes(volume.size_bytes);
-        self.pool.create_volume(&volume.name, size, volume.format).map(drop).map_err(failed)
+    fn create_volume(
+        &self,
+        name: &str,
+        size_bytes: u64,
+        format: VolumeFormat,
+    ) -> Result<(), PoolError> {
+        self.pool.create_volume(name, VolumeSize::Bytes(size_bytes), format).map(drop)
     }
 
     fn grow_volume(&self, name: &str, size_bytes: u64) -> Result<(), PoolError> {
-        let size = pmem_volume::VolumeSize::Bytes(size_bytes);
-        self.pool.resize_volume(name, size, Shrink::Refuse).map(drop).map_err(failed)
+        self.pool.resize_volume(name, VolumeSize::Bytes(size_bytes), Shrink::Refuse).map(drop)
     }
 
     fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
-        self.pool.delete_volume(name).map_err(failed)
+        self.pool.delete_volume(name)
     }
 
     fn open_volume(&self, name: &str) -> Result<Box<dyn PoolVolume>, PoolError> {
-        Ok(Box::new(self.pool.open_volume(name).map_err(failed)?))
+        Ok(Box::new(self.pool.open_volume(name)?))
     }
 
     fn info(&self) -> PoolInfo {
-        let info = self.pool.info();
-        // What is kept for volumes and they do not have yet.
-        let kept_bytes = info.strg_bytes.saturating_sub(info.volume_bytes).min(info.free_bytes);
-        PoolInfo {
-            total_bytes: info.total_bytes,
-            strg_bytes: info.strg_bytes,
-            metadata_bytes: info.metadata_bytes,
-            retired_bytes: info.retired_bytes,
-            free_storage_bytes: kept_bytes,
-            free_migrate_bytes: info.free_bytes - kept_bytes,
-            memory_bytes: info.memory_bytes,
-            scrubbing_bytes: info.scrubbing_bytes,
-            volume_bytes: info.volume_bytes,
-            volumes: info.volumes,
-            lendable_bytes: info.lendable_bytes,
-            scrubbed_bytes: self.pool.scrubbed_bytes(),
-            failed: info.latched.is_some(),
-        }
+        self.pool.info()
+    }
+
+    fn scrubbed_bytes(&self) -> u64 {
+        self.pool.scrubbed_bytes()
     }
 
     fn has_failed(&self) -> bool {
         // It was opened for writing.
         !self.pool.is_writable()
-    }
-
-    fn failure(&self) -> Option<String> {
-        self.pool.info().latched
-    }
-
-    fn uuid(&self) -> String {
-        self.pool.uuid().to_string()
     }
 
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>) {
@@ -169,20 +137,15 @@ impl PoolVolume for Volume {
         Volume::size_bytes(self)
     }
 
-    fn extents(&self) -> Vec<Extent> {
-        let extent = |extent: &VolumeExtent| Extent {
-            offset: extent.offset_bytes(),
-            len: extent.len_bytes(),
-        };
-        Volume::extents(self).iter().map(extent).collect()
+    fn extents(&self) -> Vec<Range<u64>> {
+        Volume::extents(self).iter().map(|extent| extent.run.byte_range()).collect()
     }
 
     /// Words of the map that the engine has stored need not be durable: it redoes them from the
     /// log, or persists them before the log forgets them (`pmem_volume::btt`). A guest's driver
     /// knows nothing of them, and goes on with the log: after a power cut a sector would have a
     /// block that is another's, too. So recovery, which persists the map, comes first.
-    fn settle(&self) -> Result<(), PoolError> {
-        let failed = |err| PoolError::Failed(Box::new(err));
+    fn settle(&self) -> Result<(), EngineError> {
         let name = &self.info().name;
         // If the guest has replaced the BTT, the engine would use the backup of the old info block
         // and overwrite the guest's new content. The guest's driver finds no BTT, so no recovery is
@@ -200,11 +163,11 @@ impl PoolVolume for Volume {
         match Engine::open(self) {
             Ok(engine) => {
                 warn_of_read_only(name, &engine.arenas());
-                engine.settle().map_err(failed)
+                engine.settle()
             }
             Err(
                 err @ (EngineError::Media(_) | EngineError::NoBtt { why: InfoError::Media(_), .. }),
-            ) => Err(failed(err)),
+            ) => Err(err),
             Err(err) => {
                 // What the guest makes of it is the guest's business: it may want to write another
                 // BTT.
@@ -214,14 +177,14 @@ impl PoolVolume for Volume {
         }
     }
 
-    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, PoolError> {
+    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, EngineError> {
         let name = self.info().name.clone();
         if let Some(loss) = btt_loss(&self) {
             warn_of_loss(&name, &loss);
             let device = Arc::new(LostBtt::new(*self, loss.reason().to_owned()));
             return Ok(VolumeDisk { device, btt_loss: Some(loss) });
         }
-        let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
+        let engine = Engine::open(*self)?;
         warn_of_read_only(&name, &engine.arenas());
         Ok(VolumeDisk { device: Arc::new(engine), btt_loss: None })
     }
@@ -296,18 +259,13 @@ impl Persist for Volume {
 ///
 /// # Panics
 /// If the extent is not of a pool: whoever has one got it from here.
-fn run(extent: Extent) -> Run {
-    assert!(
-        extent.offset.is_multiple_of(CHUNK_BYTES) && extent.len.is_multiple_of(CHUNK_BYTES),
-        "{extent:?}"
-    );
-    let chunks =
-        |bytes: u64| u32::try_from(bytes / CHUNK_BYTES).expect("pools have less than 2^32 chunks");
-    Run { start: ChunkId(chunks(extent.offset)), chunks: chunks(extent.len) }
-}
-
-fn failed(err: pmem_volume::PoolError) -> PoolError {
-    PoolError::Failed(Box::new(err))
+fn run(extent: &Range<u64>) -> Run {
+    let chunk = |at: u64| {
+        assert!(at.is_multiple_of(CHUNK_BYTES), "{extent:?}");
+        u32::try_from(at / CHUNK_BYTES).expect("pools have less than 2^32 chunks")
+    };
+    let (start, end) = (chunk(extent.start), chunk(extent.end));
+    Run { start: ChunkId(start), chunks: end - start }
 }
 
 #[cfg(test)]
@@ -322,7 +280,6 @@ mod tests {
     use super::*;
     use crate::disk::Geometry;
     use crate::disk::range::{DiskRange, Unmap};
-    use pmem_volume::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
 
@@ -334,14 +291,18 @@ mod tests {
         (LocalPool::open(&path, None).unwrap(), path, folder)
     }
 
-    fn states(info: PoolInfo) -> u64 {
+    fn states(info: &PoolInfo) -> u64 {
         info.metadata_bytes
             + info.retired_bytes
-            + info.free_storage_bytes
-            + info.free_migrate_bytes
+            + info.free_storage_bytes()
+            + info.free_migrate_bytes()
             + info.memory_bytes
             + info.scrubbing_bytes
             + info.volume_bytes
+    }
+
+    fn len(extent: &Range<u64>) -> u64 {
+        extent.end - extent.start
     }
 
     #[test]
@@ -349,18 +310,19 @@ mod tests {
         let (pool, _path, _folder) = pool();
         let before = pool.info();
         let extents = pool.alloc_memory(16 * MIB).unwrap();
-        assert_eq!(extents.iter().map(|extent| extent.len).sum::<u64>(), 16 * MIB);
-        assert!(extents.windows(2).all(|pair| pair[0].len >= pair[1].len));
-        assert!(extents.iter().all(|extent| extent.offset.is_multiple_of(extent.len)));
+        assert_eq!(extents.iter().map(len).sum::<u64>(), 16 * MIB);
+        assert!(extents.windows(2).all(|pair| len(&pair[0]) >= len(&pair[1])));
+        assert!(extents.iter().all(|extent| extent.start.is_multiple_of(len(extent))));
         assert_eq!(pool.info().memory_bytes, 16 * MIB);
-        assert_eq!(states(pool.info()), before.total_bytes);
+        assert_eq!(states(&pool.info()), before.total_bytes);
         // Three chunks of one extent: no power of two.
-        let extent = extents[0];
-        assert!(extent.len >= 8 * MIB, "{extents:?}");
-        let part = Extent { offset: extent.offset + 2 * MIB, len: 6 * MIB };
-        pool.free_memory(&[part]).unwrap();
+        assert!(len(&extents[0]) >= 8 * MIB, "{extents:?}");
+        let start = extents[0].start + 2 * MIB;
+        let part = start..start + 6 * MIB;
+        let part = std::slice::from_ref(&part);
+        pool.free_memory(part).unwrap();
         assert_eq!(pool.info().memory_bytes, 10 * MIB);
-        assert!(pool.free_memory(&[part]).is_err());
+        assert!(pool.free_memory(part).is_err());
     }
 
     #[test]
@@ -371,7 +333,7 @@ mod tests {
         pool.free_memory(&extents).unwrap();
         let info = pool.info();
         assert_eq!(
-            (info.lendable_bytes, states(info)),
+            (info.lendable_bytes, states(&info)),
             (before.lendable_bytes, before.total_bytes)
         );
         // More than what is clean, as long as anything waits.
@@ -379,8 +341,11 @@ mod tests {
         pool.free_memory(&again).unwrap();
         pool.pool().scrub_all().unwrap();
         let info = pool.info();
-        assert_eq!((info.free_migrate_bytes, info.scrubbing_bytes), (before.free_migrate_bytes, 0));
-        assert!(info.scrubbed_bytes >= 32 * MIB && !info.failed, "{info:?}");
+        assert_eq!(
+            (info.free_migrate_bytes(), info.scrubbing_bytes),
+            (before.free_migrate_bytes(), 0)
+        );
+        assert!(pool.scrubbed_bytes() >= 32 * MIB && info.latched.is_none(), "{info:?}");
         // Closed when it is dropped: no thread has it.
         drop(pool);
         LocalPool::open(&path, None).unwrap();
@@ -389,21 +354,19 @@ mod tests {
     #[test]
     fn what_is_kept_for_volumes_is_not_lent() {
         let (pool, _path, _folder) = pool();
-        assert!(pool.info().free_storage_bytes > 0);
+        assert!(pool.info().free_storage_bytes() > 0);
         while pool.alloc_memory(2 * MIB).is_ok() {}
         let err = pool.alloc_memory(2 * MIB).unwrap_err();
         assert!(
-            matches!(err, PoolError::Full { wanted_bytes, available_bytes: 0 } if wanted_bytes == 2 * MIB)
+            matches!(err, PoolError::PoolFull { requested_bytes, .. } if requested_bytes == 2 * MIB)
         );
-        assert!(pool.info().free_storage_bytes > 0);
-        assert_eq!(pool.info().free_migrate_bytes, 0);
+        assert!(pool.info().free_storage_bytes() > 0);
+        assert_eq!(pool.info().free_migrate_bytes(), 0);
     }
 
     /// Creates the volume `data` of 24 MiB.
     fn create_data(pool: &LocalPool) {
-        let name = "data".to_owned();
-        pool.create_volume(&StoredVolume { name, format: VolumeFormat::Btt, size_bytes: 24 * MIB })
-            .unwrap();
+        pool.create_volume("data", 24 * MIB, VolumeFormat::Btt).unwrap();
     }
 
     #[test]
@@ -413,24 +376,24 @@ mod tests {
         create_data(&pool);
         let volume = pool.open_volume("data").unwrap();
         assert_eq!(volume.size_bytes(), 24 * MIB);
-        assert_eq!(volume.extents().iter().map(|extent| extent.len).sum::<u64>(), 24 * MIB);
+        assert_eq!(volume.extents().iter().map(len).sum::<u64>(), 24 * MIB);
         volume.persist().unwrap();
         assert!(pool.open_volume("data").is_err(), "it is open");
         assert!(pool.grow_volume("data", 40 * MIB).is_err(), "it is open");
         assert!(pool.delete_volume("data").is_err(), "it is open");
         drop(volume);
         pool.grow_volume("data", 40 * MIB).unwrap();
-        let raw =
-            StoredVolume { name: "raw".to_owned(), format: VolumeFormat::Raw, size_bytes: 2 * MIB };
-        pool.create_volume(&raw).unwrap();
-        let data = StoredVolume {
-            name: "data".to_owned(),
-            format: VolumeFormat::Btt,
-            size_bytes: 40 * MIB,
+        pool.create_volume("raw", 2 * MIB, VolumeFormat::Raw).unwrap();
+        let volumes = || {
+            let volumes = pool.volumes().into_iter();
+            volumes
+                .map(|volume| (volume.name, volume.format, volume.size_bytes))
+                .collect::<Vec<_>>()
         };
-        assert_eq!(pool.volumes(), [data, raw.clone()]);
+        let raw = ("raw".to_owned(), VolumeFormat::Raw, 2 * MIB);
+        assert_eq!(volumes(), [("data".to_owned(), VolumeFormat::Btt, 40 * MIB), raw.clone()]);
         pool.delete_volume("data").unwrap();
-        assert_eq!(pool.volumes(), [raw]);
+        assert_eq!(volumes(), [raw]);
     }
 
     /// The offset of the only word in a run of its own that differs, and its two values: the data
@@ -529,9 +492,7 @@ mod tests {
     /// Creates the volume `data` with three arenas. Returns the offsets of their info blocks in the
     /// pool's file, in pairs.
     fn create_three_arenas(pool: &LocalPool, path: &Path) -> [[u64; 2]; 3] {
-        let name = "data".to_owned();
-        let size_bytes = 18 * MIB;
-        pool.create_volume(&StoredVolume { name, format: VolumeFormat::Btt, size_bytes }).unwrap();
+        pool.create_volume("data", 18 * MIB, VolumeFormat::Btt).unwrap();
         for size_mib in [34, 50] {
             pool.grow_volume("data", size_mib * MIB).unwrap();
         }
@@ -576,12 +537,9 @@ mod tests {
         let [_, [second, _], _] = create_three_arenas(&pool, &path);
         let volume = pool.open_volume("data").unwrap();
         OpenOptions::new().write(true).open(&path).unwrap().set_len(second).unwrap();
-        let PoolError::Failed(err) = volume.into_disk().err().unwrap() else {
-            panic!("another error");
-        };
-        let err = err.downcast_ref::<EngineError>();
+        let err = volume.into_disk().err().unwrap();
         assert!(
-            matches!(err, Some(EngineError::Ambiguous { arena: 1, why: InfoError::Media(_), .. })),
+            matches!(err, EngineError::Ambiguous { arena: 1, why: InfoError::Media(_), .. }),
             "{err:?}"
         );
     }

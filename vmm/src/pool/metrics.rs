@@ -25,8 +25,8 @@ impl PoolMetrics {
 /// Bytes of the pool by state, without its metadata.
 fn states(info: &PoolInfo) -> [(&'static str, u64); 5] {
     [
-        ("free-storage", info.free_storage_bytes),
-        ("free", info.free_migrate_bytes),
+        ("free-storage", info.free_storage_bytes()),
+        ("free", info.free_migrate_bytes()),
         ("memory", info.memory_bytes),
         ("scrubbing", info.scrubbing_bytes),
         ("volume", info.volume_bytes),
@@ -47,7 +47,7 @@ impl Expose for PoolMetrics {
             "1 when a write to the pool has failed and it is read-only.",
             None,
         );
-        out.flags(failed, [(labels.clone(), info.failed)]);
+        out.flags(failed, [(labels.clone(), info.latched.is_some())]);
         let states = states(&info).map(|(state, bytes)| (and(&labels, "state", state), bytes));
         out.bytes(
             "pool",
@@ -59,7 +59,7 @@ impl Expose for PoolMetrics {
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
         let scrubbed =
             Family("pool_scrubbed", "Bytes erased since the pool was opened.", Some(Unit::Bytes));
-        out.counters(scrubbed, with(info.scrubbed_bytes));
+        out.counters(scrubbed, with(source.scrubbed_bytes()));
     }
 }
 
@@ -72,8 +72,8 @@ mod tests {
         let info = PoolInfo {
             total_bytes: 63,
             metadata_bytes: 1,
-            free_storage_bytes: 2,
-            free_migrate_bytes: 4,
+            free_bytes: 6,
+            strg_bytes: 34,
             memory_bytes: 8,
             scrubbing_bytes: 16,
             volume_bytes: 32,
@@ -81,6 +81,8 @@ mod tests {
         };
         let sum: u64 = states(&info).iter().map(|(_, bytes)| bytes).sum();
         assert_eq!(sum, info.total_bytes - info.metadata_bytes);
-        assert!(states(&info).contains(&("scrubbing", 16)));
+        for state in [("free-storage", 2), ("free", 4), ("scrubbing", 16)] {
+            assert!(states(&info).contains(&state), "{state:?}");
+        }
     }
 }

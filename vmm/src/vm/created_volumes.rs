@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use tracing::{info, warn};
 
-use crate::pool::{PmPool, PoolError, StoredVolume};
+use crate::config::PmVolumeConfig;
+use crate::pool::{PmPool, PoolError};
 
 /// Volumes that the present start has created. Dropping this value deletes them, unless
 /// [`Self::keep`] was called.
@@ -21,15 +22,16 @@ struct Created {
 }
 
 impl CreatedVolumes {
-    /// Creates a volume in the pool at `path`.
+    /// Creates the volume of `config` in its pool.
     pub(super) fn create(
         &mut self,
-        path: PathBuf,
+        config: &PmVolumeConfig,
         pool: &Arc<dyn PmPool>,
-        volume: &StoredVolume,
+        size_bytes: u64,
     ) -> Result<(), PoolError> {
-        pool.create_volume(volume)?;
-        self.0.push(Created { path, pool: Arc::clone(pool), name: volume.name.clone() });
+        let PmVolumeConfig { pool: path, name, format, .. } = config;
+        pool.create_volume(name, size_bytes, (*format).into())?;
+        self.0.push(Created { path: path.clone(), pool: Arc::clone(pool), name: name.clone() });
         Ok(())
     }
 

@@ -125,7 +125,7 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
 
 /// What a pool can still lend: one that has failed has memory, and gives none of it.
 fn offered_bytes(pool: &PoolInfo) -> u64 {
-    if pool.failed { 0 } else { pool.lendable_bytes }
+    if pool.latched.is_some() { 0 } else { pool.lendable_bytes }
 }
 
 /// The memory of a machine, to its governor.
@@ -267,6 +267,7 @@ mod tests {
     fn a_pool_that_has_failed_offers_nothing_whatever_it_has() {
         let pool = PoolInfo { lendable_bytes: 64 << 20, ..PoolInfo::default() };
         assert_eq!(offered_bytes(&pool), 64 << 20);
-        assert_eq!(offered_bytes(&PoolInfo { failed: true, ..pool }), 0);
+        let latched = Some("no room".to_owned());
+        assert_eq!(offered_bytes(&PoolInfo { latched, ..pool }), 0);
     }
 }

@@ -1,5 +1,6 @@
 //! Attaches the files of `--pmem`.
 
+use std::slice;
 use std::sync::Arc;
 
 use super::error::BuildError;
@@ -11,7 +12,6 @@ use crate::log::sparsely;
 use crate::memory::lost::{GuestRange, LostMemory};
 use crate::memory::{MappedRange, Memory, layout};
 use crate::persist::Persist;
-use crate::pool::Extent;
 use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
 use crate::volume::file::PmemFile;
@@ -38,9 +38,9 @@ pub(super) fn attach_file(
     memory: &mut Memory,
     fabric: &mut Fabric,
 ) -> Result<u8, BuildError> {
-    let extent = Extent { offset: 0, len: file.len_bytes() };
+    let extent = 0..file.len_bytes();
     let range = memory
-        .add_file_range(file.file(), &[extent], file.access())
+        .add_file_range(file.file(), slice::from_ref(&extent), file.access())
         .map_err(BuildError::device(flag(config)))?;
     let watched =
         fabric.lost.watch_file(flag(config), &range.reservation, file.file(), file.len_bytes());

@@ -24,11 +24,11 @@ impl OpenPool {
         let info = self.pool.info();
         PoolInfo {
             path: self.path.display().to_string(),
-            uuid: self.pool.uuid(),
-            durability: self.pool.durability().name().to_owned(),
+            uuid: info.uuid.to_string(),
+            durability: info.durability.name().to_owned(),
             total_bytes: info.total_bytes,
             // Which of them are kept for volumes follows from `strg_bytes`.
-            free_bytes: info.free_storage_bytes + info.free_migrate_bytes,
+            free_bytes: info.free_bytes,
             memory_bytes: info.memory_bytes,
             volume_bytes: info.volume_bytes,
             scrubbing_bytes: info.scrubbing_bytes,
@@ -37,7 +37,7 @@ impl OpenPool {
             strg_bytes: info.strg_bytes,
             lendable_bytes: info.lendable_bytes,
             volumes: info.volumes,
-            status: self.pool.failure().map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
+            status: info.latched.map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
         }
     }
 }
@@ -51,8 +51,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::pool::{LocalPool, StoredVolume};
-    use pmem_volume::VolumeFormat;
+    use crate::pool::{LocalPool, VolumeFormat};
 
     const MIB: u64 = 1 << 20;
 
@@ -82,8 +81,7 @@ mod tests {
         let before = open.info();
         assert_eq!(before.path, folder.path().join("pool").display().to_string());
         assert_eq!((before.memory_bytes, before.volumes, &before.status), (0, 0, &PoolStatus::Ok));
-        let (name, format) = ("data".to_owned(), VolumeFormat::Btt);
-        pool.create_volume(&StoredVolume { name, format, size_bytes: 24 * MIB }).unwrap();
+        pool.create_volume("data", 24 * MIB, VolumeFormat::Btt).unwrap();
         let extents = pool.alloc_memory(16 * MIB).unwrap();
         let lent = open.info();
         assert_eq!((lent.memory_bytes, lent.volume_bytes, lent.volumes), (16 * MIB, 24 * MIB, 1));

@@ -396,7 +396,7 @@ mod tests {
             resources().open_pools(&config).map(drop)
         };
         let open = |size| open_all(&[size]);
-        let most = LocalPool::open(&pool, None).unwrap().info().free_migrate_bytes;
+        let most = LocalPool::open(&pool, None).unwrap().info().free_migrate_bytes();
         open(most).unwrap();
         open_all(&[most - 2 * MIB, 2 * MIB]).unwrap();
         assert!(
@@ -431,7 +431,7 @@ mod tests {
         let sizes: Vec<_> = steps
             .iter()
             .map(|step| match step {
-                Step::Create(volume) => volume.size_bytes,
+                Step::Create(size_bytes) => *size_bytes,
                 step => panic!("{step:?}"),
             })
             .collect();
@@ -475,7 +475,7 @@ mod tests {
         assert_eq!(resources.pools().len(), 2);
         // Both zones count, whichever path they have.
         let Step::Create(a) = &steps[0] else { panic!("{steps:?}") };
-        assert_eq!(a.size_bytes, resources.pool(&link).info().available_bytes() - 12 * MIB);
+        assert_eq!(*a, resources.pool(&link).info().available_bytes() - 12 * MIB);
         // At the next boot the link leads elsewhere; the VM keeps its pool.
         std::fs::remove_file(&link).unwrap();
         std::os::unix::fs::symlink("other", &link).unwrap();

@@ -188,7 +188,7 @@ fn open(
         let pool = resources.pool(&volume.pool);
         let result = match step {
             Step::Open => Ok(()),
-            Step::Create(new) => created.create(volume.pool.clone(), pool, new),
+            Step::Create(size_bytes) => created.create(volume, pool, *size_bytes),
             Step::Grow(size_bytes) => grow(volume, pool, *size_bytes),
         };
         let result = result.and_then(|()| pool.open_volume(&volume.name));
@@ -238,7 +238,7 @@ fn map<'a>(
         .add_file_range(pool.file(), &volume.extents(), access)
         .map_err(BuildError::device(flag(config)))?;
     // What lies behind the volume in the pool's file is not its own to lose.
-    let ends = volume.extents().into_iter().map(|extent| extent.offset + extent.len);
+    let ends = volume.extents().into_iter().map(|extent| extent.end);
     lost.watch_file(flag(config), &range.reservation, pool.file(), ends.max().unwrap_or(0))
         .map_err(BuildError::device(flag(config)))?;
     let volume: Arc<dyn PoolVolume> = Arc::from(volume);

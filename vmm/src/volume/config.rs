@@ -1,11 +1,8 @@
 //! `--pm-volume`.
 
-use std::fmt;
 use std::path::PathBuf;
 
-use foreshore_config::{
-    ConfigError, FlagValue, JsonError, JsonValue, Walk, Words, section, size, words,
-};
+use foreshore_config::{ConfigError, FlagValue, JsonError, JsonValue, Walk, section, size, words};
 use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -31,21 +28,6 @@ words! {
         Btt = "btt" "btt",
         /// Bytes that programs in the guest may map (DAX). Sectors may tear.
         Raw = "raw" "raw",
-    }
-}
-
-impl fmt::Display for VolumeFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.word().flag)
-    }
-}
-
-impl From<pmem_volume::VolumeFormat> for VolumeFormat {
-    fn from(format: pmem_volume::VolumeFormat) -> Self {
-        match format {
-            pmem_volume::VolumeFormat::Btt => Self::Btt,
-            pmem_volume::VolumeFormat::Raw => Self::Raw,
-        }
     }
 }
 

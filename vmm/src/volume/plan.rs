@@ -12,20 +12,19 @@
 //! `usable - max(STRG, all volumes)`.
 
 use foreshore_types::size::Size;
-use pmem_volume::CHUNK_BYTES;
-use pmem_volume::VolumeFormat;
 use pmem_volume::btt::MIN_VOLUME_BYTES;
 use thiserror::Error;
 
 use super::config::{PmVolumeConfig, VolumeSize};
-use crate::pool::{PoolInfo, StoredVolume};
+use crate::pool::{CHUNK_BYTES, PoolInfo, VolumeFormat, VolumeInfo};
 
 /// Change that a volume needs before it is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The volume exists and keeps its size.
     Open,
-    Create(StoredVolume),
+    /// Create the volume with this size.
+    Create(u64),
     /// Grow the volume to this size.
     Grow(u64),
 }
@@ -133,7 +132,7 @@ impl PlanError {
 /// `stored` describe. `memory_bytes` is the sum of the sizes of the VM's zones on that pool.
 pub fn plan(
     volumes: &[&PmVolumeConfig],
-    stored: &[StoredVolume],
+    stored: &[VolumeInfo],
     pool: &PoolInfo,
     memory_bytes: u64,
 ) -> Result<Vec<Step>, PlanError> {
@@ -141,10 +140,10 @@ pub fn plan(
     let mut steps =
         volumes.iter().map(|volume| step(volume, stored)).collect::<Result<Vec<_>, _>>()?;
     let mut free_bytes = pool.available_bytes();
-    for step in &steps {
-        if let Some(Step::Create(StoredVolume { name, size_bytes, .. })) = step {
+    for (volume, step) in volumes.iter().zip(&steps) {
+        if let Some(Step::Create(size_bytes)) = step {
             free_bytes = free_bytes.checked_sub(*size_bytes).ok_or_else(|| PlanError::NoRoom {
-                name: name.clone(),
+                name: volume.name.clone(),
                 wanted_bytes: *size_bytes,
                 left_bytes: free_bytes,
             })?;
@@ -183,17 +182,11 @@ fn check_one_remaining(volumes: &[&PmVolumeConfig]) -> Result<(), PlanError> {
 }
 
 /// Step of a volume that does not depend on the others. `None`: its size is the rest.
-fn step(volume: &PmVolumeConfig, stored: &[StoredVolume]) -> Result<Option<Step>, PlanError> {
+fn step(volume: &PmVolumeConfig, stored: &[VolumeInfo]) -> Result<Option<Step>, PlanError> {
     let name = || volume.name.clone();
     let Some(found) = stored.iter().find(|stored| stored.name == volume.name) else {
         return match volume.size {
-            VolumeSize::Bytes(size_bytes) if volume.create => {
-                Ok(Some(Step::Create(StoredVolume {
-                    name: name(),
-                    format: volume.format.into(),
-                    size_bytes,
-                })))
-            }
+            VolumeSize::Bytes(size_bytes) if volume.create => Ok(Some(Step::Create(size_bytes))),
             VolumeSize::Remaining if volume.create => Ok(None),
             _ => Err(PlanError::NoVolume { name: name() }),
         };
@@ -219,7 +212,7 @@ struct Rest {
 }
 
 impl Rest {
-    fn step(&self, volume: &PmVolumeConfig, stored: &[StoredVolume]) -> Result<Step, PlanError> {
+    fn step(&self, volume: &PmVolumeConfig, stored: &[VolumeInfo]) -> Result<Step, PlanError> {
         let Self { rest_bytes, free_bytes, memory_bytes } = *self;
         if let Some(found) = stored.iter().find(|stored| stored.name == volume.name) {
             return Ok(match rest_bytes {
@@ -231,26 +224,23 @@ impl Rest {
             VolumeFormat::Btt => MIN_VOLUME_BYTES,
             VolumeFormat::Raw => CHUNK_BYTES,
         };
-        let name = volume.name.clone();
         if rest_bytes < least_bytes {
             return Err(PlanError::RemainingTooSmall {
-                name,
+                name: volume.name.clone(),
                 remaining_bytes: rest_bytes,
                 least_bytes,
                 free_bytes,
                 memory_bytes,
             });
         }
-        Ok(Step::Create(StoredVolume {
-            name,
-            format: volume.format.into(),
-            size_bytes: rest_bytes,
-        }))
+        Ok(Step::Create(rest_bytes))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use pmem_volume::pool::Uuid;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -262,7 +252,7 @@ mod tests {
             metadata_bytes: 4 * MIB,
             strg_bytes: 128 * MIB,
             volume_bytes,
-            free_migrate_bytes: 1000 * MIB - volume_bytes,
+            free_bytes: 1000 * MIB - volume_bytes,
             scrubbing_bytes: 20 * MIB,
             ..PoolInfo::default()
         }
@@ -272,18 +262,15 @@ mod tests {
         PmVolumeConfig::parse(&format!("pool=/p,{options}")).unwrap()
     }
 
-    fn stored(name: &str, format: VolumeFormat, size_bytes: u64) -> StoredVolume {
-        StoredVolume { name: name.to_owned(), format, size_bytes }
-    }
-
-    fn create(name: &str, size_bytes: u64) -> Step {
-        Step::Create(stored(name, VolumeFormat::Btt, size_bytes))
+    fn stored(name: &str, format: VolumeFormat, size_bytes: u64) -> VolumeInfo {
+        let (name, uuid) = (name.to_owned(), Uuid::nil());
+        VolumeInfo { name, uuid, format, size_bytes, allocated_bytes: size_bytes, extents: 1 }
     }
 
     /// Plans `volumes` beside zones of `memory_bytes` in a pool that has `stored` already.
     fn planned(
         volumes: &[&str],
-        stored: &[StoredVolume],
+        stored: &[VolumeInfo],
         memory_bytes: u64,
     ) -> Result<Vec<Step>, PlanError> {
         let volumes: Vec<_> = volumes.iter().map(|options| volume(options)).collect();
@@ -294,8 +281,8 @@ mod tests {
     #[test]
     fn remaining_volume_leaves_the_sizes_of_all_zones() {
         let rest = "name=rest,size=remaining,create=on";
-        assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![create("rest", 508 * MIB)]));
-        assert_eq!(planned(&[rest], &[], 0), Ok(vec![create("rest", 1020 * MIB)]));
+        assert_eq!(planned(&[rest], &[], 512 * MIB), Ok(vec![Step::Create(508 * MIB)]));
+        assert_eq!(planned(&[rest], &[], 0), Ok(vec![Step::Create(1020 * MIB)]));
         // The second boot finds the volume, and has no space to grow it.
         let found = [stored("rest", VolumeFormat::Btt, 508 * MIB)];
         for rest in [rest, "name=rest,size=remaining"] {
@@ -306,7 +293,7 @@ mod tests {
     #[test]
     fn order_of_flags_does_not_matter() {
         let (rest, fixed) = ("name=rest,size=remaining,create=on", "name=a,size=100M,create=on");
-        let (rest_step, fixed_step) = (create("rest", 408 * MIB), create("a", 100 * MIB));
+        let (rest_step, fixed_step) = (Step::Create(408 * MIB), Step::Create(100 * MIB));
         assert_eq!(
             planned(&[rest, fixed], &[], 512 * MIB),
             Ok(vec![rest_step.clone(), fixed_step.clone()])

@@ -64,6 +64,11 @@ impl Extent {
         u64::from(self.chunks()) * CHUNK_BYTES
     }
 
+    /// Its bytes in the pool's file.
+    pub fn byte_range(self) -> Range<u64> {
+        self.run().byte_range()
+    }
+
     /// The same as a run.
     pub(crate) fn run(self) -> Run {
         Run { start: self.start, chunks: self.chunks() }

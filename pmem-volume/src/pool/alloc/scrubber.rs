@@ -1,6 +1,5 @@
 //! The thread that erases what waits, in a process that lives long.
 
-use std::io;
 use std::num::NonZeroU64;
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -8,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::pacer::Pacer;
 use crate::media::{Durability, FileMedia, Media};
-use crate::pool::{Pool, locked};
+use crate::pool::{Pool, PoolError, locked};
 
 /// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a
 /// single module of persistent memory writes (some 2 GiB/s), so that guests' own stores keep the
@@ -38,7 +37,7 @@ impl<M: Media + 'static> Scrubber<M> {
     ///
     /// # Panics
     /// If the pool has one already.
-    pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> io::Result<Self> {
+    pub fn start(pool: &Arc<Pool<M>>, bytes_per_s: Option<NonZeroU64>) -> Result<Self, PoolError> {
         let wake = Arc::clone(&pool.scrub_wake);
         let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
         assert!(!had_one, "a pool has one scrubber");
@@ -54,7 +53,7 @@ impl<M: Media + 'static> Scrubber<M> {
             .spawn(move || Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run());
         // Whatever came of it, dropping it frees the place for another one.
         let mut scrubber = Self { pool: Arc::downgrade(pool), wake, thread: None };
-        scrubber.thread = Some(started?);
+        scrubber.thread = Some(started.map_err(PoolError::Scrubber)?);
         Ok(scrubber)
     }
 

@@ -1,12 +1,13 @@
 //! Chunks of a PM pool.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use tracing::error;
 
 use super::segments::{Ledger, Source};
 use super::{Access, Backing, BackingError, MappingBudget, Reservation};
-use crate::pool::{CHUNK_BYTES, Extent, PmPool, PoolError};
+use crate::pool::{CHUNK_BYTES, PmPool, PoolError};
 
 /// The largest extent that is asked for: 2^10 chunks.
 const MAX_EXTENT_BYTES: u64 = CHUNK_BYTES << 10;
@@ -22,7 +23,7 @@ pub struct PmBacking {
     reservation: Arc<Reservation>,
     ledger: Ledger,
     /// Unmapped, and not the pool's again yet.
-    detached: Vec<Extent>,
+    detached: Vec<Range<u64>>,
 }
 
 impl PmBacking {
@@ -38,7 +39,7 @@ impl PmBacking {
 
     /// Takes chunks for `offset..offset + len`, in extents as large as their place in the zone and
     /// the pool allow, so that host and guest can map them with huge pages.
-    fn allocate(&mut self, offset: u64, len: u64) -> Result<Vec<Extent>, BackingError> {
+    fn allocate(&mut self, offset: u64, len: u64) -> Result<Vec<Range<u64>>, BackingError> {
         let mut extents = Vec::new();
         let mut at = offset;
         while at < offset + len {
@@ -49,7 +50,7 @@ impl PmBacking {
                 Err(err) => {
                     self.give_back(extents);
                     return Err(match err {
-                        PoolError::Full { .. } => BackingError::PoolFull {
+                        PoolError::PoolFull { .. } => BackingError::PoolFull {
                             wanted_bytes: len,
                             available_bytes: self.pool.info().lendable_bytes,
                         },
@@ -68,20 +69,21 @@ impl PmBacking {
         &mut self,
         offset: u64,
         len: u64,
-        extents: &mut Vec<Extent>,
+        extents: &mut Vec<Range<u64>>,
     ) -> Result<(), BackingError> {
         let (pool, reservation) = (&self.pool, &self.reservation);
         self.ledger.map(extents.len(), |segments| {
             let (mut at, mut mapped) = (offset, 0);
             let mut result = Ok(());
             for extent in extents.iter() {
+                let len = extent.end - extent.start;
                 result = reservation
-                    .map_file(at, extent.len, pool.file(), extent.offset, Access::ReadWrite)
-                    .map_err(|source| BackingError::Map { offset: at, len: extent.len, source });
+                    .map_file(at, len, pool.file(), extent.start, Access::ReadWrite)
+                    .map_err(|source| BackingError::Map { offset: at, len, source });
                 if result.is_err() {
                     break;
                 }
-                at += extent.len;
+                at += len;
                 mapped += 1;
             }
             if result.is_err() {
@@ -92,8 +94,9 @@ impl PmBacking {
             }
             at = offset;
             for extent in extents.drain(..mapped) {
-                segments.set(at, extent.len, Source::File { offset: extent.offset });
-                at += extent.len;
+                let len = extent.end - extent.start;
+                segments.set(at, len, Source::File { offset: extent.start });
+                at += len;
             }
             result
         })
@@ -111,7 +114,7 @@ impl PmBacking {
     }
 
     /// After a failed plug; what the pool does not take back now stays set aside.
-    fn give_back(&mut self, extents: Vec<Extent>) {
+    fn give_back(&mut self, extents: Vec<Range<u64>>) {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
             error!(%err, "Chunks of a failed plug cannot be freed");
@@ -146,7 +149,7 @@ impl Backing for PmBacking {
             Ok(())
         })?;
         self.detached.extend(before.into_iter().filter_map(|segment| match segment.source {
-            Source::File { offset } => Some(Extent { offset, len: segment.len }),
+            Source::File { offset } => Some(offset..offset + segment.len),
             Source::Nothing | Source::Anonymous => None,
         }));
         Ok(())

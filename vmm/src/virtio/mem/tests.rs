@@ -486,7 +486,7 @@ fn memory_that_cannot_be_scrubbed_is_set_aside_until_it_can() {
     assert_eq!(guest.plug(3, 1), BUSY);
     guest.pool.fail_free.store(false, Ordering::Relaxed);
     assert_eq!(guest.unplug(0, 1), ACK);
-    assert_eq!(guest.pool_info().free_migrate_bytes, 2 * BLOCK_BYTES);
+    assert_eq!(guest.pool_info().free_migrate_bytes(), 2 * BLOCK_BYTES);
     assert_eq!(guest.pool.dirty_free_bytes(), 0);
 }
 

@@ -9,8 +9,7 @@ use virtio_bindings::virtio_blk::*;
 use super::*;
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{Geometry, ResizeError};
-use crate::pool::{LocalPool, PmPool, StoredVolume};
-use pmem_volume::VolumeFormat;
+use crate::pool::{LocalPool, PmPool, VolumeFormat};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
@@ -21,8 +20,7 @@ fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
     let path = folder.path().join("pool");
     drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
     let pool = LocalPool::open(&path, None).unwrap();
-    let (name, format) = ("data".to_owned(), VolumeFormat::Btt);
-    pool.create_volume(&StoredVolume { name, format, size_bytes: 20 * MIB }).unwrap();
+    pool.create_volume("data", 20 * MIB, VolumeFormat::Btt).unwrap();
     pool
 }
 

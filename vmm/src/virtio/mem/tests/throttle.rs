@@ -82,7 +82,7 @@ fn plug_storm(rate: Option<NonZeroU64>, seconds: u64) -> (u64, u64) {
             Err(wait) => now += wait,
         }
     }
-    (guest.handle.metrics().plug.bytes(), guest.pool_info().scrubbed_bytes)
+    (guest.handle.metrics().plug.bytes(), guest.pool.scrubbed_bytes())
 }
 
 #[test]
