@@ -47,7 +47,7 @@ impl Arena {
         let space = &common.space;
         let (mut recovery, unreadable) = match examined(space, &info) {
             Ok(recovery) => (recovery, None),
-            Err(error) => (Recovery::default(), Some(Fault::Media(error.in_full()))),
+            Err(error) => (Recovery::default(), Some(Fault::Unreadable(error.in_full()))),
         };
         let map = Map::new(&info);
         let damage = recovery.findings.first().cloned();
@@ -181,6 +181,10 @@ impl Arena {
     /// the words of the map that they changed last. All others are durable, or are made so
     /// before an entry that counts forgets them.
     pub(super) fn settle(&self, space: &impl Media) -> Result<(), EngineError> {
+        // Recovery may have left something to be redone.
+        if let Some(Fault::Unreadable(_)) = self.fault() {
+            return self.check_writable();
+        }
         let changed =
             self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))

@@ -81,7 +81,10 @@ pub enum Fault {
     /// Flog or map cannot be.
     #[error("{0}")]
     Damaged(Finding),
-    /// The media failed.
+    /// Flog or map could not be read at open, so recovery is not done. Nothing was stored.
+    #[error("its log or map could not be read ({0})")]
+    Unreadable(String),
+    /// A store or persist failed.
     #[error("the media failed before ({0})")]
     Media(String),
 }
@@ -342,7 +345,8 @@ impl<S: Media> Engine<S> {
     }
 
     /// At return all that was written is durable, to the degree that the media has. Everything was
-    /// when it was written; an arena in which something has failed since says so.
+    /// when it was written; an arena in which something has failed since says so. An arena that
+    /// could not be read at open took no writes, so it does not keep the others from being flushed.
     pub fn flush(&self) -> Result<(), EngineError> {
         for place in &self.places {
             if let Place::Arena(arena) = place

@@ -178,6 +178,7 @@ fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
 
         let engine = Engine::open(&failing).unwrap();
         engine.write(border - 1, &content(border - 1, 1, 4096)).unwrap();
+        engine.flush().unwrap();
         let why = engine.arenas()[1].read_only.clone();
         let is_served = ["first", "second", "map behind"].contains(&what);
         assert_eq!(why.is_none(), is_served, "{what}: {why:?}");
