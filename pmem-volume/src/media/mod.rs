@@ -179,6 +179,7 @@ pub trait Media: Send + Sync {
     /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic where the media take
     /// stores.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        debug_assert_word(offset_bytes);
         let mut word = [0; 8];
         self.read(offset_bytes, &mut word)?;
         Ok(u64::from_le_bytes(word))
@@ -365,9 +366,39 @@ fn assert_inside(offset_bytes: u64, length_bytes: u64, media_bytes: u64) {
     );
 }
 
+/// Panics in debug builds if no word lies at an offset.
+#[inline(always)]
+pub(crate) fn debug_assert_word(offset_bytes: u64) {
+    debug_assert!(offset_bytes.is_multiple_of(8), "{offset_bytes:#x} is not aligned to a word");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Media with the word operations that the trait provides.
+    struct ReadOnly;
+
+    impl Media for ReadOnly {
+        fn len_bytes(&self) -> u64 {
+            64
+        }
+
+        fn durability(&self) -> Durability {
+            Durability::Volatile
+        }
+
+        fn read(&self, _: u64, into: &mut [u8]) -> Result<(), MediaError> {
+            into.fill(7);
+            Ok(())
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "0x4 is not aligned to a word")]
+    fn word_at_unaligned_offset_is_refused() {
+        let _ = ReadOnly.load_word(4);
+    }
 
     #[test]
     fn ranges_that_touch_are_joined() {

@@ -11,7 +11,7 @@ use std::ops::Range;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use crate::CHUNK_BYTES;
-use crate::media::{Durability, Media, MediaError};
+use crate::media::{Durability, Media, MediaError, debug_assert_word};
 use crate::pool::PoolError;
 use crate::pool::alloc::chunk::ChunkId;
 use crate::pool::format::layout::{LOG_COMMITTED, LOG_MAGIC, LogEntryBytes, LogHeaderBytes};
@@ -161,6 +161,7 @@ impl Media for Redone<'_> {
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        debug_assert_word(offset_bytes);
         match self.words.get(&offset_bytes) {
             Some(word) => Ok(*word),
             None => self.media.load_word(offset_bytes),

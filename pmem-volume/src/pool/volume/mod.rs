@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::CHUNK_BYTES;
 use crate::btt;
-use crate::media::{Durability, FileMedia, Media, MediaError, drop_clean_pages};
+use crate::media::{Durability, FileMedia, Media, MediaError, debug_assert_word, drop_clean_pages};
 use crate::pool::alloc::chunk::{Run, runs};
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::create::unix_now_s;
@@ -509,7 +509,13 @@ impl Media for Space<'_> {
         Ok(())
     }
 
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        debug_assert_word(offset_bytes);
+        self.media.load_word(self.file_offset(offset_bytes))
+    }
+
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        debug_assert_word(offset_bytes);
         self.media.store_word(self.file_offset(offset_bytes), word)
     }
 
@@ -540,4 +546,39 @@ pub(in crate::pool) fn volume_extents(runs: &[Run]) -> Vec<VolumeExtent> {
             extent
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::ChunkId;
+
+    /// Media of which nothing but words can be loaded. A word is its own offset.
+    struct Words;
+
+    impl Media for Words {
+        fn len_bytes(&self) -> u64 {
+            8 * CHUNK_BYTES
+        }
+
+        fn durability(&self) -> Durability {
+            Durability::Volatile
+        }
+
+        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), MediaError> {
+            panic!("a word is not read byte by byte")
+        }
+
+        fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+            Ok(offset_bytes)
+        }
+    }
+
+    #[test]
+    fn word_of_a_volume_is_loaded_as_a_word_of_the_media() {
+        let run = |start| Run { start: ChunkId(start), chunks: 1 };
+        let space = Space { media: &Words, extents: &volume_extents(&[run(3), run(1)]) };
+        assert_eq!(space.load_word(8).unwrap(), 3 * CHUNK_BYTES + 8);
+        assert_eq!(space.load_word(CHUNK_BYTES).unwrap(), CHUNK_BYTES);
+    }
 }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::{Space, Volume, VolumeExtent};
-use crate::media::{Durability, Media, MediaError, Pending};
+use crate::media::{Durability, Media, MediaError, Pending, debug_assert_word};
 use crate::pool::{OpenMode, Pool};
 
 /// Ranges of the file.
@@ -113,6 +113,7 @@ impl<M: Media> Media for Volume<M> {
 
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        debug_assert_word(offset_bytes);
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
         self.pool().media().load_word(at)
     }
@@ -121,6 +122,7 @@ impl<M: Media> Media for Volume<M> {
     /// exchange, to the map, none does: the exchange has counted since the persist before it.
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        debug_assert_word(offset_bytes);
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
         let pool = self.pool();
         pool.require_changeable()?;
