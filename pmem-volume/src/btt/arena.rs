@@ -139,7 +139,9 @@ pub(super) fn read_arena(
 /// Reads a block that may be an info block.
 pub(super) fn read_info(space: &impl Media, at: u64) -> Result<InfoBytes, InfoError> {
     let mut info = InfoBytes::new_zeroed();
-    space.read(at, info.as_mut_bytes()).map_err(|error| InfoError::Media(error.in_full()))?;
+    space
+        .read(at, info.as_mut_bytes())
+        .map_err(|error| InfoError::Media(foreshore_types::chain(&error)))?;
     Ok(info)
 }
 

@@ -202,7 +202,7 @@ fn check_arena(
     let recovery = recover(space, &info).unwrap_or_else(|error| {
         let finding = Finding::Unreadable {
             what: "flog, or the map of what it names,",
-            why: error.in_full(),
+            why: foreshore_types::chain(&error),
         };
         Recovery { findings: vec![finding], ..Recovery::default() }
     });
@@ -270,7 +270,7 @@ impl ArenaReport {
             let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
             if let Err(error) = space.read(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)
             {
-                self.add(Finding::Unreadable { what: "map", why: error.in_full() });
+                self.add(Finding::Unreadable { what: "map", why: foreshore_types::chain(&error) });
                 is_whole = false;
                 first += count;
                 continue;

@@ -85,7 +85,7 @@ impl PlainFile {
         let file = options.open(path).map_err(failed("open"))?;
         let place = Place::of(&file).map_err(|error| PlainError::Place {
             path: path.to_owned(),
-            reason: error.to_string(),
+            reason: foreshore_types::chain(&error),
         })?;
         let lock = if writable { LockKind::Exclusive } else { LockKind::Shared };
         try_lock(&file, lock)

@@ -33,7 +33,7 @@ pub enum Lost {
     #[error("mapped outside the arena")]
     Outside,
     /// The media under it, or under its map entry, failed.
-    #[error("{}", .0.in_full())]
+    #[error("{}", foreshore_types::chain(.0))]
     Media(MediaError),
     /// Its arena has lost both info blocks, and nobody knows where its map is.
     #[error("in arena {0}, which is lost")]

@@ -137,16 +137,6 @@ pub enum MediaError {
     },
 }
 
-impl MediaError {
-    /// With what the kernel said.
-    pub(crate) fn in_full(&self) -> String {
-        match self {
-            MediaError::Io { source, .. } => format!("{self}: {source}"),
-            MediaError::ReadOnly | MediaError::Latched { .. } => self.to_string(),
-        }
-    }
-}
-
 /// Persistent memory, or what stands in for it: a pool, or a range of one such as a volume. Offsets
 /// count from its start.
 ///

@@ -59,7 +59,7 @@ impl SharedSync {
         let ticket = self.begin();
         let result = sync();
         if let Err(error) = &result {
-            self.locked().failed.get_or_insert_with(|| describe(error));
+            self.locked().failed.get_or_insert_with(|| foreshore_types::chain(error));
         }
         drop(ticket);
         result?;
@@ -98,13 +98,6 @@ impl Drop for Ticket<'_> {
 }
 
 const NO_PANIC: &str = "no code panics while it holds it";
-
-fn describe(error: &MediaError) -> String {
-    match error {
-        MediaError::Io { source, .. } => format!("{error}: {source}"),
-        other => other.to_string(),
-    }
-}
 
 #[cfg(test)]
 mod tests {

@@ -215,7 +215,7 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
             }
             Some("there is a pool on it already, without volumes".to_owned())
         }
-        Err(unreadable) => return Err(unknown_volumes(unreadable.to_string())),
+        Err(unreadable) => return Err(unknown_volumes(foreshore_types::chain(&unreadable))),
     };
     match found {
         Some(found) if !force => Err(PoolError::DeviceNotEmpty { path: path.to_owned(), found }),

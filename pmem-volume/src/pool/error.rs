@@ -329,7 +329,7 @@ pub enum PoolError {
     #[error(
         "pool {path}: its file has lost {} of its {} on the file system, as after a sparse copy or `fallocate --dig-holes`, and a \
          store there would end its user; the file system has {} free: make room there, or copy the pool to where \
-         there is room ({source})",
+         there is room",
         Size(*lacking_bytes).rounded(), Size(*size_bytes).rounded(), Size(*free_bytes).rounded()
     )]
     BlocksLost {

@@ -405,7 +405,7 @@ impl<M: Media> Pool<M> {
     #[cold]
     fn note(&self, error: &MediaError) {
         // Only the first cause is kept.
-        let _ = self.latched.set(error.in_full());
+        let _ = self.latched.set(foreshore_types::chain(error));
     }
 
     /// Persists the table entries of runs.

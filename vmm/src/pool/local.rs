@@ -171,7 +171,8 @@ impl PoolVolume for Volume {
             Err(err) => {
                 // What the guest makes of it is the guest's business: it may want to write another
                 // BTT.
-                warn!(volume = name, %err, "The volume's BTT is not what is served as a disk");
+                let error = foreshore_types::chain(&err);
+                warn!(volume = name, error, "The volume's BTT is not what is served as a disk");
                 Ok(())
             }
         }

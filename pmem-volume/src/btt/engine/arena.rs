@@ -47,7 +47,9 @@ impl Arena {
         let space = &common.space;
         let (mut recovery, unreadable) = match examined(space, &info) {
             Ok(recovery) => (recovery, None),
-            Err(error) => (Recovery::default(), Some(Fault::Unreadable(error.in_full()))),
+            Err(error) => {
+                (Recovery::default(), Some(Fault::Unreadable(foreshore_types::chain(&error))))
+            }
         };
         let map = Map::new(&info);
         let damage = recovery.findings.first().cloned();
@@ -101,7 +103,7 @@ impl Arena {
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
             // Only the first fault is kept.
-            let _ = self.fault.set(Fault::Media(error.in_full()));
+            let _ = self.fault.set(Fault::Media(foreshore_types::chain(&error)));
             EngineError::Media(error)
         })
     }

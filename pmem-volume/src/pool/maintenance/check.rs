@@ -274,10 +274,10 @@ impl<M: Media> Pool<M> {
             Ok(btt) => (btt, None),
             // What is not there yet is no damage; the pool's findings have it.
             Err(PoolError::VolumeUnfinished { .. }) => (None, None),
-            Err(PoolError::Media(error)) => (None, Some(error.to_string())),
+            Err(PoolError::Media(error)) => (None, Some(foreshore_types::chain(&error))),
             // Who checks knows the rest.
             Err(PoolError::VolumeUnusable { reason, .. }) => (None, Some(reason)),
-            Err(error) => (None, Some(error.to_string())),
+            Err(error) => (None, Some(foreshore_types::chain(&error))),
         };
         VolumeCheck { name: info.name.clone(), btt, unusable }
     }

@@ -149,7 +149,7 @@ impl Pool {
             checking.volume(info, |reached| match self.open_volume(&info.name) {
                 Ok(volume) => self.mend_btt(&volume, dry_run, reached, report),
                 Err(error) => {
-                    report.left.push(error.to_string());
+                    report.left.push(foreshore_types::chain(&error));
                     Ok(())
                 }
             })?;

@@ -1,5 +1,6 @@
 //! Pools whose file has lost blocks of its file system.
 
+use std::error::Error;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
@@ -122,7 +123,12 @@ fn pool_without_room_for_its_blocks_is_opened_read_only() {
     }
     let before = allocated_bytes(&path);
     let text = match Pool::open(&path, OpenMode::ReadWrite) {
-        Err(error @ PoolError::BlocksLost { .. }) => error.to_string(),
+        Err(error @ PoolError::BlocksLost { .. }) => {
+            let text = foreshore_types::chain(&error);
+            let reason = error.source().expect("the file system's reason").to_string();
+            assert_eq!(text.matches(&reason).count(), 1, "{text}");
+            text
+        }
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("it was opened"),
     };

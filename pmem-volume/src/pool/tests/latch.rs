@@ -116,7 +116,7 @@ fn assert_read_only<M: Media>(
     let Err(EngineError::Media(error @ MediaError::Io { .. })) = &result else {
         panic!("{result:?}")
     };
-    assert!(error.in_full().contains(cause), "{error:?}");
+    assert!(foreshore_types::chain(&error).contains(cause), "{error:?}");
     let arena = engine.arenas()[0].read_only.clone().expect("the arena is read-only");
     let latched = pool.info().latched.expect("and so is the pool");
     assert!(arena.contains(cause) && latched.contains(cause), "{arena}; {latched}");
@@ -167,10 +167,10 @@ fn a_file_that_is_cut_under_an_engine_makes_arena_and_pool_read_only() {
         assert_eq!(begun.is_err(), is_dax, "{begun:?}");
         assert_eq!(pool.is_writable(), !is_dax);
         if let Err(error) = begun {
-            assert!(error.in_full().contains("the file was cut"), "{error:?}");
+            assert!(foreshore_types::chain(&error).contains("the file was cut"), "{error:?}");
             assert!(error.to_string().contains("write-back"), "{error}");
             let cause = pool.info().latched.expect("the pool is read-only");
-            assert_eq!(cause, error.in_full());
+            assert_eq!(cause, foreshore_types::chain(&error));
         }
     }
 }
