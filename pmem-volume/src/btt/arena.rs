@@ -65,29 +65,19 @@ pub enum InfoSource {
 
 /// Why an info block is not one.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum InfoError {
-    /// The media failed.
     #[error("it cannot be read: {0}")]
     Media(String),
-    /// Another signature.
     #[error("there is no signature")]
     Signature,
-    /// The checksum is wrong.
     #[error("the checksum is wrong")]
     Checksum,
     /// Version 2.0 or unknown.
     #[error("version {0}.{1} is not 1.1")]
     Version(u16, u16),
-    /// A field that cannot be.
     #[error("{field} is {value:#x}, but {rule}")]
-    Field {
-        /// Its name in the format.
-        field: &'static str,
-        /// What it says.
-        value: u64,
-        /// What must hold.
-        rule: &'static str,
-    },
+    Field { field: &'static str, value: u64, rule: &'static str },
 }
 
 /// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's

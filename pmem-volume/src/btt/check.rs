@@ -19,81 +19,34 @@ const MAP_PIECE: u32 = 1 << 16;
 /// One thing wrong with a BTT. Numbers: `L` a sector the guest sees (pre-map LBA), `B` a block
 /// (post-map LBA).
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Finding {
-    /// No info block is whole.
     #[error("neither info block is whole ({0})")]
     NoInfo(InfoError),
-    /// The first info block is damaged.
     #[error(
         "the first info block is damaged; its copy is whole. A Linux guest would see no BTT here"
     )]
     FirstInfo,
-    /// The second info block is damaged.
     #[error("the second info block is damaged; the first one is whole")]
     SecondInfo,
-    /// The info blocks differ.
     #[error("the two info blocks are whole and differ")]
     InfoDiffers,
-    /// The error flag is set.
     #[error("the error flag is set: the arena takes no writes")]
     ErrorFlag,
-    /// The media under flog or map failed.
     #[error("the {what} cannot be read: {why}")]
-    Unreadable {
-        /// Which of them.
-        what: &'static str,
-        /// How it failed.
-        why: String,
-    },
-    /// The flog's slots are used in no known way.
+    Unreadable { what: &'static str, why: String },
     #[error("the flog uses its slots in no known way")]
     FlogPadding,
-    /// Sequence numbers that cannot follow each other.
     #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
-    FlogSequence {
-        /// Which lane.
-        lane: u32,
-        /// What it reads.
-        sequences: [u32; 2],
-    },
-    /// A number out of range.
+    FlogSequence { lane: u32, sequences: [u32; 2] },
     #[error("lane {lane} of the flog has {field} {value}, and the bound is {bound}")]
-    FlogRange {
-        /// Which lane.
-        lane: u32,
-        /// Which field.
-        field: &'static str,
-        /// What it reads.
-        value: u32,
-        /// First number out of range.
-        bound: u32,
-    },
-    /// A block out of range.
+    FlogRange { lane: u32, field: &'static str, value: u32, bound: u32 },
     #[error("sector L{sector} is mapped to block B{block}, and the bound is B{bound}")]
-    MapRange {
-        /// Which sector.
-        sector: u32,
-        /// What it is mapped to.
-        block: u32,
-        /// First number out of range.
-        bound: u32,
-    },
-    /// A block with two owners.
+    MapRange { sector: u32, block: u32, bound: u32 },
     #[error("block B{block} is named twice, the second time by {by}")]
-    BlockTwice {
-        /// Which block.
-        block: u32,
-        /// By what.
-        by: String,
-    },
-    /// Blocks without an owner.
+    BlockTwice { block: u32, by: String },
     #[error("{count} block(s) are named by neither map nor flog, the first is B{first}")]
-    BlocksLost {
-        /// How many.
-        count: u32,
-        /// The first.
-        first: u32,
-    },
+    BlocksLost { count: u32, first: u32 },
 }
 
 impl Serialize for Finding {

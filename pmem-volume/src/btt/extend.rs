@@ -23,34 +23,19 @@ const PIECE_BYTES: u64 = 1 << 20;
 
 /// Why a BTT cannot reach further.
 #[derive(Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum ExtendError {
-    /// An arena is not whole.
     #[error("arena {arena} of its BTT is damaged ({reason})")]
-    Damaged {
-        /// Which one, from 0.
-        arena: usize,
-        /// In what way.
-        reason: String,
-    },
-    /// It grew as often as it can.
+    Damaged { arena: usize, reason: String },
     #[error(
         "its BTT has {limit} arenas, which are as many as are served, and each growth makes another: copy it to a new volume"
     )]
-    TooMany {
-        /// How many are served.
-        limit: usize,
-    },
-    /// No room for an arena.
+    TooMany { limit: usize },
     #[error(
         "volume size {size_bytes} ({}) leaves too little for a further arena of the BTT, which needs 16 MiB; the least that does is {} ({})",
         Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
     )]
-    TooLittle {
-        /// The size asked for.
-        size_bytes: u64,
-        /// The least that would do.
-        least_bytes: u64,
-    },
+    TooLittle { size_bytes: u64, least_bytes: u64 },
 }
 
 /// What it takes to let a BTT reach into more space.

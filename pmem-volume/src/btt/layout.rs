@@ -103,22 +103,16 @@ const _: () = {
 
 /// A volume that cannot have a BTT.
 #[derive(Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum GeometryError {
-    /// No room for an arena.
     #[error(
         "volume size {size_bytes} ({}) is too small for a BTT, which needs at least {}",
         Size(*size_bytes).rounded(), Size(MIN_VOLUME_BYTES).rounded()
     )]
-    TooSmall {
-        /// Size of the volume.
-        size_bytes: u64,
-    },
+    TooSmall { size_bytes: u64 },
     /// A sector size that neither this code nor Linux offers.
     #[error("sector size {sector_bytes} is neither 512 nor 4096")]
-    SectorSize {
-        /// The size asked for.
-        sector_bytes: u32,
-    },
+    SectorSize { sector_bytes: u32 },
 }
 
 /// Fletcher's checksum with 64 bits over 32-bit words, with the checksum field taken as zero.

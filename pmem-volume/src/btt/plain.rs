@@ -15,52 +15,26 @@ use crate::pool::{Holder, LockKind, try_lock};
 
 /// Why a file cannot be used as one with a BTT in it.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum PlainError {
-    /// The kernel refused something.
     #[error("{path}: cannot {action} it")]
     File {
-        /// The file.
         path: PathBuf,
-        /// What was tried.
         action: &'static str,
-        /// What the kernel said.
         #[source]
         source: io::Error,
     },
-    /// Neither a file nor a device that can be mapped.
     #[error("{path}: {reason}")]
-    Place {
-        /// The file.
-        path: PathBuf,
-        /// What it is.
-        reason: String,
-    },
-    /// It is a pool.
+    Place { path: PathBuf, reason: String },
     #[error("{path}: it is a pool, and its volumes have BTTs: name one of them, without --file")]
-    Pool {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Somebody has it.
+    Pool { path: PathBuf },
     #[error("{path}: it is in use by {holder}")]
-    InUse {
-        /// The file.
-        path: PathBuf,
-        /// Who.
-        holder: Holder,
-    },
-    /// Nothing can be mapped of it.
+    InUse { path: PathBuf, holder: Holder },
     #[error("{path}: it is empty")]
-    Empty {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The media failed.
+    Empty { path: PathBuf },
     #[error("{path}: its media failed")]
     Media {
-        /// The file.
         path: PathBuf,
-        /// How.
         #[source]
         source: MediaError,
     },

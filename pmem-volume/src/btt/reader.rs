@@ -25,14 +25,12 @@ pub enum Sector {
 
 /// Why a sector cannot be read.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Lost {
-    /// Its map entry says so.
     #[error("marked as lost")]
     Marked,
-    /// Its map entry names no block.
     #[error("mapped outside the arena")]
     Outside,
-    /// The media under it, or under its map entry, failed.
     #[error("{}", foreshore_types::chain(.0))]
     Media(MediaError),
     /// Its arena has lost both info blocks, and nobody knows where its map is.
@@ -42,11 +40,10 @@ pub enum Lost {
 
 /// What keeps an arena from being whole, and its sectors from being what they were.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Trouble {
-    /// Something is wrong with its metadata.
     #[error(transparent)]
     Finding(#[from] Finding),
-    /// Its log cannot be read.
     #[error("the flog cannot be read ({0})")]
     Media(Lost),
 }

@@ -112,29 +112,20 @@ impl Pending {
 
 /// A media operation failed. Nothing is known of the durability of anything stored before.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum MediaError {
-    /// The kernel refused or failed.
     #[error("{operation} of {length_bytes:#x} bytes at offset {offset_bytes:#x} failed")]
     Io {
-        /// What was tried.
         operation: &'static str,
-        /// Where.
         offset_bytes: u64,
-        /// How much.
         length_bytes: u64,
-        /// What the kernel said.
         #[source]
         source: io::Error,
     },
-    /// A store to media that was opened for reading.
     #[error("the media is open for reading only")]
     ReadOnly,
-    /// An earlier operation failed, and nothing is stored any more.
     #[error("the pool is read-only since an earlier failure ({cause})")]
-    Latched {
-        /// The first failure.
-        cause: String,
-    },
+    Latched { cause: String },
 }
 
 /// Persistent memory, or what stands in for it: a pool, or a range of one such as a volume. Offsets

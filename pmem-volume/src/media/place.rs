@@ -35,29 +35,17 @@ pub(crate) enum Place {
 /// Nothing that media can lie in.
 #[derive(Debug, Error)]
 pub(crate) enum PlaceError {
-    /// A device of another kind.
     #[error("it is a character device of the kind `{subsystem}`, not of devdax")]
-    NotDax {
-        /// What the kernel calls its kind.
-        subsystem: String,
-    },
-    /// A devdax device whose mappings must be aligned to more than a chunk.
+    NotDax { subsystem: String },
     #[error(
         "it is a devdax device with an alignment of {align_bytes} bytes, more than the {CHUNK_BYTES} of a chunk"
     )]
-    Align {
-        /// Its alignment.
-        align_bytes: u64,
-    },
-    /// A directory, a pipe, a socket.
+    Align { align_bytes: u64 },
     #[error("it is neither a file nor a device")]
     Other,
-    /// The kernel does not say.
     #[error("cannot look at {what}")]
     Io {
-        /// What was asked for.
         what: String,
-        /// What it said.
         #[source]
         source: io::Error,
     },

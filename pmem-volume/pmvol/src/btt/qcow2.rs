@@ -22,17 +22,14 @@ const EXTERNAL_DATA: u64 = 1 << 2;
 /// Why an image is not unpacked.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(super) enum Qcow2Error {
-    /// Something else.
     #[error("it is no qcow2 image: its first bytes are others")]
     NoMagic,
     #[error("it is no qcow2 image: it has {length_bytes} bytes, less than a header")]
     Short { length_bytes: usize },
     #[error("its qcow2 version is {0}, and 2 and 3 are known")]
     Version(u32),
-    /// What is not in it comes from another file.
     #[error("it has a backing file, from which {REFUSED}")]
     BackingFile,
-    /// It has no data of its own.
     #[error("its data lies in another file, from which {REFUSED}")]
     ExternalData,
 }

@@ -74,103 +74,53 @@ enum Place {
 
 /// Why an arena takes no writes.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Fault {
-    /// It had an error before.
     #[error("its error flag is set")]
     ErrorFlag,
-    /// Flog or map cannot be.
     #[error("{0}")]
     Damaged(Finding),
     /// Flog or map could not be read at open, so recovery is not done. Nothing was stored.
     #[error("its log or map could not be read ({0})")]
     Unreadable(String),
-    /// A store or persist failed.
     #[error("the media failed before ({0})")]
     Media(String),
 }
 
 /// Why something could not be done.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum EngineError {
     /// There is no BTT, or its first arena is gone and nobody knows the size of a sector.
     #[error("arena 0, at {start_bytes:#x}: neither info block is whole ({why})")]
-    NoBtt {
-        /// Where it was looked for.
-        start_bytes: u64,
-        /// What is there instead.
-        why: InfoError,
-    },
-    /// Sectors that are not offered to guests.
+    NoBtt { start_bytes: u64, why: InfoError },
     #[error("its sectors have {sector_bytes} bytes; 512 and 4096 are served")]
-    SectorSize {
-        /// What the first arena says.
-        sector_bytes: u32,
-    },
-    /// An arena is gone, and what lies behind it cannot be told from what a guest may have written.
+    SectorSize { sector_bytes: u32 },
     #[error(
         "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be copied out (`pmvol btt export`)"
     )]
-    Ambiguous {
-        /// Which one, from 0.
-        arena: usize,
-        /// Where it starts.
-        start_bytes: u64,
-        /// What is there instead.
-        why: InfoError,
-    },
+    Ambiguous { arena: usize, start_bytes: u64, why: InfoError },
     /// More arenas than any volume needs; each takes memory.
     #[error("there are more than {MAX_ARENAS} arenas")]
     Arenas,
-    /// Outside the volume.
     #[error("sectors {first} to {} are not inside the volume, which has {sectors}", end.saturating_sub(1))]
-    Outside {
-        /// The first one asked for.
-        first: u64,
-        /// The one behind the last.
-        end: u64,
-        /// How many there are.
-        sectors: u64,
-    },
-    /// Not whole sectors.
+    Outside { first: u64, end: u64, sectors: u64 },
     #[error("{length_bytes} bytes are not a multiple of the sector's {sector_bytes}")]
-    Length {
-        /// The length asked for.
-        length_bytes: usize,
-        /// What it is to be a multiple of.
-        sector_bytes: u32,
-    },
-    /// The arena takes no writes.
+    Length { length_bytes: usize, sector_bytes: u32 },
     #[error("arena {arena} is read-only: {why}")]
-    ReadOnly {
-        /// Which one, from 0.
-        arena: usize,
-        /// Why.
-        why: Fault,
-    },
-    /// The arena can be neither read nor written.
+    ReadOnly { arena: usize, why: Fault },
     #[error("arena {arena} is missing: neither info block is whole ({why})")]
-    Missing {
-        /// Which one, from 0.
-        arena: usize,
-        /// What is there instead.
-        why: InfoError,
-    },
+    Missing { arena: usize, why: InfoError },
     /// The sector cannot be read. It can be written.
     #[error("sector {sector} is in error: what it held is lost")]
-    Sector {
-        /// Which one of the volume.
-        sector: u64,
-    },
+    Sector { sector: u64 },
     /// The media under the sector failed. It can be written.
     #[error("sector {sector} cannot be read")]
     Unreadable {
-        /// Which one of the volume.
         sector: u64,
-        /// How it failed.
         #[source]
         source: MediaError,
     },
-    /// The media failed.
     #[error("the media failed")]
     Media(#[source] MediaError),
 }

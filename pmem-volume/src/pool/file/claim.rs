@@ -16,25 +16,16 @@ use crate::pool::{OpenMode, Pool, PoolError};
 
 /// Why something is not to be had.
 #[derive(Debug, Error)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum ClaimError {
-    /// It is not there, or not for us.
     #[error("cannot be opened")]
     Open(#[source] io::Error),
-    /// Nobody can say whether it is in use.
     #[error("cannot be locked")]
     Lock(#[source] io::Error),
-    /// Somebody else has it.
     #[error("in use by {holder}")]
-    InUse {
-        /// Who.
-        holder: Holder,
-    },
-    /// The kernel does not give the device away.
+    InUse { holder: Holder },
     #[error("in use: {by}")]
-    DeviceInUse {
-        /// By what.
-        by: String,
-    },
+    DeviceInUse { by: String },
 }
 
 /// Opens what is at `path` with the additional open(2) `flags`, for as long as the file is open:

@@ -41,37 +41,20 @@ pub struct VolumeName(String);
 
 /// Why a text is not a name.
 #[derive(Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum NameError {
-    /// No bytes at all.
     #[error("a volume's name may not be empty")]
     Empty,
-    /// Too many bytes.
     #[error("the volume name {name:?} has {length_bytes} bytes; at most {MAX_NAME_BYTES} fit")]
-    TooLong {
-        /// The text.
-        name: String,
-        /// Its length.
-        length_bytes: usize,
-    },
+    TooLong { name: String, length_bytes: usize },
     /// A character that flags, shells or paths treat specially.
     #[error("the volume name {name:?} has {character:?} in it; use letters, digits and . _ -")]
-    Character {
-        /// The text.
-        name: String,
-        /// The first wrong character.
-        character: char,
-    },
+    Character { name: String, character: char },
     /// Something that looks like a flag or a hidden file.
     #[error(
         "the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _"
     )]
-    Start {
-        /// The text.
-        name: String,
-        /// How it starts.
-        character: char,
-    },
-    /// Not a valid text on the media.
+    Start { name: String, character: char },
     #[error("a volume's name on the media is not UTF-8, or has bytes behind its end")]
     NotText,
 }
@@ -115,46 +98,26 @@ impl std::str::FromStr for VolumeName {
 /// A whole record that still cannot be.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VolumeRecordError {
-    /// It belongs to another place in the table.
     #[error("it is the record of slot {0}")]
     Slot(u32),
-    /// Empty, but with what only a volume has.
     #[error("its slot is empty, and it still describes a volume")]
     NotEmpty,
-    /// Neither empty nor live.
     #[error("state {0} is unknown")]
     State(u8),
-    /// A format this code does not know.
     #[error("format {0} is unknown")]
     Format(u8),
-    /// Flags this code does not know.
     #[error("flags {0:#x} are unknown")]
     Flags(u64),
-    /// Zero, off the grid, or too large.
     #[error("size {0:#x} is not a multiple of 2 MiB between 2 MiB and 512 TiB")]
     Size(u64),
-    /// A part of a volume that cannot be.
     #[error("it is a part of the volume in slot {slot}, from chunk {index} on")]
-    Origin {
-        /// Where the volume was.
-        slot: u32,
-        /// Where in it the part starts.
-        index: u32,
-    },
-    /// No part, but with a place that only a part has.
+    Origin { slot: u32, index: u32 },
     #[error(
         "it is no part of another volume, and names the one in slot {slot} and its chunk {index}"
     )]
-    NoPart {
-        /// Where that would be.
-        slot: u32,
-        /// Where in it.
-        index: u32,
-    },
-    /// A BTT is to be written, and cannot be.
+    NoPart { slot: u32, index: u32 },
     #[error("its BTT is to be written, and it cannot have one")]
     NoBtt,
-    /// No name.
     #[error(transparent)]
     Name(#[from] NameError),
 }

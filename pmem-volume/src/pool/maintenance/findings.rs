@@ -35,148 +35,53 @@ impl Severity {
 
 /// One thing that is not as it should be.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum Finding {
-    /// A superblock is damaged, the other is not.
     #[error("superblock {copy} is damaged; the other one is used")]
-    SuperblockCopy {
-        /// 0 or 1.
-        copy: usize,
-    },
-    /// A superblock is older than the other.
+    SuperblockCopy { copy: usize },
     #[error("superblock {copy} is older than the other one: a crash came between the two")]
-    SuperblockStale {
-        /// 0 or 1.
-        copy: usize,
-    },
-    /// A crash came while the pool was made larger.
+    SuperblockStale { copy: usize },
     #[error("growing the pool to {} did not finish; the next open cuts the file to the pool's size", Size(*to_bytes).rounded())]
-    GrowthUnfinished {
-        /// How large it was to be.
-        to_bytes: u64,
-    },
-    /// A copy of a volume record is damaged, the other is not.
+    GrowthUnfinished { to_bytes: u64 },
     #[error("copy {copy} of volume record {slot} is damaged; the other one is used")]
-    VolumeRecordCopy {
-        /// Place in the volume table.
-        slot: u16,
-        /// 0 or 1.
-        copy: usize,
-    },
-    /// A copy of a volume record is older than the other.
+    VolumeRecordCopy { slot: u16, copy: usize },
     #[error(
         "copy {copy} of volume record {slot} is older than the other one: a crash came between the two"
     )]
-    VolumeRecordStale {
-        /// Place in the volume table.
-        slot: u16,
-        /// 0 or 1.
-        copy: usize,
-    },
-    /// Both copies of a volume record are damaged.
+    VolumeRecordStale { slot: u16, copy: usize },
     #[error("both copies of volume record {slot} are damaged")]
-    VolumeRecordLost {
-        /// Place in the volume table.
-        slot: u16,
-    },
-    /// A whole volume record that cannot be.
+    VolumeRecordLost { slot: u16 },
     #[error("volume record {slot} makes no sense: {reason}")]
-    VolumeRecordInvalid {
-        /// Place in the volume table.
-        slot: u16,
-        /// Why.
-        reason: String,
-    },
-    /// Two volumes of one name.
+    VolumeRecordInvalid { slot: u16, reason: String },
     #[error("two volumes have the name {name:?}")]
-    VolumeNameTwice {
-        /// The name.
-        name: String,
-    },
-    /// A crash came while a volume was split.
+    VolumeNameTwice { name: String },
     #[error(
         "volume {name:?} is a part of one that was split, which did not finish; the next open finishes it"
     )]
-    SplitUnfinished {
-        /// The part.
-        name: String,
-    },
-    /// A chunk's owner word is damaged.
+    SplitUnfinished { name: String },
     #[error("the owner word of chunk {chunk} is damaged ({word:#018x})")]
-    OwnerWord {
-        /// The chunk.
-        chunk: ChunkId,
-        /// What it reads.
-        word: u64,
-    },
-    /// A chunk's wear word is damaged.
+    OwnerWord { chunk: ChunkId, word: u64 },
     #[error("the wear count of chunk {chunk} is damaged ({word:#018x}); it starts anew")]
-    WearWord {
-        /// The chunk.
-        chunk: ChunkId,
-        /// What it reads.
-        word: u64,
-    },
+    WearWord { chunk: ChunkId, word: u64 },
     /// Findings of one severity beyond those that are listed.
     #[error("{count} more like these are not listed")]
-    More {
-        /// Theirs.
-        severity: Severity,
-        /// How many.
-        count: u64,
-    },
-    /// A chunk belongs to a volume for which the volume table has no place.
+    More { severity: Severity, count: u64 },
     #[error("chunk {chunk} belongs to a volume in slot {slot}, and the pool has {slots} slots")]
-    SlotOutside {
-        /// The chunk.
-        chunk: ChunkId,
-        /// Place in the volume table that there is not.
-        slot: u16,
-        /// How many there are.
-        slots: u32,
-    },
-    /// A chunk with the pool's own data is marked as somebody else's.
+    SlotOutside { chunk: ChunkId, slot: u16, slots: u32 },
     #[error("chunk {chunk} holds the pool's own data but is marked as {marked}")]
-    MetadataTaken {
-        /// The chunk.
-        chunk: ChunkId,
-        /// As what.
-        marked: String,
-    },
-    /// Two chunks are the same part of a volume.
+    MetadataTaken { chunk: ChunkId, marked: String },
     #[error("chunks {first} and {second} are both chunk {index} of volume {name:?}")]
-    IndexTwice {
-        /// The volume.
-        name: String,
-        /// Logical index.
-        index: u32,
-        /// One chunk.
-        first: ChunkId,
-        /// The other.
-        second: ChunkId,
-    },
+    IndexTwice { name: String, index: u32, first: ChunkId, second: ChunkId },
     /// A volume lacks chunks. No crash does that: their words were damaged, and what they say now,
     /// *free* for instance, may let somebody else have what the volume held.
     #[error(
         "volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}"
     )]
-    IndexMissing {
-        /// The volume.
-        name: String,
-        /// How many are missing.
-        missing: u32,
-        /// How many there should be.
-        chunks: u32,
-        /// The first that is missing.
-        first_index: u32,
-    },
-    /// A free chunk that does not read as zeros.
+    IndexMissing { name: String, missing: u32, chunks: u32, first_index: u32 },
     #[error(
         "free chunk {chunk} holds what somebody has left there, and its next owner could read it; `pmvol repair` erases it unless a volume may lack it"
     )]
-    NotErased {
-        /// The chunk.
-        chunk: ChunkId,
-    },
+    NotErased { chunk: ChunkId },
     /// The file lacks blocks of its file system. The next open for writing allocates them or fails.
     #[error(
         "the file has lost blocks: {} of it are holes, and {} are shared with a clone, as after a sparse copy, \
@@ -184,55 +89,26 @@ pub enum Finding {
          file system has room",
         Size(*hole_bytes).rounded(), Size(*shared_bytes).rounded()
     )]
-    BlocksLost {
-        /// Bytes in holes.
-        hole_bytes: u64,
-        /// Bytes in blocks that the file shares with another file.
-        shared_bytes: u64,
-    },
-    /// The file system writes changed blocks to a new place.
+    BlocksLost { hole_bytes: u64, shared_bytes: u64 },
     #[error(
         "the file system is {file_system}, which writes changed blocks to a new place: when it is full, a store is a SIGBUS, and \
          a guest's vCPU stops; create the pool in a folder with `chattr +C` (btrfs), or on ext4 or XFS"
     )]
-    CopyOnWrite {
-        /// Name of the file system.
-        file_system: &'static str,
-    },
-    /// A committed transaction waits to be redone.
+    CopyOnWrite { file_system: &'static str },
     #[error("the log holds a committed transaction of {entries} word(s); the next open redoes it")]
-    LogPending {
-        /// How many words.
-        entries: usize,
-    },
-    /// The log is neither empty nor whole.
+    LogPending { entries: usize },
     #[error("the log is damaged: {reason}")]
-    LogDamaged {
-        /// Why.
-        reason: &'static str,
-    },
-    /// Chunks are still marked as lent by a process that ended.
+    LogDamaged { reason: &'static str },
     #[error(
         "{chunks} chunk(s) are still marked as lent memory; they are erased before they are used again"
     )]
-    StillLent {
-        /// How many.
-        chunks: u32,
-    },
-    /// Chunks wait to be erased.
+    StillLent { chunks: u32 },
     #[error("{chunks} chunk(s) wait to be erased; they are before they are used again")]
-    Unscrubbed {
-        /// How many.
-        chunks: u32,
-    },
-    /// Chunks belong to a volume that was not finished or is gone.
+    Unscrubbed { chunks: u32 },
     #[error(
         "{chunks} chunk(s) are left over from an operation that did not finish; they are erased before they are used again"
     )]
-    Leftover {
-        /// How many.
-        chunks: u32,
-    },
+    Leftover { chunks: u32 },
 }
 
 impl Finding {

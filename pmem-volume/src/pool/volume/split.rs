@@ -42,55 +42,23 @@ pub enum SplitContent {
 
 /// Why a volume cannot be split as asked.
 #[derive(Debug, Error, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the messages describe variants and fields")]
 pub enum SplitError {
-    /// One part, or none.
     #[error("{count} part(s) are asked for, and it takes two at least")]
-    TooFew {
-        /// How many.
-        count: usize,
-    },
-    /// Two parts of one name.
+    TooFew { count: usize },
     #[error("two parts are to have the name {name:?}")]
-    NameTwice {
-        /// The name.
-        name: String,
-    },
-    /// More than one part is to have the rest.
+    NameTwice { name: String },
     #[error("only one part can have the rest, and {first:?} and {second:?} are to")]
-    RestTwice {
-        /// One.
-        first: String,
-        /// The other.
-        second: String,
-    },
-    /// The parts are not what there is.
+    RestTwice { first: String, second: String },
     #[error(
         "its parts have {parts_bytes} bytes ({}) together, and it has {volume_bytes} ({}); one of them may have the rest",
         Size(*parts_bytes).rounded(), Size(*volume_bytes).rounded()
     )]
-    Sum {
-        /// Of all parts.
-        parts_bytes: u64,
-        /// Of the volume.
-        volume_bytes: u64,
-    },
-    /// Nothing is left for the part that is to have the rest.
+    Sum { parts_bytes: u64, volume_bytes: u64 },
     #[error("nothing is left for {name:?}: the other parts have {parts_bytes} bytes ({})", Size(*parts_bytes).rounded())]
-    NoRest {
-        /// Its name.
-        name: String,
-        /// Of the others.
-        parts_bytes: u64,
-    },
-    /// A part cannot have its size.
+    NoRest { name: String, parts_bytes: u64 },
     #[error("part {name:?}: {reason}")]
-    Size {
-        /// Its name.
-        name: String,
-        /// Why.
-        reason: String,
-    },
-    /// There is something in it.
+    Size { name: String, reason: String },
     #[error(
         "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and erases its content"
     )]
