@@ -1,4 +1,5 @@
-//! A full look at a pool and every volume in it, from the media alone. Nothing is changed.
+//! A full look at a pool and every volume in it, from the media alone. Nothing is changed. A read
+//! that fails latches nothing, because it says nothing of what is durable.
 
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use serde::ser::{SerializeStruct, Serializer};
 use super::findings::{Finding, Findings, Severity};
 use super::free_content::ContentFinder;
 use crate::btt;
-use crate::media::{Media, MediaError};
+use crate::media::Media;
 use crate::pool::alloc::chunk::{ChunkId, Run, runs};
 use crate::pool::format::table::Owner;
 use crate::pool::format::volume_record::VolumeFormat;
@@ -148,9 +149,9 @@ impl<M: Media> Pool<M> {
                 // changed them since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
-            let log = looked(redo_log::read(self.media(), &self.superblock))?;
+            let log = redo_log::read(self.media(), &self.superblock)?;
             let media = Redone::new(self.media(), &log);
-            let scan = looked(scan(&media, &self.superblock))?;
+            let scan = scan(&media, &self.superblock)?;
             let mut found = scan.findings;
             free = scan.free;
             if self.mode == crate::pool::OpenMode::ReadWrite {
@@ -201,7 +202,7 @@ impl<M: Media> Pool<M> {
                 crate::pool::OpenMode::ReadWrite => {
                     self.look_while_free(*run, &mut finder, reached, &mut name)
                 }
-                _ => looked(finder.look(self.media(), *run, reached, &mut name)),
+                _ => Ok(finder.look(self.media(), *run, reached, &mut name)?),
             })?;
         }
         Ok(found.into_list())
@@ -221,9 +222,9 @@ impl<M: Media> Pool<M> {
             let chunks = LOCKED_CHUNKS.min(run.end().0 - at.0);
             let _state = self.lock_state();
             for chunk in (Run { start: at, chunks }).ids() {
-                if looked(self.table.owner(self.media(), chunk))? == Ok(Owner::Free) {
+                if self.table.owner(self.media(), chunk)? == Ok(Owner::Free) {
                     let one = Run { start: chunk, chunks: 1 };
-                    looked(finder.look(self.media(), one, &mut |_| {}, name))?;
+                    finder.look(self.media(), one, &mut |_| {}, name)?;
                 }
             }
             at = at.plus(chunks);
@@ -246,12 +247,12 @@ impl<M: Media> Pool<M> {
             volume_extents(&runs(entry.chunk_ids()))
         };
         let space = Space { media: self.media(), extents: &extents };
-        let mut found = looked(btt::check_with(&space, reached))?;
+        let mut found = btt::check_with(&space, reached)?;
         for _ in 0..LOOKS_AGAIN {
             if found.is_clean() {
                 break;
             }
-            found.keep_common(&looked(btt::check(&space))?);
+            found.keep_common(&btt::check(&space)?);
         }
         Ok(found)
     }
@@ -281,12 +282,6 @@ impl<M: Media> Pool<M> {
         };
         VolumeCheck { name: info.name.clone(), btt, unusable }
     }
-}
-
-/// What a look has found. That something cannot be read says nothing of what is durable, and
-/// latches nothing.
-pub(in crate::pool) fn looked<T>(result: Result<T, MediaError>) -> Result<T, PoolError> {
-    result.map_err(PoolError::Media)
 }
 
 fn is_of_open(finding: &Finding) -> bool {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::check::{Checking, looked};
+use super::check::Checking;
 use super::findings::{Finding, Findings, Severity};
 use super::free_content::ContentFinder;
 use crate::btt::{self, GiveUp};
@@ -169,7 +169,7 @@ impl Pool {
         if volume.info().format != crate::pool::VolumeFormat::Btt {
             return Ok(());
         }
-        let repair = looked(btt::plan_repair(volume, GiveUp::Nothing, reached))?;
+        let repair = btt::plan_repair(volume, GiveUp::Nothing, reached)?;
         let prefix = format!("volume {}: ", volume.info().name);
         report.add_btt(&prefix, &repair);
         if !dry_run {

@@ -167,22 +167,6 @@ impl Media for Redone<'_> {
             None => self.media.load_word(offset_bytes),
         }
     }
-
-    fn store(&self, _: u64, _: &[u8]) -> Result<(), MediaError> {
-        Err(MediaError::ReadOnly)
-    }
-
-    fn store_word(&self, _: u64, _: u64) -> Result<(), MediaError> {
-        Err(MediaError::ReadOnly)
-    }
-
-    fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
-        Err(MediaError::ReadOnly)
-    }
-
-    fn erase(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
-        Err(MediaError::ReadOnly)
-    }
 }
 
 /// Stores the words of a committed transaction and empties the log. Doing it again changes nothing.

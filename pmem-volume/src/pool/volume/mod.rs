@@ -22,7 +22,6 @@ use crate::pool::format::table::{Owner, Slot};
 use crate::pool::format::volume_record::{
     Part, VolumeFormat, VolumeName, VolumeRecord, empty_record,
 };
-use crate::pool::maintenance::check::looked;
 use crate::pool::scan::VolumeEntry;
 use crate::pool::transaction::mirrored;
 use crate::pool::{OpenMode, Pool, PoolError, State};
@@ -411,7 +410,7 @@ impl<M: Media> Volume<M> {
     ) -> Result<Option<btt::Report>, PoolError> {
         match self.info.format {
             VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => looked(btt::check_with(self, reached)).map(Some),
+            VolumeFormat::Btt => Ok(Some(btt::check_with(self, reached)?)),
         }
     }
 }
