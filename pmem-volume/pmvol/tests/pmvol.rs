@@ -220,20 +220,12 @@ fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
 }
 
 #[test]
-fn names_that_cannot_be_are_refused_with_a_rule() {
+fn names_that_are_no_text_are_refused_with_a_rule() {
     use std::os::unix::ffi::OsStrExt;
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.succeed(&["volume", "create", "pool", "größe", "--size", "20M"]);
     let before = std::fs::read(folder.path("pool")).unwrap();
-    let long = "x".repeat(65);
-    let create = |name| ["volume", "create", "pool", name, "--size", "20M"];
-    folder.fail(&create(""), &["may not be empty"]);
-    folder.fail(&create(&long), &[&long, "65 bytes", "at most 64"]);
-    folder.fail(&create(".hidden"), &["\".hidden\"", "must not start with '.'"]);
-    folder.fail(&create("größe"), &["\"größe\"", "exists already", "another name"]);
-    folder.fail(&create("../x"), &["must not start with '.'"]);
-    folder.fail(&["volume", "rename", "pool", "größe", "größe"], &["that is its name already"]);
     for arguments in [&["create"][..], &["delete"], &["rename", "größe"], &["resize"]] {
         let output = Command::new(env!("CARGO_BIN_EXE_pmvol"))
             .arg("volume")

@@ -326,45 +326,6 @@ mod tests {
         assert!(pool.free_memory(part).is_err());
     }
 
-    #[test]
-    fn what_comes_back_is_available_at_once_and_erased_later() {
-        let (pool, path, _folder) = pool();
-        let before = pool.info();
-        let extents = pool.alloc_memory(32 * MIB).unwrap();
-        pool.free_memory(&extents).unwrap();
-        let info = pool.info();
-        assert_eq!(
-            (info.lendable_bytes, states(&info)),
-            (before.lendable_bytes, before.total_bytes)
-        );
-        // More than what is clean, as long as anything waits.
-        let again = pool.alloc_memory(32 * MIB).unwrap();
-        pool.free_memory(&again).unwrap();
-        pool.pool().scrub_all().unwrap();
-        let info = pool.info();
-        assert_eq!(
-            (info.free_migrate_bytes(), info.scrubbing_bytes),
-            (before.free_migrate_bytes(), 0)
-        );
-        assert!(pool.scrubbed_bytes() >= 32 * MIB && info.latched.is_none(), "{info:?}");
-        // Closed when it is dropped: no thread has it.
-        drop(pool);
-        LocalPool::open(&path, None).unwrap();
-    }
-
-    #[test]
-    fn what_is_kept_for_volumes_is_not_lent() {
-        let (pool, _path, _folder) = pool();
-        assert!(pool.info().free_storage_bytes() > 0);
-        while pool.alloc_memory(2 * MIB).is_ok() {}
-        let err = pool.alloc_memory(2 * MIB).unwrap_err();
-        assert!(
-            matches!(err, PoolError::PoolFull { requested_bytes, .. } if requested_bytes == 2 * MIB)
-        );
-        assert!(pool.info().free_storage_bytes() > 0);
-        assert_eq!(pool.info().free_migrate_bytes(), 0);
-    }
-
     /// Creates the volume `data` of 24 MiB.
     fn create_data(pool: &LocalPool) {
         pool.create_volume("data", 24 * MIB, VolumeFormat::Btt).unwrap();
@@ -566,9 +527,12 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_opened_once() {
-        let (_pool, path, _folder) = pool();
+    fn pool_is_opened_once_and_closed_when_it_is_dropped() {
+        let (pool, path, _folder) = pool();
         let err = LocalPool::open(&path, None).err().unwrap().to_string();
         assert!(err.contains("in use"), "{err}");
+        // No thread of the scrubber has it.
+        drop(pool);
+        LocalPool::open(&path, None).unwrap();
     }
 }

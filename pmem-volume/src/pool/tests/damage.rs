@@ -7,8 +7,8 @@ use super::*;
 use crate::btt;
 use crate::pool::format::table::{Owner, Slot, encode_owner, encode_wear};
 use crate::pool::layout::{
-    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes,
-    VOLUME_RECORD_BYTES, VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
+    VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
 };
 
 /// A pool with a volume of three chunks in it, 5 to 7 times 2 MiB from its start.
@@ -20,28 +20,15 @@ fn with_volume() -> Fixture {
     fixture
 }
 
-const SUPERBLOCK_FIELDS: [(&str, usize); 17] = [
+/// A sample: `fields.rs` turns every bit.
+const SUPERBLOCK_FIELDS: [(&str, usize); 3] = [
     ("magic", offset_of!(SuperblockBytes, magic)),
-    ("version", offset_of!(SuperblockBytes, version)),
-    ("superblock_bytes", offset_of!(SuperblockBytes, superblock_bytes)),
-    ("features_incompatible", offset_of!(SuperblockBytes, features_incompatible)),
     ("sequence", offset_of!(SuperblockBytes, sequence)),
-    ("uuid", offset_of!(SuperblockBytes, uuid)),
-    ("size_bytes", offset_of!(SuperblockBytes, size_bytes)),
-    ("chunk_bytes", offset_of!(SuperblockBytes, chunk_bytes)),
-    ("strg_bytes", offset_of!(SuperblockBytes, strg_bytes)),
-    ("chunk_table_offset", offset_of!(SuperblockBytes, chunk_table_offset)),
-    ("chunk_table_entries", offset_of!(SuperblockBytes, chunk_table_entries)),
-    ("volume_table_offsets", offset_of!(SuperblockBytes, volume_table_offsets)),
-    ("volume_slots", offset_of!(SuperblockBytes, volume_slots)),
-    ("log_offset", offset_of!(SuperblockBytes, log_offset)),
-    ("growing_to_bytes", offset_of!(SuperblockBytes, growing_to_bytes)),
-    ("reserved", offset_of!(SuperblockBytes, reserved)),
     ("checksum", offset_of!(SuperblockBytes, checksum)),
 ];
 
 #[test]
-fn a_flipped_bit_in_any_field_of_one_superblock_is_repaired_from_the_other() {
+fn flipped_bit_in_one_superblock_is_repaired_from_the_other() {
     let fixture = with_volume();
     let good = fixture.image();
     for (name, offset) in SUPERBLOCK_FIELDS {
@@ -86,43 +73,14 @@ pub(super) fn with_superblock(fixture: &Fixture, change: impl Fn(&mut Superblock
 }
 
 #[test]
-fn other_versions_and_unknown_features_are_refused() {
+fn pool_with_unknown_read_only_features_can_be_read() {
     let fixture = with_volume();
-    for version in [0, 2, u32::MAX] {
-        with_superblock(&fixture, |s| s.version.set(version));
-        let error = fixture.open_error(OpenMode::ReadOnly);
-        assert!(
-            matches!(error, PoolError::Version { version: found, supported: 1, .. } if found == version)
-        );
-    }
-    with_superblock(&fixture, |s| {
-        s.version.set(1);
-        s.features_incompatible.set(4);
-    });
-    assert!(matches!(
-        fixture.open_error(OpenMode::ReadOnly),
-        PoolError::Features { features: 4, .. }
-    ));
-    with_superblock(&fixture, |s| {
-        s.features_incompatible.set(0);
-        s.features_read_only.set(8);
-    });
+    with_superblock(&fixture, |s| s.features_read_only.set(8));
     assert!(matches!(
         fixture.open_error(OpenMode::ReadWrite),
         PoolError::Features { features: 8, .. }
     ));
-    assert!(fixture.check().is_clean(), "reading does not need them");
-    with_superblock(&fixture, |s| {
-        s.features_read_only.set(0);
-        s.features_compatible.set(16);
-    });
-    assert_eq!(fixture.open().volumes().len(), 1);
-    with_superblock(&fixture, |s| s.size_bytes.set(12345));
-    let error = fixture.open_error(OpenMode::ReadOnly);
-    assert!(
-        matches!(&error, PoolError::SuperblockInvalid { source, .. } if source.field == "size_bytes"),
-        "{error}"
-    );
+    assert!(fixture.check().is_clean());
 }
 
 #[test]
@@ -139,20 +97,7 @@ fn compatible_features_survive_the_repair_of_a_copy() {
 fn a_volume_record_works_from_either_copy_and_not_from_none() {
     let fixture = with_volume();
     let good = fixture.image();
-    let offsets = [
-        offset_of!(VolumeRecordBytes, magic),
-        offset_of!(VolumeRecordBytes, sequence),
-        offset_of!(VolumeRecordBytes, slot),
-        offset_of!(VolumeRecordBytes, state),
-        offset_of!(VolumeRecordBytes, format),
-        offset_of!(VolumeRecordBytes, name_bytes),
-        offset_of!(VolumeRecordBytes, flags),
-        offset_of!(VolumeRecordBytes, uuid),
-        offset_of!(VolumeRecordBytes, size_bytes),
-        offset_of!(VolumeRecordBytes, name),
-        offset_of!(VolumeRecordBytes, reserved1),
-        offset_of!(VolumeRecordBytes, checksum),
-    ];
+    let offsets = [offset_of!(VolumeRecordBytes, magic), offset_of!(VolumeRecordBytes, checksum)];
     for offset in offsets.map(|o| o as u64) {
         for (copy, table) in VOLUME_TABLE_OFFSETS.into_iter().enumerate() {
             fixture.flip(table + offset, 1);
@@ -203,17 +148,6 @@ fn a_flipped_bit_in_an_owner_word_stops_writing_and_not_looking() {
             drop(pool);
             fixture.flip(entry(chunk) + byte, 5);
         }
-    }
-}
-
-#[test]
-fn a_flipped_bit_in_a_wear_word_starts_the_count_anew() {
-    let fixture = with_volume();
-    for byte in 8..16 {
-        fixture.flip(entry(7) + byte, 2);
-        assert!(matches!(fixture.check().pool[..], [Finding::WearWord { chunk: ChunkId(7), .. }]));
-        drop(fixture.open());
-        assert_eq!(fixture.check().pool, []);
     }
 }
 
@@ -299,7 +233,7 @@ fn leftovers_of_unfinished_operations_are_erased_and_freed() {
 }
 
 #[test]
-fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
+fn committed_transaction_is_redone_and_one_outside_of_volumes_is_refused() {
     let fixture = with_volume();
     let pool = fixture.open();
     let last = pool.open_volume("data").unwrap().extents()[0].run.start.0 + 2;
@@ -310,8 +244,7 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
     let words = [(entry(last), encode_owner(ChunkId(last), Owner::Scrub)), (entry(25), moved)];
     let media = crate::media::MemoryMedia::from_bytes(&fs::read(fixture.path()).unwrap());
     redo_log::write_for_test(&media, &superblock, &words);
-    let with_log = media.to_bytes();
-    fs::write(fixture.path(), &with_log).unwrap();
+    fs::write(fixture.path(), media.to_bytes()).unwrap();
 
     let report = fixture.check();
     assert_eq!(
@@ -334,21 +267,6 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
     drop((volume, pool));
     assert_eq!(fixture.check().pool, []);
 
-    fs::write(fixture.path(), &with_log).unwrap();
-    for offset in [
-        offset_of!(LogHeaderBytes, magic),
-        offset_of!(LogHeaderBytes, entries),
-        offset_of!(LogHeaderBytes, commit),
-        64,
-        72,
-    ] {
-        fixture.flip(LOG_OFFSET + offset as u64, 4);
-        assert!(
-            matches!(&fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { first, .. }
-            if matches!(**first, Finding::LogDamaged { .. }))
-        );
-        fixture.flip(LOG_OFFSET + offset as u64, 4);
-    }
     // Transactions that would store into a free chunk, a superblock, the log itself, and behind the
     // end.
     for at in [32 * MIB, 40, LOG_OFFSET, 64 * MIB, u64::MAX - 7] {

@@ -236,6 +236,10 @@ fn strg_is_never_lent_and_volumes_may_use_it() {
     // What a volume has counts towards STRG.
     assert_eq!(pool.info().lendable_bytes, 40 * MIB);
     assert_states_add_up(&pool.info());
+    pool.delete_volume("data").unwrap();
+    pool.scrub_all().unwrap();
+    let info = pool.info();
+    assert_eq!((info.free_storage_bytes(), info.free_migrate_bytes()), (20 * MIB, 40 * MIB));
 }
 
 #[test]
@@ -446,10 +450,6 @@ fn what_is_not_a_pool_is_refused_by_kind() {
         Pool::open(fixture.folder.path(), OpenMode::ReadOnly),
         Err(PoolError::NotAFile { kind: "a directory", .. })
     ));
-    for content in [&b""[..], b"short", &[0xa5; 8192]] {
-        fs::write(fixture.path(), content).unwrap();
-        assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::NotAPool { .. }));
-    }
 }
 
 #[test]
@@ -470,19 +470,4 @@ fn a_pool_in_use_names_its_holder() {
     drop(pool);
     assert_eq!(later.holder(), None);
     fixture.open();
-}
-
-#[test]
-fn a_file_of_another_length_is_refused() {
-    let fixture = Fixture::new();
-    drop(fixture.create(64 * MIB, 0));
-    let resize = |bytes| {
-        OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap()
-    };
-    resize(62 * MIB);
-    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Truncated { .. }));
-    resize(8192);
-    assert!(matches!(fixture.open_error(OpenMode::ReadOnly), PoolError::Truncated { .. }));
-    resize(66 * MIB);
-    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Enlarged { .. }));
 }
