@@ -73,7 +73,6 @@ impl Arguments {
         format!("--no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out")
     }
 
-    /// The command on the host.
     fn command(&self) -> Vec<String> {
         let mut command = ["--", "sh", "-c", SCRIPT, "bench"].map(str::to_owned).to_vec();
         if let Some(rounds) = self.rounds {
@@ -86,7 +85,6 @@ impl Arguments {
     }
 }
 
-/// Measures, and returns the exit code.
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("bench", || {
         arguments.check()?;
@@ -133,7 +131,6 @@ fn empty(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The path of another VMM, if one is given.
 fn other_vmm() -> Result<Option<PathBuf>> {
     let Some(path) = env::var_os(OTHER_VMM).filter(|path| !path.is_empty()).map(PathBuf::from)
     else {

@@ -175,7 +175,6 @@ impl Progress {
     }
 }
 
-/// Steps in a bar.
 fn parse_bar(bar: &str) -> Option<(u64, u64)> {
     let (_, rest) = bar.split_once(BAR)?;
     let (_, counts) = rest.split_once("] ")?;

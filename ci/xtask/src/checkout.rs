@@ -13,7 +13,6 @@ pub const CALLER_FOLDER: &str = "FORESHORE_CALLER_FOLDER";
 /// Variable with the folder of this package, which `cargo run` sets.
 pub const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
 
-/// A checkout of the repository.
 pub struct Checkout {
     root: PathBuf,
     debs: PathBuf,
@@ -72,12 +71,10 @@ pub fn lock(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Creates the folder unless it exists.
 pub fn create_folder(path: &Path) -> Result<()> {
     fs::create_dir_all(path).with_context(|| format!("Cannot create {}", path.display()))
 }
 
-/// Removes the folder and all below, if it exists.
 pub fn remove_folder(path: &Path) -> Result<()> {
     check_removed(fs::remove_dir_all(path), path)
 }
@@ -98,7 +95,6 @@ pub fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Reads a file of text.
 pub fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("Cannot read {}", path.display()))
 }

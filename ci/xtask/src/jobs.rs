@@ -60,7 +60,6 @@ impl Job {
         &mut self.child
     }
 
-    /// Waits until the child has ended.
     pub fn wait(&mut self) -> Result<ExitStatus> {
         // The process must keep its number until no signal can be sent to it any more.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
@@ -100,7 +99,6 @@ impl Job {
         Ok(status?)
     }
 
-    /// Sends a signal to the whole group.
     pub fn signal(&self, signal: Signal) {
         // The group may have ended.
         let _ = kill_process_group(self.leader, signal);
@@ -148,7 +146,6 @@ fn start(command: &mut Command, is_killable: bool) -> Result<Job> {
     Ok(Job { child, leader })
 }
 
-/// The program of a command, for messages.
 fn name(command: &Command) -> String {
     command.get_program().display().to_string()
 }
@@ -334,7 +331,6 @@ fn end(signal: u8) -> ! {
     std::process::exit(i32::from(SIGNAL_BASE + signal));
 }
 
-/// Ends groups, and waits until they have ended.
 fn end_groups(groups: &[Group]) {
     for group in groups {
         let _ = kill_process_group(group.leader, Signal::TERM);

@@ -158,7 +158,6 @@ pub fn update(checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
     write(&lock, new)
 }
 
-/// Package and version of the newest kernel of the pin's series and flavor.
 fn newest(pin: &Pin) -> Result<Option<(String, String)>> {
     let pattern = pin.search_pattern();
     let found =

@@ -151,7 +151,6 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a task, and returns its exit code.
 fn run(task: Task) -> Result<u8> {
     let checkout = &Checkout::new()?;
     match task {

@@ -13,7 +13,6 @@ const DOCS: &str = "docs/";
 const MARKDOWN: &str = ".md";
 const INCLUDES: [&str; 2] = ["include_str!(\"", "include_bytes!(\""];
 
-/// Reference to a file or heading.
 #[derive(Debug, PartialEq, Eq)]
 struct Reference {
     line: usize,
@@ -22,7 +21,6 @@ struct Reference {
     anchor: Option<String>,
 }
 
-/// Reference to a missing file or heading.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unresolved {
     file: String,
@@ -48,7 +46,6 @@ impl fmt::Display for Unresolved {
     }
 }
 
-/// References in the repository's text files to missing files and headings.
 pub fn unresolved(repository: &Repository) -> Result<Vec<Unresolved>> {
     let mut texts = BTreeMap::new();
     for path in repository.files()? {
@@ -77,7 +74,6 @@ pub fn unresolved(repository: &Repository) -> Result<Vec<Unresolved>> {
     Ok(unresolved)
 }
 
-/// References in the text of `file`.
 fn references(file: &str, text: &str) -> Vec<Reference> {
     let folder = Path::new(file).parent().unwrap_or(Path::new(""));
     let mut references = Vec::new();

@@ -101,7 +101,6 @@ pub fn find_system(name: &str) -> Result<PathBuf> {
         .with_context(|| format!("{name} is not installed (ci/setup installs it)"))
 }
 
-/// True for an executable file.
 pub fn is_program(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
 }

@@ -6,12 +6,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// Work tree of a git repository.
 pub struct Repository {
     root: PathBuf,
 }
 
-/// A Rust file that differs from a commit.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ChangedFile {
     /// Path in the commit. `None` for a new file.
@@ -48,7 +46,6 @@ impl Repository {
         Ok(String::from_utf8(bytes).ok())
     }
 
-    /// Reads a file of `commit`.
     pub fn read_at(&self, commit: &str, path: &str) -> Result<String> {
         self.git(&["show", &format!("{commit}:{path}")])
     }

@@ -12,7 +12,6 @@ use similar::{Algorithm, DiffTag, capture_diff_slices};
 
 use crate::repository::{ChangedFile, Repository};
 
-/// Tokens printed of each side of a difference.
 const SHOWN_TOKENS: usize = 12;
 
 /// Difference between a file of a commit and of the work tree.
@@ -35,7 +34,6 @@ impl fmt::Display for Difference {
     }
 }
 
-/// A token with its line.
 struct Token {
     text: String,
     line: usize,

@@ -46,7 +46,6 @@ pub struct Arguments {
     update_kernels: bool,
 }
 
-/// Installs missing tools, and fetches the pinned kernels.
 pub fn set_up(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     speak_as("setup", || {
         create_folder(&checkout.ci(""))?;

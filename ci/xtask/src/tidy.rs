@@ -17,7 +17,6 @@ const MOST_COLUMNS: usize = 100;
 /// Starts of tables in which a comment is data, of one line.
 const TABLES: [&str; 2] = ["params! {", "reasons! {"];
 
-/// Violation of a rule.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Violation {
     file: String,
@@ -48,7 +47,6 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Violations in the files of the repository.
 pub fn violations(repository: &Repository) -> Result<Vec<Violation>> {
     let sources = sources(repository)?;
     let mut violations: Vec<_> =
@@ -62,7 +60,6 @@ pub fn drawing(repository: &Repository) -> Result<String> {
     layers::drawing(repository, &sources(repository)?)
 }
 
-/// Rust files with their texts.
 fn sources(repository: &Repository) -> Result<Vec<(String, String)>> {
     let mut sources = Vec::new();
     for path in repository.files()? {

@@ -59,7 +59,6 @@ pub struct Arguments {
     limit_s: u32,
 }
 
-/// Runs the demo, and returns the exit code.
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("demo", || {
         prepare(checkout, arguments)?;
@@ -96,12 +95,10 @@ fn free_port() -> Result<u16> {
     }
 }
 
-/// A run of the demo.
 struct Demo<'run> {
     checkout: &'run Checkout,
     limit_s: u32,
     folder: PathBuf,
-    /// Ports of the two VMs.
     metrics_ports: [u16; 2],
     /// Address on the host that the VMs listen on.
     listen: &'static str,
@@ -144,7 +141,6 @@ impl<'run> Demo<'run> {
         Ok(code)
     }
 
-    /// Phases 1 to 4, on the host.
     fn run_on_host(&self, narrator: &mut Narrator) -> Result<u8> {
         narrator.begin();
         let mut host = programs::task(self.checkout, "host")?;

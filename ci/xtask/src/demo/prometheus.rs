@@ -28,7 +28,6 @@ pub struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts it, and waits until it is ready.
     pub fn start(checkout: &Checkout, demo: &Path, metrics_ports: [u16; 2]) -> Result<Self> {
         let program = Apt::new(checkout).unpacked("prometheus")?.join("usr/bin/prometheus");
         let folder = demo.join("prometheus");

@@ -31,7 +31,6 @@ const MONITOR_LIMIT: Duration = Duration::from_secs(5);
 /// which ends QEMU.
 const MONITOR_COMMANDS: &[u8] = b"info registers -a\nnmi\n";
 
-/// The ends of a pair of pipes as QEMU's `pipe` backend uses them.
 struct Pipes {
     to_qemu: File,
     from_qemu: File,

@@ -22,7 +22,6 @@ pub fn hosts_at_once(memory_mib: u64) -> Result<usize> {
     })
 }
 
-/// Load of this machine over 1, 5 and 15 minutes.
 pub fn load() -> Result<String> {
     let load = read("/proc/loadavg".as_ref())?;
     Ok(load.split_whitespace().take(3).collect::<Vec<_>>().join(" "))

@@ -18,7 +18,6 @@ use super::qemu;
 use crate::checkout::{Checkout, create_folder, rename, write};
 use crate::messages::{say, speak_as};
 
-/// A byte of a pattern. `None` matches all.
 type Byte = Option<u8>;
 
 /// The store of the note, with a displacement of four bytes.

@@ -165,7 +165,6 @@ pub fn measured_here(checkout: &Checkout) -> Result<String> {
     measured::measured_on(checkout, place::choose()?.0)
 }
 
-/// Runs the command, and returns its exit code.
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("host", || {
         let (place, reason) = place::choose()?;

@@ -37,7 +37,6 @@ const LAST_QEMU_LINES: usize = 5;
 /// Part of a warning of QEMU that is always there.
 const USUAL_WARNING: &str = "TCG doesn't support";
 
-/// Boots the host, runs the command, and returns its exit code.
 pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     say!("booting the emulated KVM host ({} CPUs, {} MiB): {reason}", host.cpus, host.memory_mib);
     images::host::build(checkout)?;
@@ -60,7 +59,6 @@ pub fn run(checkout: &Checkout, host: &Arguments, reason: &str) -> Result<u8> {
     report(host, run, &end)
 }
 
-/// Makes the disks and files of a run.
 fn prepare(checkout: &Checkout, host: &Arguments, run: &Path) -> Result<()> {
     // Hard links: this run keeps its disks when another task builds new ones.
     let disks = ["root.ext4", "peers.ext4"];
@@ -97,7 +95,6 @@ struct Boot<'run> {
     cutter: Option<Cutter>,
 }
 
-/// End of a boot.
 struct End {
     status: ExitStatus,
     /// Set if the command's time was over.

@@ -12,7 +12,6 @@ use crate::messages::refuse;
 /// Variable that overrides the choice. The command gets it with the place where it runs.
 pub const PLACE: &str = "FORESHORE_HOST";
 
-/// Place where a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     Direct,

@@ -53,7 +53,6 @@ pub fn program() -> Result<PathBuf> {
     found.context("qemu-system-x86_64 is not installed (ci/setup installs it)")
 }
 
-/// Files that QEMU uses.
 pub struct Files<'run> {
     pub kernel: &'run Path,
     pub initrd: &'run Path,
@@ -82,7 +81,6 @@ pub fn arguments(host: &Arguments, files: &Files<'_>) -> Vec<String> {
     list.0
 }
 
-/// Arguments in their order.
 struct List(Vec<String>);
 
 impl List {

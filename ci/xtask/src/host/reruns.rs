@@ -11,7 +11,6 @@ use super::ends;
 use crate::checkout::{Checkout, create_folder, list, rename};
 use crate::messages::say;
 
-/// Limit of runs of one command.
 const MAX_RUNS: usize = 3;
 /// Marks of the emulation in the console of a guest: a breakpoint or a debug exception that nothing
 /// has set (`has_the_mark` in ci/guest-tests/src/runner.rs).

@@ -24,7 +24,6 @@ impl Tails {
         Self { is_complete: Arc::default(), threads: Vec::new() }
     }
 
-    /// Starts to copy a file.
     pub fn add(&mut self, path: &Path, output: impl Write + Send + 'static) -> Result<()> {
         let file = open(path)?;
         let is_complete = self.is_complete.clone();

@@ -17,16 +17,13 @@ use crate::kernels::{self, Pin};
 use crate::messages::{refuse, say, speak_as};
 use crate::programs;
 
-/// Our programs in each image.
 const OURS: [&str; 3] = ["foreshore-agent", "guest-shell", "guest-tool"];
 
-/// Folders of each image.
 const FOLDERS: &[&str] = &[
     "bin", "sbin", "dev", "proc", "sys", "tmp", "run", "root", "mnt", "etc", "usr/bin", "usr/sbin",
     "var/lib", "var/log",
 ];
 
-/// Modules that init loads.
 const MODULES: &[&str] = &[
     "virtio_pci",
     "virtio_console",
@@ -94,7 +91,6 @@ const FLAVORS: [Flavor; 5] = [
     },
 ];
 
-/// An image, named after its flavor and kernel.
 struct Image {
     flavor: &'static Flavor,
     kernel: String,
@@ -187,7 +183,6 @@ fn pack(stage: &Stage, image: &std::path::Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the images that the arguments name, or all.
 pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     speak_as("image", || {
         let mut images = images(&kernels::pins(checkout)?);
@@ -215,12 +210,10 @@ pub fn build(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// Builds the images of these names.
 pub fn build_named(checkout: &Checkout, names: &[&str]) -> Result<()> {
     build(checkout, &Arguments { images: names.iter().map(|name| (*name).to_owned()).collect() })
 }
 
-/// Builds all images.
 pub fn build_all(checkout: &Checkout) -> Result<()> {
     build(checkout, &Arguments { images: Vec::new() })
 }

@@ -18,7 +18,6 @@ use crate::kernels;
 use crate::messages::{say, speak_as};
 use crate::programs;
 
-/// Folders of the disk.
 const FOLDERS: &[&str] = &[
     "dev", "proc", "sys", "tmp", "run", "var", "out", "root", "mnt", "pm", "disk", "peers", "etc",
     "guests", "usr/bin", "usr/sbin",
@@ -41,7 +40,6 @@ const MODULES: &[&str] = &[
     "bridge",
 ];
 
-/// Builds the disk and the initramfs unless their inputs are unchanged.
 pub fn build(checkout: &Checkout) -> Result<()> {
     speak_as("nested", || {
         let folder = checkout.ci("host");

@@ -60,7 +60,6 @@ fn add_input(input: &Path, lines: &mut Vec<Vec<u8>>) -> Result<()> {
     Ok(())
 }
 
-/// A temporary file without a name, read from its start.
 fn file_with(bytes: &[u8]) -> Result<File> {
     let mut file = tempfile::tempfile()?;
     file.write_all(bytes)?;

@@ -32,7 +32,6 @@ exec /peers/lib/ld.so --library-path /peers/lib /peers/qemu/qemu-system-x86_64 -
 ",
 );
 
-/// Builds the disk unless its inputs are unchanged.
 pub fn build(checkout: &Checkout) -> Result<()> {
     speak_as("nested", || {
         let folder = checkout.ci("host");

@@ -18,13 +18,11 @@ const LOADER: &str = "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2";
 const LIBRARIES: [&str; 2] = ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"];
 const BUSYBOX: &str = "/bin/busybox";
 
-/// The folder that an image is made of.
 pub struct Stage {
     folder: PathBuf,
 }
 
 impl Stage {
-    /// An empty stage with these folders.
     pub fn new(folder: PathBuf, folders: &[&str]) -> Result<Self> {
         crate::checkout::remove_folder(&folder)?;
         create_folder(&folder)?;
@@ -64,7 +62,6 @@ impl Stage {
         symlink(target, self.path(path)).with_context(|| format!("Cannot link {path}"))
     }
 
-    /// Adds busybox and a link for each of its applets.
     pub fn add_busybox(&self) -> Result<()> {
         let busybox = programs::find_system("busybox")?;
         create_folder(&self.path("sbin"))?;
@@ -162,7 +159,6 @@ fn module_paths(needed: &str) -> BTreeSet<PathBuf> {
     paths.map(PathBuf::from).collect()
 }
 
-/// Copies a module, unpacked.
 fn add_module(module: &Path, target: &Path) -> Result<()> {
     create_folder(target.parent().context("no folder")?)?;
     if module.extension().is_none_or(|extension| extension != "xz") {

@@ -10,7 +10,6 @@ use crate::checkout::{Checkout, create_folder, remove_folder, write};
 use crate::jobs;
 use crate::programs;
 
-/// Programs, and the packages that have them and their shared objects.
 pub struct ProgramSet {
     /// Folder of the merged packages below target/ci/roots.
     name: &'static str,

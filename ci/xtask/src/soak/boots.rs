@@ -20,7 +20,6 @@ const OUTPUT: &str = "said";
 /// Starts of lines about acknowledged flushes. There are thousands, so only the file has them.
 const FLUSHES: [&str; 2] = ["disk flushed ", "dax flushed "];
 
-/// Boots that leave their logs in one folder.
 pub struct Boots<'run> {
     pub checkout: &'run Checkout,
     pub folder: PathBuf,
@@ -85,7 +84,6 @@ impl Boots<'_> {
         lines.iter().for_each(|line| write_errors(line));
     }
 
-    /// The output of the last boot.
     pub fn output(&self) -> Result<String> {
         output_in(&self.folder)
     }

@@ -25,7 +25,6 @@ struct Batch {
     rounds: u32,
 }
 
-/// Batches with seeds from `first_seed` on.
 fn batches(first_seed: u32, rounds: u32) -> Vec<Batch> {
     let batch = |index| Batch {
         seed: first_seed.wrapping_add(index * SEEDS_OF_BATCH),
@@ -114,7 +113,6 @@ fn read_tally(output: &str) -> Option<Tally> {
     output.lines().find_map(tally)
 }
 
-/// Adds the tallies of all boots.
 fn sum_up(tallies: impl Iterator<Item = Tally>) -> String {
     let mut sums = Tally::new();
     for (index, (count, text)) in tallies.flat_map(|tally| tally.into_iter().enumerate()) {

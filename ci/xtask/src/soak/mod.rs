@@ -117,12 +117,10 @@ impl Arguments {
     }
 }
 
-/// The choice of an option, or all values.
 fn chosen<'a>(choice: Option<&'a String>, all: &[&'a str]) -> Vec<&'a str> {
     choice.map_or_else(|| all.to_vec(), |name| vec![name.as_str()])
 }
 
-/// A run of this task.
 struct Soak<'run> {
     checkout: &'run Checkout,
     arguments: &'run Arguments,
@@ -131,7 +129,6 @@ struct Soak<'run> {
     table: Table,
 }
 
-/// Runs the chosen parts, and returns the exit code.
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("soak", || {
         create_folder(&checkout.path(FOLDER))?;

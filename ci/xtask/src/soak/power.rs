@@ -90,7 +90,6 @@ fn now(folder: &Path, disk: &str) -> String {
     folder.join(format!("{disk}.now")).display().to_string()
 }
 
-/// Arguments of `host` for a boot.
 fn arguments(folder: &Path, task: &str, seed: &str, delay_ms: Option<u32>) -> Vec<String> {
     let (disk, nvdimm) = (now(folder, DISKS[0]), now(folder, DISKS[1]));
     let heard = folder.join(HEARD).display().to_string();
@@ -119,7 +118,6 @@ fn boot_on_copies(boots: &Boots<'_>, folder: &Path, arguments: &[String]) -> Res
     Ok(code)
 }
 
-/// The output of all boots.
 fn outputs(folder: &Path) -> Result<String> {
     let mut outputs = String::new();
     for boot in list(folder)? {

@@ -78,7 +78,6 @@ impl Run {
         }
     }
 
-    /// Arguments of `host`.
     fn arguments(&self, clock: Clock, rounds: u32) -> Vec<String> {
         let (limit, rounds) = (self.limits(clock, rounds).0.to_string(), rounds.to_string());
         let counted = (clock == Clock::Counted).then_some("--counted");
@@ -92,7 +91,6 @@ impl Run {
 }
 
 impl Soak<'_> {
-    /// Runs the workloads, and adds a row for each.
     pub fn run_pressure(&mut self) -> Result<()> {
         let folder = self.checkout.path(FOLDER).join("pressure");
         remove_folder(&folder)?;
@@ -206,7 +204,6 @@ fn join_tables(tables: &str) -> String {
     lines.map(|(_, line)| format!("{line}\n")).collect()
 }
 
-/// Draws the plots of a boot.
 fn plot(folder: &Path) -> Result<()> {
     let mut plots = list(folder).unwrap_or_default();
     plots.retain(|path| path.extension().is_some_and(|extension| extension == "gnuplot"));

@@ -9,7 +9,6 @@ use anyhow::{Context, Result};
 use crate::checkout::{Checkout, read};
 use crate::messages::{say, write_output};
 
-/// Results of a run.
 pub struct Table {
     path: PathBuf,
     file: File,
@@ -26,7 +25,6 @@ impl Table {
         Ok(Self { path: path.to_owned(), file, root: checkout.root().to_owned(), failures: 0 })
     }
 
-    /// Adds a row and prints it.
     pub fn add(&mut self, name: &str, seed: &str, result: &str) -> Result<()> {
         writeln!(self.file, "{name:<28} {seed:<10} {result}")?;
         say!("{name}, seed {seed}: {result}");

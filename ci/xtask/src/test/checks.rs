@@ -14,12 +14,10 @@ use crate::programs;
 use crate::repository::Repository;
 use crate::tidy;
 
-/// Packages with fuzz targets, which are workspaces of their own.
 const FUZZED: [&str; 2] = ["pmem-volume", "vmm"];
 /// Number of power cuts. `ci/soak` makes more.
 const POWER_CUTS: &str = "2";
 
-/// Runs all checks apart from power cuts.
 pub fn run(checkout: &Checkout, report: &mut Report) {
     check(report, "formatting (cargo fmt)", || {
         let status = jobs::status(&mut cargo::command(checkout, ["fmt", "--all", "--check"]))?;

@@ -26,7 +26,6 @@ use crate::programs;
 
 const HOST_CPUS: u64 = 1;
 const HOST_MIB: u64 = 6144;
-/// Real DAX for tests. XFS needs 300 MiB.
 const HOST_NVDIMM_MIB: u64 = 512;
 /// Two devices for tests.
 const HOST_PMEM_MIB: u64 = 320;
@@ -170,7 +169,6 @@ impl Lanes<'_> {
     }
 }
 
-/// A host in a process of its own.
 struct EmulatedHost<'lane> {
     lanes: &'lane Lanes<'lane>,
     folder: &'lane PathBuf,

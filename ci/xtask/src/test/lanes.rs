@@ -138,7 +138,6 @@ mod tests {
     use super::*;
     use crate::host::HOST_FAILED;
 
-    /// Output and end of a boot.
     struct Boot {
         output: &'static str,
         code: u8,

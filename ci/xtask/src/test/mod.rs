@@ -62,7 +62,6 @@ impl Arguments {
     }
 }
 
-/// Runs the tests, and returns the exit code.
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("test", || {
         let mut report = Report::new();

@@ -134,7 +134,6 @@ impl Report {
     }
 }
 
-/// A line with the seconds of each step, and one with all `seconds`.
 fn format_steps(steps: &[(String, u64)], seconds: u64) -> String {
     let ends = steps.iter().skip(1).map(|(_, start)| *start).chain([seconds]);
     let lines = steps

@@ -10,7 +10,6 @@ const KEPT_PART: usize = 5;
 /// A boot costs seconds, so fewer tests are not worth one.
 const LEAST_SHARE: usize = 3;
 
-/// Shares of all hosts.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Shares {
     /// First share of each host.
@@ -18,7 +17,6 @@ pub struct Shares {
     pub kept: Kept,
 }
 
-/// Tests that hosts return for.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kept {
     tests: VecDeque<String>,
@@ -55,7 +53,6 @@ mod tests {
         (0..count).map(|number| number.to_string()).collect()
     }
 
-    /// Sizes of the first shares and of those that one host after another returns for.
     fn sizes(count: usize, hosts: usize) -> (Vec<usize>, Vec<usize>) {
         let mut shares = divide(&tests(count), hosts);
         let first = shares.first.iter().map(Vec::len).collect();

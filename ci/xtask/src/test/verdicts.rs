@@ -16,7 +16,6 @@ pub const NO_VERDICT: &str = "no verdict";
 pub const THE_HOST: &str = "the-host";
 const FAILED: &str = "FAILED";
 
-/// Verdict of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Passed,

@@ -18,21 +18,25 @@ const TABLE_HEAD: &str = "| Layer | Modules of `vmm/src` |";
 const MODULES: &str = "vmm/src/";
 /// Files that belong to no module: they list the modules or start the program.
 const ROOTS: [&str; 2] = ["lib", "main"];
-/// Folder of programs that use the library.
 const PROGRAMS: &str = "bin";
 
 /// Fence of the drawing in the document.
 const DRAWING_FENCE: &str = "```mermaid\n";
 
-/// Fault of the layers.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// A module uses one of a layer above its own.
-    Upward { from: String, to: String },
+    Upward {
+        from: String,
+        to: String,
+    },
     /// A module is in no layer.
-    Unlisted { module: String },
+    Unlisted {
+        module: String,
+    },
     /// A module of the table does not exist.
-    Missing { module: String },
+    Missing {
+        module: String,
+    },
     /// The document's drawing differs from the code.
     OldDrawing,
 }
@@ -76,7 +80,6 @@ pub fn drawing(repository: &Repository, sources: &[(String, String)]) -> Result<
     Ok(draw(&Layers::read(&document)?, &parse(sources)))
 }
 
-/// Layers from the top to the bottom.
 #[derive(Debug)]
 struct Layers {
     names: Vec<String>,
@@ -102,7 +105,6 @@ impl Layers {
         Ok(Self { names, modules })
     }
 
-    /// Modules of a layer.
     fn modules(&self, layer: usize) -> impl Iterator<Item = &str> {
         let own = self.modules.iter().filter(move |(_, at)| **at == layer);
         own.map(|(module, _)| module.as_str())
@@ -306,7 +308,6 @@ fn is_test_attribute(token: Option<&TokenTree>) -> bool {
     text == "cfg(test)"
 }
 
-/// Path of a `[path = "..."]`.
 fn path_attribute(attribute: TokenStream) -> Option<String> {
     let mut tokens = attribute.into_iter().map(|token| token.to_string());
     let is_path = tokens.next()? == "path" && tokens.next()? == "=";

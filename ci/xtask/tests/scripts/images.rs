@@ -17,7 +17,6 @@ use super::tree::{Tree, is_skipped, missing_tool, repository};
 
 const KERNEL: &str = "6.12";
 const BUILDS: [&str; 3] = ["ci/setup", "guest/image/build basic-6.12", "ci/xtask/run host-disk"];
-/// Files of the images.
 const SCRIPTS: [&str; 4] =
     ["ci/nested/init", "ci/nested/root-init", "guest/image/init", "guest/image/acpi-power"];
 /// Code that names the packages of the images.
@@ -69,7 +68,6 @@ const ALL: [Hostile; 9] = [
 
 /// A kernel that ci/setup has fetched.
 pub struct Kernel {
-    /// Its line of ci/kernels.lock.
     lock: String,
     packages: PathBuf,
     file: String,
@@ -107,7 +105,6 @@ fn can_mount() -> bool {
     tried.is_ok_and(|output| output.status.success())
 }
 
-/// Runs a command, and returns its output.
 fn output(what: &str, command: &mut Command) -> Result<Vec<u8>> {
     let output = command.stdin(Stdio::null()).output()?;
     let text = String::from_utf8_lossy(&output.stderr);
@@ -373,7 +370,6 @@ fn add_directory(files: &mut Files, prefix: &str, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Properties of an ext4 file system, each as a file.
 fn file_system_properties(disk: &Path) -> Result<Files> {
     const PROPERTIES: [&str; 6] = [
         "Filesystem features",

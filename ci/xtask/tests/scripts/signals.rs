@@ -62,7 +62,6 @@ impl Drop for Task {
 /// A tree for a task, where the command `stub` and others that use it last.
 struct Stubs {
     tree: Tree,
-    /// The choice of the host.
     host: &'static str,
 }
 

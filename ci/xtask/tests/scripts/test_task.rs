@@ -78,7 +78,6 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// The fakes, unless a tool is missing.
 fn fakes(cargo: &str) -> Option<Fakes> {
     Tree::with_tools(cargo).map(|tree| Fakes::new(tree).unwrap())
 }

@@ -47,7 +47,6 @@ const TOOLS: [&str; 16] = [
 const SYSTEM_FOLDERS: [&str; 4] = ["/usr/bin", "/usr/sbin", "/bin", "/sbin"];
 const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.a";
 
-/// The checkout that this test is built from.
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
@@ -103,7 +102,6 @@ impl Tree {
         self.folder.path().join(path)
     }
 
-    /// Copies a script of the checkout.
     pub fn copy_script(&self, path: &str) -> Result<()> {
         self.copy(&repository().join(path), path, 0o755 & !self.umask)
     }
