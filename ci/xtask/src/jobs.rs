@@ -81,11 +81,6 @@ impl Job {
         state().groups.iter().find(|group| group.leader == self.leader).copied()
     }
 
-    /// Ends the group if `result` is an error.
-    fn end_on_error(&self, result: Result<()>) -> Result<()> {
-        result.inspect_err(|_| end_groups(self.group().as_slice()))
-    }
-
     fn reap(&mut self) -> Result<ExitStatus> {
         let is_ending = {
             let mut state = state();
@@ -185,11 +180,10 @@ pub fn stream(
     receive: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<ExitStatus> {
     let (reader, writer) = io::pipe()?;
-    let mut job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
+    let job = spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
     // The command holds ends of the pipe.
     command.stdout(Stdio::null()).stderr(Stdio::null());
-    drain(reader, receive).with_context(|| format!("Output of {}", name(command)))?;
-    job.wait()
+    drain(command, job, reader, receive)
 }
 
 /// Runs a command as a job, forwards its output at once, and returns its exit status. It has the
@@ -200,41 +194,25 @@ pub fn stream_output(
 ) -> Result<ExitStatus> {
     let mut job = spawn(command.stdout(Stdio::piped()))?;
     let output = job.child.stdout.take().context("no pipe")?;
-    drain(output, receive).with_context(|| format!("Output of {}", name(command)))?;
-    job.wait()
+    drain(command, job, output, receive)
 }
 
-/// Runs a command as a job, forwards its output to one receiver and its errors to another, and
-/// returns its exit status. An error of a receiver ends the job, whose other pipe would otherwise
-/// stay open.
-pub fn stream_apart(
-    command: &mut Command,
-    receive: impl FnMut(&[u8]) -> Result<()>,
-    receive_errors: impl FnMut(&[u8]) -> Result<()> + Send,
+/// Forwards the content of a pipe until it is closed, and returns the exit status of the job.
+fn drain(
+    command: &Command,
+    mut job: Job,
+    mut reader: impl Read,
+    mut receive: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<ExitStatus> {
-    let mut job = spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
-    let output = job.child.stdout.take().context("no pipe")?;
-    let errors = job.child.stderr.take().context("no pipe")?;
-    let drained = thread::scope(|scope| {
-        let errors = scope.spawn(|| job.end_on_error(drain(errors, receive_errors)));
-        let drained = job.end_on_error(drain(output, receive));
-        let Ok(errors) = errors.join() else { bail!("the receiver of the errors has panicked") };
-        drained.and(errors)
-    });
-    drained.with_context(|| format!("Output of {}", name(command)))?;
-    job.wait()
-}
-
-/// Forwards the content of a pipe until it is closed.
-fn drain(mut reader: impl Read, mut receive: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let mut buffer = [0; 8192];
     loop {
-        match reader.read(&mut buffer) {
-            Ok(0) => return Ok(()),
-            Ok(len) => receive(&buffer[..len])?,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error.into()),
-        }
+        let read = match reader.read(&mut buffer) {
+            Ok(0) => return job.wait(),
+            Ok(len) => receive(&buffer[..len]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+            Err(error) => Err(error.into()),
+        };
+        read.with_context(|| format!("Output of {}", name(command)))?;
     }
 }
 
@@ -388,44 +366,6 @@ mod tests {
             });
         assert_eq!(status.unwrap().code(), Some(3));
         assert_eq!(streamed, b"a\nb\nc");
-    }
-
-    #[test]
-    fn errors_that_fill_a_pipe_do_not_block_the_output() {
-        let script = "head -c 300000 /dev/zero >&2; echo done";
-        let (mut output, mut errors) = (Vec::new(), 0);
-        let add = |bytes: &[u8]| {
-            output.extend_from_slice(bytes);
-            Ok(())
-        };
-        let count = |bytes: &[u8]| {
-            errors += bytes.len();
-            Ok(())
-        };
-        let status = stream_apart(Command::new("sh").args(["-c", script]), add, count).unwrap();
-        assert!(status.success());
-        assert_eq!((output.as_slice(), errors), (&b"done\n"[..], 300_000));
-    }
-
-    #[test]
-    fn receiver_that_fails_ends_the_job_before_its_other_pipe_closes() {
-        let fail = |_: &[u8]| -> Result<()> { bail!("disk full") };
-        for (first, second) in [("echo first", "echo late >&2"), ("echo first >&2", "echo late")] {
-            let mut late = Vec::new();
-            let keep = |bytes: &[u8]| {
-                late.extend_from_slice(bytes);
-                Ok(())
-            };
-            let mut command = Command::new("sh");
-            command.args(["-c", &format!("{first}; sleep 20; {second}")]);
-            let result = if second.ends_with(">&2") {
-                stream_apart(&mut command, fail, keep)
-            } else {
-                stream_apart(&mut command, keep, fail)
-            };
-            assert_eq!(result.unwrap_err().root_cause().to_string(), "disk full");
-            assert!(late.is_empty(), "{first}");
-        }
     }
 
     #[test]

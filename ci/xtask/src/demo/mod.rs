@@ -88,7 +88,7 @@ fn prepare(checkout: &Checkout, arguments: &Arguments) -> Result<()> {
 /// A port on which nothing listens.
 fn free_port() -> Result<u16> {
     loop {
-        let port = u16::try_from(FIRST_PORT + random::from_kernel(PORTS)?)?;
+        let port = u16::try_from(FIRST_PORT + random::below(PORTS))?;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return Ok(port);
         }
@@ -144,18 +144,10 @@ impl<'run> Demo<'run> {
     fn run_on_host(&self, narrator: &mut Narrator) -> Result<u8> {
         narrator.begin();
         let mut host = programs::task(self.checkout, "host")?;
-        let timeout = (self.limit_s + END_S).to_string();
-        host.args([
-            "--no-build",
-            "--mem",
-            HOST_MIB,
-            "--cpus",
-            HOST_CPUS,
-            "--timeout",
-            &timeout,
-            "--out",
-        ]);
-        host.arg(&self.folder);
+        let timeout = self.limit_s + END_S;
+        let options =
+            format!("--no-build --mem {HOST_MIB} --cpus {HOST_CPUS} --timeout {timeout} --out");
+        host.args(options.split(' ')).arg(&self.folder);
         for port in self.metrics_ports {
             host.arg("--forward").arg(format!("{port}:{port}"));
         }

@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use crate::checkout::{Checkout, create_folder};
 use crate::host::reruns::{self, End};
 use crate::jobs;
-use crate::messages::{self, Lines, say, write_errors, write_output};
+use crate::messages::{self, Lines, say, write_output};
 use crate::programs;
 
 /// File with the output of the command in the folder of a boot.
@@ -40,19 +40,19 @@ impl Boots<'_> {
             .args(["--no-build", "--mem", &self.memory_mib.to_string(), "--out"])
             .arg(&self.folder);
         command.args(arguments).current_dir(self.checkout.root());
-        let (mut lines, mut errors) = (Lines::default(), Lines::default());
+        let mut lines = Lines::default();
         let receive = |bytes: &[u8]| {
             file.write_all(bytes)?;
             self.show(lines.feed(bytes));
             Ok(())
         };
-        let receive_errors = |bytes: &[u8]| {
-            self.show_errors(errors.feed(bytes));
-            Ok(())
+        // Errors need the prefix as well.
+        let status = if self.prefix.is_empty() {
+            jobs::stream_output(&mut command, receive)?
+        } else {
+            jobs::stream(&mut command, receive)?
         };
-        let status = jobs::stream_apart(&mut command, receive, receive_errors)?;
         self.show(lines.finish());
-        self.show_errors(errors.finish());
         Ok(jobs::exit_code(status))
     }
 
@@ -75,13 +75,6 @@ impl Boots<'_> {
         for line in lines.iter().filter(|line| !is_flush(line)) {
             write_output(&[self.prefix.as_bytes(), line].concat());
         }
-    }
-
-    fn show_errors(&self, lines: Vec<Vec<u8>>) {
-        if !self.prefix.is_empty() {
-            return self.show(lines);
-        }
-        lines.iter().for_each(|line| write_errors(line));
     }
 
     pub fn output(&self) -> Result<String> {

@@ -88,11 +88,13 @@ impl Soak<'_> {
 
 /// Arguments of `host` for a batch.
 fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>) -> Vec<String> {
-    let timeout = (batch.rounds * KILL_S + BOOT_S).to_string();
-    let (rounds, seed) = (batch.rounds.to_string(), batch.seed.to_string());
-    let host = ["--cpus", "1", "--timeout", &timeout, "--", "env", "FORESHORE_TEST_DIR=/out/soak"];
-    let soak = ["soak", "kills", interface, kernel, &rounds, &seed];
-    host.into_iter().chain(soak).chain(format).map(str::to_owned).collect()
+    let Batch { seed, rounds } = batch;
+    let timeout = rounds * KILL_S + BOOT_S;
+    let line = format!(
+        "--cpus 1 --timeout {timeout} -- env FORESHORE_TEST_DIR=/out/soak soak kills {interface} \
+         {kernel} {rounds} {seed}"
+    );
+    line.split(' ').chain(format).map(str::to_owned).collect()
 }
 
 /// Counts and their names.

@@ -138,7 +138,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
             cargo::build(checkout, Programs::Clients)?;
             images::guests::build_all(checkout)?;
         }
-        let seed = arguments.seed.map_or_else(|| random::from_kernel(SEEDS), Ok)?;
+        let seed = arguments.seed.unwrap_or_else(|| random::below(SEEDS));
         say!("seed {seed}");
         let measured_on = host::measured_here(checkout)?;
         let table = Table::create(checkout, &checkout.path(FOLDER).join("table"), &measured_on)?;

@@ -13,7 +13,7 @@ use crate::checkout::{create_folder, list, read, remove_file, remove_folder, ren
 use crate::jobs;
 use crate::messages::{attempt, say};
 use crate::programs;
-use crate::random::Random;
+use crate::random;
 
 /// Line of the program `soak` after which the power is cut.
 const CUT_LINE: &str = "all guests write";
@@ -43,9 +43,8 @@ impl Soak<'_> {
         create_folder(&folder)?;
         write(&folder.join(HEARD), "")?;
         let seed = self.seed.to_string();
-        let mut random = Random::new(self.seed);
         for cut in 1..=cuts {
-            let delay = Some(random.next() % MAX_CUT_MS);
+            let delay = Some(random::of_seed(self.seed, cut, MAX_CUT_MS));
             if !self.boot_and_cut(&folder, tasks.write, cut, delay) {
                 return self.table.add_failure(tasks.name, &seed, &[folder]);
             }
