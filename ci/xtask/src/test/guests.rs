@@ -37,7 +37,6 @@ const RUNNER_END_S: u64 = 60;
 const FOLDER: &str = "guest-tests";
 const LOG: &str = "guest-tests.log";
 
-/// Builds the programs, runs the chosen tests, and adds their results to the report.
 pub fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> Result<()> {
     say!("guest tests");
     // If this build fails, no logs of an earlier run may remain.
@@ -55,7 +54,11 @@ pub fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Report) -> R
     let hosts = shares.first.len();
     let seconds = arguments.guest_tests_s() / u64::try_from(hosts)? + UNEVEN_S;
     let lanes = Lanes { checkout, started, seconds, kept: Mutex::new(shares.kept) };
-    lanes.create_logs(hosts)?;
+    // So that all logs can be followed from the start.
+    for lane in 1..=hosts {
+        create_folder(&lanes.folder(lane, 1))?;
+        write(&lanes.folder(lane, 1).join("log"), "")?;
+    }
     lanes.run(shares.first);
     let (log, boots) = lanes.collect(hosts)?;
     let tally = Tally::of(&log, &tests);
@@ -100,14 +103,6 @@ impl Lanes<'_> {
     fn folder(&self, lane: usize, boot: usize) -> PathBuf {
         let suffix = if boot > 1 { format!("-{boot}") } else { String::new() };
         self.checkout.ci(FOLDER).join(format!("host-{lane}{suffix}"))
-    }
-
-    /// Creates the first logs of all lanes, so that they can be followed from the start.
-    fn create_logs(&self, hosts: usize) -> Result<()> {
-        (1..=hosts).try_for_each(|lane| {
-            create_folder(&self.folder(lane, 1))?;
-            write(&self.folder(lane, 1).join("log"), "")
-        })
     }
 
     /// Runs all lanes. Tests of a lane that fails itself have no verdict.
@@ -163,7 +158,6 @@ impl Lanes<'_> {
         Ok((String::from_utf8_lossy(&log).into_owned(), folders.len()))
     }
 
-    /// Seconds that a lane has left.
     fn seconds_left(&self) -> u64 {
         self.seconds.saturating_sub(self.started.elapsed().as_secs()).max(1)
     }
@@ -174,27 +168,18 @@ struct EmulatedHost<'lane> {
     folder: &'lane PathBuf,
 }
 
-impl<O: FnMut(&[u8])> Host<O> for EmulatedHost<'_> {
-    fn boot(&mut self, tests: &[String], log: &mut Log<O>) -> Result<u8> {
+impl Host for EmulatedHost<'_> {
+    fn boot(&mut self, tests: &[String], log: &mut Log) -> Result<u8> {
         let left = self.lanes.seconds_left();
         let mut command = programs::task(self.lanes.checkout, "host")?;
-        command.args(["--no-build", "--peers"]);
-        for (option, value) in [
-            ("--mem", HOST_MIB),
-            ("--cpus", HOST_CPUS),
-            ("--nvdimm", HOST_NVDIMM_MIB),
-            ("--pmem-devices", HOST_PMEM_MIB),
-            ("--timeout", left + RUNNER_END_S),
-        ] {
-            command.arg(option).arg(value.to_string());
-        }
-        command.arg("--out").arg(self.folder).args([
-            "--",
-            "guest-tests",
-            "--within",
-            &left.to_string(),
-        ]);
-        command.arg("--exact").args(tests).current_dir(self.lanes.checkout.root());
+        let options = format!(
+            "--no-build --peers --mem {HOST_MIB} --cpus {HOST_CPUS} --nvdimm {HOST_NVDIMM_MIB} \
+             --pmem-devices {HOST_PMEM_MIB} --timeout {} --out",
+            left + RUNNER_END_S
+        );
+        command.args(options.split(' ')).arg(self.folder);
+        command.args(["--", "guest-tests", "--within", &left.to_string(), "--exact"]).args(tests);
+        command.current_dir(self.lanes.checkout.root());
         let status = jobs::stream(&mut command, |bytes| log.add(bytes))?;
         Ok(jobs::exit_code(status))
     }

@@ -20,27 +20,27 @@ use crate::messages::Lines;
 /// runs twice.
 const MAX_BOOTS: usize = 5;
 
-/// Log of a lane. Its lines also go to an output, with the lane's number in front.
-pub struct Log<O> {
+/// Log of a lane. Its lines are also shown, with the lane's number in front.
+pub struct Log {
     file: File,
     text: Vec<u8>,
     lines: Lines,
     lane: usize,
-    output: O,
+    show: fn(&[u8]),
 }
 
-impl<O: FnMut(&[u8])> Log<O> {
-    pub fn create(path: &Path, lane: usize, output: O) -> Result<Self> {
+impl Log {
+    pub fn create(path: &Path, lane: usize, show: fn(&[u8])) -> Result<Self> {
         let file =
             File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
-        Ok(Self { file, text: Vec::new(), lines: Lines::default(), lane, output })
+        Ok(Self { file, text: Vec::new(), lines: Lines::default(), lane, show })
     }
 
     pub fn add(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).context("Cannot write the log")?;
         self.text.extend_from_slice(bytes);
         let lines = self.lines.feed(bytes);
-        self.show(lines);
+        self.show_lines(&lines);
         Ok(())
     }
 
@@ -55,28 +55,26 @@ impl<O: FnMut(&[u8])> Log<O> {
     /// Shows the last line even if it lacks a newline.
     pub fn finish(mut self) {
         let lines = self.lines.finish();
-        self.show(lines);
+        self.show_lines(&lines);
     }
 
-    fn show(&mut self, lines: Vec<Vec<u8>>) {
+    fn show_lines(&self, lines: &[Vec<u8>]) {
         let prefix = format!("{}| ", self.lane).into_bytes();
-        lines.into_iter().for_each(|line| (self.output)(&[&prefix[..], &line].concat()));
+        lines.iter().for_each(|line| (self.show)(&[&prefix[..], line].concat()));
     }
 
     fn text(&self) -> String {
         String::from_utf8_lossy(&self.text).into_owned()
     }
 
-    /// True if a test ended without a verdict of the runner's.
     pub fn has_failure_without_verdict(&self) -> bool {
         has_failure_without_verdict(&self.text())
     }
 }
 
-/// Boots of a host.
-pub trait Host<O> {
+pub trait Host {
     /// Boots a host that runs these tests, adds all output to the log, and returns the exit code.
-    fn boot(&mut self, tests: &[String], log: &mut Log<O>) -> Result<u8>;
+    fn boot(&mut self, tests: &[String], log: &mut Log) -> Result<u8>;
 
     /// True if the emulation has ended the last boot, whose exit code this is.
     fn has_died(&self, code: u8) -> bool;
@@ -86,11 +84,7 @@ pub trait Host<O> {
 }
 
 /// Runs tests until all have a verdict.
-pub fn run_share<O: FnMut(&[u8])>(
-    tests: &[String],
-    host: &mut impl Host<O>,
-    log: &mut Log<O>,
-) -> Result<()> {
+pub fn run_share(tests: &[String], host: &mut impl Host, log: &mut Log) -> Result<()> {
     let mut code = host.boot(tests, log)?;
     let mut left = without_verdict(&log.text(), tests);
     let (mut deaths, mut interrupted) = (0, None);
@@ -119,7 +113,7 @@ pub fn run_share<O: FnMut(&[u8])>(
 
 /// Adds the failures that no test has reported: of a host, of a time limit, of a runner that
 /// aborts.
-fn close<O: FnMut(&[u8])>(log: &mut Log<O>, left: &[String], code: u8) -> Result<()> {
+fn close(log: &mut Log, left: &[String], code: u8) -> Result<()> {
     let meaning = ends::meaning(code);
     for test in left {
         log.add_line(&failure(test, &format!("{NO_VERDICT}: {meaning}")))?;
@@ -161,8 +155,8 @@ mod tests {
         kept: Vec<usize>,
     }
 
-    impl<O: FnMut(&[u8])> Host<O> for Script {
-        fn boot(&mut self, tests: &[String], log: &mut Log<O>) -> Result<u8> {
+    impl Host for Script {
+        fn boot(&mut self, tests: &[String], log: &mut Log) -> Result<u8> {
             self.tests.push(tests.join(" "));
             let boot = self.boots.pop_front().context("no such boot")?;
             log.add(boot.output.as_bytes())?;
@@ -181,104 +175,80 @@ mod tests {
         }
     }
 
-    struct Outcome {
-        host: Script,
-        log: String,
-        shown: String,
-    }
-
-    fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> Outcome {
+    /// The host after the last boot, and the log.
+    fn run(tests: &str, boots: impl IntoIterator<Item = Boot>) -> (Script, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let tests: Vec<_> = tests.split(' ').map(str::to_owned).collect();
         let boots = boots.into_iter().collect();
         let mut host = Script { boots, has_died: false, tests: Vec::new(), kept: Vec::new() };
-        let mut shown = Vec::new();
-        let mut log = Log::create(&path, 2, |line: &[u8]| shown.extend_from_slice(line)).unwrap();
+        let mut log = Log::create(&path, 2, |line| assert!(line.starts_with(b"2| "))).unwrap();
         run_share(&tests, &mut host, &mut log).unwrap();
         log.finish();
         assert!(host.boots.is_empty());
-        let log = std::fs::read_to_string(&path).unwrap();
-        Outcome { host, log, shown: String::from_utf8(shown).unwrap() }
+        (host, std::fs::read_to_string(&path).unwrap())
     }
 
+    /// Logs of lanes whose host does not die.
     #[test]
-    fn all_verdicts_of_one_boot_stand_as_they_are() {
-        let output = "test a ... ok (1.0 s)\ntest b ... FAILED (1.0 s)\n  | no\n\n";
-        let outcome = run("a b", [ended(output, 1)]);
-        assert_eq!(outcome.log, output);
-        assert_eq!(
-            outcome.shown,
-            "2| test a ... ok (1.0 s)\n2| test b ... FAILED (1.0 s)\n2|   | no\n2| \n"
-        );
+    fn end_of_a_boot_is_a_failure_of_each_test_left_or_of_the_host() {
+        let failed = "test a ... FAILED (1.0 s)\n";
+        for (tests, output, code, added) in [
+            ("a b", "test a ... ok (1.0 s)\ntest b ... FAILED (1.0 s)\n  | no\n\n", 1, ""),
+            (
+                "a b c",
+                "test a ... ok (1.0 s)\n",
+                124,
+                "test b ... FAILED (no verdict: time limit reached)\n\
+                 test c ... FAILED (no verdict: time limit reached)\n",
+            ),
+            (
+                "a",
+                "test a ... ok (1.0 s)\n",
+                137,
+                "test the-host ... FAILED (every test has passed, but the run has failed: \
+                 signal: 9 (SIGKILL))\n",
+            ),
+            ("a", failed, 1, ""),
+        ] {
+            let (host, log) = run(tests, [ended(output, code)]);
+            assert_eq!(log, format!("{output}{added}"));
+            assert_eq!(host.tests, [tests]);
+        }
     }
 
     #[test]
     fn tests_without_a_verdict_run_in_a_new_boot_after_a_death() {
-        let outcome = run(
-            "a b c",
-            [
-                died("test a ... ok (1.0 s)\ntes"),
-                ended("test b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n", 0),
-            ],
-        );
-        assert_eq!(outcome.host.tests, ["a b c", "b c"]);
-        assert_eq!(outcome.host.kept, [1]);
+        let rest = "test b ... ok (1.0 s)\ntest c ... ok (1.0 s)\n";
+        let (host, log) = run("a b c", [died("test a ... ok (1.0 s)\ntes"), ended(rest, 0)]);
+        assert_eq!(host.tests, ["a b c", "b c"]);
+        assert_eq!(host.kept, [1]);
         let death =
             "\ntes\nTHE EMULATION BROKE the host in b: 2 tests have no verdict yet\ntest b ... ok";
-        assert!(outcome.log.contains(death) && !outcome.log.contains("FAILED"), "{}", outcome.log);
-        assert!(outcome.shown.contains("\n2| tes\n2| THE EMULATION BROKE"), "{}", outcome.shown);
+        assert!(log.contains(death) && !log.contains("FAILED"), "{log}");
+        // After the last verdict, a death loses nothing.
+        let (host, log) = run("a", [died("test a ... ok (1.0 s)\n")]);
+        assert_eq!(log, "test a ... ok (1.0 s)\n");
+        assert!(host.kept.is_empty());
     }
 
     #[test]
     fn second_death_in_the_same_test_is_its_failure() {
-        let outcome = run("a b", [died(""), died(""), ended("test b ... ok (1.0 s)\n", 0)]);
-        assert_eq!(outcome.host.tests, ["a b", "a b", "b"]);
-        assert!(outcome.log.contains("test a ... FAILED (the emulated host died in it twice)\n"));
-        assert!(!outcome.log.contains("no verdict:"), "{}", outcome.log);
-        let outcome = run("a", [died(""), died("")]);
-        assert!(outcome.log.ends_with("test a ... FAILED (the emulated host died in it twice)\n"));
+        let failed = "test a ... FAILED (the emulated host died in it twice)\n";
+        let (host, log) = run("a b", [died(""), died(""), ended("test b ... ok (1.0 s)\n", 0)]);
+        assert_eq!(host.tests, ["a b", "a b", "b"]);
+        assert!(log.contains(failed) && !log.contains("no verdict:"), "{log}");
+        assert!(run("a", [died(""), died("")]).1.ends_with(failed));
     }
 
     #[test]
     fn boots_have_a_limit() {
         let verdicts =
             ["test a ... ok\n", "test b ... ok\n", "test c ... ok\n", "test d ... ok\n", ""];
-        let outcome = run("a b c d e f", verdicts.map(died));
-        assert_eq!(outcome.host.tests.len(), MAX_BOOTS);
+        let (host, log) = run("a b c d e f", verdicts.map(died));
+        assert_eq!(host.tests.len(), MAX_BOOTS);
         // The host died twice in `e`.
-        assert!(outcome.log.contains("test e ... FAILED (the emulated host died in it twice)\n"));
-        assert!(
-            outcome.log.ends_with("test f ... FAILED (no verdict: the host failed)\n"),
-            "{}",
-            outcome.log
-        );
-    }
-
-    #[test]
-    fn host_that_fails_in_another_way_is_a_failure_of_each_test_left() {
-        let outcome = run("a b c", [ended("test a ... ok (1.0 s)\n", 124)]);
-        assert_eq!(outcome.host.tests.len(), 1);
-        let expected = "test a ... ok (1.0 s)\n\
-                        test b ... FAILED (no verdict: time limit reached)\n\
-                        test c ... FAILED (no verdict: time limit reached)\n";
-        assert_eq!(outcome.log, expected);
-    }
-
-    #[test]
-    fn end_that_no_test_explains_is_a_failure_of_the_host() {
-        let outcome = run("a", [ended("test a ... ok (1.0 s)\n", 137)]);
-        let expected = "test the-host ... FAILED (every test has passed, but the run has failed: \
-                        signal: 9 (SIGKILL))\n";
-        assert!(outcome.log.ends_with(expected), "{}", outcome.log);
-        let outcome = run("a", [ended("test a ... FAILED (1.0 s)\n", 1)]);
-        assert!(!outcome.log.contains(THE_HOST));
-    }
-
-    #[test]
-    fn death_after_the_last_verdict_is_no_failure() {
-        let outcome = run("a", [died("test a ... ok (1.0 s)\n")]);
-        assert_eq!(outcome.log, "test a ... ok (1.0 s)\n");
-        assert!(outcome.host.kept.is_empty());
+        assert!(log.contains("test e ... FAILED (the emulated host died in it twice)\n"));
+        assert!(log.ends_with("test f ... FAILED (no verdict: the host failed)\n"), "{log}");
     }
 }

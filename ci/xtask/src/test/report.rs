@@ -11,26 +11,23 @@ const MAX_SUSPECTS: usize = 2;
 /// Number of the longest guest tests that are listed.
 const LONGEST_TESTS: usize = 20;
 
-/// Results of a run.
 pub struct Report {
     started: Instant,
     /// Steps and the seconds of the run in which they began.
     steps: Vec<(String, u64)>,
-    passed: usize,
+    pub passed: usize,
     failed: usize,
-    skipped: usize,
+    pub skipped: usize,
     /// Names of tests, checks and conditions that have failed.
     failures: Vec<String>,
-    crash_images: u64,
+    pub crash_images: u64,
     guests: Option<Guests>,
 }
 
-/// Results of the guest tests.
 pub struct Guests {
     pub tally: Tally,
     /// Folder of the logs, relative to the checkout.
     pub folder: String,
-    /// Number of boots of hosts.
     pub boots: usize,
     /// Output of failed and suspect tests.
     pub blocks: Vec<String>,
@@ -55,14 +52,6 @@ impl Report {
         self.steps.push((name.to_owned(), self.started.elapsed().as_secs()));
     }
 
-    pub fn add_passed(&mut self, count: usize) {
-        self.passed += count;
-    }
-
-    pub fn add_skipped(&mut self, count: usize) {
-        self.skipped += count;
-    }
-
     pub fn add_failure(&mut self, name: &str) {
         self.add_failures(1, [name.to_owned()]);
     }
@@ -73,11 +62,6 @@ impl Report {
         self.failures.extend(names);
     }
 
-    pub fn set_crash_images(&mut self, count: u64) {
-        self.crash_images = count;
-    }
-
-    /// Adds the results of `count` guest tests.
     pub fn add_guests(&mut self, guests: Guests, count: usize) {
         let tally = &guests.tally;
         self.passed += tally.passed;
@@ -206,24 +190,6 @@ mod tests {
         let steps = [("set-up".to_owned(), 0), ("lints (cargo clippy)".to_owned(), 7)];
         let expected = "      7 s  set-up\n   1193 s  lints (cargo clippy)\n   1200 s  in all\n";
         assert_eq!(format_steps(&steps, 1200), expected);
-    }
-
-    #[test]
-    fn last_line_has_skipped_tests_only_if_there_are_some() {
-        let mut report = Report::new();
-        report.add_passed(3);
-        assert_eq!(report.last_line(), "3 passed, 0 failed");
-        report.add_skipped(2);
-        assert_eq!(report.last_line(), "3 passed, 0 failed, 2 skipped");
-        assert!(!report.has_failed());
-    }
-
-    #[test]
-    fn guest_tests_without_a_verdict_have_failed() {
-        let mut report = Report::new();
-        report.add_guests(guests(LOG, &["balloon::free", "late::one", "late::two"]), 3);
-        assert_eq!(report.last_line(), "4 passed, 3 failed, 1 skipped");
-        assert_eq!(report.failures, ["balloon::free", "late::one", "late::two"]);
     }
 
     #[test]

@@ -20,13 +20,12 @@ const PACKAGES: [&[&str]; 2] =
 /// operation or crash point (docs/testing.md).
 const LEAST_CRASH_IMAGES: u64 = 300_000;
 
-/// Runs the unit tests, and adds their results to the report.
 pub fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
     say!("unit tests");
     create_folder(&checkout.ci(""))?;
     let path = checkout.ci("unit-tests.log");
     let file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
-    let mut log = Log { file, text: Vec::new() };
+    let mut log = Log { file, results: Results::default() };
     let mut has_passed = true;
     for packages in PACKAGES {
         let names = packages.join(" ");
@@ -42,7 +41,7 @@ pub fn run(checkout: &Checkout, report: &mut Report) -> Result<()> {
         report.begin_step(&format!("unit tests ({names})"));
         has_passed &= attempt(|| log.run_tests(checkout, packages)).unwrap_or(false);
     }
-    add_results(report, &Results::parse(&String::from_utf8_lossy(&log.text)), has_passed);
+    add_results(report, &log.results, has_passed);
     Ok(())
 }
 
@@ -51,9 +50,9 @@ fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
         say!("unit tests that skipped themselves, or a part:");
         results.skipped.iter().for_each(|skipped| eprintln!("  {skipped}"));
     }
-    report.add_passed(results.passed.saturating_sub(results.skipped.len()));
-    report.add_skipped(results.ignored + results.skipped.len());
-    report.set_crash_images(results.crash_images);
+    report.passed += results.passed.saturating_sub(results.skipped.len());
+    report.skipped += results.ignored + results.skipped.len();
+    report.crash_images = results.crash_images;
     if results.crash_images < LEAST_CRASH_IMAGES {
         let opened = results.crash_images;
         let failure = format!(
@@ -70,10 +69,9 @@ fn add_results(report: &mut Report, results: &Results, has_passed: bool) {
     }
 }
 
-/// The log, which also has the output of tests that passed.
 struct Log {
     file: File,
-    text: Vec<u8>,
+    results: Results,
 }
 
 impl Log {
@@ -83,43 +81,23 @@ impl Log {
         cargo.args(packages).args(["--no-fail-fast", "--quiet", "--", "--show-output"]);
         // Tests must make file systems with the same options as without this task.
         cargo.env_remove("MKE2FS_CONFIG").env(IS_JOB, "yes");
-        let (mut lines, mut filter) = (Lines::default(), Filter::default());
+        self.results.section = None;
+        let mut lines = Lines::default();
         let mut show = |lines: Vec<Vec<u8>>| {
-            lines.iter().filter(|line| filter.passes(line)).for_each(|line| write_output(line));
+            for line in lines {
+                if self.results.add(String::from_utf8_lossy(&line).trim_end_matches('\n')) {
+                    write_output(&line);
+                }
+            }
         };
         let status = jobs::stream(&mut cargo, |bytes| {
             self.file.write_all(bytes)?;
-            self.text.extend_from_slice(bytes);
             show(lines.feed(bytes));
             Ok(())
         })?;
         show(lines.finish());
         Ok(status.success())
     }
-}
-
-/// Filter of the shown lines. It hides the output of tests that passed.
-#[derive(Default)]
-struct Filter {
-    is_hiding: bool,
-}
-
-impl Filter {
-    fn passes(&mut self, line: &[u8]) -> bool {
-        let line = line.strip_suffix(b"\n").unwrap_or(line);
-        if let Some(section) = Section::of(line) {
-            self.is_hiding = section == Section::Successes;
-        }
-        let is_noise = line.iter().all(|byte| *byte == b'.') || is_start(line);
-        !self.is_hiding && !is_noise
-    }
-}
-
-/// True for `running 12 tests`.
-fn is_start(line: &[u8]) -> bool {
-    let rest = line.strip_prefix(b"running ").unwrap_or_default();
-    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    digits > 0 && rest[digits..].starts_with(b" test")
 }
 
 /// A part of the output of a test program.
@@ -130,21 +108,10 @@ enum Section {
     Result,
 }
 
-impl Section {
-    /// The section that begins with this line.
-    fn of(line: &[u8]) -> Option<Self> {
-        match line {
-            b"successes:" => Some(Self::Successes),
-            b"failures:" => Some(Self::Failures),
-            _ => line.starts_with(RESULT.as_bytes()).then_some(Self::Result),
-        }
-    }
-}
-
 const RESULT: &str = "test result:";
 
-/// Results of all test programs.
-#[derive(Debug, Default, PartialEq, Eq)]
+/// Results of all test programs, read line by line.
+#[derive(Debug, Default)]
 struct Results {
     passed: usize,
     failed: usize,
@@ -153,35 +120,44 @@ struct Results {
     /// `NAME: REASON` of each test that passed although it skipped itself or a part.
     skipped: Vec<String>,
     crash_images: u64,
+    section: Option<Section>,
+    /// Test whose output the lines are.
+    test: Option<String>,
 }
 
 impl Results {
-    fn parse(log: &str) -> Self {
-        let mut results = Self::default();
-        let (mut section, mut name) = (None, None);
-        for line in log.lines() {
-            if let Some(begun) = Section::of(line.as_bytes()) {
-                (section, name) = (Some(begun), None);
-            }
-            if let Some(counts) = line.strip_prefix(RESULT) {
-                results.add_counts(counts);
-            } else if let Some(count) = line.strip_prefix("crash images opened: ") {
-                results.crash_images += count.trim().parse::<u64>().unwrap_or(0);
-            } else if let Some(test) = heading(line) {
-                name = Some(test);
-            } else if let (Some(Section::Successes), Some(reason)) =
-                (section, line.strip_prefix("skipped: "))
-            {
-                // The first reason of a test stands for all.
-                results.skipped.extend(name.take().map(|name| format!("{name}: {reason}")));
-            } else if let (Some(Section::Failures), None, Some(test)) =
-                (section, name, line.strip_prefix("    "))
-            {
-                // The list follows the output of the tests under a heading of its own.
-                results.failures.push(test.to_owned());
-            }
+    /// Adds a line. Returns false for a line that is not shown: progress, or output of a test that
+    /// passed.
+    fn add(&mut self, line: &str) -> bool {
+        let section = match line {
+            "successes:" => Some(Section::Successes),
+            "failures:" => Some(Section::Failures),
+            _ => line.starts_with(RESULT).then_some(Section::Result),
+        };
+        if section.is_some() {
+            (self.section, self.test) = (section, None);
         }
-        results
+        if let Some(counts) = line.strip_prefix(RESULT) {
+            self.add_counts(counts);
+        } else if let Some(count) = line.strip_prefix("crash images opened: ") {
+            self.crash_images += count.trim().parse::<u64>().unwrap_or(0);
+        } else if let Some(test) = heading(line) {
+            self.test = Some(test.to_owned());
+        } else if let (Some(Section::Successes), Some(reason)) =
+            (self.section, line.strip_prefix("skipped: "))
+        {
+            // The first reason of a test stands for all.
+            self.skipped.extend(self.test.take().map(|test| format!("{test}: {reason}")));
+        } else if let (Some(Section::Failures), None, Some(test)) =
+            (self.section, &self.test, line.strip_prefix("    "))
+        {
+            // The list follows the output of the tests under a heading of its own.
+            self.failures.push(test.to_owned());
+        }
+        let is_start =
+            line.starts_with("running ") && line.trim_end_matches('s').ends_with(" test");
+        let is_progress = line.bytes().all(|byte| byte == b'.');
+        self.section != Some(Section::Successes) && !is_start && !is_progress
     }
 
     /// Adds the numbers of ` ok. 5 passed; 0 failed; 1 ignored; ...`.
@@ -246,9 +222,16 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
 error: test failed, to rerun pass `-p foreshore --lib`
 ";
 
+    /// Results and shown lines of the log.
+    fn read() -> (Results, Vec<&'static str>) {
+        let mut results = Results::default();
+        let shown = LOG.lines().filter(|line| results.add(line)).collect();
+        (results, shown)
+    }
+
     #[test]
     fn results_are_read() {
-        let results = Results::parse(LOG);
+        let (results, _) = read();
         assert_eq!((results.passed, results.failed, results.ignored), (1319, 2, 1));
         assert_eq!(
             results.skipped,
@@ -263,23 +246,15 @@ error: test failed, to rerun pass `-p foreshore --lib`
 
     #[test]
     fn output_of_tests_that_passed_is_hidden() {
-        let mut filter = Filter::default();
-        let shown: Vec<_> = LOG.lines().filter(|line| filter.passes(line.as_bytes())).collect();
-        let expected = "\
-....................................................................................... 1218/1320
-F..............
-failures:
----- boot::kernel::tests::kernels_load stdout ----
-skipped: this one has failed
-    an indented line
-failures:
-    boot::kernel::tests::kernels_load
-    vmm/src/lib.rs - Machine (line 12)
-test result: FAILED. 1318 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; finished in 3.55s
-skipped: no test
-test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
-error: test failed, to rerun pass `-p foreshore --lib`";
-        assert_eq!(shown.join("\n"), expected);
+        let is_hidden = |line: &&str| {
+            let hidden = ["running 1", "crash images", "FORESHORE_ACPI_DUMP", "one more"];
+            line.is_empty() || *line == "." || hidden.iter().any(|text| line.contains(text))
+        };
+        let (_, first_failure) = LOG.split_once("\nfailures:").unwrap();
+        let (before, _) = LOG.split_once("successes:").unwrap();
+        let expected = before.lines().chain(["failures:"]).chain(first_failure.lines());
+        let expected: Vec<_> = expected.filter(|line| !is_hidden(line)).collect();
+        assert_eq!(read().1, expected);
     }
 
     fn report(results: &Results, has_passed: bool) -> String {
@@ -290,7 +265,7 @@ error: test failed, to rerun pass `-p foreshore --lib`";
 
     #[test]
     fn skipped_tests_do_not_count_as_passed() {
-        assert_eq!(report(&Results::parse(LOG), false), "1318 passed, 2 failed, 2 skipped");
+        assert_eq!(report(&read().0, false), "1318 passed, 2 failed, 2 skipped");
     }
 
     #[test]
