@@ -21,7 +21,6 @@ mod soak;
 mod test;
 mod tidy;
 
-use std::fmt::Display;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -175,7 +174,7 @@ fn run(task: Task) -> Result<u8> {
 }
 
 /// Prints `findings`, and returns the exit code for them.
-fn print(findings: Vec<impl Display>) -> Result<u8> {
+fn print(findings: Vec<String>) -> Result<u8> {
     findings.iter().for_each(|finding| println!("{finding}"));
     Ok(u8::from(!findings.is_empty()))
 }

@@ -1,7 +1,6 @@
 //! Check of the names by which files refer to documents and to included files.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::Result;
@@ -21,32 +20,8 @@ struct Reference {
     anchor: Option<String>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
-pub struct Unresolved {
-    file: String,
-    line: usize,
-    text: String,
-    kind: Kind,
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum Kind {
-    NoFile,
-    NoHeading,
-}
-
-impl fmt::Display for Unresolved {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { file, line, text, kind } = self;
-        let kind = match kind {
-            Kind::NoFile => "no such file",
-            Kind::NoHeading => "no such heading",
-        };
-        write!(formatter, "{file}:{line}: {kind}: {text}")
-    }
-}
-
-pub fn unresolved(repository: &Repository) -> Result<Vec<Unresolved>> {
+/// References in the repository's text files to missing files and headings.
+pub fn unresolved(repository: &Repository) -> Result<Vec<String>> {
     let mut texts = BTreeMap::new();
     for path in repository.files()? {
         if let Some(text) = repository.read(&path)? {
@@ -64,11 +39,11 @@ pub fn unresolved(repository: &Repository) -> Result<Vec<Unresolved>> {
             let has_heading =
                 |anchor| headings.get(&path).is_some_and(|known| known.contains(anchor));
             let kind = match &anchor {
-                _ if !repository.exists(&path) => Kind::NoFile,
-                Some(anchor) if !has_heading(anchor) => Kind::NoHeading,
+                _ if !repository.exists(&path) => "file",
+                Some(anchor) if !has_heading(anchor) => "heading",
                 _ => continue,
             };
-            unresolved.push(Unresolved { file: file.clone(), line, text, kind });
+            unresolved.push(format!("{file}:{line}: no such {kind}: {text}"));
         }
     }
     Ok(unresolved)
@@ -240,7 +215,6 @@ mod tests {
         let status = Command::new("git").arg("-C").arg(root).arg("init").output().unwrap().status;
         assert!(status.success());
         let found = unresolved(&Repository::at(root)).unwrap();
-        let found: Vec<_> = found.iter().map(Unresolved::to_string).collect();
         let expected = [
             "DOCS/a.md:2: no such file: b.md",
             "DOCS/a.md:2: no such heading: #there",

@@ -3,7 +3,6 @@
 //! Comments and doc attributes are not compared. For a commit that changes only words, the
 //! differences are string literals. Help texts that clap takes from doc comments are not compared.
 
-use std::fmt;
 use std::str::FromStr;
 
 use anyhow::{Result, anyhow};
@@ -14,33 +13,13 @@ use crate::repository::{ChangedFile, Repository};
 
 const SHOWN_TOKENS: usize = 12;
 
-/// Difference between a file of a commit and of the work tree.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Difference {
-    Added { path: String },
-    Removed { path: String },
-    Changed { path: String, line: usize, old: String, new: String },
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Added { path } => write!(formatter, "{path}: new file"),
-            Self::Removed { path } => write!(formatter, "{path}: removed"),
-            Self::Changed { path, line, old, new } => {
-                write!(formatter, "{path}:{line}:\n  - {old}\n  + {new}")
-            }
-        }
-    }
-}
-
 struct Token {
     text: String,
     line: usize,
 }
 
 /// All differences between the Rust files of `base` and of the work tree.
-pub fn differences(repository: &Repository, base: &str) -> Result<Vec<Difference>> {
+pub fn differences(repository: &Repository, base: &str) -> Result<Vec<String>> {
     let mut differences = Vec::new();
     for file in repository.changed_rust_files(base)? {
         match file {
@@ -49,15 +28,15 @@ pub fn differences(repository: &Repository, base: &str) -> Result<Vec<Difference
                 let text = repository.read(&new)?.ok_or_else(|| anyhow!("{new} is not UTF-8"))?;
                 differences.extend(compare(&new, &old, &tokens(&new, &text)?));
             }
-            ChangedFile { new: Some(path), .. } => differences.push(Difference::Added { path }),
-            ChangedFile { old: Some(path), .. } => differences.push(Difference::Removed { path }),
+            ChangedFile { new: Some(path), .. } => differences.push(format!("{path}: new file")),
+            ChangedFile { old: Some(path), .. } => differences.push(format!("{path}: removed")),
             ChangedFile { .. } => {}
         }
     }
     Ok(differences)
 }
 
-fn compare(path: &str, old: &[Token], new: &[Token]) -> Vec<Difference> {
+fn compare(path: &str, old: &[Token], new: &[Token]) -> Vec<String> {
     let texts =
         |tokens: &[Token]| tokens.iter().map(|token| token.text.clone()).collect::<Vec<_>>();
     let (old_texts, new_texts) = (texts(old), texts(new));
@@ -68,11 +47,12 @@ fn compare(path: &str, old: &[Token], new: &[Token]) -> Vec<Difference> {
     let changes = capture_diff_slices(Algorithm::Myers, &old_texts, &new_texts);
     let changes = changes.iter().filter(|change| change.tag() != DiffTag::Equal);
     changes
-        .map(|change| Difference::Changed {
-            path: path.to_owned(),
-            line: new.get(change.new_range().start).or(new.last()).map_or(1, |token| token.line),
-            old: shown(&old_texts[change.old_range()]),
-            new: shown(&new_texts[change.new_range()]),
+        .map(|change| {
+            let line = new.get(change.new_range().start).or(new.last());
+            let line = line.map_or(1, |token| token.line);
+            let (old, new) =
+                (shown(&old_texts[change.old_range()]), shown(&new_texts[change.new_range()]));
+            format!("{path}:{line}:\n  - {old}\n  + {new}")
         })
         .collect()
 }
@@ -139,7 +119,7 @@ fn is_doc(tree: &TokenTree) -> bool {
 mod tests {
     use super::*;
 
-    fn differences_of(old: &str, new: &str) -> Vec<Difference> {
+    fn differences_of(old: &str, new: &str) -> Vec<String> {
         compare("f.rs", &tokens("f.rs", old).unwrap(), &tokens("f.rs", new).unwrap())
     }
 
@@ -148,19 +128,13 @@ mod tests {
         let old = "//! A file.\n/// One.\n#[inline]\nfn f(a: u8) -> u8 { a /* here */ + 1 }\n";
         let new =
             "//! Another.\n\n#[inline]\n// Plain.\nfn f(\n    a: u8\n) -> u8 {\n    a + 1\n}\n";
-        assert_eq!(differences_of(old, new), []);
+        assert!(differences_of(old, new).is_empty());
     }
 
     #[test]
     fn changed_string_operator_and_attribute_are_found() {
         let found = differences_of("fn f() {\n g(\"a\")\n}", "fn f() {\n\n g(\"b\")\n}");
-        let expected = Difference::Changed {
-            path: "f.rs".to_owned(),
-            line: 3,
-            old: "\"a\"".to_owned(),
-            new: "\"b\"".to_owned(),
-        };
-        assert_eq!(found, [expected]);
+        assert_eq!(found, ["f.rs:3:\n  - \"a\"\n  + \"b\""]);
         for (old, new) in [
             ("const A: u8 = 1 + 2;", "const A: u8 = 1 - 2;"),
             ("const A: bool = B && C;", "const A: bool = B & &C;"),

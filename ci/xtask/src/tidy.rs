@@ -3,8 +3,6 @@
 
 mod layers;
 
-use std::fmt;
-
 use anyhow::Result;
 
 use crate::repository::Repository;
@@ -17,37 +15,8 @@ const MOST_COLUMNS: usize = 100;
 /// Starts of tables in which a comment is data, of one line.
 const TABLES: [&str; 2] = ["params! {", "reasons! {"];
 
-#[derive(Debug, PartialEq, Eq)]
-pub struct Violation {
-    file: String,
-    line: usize,
-    rule: Rule,
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum Rule {
-    TooLong { lines: usize },
-    TooWide { columns: usize },
-    Layer(layers::Fault),
-}
-
-impl fmt::Display for Violation {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { file, line, rule } = self;
-        write!(formatter, "{file}:{line}: ")?;
-        match rule {
-            Rule::TooLong { lines } => {
-                write!(formatter, "{lines} lines, and {MOST_LINES} is the limit")
-            }
-            Rule::TooWide { columns } => {
-                write!(formatter, "{columns} characters, and {MOST_COLUMNS} is the limit")
-            }
-            Rule::Layer(fault) => fault.fmt(formatter),
-        }
-    }
-}
-
-pub fn violations(repository: &Repository) -> Result<Vec<Violation>> {
+/// Violations of the rules, with file and line.
+pub fn violations(repository: &Repository) -> Result<Vec<String>> {
     let sources = sources(repository)?;
     let mut violations: Vec<_> =
         sources.iter().flat_map(|(file, text)| in_text(file, text)).collect();
@@ -72,16 +41,18 @@ fn sources(repository: &Repository) -> Result<Vec<(String, String)>> {
     Ok(sources)
 }
 
-fn in_text(file: &str, text: &str) -> Vec<Violation> {
-    let at = |line, rule| Violation { file: file.to_owned(), line, rule };
+fn in_text(file: &str, text: &str) -> Vec<String> {
     let lines = text.lines().count();
-    let too_long = (lines > MOST_LINES).then(|| at(lines, Rule::TooLong { lines }));
+    let too_long = (lines > MOST_LINES)
+        .then(|| format!("{file}:{lines}: {lines} lines, and {MOST_LINES} is the limit"));
     let mut is_table = false;
     let too_wide = text.lines().zip(1..).filter_map(|(text, line)| {
         is_table = if is_table { text != "}" } else { TABLES.contains(&text) };
         let columns = text.chars().count();
         let is_too_wide = columns > MOST_COLUMNS && is_prose(text) && !is_table;
-        is_too_wide.then(|| at(line, Rule::TooWide { columns }))
+        is_too_wide.then(|| {
+            format!("{file}:{line}: {columns} characters, and {MOST_COLUMNS} is the limit")
+        })
     });
     too_long.into_iter().chain(too_wide).collect()
 }
@@ -99,26 +70,22 @@ fn is_prose(line: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn texts(file: &str, text: &str) -> Vec<String> {
-        in_text(file, text).iter().map(ToString::to_string).collect()
-    }
-
     #[test]
     fn long_files_and_wide_lines_are_named() {
-        assert_eq!(texts("a.rs", &"line\n".repeat(800)), Vec::<String>::new());
+        assert_eq!(in_text("a.rs", &"line\n".repeat(800)), Vec::<String>::new());
         assert_eq!(
-            texts("a.rs", &"line\n".repeat(801)),
+            in_text("a.rs", &"line\n".repeat(801)),
             ["a.rs:801: 801 lines, and 800 is the limit"]
         );
         let wide = format!("fn a() {{}}\n// {}\n// {}\n", "ä ".repeat(48), "ä ".repeat(49));
-        assert_eq!(texts("a.rs", &wide), ["a.rs:3: 101 characters, and 100 is the limit"]);
+        assert_eq!(in_text("a.rs", &wide), ["a.rs:3: 101 characters, and 100 is the limit"]);
         let table = format!("params! {{\n    /// {0}\n}}\n/// {0}\n", "x ".repeat(50));
-        assert_eq!(texts("a.rs", &table), ["a.rs:4: 104 characters, and 100 is the limit"]);
+        assert_eq!(in_text("a.rs", &table), ["a.rs:4: 104 characters, and 100 is the limit"]);
         let exempt = format!(
             "/// {0}\n    //! | {1} |\nlet a = \"{1}\";\n",
             "x".repeat(200),
             "x ".repeat(99)
         );
-        assert_eq!(texts("a.rs", &exempt), Vec::<String>::new());
+        assert_eq!(in_text("a.rs", &exempt), Vec::<String>::new());
     }
 }

@@ -2,12 +2,10 @@
 //! the bottom, and a module may use its own layer and those below it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 
 use anyhow::{Result, ensure};
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-use super::{Rule, Violation};
 use crate::repository::Repository;
 
 /// Document with the table of layers.
@@ -23,53 +21,19 @@ const PROGRAMS: &str = "bin";
 /// Fence of the drawing in the document.
 const DRAWING_FENCE: &str = "```mermaid\n";
 
-#[derive(Debug, PartialEq, Eq)]
-pub enum Fault {
-    Upward {
-        from: String,
-        to: String,
-    },
-    /// A module is in no layer.
-    Unlisted {
-        module: String,
-    },
-    /// A module of the table does not exist.
-    Missing {
-        module: String,
-    },
-    /// The document's drawing differs from the code.
-    OldDrawing,
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Upward { from, to } => {
-                write!(formatter, "{from} uses {to}, which is in a layer above it in {DOCUMENT}")
-            }
-            Self::Unlisted { module } => write!(formatter, "{DOCUMENT} has no layer for {module}"),
-            Self::Missing { module } => write!(formatter, "there is no module {module}"),
-            Self::OldDrawing => formatter
-                .write_str("the drawing is out of date: `cargo xtask draw-layers` prints it"),
-        }
-    }
-}
-
 /// Uses against the layers in `sources`, which are paths with their texts.
-pub fn violations(repository: &Repository, sources: &[(String, String)]) -> Result<Vec<Violation>> {
+pub fn violations(repository: &Repository, sources: &[(String, String)]) -> Result<Vec<String>> {
     let document = repository.read(DOCUMENT)?.unwrap_or_default();
     let layers = Layers::read(&document)?;
     let sources = parse(sources);
     let mut violations = in_sources(&layers, &sources);
     let is_missing = |module: &&String| sources.iter().all(|source| source.name != **module);
-    violations.extend(layers.modules.keys().filter(is_missing).map(|module| {
-        let rule = Rule::Layer(Fault::Missing { module: module.clone() });
-        Violation { file: DOCUMENT.to_owned(), line: 1, rule }
-    }));
+    let missing = layers.modules.keys().filter(is_missing);
+    violations.extend(missing.map(|module| format!("{DOCUMENT}:1: there is no module {module}")));
     let shown = document.split_once(DRAWING_FENCE).and_then(|(_, rest)| rest.split_once("```"));
     if shown.is_none_or(|(shown, _)| shown != draw(&layers, &sources)) {
-        let rule = Rule::Layer(Fault::OldDrawing);
-        violations.push(Violation { file: DOCUMENT.to_owned(), line: 1, rule });
+        let remedy = "`cargo xtask draw-layers` prints it";
+        violations.push(format!("{DOCUMENT}:1: the drawing is out of date: {remedy}"));
     }
     Ok(violations)
 }
@@ -164,21 +128,18 @@ fn parse(sources: &[(String, String)]) -> Vec<Module<'_>> {
     parsed.into_iter().filter(is_module).collect()
 }
 
-fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<Violation> {
+fn in_sources(layers: &Layers, sources: &[Module<'_>]) -> Vec<String> {
     let mut violations = Vec::new();
     for Module { path, name, source } in sources {
-        let at =
-            |line, fault| Violation { file: (*path).to_owned(), line, rule: Rule::Layer(fault) };
         let Some(own) = layers.modules.get(*name) else {
-            violations.push(at(1, Fault::Unlisted { module: (*name).to_owned() }));
+            violations.push(format!("{path}:1: {DOCUMENT} has no layer for {name}"));
             continue;
         };
-        for (line, used) in &source.uses {
-            if layers.modules.get(used).is_some_and(|layer| layer < own) {
-                let fault = Fault::Upward { from: (*name).to_owned(), to: used.clone() };
-                violations.push(at(*line, fault));
-            }
-        }
+        let is_above = |used: &String| layers.modules.get(used).is_some_and(|layer| layer < own);
+        let upward = source.uses.iter().filter(|(_, used)| is_above(used));
+        violations.extend(upward.map(|(line, used)| {
+            format!("{path}:{line}: {name} uses {used}, which is in a layer above it in {DOCUMENT}")
+        }));
     }
     violations
 }
@@ -334,9 +295,6 @@ mod tests {
         let sources: Vec<_> =
             sources.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect();
         in_sources(&Layers::read(PAGE).unwrap(), &parse(&sources))
-            .iter()
-            .map(ToString::to_string)
-            .collect()
     }
 
     #[test]
