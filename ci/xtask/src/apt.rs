@@ -13,15 +13,8 @@ use crate::messages::say;
 use crate::programs;
 use crate::root::Root;
 
-const INSTALL: [&str; 7] = [
-    "env",
-    "DEBIAN_FRONTEND=noninteractive",
-    "apt-get",
-    "install",
-    "-y",
-    "-qq",
-    "--no-install-recommends",
-];
+const INSTALL: &str =
+    "env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends";
 
 /// apt, with package lists that are refreshed at most once.
 pub struct Apt<'checkout> {
@@ -39,7 +32,7 @@ impl<'checkout> Apt<'checkout> {
         say!("installing by apt: {}", packages.join(" "));
         // Checked here, because the first attempt below discards its errors.
         self.root.require(&["apt-get", "install"])?;
-        let command = [&INSTALL[..], packages].concat();
+        let command: Vec<_> = INSTALL.split(' ').chain(packages.iter().copied()).collect();
         if self.root.run(&command, true)?.success() {
             return Ok(());
         }

@@ -59,18 +59,14 @@ enum Clock {
 }
 
 impl Arguments {
-    /// Refuses a combination that clap cannot express.
-    fn check(&self) -> Result<()> {
-        if self.clock == Clock::Counted && self.only != [COUNTABLE] {
+    /// Arguments of `host`, with spaces between them.
+    fn of_host(&self) -> Result<String> {
+        let is_counted = self.clock == Clock::Counted;
+        if is_counted && self.only != [COUNTABLE] {
             refuse!("--clock counted requires --only {COUNTABLE}");
         }
-        Ok(())
-    }
-
-    /// Arguments of `host`, with spaces between them.
-    fn of_host(&self) -> String {
-        let counted = if self.clock == Clock::Counted { " --cpus 1 --counted" } else { "" };
-        format!("--no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out")
+        let counted = if is_counted { " --cpus 1 --counted" } else { "" };
+        Ok(format!("--no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out"))
     }
 
     fn command(&self) -> Vec<String> {
@@ -87,7 +83,7 @@ impl Arguments {
 
 pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
     speak_as("bench", || {
-        arguments.check()?;
+        let options = arguments.of_host()?;
         let other_vmm = other_vmm()?;
         let folder = checkout.path(FOLDER);
         empty(&folder)?;
@@ -98,7 +94,7 @@ pub fn run(checkout: &Checkout, arguments: &Arguments) -> Result<u8> {
         let before = load()?;
         let end = reruns::run(checkout, &folder, print, || {
             let mut host = programs::task(checkout, "host")?;
-            host.args(arguments.of_host().split(' ')).arg(&folder).args(arguments.command());
+            host.args(options.split(' ')).arg(&folder).args(arguments.command());
             host.env("FORESHORE_TEST_DIR", "/tmp/foreshore-bench").current_dir(checkout.root());
             if let Some(vmm) = &other_vmm {
                 add_vmm(&mut host, vmm)?;
@@ -157,47 +153,15 @@ fn add_vmm(host: &mut Command, vmm: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use std::ffi::OsStr;
-    use std::fs;
 
     use super::*;
 
-    fn parse(line: &str) -> Result<Arguments, clap::Error> {
-        crate::tests::parse(line)
-    }
-
     #[test]
-    fn unknown_measurements_and_numbers_are_refused() {
-        for line in
-            ["--rounds 0", "--rounds x", "--only boot,", "--only boots", "--clock fast", "boot"]
-        {
-            assert!(parse(line).is_err(), "{line}");
-        }
-        for line in ["--clock counted", "--clock counted --only agent,boot"] {
-            assert!(parse(line).unwrap().check().is_err(), "{line}");
-        }
-        parse("--clock counted --only agent").unwrap().check().unwrap();
-    }
-
-    #[test]
-    fn choice_reaches_the_program_and_the_clock_the_host() {
-        let arguments = parse("--rounds 7 --only boot,plug").unwrap();
-        assert_eq!(arguments.command()[4..].join(" "), "bench --rounds 7 --only boot,plug");
-        assert!(!arguments.of_host().contains("--counted"));
-        let counted = parse("--clock counted --only agent").unwrap().of_host();
-        assert!(counted.contains(" --cpus 1 --counted "), "{counted}");
-    }
-
-    #[test]
-    fn results_of_an_earlier_run_are_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("broken-1")).unwrap();
-        for name in ["vm0.vmm.log", "bench.json", "notes"] {
-            fs::write(folder.path().join(name), "").unwrap();
-        }
-        empty(folder.path()).unwrap();
-        let left: Vec<_> =
-            fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left, ["notes"]);
+    fn clock_reaches_the_host() {
+        let of_host =
+            |line: &str| crate::tests::parse::<Arguments>(line).unwrap().of_host().unwrap();
+        assert!(!of_host("--only boot,plug").contains("--counted"));
+        assert!(of_host("--clock counted --only agent").contains(" --cpus 1 --counted "));
     }
 
     #[test]

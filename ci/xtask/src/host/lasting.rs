@@ -27,17 +27,8 @@ pub fn make(file: &Path, size_mib: u64) -> Result<()> {
     let new: PathBuf = file.with_file_name(name);
     remove_file(&new)?;
     let mut mke2fs = programs::system("mke2fs");
-    mke2fs.args([
-        "-q",
-        "-t",
-        "ext4",
-        "-b",
-        "4096",
-        "-m",
-        "0",
-        "-E",
-        "lazy_itable_init=0,root_owner=0:0",
-    ]);
+    let options = "-q -t ext4 -b 4096 -m 0 -E lazy_itable_init=0,root_owner=0:0";
+    mke2fs.args(options.split(' '));
     mke2fs.arg(&new).arg(format!("{size_mib}M"));
     jobs::run(mke2fs.stdout(Stdio::null()))?;
     rename(&new, file)

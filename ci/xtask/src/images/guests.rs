@@ -7,7 +7,7 @@ use std::process::Stdio;
 use anyhow::{Context, Result};
 use clap::Args;
 
-use super::staging::{Stage, lines};
+use super::staging::Stage;
 use super::trees::{EXT4, FILE_SYSTEMS, NDCTL, ProgramSet, REDIS, WORKLOADS};
 use super::{archive, common_inputs, inputs_key, rebuild};
 use crate::apt::Apt;
@@ -24,30 +24,14 @@ const FOLDERS: &[&str] = &[
     "var/lib", "var/log",
 ];
 
-const MODULES: &[&str] = &[
-    "virtio_pci",
-    "virtio_console",
-    "virtio_mem",
-    "virtio_balloon",
-    "virtio_blk",
-    "virtio_pmem",
-    "virtio_rng",
-    "libnvdimm",
-    "nfit",
-    "nd_btt",
-    "nd_pmem",
-    "dax_pmem",
-    "vmw_vsock_virtio_transport",
-    "lzo-rle",
-    "zram",
-    "button",
-    "evdev",
-    "virtio_net",
-];
+const MODULES: &str = "\
+    virtio_pci virtio_console virtio_mem virtio_balloon virtio_blk virtio_pmem virtio_rng \
+    libnvdimm nfit nd_btt nd_pmem dax_pmem vmw_vsock_virtio_transport lzo-rle zram button evdev \
+    virtio_net";
 /// Modules that init does not load.
-const MODULES_ON_DEMAND: &[&str] = &["device_dax", "pvpanic-pci"];
+const MODULES_ON_DEMAND: &str = "device_dax pvpanic-pci";
 /// Modules that the kernel loads when something is mounted.
-const FILE_SYSTEM_MODULES: &[&str] = &["ext4", "xfs", "f2fs", "btrfs"];
+const FILE_SYSTEM_MODULES: &str = "ext4 xfs f2fs btrfs";
 
 #[derive(Args)]
 pub struct Arguments {
@@ -70,24 +54,24 @@ struct Flavor {
     name: &'static str,
     kernels: Kernels,
     programs: Option<&'static ProgramSet>,
-    modules: &'static [&'static str],
+    modules: &'static str,
 }
 
 const FLAVORS: [Flavor; 5] = [
-    Flavor { name: "basic", kernels: Kernels::Cloud, programs: None, modules: &[] },
-    Flavor { name: "ndctl", kernels: Kernels::Cloud, programs: Some(&NDCTL), modules: &[] },
+    Flavor { name: "basic", kernels: Kernels::Cloud, programs: None, modules: "" },
+    Flavor { name: "ndctl", kernels: Kernels::Cloud, programs: Some(&NDCTL), modules: "" },
     Flavor {
         name: "file-systems",
         kernels: Kernels::Generic,
         programs: Some(&FILE_SYSTEMS),
         modules: FILE_SYSTEM_MODULES,
     },
-    Flavor { name: "redis", kernels: Kernels::Default, programs: Some(&REDIS), modules: &[] },
+    Flavor { name: "redis", kernels: Kernels::Default, programs: Some(&REDIS), modules: "" },
     Flavor {
         name: "workloads",
         kernels: Kernels::Default,
         programs: Some(&WORKLOADS),
-        modules: &[],
+        modules: "",
     },
 ];
 
@@ -119,9 +103,10 @@ impl Image {
 
     fn fill(&self, stage: &Stage, checkout: &Checkout, apt: &mut Apt<'_>) -> Result<()> {
         stage.add_busybox()?;
-        let modules = [MODULES, MODULES_ON_DEMAND, self.flavor.modules].concat();
-        stage.add_modules(checkout, &self.kernel, &modules)?;
-        stage.write("etc/modules", &lines(MODULES))?;
+        let modules = [MODULES, MODULES_ON_DEMAND, self.flavor.modules].join(" ");
+        stage.add_modules(checkout, &self.kernel, modules.trim_end())?;
+        // As modprobe of the guest's init reads them.
+        stage.write("etc/modules", &format!("{}\n", MODULES.replace(' ', "\n")))?;
         stage.install(&checkout.path("guest/image/init"), "init")?;
         // The path that busybox' acpid derives from the button.
         stage.install(&checkout.path("guest/image/acpi-power"), "etc/acpi/PWRF/00000080")?;

@@ -22,23 +22,9 @@ const FOLDERS: &[&str] = &[
     "dev", "proc", "sys", "tmp", "run", "var", "out", "root", "mnt", "pm", "disk", "peers", "etc",
     "guests", "usr/bin", "usr/sbin",
 ];
-const MODULES: &[&str] = &[
-    "kvm_amd",
-    "virtio_net",
-    "virtio_rng",
-    "loop",
-    "nd_e820",
-    "nd_pmem",
-    "nd_btt",
-    "dax_pmem",
-    "device_dax",
-    "kmem",
-    "vhost_vsock",
-    "vhost_net",
-    "xfs",
-    "tun",
-    "bridge",
-];
+const MODULES: &str = "\
+    kvm_amd virtio_net virtio_rng loop nd_e820 nd_pmem nd_btt dax_pmem device_dax kmem \
+    vhost_vsock vhost_net xfs tun bridge";
 
 pub fn build(checkout: &Checkout) -> Result<()> {
     speak_as("nested", || {
@@ -70,7 +56,7 @@ fn build_initrd(checkout: &Checkout) -> Result<()> {
     let folder = checkout.ci("host");
     let stage = Stage::new(folder.join("initrd.stage"), &["bin", "dev", "root"])?;
     stage.install(&programs::find_system("busybox")?, "bin/busybox")?;
-    stage.add_modules(checkout, kernels::DEFAULT, &["virtio_blk"])?;
+    stage.add_modules(checkout, kernels::DEFAULT, "virtio_blk")?;
     stage.install(&checkout.path("ci/nested/init"), "init")?;
     let new = folder.join("initrd.new");
     jobs::run(archive(stage.folder())?.stdout(File::create(&new)?))?;

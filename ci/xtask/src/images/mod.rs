@@ -113,18 +113,7 @@ fn make_file_system(stage: &Path, image: &Path, size: impl FnOnce(u64) -> u64) -
     let new = image.with_extension("new");
     crate::checkout::remove_file(&new)?;
     let mut mke2fs = programs::system("mke2fs");
-    mke2fs.args([
-        "-q",
-        "-t",
-        "ext4",
-        "-O",
-        "^has_journal",
-        "-m",
-        "0",
-        "-E",
-        "root_owner=0:0",
-        "-d",
-    ]);
+    mke2fs.args("-q -t ext4 -O ^has_journal -m 0 -E root_owner=0:0 -d".split(' '));
     mke2fs.arg(stage).arg(&new).arg(format!("{}k", size(used_kib)));
     jobs::run(mke2fs.stdout(Stdio::null()))?;
     rename(&new, image)?;

@@ -87,7 +87,7 @@ impl Stage {
     /// kmod's configuration of this machine (/etc/modprobe.d, /etc/depmod.d) does not count:
     /// packages have `install` commands there that replace a module, for example ndctl one for
     /// libnvdimm.
-    pub fn add_modules(&self, checkout: &Checkout, kernel: &str, modules: &[&str]) -> Result<()> {
+    pub fn add_modules(&self, checkout: &Checkout, kernel: &str, modules: &str) -> Result<()> {
         let pin = kernels::pin(checkout, kernel)?;
         let (release, tree) = (pin.release(checkout)?, pin.tree(checkout));
         let source = tree.join("lib/modules").join(&release);
@@ -99,9 +99,9 @@ impl Stage {
         let mut modprobe = programs::system("modprobe");
         modprobe.args(["-C", "/dev/null", "-S", &release, "-d"]).arg(&tree);
         let (status, needed) =
-            jobs::attempt(modprobe.args(["-a", "--show-depends"]).args(modules))?;
+            jobs::attempt(modprobe.args(["-a", "--show-depends"]).args(modules.split(' ')))?;
         if !status.success() {
-            bail!("kernel {kernel} lacks a module of: {}", modules.join(" "));
+            bail!("kernel {kernel} lacks a module of: {modules}");
         }
         for module in module_paths(&needed) {
             let name = module.strip_prefix(&source).context("modprobe named another folder")?;
@@ -128,7 +128,7 @@ impl Stage {
         self.link(&format!("/{LOADER}"), "lib64/ld-linux-x86-64.so.2")?;
         let libraries = LIBRARIES.map(|folder| root.join(folder).display().to_string()).join(":");
         let mut objects = BTreeSet::from([PathBuf::from(LOADER)]);
-        for program in set.programs {
+        for program in set.programs.split(' ') {
             let mut list = programs::with_path(root.join(LOADER), programs::SYSTEM_PATH);
             list.args(["--library-path", &libraries, "--list"]).arg(root.join(program));
             let (status, listed) = jobs::attempt(&mut list)?;
@@ -175,11 +175,6 @@ pub fn shared_objects(listed: &str) -> impl Iterator<Item = &Path> {
         let (path, _) = path.split_once(" (0x")?;
         path.starts_with('/').then(|| Path::new(path))
     })
-}
-
-/// The modules' names as modprobe of the guest's init reads them.
-pub fn lines(names: &[&str]) -> String {
-    names.iter().map(|name| format!("{name}\n")).collect()
 }
 
 #[cfg(test)]

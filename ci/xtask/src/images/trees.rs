@@ -13,147 +13,75 @@ use crate::programs;
 pub struct ProgramSet {
     /// Folder of the merged packages below target/ci/roots.
     name: &'static str,
-    packages: &'static [&'static [&'static str]],
-    /// Paths in the packages.
-    pub programs: &'static [&'static str],
+    /// Lists of words.
+    packages: &'static [&'static str],
+    /// List of paths in the packages.
+    pub programs: &'static str,
 }
 
 /// Make, check and enlarge ext4 file systems.
 pub const EXT4: ProgramSet = ProgramSet {
     name: "ext4",
-    packages: &[&[
-        "libc6",
-        "e2fsprogs",
-        "libext2fs2",
-        "libcom-err2",
-        "libblkid1",
-        "libuuid1",
-        "libss2",
-    ]],
-    programs: &["sbin/mke2fs", "sbin/mkfs.ext4", "sbin/e2fsck", "sbin/fsck.ext4", "sbin/resize2fs"],
+    packages: &["libc6 e2fsprogs libext2fs2 libcom-err2 libblkid1 libuuid1 libss2"],
+    programs: "sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4 sbin/resize2fs",
 };
 
 /// Make XFS file systems.
 pub const XFS: ProgramSet = ProgramSet {
     name: "xfs",
-    packages: &[&["libc6", "xfsprogs", "libblkid1", "libuuid1", "libinih1", "liburcu8"]],
-    programs: &["sbin/mkfs.xfs"],
+    packages: &["libc6 xfsprogs libblkid1 libuuid1 libinih1 liburcu8"],
+    programs: "sbin/mkfs.xfs",
 };
 
 /// Make and check all other file systems, and partition disks.
 pub const FILE_SYSTEMS: ProgramSet = ProgramSet {
     name: "file-systems",
-    packages: &[&[
-        "libc6",
-        "xfsprogs",
-        "f2fs-tools",
-        "btrfs-progs",
-        "fdisk",
-        "libblkid1",
-        "libuuid1",
-        "libinih1",
-        "liburcu8",
-        "libselinux1",
-        "libpcre2-8-0",
-        "libudev1",
-        "zlib1g",
-        "liblzo2-2",
-        "libzstd1",
-        "libfdisk1",
-        "libsmartcols1",
-        "libreadline8",
-        "libtinfo6",
-    ]],
-    programs: &[
-        "sbin/mkfs.xfs",
-        "sbin/xfs_repair",
-        "sbin/mkfs.f2fs",
-        "sbin/fsck.f2fs",
-        "sbin/mkfs.btrfs",
-        "bin/btrfs",
-        "sbin/sfdisk",
-    ],
+    packages: &["libc6 xfsprogs f2fs-tools btrfs-progs fdisk libblkid1 libuuid1 libinih1 \
+                liburcu8 libselinux1 libpcre2-8-0 libudev1 zlib1g liblzo2-2 libzstd1 libfdisk1 \
+                libsmartcols1 libreadline8 libtinfo6"],
+    programs: "sbin/mkfs.xfs sbin/xfs_repair sbin/mkfs.f2fs sbin/fsck.f2fs sbin/mkfs.btrfs \
+               bin/btrfs sbin/sfdisk",
 };
 
 pub const NDCTL: ProgramSet = ProgramSet {
     name: "ndctl",
-    packages: &[&[
-        "libc6",
-        "ndctl",
-        "libndctl6",
-        "libdaxctl1",
-        "libcxl1",
-        "libiniparser1",
-        "libjson-c5",
-        "libkeyutils1",
-        "libkmod2",
-        "libudev1",
-        "libuuid1",
-        "libtraceevent1",
-        "libtracefs1",
-        "liblzma5",
-        "libssl3",
-        "libzstd1",
-    ]],
-    programs: &["usr/bin/ndctl"],
+    packages: &["libc6 ndctl libndctl6 libdaxctl1 libcxl1 libiniparser1 libjson-c5 libkeyutils1 \
+                libkmod2 libudev1 libuuid1 libtraceevent1 libtracefs1 liblzma5 libssl3 \
+                libzstd1"],
+    programs: "usr/bin/ndctl",
 };
 
-const REDIS_PACKAGES: &[&str] = &[
-    "libc6",
-    "redis-server",
-    "redis-tools",
-    "libjemalloc2",
-    "liblzf1",
-    "libhiredis0.14",
-    "liblua5.1-0",
-    "lua-cjson",
-    "lua-bitop",
-    "libatomic1",
-    "libssl3",
-    "libsystemd0",
-    "libcap2",
-    "libgcrypt20",
-    "libgpg-error0",
-    "liblz4-1",
-    "liblzma5",
-    "libzstd1",
-    "libgcc-s1",
-    "libstdc++6",
-];
+const REDIS_PACKAGES: &str = "\
+    libc6 redis-server redis-tools libjemalloc2 liblzf1 libhiredis0.14 liblua5.1-0 lua-cjson \
+    lua-bitop libatomic1 libssl3 libsystemd0 libcap2 libgcrypt20 libgpg-error0 liblz4-1 liblzma5 \
+    libzstd1 libgcc-s1 libstdc++6";
 
 pub const REDIS: ProgramSet = ProgramSet {
     name: "redis",
     packages: &[REDIS_PACKAGES],
-    programs: &[
-        "usr/bin/redis-server",
-        "usr/bin/redis-cli",
-        "usr/bin/redis-check-rdb",
-        "usr/bin/redis-benchmark",
-    ],
+    programs: "usr/bin/redis-server usr/bin/redis-cli usr/bin/redis-check-rdb \
+               usr/bin/redis-benchmark",
 };
 
 /// Loads of the guests that have too little memory.
 pub const WORKLOADS: ProgramSet = ProgramSet {
     name: "workloads",
-    packages: &[
-        REDIS_PACKAGES,
-        &["sqlite3", "libsqlite3-0", "libreadline8", "libtinfo6", "zlib1g", "tcc"],
-    ],
-    programs: &["usr/bin/redis-server", "usr/bin/sqlite3", "usr/bin/tcc"],
+    packages: &[REDIS_PACKAGES, "sqlite3 libsqlite3-0 libreadline8 libtinfo6 zlib1g tcc"],
+    programs: "usr/bin/redis-server usr/bin/sqlite3 usr/bin/tcc",
 };
 
 impl ProgramSet {
     /// Folder with the packages unpacked over one another. It is made unless it is there.
     pub fn merged(&self, checkout: &Checkout, apt: &mut Apt<'_>) -> Result<PathBuf> {
-        let packages = self.packages.concat();
+        let names = self.packages.join(" ");
         let root = checkout.ci("roots").join(self.name);
-        let (stamp, names) = (root.join("packages"), packages.join(" "));
+        let stamp = root.join("packages");
         if fs::read_to_string(&stamp).is_ok_and(|merged| merged.trim_end() == names) {
             return Ok(root);
         }
         remove_folder(&root)?;
         create_folder(&root)?;
-        for package in packages {
+        for package in names.split(' ') {
             let tree = apt.unpacked(package)?;
             // Hard links.
             jobs::run(programs::system("cp").arg("-al").arg(tree.join(".")).arg(&root))?;

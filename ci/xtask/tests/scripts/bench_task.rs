@@ -37,7 +37,9 @@ fn choice_and_another_vmm_reach_the_program_that_measures() {
 #[test]
 fn failed_measurement_leaves_its_logs_and_its_exit_code() {
     let Some(tree) = tree() else { return };
-    tree.write("target/bench/earlier.log", "", 0o644).unwrap();
+    for earlier in ["earlier.log", "bench.json", "broken-1/vm0.vmm.log", "notes"] {
+        tree.write(&format!("target/bench/{earlier}"), "", 0o644).unwrap();
+    }
     let output = run(&tree, "--rounds 2", 3, "");
     assert_eq!(output.status.code(), Some(3));
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -45,16 +47,24 @@ fn failed_measurement_leaves_its_logs_and_its_exit_code() {
         stderr.ends_with("bench: FAILED (exit code 3): the logs are in target/bench\n"),
         "{stderr}"
     );
-    assert!(tree.path("target/bench/vm0.vmm.log").exists());
-    assert!(!tree.path("target/bench/earlier.log").exists());
+    let left = std::fs::read_dir(tree.path("target/bench")).unwrap();
+    let mut left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["notes", "vm0.vmm.log"]);
 }
 
 #[test]
 fn bad_command_lines_of_a_bench_are_refused_before_any_work() {
     let Some(tree) = tree() else { return };
-    for (line, other_vmm) in
-        [("--only boots", ""), ("--clock counted", ""), ("--rounds 1", "missing")]
-    {
+    for (line, other_vmm) in [
+        ("--only boots", ""),
+        ("--only boot,", ""),
+        ("--rounds 0", ""),
+        ("--clock fast", ""),
+        ("--clock counted", ""),
+        ("--clock counted --only agent,boot", ""),
+        ("--rounds 1", "missing"),
+    ] {
         let output = run(&tree, line, 0, other_vmm);
         assert_eq!(
             output.status.code(),

@@ -37,34 +37,16 @@ const FILE_SYSTEM_CONFIG: &str = "[defaults]\n base_features = sparse_super\n bl
 /// Takes the places of /run, for kmod's configuration, and of /etc/mke2fs.conf.
 const IN_NAMESPACE: &str = "mount --bind hostile/run /run && mount --bind hostile/mke2fs.conf /etc/mke2fs.conf && exec \"$@\"";
 
-/// Settings of a user or of a machine.
+/// Settings of a user and of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Hostile {
-    Umask,
-    Cdpath,
-    /// A function that bash has exported.
-    Function,
-    ModprobeOptions,
-    Path,
-    /// A busybox of the user's.
-    Busybox,
-    Language,
-    FileSystemConfig,
-    /// Files of the machine: modprobe.d, depmod.d and mke2fs.conf. They need root.
+enum Settings {
+    Plain,
+    /// Hostile umask, variables and programs of the user.
+    User,
+    /// Those of `User`, and files of the machine: modprobe.d, depmod.d and mke2fs.conf. They need
+    /// root.
     Machine,
 }
-
-const ALL: [Hostile; 9] = [
-    Hostile::Umask,
-    Hostile::Cdpath,
-    Hostile::Function,
-    Hostile::ModprobeOptions,
-    Hostile::Path,
-    Hostile::Busybox,
-    Hostile::Language,
-    Hostile::FileSystemConfig,
-    Hostile::Machine,
-];
 
 /// A kernel that ci/setup has fetched.
 pub struct Kernel {
@@ -148,31 +130,20 @@ impl Builder {
         for list in ["pub const EXT4:", "pub const XFS:"] {
             let (_, rest) = code.split_once(list).context("No such list")?;
             let (names, _) = rest.split_once("programs:").context("No end of the list")?;
-            for name in names.split('"').skip(1).step_by(2) {
+            let (_, names) = names.split_once("packages: &[\"").context("No packages")?;
+            let names = names.split('"').next().unwrap_or_default().replace('\\', "");
+            for name in names.split_whitespace() {
                 fs::create_dir_all(self.tree.path(&format!("target/ci/packages/{name}")))?;
             }
         }
         let libc6 = "target/ci/packages/libc6";
-        self.tree.copy(
-            Path::new("/").join(LOADER).as_path(),
-            &format!("{libc6}/{LOADER}"),
-            0o755,
-        )?;
+        self.tree.copy(&Path::new("/").join(LOADER), &format!("{libc6}/{LOADER}"), 0o755)?;
         let listed = String::from_utf8(output("ldd", Command::new("ldd").arg("/sbin/mke2fs"))?)?;
-        for line in listed.lines() {
-            if let Some(library) =
-                line.split_once(" => ").and_then(|(_, rest)| rest.split(' ').next())
-            {
-                let name = Path::new(library)
-                    .file_name()
-                    .and_then(|name| name.to_str())
-                    .context("no name")?;
-                self.tree.copy(
-                    Path::new(library),
-                    &format!("{libc6}/lib/x86_64-linux-gnu/{name}"),
-                    0o644,
-                )?;
-            }
+        for (_, rest) in listed.lines().filter_map(|line| line.split_once(" => ")) {
+            let library = rest.split(' ').next().context("no path")?;
+            let name = library.rsplit('/').next().context("no name")?;
+            let copied = format!("{libc6}/lib/x86_64-linux-gnu/{name}");
+            self.tree.copy(library.as_ref(), &copied, 0o644)?;
         }
         PACKAGED_PROGRAMS.iter().try_for_each(|program| {
             self.tree.copy(Path::new("/sbin/mke2fs"), &format!("{libc6}/sbin/{program}"), 0o755)
@@ -186,49 +157,44 @@ impl Builder {
         fs::create_dir_all(self.tree.path("hostile/cdpath/ci/xtask"))?;
         self.tree.write("hostile/busybox/busybox", STAND_IN, 0o755)?;
         for dir in ["hostile/modprobe.d", "hostile/run/modprobe.d"] {
-            self.tree.write(
-                &format!("{dir}/ndctl.conf"),
-                "install libnvdimm /bin/true\n",
-                0o644,
-            )?;
+            let path = format!("{dir}/ndctl.conf");
+            self.tree.write(&path, "install libnvdimm /bin/true\n", 0o644)?;
         }
         self.tree.write("hostile/run/depmod.d/other.conf", "exclude kernel\n", 0o644)?;
         self.tree.write("hostile/mke2fs.conf", FILE_SYSTEM_CONFIG, 0o644)
     }
 
-    /// A command in this tree, for a user with these settings.
-    fn command(&self, hostile: &[Hostile], line: &str) -> Result<Command> {
-        let has = |setting| hostile.contains(&setting);
-        let umask = if has(Hostile::Umask) { "077" } else { "022" };
-        let mut command = Command::new(if has(Hostile::Machine) { "unshare" } else { "bash" });
-        if has(Hostile::Machine) {
+    fn command(&self, settings: Settings, line: &str) -> Result<Command> {
+        let is_hostile = settings != Settings::Plain;
+        let umask = if is_hostile { "077" } else { "022" };
+        let is_machine = settings == Settings::Machine;
+        let mut command = Command::new(if is_machine { "unshare" } else { "bash" });
+        if is_machine {
             command.args(["-m", "bash", "-c", IN_NAMESPACE, "bash", "bash"]);
         }
         // PATH is set here, so that the commands above are the machine's. env keeps the script's
         // name relative, for CDPATH.
+        let hostile = |path: &str| self.tree.path("hostile").join(path).display().to_string();
         let mut path = self.tree.user_path()?;
-        for (setting, dir) in
-            [(Hostile::Path, "hostile/bin"), (Hostile::Busybox, "hostile/busybox")]
-        {
-            if has(setting) {
-                path = format!("{}:{path}", self.tree.path(dir).display());
-            }
+        if is_hostile {
+            // The user's own busybox is in a folder of its own.
+            path = format!("{}:{}:{path}", hostile("busybox"), hostile("bin"));
         }
         command
             .args(["-c", "umask $0; PATH=$1; shift; exec env \"$@\"", umask, &path])
             .args(line.split(' '));
         command.current_dir(self.tree.folder());
-        let options = format!("--config={}", self.tree.path("hostile/modprobe.d").display());
-        let settings: [(_, _, &dyn AsRef<std::ffi::OsStr>); 6] = [
-            (Hostile::Cdpath, "CDPATH", &self.tree.path("hostile/cdpath")),
-            (Hostile::Function, "BASH_FUNC_cp%%", &"() { :; }"),
-            (Hostile::ModprobeOptions, "MODPROBE_OPTIONS", &options),
-            (Hostile::Language, "LANG", &"de_DE.UTF-8"),
-            (Hostile::Language, "LC_ALL", &"de_DE.UTF-8"),
-            (Hostile::FileSystemConfig, "MKE2FS_CONFIG", &self.tree.path("hostile/mke2fs.conf")),
+        let settings = [
+            ("CDPATH", hostile("cdpath")),
+            // A function that bash has exported.
+            ("BASH_FUNC_cp%%", "() { :; }".to_owned()),
+            ("MODPROBE_OPTIONS", format!("--config={}", hostile("modprobe.d"))),
+            ("LANG", "de_DE.UTF-8".to_owned()),
+            ("LC_ALL", "de_DE.UTF-8".to_owned()),
+            ("MKE2FS_CONFIG", hostile("mke2fs.conf")),
         ];
-        for (setting, name, value) in settings {
-            if has(setting) {
+        for (name, value) in settings {
+            if is_hostile {
                 command.env(name, value)
             } else {
                 command.env_remove(name)
@@ -238,15 +204,14 @@ impl Builder {
     }
 
     /// Builds the images, and reads them.
-    fn build(&self, hostile: &[Hostile]) -> Result<Images> {
+    fn build(&self, settings: Settings) -> Result<Images> {
         for line in BUILDS {
-            output(line, &mut self.command(hostile, line)?)?;
+            output(line, &mut self.command(settings, line)?)?;
         }
-        let mut images = Images::default();
-        images.add("guest", self.guest_image()?);
-        images.add("initrd", archive_files(&fs::read(self.tree.path("target/ci/host/initrd"))?)?);
-        images.add("disk", self.disk_image()?);
-        Ok(images)
+        let initrd = archive_files(&fs::read(self.tree.path("target/ci/host/initrd"))?)?;
+        let images =
+            [("guest", self.guest_image()?), ("initrd", initrd), ("disk", self.disk_image()?)];
+        Ok(images.into())
     }
 
     fn guest_image(&self) -> Result<Files> {
@@ -283,27 +248,20 @@ struct Entry {
 type Files = BTreeMap<String, Entry>;
 
 /// Files of the images by the image's name.
-#[derive(Default)]
-struct Images(BTreeMap<&'static str, Files>);
+type Images = BTreeMap<&'static str, Files>;
 
-impl Images {
-    fn add(&mut self, name: &'static str, files: Files) {
-        self.0.insert(name, files);
-    }
-
-    /// Files that are not the same in the images that `other` has.
-    fn differences(&self, other: &Self) -> Vec<String> {
-        let mut differences = Vec::new();
-        for (image, theirs) in &other.0 {
-            let ours = &self.0[image];
-            let names = ours.keys().chain(theirs.keys().filter(|name| !ours.contains_key(*name)));
-            for name in names.filter(|name| ours.get(*name) != theirs.get(*name)) {
-                let (one, other) = (shown(ours.get(name)), shown(theirs.get(name)));
-                differences.push(format!("{image}, {name}: {one} and {other}"));
-            }
+/// Files that are not the same in both.
+fn differences(one: &Images, other: &Images) -> Vec<String> {
+    let mut differences = Vec::new();
+    for (image, theirs) in other {
+        let ours = &one[image];
+        let names = ours.keys().chain(theirs.keys().filter(|name| !ours.contains_key(*name)));
+        for name in names.filter(|name| ours.get(*name) != theirs.get(*name)) {
+            let (one, other) = (shown(ours.get(name)), shown(theirs.get(name)));
+            differences.push(format!("{image}, {name}: {one} and {other}"));
         }
-        differences
     }
+    differences
 }
 
 fn shown(entry: Option<&Entry>) -> String {
@@ -389,16 +347,14 @@ fn file_system_properties(disk: &Path) -> Result<Files> {
 }
 
 /// Compares images that were built with plain and with hostile settings.
-fn compare(kernel: &Kernel, can_mount: bool) -> Result<()> {
-    let is_possible = |setting: &Hostile| can_mount || *setting != Hostile::Machine;
-    let hostile: Vec<_> = ALL.into_iter().filter(is_possible).collect();
+fn compare(kernel: &Kernel, hostile: Settings) -> Result<()> {
     let (plain_tree, hostile_tree) = (Builder::new(kernel, 0o022)?, Builder::new(kernel, 0o077)?);
     let (plain, changed) = thread::scope(|scope| {
-        let plain = scope.spawn(|| plain_tree.build(&[]));
-        let changed = hostile_tree.build(&hostile);
+        let plain = scope.spawn(|| plain_tree.build(Settings::Plain));
+        let changed = hostile_tree.build(hostile);
         (plain.join().expect("does not panic"), changed)
     });
-    let differences = plain?.differences(&changed?);
+    let differences = differences(&plain?, &changed?);
     ensure!(differences.is_empty(), "{}", differences.join("\n"));
     Ok(())
 }
@@ -415,5 +371,5 @@ fn images_depend_on_no_setting_of_user_or_machine() {
             "skipped: nothing can be mounted here (it needs root), so files of the machine stay"
         );
     }
-    compare(&kernel, can_mount).unwrap();
+    compare(&kernel, if can_mount { Settings::Machine } else { Settings::User }).unwrap();
 }

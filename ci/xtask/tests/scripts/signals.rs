@@ -66,6 +66,11 @@ struct Stubs {
 }
 
 impl Stubs {
+    /// A tree whose tools are there, apart from cargo and our programs.
+    fn without_cargo() -> Option<Self> {
+        (!is_skipped(missing_tool())).then(|| Self::new("no-cargo").unwrap())
+    }
+
     /// `lasting` is the subcommand of cargo.
     fn new(lasting: &str) -> Result<Self> {
         let cargo = format!("[ \"$1\" != {lasting} ] || exec stub");
@@ -99,8 +104,10 @@ impl Stubs {
     }
 
     fn start_in(&self, folder: &Path, line: &str) -> Result<Task> {
+        let started = self.tree.path("started");
+        let _ = fs::remove_file(&started);
         let mut command = self.tree.command_in(folder, line, self.host)?;
-        command.env("STARTED", self.tree.path("started")).env("TMPDIR", self.tree.path("tmp"));
+        command.env("STARTED", started).env("TMPDIR", self.tree.path("tmp"));
         Ok(Task(command.stdout(Stdio::null()).spawn()?))
     }
 
@@ -153,14 +160,17 @@ fn has_ended(process: Pid) -> Result<()> {
     ended
 }
 
-/// Checks a task that gets SIGTERM while the stub runs.
-fn check(stubs: &Stubs, line: &str) -> Result<()> {
+/// Checks a task that gets a signal while the stub runs. SIGKILL leaves the temporary files.
+fn check(stubs: &Stubs, line: &str, signal: Signal) -> Result<()> {
     let mut task = stubs.start(line)?;
     let started = stubs.started(&mut task)?;
-    task.signal(Signal::TERM)?;
+    task.signal(signal)?;
     let status = task.wait();
     has_ended(started)?;
     let status = status?;
+    if signal == Signal::KILL {
+        return Ok(());
+    }
     ensure!(status.code() == Some(143), "{status}");
     stubs.assert_clean()
 }
@@ -189,7 +199,8 @@ fn task_that_gets_term_ends_all_its_processes() {
     ];
     // All cases run at the same time, because a task may wait until init has reaped its processes.
     let failed: Vec<_> = thread::scope(|scope| {
-        let run = |case: (_, _)| (case, scope.spawn(move || check(&Stubs::new(case.1)?, case.0)));
+        let check = |(line, lasting): (_, _)| check(&Stubs::new(lasting)?, line, Signal::TERM);
+        let run = |case| (case, scope.spawn(move || check(case)));
         let running = cases.map(run).into_iter();
         let failure = |((line, lasting), checked): (_, ScopedJoinHandle<'_, Result<()>>)| {
             let error = checked.join().expect("no check panics").err()?;
@@ -201,67 +212,34 @@ fn task_that_gets_term_ends_all_its_processes() {
 }
 
 #[test]
-fn emulated_host_that_gets_term_ends_its_qemu() {
+fn qemu_of_an_emulated_host_ends_with_a_power_cut_and_with_its_task() {
     let kernel = Kernel::read().unwrap();
     if is_skipped(kernel.missing()) {
         return;
     }
     let stubs = Stubs::with_qemu(&kernel).unwrap();
-    check(&stubs, "ci/nested/host --no-build -- true").unwrap();
-    let left = fs::read_dir(stubs.tree.path("target/ci/run")).unwrap().count();
-    assert_eq!(left, 0);
-}
-
-/// Checks a task that is killed while the stub runs.
-fn check_killed(stubs: &Stubs, line: &str) -> Result<()> {
-    let mut task = stubs.start(line)?;
-    let started = stubs.started(&mut task)?;
-    task.signal(Signal::KILL)?;
-    task.wait()?;
-    has_ended(started)
-}
-
-#[test]
-fn command_of_a_killed_task_ends() {
-    if is_skipped(missing_tool()) {
-        return;
-    }
-    for line in ["ci/nested/host --no-build -- stub", "ci/test --guest"] {
-        let stubs = Stubs::new("no-cargo").unwrap();
-        check_killed(&stubs, line).unwrap_or_else(|error| panic!("{line}: {error:#}"));
-    }
-}
-
-#[test]
-fn qemu_of_a_killed_task_ends() {
-    let kernel = Kernel::read().unwrap();
-    if is_skipped(kernel.missing()) {
-        return;
-    }
-    let stubs = Stubs::with_qemu(&kernel).unwrap();
-    check_killed(&stubs, "ci/nested/host --no-build -- true").unwrap();
-}
-
-#[test]
-fn power_cut_kills_qemu_after_the_line() {
-    let kernel = Kernel::read().unwrap();
-    if is_skipped(kernel.missing()) {
-        return;
-    }
-    let stubs = Stubs::with_qemu(&kernel).unwrap();
+    let line = "ci/nested/host --no-build -- true";
+    check(&stubs, line, Signal::TERM).unwrap();
+    assert_eq!(fs::read_dir(stubs.tree.path("target/ci/run")).unwrap().count(), 0);
     let mut task = stubs.start("ci/nested/host --no-build --power-cut written:1 -- true").unwrap();
     let started = stubs.started(&mut task).unwrap();
     assert_eq!(task.wait().unwrap().code(), Some(0));
     // It was the task's child, so nothing is left of it.
     assert!(!is_running(started));
+    check(&stubs, line, Signal::KILL).unwrap();
+}
+
+#[test]
+fn command_of_a_killed_task_ends() {
+    let Some(stubs) = Stubs::without_cargo() else { return };
+    for line in ["ci/nested/host --no-build -- stub", "ci/test --guest"] {
+        check(&stubs, line, Signal::KILL).unwrap_or_else(|error| panic!("{line}: {error:#}"));
+    }
 }
 
 #[test]
 fn time_limit_ends_all_processes_of_a_command() {
-    if is_skipped(missing_tool()) {
-        return;
-    }
-    let stubs = Stubs::new("no-cargo").unwrap();
+    let Some(stubs) = Stubs::without_cargo() else { return };
     let mut task = stubs.start("ci/nested/host --no-build --timeout 3 -- stub").unwrap();
     let started = stubs.started(&mut task).unwrap();
     let status = task.wait();
@@ -282,10 +260,7 @@ fn is_awaited(lock: &File) -> Result<bool> {
 
 #[test]
 fn script_without_a_built_xtask_waits_for_another_installation() {
-    if is_skipped(missing_tool()) {
-        return;
-    }
-    let stubs = Stubs::new("no-cargo").unwrap();
+    let Some(stubs) = Stubs::without_cargo() else { return };
     stubs.tree.write("Cargo.toml", "rust-version = \"1.0\"\n", 0o644).unwrap();
     fs::remove_file(stubs.tree.path(BUILT)).unwrap();
     fs::create_dir_all(stubs.tree.path("target/ci")).unwrap();
@@ -304,10 +279,7 @@ fn script_without_a_built_xtask_waits_for_another_installation() {
 
 #[test]
 fn exit_code_and_caller_folder_reach_the_command() {
-    if is_skipped(missing_tool()) {
-        return;
-    }
-    let stubs = Stubs::new("no-cargo").unwrap();
+    let Some(stubs) = Stubs::without_cargo() else { return };
     // A relative path is the caller's.
     stubs.tree.write("caller/file", "exit 7\n", 0o644).unwrap();
     let line = "../ci/nested/host --no-build --put file -- sh file";
