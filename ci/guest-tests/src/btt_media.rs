@@ -19,7 +19,6 @@ use crate::sectors::{Outcome, Shape};
 /// What a lane has in the log (UEFI 2.10, 6.4.2).
 const FLOG_GROUP_BYTES: u64 = 64;
 
-/// Bytes of a volume.
 #[derive(Debug)]
 pub struct BttMedia {
     file: File,
@@ -35,7 +34,6 @@ impl BttMedia {
         Ok(Self { file, extents })
     }
 
-    /// Gives the volume an empty BTT with that sector size.
     pub fn format(&self, sector_bytes: u32) -> Result<()> {
         let zeros = vec![0; 1 << 20];
         for offset in (0..self.len_bytes()).step_by(zeros.len()) {
@@ -50,7 +48,6 @@ impl BttMedia {
         Ok(Shape { sectors: reader.sectors(), sector_bytes: reader.sector_bytes() })
     }
 
-    /// The first sector of each arena, as the volume counts them.
     pub fn first_sectors(&self) -> Result<Vec<u64>> {
         let (mut firsts, mut next) = (Vec::new(), 0);
         for (info, _) in self.arenas()? {
@@ -96,7 +93,6 @@ impl BttMedia {
             .store(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
     }
 
-    /// Cuts a range of the volume into ranges of the file.
     fn file_ranges(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         assert!(range.end <= self.len_bytes(), "{range:?} is not inside the volume");
         self.extents.iter().filter_map(move |extent| {

@@ -5,14 +5,12 @@
 pub struct Bytes(u64);
 
 impl Bytes {
-    /// Starts the sequence of a seed.
     pub fn new(seed: u64) -> Self {
         // Zero is the one state that xorshift never leaves. The multiplication tells neighbouring
         // seeds apart.
         Self(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// The next 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;

@@ -106,7 +106,6 @@ impl Room {
 #[derive(Debug)]
 pub struct Disk {
     room: Room,
-    /// Where the file system is mounted.
     mounted: PathBuf,
 }
 
@@ -119,7 +118,6 @@ impl Disk {
         Self::create_with(FileSystem::Ext4, disk_mib, room_mib)
     }
 
-    /// The same, with that file system.
     pub fn create_with(file_system: FileSystem, disk_mib: u64, room_mib: u64) -> Result<Self> {
         let room = Room::create(room_mib)?;
         let disk = Self { room, mounted: this_tests_dir().join("disk") };
@@ -129,7 +127,6 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Where its files are.
     pub fn dir(&self) -> &Path {
         &self.mounted
     }

@@ -13,7 +13,6 @@ const MAPPINGS_MORE: usize = 4;
 /// What a heap may have grown by.
 const OWN_BYTES_MORE: u64 = 4 << 20;
 
-/// What a process has.
 #[derive(Clone)]
 pub struct Holdings {
     /// Descriptors that are open: how many of each kind, or of each path.
@@ -26,7 +25,6 @@ pub struct Holdings {
 }
 
 impl Holdings {
-    /// What it has now.
     pub fn of(pid: u32) -> Result<Self> {
         let count = |what: &str| {
             Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{what}"))?.count())

@@ -15,16 +15,12 @@ use crate::wait::stretched;
 /// No answer takes longer, unless something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// A status and a body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
-    /// The status code, 204 say.
     pub status: u16,
-    /// The body, empty if there is none.
     pub body: String,
 }
 
-/// Sends a request to a server on a unix socket.
 pub fn request_unix(
     socket: &Path,
     method: &str,
@@ -37,7 +33,6 @@ pub fn request_unix(
     exchange(&mut stream, method, path, body)
 }
 
-/// Sends a request to a server on a TCP address.
 pub fn request_tcp(
     address: &str,
     method: &str,
@@ -111,7 +106,6 @@ fn read_response(stream: &mut impl Read) -> Result<Response> {
     parse(&bytes, true)?.context("The connection ended before the answer did")
 }
 
-/// Parses a response; none if it is not complete yet.
 fn parse(bytes: &[u8], ended: bool) -> Result<Option<Response>> {
     let Some(head_len) = bytes.windows(4).position(|window| window == b"\r\n\r\n") else {
         return Ok(None);

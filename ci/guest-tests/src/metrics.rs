@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// One line of an exposition.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// The metric's name, suffix included: `foreshore_plans_total`,
@@ -14,7 +13,6 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// All samples of one scrape.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Metrics {
     samples: Vec<Sample>,
@@ -117,7 +115,6 @@ fn parse_sample(line: &str) -> Result<Sample> {
     Ok(Sample { name: name.to_owned(), labels, value })
 }
 
-/// Labels up to and with the closing brace; returns what follows.
 fn parse_labels(mut rest: &str) -> Result<(BTreeMap<String, String>, &str)> {
     let mut labels = BTreeMap::new();
     loop {

@@ -1,6 +1,5 @@
 //! What ndctl does in a guest, for guests without it: a namespace becomes another kind of device.
 
-/// What a namespace is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A character device, /dev/daxN.0.

@@ -24,21 +24,18 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Makes a pool: `Pool::create("1G")`.
     pub fn create(size: &str) -> Result<Self> {
         let dir = this_tests_dir();
         fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
         Self::create_in(&dir, size)
     }
 
-    /// Makes a pool in a directory of the test's choice.
     pub fn create_in(dir: &Path, size: &str) -> Result<Self> {
         let pool = Self::at(dir);
         pmvol(&["create", &pool.name(), "--size", size])?;
         Ok(pool)
     }
 
-    /// The pool that is in a directory already.
     pub fn at(dir: &Path) -> Self {
         Self::by_path(&dir.join("pool"))
     }
@@ -48,7 +45,6 @@ impl Pool {
         Self { path: path.to_owned() }
     }
 
-    /// Makes a volume: `pool.create_volume("data", "64M")`.
     pub fn create_volume(&self, name: &str, size: &str) -> Result<()> {
         pmvol(&["volume", "create", &self.name(), name, "--size", size]).map(drop)
     }
@@ -57,23 +53,19 @@ impl Pool {
         &self.path
     }
 
-    /// Its path as a flag's value.
     pub fn name(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// Fails unless `pmvol check` finds nothing wrong.
     pub fn check(&self) -> Result<String> {
         pmvol(&["check", &self.name()])
     }
 
-    /// `pmvol info --json`.
     pub fn info(&self) -> Result<Value> {
         let text = pmvol(&["info", &self.name(), "--json"])?;
         serde_json::from_str(&text).with_context(|| format!("pmvol info --json says {text:?}"))
     }
 
-    /// What a completed flush survives: `volatile`, `page-cache`, `dax-sync`.
     pub fn durability(&self) -> Result<String> {
         let info = self.info()?;
         let durability = info["durability"].as_str();
@@ -87,7 +79,6 @@ impl Pool {
         wait_until("the pool is clean", SCRUB_LIMIT, || Ok(self.info()?["scrubbing_bytes"] == 0))
     }
 
-    /// What the file occupies, holes left out.
     pub fn occupied_bytes(&self) -> Result<u64> {
         // st_blocks counts in 512 bytes, whatever the file system's block is (stat(2)).
         Ok(fs::metadata(&self.path)?.blocks() * 512)

@@ -21,7 +21,6 @@ const FIRST_CID: u32 = 100;
 
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a guest under QEMU is started with.
 #[derive(Debug, Clone)]
 pub struct QemuBuilder {
     kernel: Kernel,
@@ -37,7 +36,6 @@ pub struct QemuBuilder {
     cmdline: String,
 }
 
-/// A running guest. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct QemuGuest {
     process: VmmProcess,
@@ -90,7 +88,6 @@ impl QemuBuilder {
         self
     }
 
-    /// A raw image as a virtio-blk disk.
     pub fn disk(mut self, file: &Path) -> Self {
         self.disk = Some(file.to_owned());
         self
@@ -109,20 +106,17 @@ impl QemuBuilder {
         self
     }
 
-    /// The kernel's command line.
     pub fn cmdline(mut self, cmdline: &str) -> Self {
         self.cmdline = cmdline.to_owned();
         self
     }
 
-    /// Starts QEMU and waits until the guest serves commands.
     pub fn boot(&self) -> Result<QemuGuest> {
         let guest = self.start()?;
         guest.wait_for_shell()?;
         Ok(guest)
     }
 
-    /// Starts QEMU and waits for nothing.
     pub fn start(&self) -> Result<QemuGuest> {
         let dir = this_tests_dir();
         std::fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
@@ -212,7 +206,6 @@ impl QemuBuilder {
 }
 
 impl QemuGuest {
-    /// Waits until the guest serves commands.
     pub fn wait_for_shell(&self) -> Result<()> {
         let answer = wait_for("the guest under QEMU serves commands", BOOT_LIMIT, || {
             self.process.still_running()?;
@@ -222,8 +215,6 @@ impl QemuGuest {
         Ok(())
     }
 
-    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an
-    /// error.
     pub fn run(&self, command: &str) -> Result<String> {
         let output = self.try_run(command)?;
         ensure!(
@@ -236,15 +227,12 @@ impl QemuGuest {
         Ok(output.stdout)
     }
 
-    /// Runs a shell command in the guest, whatever its exit code.
     pub fn try_run(&self, command: &str) -> Result<Output> {
         self.start_script(RUN_LIMIT, command)?
             .finish()
             .with_context(|| format!("While it ran `{command}`"))
     }
 
-    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the
-    /// script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
         Script::start(&self.endpoint, silence_limit, command)
     }
@@ -253,7 +241,6 @@ impl QemuGuest {
         &self.process
     }
 
-    /// What the guest wrote to the serial console.
     pub fn console_log(&self) -> Result<String> {
         console::read(&self.console)
     }
@@ -264,13 +251,11 @@ impl QemuGuest {
         self.qmp("qom-set", arguments).map(drop)
     }
 
-    /// What its driver has plugged.
     pub fn plugged_bytes(&self) -> Result<u64> {
         let size = self.qmp("qom-get", json!({ "path": "vm0", "property": "size" }))?;
         size.as_u64().with_context(|| format!("The size of vm0 is {size}"))
     }
 
-    /// Where QMP is spoken.
     pub fn qmp_socket(&self) -> &Path {
         &self.qmp
     }

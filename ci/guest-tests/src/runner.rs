@@ -22,16 +22,12 @@ use crate::wait::wait_for;
 /// A test by its name: `topic::what_holds`.
 #[derive(Clone, Copy)]
 pub struct Test {
-    /// The topic and the sentence.
     pub name: &'static str,
     pub run: fn() -> Result<()>,
-    /// How long it may take.
     pub limit: Duration,
-    /// Whether it runs if nothing is asked for.
     pub class: Class,
 }
 
-/// How often a test is to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
     Usual,
@@ -67,7 +63,6 @@ macro_rules! tests {
     (@run $name:ident) => { $name };
     (@run $name:ident $run:expr) => { || $run };
     ($($name:ident $(: $seconds:literal)? $(($class:ident))? $(=> $run:expr)?),+ $(,)?) => {
-        /// The tests of this topic.
         pub const TESTS: &[$crate::runner::Test] = &[$(
             $crate::runner::Test {
                 name: concat!(module_path!(), "::", stringify!($name)),
@@ -113,7 +108,6 @@ impl StoredWrong {
     /// against what it should be.
     pub const CODE: i32 = 78;
 
-    /// The exit code of a process that has ended with that error.
     pub fn code_of(error: &anyhow::Error) -> i32 {
         if error.downcast_ref::<Self>().is_some() { Self::CODE } else { 1 }
     }
@@ -125,7 +119,6 @@ impl fmt::Display for StoredWrong {
     }
 }
 
-/// What to run and how.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Only tests whose name contains one of these, of whatever class.
@@ -143,7 +136,6 @@ pub struct Options {
 }
 
 impl Options {
-    /// Parses a command line without the program's name.
     pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
         let mut options = Self {
             filters: Vec::new(),
@@ -208,7 +200,6 @@ impl Options {
     }
 }
 
-/// A flag's number, above zero.
 fn positive<T: FromStr + PartialOrd + Default>(flag: &str, value: Option<String>) -> Result<T> {
     let number = value
         .as_deref()
@@ -381,7 +372,6 @@ impl Reruns {
 /// Number of suspects in this boot.
 static SUSPECTS: AtomicUsize = AtomicUsize::new(0);
 
-/// A test that was cut off because the tests before it took too long says so.
 fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
     match verdict {
         Verdict::Failed(output) if left.is_zero() => Verdict::Failed(format!(
@@ -522,7 +512,6 @@ fn keep_evidence(name: &str, dir: &Path) {
 
 const TEST_DIR_VARIABLE: &str = "FORESHORE_TEST_DIR";
 
-/// A directory for the sockets, logs and pools of the test that runs in this process.
 pub fn this_tests_dir() -> PathBuf {
     std::env::var_os(TEST_DIR_VARIABLE).map_or_else(|| test_dir("by-hand"), PathBuf::from)
 }

@@ -19,19 +19,15 @@ const FRAME_STDOUT: u8 = b'o';
 const FRAME_STDERR: u8 = b'e';
 const FRAME_EXIT: u8 = b'x';
 
-/// One message from the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
-    /// Bytes that the script wrote to its standard output.
     Stdout(Vec<u8>),
-    /// Bytes that the script wrote to its standard error.
     Stderr(Vec<u8>),
     /// The script has ended: its exit code, or 128 and the number of the signal that killed it.
     Exit(i32),
 }
 
 impl Frame {
-    /// Writes the frame: kind, payload length, payload.
     pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
         let code;
         let (kind, payload): (u8, &[u8]) = match self {
@@ -72,7 +68,6 @@ impl Frame {
     }
 }
 
-/// A script to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request(pub String);
 

@@ -11,12 +11,10 @@ use anyhow::{Context, Result, ensure};
 /// `SCM_RIGHTS` with more is not needed here.
 const FDS_MAX: usize = 8;
 
-/// So many queues of the tap interface `name`, which is made.
 pub fn open(name: &str, queues: usize) -> Result<Vec<File>> {
     open_with(name, queues, libc::IFF_VNET_HDR)
 }
 
-/// The same with these flags beside those that every queue needs.
 pub fn open_with(name: &str, queues: usize, flags: libc::c_int) -> Result<Vec<File>> {
     let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | several | flags;

@@ -21,12 +21,10 @@ pub fn stretch_limits(factor: f64) {
     assert!(STRETCH.set(factor).is_ok(), "limits stretched twice");
 }
 
-/// The limit after [`stretch_limits`].
 pub(crate) fn stretched(limit: Duration) -> Duration {
     STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
 }
 
-/// Waits until `condition` holds. An error of the condition ends the wait at once.
 pub fn wait_until(
     what: &str,
     limit: Duration,

@@ -17,7 +17,6 @@ use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, process, program, unp
 use crate::lie;
 use crate::runner::this_tests_dir;
 
-/// Until a VMM that refuses its command line has said so.
 const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
 /// Parts of error messages that are about the host. With these errors the command line is valid,
 /// and the exit code is 1. All other errors are about the command line.
@@ -26,12 +25,9 @@ const CANNOT: [&str; 3] = ["foreshore: Cannot ", " is in use", "cannot listen"];
 const FAILURE: i32 = 1;
 const WRONG_COMMAND_LINE: i32 = 2;
 
-/// A Debian kernel, as ci/kernels.lock names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
-    /// bookworm-security's 6.12.
     V6_12,
-    /// bookworm's 6.1.
     V6_1,
     /// 6.12 in the generic flavour, which has what the cloud flavour lacks.
     V6_12Generic,
@@ -56,7 +52,6 @@ impl FromStr for Kernel {
     }
 }
 
-/// An initramfs that guest/image/build has made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Image {
     /// busybox, drivers, e2fsprogs, agent, guest-shell, guest-tool.
@@ -83,7 +78,6 @@ impl Kernel {
 }
 
 impl Image {
-    /// Its file for a kernel.
     pub fn path(self, kernel: Kernel) -> PathBuf {
         let flavour = match self {
             Self::Basic => "basic",
@@ -96,13 +90,11 @@ impl Image {
     }
 }
 
-/// A VMM that would not start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     pub message: String,
 }
 
-/// What a guest is started with. Cloning it starts the same guest again.
 #[derive(Debug, Clone)]
 pub struct GuestBuilder {
     name: Option<String>,
@@ -182,7 +174,6 @@ impl GuestBuilder {
         self
     }
 
-    /// vCPUs that are possible.
     pub fn max_cpus(mut self, max_cpus: u32) -> Self {
         self.max_cpus = Some(max_cpus);
         self
@@ -230,7 +221,6 @@ impl GuestBuilder {
         self
     }
 
-    /// Words as they are: a flag with several values, say.
     pub fn words<'a>(mut self, words: impl IntoIterator<Item = &'a str>) -> Self {
         self.arguments.extend(words.into_iter().map(str::to_owned));
         self
@@ -254,7 +244,6 @@ impl GuestBuilder {
         self
     }
 
-    /// How long the boot may take.
     pub fn boot_limit(mut self, limit: Duration) -> Self {
         self.boot_limit = limit;
         self
@@ -273,14 +262,12 @@ impl GuestBuilder {
         self
     }
 
-    /// Starts the VMM and waits until the guest serves commands.
     pub fn boot(&self) -> Result<Guest> {
         let guest = self.start()?;
         guest.wait_for_shell(self.boot_limit)?;
         Ok(guest)
     }
 
-    /// Starts the VMM and waits for nothing.
     pub fn start(&self) -> Result<Guest> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
@@ -308,7 +295,6 @@ impl GuestBuilder {
         Ok(Guest { process, paths, metrics_address })
     }
 
-    /// Starts the VMM and expects it to refuse: returns what it said.
     pub fn expect_refusal(&self) -> Result<Refusal> {
         let guest = self.start()?;
         let log = guest.paths.vmm_log();
@@ -365,7 +351,6 @@ fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// An address on which nothing listened a moment ago.
 fn free_address() -> Result<String> {
     let listener =
         TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;

@@ -30,7 +30,6 @@ const TAIL_LINES: usize = 15;
 pub(crate) struct LogTails(String);
 
 impl LogTails {
-    /// Reads the last lines of the logs, each with its title.
     pub(crate) fn read(logs: &[(&str, &Path)]) -> Self {
         let section = |(title, path): &(&str, &Path)| {
             let text = read(path).unwrap_or_else(|error| format!("{error:#}"));
@@ -39,7 +38,6 @@ impl LogTails {
         Self(logs.iter().map(section).collect())
     }
 
-    /// Returns an error with this message, followed by the last lines.
     pub(crate) fn below(self, message: String) -> anyhow::Error {
         anyhow::Error::new(self).context(message)
     }

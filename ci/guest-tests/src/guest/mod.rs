@@ -38,7 +38,6 @@ const END_LIMIT: Duration = Duration::from_secs(20);
 /// Until threads and connections that end have ended.
 const LEFT_LIMIT: Duration = Duration::from_secs(20);
 
-/// A running guest. Dropping it kills its VMM.
 #[derive(Debug)]
 pub struct Guest {
     process: VmmProcess,
@@ -77,26 +76,20 @@ impl Guest {
         GuestBuilder::new()
     }
 
-    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an
-    /// error.
     pub fn run(&self, command: &str) -> Result<String> {
         self.run_within(RUN_LIMIT, command)
     }
 
-    /// The same, with a limit of its own.
     pub fn run_within(&self, limit: Duration, command: &str) -> Result<String> {
         self.try_run(limit, command)?.success(command)
     }
 
-    /// Runs a shell command in the guest, whatever its exit code.
     pub fn try_run(&self, limit: Duration, command: &str) -> Result<Output> {
         self.start_script(limit, command)?
             .finish()
             .with_context(|| format!("While the guest ran `{command}`"))
     }
 
-    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the
-    /// script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
         Script::start(&self.shell(), silence_limit, command)
     }
@@ -136,7 +129,6 @@ impl Guest {
             .with_context(|| format!("{call} answers {:?}", response.body))
     }
 
-    /// Calls the API, whatever the answer's status.
     pub fn try_api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Response> {
         let body = body.map(|body| body.to_string());
         http::request_unix(&self.paths.api(), method, &format!("/api/v1/{call}"), body.as_deref())
@@ -146,17 +138,14 @@ impl Guest {
         self.paths.api()
     }
 
-    /// The host's end of vsock.
     pub fn vsock_socket(&self) -> PathBuf {
         self.paths.vsock()
     }
 
-    /// Where the serial console is written.
     pub fn console_file(&self) -> PathBuf {
         self.paths.console()
     }
 
-    /// Where the metrics are served.
     pub fn metrics_address(&self) -> &str {
         &self.metrics_address
     }
@@ -167,12 +156,10 @@ impl Guest {
         Metrics::parse(&response.body)
     }
 
-    /// What the guest's kernel and init wrote to the serial console.
     pub fn console_log(&self) -> Result<String> {
         console::read(&self.paths.console())
     }
 
-    /// What the VMM logged.
     pub fn vmm_log(&self) -> Result<String> {
         console::read(&self.paths.vmm_log())
     }
@@ -189,7 +176,6 @@ impl Guest {
         Ok(())
     }
 
-    /// The VMM's process id.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
@@ -199,7 +185,6 @@ impl Guest {
         self.process.smaps_rollup_bytes("Rss")
     }
 
-    /// What the VMM has of its host.
     pub fn holdings(&self) -> Result<Holdings> {
         Holdings::of(self.pid())
     }
@@ -213,7 +198,6 @@ impl Guest {
         self.holdings()?.check_memory(before)
     }
 
-    /// Kills the VMM as a power cut would, and waits until the kernel has buried it.
     pub fn kill9(mut self) -> Result<()> {
         self.process.kill()
     }
@@ -234,7 +218,6 @@ impl Guest {
         self.process.signal(libc::SIGCONT)
     }
 
-    /// Waits until the VMM has ended by itself.
     pub fn wait_for_exit(mut self, limit: Duration) -> Result<ExitStatus> {
         self.process.wait_for_exit(limit)
     }
@@ -281,7 +264,6 @@ impl Guest {
         self.process.still_running()
     }
 
-    /// Waits until the guest serves commands.
     pub fn wait_for_shell(&self, limit: Duration) -> Result<()> {
         let answer = wait_for("the guest serves commands", limit, || {
             self.process.still_running()?;

@@ -66,7 +66,6 @@ pub struct VmmProcess {
 }
 
 impl VmmProcess {
-    /// Starts it, its output appended to `log`.
     pub fn start(command: &mut Command, log: &Path) -> Result<Self> {
         let output = File::options().create(true).append(true).open(log);
         let output = output.with_context(|| format!("Cannot open {}", log.display()))?;
@@ -103,7 +102,6 @@ impl VmmProcess {
         self.signal(libc::SIGKILL)
     }
 
-    /// SIGSTOP, and wait until no thread of it runs any more.
     pub fn stop(&self) -> Result<()> {
         self.signal(libc::SIGSTOP)?;
         wait_until("the VMM has stopped", STOP_LIMIT, || {
@@ -112,7 +110,6 @@ impl VmmProcess {
         })
     }
 
-    /// Sends it a signal.
     pub fn signal(&self, signal: libc::c_int) -> Result<()> {
         // Nobody waits for the child while it is locked: its number is no other's.
         let _child = self.child.lock().expect("no holder panics");
@@ -140,7 +137,6 @@ impl VmmProcess {
         lines.collect::<Vec<_>>().join("\n")
     }
 
-    /// Waits until it has ended by itself.
     pub fn wait_for_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
         let child = self.child.get_mut().expect("no holder panics");
         wait_for("the VMM ended", limit, || Ok(child.try_wait()?))
@@ -156,7 +152,6 @@ impl VmmProcess {
     }
 }
 
-/// Until a thread that is stopped has left the guest or the kernel.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
 /// Whether all threads of a process are in the state T (proc(5)).

@@ -21,7 +21,6 @@ pub enum Endpoint {
     Vhost { cid: u32 },
 }
 
-/// What a script wrote and how it ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
     pub stdout: String,
@@ -43,7 +42,6 @@ impl Output {
     }
 }
 
-/// A script that runs in the guest. Dropping it closes the connection, and that kills it.
 #[derive(Debug)]
 pub struct Script {
     stream: BufReader<UnixStream>,
@@ -83,7 +81,6 @@ impl Script {
         }
     }
 
-    /// Reads to its end.
     pub fn finish(mut self) -> Result<Output> {
         let code = loop {
             if let Some(code) = self.code {
@@ -109,7 +106,6 @@ impl Script {
     }
 }
 
-/// Connects through the VMM's socket: `CONNECT port`, answered by `OK` and the host's port.
 fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(vsock)
         .with_context(|| format!("Cannot connect to {}", vsock.display()))?;

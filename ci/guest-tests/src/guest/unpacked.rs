@@ -16,7 +16,6 @@ pub(crate) const VARIABLE: &str = "FORESHORE_TEST_UNPACKED_KERNELS";
 /// Held while a kernel is looked for and unpacked.
 static UNPACKING: Mutex<()> = Mutex::new(());
 
-/// The kernel as an ELF file, unpacked on its first use, or as its bzImage.
 pub(super) fn path_of(kernel: Kernel) -> Result<PathBuf> {
     let Some(folder) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
         return Ok(kernel.path());

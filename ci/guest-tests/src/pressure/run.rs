@@ -59,16 +59,13 @@ pub enum Watched {
     UntilEnoughIsBack,
 }
 
-/// Something that a run under `psi` must have, whatever the time it took.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
     pub met: bool,
-    /// What it is about.
     pub about: About,
     pub what: String,
 }
 
-/// What a condition is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum About {
     /// It ran to its end.
@@ -82,26 +79,19 @@ pub enum About {
     Back,
 }
 
-/// What came of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
-    /// Names and seconds.
     pub phases: Vec<(String, f64)>,
     /// What it printed as its result; none if it was killed or cut off.
     pub sum: Option<String>,
     /// Why there is none.
     pub broken: Option<String>,
     pub run_s: f64,
-    /// Read back from the swap.
     pub swapped_in_bytes: u64,
     pub swapped_out_bytes: u64,
-    /// Faults that waited for a transfer.
     pub major_faults: u64,
-    /// Processes that the OOM killer has ended.
     pub oom_kills: u64,
-    /// How long some task has waited for memory.
     pub stall_some_s: f64,
-    /// How long all of them have.
     pub stall_full_s: f64,
     /// The most that the guest needed at once: its memory less the least that was available.
     pub peak_need_bytes: u64,
@@ -116,13 +106,11 @@ pub struct Outcome {
     /// From a report to its plan, in 99 of 100: no more than that; none without a policy that is
     /// told anything.
     pub report_to_plan_s: Option<f64>,
-    /// What was seen meanwhile.
     pub points: Vec<Point>,
     /// What the policy was told and decided, as foreshore-sim reads it; none without one.
     pub trace: Option<Vec<u8>>,
 }
 
-/// Boots a guest of that size and runs the workload in it.
 pub fn run(
     workload: Workload,
     config: &Config,
@@ -168,7 +156,6 @@ fn counters(guest: &Guest) -> Result<MemorySample> {
     MemorySample::from_line(guest.run_within(WATCH_LIMIT, "exec guest-tool counters")?.trim_end())
 }
 
-/// Runs it to its end, or to where it is cut off.
 fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let before = counters(guest)?;
@@ -212,7 +199,6 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
 }
 
 impl Outcome {
-    /// What the points tell.
     fn sum_up(&mut self, boot_bytes: u64) {
         self.peak_need_bytes = self.points.iter().map(Point::in_use_bytes).max().unwrap_or(0);
         self.peak_held_bytes = self.points.iter().map(|point| point.held_bytes).max().unwrap_or(0);
@@ -292,7 +278,6 @@ impl Outcome {
     }
 }
 
-/// Looks at a guest while something runs in it.
 struct Watch {
     script: Mutex<Script>,
     points: Mutex<Vec<Point>>,

@@ -11,7 +11,6 @@ use balloon::policy::Policy;
 use crate::runner::this_tests_dir;
 use crate::{Guest, Image, Pool};
 
-/// A MiB in bytes.
 pub const MIB: u64 = 1 << 20;
 /// For the guest's drivers to have found a disk.
 const DEVICE_LIMIT: Duration = Duration::from_secs(60);
@@ -26,10 +25,8 @@ const BLOCK_MIB: u64 = 128;
 /// would be all one sees.
 const CMDLINE: &str = "transparent_hugepage=always";
 
-/// A workload of guest-tool's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workload {
-    /// As guest-tool knows it.
     pub name: &'static str,
     /// Its working set, about.
     pub mib: u64,
@@ -112,9 +109,7 @@ impl FromStr for Config {
     }
 }
 
-/// A guest, and what it stands on.
 pub struct Stand {
-    /// Booted, its swap on.
     pub guest: Guest,
     pub boot_bytes: u64,
     pool: Option<Pool>,
@@ -151,14 +146,12 @@ fn swap_image() -> std::path::PathBuf {
     this_tests_dir().join("swap")
 }
 
-/// What a guest is booted with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestSize {
     pub cpus: u32,
     pub dram_mib: u64,
 }
 
-/// Boots the guest, ready to swap where that is what it does.
 pub fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
     let GuestSize { cpus, dram_mib } = size;
     std::fs::create_dir_all(this_tests_dir())?;

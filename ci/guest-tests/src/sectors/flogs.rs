@@ -73,17 +73,14 @@ fn states() -> Vec<Lane> {
     first.into_iter().chain(later).collect()
 }
 
-/// A BTT with such a log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Flogs {
-    /// Which slots are used.
     pub padding: Padding,
     /// Lane 0 has this state of the list, and the others follow.
     pub shift: u32,
 }
 
 impl Flogs {
-    /// How many states there are.
     pub fn states() -> u32 {
         states().len() as u32
     }
@@ -107,7 +104,6 @@ impl Flogs {
         outcome
     }
 
-    /// Makes one of an empty BTT.
     pub fn make(&self, media: &impl Media) -> Result<()> {
         let arena = Arena::read(media)?;
         ensure!(sector_of(LANES - 1) < arena.sectors, "{} sectors are too few", arena.sectors);
@@ -127,7 +123,6 @@ fn sector_of(lane: u32) -> u32 {
     lane * 16 + 3
 }
 
-/// Where things are in the first arena, from the volume's start.
 struct Arena {
     sectors: u32,
     sector_bytes: u32,

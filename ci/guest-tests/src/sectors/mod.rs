@@ -23,11 +23,9 @@ const BATCH_SECTORS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub sectors: u64,
-    /// Bytes of each.
     pub sector_bytes: u32,
 }
 
-/// What one sector should hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
     /// Nobody has written it, or it was discarded.
@@ -70,7 +68,6 @@ impl fmt::Display for Content {
     }
 }
 
-/// What all sectors of a disk should hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     shape: Shape,
@@ -78,7 +75,6 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Of a disk that nobody has written to.
     pub fn untouched(shape: Shape) -> Self {
         let sectors = usize::try_from(shape.sectors).expect("a test's disk is small");
         Self { shape, contents: vec![Content::Zeros; sectors] }
@@ -101,7 +97,6 @@ impl Outcome {
         Ok(outcome)
     }
 
-    /// Adds what a program does.
     pub fn apply(&mut self, program: &Program) {
         for (sectors, content) in program.effects(self.shape) {
             self.set(sectors, content);

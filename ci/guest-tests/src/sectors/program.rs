@@ -22,7 +22,6 @@ const MAX_SECTORS: u64 = 32;
 /// A thread flushes after so many operations.
 const FLUSH_INTERVAL: u64 = 64;
 
-/// What a program is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mix {
     /// Writes alone: Linux' BTT driver knows nothing else.
@@ -82,12 +81,9 @@ impl FromStr for Program {
     }
 }
 
-/// How many operations of a program write nothing but zeros.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Erasures {
-    /// By letting go of sectors.
     pub discards: u64,
-    /// By asking for zeros.
     pub zeroings: u64,
 }
 
@@ -100,7 +96,6 @@ enum Step {
 
 /// Something a program can run on. Sectors are those of the shape that [`run`] is given.
 pub trait Storage: Sync {
-    /// Called first by each thread.
     fn enter(&self, _thread: u32) -> Result<()> {
         Ok(())
     }
@@ -113,7 +108,6 @@ pub trait Storage: Sync {
 
     fn write_zeroes(&self, sectors: Range<u64>) -> Result<()>;
 
-    /// Makes durable what was done before.
     fn flush(&self) -> Result<()>;
 }
 
@@ -132,7 +126,6 @@ impl Program {
             .count()
     }
 
-    /// How often it discards and writes zeros.
     pub fn erasures(&self, shape: Shape) -> Erasures {
         let steps = (0..self.threads).flat_map(|thread| self.steps(shape, thread));
         let mut erasures = Erasures::default();
@@ -146,7 +139,6 @@ impl Program {
         erasures
     }
 
-    /// The operations of one thread, with their numbers.
     fn steps(&self, shape: Shape, thread: u32) -> impl Iterator<Item = (u64, Step)> + use<> {
         let (mix, threads) = (self.mix, u64::from(self.threads));
         let all = self.sectors.clone().unwrap_or(0..shape.sectors);

@@ -12,32 +12,14 @@ use super::stamp::{self, Content, Lines, SECTOR_BYTES};
 #[derive(Debug, Clone)]
 pub struct Oracle {
     area: Area,
-    /// By the sectors' index.
     acknowledged: Vec<u64>,
 }
 
-/// What is wrong with a sector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// It is of no version.
-    Torn {
-        sector: u64,
-        /// What it consists of.
-        lines: Lines,
-    },
-    /// It is older than what was acknowledged.
-    Lost {
-        sector: u64,
-        found: u64,
-        /// The version that was flushed.
-        acknowledged: u64,
-    },
-    /// It is another sector.
-    Misplaced {
-        sector: u64,
-        /// Whose content it has.
-        found: u64,
-    },
+    Torn { sector: u64, lines: Lines },
+    Lost { sector: u64, found: u64, acknowledged: u64 },
+    Misplaced { sector: u64, found: u64 },
 }
 
 impl fmt::Display for Fault {
@@ -67,17 +49,14 @@ pub struct Judgement {
 }
 
 impl Judgement {
-    /// How many sectors are torn.
     pub fn torn(&self) -> usize {
         self.faults.iter().filter(|fault| matches!(fault, Fault::Torn { .. })).count()
     }
 
-    /// How many are older than they may be.
     pub fn lost(&self) -> usize {
         self.faults.iter().filter(|fault| matches!(fault, Fault::Lost { .. })).count()
     }
 
-    /// An error if anything is wrong.
     pub fn all_is_well(&self) -> Result<()> {
         let shown: Vec<String> =
             self.faults.iter().take(SHOWN_FAULTS).map(Fault::to_string).collect();
@@ -96,7 +75,6 @@ impl Judgement {
 const SHOWN_FAULTS: usize = 10;
 
 impl Oracle {
-    /// Nothing was acknowledged yet.
     pub fn new(area: Area) -> Self {
         Self { area, acknowledged: vec![0; area.sectors() as usize] }
     }
@@ -114,7 +92,6 @@ impl Oracle {
         Ok(())
     }
 
-    /// Reads all sectors and holds them against what was acknowledged.
     pub fn judge(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<Judgement> {
         let mut judgement = Judgement::default();
         let mut bytes = vec![0; SECTOR_BYTES];

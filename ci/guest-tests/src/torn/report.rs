@@ -8,26 +8,20 @@ use anyhow::{Context, Error, Result, bail};
 /// Where a writer writes: every thread has a range of its own, one behind the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Area {
-    /// The first thread's first sector.
     pub first: u64,
-    /// Sectors of one thread.
     pub per_thread: u64,
-    /// How many threads there are.
     pub threads: u64,
 }
 
 impl Area {
-    /// How many sectors there are in all.
     pub fn sectors(&self) -> u64 {
         self.per_thread * self.threads
     }
 
-    /// The sector with that index, which counts from 0.
     pub fn sector(&self, index: usize) -> u64 {
         self.first + index as u64
     }
 
-    /// The sector's index, if it is one of these.
     pub fn index(&self, sector: u64) -> Option<usize> {
         let index = sector.checked_sub(self.first).filter(|index| *index < self.sectors())?;
         usize::try_from(index).ok()
@@ -39,14 +33,10 @@ impl Area {
     }
 }
 
-/// A line of the writer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Line {
-    /// What a thread found in its sectors when it came: their versions.
     Found {
-        /// The thread, from 0.
         thread: usize,
-        /// Of its sectors, in their order.
         versions: Vec<u64>,
     },
     /// A flush that came after these sectors were written has been completed.

@@ -10,22 +10,18 @@ use anyhow::{Context, Result, anyhow};
 use super::victim::Victim;
 use crate::runner::StoredWrong;
 
-/// What came of some rounds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
     pub rounds: u32,
-    /// Looks at guests that were stopped for it.
     pub looks: u32,
     /// Guests that the emulation has broken; not among the rounds.
     pub broken: u32,
-    /// Flushes that guests were told are done.
     pub flushes: usize,
     /// Sectors that a kill or a look has caught after their write and before its answer.
     pub newer: usize,
     /// Writes that a kill or a look has caught between the log and the map.
     pub redo: u64,
     pub torn: usize,
-    /// Sectors that are older than they may be.
     pub lost: usize,
 }
 
@@ -70,7 +66,6 @@ pub fn seed() -> Result<u64> {
     Ok(seed)
 }
 
-/// How long to go on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
     /// Until all rounds are done. Anything wrong is an error.
@@ -127,7 +122,6 @@ impl Schedule {
         Ok(sum)
     }
 
-    /// A life, and what it has left.
     fn one_round(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
         let life = victim.live_and_die()?;
         let redo = victim.check().context(StoredWrong).with_context(|| life.moment.to_string())?;

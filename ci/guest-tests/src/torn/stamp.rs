@@ -7,16 +7,13 @@
 
 use std::fmt;
 
-/// Bytes of a sector.
 pub const SECTOR_BYTES: usize = 4096;
 
 const WORD_BYTES: usize = 8;
 const WORDS: usize = SECTOR_BYTES / WORD_BYTES;
-/// Of a cache line.
 const LINE_WORDS: usize = 8;
 const CHECKSUM: usize = WORDS - 1;
 
-/// What was found in a sector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// One version of it, from end to end. 0: it was never written, and is zeros.
@@ -76,7 +73,6 @@ impl Stamp {
     }
 }
 
-/// What is in a sector's bytes.
 pub fn read(sector: u64, bytes: &[u8]) -> Content {
     assert_eq!(bytes.len(), SECTOR_BYTES);
     if bytes.iter().all(|byte| *byte == 0) {

@@ -42,11 +42,9 @@ const FIRST_START: Duration = Duration::from_secs(3);
 /// Between two looks at a guest that writes.
 const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
 
-/// How the volume is shown to the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interface {
     Nvdimm,
-    /// virtio-pmem.
     VirtioPmem,
     /// virtio-blk: the BTT is the VMM's own, and what a kill interrupts is our engine.
     VirtioBlk,
@@ -63,7 +61,6 @@ impl Interface {
         }
     }
 
-    /// What the guest calls it.
     fn device(self, format: Format) -> &'static str {
         match (self, format) {
             (Self::Nvdimm | Self::VirtioPmem, Format::Btt) => "/dev/pmem0s",
@@ -97,7 +94,6 @@ impl FromStr for Interface {
     }
 }
 
-/// Whether the volume's sectors are atomic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Btt,
@@ -105,14 +101,10 @@ pub enum Format {
     Raw,
 }
 
-/// What is held against the claim.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
-    /// How the volume is shown.
     pub interface: Interface,
-    /// What runs in the guest.
     pub kernel: Kernel,
-    /// What the volume is.
     pub format: Format,
     /// Sectors that a thread writes at most before it flushes. Where a flush is one of a disk, few
     /// are enough.
@@ -144,7 +136,6 @@ impl fmt::Display for Setup {
     }
 }
 
-/// When a guest is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
     /// So long after all its threads have written and flushed.
@@ -181,7 +172,6 @@ impl fmt::Display for Moment {
 
 #[derive(Debug)]
 pub struct Life {
-    /// When it was killed.
     pub moment: Moment,
     pub seen: Seen,
     /// The emulation broke the guest's kernel (docs/testing.md): one crash more, at no moment of
@@ -189,12 +179,9 @@ pub struct Life {
     pub broken: bool,
 }
 
-/// What was seen of a guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Flushes that were acknowledged.
     pub flushes: usize,
-    /// How often it was stopped and looked at.
     pub looks: u32,
     /// Sectors that were newer than what had been acknowledged, at all looks together.
     pub newer: usize,
@@ -202,7 +189,6 @@ pub struct Seen {
     pub redo: u64,
 }
 
-/// A volume, and what its guests were told.
 #[derive(Debug)]
 pub struct Victim {
     setup: Setup,
@@ -216,7 +202,6 @@ pub struct Victim {
 }
 
 impl Victim {
-    /// Makes the pool and the volume.
     pub fn create(pool: Pool, setup: Setup, seed: u64) -> Result<Self> {
         pmvol(&["create", &pool.name(), "--size", POOL_SIZE])?;
         let format = if setup.format == Format::Raw { "raw" } else { "btt" };
@@ -245,7 +230,6 @@ impl Victim {
         self.oracle.acknowledge(stretch)
     }
 
-    /// The pool, as long as nobody moves it.
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
@@ -471,7 +455,6 @@ impl Victim {
         Ok(judgement)
     }
 
-    /// The same of a copy of the pool.
     pub fn judge_at(&self, path: &Path) -> Result<Judgement> {
         let pool = pmem_volume::Pool::open(path, OpenMode::ReadOnly)?;
         self.judge_volume(&pool.open_volume("data")?)
@@ -532,7 +515,6 @@ impl Silent {
     }
 }
 
-/// Passes on what the writer says until the connection ends.
 fn read_lines(mut writer: Script, said: &Sender<Line>) -> Result<()> {
     while let Some(text) = writer.next_line() {
         // Who listens has gone when the guest is to be killed.

@@ -51,7 +51,6 @@ impl Vmm {
         })
     }
 
-    /// Accepts the agent, which says hello.
     fn accept(&self) -> Result<Lines> {
         self.listener.set_nonblocking(true)?;
         let stream = guest_tests::wait::wait_for("the agent connects", LIMIT, || {
@@ -88,12 +87,10 @@ impl Lines {
         serde_json::from_str(&line).with_context(|| format!("{line:?} is no JSON"))
     }
 
-    /// Says something to the agent.
     fn tell(&mut self, message: &Value) -> Result<()> {
         writeln!(self.0.get_mut(), "{message}").context("The agent does not listen")
     }
 
-    /// What the next report says of idle memory in a node, if it does.
     fn idle_bytes(&mut self, node: u64) -> Result<Option<u64>> {
         let report = self.next()?;
         let idle = report["idle"].as_array();
@@ -110,7 +107,6 @@ fn redirect(guest: &Guest, signal: &str) -> Result<()> {
     Ok(())
 }
 
-/// A line of the agent's /proc/PID/status.
 fn status_kib(guest: &Guest, field: &str) -> Result<u64> {
     let command = format!("awk '/^{field}:/ {{ print $2 }}' /proc/$(pidof foreshore-agent)/status");
     let text = guest.run(&command)?;
@@ -143,7 +139,6 @@ fn is_small_and_says_what_it_should(guest: &Guest, lines: &mut Lines) -> Result<
 struct Spent {
     uptime_s: f64,
     cpu_s: f64,
-    /// How often its main thread has gone to sleep.
     sleeps: f64,
 }
 

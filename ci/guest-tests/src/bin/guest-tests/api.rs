@@ -13,7 +13,6 @@ guest_tests::tests![
     requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all,
 ];
 
-/// Until a VMM that has nothing to build serves its API.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// A VMM that is told of no VM.

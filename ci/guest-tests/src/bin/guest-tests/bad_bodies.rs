@@ -34,7 +34,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Connections with half a request.
 const SILENT: usize = 50;
 
-/// A call, a body, and the statuses that are an answer to it.
 struct Bad {
     call: &'static str,
     body: String,

@@ -46,12 +46,10 @@ fn are_unchanged(before: &[FileState], after: &[FileState]) -> Result<()> {
     Ok(())
 }
 
-/// Superblocks, volume tables, log and chunk table of the pools of these tests.
 const BEGINNING_BYTES: u64 = 4 << 20;
 /// All of any file.
 const ALL_BYTES: u64 = u64::MAX;
 
-/// A file as a refusal must leave it.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct FileState {
     name: String,
@@ -156,8 +154,6 @@ fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Starts a VM that has a pool, a file of `--pmem`, an image, a device and sockets, and other VMs
-/// that name one of them each. The errors name the first VM's process, and it notices nothing.
 fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     let dir = this_tests_dir();
     let pool = Pool::create("192M")?;
@@ -229,7 +225,6 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     a_mounted_device_is_read_only(&device)
 }
 
-/// Checks that a device that the host has mounted is a disk only if the guest cannot write it.
 fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
     need_private_mounts()?;
     FileSystem::Ext4.make(device.path())?;

@@ -35,13 +35,11 @@ const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 /// A block of the guest's memory, which goes as a whole.
 const BLOCK_MIB: u64 = 128;
 
-/// A line of /proc/meminfo.
 fn meminfo_mib(guest: &Guest, what: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '/^{what}:/ {{ print int($2 / 1024) }}' /proc/meminfo"))?;
     text.trim().parse().with_context(|| format!("{what} in /proc/meminfo: {text:?}"))
 }
 
-/// What is in the balloon.
 fn actual_bytes(guest: &Guest) -> Result<u64> {
     let info = guest.api("GET", "vm.info", None)?;
     info["balloon"]["actual_bytes"]
@@ -70,7 +68,6 @@ fn fill(guest: &Guest, mib: u64) -> Result<Script> {
     anyhow::bail!("Of {mib} MiB not all was held")
 }
 
-/// Fills memory and lets it go.
 fn touch(guest: &Guest, mib: u64) -> Result<()> {
     drop(fill(guest, mib)?);
     wait_until_freed(guest)

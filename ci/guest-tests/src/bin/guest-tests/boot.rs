@@ -57,8 +57,6 @@ fn has_nested_virtualization_and_kvm_clock(guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// Checks that two CPUs write memory without complaints, and that a reboot from inside keeps the
-/// VMM's process.
 fn two_cpus_work(kernel: Kernel) -> Result<Guest> {
     let guest = Guest::builder().kernel(kernel).cpus(2).boot()?;
     ensure!(guest.run("nproc")?.trim() == "2", "Not two CPUs");

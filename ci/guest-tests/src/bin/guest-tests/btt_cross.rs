@@ -32,7 +32,6 @@ guest_tests::tests![
     linux_6_1_replays_a_log_in_every_state_as_we_do: 300 (extended) => replays(Kernel::V6_1),
 ];
 
-/// What each side does at least.
 const OPERATIONS: u64 = 10_000;
 
 /// What each does near the border of two arenas: some one in sixty goes across.
@@ -51,7 +50,6 @@ pub fn seed(own: u64) -> Result<u64> {
     }
 }
 
-/// A volume, and the disk that it is in a guest.
 pub struct Disk {
     pool: PathBuf,
     pub name: String,
@@ -65,7 +63,6 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Makes a volume with an empty BTT.
     pub fn create(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
         pool.create_volume(name, &format!("{size_mib}M"))?;
         BttMedia::open(pool, name)?.format(sector_bytes)?;
@@ -116,7 +113,6 @@ impl Disk {
         verified.with_context(|| format!("Volume {}", self.name))
     }
 
-    /// Runs a program on our engine.
     pub fn write(&self, program: &str) -> Result<()> {
         let program: Program = program.parse()?;
         self.with_engine(|engine| run(&program, self.shape, engine))
@@ -163,7 +159,6 @@ impl Storage for OnEngine {
     }
 }
 
-/// A guest with some volumes.
 pub struct Linux<'a> {
     pub guest: Guest,
     disks: &'a [Disk],
@@ -238,7 +233,6 @@ pub fn write(node: &str, program: &str) -> String {
     format!("guest-tool write-sectors {node} {program}")
 }
 
-/// The command that holds a disk against a history.
 pub fn check(node: &str, history: &[impl AsRef<str>]) -> String {
     let history: Vec<&str> = history.iter().map(AsRef::as_ref).collect();
     format!("guest-tool check-sectors {node} {}", history.join(" "))

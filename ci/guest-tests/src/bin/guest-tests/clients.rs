@@ -168,7 +168,6 @@ fn katas_runtime_in_rust_writes_out_every_null() -> Result<()> {
     client.run_to_the_end()
 }
 
-/// It makes the socket, starts the VMM, and opens the FIFO for which that one waits.
 fn libvirt_reboots() -> Result<()> {
     let Some(client) = Client::with_nets("libvirt", &[24, 25])? else { return skip(NO_TUN) };
     fs::create_dir_all(this_tests_dir())?;

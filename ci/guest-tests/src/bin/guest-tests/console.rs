@@ -24,7 +24,6 @@ guest_tests::tests![
     a_guest_follows_the_size_of_the_vmms_terminal,
 ];
 
-/// Until a shell has answered, or a guest has booted.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Whoever is at a console.
@@ -42,7 +41,6 @@ impl<F: Read + Write + AsFd> Visitor<F> {
         self.line.write_all(text.as_bytes()).context("Cannot type")
     }
 
-    /// Reads until `what` was heard, and forgets all before its end.
     fn hear(&mut self, what: &str) -> Result<String> {
         let since = Instant::now();
         loop {
@@ -203,7 +201,6 @@ fn resize(terminal: &impl AsFd, columns: u16, rows: u16) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the guest's hvc0 has a size.
 fn wait_for_size(guest: &Guest, columns: u16, rows: u16) -> Result<()> {
     let expected = format!("{rows} {columns}");
     guest.wait_until(&format!("its terminal is {columns} by {rows}"), ANSWER_LIMIT, || {

@@ -20,7 +20,6 @@ const MIB: u64 = 1 << 20;
 /// QCOW2's magic and its version (docs/interop/qcow2.txt of QEMU).
 const QCOW2: &str = "printf 'QFI\\373\\0\\0\\0\\3'";
 
-/// Creates a file of `size_bytes` that begins with `head`.
 fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
     fs::create_dir_all(this_tests_dir())?;
     let path = this_tests_dir().join(name);
@@ -39,7 +38,6 @@ fn head_of_a_pool() -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Waits until the guest has its disks and pmem devices.
 fn wait_for_devices(guest: &Guest) -> Result<()> {
     let there = "for device in vda vdb pmem0 pmem1; do test -b /dev/$device || test -b /dev/${device}s || exit 1; done";
     guest.wait_until_run("its devices are there", LIMIT, there)

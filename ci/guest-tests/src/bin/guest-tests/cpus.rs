@@ -28,7 +28,6 @@ guest_tests::tests![
     a_paused_minute_locks_nothing_up: 400 (extended),
 ];
 
-/// Until a guest has started a vCPU, or let it go: four of them share what the emulated host has.
 const LIMIT: Duration = Duration::from_secs(100);
 /// Where it is, the load ends.
 const STOP: &str = "/run/load-is-over";
@@ -40,12 +39,10 @@ fn builder(cpus: u32) -> GuestBuilder {
     Guest::builder().cpus(cpus).max_cpus(4).memory("size=384M").pressure("off")
 }
 
-/// The status of the answer.
 fn resize(guest: &Guest, vcpus: u32) -> Result<u16> {
     Ok(guest.try_api("PUT", "vm.resize", Some(json!({ "desired_vcpus": vcpus })))?.status)
 }
 
-/// Present, leaving and parked ones.
 fn counts(guest: &Guest) -> Result<[f64; 3]> {
     let metrics = guest.metrics()?;
     let count = |state| metrics.value("foreshore_vcpus", &[("state", state)]);
@@ -69,7 +66,6 @@ fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
     Ok(())
 }
 
-/// Asks for fewer, and waits until the guest has let the last of them go.
 fn shrink(guest: &Guest, to: u32) -> Result<()> {
     ensure!(resize(guest, to)? == 204, "{to} vCPUs are refused");
     guest.wait_until("the guest lets them go", LIMIT, || {
@@ -84,7 +80,6 @@ fn shrink(guest: &Guest, to: u32) -> Result<()> {
     )
 }
 
-/// Something for every vCPU to do.
 fn load(guest: &Guest) -> Result<Script> {
     let loops = format!("for i in 1 2 3 4; do while ! test -e {STOP}; do :; done & done; wait");
     guest.start_script(Duration::from_secs(1200), &loops)
@@ -284,7 +279,6 @@ fn amd_without_topoext(guest: &Guest) -> Result<bool> {
     Ok(info.contains("AuthenticAMD") && !info.split_whitespace().any(|word| word == "topoext"))
 }
 
-/// A guest with these vCPUs.
 fn shaped(cpus: u32, flag: &str) -> GuestBuilder {
     Guest::builder()
         .cpus(cpus)

@@ -55,7 +55,6 @@ fn word(seed: u64, index: u64) -> u64 {
 /// A raw volume as the host sees it while a VM has it: ranges of the pool's file.
 struct VolumeOnHost {
     file: File,
-    /// Offset in the volume, offset in the file, length.
     extents: Vec<(u64, u64, u64)>,
 }
 
@@ -177,7 +176,6 @@ fn fsdax_reaches(pool: &Pool, guest: &Guest, file_system: &FileSystem) -> Result
     guest.no_kernel_complaints()
 }
 
-/// A line of `guest-tool extents`.
 fn extent(line: &str) -> Result<(u64, u64, u64)> {
     let mut numbers = line.split(' ').map(str::parse::<u64>);
     let mut next = || numbers.next().context("A number is missing")?.context("Not a number");

@@ -28,7 +28,6 @@ guest_tests::tests![
 const IO_LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
-/// An image of zeros in the test's directory.
 fn image(name: &str, mib: u64) -> Result<PathBuf> {
     fs::create_dir_all(this_tests_dir())?;
     let path = this_tests_dir().join(name);
@@ -42,7 +41,6 @@ fn guest_with(disk: &str) -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off").argument("--disk", disk)
 }
 
-/// The guest's stock driver has found the disk.
 fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/vda is there", IO_LIMIT, "test -b /dev/vda")
 }
@@ -218,7 +216,6 @@ fn takes_no_writes(guest: &Guest, path: &Path, content: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// What a guest sees of a disk.
 fn shape(guest: &Guest, node: &str) -> Result<Shape> {
     let number = |file: &str| -> Result<u64> {
         Ok(guest.run(&format!("cat /sys/block/{node}/{file}"))?.trim().parse()?)
@@ -333,7 +330,6 @@ pub fn make_root(guest: &Guest, device: &str) -> Result<()> {
     .map(drop)
 }
 
-/// A guest whose root is on `device` runs from there.
 pub fn lives_on(guest: &Guest, device: &str) -> Result<()> {
     let mounts = guest.run("cat /proc/mounts")?;
     ensure!(mounts.contains(&format!("{device} / ext4")), "The root is not on {device}:\n{mounts}");

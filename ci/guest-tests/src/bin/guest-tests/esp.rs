@@ -18,7 +18,6 @@ const LONG_NAME: u8 = 0x0f;
 /// Fewer clusters are FAT12.
 const MIN_CLUSTERS: usize = 4200;
 
-/// A folder that is being written.
 #[derive(Default)]
 struct Folder<'a> {
     files: Vec<(&'a str, &'a [u8])>,
@@ -43,12 +42,10 @@ impl<'a> Folder<'a> {
     }
 }
 
-/// Clusters, and how they go on.
 struct Volume {
     /// Entries of the file allocation table; the first two are no clusters.
     table: Vec<u16>,
     data: Vec<u8>,
-    /// Short names are numbers: who looks for a file reads its long name.
     names: u32,
 }
 

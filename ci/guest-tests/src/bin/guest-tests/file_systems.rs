@@ -13,7 +13,6 @@ guest_tests::tests![
     all_hold_on_virtio_pmem: 1200 (extended) => all_hold_on(VIRTIO_PMEM, 1),
 ];
 
-/// What a guest makes of a volume.
 #[derive(Clone, Copy)]
 struct FileSystem {
     name: &'static str,
@@ -31,7 +30,6 @@ const BTRFS: FileSystem =
     FileSystem { name: "btrfs", make: "mkfs.btrfs -q -f --mixed", check: "btrfs check --readonly" };
 const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
 
-/// How a volume is shown.
 #[derive(Clone, Copy)]
 struct Interface {
     name: &'static str,
@@ -68,7 +66,6 @@ fn boot(pool: &Pool, volumes: &[(Interface, u64)], cpus: u32) -> Result<Guest> {
     builder.boot()
 }
 
-/// The disk of the volume with that interface.
 fn node(guest: &Guest, interface: Interface) -> Result<String> {
     let find = format!(
         "for disk in /sys/block/*; do case $(readlink -f $disk) in {}) basename $disk; exit;; esac; done; exit 1",
@@ -78,12 +75,6 @@ fn node(guest: &Guest, interface: Interface) -> Result<String> {
     Ok(format!("/dev/{}", guest.run(&find)?.trim()))
 }
 
-/// The life of a file system on a disk.
-///
-/// 1. Made and mounted. What is more than `room_mib` is given to a file that is not written.
-/// 2. Filled until a file does not fit, all others read back from the disk.
-/// 3. Unmounted and checked, mounted again and read, a third of the files removed, unmounted and
-///    checked.
 fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
     let FileSystem { name, make, check } = file_system;
     let run = |what: &str, command: &str| {
@@ -108,8 +99,6 @@ fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Re
     Ok(())
 }
 
-/// Two partitions by GPT, in place of what was there. The kernel finds them when it looks at the
-/// disk anew, and the second takes a file system.
 fn partition(guest: &Guest, disk: &str) -> Result<()> {
     let run = |what: &str, command: &str| {
         guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))
@@ -133,7 +122,6 @@ fn partition(guest: &Guest, disk: &str) -> Result<()> {
     Ok(())
 }
 
-/// Every file system once, every interface once, in one boot.
 fn each_holds_on_some_interface() -> Result<()> {
     let pool = Pool::create("640M")?;
     let guest = boot(&pool, &[(NVDIMM, VOLUME_MIB), (VIRTIO_BLK, 128), (VIRTIO_PMEM, 64)], 1)?;
@@ -155,7 +143,6 @@ fn end(guest: Guest, pool: &Pool) -> Result<()> {
     pool.check().map(drop)
 }
 
-/// All file systems one after the other on the same volume.
 fn all_hold_on(interface: Interface, cpus: u32) -> Result<()> {
     let pool = Pool::create("384M")?;
     let guest = boot(&pool, &[(interface, VOLUME_MIB)], cpus)?;

@@ -221,7 +221,6 @@ pub fn elf(code: &[u8]) -> Vec<u8> {
     file
 }
 
-/// Writes a file into the test's directory.
 pub fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     let dir = this_tests_dir();
     fs::create_dir_all(&dir)?;
@@ -230,7 +229,6 @@ pub fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// A guest that boots by this firmware alone.
 pub fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
     let builder = Guest::builder().argument("--firmware", &path.display().to_string());
     ["--kernel", "--initramfs", "--cmdline"]
@@ -238,7 +236,6 @@ pub fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
         .fold(builder, |builder, flag| builder.without(flag))
 }
 
-/// The numbers of the lines of our firmware that begin with `what`.
 fn numbers(log: &str, what: &str) -> Result<Vec<Vec<u32>>> {
     let lines = log.lines().filter_map(|line| line.strip_prefix(what));
     let numbers =

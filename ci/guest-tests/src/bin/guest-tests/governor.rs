@@ -22,7 +22,6 @@ guest_tests::tests![
     a_recording_is_a_trace_of_each_boot: 240,
 ];
 
-/// For what takes the guest seconds when all is well.
 const LIMIT: Duration = Duration::from_secs(120);
 const BOOT_MIB: u64 = 384;
 /// Below what any policy leaves a guest of that size: it would grow.
@@ -45,7 +44,6 @@ fn pressure(guest: &Guest) -> Result<Value> {
     guest.api("GET", "vm.pressure?decisions=1000", None)
 }
 
-/// Waits for a decision that is like that.
 fn wait_for_decision(guest: &Guest, what: &str, is_it: impl Fn(&Value) -> bool) -> Result<()> {
     guest.wait_until(what, LIMIT, || {
         let info = pressure(guest)?;

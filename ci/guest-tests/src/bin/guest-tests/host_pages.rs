@@ -226,7 +226,6 @@ struct SetAside {
 }
 
 impl SetAside {
-    /// None where the host has no such pages, or not so many together.
     fn pages(pages: u64) -> Result<Option<Self>> {
         if !Path::new(HUGE_PAGES).exists() {
             return Ok(None);

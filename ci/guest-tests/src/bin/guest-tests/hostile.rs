@@ -81,7 +81,6 @@ fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script
     )
 }
 
-/// As large as what the targets have to plug.
 const PLUGGED_BYTES: u64 = 512 * MIB;
 
 /// All of the zone is plugged and unplugged eight times; CHECK is told what is plugged, each time
@@ -129,7 +128,6 @@ impl Moved {
     }
 }
 
-/// The kernel copies by addresses of the VMM's, and asks nobody (docs/decisions/0018).
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
     let net = match vhost_net::network(37)? {
         Ok(net) => net,
@@ -190,7 +188,6 @@ fn give_frames(net: &Net, given: &AtomicU64, is_over: &AtomicBool) -> Result<()>
     Ok(())
 }
 
-/// What an attack reports.
 struct Report {
     sent: u64,
     answered: u64,
@@ -221,8 +218,6 @@ fn report(text: &str) -> Result<Report> {
     report().with_context(|| format!("No report of an attack: {text:?}"))
 }
 
-/// A device that has given its queues up, or takes nothing out of them, was not attacked. Few of
-/// vsock's chains are answered: its receive and event queues wait for something to tell.
 fn garbage_was_taken(report: &Report) -> Result<()> {
     let Report { sent, answered, restarted } = report;
     ensure!(

@@ -27,17 +27,14 @@ guest_tests::tests![
 
 /// Time that every wait may take, and the longest that an attack runs.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Length of an attack.
 const ATTACK: Duration = Duration::from_secs(3);
 /// Pause between API calls, because the attack needs the host's single CPU as well.
 const BETWEEN_CALLS: Duration = Duration::from_millis(100);
 /// An API call of an emulated host takes some 10 ms.
 const CALL_LIMIT: Duration = Duration::from_secs(2);
 
-/// Nice value of the governor's thread.
 const GOVERNOR_NICE: i32 = -10;
 
-/// Calls the API for `time` and returns how long the slowest call took.
 fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
     let begun = Instant::now();
     let mut slowest = Duration::ZERO;
@@ -53,14 +50,12 @@ fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
     Ok(slowest)
 }
 
-/// CPU time and priority of a thread of the VMM.
 struct Thread {
     is_vcpu: bool,
     nice: i64,
     cpu: Duration,
 }
 
-/// The threads of process `pid`.
 fn threads(pid: u32) -> Result<Vec<Thread>> {
     // SAFETY: no pointers.
     let ticks_per_s = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) })?;
@@ -119,7 +114,6 @@ impl Work {
     }
 }
 
-/// Starts a driver that plugs and unplugs 16 MiB in a loop.
 fn start_plug_storm(guest: &Guest, stop: &str) -> Result<Script> {
     let mut storm =
         guest.start_script(LIMIT, &format!("exec guest-tool hostile-plugs 8 {stop}"))?;
@@ -180,8 +174,6 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
 /// The string that the guest writes at each start.
 const STARTED: &[u8] = b"A guest starts, and resets its machine.\n";
 
-/// Writes [`STARTED`] to COM1 by one string instruction, and then the reset register. Entered in
-/// 32-bit protected mode.
 fn resets_at_once() -> Vec<u8> {
     const CODE_BYTES: u32 = 29;
     let text = (firmware::ENTRY as u32 + CODE_BYTES).to_le_bytes();
@@ -224,7 +216,6 @@ fn most_starts(elapsed: Duration) -> u32 {
     starts_s.iter().filter(|start_s| elapsed >= Duration::from_secs(**start_s)).count() as u32
 }
 
-/// Traces of the boots so far.
 fn traces(dir: &Path) -> Result<usize> {
     let names =
         fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
@@ -277,7 +268,6 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
     Ok(())
 }
 
-/// Connections of agents so far.
 fn agent_connections(guest: &Guest) -> Result<f64> {
     guest.metrics()?.value("foreshore_pressure_agent_connections_total", &[])
 }
@@ -360,7 +350,6 @@ struct ConsoleFlood {
 }
 
 impl ConsoleFlood {
-    /// Writes `mib` to hvc0, whose file may grow by `max_rate`.
     fn run(mib: u64, max_rate: u64) -> Result<Self> {
         const FLOOD_LIMIT: Duration = Duration::from_secs(300);
         let file = this_tests_dir().join(format!("hvc0-{max_rate}"));

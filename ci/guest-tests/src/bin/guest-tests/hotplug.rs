@@ -68,7 +68,6 @@ pub fn remove(guest: &Guest, id: &str) -> Result<u16> {
     Ok(guest.try_api("PUT", "vm.remove-device", Some(json!({ "id": id })))?.status)
 }
 
-/// The disk with that serial number; the guest finds it in its own time.
 pub fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
     let find = format!("grep -lx {serial} /sys/block/vd*/serial");
     guest.wait_until_run("the guest has the disk", LIMIT, &find)?;

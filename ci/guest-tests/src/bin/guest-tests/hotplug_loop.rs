@@ -19,7 +19,6 @@ guest_tests::tests![
 ];
 
 const ROUNDS: usize = 100;
-/// The first ones leave what is made once.
 const WARM_UP: usize = 10;
 
 /// What the VMM had after the first rounds, and where the device was.

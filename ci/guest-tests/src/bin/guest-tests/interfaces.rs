@@ -10,7 +10,6 @@ guest_tests::tests![
     a_volume_goes_through_its_interfaces_and_keeps_its_content: 300 (extended),
 ];
 
-/// A way to a volume, with as many CPUs as it is safe with, and the disk that it is.
 struct Way {
     interface: &'static str,
     cpus: u32,

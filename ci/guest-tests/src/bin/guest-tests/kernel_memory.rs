@@ -69,14 +69,12 @@ pub(crate) fn nothing_died(guest: &Guest) -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// DRAM of a guest whose PM is many times as large.
 const SMALL_DRAM_MIB: u64 = 192;
 /// Allowed difference in plugged PM between guest and simulator: this part of it, and at least this
 /// amount. The rate of the real load is not constant, and psi adds memory for the rate.
 const DIFFERENCE_PART: u64 = 8;
 const DIFFERENCE_BYTES: u64 = 128 * MIB;
 
-/// A guest at rest, as its agent reports it.
 #[derive(Debug)]
 struct AtRest {
     total_bytes: u64,
@@ -322,7 +320,6 @@ fn fixed_size_beyond_descriptors_leaves_the_guest_alive() -> Result<()> {
 /// A load that takes memory of the kernel alone.
 pub(crate) struct Load {
     pub(crate) command: &'static str,
-    /// Last line of its output.
     pub(crate) goal: &'static str,
     /// Kernel memory that it takes, at least.
     pub(crate) kernel_mib: u64,
@@ -365,7 +362,6 @@ fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
         .pressure(&format!("psi,record={}", this_tests_dir().join("trace").display()))
 }
 
-/// Runs `load` until its goal. Returns `None` if the load ends early.
 pub(crate) fn run_to_goal(guest: &Guest, load: &Load) -> Result<Option<Script>> {
     let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
     while let Some(line) = script.next_line() {

@@ -14,7 +14,6 @@ guest_tests::tests![
     kernel_has_no_reserve_without_the_command_line: 400 (extended),
 ];
 
-/// Boots Linux 6.12 with 384 MiB of DRAM. 512 MiB of PM can be plugged.
 fn boot(pool: &Pool, cmdline: &str) -> Result<Guest> {
     Guest::builder()
         .memory("size=384M")

@@ -100,7 +100,6 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     guest.power_off()
 }
 
-/// First address and end of the guest's only virtio-pmem device.
 fn device_range(guest: &Guest) -> Result<(u64, u64)> {
     let iomem = guest.run("cat /proc/iomem")?;
     let line = iomem.lines().find(|line| line.contains("namespace0.0"));

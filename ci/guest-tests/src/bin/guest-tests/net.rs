@@ -56,13 +56,11 @@ pub struct Net {
 }
 
 impl Net {
-    /// The host's address for an interface that there is.
     pub fn set_up_host(&self) -> Result<()> {
         let Self { tap, host: address, .. } = self;
         host(&format!("ip addr add {address}/24 dev {tap} && ip link set {tap} up"))
     }
 
-    /// The guest's, and the two hear each other.
     pub fn set_up_guest(&self, guest: &Guest, interface: &str) -> Result<()> {
         bring_up_as(guest, interface, self.guest)?;
         ping_host(guest, self)
@@ -79,7 +77,6 @@ impl Net {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
-    /// Each test has a network of its own: they run side by side.
     pub fn new(nth: u8) -> Result<Option<Self>> {
         if !has_tun() {
             return Ok(None);
@@ -102,7 +99,6 @@ impl Net {
     }
 }
 
-/// Whether this host makes tap interfaces.
 pub fn has_tun() -> bool {
     for module in ["tun", "bridge"] {
         // It may be built in.
@@ -111,7 +107,6 @@ pub fn has_tun() -> bool {
     Path::new("/dev/net/tun").exists()
 }
 
-/// Why a test is skipped where it does not.
 pub const NO_TUN: &str = "no /dev/net/tun here";
 
 /// The guest's stock driver has found the interface, which gets an address.
@@ -176,7 +171,6 @@ fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
     Ok(reader)
 }
 
-/// What the host sends is what the guest gets.
 pub fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     send(guest, net, |sent| bytes - sent)
 }
@@ -346,7 +340,6 @@ fn several_queues_are_used_and_put_aside() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-/// Runs a program of the host.
 pub fn host(command: &str) -> Result<()> {
     let status = Command::new("sh").args(["-c", command]).status()?;
     if !status.success() {
@@ -355,7 +348,6 @@ pub fn host(command: &str) -> Result<()> {
     Ok(())
 }
 
-/// Removes it however the test ends.
 struct Bridge(&'static str);
 
 impl Drop for Bridge {
@@ -597,7 +589,6 @@ impl Drop for Sender {
     }
 }
 
-/// What the host has taken out of the interface for the guest.
 pub fn taken(net: &Net) -> Result<u64> {
     let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
     std::fs::read_to_string(path)?.trim().parse().context("A number of frames")

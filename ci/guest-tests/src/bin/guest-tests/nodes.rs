@@ -59,7 +59,6 @@ fn two_sockets_short_of_dram(pool: &Pool) -> Result<Guest> {
         .boot()
 }
 
-/// A file of /sys/devices/system/node.
 fn node_file(guest: &Guest, file: &str) -> Result<String> {
     let text = guest.run(&format!("cat /sys/devices/system/node/{file}"))?;
     Ok(text.split_whitespace().collect::<Vec<_>>().join(" "))
@@ -95,7 +94,6 @@ fn plug_all(guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// Memory tiers and their nodes, the best first.
 fn tiers(guest: &Guest) -> Result<Vec<String>> {
     let script = "cd /sys/devices/virtual/memory_tiering && for tier in $(ls -d memory_tier[0-9]* | sort -V); do \
                   cat $tier/nodelist; done";
@@ -199,8 +197,6 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"], [""; 4])
 }
 
-/// A load on node 1's CPU takes node 1's memory first, and node 0 has twice as much: node 1 is
-/// short, and the PM near it is the first to come.
 fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
     /// More than node 1 has of its own, and less than both have.
     const LOAD_MIB: u64 = 320;

@@ -28,7 +28,6 @@ fn guest_with_nvdimms(pool: &Pool) -> GuestBuilder {
     })
 }
 
-/// What `ndctl list` says: a list of buses, DIMMs, regions or namespaces.
 fn ndctl(guest: &Guest, flags: &str) -> Result<Vec<Value>> {
     let text = guest.run_within(IO_LIMIT, &format!("ndctl list {flags}"))?;
     match serde_json::from_str(&text)
@@ -45,7 +44,6 @@ fn wait_for_disks(guest: &Guest, count: usize) -> Result<()> {
     guest.wait_until_run("all disks are there", IO_LIMIT, &tests.join(" && "))
 }
 
-/// By the name that ndctl gives each.
 fn by_name(list: &[Value]) -> BTreeMap<String, &Value> {
     list.iter().filter_map(|value| Some((value["dev"].as_str()?.to_owned(), value))).collect()
 }

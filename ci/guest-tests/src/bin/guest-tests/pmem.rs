@@ -38,7 +38,6 @@ pub fn guest_with(pmem: &str) -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off").cpus(2).argument("--pmem", pmem)
 }
 
-/// The first line of a MiB of a device.
 fn line(guest: &Guest, device: &str, mib: u64) -> Result<String> {
     let read = format!("dd if={device} bs=1M skip={mib} count=1 2>/dev/null | head -n 1");
     Ok(guest.run(&read)?.trim_end().to_owned())

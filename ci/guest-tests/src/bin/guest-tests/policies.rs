@@ -18,9 +18,7 @@ use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (extended)];
 
-/// For what takes the guest seconds when all is well.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Shrinks wait for cool-downs.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 const PM_MIB: u64 = 640;
 /// More than is left of DRAM, and less than a row brings.
@@ -74,7 +72,6 @@ impl Marks {
     }
 }
 
-/// A row of a table: where what is free lies in it, how often D comes then.
 struct Row {
     above: u64,
     up_to: u64,
@@ -95,7 +92,6 @@ struct Paper {
     gives_back: &'static str,
 }
 
-/// Above which nothing is integrated.
 fn border(rows: &[Row]) -> u64 {
     rows[0].up_to
 }
@@ -104,7 +100,6 @@ fn pressure(guest: &Guest) -> Result<Value> {
     guest.api("GET", "vm.pressure?decisions=1000", None)
 }
 
-/// Decisions of a direction since one with that number, newest first.
 fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
     let info = pressure(guest)?;
     let all = info["decisions"].as_array().context("No decisions")?.clone();
@@ -157,7 +152,6 @@ impl Cache {
     }
 }
 
-/// Fills guest memory with what does not compress.
 fn fill(guest: &Guest, mib: u64) -> Result<Script> {
     let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let goal = format!("held {mib}");

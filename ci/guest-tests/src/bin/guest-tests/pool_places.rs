@@ -316,7 +316,6 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     pmvol(&["repair", &pool.name()]).map(drop)
 }
 
-/// Makes a file of all that is left.
 fn fill(path: &Path) -> Result<()> {
     let mut filler = File::create(path)?;
     // Large steps first, then whatever is left.
@@ -332,7 +331,6 @@ fn fill(path: &Path) -> Result<()> {
     Ok(filler.sync_all()?)
 }
 
-/// What an unprivileged user may still use.
 fn free_bytes(dir: &Path) -> Result<u64> {
     let path = CString::new(dir.as_os_str().as_bytes())?;
     // SAFETY: statvfs is plain numbers, for which zero is valid.

@@ -28,7 +28,6 @@ pub const GROW_LIMIT: Duration = Duration::from_secs(120);
 /// Shrinking is slow on purpose: steps after a cool-down.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
-/// 512 MiB of DRAM, of which 384 at boot, and 512 MiB of PM to grow into.
 fn guest_without_swap(pool: &Pool) -> GuestBuilder {
     Guest::builder()
         .cpus(2)
@@ -36,7 +35,6 @@ fn guest_without_swap(pool: &Pool) -> GuestBuilder {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
 }
 
-/// The same with a swap to avoid.
 fn small_guest(pool: &Pool) -> GuestBuilder {
     guest_without_swap(pool).cmdline("foreshore.zram=256M")
 }

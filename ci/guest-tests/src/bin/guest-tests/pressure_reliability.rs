@@ -16,9 +16,7 @@ guest_tests::tests![
     guest_without_dram_for_descriptors_gets_no_request: 600 (long),
 ];
 
-/// For what takes the guest seconds when all is well.
 const LIMIT: Duration = Duration::from_secs(120);
-/// For shrinks, which wait for cool-downs and pauses.
 const SHRINK_LIMIT: Duration = Duration::from_secs(400);
 
 fn small_guest(pool: &Pool) -> GuestBuilder {
@@ -45,14 +43,12 @@ fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether there is such a decision.
 fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Result<bool> {
     let info = pressure(guest)?;
     let decisions = info["decisions"].as_array().context("No decisions")?;
     Ok(decisions.iter().any(is_it))
 }
 
-/// Starts `guest-tool hog` and waits until it has that much.
 fn fill(guest: &Guest, mib: u64) -> Result<Script> {
     let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
     let goal = format!("held {mib}");
@@ -85,8 +81,6 @@ fn reports(guest: &Guest) -> Result<f64> {
 /// What an agent says first.
 const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
 
-/// A report of a guest that has so much memory and nothing left of it. `seq` counts from 1; the
-/// guest has run for so long.
 fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
     let memory = json!({ "total_bytes": total_bytes, "free_bytes": 0, "available_bytes": 0 });
     let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,

@@ -13,7 +13,6 @@ guest_tests::tests![
     guest_panic_is_an_event_on_6_1: 120 (long) => guest_panic_is_an_event(Kernel::V6_1),
 ];
 
-/// The time that the guest takes to panic.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn guest_panic_is_an_event(kernel: Kernel) -> Result<()> {

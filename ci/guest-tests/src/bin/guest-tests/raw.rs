@@ -30,7 +30,6 @@ pub fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}")).cpus(2)
 }
 
-/// A pool for which each flush is a flush.
 pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let disk = Disk::create(384, room_mib)?;
     let pool = Pool::create_in(disk.dir(), "256M")?;

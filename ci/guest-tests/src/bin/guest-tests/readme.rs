@@ -15,7 +15,6 @@ const README: &str = include_str!("../../../../../README.md");
 const LIMIT: Duration = Duration::from_secs(60);
 /// The pool that the block creates.
 const POOL: &str = "/dev/shm/pool";
-/// The line between the commands of the two terminals.
 const OTHER_TERMINAL: &str = "# It stays in the foreground.";
 
 /// The block without the lines that depend on the location of the clone: the build, and the paths
@@ -43,7 +42,6 @@ fn commands() -> Result<(String, String)> {
     Ok((first.to_owned(), second.lines().skip(1).collect::<Vec<_>>().join("\n")))
 }
 
-/// A shell that ends with the test.
 struct Terminal(Child);
 
 impl Terminal {

@@ -28,13 +28,11 @@ guest_tests::tests![
     power_cuts_lose_what_a_lie_has_flushed: 300 (extended),
 ];
 
-/// Kills in a test.
 const KILLS: u32 = 6;
 
 /// Guests at once: two CPUs boot two of them in the time of one.
 const LANES: u64 = 2;
 
-/// A victim for each lane, on pools in that directory.
 fn victims(dir: &Path, setup: Setup) -> Result<Vec<Victim>> {
     let seed = seed()?;
     let victim =

@@ -37,7 +37,6 @@ guest_tests::tests![
 const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
-/// A network of a test's own, on a host that can move its frames.
 pub fn network(nth: u8) -> Result<std::result::Result<Net, &'static str>> {
     // It may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
@@ -49,7 +48,6 @@ pub fn network(nth: u8) -> Result<std::result::Result<Net, &'static str>> {
     Ok(Net::new(nth)?.ok_or(NO_TUN))
 }
 
-/// Who moves the frames of the interface `net`, as the metrics say.
 fn is_moved_by(backend: &str, guest: &Guest, net: &str) -> Result<()> {
     let labels = [("net", net), ("backend", backend)];
     let value = guest.metrics()?.value("foreshore_net_backend", &labels)?;

@@ -19,21 +19,17 @@ guest_tests::tests![
     volumes_stay_across_a_reboot: 300 (long),
 ];
 
-/// For what a guest does with its volume, emulated.
 pub const IO_LIMIT: Duration = Duration::from_secs(180);
 
-/// A pool with the volume `data` of 96 MiB.
 pub fn pool_with_volume() -> Result<Pool> {
     with_volume(Pool::create("256M")?)
 }
 
-/// The pool, now with the volume `data` of 96 MiB.
 pub fn with_volume(pool: Pool) -> Result<Pool> {
     pool.create_volume("data", "96M")?;
     Ok(pool)
 }
 
-/// A guest with the volume `data`.
 pub fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
     Guest::builder()
         .memory("size=384M")
@@ -41,7 +37,6 @@ pub fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
         .pm_volume(&format!("pool={},name=data,{options}", pool.name()))
 }
 
-/// The guest's stock driver has found the volume.
 pub fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
 }
@@ -135,14 +130,11 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     Ok(())
 }
 
-/// An ext4 file system on the volume, with the fewest writes: where each is four flushes to a disk,
-/// they take a minute.
 pub fn make_file_system(guest: &Guest) -> Result<()> {
     let make = "mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0s";
     guest.run_within(IO_LIMIT, make).map(drop)
 }
 
-/// Mounts the volume in the guest.
 pub const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
 
 /// Writes files with fsync until at least `count` are acknowledged, and kills the VMM in the middle
@@ -241,8 +233,6 @@ fn takes_no_writes(guest: &Guest, disk: &str, marked: &str) -> Result<()> {
     guest.run(&format!("dd if=/dev/{disk} of=/dev/null bs=4096 count=16")).map(drop)
 }
 
-/// Two at once, one of each interface. A reboot builds the machine anew, and the volumes' second
-/// life begins while nothing of their first one may be left.
 fn volumes_stay_across_a_reboot() -> Result<()> {
     let pool = pool_with_volume()?;
     pool.create_volume("more", "32M")?;

@@ -27,7 +27,6 @@ pub fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     guest.metrics()?.value("foreshore_volume_flushes_total", &labels)
 }
 
-/// Whether the guest's driver has flush hints; without, a flush of it is a fence.
 pub fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
@@ -107,7 +106,6 @@ fn wait_for_failure(guest: &Guest) -> Result<()> {
     Ok(())
 }
 
-/// What `vm.volumes` says of the only volume.
 fn status(guest: &Guest) -> Result<Value> {
     Ok(guest.api("GET", "vm.volumes", None)?["volumes"][0]["status"].clone())
 }

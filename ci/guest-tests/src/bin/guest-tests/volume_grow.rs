@@ -94,7 +94,6 @@ fn small_pool() -> Result<Pool> {
     Ok(pool)
 }
 
-/// Writes files until as many as wanted are acknowledged, and returns their lines.
 fn acknowledge_files(guest: &Guest) -> Result<String> {
     let mut writer =
         guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
@@ -134,7 +133,6 @@ fn grow(pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-/// The size of the disk, as the guest sees it.
 fn disk_bytes(guest: &Guest) -> Result<u64> {
     Ok(guest.run("cat /sys/block/pmem0s/size")?.trim().parse::<u64>()? * 512)
 }

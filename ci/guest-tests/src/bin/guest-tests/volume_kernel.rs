@@ -58,7 +58,6 @@ fn tells(kernel: Kernel, cmdline: &str, model: &str) -> Result<()> {
     guest.power_off()
 }
 
-/// In the agent's place: a hello of that kernel, and its end.
 fn say_hello(guest: &Guest, release: &str, preemption: &str) -> Result<()> {
     let hello = format!(
         r#"{{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"{release}","preemption":"{preemption}","page_size_bytes":4096}}"#

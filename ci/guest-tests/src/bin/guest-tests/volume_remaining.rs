@@ -25,7 +25,6 @@ guest_tests::tests![
 /// A pool of 1 GiB has 1020 MiB for volumes and memory.
 const REST: u64 = (1020 - 512) * MIB;
 
-/// `pmvol create POOL --size 1G --strg 128M`.
 fn pool() -> Result<Pool> {
     let dir = guest_tests::runner::this_tests_dir();
     fs::create_dir_all(&dir)?;

@@ -15,7 +15,6 @@ guest_tests::tests![
     parts_of_a_volume_are_empty_disks: 300 (extended),
 ];
 
-/// Blocks that are written, of the volume's sixteen thousand.
 const BLOCKS: u32 = 300;
 
 fn guest_with(pool: &Pool, volume: &str) -> GuestBuilder {
@@ -25,7 +24,6 @@ fn guest_with(pool: &Pool, volume: &str) -> GuestBuilder {
         .pm_volume(&format!("pool={},name={volume},interface=nvdimm", pool.name()))
 }
 
-/// Writes blocks as the guest's driver does.
 fn written(pool: &Pool, volume: &str) -> Result<()> {
     let guest = guest_with(pool, volume).cpus(2).boot()?;
     wait_for_disk(&guest)?;

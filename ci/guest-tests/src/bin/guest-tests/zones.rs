@@ -10,7 +10,6 @@ pub const MIB: u64 = 1 << 20;
 /// Holes in what was lent, emulated.
 const REST_LIMIT: Duration = Duration::from_secs(60);
 
-/// A zone as `vm.memory` shows it.
 pub struct Zone {
     pub requested_bytes: u64,
     pub plugged_bytes: u64,
@@ -19,7 +18,6 @@ pub struct Zone {
     pub state: String,
 }
 
-/// Asks the API for a zone.
 pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     let answer = guest.api("GET", "vm.memory", None)?;
     // A list of zones, or an object that has one.
@@ -39,7 +37,6 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     })
 }
 
-/// What `pool.info` says of a guest's only pool.
 fn pool_info(guest: &Guest) -> Result<Value> {
     let answer = guest.api("GET", "pool.info", None)?;
     let pools =
@@ -98,12 +95,10 @@ pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-/// MemTotal as the guest's kernel counts it.
 pub fn mem_total_mib(guest: &Guest) -> Result<u64> {
     Ok(guest.run("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?)
 }
 
-/// A counter of the guest's /proc/vmstat.
 pub fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {
     let text = guest.run(&format!("awk '$1 == \"{counter}\" {{ print $2 }}' /proc/vmstat"))?;
     text.trim().parse().with_context(|| format!("{counter} in /proc/vmstat: {text:?}"))
