@@ -52,6 +52,15 @@ impl FileSystem {
     }
 }
 
+/// A file of zeros in the test's directory.
+pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
+    let path = this_tests_dir().join(name);
+    fs::create_dir_all(this_tests_dir())
+        .and_then(|()| File::create(&path)?.set_len(bytes))
+        .with_context(|| format!("Cannot make {}", path.display()))?;
+    Ok(path)
+}
+
 /// A tmpfs of a test's own, which can be filled up: then whatever needs a new block of an image in
 /// it fails with an I/O error, as on a disk that dies.
 #[derive(Debug)]

@@ -50,7 +50,7 @@ impl Spent {
 pub fn measure(samples: &mut Samples) -> Result<()> {
     let guest = Guest::builder().memory("size=1G").pressure("psi").boot()?;
     let reports = || -> Result<u64> {
-        let info = guest.api("GET", "vm.pressure", None)?;
+        let info = guest.get("vm.pressure")?;
         info["details"]["reports"].as_u64().with_context(|| format!("No number of reports: {info}"))
     };
     for _ in 0..MOST_SPANS {

@@ -59,7 +59,7 @@ fn fill(samples: &mut Samples) -> Result<()> {
     let _hog =
         load(&guest, &format!("exec guest-tool hog {FILL_MIB}"), &format!("held {FILL_MIB}"))?;
     let took_ms = wait_for("memory has come online", LIMIT, || {
-        let info = guest.api("GET", "vm.pressure", None)?;
+        let info = guest.get("vm.pressure")?;
         Ok(info["details"]["report_to_online_ms"].as_f64())
     })?;
     samples.add(Row::ReportToOnline, FORESHORE, took_ms / 1e3);
@@ -96,7 +96,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         resize(&guest, before_bytes)?;
         let request = request_to_online(&guest, before_bytes + burst.asked_bytes)?;
         resize(&guest, before_bytes)?;
-        guest.api("PUT", "vm.pressure", Some(json!({ "resume": true, "zone": "pm" })))?;
+        guest.put("vm.pressure", json!({ "resume": true, "zone": "pm" }))?;
         eprintln!(
             "bench:     {} MiB asked for on top of {}",
             burst.asked_bytes / MIB,
@@ -140,7 +140,7 @@ fn add_idle(samples: &mut Samples, times: &[Woken]) -> Result<()> {
 }
 
 fn plugged_and_requested(guest: &Guest) -> Result<(u64, u64)> {
-    let info = guest.api("GET", "vm.memory", None)?;
+    let info = guest.get("vm.memory")?;
     let zones = info["zones"].as_array().context("vm.memory has no zones")?;
     let zone = zones.iter().find(|zone| zone["id"] == "pm").context("vm.memory has no PM")?;
     let number = |key: &str| zone[key].as_u64().with_context(|| format!("No {key}: {zone}"));
@@ -161,7 +161,7 @@ fn wait_for_rest(guest: &Guest) -> Result<u64> {
 
 /// By hand, until it is so.
 fn resize(guest: &Guest, bytes: u64) -> Result<()> {
-    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": bytes })))?;
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": bytes }))?;
     guest.wait_until(
         "the zone has its size",
         LIMIT,
@@ -180,7 +180,7 @@ struct Burst {
 /// for something. None if the guest had enough for it: a policy may hold more for a while after it
 /// was wrong.
 fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
-    let last = guest.api("GET", "vm.pressure?decisions=1", None)?["decisions_total"].as_u64();
+    let last = guest.get("vm.pressure?decisions=1")?["decisions_total"].as_u64();
     let last = last.context("vm.pressure counts no decisions")?;
     let mut clocks = Clocks::new();
     let mut script = guest.start_script(LIMIT, &format!("exec guest-tool burst {BURST_MIB}"))?;
@@ -195,7 +195,7 @@ fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
         }
     };
     let begun = begun.context("Memory came before the burst")?;
-    let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
+    let info = guest.get("vm.pressure?decisions=1000")?;
     let asked_at = clocks.started.elapsed();
     let decisions = info["decisions"].as_array().context("No decisions")?;
     let is_grow = |decision: &&Value| {
@@ -230,7 +230,7 @@ fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
         ensure!(line != Line::Total, "Memory came that nobody asked for");
     }
     let requested = clocks.started.elapsed();
-    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": bytes })))?;
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": bytes }))?;
     let online = loop {
         let (line, at) = clocks.next(&mut script)?;
         if line == Line::Total {

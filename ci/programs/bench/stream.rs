@@ -71,7 +71,7 @@ fn start() -> Result<Guest> {
         .cmdline("memhp_default_state=online_movable foreshore.agent=off")
         .boot()?;
     guest.wait_until("the memory is plugged", LIMIT, || {
-        let zones = guest.api("GET", "vm.memory", None)?;
+        let zones = guest.get("vm.memory")?;
         let plugged = zones["zones"].as_array().and_then(|zones| {
             zones
                 .iter()

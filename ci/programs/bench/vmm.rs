@@ -225,7 +225,7 @@ impl Vm {
         match self {
             Self::Cli(guest) => {
                 let size = BOOT_MIB * MIB + bytes;
-                guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": size }))).map(drop)
+                guest.put("vm.resize", json!({ "desired_ram": size })).map(drop)
             }
             Self::Qemu(guest) => guest.request_hotplug_bytes(bytes),
         }
@@ -235,7 +235,7 @@ impl Vm {
     pub fn plugged_bytes(&self) -> Result<u64> {
         match self {
             Self::Cli(guest) => {
-                let info = guest.api("GET", "vm.info", None)?;
+                let info = guest.get("vm.info")?;
                 let size = info["memory_actual_size"].as_u64();
                 let size = size.with_context(|| format!("vm.info has no size: {info}"))?;
                 Ok(size.saturating_sub(BOOT_MIB * MIB))

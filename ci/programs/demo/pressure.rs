@@ -112,7 +112,7 @@ fn print_latency(guest: &Guest) -> Result<()> {
             seconds / count * 1000.0
         ),
     )?;
-    let last = &guest.api("GET", "vm.pressure", None)?["details"]["report_to_online_ms"];
+    let last = &guest.get("vm.pressure")?["details"]["report_to_online_ms"];
     println!("  the last one took {last} ms");
     Ok(())
 }

@@ -32,6 +32,9 @@ pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
 /// For a command that has nothing to wait for.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
+/// Between two lines of a load that fills memory, under emulation.
+const HOG_LIMIT: Duration = Duration::from_secs(120);
+
 /// Until the connection to a guest that ends is closed.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
@@ -94,6 +97,13 @@ impl Guest {
         Script::start(&self.shell(), silence_limit, command)
     }
 
+    /// Starts a load of `mib` that does not compress, and waits until all of it is held.
+    pub fn hog(&self, mib: u64) -> Result<Script> {
+        let mut hog = self.start_script(HOG_LIMIT, &format!("exec guest-tool hog {mib}"))?;
+        hog.wait_for_line(&format!("held {mib}"))?;
+        Ok(hog)
+    }
+
     /// Waits until a command in the guest ends with zero.
     pub fn wait_until_run(&self, what: &str, limit: Duration, command: &str) -> Result<()> {
         self.wait_until(what, limit, || Ok(self.try_run(limit, command)?.code == 0))
@@ -129,6 +139,23 @@ impl Guest {
             .with_context(|| format!("{call} answers {:?}", response.body))
     }
 
+    pub fn get(&self, call: &str) -> Result<Value> {
+        self.api("GET", call, None)
+    }
+
+    pub fn put(&self, call: &str, body: Value) -> Result<Value> {
+        self.api("PUT", call, Some(body))
+    }
+
+    /// Calls the API with `PUT` and no body.
+    pub fn command(&self, call: &str) -> Result<Value> {
+        self.api("PUT", call, None)
+    }
+
+    pub fn try_put(&self, call: &str, body: Value) -> Result<Response> {
+        self.try_api("PUT", call, Some(body))
+    }
+
     pub fn try_api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Response> {
         let body = body.map(|body| body.to_string());
         http::request_unix(&self.paths.api(), method, &format!("/api/v1/{call}"), body.as_deref())
@@ -154,6 +181,11 @@ impl Guest {
         let response = http::request_tcp(&self.metrics_address, "GET", "/metrics", None)?;
         ensure!(response.status == 200, "/metrics: status {}: {}", response.status, response.body);
         Metrics::parse(&response.body)
+    }
+
+    /// The value of one metric, as [`Metrics::value`] finds it.
+    pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
+        self.metrics()?.value(name, labels)
     }
 
     pub fn console_log(&self) -> Result<String> {

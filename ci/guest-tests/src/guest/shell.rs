@@ -81,6 +81,14 @@ impl Script {
         }
     }
 
+    /// Waits for a line. The script must not end before it.
+    pub fn wait_for_line(&mut self, wanted: &str) -> Result<()> {
+        let mut lines = std::iter::from_fn(|| self.next_line());
+        let found = lines.any(|line| line == wanted);
+        ensure!(found, "The script has ended without the line {wanted:?}");
+        Ok(())
+    }
+
     pub fn finish(mut self) -> Result<Output> {
         let code = loop {
             if let Some(code) = self.code {

@@ -306,7 +306,7 @@ impl Watch {
             return Ok(false);
         };
         let sample = MemorySample::from_line(&line)?;
-        let info = guest.api("GET", "vm.info", None)?;
+        let info = guest.get("vm.info")?;
         let held_bytes = info["memory_actual_size"].as_u64();
         let held_bytes = held_bytes.with_context(|| format!("vm.info has no size: {info}"))?;
         let point = Point { at_s: self.started.elapsed().as_secs_f64(), held_bytes, guest: sample };

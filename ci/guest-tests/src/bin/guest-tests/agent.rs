@@ -414,7 +414,7 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     end("KILL")?;
     set("settings outlast an agent that is killed", &beside_pm)?;
     start()?;
-    guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 0 })))?;
+    guest.put("vm.pressure", json!({ "policy": "fixed", "size": 0 }))?;
     set("settings go back with the memory", &usual)?;
     guest.no_kernel_complaints()
 }

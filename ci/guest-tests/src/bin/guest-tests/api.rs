@@ -34,9 +34,7 @@ pub fn without_a_vm() -> GuestBuilder {
 /// One that serves its API.
 pub fn empty_vmm() -> Result<Guest> {
     let vmm = without_a_vm().start()?;
-    vmm.wait_until("the VMM answers", START_LIMIT, || {
-        Ok(vmm.api("GET", "vmm.ping", None).is_ok())
-    })?;
+    vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.get("vmm.ping").is_ok()))?;
     Ok(vmm)
 }
 
@@ -75,32 +73,29 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
         ensure!(status(&vmm, method, call)? == 404, "{call} without a VM");
     }
     vmm.metrics()?;
-    vmm.api("PUT", "vm.create", Some(config(&vmm)))?;
-    let created = vmm.api("GET", "vm.info", None)?;
+    vmm.put("vm.create", config(&vmm))?;
+    let created = vmm.get("vm.info")?;
     ensure!(created["state"] == "Created", "{created}");
     ensure!(status(&vmm, "PUT", "vm.pause")? == 405, "a VM that does not run is paused");
     ensure!(status(&vmm, "GET", "pool.info")? == 405, "pools of a VM that does not run are shown");
-    ensure!(
-        vmm.try_api("PUT", "vm.create", Some(config(&vmm)))?.status == 405,
-        "it is created twice"
-    );
+    ensure!(vmm.try_put("vm.create", config(&vmm))?.status == 405, "it is created twice");
     // What boots is what the configuration was made to be.
-    vmm.api("PUT", "vm.resize", Some(json!({"desired_ram": 640 << 20})))?;
-    vmm.api("PUT", "vm.boot", None)?;
+    vmm.put("vm.resize", json!({"desired_ram": 640 << 20}))?;
+    vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
     let mib: u64 =
         vmm.run("awk '/MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?;
     ensure!((580..=640).contains(&mib), "MemTotal is {mib} MiB");
-    let running = vmm.api("GET", "vm.info", None)?;
+    let running = vmm.get("vm.info")?;
     ensure!(
         running["state"] == "Running" && running["memory_actual_size"] == 640 << 20,
         "{running}"
     );
     // What is shown can be given to create the same VM again.
-    vmm.api("PUT", "vm.delete", None)?;
+    vmm.command("vm.delete")?;
     ensure!(status(&vmm, "GET", "vm.info")? == 404, "a deleted VM is shown");
-    vmm.api("PUT", "vm.create", Some(running["config"].clone()))?;
-    vmm.api("PUT", "vm.boot", None)?;
+    vmm.put("vm.create", running["config"].clone())?;
+    vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
     vmm.no_kernel_complaints()?;
     vmm.power_off()
@@ -112,13 +107,13 @@ fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
     let mut config = config(&vmm);
     config["pm_volumes"] =
         json!([{"pool": pool.path(), "name": "data", "size": 32 << 20, "create": true}]);
-    vmm.api("PUT", "vm.create", Some(config))?;
-    vmm.api("PUT", "vm.boot", None)?;
+    vmm.put("vm.create", config)?;
+    vmm.command("vm.boot")?;
     ensure!(pool.check().is_err(), "the pool is free while a VM has it");
-    vmm.api("PUT", "vm.delete", None)?;
+    vmm.command("vm.delete")?;
     pool.check()?;
     ensure!(!vmm.vsock_socket().exists(), "the socket of vsock is left");
-    vmm.api("PUT", "vmm.shutdown", None)?;
+    vmm.command("vmm.shutdown")?;
     let ended = vmm.wait_for_exit(START_LIMIT)?;
     ensure!(ended.success(), "the VMM ended with {ended}");
     Ok(())
@@ -133,12 +128,12 @@ fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Res
         .pressure("off")
         .argument("--event-monitor", &format!("path={}", file.display()))
         .boot()?;
-    guest.api("PUT", "vm.pause", None)?;
-    guest.api("PUT", "vm.nmi", None)?;
-    guest.api("PUT", "vm.resize", Some(json!({"desired_ram": 512 << 20, "desired_vcpus": 3})))?;
-    let info = guest.api("GET", "vm.info", None)?;
+    guest.command("vm.pause")?;
+    guest.command("vm.nmi")?;
+    guest.put("vm.resize", json!({"desired_ram": 512 << 20, "desired_vcpus": 3}))?;
+    let info = guest.get("vm.info")?;
     ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
-    guest.api("PUT", "vm.resume", None)?;
+    guest.command("vm.resume")?;
     // Linux logs an NMI that no device has sent, and goes on (arch/x86/kernel/nmi.c,
     // unknown_nmi_error).
     for cpu in 0..2 {
@@ -151,7 +146,7 @@ fn requests_to_a_paused_vm_take_effect_on_resume_and_events_tell_of_all() -> Res
         "test $(cat /sys/devices/system/cpu/present) = 0-2",
     )?;
     guest.wait_until("the resize is reached", BOOT_LIMIT, || {
-        Ok(guest.api("GET", "vm.info", None)?["memory_actual_size"] == 512 << 20)
+        Ok(guest.get("vm.info")?["memory_actual_size"] == 512 << 20)
     })?;
     guest.wait_until("the resize is an event", BOOT_LIMIT, || {
         Ok(std::fs::read_to_string(&file)?.contains("\"plugged_bytes\": \"134217728\""))

@@ -174,7 +174,7 @@ fn send(stream: &mut UnixStream, Bad { call, body, statuses }: &Bad) -> Result<(
 }
 
 fn nothing_has_changed(before: &Value, guest: &Guest) -> Result<()> {
-    let now = guest.api("GET", "vm.info", None)?;
+    let now = guest.get("vm.info")?;
     let differences = differences("", before, &now);
     ensure!(differences.is_empty(), "Something has changed: {differences:#?}");
     Ok(())
@@ -199,9 +199,9 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     let guest = Guest::builder().boot()?;
     // Its agent says it some time after the boot: nothing that a request has done.
     guest.wait_until("vm.info has the guest's kernel", LIMIT, || {
-        Ok(!guest.api("GET", "vm.info", None)?["guest_kernel"].is_null())
+        Ok(!guest.get("vm.info")?["guest_kernel"].is_null())
     })?;
-    let before = guest.api("GET", "vm.info", None)?;
+    let before = guest.get("vm.info")?;
     let mut heart = guest
         .start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
     let held = guest.holdings()?;

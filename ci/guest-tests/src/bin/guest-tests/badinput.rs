@@ -218,7 +218,7 @@ fn files_pools_and_sockets_of_a_vm_are_refused_to_another() -> Result<()> {
     are_unchanged(&contents, &files(&dir, ALL_BYTES)?)?;
     first.run("true")?;
     first.no_kernel_complaints()?;
-    first.api("PUT", "vmm.shutdown", None)?;
+    first.command("vmm.shutdown")?;
     let status = first.wait_for_exit(IO_LIMIT)?;
     ensure!(status.success(), "The VMM ended with {status} after vmm.shutdown");
     pool.check()?;
@@ -238,7 +238,7 @@ fn a_mounted_device_is_read_only(device: &LoopDevice) -> Result<()> {
     let result = refuses(&with(""), &["--disk", "in use: it is mounted on"]).and_then(|()| {
         let reader = with(",readonly=on").start()?;
         reader.wait_until("a VM that only reads it runs", IO_LIMIT, || {
-            Ok(reader.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+            Ok(reader.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
         })
     });
     unmount(&mounted)?;
@@ -295,6 +295,6 @@ fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
         "What was refused has made the governor plug {}",
         zone.requested_bytes
     );
-    guest.api("GET", "vmm.ping", None)?;
+    guest.get("vmm.ping")?;
     Ok(())
 }

@@ -4,11 +4,12 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::guest::{Kernel, Script};
+use guest_tests::guest::Kernel;
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
-use crate::zones::{MIB, vmstat, zone};
+use crate::decisions::{decisions_since, decisions_total};
+use crate::zones::{MIB, meminfo_mib, vmstat, zone};
 
 guest_tests::tests![
     a_balloon_saves_a_guest_from_the_oom_killer_on_6_1: 300 (extended) =>
@@ -35,41 +36,24 @@ const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 /// A block of the guest's memory, which goes as a whole.
 const BLOCK_MIB: u64 = 128;
 
-fn meminfo_mib(guest: &Guest, what: &str) -> Result<u64> {
-    let text = guest.run(&format!("awk '/^{what}:/ {{ print int($2 / 1024) }}' /proc/meminfo"))?;
-    text.trim().parse().with_context(|| format!("{what} in /proc/meminfo: {text:?}"))
-}
-
 fn actual_bytes(guest: &Guest) -> Result<u64> {
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     info["balloon"]["actual_bytes"]
         .as_u64()
         .with_context(|| format!("vm.info without a balloon: {info}"))
 }
 
 fn ask(guest: &Guest, bytes: u64) -> Result<()> {
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": bytes })))?;
+    guest.put("vm.resize", json!({ "desired_balloon": bytes }))?;
     guest.wait_until("the balloon has its size", FOLLOW_LIMIT, || Ok(actual_bytes(guest)? == bytes))
 }
 
 fn statistic(guest: &Guest, name: &str) -> Result<f64> {
-    guest.metrics()?.value("foreshore_balloon_guest_bytes", &[("statistic", name)])
-}
-
-/// Fills guest memory; an error if it is killed before all of it is held.
-fn fill(guest: &Guest, mib: u64) -> Result<Script> {
-    let mut hog = guest.start_script(FOLLOW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
-    let goal = format!("held {mib}");
-    while let Some(line) = hog.next_line() {
-        if line == goal {
-            return Ok(hog);
-        }
-    }
-    anyhow::bail!("Of {mib} MiB not all was held")
+    guest.metric("foreshore_balloon_guest_bytes", &[("statistic", name)])
 }
 
 fn touch(guest: &Guest, mib: u64) -> Result<()> {
-    drop(fill(guest, mib)?);
+    drop(guest.hog(mib)?);
     wait_until_freed(guest)
 }
 
@@ -105,7 +89,7 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         taken_bytes + 180 * MIB < full_bytes,
         "{full_bytes} bytes were resident, and now {taken_bytes}"
     );
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["memory_actual_size"] == json!(256 * MIB), "{info}");
     // Statistics say the same as the guest does itself.
     let total_mib = meminfo_mib(&guest, "MemTotal")?;
@@ -114,9 +98,9 @@ fn takes_gives_and_saves(kernel: Kernel) -> Result<()> {
         Ok(statistic(&guest, "total")? as u64 / MIB == total_mib && free_mib < 200)
     })?;
     // More than is left: the guest takes it out of the balloon before it kills anybody.
-    let hog = fill(&guest, left_mib + 60)?;
+    let hog = guest.hog(left_mib + 60)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
-    let saved = guest.metrics()?.value("foreshore_balloon_oom_deflated_bytes_total", &[])?;
+    let saved = guest.metric("foreshore_balloon_oom_deflated_bytes_total", &[])?;
     ensure!(
         saved > 0.0 && actual_bytes(&guest)? < 256 * MIB,
         "Nothing was taken out of the balloon"
@@ -151,12 +135,11 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
     // What stays is freed first: it has had its time when the other one's is back.
     let (silent, reporting) = (boot("off")?, boot("on")?);
     let given_back = |guest: &Guest, by: &str| -> Result<u64> {
-        let back =
-            guest.metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
+        let back = guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", by)])?;
         Ok(back as u64)
     };
     let full = |guest: &Guest| -> Result<u64> {
-        let hog = fill(guest, FREED_MIB)?;
+        let hog = guest.hog(FREED_MIB)?;
         let full_bytes = guest.rss_bytes()?;
         ensure!(
             full_bytes > FREED_MIB * MIB,
@@ -189,7 +172,7 @@ fn reports_what_is_free(kernel: Kernel) -> Result<()> {
         "Free pages were reported that nobody was to report"
     );
     // And it can be had again.
-    drop(fill(&reporting, FREED_MIB)?);
+    drop(reporting.hog(FREED_MIB)?);
     reporting.no_kernel_complaints()
 }
 
@@ -205,15 +188,14 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     guest.wait_until("memory that is idle goes into the balloon", FOLLOW_LIMIT, || {
         Ok(actual_bytes(&guest)? >= 128 * MIB)
     })?;
-    let pressure = guest.api("GET", "vm.pressure", None)?;
+    let pressure = guest.get("vm.pressure")?;
     ensure!(pressure["details"]["source"] == "statistics", "{pressure}");
     ensure!(pressure["details"]["refused"] == json!({}), "{pressure}");
     // The watermarks are those that the kernel has, not far off: khugepaged's share is most of
     // them.
     let high = "awk '$1 == \"high\" { sum += $2 } END { print sum * 4096 }' /proc/zoneinfo";
     let real: f64 = guest.run(high)?.trim().parse()?;
-    let shown =
-        guest.metrics()?.value("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
+    let shown = guest.metric("foreshore_pressure_watermark_bytes", &[("watermark", "high")])?;
     ensure!(
         (0.8..1.25).contains(&(shown / real)),
         "The high watermarks are {real} bytes, not {shown}"
@@ -221,7 +203,7 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     // More than it has at hand: it comes out of the balloon in time.
     let need_mib = meminfo_mib(&guest, "MemAvailable")? + 100;
     let before_bytes = actual_bytes(&guest)?;
-    let hog = fill(&guest, need_mib)?;
+    let hog = guest.hog(need_mib)?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
     let busy_bytes = actual_bytes(&guest)?;
     ensure!(
@@ -232,9 +214,8 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     let full_bytes = guest.rss_bytes()?;
     drop(hog);
     let back = guest.wait_until("free pages are back on the host", FOLLOW_LIMIT, || {
-        let reported = guest
-            .metrics()?
-            .value("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?;
+        let reported =
+            guest.metric("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?;
         let fallen = guest.rss_bytes()? + need_mib / 2 * MIB < full_bytes;
         Ok(fallen && reported >= (64 * MIB) as f64)
     });
@@ -243,23 +224,11 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     });
     if back.is_err() || again.is_err() {
         // What a person would ask next.
-        println!("{}", guest.api("GET", "vm.pressure", None)?);
+        println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20")?);
     }
     back.and(again)?;
     guest.no_kernel_complaints()
-}
-
-/// What was decided since, newest first.
-fn decisions_since(guest: &Guest, before: u64) -> Result<Vec<Value>> {
-    let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
-    let decisions =
-        info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?;
-    Ok(decisions
-        .iter()
-        .filter(|decision| decision["seq"].as_u64() > Some(before))
-        .cloned()
-        .collect())
 }
 
 /// A policy, its parameters, and the reason for which it gives PM back.
@@ -292,8 +261,8 @@ fn is_given_pm_by(giver: &Giver) -> Result<()> {
     let followed = is_given_pm(&guest, giver);
     if followed.is_err() {
         // What a person would ask next.
-        println!("{}", guest.api("GET", "vm.memory", None)?);
-        println!("{}", guest.api("GET", "vm.pressure", None)?);
+        println!("{}", guest.get("vm.memory")?);
+        println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20")?);
     }
     followed?;
@@ -304,9 +273,9 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
     let Giver { policy, params, give_back } = giver;
     let params: Value = serde_json::from_str(params)?;
     const MORE_MIB: u64 = 200;
-    let pressure = || guest.api("GET", "vm.pressure", None);
-    let before = pressure()?["decisions_total"].as_u64().context("No decisions_total")?;
-    guest.api("PUT", "vm.pressure", Some(json!({ "policy": policy, "params": params })))?;
+    let pressure = || guest.get("vm.pressure");
+    let before = decisions_total(guest)?;
+    guest.put("vm.pressure", json!({ "policy": policy, "params": params }))?;
     guest.wait_until("statistics are listened to", FOLLOW_LIMIT, || {
         let info = pressure()?;
         Ok(info["agent"] == "never" && info["details"]["source"] == "statistics")
@@ -342,6 +311,6 @@ fn is_given_pm(guest: &Guest, giver: &Giver) -> Result<()> {
         "It gives back for another reason than {give_back}: {decisions:?}"
     );
     ensure!(pressure()?["details"]["refused"] == json!({}), "{}", pressure()?);
-    guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 0 })))?;
+    guest.put("vm.pressure", json!({ "policy": "fixed", "size": 0 }))?;
     guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(plugged()? == 0))
 }

@@ -74,15 +74,15 @@ fn two_cpus_work(kernel: Kernel) -> Result<Guest> {
 
 /// Checks that the guest's own programs end it: the button requests nothing more.
 fn press_the_power_button(guest: Guest) -> Result<()> {
-    guest.api("PUT", "vm.power-button", None)?;
+    guest.command("vm.power-button")?;
     ends_with_0(guest)
 }
 
 /// Checks that a paused guest is told of the button as it goes on.
 fn press_the_power_button_in_a_pause(guest: Guest) -> Result<()> {
-    guest.api("PUT", "vm.pause", None)?;
-    guest.api("PUT", "vm.power-button", None)?;
-    guest.api("PUT", "vm.resume", None)?;
+    guest.command("vm.pause")?;
+    guest.command("vm.power-button")?;
+    guest.command("vm.resume")?;
     ends_with_0(guest)
 }
 

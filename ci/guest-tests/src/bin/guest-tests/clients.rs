@@ -7,19 +7,21 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use guest_tests::runner::{skip, this_tests_dir};
+use guest_tests::runner::this_tests_dir;
 use guest_tests::{BOOT_LIMIT, Guest, Image, Kernel, program};
 
 use crate::api::{empty_vmm, without_a_vm};
-use crate::net::{NO_TUN, Net, has_tun};
+use crate::net::{Net, need_tun};
 
 guest_tests::tests![
     every_call: 300,
     curl_keeps_its_connection => Client::new("curl").run_and_leave(),
     flintlock_reads_the_counters (long),
     hypeman_waits_until_memory_has_settled => Client::new("hypeman").run_to_the_end(),
-    katas_runtime_in_go_adds_a_disk_and_memory: 240 (long),
-    katas_runtime_in_rust_writes_out_every_null: 240,
+    katas_runtime_in_go_adds_a_disk_and_memory: 240 (long) =>
+        Client::with_nets("kata-go", [20, 21])?.run_to_the_end(),
+    katas_runtime_in_rust_writes_out_every_null: 240 =>
+        Client::with_nets("kata-runtime-rs", [22, 23])?.run_to_the_end(),
     libvirt_reboots: 240 (long),
     virtink_reboots: 240 (long) => Client::new("virtink").run_and_leave(),
 ];
@@ -49,9 +51,9 @@ impl Client {
         Self { name, nets: Vec::new() }
     }
 
-    fn with_nets(name: &'static str, numbers: &[u8]) -> Result<Option<Self>> {
-        let nets = numbers.iter().map(|&nth| Net::new(nth)).collect::<Result<Option<Vec<_>>>>()?;
-        Ok(nets.map(|nets| Self { name, nets }))
+    fn with_nets(name: &'static str, numbers: [u8; 2]) -> Result<Self> {
+        let [one, other] = numbers.map(Net::new);
+        Ok(Self { name, nets: vec![one?, other?] })
     }
 
     /// Runs it to its end, and says when the guest is up.
@@ -112,7 +114,7 @@ impl Client {
         let vmm = empty_vmm()?;
         self.run(&vmm)?;
         ensure!(vmm.try_api("GET", "vm.info", None)?.status == 404, "{} leaves a VM", self.name);
-        vmm.api("PUT", "vmm.shutdown", None)?;
+        vmm.command("vmm.shutdown")?;
         ends(vmm)
     }
 }
@@ -125,9 +127,7 @@ fn ends(vmm: Guest) -> Result<()> {
 
 fn every_call() -> Result<()> {
     // It adds an interface, for which the VMM makes a tap.
-    if !has_tun() {
-        return skip(NO_TUN);
-    }
+    need_tun()?;
     Client::new("every-call").run_to_the_end()
 }
 
@@ -151,26 +151,13 @@ fn flintlock_reads_the_counters() -> Result<()> {
         .words(["--disk", &root, &metadata])
         .start()?;
     Client::new("flintlock").run(&vmm)?;
-    ensure!(vmm.api("GET", "vm.info", None)?["state"] == "Created", "The VM is not shut down");
-    vmm.api("PUT", "vmm.shutdown", None)?;
+    ensure!(vmm.get("vm.info")?["state"] == "Created", "The VM is not shut down");
+    vmm.command("vmm.shutdown")?;
     ends(vmm)
 }
 
-fn katas_runtime_in_go_adds_a_disk_and_memory() -> Result<()> {
-    let Some(client) = Client::with_nets("kata-go", &[20, 21])? else { return skip(NO_TUN) };
-    client.run_to_the_end()
-}
-
-fn katas_runtime_in_rust_writes_out_every_null() -> Result<()> {
-    let Some(client) = Client::with_nets("kata-runtime-rs", &[22, 23])? else {
-        return skip(NO_TUN);
-    };
-    client.run_to_the_end()
-}
-
 fn libvirt_reboots() -> Result<()> {
-    let Some(client) = Client::with_nets("libvirt", &[24, 25])? else { return skip(NO_TUN) };
-    fs::create_dir_all(this_tests_dir())?;
+    let client = Client::with_nets("libvirt", [24, 25])?;
     let events = this_tests_dir().join(EVENTS);
     ensure!(Command::new("mkfifo").arg(&events).status()?.success(), "No FIFO");
     let monitor = format!("path={}", events.display());

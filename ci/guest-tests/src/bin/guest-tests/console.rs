@@ -88,7 +88,7 @@ fn with_shell(console: &str) -> GuestBuilder {
 
 /// Where the API says that a console is.
 fn path_of(guest: &Guest, section: &str) -> Result<PathBuf> {
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     let path =
         info["config"][section]["file"].as_str().with_context(|| format!("No file in {info}"))?;
     Ok(PathBuf::from(path))
@@ -140,7 +140,7 @@ fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
     guest.reboot_from_inside()?;
     third.hear("foreshore-guest: ready")?;
     third.ask_the_shell(1000, 1)?;
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     let config = &info["config"]["serial"];
     ensure!(
         config["mode"] == "Socket" && config["socket"] == socket.display().to_string(),

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::disk::sparse_file;
 use guest_tests::guest::{GuestBuilder, Image};
-use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 
 guest_tests::tests![
@@ -21,11 +21,8 @@ const MIB: u64 = 1 << 20;
 const QCOW2: &str = "printf 'QFI\\373\\0\\0\\0\\3'";
 
 fn file(name: &str, size_bytes: u64, head: &[u8]) -> Result<PathBuf> {
-    fs::create_dir_all(this_tests_dir())?;
-    let path = this_tests_dir().join(name);
-    let file = File::create(&path).with_context(|| format!("Cannot make {}", path.display()))?;
-    file.set_len(size_bytes)?;
-    file.write_all_at(head, 0)?;
+    let path = sparse_file(name, size_bytes)?;
+    File::options().write(true).open(&path)?.write_all_at(head, 0)?;
     Ok(path)
 }
 
@@ -87,8 +84,8 @@ fn a_guest_reboots_whatever_it_has_written() -> Result<()> {
     };
     guest.reboot_from_inside()?;
     stays(&guest, "A reboot from inside")?;
-    guest.api("PUT", "vm.shutdown", None)?;
-    guest.api("PUT", "vm.boot", None)?;
+    guest.command("vm.shutdown")?;
+    guest.command("vm.boot")?;
     guest.wait_for_shell(LIMIT)?;
     stays(&guest, "vm.boot")?;
     guest.power_off()?;

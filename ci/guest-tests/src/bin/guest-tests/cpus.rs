@@ -40,7 +40,7 @@ fn builder(cpus: u32) -> GuestBuilder {
 }
 
 fn resize(guest: &Guest, vcpus: u32) -> Result<u16> {
-    Ok(guest.try_api("PUT", "vm.resize", Some(json!({ "desired_vcpus": vcpus })))?.status)
+    Ok(guest.try_put("vm.resize", json!({ "desired_vcpus": vcpus }))?.status)
 }
 
 fn counts(guest: &Guest) -> Result<[f64; 3]> {
@@ -86,7 +86,7 @@ fn load(guest: &Guest) -> Result<Script> {
 }
 
 fn boot_vcpus(guest: &Guest) -> Result<u64> {
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     Ok(info["config"]["cpus"]["boot_vcpus"].as_u64().unwrap_or_default())
 }
 
@@ -145,7 +145,7 @@ fn a_guest_that_keeps_its_vcpus_has_them_until_a_reboot() -> Result<()> {
         "They do not run any more"
     );
     ensure!(boot_vcpus(&guest)? == 2, "The configuration does not say so");
-    guest.api("PUT", "vm.reboot", None)?;
+    guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)?;
     ensure!(
         guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-1",
@@ -163,14 +163,14 @@ fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> 
     // One is parked, one runs, and one is there and has not been started.
     guest.run("echo 0 >/sys/devices/system/cpu/cpu2/online")?;
     for _ in 0..5 {
-        guest.api("PUT", "vm.pause", None)?;
-        guest.api("PUT", "vm.resume", None)?;
+        guest.command("vm.pause")?;
+        guest.command("vm.resume")?;
     }
     guest.run("taskset 2 true")?;
     guest.run("echo 1 >/sys/devices/system/cpu/cpu2/online")?;
     shrink(&guest, 2)?;
     guest.no_kernel_complaints()?;
-    guest.api("PUT", "vm.nmi", None)?;
+    guest.command("vm.nmi")?;
     for cpu in 0..2 {
         let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
         guest.wait_until_run("the vCPU has got its NMI", LIMIT, &said)?;
@@ -207,7 +207,7 @@ fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
     // It comes back as one that the guest has to start, whatever it was in the middle of.
     ensure!(resize(&guest, 3)? == 204, "3 are refused");
     ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "There are not 3");
-    guest.api("PUT", "vm.reboot", None)?;
+    guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)?;
     ensure!(
         guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-2",
@@ -261,7 +261,7 @@ fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
         let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
         let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
         ensure!(seen == to_be_seen, "{topology} is seen as {seen:?} and not {to_be_seen:?}");
-        let info = guest.api("GET", "vm.info", None)?;
+        let info = guest.get("vm.info")?;
         let said = &info["config"]["cpus"]["topology"];
         ensure!(
             said["threads_per_core"] == expected[0] && said["packages"] == expected[2],
@@ -343,10 +343,10 @@ fn a_paused_minute_locks_nothing_up() -> Result<()> {
     for clock in ["kvm-clock", "tsc"] {
         let guest = builder(2).cmdline(&format!("clocksource={clock}")).boot()?;
         let load = load(&guest)?;
-        guest.api("PUT", "vm.pause", None)?;
+        guest.command("vm.pause")?;
         // What is tested is time that goes by.
         thread::sleep(PAUSE);
-        guest.api("PUT", "vm.resume", None)?;
+        guest.command("vm.resume")?;
         guest.run_within(LIMIT, &format!("touch {STOP}"))?;
         ensure!(load.finish()?.code == 0, "{clock}: The load has not survived it");
         guest.no_kernel_complaints()?;

@@ -8,7 +8,7 @@ use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use serde_json::{Value, json};
 
 use crate::memory::{WARM_UP, holdings, reboot};
-use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, zone};
+use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, wait_until_plugged, zone};
 
 guest_tests::tests![
     memory_comes_by_acpi_on_6_12: 240 => grows(Kernel::V6_12),
@@ -28,16 +28,16 @@ fn growing() -> GuestBuilder {
 }
 
 fn try_resize(guest: &Guest, mib: u64) -> Result<u16> {
-    let response = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
+    let response = guest.try_put("vm.resize", json!({ "desired_ram": mib * MIB }))?;
     Ok(response.status)
 }
 
 fn resize_to(guest: &Guest, mib: u64) -> Result<()> {
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB }))).map(drop)
+    guest.put("vm.resize", json!({ "desired_ram": mib * MIB })).map(drop)
 }
 
 fn info(guest: &Guest, path: &str) -> Result<u64> {
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     info.pointer(path)
         .and_then(Value::as_u64)
         .with_context(|| format!("vm.info has no {path}: {info}"))
@@ -70,7 +70,7 @@ fn grows(kernel: Kernel) -> Result<()> {
     );
     // Its agent says what it has of them.
     guest.wait_until("the DIMMs are online", ONLINE_LIMIT, || {
-        let memory = guest.api("GET", "vm.memory", None)?;
+        let memory = guest.get("vm.memory")?;
         Ok(memory.pointer("/zones/0/online_bytes").and_then(Value::as_u64) == Some(1152 * MIB))
     })?;
     let metrics = guest.metrics()?;
@@ -81,8 +81,7 @@ fn grows(kernel: Kernel) -> Result<()> {
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
     ensure!(added == 2.0, "{added} DIMMs are counted");
     // More than the guest booted with: it is real memory.
-    let mut hog = guest.start_script(ONLINE_LIMIT, "exec guest-tool hog 700")?;
-    while hog.next_line().context("The hog ended")? != "held 700" {}
+    let hog = guest.hog(700)?;
     let resident = zone(&guest, "dram")?.resident_bytes;
     ensure!(resident >= 700 * MIB, "{resident} bytes are resident with 700 MiB in use");
     drop(hog);
@@ -171,14 +170,8 @@ fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
     resize_to(&guest, 512)?;
     wait_until_online(&guest, before + 128)?;
     let resize_pm = |mib: u64| {
-        guest.api(
-            "PUT",
-            "vm.resize-zone",
-            Some(json!({ "id": "pm", "desired_ram": mib * MIB })),
-        )?;
-        guest.wait_until(&format!("{mib} MiB of PM are plugged"), ONLINE_LIMIT, || {
-            Ok(zone(&guest, "pm")?.plugged_bytes == mib * MIB)
-        })
+        guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": mib * MIB }))?;
+        wait_until_plugged(&guest, "pm", mib * MIB)
     };
     resize_pm(256)?;
     wait_until_online(&guest, before + 128 + 256)?;
@@ -200,14 +193,14 @@ fn what_is_no_dimm_is_refused_and_all_dimms_can_be_used_up() -> Result<()> {
         ensure!(status == 400, "{mib} MiB: status {status}");
     }
     let by_zone = json!({ "id": "dram", "desired_ram": 512 * MIB });
-    ensure!(guest.try_api("PUT", "vm.resize-zone", Some(by_zone))?.status == 400);
+    ensure!(guest.try_put("vm.resize-zone", by_zone)?.status == 400);
     ensure!(
         info(&guest, "/config/memory/size")? == 384 * MIB,
         "A refused resize has changed something"
     );
     // The page descriptors of 24 GiB would take all of its DRAM.
     let all = json!({ "desired_ram": (384 + 24_576) * MIB });
-    let refusal = guest.try_api("PUT", "vm.resize", Some(all))?;
+    let refusal = guest.try_put("vm.resize", all)?;
     ensure!(
         refusal.status == 409 && refusal.body.contains("page descriptors of 24 GiB"),
         "{refusal:?}"

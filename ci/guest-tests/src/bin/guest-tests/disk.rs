@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::content::Bytes;
+use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
-use guest_tests::runner::this_tests_dir;
 use guest_tests::sectors::{Outcome, Program, Shape};
 use guest_tests::{Disk, Guest, Kernel, Pool};
 use serde_json::json;
 
+use crate::blocks;
 use crate::btt_cross::{Disk as VolumeDisk, check, seed, write};
 use crate::volume::with_volume;
 
@@ -29,12 +30,7 @@ const IO_LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
 fn image(name: &str, mib: u64) -> Result<PathBuf> {
-    fs::create_dir_all(this_tests_dir())?;
-    let path = this_tests_dir().join(name);
-    File::create(&path)
-        .and_then(|file| file.set_len(mib * MIB))
-        .with_context(|| format!("Cannot make {}", path.display()))?;
-    Ok(path)
+    sparse_file(name, mib * MIB)
 }
 
 fn guest_with(disk: &str) -> GuestBuilder {
@@ -50,24 +46,8 @@ fn holds(kernel: Kernel) -> Result<()> {
     let disk = format!("path={},num_queues=2", path.display());
     let guest = guest_with(&disk).kernel(kernel).cpus(2).boot()?;
     wait_for_disk(&guest)?;
-    // Direct and buffered writers at once, on their own thirds of the disk.
-    let writer = |mode: &str, first: u32, seed: u32| {
-        let command = format!("exec guest-tool write-blocks /dev/vda {mode} {first} 600 {seed} 2");
-        guest.start_script(IO_LIMIT, &command)
-    };
-    for writer in
-        [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?]
-    {
-        let output = writer.finish()?;
-        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
-    }
-    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        guest.run_within(
-            IO_LIMIT,
-            &format!("guest-tool check-blocks /dev/vda {first} 600 {seed} 2"),
-        )?;
-    }
+    blocks::write(&guest, "/dev/vda", ["direct", "buffered", "direct"], 2)?;
+    blocks::check(&guest, "/dev/vda", 2)?;
     guest.run_within(
         IO_LIMIT,
         "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d",
@@ -122,7 +102,7 @@ fn disks_show_their_shape_grow_discard_and_refuse_writes() -> Result<()> {
     // Several may read it, and none may write it meanwhile.
     let second = guest_with(&reader).name("second").start()?;
     second.wait_until("a second VM that only reads runs", IO_LIMIT, || {
-        Ok(second.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+        Ok(second.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
     })?;
     let refusal =
         guest_with(&format!("path={}", read_only.display())).name("third").expect_refusal()?;
@@ -152,14 +132,14 @@ fn shows_its_shape(guest: &Guest, path: &Path) -> Result<()> {
     // The driver may switch the cache off.
     guest.run("echo 'write through' >/sys/block/vda/cache_type")?;
     guest.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 oflag=direct")?;
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"][0]["path"] == path.display().to_string(), "{info}");
     Ok(())
 }
 
 fn grows_under_its_guest(guest: &Guest, path: &Path) -> Result<()> {
     let resize = |id: &str, mib: u64| {
-        guest.try_api("PUT", "vm.resize-disk", Some(json!({ "id": id, "desired_size": mib * MIB })))
+        guest.try_put("vm.resize-disk", json!({ "id": id, "desired_size": mib * MIB }))
     };
     ensure!(resize("data", 64)?.status == 204, "Not resized");
     guest.wait_until_run(
@@ -173,7 +153,7 @@ fn grows_under_its_guest(guest: &Guest, path: &Path) -> Result<()> {
     ensure!(refused.status == 400 && refused.body.contains("does not shrink"), "{refused:?}");
     let missing = resize("_disk9", 64)?;
     ensure!(missing.status == 404 && missing.body.contains("data"), "{missing:?}");
-    let size = guest.metrics()?.value("foreshore_disk_size_bytes", &[("disk", "data")])?;
+    let size = guest.metric("foreshore_disk_size_bytes", &[("disk", "data")])?;
     ensure!(size == (64 * MIB) as f64, "{size}");
     Ok(())
 }
@@ -370,12 +350,9 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
     for node in ["vda", "vdb"] {
         guest.run_within(IO_LIMIT, &write(node, "count=4 conv=fsync"))?;
     }
-    let failed = || guest.metrics()?.value("foreshore_disk_failed", &[("disk", "_disk0")]);
+    let failed = || guest.metric("foreshore_disk_failed", &[("disk", "_disk0")]);
     ensure!(failed()? == 0.0, "A flush has failed on a disk that is well");
-    ensure!(
-        guest.metrics()?.value("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0,
-        "No io_uring"
-    );
+    ensure!(guest.metric("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0, "No io_uring");
     disk.fill_up()?;
     // Past the guest's cache, and into the host's: it is the flush that fails. A guest whose writes
     // fail sends none.
@@ -394,7 +371,7 @@ fn a_failed_flush_ends_all_writing_to_an_image_and_a_volume() -> Result<()> {
         guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync")?;
     ensure!(output.code != 0, "A second flush succeeds");
     guest.run("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct")?;
-    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     Ok(())
 }

@@ -1,11 +1,11 @@
 //! Firmware: ours, which says what it finds, and a user's, which boots a Debian kernel from a disk.
 
-use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::disk::sparse_file;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Image, Kernel, skip};
 
@@ -245,8 +245,7 @@ fn numbers(log: &str, what: &str) -> Result<Vec<Vec<u32>>> {
 
 fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
     let path = write("firmware.elf", &elf(code()))?;
-    let disk = this_tests_dir().join("disk.raw");
-    File::create(&disk)?.set_len(1 << 20)?;
+    let disk = sparse_file("disk.raw", 1 << 20)?;
     let guest =
         with_firmware(&path).argument("--disk", &format!("path={}", disk.display())).start()?;
     let console = guest.console_file();
@@ -284,8 +283,6 @@ fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
     let firmware =
         fs::canonicalize(&firmware).with_context(|| format!("Cannot find {firmware:?}"))?;
     for kernel in [Kernel::V6_12, Kernel::V6_1] {
-        let disk = this_tests_dir().join(format!("disk-{kernel}.raw"));
-        fs::create_dir_all(this_tests_dir())?;
         let entry = "title Debian\nlinux /vmlinuz\ninitrd /initrd.img\noptions console=ttyS0 loglevel=5 from=disk\n";
         let image = esp::disk(&[
             ("vmlinuz", &fs::read(kernel.path())?),
@@ -293,7 +290,7 @@ fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
             ("loader/loader.conf", b"default debian.conf\n"),
             ("loader/entries/debian.conf", entry.as_bytes()),
         ]);
-        File::create(&disk)?.write_all_at(&image, 0)?;
+        let disk = write(&format!("disk-{kernel}.raw"), &image)?;
         let guest = with_firmware(&firmware)
             .memory("size=768M")
             .argument("--disk", &format!("path={},image_type=raw", disk.display()))

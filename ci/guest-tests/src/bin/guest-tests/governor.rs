@@ -15,7 +15,8 @@ use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
-use crate::zones::{MIB, vmstat, zone};
+use crate::decisions::{has_decided, pressure, wait_for_agent};
+use crate::zones::{MIB, meminfo_mib, vmstat, zone};
 
 guest_tests::tests![
     a_pause_outlasts_the_guests_reboot: 240 (extended),
@@ -29,25 +30,17 @@ const LITTLE_MIB: u64 = 36;
 
 /// Fills guest memory until so much is available, and holds it.
 fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
-    let available: u64 = guest
-        .run("awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo")?
-        .trim()
-        .parse()?;
-    let mib = available.checked_sub(left_mib).context("It has less than that already")?;
-    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
-    let goal = format!("held {mib}");
-    while hog.next_line().context("The load was killed")? != goal {}
-    Ok(hog)
+    let mib = meminfo_mib(guest, "MemAvailable")?
+        .checked_sub(left_mib)
+        .context("It has less than that already")?;
+    guest.hog(mib)
 }
 
-fn pressure(guest: &Guest) -> Result<Value> {
-    guest.api("GET", "vm.pressure?decisions=1000", None)
-}
-
-fn wait_for_decision(guest: &Guest, what: &str, is_it: impl Fn(&Value) -> bool) -> Result<()> {
-    guest.wait_until(what, LIMIT, || {
-        let info = pressure(guest)?;
-        Ok(info["decisions"].as_array().context("No decisions")?.iter().any(&is_it))
+fn wait_until_grown(guest: &Guest) -> Result<()> {
+    guest.wait_until("the guest has grown", LIMIT, || {
+        has_decided(guest, |decision| {
+            decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
+        })
     })
 }
 
@@ -59,13 +52,11 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
         .boot()?;
-    guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
-    guest.api("PUT", "vm.pressure", Some(json!({ "pause": true })))?;
+    wait_for_agent(&guest, "live")?;
+    guest.put("vm.pressure", json!({ "pause": true }))?;
     guest.reboot_from_inside()?;
-    guest.wait_until("the next boot's agent is live", LIMIT, || {
-        Ok(pressure(&guest)?["agent"] == "live")
-    })?;
-    let is_paused = || guest.metrics()?.value("foreshore_pressure_paused", &[]);
+    wait_for_agent(&guest, "live")?;
+    let is_paused = || guest.metric("foreshore_pressure_paused", &[]);
     ensure!(
         pressure(&guest)?["paused"] == true && is_paused()? == 1.0,
         "The reboot has ended the pause"
@@ -88,10 +79,8 @@ fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
         pressure(&guest)?
     );
     // The same want, and no pause.
-    guest.api("PUT", "vm.pressure", Some(json!({ "pause": false })))?;
-    wait_for_decision(&guest, "the guest has grown", |decision| {
-        decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
-    })?;
+    guest.put("vm.pressure", json!({ "pause": false }))?;
+    wait_until_grown(&guest)?;
     ensure!(
         zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0,
         "It has grown by nothing"
@@ -119,11 +108,9 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure(&format!("psi,record={}", file.display()))
         .boot()?;
-    guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    wait_for_agent(&guest, "live")?;
     let hog = fill_but(&guest, 4)?;
-    wait_for_decision(&guest, "the guest has grown", |decision| {
-        decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
-    })?;
+    wait_until_grown(&guest)?;
     let grown_bytes = zone(&guest, "pm")?.plugged_bytes;
     let info = pressure(&guest)?;
     let recording = &info["recording"];
@@ -131,7 +118,7 @@ fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
         recording["status"]["state"] == "recording" && recording["lost_lines"] == 0,
         "{recording}"
     );
-    let reports = guest.metrics()?.value("foreshore_pressure_reports_total", &[])?;
+    let reports = guest.metric("foreshore_pressure_reports_total", &[])?;
     drop(hog);
     // A guest that starts anew is another one, with a trace of its own.
     guest.reboot_from_inside()?;

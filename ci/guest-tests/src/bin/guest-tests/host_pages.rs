@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, skip, wait_until};
 use pmem_volume::media::{OnPageLost, Watch};
 use serde_json::json;
 
-use crate::zones::{MIB, mem_total_mib, zone};
+use crate::zones::{MIB, mem_total_mib, wait_until_plugged, zone};
 
 guest_tests::tests![
     a_size_of_odd_mebibytes_is_all_the_guests,
@@ -99,7 +99,7 @@ fn has_all_odd_mebibytes(guest: &Guest, mib: u64) -> Result<()> {
     let last = guest.run("grep 'System RAM' /proc/iomem | tail -n 1")?;
     ensure!(last.contains(&format!("-{:08x}", mib * MIB - 1)), "The last memory is at {last:?}");
     ensure!(mem_total_mib(guest)? + 85 > mib, "MemTotal is {} MiB", mem_total_mib(guest)?);
-    let shown = guest.api("GET", "vm.info", None)?["memory_actual_size"].as_u64();
+    let shown = guest.get("vm.info")?["memory_actual_size"].as_u64();
     ensure!(shown == Some(mib * MIB), "vm.info says {shown:?}");
     Ok(())
 }
@@ -136,15 +136,10 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     let memory = "size=257M,shared=on,hotplug_method=virtio-mem,hotplug_size=512M";
     let guest = Guest::builder().memory(memory).pressure("off").boot()?;
     has_all_odd_mebibytes(&guest, 257)?;
-    let plugged = |mib: u64| {
-        guest.wait_until(&format!("{mib} MiB are plugged"), LIMIT, || {
-            Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
-        })
-    };
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 769 * MIB })))?;
+    let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB);
+    guest.put("vm.resize", json!({ "desired_ram": 769 * MIB }))?;
     plugged(512)?;
-    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 350")?;
-    while hog.next_line().context("The hog ended")? != "held 350" {}
+    let hog = guest.hog(350)?;
     let [rss, pss] = ["Rss", "Pss"].map(|field| of_memory_files(&guest, field));
     let (rss, pss) = (rss?, pss?);
     ensure!(rss >= 350 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
@@ -154,7 +149,7 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
     let plugged_in = in_memory_files(&guest)?;
     ensure!(plugged_in >= 150 * MIB, "{plugged_in} bytes are in the file of what is plugged");
     drop(hog);
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 257 * MIB })))?;
+    guest.put("vm.resize", json!({ "desired_ram": 257 * MIB }))?;
     plugged(0)?;
     let left = of_memory_files(&guest, "Rss")?;
     ensure!(left <= 257 * MIB, "{left} bytes of shared memory are left of 257 MiB");
@@ -167,16 +162,15 @@ fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
 fn a_balloon_gives_shared_memory_back() -> Result<()> {
     let builder = Guest::builder().memory("size=513M,shared=on").argument("--balloon", "size=0");
     let guest = builder.pressure("off").boot()?;
-    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 300")?;
-    while hog.next_line().context("The hog ended")? != "held 300" {}
+    let hog = guest.hog(300)?;
     drop(hog);
     let before = zone(&guest, "dram")?.resident_bytes;
     ensure!(before >= 300 * MIB, "{before} bytes are resident");
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": 256 * MIB })))?;
+    guest.put("vm.resize", json!({ "desired_balloon": 256 * MIB }))?;
     guest.wait_until("what is in the balloon is the host's", LIMIT, || {
         Ok(zone(&guest, "dram")?.resident_bytes + 150 * MIB <= before)
     })?;
-    let failed = guest.metrics()?.value("foreshore_balloon_discard_failures_total", &[])?;
+    let failed = guest.metric("foreshore_balloon_discard_failures_total", &[])?;
     ensure!(failed == 0.0, "{failed} times the host did not take pages");
     guest.no_kernel_complaints()
 }
@@ -188,9 +182,7 @@ fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
         let plug = "hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
         let guest =
             Guest::builder().memory(&format!("size=256M,{keys},{plug}")).pressure("off").boot()?;
-        guest.wait_until("128 MiB are plugged", LIMIT, || {
-            Ok(zone(&guest, "dram")?.plugged_bytes == 128 * MIB)
-        })?;
+        wait_until_plugged(&guest, "dram", 128 * MIB)?;
         let resident = zone(&guest, "dram")?.resident_bytes;
         ensure!(resident == 384 * MIB, "{keys}: {resident} bytes are resident");
     }
@@ -273,28 +265,21 @@ fn in_huge_pages(keys: &str) -> GuestBuilder {
     Guest::builder().memory(&format!("hugepages=on,hugepage_size=2M,{keys}")).pressure("off")
 }
 
-fn hold(guest: &Guest, mib: u64) -> Result<Script> {
-    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
-    while hog.next_line().context("The hog ended")? != format!("held {mib}") {}
-    Ok(hog)
-}
-
 fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     let Some(aside) = SetAside::pages(128)? else { return skip(NO_HUGE_PAGES) };
     let guest =
         in_huge_pages("size=256M").argument("--balloon", "size=0,free_page_reporting=on").boot()?;
     // 1. Free memory goes to the host in whole huge pages, and comes again when the guest uses it.
-    drop(hold(&guest, 100)?);
+    drop(guest.hog(100)?);
     let metrics = || guest.metrics();
     guest.wait_until("freed huge pages are the host's", LIMIT, || {
         Ok(metrics()?.value("foreshore_balloon_given_back_bytes_total", &[("by", "report")])?
             >= (32 * MIB) as f64)
     })?;
-    drop(hold(&guest, 100)?);
+    drop(guest.hog(100)?);
     // 2. Memory in the balloon is not available to the guest, but the VM keeps its pages.
     let before = mem_total_mib(&guest)?;
-    let resize =
-        |bytes: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": bytes })));
+    let resize = |bytes: u64| guest.put("vm.resize", json!({ "desired_balloon": bytes }));
     resize(64 * MIB)?;
     guest.wait_until("64 MiB are in the balloon", LIMIT, || {
         Ok(mem_total_mib(&guest)? == before - 64)
@@ -303,7 +288,7 @@ fn a_balloon_in_huge_pages_takes_memory_from_the_guest() -> Result<()> {
     ensure!(parts >= 8192.0, "{parts} pages of huge pages stay with the VM");
     resize(0)?;
     guest.wait_until("the balloon is empty", LIMIT, || Ok(mem_total_mib(&guest)? == before))?;
-    drop(hold(&guest, 100)?);
+    drop(guest.hog(100)?);
     guest.no_kernel_complaints()?;
     drop(guest);
     aside.all_are_back()
@@ -324,27 +309,22 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     let Some(aside) = SetAside::pages(176)? else { return skip(NO_HUGE_PAGES) };
     let guest = builder.boot()?;
     ensure!(aside.available()? == 48, "The guest's are not set aside");
-    let resize =
-        |mib: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })));
-    let plugged = |mib: u64| {
-        guest.wait_until(&format!("{mib} MiB are plugged"), LIMIT, || {
-            Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
-        })
-    };
+    let resize = |mib: u64| guest.put("vm.resize", json!({ "desired_ram": mib * MIB }));
+    let plugged = |mib: u64| wait_until_plugged(&guest, "dram", mib * MIB);
     // 1. More than there is: the guest gets what there is, and whoever asked is told.
     resize(512)?;
     plugged(96)?;
     ensure!(zone(&guest, "dram")?.state == "stuck", "A size that the host has not is reached");
-    let shown = guest.api("GET", "vm.memory", None)?.to_string();
+    let shown = guest.get("vm.memory")?.to_string();
     let reason = format!("huge-pages: the host cannot provide the {} bytes", 256 * MIB);
     ensure!(shown.contains(&reason), "{shown}");
-    let refused = guest.metrics()?.value(
+    let refused = guest.metric(
         "foreshore_memory_refused_requests_total",
         &[("zone", "dram"), ("reason", "huge-pages")],
     )?;
     ensure!(refused >= 1.0, "No refused request is counted");
     ensure!(aside.available()? == 0, "The host has huge pages left");
-    let hog = hold(&guest, 220)?;
+    let hog = guest.hog(220)?;
     let used = aside.used()?;
     ensure!(used * 2 >= 220, "{used} huge pages are in use by a guest that uses 220 MiB");
     guest.wait_until("all huge pages in use count as resident", LIMIT, || {
@@ -362,7 +342,7 @@ fn a_guest_runs_in_huge_pages_which_run_out_and_go_back() -> Result<()> {
     // 3. Plugged again they are zeros, and work.
     resize(352)?;
     plugged(96)?;
-    drop(hold(&guest, 220)?);
+    drop(guest.hog(220)?);
     guest.no_kernel_complaints()?;
     // 4. There are not enough for two machines: a reboot has those of the one before.
     guest.reboot_from_inside()?;
@@ -375,10 +355,8 @@ fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
     let keys = "size=256M,prefault=on,hotplug_method=virtio-mem,hotplug_size=128M";
     let guest = in_huge_pages(keys).boot()?;
     ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 320 * MIB })))?;
-    guest.wait_until("64 MiB are plugged", LIMIT, || {
-        Ok(zone(&guest, "dram")?.plugged_bytes == 64 * MIB)
-    })?;
+    guest.put("vm.resize", json!({ "desired_ram": 320 * MIB }))?;
+    wait_until_plugged(&guest, "dram", 64 * MIB)?;
     ensure!(aside.used()? == 160, "{} huge pages are in use, not 160", aside.used()?);
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -496,7 +474,7 @@ fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
         name.contains("(deleted)") && name.starts_with(&files.0.display().to_string()),
         "{name}"
     );
-    drop(hold(&guest, 100)?);
+    drop(guest.hog(100)?);
     ensure!(aside.used()? * 2 >= 100, "{} huge pages are in use", aside.used()?);
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -554,7 +532,7 @@ fn boot_memory_is_of_a_file() -> Result<()> {
     // In a directory it has no name.
     let guest = builder(&format!("file={}", dir.display())).start()?;
     guest.wait_until("the VM runs", LIMIT, || {
-        Ok(guest.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+        Ok(guest.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
     })?;
     let mapping = &mappings(&guest, 257 * MIB)?[0];
     ensure!(mapping.name.contains("(deleted)"), "The guest's memory is of {}", mapping.name);

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script};
-use guest_tests::{Guest, Pool, skip};
+use guest_tests::{Guest, Pool};
 use serde_json::json;
 
 use crate::net::{self, Net};
 use crate::vhost_net;
-use crate::zones::{MIB, zone};
+use crate::zones::{MIB, wait_until_plugged, zone};
 
 guest_tests::tests![
     buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes: 240,
@@ -91,10 +91,8 @@ fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Re
             "dram" => ("vm.resize", json!({ "desired_ram": 384 * MIB + plugged_bytes })),
             _ => ("vm.resize-zone", json!({ "id": id, "desired_ram": plugged_bytes })),
         };
-        guest.api("PUT", call, Some(body))?;
-        guest.wait_until("it is plugged or unplugged", ATTACK_LIMIT, || {
-            Ok(zone(guest, id)?.plugged_bytes == plugged_bytes)
-        })?;
+        guest.put(call, body)?;
+        wait_until_plugged(guest, id, plugged_bytes)?;
         check(plugged_bytes)?;
     }
     Ok(())
@@ -129,10 +127,7 @@ impl Moved {
 }
 
 fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
-    let net = match vhost_net::network(37)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = vhost_net::network(37)?;
     // PM has nothing of what the guest boots from: what is resident is what was plugged.
     let pool = Pool::create("640M")?;
     let memory = format!("pool={},size=512M", pool.name());
@@ -228,8 +223,8 @@ fn garbage_was_taken(report: &Report) -> Result<()> {
 }
 
 fn still_well(guest: &Guest) -> Result<()> {
-    guest.api("GET", "vmm.ping", None)?;
-    guest.api("GET", "vm.info", None)?;
+    guest.get("vmm.ping")?;
+    guest.get("vm.info")?;
     ensure!(guest.run("echo alive")? == "alive\n", "The guest does not answer");
     Ok(())
 }
@@ -254,27 +249,20 @@ fn garbage_from_the_pmem_driver_is_survived() -> Result<()> {
 }
 
 fn garbage_from_the_blk_driver_is_survived() -> Result<()> {
-    let image = guest_tests::runner::this_tests_dir().join("image");
-    std::fs::create_dir_all(guest_tests::runner::this_tests_dir())?;
-    std::fs::File::create(&image)?.set_len(32 * MIB)?;
+    let image = guest_tests::disk::sparse_file("image", 32 * MIB)?;
     let guest = target().argument("--disk", &format!("path={}", image.display())).boot()?;
     garbage_is_survived(&guest, BLK)?;
-    let sent =
-        guest.metrics()?.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])?;
+    let sent = guest.metric("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])?;
     ensure!(sent > 0.0, "No request was refused");
     Ok(())
 }
 
 fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
-    let net = match vhost_net::network(38)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = vhost_net::network(38)?;
     let guest = target().argument("--net", &net.option(",vhost=on")).boot()?;
     garbage_is_survived(&guest, NET)?;
     // What it took for a ring that is broken raised the event that the kernel was given for that.
-    let broken =
-        guest.metrics()?.value("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
+    let broken = guest.metric("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
     ensure!(broken > 0.0, "No queue was given up");
     Ok(())
 }
@@ -294,13 +282,10 @@ fn garbage_from_the_rng_mem_and_vsock_drivers_is_survived() -> Result<()> {
 }
 
 fn garbage_from_the_net_driver_is_survived() -> Result<()> {
-    if !net::has_tun() {
-        return skip(net::NO_TUN);
-    }
+    net::need_tun()?;
     let guest = target().argument("--net", "tap=fstap13").boot()?;
     garbage_is_survived(&guest, NET)?;
-    let refused =
-        guest.metrics()?.value("foreshore_net_bad_requests_total", &[("net", "_net0")])?;
+    let refused = guest.metric("foreshore_net_bad_requests_total", &[("net", "_net0")])?;
     ensure!(refused > 0.0, "No request was refused");
     Ok(())
 }
@@ -315,8 +300,8 @@ fn garbage_from_the_vsock_driver_is_survived(guest: &Guest) -> Result<()> {
         Ok(report(&guest.console_log()?).is_ok())
     })?;
     garbage_was_taken(&report(&guest.console_log()?)?)?;
-    guest.api("GET", "vmm.ping", None)?;
-    guest.api("GET", "vm.info", None).map(drop)
+    guest.get("vmm.ping")?;
+    guest.get("vm.info").map(drop)
 }
 
 /// Where no slot is there is no memory: all ones, as on a bus where nobody answers. The VM lives

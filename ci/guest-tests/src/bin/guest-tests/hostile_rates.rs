@@ -41,7 +41,7 @@ fn slowest_call(guest: &Guest, time: Duration) -> Result<Duration> {
     while begun.elapsed() < time {
         for call in ["vmm.ping", "vm.info"] {
             let called = Instant::now();
-            guest.api("GET", call, None)?;
+            guest.get(call)?;
             slowest = slowest.max(called.elapsed());
         }
         thread::sleep(BETWEEN_CALLS);
@@ -136,7 +136,7 @@ fn plug_storm_is_held_to_the_rate() -> Result<()> {
     let guest = Guest::builder().cpus(2).memory("size=384M").pm_memory(&memory).pressure("off");
     // The attack's own driver carries out the request, so the kernel's driver is not loaded.
     let guest = guest.cmdline("foreshore.agent=off foreshore.skip=virtio_mem").boot()?;
-    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": ZONE_BYTES })))?;
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_BYTES }))?;
     let (before, begun) = (Work::of(&guest)?, Instant::now());
     let storm = start_plug_storm(&guest, STOP)?;
     let plugged_bytes = |work: &Work| work.plugged_bytes - before.plugged_bytes;
@@ -250,26 +250,25 @@ fn guest_that_resets_at_once_is_slowed_down() -> Result<()> {
         (3..=most).contains(&starts_so_far),
         "{starts_so_far} starts in {elapsed:?}, and not {most}"
     );
-    let delays =
-        guest.metrics()?.value("foreshore_events_total", &[("event", "restart-delayed")])?;
+    let delays = guest.metric("foreshore_events_total", &[("event", "restart-delayed")])?;
     ensure!(delays >= 2.0, "{delays} delays are counted");
     guest.wait_until("the guest waits for 8 s", LIMIT, || has_waited(8000))?;
-    guest.api("PUT", "vm.shutdown", None)?;
-    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Created", "The VM was not shut down");
-    guest.api("PUT", "vm.boot", None)?;
+    guest.command("vm.shutdown")?;
+    ensure!(guest.get("vm.info")?["state"] == "Created", "The VM was not shut down");
+    guest.command("vm.boot")?;
     // A client's reboots do not wait, and have traces like the guest's.
     for _ in 0..MOST_TRACES {
-        guest.api("PUT", "vm.reboot", None)?;
+        guest.command("vm.reboot")?;
     }
     ensure!(traces(&dir)? == MOST_TRACES, "{} traces", traces(&dir)?);
-    guest.api("PUT", "vmm.shutdown", None)?;
+    guest.command("vmm.shutdown")?;
     let status = guest.wait_for_exit(LIMIT)?;
     ensure!(status.success(), "The VMM ended with {status}");
     Ok(())
 }
 
 fn agent_connections(guest: &Guest) -> Result<f64> {
-    guest.metrics()?.value("foreshore_pressure_agent_connections_total", &[])
+    guest.metric("foreshore_pressure_agent_connections_total", &[])
 }
 
 fn agent_connects_while_a_program_holds_all_connections() -> Result<()> {

@@ -1,10 +1,11 @@
 //! Devices that come and go while the guest runs, on Debian's stock drivers.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{BOOT_LIMIT, Guest, Kernel};
@@ -25,12 +26,7 @@ const IO_LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
 pub fn image(name: &str) -> Result<PathBuf> {
-    fs::create_dir_all(this_tests_dir())?;
-    let path = this_tests_dir().join(name);
-    File::create(&path)
-        .and_then(|file| file.set_len(64 * MIB))
-        .with_context(|| format!("Cannot make {}", path.display()))?;
-    Ok(path)
+    sparse_file(name, 64 * MIB)
 }
 
 pub fn builder() -> GuestBuilder {
@@ -59,13 +55,13 @@ pub fn slot_of(added: &Value) -> Result<u32> {
 }
 
 pub fn add_disk(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
-    let added = guest.api("PUT", "vm.add-disk", Some(json!({ "path": path, "id": id })))?;
+    let added = guest.put("vm.add-disk", json!({ "path": path, "id": id }))?;
     ensure!(added["id"] == id, "{added}");
     Ok(added)
 }
 
 pub fn remove(guest: &Guest, id: &str) -> Result<u16> {
-    Ok(guest.try_api("PUT", "vm.remove-device", Some(json!({ "id": id })))?.status)
+    Ok(guest.try_put("vm.remove-device", json!({ "id": id }))?.status)
 }
 
 pub fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
@@ -106,7 +102,7 @@ fn come_and_go(kernel: Kernel) -> Result<()> {
 
 fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
     let path = image("disk")?;
-    let devices = guest.metrics()?.value("foreshore_pci_devices", &[])?;
+    let devices = guest.metric("foreshore_pci_devices", &[])?;
     let added = add_disk(guest, &path, "harbour")?;
     ensure!(slot_of(&added)? == devices as u32 + 1, "{added} with {devices} devices");
     let node = wait_for_disk(guest, "harbour")?;
@@ -126,30 +122,24 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
         metrics.value("foreshore_disk_operations_total", &written)? > 0.0,
         "Nothing was written"
     );
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"][0]["id"] == "harbour", "{info}");
-    let counters = guest.api("GET", "vm.counters", None)?;
+    let counters = guest.get("vm.counters")?;
     ensure!(counters["harbour"]["write_ops"].as_u64() > Some(0), "{counters}");
     let told = |event: &str| Ok(fs::read_to_string(events)?.contains(event));
     guest.wait_until("it is told", LIMIT, || told("device-added"))?;
     ensure!(!told("device-removed")?, "A removal is told before there was one");
     ensure!(remove(guest, "harbour")? == 204, "It is not removed");
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"] == json!([]), "{info}");
     wait_until_gone(guest, "harbour", &added["bdf"])?;
     guest.wait_until("it is told", LIMIT, || told("device-removed"))?;
     ensure!(remove(guest, "harbour")? == 404, "It can be removed twice");
-    ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
-    ensure!(
-        guest.metrics()?.value("foreshore_pci_devices", &[])? == devices,
-        "It is still counted"
-    );
+    ensure!(guest.get("vm.counters")? == json!({}), "It still counts");
+    ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "It is still counted");
     // Once more, and it has what was written; with the API's own name.
-    let again = guest.api(
-        "PUT",
-        "vm.add-disk",
-        Some(json!({"path": path, "serial": "again", "num_queues": 1})),
-    )?;
+    let again =
+        guest.put("vm.add-disk", json!({"path": path, "serial": "again", "num_queues": 1}))?;
     ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, and before {added}");
     let node = wait_for_disk(guest, "again")?;
     guest.run_within(
@@ -161,7 +151,7 @@ fn a_disk_comes_is_used_and_goes(guest: &Guest, events: &Path) -> Result<()> {
 }
 
 pub fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
-    let added = guest.api("PUT", "vm.add-pmem", Some(json!({ "file": path, "id": id })))?;
+    let added = guest.put("vm.add-pmem", json!({ "file": path, "id": id }))?;
     ensure!(added["id"] == id, "{added}");
     Ok(added)
 }
@@ -185,13 +175,13 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
         ),
     )?;
     let flushes = [("pmem", "quay"), ("result", "ok")];
-    ensure!(guest.metrics()?.value("foreshore_pmem_flushes_total", &flushes)? > 0.0, "No flush");
+    ensure!(guest.metric("foreshore_pmem_flushes_total", &flushes)? > 0.0, "No flush");
     // It is the file that has it, the guest's memory no more, and the next device again.
     for _ in 0..2 {
         ensure!(remove(&guest, "quay")? == 204, "It is not removed");
         wait_until_gone(&guest, "quay", &added["bdf"])?;
         ensure!(
-            guest.metrics()?.value("foreshore_pmem_size_bytes", &[("pmem", "quay")]).is_err(),
+            guest.metric("foreshore_pmem_size_bytes", &[("pmem", "quay")]).is_err(),
             "It is counted"
         );
         guest.wait_until("it is not mapped any more", LIMIT, || {
@@ -207,16 +197,15 @@ fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
 
 /// The tests' own shell is behind it: it answers again when the device is back.
 fn a_vsock_device_goes_and_comes(guest: &Guest) -> Result<()> {
-    let vsock = guest.api("GET", "vm.info", None)?["config"]["vsock"].clone();
+    let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     ensure!(vsock["id"] == "_vsock0", "{vsock}");
-    let second =
-        guest.try_api("PUT", "vm.add-vsock", Some(json!({"cid": 4, "socket": "/tmp/other"})))?;
+    let second = guest.try_put("vm.add-vsock", json!({"cid": 4, "socket": "/tmp/other"}))?;
     ensure!(second.status == 400 && second.body.contains("one vsock device"), "{second:?}");
     for _ in 0..3 {
         ensure!(remove(guest, "_vsock0")? == 204, "It is not removed");
         guest.wait_until("the guest has let go", LIMIT, || Ok(!guest.vsock_socket().exists()))?;
-        ensure!(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0, "It is pending");
-        let added = guest.api("PUT", "vm.add-vsock", Some(vsock.clone()))?;
+        ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "It is pending");
+        let added = guest.put("vm.add-vsock", vsock.clone())?;
         ensure!(added["id"] == "_vsock0", "{added}");
         guest.wait_for_shell(LIMIT)?;
         guest.run("true")?;
@@ -240,7 +229,7 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         let writer = guest.start_script(IO_LIMIT, &writes)?;
         let written = [("disk", id.as_str()), ("operation", "write"), ("result", "ok")];
         guest.wait_until("the guest writes", LIMIT, || {
-            Ok(guest.metrics()?.value("foreshore_disk_operations_total", &written)? > 50.0)
+            Ok(guest.metric("foreshore_disk_operations_total", &written)? > 50.0)
         })?;
         ensure!(remove(&guest, &id)? == 204, "{id} is not removed");
         // The kernel takes the disk from who writes, and each write after that is an error.
@@ -248,7 +237,7 @@ fn a_disk_goes_while_the_guest_writes() -> Result<()> {
         ensure!(writer.finish()?.stdout.contains("over"), "The writer goes on");
         guest.run(&format!("rm -f /dev/{node}"))?;
     }
-    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Running", "The VM does not run");
+    ensure!(guest.get("vm.info")?["state"] == "Running", "The VM does not run");
     guest.run("true")?;
     Ok(())
 }
@@ -258,19 +247,19 @@ fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
     let guest = builder().boot()?;
     let added = add_disk(&guest, &path, "harbour")?;
     let node = wait_for_disk(&guest, "harbour")?;
-    guest.api("PUT", "vm.pause", None)?;
+    guest.command("vm.pause")?;
     // Asked twice, it is asked once.
     for _ in 0..2 {
         ensure!(remove(&guest, "harbour")? == 204, "It is not asked for");
     }
-    let pending = |guest: &Guest| guest.metrics()?.value("foreshore_hotplug_pending", &[]);
+    let pending = |guest: &Guest| guest.metric("foreshore_hotplug_pending", &[]);
     ensure!(pending(&guest)? == 1.0, "{} are pending", pending(&guest)?);
-    let same = guest.try_api("PUT", "vm.add-disk", Some(json!({"path": path, "id": "harbour"})))?;
+    let same = guest.try_put("vm.add-disk", json!({"path": path, "id": "harbour"}))?;
     ensure!(same.status == 409 && same.body.contains("harbour"), "{same:?}");
     // Others come meanwhile.
     let other = add_disk(&guest, &image("other")?, "other")?;
     ensure!(other["bdf"] != added["bdf"], "{other}");
-    guest.api("PUT", "vm.resume", None)?;
+    guest.command("vm.resume")?;
     wait_until_gone(&guest, "harbour", &added["bdf"])?;
     guest
         .run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
@@ -289,22 +278,19 @@ fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
     }
     ensure!(remove(&guest, "goes")? == 204, "It is not removed");
     guest.wait_until("it is gone", LIMIT, || {
-        Ok(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0)
+        Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0)
     })?;
     // This one's guest is not asked before it ends.
-    guest.api("PUT", "vm.pause", None)?;
+    guest.command("vm.pause")?;
     ensure!(remove(&guest, "slow")? == 204, "It is not asked for");
-    guest.api("PUT", "vm.reboot", None)?;
+    guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)?;
     wait_for_disk(&guest, "stays")?;
     let serials = guest.run("cat /sys/block/vd*/serial")?;
     ensure!(serials.trim() == "stays", "After a reboot the guest has {serials}");
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["config"]["disks"].as_array().is_some_and(|disks| disks.len() == 1), "{info}");
-    ensure!(
-        guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0,
-        "Something is pending"
-    );
+    ensure!(guest.metric("foreshore_hotplug_pending", &[])? == 0.0, "Something is pending");
     // All three files are free, or the VM's.
     add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
     add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
@@ -325,7 +311,7 @@ fn a_disk_comes_back_as_another(guest: &Guest) -> Result<()> {
         let id = format!("round{round}");
         let disk = json!({ "path": path, "id": id });
         guest.wait_until("the image is free", LIMIT, || {
-            let answer = guest.try_api("PUT", "vm.add-disk", Some(disk.clone()))?;
+            let answer = guest.try_put("vm.add-disk", disk.clone())?;
             ensure!([200, 429].contains(&answer.status), "{}: {}", answer.status, answer.body);
             told_to_wait += usize::from(answer.status == 429);
             Ok(answer.status == 200)
@@ -341,7 +327,7 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
     let link = first.with_extension("link");
     std::os::unix::fs::symlink(&first, &link)?;
     let guest = builder().argument("--disk", &format!("path={}", first.display())).boot()?;
-    let devices = guest.metrics()?.value("foreshore_pci_devices", &[])?;
+    let devices = guest.metric("foreshore_pci_devices", &[])?;
     for (body, status, text) in [
         (json!({"path": second, "id": "_disk0"}), 409, "_disk0"),
         (json!({"path": second, "num_queues": 2}), 400, "num_queues is 2"),
@@ -351,16 +337,13 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
         (json!({"path": first, "id": "x"}), 400, "name the same file"),
         (json!({"path": link, "id": "x"}), 400, "name the same file"),
     ] {
-        let answer = guest.try_api("PUT", "vm.add-disk", Some(body.clone()))?;
+        let answer = guest.try_put("vm.add-disk", body.clone())?;
         ensure!(answer.status == status && answer.body.contains(text), "{body}: {answer:?}");
     }
     for (id, status) in [("nobody", 404), ("__rng", 500)] {
         ensure!(remove(&guest, id)? == status, "{id} is removed with {}", remove(&guest, id)?);
     }
-    ensure!(
-        guest.metrics()?.value("foreshore_pci_devices", &[])? == devices,
-        "Something was added"
-    );
+    ensure!(guest.metric("foreshore_pci_devices", &[])? == devices, "Something was added");
     // What the guest lets go without being asked stays in its slot, and is found there again.
     let node = wait_for_disk(&guest, "_disk0")?;
     let power = format!(
@@ -380,7 +363,7 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
     let mut count = 0;
     let refused = loop {
         let path = image(&format!("full-{count}"))?;
-        let answer = guest.try_api("PUT", "vm.add-disk", Some(json!({ "path": path })))?;
+        let answer = guest.try_put("vm.add-disk", json!({ "path": path }))?;
         if answer.status != 200 {
             break answer;
         }
@@ -400,17 +383,17 @@ fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
     const DISKS: u32 = 16;
     let guest = builder().start()?;
     guest.wait_until("it runs", LIMIT, || {
-        Ok(guest.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+        Ok(guest.get("vm.info").is_ok_and(|info| info["state"] == "Running"))
     })?;
     for nth in 0..DISKS {
         let path = image(&format!("disk{nth}"))?;
-        guest.api("PUT", "vm.add-disk", Some(json!({"path": path, "id": format!("disk{nth}")})))?;
+        guest.put("vm.add-disk", json!({"path": path, "id": format!("disk{nth}")}))?;
     }
     guest.wait_for_shell(BOOT_LIMIT)?;
     let all = format!("test $(ls -d /sys/block/vd* | wc -l) = {DISKS}");
     guest.wait_until_run("the guest has all disks", LIMIT, &all)?;
     // Each was told once: what comes next is heard as well.
-    guest.api("PUT", "vm.remove-device", Some(json!({"id": "disk0"})))?;
+    guest.put("vm.remove-device", json!({"id": "disk0"}))?;
     let others = format!("test $(ls -d /sys/block/vd* | wc -l) = {}", DISKS - 1);
     guest.wait_until_run("the guest has let one go", LIMIT, &others)?;
     guest.no_kernel_complaints()

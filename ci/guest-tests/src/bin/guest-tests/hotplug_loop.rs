@@ -2,7 +2,6 @@
 //! nothing behind.
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::runner::skip;
 use guest_tests::{Guest, Holdings, Kernel};
 use serde_json::{Value, json};
 
@@ -10,7 +9,7 @@ use crate::hotplug::{
     LIMIT, add_disk, add_pmem, builder, image, remove, slot_of, wait_for_disk, wait_for_pmem,
     wait_until_gone,
 };
-use crate::net::{NO_TUN, Net, TRANSFER_BYTES, add_net, from_guest};
+use crate::net::{Net, TRANSFER_BYTES, add_net, from_guest};
 
 guest_tests::tests![
     a_hundred_of_each_device: 3600 (extended) => a_hundred_of_each(Kernel::V6_12, 1, 12),
@@ -40,7 +39,7 @@ impl Before {
         let (before, _) = self.0.context("No rounds")?;
         guest.wait_until_nothing_is_left(&before)?;
         let removed = [("kind", kind), ("action", "remove"), ("result", "ok")];
-        let removed = guest.metrics()?.value("foreshore_hotplug_total", &removed)?;
+        let removed = guest.metric("foreshore_hotplug_total", &removed)?;
         ensure!(removed == ROUNDS as f64, "{removed} were removed");
         println!("{ROUNDS} of {kind}: {:?}, and at first {before:?}", guest.holdings()?);
         Ok(())
@@ -102,15 +101,15 @@ fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
 
 /// The tests' own shell is behind it, which cannot say when the device has gone.
 fn vsocks(guest: &Guest) -> Result<()> {
-    let vsock = guest.api("GET", "vm.info", None)?["config"]["vsock"].clone();
+    let vsock = guest.get("vm.info")?["config"]["vsock"].clone();
     let mut before = Before::default();
     for nth in 0..ROUNDS {
         ensure!(remove(guest, "_vsock0")? == 204, "It is not removed");
         guest.wait_until("the VMM has let go", LIMIT, || {
-            Ok(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0
+            Ok(guest.metric("foreshore_hotplug_pending", &[])? == 0.0
                 && !guest.vsock_socket().exists())
         })?;
-        let added = guest.api("PUT", "vm.add-vsock", Some(vsock.clone()))?;
+        let added = guest.put("vm.add-vsock", vsock.clone())?;
         guest.wait_for_shell(LIMIT)?;
         before.look(nth, guest, &added)?;
     }
@@ -118,14 +117,14 @@ fn vsocks(guest: &Guest) -> Result<()> {
 }
 
 fn a_hundred_of_each(kernel: Kernel, cpus: u32, nth: u8) -> Result<()> {
-    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let net = Net::new(nth)?;
     let guest = builder().kernel(kernel).cpus(cpus).boot()?;
-    let original = json!(guest.api("GET", "vm.info", None)?["config"]);
+    let original = json!(guest.get("vm.info")?["config"]);
     disks(&guest)?;
     files(&guest)?;
     interfaces(&guest, &net)?;
     vsocks(&guest)?;
-    let config = guest.api("GET", "vm.info", None)?["config"].clone();
+    let config = guest.get("vm.info")?["config"].clone();
     for section in ["disks", "net", "pmem", "vsock"] {
         let empty = |config: &Value| config[section].as_array().is_none_or(Vec::is_empty);
         let same = config[section] == original[section] || (empty(&config) && section != "vsock");

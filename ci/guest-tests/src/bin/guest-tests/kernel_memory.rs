@@ -20,7 +20,7 @@ use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
-use crate::zones::{MIB, mem_total_mib, vmstat, zone};
+use crate::zones::{MIB, mem_total_mib, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
     pm_of_many_times_dram_is_used_as_in_the_simulator_on_6_12: 600 (long) =>
@@ -128,9 +128,7 @@ fn hold(guest: &Guest, load_mib: u64) -> Result<Vec<Script>> {
         |_| guest.start_script(LOAD_LIMIT, &format!("exec guest-tool hog {}", load_mib / HOGS));
     let mut hogs = (0..HOGS).map(start).collect::<Result<Vec<_>>>()?;
     let goal = format!("held {}", load_mib / HOGS);
-    for hog in &mut hogs {
-        while hog.next_line().context("A load was killed")? != goal {}
-    }
+    hogs.iter_mut().try_for_each(|hog| hog.wait_for_line(&goal))?;
     Ok(hogs)
 }
 
@@ -181,9 +179,7 @@ fn pm_of_many_times_dram_is_used_as_in_the_simulator(kernel: Kernel, ratios: &[u
 }
 
 fn at_rest(guest: &Guest) -> Result<AtRest> {
-    let memory = || {
-        Ok::<_, anyhow::Error>(guest.api("GET", "vm.pressure", None)?["details"]["memory"].clone())
-    };
+    let memory = || Ok::<_, anyhow::Error>(guest.get("vm.pressure")?["details"]["memory"].clone());
     guest.wait_until("the agent has reported", RESIZE_LIMIT, || {
         Ok(memory()?["total_bytes"].is_u64())
     })?;
@@ -222,7 +218,7 @@ fn guest_of_24_gib() -> GuestBuilder {
 }
 
 fn resize_to_24_gib(guest: &Guest) -> Result<()> {
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 24_576 * MIB }))).map(drop)
+    guest.put("vm.resize", json!({ "desired_ram": 24_576 * MIB })).map(drop)
 }
 
 /// 24 GiB have page descriptors of 384 MiB, as much as all DRAM that the guest boots with.
@@ -233,10 +229,9 @@ fn resize_to_sixty_times_dram_completes_with_an_agent() -> Result<()> {
         let zone = zone(&guest, "dram")?;
         Ok(zone.plugged_bytes == (24_576 - 384) * MIB && zone.state == "reached")
     })?;
-    let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
+    let held = guest.metric("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == 0.0, "{held} bytes are held back");
-    let delayed =
-        guest.metrics()?.value("foreshore_memory_throttled_requests_total", &[("zone", "dram")])?;
+    let delayed = guest.metric("foreshore_memory_throttled_requests_total", &[("zone", "dram")])?;
     ensure!(delayed == 0.0, "The plug budget delayed {delayed} requests of the first grow");
     nothing_died(&guest)
 }
@@ -260,9 +255,9 @@ fn resize_without_agent_stops_at_a_multiple_of_boot_memory() -> Result<()> {
     })?;
     let zone = zone(&guest, "dram")?;
     ensure!(zone.plugged_bytes == 8 * 384 * MIB, "{} bytes are plugged", zone.plugged_bytes);
-    let memory = guest.api("GET", "vm.memory", None)?;
+    let memory = guest.get("vm.memory")?;
     ensure!(memory.to_string().contains("descriptors"), "No reason: {memory}");
-    let held = guest.metrics()?.value("foreshore_memory_held_bytes", &[("zone", "dram")])?;
+    let held = guest.metric("foreshore_memory_held_bytes", &[("zone", "dram")])?;
     ensure!(held == ((24_576 - 384 - 8 * 384) * MIB) as f64, "{held} bytes are held back");
     wait_for_held_event(&guest, &events)?;
     nothing_died(&guest)
@@ -287,9 +282,7 @@ fn boot_with_24_gib_without_agent_stops_at_a_multiple_of_boot_memory() -> Result
         if boot == "reboot" {
             guest.reboot_from_inside()?;
         }
-        guest.wait_until("a multiple is plugged", RESIZE_LIMIT, || {
-            Ok(zone(&guest, "dram")?.plugged_bytes == 8 * 384 * MIB)
-        })?;
+        wait_until_plugged(&guest, "dram", 8 * 384 * MIB)?;
         guest.wait_until("the rest is stuck", RESIZE_LIMIT, || {
             Ok(zone(&guest, "dram")?.state == "stuck")
         })?;
@@ -364,12 +357,8 @@ fn guest_of_640_mib_of_dram(kernel: Kernel, pool: &Pool) -> GuestBuilder {
 
 pub(crate) fn run_to_goal(guest: &Guest, load: &Load) -> Result<Option<Script>> {
     let mut script = guest.start_script(LOAD_LIMIT, load.command)?;
-    while let Some(line) = script.next_line() {
-        if line == load.goal {
-            return Ok(Some(script));
-        }
-    }
-    Ok(None)
+    let is_reached = script.wait_for_line(load.goal).is_ok();
+    Ok(is_reached.then_some(script))
 }
 
 fn is_held(kernel: Kernel, load: &Load, agent_args: &str) -> Result<()> {

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::ptr;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::disk::sparse_file;
 use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::{Guest, Kernel, Pool};
 
@@ -15,7 +16,7 @@ use crate::dax::{EXT4, HEAP, HEAP_BYTES};
 use crate::pmem::{file, guest_with};
 use crate::raw::wait_for_bytes;
 use crate::volume::IO_LIMIT;
-use crate::zones::{MIB, zone};
+use crate::zones::{MIB, wait_until_plugged};
 
 guest_tests::tests![
     a_guest_that_reads_what_was_cut_off_is_paused: 300 (long) => guest_reads(Kernel::V6_12),
@@ -35,7 +36,7 @@ fn cut(path: &Path, len_bytes: u64) -> Result<()> {
 /// what it came by.
 fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
-        Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
+        Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
     // What was not touched yet may be found later.
     guest.wait_until("all of it is named", IO_LIMIT, || {
@@ -44,10 +45,10 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
         Ok(flags.iter().map(is_lost).collect::<Result<Vec<_>>>()?.iter().all(|lost| *lost == 1.0))
     })?;
     ensure!(
-        guest.metrics()?.value("foreshore_memory_lost", &[("memory", "--memory")])? == 0.0,
+        guest.metric("foreshore_memory_lost", &[("memory", "--memory")])? == 0.0,
         "Boot memory is lost"
     );
-    let reason = guest.api("GET", "vm.info", None)?["pause_reason"].clone();
+    let reason = guest.get("vm.info")?["pause_reason"].clone();
     let reason = reason.as_str().context("No reason")?;
     let log = guest.vmm_log()?;
     for words in [flags[0], how] {
@@ -59,7 +60,7 @@ fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
     }
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409 && refused.body.contains(how), "{refused:?}");
-    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Paused", "It was resumed");
+    ensure!(guest.get("vm.info")?["state"] == "Paused", "It was resumed");
     Ok(())
 }
 
@@ -84,15 +85,12 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     let refused = guest.try_api("PUT", "vm.reboot", None)?;
     ensure!(refused.status >= 400 && refused.body.contains("5 MiB"), "{refused:?}");
     cut(&path, 16 * MIB)?;
-    guest.api("PUT", "vm.boot", None)?;
+    guest.command("vm.boot")?;
     guest.wait_for_shell(IO_LIMIT)?;
     wait_for_bytes(&guest)?;
+    ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "It is still paused for something");
     ensure!(
-        guest.api("GET", "vm.info", None)?["pause_reason"].is_null(),
-        "It is still paused for something"
-    );
-    ensure!(
-        guest.metrics()?.value("foreshore_memory_lost", &[("memory", &flag)])? == 0.0,
+        guest.metric("foreshore_memory_lost", &[("memory", &flag)])? == 0.0,
         "What was lost with the last machine counts for this one"
     );
     guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;
@@ -136,8 +134,7 @@ fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
     let dir = this_tests_dir();
     let path = file(&dir, "file", 32, "x")?;
     let flag = format!("--pmem file={}", path.display());
-    let image = dir.join("image");
-    File::create(&image)?.set_len(2 * HEAP_BYTES)?;
+    let image = sparse_file("image", 2 * HEAP_BYTES)?;
     let guest = guest_with(&format!("file={}", path.display()))
         .argument("--disk", &format!("path={}", image.display()))
         .boot()?;
@@ -179,9 +176,7 @@ fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
         .pm_memory(&format!("pool={},size=64M", pool.name()))
         .pm_volume(&format!("pool={},name=data,size=32M,create=on,interface=nvdimm", pool.name()))
         .boot()?;
-    guest.wait_until("the memory is plugged", IO_LIMIT, || {
-        Ok(zone(&guest, "pm")?.plugged_bytes == 64 * MIB)
-    })?;
+    wait_until_plugged(&guest, "pm", 64 * MIB)?;
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")?;
     guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=64k count=16 oflag=direct")?;
     let pool_bytes = fs::metadata(pool.path())?.len();

@@ -29,7 +29,7 @@ fn resizable() -> guest_tests::GuestBuilder {
 }
 
 fn resize_to(guest: &Guest, mib: u64) -> Result<()> {
-    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB }))).map(drop)
+    guest.put("vm.resize", json!({ "desired_ram": mib * MIB })).map(drop)
 }
 
 fn wait_until_plugged(guest: &Guest, mib: u64) -> Result<()> {
@@ -65,8 +65,7 @@ fn grows_and_shrinks(kernel: Kernel) -> Result<Guest> {
 
 fn bounds_are_refused(guest: &Guest) -> Result<()> {
     for mib in [382, 898, 383, 385] {
-        let response =
-            guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
+        let response = guest.try_put("vm.resize", json!({ "desired_ram": mib * MIB }))?;
         ensure!(response.status == 400, "{mib} MiB: status {}: {}", response.status, response.body);
     }
     ensure!(zone(guest, "dram")?.requested_bytes == 0, "A refused resize has changed the target");
@@ -85,8 +84,7 @@ fn is_movable(guest: &Guest, mib: u64) -> Result<()> {
 
 fn wait_until_metered(guest: &Guest, mib: u64) -> Result<()> {
     guest.wait_until(&format!("the metric shows {mib} MiB"), PLUG_LIMIT, || {
-        let plugged =
-            guest.metrics()?.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])?;
+        let plugged = guest.metric("foreshore_memory_plugged_bytes", &[("zone", "dram")])?;
         Ok(plugged == (mib * MIB) as f64)
     })
 }
@@ -96,8 +94,7 @@ fn goes_back_to_the_host(guest: &Guest) -> Result<()> {
     resize_to(guest, 896)?;
     wait_until_plugged(guest, 512)?;
     // More than the boot part holds: what was plugged is touched.
-    let mut hog = guest.start_script(PLUG_LIMIT, "exec guest-tool hog 640")?;
-    while hog.next_line().context("The hog ended")? != "held 640" {}
+    let hog = guest.hog(640)?;
     let at_the_top = guest.rss_bytes()?;
     ensure!(
         at_the_top >= before + 400 * MIB,
@@ -140,7 +137,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     for _ in 0..2 {
         guest.run(&format!("guest-tool negotiate-without {MEM} 1"))?;
     }
-    let zone = guest.api("GET", "vm.memory", None)?["zones"][0].clone();
+    let zone = guest.get("vm.memory")?["zones"][0].clone();
     let reason = zone["status"]["reason"].as_str().unwrap_or_default();
     ensure!(
         zone["driver"] == "unsupported"
@@ -149,7 +146,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
         "{zone}"
     );
     let body = json!({ "desired_ram": 640 * MIB });
-    let refused = guest.try_api("PUT", "vm.resize", Some(body))?;
+    let refused = guest.try_put("vm.resize", body)?;
     ensure!(
         refused.status == 409 && refused.body.contains("5.16"),
         "{}: {}",
@@ -169,10 +166,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
         log.lines().filter(|line| line.contains("WARN") && line.contains("5.16")).count();
     ensure!(warnings == 1, "{warnings} warnings: {log}");
     let state = [("zone", "dram"), ("state", "unsupported")];
-    ensure!(
-        guest.metrics()?.value("foreshore_memory_driver_state", &state)? == 1.0,
-        "The metric is not 1"
-    );
+    ensure!(guest.metric("foreshore_memory_driver_state", &state)? == 1.0, "The metric is not 1");
     // The kernel that runs has the feature.
     let bind = format!(
         "for dev in /sys/bus/pci/devices/*; do [ $(cat $dev/device) = {MEM} ] && basename $dev; done \
@@ -180,7 +174,7 @@ fn a_driver_that_is_too_old_is_reported_and_a_newer_one_is_served() -> Result<()
     );
     guest.run(&bind)?;
     guest.wait_until("the newer driver is there", PLUG_LIMIT, || {
-        Ok(guest.api("GET", "vm.memory", None)?["zones"][0]["driver"] == "ready")
+        Ok(guest.get("vm.memory")?["zones"][0]["driver"] == "ready")
     })?;
     resize_to(&guest, 640)?;
     wait_until_plugged(&guest, 256)
@@ -191,14 +185,14 @@ pub fn reboot(guest: &Guest, round: usize) -> Result<()> {
     if round.is_multiple_of(2) {
         return guest.reboot_from_inside();
     }
-    guest.api("PUT", "vm.reboot", None)?;
+    guest.command("vm.reboot")?;
     guest.wait_for_shell(BOOT_LIMIT)
 }
 
 /// What the VMM has once the agent has come, whose connection has both of its ends there.
 pub fn holdings(guest: &Guest) -> Result<Holdings> {
     guest.wait_until("the agent is there", BOOT_LIMIT, || {
-        Ok(guest.api("GET", "vm.pressure?decisions=1", None)?["agent"] == "live")
+        Ok(guest.get("vm.pressure?decisions=1")?["agent"] == "live")
     })?;
     guest.holdings()
 }
@@ -220,7 +214,7 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
             total == before + 256,
             "Reboot {round}: MemTotal is {total} MiB, and was {before} without"
         );
-        let info = guest.api("GET", "vm.info", None)?;
+        let info = guest.get("vm.info")?;
         ensure!(info["memory_actual_size"] == 640 * MIB, "Reboot {round}: {info}");
     }
     ensure!(guest.pid() == pid, "Another process");

@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -45,7 +45,6 @@ const FRAME_BYTES: f64 = 1514.0;
 /// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
 /// bytes in /tmp, which is in its memory of 384 MiB.
 const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
-const DONE_INTERVAL: Duration = Duration::from_millis(10);
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
 /// The other end of a guest.
@@ -77,12 +76,12 @@ impl Net {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
-    pub fn new(nth: u8) -> Result<Option<Self>> {
-        if !has_tun() {
-            return Ok(None);
-        }
+    /// Each test has a network of its own: they run side by side. Skips the test on a host that
+    /// makes no tap interfaces.
+    pub fn new(nth: u8) -> Result<Self> {
+        need_tun()?;
         let address = |last| Ipv4Addr::new(172, 30, nth, last);
-        Ok(Some(Self { tap: format!("fstap{nth}"), host: address(1), guest: address(2) }))
+        Ok(Self { tap: format!("fstap{nth}"), host: address(1), guest: address(2) })
     }
 
     pub fn option(&self, more: &str) -> String {
@@ -99,15 +98,13 @@ impl Net {
     }
 }
 
-pub fn has_tun() -> bool {
+pub fn need_tun() -> Result<()> {
     for module in ["tun", "bridge"] {
         // It may be built in.
         let _ = Command::new("modprobe").arg(module).status();
     }
-    Path::new("/dev/net/tun").exists()
+    if Path::new("/dev/net/tun").exists() { Ok(()) } else { skip("no /dev/net/tun here") }
 }
-
-pub const NO_TUN: &str = "no /dev/net/tun here";
 
 /// The guest's stock driver has found the interface, which gets an address.
 fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
@@ -175,14 +172,34 @@ pub fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     send(guest, net, |sent| bytes - sent)
 }
 
+/// An event that threads wait for.
+#[derive(Default)]
+pub struct Done(Mutex<bool>, Condvar);
+
+impl Done {
+    pub fn set(&self) {
+        *self.0.lock().expect("no holder panics") = true;
+        self.1.notify_all();
+    }
+
+    fn is_set(&self) -> bool {
+        *self.0.lock().expect("no holder panics")
+    }
+
+    fn wait(&self) {
+        let is_set = self.0.lock().expect("no holder panics");
+        drop(self.1.wait_while(is_set, |is_set| !*is_set).expect("no holder panics"));
+    }
+}
+
 /// The host sends until `done`, and the guest gets the same bytes. After [`MOST_BYTES_UNTIL_DONE`]
 /// the connection stays open without data.
-pub fn to_guest_until(guest: &Guest, net: &Net, done: &AtomicBool) -> Result<()> {
+pub fn to_guest_until(guest: &Guest, net: &Net, done: &Done) -> Result<()> {
     send(guest, net, |sent| {
-        while sent >= MOST_BYTES_UNTIL_DONE && !done.load(Ordering::Relaxed) {
-            thread::sleep(DONE_INTERVAL);
+        if sent >= MOST_BYTES_UNTIL_DONE {
+            done.wait();
         }
-        if done.load(Ordering::Relaxed) { 0 } else { MOST_BYTES_UNTIL_DONE - sent }
+        if done.is_set() { 0 } else { MOST_BYTES_UNTIL_DONE - sent }
     })
 }
 
@@ -216,6 +233,29 @@ fn send(guest: &Guest, net: &Net, left: impl Fn(usize) -> usize) -> Result<()> {
         output.stdout.trim()
     );
     Ok(())
+}
+
+/// A driver that lets go and comes back finds the device as new.
+pub fn rebind_driver(guest: &Guest, net: &Net) -> Result<()> {
+    guest.run(
+        "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
+    )?;
+    guest.run(
+        "cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0",
+    )?;
+    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
+    net.bring_up(guest)?;
+    ping_host(guest, net)
+}
+
+/// Two streams at once, for which the driver uses the two queues of two CPUs.
+pub fn from_guest_by_two_queues(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+    let queues = guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?;
+    ensure!(queues.trim() == "2", "{} queues", queues.trim());
+    thread::scope(|scope| {
+        let each = [0, 1].map(|_| scope.spawn(|| from_guest(guest, net, bytes)));
+        each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
+    })
 }
 
 pub fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
@@ -263,7 +303,7 @@ fn has_long_segments(
 }
 
 fn talks(kernel: Kernel, nth: u8) -> Result<()> {
-    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let net = Net::new(nth)?;
     let guest = net.builder("").kernel(kernel).boot()?;
     net.bring_up(&guest)?;
     let sys = |file: &str| {
@@ -282,28 +322,19 @@ fn talks(kernel: Kernel, nth: u8) -> Result<()> {
     has_long_segments(&guest, "from-guest", || from_guest(&guest, &net, TRANSFER_BYTES))?;
     has_long_segments(&guest, "to-guest", || to_guest(&guest, &net, TRANSFER_BYTES))?;
     check_metrics(&guest, TRANSFER_BYTES)?;
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["config"]["net"][0]["tap"] == net.tap.as_str(), "{info}");
     // Paused, it does nothing, and goes on where it was.
-    guest.api("PUT", "vm.pause", None)?;
-    guest.api("PUT", "vm.resume", None)?;
+    guest.command("vm.pause")?;
+    guest.command("vm.resume")?;
     ping_host(&guest, &net)?;
-    // A driver that lets go and comes back finds the device as new.
-    guest.run(
-        "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
-    )?;
-    guest.run(
-        "cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0",
-    )?;
-    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
-    net.bring_up(&guest)?;
-    ping_host(&guest, &net)?;
+    rebind_driver(&guest, &net)?;
     guest.no_kernel_complaints()?;
     guest.power_off()
 }
 
 fn frames_pass_without_offloads_and_with_small_rings() -> Result<()> {
-    let Some(net) = Net::new(3)? else { return skip(NO_TUN) };
+    let net = Net::new(3)?;
     let options = ",mtu=4000,queue_size=32,offload_csum=off,offload_tso=off,offload_ufo=off";
     let guest = net.builder(options).boot()?;
     net.bring_up(&guest)?;
@@ -316,19 +347,12 @@ fn frames_pass_without_offloads_and_with_small_rings() -> Result<()> {
 }
 
 fn several_queues_are_used_and_put_aside() -> Result<()> {
-    let Some(net) = Net::new(4)? else { return skip(NO_TUN) };
+    let net = Net::new(4)?;
     let guest = net.builder(",num_queues=4").cpus(2).boot()?;
     net.bring_up(&guest)?;
-    // As many as there are CPUs, by the driver's own choice.
-    ensure!(
-        guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2",
-        "Not two queues"
-    );
     ping_host(&guest, &net)?;
-    thread::scope(|scope| -> Result<()> {
-        let each = [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 8)));
-        each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
-    })?;
+    // As many as there are CPUs, by the driver's own choice.
+    from_guest_by_two_queues(&guest, &net, TRANSFER_BYTES / 8)?;
     to_guest(&guest, &net, TRANSFER_BYTES / 8)?;
     let threads: Vec<_> = std::fs::read_dir(format!("/proc/{}/task", guest.pid()))?
         .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
@@ -357,7 +381,7 @@ impl Drop for Bridge {
 }
 
 fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
-    let Some(_) = Net::new(5)? else { return skip(NO_TUN) };
+    need_tun()?;
     host("brctl addbr fsbr5")?;
     let _bridge = Bridge("fsbr5");
     host("ip link set fsbr5 up")?;
@@ -402,7 +426,7 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
 }
 
 fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
-    let Some(net) = Net::new(6)? else { return skip(NO_TUN) };
+    let net = Net::new(6)?;
     let guest = net.builder("").boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
@@ -421,7 +445,7 @@ fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
 }
 
 fn what_is_no_tap_is_refused() -> Result<()> {
-    let Some(_) = Net::new(7)? else { return skip(NO_TUN) };
+    need_tun()?;
     for (option, text) in [
         ("tap=lo", "Cannot attach to the interface lo"),
         ("fd=1000", "fd=1000 is not open"),
@@ -433,7 +457,7 @@ fn what_is_no_tap_is_refused() -> Result<()> {
     }
     // Nor to a VM that is there, whether it runs or not.
     let vmm = api::empty_vmm()?;
-    vmm.api("PUT", "vm.create", Some(api::config(&vmm)))?;
+    vmm.put("vm.create", api::config(&vmm))?;
     for boots in [true, false] {
         let file = || File::open("/dev/null").map(|file| vec![file]);
         let plain = |name| tap::open_with(name, 1, 0);
@@ -445,10 +469,10 @@ fn what_is_no_tap_is_refused() -> Result<()> {
             let answer = add_with(&mut connect(&vmm)?, &body, &files)?;
             ensure!(answer.status == 400 && answer.body.contains(text), "{body}: {answer:?}");
         }
-        let info = vmm.api("GET", "vm.info", None)?;
+        let info = vmm.get("vm.info")?;
         ensure!(info["config"]["net"].as_array().is_none_or(Vec::is_empty), "{info}");
         if boots {
-            vmm.api("PUT", "vm.boot", None)?;
+            vmm.command("vm.boot")?;
         }
     }
     vmm.wait_until("everything is closed", IO_LIMIT, || {
@@ -466,9 +490,9 @@ fn add_with(stream: &mut UnixStream, body: &Value, files: &[File]) -> Result<Res
 
 /// As libvirt does it, on one connection.
 fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
-    let (Some(first), Some(second)) = (Net::new(8)?, Net::new(9)?) else { return skip(NO_TUN) };
+    let (first, second) = (Net::new(8)?, Net::new(9)?);
     let vmm = api::empty_vmm()?;
-    vmm.api("PUT", "vm.create", Some(api::config(&vmm)))?;
+    vmm.put("vm.create", api::config(&vmm))?;
     let mut connection = connect(&vmm)?;
     for (id, net, mac) in
         [("net_0", &first, "02:f5:00:00:08:01"), ("net_1", &second, "02:f5:00:00:08:02")]
@@ -478,20 +502,20 @@ fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
         let answer = add_with(&mut connection, &body, &net.open(1)?)?;
         ensure!((answer.status, &*answer.body) == (204, ""), "{answer:?}");
     }
-    vmm.api("PUT", "vm.boot", None)?;
+    vmm.command("vm.boot")?;
     vmm.wait_for_shell(BOOT_LIMIT)?;
-    let info = vmm.api("GET", "vm.info", None)?;
+    let info = vmm.get("vm.info")?;
     ensure!(info["config"]["net"][1]["fds"] == json!([-1]), "{info}");
     ensure!(info["device_tree"]["net_1"]["parent"] == "_virtio-pci-net_1", "{info}");
     first.bring_up(&vmm)?;
     ping_host(&vmm, &first)?;
     for round in 0..3 {
         if round == 1 {
-            vmm.api("PUT", "vm.shutdown", None)?;
+            vmm.command("vm.shutdown")?;
             ensure!(first.is_there(), "Its queues are closed");
-            vmm.api("PUT", "vm.boot", None)?;
+            vmm.command("vm.boot")?;
         } else {
-            vmm.api("PUT", "vm.reboot", None)?;
+            vmm.command("vm.reboot")?;
         }
         vmm.wait_for_shell(BOOT_LIMIT)?;
         first.bring_up(&vmm)?;
@@ -499,12 +523,12 @@ fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
         from_guest(&vmm, &first, TRANSFER_BYTES / 16)?;
     }
     // One goes while the guest has it, the other without a guest.
-    let remove = |id: &str| vmm.api("PUT", "vm.remove-device", Some(json!({ "id": id })));
+    let remove = |id: &str| vmm.put("vm.remove-device", json!({ "id": id }));
     remove("net_1")?;
     vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!second.is_there()))?;
     ping_host(&vmm, &first)?;
     vmm.no_kernel_complaints()?;
-    vmm.api("PUT", "vm.shutdown", None)?;
+    vmm.command("vm.shutdown")?;
     remove("net_0")?;
     vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!first.is_there()))
 }
@@ -524,11 +548,11 @@ pub fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value>
         return Ok(serde_json::from_str(&answer.body)?);
     }
     let body = json!({"id": id, "tap": net.tap, "ip": net.host, "mask": "255.255.255.0"});
-    guest.api("PUT", "vm.add-net", Some(body))
+    guest.put("vm.add-net", body)
 }
 
 fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
-    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let net = Net::new(nth)?;
     let guest = builder().kernel(kernel).boot()?;
     for by_fd in [true, false, true] {
         let added = add_net(&guest, &net, "lan", by_fd)?;
@@ -537,7 +561,7 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
         ping_host(&guest, &net)?;
         from_guest(&guest, &net, TRANSFER_BYTES / 16)?;
         to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
-        let counters = guest.api("GET", "vm.counters", None)?;
+        let counters = guest.get("vm.counters")?;
         for name in ["rx_bytes", "tx_bytes"] {
             ensure!(
                 counters["lan"][name].as_u64() > Some(TRANSFER_BYTES as u64 / 16),
@@ -546,15 +570,12 @@ fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
         }
         ensure!(counters["lan"]["rx_frames"].as_u64() > Some(0), "{counters}");
         let frames = [("net", "lan"), ("direction", "to-guest")];
-        ensure!(guest.metrics()?.value("foreshore_net_frames_total", &frames)? > 0.0, "No frames");
-        guest.api("PUT", "vm.remove-device", Some(json!({"id": "lan"})))?;
+        ensure!(guest.metric("foreshore_net_frames_total", &frames)? > 0.0, "No frames");
+        guest.put("vm.remove-device", json!({"id": "lan"}))?;
         guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
         guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
-        ensure!(
-            guest.metrics()?.value("foreshore_net_frames_total", &frames).is_err(),
-            "It is counted"
-        );
-        ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
+        ensure!(guest.metric("foreshore_net_frames_total", &frames).is_err(), "It is counted");
+        ensure!(guest.get("vm.counters")? == json!({}), "It still counts");
     }
     guest.no_kernel_complaints()
 }
@@ -631,6 +652,6 @@ pub fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
 }
 
 fn a_nic_without_the_bus_is_silent_until_its_driver_comes_back() -> Result<()> {
-    let Some(net) = Net::new(12)? else { return skip(NO_TUN) };
+    let net = Net::new(12)?;
     loses_the_bus(&net, "")
 }

@@ -7,7 +7,8 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, Kernel, Pool};
 use serde_json::json;
 
-use crate::zones::{MIB, zone};
+use crate::decisions::{decisions, wait_for_agent};
+use crate::zones::{MIB, wait_until_plugged, zone};
 
 guest_tests::tests![
     two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12: 180,
@@ -83,7 +84,7 @@ fn plug_all(guest: &Guest) -> Result<()> {
     for (id, mib, _) in PLUGGED {
         let boot_mib = if id.starts_with("pm") { 0 } else { 256 };
         let body = json!({ "id": id, "desired_ram": (boot_mib + mib) * MIB });
-        guest.api("PUT", "vm.resize-zone", Some(body))?;
+        guest.put("vm.resize-zone", body)?;
     }
     for (id, mib, _) in PLUGGED {
         guest.wait_until(&format!("{mib} MiB of {id} are plugged"), PLUG_LIMIT, || {
@@ -119,9 +120,7 @@ fn are_seen(
 ) -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = two_sockets(&pool, kernel)?;
-    guest.wait_until("what is requested at boot is plugged", PLUG_LIMIT, || {
-        Ok(zone(&guest, "a")?.plugged_bytes == 128 * MIB)
-    })?;
+    wait_until_plugged(&guest, "a", 128 * MIB)?;
     let dram = [node_mib(&guest, 0)?, node_mib(&guest, 1)?];
     check(&guest, &[("has_cpu", "0-1"), ("has_memory", "0-1"), ("possible", "0-3")])?;
     ensure!(!is_demotion_on(&guest)?, "The guest demotes pages, and has no PM");
@@ -202,16 +201,14 @@ fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
     const LOAD_MIB: u64 = 320;
     let pool = Pool::create("1G")?;
     let guest = two_sockets_short_of_dram(&pool)?;
-    let agent = || Ok(guest.api("GET", "vm.pressure", None)?["agent"] == "live");
-    guest.wait_until("the agent is live", PLUG_LIMIT, agent)?;
+    wait_for_agent(&guest, "live")?;
     ensure!(zone(&guest, "pm1")?.requested_bytes == 0, "PM is asked for before anybody needs it");
     let _load =
         guest.start_script(PLUG_LIMIT, &format!("exec taskset 2 guest-tool hog {LOAD_MIB}"))?;
     guest.wait_until("the PM near node 1 is plugged", PLUG_LIMIT, || {
         Ok(zone(&guest, "pm1")?.plugged_bytes > 0)
     })?;
-    let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
-    let decisions = info["decisions"].as_array().context("No decisions")?;
+    let decisions = decisions(&guest)?;
     let grows = decisions.iter().filter(|decision| decision["direction"] == "grow");
     let first = grows.min_by_key(|decision| decision["seq"].as_u64()).context("No grow")?;
     ensure!(first["near"] == 1, "The first grow is for another node: {first}");

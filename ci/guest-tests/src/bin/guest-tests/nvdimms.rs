@@ -178,10 +178,10 @@ fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
     let output = guest.try_run(IO_LIMIT, &write)?;
     ensure!(output.code != 0, "A write that cannot be made durable succeeded");
     ensure!(health()? == "critical", "{}", health()?);
-    let states = guest.api("GET", "vm.volumes", None)?;
+    let states = guest.get("vm.volumes")?;
     for number in 0..2 {
         ensure!(states["volumes"][number]["status"]["state"] == "failed", "{states}");
     }
-    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Running", "The VM does not run on");
+    ensure!(guest.get("vm.info")?["state"] == "Running", "The VM does not run on");
     Ok(())
 }

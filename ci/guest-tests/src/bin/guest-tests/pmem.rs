@@ -45,7 +45,7 @@ fn line(guest: &Guest, device: &str, mib: u64) -> Result<String> {
 
 fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     let labels = [("pmem", "_pmem0"), ("result", result)];
-    guest.metrics()?.value("foreshore_pmem_flushes_total", &labels)
+    guest.metric("foreshore_pmem_flushes_total", &labels)
 }
 
 fn is_flushed(kernel: Kernel) -> Result<()> {
@@ -118,7 +118,7 @@ fn pmem_devices_come_in_their_order_and_survive_a_reboot() -> Result<()> {
     ensure!(sizes == [22, 4, 8, 18, 12], "Sizes in MiB: {sizes:?}");
     ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "Not a");
     ensure!(line(&guest, "/dev/pmem2", 7)? == "b 7", "Not b");
-    let config = guest.api("GET", "vm.info", None)?["config"]["pmem"].clone();
+    let config = guest.get("vm.info")?["config"]["pmem"].clone();
     ensure!(config.as_array().is_some_and(|devices| devices.len() == 4), "vm.info says {config}");
     ensure!(
         config[1]["discard_writes"] == true && config[1]["size"] == 8 * MIB,

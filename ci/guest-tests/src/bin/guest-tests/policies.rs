@@ -9,12 +9,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use balloon::proto::{Cause, kernel_reserve_bytes};
 use balloon::trace::{Entry, Trace};
+use guest_tests::disk::sparse_file;
 use guest_tests::guest::Script;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
-use crate::zones::{MIB, vmstat, zone};
+use crate::decisions::{decisions_since, decisions_total, pressure, wait_for_agent};
+use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400 (extended)];
 
@@ -96,21 +98,10 @@ fn border(rows: &[Row]) -> u64 {
     rows[0].up_to
 }
 
-fn pressure(guest: &Guest) -> Result<Value> {
-    guest.api("GET", "vm.pressure?decisions=1000", None)
-}
-
 fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
-    let info = pressure(guest)?;
-    let all = info["decisions"].as_array().context("No decisions")?.clone();
-    let found = |decision: &Value| {
-        decision["seq"].as_u64() > Some(since) && decision["direction"] == direction
-    };
-    Ok(all.into_iter().filter(found).collect())
-}
-
-fn decisions_total(guest: &Guest) -> Result<u64> {
-    pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
+    let mut decisions = decisions_since(guest, since)?;
+    decisions.retain(|decision| decision["direction"] == direction);
+    Ok(decisions)
 }
 
 /// What a decision was made upon.
@@ -152,17 +143,9 @@ impl Cache {
     }
 }
 
-fn fill(guest: &Guest, mib: u64) -> Result<Script> {
-    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
-    let goal = format!("held {mib}");
-    while hog.next_line().context("The load was killed")? != goal {}
-    Ok(hog)
-}
-
 fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
     let pool = Pool::create("768M")?;
-    let (disk, trace) = (this_tests_dir().join("disk"), this_tests_dir().join("trace"));
-    File::create(&disk)?.set_len(64 * MIB)?;
+    let (disk, trace) = (sparse_file("disk", 64 * MIB)?, this_tests_dir().join("trace"));
     let guest = Guest::builder()
         .cpus(2)
         .memory("size=256M")
@@ -174,7 +157,7 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .pressure(&format!("off,dry_run=on,record={}", trace.display()))
         .boot()?;
     guest.wait_until_run("the disk is there", LIMIT, "test -b /dev/vda")?;
-    guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    wait_for_agent(&guest, "live")?;
     // Tables 2 and 3 (docs/policy.md), their first rows.
     let amf = Paper {
         policy: "amf",
@@ -204,7 +187,7 @@ fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
         .and_then(|()| follows(&guest, &dapper).context("dapper"));
     if followed.is_err() {
         // What a person would ask next.
-        println!("{}", guest.api("GET", "vm.memory", None)?);
+        println!("{}", guest.get("vm.memory")?);
         println!("{}", pressure(&guest)?);
         println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20; cat /run/agent.log")?);
     }
@@ -222,7 +205,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     let rows = (paper.rows)(&marks);
     let mib = |bytes: u64| bytes as f64 / MIB as f64;
     println!("{}: {marks:?}, integrates up to {:.1} MiB free", paper.policy, mib(border(&rows)));
-    let set = |change: Value| guest.api("PUT", "vm.pressure", Some(change));
+    let set = |change: Value| guest.put("vm.pressure", change);
     let decide = || set(json!({ "policy": paper.policy, "params": paper.params, "dry_run": true }));
     let (off, before) = (json!({ "policy": "off" }), decisions_total(guest)?);
     // 1. Above the first border nothing is integrated.
@@ -277,7 +260,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
     })?;
     let top = zone(guest, "pm")?.plugged_bytes;
     // 4. It is used, and free again: then it goes.
-    let hog = fill(guest, LOAD_MIB)?;
+    let hog = guest.hog(LOAD_MIB)?;
     let used = zone(guest, "pm")?.resident_bytes;
     println!("{} MiB of PM are plugged and {} used", top / MIB, used / MIB);
     ensure!(used >= LOAD_MIB / 2 * MIB, "Of PM {used} bytes are used by a load of {LOAD_MIB} MiB");
@@ -293,7 +276,7 @@ fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
         "It gives back for another reason: {shrinks:?}"
     );
     set(json!({ "policy": "fixed", "size": 0 }))?;
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(guest, "pm")?.plugged_bytes == 0))
+    wait_until_plugged(guest, "pm", 0)
 }
 
 /// Under the watermark of free memory the agent said so with every report, however much was

@@ -22,7 +22,7 @@ use pmem_volume::{OpenMode, Shrink, VolumeFormat, VolumeSize};
 
 use crate::volume::{IO_LIMIT, wait_for_disk};
 use crate::volume_flush::{flushes, has_hints, write_blocks};
-use crate::zones::{MIB, zone};
+use crate::zones::{MIB, wait_until_plugged};
 
 guest_tests::tests![
     on_tmpfs_it_is_volatile,
@@ -430,17 +430,14 @@ fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
         // The kernel's own memory cannot be PM: it must be able to make room.
         .cmdline("foreshore.zram=256M")
         .boot()?;
-    guest.wait_until("the memory is plugged", IO_LIMIT, || {
-        Ok(zone(&guest, "pm")?.plugged_bytes == 128 * MIB)
-    })?;
+    wait_until_plugged(&guest, "pm", 128 * MIB)?;
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)? == hints, "Flush hints: {}", !hints);
     write_blocks(&guest, 50)?;
     let asked = flushes(&guest, "ok")?;
     ensure!((asked > 0.0) == hints && flushes(&guest, "error")? == 0.0, "{asked} flushes");
     // More than the boot memory holds.
-    let mut hog = guest.start_script(IO_LIMIT, "exec guest-tool hog 380")?;
-    while hog.next_line().context("The hog ended")? != "held 380" {}
+    let _hog = guest.hog(380)?;
     ensure!(pool.info()?["memory_bytes"] == 128 * MIB, "Lent: {}", pool.info()?);
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     guest.no_kernel_complaints()?;

@@ -7,7 +7,8 @@ use guest_tests::guest::{GuestBuilder, Kernel, Script};
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
-use crate::zones::{MIB, vmstat, zone};
+use crate::decisions::wait_for_agent;
+use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
     pressure_grows_dram_first_and_pm_goes_back_first: 400,
@@ -42,21 +43,15 @@ fn small_guest(pool: &Pool) -> GuestBuilder {
 /// Fills guest memory with what does not compress; true if all of it was held.
 pub fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
     let mut hog = guest.start_script(GROW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
-    let goal = format!("held {mib}");
-    loop {
-        match hog.next_line() {
-            Some(line) if line == goal => return Ok((hog, true)),
-            Some(_) => {}
-            None => return Ok((hog, false)),
-        }
-    }
+    let held = hog.wait_for_line(&format!("held {mib}")).is_ok();
+    Ok((hog, held))
 }
 
 /// Has psi give back without the default waits, which are in its unit tests: for guests that have
 /// reached what they were to.
 fn give_back_soon(guest: &Guest) -> Result<()> {
     let soon = json!({ "params": { "idle": "1s" }, "rules": { "cool_down": "1s", "shrink_interval": "100ms" } });
-    guest.api("PUT", "vm.pressure", Some(soon)).map(drop)
+    guest.put("vm.pressure", soon).map(drop)
 }
 
 fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
@@ -91,8 +86,8 @@ fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     });
     if back.is_err() {
         // What a person would ask next.
-        println!("{}", guest.api("GET", "vm.memory", None)?);
-        println!("{}", guest.api("GET", "vm.pressure", None)?);
+        println!("{}", guest.get("vm.memory")?);
+        println!("{}", guest.get("vm.pressure")?);
         println!("{}", guest.run("free -m; dmesg | tail -n 20; cat /run/agent.log")?);
     }
     back?;
@@ -153,9 +148,7 @@ impl Ramp {
 fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
-    guest.wait_until("the agent is live", GROW_LIMIT, || {
-        Ok(guest.api("GET", "vm.pressure", None)?["agent"] == "live")
-    })?;
+    wait_for_agent(&guest, "live")?;
     let ramp = Ramp::climb(&guest)?;
     ensure!(ramp.held, "The load was killed");
     ensure!(ramp.scanned_by_kswapd == 0, "kswapd has looked at {} pages", ramp.scanned_by_kswapd);
@@ -259,9 +252,7 @@ fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
     }
     // All that is movable leaves again.
     guest.run("umount /run/load")?;
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
-        Ok(zone(&guest, "pm")?.plugged_bytes == 0)
-    })?;
+    wait_until_plugged(&guest, "pm", 0)?;
     guest.no_kernel_complaints()
 }
 
@@ -296,9 +287,8 @@ fn without_dram_of_its_own_the_kernel_is_short_of_memory() -> Result<()> {
 fn a_silent_agent_is_noticed() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
-    let report_age_ms = || -> Result<Option<u64>> {
-        Ok(guest.api("GET", "vm.pressure", None)?["report_age_ms"].as_u64())
-    };
+    let report_age_ms =
+        || -> Result<Option<u64>> { Ok(guest.get("vm.pressure")?["report_age_ms"].as_u64()) };
     guest.wait_until("a report has come", GROW_LIMIT, || Ok(report_age_ms()?.is_some()))?;
     guest.run("killall -STOP foreshore-agent")?;
     guest.wait_until("the last report is 5 s old", GROW_LIMIT, || {

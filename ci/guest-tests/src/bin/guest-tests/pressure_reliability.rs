@@ -8,7 +8,8 @@ use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
-use crate::zones::{MIB, vmstat, zone};
+use crate::decisions::{decisions_total, has_decided, pressure, wait_for_agent};
+use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
     decisions_come_whatever_the_agent_does: 400 (long),
@@ -30,32 +31,6 @@ fn guest_with_pm(pool: &Pool, pm_mib: u64) -> GuestBuilder {
         .pm_memory(&format!("pool={},size={pm_mib}M", pool.name()))
 }
 
-fn pressure(guest: &Guest) -> Result<Value> {
-    guest.api("GET", "vm.pressure?decisions=1000", None)
-}
-
-fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
-    guest.wait_until(&format!("the agent is {state}"), LIMIT, || {
-        Ok(pressure(guest)?["agent"] == state)
-    })?;
-    let shown = guest.metrics()?.value("foreshore_pressure_agent_state", &[("state", state)])?;
-    ensure!(shown == 1.0, "The metrics do not say that the agent is {state}");
-    Ok(())
-}
-
-fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Result<bool> {
-    let info = pressure(guest)?;
-    let decisions = info["decisions"].as_array().context("No decisions")?;
-    Ok(decisions.iter().any(is_it))
-}
-
-fn fill(guest: &Guest, mib: u64) -> Result<Script> {
-    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
-    let goal = format!("held {mib}");
-    while hog.next_line().context("The load was killed")? != goal {}
-    Ok(hog)
-}
-
 fn refused(guest: &Guest, reason: &str) -> Result<f64> {
     Ok(guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &[("reason", reason)]))
 }
@@ -75,7 +50,7 @@ fn plugged_bytes(guest: &Guest) -> Result<u64> {
 }
 
 fn reports(guest: &Guest) -> Result<f64> {
-    guest.metrics()?.value("foreshore_pressure_reports_total", &[])
+    guest.metric("foreshore_pressure_reports_total", &[])
 }
 
 /// What an agent says first.
@@ -92,10 +67,6 @@ fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
 fn uptime_ms(guest: &Guest) -> Result<u64> {
     let uptime_s: f64 = guest.run("cut -d ' ' -f 1 /proc/uptime")?.trim().parse()?;
     Ok((uptime_s * 1000.0) as u64)
-}
-
-fn decisions_total(guest: &Guest) -> Result<u64> {
-    pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
 }
 
 /// What the guest has, for lies of which all else could be true: what is plugged and not online
@@ -118,7 +89,7 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs,
     //    before it would swap.
     let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
-    let hog = fill(&guest, 512)?;
+    let hog = guest.hog(512)?;
     let grown = |decision: &Value| {
         decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
     };
@@ -130,7 +101,7 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     // From here on a guest of which nothing is heard gets nothing: the rule for that may ask for
     // everything that there is, and then what is reported below would find nothing left to be
     // asked for.
-    guest.api("PUT", "vm.pressure", Some(json!({ "rules": { "lost_steps": 0 } })))?;
+    guest.put("vm.pressure", json!({ "rules": { "lost_steps": 0 } }))?;
     // 2. The agent is stopped, and killed.
     guest.run("killall -STOP foreshore-agent")?;
     wait_for_agent(&guest, "silent")?;
@@ -214,13 +185,13 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
-    let hog = fill(&guest, 640)?;
+    let hog = guest.hog(640)?;
     let top = zone(&guest, "pm")?.plugged_bytes;
     ensure!(top >= 128 * MIB, "Only {top} bytes of PM are plugged");
     drop(hog);
     // What is filled next comes from PM too, and some of it is pinned.
     let mut pins = guest.start_script(LIMIT, "exec guest-tool pin 560")?;
-    while pins.next_line().context("The pins were killed")? != "pinned" {}
+    pins.wait_for_line("pinned")?;
     let tried = |decision: &Value| {
         decision["direction"] == "shrink"
             && ["partly", "withdrawn", "stuck"]
@@ -233,9 +204,7 @@ fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
         "DRAM was taken in place of PM that stays"
     );
     drop(pins);
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
-        Ok(zone(&guest, "pm")?.plugged_bytes == 0)
-    })?;
+    wait_until_plugged(&guest, "pm", 0)?;
     guest.no_kernel_complaints()
 }
 
@@ -248,7 +217,7 @@ fn dry(guest: &Guest) -> Result<Script> {
         done
         exec guest-tool dry 1024";
     let mut dry = guest.start_script(LIMIT, DRY)?;
-    while dry.next_line().context("The load was killed")? != "dried" {}
+    dry.wait_for_line("dried")?;
     Ok(dry)
 }
 
@@ -267,7 +236,7 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
     wait_for_agent(&guest, "live")?;
     let killed = vmstat(&guest, "oom_kill")?;
     let dry = dry(&guest)?;
-    guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 512 * MIB })))?;
+    guest.put("vm.pressure", json!({ "policy": "fixed", "size": 512 * MIB }))?;
     let held =
         |decision: &Value| decision["direction"] == "hold" && decision["reason"] == "descriptors";
     guest.wait_until("the request is held back", LIMIT, || has_decided(&guest, held))?;
@@ -280,16 +249,14 @@ fn guest_without_dram_for_descriptors_gets_no_request() -> Result<()> {
         pm.requested_bytes
     );
     // A size requested by a client is held back as well.
-    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": 128 * MIB })))?;
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 128 * MIB }))?;
     ensure!(
         zone(&guest, "pm")?.requested_bytes == 0,
         "A size requested by a client is requested from the guest"
     );
-    guest.api("PUT", "vm.pressure", Some(json!({ "resume": true })))?;
+    guest.put("vm.pressure", json!({ "resume": true }))?;
     drop(dry);
-    guest.wait_until("it has everything", LIMIT, || {
-        Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB)
-    })?;
+    wait_until_plugged(&guest, "pm", 512 * MIB)?;
     guest.run("pidof foreshore-agent").context("The agent was killed")?;
     ensure!(vmstat(&guest, "oom_kill")? == killed, "A process was killed");
     guest.no_kernel_complaints()

@@ -25,7 +25,7 @@ fn guest_panic_is_an_event(kernel: Kernel) -> Result<()> {
     guest.run("modprobe pvpanic-pci")?;
     let driver = guest.run("ls /sys/bus/pci/drivers/pvpanic-pci")?;
     ensure!(driver.contains("0000:00:"), "No device of the driver: {driver}");
-    let panics = || guest.metrics()?.value("foreshore_guest_panics_total", &[("event", "panic")]);
+    let panics = || guest.metric("foreshore_guest_panics_total", &[("event", "panic")]);
     ensure!(panics()? == 0.0, "A panic is reported before there is one");
     // The guest stays in its panic, and its shell does not answer.
     let _panicking = guest.start_script(LIMIT, "echo c >/proc/sysrq-trigger")?;

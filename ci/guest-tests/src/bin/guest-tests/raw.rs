@@ -6,6 +6,7 @@ use guest_tests::disk::HeldWriteback;
 use guest_tests::guest::GuestBuilder;
 use guest_tests::{Disk, Guest, Kernel, Pool};
 
+use crate::blocks;
 use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_kill};
 use crate::volume_flush::flushes;
 
@@ -46,24 +47,8 @@ fn holds(kernel: Kernel) -> Result<()> {
         guest.run("ls /sys/block")?.lines().all(|name| name != "pmem0s"),
         "A raw volume has a BTT"
     );
-    let write = |mode: &str, first: u32, seed: u32| {
-        let command =
-            format!("exec guest-tool write-blocks /dev/pmem0 {mode} {first} 600 {seed} 3");
-        guest.start_script(IO_LIMIT, &command)
-    };
-    for writer in
-        [write("direct", 0, 1)?, write("buffered", 8192, 2)?, write("buffered", 16384, 3)?]
-    {
-        let output = writer.finish()?;
-        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
-    }
-    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        guest.run_within(
-            IO_LIMIT,
-            &format!("guest-tool check-blocks /dev/pmem0 {first} 600 {seed} 3"),
-        )?;
-    }
+    blocks::write(&guest, "/dev/pmem0", ["direct", "buffered", "buffered"], 3)?;
+    blocks::check(&guest, "/dev/pmem0", 3)?;
     // Three rounds of two buffered writers, each with an fdatasync at its end.
     let done = flushes(&guest, "ok")?;
     ensure!(done >= 6.0, "{done} flushes");
@@ -111,7 +96,7 @@ fn raw_flush_failures_are_errors() -> Result<()> {
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
     // What is lost is lost: the next flush does not say that all is well.
     ensure!(write(0, 1)?.code != 0, "A flush after one that failed succeeded");
-    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     guest.run("true").map(drop)
 }
@@ -121,7 +106,7 @@ fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
     let guest = raw_guest(&pool, "interface=nvdimm").boot()?;
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0 buffered 0 200 1 1")?;
-    let config = guest.api("GET", "vm.info", None)?["config"]["pm_volumes"][0].clone();
+    let config = guest.get("vm.info")?["config"]["pm_volumes"][0].clone();
     ensure!(config["format"] == "raw", "vm.info says {config}");
     guest.power_off()?;
     // The other interface shows the same bytes.

@@ -5,7 +5,6 @@ use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
@@ -16,10 +15,10 @@ use serde_json::json;
 
 use crate::hotplug;
 use crate::net::{
-    IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, loses_the_bus, ping_host,
-    taken, to_guest, to_guest_until,
+    Done, IO_LIMIT, Net, TRANSFER_BYTES, builder, from_guest, from_guest_by_two_queues, host,
+    loses_the_bus, ping_host, rebind_driver, taken, to_guest, to_guest_until,
 };
-use crate::zones::{MIB, zone};
+use crate::zones::{MIB, wait_until_plugged};
 
 guest_tests::tests![
     the_kernel_moves_frames_over_a_pause_and_a_reboot: 420 (long) => moves(Kernel::V6_12, 30),
@@ -37,20 +36,20 @@ guest_tests::tests![
 const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
-pub fn network(nth: u8) -> Result<std::result::Result<Net, &'static str>> {
+pub fn network(nth: u8) -> Result<Net> {
     // It may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {
         // The emulated host is ours, and has it.
         ensure!(!emulated(), "The emulated host has {NO_VHOST}");
-        return Ok(Err(NO_VHOST));
+        return skip(NO_VHOST);
     }
-    Ok(Net::new(nth)?.ok_or(NO_TUN))
+    Net::new(nth)
 }
 
 fn is_moved_by(backend: &str, guest: &Guest, net: &str) -> Result<()> {
     let labels = [("net", net), ("backend", backend)];
-    let value = guest.metrics()?.value("foreshore_net_backend", &labels)?;
+    let value = guest.metric("foreshore_net_backend", &labels)?;
     ensure!(value == 1.0, "The frames of {net} are not moved by {backend}");
     Ok(())
 }
@@ -60,7 +59,7 @@ pub fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
 }
 
 fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
-    let (counters, metrics) = (guest.api("GET", "vm.counters", None)?, guest.metrics()?);
+    let (counters, metrics) = (guest.get("vm.counters")?, guest.metrics()?);
     for (name, direction) in [("rx_bytes", "to-guest"), ("tx_bytes", "from-guest")] {
         ensure!(counters[net][name].as_u64() > Some(least_bytes as u64), "{name}: {counters}");
         let labels = [("net", net), ("direction", direction)];
@@ -90,14 +89,14 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
         let transfer = scope.spawn(|| to_guest(guest, net, 2 * TRANSFER_BYTES));
         guest
             .wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
-        guest.api("PUT", "vm.pause", None)?;
+        guest.command("vm.pause")?;
         let paused = taken(net)?;
         let socket = UdpSocket::bind((net.host, 0))?;
         for _ in 0..DATAGRAMS {
             socket.send_to(b"for later", (net.guest, 9))?;
         }
         ensure!(taken(net)? == paused, "Frames reach a guest that is paused");
-        guest.api("PUT", "vm.resume", None)?;
+        guest.command("vm.resume")?;
         // TCP would send again what was lost.
         guest.wait_until("what was sent in the pause is there", IO_LIMIT, || {
             Ok(unwanted(guest)? >= unwanted_before + DATAGRAMS)
@@ -107,10 +106,7 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
 }
 
 fn moves(kernel: Kernel, nth: u8) -> Result<()> {
-    let net = match network(nth)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(nth)?;
     let guest = net.builder(",vhost=on").kernel(kernel).boot()?;
     net.bring_up(&guest)?;
     is_moved_by_kernel(&guest, "_net0")?;
@@ -118,18 +114,9 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
     from_guest(&guest, &net, TRANSFER_BYTES)?;
     pauses(&guest, &net)?;
     is_counted(&guest, "_net0", TRANSFER_BYTES)?;
-    let info = guest.api("GET", "vm.info", None)?;
+    let info = guest.get("vm.info")?;
     ensure!(info["config"]["net"][0]["vhost"] == "on", "{info}");
-    // A driver that lets go and comes back finds the device as new.
-    guest.run(
-        "echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name",
-    )?;
-    guest.run(
-        "cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0",
-    )?;
-    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
-    net.bring_up(&guest)?;
-    ping_host(&guest, &net)?;
+    rebind_driver(&guest, &net)?;
     guest.no_kernel_complaints()?;
     // So does the next life of the guest.
     guest.reboot_from_inside()?;
@@ -142,17 +129,10 @@ fn moves(kernel: Kernel, nth: u8) -> Result<()> {
 }
 
 fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
-    let net = match network(32)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(32)?;
     let guest = net.builder(",num_queues=4,vhost=auto").cpus(2).boot()?;
     net.bring_up(&guest)?;
     is_moved_by_kernel(&guest, "_net0")?;
-    ensure!(
-        guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2",
-        "Not two queues"
-    );
     // Interrupts go from one vCPU to the other: each time the guest masks a vector, and gives it
     // another message.
     let move_to = |cpus: &str| {
@@ -165,11 +145,7 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
     for cpus in ["1", "2", "3"] {
         move_to(cpus)?;
         ping_host(&guest, &net)?;
-        thread::scope(|scope| -> Result<()> {
-            let each =
-                [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 16)));
-            each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
-        })?;
+        from_guest_by_two_queues(&guest, &net, TRANSFER_BYTES / 16)?;
         to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
     }
     is_counted(&guest, "_net0", TRANSFER_BYTES / 16)?;
@@ -177,21 +153,18 @@ fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
 }
 
 fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
-    let net = match network(33)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(33)?;
     let guest = builder().boot()?;
     for _ in 0..3 {
         let body = json!({"id": "lan", "tap": net.tap, "ip": net.host, "mask": "255.255.255.0", "vhost": "on"});
-        guest.api("PUT", "vm.add-net", Some(body))?;
+        guest.put("vm.add-net", body)?;
         net.bring_up(&guest)?;
         is_moved_by_kernel(&guest, "lan")?;
         ping_host(&guest, &net)?;
         from_guest(&guest, &net, TRANSFER_BYTES / 16)?;
         to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
         is_counted(&guest, "lan", TRANSFER_BYTES / 16)?;
-        guest.api("PUT", "vm.remove-device", Some(json!({"id": "lan"})))?;
+        guest.put("vm.remove-device", json!({"id": "lan"}))?;
         guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
         guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
         let open = fs::read_dir(format!("/proc/{}/fd", guest.pid()))?
@@ -205,32 +178,27 @@ fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
 
 /// Runs `work` while the guest receives frames.
 fn under_frames(guest: &Guest, net: &Net, work: impl FnOnce() -> Result<()>) -> Result<()> {
-    let done = AtomicBool::new(false);
+    let done = Done::default();
     thread::scope(|scope| {
         let transfer = scope.spawn(|| to_guest_until(guest, net, &done));
         let outcome = work();
         // Also after an error of `work`, because the transfer would never end otherwise.
-        done.store(true, Ordering::Relaxed);
+        done.set();
         transfer.join().expect("a transfer does not panic")?;
         outcome
     })
 }
 
 fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
-    let net = match network(34)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(34)?;
     let guest = net
         .builder(",vhost=on")
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=512M")
         .boot()?;
     net.bring_up(&guest)?;
     let resize = |mib: u64| {
-        guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": (384 + mib) * MIB })))?;
-        guest.wait_until(&format!("{mib} MiB are plugged"), IO_LIMIT, || {
-            Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
-        })
+        guest.put("vm.resize", json!({ "desired_ram": (384 + mib) * MIB }))?;
+        wait_until_plugged(&guest, "dram", mib * MIB)
     };
     for _ in 0..2 {
         under_frames(&guest, &net, || {
@@ -259,10 +227,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
 }
 
 fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
-    let net = match network(35)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(35)?;
     let guest = net.builder(",vhost=on").boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
@@ -279,18 +244,12 @@ fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
 }
 
 fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
-    let net = match network(39)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(39)?;
     loses_the_bus(&net, ",vhost=on")
 }
 
 fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
-    let net = match network(36)? {
-        Ok(net) => net,
-        Err(reason) => return skip(reason),
-    };
+    let net = network(36)?;
     // For the VMM alone, in a mount namespace of its own: other tests run beside. No driver has
     // that number.
     let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));

@@ -8,6 +8,7 @@ use guest_tests::guest::{GuestBuilder, Script, complaints};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Kernel, Pool};
 
+use crate::blocks;
 use crate::volume_flush::{flushes, has_hints};
 
 guest_tests::tests![
@@ -46,28 +47,9 @@ pub fn wait_for_disk(guest: &Guest) -> Result<()> {
 fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
     wait_for_disk(guest)?;
     let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 280")?;
-    let writer = |mode: &str, first: u32, seed: u32| {
-        guest.start_script(
-            IO_LIMIT,
-            &format!("exec guest-tool write-blocks /dev/pmem0s {mode} {first} 600 {seed} {rounds}"),
-        )
-    };
-    let writers =
-        [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?];
-    for writer in writers {
-        let output = writer.finish()?;
-        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
-    }
+    blocks::write(guest, "/dev/pmem0s", ["direct", "buffered", "direct"], rounds)?;
     drop(load);
-    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        let rounds = rounds.to_string();
-        guest.run_within(
-            IO_LIMIT,
-            &format!("guest-tool check-blocks /dev/pmem0s {first} 600 {seed} {rounds}"),
-        )?;
-    }
-    Ok(())
+    blocks::check(guest, "/dev/pmem0s", rounds)
 }
 
 fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {

@@ -58,7 +58,7 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
         let expected = f64::from(u8::from(disk.damaged.is_some()));
         ensure!(read_only == expected, "Volume {}: {read_only} arenas are read-only", disk.name);
     }
-    let state = linux.guest.api("GET", "vm.info", None)?["state"].clone();
+    let state = linux.guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     linux.end(Some("I/O error"))?;
     for (disk, history) in disks.iter().zip(&histories) {
@@ -107,7 +107,7 @@ fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
     let errors = |operation| {
         let labels =
             [("volume", disk.name.as_str()), ("operation", operation), ("result", "error")];
-        linux.guest.metrics()?.value("foreshore_volume_operations_total", &labels)
+        linux.guest.metric("foreshore_volume_operations_total", &labels)
     };
     let sectors = match disk.damaged {
         Some(0) => [0, disk.arenas[1] - 1],

@@ -1,12 +1,12 @@
 //! `--pm-volume ...,interface=virtio-blk`: a volume as a disk, its sectors translated by the VMM.
 
-use std::time::Duration;
-
 use anyhow::{Result, ensure};
+use guest_tests::disk::sparse_file;
 use guest_tests::{Guest, Kernel, Pool};
 
+use crate::blocks;
 use crate::disk::{lives_on, make_root};
-use crate::volume::{guest_with, with_volume};
+use crate::volume::{IO_LIMIT, guest_with, with_volume};
 
 guest_tests::tests![
     a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300 (extended),
@@ -14,8 +14,6 @@ guest_tests::tests![
     a_volume_as_a_disk_shows_its_shape_and_discards,
     a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside: 300 (long),
 ];
-
-const IO_LIMIT: Duration = Duration::from_secs(180);
 
 fn pool_with_volume() -> Result<Pool> {
     with_volume(Pool::create("256M")?)
@@ -25,30 +23,9 @@ fn wait_for_disk(guest: &Guest, device: &str) -> Result<()> {
     guest.wait_until_run("the disk is there", IO_LIMIT, &format!("test -b {device}"))
 }
 
-/// Direct and buffered writers at once, all of them verified.
 fn write_hard(guest: &Guest) -> Result<()> {
-    let writer = |mode: &str, first: u32, seed: u32| {
-        let command = format!("exec guest-tool write-blocks /dev/vda {mode} {first} 600 {seed} 2");
-        guest.start_script(IO_LIMIT, &command)
-    };
-    for writer in
-        [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?]
-    {
-        let output = writer.finish()?;
-        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
-    }
-    check(guest, "/dev/vda")
-}
-
-fn check(guest: &Guest, device: &str) -> Result<()> {
-    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
-        guest.run_within(
-            IO_LIMIT,
-            &format!("guest-tool check-blocks {device} {first} 600 {seed} 2"),
-        )?;
-    }
-    Ok(())
+    blocks::write(guest, "/dev/vda", ["direct", "buffered", "direct"], 2)?;
+    blocks::check(guest, "/dev/vda", 2)
 }
 
 fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
@@ -58,9 +35,9 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     write_hard(&guest)?;
     let labels =
         [("volume", "data"), ("interface", "virtio-blk"), ("operation", "write"), ("result", "ok")];
-    let writes = guest.metrics()?.value("foreshore_volume_operations_total", &labels)?;
+    let writes = guest.metric("foreshore_volume_operations_total", &labels)?;
     ensure!(writes >= 1800.0, "{writes} writes");
-    let volumes = guest.api("GET", "vm.volumes", None)?;
+    let volumes = guest.get("vm.volumes")?;
     ensure!(volumes["volumes"][0]["interface"] == "virtio-blk", "{volumes}");
     guest.no_kernel_complaints()?;
     guest.kill9()?;
@@ -68,7 +45,7 @@ fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
     // The guest's own driver reads what ours wrote.
     let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
     wait_for_disk(&guest, "/dev/pmem0s")?;
-    check(&guest, "/dev/pmem0s")?;
+    blocks::check(&guest, "/dev/pmem0s", 2)?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
     pool.check().map(drop)
@@ -114,9 +91,7 @@ fn a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside() -> Result<()>
     pool.create_volume("data", "160M")?;
     pool.create_volume("more", "64M")?;
     let more = format!("pool={},name=more,interface=nvdimm", pool.name());
-    let image = guest_tests::runner::this_tests_dir().join("image");
-    std::fs::create_dir_all(guest_tests::runner::this_tests_dir())?;
-    std::fs::File::create(&image)?.set_len(16 << 20)?;
+    let image = sparse_file("image", 16 << 20)?;
     let builder = guest_with(&pool, "interface=virtio-blk")
         .argument("--pm-volume", &more)
         .argument("--disk", &format!("path={}", image.display()))

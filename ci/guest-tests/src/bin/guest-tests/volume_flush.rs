@@ -24,7 +24,7 @@ guest_tests::tests![
 /// So many flushes the guest has asked for, with that result.
 pub fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     let labels = [("volume", "data"), ("result", result)];
-    guest.metrics()?.value("foreshore_volume_flushes_total", &labels)
+    guest.metric("foreshore_volume_flushes_total", &labels)
 }
 
 pub fn has_hints(guest: &Guest) -> Result<bool> {
@@ -91,27 +91,27 @@ fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
 /// The guest is paused for a flush that failed, and everybody who asks is told so.
 fn wait_for_failure(guest: &Guest) -> Result<()> {
     guest.wait_until("the VM is paused", IO_LIMIT, || {
-        Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
+        Ok(guest.get("vm.info")?["state"] == "Paused")
     })?;
     // Had the vCPU run on until the pause, it would have flushed again, and failed again.
     let failed = flushes(guest, "error")?;
     ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
-    let reason = guest.api("GET", "vm.info", None)?["pause_reason"].clone();
+    let reason = guest.get("vm.info")?["pause_reason"].clone();
     ensure!(reason.as_str().is_some_and(|text| text.contains("flush of data failed")), "{reason}");
     ensure!(status(guest)?["state"] == "failed", "vm.volumes says {}", status(guest)?);
     ensure!(has_failed(guest)? == 1.0, "No metric says that the volume has failed");
     let refused = guest.try_api("PUT", "vm.resume", None)?;
     ensure!(refused.status == 409 && refused.body.contains("flush of data failed"), "{refused:?}");
-    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Paused", "It was resumed");
+    ensure!(guest.get("vm.info")?["state"] == "Paused", "It was resumed");
     Ok(())
 }
 
 fn status(guest: &Guest) -> Result<Value> {
-    Ok(guest.api("GET", "vm.volumes", None)?["volumes"][0]["status"].clone())
+    Ok(guest.get("vm.volumes")?["volumes"][0]["status"].clone())
 }
 
 fn has_failed(guest: &Guest) -> Result<f64> {
-    guest.metrics()?.value("foreshore_volume_failed", &[("volume", "data")])
+    guest.metric("foreshore_volume_failed", &[("volume", "data")])
 }
 
 /// A device that fails, is mended, and goes on: the guest finds what was flushed, and can write
@@ -136,21 +136,18 @@ fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
     drop(writer);
 
     room.make_room()?;
-    guest.api("PUT", "vm.reboot", None)?;
+    guest.command("vm.reboot")?;
     guest.wait_for_shell(IO_LIMIT)?;
-    ensure!(
-        guest.api("GET", "vm.info", None)?["pause_reason"].is_null(),
-        "It is still paused for something"
-    );
+    ensure!(guest.get("vm.info")?["pause_reason"].is_null(), "It is still paused for something");
     ensure!(status(&guest)?["state"] == "ok" && has_failed(&guest)? == 0.0, "{}", status(&guest)?);
     wait_for_disk(&guest)?;
     guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
     write_blocks(&guest, 50)?;
     ensure!(flushes(&guest, "error")? == 0.0, "Flushes fail on a device that was mended");
     // By hand it goes on.
-    guest.api("PUT", "vm.pause", None)?;
-    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Paused", "It is not paused");
-    guest.api("PUT", "vm.resume", None)?;
+    guest.command("vm.pause")?;
+    ensure!(guest.get("vm.info")?["state"] == "Paused", "It is not paused");
+    guest.command("vm.resume")?;
     guest.run("true")?;
     guest.no_kernel_complaints()?;
     guest.power_off()?;
@@ -177,7 +174,7 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
     );
     ensure!(status(&guest)?["state"] == "failed", "vm.volumes says {}", status(&guest)?);
     ensure!(has_failed(&guest)? == 1.0, "No metric says that the volume has failed");
-    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    let state = guest.get("vm.info")?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     guest.run("true").map(drop)
 }

@@ -19,7 +19,7 @@ const VOLUME_BYTES: u64 = 96 * MIB;
 /// What [`guest_with`] boots on. The kernel counts less, until it has what is lent of the pool.
 const BOOT_MIB: u64 = 384;
 /// More than the guest has DRAM for, so that some of it is lent.
-const HOG_MIB: u32 = 380;
+const HOG_MIB: u64 = 380;
 
 /// What the page cache has of a pool and the disk has not, by whose mapping of the VMM it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,8 +84,7 @@ fn a_flush_leaves_lent_memory_alone() -> Result<()> {
     ensure!(log.contains("tmpfs or DAX would be better"), "The VMM does not warn:\n{log}");
     wait_for_disk(&guest)?;
     ensure!(has_hints(&guest)?, "The guest has no flush hints, which a page cache needs");
-    let mut hog = guest.start_script(IO_LIMIT, &format!("exec guest-tool hog {HOG_MIB}"))?;
-    while hog.next_line().context("The hog ended")? != format!("held {HOG_MIB}") {}
+    let hog = guest.hog(HOG_MIB)?;
 
     // 1. The guest flushes a volume of which little is dirty, while much of its memory is.
     let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);

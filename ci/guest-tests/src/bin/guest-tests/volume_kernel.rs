@@ -20,16 +20,16 @@ const HELLO_LIMIT: Duration = Duration::from_secs(60);
 const WARNING: &str = "BTT driver is not to be trusted";
 
 fn guest_kernel(guest: &Guest) -> Result<Value> {
-    Ok(guest.api("GET", "vm.info", None)?["guest_kernel"].clone())
+    Ok(guest.get("vm.info")?["guest_kernel"].clone())
 }
 
 /// `guest_btt` of the only volume.
 fn judged(guest: &Guest) -> Result<Value> {
-    Ok(guest.api("GET", "vm.volumes", None)?["volumes"][0]["guest_btt"].clone())
+    Ok(guest.get("vm.volumes")?["volumes"][0]["guest_btt"].clone())
 }
 
 fn verdicts(guest: &Guest, verdict: &str) -> Result<f64> {
-    guest.metrics()?.value("foreshore_guest_btt_verdicts_total", &[("verdict", verdict)])
+    guest.metric("foreshore_guest_btt_verdicts_total", &[("verdict", verdict)])
 }
 
 fn warnings(guest: &Guest) -> Result<usize> {

@@ -11,9 +11,9 @@ use guest_tests::pool::pmvol;
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
-use crate::pressure::{GROW_LIMIT, fill};
+use crate::pressure::fill;
 use crate::volume::{IO_LIMIT, wait_for_disk};
-use crate::zones::{MIB, vmstat, zone};
+use crate::zones::{MIB, vmstat, wait_until_plugged, zone};
 
 guest_tests::tests![
     remaining_volume_leaves_memory_for_the_guest: 300 => leaves_memory(Kernel::V6_12),
@@ -61,7 +61,7 @@ fn leaves_memory(kernel: Kernel) -> Result<()> {
     let first = builder.boot()?;
     check_size(&pool)?;
     let (hog, held) = fill(&first, 700)?;
-    ensure!(held, "The load was killed: {}", first.api("GET", "vm.memory", None)?);
+    ensure!(held, "The load was killed: {}", first.get("vm.memory")?);
     ensure!(vmstat(&first, "oom_kill")? == 0, "Something was killed");
     let lent_bytes = zone(&first, "pm")?.plugged_bytes;
     ensure!(lent_bytes >= 320 * MIB, "Only {lent_bytes} bytes of PM are lent");
@@ -84,14 +84,8 @@ fn remaining_volume_leaves_memory_by_other_interfaces() -> Result<()> {
         let pool = pool()?;
         let guest = guest(&pool, interface).pressure("off").boot()?;
         check_size(&pool).with_context(|| format!("interface={interface}"))?;
-        guest.api(
-            "PUT",
-            "vm.resize-zone",
-            Some(json!({ "id": "pm", "desired_ram": 512 * MIB })),
-        )?;
-        guest.wait_until("all of the zone is plugged", GROW_LIMIT, || {
-            Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB)
-        })?;
+        guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 512 * MIB }))?;
+        wait_until_plugged(&guest, "pm", 512 * MIB)?;
         guest.power_off()?;
         pool.check()?;
         fs::remove_file(pool.path())?;

@@ -7,6 +7,7 @@ use guest_tests::{Guest, Pool};
 use serde_json::Value;
 
 pub const MIB: u64 = 1 << 20;
+const PLUG_LIMIT: Duration = Duration::from_secs(240);
 /// Holes in what was lent, emulated.
 const REST_LIMIT: Duration = Duration::from_secs(60);
 
@@ -19,7 +20,7 @@ pub struct Zone {
 }
 
 pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
-    let answer = guest.api("GET", "vm.memory", None)?;
+    let answer = guest.get("vm.memory")?;
     // A list of zones, or an object that has one.
     let zones = answer.as_array().or_else(|| answer["zones"].as_array());
     let zone = zones.and_then(|zones| zones.iter().find(|zone| zone["id"] == id));
@@ -37,8 +38,15 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
     })
 }
 
+/// Waits until so much of a zone is plugged. Shrinks wait for cool-downs.
+pub fn wait_until_plugged(guest: &Guest, id: &str, bytes: u64) -> Result<()> {
+    guest.wait_until(&format!("{} MiB of {id} are plugged", bytes / MIB), PLUG_LIMIT, || {
+        Ok(zone(guest, id)?.plugged_bytes == bytes)
+    })
+}
+
 fn pool_info(guest: &Guest) -> Result<Value> {
-    let answer = guest.api("GET", "pool.info", None)?;
+    let answer = guest.get("pool.info")?;
     let pools =
         answer["pools"].as_array().with_context(|| format!("pool.info has no pools: {answer}"))?;
     ensure!(pools.len() == 1, "Not one pool: {answer}");
@@ -96,7 +104,12 @@ pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
 }
 
 pub fn mem_total_mib(guest: &Guest) -> Result<u64> {
-    Ok(guest.run("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?)
+    meminfo_mib(guest, "MemTotal")
+}
+
+pub fn meminfo_mib(guest: &Guest, name: &str) -> Result<u64> {
+    let text = guest.run(&format!("awk '/^{name}:/ {{ print int($2 / 1024) }}' /proc/meminfo"))?;
+    text.trim().parse().with_context(|| format!("{name} in /proc/meminfo: {text:?}"))
 }
 
 pub fn vmstat(guest: &Guest, counter: &str) -> Result<u64> {

@@ -1,0 +1,34 @@
+//! Writers of `guest-tool` on thirds of a disk, which verify their blocks.
+
+use anyhow::{Result, ensure};
+use guest_tests::Guest;
+
+use crate::volume::IO_LIMIT;
+
+/// First block and seed of each writer.
+const PLACES: [(u32, u32); 3] = [(0, 1), (8192, 2), (16384, 3)];
+
+/// Writes to all thirds at once. Each writer goes through the page cache (`buffered`) or past it
+/// (`direct`).
+pub fn write(guest: &Guest, device: &str, modes: [&str; 3], rounds: u32) -> Result<()> {
+    let start = |(mode, (first, seed)): (&str, _)| {
+        let blocks = format!("{device} {mode} {first} 600 {seed} {rounds}");
+        guest.start_script(IO_LIMIT, &format!("exec guest-tool write-blocks {blocks}"))
+    };
+    let writers = modes.into_iter().zip(PLACES).map(start).collect::<Result<Vec<_>>>()?;
+    for writer in writers {
+        let output = writer.finish()?;
+        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
+    }
+    Ok(())
+}
+
+/// Verifies what `write` has written, by the disk and not by the page cache.
+pub fn check(guest: &Guest, device: &str, rounds: u32) -> Result<()> {
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    for (first, seed) in PLACES {
+        let blocks = format!("{device} {first} 600 {seed} {rounds}");
+        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks {blocks}"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,44 @@
+//! What the governor knows and has decided, as the API shows it.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::Guest;
+use serde_json::Value;
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+pub fn pressure(guest: &Guest) -> Result<Value> {
+    guest.get("vm.pressure?decisions=1000")
+}
+
+/// Decisions that are kept, newest first.
+pub fn decisions(guest: &Guest) -> Result<Vec<Value>> {
+    let info = pressure(guest)?;
+    Ok(info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?.clone())
+}
+
+pub fn decisions_total(guest: &Guest) -> Result<u64> {
+    pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
+}
+
+/// Decisions after the first `total` ones.
+pub fn decisions_since(guest: &Guest, total: u64) -> Result<Vec<Value>> {
+    let mut decisions = decisions(guest)?;
+    decisions.retain(|decision| decision["seq"].as_u64() > Some(total));
+    Ok(decisions)
+}
+
+pub fn has_decided(guest: &Guest, is_it: impl Fn(&Value) -> bool) -> Result<bool> {
+    Ok(decisions(guest)?.iter().any(is_it))
+}
+
+/// Waits until the VMM has seen the agent in a state: `live`, `silent`, `gone`.
+pub fn wait_for_agent(guest: &Guest, state: &str) -> Result<()> {
+    guest.wait_until(&format!("the agent is {state}"), LIMIT, || {
+        Ok(guest.get("vm.pressure")?["agent"] == state)
+    })?;
+    let shown = guest.metric("foreshore_pressure_agent_state", &[("state", state)])?;
+    ensure!(shown == 1.0, "The metrics do not say that the agent is {state}");
+    Ok(())
+}
