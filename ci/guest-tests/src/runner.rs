@@ -1,20 +1,17 @@
 //! Runs guest tests: each in a process of its own, so that a test that hangs or panics takes only
 //! itself and the VMMs it started.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::str::FromStr;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use clap::Parser;
 
 use crate::guest::{console, end_with_parent, unpacked, without_logs};
 use crate::wait::wait_for;
@@ -119,55 +116,33 @@ impl fmt::Display for StoredWrong {
     }
 }
 
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Only tests whose name contains one of these, of whatever class.
-    pub filters: Vec<String>,
-    /// Filters are whole names.
-    pub exact: bool,
-    /// Without filters: those of this class and of the ones before it.
-    pub most: Class,
-    /// How many at once.
-    pub jobs: usize,
-    /// Say what there is, run nothing.
-    pub list: bool,
-    /// For all of them together. What has no time left fails.
-    pub within: Option<Duration>,
+#[derive(Parser, Debug)]
+#[command(args_override_self = true)]
+struct Options {
+    /// Run the tests whose names contain a filter, of any class
+    #[arg(value_name = "FILTER")]
+    filters: Vec<String>,
+    /// Take each FILTER as a whole name
+    #[arg(long)]
+    exact: bool,
+    /// Run long tests as well
+    #[arg(long)]
+    long: bool,
+    /// Run long and extended tests as well
+    #[arg(long)]
+    all: bool,
+    /// Print the names, and run nothing
+    #[arg(long)]
+    list: bool,
+    /// Time of all tests together; a test that has none left fails
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    within: Option<u32>,
+    /// Run this test in this process
+    #[arg(long, value_name = "NAME", hide = true)]
+    one: Option<String>,
 }
 
 impl Options {
-    pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut options = Self {
-            filters: Vec::new(),
-            exact: false,
-            most: Class::Usual,
-            jobs: 1,
-            list: false,
-            within: None,
-        };
-        while let Some(argument) = arguments.next() {
-            match argument.as_str() {
-                "--list" => options.list = true,
-                "--exact" => options.exact = true,
-                "--long" => options.most = options.most.max(Class::Long),
-                "--all" => options.most = Class::Extended,
-                "--jobs" => options.jobs = positive("--jobs", arguments.next())?,
-                "--within" => {
-                    let seconds: u32 = positive("--within", arguments.next())?;
-                    options.within = Some(Duration::from_secs(seconds.into()));
-                }
-                flag if flag.starts_with('-') => {
-                    bail!(
-                        "unknown flag {flag}: there are --list, --long, --all, --exact, --jobs N, --within SECONDS \
-                         and filters"
-                    )
-                }
-                filter => options.filters.push(filter.to_owned()),
-            }
-        }
-        Ok(options)
-    }
-
     /// The tests that are wanted. A filter that matches none is an error: who has misspelt one of
     /// several would take the others' success for its own.
     fn choose(&self, tests: &[Test]) -> Result<Vec<Test>> {
@@ -189,7 +164,11 @@ impl Options {
 
     fn wants(&self, test: &Test) -> bool {
         if self.filters.is_empty() {
-            return test.class <= self.most;
+            return match test.class {
+                Class::Usual => true,
+                Class::Long => self.long || self.all,
+                Class::Extended => self.all,
+            };
         }
         self.filters.iter().any(|filter| self.matches(test, filter))
     }
@@ -198,14 +177,6 @@ impl Options {
         let name = short_name(test);
         if self.exact { name == filter } else { name.contains(filter) }
     }
-}
-
-fn positive<T: FromStr + PartialOrd + Default>(flag: &str, value: Option<String>) -> Result<T> {
-    let number = value
-        .as_deref()
-        .and_then(|value| value.parse().ok())
-        .filter(|number| *number > T::default());
-    number.with_context(|| format!("{flag} needs a number above 0, not {value:?}"))
 }
 
 /// The name without the program's: `boot::boots`.
@@ -225,19 +196,21 @@ enum Verdict {
 /// Runs the tests that the command line asks for and returns the process's exit code. In a test's
 /// own process (the runner starts itself with `--one NAME`) it runs that test.
 pub fn main(tests: &[Test]) -> Result<i32> {
-    let mut arguments = std::env::args().skip(1).peekable();
-    if arguments.peek().is_some_and(|argument| argument == "--one") {
-        let name = arguments.nth(1).context("--one needs a name")?;
+    let options = Options::parse();
+    if let Some(name) = options.one {
         let test = tests.iter().find(|test| short_name(test) == name);
         return Ok(run_here(test.with_context(|| format!("no test {name}"))?));
     }
-    let options = Options::parse(arguments)?;
     let chosen = options.choose(tests)?;
     if options.list {
         chosen.iter().for_each(|test| println!("{}", short_name(test)));
         return Ok(0);
     }
-    let verdicts = run_all(chosen, &options);
+    let deadline =
+        options.within.map(|seconds| Instant::now() + Duration::from_secs(seconds.into()));
+    let mut suspects = 0;
+    let run = |test| run_and_report(test, deadline, &mut suspects);
+    let verdicts: Vec<_> = chosen.iter().map(run).collect();
     let count =
         |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
     let failed = count(|verdict| matches!(verdict, Verdict::Failed(_) | Verdict::FailedForGood(_)));
@@ -266,27 +239,7 @@ fn run_here(test: &Test) -> i32 {
     }
 }
 
-fn run_all(tests: Vec<Test>, options: &Options) -> Vec<Verdict> {
-    let deadline = options.within.map(|within| Instant::now() + within);
-    let queue = Mutex::new(VecDeque::from(tests));
-    let verdicts = Mutex::new(Vec::new());
-    thread::scope(|scope| {
-        for _ in 0..options.jobs {
-            scope.spawn(|| {
-                loop {
-                    let Some(test) = queue.lock().expect("no holder panics").pop_front() else {
-                        break;
-                    };
-                    let verdict = run_and_report(&test, deadline);
-                    verdicts.lock().expect("no holder panics").push(verdict);
-                }
-            });
-        }
-    });
-    verdicts.into_inner().expect("no holder panics")
-}
-
-fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
+fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) -> Verdict {
     let name = short_name(test);
     let started = Instant::now();
     let left =
@@ -294,7 +247,7 @@ fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
     let verdict = if left.is_zero() {
         Ok(Verdict::Failed("Not run: the tests before it have taken all the time".to_owned()))
     } else {
-        run_until_the_emulation_holds(test, deadline)
+        run_until_the_emulation_holds(test, deadline, suspects)
     };
     let verdict =
         verdict.unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
@@ -322,7 +275,11 @@ const MAX_SUSPECTS: usize = 2;
 /// The emulation that trips over a kernel which patches its own text (docs/testing.md) does so in
 /// guests as well: with two CPUs, while they boot. A test in which that shows in a guest's console
 /// says nothing; it runs anew, and the output tells.
-fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Result<Verdict> {
+fn run_until_the_emulation_holds(
+    test: &Test,
+    deadline: Option<Instant>,
+    suspects: &mut usize,
+) -> Result<Verdict> {
     let name = short_name(test);
     let left = || {
         deadline
@@ -336,7 +293,7 @@ fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Resu
             _ => return Ok(with_the_reason(verdict, left())),
         };
         let console = broken_console(&test_dir(name));
-        if !reruns.once_more(console.is_some(), &SUSPECTS) {
+        if !reruns.once_more(console.is_some(), suspects) {
             return Ok(with_the_reason(verdict, left()));
         }
         match console {
@@ -359,18 +316,18 @@ struct Reruns {
 
 impl Reruns {
     /// Returns whether a test that has failed runs once more. `suspects` counts those of this boot.
-    fn once_more(&mut self, has_the_mark: bool, suspects: &AtomicUsize) -> bool {
+    fn once_more(&mut self, has_the_mark: bool, suspects: &mut usize) -> bool {
         if has_the_mark {
             self.broken += 1;
             return self.broken <= MAX_RERUNS;
         }
-        !std::mem::replace(&mut self.is_suspect, true)
-            && suspects.fetch_add(1, Ordering::Relaxed) < MAX_SUSPECTS
+        if std::mem::replace(&mut self.is_suspect, true) {
+            return false;
+        }
+        *suspects += 1;
+        *suspects <= MAX_SUSPECTS
     }
 }
-
-/// Number of suspects in this boot.
-static SUSPECTS: AtomicUsize = AtomicUsize::new(0);
 
 fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
     match verdict {
@@ -527,114 +484,59 @@ mod tests {
     use super::*;
     use std::os::unix::process::ExitStatusExt;
 
-    fn parse(arguments: &[&str]) -> Result<Options> {
-        Options::parse(arguments.iter().map(|argument| (*argument).to_owned()))
+    fn options(line: &str) -> Options {
+        Options::try_parse_from(["guest-tests"].into_iter().chain(line.split_whitespace())).unwrap()
     }
 
-    fn nothing() -> Result<()> {
-        Ok(())
+    const fn test(name: &'static str, class: Class) -> Test {
+        Test { name, run: || Ok(()), limit: DEFAULT_LIMIT, class }
     }
 
-    #[test]
-    fn filters_choose_by_part_of_the_name() {
-        let test = Test {
-            name: "guest_tests::boot::starts",
-            run: nothing,
-            limit: DEFAULT_LIMIT,
-            class: Class::Usual,
-        };
-        assert!(parse(&[]).unwrap().wants(&test));
-        assert!(parse(&["volume", "boot::"]).unwrap().wants(&test));
-        assert!(!parse(&["volume"]).unwrap().wants(&test));
-        assert!(parse(&["--exact", "boot::starts"]).unwrap().wants(&test));
-        assert!(!parse(&["--exact", "boot::start"]).unwrap().wants(&test));
-    }
+    const TESTS: [Test; 3] = [
+        test("guest_tests::boot::starts", Class::Usual),
+        test("guest_tests::boot::long", Class::Long),
+        test("guest_tests::boot::longer", Class::Extended),
+    ];
 
     #[test]
-    fn long_and_extended_tests_run_when_they_are_asked_for() {
-        const TESTS: &[Test] = &[
-            Test {
-                name: "guest_tests::boot::short",
-                run: nothing,
-                limit: DEFAULT_LIMIT,
-                class: Class::Usual,
-            },
-            Test {
-                name: "guest_tests::boot::long",
-                run: nothing,
-                limit: DEFAULT_LIMIT,
-                class: Class::Long,
-            },
-            Test {
-                name: "guest_tests::boot::longer",
-                run: nothing,
-                limit: DEFAULT_LIMIT,
-                class: Class::Extended,
-            },
-        ];
-        let count = |arguments: &[&str]| {
-            let options = parse(arguments).unwrap();
-            TESTS.iter().filter(|test| options.wants(test)).count()
-        };
-        assert_eq!((count(&[]), count(&["--long"]), count(&["--all"])), (1, 2, 3));
-        assert_eq!((count(&["--all", "--long"]), count(&["--long", "--all"])), (3, 3));
-        assert_eq!(
-            (count(&["boot::"]), count(&["longer"]), count(&["--long", "short"])),
-            (3, 1, 1)
-        );
+    fn classes_and_filters_choose_tests() {
+        for (line, expected) in [
+            ("", "boot::starts"),
+            ("--long", "boot::starts boot::long"),
+            ("--all", "boot::starts boot::long boot::longer"),
+            ("--all --long", "boot::starts boot::long boot::longer"),
+            ("boot::", "boot::starts boot::long boot::longer"),
+            ("longer", "boot::longer"),
+            ("--long starts", "boot::starts"),
+            ("starts longer", "boot::starts boot::longer"),
+            ("--exact boot::long", "boot::long"),
+        ] {
+            let chosen = options(line).choose(&TESTS).unwrap();
+            let names: Vec<_> = chosen.iter().map(short_name).collect();
+            assert_eq!(names.join(" "), expected, "{line}");
+        }
     }
 
     #[test]
     fn every_filter_must_match_a_test() {
-        const TESTS: &[Test] = &[
-            Test {
-                name: "guest_tests::boot::starts",
-                run: nothing,
-                limit: DEFAULT_LIMIT,
-                class: Class::Usual,
-            },
-            Test {
-                name: "guest_tests::boot::long",
-                run: nothing,
-                limit: DEFAULT_LIMIT,
-                class: Class::Extended,
-            },
-        ];
-        let chosen = |arguments: &[&str]| {
-            let chosen =
-                parse(arguments).unwrap().choose(TESTS).map_err(|error| error.to_string())?;
-            Ok::<_, String>(chosen.iter().map(short_name).collect::<Vec<_>>())
-        };
-        assert_eq!(chosen(&[]), Ok(vec!["boot::starts"]));
-        assert_eq!(chosen(&["starts", "long"]), Ok(vec!["boot::starts", "boot::long"]));
-        for wrong in [["starts", "lng"], ["lng", "starts"]] {
-            assert_eq!(
-                chosen(&wrong),
-                Err("no test matches \"lng\"; the topics are boot".to_owned())
-            );
+        for line in ["starts lng", "lng starts"] {
+            let error = options(line).choose(&TESTS).err().unwrap().to_string();
+            assert_eq!(error, "no test matches \"lng\"; the topics are boot");
         }
-        assert!(chosen(&["--exact", "boot::start"]).is_err());
+        assert!(options("--exact boot::start").choose(&TESTS).is_err());
     }
 
     #[test]
     fn unknown_flags_and_numbers_are_refused() {
-        assert!(parse(&["--bogus"]).is_err());
-        assert!(parse(&["--jobs", "0"]).is_err());
-        assert!(parse(&["--within", "soon"]).is_err());
-        assert!(parse(&["--within"]).is_err());
-        let options = parse(&["--jobs", "3", "--within", "60"]).unwrap();
-        assert_eq!((options.jobs, options.within), (3, Some(Duration::from_secs(60))));
+        for line in ["--bogus", "--within 0", "--within soon", "--within"] {
+            let line = ["guest-tests"].into_iter().chain(line.split(' '));
+            Options::try_parse_from(line).unwrap_err();
+        }
     }
 
     #[test]
     fn a_test_without_time_left_fails() {
-        let test = Test {
-            name: "guest_tests::boot::starts",
-            run: nothing,
-            limit: DEFAULT_LIMIT,
-            class: Class::Usual,
-        };
-        let verdict = run_and_report(&test, Some(Instant::now()));
+        let verdict = run_and_report(&TESTS[0], Some(Instant::now()), &mut 0);
         assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
     }
 
@@ -657,54 +559,47 @@ mod tests {
         fn else_wrong() -> Result<()> {
             Err(anyhow::anyhow!("no such device")).context("Round 3")
         }
-        let test = |run| Test {
-            name: "guest_tests::torn::kills",
-            run,
-            limit: DEFAULT_LIMIT,
-            class: Class::Usual,
-        };
-        assert_eq!(run_here(&test(stored_wrong)), StoredWrong::CODE);
-        assert_eq!(run_here(&test(else_wrong)), 1);
+        assert_eq!(run_here(&Test { run: stored_wrong, ..TESTS[0] }), StoredWrong::CODE);
+        assert_eq!(run_here(&Test { run: else_wrong, ..TESTS[0] }), 1);
     }
 
     #[test]
     fn what_fails_twice_without_the_mark_or_in_one_test_too_many_has_failed() {
-        let suspects = AtomicUsize::new(0);
+        let mut suspects = 0;
         let mut marked = Reruns::default();
-        assert_eq!([(); 3].map(|()| marked.once_more(true, &suspects)), [true, true, false]);
+        assert_eq!([(); 3].map(|()| marked.once_more(true, &mut suspects)), [true, true, false]);
         for _ in 0..MAX_SUSPECTS {
             let mut test = Reruns::default();
-            assert_eq!([(); 2].map(|()| test.once_more(false, &suspects)), [true, false]);
+            assert_eq!([(); 2].map(|()| test.once_more(false, &mut suspects)), [true, false]);
         }
-        assert!(!Reruns::default().once_more(false, &suspects));
+        assert!(!Reruns::default().once_more(false, &mut suspects));
     }
 
     #[test]
     fn the_emulations_mark_is_found_in_consoles_alone() {
-        let dir = std::env::temp_dir().join(format!("guest-tests-runner-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path();
         fs::write(dir.join("vm0.vmm.log"), "Oops: int3").unwrap();
         fs::write(dir.join("vm0.console.log"), "Oops: general protection fault").unwrap();
-        assert_eq!(broken_console(&dir), None);
+        assert_eq!(broken_console(dir), None);
         fs::write(dir.join("vm1.console.log"), b"\xff[ 2.3] Oops: int3: 0000 [#2] PREEMPT SMP")
             .unwrap();
-        assert_eq!(broken_console(&dir).as_deref(), Some("vm1.console.log"));
+        assert_eq!(broken_console(dir).as_deref(), Some("vm1.console.log"));
         let debug =
             "WARNING: CPU: 1 PID: 181 at arch/x86/kernel/traps.c:1120 exc_debug_kernel+0xca/0x160";
         fs::write(dir.join("vm1.console.log"), debug).unwrap();
-        assert_eq!(broken_console(&dir).as_deref(), Some("vm1.console.log"));
-        fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(broken_console(dir).as_deref(), Some("vm1.console.log"));
     }
 
     #[test]
     fn a_failure_shows_the_ends_of_the_logs() {
-        let dir = std::env::temp_dir().join(format!("guest-tests-words-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path();
         fs::write(dir.join("pool"), "not a log").unwrap();
         let lines: String = (1..=20).map(|line| format!("line {line}\n")).collect();
         fs::write(dir.join("vm0.console.log"), lines).unwrap();
         fs::write(dir.join("vm0.vmm.log"), "WARN no driver").unwrap();
-        let words = last_words(&dir);
+        let words = last_words(dir);
         let expected: String = (6..=20).map(|line| format!("\nline {line}")).collect();
         assert_eq!(
             words,
@@ -712,8 +607,7 @@ mod tests {
                 "\n--- the end of vm0.console.log:{expected}\n--- the end of vm0.vmm.log:\nWARN no driver"
             )
         );
-        fs::remove_dir_all(&dir).unwrap();
-        assert_eq!(last_words(&dir), "");
+        assert_eq!(last_words(&dir.join("missing")), "");
     }
 
     #[test]

@@ -103,12 +103,11 @@ mod tests {
 
     #[test]
     fn failure_is_printed_before_the_logs_and_also_without_them() {
-        let path =
-            std::env::temp_dir().join(format!("guest-tests-log-tails-{}", std::process::id()));
-        fs::write(&path, "first\nlast\n").unwrap();
-        let error = LogTails::read(&[("the log", &path)]).below("the VMM has ended".to_owned());
+        let log = tempfile::NamedTempFile::new().unwrap();
+        fs::write(log.path(), "first\nlast\n").unwrap();
+        let error =
+            LogTails::read(&[("the log", log.path())]).below("the VMM has ended".to_owned());
         let error = error.context("phase 1");
-        fs::remove_file(&path).unwrap();
         assert_eq!(format!("{error:#}"), "phase 1: the VMM has ended: \n--- the log\nfirst\nlast");
         assert_eq!(without_logs(&error), "phase 1: the VMM has ended");
     }

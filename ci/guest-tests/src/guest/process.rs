@@ -187,23 +187,20 @@ mod tests {
 
     #[test]
     fn a_process_that_ended_is_reported_with_its_last_words() {
-        let dir = std::env::temp_dir().join(format!("guest-tests-process-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let log = dir.join("log");
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
         let mut process =
             VmmProcess::start(Command::new("sh").args(["-c", "echo no kvm here; exit 3"]), &log)
                 .unwrap();
         process.wait_for_exit(Duration::from_secs(10)).unwrap();
         let error = format!("{:#}", process.still_running().unwrap_err());
         assert!(error.contains("exit code 3") && error.contains("no kvm here"), "{error}");
-        fs::remove_dir_all(&dir).unwrap();
     }
 
     #[test]
     fn a_process_that_is_stopped_does_nothing_until_it_goes_on() {
-        let dir = std::env::temp_dir().join(format!("guest-tests-stopped-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let log = dir.join("log");
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
         let count = "while :; do echo; sleep 0.001; done";
         let process = VmmProcess::start(Command::new("sh").args(["-c", count]), &log).unwrap();
         let length = || fs::metadata(&log).unwrap().len();
@@ -218,17 +215,15 @@ mod tests {
         process.signal(libc::SIGCONT).unwrap();
         grows(stopped);
         assert!(!threads_have_stopped(process.pid()).unwrap());
-        fs::remove_dir_all(&dir).unwrap();
     }
 
     #[test]
     fn memory_is_read_from_smaps() {
-        let dir = std::env::temp_dir().join(format!("guest-tests-smaps-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let process = VmmProcess::start(Command::new("sleep").arg("60"), &dir.join("log")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let process =
+            VmmProcess::start(Command::new("sleep").arg("60"), &dir.path().join("log")).unwrap();
         assert!(process.smaps_rollup_bytes("Rss").unwrap() > 0);
         assert!(process.smaps_rollup_bytes("NoSuchField").is_err());
-        fs::remove_dir_all(&dir).unwrap();
     }
 
     #[test]

@@ -123,9 +123,8 @@ mod tests {
     }
     #[test]
     fn threads_that_need_one_kernel_at_once_all_have_it() {
-        let name = format!("guest-tests-threads-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir_all(&folder).unwrap();
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = temporary.path();
         let image = folder.join("vmlinuz");
         let elf = [b"\x7fELF", &[7; 4_000_000][..]].concat();
         let payload = zstd::bulk::compress(&elf, 1).unwrap();
@@ -139,7 +138,6 @@ mod tests {
                 });
             }
         });
-        fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
@@ -154,9 +152,8 @@ mod tests {
 
     #[test]
     fn new_bzimage_of_the_same_name_is_unpacked_again() {
-        let name = format!("guest-tests-unpacked-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir_all(&folder).unwrap();
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = temporary.path();
         let path = folder.join("vmlinuz");
         let time = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let elf = |byte: u8| [b"\x7fELF", &[byte; 1000][..]].concat();
@@ -166,10 +163,9 @@ mod tests {
             fs::write(&path, [bzimage(&payload, 1004), code.into()].concat()).unwrap();
             let file = fs::File::options().write(true).open(&path).unwrap();
             file.set_modified(time(seconds)).unwrap();
-            let unpacked = unpacked_in(&folder, &path).unwrap();
+            let unpacked = unpacked_in(folder, &path).unwrap();
             assert!(fs::read(&unpacked).unwrap() == elf(byte), "image {byte}");
-            assert_eq!(unpacked_in(&folder, &path).unwrap(), unpacked);
+            assert_eq!(unpacked_in(folder, &path).unwrap(), unpacked);
         }
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,6 +1,4 @@
 //! The guest tests, in one program: they run on any KVM host, in the emulated one in a single boot.
-//!
-//! `guest-tests [--list] [--jobs N] [--within SECONDS] [FILTER...]`
 
 mod agent;
 mod api;
