@@ -31,50 +31,23 @@ const USAGE: &str = "\
 usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream|peers] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
-/// A group of measurements that share a guest.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Group {
-    Boot,
-    Plug,
-    Disk,
-    Net,
-    Api,
-    Volume,
-    Tree,
-    Pressure,
-    Agent,
-    Stream,
-}
-
 /// How often a group is measured of one VMM, at most.
 const TRIES: usize = 3;
 
 /// What every VMM has, by one name.
-const PEERS: [Group; 5] = [Group::Boot, Group::Plug, Group::Disk, Group::Net, Group::Api];
-
-const GROUPS: [(&str, Group); 10] = [
-    ("boot", Group::Boot),
-    ("plug", Group::Plug),
-    ("disk", Group::Disk),
-    ("net", Group::Net),
-    ("api", Group::Api),
-    ("volume", Group::Volume),
-    ("tree", Group::Tree),
-    ("pressure", Group::Pressure),
-    ("agent", Group::Agent),
-    ("stream", Group::Stream),
-];
+const PEERS: [&str; 5] = ["boot", "plug", "disk", "net", "api"];
+const FORESHORE_ALONE: [&str; 5] = ["volume", "tree", "pressure", "agent", "stream"];
 
 struct Options {
     rounds: usize,
-    groups: Vec<Group>,
+    groups: Vec<&'static str>,
     out: PathBuf,
 }
 
 impl Options {
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
         let out = std::env::var_os("OUT").map_or_else(|| PathBuf::from("."), PathBuf::from);
-        let mut options = Self { rounds: 5, groups: GROUPS.map(|(_, group)| group).to_vec(), out };
+        let mut options = Self { rounds: 5, groups: all_groups().collect(), out };
         while let Some(flag) = arguments.next() {
             let value =
                 arguments.next().with_context(|| format!("{flag} needs a value\n{USAGE}"))?;
@@ -91,21 +64,21 @@ impl Options {
     }
 }
 
-/// Those that are named, each once.
-fn groups(names: &str) -> Result<Vec<Group>> {
+/// Groups of measurements that share a guest.
+fn all_groups() -> impl Iterator<Item = &'static str> {
+    PEERS.into_iter().chain(FORESHORE_ALONE)
+}
+
+fn groups(names: &str) -> Result<Vec<&'static str>> {
     let mut groups = Vec::new();
     for name in names.split(',') {
-        match name {
-            "peers" => groups.extend(PEERS),
-            name => groups.push(group(name)?),
+        match all_groups().find(|known| *known == name) {
+            Some(group) => groups.push(group),
+            None if name == "peers" => groups.extend(PEERS),
+            None => bail!("no measurement {name:?}\n{USAGE}"),
         }
     }
     Ok(groups)
-}
-
-fn group(name: &str) -> Result<Group> {
-    let found = GROUPS.iter().find(|(known, _)| *known == name);
-    Ok(found.with_context(|| format!("no measurement {name:?}\n{USAGE}"))?.1)
 }
 
 fn main() -> ExitCode {
@@ -130,7 +103,7 @@ fn measure(options: &Options) -> Result<()> {
     for round in 0..options.rounds {
         eprintln!("bench: round {} of {}", round + 1, options.rounds);
         for group in &options.groups {
-            run(*group, &in_turn(&vmms, round), &mut samples)?;
+            run(group, &in_turn(&vmms, round), &mut samples)?;
         }
         // After each round: a run that is cut off has its figures.
         report::write(&samples, round + 1, &options.out)?;
@@ -144,22 +117,22 @@ fn in_turn(vmms: &[Vmm], round: usize) -> Vec<&Vmm> {
     vmms.iter().cycle().skip(round % vmms.len()).take(vmms.len()).collect()
 }
 
-fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+fn run(group: &str, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     let mut each = |measure| {
         vmms.iter().for_each(|vmm| of_one(vmm, samples, measure));
         Ok(())
     };
     match group {
-        Group::Boot => each(boot::measure),
-        Group::Plug => each(plug::measure),
-        Group::Disk => each(disk::measure),
-        Group::Net => each(net::measure),
-        Group::Api => each(api::measure),
-        Group::Volume => volume::measure(vmms, samples),
-        Group::Tree => tree::measure(vmms, samples),
-        Group::Pressure => pressure::measure(samples),
-        Group::Agent => agent::measure(samples),
-        Group::Stream => stream::measure(samples),
+        "boot" => each(boot::measure),
+        "plug" => each(plug::measure),
+        "disk" => each(disk::measure),
+        "net" => each(net::measure),
+        "api" => each(api::measure),
+        "volume" => volume::measure(vmms, samples),
+        "tree" => tree::measure(vmms, samples),
+        "pressure" => pressure::measure(samples),
+        "agent" => agent::measure(samples),
+        _ => stream::measure(samples),
     }
 }
 

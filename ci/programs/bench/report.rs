@@ -37,7 +37,7 @@ pub fn markdown(samples: &Samples, rounds: usize) -> String {
     );
     let rule = "|---".repeat(vmms.len() + 4);
     let _ = writeln!(text, "| | {} | ratio | target | met |\n{rule}|", vmms.join(" | "));
-    for row in Row::ALL.into_iter().filter(|row| !samples.of(*row, FORESHORE).is_empty()) {
+    for row in Row::ALL.iter().copied().filter(|row| !samples.of(*row, FORESHORE).is_empty()) {
         let cells: Vec<String> = vmms.iter().map(|vmm| cell(samples, row, vmm)).collect();
         let ratio = ratio(samples, row).map_or(String::new(), |ratio| format!("{ratio:.2}"));
         let (target, met) = verdict(samples, row);
@@ -87,8 +87,8 @@ fn verdict(samples: &Samples, row: Row) -> (String, &'static str) {
 
 fn as_json(samples: &Samples, rounds: usize) -> Value {
     let rows: Map<String, Value> = Row::ALL
-        .into_iter()
-        .map(|row| {
+        .iter()
+        .map(|&row| {
             let vmms: Map<String, Value> = samples
                 .vmms()
                 .into_iter()
