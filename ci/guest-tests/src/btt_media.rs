@@ -13,8 +13,8 @@ use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
 use uuid::Uuid;
 
-use crate::runner::StoredWrong;
-use crate::sectors::{Outcome, Shape};
+use guest_tools::StoredWrong;
+use guest_tools::sectors::{Outcome, Shape};
 
 /// What a lane has in the log (UEFI 2.10, 6.4.2).
 const FLOG_GROUP_BYTES: u64 = 64;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use crate::tap;
-use crate::wait::stretched;
+use guest_tools::wait::stretched;
 
 /// No answer takes longer, unless something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);

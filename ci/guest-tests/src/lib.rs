@@ -17,9 +17,7 @@
 //! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says
 //! which one did not come.
 
-pub mod aligned;
 pub mod btt_media;
-pub mod content;
 pub mod disk;
 pub mod guest;
 pub mod holdings;
@@ -28,24 +26,19 @@ pub mod http;
 pub mod lent;
 pub mod lie;
 pub mod limits;
-pub mod memory_sample;
 pub mod metrics;
 pub mod namespace;
 pub mod pool;
 pub mod pressure;
 pub mod qemu;
 pub mod runner;
-pub mod sectors;
-pub mod shell_protocol;
 pub mod tap;
-pub mod timed_net;
 pub mod torn;
-pub mod wait;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
-pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, end_with_parent, program};
+pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, program};
+pub use guest_tools::wait::{stretch_limits, wait_for, wait_until};
 pub use holdings::Holdings;
 pub use metrics::Metrics;
 pub use pool::Pool;
 pub use runner::skip;
-pub use wait::{stretch_limits, wait_for, wait_until};

@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 
-use crate::guest::{console, end_with_parent, unpacked, without_logs};
-use crate::wait::wait_for;
+use crate::guest::{console, unpacked, without_logs};
+use guest_tools::StoredWrong;
+use guest_tools::process::end_with_parent;
+use guest_tools::wait::wait_for;
 
 /// A test by its name: `topic::what_holds`.
 #[derive(Clone, Copy)]
@@ -94,27 +96,6 @@ pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
 
 /// Exit code of a test's process that has been skipped; its reason is the last line of its output.
 const SKIPPED_CODE: i32 = 77;
-
-/// The context of an error that nothing excuses: what was stored is not there as it has to be. A
-/// test that ends with it gets no second chance.
-#[derive(Debug)]
-pub struct StoredWrong;
-
-impl StoredWrong {
-    /// Exit code of a process that has ended with it: a test's, and a guest's that holds a disk
-    /// against what it should be.
-    pub const CODE: i32 = 78;
-
-    pub fn code_of(error: &anyhow::Error) -> i32 {
-        if error.downcast_ref::<Self>().is_some() { Self::CODE } else { 1 }
-    }
-}
-
-impl fmt::Display for StoredWrong {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("What was stored is wrong, whatever the emulation did")
-    }
-}
 
 #[derive(Parser, Debug)]
 #[command(args_override_self = true)]

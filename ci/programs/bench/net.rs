@@ -7,7 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{host_memory, timed_net, wait_for, wait_until};
+use guest_tests::{host_memory, wait_for, wait_until};
+use guest_tools::timed_net;
 
 use crate::samples::{Row, Samples, Unit, median};
 use crate::vmm::{Extras, MIB, Net, Vm, Vmm};

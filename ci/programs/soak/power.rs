@@ -11,9 +11,9 @@ use std::thread;
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use guest_tests::Pool;
-use guest_tests::content::Bytes;
-use guest_tests::torn::report::Line;
 use guest_tests::torn::{Interface, Setup, Victim};
+use guest_tools::content::Bytes;
+use guest_tools::torn::report::Line;
 
 /// A pool that outlives the host.
 #[derive(Debug, Clone, Copy)]

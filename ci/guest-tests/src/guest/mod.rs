@@ -16,14 +16,14 @@ use serde_json::Value;
 
 pub use builder::{GuestBuilder, Image, Kernel, Refusal};
 pub use console::{complaints, without_logs};
-pub use process::{VmmProcess, end_with_parent, program};
+pub use process::{VmmProcess, program};
 pub use shell::{Endpoint, Output, Script};
 
 use self::console::LogTails;
 use crate::holdings::Holdings;
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
-use crate::wait::{wait_for, wait_until};
+use guest_tools::wait::{wait_for, wait_until};
 
 /// Until init serves commands. A guest boots in 3 s in an emulated host that has nothing else to
 /// do.

@@ -14,26 +14,14 @@ use anyhow::{Context, Result, ensure};
 
 use super::console::LogTails;
 use super::describe;
-use crate::wait::{wait_for, wait_until};
+use guest_tools::process::end_with_parent;
+use guest_tools::wait::{wait_for, wait_until};
 
 /// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the
 /// one in PATH. So a test can be run against a debug build or another VMM.
 pub fn program(name: &str) -> PathBuf {
     let variable = format!("FORESHORE_TEST_{}", name.to_uppercase().replace('-', "_"));
     std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
-}
-
-/// Has `command` killed when the thread that starts it ends, also if a signal ends it.
-pub fn end_with_parent(command: &mut Command) -> &mut Command {
-    let set = || {
-        // SAFETY: prctl takes no pointers here.
-        match unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
-    };
-    // SAFETY: it makes a system call that is async-signal-safe, and allocates nothing.
-    unsafe { command.pre_exec(set) }
 }
 
 /// Has `command` begin a session on `terminal`: its standard input and output, and its controlling
@@ -180,8 +168,6 @@ impl Drop for VmmProcess {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::process::ExitStatusExt;
-    use std::thread;
 
     use super::*;
 
@@ -224,15 +210,5 @@ mod tests {
             VmmProcess::start(Command::new("sleep").arg("60"), &dir.path().join("log")).unwrap();
         assert!(process.smaps_rollup_bytes("Rss").unwrap() > 0);
         assert!(process.smaps_rollup_bytes("NoSuchField").is_err());
-    }
-
-    #[test]
-    fn process_ends_with_the_thread_that_started_it() {
-        let start = || end_with_parent(Command::new("sleep").arg("1000")).spawn();
-        let mut child = thread::spawn(start).join().unwrap().unwrap();
-        let status =
-            wait_for("the process ended", Duration::from_secs(20), || Ok(child.try_wait()?));
-        let _ = child.kill();
-        assert_eq!(status.unwrap().signal(), Some(libc::SIGKILL));
     }
 }

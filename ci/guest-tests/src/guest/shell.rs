@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use crate::runner::StoredWrong;
-use crate::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
-use crate::wait::stretched;
+use guest_tools::StoredWrong;
+use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
+use guest_tools::wait::stretched;
 
 /// How a guest's vsock is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::setup::{Config, GuestSize, MIB, Workload, boot};
 use crate::Guest;
 use crate::guest::Script;
-use crate::memory_sample::MemorySample;
+use guest_tools::memory_sample::MemorySample;
 
 /// A workload that says nothing for so long is cut off: it would take hours.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
@@ -324,7 +324,7 @@ impl Watch {
     /// Until that is back which is waited for. Whether it came to that the points tell.
     fn until_back(&self, boot_bytes: u64, watched: Watched) -> Result<()> {
         let fresh = self.points().len() + STALE_LOOKS;
-        let _in_vain = crate::wait_until("memory is back", BACK_LIMIT, || {
+        let _in_vain = guest_tools::wait::wait_until("memory is back", BACK_LIMIT, || {
             let points = self.points.lock().expect("no holder panics");
             Ok(points.last().filter(|_| points.len() > fresh).is_some_and(|point| {
                 let most = match watched {

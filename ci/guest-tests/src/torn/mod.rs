@@ -1,15 +1,12 @@
 //! Torn sectors, for real: guests write sectors that say what they are, everything is killed at a
 //! random moment, and what is left is held against what the guests were told.
 //!
-//! - [`stamp`]: what a sector says of itself. [`report`]: what the writer in the guest says
-//!   (`guest-tool write-stamped`). [`oracle`]: what must be found.
+//! - [`oracle`]: what must be found, of sectors and reports as [`guest_tools::torn`] has them.
 //! - [`victim`]: a volume, and guests that write to it until they are killed. [`rounds`]: many of
 //!   them.
 
 pub mod oracle;
-pub mod report;
 pub mod rounds;
-pub mod stamp;
 pub mod victim;
 
 pub use oracle::{Fault, Judgement};

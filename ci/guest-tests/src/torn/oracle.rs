@@ -5,8 +5,8 @@ use std::fmt;
 
 use anyhow::{Context, Result, ensure};
 
-use super::report::{Area, Stretch};
-use super::stamp::{self, Content, Lines, SECTOR_BYTES};
+use guest_tools::torn::report::{Area, Stretch};
+use guest_tools::torn::stamp::{self, Content, Lines, SECTOR_BYTES};
 
 /// What the writers were told.
 #[derive(Debug, Clone)]
@@ -118,8 +118,8 @@ impl Oracle {
 
 #[cfg(test)]
 mod tests {
-    use super::super::stamp::Stamp;
     use super::*;
+    use guest_tools::torn::stamp::Stamp;
 
     const AREA: Area = Area { first: 256, per_thread: 4, threads: 2 };
 

@@ -14,13 +14,14 @@ use pmem_volume::{OpenMode, Volume};
 use serde_json::Value;
 
 use super::oracle::{Judgement, Oracle};
-use super::report::{Area, Line, Stretch};
-use super::stamp::SECTOR_BYTES;
-use crate::content::Bytes;
 use crate::guest::{Script, complaints};
 use crate::pool::pmvol;
-use crate::runner::{StoredWrong, emulation_broke};
+use crate::runner::emulation_broke;
 use crate::{Guest, GuestBuilder, Kernel, Pool};
+use guest_tools::StoredWrong;
+use guest_tools::content::Bytes;
+use guest_tools::torn::report::{Area, Line, Stretch};
+use guest_tools::torn::stamp::SECTOR_BYTES;
 
 /// For what a guest does with its volume, emulated, beside others.
 const IO_LIMIT: Duration = Duration::from_secs(180);

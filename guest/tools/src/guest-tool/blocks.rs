@@ -8,12 +8,11 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use guest_tests::aligned::Aligned;
-use guest_tests::content::Bytes;
+use guest_tools::aligned::Aligned;
+use guest_tools::content::Bytes;
 
 const BLOCK_BYTES: usize = 4096;
 
-/// How the device is opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     Direct,
@@ -32,7 +31,6 @@ impl Mode {
     }
 }
 
-/// Blocks FIRST to FIRST + COUNT of a device.
 pub struct Range {
     device: File,
     mode: Mode,

@@ -18,7 +18,7 @@ const TICK_INTERVAL: Duration = Duration::from_millis(50);
 /// `held MICROSECONDS`, and for each rise of the guest's memory `total MICROSECONDS BYTES`. Beside
 /// that `tick MICROSECONDS` now and then. With 0 it only watches, from `begin` on.
 pub fn burst(mib: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let started = Instant::now();
     // The kernel gives pages as they are touched.

@@ -47,7 +47,7 @@ const KILLED: &str = "Killed process";
 /// descriptors. So the others are given a reserve below the watermark, which the kernel's worker
 /// that adds memory cannot touch.
 pub fn dry(left_kib: u64) -> Result<()> {
-    crate::oom::be_spared()?;
+    guest_tools::oom::be_spared()?;
     // SAFETY: no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
-use guest_tests::content::{Bytes, hash};
+use guest_tools::content::{Bytes, hash};
 
 /// Writes files until killed. A file's line is printed only when its content and its name are
 /// durable: from then on it must be found after any crash.

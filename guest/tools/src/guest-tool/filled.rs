@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 /// No file is larger.
 const MAX_BYTES: u64 = 1 << 20;

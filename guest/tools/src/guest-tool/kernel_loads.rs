@@ -17,7 +17,7 @@ const NEWS: u64 = 20_000;
 
 /// Makes `count` empty files: about 1 KiB each on a tmpfs, for the inode and the entry of its name.
 pub fn make_files(dir: &Path, count: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     for index in 0..count {
         File::create(dir.join(format!("some-file-name-of-an-archive-{index}")))
             .with_context(|| format!("File {index}"))?;
@@ -31,7 +31,7 @@ pub fn make_files(dir: &Path, count: u64) -> Result<()> {
 /// Looks up `count` missing files. Most file systems cache a negative dentry of some 200 bytes for
 /// each.
 pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     for index in 0..count {
         let missing = dir.join(format!("no-such-file-{index}"));
         ensure!(fs::symlink_metadata(&missing).is_err(), "{} is there", missing.display());
@@ -45,7 +45,7 @@ pub fn miss_files(dir: &Path, count: u64) -> Result<()> {
 /// Queues `mib` of data in sockets without a reader, prints `held MIB`, and keeps the sockets open
 /// until killed.
 pub fn fill_sockets(mib: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     limits::allow_open_files(1 << 20)?;
     let data = [1u8; 4096];
     let (mut pairs, mut queued_bytes, mut said_mib) = (Vec::new(), 0u64, 0);
@@ -72,7 +72,7 @@ pub fn fill_sockets(mib: u64) -> Result<()> {
 /// structures. Prints `held COUNT`, or `killed after INDEX` if one of them is killed before, and
 /// keeps the others until killed.
 pub fn map_by_processes(file: &Path, count: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     let file_bytes = usize::try_from(fs::metadata(file)?.len())?;
     let opened = File::open(file)?;
     for index in 0..count {

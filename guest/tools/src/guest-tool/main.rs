@@ -11,7 +11,6 @@ mod limits;
 mod load;
 mod mapped;
 mod memory;
-mod oom;
 mod sectors;
 mod stamped;
 mod stream;
@@ -23,9 +22,9 @@ use std::process::{Command, exit};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::runner::StoredWrong;
-use guest_tests::timed_net;
-use guest_tests::torn::report::Area;
+use guest_tools::StoredWrong;
+use guest_tools::timed_net;
+use guest_tools::torn::report::Area;
 
 const USAGE: &str = "\
 usage:

@@ -11,7 +11,6 @@ use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// A shared mapping of words.
 pub struct Mapping {
     start: *mut u64,
     words: usize,
@@ -25,12 +24,10 @@ impl Mapping {
             .with_context(|| format!("Cannot map {}", path.display()))
     }
 
-    /// How many words it has.
     pub fn len(&self) -> usize {
         self.words
     }
 
-    /// The first of them.
     pub fn as_ptr(&self) -> *mut u64 {
         self.start
     }

@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 const MIB: usize = 1 << 20;
 
 /// Fills memory a MiB at a time, says `held N` after each sixteen and at the end, and keeps it
 /// until killed.
 pub fn hog(mib: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     let mut held = Vec::new();
     for index in 0..mib {
         let mut chunk = vec![0u8; MIB];
@@ -36,7 +36,7 @@ pub fn hog(mib: u64) -> Result<()> {
 /// `touching` once it does.
 pub fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     let held = vec![1u8; usize::try_from(mib)? * MIB];
     println!("touching");
     loop {
@@ -56,7 +56,7 @@ const PIPE_PAGES: usize = 16;
 /// until that ends. The rest it gives back: next to nothing is in use, and no 2 MiB of it can be
 /// had. Says `pinned`, and keeps it until killed.
 pub fn pin(mib: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
     let mut pipes: Vec<(PipeReader, PipeWriter)> = Vec::new();
     for index in 0..mib {

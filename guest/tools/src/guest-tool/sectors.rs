@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::sectors::{Outcome, Program, Shape, Storage, run};
+use guest_tools::sectors::{Outcome, Program, Shape, Storage, run};
 
 /// A block device, open both ways.
 struct Device {
@@ -91,14 +91,12 @@ impl Storage for Device {
     }
 }
 
-/// Runs a program to its end.
 pub fn write(device: &str, program: &str) -> Result<()> {
     let program: Program = program.parse()?;
     let device = Device::open(device)?;
     run(&program, device.shape, &device)
 }
 
-/// Holds every sector against a history.
 pub fn check(device: &str, history: &[&str]) -> Result<()> {
     let device = Device::open(device)?;
     let outcome = Outcome::of_history(device.shape, history)?;

@@ -6,12 +6,11 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::aligned::Aligned;
-use guest_tests::content::Bytes;
-use guest_tests::torn::report::{Area, Line, Stretch};
-use guest_tests::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
+use guest_tools::aligned::Aligned;
+use guest_tools::content::Bytes;
+use guest_tools::torn::report::{Area, Line, Stretch};
+use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
 
-/// What to write to.
 pub struct Target {
     device: String,
     area: Area,

@@ -20,7 +20,6 @@ const KERNELS: [&str; 4] = ["copy", "scale", "add", "triad"];
 enum Place {
     /// Anonymous memory of one node.
     Node(u32),
-    /// A file or device that is mapped.
     File(PathBuf),
 }
 
@@ -42,7 +41,6 @@ enum Memory {
     Mapped(Mapping),
 }
 
-/// Three arrays of one place, side by side.
 struct Arrays {
     memory: Memory,
     len: usize,
@@ -80,7 +78,6 @@ impl Arrays {
         })
     }
 
-    /// Runs one kernel over all of the arrays.
     fn run(&mut self, kernel: &str) {
         let [a, b, c] = self.get();
         match kernel {

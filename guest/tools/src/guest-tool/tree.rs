@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 /// Linux 6.12 has 86,000 files of 16 KiB on average, half of them smaller than 4.6 KiB. The
 /// logarithms of sizes are about normal: this median with this deviation has that mean.

@@ -50,7 +50,6 @@ fn socket(own_port: Option<u32>) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Connects to a port of the host.
 fn connect(socket: &OwnedFd, port: u32) -> io::Result<()> {
     let address = address(HOST_CID, port);
     // SAFETY: the address is one of vsock, and lives through the call.

@@ -53,7 +53,7 @@ impl Vmm {
 
     fn accept(&self) -> Result<Lines> {
         self.listener.set_nonblocking(true)?;
-        let stream = guest_tests::wait::wait_for("the agent connects", LIMIT, || {
+        let stream = guest_tools::wait::wait_for("the agent connects", LIMIT, || {
             match self.listener.accept() {
                 Ok((stream, _)) => Ok(Some(stream)),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),

@@ -1,7 +1,7 @@
 //! One media format, two implementations: what Linux' BTT driver writes we read, and the other way
 //! round.
 //!
-//! Both sides run seeded programs ([`guest_tests::sectors`]), so that either can tell what the
+//! Both sides run seeded programs ([`guest_tools::sectors`]), so that either can tell what the
 //! other should have left. `FORESHORE_TEST_SEED=N` runs other ones.
 
 use std::ops::Range;
@@ -11,8 +11,8 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::btt_media::BttMedia;
 use guest_tests::guest::complaints;
 use guest_tests::pool::pmvol;
-use guest_tests::sectors::{Flogs, Outcome, Padding, Program, Shape, Storage, run};
 use guest_tests::{Guest, Kernel, Pool};
+use guest_tools::sectors::{Flogs, Outcome, Padding, Program, Shape, Storage, run};
 use pmem_volume::btt::Engine;
 use pmem_volume::{OpenMode, Volume};
 

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::content::Bytes;
 use guest_tests::disk::sparse_file;
 use guest_tests::guest::GuestBuilder;
-use guest_tests::sectors::{Outcome, Program, Shape};
 use guest_tests::{Disk, Guest, Kernel, Pool};
+use guest_tools::content::Bytes;
+use guest_tools::sectors::{Outcome, Program, Shape};
 use serde_json::json;
 
 use crate::blocks;

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use guest_tests::guest::complaints;
 use guest_tests::qemu::QemuBuilder;
 use guest_tests::runner::skip;
-use guest_tests::wait::wait_until;
+use guest_tools::wait::wait_until;
 
 guest_tests::tests![a_guest_under_qemu_answers_and_plugs_memory(extended)];
 

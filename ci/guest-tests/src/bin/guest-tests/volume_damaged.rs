@@ -2,8 +2,8 @@
 //! the worse for it.
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::sectors::{Outcome, Program};
 use guest_tests::{Kernel, Pool};
+use guest_tools::sectors::{Outcome, Program};
 use pmem_volume::btt::InfoSource;
 
 use crate::btt_cross::{Disk, Linux, check, seed, write};

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 use pci::Device;
 pub use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};

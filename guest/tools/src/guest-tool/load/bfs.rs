@@ -3,7 +3,7 @@
 //! against the list.
 
 use anyhow::{Result, ensure};
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 use super::{MIB, Phases, mixed};
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 

@@ -4,14 +4,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 use super::MIB;
 
 /// Fills `mib` MiB at `rate` MiB/s, and says `held N` after each sixteen; then it keeps them until
 /// it is killed.
 pub fn leak(mib: u64, rate: u64) -> Result<()> {
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     std::fs::write("/proc/sys/vm/overcommit_memory", "1")?;
     let started = Instant::now();
     let mut held: Vec<Vec<u8>> = Vec::new();

@@ -18,7 +18,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::end_with_parent;
+use guest_tools::process::end_with_parent;
 
 pub use leak::leak;
 pub use watch::{say_counters, watch};
@@ -37,7 +37,7 @@ pub fn run(name: &str, mib: u64) -> Result<()> {
         "compile" => compile::run,
         _ => bail!("no workload {name:?}: there are touch, bfs, redis, sqlite, compile"),
     };
-    crate::oom::volunteer()?;
+    guest_tools::oom::volunteer()?;
     // Linux refuses a mapping larger than all memory before anybody could grow the guest
     // (docs/policy.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;

@@ -10,8 +10,8 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::content::Bytes;
-use guest_tests::wait_for;
+use guest_tools::content::Bytes;
+use guest_tools::wait::wait_for;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::fs::{self, File};
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 use super::{MIB, MemoryFiles, Phases, mixed, program};
 

@@ -1,7 +1,7 @@
 //! Fills memory with what does not compress, and touches random pages of it.
 
 use anyhow::{Result, ensure};
-use guest_tests::content::Bytes;
+use guest_tools::content::Bytes;
 
 use super::{MIB, Phases, mixed};
 

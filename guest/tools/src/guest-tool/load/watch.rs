@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::memory_sample::MemorySample;
+use guest_tools::memory_sample::MemorySample;
 
 /// Prints a line for each interval, until it is killed.
 pub fn watch(interval_ms: u64) -> Result<()> {

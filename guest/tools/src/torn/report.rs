@@ -43,7 +43,6 @@ pub enum Line {
     Flushed(Stretch),
 }
 
-/// Neighbouring sectors that were written with one version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stretch {
     pub first: u64,

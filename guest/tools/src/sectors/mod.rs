@@ -13,9 +13,9 @@ use anyhow::{Context, Result, anyhow, ensure};
 pub use flogs::{Flogs, Padding};
 pub use program::{Erasures, Mix, Program, Storage, run};
 
+use crate::StoredWrong;
 use crate::aligned::Aligned;
 use crate::content::Bytes;
-use crate::runner::StoredWrong;
 
 /// How many sectors a check reads at once.
 const BATCH_SECTORS: usize = 64;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use guest_tests::{stretch_limits, wait_until};
+use guest_tools::wait::{stretch_limits, wait_until};
 
 #[test]
 fn wait_takes_its_stretched_limit_and_names_it() {

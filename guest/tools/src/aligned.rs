@@ -6,7 +6,6 @@ use std::ops::{Deref, DerefMut};
 /// No device wants more.
 const ALIGNMENT_BYTES: usize = 4096;
 
-/// Bytes that begin at a page.
 #[derive(Debug)]
 pub struct Aligned {
     start: *mut u8,

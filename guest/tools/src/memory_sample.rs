@@ -20,7 +20,6 @@ pub struct MemorySample {
     pub swap_outs: u64,
     /// Faults that waited for a transfer.
     pub major_faults: u64,
-    /// Processes that the OOM killer has ended.
     pub oom_kills: u64,
     /// How long some task has waited for memory.
     pub stall_some_us: u64,

@@ -21,7 +21,7 @@ pub fn stretch_limits(factor: f64) {
     assert!(STRETCH.set(factor).is_ok(), "limits stretched twice");
 }
 
-pub(crate) fn stretched(limit: Duration) -> Duration {
+pub fn stretched(limit: Duration) -> Duration {
     STRETCH.get().map_or(limit, |factor| limit.mul_f64(*factor))
 }
 

@@ -1,0 +1,38 @@
+//! Processes that end with their starter.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Has `command` killed when the thread that starts it ends, also if a signal ends it.
+pub fn end_with_parent(command: &mut Command) -> &mut Command {
+    let set = || {
+        // SAFETY: prctl takes no pointers here.
+        match unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: it makes a system call that is async-signal-safe, and allocates nothing.
+    unsafe { command.pre_exec(set) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::wait::wait_for;
+
+    #[test]
+    fn process_ends_with_the_thread_that_started_it() {
+        let start = || end_with_parent(Command::new("sleep").arg("1000")).spawn();
+        let mut child = thread::spawn(start).join().unwrap().unwrap();
+        let status =
+            wait_for("the process ended", Duration::from_secs(20), || Ok(child.try_wait()?));
+        let _ = child.kill();
+        assert_eq!(status.unwrap().signal(), Some(libc::SIGKILL));
+    }
+}
