@@ -12,9 +12,14 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
+use guest_tools::oom;
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
 
+/// What the shell starts is not spared with it.
+const KILLED_AS_USUAL: &str = "echo 0 >/proc/self/oom_score_adj\n";
+
 fn main() -> Result<()> {
+    oom::be_spared()?;
     let listener = listen(GUEST_SHELL_PORT)
         .context("Cannot listen on vsock (is the transport's module loaded?)")?;
     loop {
@@ -85,7 +90,7 @@ fn serve(mut connection: File) -> Result<()> {
     let Request(script) = Request::read_from(&mut connection).context("Cannot read the request")?;
     let mut child = Command::new("/bin/sh")
         .arg("-c")
-        .arg(script)
+        .arg(KILLED_AS_USUAL.to_owned() + &script)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

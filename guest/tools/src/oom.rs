@@ -13,7 +13,7 @@ pub fn volunteer() -> Result<()> {
 }
 
 /// Has it never take this process: who fills memory to the brim on purpose would be its first
-/// choice.
+/// choice, and without a shell nobody can ask a guest what it has killed.
 pub fn be_spared() -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "-1000").context("Cannot set oom_score_adj")
 }

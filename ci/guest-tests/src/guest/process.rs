@@ -168,7 +168,6 @@ impl Drop for VmmProcess {
 
 #[cfg(test)]
 mod tests {
-
     use super::*;
 
     #[test]
