@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
-/// What a client is told of the VM that it shall make.
 #[derive(Clone, Debug)]
 pub struct Vm {
     /// Where the VMM's API is.
@@ -40,7 +39,6 @@ pub struct Nic {
 }
 
 impl Vm {
-    /// The kernel's command line.
     pub const CMDLINE: &str = "console=ttyS0 loglevel=5";
 
     /// A path as JSON and the crate's models want it.

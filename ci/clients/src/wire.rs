@@ -15,7 +15,6 @@ use crate::vm::PATIENCE;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: u16,
-    /// The body, empty if there is none.
     pub body: String,
 }
 
@@ -26,12 +25,10 @@ impl Answer {
     }
 }
 
-/// One connection, which its client keeps.
 #[derive(Debug)]
 pub struct Connection(UnixStream);
 
 impl Connection {
-    /// Connects to a VMM.
     pub fn open(path: &Path) -> Result<Self> {
         let stream =
             UnixStream::connect(path).with_context(|| format!("Cannot connect to {path:?}"))?;
@@ -39,7 +36,6 @@ impl Connection {
         Ok(Self(stream))
     }
 
-    /// Writes one piece of a request.
     pub fn write(&mut self, bytes: &str) -> Result<()> {
         Ok(self.0.write_all(bytes.as_bytes())?)
     }
@@ -124,7 +120,6 @@ pub const GO: Style = Style {
 };
 
 impl Style {
-    /// A request in one piece.
     pub fn request(&self, method: &str, call: &str, body: &str) -> String {
         let mut request =
             format!("{method} {}/api/v1/{call} HTTP/1.1\r\n{}", self.base, self.headers);
@@ -136,12 +131,10 @@ impl Style {
         request + "\r\n" + body
     }
 
-    /// A call that changes something.
     pub fn put(&self, call: &str, body: &str) -> String {
         self.request("PUT", call, body)
     }
 
-    /// A call that reads.
     pub fn get(&self, call: &str) -> String {
         self.request("GET", call, "")
     }

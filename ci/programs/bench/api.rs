@@ -6,7 +6,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::host_memory;
 
 use crate::samples::{Row, Samples, median, p99};
 use crate::usage::wait_for_rest;
@@ -17,9 +16,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 /// The guest has nothing to do.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
-    host_memory::even_out()?;
-    let vm = vmm.start(&Extras::default())?;
-    vm.wait_for_shell()?;
+    let vm = vmm.boot(&Extras::default())?;
     wait_for_rest(vm.pid())?;
     let times_us = match &vm {
         Vm::Cli(guest) => rest(&guest.api_socket())?,

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use guest_tests::{host_memory, wait_for, wait_until};
 use guest_tools::timed_net;
 
-use crate::samples::{Row, Samples, Unit, median};
+use crate::host;
+use crate::samples::{Row, Samples, Unit};
 use crate::vmm::{Extras, MIB, Net, Vm, Vmm};
 
 const TRANSFER_BYTES: usize = 64 * MIB as usize;
@@ -71,9 +72,8 @@ fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     serve(&to)?;
     let server = SocketAddrV4::new(ADDRESSES[1], PORT);
     let time = |what: &str, count: usize| -> Result<Duration> {
-        let took = from.run(&format!("guest-tool net-time {server} {what} {count}"))?;
-        let took_us = took.trim().parse().with_context(|| format!("net-time says {took:?}"))?;
-        Ok(Duration::from_micros(took_us))
+        let took_us = from.number(&format!("guest-tool net-time {server} {what} {count}"))?;
+        Ok(Duration::from_micros(took_us as u64))
     };
     wait_for("the other guest answers", LIMIT, || Ok(time("round-trip", 1).ok()))?;
     add(samples, Row::NetBetween, vmm, || time("send", TRANSFER_BYTES))?;
@@ -90,11 +90,7 @@ fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>, vhost: bool) -> Result<Vm> 
 }
 
 fn bring_up(vm: &Vm, address: Ipv4Addr) -> Result<()> {
-    wait_until(
-        "eth0 is there",
-        LIMIT,
-        || Ok(vm.try_run("test -e /sys/class/net/eth0")?.code == 0),
-    )?;
+    vm.wait_for_path("/sys/class/net/eth0")?;
     vm.run(&format!("ip addr add {address}/24 dev eth0 && ip link set eth0 up")).map(drop)
 }
 
@@ -102,21 +98,14 @@ fn serve(vm: &Vm) -> Result<()> {
     vm.run(&format!("guest-tool net-serve {PORT} >/dev/null 2>&1 </dev/null &")).map(drop)
 }
 
-/// The median of some times, after one that counts for nothing.
 fn add(
     samples: &mut Samples,
     row: Row,
     vmm: &Vmm,
     timed: impl Fn() -> Result<Duration>,
 ) -> Result<()> {
-    timed()?;
-    let in_unit = |took: Duration| match row.unit() {
-        Unit::Microseconds => took.as_secs_f64() * 1e6,
-        _ => took.as_secs_f64(),
-    };
-    let values = (0..REPEATS).map(|_| timed().map(in_unit)).collect::<Result<Vec<_>>>()?;
-    samples.add(row, vmm.name(), median(&values).context("No repeats")?);
-    Ok(())
+    let scale = if row.unit() == Unit::Microseconds { 1e6 } else { 1.0 };
+    samples.add_medians([row], vmm.name(), REPEATS, || Ok([timed()?.as_secs_f64() * scale]))
 }
 
 /// The next VMM makes the taps anew.
@@ -124,12 +113,6 @@ fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
     drop(vms);
     let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();
     wait_until("the taps are gone", LIMIT, || Ok(!TAPS.iter().any(&is_there)))
-}
-
-/// Runs a command of the host.
-fn host(command: &str) -> Result<()> {
-    ensure!(Command::new("sh").args(["-c", command]).status()?.success(), "`{command}` has failed");
-    Ok(())
 }
 
 /// Goes however the measurement ends.

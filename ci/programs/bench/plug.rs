@@ -9,7 +9,6 @@ use guest_tests::wait_until;
 use crate::samples::{Row, Samples};
 use crate::usage::wait_for_rest;
 use crate::vmm::{Extras, MIB, Vm, Vmm};
-use guest_tests::host_memory;
 
 const PLUG_MIB: u64 = 1024;
 /// Files, which go into movable memory first: into what was plugged.
@@ -21,9 +20,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was
 /// used.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
-    host_memory::even_out()?;
-    let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
-    vm.wait_for_shell()?;
+    let vm = vmm.boot(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
     let before = mem_total_mib(&vm)?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Plug, vmm.name(), resize(&vm, PLUG_MIB * MIB)?.as_secs_f64());
@@ -57,5 +54,5 @@ fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
 }
 
 fn mem_total_mib(vm: &Vm) -> Result<u64> {
-    Ok(vm.run("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?)
+    Ok(vm.number("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")? as u64)
 }

@@ -40,13 +40,6 @@ fn pool() -> Result<Pool> {
     Pool::create("1G")
 }
 
-/// Starts a load in the guest and waits until it says that it has all it wants.
-fn load(guest: &Guest, command: &str, goal: &str) -> Result<Script> {
-    let mut script = guest.start_script(LIMIT, command)?;
-    while !script.next_line().context("The load was killed")?.starts_with(goal) {}
-    Ok(script)
-}
-
 /// Fills a guest of 384 MiB that may have 128 MiB of DRAM and 512 MiB of PM more.
 fn fill(samples: &mut Samples) -> Result<()> {
     let pool = pool()?;
@@ -56,8 +49,7 @@ fn fill(samples: &mut Samples) -> Result<()> {
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
         .boot()?;
-    let _hog =
-        load(&guest, &format!("exec guest-tool hog {FILL_MIB}"), &format!("held {FILL_MIB}"))?;
+    let _hog = guest.hog(FILL_MIB)?;
     let took_ms = wait_for("memory has come online", LIMIT, || {
         let info = guest.get("vm.pressure")?;
         Ok(info["details"]["report_to_online_ms"].as_f64())
@@ -81,8 +73,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         // the guest boots and a shrink after that.
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
-    let _base =
-        load(&guest, &format!("exec guest-tool hog {BASE_MIB}"), &format!("held {BASE_MIB}"))?;
+    let _base = guest.hog(BASE_MIB)?;
     let idle = IdleThread::start()?;
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
     let mut enough = 0;
@@ -169,7 +160,6 @@ fn resize(guest: &Guest, bytes: u64) -> Result<()> {
     )
 }
 
-/// What came of a burst, from its first page on.
 struct Burst {
     to_plan: Duration,
     to_online: Duration,

@@ -15,7 +15,6 @@ fn measured_on() -> String {
     std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "nobody has said what".to_owned())
 }
 
-/// Writes bench.md and bench.json into `dir`.
 pub fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {
     let files = [
         ("bench.md", markdown(samples, rounds)),

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::{Context, Result};
+
 /// What a row should be.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Target {
     /// So many times what QEMU takes.
     TimesQemu(f64),
-    /// In the row's unit.
     AtMost(f64),
     /// None is set.
     Open,
@@ -168,15 +169,31 @@ impl Row {
     }
 }
 
-/// Values by row and VMM, in the order they were measured.
 #[derive(Clone, Debug, Default)]
 pub struct Samples(BTreeMap<(Row, String), Vec<f64>>);
 
 impl Samples {
-    /// Adds a value and says it.
     pub fn add(&mut self, row: Row, vmm: &str, value: f64) {
         eprintln!("bench:   {}: {vmm}: {}", row.title(), row.unit().show(value));
         self.0.entry((row, vmm.to_owned())).or_default().push(value);
+    }
+
+    /// Adds the medians of some runs of `once`, after a run that touches everything for the first
+    /// time.
+    pub fn add_medians<const ROWS: usize>(
+        &mut self,
+        rows: [Row; ROWS],
+        vmm: &str,
+        repeats: usize,
+        mut once: impl FnMut() -> Result<[f64; ROWS]>,
+    ) -> Result<()> {
+        once()?;
+        let runs = (0..repeats).map(|_| once()).collect::<Result<Vec<_>>>()?;
+        for (index, row) in rows.into_iter().enumerate() {
+            let values: Vec<f64> = runs.iter().map(|run| run[index]).collect();
+            self.add(row, vmm, median(&values).context("No repeats")?);
+        }
+        Ok(())
     }
 
     pub fn of(&self, row: Row, vmm: &str) -> &[f64] {

@@ -71,14 +71,8 @@ fn start() -> Result<Guest> {
         .cmdline("memhp_default_state=online_movable foreshore.agent=off")
         .boot()?;
     guest.wait_until("the memory is plugged", LIMIT, || {
-        let zones = guest.get("vm.memory")?;
-        let plugged = zones["zones"].as_array().and_then(|zones| {
-            zones
-                .iter()
-                .find(|zone| zone["id"] == "pm")
-                .and_then(|zone| zone["plugged_bytes"].as_u64())
-        });
-        Ok(plugged == Some(384 * MIB))
+        let plugged = guest.metric("foreshore_memory_plugged_bytes", &[("zone", "pm")])?;
+        Ok(plugged == (384 * MIB) as f64)
     })?;
     let online = "awk '/MemTotal/ { exit !($4 >= 370000) }' /sys/devices/system/node/node1/meminfo";
     guest.wait_until_run("the memory is online", LIMIT, online)?;

@@ -41,7 +41,6 @@ fn cpu_time(pid: u32) -> Result<Duration> {
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
 }
 
-/// Memory of a process outside of its guest's, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BesideGuest {
     /// Shared pages in proportion.

@@ -2,11 +2,12 @@
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use guest_tests::guest::{GuestBuilder, program};
 use guest_tests::qemu::{QemuBuilder, QemuGuest};
-use guest_tests::{Guest, Image, Kernel, Output};
+use guest_tests::{Guest, Image, Kernel, Output, host_memory, wait_until};
 use serde_json::json;
 
 use crate::forget;
@@ -18,10 +19,11 @@ pub const MIB: u64 = 1 << 20;
 /// Boot memory of every guest here.
 pub const BOOT_MIB: u64 = 512;
 
+const PATH_LIMIT: Duration = Duration::from_secs(120);
+
 /// The same for all: what Foreshore would add by itself stands here, for the others.
 const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
 
-/// A program under measurement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Vmm {
     Foreshore,
@@ -33,7 +35,6 @@ pub enum Vmm {
     },
 }
 
-/// A disk for the guest.
 #[derive(Debug, Clone, Default)]
 pub enum Disk {
     #[default]
@@ -108,6 +109,14 @@ impl Vmm {
     /// Whether the host's kernel can move the frames of its guests.
     pub fn has_vhost_net(&self) -> bool {
         matches!(self, Self::Foreshore | Self::Qemu)
+    }
+
+    /// Starts the guest, on a host with its memory evened out, and waits until it serves commands.
+    pub fn boot(&self, extras: &Extras) -> Result<Vm> {
+        host_memory::even_out()?;
+        let vm = self.start(extras)?;
+        vm.wait_for_shell()?;
+        Ok(vm)
     }
 
     /// Starts the guest and waits for nothing.
@@ -212,15 +221,23 @@ impl Vm {
         }
     }
 
-    /// Runs a command, whatever its exit code.
+    pub fn number(&self, command: &str) -> Result<f64> {
+        let said = self.run(command)?;
+        said.trim().parse().with_context(|| format!("`{command}` says {said:?}"))
+    }
+
+    pub fn wait_for_path(&self, path: &str) -> Result<()> {
+        let exists = format!("test -e {path}");
+        wait_until(&format!("{path} is there"), PATH_LIMIT, || Ok(self.try_run(&exists)?.code == 0))
+    }
+
     pub fn try_run(&self, command: &str) -> Result<Output> {
         match self {
-            Self::Cli(guest) => guest.try_run(std::time::Duration::from_secs(60), command),
+            Self::Cli(guest) => guest.try_run(Duration::from_secs(60), command),
             Self::Qemu(guest) => guest.try_run(command),
         }
     }
 
-    /// Asks for so much plugged memory.
     pub fn request_bytes(&self, bytes: u64) -> Result<()> {
         match self {
             Self::Cli(guest) => {
@@ -231,7 +248,6 @@ impl Vm {
         }
     }
 
-    /// What the guest's driver has plugged.
     pub fn plugged_bytes(&self) -> Result<u64> {
         match self {
             Self::Cli(guest) => {

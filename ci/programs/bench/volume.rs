@@ -2,11 +2,9 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use guest_tests::host_memory;
+use anyhow::{Context, Result};
 use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::wait_until;
@@ -14,9 +12,9 @@ use pmem_volume::btt::{Layout, SECTOR_BYTES};
 use pmem_volume::media::MemoryMedia;
 use uuid::Uuid;
 
-use crate::forget;
-use crate::samples::{Row, Samples, median};
-use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
+use crate::samples::{Row, Samples};
+use crate::vmm::{Disk, Extras, MIB, Vmm};
+use crate::{forget, host};
 
 /// Size of the volumes here.
 pub const VOLUME_BYTES: u64 = 128 * MIB;
@@ -38,7 +36,6 @@ const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
 const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
-/// Each way to a volume, QEMU's NVDIMM, and an image under every VMM.
 pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     let image = make_image()?;
     for vmm in vmms {
@@ -82,37 +79,20 @@ fn time(
     rows: [Row; 2],
     samples: &mut Samples,
 ) -> Result<()> {
-    host_memory::even_out()?;
-    let vm = vmm.start(&Extras { disk, ..Extras::default() })?;
-    vm.wait_for_shell()?;
+    let Effort { transfers, repeats } = effort;
+    let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
     // One of the two is there.
     let found =
         || vm.try_run("ls /dev/vda /dev/pmem0s 2>/dev/null || true").map(|output| output.stdout);
     wait_until("the disk is there", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
-    let mut times_us = [Vec::new(), Vec::new()];
-    for repeat in 0..=effort.repeats {
-        for (what, times) in ["write", "read"].iter().zip(&mut times_us) {
-            let time_us = time_once(&vm, &device, what, effort.transfers)?;
-            if repeat > 0 {
-                times.push(time_us);
-            }
-        }
-    }
-    for (row, times) in rows.into_iter().zip(&times_us) {
-        samples.add(row, vmm.name(), median(times).context("No repeats")?);
-    }
-    Ok(())
+    let time_us = |what| {
+        vm.number(&format!("guest-tool time-blocks {device} {what} {transfers}"))
+            .map(|total| total / f64::from(transfers))
+    };
+    samples.add_medians(rows, vmm.name(), repeats, || Ok([time_us("write")?, time_us("read")?]))
 }
 
-fn time_once(vm: &Vm, device: &str, what: &str, transfers: u32) -> Result<f64> {
-    let total = vm.run(&format!("guest-tool time-blocks {device} {what} {transfers}"))?;
-    let total_us: f64 =
-        total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
-    Ok(total_us / f64::from(transfers))
-}
-
-/// A pool with the volume `data`.
 pub fn make_pool(dir: &Path) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join("bench-pool");
@@ -154,13 +134,6 @@ fn disk_dir() -> Result<PathBuf> {
     let image = this_tests_dir().join("disk");
     File::create(&image)?.set_len(4 * VOLUME_BYTES)?;
     let image = image.display().to_string();
-    shell(&format!("mkfs.ext4 -q -F {image} && mount -o loop {image} {}", dir.display()))?;
+    host(&format!("mkfs.ext4 -q -F {image} && mount -o loop {image} {}", dir.display()))?;
     Ok(dir)
-}
-
-fn shell(command: &str) -> Result<()> {
-    let output =
-        Command::new("sh").args(["-c", command]).output().context("Cannot start a shell")?;
-    ensure!(output.status.success(), "`{command}`: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(())
 }

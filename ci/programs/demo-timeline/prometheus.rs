@@ -9,7 +9,6 @@ use serde_json::Value;
 /// One point per second: that is how often ci/demo has it scrape.
 const STEP_S: u64 = 1;
 
-/// A span of time.
 #[derive(Debug, Clone, Copy)]
 pub struct Range {
     start_s: u64,

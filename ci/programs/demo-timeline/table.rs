@@ -35,7 +35,6 @@ const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 /// the way.
 const LEAST_COVERED_PERCENT: usize = 60;
 
-/// Something that Prometheus must have seen.
 pub struct Claim {
     pub holds: bool,
     pub what: String,

@@ -129,7 +129,6 @@ fn policy_off(metrics: &str) -> impl Fn() -> Result<Guest> {
     }
 }
 
-/// Says that a claim holds, or ends the demo.
 fn claim(holds: bool, what: &str) -> Result<()> {
     if !holds {
         bail!("{what}");
@@ -138,7 +137,6 @@ fn claim(holds: bool, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Says that something happens now.
 fn event(what: &str) {
     println!("* {what}");
 }

@@ -22,7 +22,6 @@ pub const TRIGGERS: usize = REQUESTS.len();
 /// A trigger that has been lost is asked for again after so long.
 const AGAIN_MS: u64 = 10_000;
 
-/// The triggers, as far as the kernel gives them.
 #[derive(Debug)]
 pub struct Triggers {
     path: PathBuf,

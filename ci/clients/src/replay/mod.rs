@@ -13,10 +13,8 @@ use anyhow::Result;
 
 use crate::vm::{UntilUp, Vm};
 
-/// A client, which leaves no VM.
 pub type Replay = fn(&Vm, UntilUp) -> Result<()>;
 
-/// All of them by name.
 pub const ALL: &[(&str, Replay)] = &[
     ("curl", curl::run),
     ("flintlock", flintlock::run),

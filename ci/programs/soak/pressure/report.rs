@@ -21,7 +21,6 @@ pub struct Row {
     pub outcome: Outcome,
 }
 
-/// Whether a target was met.
 pub struct Verdict {
     pub what: String,
     pub met: bool,

@@ -39,7 +39,6 @@ impl Bitmap {
         })
     }
 
-    /// Reads what was marked long enough ago, and marks anew. Returns what was found last.
     pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
         if now_ms.saturating_sub(self.marked_ms) < SPAN_MS && !self.marked.is_empty() {
             return self.found.clone();

@@ -17,13 +17,11 @@ pub use unused::unused;
 pub use vmstat::vmstat;
 pub use zoneinfo::zoneinfo;
 
-/// A text of the kernel's that is not as expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ParseError {
     /// A field that every supported kernel has is not there.
     #[error("{file} has no {field}")]
     Missing { file: &'static str, field: &'static str },
-    /// A field is there and is no number that fits.
     #[error("{file} has a {field} that is not a number")]
     NotANumber { file: &'static str, field: &'static str },
 }
