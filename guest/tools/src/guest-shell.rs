@@ -12,76 +12,23 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
-use guest_tools::oom;
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
+use guest_tools::{oom, vsock};
 
 /// What the shell starts is not spared with it.
 const KILLED_AS_USUAL: &str = "echo 0 >/proc/self/oom_score_adj\n";
 
 fn main() -> Result<()> {
     oom::be_spared()?;
-    let listener = listen(GUEST_SHELL_PORT)
+    let listener = vsock::listen(GUEST_SHELL_PORT)
         .context("Cannot listen on vsock (is the transport's module loaded?)")?;
     loop {
-        let connection = accept(&listener).context("Cannot accept on vsock")?;
+        let connection = File::from(vsock::accept(&listener).context("Cannot accept on vsock")?);
         thread::spawn(move || {
             if let Err(error) = serve(connection) {
                 eprintln!("guest-shell: {error:#}");
             }
         });
-    }
-}
-
-fn listen(port: u32) -> io::Result<OwnedFd> {
-    // SAFETY: no pointers; the result is checked.
-    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: fd is a socket that nothing else owns.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: a sockaddr_vm of zeros is valid.
-    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
-    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
-    address.svm_cid = libc::VMADDR_CID_ANY;
-    address.svm_port = port;
-    // SAFETY: the address lives through the call, and the length is its own.
-    let bound = unsafe {
-        libc::bind(
-            socket.as_raw_fd(),
-            (&raw const address).cast(),
-            size_of::<libc::sockaddr_vm>() as libc::socklen_t,
-        )
-    };
-    if bound < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: no pointers.
-    if unsafe { libc::listen(socket.as_raw_fd(), 16) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(socket)
-}
-
-fn accept(listener: &OwnedFd) -> io::Result<File> {
-    loop {
-        // SAFETY: null pointers are allowed: the peer's address is of no interest.
-        let fd = unsafe {
-            libc::accept4(
-                listener.as_raw_fd(),
-                std::ptr::null_mut(),
-                std::ptr::null_mut(),
-                libc::SOCK_CLOEXEC,
-            )
-        };
-        if fd >= 0 {
-            // SAFETY: fd is a socket that nothing else owns.
-            return Ok(unsafe { File::from_raw_fd(fd) });
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
     }
 }
 

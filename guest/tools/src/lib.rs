@@ -11,6 +11,7 @@ pub mod process;
 pub mod sectors;
 pub mod shell_protocol;
 pub mod timed_net;
+pub mod vsock;
 pub mod wait;
 
 /// Sectors that say what they are (`guest-tool write-stamped`).

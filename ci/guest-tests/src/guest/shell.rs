@@ -1,16 +1,14 @@
 //! Runs scripts in the guest, over the VMM's vsock socket.
 
-use std::io::{self, BufReader, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::io::{BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
-
-use guest_tools::StoredWrong;
 use guest_tools::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
 use guest_tools::wait::stretched;
+use guest_tools::{StoredWrong, vsock};
 
 /// How a guest's vsock is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -143,26 +141,12 @@ fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<Un
 
 /// Connects through the host's kernel (vhost).
 fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStream> {
-    // SAFETY: no pointers; the result is checked.
-    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
-    ensure!(fd >= 0, "Cannot make a vsock socket: {}", io::Error::last_os_error());
-    // SAFETY: fd is a stream socket that nothing else owns. UnixStream only reads, writes, shuts
-    // down and sets timeouts here, and those calls do not depend on the address family.
-    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    // UnixStream only reads, writes, shuts down and sets timeouts here, and those calls do not
+    // depend on the address family.
+    let stream = UnixStream::from(vsock::socket(None).context("Cannot make a vsock socket")?);
     stream.set_read_timeout(Some(stretched(silence_limit)))?;
-    // SAFETY: a sockaddr_vm of zeros is valid.
-    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
-    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
-    address.svm_cid = cid;
-    address.svm_port = port;
-    let len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
-    // SAFETY: the address lives through the call, and the length is its own.
-    let connected = unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), len) };
-    ensure!(
-        connected == 0,
-        "Cannot connect to port {port} of CID {cid}: {}",
-        io::Error::last_os_error()
-    );
+    vsock::connect(&stream, cid, port)
+        .with_context(|| format!("Cannot connect to port {port} of CID {cid}"))?;
     Ok(stream)
 }
 

@@ -7,7 +7,6 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-
 use guest_tools::aligned::Aligned;
 use guest_tools::content::Bytes;
 

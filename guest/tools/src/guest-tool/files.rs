@@ -5,7 +5,6 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-
 use guest_tools::content::{Bytes, hash};
 
 /// Writes files until killed. A file's line is printed only when its content and its name are

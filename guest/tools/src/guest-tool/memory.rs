@@ -6,7 +6,6 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-
 use guest_tools::content::Bytes;
 
 const MIB: usize = 1 << 20;

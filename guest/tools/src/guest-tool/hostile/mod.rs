@@ -8,8 +8,8 @@ mod queue;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
-
 use guest_tools::content::Bytes;
+
 use pci::Device;
 pub use plugs::plug_storm;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
