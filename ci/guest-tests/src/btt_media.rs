@@ -7,14 +7,13 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
+use guest_tools::StoredWrong;
+use guest_tools::sectors::{Outcome, Shape};
 use pmem_volume::btt::{ArenaInfo, InfoSource, Layout, Reader, Sector, arenas, check};
 use pmem_volume::media::{Durability, Media, MediaError};
 use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
 use uuid::Uuid;
-
-use guest_tools::StoredWrong;
-use guest_tools::sectors::{Outcome, Shape};
 
 /// What a lane has in the log (UEFI 2.10, 6.4.2).
 const FLOG_GROUP_BYTES: u64 = 64;

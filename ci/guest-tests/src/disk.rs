@@ -3,13 +3,13 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr;
 
 use anyhow::{Context, Result, ensure};
+use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::runner::{skip, this_tests_dir};
 
@@ -61,6 +61,32 @@ pub fn sparse_file(name: &str, bytes: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Makes a file that leaves no room.
+pub fn fill_up(path: &Path) -> Result<()> {
+    let mut filler = File::create(path)?;
+    // Large steps first, then whatever is left.
+    for step in [1 << 20, 4096] {
+        loop {
+            match filler.write_all(&vec![0xff; step]) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::StorageFull => break,
+                Err(error) => return Err(error).context("Cannot fill the disk up"),
+            }
+        }
+    }
+    Ok(filler.sync_all()?)
+}
+
+/// Where the host has a file system with DAX. Skips the test if it has none.
+pub fn need_dax() -> Result<&'static Path> {
+    let mounts = fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
+    let is_it = |line: &str| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always");
+    match mounts.lines().any(is_it) {
+        true => Ok(Path::new("/pm")),
+        false => skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)"),
+    }
+}
+
 /// A tmpfs of a test's own, which can be filled up: then whatever needs a new block of an image in
 /// it fails with an I/O error, as on a disk that dies.
 #[derive(Debug)]
@@ -87,18 +113,7 @@ impl Room {
 
     /// Leaves no room.
     pub fn fill_up(&self) -> Result<()> {
-        let mut filler = File::create(self.filler())?;
-        // Large steps first, then whatever is left.
-        for step in [1 << 20, 4096] {
-            loop {
-                match filler.write_all(&vec![0xff; step]) {
-                    Ok(()) => {}
-                    Err(error) if error.kind() == ErrorKind::StorageFull => break,
-                    Err(error) => return Err(error).context("Cannot fill the disk up"),
-                }
-            }
-        }
-        Ok(())
+        fill_up(&self.filler())
     }
 
     /// Takes away what filled it up.
@@ -232,12 +247,8 @@ impl LoopDevice {
             if bytes.iter().any(|byte| *byte != 0) {
                 continue;
             }
-            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            let (offset, length) = (at.cast_signed(), bytes.len() as libc::off_t);
-            // SAFETY: takes numbers only; the descriptor lives as long as `image`.
-            if unsafe { libc::fallocate(image.as_raw_fd(), mode, offset, length) } != 0 {
-                return Err(io::Error::last_os_error()).context("Cannot make a hole");
-            }
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(&image, mode, at, bytes.len() as u64).context("Cannot make a hole")?;
         }
         Ok(())
     }

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use guest_tools::wait::stretched;
 
 use crate::tap;
-use guest_tools::wait::stretched;
 
 /// No answer takes longer, unless something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);

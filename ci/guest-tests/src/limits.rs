@@ -1,32 +1,20 @@
 //! Limits and permissions of this process, which a VMM that it starts inherits.
 
-use std::io;
 use std::thread;
+
+use rustix::process::{Resource, getrlimit, setpriority_process};
 
 /// Returns the reason why a VMM cannot have `count` files open. The VMM raises its soft limit to
 /// the hard limit by itself.
-pub fn lack_of_open_files(count: u64) -> io::Result<Option<String>> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a whole rlimit that outlives the call, which writes nothing else.
-    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let hard = limit.rlim_max;
-    let lack =
-        || format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)");
-    Ok((hard < count).then(lack))
+pub fn lack_of_open_files(count: u64) -> Option<String> {
+    let hard = getrlimit(Resource::Nofile).maximum.filter(|hard| *hard < count)?;
+    Some(format!("the hard limit of open files is {hard}, and {count} are needed (`ulimit -Hn`)"))
 }
 
 /// Returns the reason why a thread of a VMM cannot have the nice value `nice`.
 pub fn lack_of_priority(nice: i32) -> Option<String> {
     // Uses a short-lived thread, because the nice value is per thread.
-    let result = thread::spawn(move || {
-        // SAFETY: no pointers. On Linux 0 is the calling thread.
-        match unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
-    });
+    let result = thread::spawn(move || setpriority_process(None, nice));
     let err = result.join().expect("does not panic").err()?;
     Some(format!(
         "no thread may have the nice value {nice}, which needs CAP_SYS_NICE or RLIMIT_NICE: {err}"
@@ -35,20 +23,23 @@ pub fn lack_of_priority(nice: i32) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
+    use rustix::process::getpriority_process;
+
     use super::*;
 
     #[test]
     fn open_files_above_the_hard_limit_are_reported() {
-        assert_eq!(lack_of_open_files(1).unwrap(), None);
+        assert_eq!(lack_of_open_files(1), None);
         // The kernel accepts no limit above fs.nr_open, which has 31 bits.
-        let lack = lack_of_open_files(1 << 31).unwrap().expect("a lack");
+        let lack = lack_of_open_files(1 << 31).expect("a lack");
         assert!(lack.contains("and 2147483648 are needed"), "{lack}");
     }
 
     #[test]
     fn refused_priority_is_reported() {
-        // SAFETY: no pointers. On Linux 0 is the calling thread.
-        let priority = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let priority = || getpriority_process(None).unwrap();
         let before = priority();
         assert_eq!(lack_of_priority(19), None);
         assert_eq!(priority(), before, "the calling thread keeps its priority");

@@ -7,11 +7,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tools::wait::wait_until;
 use serde_json::Value;
 
 use crate::guest::program;
 use crate::runner::this_tests_dir;
-use guest_tools::wait::wait_until;
 
 /// Holes in a few GiB, emulated.
 const SCRUB_LIMIT: Duration = Duration::from_secs(60);

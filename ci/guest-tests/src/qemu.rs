@@ -8,12 +8,12 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use guest_tools::wait::wait_for;
 use serde_json::{Value, json};
 
 use crate::guest::console;
 use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Output, Script, VmmProcess, program};
 use crate::runner::this_tests_dir;
-use guest_tools::wait::wait_for;
 
 /// Address of the first QEMU guest that runs at a time. Ours have 3 by a socket of their own; these
 /// are the host's.

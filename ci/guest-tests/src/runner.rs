@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
-
-use crate::guest::{console, unpacked, without_logs};
 use guest_tools::StoredWrong;
 use guest_tools::process::end_with_parent;
 use guest_tools::wait::wait_for;
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::guest::{console, unpacked, without_logs};
 
 /// A test by its name: `topic::what_holds`.
 #[derive(Clone, Copy)]
@@ -421,9 +422,9 @@ fn last_words(dir: &Path) -> String {
 }
 
 fn end_group(child: &mut Child) {
-    // SAFETY: no pointers. The group is the child's own, and outlives it as long as a member does;
-    // a group that is gone is no error that matters.
-    unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
+    // The group is the child's own, and outlives it as long as a member does; a group that is gone
+    // is no error that matters.
+    let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
     // The child is killed or has ended: this cannot block for long, and its result is known
     // already.
     let _ = child.wait();

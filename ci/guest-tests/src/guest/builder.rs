@@ -1,7 +1,6 @@
 //! What a guest is started with.
 
 use std::fmt;
-use std::io;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
@@ -12,6 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Error, Result, ensure};
+use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, process, program, unpacked};
 use crate::lie;
@@ -345,9 +345,7 @@ impl GuestBuilder {
 fn inheritable_listener(path: &Path) -> Result<UnixListener> {
     let listener =
         UnixListener::bind(path).with_context(|| format!("Cannot listen on {}", path.display()))?;
-    // SAFETY: it takes away a flag of a descriptor that is ours.
-    let result = unsafe { libc::fcntl(listener.as_raw_fd(), libc::F_SETFD, 0) };
-    ensure!(result == 0, "F_SETFD: {}", io::Error::last_os_error());
+    fcntl_setfd(&listener, FdFlags::empty())?;
     Ok(listener)
 }
 

@@ -12,6 +12,8 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use guest_tools::wait::{wait_for, wait_until};
+use rustix::process::Signal;
 use serde_json::Value;
 
 pub use builder::{GuestBuilder, Image, Kernel, Refusal};
@@ -23,7 +25,6 @@ use self::console::LogTails;
 use crate::holdings::Holdings;
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
-use guest_tools::wait::{wait_for, wait_until};
 
 /// Until init serves commands. A guest boots in 3 s in an emulated host that has nothing else to
 /// do.
@@ -247,7 +248,7 @@ impl Guest {
 
     /// Lets it go on.
     pub fn go_on(&self) -> Result<()> {
-        self.process.signal(libc::SIGCONT)
+        self.process.signal(Signal::CONT)
     }
 
     pub fn wait_for_exit(mut self, limit: Duration) -> Result<ExitStatus> {

@@ -10,12 +10,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
+use guest_tools::process::end_with_parent;
+use guest_tools::wait::{wait_for, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::console::LogTails;
 use super::describe;
-use guest_tools::process::end_with_parent;
-use guest_tools::wait::{wait_for, wait_until};
 
 /// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the
 /// one in PATH. So a test can be run against a debug build or another VMM.
@@ -87,28 +88,22 @@ impl VmmProcess {
     }
 
     pub fn kill_now(&self) -> Result<()> {
-        self.signal(libc::SIGKILL)
+        self.signal(Signal::KILL)
     }
 
     pub fn stop(&self) -> Result<()> {
-        self.signal(libc::SIGSTOP)?;
+        self.signal(Signal::STOP)?;
         wait_until("the VMM has stopped", STOP_LIMIT, || {
             self.still_running()?;
             threads_have_stopped(self.pid)
         })
     }
 
-    pub fn signal(&self, signal: libc::c_int) -> Result<()> {
+    pub fn signal(&self, signal: Signal) -> Result<()> {
         // Nobody waits for the child while it is locked: its number is no other's.
-        let _child = self.child.lock().expect("no holder panics");
-        // SAFETY: no pointers.
-        let sent = unsafe { libc::kill(self.pid as libc::pid_t, signal) };
-        ensure!(
-            sent == 0,
-            "Cannot send signal {signal} to the VMM: {}",
-            io::Error::last_os_error()
-        );
-        Ok(())
+        let child = self.child.lock().expect("no holder panics");
+        kill_process(Pid::from_child(&child), signal)
+            .with_context(|| format!("Cannot send {signal:?} to the VMM"))
     }
 
     /// What each of its threads does, a line for each: its name, its state and where in the kernel
@@ -197,7 +192,7 @@ mod tests {
         let stopped = length();
         assert!(threads_have_stopped(process.pid()).unwrap());
         assert!(process.threads().starts_with("sh: T, "), "{}", process.threads());
-        process.signal(libc::SIGCONT).unwrap();
+        process.signal(Signal::CONT).unwrap();
         grows(stopped);
         assert!(!threads_have_stopped(process.pid()).unwrap());
     }

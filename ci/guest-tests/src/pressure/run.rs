@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use guest_tools::memory_sample::MemorySample;
 
 use super::setup::{Config, GuestSize, MIB, Workload, boot};
 use crate::Guest;
 use crate::guest::Script;
-use guest_tools::memory_sample::MemorySample;
 
 /// A workload that says nothing for so long is cut off: it would take hours.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);

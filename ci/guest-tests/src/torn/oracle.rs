@@ -4,7 +4,6 @@
 use std::fmt;
 
 use anyhow::{Context, Result, ensure};
-
 use guest_tools::torn::report::{Area, Stretch};
 use guest_tools::torn::stamp::{self, Content, Lines, SECTOR_BYTES};
 

@@ -6,9 +6,9 @@ use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow};
+use guest_tools::StoredWrong;
 
 use super::victim::Victim;
-use guest_tools::StoredWrong;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {

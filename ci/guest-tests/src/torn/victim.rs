@@ -8,6 +8,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
+use guest_tools::StoredWrong;
+use guest_tools::content::Bytes;
+use guest_tools::torn::report::{Area, Line, Stretch};
+use guest_tools::torn::stamp::SECTOR_BYTES;
 use pmem_volume::btt::{self, Reader, Sector};
 use pmem_volume::media::Media;
 use pmem_volume::{OpenMode, Volume};
@@ -18,10 +22,6 @@ use crate::guest::{Script, complaints};
 use crate::pool::pmvol;
 use crate::runner::emulation_broke;
 use crate::{Guest, GuestBuilder, Kernel, Pool};
-use guest_tools::StoredWrong;
-use guest_tools::content::Bytes;
-use guest_tools::torn::report::{Area, Line, Stretch};
-use guest_tools::torn::stamp::SECTOR_BYTES;
 
 /// For what a guest does with its volume, emulated, beside others.
 const IO_LIMIT: Duration = Duration::from_secs(180);

@@ -99,10 +99,18 @@ impl Lines {
     }
 }
 
+fn end(guest: &Guest, signal: &str) -> Result<()> {
+    guest.run(&format!("killall -{signal} foreshore-agent"))?;
+    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")
+}
+
+fn monitors(guest: &Guest) -> Result<String> {
+    Ok(guest.run(&format!("cat {MONITORS}"))?.trim().to_owned())
+}
+
 /// Has the agent report to the test, and not to the VMM.
 fn redirect(guest: &Guest, signal: &str) -> Result<()> {
-    guest.run(&format!("killall -{signal} foreshore-agent"))?;
-    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
+    end(guest, signal)?;
     guest.run(&format!("foreshore-agent --port {PORT} >>/run/agent.log 2>&1 & echo"))?;
     Ok(())
 }
@@ -201,13 +209,11 @@ fn is_at_rest(guest: &Guest, lines: &mut Lines) -> Result<()> {
 fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<()> {
     let guest = Guest::builder().cpus(2).pressure("off").boot()?;
     let vmm = Vmm::listen(&guest)?;
-    guest.wait_until("the agent looks for idle memory", LIMIT, || {
-        Ok(guest.run(&format!("cat {MONITORS}"))?.trim() != "0")
-    })?;
+    guest.wait_until("the agent looks for idle memory", LIMIT, || Ok(monitors(&guest)? != "0"))?;
     // Killed, it leaves its monitors behind; the next one takes them over, and ends without leaving
     // any.
     redirect(&guest, "KILL")?;
-    ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() != "0", "No monitors are left");
+    ensure!(monitors(&guest)? != "0", "No monitors are left");
     let mut lines = vmm.accept()?;
     is_small_and_says_what_it_should(&guest, &mut lines)?;
     // The same count finds out an agent that reports more often, because it is told to.
@@ -226,9 +232,8 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
     let mut lines = vmm.accept()?;
     let report = lines.next()?;
     ensure!(report["seq"] == 1, "The first report to a new VMM is {report}");
-    guest.run("killall foreshore-agent")?;
-    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
-    ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() == "0", "Its monitors stay");
+    end(&guest, "TERM")?;
+    ensure!(monitors(&guest)? == "0", "Its monitors stay");
     // Somebody else's monitor is none of the agent's business.
     guest.run(&format!(
         "echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"
@@ -239,9 +244,8 @@ fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<
         LIMIT,
         "grep 'DAMON is in somebody' /run/agent.log",
     )?;
-    guest.run("killall foreshore-agent")?;
-    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
-    ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() == "1", "The monitor has gone");
+    end(&guest, "TERM")?;
+    ensure!(monitors(&guest)? == "1", "The monitor has gone");
     guest.no_kernel_complaints()
 }
 
@@ -402,16 +406,12 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     // killed, by the next one, with the memory.
     guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;
     let (beside_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
-    let end = |signal: &str| {
-        guest.run(&format!("killall -{signal} foreshore-agent"))?;
-        guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")
-    };
     let start = || guest.run("foreshore-agent >>/run/agent.log 2>&1 & echo");
-    end("TERM")?;
+    end(&guest, "TERM")?;
     set("settings go back with the agent", &usual)?;
     start()?;
     set("settings are those for PM again", &beside_pm)?;
-    end("KILL")?;
+    end(&guest, "KILL")?;
     set("settings outlast an agent that is killed", &beside_pm)?;
     start()?;
     guest.put("vm.pressure", json!({ "policy": "fixed", "size": 0 }))?;

@@ -136,8 +136,7 @@ fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
 }
 
 fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
-    // SAFETY: no arguments, no memory.
-    if unsafe { libc::geteuid() } != 0 {
+    if !rustix::process::geteuid().is_root() {
         return skip("mounting over /dev needs root");
     }
     let pool = Pool::create("64M")?;

@@ -2,8 +2,8 @@
 //! them.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::{Guest, GuestBuilder, Kernel};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
 
 guest_tests::tests![
     a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot,
@@ -193,12 +195,8 @@ fn both_consoles_may_be_the_terminal() -> Result<()> {
 
 /// Makes a terminal another size, as whoever looks at it does.
 fn resize(terminal: &impl AsFd, columns: u16, rows: u16) -> Result<()> {
-    let size = libc::winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the kernel reads one `winsize`.
-    let result =
-        unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
-    ensure!(result == 0, "Cannot resize a terminal: {}", io::Error::last_os_error());
-    Ok(())
+    let size = Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
+    tcsetwinsize(terminal, size).context("Cannot resize a terminal")
 }
 
 fn wait_for_size(guest: &Guest, columns: u16, rows: u16) -> Result<()> {
@@ -236,15 +234,12 @@ fn keeps_its_size_over_a_reboot(guest: &Guest) -> Result<()> {
 }
 
 fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
-    let (mut master, mut slave) = (-1, -1);
-    let null = std::ptr::null_mut();
-    // SAFETY: the two numbers are written, the other arguments may be null.
-    let result =
-        unsafe { libc::openpty(&raw mut master, &raw mut slave, null, null.cast(), null.cast()) };
-    ensure!(result == 0, "No pseudo terminal: {}", io::Error::last_os_error());
-    // SAFETY: both were just made, and nobody else knows of them.
-    let [master, slave] = [master, slave].map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
-    let path = std::fs::read_link(format!("/proc/self/fd/{}", slave.as_raw_fd()))?;
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).context("No pseudo terminal")?;
+    grantpt(&master)?;
+    unlockpt(&master)?;
+    let path = PathBuf::from(ptsname(&master, Vec::new())?.into_string()?);
+    // While one is open, the terminal outlives the VMM's.
+    let _slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
     resize(&master, 100, 30)?;
     let mut visitor = Visitor::new(File::from(master.try_clone()?));
     let guest = with_shell("hvc0").argument("--console", "tty").terminal(&path).boot()?;

@@ -426,21 +426,22 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
 }
 
 fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
-    let net = Net::new(6)?;
-    let guest = net.builder("").boot()?;
+    loses_the_tap(&Net::new(6)?, "", "")
+}
+
+/// `look` comes before each look at the link.
+pub fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
+    let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
-    ping_host(&guest, &net)?;
+    ping_host(&guest, net)?;
     host(&format!("ip link del {}", net.tap))?;
-    guest.wait_until_run(
-        "the link is down",
-        IO_LIMIT,
-        "test $(cat /sys/class/net/eth0/carrier) = 0",
-    )?;
+    let is_down = format!("{look}test $(cat /sys/class/net/eth0/carrier) = 0");
+    guest.wait_until_run("the link is down", IO_LIMIT, &is_down)?;
     guest.no_kernel_complaints()?;
     // The next boot makes it anew.
     guest.reboot_from_inside()?;
     net.bring_up(&guest)?;
-    ping_host(&guest, &net)?;
+    ping_host(&guest, net)?;
     guest.power_off()
 }
 

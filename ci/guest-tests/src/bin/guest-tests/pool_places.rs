@@ -1,17 +1,15 @@
 //! A pool holds what it promises wherever it lies: on tmpfs, on file systems with DAX and without,
 //! on block devices, on devdax.
 
-use std::ffi::CString;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::ffi::OsStrExt;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::disk::{mount, need_private_mounts, unmount};
+use guest_tests::disk::{fill_up, mount, need_dax, need_private_mounts, unmount};
 use guest_tests::guest::program;
 use guest_tests::lent::Lent;
 use guest_tests::pool::pmvol;
@@ -230,7 +228,7 @@ fn on_ext4_it_is_thin_if_asked() -> Result<()> {
     ensure!(pool.occupied_bytes()? < 5 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
     // A full disk is an error of who stores something new, and of nobody else.
     let filler = disk.dir().join("filler");
-    fill(&filler)?;
+    fill_up(&filler)?;
     let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
     refused(&create, &["file system has", "make room"])?;
     fs::remove_file(&filler)?;
@@ -249,17 +247,10 @@ fn on_xfs_it_is_page_cache() -> Result<()> {
 }
 
 fn on_ext4_with_dax_it_is_dax_sync() -> Result<()> {
-    let mounts = fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
-    if !mounts
-        .lines()
-        .any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always"))
-    {
-        return skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)");
-    }
-    let dir = Path::new("/pm/places");
-    fs::create_dir_all(dir)?;
-    let result = serves_in_file(dir, &[], &dax_sync());
-    fs::remove_dir_all(dir)?;
+    let dir = need_dax()?.join("places");
+    fs::create_dir_all(&dir)?;
+    let result = serves_in_file(&dir, &[], &dax_sync());
+    fs::remove_dir_all(&dir)?;
     result.map(drop)
 }
 
@@ -316,28 +307,8 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     pmvol(&["repair", &pool.name()]).map(drop)
 }
 
-fn fill(path: &Path) -> Result<()> {
-    let mut filler = File::create(path)?;
-    // Large steps first, then whatever is left.
-    for step in [1 << 20, 4096] {
-        loop {
-            match filler.write_all(&vec![0xff; step]) {
-                Ok(()) => {}
-                Err(error) if error.kind() == ErrorKind::StorageFull => break,
-                Err(error) => return Err(error).context("Cannot fill the disk up"),
-            }
-        }
-    }
-    Ok(filler.sync_all()?)
-}
-
 fn free_bytes(dir: &Path) -> Result<u64> {
-    let path = CString::new(dir.as_os_str().as_bytes())?;
-    // SAFETY: statvfs is plain numbers, for which zero is valid.
-    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: a C string, and a struct that the kernel fills; both outlive the call.
-    let result = unsafe { libc::statvfs(path.as_ptr(), &raw mut stat) };
-    ensure!(result == 0, "statvfs: {}", std::io::Error::last_os_error());
+    let stat = rustix::fs::statvfs(dir)?;
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
@@ -354,12 +325,6 @@ fn leave_free(dir: &Path, bytes: u64) -> Result<()> {
     }
     ensure!(free_bytes(dir)? >= bytes, "Too much was filled");
     Ok(())
-}
-
-fn content(path: &Path) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    File::open(path)?.read_to_end(&mut bytes)?;
-    Ok(bytes)
 }
 
 fn names(dir: &Path) -> Result<Vec<String>> {
@@ -379,7 +344,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
     let name = &pool.name();
     pmvol(&["create", name, "--size", "8M"])?;
     pmvol(&["volume", "create", name, "v", "--size", "2M", "--format", "raw"])?;
-    let before = content(pool.path())?;
+    let before = fs::read(pool.path())?;
     leave_free(disk.dir(), 24 * MIB)?;
     let (free, files) = (free_bytes(disk.dir())?, names(disk.dir())?);
     let other = disk.dir().join("other").display().to_string();
@@ -405,7 +370,7 @@ fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<
         ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
         // Sequence numbers and checksums of the superblocks may differ; what is behind them may
         // not.
-        let after = content(pool.path())?;
+        let after = fs::read(pool.path())?;
         let differ = before.len() != after.len()
             || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
         ensure!(

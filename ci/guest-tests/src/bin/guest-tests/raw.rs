@@ -2,13 +2,12 @@
 //! would be misled.
 
 use anyhow::{Result, ensure};
-use guest_tests::disk::HeldWriteback;
 use guest_tests::guest::GuestBuilder;
 use guest_tests::{Disk, Guest, Kernel, Pool};
 
 use crate::blocks;
-use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_kill};
-use crate::volume_flush::flushes;
+use crate::volume::{IO_LIMIT, guest_with};
+use crate::volume_flush::{files_survive_a_power_cut, flushes};
 
 guest_tests::tests![
     raw_holds_with_two_cpus: 300 => holds(Kernel::V6_12),
@@ -31,6 +30,7 @@ pub fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
     guest_with(pool, &format!("{RAW},{options}")).cpus(2)
 }
 
+/// A pool on a disk whose image has room for `room_mib`.
 pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let disk = Disk::create(384, room_mib)?;
     let pool = Pool::create_in(disk.dir(), "256M")?;
@@ -59,25 +59,8 @@ fn holds(kernel: Kernel) -> Result<()> {
 }
 
 fn raw_files_survive_a_power_cut() -> Result<()> {
-    let _held = HeldWriteback::hold()?;
     let (disk, pool) = pool_on_disk(1024)?;
-    let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
-    wait_for_bytes(&guest)?;
-    guest.run_within(
-        IO_LIMIT,
-        "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0",
-    )?;
-    let mount = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0 /mnt/data";
-    guest.run(mount)?;
-    let acknowledged = write_files_and_kill(guest, 15)?;
-    let pool = Pool::at(&disk.after_power_loss()?);
-    pool.check()?;
-    let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
-    wait_for_bytes(&guest)?;
-    guest.run(mount)?;
-    check_acknowledged(&guest, &acknowledged)?;
-    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0")?;
-    guest.no_kernel_complaints()
+    files_survive_a_power_cut(&disk, &pool, &format!("{RAW},interface=virtio-pmem"), "/dev/pmem0")
 }
 
 fn raw_flush_failures_are_errors() -> Result<()> {

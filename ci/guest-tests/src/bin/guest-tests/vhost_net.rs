@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::hotplug;
 use crate::net::{
     Done, IO_LIMIT, Net, TRANSFER_BYTES, builder, from_guest, from_guest_by_two_queues, host,
-    loses_the_bus, ping_host, rebind_driver, taken, to_guest, to_guest_until,
+    loses_the_bus, loses_the_tap, ping_host, rebind_driver, taken, to_guest, to_guest_until,
 };
 use crate::zones::{MIB, wait_until_plugged};
 
@@ -228,19 +228,8 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
 
 fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
     let net = network(35)?;
-    let guest = net.builder(",vhost=on").boot()?;
-    net.bring_up(&guest)?;
-    ping_host(&guest, &net)?;
-    host(&format!("ip link del {}", net.tap))?;
     // It is seen when something is sent.
-    let look = format!("ping -c 1 -W 1 {}; test $(cat /sys/class/net/eth0/carrier) = 0", net.host);
-    guest.wait_until_run("the link is down", IO_LIMIT, &look)?;
-    guest.no_kernel_complaints()?;
-    // The next boot makes it anew.
-    guest.reboot_from_inside()?;
-    net.bring_up(&guest)?;
-    ping_host(&guest, &net)?;
-    guest.power_off()
+    loses_the_tap(&net, ",vhost=on", &format!("ping -c 1 -W 1 {}; ", net.host))
 }
 
 fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {

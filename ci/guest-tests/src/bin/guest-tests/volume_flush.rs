@@ -1,16 +1,14 @@
 //! What a guest was told is flushed is durable to the degree that the pool's backing allows.
 
-use std::path::Path;
-
-use anyhow::{Context, Result, bail, ensure};
-use guest_tests::disk::{HeldWriteback, LoopDevice, Room};
+use anyhow::{Result, bail, ensure};
+use guest_tests::disk::{HeldWriteback, LoopDevice, Room, need_dax};
 use guest_tests::pool::pmvol;
-use guest_tests::{Disk, Guest, Kernel, Pool, skip};
+use guest_tests::{Disk, Guest, Kernel, Pool};
 use serde_json::Value;
 
+use crate::raw;
 use crate::volume::{
-    IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk, with_volume,
-    write_files_and_kill,
+    IO_LIMIT, check_acknowledged, guest_with, wait_for_disk, with_volume, write_files_and_kill,
 };
 
 guest_tests::tests![
@@ -41,31 +39,38 @@ pub fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
         .map(drop)
 }
 
-/// A pool on a disk whose image has room for `room_mib`.
 pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
-    let disk = Disk::create(384, room_mib)?;
-    let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
-    let durability = pool.durability()?;
-    ensure!(durability == "page-cache", "A pool on a disk is {durability}");
-    Ok((disk, pool))
+    let (disk, pool) = raw::pool_on_disk(room_mib)?;
+    Ok((disk, with_volume(pool)?))
+}
+
+fn acknowledged_files_survive_a_power_cut() -> Result<()> {
+    let (disk, pool) = pool_on_disk(1024)?;
+    files_survive_a_power_cut(&disk, &pool, "interface=nvdimm", "/dev/pmem0s")
 }
 
 /// The power of the host, not only the VMM: what the disk has at that moment is all there is.
-fn acknowledged_files_survive_a_power_cut() -> Result<()> {
+pub fn files_survive_a_power_cut(
+    disk: &Disk,
+    pool: &Pool,
+    options: &str,
+    device: &str,
+) -> Result<()> {
     let _held = HeldWriteback::hold()?;
-    let (disk, pool) = pool_on_disk(1024)?;
-    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
-    wait_for_disk(&guest)?;
-    make_file_system(&guest)?;
-    guest.run(MOUNT)?;
+    let there = format!("test -b {device}");
+    let mount = format!("mkdir -p /mnt/data && mount -t ext4 {device} /mnt/data");
+    let guest = guest_with(pool, options).cpus(2).boot()?;
+    guest.wait_until_run("the volume is there", IO_LIMIT, &there)?;
+    let make = "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard";
+    guest.run_within(IO_LIMIT, &format!("{make} {device} && {mount}"))?;
     let acknowledged = write_files_and_kill(guest, 15)?;
     let pool = Pool::at(&disk.after_power_loss()?);
     pool.check()?;
-    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
-    wait_for_disk(&guest)?;
-    guest.run(MOUNT)?;
+    let guest = guest_with(&pool, options).boot()?;
+    guest.wait_until_run("the volume is there", IO_LIMIT, &there)?;
+    guest.run(&mount)?;
     check_acknowledged(&guest, &acknowledged)?;
-    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
+    guest.run_within(IO_LIMIT, &format!("umount /mnt/data && e2fsck -fn {device}"))?;
     guest.no_kernel_complaints()
 }
 
@@ -180,15 +185,7 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
 }
 
 fn persistent_memory_has_no_flush_hints() -> Result<()> {
-    let dir = Path::new("/pm");
-    let mounts = std::fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
-    if !mounts
-        .lines()
-        .any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always"))
-    {
-        return skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)");
-    }
-    let pool = with_volume(Pool::create_in(dir, "256M")?)?;
+    let pool = with_volume(Pool::create_in(need_dax()?, "256M")?)?;
     ensure!(pool.durability()? == "dax-sync", "A pool on DAX is {}", pool.durability()?);
     let result = writes_synchronously_without_flushes(&pool);
     std::fs::remove_file(pool.path())?;
