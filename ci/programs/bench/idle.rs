@@ -9,11 +9,10 @@
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
-use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use balloon::controller::{Controller, Event, Rules};
 use balloon::policy::Policy;
 use balloon::proto::{
@@ -39,74 +38,54 @@ pub struct Woken {
     pub decide_s: f64,
 }
 
-/// The idle thread, and one that wakes it while somebody wants to know.
+/// The idle thread. Another one wakes it while somebody wants to know.
 pub struct IdleThread {
-    shared: Arc<Shared>,
-    waker: JoinHandle<Result<()>>,
-}
-
-#[derive(Default)]
-struct Shared {
-    is_wanted: AtomicBool,
-    is_over: AtomicBool,
-    times: Mutex<Vec<Woken>>,
+    started: Instant,
+    tell: PipeWriter,
+    answered: Receiver<Answer>,
+    /// All times that it was woken.
+    pub times: Vec<Woken>,
 }
 
 impl IdleThread {
-    /// Starts both. Until [`IdleThread::during`] nobody is woken.
     pub fn start() -> Result<Self> {
-        let shared = Arc::new(Shared::default());
         let (told, tell) = io::pipe().context("No pipe")?;
         let (answers, answered) = mpsc::sync_channel(1);
         let started = Instant::now();
         thread::spawn(move || answers.send(idle(told, started, &answers)));
-        let waker = thread::spawn({
-            let shared = Arc::clone(&shared);
-            move || wake(tell, started, &answered, &shared)
-        });
-        Ok(Self { shared, waker })
+        Ok(Self { started, tell, answered, times: Vec::new() })
     }
 
     /// Wakes it again and again while `work` is done.
-    pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.shared.is_wanted.store(true, Ordering::Relaxed);
-        let result = work();
-        self.shared.is_wanted.store(false, Ordering::Relaxed);
-        result
+    pub fn during<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let waker = scope.spawn(|| {
+                loop {
+                    thread::sleep(INTERVAL);
+                    if is_over.load(Ordering::Relaxed) {
+                        return Ok(());
+                    }
+                    self.wake()?;
+                }
+            });
+            let result = work();
+            is_over.store(true, Ordering::Relaxed);
+            waker.join().expect("it does not panic").and(result)
+        })
     }
 
-    /// All times that it was woken.
-    pub fn finish(self) -> Result<Vec<Woken>> {
-        self.shared.is_over.store(true, Ordering::Relaxed);
-        self.waker
-            .join()
-            .map_err(|_| anyhow!("The thread that wakes the idle one has panicked"))??;
-        Ok(std::mem::take(&mut *self.shared.times.lock().expect("nobody panics with it")))
+    /// It is told the next time once it has answered the last one: it is idle then.
+    fn wake(&mut self) -> Result<()> {
+        let now_ns = u64::try_from(self.started.elapsed().as_nanos())?;
+        self.tell.write_all(&now_ns.to_ne_bytes())?;
+        self.times.extend(self.answered.recv().context("The idle thread is gone")??);
+        Ok(())
     }
 }
 
 /// A time, or why there are no more.
 type Answer = Result<Option<Woken>>;
-
-/// It is told the next time once it has answered the last one: it is idle then.
-fn wake(
-    mut tell: PipeWriter,
-    started: Instant,
-    answered: &Receiver<Answer>,
-    shared: &Shared,
-) -> Result<()> {
-    while !shared.is_over.load(Ordering::Relaxed) {
-        thread::sleep(INTERVAL);
-        if !shared.is_wanted.load(Ordering::Relaxed) {
-            continue;
-        }
-        let now_ns = u64::try_from(started.elapsed().as_nanos())?;
-        tell.write_all(&now_ns.to_ne_bytes())?;
-        let answer = answered.recv().context("The idle thread is gone")??;
-        shared.times.lock().expect("nobody panics with it").extend(answer);
-    }
-    Ok(())
-}
 
 /// Until the other end of the pipe is closed.
 fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
@@ -216,26 +195,20 @@ fn line(message: &RawAgentMessage) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use guest_tests::wait_until;
-
     use super::*;
 
     #[test]
     fn a_thread_says_how_long_it_took_to_wake_and_to_decide() {
-        let thread = IdleThread::start().unwrap();
-        let count = || thread.shared.times.lock().unwrap().len();
-        thread
-            .during(|| {
-                wait_until("it was woken three times", Duration::from_secs(60), || Ok(count() >= 3))
-            })
-            .unwrap();
-        let times = thread.finish().unwrap();
+        let mut thread = IdleThread::start().unwrap();
+        while thread.times.len() < 3 {
+            let work = || {
+                thread::sleep(2 * INTERVAL);
+                Ok(())
+            };
+            thread.during(work).unwrap();
+        }
+        let times = thread.times;
         assert!(times.iter().all(|time| time.wake_s > 0.0 && time.decide_s > 0.0), "{times:?}");
-    }
-
-    #[test]
-    fn a_thread_that_nobody_asks_is_not_woken() {
-        assert_eq!(IdleThread::start().unwrap().finish().unwrap(), []);
     }
 
     #[test]

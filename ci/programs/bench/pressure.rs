@@ -74,7 +74,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
     let _base = guest.hog(BASE_MIB)?;
-    let idle = IdleThread::start()?;
+    let mut idle = IdleThread::start()?;
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
     let mut enough = 0;
     while bursts.len() < BURSTS {
@@ -110,7 +110,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
             metrics.quantile("foreshore_pressure_report_to_plan_seconds", share)?,
         );
     }
-    add_idle(samples, &idle.finish()?)
+    add_idle(samples, &idle.times)
 }
 
 /// What an idle thread took in the same moments: that much of a report's way to a plan is the

@@ -14,7 +14,7 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::plot::Event;
 use crate::prometheus::{Prometheus, Range};
@@ -51,11 +51,9 @@ fn timeline() -> Result<()> {
     let dir = Path::new(dir);
     write(&dir.join("timeline.csv"), &table.to_csv())?;
     write(&dir.join("timeline.gnuplot"), &plot::script(&range, &events))?;
-    for claim in table.claims().into_iter().filter(|_| is_judged) {
-        if !claim.holds {
-            bail!("{}", claim.what);
-        }
-        println!("  ok: {}", claim.what);
+    for (holds, what) in table.claims().into_iter().filter(|_| is_judged) {
+        ensure!(holds, "{what}");
+        println!("  ok: {what}");
     }
     Ok(())
 }
