@@ -2,17 +2,16 @@
 //! harness itself works.
 
 use std::io::{BufRead, BufReader, Write};
+use std::ops::Deref;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
-use guest_tools::wait::wait_for;
+use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use crate::guest::console;
-use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Output, Script, VmmProcess, program};
+use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Machine, VmmProcess, program};
 use crate::runner::this_tests_dir;
 
 /// Address of the first QEMU guest that runs at a time. Ours have 3 by a socket of their own; these
@@ -38,10 +37,8 @@ pub struct QemuBuilder {
 
 #[derive(Debug)]
 pub struct QemuGuest {
-    process: VmmProcess,
-    endpoint: Endpoint,
+    machine: Machine,
     qmp: PathBuf,
-    console: PathBuf,
 }
 
 impl Default for QemuBuilder {
@@ -113,7 +110,7 @@ impl QemuBuilder {
 
     pub fn boot(&self) -> Result<QemuGuest> {
         let guest = self.start()?;
-        guest.wait_for_shell()?;
+        guest.wait_for_shell(BOOT_LIMIT)?;
         Ok(guest)
     }
 
@@ -123,8 +120,10 @@ impl QemuBuilder {
         let (qmp, console) = (self.file("qmp"), self.console());
         let mut command = Command::new(program("qemu-system-x86_64"));
         command.args(self.arguments(&qmp, &console));
-        let process = VmmProcess::start(&mut command, &self.file("log"))?;
-        Ok(QemuGuest { process, endpoint: Endpoint::Vhost { cid: self.cid() }, qmp, console })
+        let log = self.file("log");
+        let process = VmmProcess::start(&mut command, &log)?;
+        let endpoint = Endpoint::Vhost { cid: self.cid() };
+        Ok(QemuGuest { machine: Machine { process, endpoint, console, log }, qmp })
     }
 
     /// What its guest writes to the serial console comes here.
@@ -205,46 +204,15 @@ impl QemuBuilder {
     }
 }
 
+impl Deref for QemuGuest {
+    type Target = Machine;
+
+    fn deref(&self) -> &Machine {
+        &self.machine
+    }
+}
+
 impl QemuGuest {
-    pub fn wait_for_shell(&self) -> Result<()> {
-        let answer = wait_for("the guest under QEMU serves commands", BOOT_LIMIT, || {
-            self.process.still_running()?;
-            Ok(Script::start(&self.endpoint, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
-        })?;
-        ensure!(answer.stdout == "up\n", "The guest's shell answers {answer:?}");
-        Ok(())
-    }
-
-    pub fn run(&self, command: &str) -> Result<String> {
-        let output = self.try_run(command)?;
-        ensure!(
-            output.code == 0,
-            "`{command}` ended with {}:\n{}{}",
-            output.code,
-            output.stdout,
-            output.stderr
-        );
-        Ok(output.stdout)
-    }
-
-    pub fn try_run(&self, command: &str) -> Result<Output> {
-        self.start_script(RUN_LIMIT, command)?
-            .finish()
-            .with_context(|| format!("While it ran `{command}`"))
-    }
-
-    pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
-        Script::start(&self.endpoint, silence_limit, command)
-    }
-
-    pub fn process(&self) -> &VmmProcess {
-        &self.process
-    }
-
-    pub fn console_log(&self) -> Result<String> {
-        console::read(&self.console)
-    }
-
     /// Asks the virtio-mem device for a size.
     pub fn request_hotplug_bytes(&self, bytes: u64) -> Result<()> {
         let arguments = json!({ "path": "vm0", "property": "requested-size", "value": bytes });

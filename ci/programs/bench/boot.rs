@@ -8,13 +8,12 @@ use anyhow::{Result, ensure};
 use crate::samples::{Row, Samples};
 use crate::usage::{beside_guest, wait_for_rest};
 use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
-use guest_tests::host_memory;
+use guest_tests::{BOOT_LIMIT, host_memory};
 
 /// What guest/image/init says before anything else.
 const INIT_LINE: &str = "foreshore-guest: init";
 /// How exact a time is.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
-const BOOT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Boots a guest without anything that could be left out.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
@@ -23,7 +22,7 @@ pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     let vm = vmm.start(&Extras::default())?;
     let booted = wait_for_init(&vm, started)?;
     samples.add(Row::Boot, vmm.name(), booted.as_secs_f64());
-    vm.wait_for_shell()?;
+    vm.wait_for_shell(BOOT_LIMIT)?;
     wait_for_rest(vm.pid())?;
     let memory = beside_guest(vm.pid(), BOOT_MIB * MIB)?;
     samples.add(Row::VmmMemory, vmm.name(), memory.pss as f64 / MIB as f64);

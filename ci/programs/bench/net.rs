@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Result;
-use guest_tests::{host_memory, wait_for, wait_until};
+use guest_tests::{BOOT_LIMIT, host_memory, wait_for, wait_until};
 use guest_tools::timed_net;
 
 use crate::host;
@@ -85,7 +85,7 @@ fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
 fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>, vhost: bool) -> Result<Vm> {
     let net = Net { tap: TAPS[usize::from(nth)].to_owned(), host, nth, vhost };
     let vm = vmm.start(&Extras { net: Some(net), ..Extras::default() })?;
-    vm.wait_for_shell()?;
+    vm.wait_for_shell(BOOT_LIMIT)?;
     Ok(vm)
 }
 

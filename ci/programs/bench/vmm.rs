@@ -1,13 +1,14 @@
 //! The VMMs that are compared, with the same guest.
 
 use std::net::Ipv4Addr;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use guest_tests::guest::{GuestBuilder, program};
+use guest_tests::guest::{BOOT_LIMIT, GuestBuilder, Machine, program};
 use guest_tests::qemu::{QemuBuilder, QemuGuest};
-use guest_tests::{Guest, Image, Kernel, Output, host_memory, wait_until};
+use guest_tests::{Guest, Image, Kernel, host_memory};
 use serde_json::json;
 
 use crate::forget;
@@ -115,7 +116,7 @@ impl Vmm {
     pub fn boot(&self, extras: &Extras) -> Result<Vm> {
         host_memory::even_out()?;
         let vm = self.start(extras)?;
-        vm.wait_for_shell()?;
+        vm.wait_for_shell(BOOT_LIMIT)?;
         Ok(vm)
     }
 
@@ -185,57 +186,25 @@ fn qemu(extras: &Extras) -> QemuBuilder {
     }
 }
 
+impl Deref for Vm {
+    type Target = Machine;
+
+    fn deref(&self) -> &Machine {
+        match self {
+            Self::Cli(guest) => guest,
+            Self::Qemu(guest) => guest,
+        }
+    }
+}
+
 impl Vm {
-    pub fn pid(&self) -> u32 {
-        match self {
-            Self::Cli(guest) => guest.pid(),
-            Self::Qemu(guest) => guest.process().pid(),
-        }
-    }
-
-    pub fn console_log(&self) -> Result<String> {
-        match self {
-            Self::Cli(guest) => guest.console_log(),
-            Self::Qemu(guest) => guest.console_log(),
-        }
-    }
-
-    pub fn still_running(&self) -> Result<()> {
-        match self {
-            Self::Cli(guest) => guest.still_running(),
-            Self::Qemu(guest) => guest.process().still_running(),
-        }
-    }
-
-    pub fn wait_for_shell(&self) -> Result<()> {
-        match self {
-            Self::Cli(guest) => guest.wait_for_shell(guest_tests::guest::BOOT_LIMIT),
-            Self::Qemu(guest) => guest.wait_for_shell(),
-        }
-    }
-
-    pub fn run(&self, command: &str) -> Result<String> {
-        match self {
-            Self::Cli(guest) => guest.run(command),
-            Self::Qemu(guest) => guest.run(command),
-        }
-    }
-
     pub fn number(&self, command: &str) -> Result<f64> {
         let said = self.run(command)?;
         said.trim().parse().with_context(|| format!("`{command}` says {said:?}"))
     }
 
     pub fn wait_for_path(&self, path: &str) -> Result<()> {
-        let exists = format!("test -e {path}");
-        wait_until(&format!("{path} is there"), PATH_LIMIT, || Ok(self.try_run(&exists)?.code == 0))
-    }
-
-    pub fn try_run(&self, command: &str) -> Result<Output> {
-        match self {
-            Self::Cli(guest) => guest.try_run(Duration::from_secs(60), command),
-            Self::Qemu(guest) => guest.try_run(command),
-        }
+        self.wait_until_run(&format!("{path} is there"), PATH_LIMIT, &format!("test -e {path}"))
     }
 
     pub fn request_bytes(&self, bytes: u64) -> Result<()> {

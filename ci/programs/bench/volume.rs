@@ -82,8 +82,7 @@ fn time(
     let Effort { transfers, repeats } = effort;
     let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
     // One of the two is there.
-    let found =
-        || vm.try_run("ls /dev/vda /dev/pmem0s 2>/dev/null || true").map(|output| output.stdout);
+    let found = || vm.run("ls /dev/vda /dev/pmem0s 2>/dev/null || true");
     wait_until("the disk is there", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
     let device = found()?.trim().to_owned();
     let time_us = |what| {

@@ -13,7 +13,9 @@ use std::time::Duration;
 use anyhow::{Context, Error, Result, ensure};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, process, program, unpacked};
+use super::{
+    BOOT_LIMIT, Endpoint, Guest, Machine, Paths, VmmProcess, console, process, program, unpacked,
+};
 use crate::lie;
 use crate::runner::this_tests_dir;
 
@@ -292,12 +294,15 @@ impl GuestBuilder {
         }
         let process = VmmProcess::start(&mut command, &paths.vmm_log())?;
         let metrics_address = metrics.split(',').next().unwrap_or_default().to_owned();
-        Ok(Guest { process, paths, metrics_address })
+        let endpoint = Endpoint::Socket(paths.vsock());
+        let (console, log) = (paths.console(), paths.vmm_log());
+        let machine = Machine { process, endpoint, console, log };
+        Ok(Guest { machine, paths, metrics_address })
     }
 
     pub fn expect_refusal(&self) -> Result<Refusal> {
         let guest = self.start()?;
-        let log = guest.paths.vmm_log();
+        let log = guest.log.clone();
         let status = guest
             .wait_for_exit(REFUSAL_LIMIT)
             .context("The VMM did not refuse its command line")?;
