@@ -2,9 +2,9 @@
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use serde_json::{Value, json};
 
 #[derive(Clone, Debug)]
@@ -75,15 +75,3 @@ pub type UntilUp<'a> = &'a dyn Fn() -> Result<()>;
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How often something is looked at.
 pub const LOOK: Duration = Duration::from_millis(20);
-
-/// Looks until it is so.
-pub fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
-    let start = Instant::now();
-    while !is_so()? {
-        if start.elapsed() > PATIENCE {
-            bail!("It is not so within {} s: {what}", PATIENCE.as_secs());
-        }
-        std::thread::sleep(LOOK);
-    }
-    Ok(())
-}

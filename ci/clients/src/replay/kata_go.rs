@@ -2,9 +2,10 @@
 //! made of the description.
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::wait_until;
 use serde_json::{Value, json};
 
-use crate::vm::{Nic, UntilUp, Vm, wait_for};
+use crate::vm::{Nic, PATIENCE, UntilUp, Vm};
 use crate::wire::{Connection, Style};
 
 const STYLE: Style = Style {
@@ -94,8 +95,9 @@ pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let boot_bytes = kata.info()?["config"]["memory"]["size"].as_u64().context("No size")?;
     let wanted = boot_bytes + (128 << 20);
     kata.put("vm.resize", &json!({"desired_ram": wanted}).to_string())?;
-    let has_come =
-        wait_for("the guest has more memory", || Ok(kata.info()?["memory_actual_size"] == wanted));
+    let has_come = wait_until("the guest has more memory", PATIENCE, || {
+        Ok(kata.info()?["memory_actual_size"] == wanted)
+    });
     has_come.with_context(|| format!("{wanted} bytes: {:?}", kata.info()))?;
     // What it takes for the size that there is now, when the next container comes.
     ensure!(kata.info()?["config"]["memory"]["size"] == wanted, "{:?}", kata.info());
