@@ -21,6 +21,7 @@ pub mod btt_media;
 pub mod disk;
 pub mod guest;
 pub mod holdings;
+pub mod host;
 pub mod host_memory;
 pub mod http;
 pub mod lent;

@@ -20,9 +20,9 @@ mod vmm;
 mod volume;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
 use samples::Samples;
 use vmm::Vmm;
@@ -150,12 +150,6 @@ fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> R
         }
     }
     eprintln!("bench:   {} goes without: it has failed {TRIES} times", vmm.name());
-}
-
-/// Runs a command of the host.
-fn host(command: &str) -> Result<()> {
-    ensure!(Command::new("sh").args(["-c", command]).status()?.success(), "`{command}` has failed");
-    Ok(())
 }
 
 /// A file of this run that must not be there before its VMM makes it.

@@ -3,14 +3,13 @@
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Result;
+use guest_tests::host::{self, Bridge, load_modules};
 use guest_tests::{BOOT_LIMIT, host_memory, wait_for, wait_until};
 use guest_tools::timed_net;
 
-use crate::host;
 use crate::samples::{Row, Samples, Unit};
 use crate::vmm::{Extras, MIB, Net, Vm, Vmm};
 
@@ -26,10 +25,7 @@ const BRIDGE: &str = "benchbr";
 
 /// Each row is the median of some runs of one guest, or of one pair of guests.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
-    for module in ["tun", "bridge", "vhost_net"] {
-        // It may be built in.
-        let _ = Command::new("modprobe").arg(module).status();
-    }
+    load_modules(&["tun", "bridge", "vhost_net"]);
     with_host(vmm, samples, [Row::NetToGuest, Row::NetFromGuest, Row::NetRoundTrip], false)?;
     if vmm.has_vhost_net() && Path::new("/dev/vhost-net").exists() {
         with_host(
@@ -47,7 +43,7 @@ fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> R
     host_memory::even_out()?;
     let vm = start(vmm, 0, Some(HOST), vhost)?;
     // The VMMs set it up, but for QEMU, which leaves that to scripts.
-    host(&format!("ifconfig {} {HOST} netmask 255.255.255.0 up", TAPS[0]))?;
+    host::run(&format!("ifconfig {} {HOST} netmask 255.255.255.0 up", TAPS[0]))?;
     bring_up(&vm, ADDRESSES[0])?;
     serve(&vm)?;
     let server = SocketAddrV4::new(ADDRESSES[0], PORT);
@@ -62,10 +58,10 @@ fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> R
 /// From one guest to another of the same VMM and back, by the sender's clock.
 fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
-    let _bridge = Bridge::make()?;
+    let _bridge = Bridge::create(BRIDGE)?;
     let [from, to] = [start(vmm, 0, None, false)?, start(vmm, 1, None, false)?];
     for tap in TAPS {
-        host(&format!("ip link set {tap} up && brctl addif {BRIDGE} {tap}"))?;
+        host::run(&format!("ip link set {tap} up && brctl addif {BRIDGE} {tap}"))?;
     }
     bring_up(&from, ADDRESSES[0])?;
     bring_up(&to, ADDRESSES[1])?;
@@ -113,22 +109,4 @@ fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
     drop(vms);
     let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();
     wait_until("the taps are gone", LIMIT, || Ok(!TAPS.iter().any(&is_there)))
-}
-
-/// Goes however the measurement ends.
-struct Bridge;
-
-impl Bridge {
-    fn make() -> Result<Self> {
-        host(&format!("brctl addbr {BRIDGE}"))?;
-        let made = Self;
-        host(&format!("ip link set {BRIDGE} up"))?;
-        Ok(made)
-    }
-}
-
-impl Drop for Bridge {
-    fn drop(&mut self) {
-        let _ = host(&format!("ip link set {BRIDGE} down; brctl delbr {BRIDGE}"));
-    }
 }

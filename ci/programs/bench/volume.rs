@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use guest_tests::host;
 use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::wait_until;
@@ -12,9 +13,9 @@ use pmem_volume::btt::{Layout, SECTOR_BYTES};
 use pmem_volume::media::MemoryMedia;
 use uuid::Uuid;
 
+use crate::forget;
 use crate::samples::{Row, Samples};
 use crate::vmm::{Disk, Extras, MIB, Vmm};
-use crate::{forget, host};
 
 /// Size of the volumes here.
 pub const VOLUME_BYTES: u64 = 128 * MIB;
@@ -133,6 +134,6 @@ fn disk_dir() -> Result<PathBuf> {
     let image = this_tests_dir().join("disk");
     File::create(&image)?.set_len(4 * VOLUME_BYTES)?;
     let image = image.display().to_string();
-    host(&format!("mkfs.ext4 -q -F {image} && mount -o loop {image} {}", dir.display()))?;
+    host::run(&format!("mkfs.ext4 -q -F {image} && mount -o loop {image} {}", dir.display()))?;
     Ok(dir)
 }

@@ -5,14 +5,14 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::host::{self, Bridge, load_modules};
 use guest_tests::http::{self, Response};
 use guest_tests::runner::skip;
 use guest_tests::{BOOT_LIMIT, Guest, Kernel, tap};
@@ -41,10 +41,10 @@ pub const IO_LIMIT: Duration = Duration::from_secs(120);
 pub const TRANSFER_BYTES: usize = 8 << 20;
 /// The longest frame of an MTU of 1500, without what virtio puts before it.
 const FRAME_BYTES: f64 = 1514.0;
-/// What `yes` makes a stream of.
 /// Upper limit of a transfer whose length depends on the speed of the host. The guest keeps the
 /// bytes in /tmp, which is in its memory of 384 MiB.
 const MOST_BYTES_UNTIL_DONE: usize = 64 << 20;
+/// What `yes` makes a stream of.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
 /// The other end of a guest.
@@ -56,8 +56,8 @@ pub struct Net {
 
 impl Net {
     pub fn set_up_host(&self) -> Result<()> {
-        let Self { tap, host: address, .. } = self;
-        host(&format!("ip addr add {address}/24 dev {tap} && ip link set {tap} up"))
+        let Self { tap, host, .. } = self;
+        host::run(&format!("ip addr add {host}/24 dev {tap} && ip link set {tap} up"))
     }
 
     pub fn set_up_guest(&self, guest: &Guest, interface: &str) -> Result<()> {
@@ -99,10 +99,7 @@ impl Net {
 }
 
 pub fn need_tun() -> Result<()> {
-    for module in ["tun", "bridge"] {
-        // It may be built in.
-        let _ = Command::new("modprobe").arg(module).status();
-    }
+    load_modules(&["tun", "bridge"]);
     if Path::new("/dev/net/tun").exists() { Ok(()) } else { skip("no /dev/net/tun here") }
 }
 
@@ -364,27 +361,9 @@ fn several_queues_are_used_and_put_aside() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
-pub fn host(command: &str) -> Result<()> {
-    let status = Command::new("sh").args(["-c", command]).status()?;
-    if !status.success() {
-        bail!("{command:?} ended with {status}");
-    }
-    Ok(())
-}
-
-struct Bridge(&'static str);
-
-impl Drop for Bridge {
-    fn drop(&mut self) {
-        let _ = host(&format!("ip link set {0} down; brctl delbr {0}", self.0));
-    }
-}
-
 fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
     need_tun()?;
-    host("brctl addbr fsbr5")?;
-    let _bridge = Bridge("fsbr5");
-    host("ip link set fsbr5 up")?;
+    let _bridge = Bridge::create("fsbr5")?;
     let boot = |name: &str, tap: &str, mac: &str, kernel| {
         let option = format!("tap={tap},mac={mac}");
         Guest::builder()
@@ -398,7 +377,7 @@ fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
     let (address_a, address_b) = (Ipv4Addr::new(172, 30, 5, 10), Ipv4Addr::new(172, 30, 5, 11));
     let a = boot("a", "fsa5", "02:f5:00:00:05:0a", Kernel::V6_12)?;
     let b = boot("b", "fsb5", "02:f5:00:00:05:0b", Kernel::V6_1)?;
-    host("brctl addif fsbr5 fsa5 && brctl addif fsbr5 fsb5")?;
+    host::run("brctl addif fsbr5 fsa5 && brctl addif fsbr5 fsb5")?;
     bring_up(&a, address_a)?;
     bring_up(&b, address_b)?;
     let talk = || -> Result<()> {
@@ -434,7 +413,7 @@ pub fn loses_the_tap(net: &Net, more: &str, look: &str) -> Result<()> {
     let guest = net.builder(more).boot()?;
     net.bring_up(&guest)?;
     ping_host(&guest, net)?;
-    host(&format!("ip link del {}", net.tap))?;
+    host::run(&format!("ip link del {}", net.tap))?;
     let is_down = format!("{look}test $(cat /sys/class/net/eth0/carrier) = 0");
     guest.wait_until_run("the link is down", IO_LIMIT, &is_down)?;
     guest.no_kernel_complaints()?;
@@ -591,7 +570,7 @@ impl Sender {
     fn start(net: &Net) -> Result<Self> {
         let (socket, is_over) = (UdpSocket::bind((net.host, 0))?, Arc::new(AtomicBool::new(false)));
         // The guest's address is known without asking: one that is silent would not say it.
-        host(&format!("arp -i {} -s {} 02:f5:00:00:00:01", net.tap, net.guest))?;
+        host::run(&format!("arp -i {} -s {} 02:f5:00:00:00:01", net.tap, net.guest))?;
         let (guest, stops) = (net.guest, Arc::clone(&is_over));
         let thread = thread::spawn(move || {
             while !stops.load(Ordering::Relaxed) {

@@ -9,13 +9,14 @@ use std::thread;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::program;
+use guest_tests::host;
 use guest_tests::runner::{emulated, skip, this_tests_dir};
 use guest_tests::{Guest, Kernel};
 use serde_json::json;
 
 use crate::hotplug;
 use crate::net::{
-    Done, IO_LIMIT, Net, TRANSFER_BYTES, builder, from_guest, from_guest_by_two_queues, host,
+    Done, IO_LIMIT, Net, TRANSFER_BYTES, builder, from_guest, from_guest_by_two_queues,
     loses_the_bus, loses_the_tap, ping_host, rebind_driver, taken, to_guest, to_guest_until,
 };
 use crate::zones::{MIB, wait_until_plugged};
@@ -242,7 +243,7 @@ fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
     // For the VMM alone, in a mount namespace of its own: other tests run beside. No driver has
     // that number.
     let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));
-    host(&format!("mknod {} c 10 254", gone.display()))?;
+    host::run(&format!("mknod {} c 10 254", gone.display()))?;
     let hide = format!("mount --bind {} /dev/vhost-net", gone.display());
     let foreshore = program("foreshore");
     let body = format!(
