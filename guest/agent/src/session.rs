@@ -367,7 +367,7 @@ mod tests {
         let block = memory.join("memory32");
         std::fs::create_dir_all(block.join("node1")).expect("mkdir");
         std::fs::create_dir_all(&proc).expect("mkdir");
-        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/6.1-two-nodes");
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/6.12-two-nodes");
         for name in ["meminfo", "zoneinfo", "vmstat"] {
             std::fs::copy(data.join(name), proc.join(name)).expect("copy");
         }
