@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 use foreshore_proto::{Cause, PROTOCOL_VERSION, RawReport};
+use rustix::event::PollFlags;
 
 use crate::args::{Address, Online};
 use crate::blocks::{BlockReader, BlockWatch, STACK_BYTES, Signs};
@@ -239,9 +240,10 @@ impl Agent {
             if now_ms >= until_ms {
                 return false;
             }
-            let mut fds = [sys::pollfd(self.termination.as_ref().map(AsFd::as_fd), libc::POLLIN)];
+            let termination = self.termination.as_ref().map(AsFd::as_fd);
             let timeout_ms = until_ms.min(self.house_due_ms()).saturating_sub(now_ms);
-            if sys::poll(&mut fds, timeout_ms).is_ok() && fds[0].revents != 0 {
+            let events = sys::poll([(termination, PollFlags::IN)], timeout_ms);
+            if events.is_ok_and(|[termination]| !termination.is_empty()) {
                 return true;
             }
             // What is wrong with it is said when there is a report to make.

@@ -6,14 +6,14 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use foreshore_proto::{PROTOCOL_VERSION, RawHello};
 
-use crate::sys;
-
 /// Longer texts would be refused.
 const MAX_TEXT_CHARS: usize = 120;
 
 /// The first message of a connection.
 pub fn hello() -> RawHello {
-    let (release, version) = sys::kernel().unwrap_or_default();
+    let kernel = rustix::system::uname();
+    let (release, version) =
+        (kernel.release().to_string_lossy(), kernel.version().to_string_lossy());
     let is_line = |c: &char| c.is_ascii_graphic() || *c == ' ';
     RawHello {
         version: PROTOCOL_VERSION,
@@ -25,7 +25,7 @@ pub fn hello() -> RawHello {
             .collect(),
         kernel_version: version.chars().filter(is_line).take(MAX_TEXT_CHARS).collect(),
         preemption: preemption(&version, &Evidence::collect()).into(),
-        page_size_bytes: sys::page_size_bytes(),
+        page_size_bytes: rustix::param::page_size() as u64,
     }
 }
 
@@ -154,6 +154,7 @@ mod tests {
 
     #[test]
     fn our_own_hello_passes_verification() {
-        foreshore_proto::Hello::try_from(hello()).expect("verifies");
+        let hello = foreshore_proto::Hello::try_from(hello()).expect("verifies");
+        assert!(hello.kernel_release().contains('.') && !hello.kernel_version().is_empty());
     }
 }

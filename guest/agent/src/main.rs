@@ -1,6 +1,8 @@
 //! The guest's agent: reports memory pressure to the VMM over vsock. docs/agent.md says what it
 //! does and costs.
 
+#![deny(unsafe_code)]
+
 mod agent;
 mod args;
 mod blocks;
@@ -23,6 +25,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use foreshore_proto::{Cause, encode_report};
+use rustix::fs::Mode;
 
 use crate::agent::Agent;
 use crate::args::{Command, Online, Options};
@@ -43,7 +46,8 @@ const RUN: &str = "/run/foreshore-agent";
 const WRONG_COMMAND_LINE: u8 = 2;
 
 fn main() -> ExitCode {
-    sys::make_files_private();
+    // Other users have no access to files that the agent makes.
+    rustix::process::umask(Mode::RWXG | Mode::RWXO);
     let command = match args::parse(std::env::args().skip(1)) {
         Ok(command) => command,
         Err(error) => {

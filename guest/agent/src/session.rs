@@ -8,6 +8,7 @@ use foreshore_proto::{
     Cause, LineReader, Measure, NextLine, Pace, RawAgentMessage, Settings, VmmMessage,
     decode_vmm_message, encode_line, encode_report,
 };
+use rustix::event::PollFlags;
 use thiserror::Error;
 
 use crate::agent::Agent;
@@ -137,33 +138,32 @@ impl<'a> Session<'a> {
         } else {
             self.pace.report_due_ms().min(self.pace.look_due_ms())
         };
-        let events = libc::POLLIN | if pending { libc::POLLOUT } else { 0 };
+        let events = if pending { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         let termination = self.agent.termination.as_ref().map(AsFd::as_fd);
         let triggers =
             self.agent.triggers.as_ref().map_or([None; TRIGGERS], |triggers| triggers.fds());
-        let [some, full] = triggers.map(|fd| sys::pollfd(fd, libc::POLLPRI));
-        let mut fds = [
-            sys::pollfd(Some(self.socket.as_fd()), events),
-            sys::pollfd(termination, libc::POLLIN),
-            some,
-            full,
-        ];
-        sys::poll(&mut fds, due_ms.saturating_sub(sys::monotonic_ms()))?;
-        let [socket, termination, some, full] = fds.map(|fd| fd.revents);
-        if termination != 0 {
+        let [some, full] = triggers.map(|fd| (fd, PollFlags::PRI));
+        let fds = [(Some(self.socket.as_fd()), events), (termination, PollFlags::IN), some, full];
+        let [socket, termination, some, full] =
+            sys::poll(fds, due_ms.saturating_sub(sys::monotonic_ms()))?;
+        if !termination.is_empty() {
             return Err(SessionError::Terminated);
         }
         let triggers = self.agent.triggers.as_mut();
         let stalled =
             triggers.is_some_and(|triggers| triggers.fired([some, full], sys::monotonic_ms()));
-        let ended = libc::POLLIN | libc::POLLHUP | libc::POLLERR;
-        Ok(Ready { readable: socket & ended != 0, writable: socket & libc::POLLOUT != 0, stalled })
+        let readable = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
+        Ok(Ready {
+            readable: socket.intersects(readable),
+            writable: socket.contains(PollFlags::OUT),
+            stalled,
+        })
     }
 
     /// A cheap look at free memory, and a dearer one at what is available if that has fallen and
     /// counts.
     fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
-        let free_bytes = sys::free_bytes().unwrap_or(0);
+        let free_bytes = sys::free_bytes();
         if !self.pace.is_suspicious(free_bytes, now_ms) {
             self.pace.looked(now_ms);
             self.pace.saw_free(free_bytes);
@@ -199,7 +199,7 @@ impl<'a> Session<'a> {
 
     fn flush(&mut self) -> Result<(), SessionError> {
         while self.is_pending() {
-            match sys::send(self.socket.as_fd(), &self.out[self.sent..])? {
+            match sys::send(&self.socket, &self.out[self.sent..])? {
                 0 => break,
                 count => self.sent += count,
             }
@@ -210,7 +210,7 @@ impl<'a> Session<'a> {
     /// Takes what the VMM has sent. What it sends wrongly is said and passed over.
     fn receive(&mut self) -> Result<(), SessionError> {
         let mut buffer = [0; 2048];
-        let count = sys::receive(self.socket.as_fd(), &mut buffer)?.ok_or(SessionError::Closed)?;
+        let count = sys::receive(&self.socket, &mut buffer)?.ok_or(SessionError::Closed)?;
         let mut input = &buffer[..count];
         while let Some(next) = self.lines.next(&mut input) {
             let message = match next {
@@ -387,7 +387,7 @@ mod tests {
     fn memory_comes_online_also_while_the_vmm_reads_nothing() {
         let (_dir, mut agent, state) = offline_guest();
         let (ours, _vmm) = UnixStream::pair().expect("socketpair");
-        while sys::send(ours.as_fd(), &[b'x'; 4096]).expect("send") > 0 {}
+        while sys::send(&ours, &[b'x'; 4096]).expect("send") > 0 {}
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
         let turns = (0..1000)
             .take_while(|_| !is_online(&state))

@@ -1,92 +1,50 @@
 //! The system calls that std does not have.
 
-use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::mem;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::mm::MlockAllFlags;
+use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::time::ClockId;
 
 /// Turns the -1 of a system call into its error.
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Denies other users all access to files that this process creates.
-pub fn make_files_private() {
-    // SAFETY: takes a number, touches no memory and cannot fail (umask(2)).
-    unsafe { libc::umask(0o077) };
-}
-
 pub fn monotonic_ms() -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` is a timespec that outlives the call, which writes nothing else.
-    let result = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-    debug_assert_eq!(result, 0, "Linux always has this clock");
-    let (seconds, nanos) =
-        (u64::try_from(now.tv_sec).unwrap_or(0), u64::try_from(now.tv_nsec).unwrap_or(0));
-    seconds.saturating_mul(1000).saturating_add(nanos / 1_000_000)
+    let now = rustix::time::clock_gettime(ClockId::Monotonic);
+    // The clock counts from the boot.
+    now.tv_sec.cast_unsigned().saturating_mul(1000) + now.tv_nsec.cast_unsigned() / 1_000_000
 }
 
 /// Free memory, by the one system call that costs no text.
-pub fn free_bytes() -> Option<u64> {
-    // SAFETY: every field of sysinfo is a number, for which zero is a value.
-    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
-    // SAFETY: `info` is a sysinfo that outlives the call, which writes nothing else.
-    let result = unsafe { libc::sysinfo(&raw mut info) };
-    (result == 0).then(|| info.freeram.saturating_mul(u64::from(info.mem_unit)))
-}
-
-/// Release and version of the running kernel.
-pub fn kernel() -> io::Result<(String, String)> {
-    // SAFETY: every field of utsname is an array of characters, for which zero is a value.
-    let mut name: libc::utsname = unsafe { std::mem::zeroed() };
-    // SAFETY: `name` is a utsname that outlives the call, which writes nothing else.
-    check(unsafe { libc::uname(&raw mut name) })?;
-    let text = |field: &[libc::c_char]| {
-        let bytes: Vec<u8> = field.iter().map(|&c| c.to_ne_bytes()[0]).collect();
-        CStr::from_bytes_until_nul(&bytes)
-            .map(|text| text.to_string_lossy().into_owned())
-            .unwrap_or_default()
-    };
-    Ok((text(&name.release), text(&name.version)))
-}
-
-pub fn page_size_bytes() -> u64 {
-    // SAFETY: sysconf reads and writes no memory of ours.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    u64::try_from(size).unwrap_or(4096)
+pub fn free_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.freeram.saturating_mul(u64::from(info.mem_unit))
 }
 
 /// Locks all memory that the process has and will have, so that it can report under the pressure it
 /// reports.
 pub fn lock_memory() -> io::Result<()> {
-    // SAFETY: mlockall reads and writes no memory of ours.
-    check(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) }).map(drop)
+    Ok(rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE)?)
 }
 
 /// Runs before ordinary processes: what it does is short, and late reports are of no use.
 pub fn raise_priority() -> io::Result<()> {
-    // SAFETY: setpriority reads and writes no memory of ours.
-    check(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) }).map(drop)
+    Ok(rustix::process::setpriority_process(None, -10)?)
 }
 
 /// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait
 /// for the kernel.
+#[expect(unsafe_code, reason = "rustix has no timers and no signal handlers")]
 pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     extern "C" fn ignore(_: libc::c_int) {}
-    // SAFETY: plain data, for which zero is a valid value.
-    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    // Without SA_RESTART, so that the signal ends the call.
-    action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as libc::sighandler_t;
-    // SAFETY: both structures outlive the call; the handler does nothing.
-    check(unsafe { libc::sigaction(libc::SIGALRM, &raw const action, std::ptr::null_mut()) })?;
-    // SAFETY: as above.
-    let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
-    event.sigev_notify = libc::SIGEV_THREAD_ID;
-    event.sigev_signo = libc::SIGALRM;
-    // SAFETY: no arguments.
-    event.sigev_notify_thread_id = unsafe { libc::gettid() };
-    let mut timer: libc::timer_t = std::ptr::null_mut();
-    // SAFETY: both structures outlive the call.
-    check(unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) })?;
     let limit = libc::timespec {
         tv_sec: (limit_ms / 1000).cast_signed(),
         tv_nsec: (limit_ms % 1000 * 1_000_000).cast_signed(),
@@ -94,9 +52,21 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
     // The timer repeats, because a signal that arrives before the call begins does not end it.
     let again = libc::timespec { tv_sec: 1, tv_nsec: 0 };
     let times = libc::itimerspec { it_interval: again, it_value: limit };
-    // SAFETY: the timer was made above; `times` outlives the call.
-    let set =
-        check(unsafe { libc::timer_settime(timer, 0, &raw const times, std::ptr::null_mut()) });
+    let mut timer: libc::timer_t = ptr::null_mut();
+    // SAFETY: the structures are plain data, for which zero is a valid value, and outlive the
+    // calls. The handler does nothing.
+    let set = unsafe {
+        let mut action: libc::sigaction = mem::zeroed();
+        // Without SA_RESTART, so that the signal ends the call.
+        action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as libc::sighandler_t;
+        check(libc::sigaction(libc::SIGALRM, &raw const action, ptr::null_mut()))?;
+        let mut event: libc::sigevent = mem::zeroed();
+        event.sigev_notify = libc::SIGEV_THREAD_ID;
+        event.sigev_signo = libc::SIGALRM;
+        event.sigev_notify_thread_id = libc::gettid();
+        check(libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer))?;
+        check(libc::timer_settime(timer, 0, &raw const times, ptr::null_mut()))
+    };
     let result = set.and_then(|_| act());
     // SAFETY: the timer was made above and is not used any more.
     unsafe { libc::timer_delete(timer) };
@@ -105,44 +75,40 @@ pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::R
 
 /// A descriptor that becomes readable when the process is to end, which it does not do by itself
 /// from now on. Of threads started later; so it is called before any is.
+#[expect(unsafe_code, reason = "rustix has no masks of signals and no signalfd")]
 pub fn watch_termination() -> io::Result<OwnedFd> {
-    // SAFETY: sigset_t is plain data, and sigemptyset makes a set of it before anything else looks.
-    let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `set` outlives the calls, which write to nothing else.
+    // SAFETY: `set` outlives the calls, and sigemptyset makes a set of it before others read it.
+    // The kernel has just made the descriptor, and only the result has it.
     unsafe {
+        let mut set: libc::sigset_t = mem::zeroed();
         libc::sigemptyset(&raw mut set);
         libc::sigaddset(&raw mut set, libc::SIGTERM);
         libc::sigaddset(&raw mut set, libc::SIGINT);
-    }
-    // SAFETY: `set` outlives the call, which only reads it; a null pointer asks for no old mask.
-    check(unsafe { libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) })?;
-    // SAFETY: `set` outlives the call, which only reads it.
-    let fd = check(unsafe {
-        libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
-    })?;
-    // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Waits until one of `fds` is ready or `timeout_ms` have passed. An interruption counts as a
-/// time-out.
-pub fn poll(fds: &mut [libc::pollfd], timeout_ms: u64) -> io::Result<()> {
-    let timeout = libc::c_int::try_from(timeout_ms).unwrap_or(libc::c_int::MAX);
-    let count = libc::nfds_t::try_from(fds.len()).unwrap_or(0);
-    // SAFETY: `fds` is `count` entries long and outlives the call, which writes to nothing else.
-    match check(unsafe { libc::poll(fds.as_mut_ptr(), count, timeout) }) {
-        Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-            fds.iter_mut().for_each(|fd| fd.revents = 0);
-            Ok(())
-        }
-        result => result.map(drop),
+        check(libc::sigprocmask(libc::SIG_BLOCK, &raw const set, ptr::null_mut()))?;
+        let flags = libc::SFD_CLOEXEC | libc::SFD_NONBLOCK;
+        Ok(OwnedFd::from_raw_fd(check(libc::signalfd(-1, &raw const set, flags))?))
     }
 }
 
-/// An entry for [`poll`].
-pub fn pollfd(fd: Option<BorrowedFd<'_>>, events: libc::c_short) -> libc::pollfd {
-    // A negative descriptor is skipped (poll(2)).
-    libc::pollfd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events, revents: 0 }
+/// Waits until one of `fds` is ready for its events or `timeout_ms` have passed, and returns the
+/// events of each. An interruption counts as a time-out.
+pub fn poll<const N: usize>(
+    fds: [(Option<BorrowedFd<'_>>, PollFlags); N],
+    timeout_ms: u64,
+) -> io::Result<[PollFlags; N]> {
+    let polled =
+        fds.into_iter().filter_map(|(fd, events)| Some(PollFd::from_borrowed_fd(fd?, events)));
+    let mut polled: Vec<PollFd<'_>> = polled.collect();
+    let timeout = Timespec {
+        tv_sec: (timeout_ms / 1000).cast_signed(),
+        tv_nsec: (timeout_ms % 1000 * 1_000_000).cast_signed(),
+    };
+    match rustix::event::poll(&mut polled, Some(&timeout)) {
+        Err(Errno::INTR) => return Ok([PollFlags::empty(); N]),
+        result => result?,
+    };
+    let mut events = polled.iter().map(PollFd::revents);
+    Ok(fds.map(|(fd, _)| fd.and_then(|_| events.next()).unwrap_or(PollFlags::empty())))
 }
 
 /// The highest port that Linux gives to privileged processes only (LAST_RESERVED_PORT in its
@@ -174,85 +140,77 @@ fn bind_first(
     Err(in_use)
 }
 
-fn vsock_address(cid: u32, port: u32) -> libc::sockaddr_vm {
-    // SAFETY: every field of sockaddr_vm is a number, for which zero is a value.
-    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
-    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
-    address.svm_cid = cid;
-    address.svm_port = port;
-    address
+/// Address of a virtual socket.
+struct VsockAddress(libc::sockaddr_vm);
+
+impl VsockAddress {
+    fn new(cid: u32, port: u32) -> Self {
+        VsockAddress(libc::sockaddr_vm {
+            svm_family: libc::AF_VSOCK as libc::sa_family_t,
+            svm_reserved1: 0,
+            svm_port: port,
+            svm_cid: cid,
+            svm_zero: [0; 4],
+        })
+    }
 }
 
-const VSOCK_ADDRESS_LEN: libc::socklen_t = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
-
-fn bind_vsock(socket: &OwnedFd, port: u32) -> io::Result<()> {
-    let address = vsock_address(libc::VMADDR_CID_ANY, port);
-    // SAFETY: `address` has the length that is passed and outlives the call, which only reads it.
-    let result =
-        unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN) };
-    check(result).map(drop)
+#[expect(unsafe_code, reason = "rustix has no addresses of virtual sockets")]
+// SAFETY: the pointer and the length are those of a sockaddr_vm that outlives the call.
+unsafe impl SocketAddrArg for VsockAddress {
+    unsafe fn with_sockaddr<R>(
+        &self,
+        act: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R,
+    ) -> R {
+        act((&raw const self.0).cast(), size_of::<libc::sockaddr_vm>() as SocketAddrLen)
+    }
 }
 
 /// A stream to `port` of `cid`, from a privileged port.
 pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
-    // SAFETY: socket reads and writes no memory of ours.
-    let fd =
-        check(unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
-    // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    bind_first(privileged_ports(monotonic_ms()), |port| bind_vsock(&socket, port))?;
-    let address = vsock_address(cid, port);
-    // SAFETY: `address` has the length that is passed and outlives the call, which only reads it.
-    let result = unsafe {
-        libc::connect(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN)
-    };
-    check(result)?;
+    let socket = rustix::net::socket_with(
+        AddressFamily::VSOCK,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    let bind =
+        |port| Ok(rustix::net::bind(&socket, &VsockAddress::new(libc::VMADDR_CID_ANY, port))?);
+    bind_first(privileged_ports(monotonic_ms()), bind)?;
+    rustix::net::connect(&socket, &VsockAddress::new(cid, port))?;
     Ok(socket)
 }
 
 /// Sends what the socket takes now. Nothing is sent if it takes nothing.
-pub fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
-    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: `bytes` outlives the call, which only reads it.
-    let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
-    transferred(sent)
+pub fn send(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
+    transferred(rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))
 }
 
 /// Takes what has arrived; `None` at the end of the stream.
-pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Option<usize>> {
-    // SAFETY: `buffer` outlives the call, which writes at most its length.
-    let received = unsafe {
-        libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
-    };
-    if received == 0 { Ok(None) } else { transferred(received).map(Some) }
+pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    match rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT) {
+        Ok((0, _)) => Ok(None),
+        result => transferred(result.map(|(count, _)| count)).map(Some),
+    }
 }
 
 /// The count of a transfer. That nothing can be transferred now is no error.
-fn transferred(count: isize) -> io::Result<usize> {
-    if let Ok(count) = usize::try_from(count) {
-        return Ok(count);
-    }
-    match io::Error::last_os_error() {
-        error if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
-            Ok(0)
-        }
-        error => Err(error),
+fn transferred(result: rustix::io::Result<usize>) -> io::Result<usize> {
+    match result {
+        Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(0),
+        result => Ok(result?),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
     use super::*;
 
     #[test]
-    fn the_kernel_says_who_it_is() {
-        let (release, version) = kernel().expect("uname");
-        assert!(release.contains('.') && !version.is_empty());
-        assert!(page_size_bytes().is_power_of_two());
-        assert!(free_bytes().is_some_and(|bytes| bytes > 0));
+    fn some_memory_of_this_machine_is_free() {
+        assert!(free_bytes() > 0);
     }
 
     #[test]
@@ -283,10 +241,10 @@ mod tests {
     fn a_full_socket_takes_nothing_and_an_ended_one_says_so() {
         let (ours, theirs) = UnixStream::pair().expect("socketpair");
         let mut buffer = [0; 16];
-        assert_eq!(receive(ours.as_fd(), &mut buffer).expect("empty"), Some(0));
-        while send(ours.as_fd(), &[7; 4096]).expect("send") > 0 {}
+        assert_eq!(receive(&ours, &mut buffer).expect("empty"), Some(0));
+        while send(&ours, &[7; 4096]).expect("send") > 0 {}
         drop(theirs);
-        assert_eq!(receive(ours.as_fd(), &mut buffer).ok().flatten(), None, "end or reset");
-        assert!(send(ours.as_fd(), &[7]).is_err());
+        assert_eq!(receive(&ours, &mut buffer).ok().flatten(), None, "end or reset");
+        assert!(send(&ours, &[7]).is_err());
     }
 }

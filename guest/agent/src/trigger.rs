@@ -6,6 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::event::PollFlags;
+
 /// For each trigger what is asked of the kernel, best first.
 ///
 /// Some task has waited for 50 ms of 500 ms, or all of them at once for 15 ms. Linux takes no
@@ -66,9 +68,9 @@ impl Triggers {
 
     /// Takes in what poll has said of them: whether one has fired. Those that the kernel took away
     /// are given up, and asked for again some time later.
-    pub fn fired(&mut self, events: [libc::c_short; TRIGGERS], now_ms: u64) -> bool {
+    pub fn fired(&mut self, events: [PollFlags; TRIGGERS], now_ms: u64) -> bool {
         for (file, events) in self.files.iter_mut().zip(events) {
-            if events & (libc::POLLERR | libc::POLLNVAL) != 0 {
+            if events.intersects(PollFlags::ERR | PollFlags::NVAL) {
                 *file = None;
                 self.again_ms = now_ms.saturating_add(AGAIN_MS);
             }
@@ -77,7 +79,9 @@ impl Triggers {
             // Without them the loop goes on at its own pace.
             let _ = self.register_missing(now_ms);
         }
-        events.iter().any(|events| events & libc::POLLPRI != 0 && events & libc::POLLERR == 0)
+        events
+            .iter()
+            .any(|events| events.contains(PollFlags::PRI) && !events.contains(PollFlags::ERR))
     }
 }
 
@@ -113,6 +117,8 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    const NONE: PollFlags = PollFlags::empty();
 
     fn pressure_root() -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("tempdir");
@@ -163,19 +169,22 @@ mod tests {
     fn one_that_the_kernel_took_away_is_asked_for_again_later() {
         let root = pressure_root();
         let mut triggers = Triggers::register(root.path(), 0).expect("two files");
-        assert!(triggers.fired([0, libc::POLLPRI], 1_000), "either of them");
-        assert!(!triggers.fired([libc::POLLERR | libc::POLLPRI, 0], 2_000), "an error is no stall");
+        assert!(triggers.fired([NONE, PollFlags::PRI], 1_000), "either of them");
+        assert!(
+            !triggers.fired([PollFlags::ERR | PollFlags::PRI, NONE], 2_000),
+            "an error is no stall"
+        );
         assert!(triggers.fds()[0].is_none() && triggers.fds()[1].is_some());
-        triggers.fired([0, 0], 11_999);
+        triggers.fired([NONE; TRIGGERS], 11_999);
         assert!(triggers.fds()[0].is_none(), "not at once");
-        triggers.fired([0, 0], 12_000);
+        triggers.fired([NONE; TRIGGERS], 12_000);
         assert!(triggers.fds()[0].is_some());
         fs::remove_file(root.path().join("pressure/memory")).expect("remove");
-        triggers.fired([libc::POLLNVAL, libc::POLLNVAL], 13_000);
-        triggers.fired([0, 0], 23_000);
+        triggers.fired([PollFlags::NVAL; TRIGGERS], 13_000);
+        triggers.fired([NONE; TRIGGERS], 23_000);
         assert!(triggers.fds().iter().all(Option::is_none), "not there");
         fs::write(root.path().join("pressure/memory"), "").expect("write");
-        triggers.fired([0, 0], 33_000);
+        triggers.fired([NONE; TRIGGERS], 33_000);
         assert!(triggers.fds().iter().all(Option::is_some));
     }
 

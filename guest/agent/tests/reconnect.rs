@@ -11,6 +11,7 @@ use std::time::Duration;
 use foreshore_proto::{
     AgentMessage, Report, Settings, VmmMessage, decode_agent_message, encode_line,
 };
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Against a test that never ends: nothing here takes that long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -43,7 +44,7 @@ impl Agent {
 
     /// Stops it, and waits until it stands.
     fn stop(&self) {
-        self.signal(libc::SIGSTOP);
+        self.signal(Signal::STOP);
         let stat = format!("/proc/{}/stat", self.0.id());
         while !std::fs::read_to_string(&stat).expect("reads").contains(") T ") {
             thread::yield_now();
@@ -65,15 +66,12 @@ impl Agent {
         line.and_then(|count| count.parse().ok()).expect("Linux counts them")
     }
 
-    fn signal(&self, signal: libc::c_int) {
-        let pid = libc::pid_t::try_from(self.0.id()).expect("a pid");
-        // SAFETY: kill reads and writes no memory; the process is our child and has not been waited
-        // for.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).expect("it has not been waited for");
     }
 
     fn end(mut self) -> ExitStatus {
-        self.signal(libc::SIGTERM);
+        self.signal(Signal::TERM);
         self.0.wait().expect("waits")
     }
 }
@@ -223,12 +221,8 @@ fn a_vmm_that_does_not_read_can_neither_hold_the_agent_up_nor_keep_it_alive() {
     }
 }
 
-fn queued_bytes(stream: &UnixStream) -> libc::c_int {
-    use std::os::fd::AsRawFd;
-    let mut bytes = 0;
-    // SAFETY: FIONREAD writes one int, which outlives the call.
-    assert_eq!(unsafe { libc::ioctl(stream.as_raw_fd(), libc::FIONREAD, &raw mut bytes) }, 0);
-    bytes
+fn queued_bytes(stream: &UnixStream) -> u64 {
+    rustix::io::ioctl_fionread(stream).expect("a socket")
 }
 
 #[test]
@@ -247,7 +241,7 @@ fn a_stopped_agent_goes_on_where_it_was() {
             assert_eq!(seq, last + 1, "what it had sent before");
             last = seq;
         }
-        agent.signal(libc::SIGCONT);
+        agent.signal(Signal::CONT);
         let seq = vmm.report_seq();
         assert_eq!(seq, last + 1);
         last = seq;
@@ -264,7 +258,7 @@ fn one_that_is_killed_and_started_again_begins_anew() {
         let mut vmm = Vmm::accept(&listener);
         vmm.hello();
         assert_eq!(vmm.report_seq(), 1);
-        agent.signal(libc::SIGKILL);
+        agent.signal(Signal::KILL);
         drop(agent);
         let mut rest = Vec::new();
         while vmm.0.read_until(b'\n', &mut rest).expect("an end within the limit") > 0 {}
@@ -308,9 +302,9 @@ fn while_it_reports_fast_it_makes_fewer_than_two_reads_for_each_text() {
     vmm.hello();
     vmm.report();
     let (first, before) = vmm.stop_after_reports(&agent, 1);
-    agent.signal(libc::SIGCONT);
+    agent.signal(Signal::CONT);
     let (last, after) = vmm.stop_after_reports(&agent, REPORTS);
-    agent.signal(libc::SIGCONT);
+    agent.signal(Signal::CONT);
     let (reports, reads) = (last - first, after - before);
     // The agent may have been stopped within a report.
     assert!(
