@@ -84,13 +84,10 @@ pub enum ArgsError {
     Unknown(String),
     /// An option without its value.
     #[error("{0} needs a value")]
-    NoValue(&'static str),
-    /// A value that is no number in range.
-    #[error("{option} is {value}, must be a number from 0 to {}", u32::MAX)]
-    NotANumber { option: &'static str, value: String },
-    /// A value that is not among those that an option can have.
+    NoValue(String),
+    /// A value that an option cannot have.
     #[error("{option} is {value}, must be {expected}")]
-    NotAmong { option: &'static str, value: String, expected: &'static str },
+    WrongValue { option: String, value: String, expected: String },
 }
 
 /// Understands the arguments, without the program's name.
@@ -100,23 +97,23 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
     let mut kernel_blocks = true;
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
-        let (name, inline) = match arg.split_once('=') {
-            Some((name, value)) => (name, Some(value.to_owned())),
+        let (option, inline) = match arg.split_once('=') {
+            Some((option, value)) => (option, Some(value.to_owned())),
             None => (arg.as_str(), None),
         };
-        let mut value =
-            |option| inline.clone().or_else(|| args.next()).ok_or(ArgsError::NoValue(option));
-        match name {
-            "--cid" => cid = number("--cid", value("--cid")?)?,
-            "--port" => port = number("--port", value("--port")?)?,
-            "--unix" => unix = Some(PathBuf::from(value("--unix")?)),
-            "--online" => online = policy(value("--online")?)?,
-            "--reserve" => reserve = switch("--reserve", value("--reserve")?)?,
-            "--kernel-blocks" => {
-                kernel_blocks = switch("--kernel-blocks", value("--kernel-blocks")?)?
-            }
-            "--tune" => tune = switch("--tune", value("--tune")?)?,
-            "--idle" => idle = switch("--idle", value("--idle")?)?,
+        let mut value = || {
+            let value = inline.clone().or_else(|| args.next());
+            value.ok_or_else(|| ArgsError::NoValue(option.to_owned()))
+        };
+        match option {
+            "--cid" => cid = number(option, value()?)?,
+            "--port" => port = number(option, value()?)?,
+            "--unix" => unix = Some(PathBuf::from(value()?)),
+            "--online" => online = policy(option, value()?)?,
+            "--reserve" => reserve = switch(option, value()?)?,
+            "--kernel-blocks" => kernel_blocks = switch(option, value()?)?,
+            "--tune" => tune = switch(option, value()?)?,
+            "--idle" => idle = switch(option, value()?)?,
             "--once" if inline.is_none() => once = true,
             "--version" if inline.is_none() => return Ok(Command::Version),
             "--help" | "-h" if inline.is_none() => return Ok(Command::Help),
@@ -130,30 +127,29 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
     Ok(Command::Run(Options { address, online, reserve, kernel_blocks, tune, idle }))
 }
 
-fn number(option: &'static str, value: String) -> Result<u32, ArgsError> {
-    value.parse().map_err(|_| ArgsError::NotANumber { option, value })
+fn wrong_value(option: &str, value: String, expected: impl Into<String>) -> ArgsError {
+    ArgsError::WrongValue { option: option.to_owned(), value, expected: expected.into() }
 }
 
-fn policy(value: String) -> Result<Online, ArgsError> {
-    Ok(match value.as_str() {
-        "movable" => Online::Movable,
-        "auto" => Online::Auto,
-        "none" => Online::None,
-        _ => {
-            return Err(ArgsError::NotAmong {
-                option: "--online",
-                value,
-                expected: "movable, auto or none",
-            });
-        }
-    })
+fn number(option: &str, value: String) -> Result<u32, ArgsError> {
+    let expected = || format!("a number from 0 to {}", u32::MAX);
+    value.parse().map_err(|_| wrong_value(option, value, expected()))
 }
 
-fn switch(option: &'static str, value: String) -> Result<bool, ArgsError> {
+fn policy(option: &str, value: String) -> Result<Online, ArgsError> {
+    match value.as_str() {
+        "movable" => Ok(Online::Movable),
+        "auto" => Ok(Online::Auto),
+        "none" => Ok(Online::None),
+        _ => Err(wrong_value(option, value, "movable, auto or none")),
+    }
+}
+
+fn switch(option: &str, value: String) -> Result<bool, ArgsError> {
     match value.as_str() {
         "on" => Ok(true),
         "off" => Ok(false),
-        _ => Err(ArgsError::NotAmong { option, value, expected: "on or off" }),
+        _ => Err(wrong_value(option, value, "on or off")),
     }
 }
 
@@ -199,20 +195,15 @@ mod tests {
 
     #[test]
     fn errors_name_the_option_the_value_and_the_bound() {
-        assert_eq!(parsed("--prot 5").expect_err("unknown").to_string(), "Unknown option --prot");
-        assert_eq!(
-            parsed("--once=yes").expect_err("unknown").to_string(),
-            "Unknown option --once=yes"
-        );
-        assert_eq!(parsed("--port").expect_err("no value").to_string(), "--port needs a value");
-        let wrong = parsed("--port 4294967296").expect_err("too large");
-        assert_eq!(
-            wrong.to_string(),
-            "--port is 4294967296, must be a number from 0 to 4294967295"
-        );
-        let wrong = parsed("--online kernel").expect_err("no such policy");
-        assert_eq!(wrong.to_string(), "--online is kernel, must be movable, auto or none");
-        let wrong = parsed("--reserve=yes").expect_err("no switch");
-        assert_eq!(wrong.to_string(), "--reserve is yes, must be on or off");
+        for (line, error) in [
+            ("--prot 5", "Unknown option --prot"),
+            ("--once=yes", "Unknown option --once=yes"),
+            ("--port", "--port needs a value"),
+            ("--port 4294967296", "--port is 4294967296, must be a number from 0 to 4294967295"),
+            ("--online kernel", "--online is kernel, must be movable, auto or none"),
+            ("--reserve=yes", "--reserve is yes, must be on or off"),
+        ] {
+            assert_eq!(parsed(line).expect_err(line).to_string(), error);
+        }
     }
 }
