@@ -106,35 +106,33 @@ pub enum Refusal {
 /// How much of a sender's own text an error repeats.
 const MAX_QUOTED_CHARS: usize = 32;
 
-impl Refusal {
-    /// The reasons, for a metric that shows all of them from the start.
-    pub const LABELS: [&'static str; 10] = [
-        "too_long",
-        "not_utf8",
-        "not_json",
-        "wrong_shape",
-        "wrong_version",
-        "unknown_type",
-        "out_of_range",
-        "out_of_order",
-        "from_the_future",
-        "before_hello",
-    ];
+/// Defines the labels and the match over them, so that neither can lack one.
+macro_rules! labels {
+    ($($variant:ident: $label:literal,)+) => {
+        /// The reasons, for a metric that shows all of them from the start.
+        pub const LABELS: [&'static str; [$($label),+].len()] = [$($label),+];
 
-    /// A short name that does not change between releases.
-    pub fn label(&self) -> &'static str {
-        match self {
-            Refusal::TooLong { .. } => "too_long",
-            Refusal::NotUtf8 => "not_utf8",
-            Refusal::NotJson { .. } => "not_json",
-            Refusal::WrongShape { .. } => "wrong_shape",
-            Refusal::WrongVersion { .. } => "wrong_version",
-            Refusal::UnknownType { .. } => "unknown_type",
-            Refusal::OutOfRange { .. } => "out_of_range",
-            Refusal::OutOfOrder { .. } => "out_of_order",
-            Refusal::FromTheFuture { .. } => "from_the_future",
-            Refusal::BeforeHello => "before_hello",
+        /// A short name that does not change between releases.
+        pub fn label(&self) -> &'static str {
+            match self {
+                $(Refusal::$variant { .. } => $label,)+
+            }
         }
+    };
+}
+
+impl Refusal {
+    labels! {
+        TooLong: "too_long",
+        NotUtf8: "not_utf8",
+        NotJson: "not_json",
+        WrongShape: "wrong_shape",
+        WrongVersion: "wrong_version",
+        UnknownType: "unknown_type",
+        OutOfRange: "out_of_range",
+        OutOfOrder: "out_of_order",
+        FromTheFuture: "from_the_future",
+        BeforeHello: "before_hello",
     }
 
     pub(crate) fn unknown_type(kind: &str) -> Self {

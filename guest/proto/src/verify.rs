@@ -39,37 +39,36 @@ const FREE_SLACK_PAGES: u64 = 65_536;
 /// kernel memory comes from, and `low` and `high` lie above it.
 const LEAST_MARK_PAGES: u64 = 1024;
 
+fn check(field: &'static str, value: u64, is_within: bool, bound: Bound) -> Result<(), Refusal> {
+    if is_within { Ok(()) } else { Err(Refusal::OutOfRange { field, value, bound }) }
+}
+
 fn at_most(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> {
-    if value > bound {
-        return Err(Refusal::OutOfRange { field, value, bound: Bound::AtMost(bound) });
-    }
-    Ok(())
+    check(field, value, value <= bound, Bound::AtMost(bound))
 }
 
 fn at_least(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> {
-    if value < bound {
-        return Err(Refusal::OutOfRange { field, value, bound: Bound::AtLeast(bound) });
-    }
-    Ok(())
-}
-
-fn at_most_field(
-    field: &'static str,
-    value: u64,
-    other: &'static str,
-    bound: u64,
-) -> Result<(), Refusal> {
-    if value > bound {
-        return Err(Refusal::OutOfRange { field, value, bound: Bound::AtMostField(other, bound) });
-    }
-    Ok(())
+    check(field, value, value >= bound, Bound::AtLeast(bound))
 }
 
 fn power_of_two(field: &'static str, value: u64, low: u64, high: u64) -> Result<(), Refusal> {
-    if !value.is_power_of_two() || value < low || value > high {
-        return Err(Refusal::OutOfRange { field, value, bound: Bound::PowerOfTwo(low, high) });
-    }
-    Ok(())
+    let is_within = value.is_power_of_two() && (low..=high).contains(&value);
+    check(field, value, is_within, Bound::PowerOfTwo(low, high))
+}
+
+/// Checks that fields of a struct are at most another field of it, or at most a number.
+macro_rules! at_most {
+    ($of:ident: $($field:ident),+ <= .$other:ident) => {
+        $(check(
+            stringify!($field),
+            $of.$field,
+            $of.$field <= $of.$other,
+            Bound::AtMostField(stringify!($other), $of.$other),
+        )?;)+
+    };
+    ($of:ident: $($field:ident),+ <= $bound:expr) => {
+        $(at_most(stringify!($field), u64::from($of.$field), $bound)?;)+
+    };
 }
 
 fn version(theirs: u32) -> Result<(), Refusal> {
@@ -252,8 +251,8 @@ impl TryFrom<RawReport> for Report {
 
     fn try_from(raw: RawReport) -> Result<Self, Refusal> {
         version(raw.version)?;
-        at_most("seq", raw.seq, MAX_SEQ)?;
-        at_most("monotonic_ms", raw.monotonic_ms, MAX_MONOTONIC_MS)?;
+        at_most!(raw: seq <= MAX_SEQ);
+        at_most!(raw: monotonic_ms <= MAX_MONOTONIC_MS);
         check_memory(&raw.memory)?;
         if let Some(kernel) = &raw.kernel {
             check_kernel(kernel, raw.memory.total_bytes)?;
@@ -270,33 +269,20 @@ impl TryFrom<RawReport> for Report {
 }
 
 fn check_memory(memory: &Memory) -> Result<(), Refusal> {
-    let total = memory.total_bytes;
-    at_least("total_bytes", total, MIN_MEMORY_BYTES)?;
-    at_most("total_bytes", total, MAX_MEMORY_BYTES)?;
-    at_most_field("free_bytes", memory.free_bytes, "total_bytes", total)?;
-    at_most_field("available_bytes", memory.available_bytes, "total_bytes", total)?;
-    at_most_field("anon_bytes", memory.anon_bytes, "total_bytes", total)?;
-    at_most_field("cached_bytes", memory.cached_bytes, "total_bytes", total)?;
-    at_most("swap_total_bytes", memory.swap_total_bytes, MAX_SWAP_BYTES)?;
-    at_most_field(
-        "swap_free_bytes",
-        memory.swap_free_bytes,
-        "swap_total_bytes",
-        memory.swap_total_bytes,
-    )
+    at_least("total_bytes", memory.total_bytes, MIN_MEMORY_BYTES)?;
+    at_most!(memory: total_bytes <= MAX_MEMORY_BYTES);
+    at_most!(memory: free_bytes, available_bytes, anon_bytes, cached_bytes <= .total_bytes);
+    at_most!(memory: swap_total_bytes <= MAX_SWAP_BYTES);
+    at_most!(memory: swap_free_bytes <= .swap_total_bytes);
+    Ok(())
 }
 
 fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
-    let fields = [
-        ("slab_unreclaimable_bytes", kernel.slab_unreclaimable_bytes),
-        ("slab_reclaimable_bytes", kernel.slab_reclaimable_bytes),
-        ("page_table_bytes", kernel.page_table_bytes),
-        ("stack_bytes", kernel.stack_bytes),
-        ("sum of kernel", kernel.total_bytes()),
-    ];
     // Linux counts these values at different times and per CPU.
     let bound = total_bytes.saturating_add(FREE_SLACK_PAGES * PAGE_BYTES_MIN);
-    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, bound))?;
+    at_most!(kernel: slab_unreclaimable_bytes, slab_reclaimable_bytes <= bound);
+    at_most!(kernel: page_table_bytes, stack_bytes <= bound);
+    at_most("sum of kernel", kernel.total_bytes(), bound)?;
     at_most("unused_dentries", kernel.unused_dentries.unwrap_or(0), bound / DENTRY_BYTES)?;
     at_most("unused_inodes", kernel.unused_inodes.unwrap_or(0), bound / LEAST_INODE_BYTES)
 }
@@ -304,20 +290,19 @@ fn check_kernel(kernel: &KernelUse, total_bytes: u64) -> Result<(), Refusal> {
 fn check_stall(stall: &Stall, monotonic_ms: u64) -> Result<(), Refusal> {
     // Nobody has waited for longer than the guest has run.
     let bound_us = monotonic_ms.saturating_mul(1000).saturating_add(STALL_SLACK_US);
-    at_most("some_us", stall.some_us, bound_us)?;
-    at_most("full_us", stall.full_us, bound_us)?;
-    at_most("some_avg10_basis_points", stall.some_avg10_basis_points.into(), 10_000)?;
-    at_most("full_avg10_basis_points", stall.full_avg10_basis_points.into(), 10_000)
+    at_most!(stall: some_us, full_us <= bound_us);
+    at_most!(stall: some_avg10_basis_points, full_avg10_basis_points <= 10_000);
+    Ok(())
 }
 
 fn check_zone(zone: &Zone) -> Result<(), Refusal> {
-    at_most("node", zone.node.into(), MAX_NODE)?;
-    at_most("managed_pages", zone.managed_pages, MAX_ZONE_PAGES)?;
+    at_most!(zone: node <= MAX_NODE);
+    at_most!(zone: managed_pages <= MAX_ZONE_PAGES);
     let free_bound = zone.managed_pages.saturating_add(FREE_SLACK_PAGES);
-    at_most("free_pages", zone.free_pages, free_bound)?;
-    at_most("high_pages", zone.high_pages, MAX_ZONE_PAGES)?;
-    at_most_field("low_pages", zone.low_pages, "high_pages", zone.high_pages)?;
-    at_most_field("min_pages", zone.min_pages, "low_pages", zone.low_pages)?;
+    at_most!(zone: free_pages <= free_bound);
+    at_most!(zone: high_pages <= MAX_ZONE_PAGES);
+    at_most!(zone: low_pages <= .high_pages);
+    at_most!(zone: min_pages <= .low_pages);
     let largest_bound = free_bound / (LARGEST_BLOCK_BYTES / PAGE_BYTES_MIN);
     at_most("largest_free_blocks", zone.largest_free_blocks.unwrap_or(0), largest_bound)?;
     at_most("user_pages", zone.user_pages.unwrap_or(0), free_bound)?;
@@ -325,28 +310,12 @@ fn check_zone(zone: &Zone) -> Result<(), Refusal> {
 }
 
 fn check_counters(counters: &Counters) -> Result<(), Refusal> {
-    let fields = [
-        ("pswpin", counters.pswpin),
-        ("pswpout", counters.pswpout),
-        ("pgmajfault", counters.pgmajfault),
-        ("workingset_refault_anon", counters.workingset_refault_anon),
-        ("workingset_refault_file", counters.workingset_refault_file),
-        ("pgscan_kswapd", counters.pgscan_kswapd),
-        ("pgscan_direct", counters.pgscan_direct),
-        ("pgsteal_kswapd", counters.pgsteal_kswapd),
-        ("pgsteal_direct", counters.pgsteal_direct),
-        ("allocstall", counters.allocstall),
-        ("numa_miss", counters.numa_miss),
-        ("numa_other", counters.numa_other),
-        ("oom_kill", counters.oom_kill),
-    ];
-    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, MAX_COUNT))?;
-    at_most_field(
-        "allocstall_kernel",
-        counters.allocstall_kernel,
-        "allocstall",
-        counters.allocstall,
-    )
+    at_most!(counters: pswpin, pswpout, pgmajfault <= MAX_COUNT);
+    at_most!(counters: workingset_refault_anon, workingset_refault_file <= MAX_COUNT);
+    at_most!(counters: pgscan_kswapd, pgscan_direct, pgsteal_kswapd, pgsteal_direct <= MAX_COUNT);
+    at_most!(counters: allocstall, numa_miss, numa_other, oom_kill <= MAX_COUNT);
+    at_most!(counters: allocstall_kernel <= .allocstall);
+    Ok(())
 }
 
 fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
@@ -355,15 +324,9 @@ fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
         power_of_two("block_bytes", blocks.block_bytes, 1 << 20, 1 << 36)?;
     }
     for node in &blocks.nodes {
-        at_most("node", node.node.into(), MAX_NODE)?;
-        at_most("online_bytes", node.online_bytes, MAX_MEMORY_BYTES)?;
-        at_most("offline_bytes", node.offline_bytes, MAX_MEMORY_BYTES)?;
-        at_most_field(
-            "movable_online_bytes",
-            node.movable_online_bytes,
-            "online_bytes",
-            node.online_bytes,
-        )?;
+        at_most!(node: node <= MAX_NODE);
+        at_most!(node: online_bytes, offline_bytes <= MAX_MEMORY_BYTES);
+        at_most!(node: movable_online_bytes <= .online_bytes);
     }
     Ok(())
 }
@@ -375,19 +338,14 @@ fn check_idle(raw: &RawReport) -> Result<(), Refusal> {
         at_least("idle.node", idle.node.into(), next_node)?;
         next_node = u64::from(idle.node) + 1;
         let zones = || raw.zones.iter().filter(|zone| zone.node == idle.node);
-        if zones().next().is_none() {
-            let bound = Bound::AmongField("zones");
-            return Err(Refusal::OutOfRange { field: "idle.node", value: idle.node.into(), bound });
-        }
+        let has_zones = zones().next().is_some();
+        check("idle.node", idle.node.into(), has_zones, Bound::AmongField("zones"))?;
         // Both factors have been checked: nothing overflows.
         let managed_pages: u64 = zones().map(|zone| zone.managed_pages).sum();
-        at_most(
-            "idle_bytes",
-            idle.idle_bytes,
-            (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN,
-        )?;
+        at_most!(idle: idle_bytes <= (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN);
         at_least("span_ms", idle.span_ms, 1)?;
-        at_most_field("span_ms", idle.span_ms, "monotonic_ms", raw.monotonic_ms)?;
+        let bound = Bound::AtMostField("monotonic_ms", raw.monotonic_ms);
+        check("span_ms", idle.span_ms, idle.span_ms <= raw.monotonic_ms, bound)?;
     }
     Ok(())
 }
@@ -460,49 +418,46 @@ mod tests {
 
     #[test]
     fn every_impossible_value_is_named() {
-        assert_eq!(refused_field(|r| r.memory.total_bytes = 0), "total_bytes");
-        assert_eq!(refused_field(|r| r.memory.total_bytes = u64::MAX), "total_bytes");
-        assert_eq!(refused_field(|r| r.memory.free_bytes = (512 << 20) + 1), "free_bytes");
-        assert_eq!(refused_field(|r| r.memory.available_bytes = u64::MAX), "available_bytes");
-        assert_eq!(refused_field(|r| r.memory.swap_free_bytes = u64::MAX), "swap_free_bytes");
-        assert_eq!(refused_field(|r| r.memory.swap_total_bytes = u64::MAX), "swap_total_bytes");
-        assert_eq!(refused_field(|r| r.memory.cached_bytes = u64::MAX), "cached_bytes");
-        assert_eq!(refused_field(|r| r.memory.anon_bytes = u64::MAX), "anon_bytes");
-        assert_eq!(refused_field(|r| r.seq = u64::MAX), "seq");
-        assert_eq!(refused_field(|r| r.monotonic_ms = u64::MAX), "monotonic_ms");
-        assert_eq!(refused_field(|r| r.stall.some_us = 62_000_000), "some_us");
-        assert_eq!(
-            refused_field(|r| r.stall.full_avg10_basis_points = 10_001),
-            "full_avg10_basis_points"
-        );
-        assert_eq!(refused_field(|r| r.zones.clear()), "zones");
-        assert_eq!(refused_field(|r| r.zones = vec![r.zones[0]; 257]), "zones");
-        assert_eq!(refused_field(|r| r.zones[0].node = 1024), "node");
-        assert_eq!(refused_field(|r| r.zones[0].free_pages = u64::MAX), "free_pages");
-        assert_eq!(refused_field(|r| r.zones[0].high_pages = u64::MAX), "high_pages");
-        assert_eq!(refused_field(|r| r.zones[0].low_pages = 751), "low_pages");
-        assert_eq!(refused_field(|r| r.zones[0].min_pages = 626), "min_pages");
-        assert_eq!(refused_field(|r| r.zones[0].managed_pages = u64::MAX), "managed_pages");
-        assert_eq!(
-            refused_field(|r| r.zones[0].largest_free_blocks = Some(u64::MAX)),
-            "largest_free_blocks"
-        );
-        assert_eq!(refused_field(|r| r.zones[0].user_pages = Some(u64::MAX)), "user_pages");
-        assert_eq!(
-            refused_field(|r| r.zones[0].protected_pages = Some(u64::MAX)),
-            "protected_pages"
-        );
-        assert_eq!(refused_field(|r| r.counters.pswpout = u64::MAX), "pswpout");
-        assert_eq!(refused_field(|r| r.counters.allocstall_kernel = 1), "allocstall_kernel");
-        assert_eq!(refused_field(|r| r.counters.numa_miss = u64::MAX), "numa_miss");
-        assert_eq!(refused_field(|r| r.counters.numa_other = u64::MAX), "numa_other");
-        assert_eq!(refused_field(|r| r.blocks.block_bytes = 3), "block_bytes");
-        assert_eq!(refused_field(|r| r.blocks.nodes[0].offline_bytes = u64::MAX), "offline_bytes");
-        assert_eq!(
-            refused_field(|r| r.blocks.nodes[0].movable_online_bytes = 1 << 40),
-            "movable_online_bytes"
-        );
-        assert_eq!(refused_field(|r| r.blocks.nodes = vec![r.blocks.nodes[0]; 65]), "blocks.nodes");
+        type Spoil = fn(&mut RawReport);
+        let cases: [(&str, Spoil); 33] = [
+            ("total_bytes", |r| r.memory.total_bytes = 0),
+            ("total_bytes", |r| r.memory.total_bytes = u64::MAX),
+            ("free_bytes", |r| r.memory.free_bytes = (512 << 20) + 1),
+            ("available_bytes", |r| r.memory.available_bytes = u64::MAX),
+            ("swap_free_bytes", |r| r.memory.swap_free_bytes = u64::MAX),
+            ("swap_total_bytes", |r| r.memory.swap_total_bytes = u64::MAX),
+            ("cached_bytes", |r| r.memory.cached_bytes = u64::MAX),
+            ("anon_bytes", |r| r.memory.anon_bytes = u64::MAX),
+            ("seq", |r| r.seq = u64::MAX),
+            ("monotonic_ms", |r| r.monotonic_ms = u64::MAX),
+            ("some_us", |r| r.stall.some_us = 62_000_000),
+            ("full_avg10_basis_points", |r| r.stall.full_avg10_basis_points = 10_001),
+            ("zones", |r| r.zones.clear()),
+            ("zones", |r| r.zones = vec![r.zones[0]; 257]),
+            ("node", |r| r.zones[0].node = 1024),
+            ("free_pages", |r| r.zones[0].free_pages = u64::MAX),
+            ("high_pages", |r| r.zones[0].high_pages = u64::MAX),
+            ("low_pages", |r| r.zones[0].low_pages = 751),
+            ("min_pages", |r| r.zones[0].min_pages = 626),
+            ("managed_pages", |r| r.zones[0].managed_pages = u64::MAX),
+            // One more than fits into the zone and its slack.
+            ("largest_free_blocks", |r| r.zones[0].largest_free_blocks = Some(193)),
+            ("user_pages", |r| r.zones[0].user_pages = Some(u64::MAX)),
+            ("protected_pages", |r| r.zones[0].protected_pages = Some(u64::MAX)),
+            ("pswpout", |r| r.counters.pswpout = u64::MAX),
+            ("allocstall_kernel", |r| r.counters.allocstall_kernel = 1),
+            ("numa_miss", |r| r.counters.numa_miss = u64::MAX),
+            ("numa_other", |r| r.counters.numa_other = u64::MAX),
+            ("block_bytes", |r| r.blocks.block_bytes = 3),
+            ("offline_bytes", |r| r.blocks.nodes[0].offline_bytes = u64::MAX),
+            ("movable_online_bytes", |r| r.blocks.nodes[0].movable_online_bytes = 1 << 40),
+            ("blocks.nodes", |r| r.blocks.nodes = vec![r.blocks.nodes[0]; 65]),
+            ("span_ms", |r| r.idle[0].span_ms = 0),
+            ("span_ms", |r| r.idle[0].span_ms = 1001),
+        ];
+        for (field, spoil) in cases {
+            assert_eq!(refused_field(spoil), field);
+        }
     }
 
     #[test]
@@ -517,12 +472,6 @@ mod tests {
         let bound_bytes = (131_072 + FREE_SLACK_PAGES) * 4096;
         assert_eq!(refused_field(|r| r.idle[0].idle_bytes = bound_bytes + 1), "idle_bytes");
         assert_eq!(refused_field(|r| r.idle[0].idle_bytes = u64::MAX), "idle_bytes");
-        assert_eq!(refused_field(|r| r.idle[0].span_ms = 0), "span_ms");
-        assert_eq!(
-            refused_field(|r| r.idle[0].span_ms = 1001),
-            "span_ms",
-            "longer than the guest runs"
-        );
         let mut raw = raw_report();
         raw.zones.push(Zone { node: 2, ..raw.zones[0] });
         raw.idle = vec![
@@ -574,15 +523,12 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_are_no_more_than_the_zone_has() {
-        let with = |blocks| {
+    fn large_blocks_at_their_bound_or_not_known_are_sound() {
+        for blocks in [None, Some(0), Some((131_072 + FREE_SLACK_PAGES) / 1024)] {
             let mut raw = raw_report();
             raw.zones[0].largest_free_blocks = blocks;
-            Report::try_from(raw)
-        };
-        let bound = (131_072 + FREE_SLACK_PAGES) / 1024;
-        assert!(with(None).is_ok() && with(Some(0)).is_ok() && with(Some(bound)).is_ok());
-        assert_eq!(with(Some(bound + 1)).expect_err("more").label(), "out_of_range");
+            assert!(Report::try_from(raw).is_ok(), "{blocks:?}");
+        }
     }
 
     #[test]
@@ -600,18 +546,21 @@ mod tests {
     #[test]
     fn a_hello_is_short_and_printable() {
         assert!(Hello::try_from(raw_hello()).is_ok());
-        let long = RawHello { kernel_release: "6".repeat(129), ..raw_hello() };
-        assert_eq!(Hello::try_from(long).expect_err("long").label(), "out_of_range");
-        let line_break = RawHello { agent_version: "0.1\nvm=\"x\"".into(), ..raw_hello() };
-        assert_eq!(Hello::try_from(line_break).expect_err("unprintable").label(), "wrong_shape");
-        for version in ["#1 SMP\n", "#1 \u{7f}", "#1 ünicode"] {
-            let unprintable = RawHello { kernel_version: version.into(), ..raw_hello() };
-            assert_eq!(Hello::try_from(unprintable).expect_err(version).label(), "wrong_shape");
+        for (wrong, label) in [
+            (RawHello { kernel_release: "6".repeat(129), ..raw_hello() }, "out_of_range"),
+            (RawHello { agent_version: "0.1\nvm=\"x\"".into(), ..raw_hello() }, "wrong_shape"),
+            (RawHello { kernel_version: "#1 SMP\n".into(), ..raw_hello() }, "wrong_shape"),
+            (RawHello { kernel_version: "#1 \u{7f}".into(), ..raw_hello() }, "wrong_shape"),
+            (RawHello { kernel_version: "#1 ünicode".into(), ..raw_hello() }, "wrong_shape"),
+            (RawHello { page_size_bytes: 4097, ..raw_hello() }, "out_of_range"),
+            (RawHello { version: 2, ..raw_hello() }, "wrong_version"),
+        ] {
+            assert_eq!(
+                Hello::try_from(wrong.clone()).expect_err(label).label(),
+                label,
+                "{wrong:?}"
+            );
         }
-        let odd_page = RawHello { page_size_bytes: 4097, ..raw_hello() };
-        assert_eq!(Hello::try_from(odd_page).expect_err("odd").label(), "out_of_range");
-        let newer = RawHello { version: 2, ..raw_hello() };
-        assert_eq!(Hello::try_from(newer).expect_err("newer").label(), "wrong_version");
     }
 
     #[test]
@@ -620,24 +569,6 @@ mod tests {
         let hello = crate::decode_agent_message(line).and_then(AgentMessage::try_from);
         let Ok(AgentMessage::Hello(hello)) = hello else { panic!("{hello:?}") };
         assert_eq!((hello.kernel_release(), hello.kernel_version()), ("6.1.0-56-cloud-amd64", ""));
-    }
-
-    #[test]
-    fn every_label_is_listed() {
-        let some = [
-            Refusal::TooLong { bound_bytes: 1 },
-            Refusal::NotUtf8,
-            Refusal::NotJson { reason: String::new() },
-            Refusal::WrongShape { reason: String::new() },
-            Refusal::WrongVersion { theirs: 2, ours: 1 },
-            Refusal::UnknownType { kind: String::new() },
-            Refusal::OutOfRange { field: "x", value: 1, bound: Bound::AtMost(0) },
-            Refusal::OutOfOrder { field: "x", value: 1, last: 1 },
-            Refusal::FromTheFuture { value: 1, bound: 0 },
-            Refusal::BeforeHello,
-        ];
-        let labels: Vec<_> = some.iter().map(Refusal::label).collect();
-        assert_eq!(labels, Refusal::LABELS);
     }
 
     proptest! {
