@@ -492,10 +492,6 @@ pub fn encode_report(report: &RawReport, out: &mut Vec<u8>) {
 mod tests {
     use super::*;
 
-    fn refusal_of(line: &str) -> Refusal {
-        decode_agent_message(line.as_bytes()).expect_err("must be refused")
-    }
-
     #[test]
     fn what_is_encoded_is_decoded() {
         let report = RawReport {
@@ -535,32 +531,19 @@ mod tests {
         let report = r#""memory":{"total_bytes":1,"free_bytes":2,"available_bytes":3},"zones":[]"#;
         let hello = r#""agent_version":"1","kernel_release":"6","preemption":"none","page_size_bytes":4096"#;
         for (fields, kind) in [(report, "report"), (hello, "hello")] {
-            for (line, read) in [
-                (
-                    format!(r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields}}}"#),
-                    true,
-                ),
-                (
-                    format!(r#"{{{fields},"seq":1,"monotonic_ms":2,"version":1,"type":"{kind}"}}"#),
-                    true,
-                ),
-                (
-                    format!(
-                        r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields}}} {{}}"#
-                    ),
-                    false,
-                ),
-                (
-                    format!(
-                        r#"{{"type":"{kind}","version":1,"seq":1,"monotonic_ms":2,{fields},{fields}}}"#
-                    ),
-                    false,
-                ),
-                (format!(r#"{{"type":"{kind}","version":1}}"#), false),
+            let envelope = format!(r#""type":"{kind}","version":1"#);
+            let head = format!(r#"{envelope},"seq":1,"monotonic_ms":2"#);
+            for (line, is_read) in [
+                (format!("{{{head},{fields}}}"), true),
+                (format!(r#"{{{fields},"seq":1,"monotonic_ms":2,{envelope}}}"#), true),
+                (format!("{{{head},{fields}}} {{}}"), false),
+                (format!("{{{head},{fields},{fields}}}"), false),
+                (format!("{{{envelope}}}"), false),
             ] {
                 let by_enum = serde_json::from_str::<RawAgentMessage>(&line);
-                assert_eq!(decode_agent_message(line.as_bytes()).ok(), by_enum.ok(), "{line}");
-                assert_eq!(decode_agent_message(line.as_bytes()).is_ok(), read, "{line}");
+                let message = decode_agent_message(line.as_bytes());
+                assert_eq!(message.is_ok(), is_read, "{line}");
+                assert_eq!(message.ok(), by_enum.ok(), "{line}");
             }
         }
     }
@@ -601,25 +584,29 @@ mod tests {
 
     #[test]
     fn what_is_no_message_is_refused_with_its_reason() {
-        assert_eq!(decode_agent_message(b"\xff\xfe{}").unwrap_err().label(), "not_utf8");
-        assert_eq!(refusal_of("").label(), "not_json");
-        assert_eq!(refusal_of("GET / HTTP/1.1").label(), "not_json");
-        assert_eq!(refusal_of(r#"{"type":"report","version":1"#).label(), "not_json");
-        assert_eq!(refusal_of(&"[".repeat(10_000)).label(), "wrong_shape");
-        assert_eq!(refusal_of("[]").label(), "wrong_shape");
-        assert_eq!(refusal_of(r#"{"type":"report"}"#).label(), "wrong_shape");
-        assert_eq!(refusal_of(r#"{"version":1}"#).label(), "wrong_shape");
-        assert_eq!(refusal_of(r#"{"type":"report","version":1}"#).label(), "wrong_shape");
-        assert_eq!(refusal_of(r#"{"type":"report","version":1,"seq":-1}"#).label(), "wrong_shape");
-        assert_eq!(refusal_of(r#"{"type":"poem","version":1}"#).label(), "unknown_type");
-        assert_eq!(refusal_of(&" ".repeat(crate::MAX_LINE_BYTES + 1)).label(), "too_long");
+        for (line, label) in [
+            (&b"\xff\xfe{}"[..], "not_utf8"),
+            (b"", "not_json"),
+            (b"GET / HTTP/1.1", "not_json"),
+            (br#"{"type":"report","version":1"#, "not_json"),
+            (&[b'['; 10_000], "wrong_shape"),
+            (b"[]", "wrong_shape"),
+            (br#"{"type":"report"}"#, "wrong_shape"),
+            (br#"{"version":1}"#, "wrong_shape"),
+            (br#"{"type":"report","version":1,"seq":-1}"#, "wrong_shape"),
+            (br#"{"type":"poem","version":1}"#, "unknown_type"),
+            (&[b' '; crate::MAX_LINE_BYTES + 1], "too_long"),
+        ] {
+            let refusal = decode_agent_message(line).expect_err(label);
+            assert_eq!(refusal.label(), label, "{:?}", line.escape_ascii().to_string());
+        }
     }
 
     #[test]
     fn another_version_is_named_before_anything_else_is_read() {
         assert_eq!(
-            refusal_of(r#"{"type":"ode","version":2,"seq":"first"}"#),
-            Refusal::WrongVersion { theirs: 2, ours: PROTOCOL_VERSION }
+            decode_agent_message(br#"{"type":"ode","version":2,"seq":"first"}"#),
+            Err(Refusal::WrongVersion { theirs: 2, ours: PROTOCOL_VERSION })
         );
     }
 
