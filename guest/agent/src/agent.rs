@@ -1,6 +1,5 @@
 //! What is reported, and to whom: what outlives a connection.
 
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
@@ -8,8 +7,8 @@ use foreshore_proto::{Cause, PROTOCOL_VERSION, RawReport};
 use rustix::event::PollFlags;
 
 use crate::args::{Address, Online};
-use crate::blocks::{BlockReader, BlockWatch, STACK_BYTES, Signs};
-use crate::idle::{IdleWatch, Roots};
+use crate::blocks::{BlockReader, BlockWatch, Signs};
+use crate::idle::IdleWatch;
 use crate::kernel_blocks::KernelBlocks;
 use crate::proc::{Proc, ProcError};
 use crate::reserve::Reserve;
@@ -32,25 +31,25 @@ const HOUSE_MS: u64 = 1_000;
 #[derive(Debug)]
 pub struct Agent {
     pub(crate) proc: Proc,
-    blocks: Option<BlockWatch>,
+    pub blocks: Option<BlockWatch>,
     /// Have the thread take charge of blocks with its next request.
     pub(crate) take_charge: bool,
-    pub(crate) triggers: Option<Triggers>,
+    pub triggers: Option<Triggers>,
     /// Becomes readable when the agent is to end.
-    pub(crate) termination: Option<OwnedFd>,
-    reserve: Option<Reserve>,
+    pub termination: Option<OwnedFd>,
+    pub reserve: Option<Reserve>,
     /// Memory that the VMM can add, from its last settings.
     pub(crate) hotplug_bytes: u64,
-    kernel_blocks: Option<KernelBlocks>,
-    tuning: Option<Tuning>,
-    idle: Option<IdleWatch>,
+    pub kernel_blocks: Option<KernelBlocks>,
+    pub tuning: Option<Tuning>,
+    pub idle: Option<IdleWatch>,
     pub(crate) report: RawReport,
     observed_ms: u64,
 }
 
 impl Agent {
     /// Opens what reports are made of. Of the two arguments one is /proc and the other
-    /// /sys/devices/system/memory.
+    /// /sys/devices/system/memory. The parts that change the guest are still missing.
     pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
         blocks.read(Signs::default(), sys::monotonic_ms);
@@ -62,7 +61,7 @@ impl Agent {
         Ok(Agent {
             proc: Proc::open(proc_root)?,
             blocks: None,
-            take_charge: false,
+            take_charge: true,
             triggers: None,
             termination: None,
             reserve: None,
@@ -73,58 +72,6 @@ impl Agent {
             report,
             observed_ms: 0,
         })
-    }
-
-    /// Ends with SIGTERM from now on, and not in the midst of something.
-    pub fn watch_termination(&mut self) -> io::Result<()> {
-        self.termination = Some(sys::watch_termination()?);
-        Ok(())
-    }
-
-    /// Asks the kernel to wake us when tasks wait for memory.
-    pub fn arm_triggers(&mut self, proc_root: &Path) -> io::Result<()> {
-        self.triggers = Some(Triggers::register(proc_root, sys::monotonic_ms())?);
-        Ok(())
-    }
-
-    /// Watches memory blocks from now on, and sees to it that plugged memory comes online as
-    /// `online` says.
-    pub fn watch_blocks(&mut self, memory_root: &Path, online: Online) -> io::Result<()> {
-        self.blocks =
-            Some(BlockWatch::start(BlockReader::new(memory_root, online), sys::monotonic_ms)?);
-        self.take_charge = true;
-        Ok(())
-    }
-
-    /// Keeps some DRAM for the kernel's own needs from now on, until the agent is told to end. What
-    /// was there before is on record under `run`. `cmdline` is the kernel's command line.
-    pub fn keep_reserve(
-        &mut self,
-        sysctl_root: &Path,
-        run: &Path,
-        cmdline: &str,
-    ) -> io::Result<()> {
-        self.reserve = Some(Reserve::open(sysctl_root, run, cmdline)?);
-        Ok(())
-    }
-
-    /// From now on, gives blocks of plugged DRAM to the kernel when the kernel runs short of
-    /// memory.
-    pub fn watch_kernel_memory(&mut self, memory_root: &Path, iomem: &Path) -> io::Result<()> {
-        self.kernel_blocks = Some(KernelBlocks::start(memory_root, iomem)?);
-        Ok(())
-    }
-
-    /// Adapts settings of the kernel to memory of two kinds from now on, until the agent is told to
-    /// end. What was there before is on record under `run`.
-    pub fn tune(&mut self, root: &Path, run: &Path) {
-        self.tuning = Some(Tuning::open(root, run));
-    }
-
-    /// Looks for idle memory from now on, where memory blocks say that there is memory.
-    pub fn watch_idle(&mut self, root: &Path) -> io::Result<()> {
-        self.idle = Some(IdleWatch::start(&Roots::under(root), STACK_BYTES, sys::monotonic_ms)?);
-        Ok(())
     }
 
     pub fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
@@ -270,7 +217,7 @@ fn say_once(error: &SessionError, said: &mut String) {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::io::Write;
+    use std::io::{self, Write};
 
     use foreshore_proto::{Zone, ZoneKind};
 
@@ -283,12 +230,12 @@ mod tests {
         fs::write(&setting, "256 256 32 0 0").expect("write");
         let mut agent =
             Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
-        agent.keep_reserve(dir.path(), &dir.path().join("run"), "").expect("opens");
+        let reserve = Reserve::open(dir.path(), &dir.path().join("run"), "").expect("opens");
         // As if these were the guest's. This machine's, which it looks at while it waits, may
         // differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
-        agent.reserve.as_mut().expect("kept").adapt(&zones, 0).expect("writes");
+        agent.reserve.insert(reserve).adapt(&zones, 0).expect("writes");
         assert_ne!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
         let (termination, mut told) = io::pipe().expect("pipe");
         told.write_all(&[15]).expect("write");
@@ -310,7 +257,7 @@ mod tests {
         fs::write(&defrag, "madvise").expect("write");
         let mut agent =
             Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
-        agent.tune(dir.path(), &path("run"));
+        agent.tuning = Some(Tuning::open(dir.path(), &path("run")));
         agent.take_report(Cause::Rest).expect("reports");
         assert_eq!(fs::read_to_string(&defrag).expect("read"), "always");
         let (termination, mut told) = io::pipe().expect("pipe");

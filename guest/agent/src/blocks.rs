@@ -212,13 +212,8 @@ impl BlockReader {
 
 /// What /sys/devices/system/memory/auto_online_blocks says.
 fn policy_of(text: &str) -> OnlinePolicy {
-    match text.trim() {
-        "offline" => OnlinePolicy::Offline,
-        "online" => OnlinePolicy::Online,
-        "online_kernel" => OnlinePolicy::OnlineKernel,
-        "online_movable" => OnlinePolicy::OnlineMovable,
-        _ => OnlinePolicy::Unknown,
-    }
+    let known = OnlinePolicy::ALL.into_iter().find(|policy| policy.label() == text.trim());
+    known.unwrap_or_default()
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -29,7 +29,11 @@ use rustix::fs::Mode;
 
 use crate::agent::Agent;
 use crate::args::{Command, Online, Options};
+use crate::blocks::{BlockReader, BlockWatch};
+use crate::idle::{IdleWatch, Roots};
+use crate::kernel_blocks::KernelBlocks;
 use crate::reserve::Reserve;
+use crate::trigger::Triggers;
 use crate::tune::Tuning;
 
 const ROOT: &str = "/";
@@ -91,41 +95,41 @@ fn once() -> anyhow::Result<()> {
 fn run(options: &Options) -> anyhow::Result<()> {
     let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
     // None of these is worth dying for: without them the agent still reports, only less reliably.
-    try_to("watch for its end", agent.watch_termination());
-    try_to("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
-    try_to("raise its priority", sys::raise_priority());
-    try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY), options.online));
+    agent.termination = part("watch for its end", sys::watch_termination());
+    part("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
+    part("raise its priority", sys::raise_priority());
+    let reader = BlockReader::new(Path::new(MEMORY), options.online);
+    agent.blocks = part("watch memory blocks", BlockWatch::start(reader, sys::monotonic_ms));
     if options.reserve {
         let cmdline = fs::read_to_string(CMDLINE).unwrap_or_default();
-        let kept = agent.keep_reserve(Path::new(SYSCTL_VM), Path::new(RUN), &cmdline);
-        try_to("keep memory for the kernel", kept);
+        let reserve = Reserve::open(Path::new(SYSCTL_VM), Path::new(RUN), &cmdline);
+        agent.reserve = part("keep memory for the kernel", reserve);
     } else {
         let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
-        try_to("give the guest its vm.lowmem_reserve_ratio back", left);
+        part("give the guest its vm.lowmem_reserve_ratio back", left);
     }
     if options.kernel_blocks && options.online == Online::Movable {
-        try_to(
-            "watch the kernel's memory",
-            agent.watch_kernel_memory(Path::new(MEMORY), Path::new(IOMEM)),
-        );
+        let kernel_blocks = KernelBlocks::start(Path::new(MEMORY), Path::new(IOMEM));
+        agent.kernel_blocks = part("watch the kernel's memory", kernel_blocks);
     }
+    let mut tuning = Tuning::open(Path::new(ROOT), Path::new(RUN));
     if options.tune {
-        agent.tune(Path::new(ROOT), Path::new(RUN));
+        agent.tuning = Some(tuning);
     } else {
-        let left = Tuning::restore_after_another(Path::new(ROOT), Path::new(RUN));
-        try_to("give the guest its kernel's settings back", left);
+        part("give the guest its kernel's settings back", tuning.restore());
     }
     if options.idle {
-        try_to("look for idle memory", agent.watch_idle(Path::new(SYS)));
+        let idle = IdleWatch::start(&Roots::under(Path::new(SYS)), sys::monotonic_ms);
+        agent.idle = part("look for idle memory", idle);
     }
-    try_to("register a pressure trigger", agent.arm_triggers(Path::new(PROC)));
-    try_to("lock its memory", sys::lock_memory());
+    let triggers = Triggers::register(Path::new(PROC), sys::monotonic_ms());
+    agent.triggers = part("register a pressure trigger", triggers);
+    part("lock its memory", sys::lock_memory());
     agent.run(&options.address);
     Ok(())
 }
 
-fn try_to(what: &str, result: io::Result<()>) {
-    if let Err(error) = result {
-        eprintln!("foreshore-agent: Cannot {what}: {error}");
-    }
+/// A part of the agent, or a line on standard error that says what cannot be done without it.
+fn part<T>(what: &str, result: io::Result<T>) -> Option<T> {
+    result.inspect_err(|error| eprintln!("foreshore-agent: Cannot {what}: {error}")).ok()
 }

@@ -242,6 +242,7 @@ mod tests {
 
     use super::*;
     use crate::args::Online;
+    use crate::blocks::{BlockReader, BlockWatch};
 
     const MEMORY: &str = "/sys/devices/system/memory";
 
@@ -375,7 +376,8 @@ mod tests {
         std::fs::write(memory.join("block_size_bytes"), "8000000\n").expect("write");
         std::fs::write(block.join("state"), "offline\n").expect("write");
         let mut agent = Agent::open(&proc, &memory).expect("opens");
-        agent.watch_blocks(&memory, Online::Movable).expect("watches");
+        let reader = BlockReader::new(&memory, Online::Movable);
+        agent.blocks = Some(BlockWatch::start(reader, sys::monotonic_ms).expect("starts"));
         (dir, agent, block.join("state"))
     }
 

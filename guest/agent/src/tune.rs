@@ -174,11 +174,6 @@ impl Tuning {
         self.set()
     }
 
-    /// Gives the guest back what an agent that was killed has not.
-    pub fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
-        Self::open(root, run).restore()
-    }
-
     /// Linux looks at the guest's size at boot only. Whatever else decides is read here and not at
     /// the start: then /boot may not be mounted, and nobody has set anything yet.
     fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
@@ -653,7 +648,7 @@ mod tests {
                     tuning.was[killed_after] = Some(setting.usual.to_owned());
                     tuning.put_on_record();
                 }
-                Tuning::restore_after_another(guest.0.path(), &guest.run()).expect("restores");
+                guest.tuning().restore().expect("restores");
                 assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "{killed_after}");
                 assert!(!guest.run().join(NAME).exists());
             }

@@ -19,7 +19,7 @@ use foreshore_proto::{NodeIdle, Zone};
 
 use self::bitmap::Bitmap;
 use self::damon::Damon;
-use crate::blocks::Range;
+use crate::blocks::{Range, STACK_BYTES};
 
 /// Memory that was not touched for so long is idle.
 const SPAN_MS: u64 = 60_000;
@@ -221,7 +221,7 @@ pub struct IdleWatch {
 impl IdleWatch {
     /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it.
     /// `clock` gives the time.
-    pub fn start(roots: &Roots, stack_bytes: usize, clock: fn() -> u64) -> io::Result<Self> {
+    pub fn start(roots: &Roots, clock: fn() -> u64) -> io::Result<Self> {
         let (roots, damon) = (roots.clone(), roots.damon.clone());
         let mut source = Seeker::start({
             let roots = roots.clone();
@@ -254,7 +254,7 @@ impl IdleWatch {
                 }
             }
         };
-        thread::Builder::new().name("idle".into()).stack_size(stack_bytes).spawn(work)?;
+        thread::Builder::new().name("idle".into()).stack_size(STACK_BYTES).spawn(work)?;
         Ok(IdleWatch { damon, ranges, unsent: None, answers, found: Vec::new(), found_ms: 0 })
     }
 
@@ -360,7 +360,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("tempdir");
         fs::create_dir_all(dir.path().join("kernel/mm/page_idle")).expect("mkdir");
         fs::write(dir.path().join("kernel/mm/page_idle/bitmap"), vec![0; 4096]).expect("write");
-        let watch = IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 5);
+        let watch = IdleWatch::start(&Roots::under(dir.path()), || 5);
         let mut watch = watch.expect("the bitmap is there");
         let (ranges, answers) = (sync_channel(1), sync_channel(1));
         (watch.ranges, watch.answers) = (ranges.0, answers.1);
@@ -500,8 +500,7 @@ mod tests {
     #[test]
     fn a_kernel_that_has_neither_says_so() {
         let dir = tempfile::tempdir().expect("tempdir");
-        let error =
-            IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 0).expect_err("neither");
+        let error = IdleWatch::start(&Roots::under(dir.path()), || 0).expect_err("neither");
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }
