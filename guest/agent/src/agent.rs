@@ -216,54 +216,50 @@ fn say_once(error: &SessionError, said: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::io::{self, Write};
 
     use foreshore_proto::{Zone, ZoneKind};
 
     use super::*;
+    use crate::tree::Tree;
+
+    /// Runs an agent that is told to end at once.
+    fn run_to_the_end(mut agent: Agent, tree: &Tree) {
+        let (termination, mut told) = io::pipe().expect("pipe");
+        told.write_all(&[15]).expect("write");
+        agent.termination = Some(termination.into());
+        agent.run(&Address::Unix(tree.at("nobody")));
+    }
 
     #[test]
     fn what_is_kept_for_the_kernel_is_given_back_at_the_end() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let setting = dir.path().join("lowmem_reserve_ratio");
-        fs::write(&setting, "256 256 32 0 0").expect("write");
+        let setting = "lowmem_reserve_ratio";
+        let tree = Tree::new(&[(setting, "256 256 32 0 0")]);
         let mut agent =
-            Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
-        let reserve = Reserve::open(dir.path(), &dir.path().join("run"), "").expect("opens");
+            Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
+        let reserve = Reserve::open(tree.path(), &tree.at("run"), "").expect("opens");
         // As if these were the guest's. This machine's, which it looks at while it waits, may
         // differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
         agent.reserve.insert(reserve).adapt(&zones, 0).expect("writes");
-        assert_ne!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
-        let (termination, mut told) = io::pipe().expect("pipe");
-        told.write_all(&[15]).expect("write");
-        agent.termination = Some(termination.into());
-        agent.run(&Address::Unix(dir.path().join("nobody")));
-        assert_eq!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
+        assert_ne!(tree.get(setting), "256 256 32 0 0");
+        run_to_the_end(agent, &tree);
+        assert_eq!(tree.get(setting), "256 256 32 0 0");
     }
 
     #[test]
     fn settings_that_were_written_before_another_failed_are_put_back_at_the_end() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let path = |path: &str| dir.path().join(path);
-        let defrag = path("sys/kernel/mm/transparent_hugepage/defrag");
-        fs::create_dir_all(path("sys/kernel/mm/transparent_hugepage/khugepaged/defrag"))
-            .expect("no file");
-        fs::create_dir_all(path("sys/devices/system/node")).expect("mkdir");
+        let defrag = "sys/kernel/mm/transparent_hugepage/defrag";
         // Where all memory is on nodes without CPUs.
-        fs::write(path("sys/devices/system/node/has_cpu"), "\n").expect("write");
-        fs::write(&defrag, "madvise").expect("write");
+        let tree = Tree::new(&[("sys/devices/system/node/has_cpu", "\n"), (defrag, "madvise")]);
+        tree.make("sys/kernel/mm/transparent_hugepage/khugepaged/defrag");
         let mut agent =
-            Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
-        agent.tuning = Some(Tuning::open(dir.path(), &path("run")));
+            Agent::open(Path::new("/proc"), tree.path()).expect("this machine has /proc");
+        agent.tuning = Some(Tuning::open(tree.path(), &tree.at("run")));
         agent.take_report(Cause::Rest).expect("reports");
-        assert_eq!(fs::read_to_string(&defrag).expect("read"), "always");
-        let (termination, mut told) = io::pipe().expect("pipe");
-        told.write_all(&[15]).expect("write");
-        agent.termination = Some(termination.into());
-        agent.run(&Address::Unix(path("nobody")));
-        assert_eq!(fs::read_to_string(&defrag).expect("read"), "madvise");
+        assert_eq!(tree.get(defrag), "always");
+        run_to_the_end(agent, &tree);
+        assert_eq!(tree.get(defrag), "madvise");
     }
 }

@@ -361,26 +361,12 @@ impl BlockReader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tree::Tree;
 
     const BLOCK: u64 = 128 << 20;
     const SIGNS: Signs = Signs { total_bytes: 1, links: 3 };
     const CHANGED: Signs = Signs { total_bytes: 2, ..SIGNS };
     const PLUGGED: Signs = Signs { links: 4, ..SIGNS };
-
-    /// A /sys/devices/system/memory as Linux 6.1 has it.
-    fn sysfs(policy: &str, blocks: &[(u32, u32, &str, &str)]) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().expect("tempdir");
-        fs::write(dir.path().join("auto_online_blocks"), format!("{policy}\n")).expect("write");
-        fs::write(dir.path().join("block_size_bytes"), "8000000\n").expect("write");
-        fs::create_dir(dir.path().join("power")).expect("mkdir");
-        for (number, node, state, zones) in blocks {
-            let block = dir.path().join(format!("memory{number}"));
-            fs::create_dir_all(block.join(format!("node{node}"))).expect("mkdir");
-            fs::write(block.join("state"), format!("{state}\n")).expect("write");
-            fs::write(block.join("valid_zones"), format!("{zones}\n")).expect("write");
-        }
-        dir
-    }
 
     fn node(node: u32, online: u64, offline: u64, movable: u64) -> NodeBlocks {
         NodeBlocks {
@@ -393,11 +379,10 @@ mod tests {
 
     #[test]
     fn blocks_are_added_up_per_node() {
-        let dir = sysfs(
-            "online_movable",
-            &[(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")],
-        );
-        let mut reader = BlockReader::new(dir.path(), Online::Movable);
+        let blocks =
+            [(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")];
+        let tree = Tree::memory("online_movable", &blocks);
+        let mut reader = BlockReader::new(tree.path(), Online::Movable);
         assert_eq!(reader.read(SIGNS, || 0), Onlined::default());
         assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
         assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
@@ -405,19 +390,11 @@ mod tests {
 
     #[test]
     fn addresses_are_those_of_blocks_that_are_online_and_neighbours_of_one_node_are_one_range() {
-        let dir = sysfs(
-            "online_movable",
-            &[
-                (11, 1, "online", "Movable"),
-                (2, 0, "online", "Normal"),
-                (9, 0, "online", "Normal"),
-                (10, 1, "online", "Movable"),
-                (3, 0, "online", "Normal"),
-                (12, 1, "offline", "Movable"),
-                (13, 1, "online", "Movable"),
-            ],
-        );
-        let mut reader = BlockReader::new(dir.path(), Online::None);
+        let online = [(11, 1), (2, 0), (9, 0), (10, 1), (3, 0), (13, 1)];
+        let mut blocks = online.map(|(number, node)| (number, node, "online", "Movable")).to_vec();
+        blocks.push((12, 1, "offline", "Movable"));
+        let tree = Tree::memory("online_movable", &blocks);
+        let mut reader = BlockReader::new(tree.path(), Online::None);
         reader.read(SIGNS, || 0);
         let range =
             |node, start: u64, end: u64| Range { node, start: start * BLOCK, end: end * BLOCK };
@@ -429,108 +406,75 @@ mod tests {
 
     #[test]
     fn the_zones_of_a_block_that_is_offline_are_not_asked_for() {
-        let dir = sysfs("offline", &[(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")]);
-        let read = |name: &str| {
-            Block::read(&dir.path().join(name), None, &mut Onlined::default()).unwrap()
+        let blocks = [(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")];
+        let tree = Tree::memory("offline", &blocks);
+        let read = |name| {
+            let block = Block::read(&tree.at(name), None, &mut Onlined::default()).unwrap();
+            (block.online, block.movable)
         };
-        let (offline, online) = (read("memory32"), read("memory33"));
-        assert_eq!((offline.online, offline.movable), (false, false));
-        assert_eq!((online.online, online.movable), (true, true));
+        assert_eq!(["memory32", "memory33"].map(read), [(false, false), (true, true)]);
     }
 
     #[test]
-    fn offline_blocks_are_onlined_movable() {
-        let dir = sysfs(
-            "offline",
-            &[(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")],
-        );
-        let mut reader = BlockReader::new(dir.path(), Online::Movable);
+    fn blocks_that_stay_offline_are_onlined_by_a_reader_in_charge() {
+        let blocks = [(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")];
+        let tree = Tree::memory("offline", &blocks);
+        let mut reader = BlockReader::new(tree.path(), Online::Movable);
         assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "not in charge yet");
         assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
         reader.take_charge().expect("writes");
         reader.offline.clear();
         assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "the kernel may be about to");
         assert_eq!(reader.read(SIGNS, || 0), Onlined { count: 1, failed: 0 });
-        let state = fs::read_to_string(dir.path().join("memory32/state")).expect("read");
-        assert_eq!(state, "online_movable");
-        let other = fs::read_to_string(dir.path().join("memory33/state")).expect("read");
-        assert_eq!(other, "going-offline\n", "on its way out, not touched");
+        assert_eq!(tree.get("memory32/state"), "online_movable");
+        assert_eq!(tree.get("memory33/state"), "going-offline\n", "on its way out, not touched");
     }
 
     #[test]
-    fn the_policy_is_written_only_where_it_is_wrong() {
-        let dir = sysfs("online", &[]);
-        BlockReader::new(dir.path(), Online::Movable).take_charge().expect("writes");
-        let path = dir.path().join("auto_online_blocks");
-        assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable");
-        fs::write(&path, "online_movable\n").expect("write");
-        BlockReader::new(dir.path(), Online::Movable).take_charge().expect("nothing to do");
-        assert_eq!(
-            fs::read_to_string(&path).expect("read"),
-            "online_movable\n",
-            "not written again"
-        );
-    }
-
-    #[test]
-    fn the_kernels_own_choice_is_kept_where_it_makes_one() {
-        for (before, after) in [("offline", "online"), ("online_kernel", "online_kernel\n")] {
-            let dir = sysfs(before, &[(32, 1, "offline", "Normal Movable")]);
-            let mut reader = BlockReader::new(dir.path(), Online::Auto);
+    fn policy_is_written_only_where_it_is_wrong_and_blocks_come_online_by_it() {
+        for (online, policy, policy_after, state_after) in [
+            (Online::Movable, "online", "online_movable", "online_movable"),
+            // A policy that ends with a line is not written again.
+            (Online::Movable, "online_movable", "online_movable\n", "online_movable"),
+            (Online::Auto, "offline", "online", "online"),
+            (Online::Auto, "online_kernel", "online_kernel\n", "online"),
+            (Online::None, "offline", "offline\n", "offline\n"),
+        ] {
+            let tree = Tree::memory(policy, &[(32, 1, "offline", "Normal Movable")]);
+            let mut reader = BlockReader::new(tree.path(), online);
             reader.take_charge().expect("writes");
-            let read = |name: &str| fs::read_to_string(dir.path().join(name)).expect("read");
-            assert_eq!(read("auto_online_blocks"), after);
             reader.read(SIGNS, || 0);
-            assert_eq!(reader.read(SIGNS, || 0), Onlined { count: 1, failed: 0 });
-            assert_eq!(read("memory32/state"), "online");
+            assert_eq!(reader.seen().nodes, [node(1, 0, 1, 0)]);
+            let count = u64::from(online != Online::None);
+            assert_eq!(reader.read(SIGNS, || 0), Onlined { count, failed: 0 });
+            assert_eq!(tree.get("auto_online_blocks"), policy_after, "{online:?} of {policy}");
+            assert_eq!(tree.get("memory32/state"), state_after, "{online:?} of {policy}");
         }
-    }
-
-    #[test]
-    fn who_wants_nothing_onlined_gets_nothing_written() {
-        let dir = sysfs("offline", &[(32, 1, "offline", "Normal Movable")]);
-        let mut reader = BlockReader::new(dir.path(), Online::None);
-        reader.take_charge().expect("nothing to do");
-        for _ in 0..2 {
-            assert_eq!(reader.read(SIGNS, || 0), Onlined::default());
-        }
-        assert_eq!(reader.seen().nodes, [node(1, 0, 1, 0)], "and is told how it is");
-        let read = |name: &str| fs::read_to_string(dir.path().join(name)).expect("read");
-        assert_eq!(
-            (read("auto_online_blocks"), read("memory32/state")),
-            ("offline\n".into(), "offline\n".into())
-        );
-    }
-
-    #[test]
-    fn a_guest_with_very_many_blocks_reads_them_seldom_while_nothing_changes() {
-        let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
-        let mut reader = BlockReader::new(dir.path(), Online::Movable);
-        let times = std::cell::Cell::new(1_000);
-        // A reading that takes 100 ms.
-        reader.read(SIGNS, || times.replace(times.get() + 100));
-        assert_eq!(reader.due_ms(SIGNS), 1_100 + 100_000);
-        assert_eq!(reader.due_ms(CHANGED), 1_100 + 2_000, "a change is seen as soon as ever");
     }
 
     #[test]
     fn they_are_read_on_change_and_otherwise_seldom() {
-        let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
-        let mut reader = BlockReader::new(dir.path(), Online::Movable);
-        assert_eq!(reader.due_ms(SIGNS), 0);
-        reader.read(SIGNS, || 1_000);
-        assert_eq!(reader.due_ms(SIGNS), 31_000);
-        assert_eq!(reader.due_ms(CHANGED), 1_020, "at most a twentieth of the time");
-        assert_eq!(reader.due_ms(PLUGGED), 1_020, "also one that is offline");
+        let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
+        // The more a reading of very many blocks costs, the more seldom there is one.
+        for (cost_ms, rest_ms, change_ms) in [(0, 30_000, 20), (100, 100_000, 2_000)] {
+            let mut reader = BlockReader::new(tree.path(), Online::Movable);
+            assert_eq!(reader.due_ms(SIGNS), 0);
+            let times = std::cell::Cell::new(1_000);
+            reader.read(SIGNS, || times.replace(times.get() + cost_ms));
+            let due_ms = |signs| reader.due_ms(signs) - 1_000 - cost_ms;
+            assert_eq!(due_ms(SIGNS), rest_ms);
+            assert_eq!(due_ms(CHANGED), change_ms, "at most a twentieth of the time");
+            assert_eq!(due_ms(PLUGGED), change_ms, "also one that is offline");
+        }
     }
 
     #[test]
     fn where_some_are_offline_that_should_not_be_they_are_read_more_often() {
-        let dir = sysfs("offline", &[(0, 0, "offline", "Normal")]);
+        let tree = Tree::memory("offline", &[(0, 0, "offline", "Normal")]);
         for (online, due_ms) in
             [(Online::Movable, 2_000), (Online::Auto, 2_000), (Online::None, 31_000)]
         {
-            let mut reader = BlockReader::new(dir.path(), online);
+            let mut reader = BlockReader::new(tree.path(), online);
             reader.read(SIGNS, || 1_000);
             assert_eq!(reader.due_ms(SIGNS), due_ms);
         }
@@ -538,9 +482,9 @@ mod tests {
 
     #[test]
     fn the_thread_reads_when_it_is_due_and_answers_once() {
-        let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
-        let mut watch = BlockWatch::start(BlockReader::new(dir.path(), Online::Movable), || 1_000)
-            .expect("starts");
+        let tree = Tree::memory("online_movable", &[(0, 0, "online", "Normal")]);
+        let reader = BlockReader::new(tree.path(), Online::Movable);
+        let mut watch = BlockWatch::start(reader, || 1_000).expect("starts");
         let mut take_charge = true;
         let (blocks, ranges) = (0..)
             .find_map(|_| watch.poll(7, 0, &mut take_charge))
@@ -562,8 +506,7 @@ mod tests {
 
     #[test]
     fn a_kernel_without_hotplug_has_none() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let mut reader = BlockReader::new(&dir.path().join("memory"), Online::Movable);
+        let mut reader = BlockReader::new(Path::new("/missing"), Online::Movable);
         reader.read(SIGNS, || 0);
         assert_eq!(reader.seen(), &Blocks::default());
         assert!(reader.take_charge().is_err());

@@ -218,40 +218,30 @@ mod tests {
     use foreshore_proto::{KernelUse, NodeBlocks, Zone, ZoneKind};
 
     use super::*;
+    use crate::tree::Tree;
 
     const MIB: u64 = 1 << 20;
-    const PAGE_BYTES: u64 = 4096;
-    const BLOCK: u64 = 128 * MIB;
 
-    fn zone(node: u32, kind: ZoneKind, managed_mib: u64, free_mib: u64) -> Zone {
-        let pages = |mib: u64| mib * MIB / PAGE_BYTES;
-        Zone {
+    /// Node 0 is short of kernel memory and has `movable` plugged blocks. PM of node 1 has room for
+    /// their pages.
+    fn short_report(movable: u64) -> RawReport {
+        let zone = |node, kind, managed_mib, free_mib| Zone {
             node,
             kind,
-            managed_pages: pages(managed_mib),
-            free_pages: pages(free_mib),
+            managed_pages: managed_mib * MIB / 4096,
+            free_pages: free_mib * MIB / 4096,
             ..Zone::default()
-        }
-    }
-
-    /// 384 MiB of boot memory, 36 MiB of it movable, two plugged blocks of DRAM, and 512 MiB of PM.
-    fn zones(kernel_free_mib: u64, pm_free_mib: u64) -> [Zone; 3] {
-        [
-            zone(0, ZoneKind::Dma32, 300, kernel_free_mib),
-            zone(0, ZoneKind::Movable, 36 + 256, 0),
-            zone(1, ZoneKind::Movable, 512, pm_free_mib),
-        ]
-    }
-
-    fn blocks(movable_dram_blocks: u64) -> Blocks {
-        let node = |node, online, movable| NodeBlocks {
-            node,
-            online_bytes: online * BLOCK,
-            offline_bytes: 0,
-            movable_online_bytes: movable * BLOCK,
         };
-        let nodes = vec![node(0, 5, movable_dram_blocks), node(1, 4, 4)];
-        Blocks { block_bytes: BLOCK, nodes, ..Blocks::default() }
+        let zones = vec![
+            zone(0, ZoneKind::Dma32, 300, 0),
+            zone(0, ZoneKind::Movable, 300, 0),
+            zone(1, ZoneKind::Movable, 512, 300),
+        ];
+        let block_bytes = 128 * MIB;
+        let node =
+            NodeBlocks { movable_online_bytes: movable * block_bytes, ..NodeBlocks::default() };
+        let blocks = Blocks { block_bytes, nodes: vec![node], ..Blocks::default() };
+        RawReport { zones, blocks, ..RawReport::default() }
     }
 
     /// A guest of 6.12 in which a program locks 200 MiB that it has.
@@ -289,30 +279,23 @@ mod tests {
     }
 
     /// A sysfs with blocks 0 (boot), 32 and 33 (plugged DRAM) and 40 (PM).
-    fn sysfs() -> tempfile::TempDir {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("write");
-        put("block_size_bytes", "8000000\n");
-        put(
+    fn sysfs() -> Tree {
+        let blocks = [(0, 0), (32, 0), (33, 0), (40, 1)];
+        let blocks = blocks.map(|(number, node)| (number, node, "online", "Movable"));
+        let tree = Tree::memory("online_movable", &blocks);
+        tree.put(
             "iomem",
             "100000000-10fffffff : System RAM (virtio_mem)\n140000000-147ffffff : System RAM (virtio_mem)\n",
         );
-        for (number, node) in [(0, 0), (32, 0), (33, 0), (40, 1)] {
-            fs::create_dir_all(dir.path().join(format!("memory{number}/node{node}")))
-                .expect("mkdir");
-            put(&format!("memory{number}/state"), "online\n");
-            put(&format!("memory{number}/valid_zones"), "Movable\n");
-        }
-        dir
+        tree
     }
 
-    fn turner(dir: &tempfile::TempDir, turn: fn(&Path) -> io::Result<()>) -> Turner {
-        Turner {
-            memory_root: dir.path().to_owned(),
-            iomem: dir.path().join("iomem"),
-            unmoved: None,
-            turn,
-        }
+    fn turner(tree: &Tree, turn: fn(&Path) -> io::Result<()>) -> Turner {
+        Turner { memory_root: tree.path().to_owned(), iomem: tree.at("iomem"), unmoved: None, turn }
+    }
+
+    fn started(tree: &Tree) -> KernelBlocks {
+        KernelBlocks::start(tree.path(), &tree.at("iomem")).expect("starts")
     }
 
     /// Blocks 32 and 33 have pages that do not move: Linux finds that at once for 33, and only
@@ -326,30 +309,23 @@ mod tests {
 
     #[test]
     fn attempt_ends_with_the_first_block_that_takes_the_whole_limit() {
-        let dir = sysfs();
-        let mut turner = turner(&dir, turn_none);
+        let tree = sysfs();
+        let mut turner = turner(&tree, turn_none);
         let mut attempt = || turner.turn_one(0).expect_err("no block moves").kind();
         assert_eq!(attempt(), io::ErrorKind::Interrupted);
         // The second attempt tries block 33 first, which takes no time, and then block 32.
         assert_eq!(attempt(), io::ErrorKind::Interrupted);
-        fs::write(dir.path().join("memory32/valid_zones"), "Normal\n").expect("write");
-        assert_eq!(
-            turner.turn_one(0).expect_err("no block moves").kind(),
-            io::ErrorKind::ResourceBusy
-        );
+        tree.put("memory32/valid_zones", "Normal\n");
+        assert_eq!(attempt(), io::ErrorKind::ResourceBusy);
     }
 
     #[test]
     fn node_without_a_block_is_left_alone_until_its_blocks_change() {
-        let dir = sysfs();
-        for number in [32, 33] {
-            fs::write(dir.path().join(format!("memory{number}/valid_zones")), "Normal\n")
-                .expect("write");
-        }
-        let mut report =
-            RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
-        let mut kernel_blocks =
-            KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
+        let tree = sysfs();
+        tree.put("memory32/valid_zones", "Normal\n");
+        tree.put("memory33/valid_zones", "Normal\n");
+        let mut report = short_report(2);
+        let mut kernel_blocks = started(&tree);
         let mut now_ms = 1_000;
         while kernel_blocks.exhausted.is_none() {
             kernel_blocks.poll(&report, 0, now_ms);
@@ -358,35 +334,31 @@ mod tests {
         now_ms += 600_000;
         kernel_blocks.poll(&report, 0, now_ms);
         assert!(!kernel_blocks.is_busy);
-        report.blocks = blocks(3);
+        report.blocks = short_report(3).blocks;
         kernel_blocks.poll(&report, 0, now_ms);
         assert!(kernel_blocks.is_busy);
     }
 
     #[test]
     fn the_lowest_plugged_block_of_the_node_is_turned() {
-        let dir = sysfs();
-        let mut turner = turner(&dir, turn);
-        let state = |number: u32| {
-            fs::read_to_string(dir.path().join(format!("memory{number}/state"))).expect("read")
-        };
+        let tree = sysfs();
+        let mut turner = turner(&tree, turn);
+        let state = |number: u32| tree.get(&format!("memory{number}/state"));
         assert_eq!(turner.turn_one(0).expect("turns"), 32);
         assert_eq!(state(32), "online_kernel");
         assert_eq!([0, 33, 40].map(state), ["online\n"; 3]);
         // `valid_zones` of a real kernel shows that the block belongs to the kernel now.
-        fs::write(dir.path().join("memory32/valid_zones"), "Normal\n").expect("write");
+        tree.put("memory32/valid_zones", "Normal\n");
         assert_eq!(turner.turn_one(0).expect("turns"), 33);
-        fs::write(dir.path().join("memory33/valid_zones"), "Normal\n").expect("write");
+        tree.put("memory33/valid_zones", "Normal\n");
         assert_eq!(turner.turn_one(0).expect_err("none is left").kind(), io::ErrorKind::NotFound);
     }
 
     #[test]
     fn the_thread_turns_one_block_at_a_time() {
-        let dir = sysfs();
-        let report =
-            RawReport { zones: zones(0, 300).to_vec(), blocks: blocks(2), ..RawReport::default() };
-        let mut kernel_blocks =
-            KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
+        let tree = sysfs();
+        let report = short_report(2);
+        let mut kernel_blocks = started(&tree);
         let turned = (0..).map(|_| kernel_blocks.poll(&report, 0, 1_000)).position(|turned| turned);
         assert!(turned.is_some_and(|polls| polls > 0));
         assert!(!kernel_blocks.is_busy, "reports show first what it has brought");

@@ -15,6 +15,8 @@ mod record;
 mod reserve;
 mod session;
 mod sys;
+#[cfg(test)]
+mod tree;
 mod trigger;
 mod tune;
 

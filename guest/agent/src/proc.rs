@@ -230,6 +230,7 @@ mod tests {
     use foreshore_proto::{PROTOCOL_VERSION, Report};
 
     use super::*;
+    use crate::tree::Tree;
 
     #[test]
     fn a_report_of_this_machine_passes_verification() {
@@ -242,11 +243,10 @@ mod tests {
 
     #[test]
     fn texts_longer_than_the_buffer_are_read_whole() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let path = dir.path().join("long");
-        std::fs::write(&path, "x".repeat(3 * FIRST_BUFFER_BYTES + 1)).expect("write");
+        let tree = Tree::new(&[]);
+        tree.put("long", "x".repeat(3 * FIRST_BUFFER_BYTES + 1));
         let mut buffer = vec![0; FIRST_BUFFER_BYTES];
-        let text = Text::open(path, Pieces::Long).expect("open");
+        let text = Text::open(tree.at("long"), Pieces::Long).expect("open");
         assert_eq!(text.read(&mut buffer).expect("read").len(), 3 * FIRST_BUFFER_BYTES + 1);
         assert_eq!(text.read(&mut buffer).expect("again").len(), 3 * FIRST_BUFFER_BYTES + 1);
     }
@@ -278,26 +278,18 @@ mod tests {
         }
     }
 
-    /// A /proc of files, with the texts of a guest.
-    fn guest() -> tempfile::TempDir {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
-        for (from, name) in [
-            ("6.12-two-nodes", "vmstat"),
-            ("6.12-filled", "zoneinfo"),
-            ("6.12-filled", "buddyinfo"),
-        ] {
-            std::fs::copy(data.join(from).join(name), dir.path().join(name)).expect("copy");
-        }
-        put_meminfo(&dir, 1_000_000, 335_488);
-        dir
+    fn guest() -> Tree {
+        let texts = ["6.12-two-nodes/vmstat", "6.12-filled/zoneinfo", "6.12-filled/buddyinfo"];
+        let tree = Tree::proc(&texts);
+        put_meminfo(&tree, 1_000_000, 335_488);
+        tree
     }
 
-    fn put_meminfo(dir: &tempfile::TempDir, total_kib: u64, free_kib: u64) {
+    fn put_meminfo(tree: &Tree, total_kib: u64, free_kib: u64) {
         let text = format!(
             "MemTotal: {total_kib} kB\nMemFree: {free_kib} kB\nMemAvailable: {free_kib} kB\n"
         );
-        std::fs::write(dir.path().join("meminfo"), text).expect("write");
+        tree.put("meminfo", text);
     }
 
     /// What each zone has free, and its low watermark: by zoneinfo 2.
@@ -308,80 +300,67 @@ mod tests {
 
     #[test]
     fn sizes_of_zones_are_read_once_a_second_and_what_is_free_each_time() {
-        let dir = guest();
-        let (mut proc, mut report) = (Proc::open(dir.path()).expect("open"), RawReport::default());
-        let by_zoneinfo = zones_at(&mut proc, &mut report, 1_000);
-        let marks: Vec<u64> = by_zoneinfo.iter().map(|(_, low_pages)| *low_pages).collect();
+        let tree = guest();
+        let (mut proc, mut report) = (Proc::open(tree.path()).expect("open"), RawReport::default());
+        let mut zones_at = |now_ms| {
+            let zones = zones_at(&mut proc, &mut report, now_ms);
+            assert_eq!(report.zones[3].largest_free_blocks, Some(71));
+            zones
+        };
+        let by_zoneinfo = zones_at(1_000);
+        let marks = by_zoneinfo.iter().map(|(_, low_pages)| *low_pages);
         let by_buddyinfo: Vec<_> = [465, 10_022, 345, 73_040].into_iter().zip(marks).collect();
         assert_ne!(by_zoneinfo, by_buddyinfo);
-        assert_eq!(report.zones[3].largest_free_blocks, Some(71));
-        assert_eq!(zones_at(&mut proc, &mut report, 1_050), by_buddyinfo);
-        assert_eq!(report.zones[3].largest_free_blocks, Some(71));
-        assert_eq!(zones_at(&mut proc, &mut report, 1_999), by_buddyinfo);
-        assert_eq!(zones_at(&mut proc, &mut report, 2_000), by_zoneinfo, "a second later");
-        assert_eq!(zones_at(&mut proc, &mut report, 2_050), by_buddyinfo);
-        put_meminfo(&dir, 1_000_004, 335_488);
-        assert_eq!(zones_at(&mut proc, &mut report, 2_100), by_zoneinfo, "memory has come");
+        assert_eq!(zones_at(1_050), by_buddyinfo);
+        assert_eq!(zones_at(1_999), by_buddyinfo);
+        assert_eq!(zones_at(2_000), by_zoneinfo, "a second later");
+        assert_eq!(zones_at(2_050), by_buddyinfo);
+        put_meminfo(&tree, 1_000_004, 335_488);
+        assert_eq!(zones_at(2_100), by_zoneinfo, "memory has come");
         // Blocks that are about to leave are on the lists: by two MiB more than is free.
-        put_meminfo(&dir, 1_000_004, 335_488 - 2_048);
-        assert_eq!(
-            zones_at(&mut proc, &mut report, 2_150),
-            by_zoneinfo,
-            "what is free does not fit"
-        );
-        put_meminfo(&dir, 1_000_004, 335_488 + 2_047);
-        assert_eq!(zones_at(&mut proc, &mut report, 2_200), by_buddyinfo);
+        put_meminfo(&tree, 1_000_004, 335_488 - 2_048);
+        assert_eq!(zones_at(2_150), by_zoneinfo, "what is free does not fit");
+        put_meminfo(&tree, 1_000_004, 335_488 + 2_047);
+        assert_eq!(zones_at(2_200), by_buddyinfo);
         // A zone has come.
-        let buddyinfo = std::fs::read_to_string(dir.path().join("buddyinfo")).expect("read");
-        let more = format!("{buddyinfo}Node 2, zone Movable 0 0 0 0 0 0 0 0 0 0 0\n");
-        std::fs::write(dir.path().join("buddyinfo"), more).expect("write");
-        assert_eq!(zones_at(&mut proc, &mut report, 2_250), by_zoneinfo);
+        let more = tree.get("buddyinfo") + "Node 2, zone Movable 0 0 0 0 0 0 0 0 0 0 0\n";
+        tree.put("buddyinfo", more);
+        assert_eq!(zones_at(2_250), by_zoneinfo);
     }
 
     #[test]
     fn a_kernel_without_buddyinfo_has_its_zones_read_each_time() {
-        let dir = guest();
-        std::fs::remove_file(dir.path().join("buddyinfo")).expect("remove");
-        let (mut proc, mut report) = (Proc::open(dir.path()).expect("open"), RawReport::default());
+        let tree = guest();
+        tree.remove("buddyinfo");
+        let (mut proc, mut report) = (Proc::open(tree.path()).expect("open"), RawReport::default());
         let before = zones_at(&mut proc, &mut report, 1_000);
-        let text = std::fs::read_to_string(dir.path().join("zoneinfo")).expect("read");
-        std::fs::write(
-            dir.path().join("zoneinfo"),
-            text.replace("free     10002", "free     10003"),
-        )
-        .expect("write");
+        tree.put("zoneinfo", tree.get("zoneinfo").replace("free     10002", "free     10003"));
         let after = zones_at(&mut proc, &mut report, 1_050);
         assert_eq!((before[1].0, after[1].0, &before[2..]), (10_002, 10_003, &after[2..]));
     }
 
     #[test]
     fn numbers_of_caches_are_reported_if_the_kernel_has_them() {
-        let dir = guest();
+        let tree = guest();
         let unused = |proc: &mut Proc| {
             let mut report = RawReport::default();
             proc.fill(&mut report, 1_000).expect("fill");
             report.kernel.map(|kernel| (kernel.unused_dentries, kernel.unused_inodes))
         };
-        assert_eq!(unused(&mut Proc::open(dir.path()).expect("open")), Some((None, None)));
-        let fs = dir.path().join("sys/fs");
-        std::fs::create_dir_all(&fs).expect("mkdir");
-        std::fs::write(fs.join("dentry-state"), "164829\t139103\t45\t0\t93217\t0\n")
-            .expect("write");
-        std::fs::write(fs.join("inode-nr"), "120413\t507\n").expect("write");
-        let mut proc = Proc::open(dir.path()).expect("open");
+        assert_eq!(unused(&mut Proc::open(tree.path()).expect("open")), Some((None, None)));
+        tree.put("sys/fs/dentry-state", "164829\t139103\t45\t0\t93217\t0\n");
+        tree.put("sys/fs/inode-nr", "120413\t507\n");
+        let mut proc = Proc::open(tree.path()).expect("open");
         assert_eq!(unused(&mut proc), Some((Some(139_103), Some(507))));
-        std::fs::write(fs.join("inode-nr"), "120413\t508\n").expect("write");
+        tree.put("sys/fs/inode-nr", "120413\t508\n");
         assert_eq!(unused(&mut proc), Some((Some(139_103), Some(508))), "read for each report");
-        let mut report = RawReport::default();
-        Proc::open(Path::new("/proc")).expect("open").fill(&mut report, 0).expect("fill");
-        let kernel = report.kernel.expect("known");
-        assert!(kernel.unused_dentries.is_some() && kernel.unused_inodes.is_some(), "{kernel:?}");
+        let here = unused(&mut Proc::open(Path::new("/proc")).expect("open"));
+        assert!(here.is_some_and(|(dentries, inodes)| dentries.is_some() && inodes.is_some()));
     }
 
     #[test]
     fn a_missing_file_is_named() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let error = Proc::open(dir.path()).expect_err("empty");
+        let error = Proc::open(Path::new("/missing")).expect_err("empty");
         assert!(error.to_string().ends_with("meminfo"), "{error}");
     }
 }

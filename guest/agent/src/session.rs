@@ -243,6 +243,7 @@ mod tests {
     use super::*;
     use crate::args::Online;
     use crate::blocks::{BlockReader, BlockWatch};
+    use crate::tree::Tree;
 
     const MEMORY: &str = "/sys/devices/system/memory";
 
@@ -361,38 +362,29 @@ mod tests {
         );
     }
 
-    /// A guest whose kernel leaves memory offline, and the block that it left so.
-    fn offline_guest() -> (tempfile::TempDir, Agent, std::path::PathBuf) {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let (proc, memory) = (dir.path().join("proc"), dir.path().join("memory"));
-        let block = memory.join("memory32");
-        std::fs::create_dir_all(block.join("node1")).expect("mkdir");
-        std::fs::create_dir_all(&proc).expect("mkdir");
-        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/6.12-two-nodes");
-        for name in ["meminfo", "zoneinfo", "vmstat"] {
-            std::fs::copy(data.join(name), proc.join(name)).expect("copy");
-        }
-        std::fs::write(memory.join("auto_online_blocks"), "offline\n").expect("write");
-        std::fs::write(memory.join("block_size_bytes"), "8000000\n").expect("write");
-        std::fs::write(block.join("state"), "offline\n").expect("write");
-        let mut agent = Agent::open(&proc, &memory).expect("opens");
-        let reader = BlockReader::new(&memory, Online::Movable);
+    /// A guest whose kernel leaves memory offline, and its blocks.
+    fn offline_guest() -> (Agent, Tree) {
+        let memory = Tree::memory("offline", &[(32, 1, "offline", "Movable")]);
+        let proc = ["meminfo", "zoneinfo", "vmstat"].map(|name| format!("6.12-two-nodes/{name}"));
+        let proc = Tree::proc(&proc.each_ref().map(String::as_str));
+        let mut agent = Agent::open(proc.path(), memory.path()).expect("opens");
+        let reader = BlockReader::new(memory.path(), Online::Movable);
         agent.blocks = Some(BlockWatch::start(reader, sys::monotonic_ms).expect("starts"));
-        (dir, agent, block.join("state"))
+        (agent, memory)
     }
 
-    fn is_online(state: &Path) -> bool {
-        std::fs::read_to_string(state).expect("read") == "online_movable"
+    fn is_online(memory: &Tree) -> bool {
+        memory.get("memory32/state") == "online_movable"
     }
 
     #[test]
     fn memory_comes_online_also_while_the_vmm_reads_nothing() {
-        let (_dir, mut agent, state) = offline_guest();
+        let (mut agent, memory) = offline_guest();
         let (ours, _vmm) = UnixStream::pair().expect("socketpair");
         while sys::send(&ours, &[b'x'; 4096]).expect("send") > 0 {}
         let mut session = Session::new(&mut agent, ours.into()).expect("begins");
         let turns = (0..1000)
-            .take_while(|_| !is_online(&state))
+            .take_while(|_| !is_online(&memory))
             .map(|_| session.turn().expect("goes on"))
             .count();
         assert!(turns < 1000 && session.is_pending());
@@ -401,13 +393,13 @@ mod tests {
 
     #[test]
     fn memory_comes_online_also_while_there_is_no_vmm() {
-        let (_dir, mut agent, state) = offline_guest();
+        let (mut agent, memory) = offline_guest();
         let waits = (0..1000)
-            .take_while(|_| !is_online(&state))
+            .take_while(|_| !is_online(&memory))
             .filter(|_| agent.is_told_to_end_within(20))
             .count();
         assert_eq!(waits, 0, "nobody told it to end");
-        assert!(is_online(&state));
+        assert!(is_online(&memory));
     }
 
     #[test]

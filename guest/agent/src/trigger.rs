@@ -114,18 +114,10 @@ fn register_one(path: &Path, request: &[u8]) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
+    use crate::tree::Tree;
 
     const NONE: PollFlags = PollFlags::empty();
-
-    fn pressure_root() -> tempfile::TempDir {
-        let dir = tempfile::tempdir().expect("tempdir");
-        fs::create_dir(dir.path().join("pressure")).expect("mkdir");
-        fs::write(dir.path().join("pressure/memory"), "").expect("write");
-        dir
-    }
 
     #[test]
     fn a_short_window_that_is_refused_is_followed_by_a_long_one() {
@@ -167,8 +159,8 @@ mod tests {
 
     #[test]
     fn one_that_the_kernel_took_away_is_asked_for_again_later() {
-        let root = pressure_root();
-        let mut triggers = Triggers::register(root.path(), 0).expect("two files");
+        let tree = Tree::new(&[("pressure/memory", "")]);
+        let mut triggers = Triggers::register(tree.path(), 0).expect("two files");
         assert!(triggers.fired([NONE, PollFlags::PRI], 1_000), "either of them");
         assert!(
             !triggers.fired([PollFlags::ERR | PollFlags::PRI, NONE], 2_000),
@@ -179,21 +171,18 @@ mod tests {
         assert!(triggers.fds()[0].is_none(), "not at once");
         triggers.fired([NONE; TRIGGERS], 12_000);
         assert!(triggers.fds()[0].is_some());
-        fs::remove_file(root.path().join("pressure/memory")).expect("remove");
+        tree.remove("pressure/memory");
         triggers.fired([PollFlags::NVAL; TRIGGERS], 13_000);
         triggers.fired([NONE; TRIGGERS], 23_000);
         assert!(triggers.fds().iter().all(Option::is_none), "not there");
-        fs::write(root.path().join("pressure/memory"), "").expect("write");
+        tree.put("pressure/memory", "");
         triggers.fired([NONE; TRIGGERS], 33_000);
         assert!(triggers.fds().iter().all(Option::is_some));
     }
 
     #[test]
     fn a_kernel_without_pressure_information_has_none() {
-        let root = tempfile::tempdir().expect("tempdir");
-        assert_eq!(
-            Triggers::register(root.path(), 0).expect_err("none").kind(),
-            io::ErrorKind::NotFound
-        );
+        let error = Triggers::register(Path::new("/missing"), 0).expect_err("none");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

@@ -365,23 +365,34 @@ mod tests {
     use foreshore_proto::ZoneKind;
 
     use super::*;
+    use crate::tree::Tree;
 
     const GIB: u64 = 1 << 30;
 
+    /// How Debian builds its kernels, and another way.
+    const OF_DEBIAN: (&str, &str) =
+        ("boot/config-6.12.1-cloud", "CONFIG_X=y\nCONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
+    const ALWAYS: (&str, &str) =
+        ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
+    const HAS_CPU: &str = "sys/devices/system/node/has_cpu";
+    const USUAL: [&str; 4] = ["madvise", "1", "15000", "false"];
+    const BESIDE_PM: [&str; 4] = ["always", "0", "0", "true"];
+
     /// A guest's /proc and /sys, as far as they are looked at.
-    struct Guest(tempfile::TempDir);
+    struct Guest(Tree);
 
     impl Guest {
         fn new(files: &[(&str, &str)]) -> Self {
-            let guest = Guest(tempfile::tempdir().expect("tempdir"));
-            guest.put("sys/devices/system/node/has_cpu", "0\n");
-            guest.put(ENABLED, "[always] madvise never\n");
-            guest.put(DEFRAG, "always defer defer+madvise [madvise] never\n");
-            guest.put(ZERO_PAGE, "1\n");
-            guest.put(SETTINGS[1].path, "1\n");
-            guest.put(SETTINGS[2].path, "15000\n");
-            guest.put(SETTINGS[3].path, "false\n");
-            guest.put("proc/sys/kernel/osrelease", "6.12.1-cloud\n");
+            let guest = Guest(Tree::new(&[
+                (HAS_CPU, "0\n"),
+                (ENABLED, "[always] madvise never\n"),
+                (DEFRAG, "always defer defer+madvise [madvise] never\n"),
+                (ZERO_PAGE, "1\n"),
+                (SETTINGS[1].path, "1\n"),
+                (SETTINGS[2].path, "15000\n"),
+                (SETTINGS[3].path, "false\n"),
+                ("proc/sys/kernel/osrelease", "6.12.1-cloud\n"),
+            ]));
             files.iter().for_each(|(path, text)| guest.put(path, text));
             guest
         }
@@ -399,22 +410,23 @@ mod tests {
         }
 
         fn put(&self, path: &str, text: &str) {
-            let path = self.0.path().join(path);
-            fs::create_dir_all(path.parent().expect("has one")).expect("creates");
-            fs::write(path, text).expect("writes");
+            self.0.put(path, text);
         }
 
         fn get(&self, path: &str) -> String {
-            let text = fs::read_to_string(self.0.path().join(path)).expect("reads");
-            chosen(&text).to_owned()
+            chosen(&self.0.get(path)).to_owned()
         }
 
         fn settings(&self) -> [String; 4] {
             SETTINGS.map(|setting| self.get(setting.path))
         }
 
+        fn huge_pages(&self) -> [String; 3] {
+            [ENABLED, DEFRAG, ZERO_PAGE].map(|path| self.get(path))
+        }
+
         fn run(&self) -> PathBuf {
-            self.0.path().join("run/agent")
+            self.0.at("run/agent")
         }
 
         fn tuning(&self) -> Tuning {
@@ -451,7 +463,7 @@ mod tests {
             [199, 200, 100, 99, 199, 200].map(|free_pages| demotion(&mut tuning, free_pages));
         assert_eq!(seen, ["false", "true", "true", "false", "false", "true"]);
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
+        assert_eq!(guest.settings(), USUAL);
     }
 
     #[test]
@@ -459,23 +471,31 @@ mod tests {
         let guest = Guest::new(&[]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
+        assert_eq!(guest.settings(), USUAL);
         tuning.adapt(&zones(&[0, 0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["always", "0", "0", "true"]);
+        assert_eq!(guest.settings(), BESIDE_PM);
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "it has gone");
+        assert_eq!(guest.settings(), USUAL, "it has gone");
         tuning.adapt(&zones(&[0, 2]), GIB).expect("adapts");
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "the agent ends");
+        assert_eq!(guest.settings(), USUAL, "the agent ends");
     }
 
     #[test]
-    fn a_second_node_with_cpus_is_dram() {
-        let guest = Guest::new(&[("sys/devices/system/node/has_cpu", "0-1,3\n")]);
-        guest.tuning().adapt(&zones(&[0, 1, 3]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
-        guest.tuning().adapt(&zones(&[0, 1, 2]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["always", "0", "0", "true"]);
+    fn nodes_with_cpus_are_dram() {
+        let other_cpus = Some("0-1,3\n");
+        // A kernel without NUMA has no such file.
+        for (has_cpu, nodes, settings) in [
+            (other_cpus, &[0, 1, 3][..], USUAL),
+            (other_cpus, &[0, 1, 2], BESIDE_PM),
+            (None, &[0], USUAL),
+        ] {
+            let guest = Guest::new(&[]);
+            guest.0.remove(HAS_CPU);
+            has_cpu.iter().for_each(|text| guest.put(HAS_CPU, text));
+            guest.tuning().adapt(&zones(nodes), GIB).expect("adapts");
+            assert_eq!(guest.settings(), settings, "{nodes:?}");
+        }
     }
 
     #[test]
@@ -492,58 +512,48 @@ mod tests {
     #[test]
     fn a_kernel_without_a_setting_does_without() {
         let guest = Guest::new(&[]);
-        fs::remove_file(guest.0.path().join(SETTINGS[2].path)).expect("removes");
+        guest.0.remove(SETTINGS[2].path);
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
         assert_eq!(guest.get(DEFRAG), "always");
     }
 
     #[test]
     fn a_guest_that_was_small_at_boot_has_the_huge_pages_of_a_large_one() {
-        let config =
-            ("boot/config-6.12.1-cloud", "CONFIG_X=y\nCONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
-        let guest = Guest::small(&[config]);
+        let cmdline = |text| ("proc/cmdline", text);
+        let none = ["never", "never", "0"];
+        for (files, nodes, total_bytes, huge_pages) in [
+            (vec![OF_DEBIAN], &[0][..], HUGE_PAGES_FROM_BYTES - 1, none),
+            (vec![OF_DEBIAN], &[0], HUGE_PAGES_FROM_BYTES, ["madvise", "madvise", "1"]),
+            // The command line counts at once and before the build.
+            (
+                vec![OF_DEBIAN, cmdline("quiet transparent_hugepage=always\n")],
+                &[0, 1],
+                1 << 20,
+                ["always", "always", "1"],
+            ),
+            (vec![OF_DEBIAN, cmdline("transparent_hugepage=never\n")], &[0, 1], GIB, none),
+            // Nobody says what it would have had.
+            (vec![], &[0, 1], GIB, none),
+            // Somebody has chosen something else.
+            (vec![ALWAYS, (ENABLED, "[always] never\n")], &[0], GIB, ["always", "never", "0"]),
+            (vec![ALWAYS, (DEFRAG, "[madvise] never\n")], &[0], GIB, ["never", "madvise", "0"]),
+            (vec![ALWAYS, (ZERO_PAGE, "1\n")], &[0], GIB, ["never", "never", "1"]),
+        ] {
+            let guest = Guest::small(&files);
+            guest.tuning().adapt(&zones(nodes), total_bytes).expect("adapts");
+            assert_eq!(guest.huge_pages(), huge_pages, "{files:?}");
+        }
+    }
+
+    #[test]
+    fn huge_pages_are_given_once() {
+        let guest = Guest::small(&[OF_DEBIAN]);
         let mut tuning = guest.tuning();
-        tuning.adapt(&zones(&[0]), HUGE_PAGES_FROM_BYTES - 1).expect("adapts");
-        assert_eq!([guest.get(ENABLED), guest.get(DEFRAG)], ["never", "never"], "it still is");
         tuning.adapt(&zones(&[0]), HUGE_PAGES_FROM_BYTES).expect("adapts");
-        assert_eq!(
-            [guest.get(ENABLED), guest.get(DEFRAG), guest.get(ZERO_PAGE)],
-            ["madvise", "madvise", "1"]
-        );
+        assert_eq!(guest.get(ENABLED), "madvise");
         guest.put(ENABLED, "always madvise [never]\n");
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.get(ENABLED), "never", "it is done once");
-    }
-
-    #[test]
-    fn the_command_line_counts_at_once_and_before_the_build() {
-        let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_MADVISE=y\n");
-        let guest =
-            Guest::small(&[config, ("proc/cmdline", "quiet transparent_hugepage=always\n")]);
-        guest.tuning().adapt(&zones(&[0, 1]), 1 << 20).expect("adapts");
-        assert_eq!([guest.get(ENABLED), guest.get(DEFRAG)], ["always", "always"], "beside PM");
-        let guest = Guest::small(&[config, ("proc/cmdline", "transparent_hugepage=never\n")]);
-        guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        assert_eq!([guest.get(ENABLED), guest.get(DEFRAG)], ["never", "never"]);
-        let guest = Guest::small(&[]);
-        guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.get(ENABLED), "never", "nobody says what it would have had");
-    }
-
-    #[test]
-    fn huge_pages_that_somebody_switched_off_stay_off() {
-        let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
-        for touched in [
-            (ENABLED, "[always] madvise never\n"),
-            (DEFRAG, "[madvise] never\n"),
-            (ZERO_PAGE, "1\n"),
-        ] {
-            let guest = Guest::small(&[config, touched]);
-            let seen = || [guest.get(ENABLED), guest.get(DEFRAG), guest.get(ZERO_PAGE)];
-            let before = seen();
-            guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
-            assert_eq!(seen(), before);
-        }
+        assert_eq!(guest.get(ENABLED), "never");
     }
 
     #[test]
@@ -553,12 +563,11 @@ mod tests {
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
         assert_eq!(guest.get(ENABLED), "never", "how the kernel was built is not known");
-        let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
-        guest.put(config.0, config.1);
+        guest.put(ALWAYS.0, ALWAYS.1);
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
         assert_eq!(guest.get(ENABLED), "always");
         // tmpfiles.d chooses before the guest grows.
-        let guest = Guest::small(&[config]);
+        let guest = Guest::small(&[ALWAYS]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0]), 1 << 20).expect("adapts");
         guest.put(ENABLED, "always [madvise] never\n");
@@ -568,12 +577,11 @@ mod tests {
 
     #[test]
     fn a_guest_without_boot_is_asked_for_it_less_and_less_and_when_its_size_changes() {
-        let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
         let given_after = |missing: u64, total_bytes| {
             let guest = Guest::small(&[]);
             let mut tuning = guest.tuning();
             (0..missing).for_each(|_| tuning.adapt(&zones(&[0]), GIB).expect("adapts"));
-            guest.put(config.0, config.1);
+            guest.put(ALWAYS.0, ALWAYS.1);
             (1..=100_000).find(|_| {
                 tuning.adapt(&zones(&[0]), total_bytes).expect("adapts");
                 guest.get(ENABLED) == "always"
@@ -613,7 +621,7 @@ mod tests {
                 let path = SETTINGS[which].path;
                 match theirs {
                     Some(theirs) => guest.put(path, theirs),
-                    None => fs::remove_file(guest.0.path().join(path)).expect("removes"),
+                    None => guest.0.remove(path),
                 }
                 let others = |want: fn(&Setting) -> &'static str| {
                     let others = SETTINGS.iter().filter(|setting| setting.path != path);
@@ -649,7 +657,7 @@ mod tests {
                     tuning.put_on_record();
                 }
                 guest.tuning().restore().expect("restores");
-                assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "{killed_after}");
+                assert_eq!(guest.settings(), USUAL, "{killed_after}");
                 assert!(!guest.run().join(NAME).exists());
             }
         }
@@ -680,22 +688,21 @@ mod tests {
             all_ours();
             guest.put(&format!("run/agent/{NAME}"), text);
             guest.tuning().restore().expect("nothing to do");
-            assert_eq!(guest.settings(), ["always", "0", "0", "true"], "{text:?}");
+            assert_eq!(guest.settings(), BESIDE_PM, "{text:?}");
         }
         let guest = Guest::new(&[("run", "no directory")]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["always", "0", "0", "true"]);
+        assert_eq!(guest.settings(), BESIDE_PM);
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
+        assert_eq!(guest.settings(), USUAL);
     }
 
     #[test]
     fn a_setting_that_fails_keeps_no_other_from_being_set_and_put_back() {
         let guest = Guest::new(&[]);
-        let path = guest.0.path().join(SETTINGS[1].path);
-        fs::remove_file(&path).expect("removes");
-        fs::create_dir(&path).expect("mkdir");
+        guest.0.remove(SETTINGS[1].path);
+        guest.0.make(SETTINGS[1].path);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect_err("a directory");
         tuning.adapt(&zones(&[0, 1]), GIB).expect("not again while nothing changes");
@@ -703,14 +710,6 @@ mod tests {
         assert_eq!(others(), ["always", "0"]);
         tuning.restore().expect("the one that failed was not changed");
         assert_eq!(others(), ["madvise", "15000"]);
-    }
-
-    #[test]
-    fn a_kernel_without_numa_has_no_pm() {
-        let guest = Guest::new(&[]);
-        fs::remove_file(guest.0.path().join("sys/devices/system/node/has_cpu")).expect("removes");
-        guest.tuning().adapt(&zones(&[0]), GIB).expect("has none");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
     }
 
     #[test]
