@@ -9,6 +9,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use foreshore_proto::scale;
+
 use super::{Found, MAX_NODES, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
@@ -69,10 +71,8 @@ impl Bitmap {
                 idle_pages += u64::from(u64::from_ne_bytes(bits).count_ones());
             }
         }
-        let pages = (words.len() as u64 * WORD_PAGES).max(1);
-        let idle_bytes = u128::from(span_bytes) * u128::from(idle_pages) / u128::from(pages);
-        let idle_bytes = u64::try_from(idle_bytes).unwrap_or(u64::MAX);
-        Found { node, idle_bytes, span_bytes, with_free: false, unseen_bytes: 0 }
+        let idle_bytes = scale(span_bytes, idle_pages, words.len() as u64 * WORD_PAGES);
+        Found::new(node, idle_bytes, span_bytes, false)
     }
 
     /// A word of the bitmap whose pages lie in `ranges`, each as probable as another.
@@ -95,13 +95,10 @@ impl Bitmap {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::range;
     use super::*;
 
     const MIB: u64 = 1 << 20;
-
-    fn range(node: u32, start_mib: u64, end_mib: u64) -> Range {
-        Range { node, start: start_mib * MIB, end: end_mib * MIB }
-    }
 
     /// A bitmap of a guest with so much memory, in which no page is idle.
     fn bitmap(mib: u64) -> (tempfile::TempDir, Bitmap) {
@@ -121,13 +118,8 @@ mod tests {
         // All of node 1 is touched.
         bitmap.file.write_all_at(&vec![0; 512 * 32], 512 * 32).expect("write");
         let found = bitmap.look(&ranges, 61_000);
-        let expected = |node, idle_mib, span_mib| Found {
-            node,
-            idle_bytes: idle_mib * MIB,
-            span_bytes: span_mib * MIB,
-            with_free: false,
-            unseen_bytes: 0,
-        };
+        let expected =
+            |node, idle_mib, span_mib| Found::new(node, idle_mib * MIB, span_mib * MIB, false);
         assert_eq!(found, [expected(0, 256, 256), expected(1, 0, 512)]);
         // Half of the pages in every word of node 0.
         bitmap.file.write_all_at(&vec![0x0f; 512 * 32], 0).expect("write");

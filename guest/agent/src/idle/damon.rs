@@ -10,6 +10,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use foreshore_proto::scale;
+
 use super::{Found, MAX_NODES, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
@@ -47,12 +49,14 @@ const ALL: usize = 1;
 /// The monitors, one for each node.
 #[derive(Debug)]
 pub struct Damon {
-    root: PathBuf,
     monitors: Vec<Monitor>,
 }
 
-#[derive(Clone, Debug, Default)]
+/// The monitor of a node, which has the node's number.
+#[derive(Debug)]
 struct Monitor {
+    root: PathBuf,
+    node: u32,
     ranges: Vec<Range>,
     /// When it was started, if it was.
     started_ms: Option<u64>,
@@ -67,8 +71,6 @@ impl Damon {
     /// tests. There may be so many nodes.
     pub fn open(root: &Path, nodes: u32) -> io::Result<Self> {
         let nodes = nodes.clamp(1, MAX_NODES);
-        let damon =
-            Damon { root: root.to_owned(), monitors: vec![Monitor::default(); nodes as usize] };
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
             // Not "busy", which is what passes.
@@ -79,13 +81,14 @@ impl Damon {
         }
         // Ours, of an agent that was killed.
         Damon::stop(root);
-        damon.write("nr_kdamonds", nodes)?;
-        if let Err(error) = (0..nodes).try_for_each(|number| damon.prepare(number)) {
+        write(root, "nr_kdamonds", nodes)?;
+        let monitors: Vec<Monitor> = (0..nodes).map(|node| Monitor::new(root, node)).collect();
+        if let Err(error) = monitors.iter().try_for_each(Monitor::prepare) {
             // What is prepared in part nobody would know for ours.
-            let _ = damon.write("nr_kdamonds", 0);
+            let _ = write(root, "nr_kdamonds", 0);
             return Err(error);
         }
-        Ok(damon)
+        Ok(Damon { monitors })
     }
 
     /// Ends what is ours, and gives DAMON back.
@@ -100,26 +103,54 @@ impl Damon {
         }
     }
 
+    /// Has the monitors look at `ranges`, and returns what they have found since the last time. May
+    /// wait for an aggregation.
+    pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
+        let nodes = nodes_of(ranges);
+        for monitor in &mut self.monitors {
+            let ranges = nodes.iter().find(|(node, _)| *node == monitor.node);
+            monitor.watch(ranges.map(|(_, ranges)| bounded(ranges)).unwrap_or_default(), now_ms)?;
+            monitor.count(now_ms);
+            // Schemes that count no more, or cannot be read, say nothing of now. One look in vain
+            // is forgiven.
+            let is_stale = now_ms.saturating_sub(monitor.found_ms) > STALE_MS;
+            monitor.found = monitor.found.filter(|_| !is_stale);
+        }
+        Ok(self.monitors.iter().filter_map(|monitor| monitor.found).collect())
+    }
+}
+
+impl Monitor {
+    fn new(root: &Path, node: u32) -> Self {
+        Monitor {
+            root: root.to_owned(),
+            node,
+            ranges: Vec::new(),
+            started_ms: None,
+            counted: [0; 2],
+            found: None,
+            found_ms: 0,
+        }
+    }
+
     fn write(&self, file: &str, value: impl ToString) -> io::Result<()> {
-        fs::write(self.root.join(file), value.to_string())
-            .map_err(|error| io::Error::new(error.kind(), format!("{file} of DAMON: {error}")))
+        write(&self.root, &format!("{}/{file}", self.node), value)
     }
 
     /// All that does not change: everything but the addresses.
-    fn prepare(&self, number: u32) -> io::Result<()> {
-        let context = format!("{number}/contexts/0");
-        let attributes = format!("{context}/monitoring_attrs");
-        self.write(&format!("{number}/contexts/nr_contexts"), 1)?;
+    fn prepare(&self) -> io::Result<()> {
+        let attributes = "contexts/0/monitoring_attrs";
+        self.write("contexts/nr_contexts", 1)?;
         self.write(&format!("{attributes}/intervals/update_us"), OURS_US)?;
-        self.write(&format!("{context}/operations"), "paddr")?;
+        self.write("contexts/0/operations", "paddr")?;
         self.write(&format!("{attributes}/intervals/sample_us"), SAMPLE_US)?;
         self.write(&format!("{attributes}/intervals/aggr_us"), AGGREGATION_US)?;
         self.write(&format!("{attributes}/nr_regions/min"), MIN_REGIONS)?;
         self.write(&format!("{attributes}/nr_regions/max"), MAX_REGIONS)?;
-        self.write(&format!("{context}/targets/nr_targets"), 1)?;
-        self.write(&format!("{context}/schemes/nr_schemes"), 2)?;
+        self.write("contexts/0/targets/nr_targets", 1)?;
+        self.write("contexts/0/schemes/nr_schemes", 2)?;
         for (scheme, max_accesses, min_age) in [(IDLE, 0, MIN_AGE), (ALL, u32::MAX, 0)] {
-            let scheme = format!("{context}/schemes/{scheme}");
+            let scheme = format!("contexts/0/schemes/{scheme}");
             self.write(&format!("{scheme}/action"), "stat")?;
             self.write(&format!("{scheme}/access_pattern/sz/max"), u64::MAX)?;
             self.write(&format!("{scheme}/access_pattern/nr_accesses/max"), max_accesses)?;
@@ -129,65 +160,43 @@ impl Damon {
         Ok(())
     }
 
-    /// Has the monitors look at `ranges`, and returns what they have found since the last time. May
-    /// wait for an aggregation.
-    pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
-        let nodes = nodes_of(ranges);
-        for number in (0..).take(self.monitors.len()) {
-            let ranges =
-                nodes.iter().find(|(node, _)| *node == number).map(|(_, ranges)| bounded(ranges));
-            self.watch(number, ranges.unwrap_or_default(), now_ms)?;
-            self.count(number, now_ms);
-            // Schemes that count no more, or cannot be read, say nothing of now. One look in vain
-            // is forgiven.
-            let monitor = &mut self.monitors[number as usize];
-            monitor.found =
-                monitor.found.filter(|_| now_ms.saturating_sub(monitor.found_ms) <= STALE_MS);
-        }
-        Ok(self.monitors.iter().filter_map(|monitor| monitor.found).collect())
-    }
-
-    /// Has a node's monitor look at `ranges`.
-    fn watch(&mut self, number: u32, ranges: Vec<Range>, now_ms: u64) -> io::Result<()> {
-        let Some(monitor) = self.monitors.get(number as usize) else { return Ok(()) };
-        let was_started = monitor.started_ms.is_some();
-        if ranges == monitor.ranges {
+    /// Looks at `ranges` from now on.
+    fn watch(&mut self, ranges: Vec<Range>, now_ms: u64) -> io::Result<()> {
+        if ranges == self.ranges {
             return Ok(());
         }
         if ranges.is_empty() {
-            self.write(&format!("{number}/state"), "off")?;
-            self.monitors[number as usize] = Monitor::default();
+            self.write("state", "off")?;
+            *self = Monitor::new(&self.root, self.node);
             return Ok(());
         }
         // What it knows of the addresses that stay it keeps, if it is not told of smaller ones.
+        let was_started = self.started_ms.is_some();
         let first = if was_started { ranges.clone() } else { pieces(&ranges) };
-        let regions = format!("{number}/contexts/0/targets/0/regions");
+        let regions = "contexts/0/targets/0/regions";
         self.write(&format!("{regions}/nr_regions"), first.len())?;
         for (region, range) in first.iter().enumerate() {
             self.write(&format!("{regions}/{region}/start"), range.start)?;
             self.write(&format!("{regions}/{region}/end"), range.end)?;
         }
-        self.write(&format!("{number}/state"), if was_started { "commit" } else { "on" })?;
-        let monitor = &mut self.monitors[number as usize];
-        monitor.ranges = ranges;
-        monitor.started_ms.get_or_insert(now_ms);
+        self.write("state", if was_started { "commit" } else { "on" })?;
+        self.ranges = ranges;
+        self.started_ms.get_or_insert(now_ms);
         Ok(())
     }
 
-    /// Takes in what a node's schemes have counted.
-    fn count(&mut self, number: u32, now_ms: u64) {
-        let Some(monitor) = self.monitors.get(number as usize) else { return };
-        let Some(started_ms) = monitor.started_ms else { return };
-        if self.write(&format!("{number}/state"), "update_schemes_stats").is_err() {
+    /// Takes in what the schemes have counted.
+    fn count(&mut self, now_ms: u64) {
+        let Some(started_ms) = self.started_ms else { return };
+        if self.write("state", "update_schemes_stats").is_err() {
             // Somebody has switched it off: that is for them to decide.
-            self.monitors[number as usize].found = None;
+            self.found = None;
             return;
         }
-        let [Some(idle), Some(all)] = [IDLE, ALL].map(|scheme| self.counted(number, scheme)) else {
+        let [Some(idle), Some(all)] = [IDLE, ALL].map(|scheme| self.counted(scheme)) else {
             return;
         };
-        let monitor = &mut self.monitors[number as usize];
-        let [idle_before, all_before] = std::mem::replace(&mut monitor.counted, [idle, all]);
+        let [idle_before, all_before] = std::mem::replace(&mut self.counted, [idle, all]);
         let (Some(idle), Some(all)) = (idle.checked_sub(idle_before), all.checked_sub(all_before))
         else {
             return;
@@ -195,24 +204,22 @@ impl Damon {
         // Nothing can be known to be idle for longer than it has been looked at.
         let is_known = now_ms.saturating_sub(started_ms) >= SPAN_MS + AGGREGATION_US / 1000;
         if all > 0 && is_known {
-            let span_bytes = span_bytes(&monitor.ranges);
-            let idle_bytes = u128::from(span_bytes) * u128::from(idle.min(all)) / u128::from(all);
-            let idle_bytes = u64::try_from(idle_bytes).unwrap_or(u64::MAX);
-            monitor.found = Some(Found {
-                node: number,
-                idle_bytes,
-                span_bytes,
-                with_free: true,
-                unseen_bytes: 0,
-            });
-            monitor.found_ms = now_ms;
+            let span_bytes = span_bytes(&self.ranges);
+            let idle_bytes = scale(span_bytes, idle.min(all), all);
+            self.found = Some(Found::new(self.node, idle_bytes, span_bytes, true));
+            self.found_ms = now_ms;
         }
     }
 
-    fn counted(&self, number: u32, scheme: usize) -> Option<u64> {
-        let file = format!("{number}/contexts/0/schemes/{scheme}/stats/sz_tried");
+    fn counted(&self, scheme: usize) -> Option<u64> {
+        let file = format!("{}/contexts/0/schemes/{scheme}/stats/sz_tried", self.node);
         fs::read_to_string(self.root.join(file)).ok()?.trim().parse().ok()
     }
+}
+
+fn write(root: &Path, file: &str, value: impl ToString) -> io::Result<()> {
+    fs::write(root.join(file), value.to_string())
+        .map_err(|error| io::Error::new(error.kind(), format!("{file} of DAMON: {error}")))
 }
 
 /// How many monitors there are, whosesoever.
@@ -254,71 +261,56 @@ fn pieces(ranges: &[Range]) -> Vec<Range> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::tests::range;
     use super::*;
+    use crate::tree::Tree;
 
     const MIB: u64 = 1 << 20;
 
     /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody
     /// else's.
-    pub fn sysfs(taken: u32) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().expect("tempdir");
-        fs::write(dir.path().join("nr_kdamonds"), format!("{taken}\n")).expect("write");
+    pub fn sysfs(taken: u32) -> Tree {
+        let tree = Tree::new(&[]);
+        tree.put("nr_kdamonds", format!("{taken}\n"));
         for number in 0..MAX_NODES {
-            let context = dir.path().join(format!("{number}/contexts/0"));
-            for directory in ["monitoring_attrs/intervals", "monitoring_attrs/nr_regions"] {
-                fs::create_dir_all(context.join(directory)).expect("mkdir");
-            }
+            let context = format!("{number}/contexts/0");
+            tree.put(&format!("{context}/monitoring_attrs/intervals/update_us"), "1000000\n");
+            tree.make(&format!("{context}/monitoring_attrs/nr_regions"));
             for scheme in [IDLE, ALL] {
-                let scheme = context.join(format!("schemes/{scheme}"));
-                for directory in [
-                    "stats",
-                    "access_pattern/sz",
-                    "access_pattern/age",
-                    "access_pattern/nr_accesses",
-                ] {
-                    fs::create_dir_all(scheme.join(directory)).expect("mkdir");
+                for part in ["stats", "access_pattern/sz", "access_pattern/age"] {
+                    tree.make(&format!("{context}/schemes/{scheme}/{part}"));
                 }
+                tree.make(&format!("{context}/schemes/{scheme}/access_pattern/nr_accesses"));
             }
             for region in 0..=2 * MAX_RANGES {
-                fs::create_dir_all(context.join(format!("targets/0/regions/{region}")))
-                    .expect("mkdir");
+                tree.make(&format!("{context}/targets/0/regions/{region}"));
             }
-            fs::write(context.join("monitoring_attrs/intervals/update_us"), "1000000\n")
-                .expect("write");
         }
-        dir
+        tree
     }
 
-    fn read(dir: &tempfile::TempDir, file: &str) -> String {
-        fs::read_to_string(dir.path().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"))
-    }
-
-    fn count(dir: &tempfile::TempDir, number: u32, idle: u64, all: u64) {
+    fn count(tree: &Tree, number: u32, idle: u64, all: u64) {
         for (scheme, bytes) in [(IDLE, idle), (ALL, all)] {
             let file = format!("{number}/contexts/0/schemes/{scheme}/stats/sz_tried");
-            fs::write(dir.path().join(file), format!("{bytes}\n")).expect("write");
+            tree.put(&file, format!("{bytes}\n"));
         }
-    }
-
-    fn range(node: u32, start_mib: u64, end_mib: u64) -> Range {
-        Range { node, start: start_mib * MIB, end: end_mib * MIB }
     }
 
     #[test]
     fn each_node_has_a_monitor_of_its_addresses_and_schemes_that_only_count() {
-        let dir = sysfs(0);
-        let mut damon = Damon::open(dir.path(), 2).expect("opens");
-        assert_eq!(read(&dir, "nr_kdamonds"), "2");
+        let tree = sysfs(0);
+        let mut damon = Damon::open(tree.path(), 2).expect("opens");
+        assert_eq!(tree.get("nr_kdamonds"), "2");
         let ranges = [range(0, 0, 384), range(1, 5120, 5632), range(0, 4096, 4224)];
         assert_eq!(damon.look(&ranges, 1_000).expect("writes"), []);
-        let context = |file: &str| read(&dir, &format!("0/contexts/0/{file}"));
+        let context = |file: &str| tree.get(&format!("0/contexts/0/{file}"));
         assert_eq!(context("operations"), "paddr");
         // 512 MiB in pieces of 16 MiB, the last of them in the second range.
         assert_eq!(context("targets/0/regions/nr_regions"), "32");
         assert_eq!(context("targets/0/regions/1/start"), (16 * MIB).to_string());
         assert_eq!(context("targets/0/regions/31/start"), (4208 * MIB).to_string());
         assert_eq!(context("targets/0/regions/31/end"), (4224 * MIB).to_string());
-        assert_eq!(read(&dir, "1/contexts/0/targets/0/regions/0/start"), (5120 * MIB).to_string());
+        assert_eq!(tree.get("1/contexts/0/targets/0/regions/0/start"), (5120 * MIB).to_string());
         damon.look(&[range(0, 0, 384)], 2_000).expect("writes");
         assert_eq!(
             context("targets/0/regions/nr_regions"),
@@ -331,85 +323,79 @@ pub(super) mod tests {
             assert_eq!(scheme("access_pattern/nr_accesses/max"), accesses);
             assert_eq!(scheme("access_pattern/age/min"), age);
         }
-        assert!(!dir.path().join("2/state").exists(), "nothing there to look at");
+        assert!(!tree.at("2/state").exists(), "nothing there to look at");
     }
 
     #[test]
     fn idle_is_the_part_that_was_idle_since_the_last_look_once_the_span_has_passed() {
-        let dir = sysfs(0);
-        let mut damon = Damon::open(dir.path(), 2).expect("opens");
+        let tree = sysfs(0);
+        let mut damon = Damon::open(tree.path(), 2).expect("opens");
         let ranges = [range(1, 5120, 5632)];
         damon.look(&ranges, 0).expect("writes");
-        count(&dir, 1, 0, 1000 * MIB);
-        assert_eq!(damon.look(&ranges, 79_999).expect("writes"), [], "too early to tell");
-        count(&dir, 1, 300 * MIB, 2200 * MIB);
-        let found = |idle_mib, span_mib| Found {
-            node: 1,
-            idle_bytes: idle_mib * MIB,
-            span_bytes: span_mib * MIB,
-            with_free: true,
-            unseen_bytes: 0,
-        };
-        assert_eq!(damon.look(&ranges, 80_000).expect("writes"), [found(128, 512)]);
-        assert_eq!(damon.look(&ranges, 100_000).expect("writes"), [found(128, 512)], "nothing new");
-        assert_eq!(damon.look(&ranges, 120_000).expect("writes"), [found(128, 512)], "once more");
-        assert_eq!(
-            damon.look(&ranges, 140_000).expect("writes"),
-            [],
-            "of which nobody knows whether it holds"
-        );
-        count(&dir, 1, 400 * MIB, 2600 * MIB);
-        assert_eq!(damon.look(&ranges, 160_000).expect("writes"), [found(128, 512)]);
-        count(&dir, 1, 100 * MIB, 200 * MIB);
-        assert_eq!(
-            damon.look(&ranges, 120_000).expect("writes"),
-            [found(128, 512)],
-            "counted anew"
-        );
-        count(&dir, 1, 300 * MIB, 400 * MIB);
-        assert_eq!(damon.look(&ranges, 140_000).expect("writes"), [found(512, 512)]);
-        assert_eq!(read(&dir, "1/state"), "update_schemes_stats");
-        count(&dir, 1, 300 * MIB, 500 * MIB);
+        // The two counts in MiB, the time, and how much is idle.
+        for (counted, now_ms, idle_mib) in [
+            // Too early to tell.
+            (Some([0, 1000]), 79_999, None),
+            (Some([300, 2200]), 80_000, Some(128)),
+            // Nothing new, which holds for two looks.
+            (None, 100_000, Some(128)),
+            (None, 120_000, Some(128)),
+            (None, 140_000, None),
+            (Some([400, 2600]), 160_000, Some(128)),
+            // Counted anew.
+            (Some([100, 200]), 120_000, Some(128)),
+            (Some([300, 400]), 140_000, Some(512)),
+        ] {
+            if let Some([idle, all]) = counted {
+                count(&tree, 1, idle * MIB, all * MIB);
+            }
+            let found = idle_mib.map(|idle_mib| Found::new(1, idle_mib * MIB, 512 * MIB, true));
+            let looked = damon.look(&ranges, now_ms).expect("writes");
+            assert_eq!(looked, Vec::from_iter(found), "{counted:?} at {now_ms}");
+        }
+        assert_eq!(tree.get("1/state"), "update_schemes_stats");
+        count(&tree, 1, 300 * MIB, 500 * MIB);
         let less = [range(1, 5120, 5376)];
-        assert_eq!(damon.look(&less, 160_000).expect("writes"), [found(0, 256)], "known at once");
+        let found = Found::new(1, 0, 256 * MIB, true);
+        assert_eq!(damon.look(&less, 160_000).expect("writes"), [found], "known at once");
         assert_eq!(damon.look(&[], 180_000).expect("writes"), [], "the node has gone");
-        assert_eq!(read(&dir, "1/state"), "off");
+        assert_eq!(tree.get("1/state"), "off");
     }
 
     #[test]
     fn a_monitor_of_somebody_elses_is_left_alone() {
-        let dir = sysfs(1);
-        let error = Damon::open(dir.path(), 2).expect_err("taken");
+        let tree = sysfs(1);
+        let error = Damon::open(tree.path(), 2).expect_err("taken");
         assert_eq!(error.to_string(), "DAMON is in somebody else's use");
-        Damon::stop(dir.path());
-        assert_eq!(read(&dir, "nr_kdamonds"), "1\n");
-        assert!(!dir.path().join("0/state").exists());
-        assert_eq!(read(&dir, "0/contexts/0/monitoring_attrs/intervals/update_us"), "1000000\n");
+        Damon::stop(tree.path());
+        assert_eq!(tree.get("nr_kdamonds"), "1\n");
+        assert!(!tree.at("0/state").exists());
+        assert_eq!(tree.get("0/contexts/0/monitoring_attrs/intervals/update_us"), "1000000\n");
     }
 
     #[test]
     fn monitors_of_an_agent_that_was_killed_are_taken_over_and_those_of_one_that_ends_are_given_back()
      {
-        let dir = sysfs(0);
+        let tree = sysfs(0);
         let ranges = [range(0, 0, 384)];
-        Damon::open(dir.path(), 2).expect("opens").look(&ranges, 0).expect("writes");
-        assert_eq!(read(&dir, "0/state"), "update_schemes_stats", "it runs");
-        let mut next = Damon::open(dir.path(), 2).expect("its own");
-        assert_eq!((read(&dir, "0/state"), read(&dir, "nr_kdamonds")), ("off".into(), "2".into()));
+        Damon::open(tree.path(), 2).expect("opens").look(&ranges, 0).expect("writes");
+        assert_eq!(tree.get("0/state"), "update_schemes_stats", "it runs");
+        let mut next = Damon::open(tree.path(), 2).expect("its own");
+        assert_eq!(["0/state", "nr_kdamonds"].map(|file| tree.get(file)), ["off", "2"]);
         next.look(&ranges, 0).expect("writes");
-        Damon::stop(dir.path());
-        assert_eq!((read(&dir, "0/state"), read(&dir, "nr_kdamonds")), ("off".into(), "0".into()));
+        Damon::stop(tree.path());
+        assert_eq!(["0/state", "nr_kdamonds"].map(|file| tree.get(file)), ["off", "0"]);
     }
 
     #[test]
     fn what_could_be_prepared_in_part_only_is_given_back() {
-        let dir = sysfs(0);
-        let operations = dir.path().join("1/contexts/0/operations");
-        fs::create_dir(&operations).expect("a directory cannot be written");
-        Damon::open(dir.path(), 2).expect_err("the second cannot be prepared");
-        assert_eq!(read(&dir, "nr_kdamonds"), "0");
-        fs::remove_dir(&operations).expect("rmdir");
-        Damon::open(dir.path(), 2).expect("later it can");
+        let tree = sysfs(0);
+        // A directory cannot be written.
+        tree.make("1/contexts/0/operations");
+        Damon::open(tree.path(), 2).expect_err("the second cannot be prepared");
+        assert_eq!(tree.get("nr_kdamonds"), "0");
+        tree.remove("1/contexts/0/operations");
+        Damon::open(tree.path(), 2).expect("later it can");
     }
 
     #[test]

@@ -50,6 +50,10 @@ struct Found {
 }
 
 impl Found {
+    fn new(node: u32, idle_bytes: u64, span_bytes: u64, with_free: bool) -> Self {
+        Found { node, idle_bytes, span_bytes, with_free, unseen_bytes: 0 }
+    }
+
     /// What of a node with these zones is idle. Nothing if it has none.
     fn report(self, zones: &[Zone]) -> Option<NodeIdle> {
         let pages = |of: fn(&Zone) -> u64| {
@@ -305,8 +309,14 @@ fn span_bytes(ranges: &[Range]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tree::Tree;
 
     const MIB: u64 = 1 << 20;
+
+    /// Addresses in MiB.
+    pub(super) fn range(node: u32, start_mib: u64, end_mib: u64) -> Range {
+        Range { node, start: start_mib * MIB, end: end_mib * MIB }
+    }
 
     fn zone(node: u32, managed_mib: u64, free_mib: u64) -> Zone {
         Zone {
@@ -323,13 +333,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_not_idle_memory() {
-        let found = Found {
-            node: 1,
-            idle_bytes: 200 * MIB,
-            span_bytes: 256 * MIB,
-            with_free: true,
-            unseen_bytes: 0,
-        };
+        let found = Found::new(1, 200 * MIB, 256 * MIB, true);
         let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
         // 106 MiB of the ranges have no memory, or memory of the kernel's.
         assert_eq!(idle_mib(found, &zones), Some(94));
@@ -344,39 +348,25 @@ mod tests {
 
     #[test]
     fn where_free_memory_is_not_seen_it_counts_as_idle() {
-        let found = Found {
-            node: 1,
-            idle_bytes: 50 * MIB,
-            span_bytes: 256 * MIB,
-            with_free: false,
-            unseen_bytes: 0,
-        };
+        let found = Found::new(1, 50 * MIB, 256 * MIB, false);
         assert_eq!(idle_mib(found, &[zone(1, 150, 10), zone(0, 300, 300)]), Some(60));
         assert_eq!(idle_mib(found, &[zone(1, 150, 149)]), Some(150), "no more than there is");
     }
 
     #[test]
     fn the_thread_passes_on_what_it_finds_and_old_findings_are_dropped() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        fs::create_dir_all(dir.path().join("kernel/mm/page_idle")).expect("mkdir");
-        fs::write(dir.path().join("kernel/mm/page_idle/bitmap"), vec![0; 4096]).expect("write");
-        let watch = IdleWatch::start(&Roots::under(dir.path()), || 5);
+        let tree = Tree::new(&[]);
+        tree.put("kernel/mm/page_idle/bitmap", [0; 4096]);
+        let watch = IdleWatch::start(&Roots::under(tree.path()), || 5);
         let mut watch = watch.expect("the bitmap is there");
         let (ranges, answers) = (sync_channel(1), sync_channel(1));
         (watch.ranges, watch.answers) = (ranges.0, answers.1);
-        watch.set_ranges(vec![Range { node: 0, start: 0, end: 4 * MIB }]);
+        watch.set_ranges(vec![range(0, 0, 4)]);
         let mut idle = vec![NodeIdle::default()];
         watch.poll(&[zone(0, 4, 1)], 1_000, &mut idle);
         assert_eq!(idle, [], "nothing found yet");
         assert_eq!(ranges.1.recv().expect("passed on").len(), 1);
-        let found = Found {
-            node: 0,
-            idle_bytes: 2 * MIB,
-            span_bytes: 4 * MIB,
-            with_free: false,
-            unseen_bytes: 0,
-        };
-        answers.0.send(vec![found]).expect("takes one");
+        answers.0.send(vec![Found::new(0, 2 * MIB, 4 * MIB, false)]).expect("takes one");
         for (now_ms, count) in [(2_000, 1), (2_000 + MAX_AGE_MS - 1, 1), (2_000 + MAX_AGE_MS, 0)] {
             watch.poll(&[zone(0, 4, 1)], now_ms, &mut idle);
             assert_eq!(idle.len(), count, "at {now_ms}");
@@ -385,52 +375,43 @@ mod tests {
 
     #[test]
     fn page_cache_whose_use_is_not_seen_is_not_called_idle() {
-        let found = Found {
-            node: 1,
-            idle_bytes: 200 * MIB,
-            span_bytes: 200 * MIB,
-            with_free: true,
-            unseen_bytes: 60 * MIB,
-        };
+        let found = Found { unseen_bytes: 60 * MIB, ..Found::new(1, 200 * MIB, 200 * MIB, true) };
         assert_eq!(idle_mib(found, &[zone(1, 200, 0)]), Some(140));
         assert_eq!(idle_mib(Found { idle_bytes: 50 * MIB, ..found }, &[zone(1, 200, 0)]), Some(0));
 
-        let dir = tempfile::tempdir().expect("tempdir");
-        let roots = Roots::under(dir.path());
+        let tree = Tree::new(&[]);
+        let roots = Roots::under(tree.path());
         assert_eq!(roots.unseen_bytes(1), Some(0), "a kernel without such a LRU");
-        fs::create_dir_all(roots.lru_gen.parent().expect("a directory")).expect("mkdir");
         for (enabled, unseen) in [("0x0000\n", Some(0)), ("0x0006\n", Some(0)), ("0x0007\n", None)]
         {
-            fs::write(&roots.lru_gen, enabled).expect("write");
+            tree.put("kernel/mm/lru_gen/enabled", enabled);
             assert_eq!(roots.unseen_bytes(1), unseen, "{enabled}");
         }
-        fs::create_dir_all(roots.nodes.join("node1")).expect("mkdir");
-        let vmstat = "nr_mapped 100\nnr_file_pages 356\nnr_file_pages_other 9\n";
-        fs::write(roots.nodes.join("node1/vmstat"), vmstat).expect("write");
+        let vmstat = "devices/system/node/node1/vmstat";
+        tree.put(vmstat, "nr_mapped 100\nnr_file_pages 356\nnr_file_pages_other 9\n");
         assert_eq!(roots.unseen_bytes(1), Some(MIB));
-        fs::write(roots.nodes.join("node1/vmstat"), "nr_mapped 100\n").expect("write");
+        tree.put(vmstat, "nr_mapped 100\n");
         assert_eq!(roots.unseen_bytes(1), None);
     }
 
     #[test]
     fn nodes_that_may_come_are_counted() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let roots = Roots::under(dir.path());
+        let tree = Tree::new(&[]);
+        let roots = Roots::under(tree.path());
         assert_eq!(roots.possible_nodes(), 1, "not said");
-        fs::create_dir_all(&roots.nodes).expect("mkdir");
         for (text, nodes) in
             [("0\n", 1), ("0-1\n", 2), ("0-1,3\n", 4), ("0-1023\n", MAX_NODES), ("\n", 1)]
         {
-            fs::write(roots.nodes.join("possible"), text).expect("write");
+            tree.put("devices/system/node/possible", text);
             assert_eq!(roots.possible_nodes(), nodes, "{text:?}");
         }
     }
 
     #[test]
     fn a_source_that_is_busy_is_tried_again_and_one_that_is_not_there_is_not() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let bitmap = dir.path().join("bitmap");
-        fs::write(&bitmap, vec![0; 4096]).expect("write");
+        let tree = Tree::new(&[]);
+        tree.put("bitmap", [0; 4096]);
+        let bitmap = tree.at("bitmap");
         let busy = || Err(io::Error::from_raw_os_error(libc::EBUSY));
         let mut tries = 0;
         let opened_at = |at| {
@@ -460,35 +441,33 @@ mod tests {
     fn a_monitor_that_is_busy_is_told_again_what_to_look_at() {
         // A thing that cannot be written stands for one that is busy: what comes of it is the same
         // but for the error.
-        let dir = damon::tests::sysfs(0);
-        let state = dir.path().join("0/state");
-        fs::create_dir(&state).expect("mkdir");
-        let mut source = Source::Damon(Damon::open(dir.path(), 1).expect("opens"));
-        let ranges = [Range { node: 0, start: 0, end: 4 * MIB }];
+        let tree = damon::tests::sysfs(0);
+        tree.make("0/state");
+        let mut source = Source::Damon(Damon::open(tree.path(), 1).expect("opens"));
+        let ranges = [range(0, 0, 4)];
         source.look(&ranges, 0).expect_err("it does not go on");
-        fs::remove_dir(&state).expect("rmdir");
+        tree.remove("0/state");
         source.look(&ranges, 20_000).expect("goes on");
-        let region = dir.path().join("0/contexts/0/targets/0/regions/0/end");
-        assert_eq!(fs::read_to_string(region).expect("read"), (2 * MIB).to_string());
-        assert_eq!(fs::read_to_string(state).expect("read"), "update_schemes_stats");
+        assert_eq!(tree.get("0/contexts/0/targets/0/regions/0/end"), (2 * MIB).to_string());
+        assert_eq!(tree.get("0/state"), "update_schemes_stats");
     }
 
     #[test]
     fn of_both_damon_is_taken_and_the_bitmap_where_that_is_missing_or_somebody_elses() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let bitmap = dir.path().join("bitmap");
-        fs::write(&bitmap, vec![0; 4096]).expect("write");
+        let tree = Tree::new(&[]);
+        tree.put("bitmap", [0; 4096]);
+        let bitmap = tree.at("bitmap");
         let (free, taken) = (damon::tests::sysfs(0), damon::tests::sysfs(1));
         let open = |damon: &Path, bitmap: &Path| {
             let (damon, bitmap) = (damon.to_owned(), bitmap.to_owned());
-            Source::open(&Roots { damon, bitmap, ..Roots::under(dir.path()) })
+            Source::open(&Roots { damon, bitmap, ..Roots::under(tree.path()) })
         };
         assert!(matches!(open(free.path(), &bitmap), Ok(Source::Damon(_))));
-        let missing = dir.path().join("missing");
+        let missing = tree.at("missing");
         for damon in [taken.path(), &missing] {
             let mut source = open(damon, &bitmap).expect("the bitmap");
             assert!(matches!(source, Source::Bitmap(_)), "{damon:?}");
-            let ranges = [Range { node: 0, start: 0, end: 4 * MIB }];
+            let ranges = [range(0, 0, 4)];
             assert_eq!(source.look(&ranges, 0).expect("marks"), []);
             // A file keeps what is marked: nothing is touched.
             let found = source.look(&ranges, SPAN_MS).expect("reads");
@@ -499,8 +478,8 @@ mod tests {
 
     #[test]
     fn a_kernel_that_has_neither_says_so() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let error = IdleWatch::start(&Roots::under(dir.path()), || 0).expect_err("neither");
+        let roots = Roots::under(Path::new("/missing"));
+        let error = IdleWatch::start(&roots, || 0).expect_err("neither");
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }
