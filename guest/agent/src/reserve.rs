@@ -143,140 +143,40 @@ mod tests {
     use foreshore_proto::ZoneKind;
 
     use super::*;
+    use crate::tree::Tree;
 
     const PAGE_BYTES: u64 = 4096;
 
-    const DEFAULTS: [u64; 5] = [256, 256, 32, 0, 0];
-
-    fn zone(node: u32, kind: ZoneKind, mib: u64) -> Zone {
-        Zone { node, kind, managed_pages: (mib << 20) / PAGE_BYTES, ..Zone::default() }
-    }
-
-    #[test]
-    fn a_small_guest_keeps_a_sixteenth_of_its_dram() {
-        let zones = [
-            zone(0, ZoneKind::Dma, 15),
-            zone(0, ZoneKind::Dma32, 337),
-            zone(0, ZoneKind::Movable, 128),
-            zone(1, ZoneKind::Movable, 1024),
-        ];
-        // 480 MiB / 16 = 30 MiB; 128 / 30 = 4, which keeps 32 MiB of DMA32.
-        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS), [256, 4, 32, 0, 0]);
-    }
-
-    #[test]
-    fn zone_below_a_small_one_keeps_the_rest_of_the_reserve() {
-        let zones = [
-            zone(0, ZoneKind::Dma, 15),
-            zone(0, ZoneKind::Dma32, 2900),
-            zone(0, ZoneKind::Normal, 256),
-            zone(0, ZoneKind::Movable, 512),
-        ];
-        // A sixteenth of 3683 MiB is 230 MiB, and the descriptors of 16 GiB take 256 MiB.
-        assert_eq!(reserve_ratios(&zones, 16 << 30, &DEFAULTS), [256, 2, 2, 0, 0]);
-    }
-
-    #[test]
-    fn setting_of_the_command_line_is_for_the_zones_at_boot() {
-        let guest = Guest::new();
-        guest.set("256\t8\t32\t0\t0\n");
-        let cmdline = r#"console=hvc0 sysctl.vm.lowmem_reserve_ratio="256 8 32 0 0" quiet"#;
-        let open =
-            |cmdline| Reserve::open(guest.0.path(), &guest.0.path().join("run/agent"), cmdline);
-        // DRAM that the kernel got is ZONE_NORMAL, and ZONE_DMA32 need not keep 32 MiB of it.
-        let zones = [
-            zone(0, ZoneKind::Dma32, 295),
-            zone(0, ZoneKind::Normal, 256),
-            zone(0, ZoneKind::Movable, 36),
-        ];
-        let mut reserve = open(cmdline).expect("opens");
-        reserve.adapt(&zones, 0).expect("writes");
-        assert_eq!(guest.setting(), "256 256 1 0 0");
-        reserve.restore().expect("restores");
-        assert_eq!(guest.setting(), "256 8 32 0 0");
-        // The guest's own setting is kept.
-        open("sysctl.vm.lowmem_reserve_ratio=1").expect("opens").adapt(&zones, 0).expect("writes");
-        assert_eq!(guest.setting(), "256 8 1 0 0");
-    }
-
-    #[test]
-    fn descriptors_of_memory_that_can_be_added_are_kept_as_well() {
-        // 512 MiB, 144 MiB of them movable. A sixteenth is 32 MiB, and the descriptors of 7 GiB
-        // take 112 MiB.
-        let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 144)];
-        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS)[1], 5);
-        assert_eq!(reserve_ratios(&zones, 7 << 30, &DEFAULTS)[1], 1);
-        // Never more than half of the kernel's zones: 155 MiB of these.
-        let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 1024)];
-        assert_eq!(reserve_ratios(&zones, 1 << 40, &DEFAULTS)[1], 1024 / 155);
-        // Two nodes: each keeps its share.
-        let zones = [
-            zone(0, ZoneKind::Dma32, 1000),
-            zone(0, ZoneKind::Movable, 1000),
-            zone(1, ZoneKind::Normal, 3000),
-            zone(1, ZoneKind::Movable, 1000),
-        ];
-        let shares = [125 + 4, 250 + 12];
-        assert_eq!(reserve_ratios(&zones, 1 << 30, &DEFAULTS)[1..3], shares.map(|mib| 1000 / mib));
-    }
-
-    #[test]
-    fn watermarks_are_linuxs_to_add_and_one_that_moves_changes_nothing() {
-        let guest = Guest::new();
-        let mut reserve = guest.reserve();
-        let mut zones = [zone(0, ZoneKind::Dma32, 115), zone(0, ZoneKind::Movable, 50)];
-        reserve.adapt(&zones, 0).expect("writes");
-        assert_eq!(guest.setting(), "256 4 32 0 0", "a sixteenth, 10 MiB: 12.5 MiB are kept");
-        zones[0].high_pages = (8 << 20) / PAGE_BYTES;
-        zones[0].low_pages = (6 << 20) / PAGE_BYTES;
-        reserve.adapt(&zones, 0).expect("nothing to do");
-        assert_eq!(guest.setting(), "256 4 32 0 0");
-        assert_eq!(
-            reserve_ratios(&zones, 0, &DEFAULTS)[1],
-            4,
-            "an agent that starts now wants the same"
-        );
-    }
-
-    #[test]
-    fn a_large_guest_keeps_no_more_than_it_needs() {
-        let zones = [
-            zone(0, ZoneKind::Dma32, 3000),
-            zone(0, ZoneKind::Normal, 62_000),
-            zone(0, ZoneKind::Movable, 65_536),
-        ];
-        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS), DEFAULTS, "2 GiB by the default already");
-    }
-
-    #[test]
-    fn without_movable_memory_beside_the_kernels_nothing_is_kept() {
-        let zones = [zone(0, ZoneKind::Dma32, 337), zone(1, ZoneKind::Movable, 1024)];
-        assert_eq!(reserve_ratios(&zones, 0, &DEFAULTS), DEFAULTS);
-        assert_eq!(reserve_ratios(&[], 0, &DEFAULTS), DEFAULTS);
-        let tiny = [zone(0, ZoneKind::Dma32, 337), zone(0, ZoneKind::Movable, 2)];
-        assert_eq!(reserve_ratios(&tiny, 0, &DEFAULTS)[1], 1);
+    fn zone(kind: ZoneKind, mib: u64) -> Zone {
+        Zone { kind, managed_pages: (mib << 20) / PAGE_BYTES, ..Zone::default() }
     }
 
     /// A guest's sysctl, and a place for the record.
-    struct Guest(tempfile::TempDir);
+    struct Guest(Tree);
+
+    /// The setting as Linux prints it, and as the agent writes it.
+    const DEFAULTS: &str = "256\t256\t32\t0\t0\n";
+    const RESTORED: &str = "256 256 32 0 0";
 
     impl Guest {
         fn new() -> Self {
-            let guest = Guest(tempfile::tempdir().expect("tempdir"));
-            guest.set("256\t256\t32\t0\t0\n");
-            guest
+            Guest(Tree::new(&[(NAME, DEFAULTS)]))
         }
 
         fn set(&self, text: &str) {
-            fs::write(self.0.path().join(NAME), text).expect("write");
+            self.0.put(NAME, text);
         }
 
         fn setting(&self) -> String {
-            fs::read_to_string(self.0.path().join(NAME)).expect("read")
+            self.0.get(NAME)
+        }
+
+        fn open(&self, cmdline: &str) -> Reserve {
+            Reserve::open(self.0.path(), &self.0.at("run/agent"), cmdline).expect("opens")
         }
 
         fn reserve(&self) -> Reserve {
-            Reserve::open(self.0.path(), &self.0.path().join("run/agent"), "").expect("opens")
+            self.open("")
         }
 
         /// An agent starts, sees these zones, and is killed.
@@ -285,50 +185,74 @@ mod tests {
         }
     }
 
-    const BOOT: Zone = Zone {
-        node: 0,
-        kind: ZoneKind::Dma32,
-        free_pages: 0,
-        min_pages: 0,
-        low_pages: 0,
-        high_pages: 0,
-        managed_pages: (337 << 20) / PAGE_BYTES,
-        largest_free_blocks: None,
-        user_pages: None,
-        protected_pages: None,
-    };
+    /// A guest before memory is plugged, and two sizes of plugged memory, of which each wants
+    /// ratios of its own.
+    fn zones() -> [Vec<Zone>; 3] {
+        let boot = zone(ZoneKind::Dma32, 337);
+        let plugged = |mib| vec![boot, zone(ZoneKind::Movable, mib)];
+        [vec![boot], plugged(128), plugged(256)]
+    }
 
-    /// Two sizes of plugged memory, of which each wants ratios of its own.
-    fn plugged() -> [[Zone; 2]; 2] {
-        [128, 256].map(|mib| [BOOT, zone(0, ZoneKind::Movable, mib)])
+    #[test]
+    fn setting_of_the_command_line_is_for_the_zones_at_boot() {
+        let guest = Guest::new();
+        guest.set("256\t8\t32\t0\t0\n");
+        // DRAM that the kernel got is ZONE_NORMAL, and ZONE_DMA32 need not keep 32 MiB of it.
+        let zones =
+            [zone(ZoneKind::Dma32, 295), zone(ZoneKind::Normal, 256), zone(ZoneKind::Movable, 36)];
+        let mut reserve =
+            guest.open(r#"console=hvc0 sysctl.vm.lowmem_reserve_ratio="256 8 32 0 0" quiet"#);
+        reserve.adapt(&zones, 0).expect("writes");
+        assert_eq!(guest.setting(), "256 256 1 0 0");
+        reserve.restore().expect("restores");
+        assert_eq!(guest.setting(), "256 8 32 0 0");
+        // The guest's own setting is kept.
+        guest.open("sysctl.vm.lowmem_reserve_ratio=1").adapt(&zones, 0).expect("writes");
+        assert_eq!(guest.setting(), "256 8 1 0 0");
+    }
+
+    #[test]
+    fn watermarks_are_linuxs_to_add_and_one_that_moves_changes_nothing() {
+        let guest = Guest::new();
+        let mut reserve = guest.reserve();
+        let mut zones = [zone(ZoneKind::Dma32, 115), zone(ZoneKind::Movable, 50)];
+        reserve.adapt(&zones, 0).expect("writes");
+        assert_eq!(guest.setting(), "256 4 32 0 0", "a sixteenth, 10 MiB: 12.5 MiB are kept");
+        zones[0].high_pages = (8 << 20) / PAGE_BYTES;
+        zones[0].low_pages = (6 << 20) / PAGE_BYTES;
+        reserve.adapt(&zones, 0).expect("nothing to do");
+        assert_eq!(guest.setting(), "256 4 32 0 0");
+        let now = reserve_ratios(&zones, 0, &LINUX_RESERVE_RATIOS);
+        assert_eq!(now[1], 4, "an agent that starts now wants the same");
     }
 
     #[test]
     fn the_setting_is_written_when_the_zones_change_and_only_then() {
         let guest = Guest::new();
+        let [boot, plugged, _] = zones();
         let mut reserve = guest.reserve();
-        reserve.adapt(&[BOOT], 0).expect("nothing to do");
-        assert_eq!(guest.setting(), "256\t256\t32\t0\t0\n");
-        let [plugged, _] = plugged();
+        reserve.adapt(&boot, 0).expect("nothing to do");
+        assert_eq!(guest.setting(), DEFAULTS);
         reserve.adapt(&plugged, 0).expect("writes");
         assert_eq!(guest.setting(), "256 4 32 0 0");
         guest.set("mine");
         reserve.adapt(&plugged, 0).expect("nothing to do");
         assert_eq!(guest.setting(), "mine");
-        reserve.adapt(&[BOOT], 0).expect("writes");
-        assert_eq!(guest.setting(), "256 256 32 0 0", "back to what it was");
+        reserve.adapt(&boot, 0).expect("writes");
+        assert_eq!(guest.setting(), RESTORED);
     }
 
     #[test]
     fn an_agent_that_ends_gives_the_guest_its_setting_back() {
         let guest = Guest::new();
+        let [_, plugged, _] = zones();
         let mut reserve = guest.reserve();
-        reserve.adapt(&plugged()[0], 0).expect("writes");
+        reserve.adapt(&plugged, 0).expect("writes");
         reserve.restore().expect("restores");
-        assert_eq!(guest.setting(), "256 256 32 0 0");
+        assert_eq!(guest.setting(), RESTORED);
         // Somebody else's is not ours to take back, and nothing is written where nothing was.
         let mut reserve = guest.reserve();
-        reserve.adapt(&plugged()[0], 0).expect("writes");
+        reserve.adapt(&plugged, 0).expect("writes");
         guest.set("64 64 64 0 0");
         reserve.restore().expect("leaves it");
         assert_eq!(guest.setting(), "64 64 64 0 0");
@@ -340,24 +264,24 @@ mod tests {
     #[test]
     fn an_agent_after_one_that_was_killed_knows_what_the_guest_had() {
         let guest = Guest::new();
-        let [small, large] = plugged();
-        for zones in [&small[..], &large, &small] {
+        let [boot, small, large] = zones();
+        for zones in [&small, &large, &small] {
             guest.agent(zones);
-            assert_ne!(ratios_of(&guest.setting()), DEFAULTS);
+            assert_ne!(guest.setting(), RESTORED);
         }
         // What was plugged has gone meanwhile.
-        guest.agent(&[BOOT]);
-        assert_eq!(guest.setting(), "256 256 32 0 0");
+        guest.agent(&boot);
+        assert_eq!(guest.setting(), RESTORED);
         guest.agent(&large);
         guest.reserve().restore().expect("restores");
-        assert_eq!(guest.setting(), "256 256 32 0 0");
-        assert!(!guest.0.path().join("run/agent").join(NAME).exists());
+        assert_eq!(guest.setting(), RESTORED);
+        assert!(!guest.0.at("run/agent").join(NAME).exists());
     }
 
     #[test]
     fn what_the_guest_sets_after_an_agent_was_killed_is_the_guests() {
         let guest = Guest::new();
-        let [small, large] = plugged();
+        let [_, small, large] = zones();
         guest.agent(&small);
         guest.set("128 128 32 0 0");
         guest.agent(&large);
@@ -369,31 +293,32 @@ mod tests {
     #[test]
     fn a_record_that_is_none_is_not_believed_and_one_that_cannot_be_made_is_done_without() {
         let guest = Guest::new();
-        let run = guest.0.path().join("run/agent");
-        fs::create_dir_all(&run).expect("mkdir");
+        let record = format!("run/agent/{NAME}");
         for text in ["", "\n", "\n256 256 32 0 0\n", "7\n256 256 32 0 0\n", "junk"] {
-            fs::write(run.join(NAME), text).expect("write");
+            guest.0.put(&record, text);
             let reserve = guest.reserve();
-            assert_eq!((reserve.initial, reserve.ours.len()), (DEFAULTS.to_vec(), 0), "{text:?}");
+            assert_eq!((&reserve.initial[..], reserve.ours.len()), (&LINUX_RESERVE_RATIOS[..], 0));
         }
-        fs::remove_dir_all(guest.0.path().join("run")).expect("rmdir");
-        fs::write(guest.0.path().join("run"), "no directory").expect("write");
+        guest.0.remove(&record);
+        guest.0.remove("run/agent");
+        guest.0.remove("run");
+        guest.0.put("run", "no directory");
+        let [boot, plugged, _] = zones();
         let mut reserve = guest.reserve();
-        reserve.adapt(&plugged()[0], 0).expect("writes");
+        reserve.adapt(&plugged, 0).expect("writes");
         assert_eq!(guest.setting(), "256 4 32 0 0");
-        reserve.adapt(&[BOOT], 0).expect("writes");
-        assert_eq!(guest.setting(), "256 256 32 0 0");
+        reserve.adapt(&boot, 0).expect("writes");
+        assert_eq!(guest.setting(), RESTORED);
     }
 
     #[test]
     fn an_agent_that_keeps_nothing_gives_back_what_another_kept() {
         let guest = Guest::new();
-        let restore =
-            || Reserve::restore_after_another(guest.0.path(), &guest.0.path().join("run/agent"));
+        let restore = || Reserve::restore_after_another(guest.0.path(), &guest.0.at("run/agent"));
         restore().expect("nothing to do");
-        assert_eq!(guest.setting(), "256\t256\t32\t0\t0\n");
-        guest.agent(&plugged()[0]);
+        assert_eq!(guest.setting(), DEFAULTS);
+        guest.agent(&zones()[1]);
         restore().expect("restores");
-        assert_eq!(guest.setting(), "256 256 32 0 0");
+        assert_eq!(guest.setting(), RESTORED);
     }
 }

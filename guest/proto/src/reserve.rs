@@ -283,15 +283,43 @@ mod tests {
     }
 
     #[test]
-    fn nodes_share_the_descriptors_by_their_kernel_zones() {
-        let zones = [
-            zone(0, ZoneKind::Dma32, 1024),
-            zone(0, ZoneKind::Movable, 512),
-            zone(1, ZoneKind::Normal, 3072),
-            zone(1, ZoneKind::Movable, 1024),
-        ];
-        // Node 0 keeps 96 MiB and a quarter of 256 MiB. With all descriptors it would keep 352 MiB.
-        assert_eq!(reserve_ratios(&zones, 16 << 30, &LINUX_RESERVE_RATIOS), [256, 3, 2, 0, 0]);
+    fn ratios_keep_the_reserve_in_each_node_with_movable_memory() {
+        use ZoneKind::{Dma, Dma32, Movable, Normal};
+        for (zones, hotplug_bytes, ratios) in [
+            // A sixteenth of 480 MiB is 30 MiB. A quarter of 128 MiB keeps 32 MiB of ZONE_DMA32.
+            (
+                vec![(0, Dma, 15), (0, Dma32, 337), (0, Movable, 128), (1, Movable, 1024)],
+                0,
+                [256, 4, 32, 0, 0],
+            ),
+            // A sixteenth is 28 MiB, and the descriptors of 7 GiB take 112 MiB.
+            (vec![(0, Dma32, 311), (0, Movable, 144)], 0, [256, 5, 32, 0, 0]),
+            (vec![(0, Dma32, 311), (0, Movable, 144)], 7 << 30, [256, 1, 32, 0, 0]),
+            // Never more than half of the kernel's zones: 155 MiB of these.
+            (vec![(0, Dma32, 311), (0, Movable, 1024)], 1 << 40, [256, 6, 32, 0, 0]),
+            // The defaults keep 2 GiB already.
+            (
+                vec![(0, Dma32, 3000), (0, Normal, 62_000), (0, Movable, 65_536)],
+                0,
+                LINUX_RESERVE_RATIOS,
+            ),
+            // Nothing is kept without movable memory beside the kernel's, and of little no more
+            // than it has.
+            (vec![(0, Dma32, 337), (1, Movable, 1024)], 0, LINUX_RESERVE_RATIOS),
+            (vec![(0, Dma32, 337), (0, Movable, 2)], 0, [256, 1, 32, 0, 0]),
+            // Node 0 keeps 96 MiB and a quarter of 256 MiB. With all descriptors it would keep 352
+            // MiB.
+            (
+                vec![(0, Dma32, 1024), (0, Movable, 512), (1, Normal, 3072), (1, Movable, 1024)],
+                16 << 30,
+                [256, 3, 2, 0, 0],
+            ),
+        ] {
+            let zones: Vec<Zone> =
+                zones.into_iter().map(|(node, kind, mib)| zone(node, kind, mib)).collect();
+            let of_zones = reserve_ratios(&zones, hotplug_bytes, &LINUX_RESERVE_RATIOS);
+            assert_eq!(of_zones, ratios, "{zones:?}");
+        }
     }
 
     #[test]
