@@ -53,17 +53,19 @@ impl Agent {
 
     /// How often it has slept until now.
     fn wakes(&self) -> u64 {
-        let status =
-            std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).expect("reads");
-        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-        line.and_then(|count| count.trim().parse().ok()).expect("Linux counts them")
+        self.counted("status", "voluntary_ctxt_switches:")
     }
 
     /// How many read calls it has made until now.
     fn reads(&self) -> u64 {
-        let io = std::fs::read_to_string(format!("/proc/{}/io", self.0.id())).expect("reads");
-        let line = io.lines().find_map(|line| line.strip_prefix("syscr: "));
-        line.and_then(|count| count.parse().ok()).expect("Linux counts them")
+        self.counted("io", "syscr: ")
+    }
+
+    fn counted(&self, file: &str, name: &str) -> u64 {
+        let text = std::fs::read_to_string(format!("/proc/{}/{file}", self.0.id()));
+        let text = text.expect("reads");
+        let count = text.lines().find_map(|line| line.strip_prefix(name));
+        count.and_then(|count| count.trim().parse().ok()).expect("Linux counts them")
     }
 
     fn signal(&self, signal: Signal) {
@@ -143,11 +145,6 @@ impl Vmm {
         self.report().monotonic_ms()
     }
 
-    /// The fastest that an agent can be asked for.
-    fn ask_for_many(&mut self) {
-        self.ask(Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) });
-    }
-
     fn ask(&mut self, settings: Settings) {
         let mut line = Vec::new();
         encode_line(&VmmMessage::Settings(settings), &mut line);
@@ -157,6 +154,27 @@ impl Vmm {
 
 fn socket_in(dir: &tempfile::TempDir) -> PathBuf {
     dir.path().join("vmm.sock")
+}
+
+fn listening() -> (tempfile::TempDir, UnixListener) {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    (dir, listener)
+}
+
+/// An agent that has said hello to a VMM with these settings.
+fn connected(settings: Settings) -> (Agent, Vmm) {
+    let (dir, listener) = listening();
+    let agent = Agent::start(&socket_in(&dir));
+    let mut vmm = Vmm::accept(&listener);
+    vmm.ask(settings);
+    vmm.hello();
+    (agent, vmm)
+}
+
+/// The fastest that an agent can be asked for.
+fn many() -> Settings {
+    Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) }
 }
 
 #[test]
@@ -181,8 +199,7 @@ fn a_vmm_that_comes_later_and_comes_again_gets_a_hello_and_reports_from_the_firs
 
 #[test]
 fn a_vmm_that_accepts_and_hangs_up_at_once_is_tried_again() {
-    let dir = tempfile::tempdir().expect("tempdir");
-    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let (dir, listener) = listening();
     let agent = Agent::start(&socket_in(&dir));
     for _ in 0..3 {
         drop(listener.accept().expect("accepts"));
@@ -195,12 +212,7 @@ fn a_vmm_that_accepts_and_hangs_up_at_once_is_tried_again() {
 
 #[test]
 fn a_vmm_that_does_not_read_can_neither_hold_the_agent_up_nor_keep_it_alive() {
-    let dir = tempfile::tempdir().expect("tempdir");
-    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
-    let agent = Agent::start(&socket_in(&dir));
-    let mut vmm = Vmm::accept(&listener);
-    vmm.ask_for_many();
-    vmm.hello();
+    let (agent, mut vmm) = connected(many());
     let first = vmm.report_seq();
     // Until no more goes in: what lies in the socket does not grow.
     let mut queued = 0;
@@ -227,12 +239,7 @@ fn queued_bytes(stream: &UnixStream) -> u64 {
 
 #[test]
 fn a_stopped_agent_goes_on_where_it_was() {
-    let dir = tempfile::tempdir().expect("tempdir");
-    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
-    let agent = Agent::start(&socket_in(&dir));
-    let mut vmm = Vmm::accept(&listener);
-    vmm.ask_for_many();
-    vmm.hello();
+    let (agent, mut vmm) = connected(many());
     let mut last = vmm.report_seq();
     for _ in 0..3 {
         agent.stop();
@@ -251,8 +258,7 @@ fn a_stopped_agent_goes_on_where_it_was() {
 
 #[test]
 fn one_that_is_killed_and_started_again_begins_anew() {
-    let dir = tempfile::tempdir().expect("tempdir");
-    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let (dir, listener) = listening();
     for _ in 0..2 {
         let agent = Agent::start(&socket_in(&dir));
         let mut vmm = Vmm::accept(&listener);
@@ -269,12 +275,7 @@ fn one_that_is_killed_and_started_again_begins_anew() {
 #[test]
 fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
     const REPORTS: u64 = 3;
-    let dir = tempfile::tempdir().expect("tempdir");
-    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
-    let agent = Agent::start(&socket_in(&dir));
-    let mut vmm = Vmm::accept(&listener);
-    vmm.ask(Settings::with_watermark(0));
-    vmm.hello();
+    let (agent, mut vmm) = connected(Settings::with_watermark(0));
     // On a machine that is not at rest itself a report may come early, and then some do.
     let at_rest = (0..LIMIT.as_secs()).find_map(|_| {
         let (since_ms, before) = (vmm.report_ms(), agent.wakes());
@@ -294,12 +295,7 @@ fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
 fn while_it_reports_fast_it_makes_fewer_than_two_reads_for_each_text() {
     const REPORTS: u64 = 50;
     const TEXTS: u64 = 5;
-    let dir = tempfile::tempdir().expect("tempdir");
-    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
-    let agent = Agent::start(&socket_in(&dir));
-    let mut vmm = Vmm::accept(&listener);
-    vmm.ask_for_many();
-    vmm.hello();
+    let (agent, mut vmm) = connected(many());
     vmm.report();
     let (first, before) = vmm.stop_after_reports(&agent, 1);
     agent.signal(Signal::CONT);

@@ -66,13 +66,15 @@ pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseE
 mod tests {
     use foreshore_proto::ZoneKind;
 
+    use super::super::tests::text_of;
     use super::super::zoneinfo;
     use super::*;
 
-    fn parse(zone_text: &[u8], text: &[u8]) -> Vec<(u32, ZoneKind, Option<u64>)> {
+    fn parse(guest: &str) -> Vec<(u32, ZoneKind, Option<u64>)> {
+        let [zone_text, text] = ["zoneinfo", "buddyinfo"].map(|name| text_of(guest, name));
         let mut zones = Vec::new();
-        zoneinfo(zone_text, &mut zones).expect("parses");
-        buddyinfo(text, &mut zones).expect("parses");
+        zoneinfo(&zone_text, &mut zones).expect("parses");
+        buddyinfo(&text, &mut zones).expect("parses");
         zones.iter().map(|zone| (zone.node, zone.kind, zone.largest_free_blocks)).collect()
     }
 
@@ -96,50 +98,39 @@ mod tests {
                 (1, ZoneKind::Movable, Some(pm)),
             ]
         };
-        let of_6_1 = parse(
-            include_bytes!("../../tests/data/6.1-filled/zoneinfo"),
-            include_bytes!("../../tests/data/6.1-filled/buddyinfo"),
-        );
-        assert_eq!(of_6_1, zones(7, 73));
-        let of_6_12 = parse(
-            include_bytes!("../../tests/data/6.12-filled/zoneinfo"),
-            include_bytes!("../../tests/data/6.12-filled/buddyinfo"),
-        );
-        assert_eq!(of_6_12, zones(8, 71));
+        assert_eq!(parse("6.1-filled"), zones(7, 73));
+        assert_eq!(parse("6.12-filled"), zones(8, 71));
     }
 
     #[test]
     fn larger_orders_count_as_so_many_and_smaller_ones_alone_are_not_known() {
-        let ten = "Node 0, zone Normal 9 9 9 9 9 9 9 9 9 9";
-        assert_eq!(blocks_of(&format!("{ten}\n"), 1 << 30), None);
-        assert_eq!(blocks_of(&format!("{ten} 3\n"), 1 << 30), Some(3));
-        assert_eq!(blocks_of(&format!("{ten} 3 2 1\n"), 1 << 30), Some(3 + 4 + 4));
-        assert_eq!(
-            blocks_of(&format!("{ten} {0} {0}\n", u64::MAX), 1 << 30),
-            Some(1 << 20),
-            "no more than there are"
-        );
+        for (larger, blocks) in [
+            ("", None),
+            (" 3", Some(3)),
+            (" 3 2 1", Some(3 + 4 + 4)),
+            // No more than there are.
+            (" 18446744073709551615 18446744073709551615", Some(1 << 20)),
+        ] {
+            let text = format!("Node 0, zone Normal 9 9 9 9 9 9 9 9 9 9{larger}\n");
+            assert_eq!(blocks_of(&text, 1 << 30), blocks, "{larger}");
+        }
     }
 
     #[test]
     fn memory_that_came_online_after_the_zones_were_read_makes_no_more_than_they_have() {
-        assert_eq!(blocks_of("Node 0, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024), Some(8));
-        assert_eq!(
-            blocks_of("Node 1, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024),
-            None,
-            "another node"
-        );
-        assert_eq!(blocks_of("", 8 * 1024), None);
+        let of_node =
+            |node| blocks_of(&format!("Node {node}, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n"), 8 << 10);
+        assert_eq!([of_node(0), of_node(1)], [Some(8), None]);
+        assert_eq!(blocks_of("", 8 << 10), None);
     }
 
     #[test]
     fn free_pages_are_those_of_all_orders() {
         let mut zones = Vec::new();
-        zoneinfo(include_bytes!("../../tests/data/6.12-filled/zoneinfo"), &mut zones)
-            .expect("parses");
-        let text = include_bytes!("../../tests/data/6.12-filled/buddyinfo");
+        zoneinfo(&text_of("6.12-filled", "zoneinfo"), &mut zones).expect("parses");
         let by_zoneinfo: Vec<u64> = zones.iter().map(|zone| zone.free_pages).collect();
-        let sum = free_pages(text, &mut zones).expect("parses").expect("the same zones");
+        let sum = free_pages(&text_of("6.12-filled", "buddyinfo"), &mut zones);
+        let sum = sum.expect("parses").expect("the same zones");
         let by_orders: Vec<u64> = zones.iter().map(|zone| zone.free_pages).collect();
         assert_eq!(by_zoneinfo, [464, 10_002, 318, 73_040]);
         // The two texts were read one after the other.
@@ -149,23 +140,24 @@ mod tests {
     #[test]
     fn a_text_of_other_zones_tells_nothing() {
         let line = "Node 0, zone Normal 1 1 1\n";
-        let free = |text: &str, zones: &mut [Zone]| free_pages(text.as_bytes(), zones);
-        assert_eq!(free(line, &mut [zone(8)]), Ok(Some(7)));
-        assert_eq!(
-            free(line, &mut [zone(8), Zone { node: 1, ..zone(8) }]),
-            Ok(None),
-            "one has gone"
-        );
-        assert_eq!(free(line, &mut [Zone { node: 1, ..zone(8) }]), Ok(None));
-        assert_eq!(
-            free(&format!("{line}Node 1, zone Normal 1\n"), &mut [zone(8)]),
-            Ok(None),
-            "one has come"
-        );
-        assert_eq!(free("", &mut [zone(8)]), Ok(None));
-        assert!(free("Node 0, zone Normal 1 x\n", &mut [zone(8)]).is_err());
+        let one_more = format!("{line}Node 1, zone Normal 1\n");
         let most = format!("Node 0, zone Normal {0} {0}\n", u64::MAX);
-        assert_eq!(free(&most, &mut [zone(8)]), Ok(Some(u64::MAX)));
+        let free = |text: &str, nodes: &[u32]| {
+            let zone = |node: &u32| Zone { node: *node, ..zone(8) };
+            free_pages(text.as_bytes(), &mut nodes.iter().map(zone).collect::<Vec<_>>())
+        };
+        for (text, nodes, pages) in [
+            (line, &[0][..], Some(7)),
+            // One has gone, another one is there, and one has come.
+            (line, &[0, 1], None),
+            (line, &[1], None),
+            (&one_more, &[0], None),
+            ("", &[0], None),
+            (&most, &[0], Some(u64::MAX)),
+        ] {
+            assert_eq!(free(text, nodes), Ok(pages), "{text} {nodes:?}");
+        }
+        assert!(free("Node 0, zone Normal 1 x\n", &[0]).is_err());
     }
 
     #[test]

@@ -53,10 +53,19 @@ fn number(word: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::Path;
+
     use foreshore_proto::Zone;
     use proptest::prelude::*;
 
     use super::*;
+
+    /// A text of a guest in tests/data.
+    pub(super) fn text_of(guest: &str, name: &str) -> Vec<u8> {
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+        fs::read(data.join(guest).join(name)).expect("a text of this guest")
+    }
 
     #[test]
     fn lines_end_where_the_text_says() {
@@ -92,12 +101,13 @@ mod tests {
         #[test]
         fn no_cut_of_a_real_text_panics(cut in 0usize..20_000) {
             let mut zones = Vec::new();
-            for text in [
-                &include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo")[..],
-                include_bytes!("../../tests/data/6.12-two-nodes/meminfo"),
-                include_bytes!("../../tests/data/6.12-two-nodes/vmstat"),
-                include_bytes!("../../tests/data/6.12-filled/buddyinfo"),
+            for (guest, name) in [
+                ("6.12-two-nodes", "zoneinfo"),
+                ("6.12-two-nodes", "meminfo"),
+                ("6.12-two-nodes", "vmstat"),
+                ("6.12-filled", "buddyinfo"),
             ] {
+                let text = text_of(guest, name);
                 let cut = &text[..cut.min(text.len())];
                 let _ = meminfo(cut);
                 let _ = vmstat(cut);

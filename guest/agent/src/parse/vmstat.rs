@@ -37,31 +37,24 @@ pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
 
 /// Where the counter called `name` goes. Several may go to one place.
 fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str, &'a mut u64)> {
-    Some(match name {
-        b"pswpin" => ("pswpin", &mut counters.pswpin),
-        b"pswpout" => ("pswpout", &mut counters.pswpout),
-        b"pgmajfault" => ("pgmajfault", &mut counters.pgmajfault),
-        b"workingset_refault_anon" => {
-            ("workingset_refault_anon", &mut counters.workingset_refault_anon)
-        }
-        b"workingset_refault_file" => {
-            ("workingset_refault_file", &mut counters.workingset_refault_file)
-        }
-        b"pgscan_kswapd" => ("pgscan_kswapd", &mut counters.pgscan_kswapd),
-        b"pgscan_direct" => ("pgscan_direct", &mut counters.pgscan_direct),
-        b"pgsteal_kswapd" => ("pgsteal_kswapd", &mut counters.pgsteal_kswapd),
-        b"pgsteal_direct" => ("pgsteal_direct", &mut counters.pgsteal_direct),
-        b"numa_miss" => ("numa_miss", &mut counters.numa_miss),
-        b"numa_other" => ("numa_other", &mut counters.numa_other),
-        b"oom_kill" => ("oom_kill", &mut counters.oom_kill),
-        // One per zone.
-        name if name.starts_with(b"allocstall_") => ("allocstall", &mut counters.allocstall),
-        _ => return None,
-    })
+    macro_rules! fields {
+        ($($field:ident)+) => {
+            $(if name == stringify!($field).as_bytes() {
+                return Some((stringify!($field), &mut counters.$field));
+            })+
+        };
+    }
+    fields! {
+        pswpin pswpout pgmajfault workingset_refault_anon workingset_refault_file pgscan_kswapd
+        pgscan_direct pgsteal_kswapd pgsteal_direct numa_miss numa_other oom_kill
+    }
+    // One per zone.
+    name.starts_with(b"allocstall_").then_some(("allocstall", &mut counters.allocstall))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::text_of;
     use super::*;
 
     #[test]
@@ -92,12 +85,10 @@ mod tests {
 
     #[test]
     fn guests_that_swapped() {
-        let swapped =
-            vmstat(include_bytes!("../../tests/data/6.12-swapped/vmstat")).expect("parses");
-        assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
-        let swapped =
-            vmstat(include_bytes!("../../tests/data/6.1-swapped/vmstat")).expect("parses");
-        assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
+        for guest in ["6.1-swapped", "6.12-swapped"] {
+            let swapped = vmstat(&text_of(guest, "vmstat")).expect("parses");
+            assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
+        }
     }
 
     #[test]
