@@ -279,7 +279,7 @@ mod tests {
     }
 
     fn guest() -> Tree {
-        let texts = ["6.12-two-nodes/vmstat", "6.12-filled/zoneinfo", "6.12-filled/buddyinfo"];
+        let texts = ["6.12-swapped/vmstat", "6.12-filled/zoneinfo", "6.12-filled/buddyinfo"];
         let tree = Tree::proc(&texts);
         put_meminfo(&tree, 1_000_000, 335_488);
         tree

@@ -365,8 +365,8 @@ mod tests {
     /// A guest whose kernel leaves memory offline, and its blocks.
     fn offline_guest() -> (Agent, Tree) {
         let memory = Tree::memory("offline", &[(32, 1, "offline", "Movable")]);
-        let proc = ["meminfo", "zoneinfo", "vmstat"].map(|name| format!("6.12-two-nodes/{name}"));
-        let proc = Tree::proc(&proc.each_ref().map(String::as_str));
+        let proc =
+            Tree::proc(&["6.12-two-nodes/meminfo", "6.12-filled/zoneinfo", "6.12-swapped/vmstat"]);
         let mut agent = Agent::open(proc.path(), memory.path()).expect("opens");
         let reader = BlockReader::new(memory.path(), Online::Movable);
         agent.blocks = Some(BlockWatch::start(reader, sys::monotonic_ms).expect("starts"));

@@ -102,9 +102,9 @@ mod tests {
         fn no_cut_of_a_real_text_panics(cut in 0usize..20_000) {
             let mut zones = Vec::new();
             for (guest, name) in [
-                ("6.12-two-nodes", "zoneinfo"),
+                ("6.12-filled", "zoneinfo"),
                 ("6.12-two-nodes", "meminfo"),
-                ("6.12-two-nodes", "vmstat"),
+                ("6.12-swapped", "vmstat"),
                 ("6.12-filled", "buddyinfo"),
             ] {
                 let text = text_of(guest, name);

@@ -124,6 +124,7 @@ fn finish(zone: Option<Zone>, zones: &mut Vec<Zone>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::text_of;
     use super::*;
 
     fn parse(text: &[u8]) -> Vec<Zone> {
@@ -134,40 +135,40 @@ mod tests {
 
     #[test]
     fn a_guest_of_6_12_with_memory_plugged_into_a_node_of_its_own() {
-        let zones = parse(include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo"));
+        let zones = parse(&text_of("6.12-filled", "zoneinfo"));
         let dma = Zone {
             kind: ZoneKind::Dma,
-            free_pages: 3808,
-            min_pages: 28,
-            low_pages: 35,
-            high_pages: 42,
+            free_pages: 464,
+            min_pages: 25,
+            low_pages: 31,
+            high_pages: 37,
             managed_pages: 3840,
-            user_pages: Some(0),
-            protected_pages: Some(257),
+            user_pages: Some(3328),
+            protected_pages: Some(451),
             ..Zone::default()
         };
         let dma32 = Zone {
             kind: ZoneKind::Dma32,
-            free_pages: 57_365,
-            min_pages: 496,
-            low_pages: 620,
-            high_pages: 744,
-            managed_pages: 65_971,
-            user_pages: Some(845),
-            protected_pages: Some(0),
+            free_pages: 10_002,
+            min_pages: 559,
+            low_pages: 698,
+            high_pages: 837,
+            managed_pages: 82_837,
+            user_pages: Some(63_763),
+            protected_pages: Some(8192),
             ..Zone::default()
         };
         assert_eq!(zones[..2], [dma, dma32]);
-        assert_eq!(zones.len(), 3, "zones without memory are left out");
-        assert_eq!((zones[2].node, zones[2].kind), (1, ZoneKind::Movable));
-        assert_eq!(zones[2].managed_pages, 131_072, "512 MiB");
+        assert_eq!(zones.len(), 4, "zones without memory are left out");
+        assert_eq!((zones[3].node, zones[3].kind), (1, ZoneKind::Movable));
+        assert_eq!(zones[3].managed_pages, 131_072, "512 MiB");
     }
 
     #[test]
     fn a_guest_of_6_1() {
-        let zones = parse(include_bytes!("../../tests/data/6.1-one-node/zoneinfo"));
+        let zones = parse(&text_of("6.1-filled", "zoneinfo"));
         let kinds: Vec<_> = zones.iter().map(|zone| zone.kind).collect();
-        assert_eq!(kinds, [ZoneKind::Dma, ZoneKind::Dma32]);
+        assert_eq!(kinds, [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Movable, ZoneKind::Movable]);
         for zone in zones {
             assert!([zone.min_pages, zone.low_pages, zone.high_pages].is_sorted(), "{zone:?}");
             assert!(zone.free_pages > 0 && zone.high_pages > 0, "{zone:?}");
@@ -175,23 +176,27 @@ mod tests {
     }
 
     #[test]
-    fn locked_and_compressed_pages_of_the_kernels_zones_are_summed() {
+    fn user_pages_are_anonymous_and_of_files_and_locked_ones_go_elsewhere() {
         let mut zones = Vec::new();
-        let text = include_str!("../../tests/data/6.12-filled/zoneinfo");
-        assert_eq!(zoneinfo(text.as_bytes(), &mut zones).expect("parses"), 511);
-        let of_6_1 = include_bytes!("../../tests/data/6.1-filled/zoneinfo");
-        assert_eq!(zoneinfo(of_6_1, &mut zones).expect("parses"), 511);
-        // 1,000 pages of each in all zones. Pages of ZONE_DMA and movable zones do not count.
-        let zspages = text.replace("nr_zspages   0", "nr_zspages   1000");
-        assert_eq!(zoneinfo(zspages.as_bytes(), &mut zones).expect("parses"), 1_511);
-        let locked = text.replace("nr_zone_unevictable 0", "nr_zone_unevictable 1000");
-        assert_eq!(zoneinfo(locked.as_bytes(), &mut zones).expect("parses"), 511);
-        let user_pages: Vec<_> = zones.iter().map(|zone| zone.user_pages).collect();
-        assert_eq!(
-            user_pages,
-            [3_328, 63_763, 32_275, 57_651].map(Some),
-            "locked pages are no user pages"
-        );
+        let of_6_1 = text_of("6.1-filled", "zoneinfo");
+        assert_eq!(zoneinfo(&of_6_1, &mut zones).expect("parses"), 511);
+        let text = String::from_utf8(text_of("6.12-filled", "zoneinfo")).expect("ASCII");
+        // 1,000 pages in all zones. Locked and compressed pages of ZONE_DMA and of movable zones do
+        // not count.
+        for (counter, other_user_pages, more_user_pages) in [
+            ("nr_none 0", 511, 0),
+            ("nr_zspages   0", 1_511, 0),
+            ("nr_zone_unevictable 0", 511, 0),
+            ("nr_zone_inactive_anon 0", 511, 1_000),
+            ("nr_zone_inactive_file 0", 511, 1_000),
+            ("nr_zone_active_file 0", 511, 1_000),
+        ] {
+            let text = text.replace(counter, &counter.replace('0', "1000"));
+            let other = zoneinfo(text.as_bytes(), &mut zones).expect("parses");
+            assert_eq!(other, other_user_pages, "{counter}");
+            let user_pages = [3_328, 63_763, 32_275, 57_651].map(|pages| pages + more_user_pages);
+            assert!(zones.iter().map(|zone| zone.user_pages).eq(user_pages.map(Some)), "{counter}");
+        }
     }
 
     #[test]
