@@ -3,7 +3,7 @@
 use foreshore_proto::{LARGEST_BLOCK_BYTES, Zone};
 
 use super::zoneinfo::zone_of;
-use super::{ParseError, lines, number, words};
+use super::{ParseError, lines, required, words};
 
 const FILE: &str = "/proc/buddyinfo";
 
@@ -23,18 +23,11 @@ pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
         else {
             continue;
         };
-        // `Node 0, zone DMA32`, and a column for each order.
-        for (above, word) in words(line).skip(4 + LARGEST_ORDER).enumerate() {
-            let count =
-                number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
-            let blocks = count.saturating_mul(1u64.checked_shl(above as u32).unwrap_or(u64::MAX));
-            zone.largest_free_blocks =
-                Some(zone.largest_free_blocks.unwrap_or(0).saturating_add(blocks));
-        }
         // The zones were read before: memory that has come online since must not make a report that
         // is refused.
         let bound = zone.managed_pages / (LARGEST_BLOCK_BYTES / 4096);
-        zone.largest_free_blocks = zone.largest_free_blocks.map(|blocks| blocks.min(bound));
+        zone.largest_free_blocks =
+            free_blocks(line, LARGEST_ORDER)?.map(|blocks| blocks.min(bound));
     }
     Ok(())
 }
@@ -49,17 +42,23 @@ pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseE
         else {
             return Ok(None);
         };
-        zone.free_pages = 0;
-        for (order, word) in words(line).skip(4).enumerate() {
-            let blocks =
-                number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
-            let pages = blocks.saturating_mul(1u64.checked_shl(order as u32).unwrap_or(u64::MAX));
-            zone.free_pages = zone.free_pages.saturating_add(pages);
-        }
+        zone.free_pages = free_blocks(line, 0)?.unwrap_or(0);
         count += 1;
         sum = sum.saturating_add(zone.free_pages);
     }
     Ok((count == zones.len()).then_some(sum))
+}
+
+/// What is free in `Node 0, zone DMA32`, which has a column for each order, from `order` on and
+/// counted in blocks of that order. `None` if it has no such columns.
+fn free_blocks(line: &[u8], order: usize) -> Result<Option<u64>, ParseError> {
+    let mut sum = None;
+    for (above, word) in words(line).skip(4 + order).enumerate() {
+        let count = required(Some(word), FILE, "count")?;
+        let blocks = count.saturating_mul(1u64.checked_shl(above as u32).unwrap_or(u64::MAX));
+        sum = Some(blocks.saturating_add(sum.unwrap_or(0)));
+    }
+    Ok(sum)
 }
 
 #[cfg(test)]

@@ -51,6 +51,15 @@ fn number(word: &[u8]) -> Option<u64> {
     })
 }
 
+/// The number that a `field` of `file` needs.
+fn required(
+    word: Option<&[u8]>,
+    file: &'static str,
+    field: &'static str,
+) -> Result<u64, ParseError> {
+    word.and_then(number).ok_or(ParseError::NotANumber { file, field })
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;

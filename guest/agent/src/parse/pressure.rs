@@ -2,7 +2,7 @@
 
 use foreshore_proto::Stall;
 
-use super::{ParseError, lines, number, words};
+use super::{ParseError, lines, number, required, words};
 
 const FILE: &str = "/proc/pressure/memory";
 
@@ -26,8 +26,7 @@ fn fields<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<(u64, u32), Parse
     let (mut total, mut avg10) = (None, None);
     for word in words {
         if let Some(value) = word.strip_prefix(b"total=") {
-            total =
-                Some(number(value).ok_or(ParseError::NotANumber { file: FILE, field: "total" })?);
+            total = Some(required(Some(value), FILE, "total")?);
         } else if let Some(value) = word.strip_prefix(b"avg10=") {
             avg10 = Some(
                 hundredths(value).ok_or(ParseError::NotANumber { file: FILE, field: "avg10" })?,

@@ -2,7 +2,7 @@
 
 use foreshore_proto::Counters;
 
-use super::{ParseError, lines, number};
+use super::{ParseError, lines, required};
 
 /// Event counters. A counter that the kernel does not have is zero.
 pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
@@ -24,7 +24,7 @@ pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
         let Some(space) = line.iter().position(|&byte| byte == b' ') else { continue };
         let (name, value) = (&line[..space], &line[space + 1..]);
         let Some((field, counter)) = counter(&mut counters, name) else { continue };
-        let value = number(value).ok_or(ParseError::NotANumber { file: "/proc/vmstat", field })?;
+        let value = required(Some(value), "/proc/vmstat", field)?;
         *counter = counter.saturating_add(value);
         // The highest zone that the allocation could use: all but ZONE_MOVABLE (and ZONE_DEVICE)
         // serve the kernel.

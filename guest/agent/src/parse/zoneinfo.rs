@@ -2,7 +2,7 @@
 
 use foreshore_proto::{Zone, ZoneKind};
 
-use super::{ParseError, lines, number, words};
+use super::{ParseError, lines, required, words};
 
 const FILE: &str = "/proc/zoneinfo";
 
@@ -46,8 +46,7 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<u64, ParseError> {
             }
             _ => continue,
         };
-        *place =
-            words.next().and_then(number).ok_or(ParseError::NotANumber { file: FILE, field })?;
+        *place = required(words.next(), FILE, field)?;
     }
     finish(zone, zones);
     if zones.is_empty() {
@@ -77,10 +76,7 @@ fn add_user_pages(
         Some(b"r_zone_unevictable" | b"r_zspages") if zone.serves_kernel() => other_user_pages,
         _ => return Ok(()),
     };
-    let pages = words.next().and_then(number);
-    let pages =
-        pages.ok_or(ParseError::NotANumber { file: FILE, field: "user pages of a zone" })?;
-    *sum = sum.saturating_add(pages);
+    *sum = sum.saturating_add(required(words.next(), FILE, "user pages of a zone")?);
     Ok(())
 }
 
@@ -92,8 +88,7 @@ fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, Par
     for word in words {
         let word = word.strip_prefix(b"(").unwrap_or(word);
         let word = word.strip_suffix(b",").or(word.strip_suffix(b")")).unwrap_or(word);
-        most = most
-            .max(number(word).ok_or(ParseError::NotANumber { file: FILE, field: "protection" })?);
+        most = most.max(required(Some(word), FILE, "protection")?);
     }
     Ok(most)
 }
@@ -101,9 +96,8 @@ fn most_protection<'a>(words: impl Iterator<Item = &'a [u8]>) -> Result<u64, Par
 /// `Node 0, zone    DMA32`, with which lines of `file` begin.
 pub(super) fn zone_of(line: &[u8], file: &'static str) -> Result<(u32, ZoneKind), ParseError> {
     let mut words = words(line).skip(1);
-    let node = words.next().and_then(|word| word.strip_suffix(b",")).and_then(number);
-    let node = node.and_then(|node| u32::try_from(node).ok());
-    let node = node.ok_or(ParseError::NotANumber { file, field: "node" })?;
+    let node = required(words.next().and_then(|word| word.strip_suffix(b",")), file, "node")?;
+    let node = u32::try_from(node).map_err(|_| ParseError::NotANumber { file, field: "node" })?;
     let kind = match words.nth(1) {
         Some(b"DMA") => ZoneKind::Dma,
         Some(b"DMA32") => ZoneKind::Dma32,
