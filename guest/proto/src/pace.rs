@@ -77,23 +77,23 @@ pub struct Pace {
     /// Where memory stays, and since when.
     steady_bytes: u64,
     steady_since_ms: u64,
-    fall: Fall,
+    /// See [`fall_of`].
+    fall_per_s: u64,
     /// Kernel memory at the last report.
     kernel_bytes: u64,
 }
 
-/// How fast memory falls. It is forgotten slowly: a load that pauses for a moment goes on.
-#[derive(Clone, Copy, Debug, Default)]
-struct Fall {
-    bytes_per_s: u64,
+/// How fast memory falls, in bytes a second, if so much was there, and so long later so much. The
+/// rate before is forgotten slowly: a load that pauses for a moment goes on.
+fn fall_of(before_per_s: u64, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) -> u64 {
+    let now_per_s = scale(before_bytes.saturating_sub(now_bytes), 1000, elapsed_ms);
+    now_per_s.max(before_per_s / 2)
 }
 
-impl Fall {
-    /// Takes in that so much was there, and so long later so much.
-    fn saw(&mut self, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) {
-        let now = scale(before_bytes.saturating_sub(now_bytes), 1000, elapsed_ms);
-        self.bytes_per_s = now.max(self.bytes_per_s / 2);
-    }
+/// The intervals under the watermark and at rest. The former is never the longer one.
+fn bounds_ms(settings: &Settings) -> (u64, u64) {
+    let rest_ms = u64::from(settings.rest_interval_ms);
+    (u64::from(settings.watermark_interval_ms).min(rest_ms), rest_ms)
 }
 
 /// The interval that fits so much memory, falling so fast: never shorter than that under the
@@ -101,9 +101,8 @@ impl Fall {
 ///
 /// At the watermark the former, at twice the watermark the latter, in between in proportion; and
 /// short enough for some reports before the watermark is reached.
-fn interval_ms(settings: &Settings, there_bytes: u64, fall: Fall) -> u64 {
-    let rest_ms = u64::from(settings.rest_interval_ms);
-    let fast_ms = u64::from(settings.watermark_interval_ms).min(rest_ms);
+fn interval_ms(settings: &Settings, there_bytes: u64, fall_per_s: u64) -> u64 {
+    let (fast_ms, rest_ms) = bounds_ms(settings);
     let watermark = settings.watermark_bytes;
     let Some(over) = there_bytes.checked_sub(watermark) else { return fast_ms };
     let by_distance_ms = if over >= watermark {
@@ -111,10 +110,9 @@ fn interval_ms(settings: &Settings, there_bytes: u64, fall: Fall) -> u64 {
     } else {
         fast_ms + scale(rest_ms - fast_ms, over, watermark)
     };
-    let by_fall_ms = if fall.bytes_per_s == 0 {
-        rest_ms
-    } else {
-        scale(1000, over, fall.bytes_per_s) / REPORTS_BEFORE
+    let by_fall_ms = match fall_per_s {
+        0 => rest_ms,
+        fall_per_s => scale(1000, over, fall_per_s) / REPORTS_BEFORE,
     };
     by_distance_ms.min(by_fall_ms).clamp(fast_ms, rest_ms)
 }
@@ -135,7 +133,7 @@ impl Pace {
             alert_until_ms: 0,
             steady_bytes: 0,
             steady_since_ms: 0,
-            fall: Fall::default(),
+            fall_per_s: 0,
             kernel_bytes: 0,
         }
     }
@@ -144,7 +142,7 @@ impl Pace {
     pub fn set(&mut self, settings: Settings) {
         if settings.watermark_of != self.settings.watermark_of {
             // What the other measure did says nothing of this one.
-            self.fall = Fall::default();
+            self.fall_per_s = 0;
             self.steady_bytes = settings.watermark_of.of(&self.reported);
             self.steady_since_ms = self.reported_ms;
         }
@@ -161,7 +159,7 @@ impl Pace {
         let there_bytes = self.measure().of(memory);
         if self.reported_ms > 0 {
             let elapsed_ms = now_ms.saturating_sub(self.reported_ms);
-            self.fall.saw(self.there_bytes(), there_bytes, elapsed_ms);
+            self.fall_per_s = fall_of(self.fall_per_s, self.there_bytes(), there_bytes, elapsed_ms);
         }
         self.reported = *memory;
         self.reported_ms = now_ms;
@@ -238,14 +236,12 @@ impl Pace {
 
     /// When the next report is due, if nothing happens.
     pub fn report_due_ms(&self) -> u64 {
-        let rest_ms = u64::from(self.settings.rest_interval_ms);
-        let fast_ms = u64::from(self.settings.watermark_interval_ms).min(rest_ms);
-        let there_bytes = self.there_bytes();
+        let (fast_ms, rest_ms) = bounds_ms(&self.settings);
         let steady = self.reported_ms.saturating_sub(self.steady_since_ms) >= STEADY_MS;
         let interval_ms = if self.reported_ms < self.alert_until_ms {
             fast_ms
         } else if !steady {
-            interval_ms(&self.settings, there_bytes, self.fall)
+            interval_ms(&self.settings, self.there_bytes(), self.fall_per_s)
         } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
@@ -318,20 +314,20 @@ mod tests {
         Memory { free_bytes, available_bytes, ..Memory::default() }
     }
 
-    /// A guest with a watermark of 60 MiB that has reported at one second.
-    fn pace(free_mib: u64, available_mib: u64) -> Pace {
-        let mut pace = Pace::new(Settings::with_watermark(60 * MIB));
+    /// A guest with a watermark of 60 MiB of `measure` that has reported at one second.
+    fn pace_by(watermark_of: Measure, free_mib: u64, available_mib: u64) -> Pace {
+        let settings = Settings { watermark_of, ..Settings::with_watermark(60 * MIB) };
+        let mut pace = Pace::new(settings);
         pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
         pace
     }
 
-    /// The same with the watermark of free memory.
+    fn pace(free_mib: u64, available_mib: u64) -> Pace {
+        pace_by(Measure::Available, free_mib, available_mib)
+    }
+
     fn free_pace(free_mib: u64, available_mib: u64) -> Pace {
-        let of_free =
-            Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) };
-        let mut pace = Pace::new(of_free);
-        pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
-        pace
+        pace_by(Measure::Free, free_mib, available_mib)
     }
 
     #[test]
@@ -353,32 +349,28 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_at_rest_reports_once_a_second_and_looks_in_between() {
-        let pace = pace(8_000, 8_000);
-        assert_eq!(pace.report_due_ms(), 2_000);
-        assert_eq!(pace.look_due_ms(), 1_100);
-    }
-
-    #[test]
-    fn the_less_there_is_the_sooner_it_looks() {
-        assert_eq!(pace(280, 280).look_due_ms(), 1_000 + 35 * MIB / FASTEST_FILL_BYTES_PER_MS);
-        assert_eq!(pace(70, 70).look_due_ms(), 1_050);
-        assert_eq!(pace(0, 0).look_due_ms(), 1_050);
-    }
-
-    #[test]
-    fn under_the_watermark_it_reports_twenty_times_a_second() {
-        assert_eq!(pace(59, 59).report_due_ms(), 1_050);
-        assert_eq!(pace(59, 60).report_due_ms(), 1_050);
-        assert_eq!(pace(59, 120).report_due_ms(), 2_000);
+    fn the_less_there_is_the_sooner_it_reports_and_looks() {
+        for (free, available, report_due_ms, look_due_ms) in [
+            (8_000, 8_000, 2_000, 1_100),
+            (280, 280, 2_000, 1_000 + 35 * MIB / FASTEST_FILL_BYTES_PER_MS),
+            // Page cache does not count.
+            (59, 120, 2_000, 1_050),
+            // Under the watermark.
+            (59, 60, 1_050, 1_050),
+            (59, 59, 1_050, 1_050),
+            (0, 0, 1_050, 1_050),
+        ] {
+            let pace = pace(free, available);
+            assert_eq!(
+                (pace.report_due_ms(), pace.look_due_ms()),
+                (report_due_ms, look_due_ms),
+                "{free} MiB free, {available} MiB available"
+            );
+        }
     }
 
     fn interval(available: u64, fall_per_s: u64) -> u64 {
-        interval_ms(
-            &Settings::with_watermark(60 * MIB),
-            available,
-            Fall { bytes_per_s: fall_per_s },
-        )
+        interval_ms(&Settings::with_watermark(60 * MIB), available, fall_per_s)
     }
 
     #[test]
@@ -427,8 +419,8 @@ mod tests {
                     ..Settings::with_watermark(watermark_bytes)
                 };
                 for available in [0, 1, 60 * MIB, 61 * MIB, u64::MAX] {
-                    for bytes_per_s in [0, 1, MIB, u64::MAX] {
-                        let ms = interval_ms(&settings, available, Fall { bytes_per_s });
+                    for fall_per_s in [0, 1, MIB, u64::MAX] {
+                        let ms = interval_ms(&settings, available, fall_per_s);
                         let fast_ms = u64::from(watermark_interval_ms.min(rest_interval_ms));
                         assert!(
                             (fast_ms..=u64::from(rest_interval_ms)).contains(&ms),
@@ -443,17 +435,15 @@ mod tests {
     #[test]
     fn a_fall_is_known_from_two_reports_and_forgotten_by_halves() {
         let mut pace = pace(8_000, 1_000);
-        assert_eq!(pace.fall.bytes_per_s, 0, "one report shows none");
+        assert_eq!(pace.fall_per_s, 0, "one report shows none");
         pace.reported(&memory(900 * MIB, 900 * MIB), 1_500);
-        assert_eq!(pace.fall.bytes_per_s, 200 * MIB);
+        assert_eq!(pace.fall_per_s, 200 * MIB);
         assert_eq!(pace.report_due_ms(), 1_500 + 840);
         pace.reported(&memory(900 * MIB, 950 * MIB), 2_000);
-        assert_eq!(pace.fall.bytes_per_s, 100 * MIB, "a rise does not end it at once");
+        assert_eq!(pace.fall_per_s, 100 * MIB, "a rise does not end it at once");
         pace.reported(&memory(900 * MIB, 900 * MIB), 2_000);
-        assert_eq!(pace.fall.bytes_per_s, 50_000 * MIB, "no time between two is a millisecond");
-        let mut fall = Fall::default();
-        fall.saw(u64::MAX, 0, 0);
-        assert_eq!(fall.bytes_per_s, u64::MAX);
+        assert_eq!(pace.fall_per_s, 50_000 * MIB, "no time between two is a millisecond");
+        assert_eq!(fall_of(0, u64::MAX, 0, 0), u64::MAX);
     }
 
     #[test]
@@ -492,12 +482,17 @@ mod tests {
 
     #[test]
     fn a_fall_by_an_eighth_or_under_the_watermark_is_news() {
-        assert!(!pace(280, 280).is_news(246 * MIB));
-        assert!(pace(280, 280).is_news(245 * MIB));
-        assert!(!pace(280, 64).is_news(61 * MIB));
-        assert!(pace(280, 64).is_news(59 * MIB));
-        assert!(!pace(280, 59).is_news(58 * MIB), "known to be under it already");
-        assert!(!pace(0, 0).is_news(0));
+        for (before, now, is_news) in [
+            (280, 246, false),
+            (280, 245, true),
+            (64, 61, false),
+            (64, 59, true),
+            // Known to be under it already.
+            (59, 58, false),
+            (0, 0, false),
+        ] {
+            assert_eq!(pace(280, before).is_news(now * MIB), is_news, "{before} to {now} MiB");
+        }
     }
 
     #[test]
@@ -519,13 +514,17 @@ mod tests {
 
     #[test]
     fn free_memory_that_falls_is_worth_a_second_look() {
-        assert!(!pace(280, 280).is_suspicious(270 * MIB, 1_050));
-        assert!(pace(280, 280).is_suspicious(262 * MIB, 1_050));
-        assert!(pace(20, 280).is_suspicious(20 * MIB - 4096, 1_050), "page cache hides it");
-        assert!(
-            pace(20, 280).is_suspicious(20 * MIB + 4096, 1_050),
-            "and kswapd makes more free than somebody takes"
-        );
+        const PAGE: u64 = 4096;
+        for (before, now_bytes, is_suspicious) in [
+            (280, 270 * MIB, false),
+            (280, 262 * MIB, true),
+            // Page cache hides it, and kswapd makes more free than somebody takes.
+            (20, 20 * MIB - PAGE, true),
+            (20, 20 * MIB + PAGE, true),
+        ] {
+            let pace = pace(before, 280);
+            assert_eq!(pace.is_suspicious(now_bytes, 1_050), is_suspicious, "{before} MiB");
+        }
     }
 
     /// How often a guest reads what is there in ten seconds beside its reports, where so much is
@@ -642,21 +641,18 @@ mod tests {
 
     #[test]
     fn a_watermark_of_free_memory_is_not_hidden_by_what_is_available() {
-        assert_eq!(free_pace(59, 8_000).report_due_ms(), 1_050);
         assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
-        assert_eq!(
-            free_pace(8_000, 59).report_due_ms(),
-            2_000,
-            "nor is it one of available memory"
-        );
-        assert_eq!(
-            free_pace(90, 0).report_due_ms(),
-            1_000 + 50 + 950 / 2,
-            "in proportion above it"
-        );
+        for (free, available, report_due_ms) in [
+            (59, 8_000, 1_050),
+            // Nor is it one of available memory, and above it the interval is in proportion.
+            (8_000, 59, 2_000),
+            (90, 0, 1_000 + 50 + 950 / 2),
+        ] {
+            assert_eq!(free_pace(free, available).report_due_ms(), report_due_ms);
+        }
         let mut pace = free_pace(8_000, 8_000);
         pace.reported(&memory(1_000 * MIB, 8_000 * MIB), 2_000);
-        assert_eq!(pace.fall.bytes_per_s, 7_000 * MIB, "what falls is what is free");
+        assert_eq!(pace.fall_per_s, 7_000 * MIB, "what falls is what is free");
     }
 
     #[test]
