@@ -113,12 +113,11 @@ impl KernelBlockPace {
 
 #[cfg(test)]
 mod tests {
-    use crate::{KernelUse, NodeBlocks, ZoneKind};
+    use crate::{KernelUse, NodeBlocks, PAGE_BYTES, ZoneKind};
 
     use super::*;
 
     const MIB: u64 = 1 << 20;
-    const PAGE_BYTES: u64 = 4096;
     const BLOCK: u64 = 128 * MIB;
 
     fn zone(node: u32, kind: ZoneKind, managed_mib: u64, free_mib: u64) -> Zone {

@@ -6,10 +6,7 @@
 
 use std::collections::VecDeque;
 
-use crate::{KernelUse, Zone, ZoneKind, scale};
-
-/// Zones count pages of this size: all guests are x86-64.
-const PAGE_BYTES: u64 = 4096;
+use crate::{KernelUse, PAGE_BYTES, Zone, ZoneKind, scale};
 
 /// Time in which a rate of growth falls to zero, once the growth has ended.
 const FORGOTTEN_MS: u64 = 1_000;

@@ -6,9 +6,8 @@
 
 use std::cmp::Reverse;
 
-use crate::{Zone, ZoneKind, scale};
+use crate::{PAGE_BYTES, Zone, ZoneKind, scale};
 
-const PAGE_BYTES: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
 /// Part of DRAM that is kept for page tables, stacks, slabs and sockets.
@@ -60,15 +59,14 @@ impl NodeMemory {
     fn of(zones: &[Zone], node: u32) -> Self {
         let bytes = |kind: ZoneKind| {
             let zones = zones.iter().filter(|zone| zone.node == node && zone.kind == kind);
-            let pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
-            pages.saturating_mul(PAGE_BYTES)
+            sum(zones.map(|zone| zone.managed_pages)).saturating_mul(PAGE_BYTES)
         };
         Self { zones_bytes: KERNEL_ZONES.map(bytes), movable_bytes: bytes(ZoneKind::Movable) }
     }
 
     /// Memory of the zones that serve the kernel.
     pub fn kernel_bytes(&self) -> u64 {
-        self.zones_bytes.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
+        sum(self.zones_bytes)
     }
 
     /// Lowers `ratios` so that the kernel's zones keep the reserve of a node with `dram_bytes`, to
@@ -91,10 +89,7 @@ impl NodeMemory {
             .map(|is_whole| self.lowered(ratios, reserve_bytes, is_whole))
             .into_iter()
             .max_by_key(|ratios| {
-                let kept_bytes = self
-                    .kept_bytes(ratios)
-                    .iter()
-                    .fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
+                let kept_bytes = sum(self.kept_bytes(ratios));
                 (self.kernel_share_bytes(ratios).min(enough_bytes), Reverse(kept_bytes))
             });
         ratios.copy_from_slice(&best.expect("two candidates"));
@@ -142,7 +137,7 @@ impl NodeMemory {
         let share = |(&zone_bytes, ratio): (&u64, &u64)| {
             self.movable_bytes.checked_div(*ratio).unwrap_or(0).min(zone_bytes)
         };
-        zones.map(share).fold(0, u64::saturating_add)
+        sum(zones.map(share))
     }
 
     /// Part of each zone that Linux keeps free of user pages under `ratios`: the memory of all
@@ -168,16 +163,19 @@ impl NodeMemory {
 /// so each of these keeps its share of them.
 pub fn reserve_ratios(zones: &[Zone], hotplug_bytes: u64, least: &[u64]) -> Vec<u64> {
     let mut ratios = least.to_vec();
-    let all_kernel_pages = zones
-        .iter()
-        .filter(|zone| KERNEL_ZONES.contains(&zone.kind))
-        .fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
+    let kernel_zones = zones.iter().filter(|zone| KERNEL_ZONES.contains(&zone.kind));
+    let all_kernel_pages = sum(kernel_zones.map(|zone| zone.managed_pages));
     for memory in nodes(zones) {
         let (kernel_bytes, movable_bytes) = (memory.kernel_bytes(), memory.movable_bytes);
         let share = scale(hotplug_bytes, kernel_bytes / PAGE_BYTES, all_kernel_pages);
         memory.lower_ratios(&mut ratios, kernel_bytes.saturating_add(movable_bytes), share);
     }
     ratios
+}
+
+/// Sum that saturates, because a guest reports the values.
+fn sum(values: impl IntoIterator<Item = u64>) -> u64 {
+    values.into_iter().fold(0, u64::saturating_add)
 }
 
 fn nodes(zones: &[Zone]) -> impl Iterator<Item = NodeMemory> {
@@ -189,10 +187,7 @@ fn nodes(zones: &[Zone]) -> impl Iterator<Item = NodeMemory> {
 
 /// Memory of all `zones` that Linux keeps free of user pages under `ratios`.
 pub fn kept_bytes(zones: &[Zone], ratios: &[u64]) -> u64 {
-    let kept = |memory: NodeMemory| {
-        memory.kept_bytes(ratios).iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes))
-    };
-    nodes(zones).map(kept).fold(0, u64::saturating_add)
+    sum(nodes(zones).map(|memory| sum(memory.kept_bytes(ratios))))
 }
 
 /// Pages of `zone`, one of `zones`, that Linux keeps free of user pages under `ratios`.
