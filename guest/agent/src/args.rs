@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use foreshore_proto::VSOCK_PORT;
 use thiserror::Error;
 
-/// What `--help` prints.
 pub const HELP: &str = "\
 Reports the guest's memory pressure to the VMM.
 
@@ -31,7 +30,6 @@ Options:
 
 const HOST_CID: u32 = 2;
 
-/// Where the VMM is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// On the other side of a virtual socket.
@@ -55,37 +53,27 @@ pub enum Online {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     pub address: Address,
-    /// How plugged memory comes online.
     pub online: Online,
-    /// Whether DRAM is kept for the kernel.
     pub reserve: bool,
-    /// Gives blocks of plugged DRAM to the kernel when the kernel runs short.
     pub kernel_blocks: bool,
-    /// Whether settings of the kernel are adapted to memory of two kinds.
     pub tune: bool,
-    /// Whether idle memory is looked for.
     pub idle: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Report until killed.
     Run(Options),
     Once,
     Version,
     Help,
 }
 
-/// What is wrong with the command line.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ArgsError {
-    /// No such option.
     #[error("Unknown option {0}")]
     Unknown(String),
-    /// An option without its value.
     #[error("{0} needs a value")]
     NoValue(String),
-    /// A value that an option cannot have.
     #[error("{option} is {value}, must be {expected}")]
     WrongValue { option: String, value: String, expected: String },
 }

@@ -140,7 +140,6 @@ impl BlockReader {
         if self.online.is_done_by(policy) { Ok(()) } else { fs::write(path, word) }
     }
 
-    /// The blocks as last read.
     pub fn seen(&self) -> &Blocks {
         &self.seen
     }

@@ -32,17 +32,14 @@ const MAX_ZONES_AGE_MS: u64 = 1_000;
 /// least.
 const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
 
-/// Why a text could not be had.
 #[derive(Debug, Error)]
 pub enum ProcError {
     #[error("Cannot read {path}")]
     Read {
         path: PathBuf,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// It is not as expected.
     #[error("Cannot understand the kernel's text")]
     Parse(#[from] ParseError),
 }
@@ -190,7 +187,6 @@ impl Text {
         }
     }
 
-    /// The whole text as it is now.
     fn read<'a>(&self, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], ProcError> {
         let mut length = 0;
         loop {

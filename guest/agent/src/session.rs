@@ -20,23 +20,18 @@ use crate::{kernel, sys};
 /// Until the VMM says something else, report fast while less than this part is available.
 const DEFAULT_WATERMARK_PART: u64 = 5;
 
-/// Why a connection ended.
 #[derive(Debug, Error)]
 pub enum SessionError {
-    /// It could not be made.
     #[error("Cannot connect to vsock port {port} of context {cid}")]
     Connect {
         cid: u32,
         port: u32,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
-    /// It could not be made, to a socket's file.
     #[error("Cannot connect to {path}")]
     ConnectUnix {
         path: std::path::PathBuf,
-        /// What the kernel says.
         #[source]
         source: io::Error,
     },
@@ -61,7 +56,6 @@ pub struct Session<'a> {
     sent: usize,
 }
 
-/// What a wait has ended with.
 #[derive(Clone, Copy, Debug)]
 struct Ready {
     readable: bool,
@@ -70,7 +64,6 @@ struct Ready {
 }
 
 impl<'a> Session<'a> {
-    /// Connects, and says hello.
     pub fn connect(agent: &'a mut Agent, address: &Address) -> Result<Self, SessionError> {
         let socket = match address {
             Address::Vsock { cid, port } => sys::connect_vsock(*cid, *port)

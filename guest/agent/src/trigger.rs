@@ -18,7 +18,6 @@ const REQUESTS: [[&[u8]; 2]; 2] = [
     [b"full 15000 500000\0", b"full 60000 2000000\0"],
 ];
 
-/// How many triggers there are.
 pub const TRIGGERS: usize = REQUESTS.len();
 
 /// A trigger that has been lost is asked for again after so long.

@@ -19,7 +19,6 @@ use crate::blocks::Range;
 const WORDS: u64 = 64;
 const WORD_PAGES: u64 = 64;
 
-/// The bitmap, and what is marked in it.
 #[derive(Debug)]
 pub struct Bitmap {
     file: File,

@@ -58,7 +58,6 @@ struct Monitor {
     root: PathBuf,
     node: u32,
     ranges: Vec<Range>,
-    /// When it was started, if it was.
     started_ms: Option<u64>,
     /// What the schemes had counted at the last look.
     counted: [u64; 2],

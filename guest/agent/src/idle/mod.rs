@@ -78,13 +78,9 @@ impl Found {
 /// Where the kernel has what tells.
 #[derive(Clone, Debug)]
 pub struct Roots {
-    /// /sys/kernel/mm/damon/admin/kdamonds.
     pub damon: PathBuf,
-    /// /sys/kernel/mm/page_idle/bitmap.
     pub bitmap: PathBuf,
-    /// /sys/devices/system/node.
     pub nodes: PathBuf,
-    /// /sys/kernel/mm/lru_gen/enabled.
     pub lru_gen: PathBuf,
 }
 

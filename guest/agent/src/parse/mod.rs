@@ -40,7 +40,6 @@ fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
     line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty())
 }
 
-/// A whole word as a number.
 fn number(word: &[u8]) -> Option<u64> {
     if word.is_empty() {
         return None;
