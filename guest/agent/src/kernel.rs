@@ -119,37 +119,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chosen_model_of_a_dynamic_kernel_is_found() {
-        let scheduler = |text: &str| Evidence { scheduler: text.into(), ..Evidence::default() };
-        assert_eq!(preemption(DEBIAN, &scheduler("none (voluntary) full\n")), "voluntary");
-        assert_eq!(preemption(DEBIAN, &scheduler("none voluntary (full) lazy\n")), "full");
-        assert_eq!(preemption(DEBIAN, &Evidence::default()), "dynamic");
-    }
-
-    const DEBIAN: &str = "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)";
-
-    #[test]
     fn what_is_in_use_comes_before_what_was_said_and_that_before_what_was_wanted() {
-        let mut evidence = Evidence {
-            scheduler: "none voluntary (full)\n".into(),
-            log: "6,9,1,-;Dynamic Preempt: none\n6,99,2,-;Dynamic Preempt: voluntary\n".into(),
-            command_line: "console=ttyS0 preempt=full preempt=none preempt=fast quiet".into(),
-        };
-        assert_eq!(preemption(DEBIAN, &evidence), "full");
-        evidence.scheduler.clear();
-        assert_eq!(preemption(DEBIAN, &evidence), "voluntary", "the last change");
-        evidence.log = "6,9,1,-;Dynamic Preempt: sometimes\n".into();
-        assert_eq!(preemption(DEBIAN, &evidence), "none", "the last that the kernel knows");
-        evidence.command_line = "xpreempt=full preempt= PREEMPT=full".into();
-        assert_eq!(preemption(DEBIAN, &evidence), "dynamic");
-    }
-
-    #[test]
-    fn other_kernels_say_it_in_their_version() {
-        let wanted = Evidence { command_line: "preempt=none".into(), ..Evidence::default() };
-        assert_eq!(preemption("#1 SMP PREEMPT_RT Debian", &wanted), "rt");
-        assert_eq!(preemption("#7 SMP PREEMPT Mon", &wanted), "full");
-        assert_eq!(preemption("#7 SMP Mon", &wanted), "static");
+        const DEBIAN: &str = "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)";
+        let log = "6,9,1,-;Dynamic Preempt: none\n6,99,2,-;Dynamic Preempt: voluntary\n";
+        let wanted = "console=ttyS0 preempt=full preempt=none preempt=fast quiet";
+        for (version, [scheduler, log, command_line], model) in [
+            (DEBIAN, ["none (voluntary) full\n", "", ""], "voluntary"),
+            (DEBIAN, ["none voluntary (full) lazy\n", log, wanted], "full"),
+            // The last change.
+            (DEBIAN, ["", log, wanted], "voluntary"),
+            // The last that the kernel knows.
+            (DEBIAN, ["", "6,9,1,-;Dynamic Preempt: sometimes\n", wanted], "none"),
+            (DEBIAN, ["", "", "xpreempt=full preempt= PREEMPT=full"], "dynamic"),
+            // Other kernels say it in their version.
+            ("#1 SMP PREEMPT_RT Debian", ["", "", "preempt=none"], "rt"),
+            ("#7 SMP PREEMPT Mon", ["", "", "preempt=none"], "full"),
+            ("#7 SMP Mon", ["", "", "preempt=none"], "static"),
+        ] {
+            let [scheduler, log, command_line] = [scheduler, log, command_line].map(str::to_owned);
+            let evidence = Evidence { scheduler, log, command_line };
+            assert_eq!(preemption(version, &evidence), model, "{version} {evidence:?}");
+        }
     }
 
     #[test]
