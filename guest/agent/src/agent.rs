@@ -13,9 +13,9 @@ use crate::kernel_blocks::KernelBlocks;
 use crate::proc::{Proc, ProcError};
 use crate::reserve::Reserve;
 use crate::session::{Session, SessionError};
-use crate::sys;
 use crate::trigger::Triggers;
 use crate::tune::Tuning;
+use crate::{logged, sys};
 
 /// First and longest wait before another attempt to connect.
 const FIRST_BACK_OFF_MS: u64 = 100;
@@ -102,25 +102,19 @@ impl Agent {
         if let Some(idle) = &mut self.idle {
             idle.poll(&self.report.zones, self.observed_ms, &mut self.report.idle);
         }
-        if let Some(Err(error)) = self
-            .reserve
-            .as_mut()
-            .map(|reserve| reserve.adapt(&self.report.zones, self.hotplug_bytes))
-        {
-            eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio: {error}");
-            self.reserve = None;
-        }
+        self.reserve.take_if(|reserve| {
+            let result = reserve.adapt(&self.report.zones, self.hotplug_bytes);
+            logged("set vm.lowmem_reserve_ratio", result).is_none()
+        });
         if let Some(kernel_blocks) = &mut self.kernel_blocks {
             // Reports soon after a block became kernel memory.
             self.take_charge |=
                 kernel_blocks.poll(&self.report, self.proc.other_user_pages(), self.observed_ms);
         }
-        let total_bytes = self.report.memory.total_bytes;
-        let tuned =
-            self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));
-        if let Some(Err(error)) = tuned {
-            // What has been written is to go back at the end.
-            eprintln!("foreshore-agent: Cannot adapt settings of the kernel: {error}");
+        if let Some(tuning) = &mut self.tuning {
+            let result = tuning.adapt(&self.report.zones, self.report.memory.total_bytes);
+            // After an error too, what has been written is to go back at the end.
+            logged("adapt settings of the kernel", result);
         }
         Ok(())
     }
@@ -138,14 +132,14 @@ impl Agent {
     /// Reports until it is told to end.
     pub fn run(&mut self, address: &Address) {
         self.report_to(address);
-        if let Some(Err(error)) = self.tuning.as_mut().map(Tuning::restore) {
-            eprintln!("foreshore-agent: Cannot put settings of the kernel back: {error}");
+        if let Some(tuning) = &mut self.tuning {
+            logged("put settings of the kernel back", tuning.restore());
         }
         if let Some(idle) = self.idle.take() {
             idle.stop();
         }
-        if let Some(Err(error)) = self.reserve.take().map(Reserve::restore) {
-            eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio back: {error}");
+        if let Some(reserve) = self.reserve.take() {
+            logged("set vm.lowmem_reserve_ratio back", reserve.restore());
         }
     }
 
@@ -161,7 +155,7 @@ impl Agent {
             if sys::monotonic_ms().saturating_sub(start_ms) >= GOOD_CONNECTION_MS {
                 back_off_ms = FIRST_BACK_OFF_MS;
             }
-            say_once(&error, &mut said);
+            say_once(error, &mut said);
             if self.is_told_to_end_within(back_off_ms) {
                 return;
             }
@@ -201,13 +195,8 @@ impl Agent {
 
 /// Says an error unless it is the one that was said last: a VMM that is away for a day fills no
 /// log.
-fn say_once(error: &SessionError, said: &mut String) {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
+fn say_once(error: SessionError, said: &mut String) {
+    let text = format!("{:#}", anyhow::Error::from(error));
     if text != *said {
         eprintln!("foreshore-agent: {text}");
         *said = text;

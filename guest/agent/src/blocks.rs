@@ -16,6 +16,7 @@ use std::thread;
 use foreshore_proto::{Blocks, NodeBlocks, OnlinePolicy};
 
 use crate::args::Online;
+use crate::logged;
 
 impl Online {
     /// What is written to a block, and to the policy, so that memory comes online in this way.
@@ -339,9 +340,7 @@ impl BlockReader {
     fn serve(&mut self, request: Request, clock: fn() -> u64, failed: &mut u64) -> Answer {
         let signs = request.signs;
         if request.take_charge {
-            if let Err(error) = self.take_charge() {
-                eprintln!("foreshore-agent: Cannot set auto_online_blocks: {error}");
-            }
+            logged("set auto_online_blocks", self.take_charge());
         } else if clock() < self.due_ms(signs) {
             return Answer { blocks: None, ask_again_ms: self.due_ms(signs) };
         }

@@ -97,41 +97,41 @@ fn once() -> anyhow::Result<()> {
 fn run(options: &Options) -> anyhow::Result<()> {
     let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
     // None of these is worth dying for: without them the agent still reports, only less reliably.
-    agent.termination = part("watch for its end", sys::watch_termination());
-    part("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
-    part("raise its priority", sys::raise_priority());
+    agent.termination = logged("watch for its end", sys::watch_termination());
+    logged("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
+    logged("raise its priority", sys::raise_priority());
     let reader = BlockReader::new(Path::new(MEMORY), options.online);
-    agent.blocks = part("watch memory blocks", BlockWatch::start(reader, sys::monotonic_ms));
+    agent.blocks = logged("watch memory blocks", BlockWatch::start(reader, sys::monotonic_ms));
     if options.reserve {
         let cmdline = fs::read_to_string(CMDLINE).unwrap_or_default();
         let reserve = Reserve::open(Path::new(SYSCTL_VM), Path::new(RUN), &cmdline);
-        agent.reserve = part("keep memory for the kernel", reserve);
+        agent.reserve = logged("keep memory for the kernel", reserve);
     } else {
         let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
-        part("give the guest its vm.lowmem_reserve_ratio back", left);
+        logged("give the guest its vm.lowmem_reserve_ratio back", left);
     }
     if options.kernel_blocks && options.online == Online::Movable {
         let kernel_blocks = KernelBlocks::start(Path::new(MEMORY), Path::new(IOMEM));
-        agent.kernel_blocks = part("watch the kernel's memory", kernel_blocks);
+        agent.kernel_blocks = logged("watch the kernel's memory", kernel_blocks);
     }
     let mut tuning = Tuning::open(Path::new(ROOT), Path::new(RUN));
     if options.tune {
         agent.tuning = Some(tuning);
     } else {
-        part("give the guest its kernel's settings back", tuning.restore());
+        logged("give the guest its kernel's settings back", tuning.restore());
     }
     if options.idle {
         let idle = IdleWatch::start(&Roots::under(Path::new(SYS)), sys::monotonic_ms);
-        agent.idle = part("look for idle memory", idle);
+        agent.idle = logged("look for idle memory", idle);
     }
     let triggers = Triggers::register(Path::new(PROC), sys::monotonic_ms());
-    agent.triggers = part("register a pressure trigger", triggers);
-    part("lock its memory", sys::lock_memory());
+    agent.triggers = logged("register a pressure trigger", triggers);
+    logged("lock its memory", sys::lock_memory());
     agent.run(&options.address);
     Ok(())
 }
 
-/// A part of the agent, or a line on standard error that says what cannot be done without it.
-fn part<T>(what: &str, result: io::Result<T>) -> Option<T> {
+/// The result, or a line on standard error that says what failed.
+fn logged<T>(what: &str, result: io::Result<T>) -> Option<T> {
     result.inspect_err(|error| eprintln!("foreshore-agent: Cannot {what}: {error}")).ok()
 }

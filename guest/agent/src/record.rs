@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use crate::logged;
+
 /// Replaces a record, whole or not at all: one of which the end is missing would make ours the
 /// guest's. Without text there is none.
 pub fn replace(record: &Path, text: &str) -> io::Result<()> {
@@ -19,4 +21,11 @@ pub fn replace(record: &Path, text: &str) -> io::Result<()> {
     let new = record.with_extension("new");
     fs::write(&new, text)?;
     fs::rename(&new, record)
+}
+
+/// [`replace`] before `what` is changed. Without a record the guest is served all the same; only
+/// who is killed leaves no trace.
+pub fn note(what: &str, record: &Path, text: &str) {
+    let result = replace(record, text);
+    logged(&format!("note the guest's {what} in {}", record.display()), result);
 }

@@ -78,28 +78,21 @@ impl Reserve {
         *before_bytes = hotplug_bytes;
         let wanted = reserve_ratios(zones, hotplug_bytes, &self.least);
         if wanted != self.current {
-            // Without a record the guest is served all the same; only who is killed leaves no
-            // trace.
-            if let Err(error) = self.put_on_record(&wanted) {
-                let record = self.record.display();
-                eprintln!(
-                    "foreshore-agent: Cannot note the guest's vm.lowmem_reserve_ratio in {record}: {error}"
-                );
-            }
+            self.put_on_record(&wanted);
             fs::write(&self.path, text_of(&wanted))?;
             self.current = wanted;
         }
         Ok(())
     }
 
-    fn put_on_record(&mut self, wanted: &[u64]) -> io::Result<()> {
+    fn put_on_record(&mut self, wanted: &[u64]) {
         if *wanted == *self.initial || self.ours.iter().any(|ours| *ours == *wanted) {
-            return Ok(());
+            return;
         }
         self.ours.push(wanted.to_vec());
         let lines =
             std::iter::once(&self.initial).chain(&self.ours).map(|ratios| text_of(ratios) + "\n");
-        record::replace(&self.record, &lines.collect::<String>())
+        record::note("vm.lowmem_reserve_ratio", &self.record, &lines.collect::<String>());
     }
 
     /// Gives the guest back what an agent that was killed has not.

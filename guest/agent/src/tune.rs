@@ -29,23 +29,15 @@ use crate::record;
 const SETTINGS: [Setting; 4] = [
     Setting { path: DEFRAG, usual: "madvise", beside_pm: "always", needs_free_pm: false },
     Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0", needs_free_pm: false },
-    Setting {
-        path: "proc/sys/vm/watermark_boost_factor",
-        usual: "15000",
-        beside_pm: "0",
-        needs_free_pm: false,
-    },
-    Setting {
-        path: "sys/kernel/mm/numa/demotion_enabled",
-        usual: "false",
-        beside_pm: "true",
-        needs_free_pm: true,
-    },
+    Setting { path: BOOST_FACTOR, usual: "15000", beside_pm: "0", needs_free_pm: false },
+    Setting { path: DEMOTION, usual: "false", beside_pm: "true", needs_free_pm: true },
 ];
 
 const ENABLED: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const DEFRAG: &str = "sys/kernel/mm/transparent_hugepage/defrag";
 const COLLAPSE_DEFRAG: &str = "sys/kernel/mm/transparent_hugepage/khugepaged/defrag";
+const BOOST_FACTOR: &str = "proc/sys/vm/watermark_boost_factor";
+const DEMOTION: &str = "sys/kernel/mm/numa/demotion_enabled";
 const ZERO_PAGE: &str = "sys/kernel/mm/transparent_hugepage/use_zero_page";
 
 /// Guests that boot with less have no huge pages (mm/huge_memory.c, hugepage_init).
@@ -298,12 +290,8 @@ impl Tuning {
         Ok(())
     }
 
-    /// Without a record the guest is served all the same; only who is killed leaves no trace.
     fn put_on_record(&self) {
-        if let Err(error) = record::replace(&self.record, &self.text_of_record()) {
-            let record = self.record.display();
-            eprintln!("foreshore-agent: Cannot note the guest's settings in {record}: {error}");
-        }
+        record::note(NAME, &self.record, &self.text_of_record());
     }
 
     fn text_of_record(&self) -> String {
@@ -388,9 +376,9 @@ mod tests {
                 (ENABLED, "[always] madvise never\n"),
                 (DEFRAG, "always defer defer+madvise [madvise] never\n"),
                 (ZERO_PAGE, "1\n"),
-                (SETTINGS[1].path, "1\n"),
-                (SETTINGS[2].path, "15000\n"),
-                (SETTINGS[3].path, "false\n"),
+                (COLLAPSE_DEFRAG, "1\n"),
+                (BOOST_FACTOR, "15000\n"),
+                (DEMOTION, "false\n"),
                 ("proc/sys/kernel/osrelease", "6.12.1-cloud\n"),
             ]));
             files.iter().for_each(|(path, text)| guest.put(path, text));
@@ -457,7 +445,7 @@ mod tests {
         let demotion = |tuning: &mut Tuning, free_pages| {
             tuning.adapt(&zones_with(&[0, 1], free_pages), GIB).expect("adapts");
             assert_eq!(guest.get(DEFRAG), "always");
-            guest.get(SETTINGS[3].path)
+            guest.get(DEMOTION)
         };
         let seen =
             [199, 200, 100, 99, 199, 200].map(|free_pages| demotion(&mut tuning, free_pages));
@@ -504,7 +492,7 @@ mod tests {
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
         assert_eq!(guest.settings(), ["defer", "0", "0", "true"], "before");
-        guest.put(SETTINGS[2].path, "20000\n");
+        guest.put(BOOST_FACTOR, "20000\n");
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
         assert_eq!(guest.settings(), ["defer", "1", "20000", "false"], "meanwhile");
     }
@@ -512,7 +500,7 @@ mod tests {
     #[test]
     fn a_kernel_without_a_setting_does_without() {
         let guest = Guest::new(&[]);
-        guest.0.remove(SETTINGS[2].path);
+        guest.0.remove(BOOST_FACTOR);
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
         assert_eq!(guest.get(DEFRAG), "always");
     }
@@ -667,10 +655,10 @@ mod tests {
     fn what_an_owner_sets_after_a_kill_is_the_owners() {
         let guest = Guest::new(&[]);
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        guest.put(SETTINGS[2].path, "20000\n");
+        guest.put(BOOST_FACTOR, "20000\n");
         let mut tuning = guest.tuning();
         // It is forgotten at once that the agent had once changed it.
-        guest.put(SETTINGS[2].path, "0\n");
+        guest.put(BOOST_FACTOR, "0\n");
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.tuning().restore().expect("restores");
         assert_eq!(guest.settings(), ["madvise", "1", "0", "false"]);
@@ -701,12 +689,12 @@ mod tests {
     #[test]
     fn a_setting_that_fails_keeps_no_other_from_being_set_and_put_back() {
         let guest = Guest::new(&[]);
-        guest.0.remove(SETTINGS[1].path);
-        guest.0.make(SETTINGS[1].path);
+        guest.0.remove(COLLAPSE_DEFRAG);
+        guest.0.make(COLLAPSE_DEFRAG);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect_err("a directory");
         tuning.adapt(&zones(&[0, 1]), GIB).expect("not again while nothing changes");
-        let others = || [guest.get(DEFRAG), guest.get(SETTINGS[2].path)];
+        let others = || [guest.get(DEFRAG), guest.get(BOOST_FACTOR)];
         assert_eq!(others(), ["always", "0"]);
         tuning.restore().expect("the one that failed was not changed");
         assert_eq!(others(), ["madvise", "15000"]);
