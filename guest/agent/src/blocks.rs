@@ -103,15 +103,6 @@ pub struct BlockReader {
     rest_until_ms: u64,
 }
 
-/// What was done at one reading.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Onlined {
-    /// Blocks that were offline and are online now.
-    pub count: u64,
-    /// Blocks that did not come online.
-    pub failed: u64,
-}
-
 impl BlockReader {
     /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing
     /// before it is told to take charge, and then sees to it that memory comes online in the
@@ -160,11 +151,11 @@ impl BlockReader {
     }
 
     /// Reads them again, and onlines, if in charge, what has been offline since the last time.
-    /// `clock` gives the time before and after.
-    pub fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> Onlined {
+    /// Returns how many of these did not come online. `clock` gives the time before and after.
+    pub fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> u64 {
         let start_ms = clock();
-        let mut onlined = Onlined::default();
-        self.seen = self.scan(&mut onlined);
+        let mut failed = 0;
+        self.seen = self.scan(&mut failed);
         self.signs = signs;
         let end_ms = clock();
         self.read_ms = Some(end_ms);
@@ -172,10 +163,10 @@ impl BlockReader {
         self.not_before_ms = end_ms.saturating_add(cost_ms.saturating_mul(COST_PART));
         let rest_ms = cost_ms.saturating_mul(REST_COST_PART).max(MAX_AGE_MS);
         self.rest_until_ms = end_ms.saturating_add(rest_ms);
-        onlined
+        failed
     }
 
-    fn scan(&mut self, onlined: &mut Onlined) -> Blocks {
+    fn scan(&mut self, failed: &mut u64) -> Blocks {
         let text = |name: &str| fs::read_to_string(self.root.join(name)).unwrap_or_default();
         let online_policy = policy_of(&text("auto_online_blocks"));
         let block_bytes = u64::from_str_radix(text("block_size_bytes").trim(), 16).unwrap_or(0);
@@ -188,7 +179,7 @@ impl BlockReader {
         {
             let online_it =
                 self.online.word().filter(|_| self.in_charge && was_offline.contains(&number));
-            let Some(block) = Block::read(&path, online_it, onlined) else { continue };
+            let Some(block) = Block::read(&path, online_it, failed) else { continue };
             if block.online {
                 online.push((number, block.node));
             } else {
@@ -225,26 +216,28 @@ struct Block {
 
 impl Block {
     /// Reads a block's directory; `None` if it goes away meanwhile.
-    fn read(path: &Path, online_it: Option<&str>, onlined: &mut Onlined) -> Option<Self> {
+    fn read(path: &Path, online_it: Option<&str>, failed: &mut u64) -> Option<Self> {
         let state_path = path.join("state");
         let state = fs::read_to_string(&state_path).ok()?;
         let mut online = state.trim() == "online";
         if let Some(word) = online_it.filter(|_| state.trim() == "offline") {
             online = fs::write(&state_path, word).is_ok();
-            *(if online { &mut onlined.count } else { &mut onlined.failed }) += 1;
+            *failed += u64::from(!online);
         }
-        // The first zone is the one that the block is in. Only for a block that is online: of one
-        // that is just being added Linux looks for the zones of node -1, and crashes
-        // (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the
-        // block can be seen).
-        let movable = online && {
-            let zones = fs::read_to_string(path.join("valid_zones")).unwrap_or_default();
-            zones.split_whitespace().next() == Some("Movable")
-        };
+        let movable = online && is_online_block_movable(path);
         let mut entries = fs::read_dir(path).ok()?.flatten();
         let node = entries.find_map(|entry| numbered(&entry.file_name(), "node")).unwrap_or(0);
         Some(Block { node, online, movable })
     }
+}
+
+/// Only for a block that is online: of one that is just being added Linux looks for the zones of
+/// node -1, and crashes (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the block
+/// can be seen).
+pub fn is_online_block_movable(block: &Path) -> bool {
+    let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
+    // The first zone is the one that the block is in.
+    zones.split_whitespace().next() == Some("Movable")
 }
 
 /// The number in a name such as `memory12`.
@@ -344,11 +337,11 @@ impl BlockReader {
         } else if clock() < self.due_ms(signs) {
             return Answer { blocks: None, ask_again_ms: self.due_ms(signs) };
         }
-        let onlined = self.read(signs, clock);
-        if onlined.failed > *failed {
-            eprintln!("foreshore-agent: {} memory blocks do not come online", onlined.failed);
+        let failed_now = self.read(signs, clock);
+        if failed_now > *failed {
+            eprintln!("foreshore-agent: {failed_now} memory blocks do not come online");
         }
-        *failed = onlined.failed;
+        *failed = failed_now;
         Answer {
             blocks: Some((self.seen().clone(), self.ranges.clone())),
             ask_again_ms: self.due_ms(signs),
@@ -381,7 +374,7 @@ mod tests {
             [(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")];
         let tree = Tree::memory("online_movable", &blocks);
         let mut reader = BlockReader::new(tree.path(), Online::Movable);
-        assert_eq!(reader.read(SIGNS, || 0), Onlined::default());
+        assert_eq!(reader.read(SIGNS, || 0), 0);
         assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
         assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
     }
@@ -407,7 +400,7 @@ mod tests {
         let blocks = [(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")];
         let tree = Tree::memory("offline", &blocks);
         let read = |name| {
-            let block = Block::read(&tree.at(name), None, &mut Onlined::default()).unwrap();
+            let block = Block::read(&tree.at(name), None, &mut 0).unwrap();
             (block.online, block.movable)
         };
         assert_eq!(["memory32", "memory33"].map(read), [(false, false), (true, true)]);
@@ -418,13 +411,17 @@ mod tests {
         let blocks = [(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")];
         let tree = Tree::memory("offline", &blocks);
         let mut reader = BlockReader::new(tree.path(), Online::Movable);
-        assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "not in charge yet");
+        let state_after = |reader: &mut BlockReader| {
+            assert_eq!(reader.read(SIGNS, || 0), 0);
+            tree.get("memory32/state")
+        };
+        assert_eq!(state_after(&mut reader), "offline\n");
         assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
+        assert_eq!(state_after(&mut reader), "offline\n", "not in charge yet");
         reader.take_charge().expect("writes");
         reader.offline.clear();
-        assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "the kernel may be about to");
-        assert_eq!(reader.read(SIGNS, || 0), Onlined { count: 1, failed: 0 });
-        assert_eq!(tree.get("memory32/state"), "online_movable");
+        assert_eq!(state_after(&mut reader), "offline\n", "the kernel may be about to");
+        assert_eq!(state_after(&mut reader), "online_movable");
         assert_eq!(tree.get("memory33/state"), "going-offline\n", "on its way out, not touched");
     }
 
@@ -443,8 +440,7 @@ mod tests {
             reader.take_charge().expect("writes");
             reader.read(SIGNS, || 0);
             assert_eq!(reader.seen().nodes, [node(1, 0, 1, 0)]);
-            let count = u64::from(online != Online::None);
-            assert_eq!(reader.read(SIGNS, || 0), Onlined { count, failed: 0 });
+            assert_eq!(reader.read(SIGNS, || 0), 0);
             assert_eq!(tree.get("auto_online_blocks"), policy_after, "{online:?} of {policy}");
             assert_eq!(tree.get("memory32/state"), state_after, "{online:?} of {policy}");
         }

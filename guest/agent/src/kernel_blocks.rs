@@ -21,7 +21,7 @@ use foreshore_proto::{
     Blocks, KernelBlockGrowth, KernelBlockPace, OFFLINE_LIMIT_MS, RawReport, short_node,
 };
 
-use crate::blocks::{STACK_BYTES, numbered};
+use crate::blocks::{STACK_BYTES, is_online_block_movable, numbered};
 use crate::sys;
 
 /// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
@@ -176,12 +176,7 @@ impl Turner {
 
 fn is_movable(block: &Path) -> bool {
     let state = fs::read_to_string(block.join("state")).unwrap_or_default();
-    // Linux crashes when the zones of a block that is just being added are read
-    // (drivers/base/memory.c, valid_zones_show).
-    state.trim() == "online" && {
-        let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
-        zones.split_whitespace().next() == Some("Movable")
-    }
+    state.trim() == "online" && is_online_block_movable(block)
 }
 
 fn turn(state: &Path) -> io::Result<()> {

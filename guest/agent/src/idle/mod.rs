@@ -160,15 +160,6 @@ struct Seeker<O> {
     has_said_so: bool,
 }
 
-/// What a look has come to.
-#[derive(Debug)]
-enum Looked {
-    Found(Vec<Found>),
-    /// It is busy: nothing is known, and it is to be tried again.
-    Later,
-    Never(io::Error),
-}
-
 impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
     /// Opens the source. An error if that cannot succeed later either.
     fn start(open: O) -> io::Result<Self> {
@@ -187,18 +178,18 @@ impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
         }
     }
 
-    fn look(&mut self, ranges: &[Range], now_ms: u64) -> Looked {
+    /// What is found, or `None` if the source is busy: then it is to be tried again.
+    fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Option<Vec<Found>>> {
         let source = match &mut self.source {
             Some(source) => Ok(source),
             none => (self.open)().map(|source| none.insert(source)),
         };
         match source.and_then(|source| source.look(ranges, now_ms)) {
-            Ok(found) => Looked::Found(found),
             Err(error) if is_busy(&error) => {
                 self.say(&error);
-                Looked::Later
+                Ok(None)
             }
-            Err(error) => Looked::Never(error),
+            result => result.map(Some),
         }
     }
 }
@@ -238,7 +229,7 @@ impl IdleWatch {
                     Err(RecvTimeoutError::Disconnected) => break,
                 }
                 match source.look(&ranges, clock()) {
-                    Looked::Found(mut found) => {
+                    Ok(Some(mut found)) => {
                         found.retain_mut(|found| {
                             let unseen_bytes = roots.unseen_bytes(found.node);
                             found.unseen_bytes = unseen_bytes.unwrap_or(0);
@@ -246,8 +237,8 @@ impl IdleWatch {
                         });
                         drop(outbox.try_send(found));
                     }
-                    Looked::Later => {}
-                    Looked::Never(error) => {
+                    Ok(None) => {}
+                    Err(error) => {
                         eprintln!("foreshore-agent: Idle memory is no longer looked for: {error}");
                         break;
                     }
@@ -418,19 +409,19 @@ mod tests {
             }
         };
         let mut seeker = Seeker::start(opened_at(1)).expect("opens");
-        assert!(matches!(seeker.look(&[], 0), Looked::Found(_)));
+        assert!(matches!(seeker.look(&[], 0), Ok(Some(_))));
         let mut seeker = Seeker::start(opened_at(4)).expect("it may come");
         for _ in 0..2 {
-            assert!(matches!(seeker.look(&[], 0), Looked::Later));
+            assert!(matches!(seeker.look(&[], 0), Ok(None)));
             assert!(seeker.has_said_so, "once");
         }
         for _ in 0..2 {
-            assert!(matches!(seeker.look(&[], 0), Looked::Found(_)));
+            assert!(matches!(seeker.look(&[], 0), Ok(Some(_))));
         }
         let missing = || Err(io::Error::from_raw_os_error(libc::ENOENT));
         assert!(Seeker::start(missing).is_err());
         let mut seeker = Seeker { open: missing, source: None, has_said_so: false };
-        assert!(matches!(seeker.look(&[], 0), Looked::Never(_)), "it has gone meanwhile");
+        assert!(seeker.look(&[], 0).is_err(), "it has gone meanwhile");
     }
 
     #[test]
