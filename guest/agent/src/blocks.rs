@@ -231,9 +231,9 @@ impl Block {
     }
 }
 
-/// Only for a block that is online: of one that is just being added Linux looks for the zones of
-/// node -1, and crashes (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the block
-/// can be seen).
+/// Checks that a block that is online is in ZONE_MOVABLE. The block must be online: of one that is
+/// just being added Linux looks for the zones of node -1, and crashes (drivers/base/memory.c,
+/// valid_zones_show: `mem->nid` is set after the block can be seen).
 pub fn is_online_block_movable(block: &Path) -> bool {
     let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
     // The first zone is the one that the block is in.

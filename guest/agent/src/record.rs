@@ -23,8 +23,8 @@ pub fn replace(record: &Path, text: &str) -> io::Result<()> {
     fs::rename(&new, record)
 }
 
-/// [`replace`] before `what` is changed. Without a record the guest is served all the same; only
-/// who is killed leaves no trace.
+/// Replaces the record before `what` is changed. Without a record the agent serves the guest all
+/// the same. Only an agent that is killed then leaves no trace of the old value.
 pub fn note(what: &str, record: &Path, text: &str) {
     let result = replace(record, text);
     logged(&format!("note the guest's {what} in {}", record.display()), result);

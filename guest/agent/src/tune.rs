@@ -520,9 +520,9 @@ mod tests {
                 ["always", "always", "1"],
             ),
             (vec![OF_DEBIAN, cmdline("transparent_hugepage=never\n")], &[0, 1], GIB, none),
-            // Nobody says what it would have had.
+            // Neither the command line nor /boot decides.
             (vec![], &[0, 1], GIB, none),
-            // Somebody has chosen something else.
+            // One of the three settings has been changed since the boot.
             (vec![ALWAYS, (ENABLED, "[always] never\n")], &[0], GIB, ["always", "never", "0"]),
             (vec![ALWAYS, (DEFRAG, "[madvise] never\n")], &[0], GIB, ["never", "madvise", "0"]),
             (vec![ALWAYS, (ZERO_PAGE, "1\n")], &[0], GIB, ["never", "never", "1"]),

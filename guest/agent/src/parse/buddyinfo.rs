@@ -49,8 +49,8 @@ pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseE
     Ok((count == zones.len()).then_some(sum))
 }
 
-/// What is free in `Node 0, zone DMA32`, which has a column for each order, from `order` on and
-/// counted in blocks of that order. `None` if it has no such columns.
+/// Sum of the columns from `order` on, in blocks of that order. A line such as `Node 0, zone DMA32`
+/// has a column for each order. `None` if it has none from there on.
 fn free_blocks(line: &[u8], order: usize) -> Result<Option<u64>, ParseError> {
     let mut sum = None;
     for (above, word) in words(line).skip(4 + order).enumerate() {
