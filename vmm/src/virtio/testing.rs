@@ -4,9 +4,11 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
-use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE, VRING_USED_F_NO_NOTIFY,
+};
 use virtio_queue::desc::RawDescriptor;
 use virtio_queue::desc::split::{Descriptor, VirtqUsedElem};
 use virtio_queue::{Queue, QueueT};
@@ -66,7 +68,20 @@ struct Ring {
     used: u64,
 }
 
-/// A driver with so many queues of 32 descriptors.
+impl Ring {
+    /// Index of the used buffer that the driver wants an interrupt for (virtio 1.3, 2.7.7).
+    fn used_event(&self) -> u64 {
+        self.available + 4 + 2 * u64::from(QUEUE_SIZE)
+    }
+
+    /// Index of the available buffer that the device wants a notification for (2.7.10).
+    fn avail_event(&self) -> u64 {
+        self.used + 4 + 8 * u64::from(QUEUE_SIZE)
+    }
+}
+
+/// A driver with so many queues of 32 descriptors. Like Linux, it sends only the notifications that
+/// the device has not suppressed, so that a device that forgets to ask for one stalls.
 pub struct TestDriver {
     pub memory: GuestMemoryMmap,
     /// What the device sees of it, where that is more; a view of it otherwise.
@@ -78,6 +93,9 @@ pub struct TestDriver {
     /// more: a test that adds so many has waited for the earlier ones.
     free: Vec<u16>,
     seen: Vec<u16>,
+    /// Index of each available ring at the last notification.
+    notified: Vec<u16>,
+    event_idx: bool,
 }
 
 impl TestDriver {
@@ -96,6 +114,8 @@ impl TestDriver {
             rings: Vec::new(),
             free: vec![0; queues],
             seen: vec![0; queues],
+            notified: vec![0; queues],
+            event_idx: false,
         }
     }
 
@@ -112,21 +132,25 @@ impl TestDriver {
     pub fn activation(&mut self, features: u64) -> Activation {
         let mut queues = Vec::new();
         self.rings.clear();
+        self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
         for kick in &self.kicks {
             let start = 0x1_0000 * (self.rings.len() as u64 + 1);
             let ring = Ring { descriptors: start, available: start + 0x1000, used: start + 0x2000 };
             // Flags and index of both rings.
             [ring.available, ring.used].into_iter().for_each(|at| self.store(at, 0u32));
+            [ring.used_event(), ring.avail_event()].into_iter().for_each(|at| self.store(at, 0u16));
             let mut queue = Queue::new(QUEUE_SIZE).unwrap();
             queue.try_set_desc_table_address(GuestAddress(ring.descriptors)).unwrap();
             queue.try_set_avail_ring_address(GuestAddress(ring.available)).unwrap();
             queue.try_set_used_ring_address(GuestAddress(ring.used)).unwrap();
+            queue.set_event_idx(self.event_idx);
             queue.set_ready(true);
             self.rings.push(ring);
             queues.push(Some(ActiveQueue::new(queue, kick.try_clone().unwrap())));
         }
         self.free.fill(0);
         self.seen.fill(0);
+        self.notified.fill(0);
         let view = self.view.clone().unwrap_or_else(|| GuestView::new(self.memory.clone()));
         Activation { view, interrupt: self.interrupt.clone(), queues, features }
     }
@@ -196,8 +220,25 @@ impl TestDriver {
         self.interrupt.resets_needed.load(Ordering::Relaxed)
     }
 
-    pub fn kick(&self, queue: usize) {
-        self.kicks[queue].write(1).unwrap();
+    /// Notifies the device of new buffers, unless it has suppressed that (virtio 1.3, 2.7.10).
+    /// Without new buffers, the notification is spurious, and sent in any case.
+    pub fn kick(&mut self, queue: usize) {
+        let available: u16 = self.load(self.ring(queue).available + 2);
+        let notified = std::mem::replace(&mut self.notified[queue], available);
+        // The index is stored before the device's wish is read.
+        fence(Ordering::SeqCst);
+        if available == notified || self.is_wanted(self.ring(queue), notified, available) {
+            self.kicks[queue].write(1).unwrap();
+        }
+    }
+
+    /// Checks that the device wants a notification of the buffers from `old` to `new`.
+    fn is_wanted(&self, ring: &Ring, old: u16, new: u16) -> bool {
+        if !self.event_idx {
+            return self.load::<u16>(ring.used) & VRING_USED_F_NO_NOTIFY as u16 == 0;
+        }
+        let event: u16 = self.load(ring.avail_event());
+        new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
     }
 
     /// A used buffer that was not seen before, if there is one: head and length.
@@ -221,6 +262,9 @@ impl TestDriver {
     /// Waits for interrupts until there is a used buffer.
     pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         loop {
+            // The device reads this after it has stored its index, and may have passed it by then.
+            self.store(self.ring(queue).used_event(), self.seen[queue]);
+            fence(Ordering::SeqCst);
             if let Some(used) = self.used(queue) {
                 return used;
             }
