@@ -163,6 +163,35 @@ fn draining_waits_for_everything_and_says_how_it_went() {
     );
 }
 
+impl Uring {
+    /// The kernel interrupts so many flushes.
+    pub(super) fn interrupted(
+        &mut self,
+        mut completed: Vec<(usize, Running, i32)>,
+    ) -> Vec<(usize, Running, i32)> {
+        for (_, running, result) in &mut completed {
+            if self.interruptions > 0 && matches!(running.step, Step::Flush) {
+                self.interruptions -= 1;
+                *result = -libc::EINTR;
+            }
+        }
+        completed
+    }
+}
+
+#[test]
+fn interrupted_flush_has_its_own_result_after_draining() {
+    let (_file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    for interruptions in [1, RETRIES_MAX - 1] {
+        ring.interruptions = interruptions;
+        ring.add(0, Step::Flush);
+        let done = ring.drain();
+        assert!(done.len() == 1 && done[0].result.is_ok());
+        assert_eq!(ring.interruptions, 0);
+    }
+}
+
 fn outcome(running: &mut Running, result: i32) -> Option<Result<(), io::ErrorKind>> {
     running.advance(result).map(|result| result.map_err(|err| err.kind()))
 }
