@@ -170,6 +170,9 @@ pub trait Executor: Send {
     /// Number of steps worth adding before the first is begun.
     fn batch(&self) -> usize;
 
+    /// True once the kernel takes no more steps from the ring, so that calls execute them.
+    fn is_given_up(&self) -> bool;
+
     /// Waits for what is under way and returns its results. Steps that have not begun are dropped.
     fn drain(&mut self) -> Vec<Done>;
 }

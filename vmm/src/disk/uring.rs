@@ -107,12 +107,6 @@ impl Uring {
         })
     }
 
-    /// Checks that the kernel still takes steps from the ring.
-    #[cfg(test)]
-    fn is_uring(&self) -> bool {
-        !self.is_given_up
-    }
-
     /// Puts a step, or what is left of it, into the ring.
     fn push(&mut self, token: usize, mut running: Running) {
         if !self.image.is_aligned(&running.step) {
@@ -369,6 +363,10 @@ impl Executor for Uring {
 
     fn batch(&self) -> usize {
         BATCH
+    }
+
+    fn is_given_up(&self) -> bool {
+        self.is_given_up
     }
 
     /// The kernel may still write to the buffers.

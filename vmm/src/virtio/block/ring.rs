@@ -2,6 +2,7 @@
 //! meanwhile.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::EventFd;
@@ -69,6 +70,9 @@ impl Worker {
         self.add(ring, steps);
         let batch = ring.executor.batch();
         let more = (0..batch).all(|_| !self.is_stopping() && ring.executor.begin());
+        if ring.executor.is_given_up() {
+            self.disk.metrics().io_uring.store(false, Ordering::Relaxed);
+        }
         let finished = self.finish_done(ring);
         if self.used {
             self.check_interrupt(&self.view.memory());

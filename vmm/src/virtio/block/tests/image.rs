@@ -146,6 +146,9 @@ impl Executor for PluggingExecutor {
     fn batch(&self) -> usize {
         self.0.batch()
     }
+    fn is_given_up(&self) -> bool {
+        self.0.is_given_up()
+    }
     fn drain(&mut self) -> Vec<Done> {
         self.0.drain()
     }
